@@ -130,7 +130,7 @@ def test_the_draft_is_an_ordinary_checkpoint(whole: Path) -> None:
     assert about["settings"]["seed"] == 0
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["muon", pytest.param("adamw", marks=pytest.mark.long)])
 def test_learning_makes_it_agree_more(optimizer: str, tmp_path: Path) -> None:
     """A draft that begins as noise has nearly nothing in common with its target; one with all its layers, all."""
     out = tmp_path / "noise"

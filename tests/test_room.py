@@ -10,13 +10,7 @@ import pytest
 from pearl.errors import LocalProtocolError
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
-from pearl.protocol.events import (
-    DraftJoined,
-    Forwarded,
-    Judged,
-    Sample,
-    Sampled,
-)
+from pearl.protocol.events import DraftJoined, Forwarded, Judged, Sample, Sampled
 from pearl.protocol.messages import DraftTokens, Source, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.proposals import Proposal, ProposalStore

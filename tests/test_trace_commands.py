@@ -137,10 +137,7 @@ def test_two_runs_in_one_picture(run: tuple[Outcome, Path], sd: Path, tmp_path: 
     assert {bar.cause for bar in charts[0].rows["target"] if bar.look == "wait"} == {"draft tokens"}
     tokens = [sum(len(sources) for _, sources in c.commits) for c in charts]
     assert tokens[0] <= tokens[1]
-    for command in (
-        ("show", str(run[1])),
-        ("compare", str(sd), str(run[1]), "--seconds", "30"),
-    ):
+    for command in (("show", str(run[1])), ("compare", str(sd), str(run[1]), "--seconds", "30")):
         invoked(*command, "--png", str(tmp_path / "g.png"))
         assert (tmp_path / "g.png").read_bytes().startswith(b"\x89PNG")
         assert "cannot write" in refused(*command, "--png", str(tmp_path / "no" / "g.png"))
