@@ -215,10 +215,7 @@ def test_json_of_the_embedded_pair() -> None:
         assert set(made) == {"name", "age", "kind"}
         assert made["kind"] in ("cat", "dog")
         assert 0 <= made["age"] <= 150
-        for method in ("ngram", "pearl"):
-            assert engine.generate(prompt, asked, decoding=DecodingConfig(method=method))[0].tokens == alone.tokens
-        plain = engine.generate(prompt, asked.model_copy(update={"json_schema": None}))[0]
-        assert plain.tokens != alone.tokens
+        assert engine.generate(prompt, asked, decoding=DecodingConfig(method="pearl"))[0].tokens == alone.tokens
 
 
 # ---- what cannot be ----
