@@ -43,9 +43,9 @@ from pearl.execution.draft import DraftExecutor
 from pearl.lab.bench.exactness import check_texts, compare_cuts
 from pearl.lab.bench.machine import hardware, in_words
 from pearl.lab.bench.rows import PUBLISHED
-from pearl.models.graphs import FED, Record, ends, record_on_gpu
+from pearl.models.forward.graphs import FED, Record, ends, record_on_gpu
+from pearl.models.forward.llama import LlamaRunner
 from pearl.models.hf import HFRunner
-from pearl.models.llama import LlamaRunner
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.protocol.events import Draft, Drafted, Open
 from pearl.protocol.options import RequestOptions, Sampling
