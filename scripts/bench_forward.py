@@ -25,9 +25,9 @@ from rich.table import Table
 from pearl.drafting.model import ModelProposer
 from pearl.execution.ahead import Ahead
 from pearl.execution.draft import DraftExecutor
+from pearl.models.checkpoints.loading import load_model, load_runner
+from pearl.models.forward.llama import LlamaRunner
 from pearl.models.hf import HFRunner
-from pearl.models.llama import LlamaRunner
-from pearl.models.loading import load_model, load_runner
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.protocol.events import Draft, Drafted, Open
 from pearl.protocol.options import RequestOptions, Sampling

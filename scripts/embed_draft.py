@@ -2,8 +2,9 @@
 
     python scripts/embed_draft.py my-draft/draft
 
-Writes its layers, in 4 bits, and its last norm into pearl/models/embedded_draft/layers.safetensors, and prints what has
-to stand in pearl/models/embedded.py. The embeddings must be the target's own: they are not repeated in the repository.
+Writes its layers, in 4 bits, and its last norm into pearl/models/checkpoints/embedded_draft/layers.safetensors, and
+prints what has to stand in pearl/models/checkpoints/embedded.py. The embeddings must be the target's own: they are not
+repeated in the repository.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import click
 import torch
 from safetensors.torch import load_file, save_file
 
-from pearl.models.embedded import DRAFT_LAYERS, embedded_target, pack_layers
+from pearl.models.checkpoints.embedded import DRAFT_LAYERS, embedded_target, pack_layers
 
 MOST_BYTES = 20_000_000
 TABLE = "model.embed_tokens.weight"

@@ -43,7 +43,7 @@ from pearl.errors import ConfigError, StartError
 from pearl.lab.bench.machine import Conditions
 from pearl.lab.bench.systems import OurSystem, devices_of
 from pearl.lab.bench.tasks import HUMANEVAL, OURS, read_tasks
-from pearl.models.tokenizers import load_tokenizer
+from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.spec.methods import AS_PUBLISHED
 
 LOOPS = {
@@ -120,7 +120,7 @@ class _Model:
     def __init__(self, name: str, dtype: str, device: str) -> None:
         import torch
 
-        from pearl.models.loading import load_model
+        from pearl.models.checkpoints.loading import load_model
 
         self._model = load_model(name, device=torch.device(device), dtype=dtype, device_map=None).eval()
         self.device = self._model.device

@@ -43,10 +43,10 @@ from pearl.execution.draft import DraftExecutor
 from pearl.lab.bench.exactness import check_texts, compare_cuts
 from pearl.lab.bench.machine import hardware, in_words
 from pearl.lab.bench.rows import PUBLISHED
-from pearl.models.graphs import FED, Record, ends, record_on_gpu
+from pearl.models.forward.graphs import FED, Record, ends, record_on_gpu
+from pearl.models.forward.llama import LlamaRunner
 from pearl.models.hf import HFRunner
-from pearl.models.llama import LlamaRunner
-from pearl.models.runner import ModelRunner, feed_chain
+from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.protocol.events import Draft, Drafted, Open
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec.methods import DRAFT_LOOKUP
@@ -57,6 +57,7 @@ _NEAR = 5.0  # times that bound, relative to a row's root mean square: nearer lo
 _LEAST_BUSY = 0.9  # share of the time that a chain keeps its device busy
 _LEAST_ACCEPTANCE = 0.97  # of a draft that equals its target
 _MOST_GROWTH = 1.1  # duration of a forward of 8 tokens over one of 1
+_MOST_OF_EIGHT = 1.3  # duration of a forward of two tokens in each of 8 slots over one slot's
 _MOST_MS = {"7b": 6.5, "1b": 1.8}  # of a forward of one token, on an H100 or H200
 _SAMPLINGS = {
     "greedy": ("coupled", Sampling()),
@@ -102,9 +103,12 @@ class Scale:
         """The bound of a figure; none in a rehearsal."""
         return "" if self.rehearses else words
 
-    def runner(self, shape: str, context: int, records: bool = True, record: Record | None = None) -> LlamaRunner:
-        model = random_model(shape, self.device, self.dtype)
-        return LlamaRunner(model, context, records=records, record=record or self.record)
+    def runner(
+        self, shape: str, context: int, records: bool = True, record: Record | None = None, slots: int = 1
+    ) -> LlamaRunner:
+        model, kernels = random_model(shape, self.device, self.dtype), None if self.rehearses else True
+        given = record or self.record
+        return LlamaRunner(model, context, slots=slots, records=records, record=given, kernels=kernels)
 
 
 REHEARSAL = Scale(
@@ -166,7 +170,9 @@ def recordings(scale: Scale) -> Iterator[Figure]:
 
     context = 8192
     runner = scale.runner(scale.wide, context, record=record)
-    expected = len(ends(context, runner._room))
+    expected = len(ends(context, runner._room)) if runner._decode is None else 1
+    has = runner._decode is not None
+    yield Figure("our kernels", float(has), "", scale.bound("1"), has or scale.rehearses)
     yield Figure("recordings at load", len(made), "", f"{expected}", len(made) == expected)
     yield Figure("one takes at most", max((seconds for seconds, _ in made), default=0.0) * 1e3, "ms")
     yield Figure("all take", sum(size for _, size in made) / 1e6, "MB")
@@ -289,6 +295,24 @@ def speed(scale: Scale) -> Iterator[Figure]:
         must = scale.bound(f"at most {_MOST_GROWTH}")
         yield Figure(f"{shape}: 8 tokens over 1", eight / one, "", must, not must or eight / one <= _MOST_GROWTH)
         yield Figure(f"{shape}: 16 tokens", most_tokens, "ms")
+    yield from _side_by_side(scale)
+
+
+def _side_by_side(scale: Scale) -> Iterator[Figure]:
+    """Eight slots in one forward, two tokens each, over one slot's."""
+    runner = scale.runner(scale.timed[-1], 512, slots=8)
+    tokens = [(7 + 5 * i) % runner.vocab_size for i in range(256)]
+    for slot in range(8):
+        feed_chain(runner, tokens, 1, slot)
+    times: dict[int, list[float]] = {1: [], 8: []}
+    for count in [*times] * scale.repeats:
+        for slot in range(count):
+            runner.rollback(256, slot)
+        feeds = [Feed(tokens[:2], 2, slot) for slot in range(count)]
+        times[count].append(seconds(lambda: runner.forward(feeds), scale.device))  # noqa: B023
+    one, eight = (median(some) for some in times.values())
+    must = scale.bound(f"at most {_MOST_OF_EIGHT}")
+    yield Figure("8 slots over 1", eight / one, "", must, not must or eight / one <= _MOST_OF_EIGHT)
 
 
 def engine(scale: Scale) -> Iterator[Figure]:

@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pearl.lab.bench.machine import hardware, in_words
-from pearl.models.tokenizers import ToyTokenizer
+from pearl.models.checkpoints.tokenizers import ToyTokenizer
 from pearl.models.toy import alpha_pair
 
 ALPHA, VOCAB = 0.7, 32

@@ -10,9 +10,9 @@ from pearl.decoding.rules import Judgement, ratio
 from pearl.decoding.rules.direct import DirectTarget
 from pearl.decoding.shaping import Shaper
 from pearl.execution.target import TargetExecutor
-from pearl.models import attention, llama
-from pearl.models.llama import LlamaRunner
-from pearl.models.slots import Slots
+from pearl.models.forward import attention, llama
+from pearl.models.forward.llama import LlamaRunner
+from pearl.models.forward.slots import Slots
 from pearl.protocol.messages import FinishReason
 from pearl.protocol.request import Request
 from pearl.protocol.sequence import TokenSequence

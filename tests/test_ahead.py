@@ -17,7 +17,7 @@ from pearl.errors import DraftLost, TransportError
 from pearl.execution import ahead as module
 from pearl.execution.ahead import Ahead
 from pearl.execution.draft import DraftExecutor
-from pearl.models.loading import load_runner
+from pearl.models.checkpoints.loading import load_runner
 from pearl.models.runner import Feed, ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Draft, Drafted, Open, Rollback

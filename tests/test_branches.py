@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pearl.drafting.model import ModelProposer
 from pearl.lab.simulate import Outcome, Timing
-from pearl.models.loading import load_runner
+from pearl.models.checkpoints.loading import load_runner
 from pearl.models.runner import Feed, ModelRunner, WrappedRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Draft, Drafted, Open

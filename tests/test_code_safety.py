@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from pearl.errors import ModelError
-from pearl.models.loading import load_runner
+from pearl.models.checkpoints.loading import load_runner
 from pearl.models.runner import ModelRunner, feed_chain
 from tests.test_imports import modules
 from tests.tiny import tiny_model

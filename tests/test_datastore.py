@@ -25,8 +25,8 @@ from pearl.engine import Engine
 from pearl.errors import ConfigError
 from pearl.lab.bench.exactness import check_texts
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
+from pearl.models.checkpoints.tokenizers import ToyTokenizer, load_tokenizer
 from pearl.models.runner import ModelRunner
-from pearl.models.tokenizers import ToyTokenizer, load_tokenizer
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import Provenance, Source, Submit
 from pearl.protocol.options import RequestOptions, Sampling

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pearl.errors import ModelError
-from pearl.models.direct import read_decoder
-from pearl.models.llama import LlamaRunner
-from pearl.models.loading import load_model, load_runner
+from pearl.models.checkpoints.direct import read_decoder
+from pearl.models.checkpoints.loading import load_model, load_runner
+from pearl.models.checkpoints.tokenizers import load_tokenizer
+from pearl.models.forward.llama import LlamaRunner
 from pearl.models.runner import feed_chain
-from pearl.models.tokenizers import load_tokenizer
 from tests.tiny import tiny_model
 
 CPU = torch.device("cpu")
@@ -151,8 +151,8 @@ def test_a_worker_imports_no_compiler(tmp_path: Path) -> None:
     code = """
 import sys, torch
 import pearl.worker.build
-from pearl.models.loading import load_runner
-from pearl.models.tokenizers import load_tokenizer
+from pearl.models.checkpoints.loading import load_runner
+from pearl.models.checkpoints.tokenizers import load_tokenizer
 load_tokenizer(sys.argv[1])
 load_runner(sys.argv[1], device=torch.device("cpu"))
 print([name for name in ("transformers", "torch._dynamo") if name in sys.modules])

@@ -22,9 +22,9 @@ from pearl.errors import ConfigError, DistillError
 from pearl.lab.distill.config import DistillConfig, load_config
 from pearl.lab.distill.prompts import training_prompts
 from pearl.lab.distill.run import Distillation, _locked
-from pearl.models.loading import load_runner
+from pearl.models.checkpoints.loading import load_runner
+from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.runner import feed_chain
-from pearl.models.tokenizers import load_tokenizer
 from pearl.text.tokenizer import check_same_vocabulary
 from tests.tiny import VOCAB_SIZE, tiny_model
 

@@ -14,10 +14,10 @@ from transformers import AutoTokenizer
 
 from pearl import cache as kept
 from pearl.errors import ModelError
-from pearl.models import embedded
-from pearl.models.llama import LlamaRunner
-from pearl.models.loading import load_runner
-from pearl.models.matrices import is_in_4_bits
+from pearl.models.checkpoints import embedded
+from pearl.models.checkpoints.loading import load_runner
+from pearl.models.forward.llama import LlamaRunner
+from pearl.models.forward.matrices import is_in_4_bits
 from pearl.models.runner import feed_chain
 
 CPU = torch.device("cpu")
@@ -101,7 +101,7 @@ BUILDER = """
 import os, sys, time
 from pathlib import Path
 from pearl import cache as kept
-from pearl.models import embedded
+from pearl.models.checkpoints import embedded
 
 def build(building, progress):
     building.mkdir()

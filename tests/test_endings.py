@@ -13,7 +13,7 @@ from pearl.drafting.model import ModelProposer
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.metrics import Stopwatch, fold
-from pearl.models.tokenizers import ToyTokenizer
+from pearl.models.checkpoints.tokenizers import ToyTokenizer
 from pearl.models.toy import ToyRunner
 from pearl.protocol.events import Guess, Guessed
 from pearl.protocol.messages import FinishReason, Provenance, Source, Submit

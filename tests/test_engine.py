@@ -26,8 +26,8 @@ from pearl.config import DecodingConfig, SamplingParams
 from pearl.engine import Engine, Result
 from pearl.errors import ConfigError, EngineClosed, ModelError, RequestError
 from pearl.lab.simulate import Timing, paired_executors, simulate
-from pearl.models.loading import load_runner
-from pearl.models.tokenizers import load_tokenizer
+from pearl.models.checkpoints.loading import load_runner
+from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.protocol.messages import Provenance, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec import methods

@@ -17,7 +17,7 @@ from pearl.lab.distill.evaluate import evaluate, observe
 from pearl.lab.distill.learning import generator
 from pearl.lab.distill.loss import head_loss
 from pearl.lab.distill.teacher import load_teacher
-from pearl.models.loading import load_model, load_runner
+from pearl.models.checkpoints.loading import load_model, load_runner
 from pearl.models.runner import feed_chain
 from tests.tiny import EOS_ID, tiny_model
 

@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM
 from pearl import Engine, EngineConfig, SamplingParams
 from pearl.errors import ModelError
 from pearl.lab.bench.exactness import check_pair, check_texts, compare_cuts
-from pearl.models.graphs import FED
+from pearl.models.checkpoints.loading import load_runner
+from pearl.models.forward.graphs import FED
+from pearl.models.forward.llama import LlamaRunner
+from pearl.models.forward.matrices import Rounding, matrix, normalise, swiglu
+from pearl.models.forward.probe import irregular, least_rows, probe_rows
 from pearl.models.hf import HFRunner
-from pearl.models.llama import LlamaRunner
-from pearl.models.loading import load_runner
-from pearl.models.matrices import Rounding, matrix, normalise, swiglu
-from pearl.models.probe import irregular, least_rows, probe_rows
 from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.transport.torch_dist import RankGroup
 from tests.pairwise import pairwise
@@ -220,7 +220,7 @@ def test_sums_over_ranks_do_not_depend_on_the_number_of_rows(tmp_path: Path) -> 
 
 
 def test_exact_refuses_a_cpu_whose_products_depend_on_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pearl.models.layers.least_rows", lambda product, rows: 0)
+    monkeypatch.setattr("pearl.models.forward.layers.least_rows", lambda product, rows: 0)
     with pytest.raises(ModelError, match="on this machine"):
         load("llama", "float32", exact=True)
 

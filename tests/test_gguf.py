@@ -18,15 +18,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig
 
 from pearl.errors import ModelError
-from pearl.models import gguf as reading
-from pearl.models.direct import llama3_frequencies
+from pearl.models.checkpoints import gguf as reading
+from pearl.models.checkpoints.direct import llama3_frequencies
+from pearl.models.checkpoints.gguf import _ALWAYS, _check_stated, _complete, _complete_window, convert
+from pearl.models.checkpoints.loading import load_runner
+from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.families import GGUF
-from pearl.models.gguf import _ALWAYS, _check_stated, _complete, _complete_window, convert
-from pearl.models.llama import LlamaRunner
-from pearl.models.loading import load_runner
-from pearl.models.matrices import multiplies_bf16
+from pearl.models.forward.llama import LlamaRunner
+from pearl.models.forward.matrices import multiplies_bf16
 from pearl.models.runner import feed_chain
-from pearl.models.tokenizers import load_tokenizer
 from tests.conftest import eventually
 from tests.runner_contract import close, some_tokens
 from tests.test_processes import gone
@@ -80,9 +80,8 @@ def test_a_gguf_file_gives_the_same_model(tmp_path: Path, cache: Path, monkeypat
 def test_who_converts_ends_with_who_waits_for_it(tmp_path: Path) -> None:
     """Reading a pipe that nobody writes to, it would stay for ever; and a large file takes minutes."""
     os.mkfifo(tmp_path / "tiny.gguf")
-    script = (
-        "import pathlib, sys; from pearl.models.gguf import convert; convert(*map(pathlib.Path, sys.argv[1:]), 'any')"
-    )
+    take = "import sys, pathlib"
+    script = f"{take}; from {convert.__module__} import convert; convert(*map(pathlib.Path, sys.argv[1:]), 'any')"
     waits = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "tiny.gguf"), str(tmp_path)])
     eventually(lambda: bool(psutil.Process(waits.pid).children()), "the conversion has begun")
     (converts,) = psutil.Process(waits.pid).children()

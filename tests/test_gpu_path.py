@@ -20,9 +20,9 @@ from pearl.errors import ModelError
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.lab.simulate import Timing, VirtualProposer, paired_executors, simulate
-from pearl.models import graphs
-from pearl.models.llama import LlamaRunner
-from pearl.models.loading import load_model, load_runner
+from pearl.models.checkpoints.loading import load_model, load_runner
+from pearl.models.forward import graphs
+from pearl.models.forward.llama import LlamaRunner
 from pearl.models.runner import feed_chain
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import DraftTokens, Source, Submit

@@ -26,8 +26,8 @@ from pearl.decoding.shaping import Shaper
 from pearl.errors import ForwardError, GrammarError, RequestError
 from pearl.extras import installing
 from pearl.lab.simulate import Timing, paired_executors, simulate
-from pearl.models.embedded import embedded_draft, embedded_target
-from pearl.models.tokenizers import ToyTokenizer
+from pearl.models.checkpoints.embedded import embedded_draft, embedded_target
+from pearl.models.checkpoints.tokenizers import ToyTokenizer
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling, Shaping

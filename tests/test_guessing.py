@@ -22,7 +22,7 @@ from pearl.lab.experiments.guessing import Generated, replay, store_alone
 from pearl.lab.experiments.texts import answers
 from pearl.lab.papers import sssd as guesses
 from pearl.lab.simulate import Timing, paired_executors, simulate
-from pearl.models.loading import load_runner
+from pearl.models.checkpoints.loading import load_runner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import Source, Submit
 from pearl.protocol.options import RequestOptions, Sampling

@@ -15,12 +15,12 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from transformers import AutoModelForCausalLM, MptConfig, MptForCausalLM
 
 from pearl.errors import ForwardError, ModelError, RequestError
-from pearl.models import loading, memory
-from pearl.models.checkpoint import resolve_checkpoint
+from pearl.models.checkpoints import loading, memory
+from pearl.models.checkpoints.checkpoint import resolve_checkpoint
+from pearl.models.checkpoints.loading import load_runner
+from pearl.models.forward.llama import LlamaRunner
+from pearl.models.forward.matrices import multiplies_bf16
 from pearl.models.hf import HFRunner
-from pearl.models.llama import LlamaRunner
-from pearl.models.loading import load_runner
-from pearl.models.matrices import multiplies_bf16
 from pearl.models.runner import feed_chain
 from tests.runner_contract import Kinds, RunnerContract, close, some_tokens
 from tests.tiny import VOCAB_SIZE, tiny_model
@@ -334,7 +334,7 @@ def mpt(directory: Path, positions: int) -> str:
 
 def test_a_forward_that_fails_is_its_requests_affair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of it stays: the same runner goes on where it was. Only of a CPU: after a GPU's error nothing works."""
-    monkeypatch.setattr("pearl.models.loading._POSITIONS", ())
+    monkeypatch.setattr("pearl.models.checkpoints.loading._POSITIONS", ())
     runner = load_runner(mpt(tmp_path, 16), device=CPU, dtype="float32", max_context=64)
     feed_chain(runner, range(5, 15), 1)
     with pytest.raises(ForwardError, match="MptForCausalLM's forward failed: The size of tensor"):

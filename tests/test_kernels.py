@@ -14,9 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Co
 from transformers import Qwen3Config, Qwen3ForCausalLM  # isort: skip
 
 from pearl.models.feeds import Feed
-from pearl.models.graphs import FED
-from pearl.models.llama import LlamaRunner
-from pearl.models.row_table import MOST_PARTS, NUMBERS, ROWS, lay_tables, numbers
+from pearl.models.forward.graphs import FED
+from pearl.models.forward.llama import LlamaRunner
+from pearl.models.forward.row_table import MOST_PARTS, NUMBERS, ROWS, lay_tables, numbers
 from pearl.models.runner import feed_chain
 
 pytest.importorskip("triton")
@@ -24,7 +24,7 @@ if torch.cuda.is_available():
     pytest.skip("these are for the interpreter; test_llama_runner has the GPU's", allow_module_level=True)
 assert os.environ["TRITON_INTERPRET"] == "1"  # set by conftest
 
-from pearl.models import cuts, decode, kernels  # noqa: E402
+from pearl.models.forward import cuts, decode, kernels  # noqa: E402
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 90,

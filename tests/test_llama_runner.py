@@ -11,12 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pearl.errors import ModelError
-from pearl.models import graphs
-from pearl.models.graphs import FED
+from pearl.models.checkpoints.loading import load_runner
+from pearl.models.forward import graphs
+from pearl.models.forward.graphs import FED
+from pearl.models.forward.llama import LlamaRunner, is_llama
+from pearl.models.forward.matrices import is_in_4_bits, matrix, multiplies_bf16, rounding_for
 from pearl.models.hf import HFRunner
-from pearl.models.llama import LlamaRunner, is_llama
-from pearl.models.loading import load_runner
-from pearl.models.matrices import is_in_4_bits, matrix, multiplies_bf16, rounding_for
 from pearl.models.runner import Feed, feed_chain
 from pearl.models.toy import ToyRunner
 from tests.pairwise import pairwise
@@ -261,7 +261,7 @@ def test_stored_multiplies_by_the_weights_as_they_are(
     kind: str, has_bf16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In 4 bits where they are so in the file, else in the CPU's own: what is off is the rounding to bfloat16."""
-    monkeypatch.setattr("pearl.models.matrices.multiplies_bf16", lambda: has_bf16)
+    monkeypatch.setattr("pearl.models.forward.matrices.multiplies_bf16", lambda: has_bf16)
     weight = quantised(4200, 96, kind)
     assert is_in_4_bits(weight) == kind.startswith("Q4")
     layer = torch.nn.Linear(96, 4200, bias=False, dtype=torch.bfloat16)
@@ -279,7 +279,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def has(**found: Any) -> None:
         for name, value in found.items():
             answer = value if name == "_LARGE" else lambda value=value: value
-            monkeypatch.setattr(f"pearl.models.matrices.{name}", answer)
+            monkeypatch.setattr(f"pearl.models.forward.matrices.{name}", answer)
 
     return has
 

@@ -16,7 +16,7 @@ from pearl.drafting.model import ModelProposer
 from pearl.drafting.ngram import MOST_MATCHED, Anchor, NgramIndex, anchored, guess_tree
 from pearl.drafting.proposer import Features
 from pearl.execution.target import TargetExecutor
-from pearl.models.loading import load_runner
+from pearl.models.checkpoints.loading import load_runner
 from pearl.models.runner import ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.coordinator import Coordinator

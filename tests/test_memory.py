@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pearl.errors import ModelError
-from pearl.models import memory
-from pearl.models.graphs import PREFILL
-from pearl.models.llama import LlamaRunner
-from pearl.models.loading import load_runner
-from pearl.models.memory import Need, check_room, needed, of_shape
+from pearl.models.checkpoints import memory
+from pearl.models.checkpoints.loading import load_runner
+from pearl.models.checkpoints.memory import Need, check_room, needed, of_shape
+from pearl.models.forward.graphs import PREFILL
+from pearl.models.forward.llama import LlamaRunner
 from tests.tiny import tiny_model
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

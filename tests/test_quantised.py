@@ -15,9 +15,9 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from pearl.errors import ModelError
+from pearl.models.checkpoints.loading import load_runner
+from pearl.models.forward.llama import is_llama
 from pearl.models.hf import HFRunner
-from pearl.models.llama import is_llama
-from pearl.models.loading import load_runner
 from pearl.models.runner import dtype_of
 from tests.runner_contract import Kinds, RunnerContract
 from tests.tiny import tiny_model

@@ -27,10 +27,10 @@ from pearl.decoding.sampling import read_draw
 from pearl.engine import Engine
 from pearl.engine.processes import Worker
 from pearl.errors import DraftLost, ModelError, RequestError, StartError, TargetLost, TransportError
-from pearl.models.llama import LlamaRunner
-from pearl.models.loading import load_runner
+from pearl.models.checkpoints.loading import load_runner
+from pearl.models.forward.llama import LlamaRunner
+from pearl.models.forward.shard import cut
 from pearl.models.runner import Feed, ModelRunner, feed_chain
-from pearl.models.shard import cut
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.options import Sampling
 from pearl.transport.torch_dist import RankGroup
@@ -318,7 +318,7 @@ def pairs() -> Iterator[list[Pair]]:
 
 
 LOGITS = """
-from pearl.models.loading import load_runner
+from pearl.models.checkpoints.loading import load_runner
 from tests.test_llama_runner import logits
 for path in paths:
     group.gather(logits(load_runner(path, device=device, max_context=64, group=group)))

@@ -23,11 +23,11 @@ from pearl.lab.experiments import texts
 from pearl.lab.experiments.texts import record
 from pearl.lab.experiments.workload import run as run_coins
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
-from pearl.models.loading import load_runner
+from pearl.models.checkpoints.loading import load_runner
+from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.recorded import Header, RecordedTexts, read_texts, write_texts
 from pearl.models.replay import ReplayRunner, load_scripted
 from pearl.models.runner import ModelRunner, feed_chain
-from pearl.models.tokenizers import load_tokenizer
 from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions
 from pearl.spec.methods import AS_PUBLISHED, BRANCHES, DRAFT_LOOKUP, LOOK_AHEAD

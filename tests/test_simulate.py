@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
-from pearl.models.loading import load_runner
+from pearl.models.checkpoints.loading import load_runner
 from pearl.models.runner import ModelRunner
 from pearl.models.toy import coin_pair
 from pearl.protocol.events import Odds

@@ -17,7 +17,7 @@ from pearl.errors import ModelError, PearlError
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.lab.simulate import Timing, VirtualProposer
-from pearl.models.loading import load_runner
+from pearl.models.checkpoints.loading import load_runner
 from pearl.models.runner import Feed, WrappedRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.coordinator import Coordinator
@@ -263,7 +263,7 @@ def test_a_draft_that_chokes_on_one_text_drafts_on_for_the_others(branches: int)
 
 
 def test_slots_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pearl.models.memory.available_memory", lambda: 1 << 18)
+    monkeypatch.setattr("pearl.models.checkpoints.memory.available_memory", lambda: 1 << 18)
     load_runner(str(tiny_model("llama")), device=CPU, dtype="float32", max_context=128)
     with pytest.raises(ModelError, match=r"16 times 128 tokens .* Lower max_context or slots"):
         load_runner(str(tiny_model("llama")), device=CPU, dtype="float32", max_context=128, slots=16)

@@ -14,7 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from pearl.errors import RequestError
-from pearl.models.tokenizers import ToyTokenizer
+from pearl.models.checkpoints.tokenizers import ToyTokenizer
 from pearl.text.stream import CONTEXT, PATIENCE, REPLACEMENT, Detokenizer, StopMatcher, TextStream, Tokenizer
 from pearl.text.tokenizer import HFTokenizer
 

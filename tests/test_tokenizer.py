@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, PreTraine
 from pearl.config import DecodingConfig, SamplingParams
 from pearl.engine.request import Chat, encode, submission
 from pearl.errors import ModelError, RequestError
-from pearl.models.tokenizers import ToyTokenizer, load_tokenizer
+from pearl.models.checkpoints.tokenizers import ToyTokenizer, load_tokenizer
 from pearl.text.stream import Tokenizer
 from pearl.text.tokenizer import (
     FileTokenizer,

@@ -21,9 +21,9 @@ from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import torchrun
 from pearl.errors import ConfigError, StartError
 from pearl.lab.bench.runner import simulated
-from pearl.models.loading import load_runner
+from pearl.models.checkpoints.loading import load_runner
+from pearl.models.checkpoints.tokenizers import ToyTokenizer
 from pearl.models.runner import feed_chain
-from pearl.models.tokenizers import ToyTokenizer
 from pearl.transport.address import private_directory
 from pearl.transport.keys import write_keys
 from pearl.transport.zeromq import new_keys

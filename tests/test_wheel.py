@@ -53,7 +53,7 @@ def test_it_writes_a_text(installed: Path) -> None:
 
 
 def test_it_has_what_belongs_to_it(installed: Path) -> None:
-    for name in ("py.typed", "config/toy.yaml", "server/page.html", "models/embedded_draft/README.md"):
+    for name in ("py.typed", "config/toy.yaml", "server/page.html", "models/checkpoints/embedded_draft/README.md"):
         assert (installed / "pearl" / name).is_file(), name
     assert not (installed / "tests").exists()
     (found,) = installed.glob("pearl_runtime-*.dist-info")

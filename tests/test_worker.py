@@ -16,7 +16,7 @@ import torch
 from pearl.decoding.distribution import PackedRow, pack
 from pearl.errors import RemoteProtocolError, RequestError
 from pearl.execution.target import TargetExecutor
-from pearl.models.loading import load_runner
+from pearl.models.checkpoints.loading import load_runner
 from pearl.models.runner import Feed, WrappedRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Forward, Judge, Open, Phase

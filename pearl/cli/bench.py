@@ -20,7 +20,7 @@ from pearl.config import DecodingConfig, SamplingParams, Settings
 from pearl.errors import ConfigError
 from pearl.lab.bench.machine import Conditions
 from pearl.lab.experiments.estimate import Estimate
-from pearl.models.checkpoint import is_toy
+from pearl.models.checkpoints.checkpoint import is_toy
 from pearl.printable import log_to_stderr
 
 if TYPE_CHECKING:

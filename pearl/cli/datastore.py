@@ -38,7 +38,7 @@ def build(tokenizer: str, out: Path, files: tuple[str, ...], trust_remote_code: 
     A build that is killed leaves no datastore. Needs about 35 bytes of memory and 6 or 7 bytes of disk per token.
     """
     from pearl.drafting import corpus
-    from pearl.models.tokenizers import load_tokenizer
+    from pearl.models.checkpoints.tokenizers import load_tokenizer
 
     corpus.check_free(out)
     corpus.listed(files)  # report missing files before loading anything

@@ -96,8 +96,8 @@ def evaluate_draft(
     """
     from pearl.lab.distill.evaluate import evaluate
     from pearl.lab.distill.teacher import choose_device, load_teacher
-    from pearl.models.loading import load_model
-    from pearl.models.tokenizers import load_tokenizer
+    from pearl.models.checkpoints.loading import load_model
+    from pearl.models.checkpoints.tokenizers import load_tokenizer
     from pearl.text.tokenizer import check_same_vocabulary
 
     asked = {name: read_prompts(path, limit) for name, path in map(named_file, prompts)}

@@ -42,8 +42,8 @@ def record(settings: Settings, prompts: tuple[Path, ...], out: Path, limit: int 
     """
     from pearl.engine.request import resolve_sampling
     from pearl.lab.experiments import texts as study
+    from pearl.models.checkpoints.tokenizers import load_tokenizer
     from pearl.models.recorded import Header, write_texts
-    from pearl.models.tokenizers import load_tokenizer
     from pearl.text.tokenizer import check_same_vocabulary
     from pearl.worker.build import make_runner
     from pearl.worker.placement import place

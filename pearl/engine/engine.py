@@ -19,7 +19,7 @@ from pearl.engine.launcher import Launcher, LocalLauncher
 from pearl.engine.request import Options, Prompt, as_prompts, check_length, encode, submission
 from pearl.engine.stream import Result, Stream
 from pearl.errors import PearlError
-from pearl.models.tokenizers import load_tokenizer
+from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.protocol.messages import Welcome
 from pearl.text.tokenizer import GenerationDefaults
 

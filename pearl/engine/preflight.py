@@ -12,8 +12,8 @@ from pearl.cache import Progress, silent
 from pearl.config import EngineConfig, ModelConfig, ModelRole
 from pearl.drafting.disco import classifier_of
 from pearl.errors import ModelError
-from pearl.models.checkpoint import is_replay, is_toy, resolve_checkpoint, toy_options
-from pearl.models.tokenizers import load_tokenizer
+from pearl.models.checkpoints.checkpoint import is_replay, is_toy, resolve_checkpoint, toy_options
+from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.text.tokenizer import check_same_vocabulary
 from pearl.worker.profile import load
 

@@ -20,8 +20,8 @@ from pearl.drafting.guesser import text_index
 from pearl.drafting.habits import Habits
 from pearl.drafting.ngram import TextIndex, anchored, guess_tree
 from pearl.errors import NumericalError, OutOfMemory
+from pearl.models.checkpoints.memory import is_of_memory
 from pearl.models.feeds import depths
-from pearl.models.memory import is_of_memory
 from pearl.models.runner import Feed, ModelRunner
 from pearl.protocol.events import (
     Drafted,

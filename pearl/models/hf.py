@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from pearl.errors import ForwardError, ModelError
-from pearl.models.memory import is_of_memory
+from pearl.models.checkpoints.memory import is_of_memory
 from pearl.models.runner import Capabilities, Feed, Tokens, check_feeds, feed_chain
 from pearl.printable import cause_of
 

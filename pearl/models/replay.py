@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pearl.models.checkpoint import is_replay, replayed_file
+from pearl.models.checkpoints.checkpoint import is_replay, replayed_file
 from pearl.models.recorded import RecordedTexts, read_texts
 from pearl.models.runner import ModelRunner
 from pearl.models.toy import ToyRunner, load_toy

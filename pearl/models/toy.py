@@ -15,7 +15,7 @@ from hashlib import blake2b
 
 import torch
 
-from pearl.models.checkpoint import toy_options
+from pearl.models.checkpoints.checkpoint import toy_options
 from pearl.models.feeds import Feed, is_path
 from pearl.models.runner import Capabilities, ModelRunner, check_feeds
 

@@ -13,7 +13,7 @@ from pearl.protocol.request_machine import RequestMachine
 from pearl.protocol.scheduler import Scheduler
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.speeds import Speeds
-from pearl.protocol.target_states import State
+from pearl.protocol.target_states import WAITING, State
 
 
 class Coordinator:
@@ -41,7 +41,7 @@ class Coordinator:
         machine = self.running.get(getattr(event, "request", None))  # type: ignore[arg-type]
         if machine is not None and type(event) is not Submit:  # first: this is what passes between two forwards
             commands = machine.handle(event)
-            return commands + self._release(machine) if machine.has_ended else commands
+            return commands + self._release(machine) if machine.state is State.IDLE else commands
         match event:
             case Submit():
                 self.scheduler.submit(event)
@@ -72,7 +72,7 @@ class Coordinator:
         commands: list[object] = []
         for machine in list(self.running.values()):
             commands += machine.handle(event)
-            if machine.has_ended:
+            if machine.state is State.IDLE:
                 commands += self._release(machine)
         return commands
 
@@ -96,7 +96,7 @@ class Coordinator:
     @property
     def waiting(self) -> dict[int, tuple[int, int]]:
         """Running requests that wait for the draft's tokens: (committed tokens, tokens with the pending ones)."""
-        texts = {number: machine.sequence for number, machine in self.running.items() if machine.is_waiting}
+        texts = {number: machine.sequence for number, machine in self.running.items() if machine.state in WAITING}
         return {number: (text.committed, len(text.tokens)) for number, text in texts.items()}
 
     # ---- snapshots of the request that began last ----
@@ -108,7 +108,7 @@ class Coordinator:
     @property
     def request(self) -> Submit | None:
         """None where none runs."""
-        return self._last.request.submit if self._last and not self._last.has_ended else None
+        return self._last.request.submit if self._last and self._last.state is not State.IDLE else None
 
     @property
     def sequence(self) -> TokenSequence:

@@ -43,7 +43,7 @@ from pearl.protocol.messages import Cancel, DraftTokens, FinishReason, Provenanc
 from pearl.protocol.request import Request
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.speeds import Speeds
-from pearl.protocol.target_states import AFTER_COMPUTING, ANYTIME, COMPUTING, RUNNING, TRANSITIONS, State
+from pearl.protocol.target_states import AFTER_COMPUTING, ANYTIME, COMPUTING, RUNNING, TRANSITIONS, WAITING, State
 
 
 class RequestMachine(Machine):
@@ -91,22 +91,13 @@ class RequestMachine(Machine):
             deferred, self._deferred = self._deferred, []
             for late in deferred:
                 commands += self.handle(late)
-        if self.draft.resyncs_too_often and not self.draft.is_lost and not self.has_ended:
+        if self.draft.resyncs_too_often and not self.draft.is_lost and self.state is not State.IDLE:
             commands += self.handle(DraftGone("it was given the whole prefix too often", self.request.number))
         return commands
 
     @property
     def epoch(self) -> int:  # type: ignore[override]
         return self.request.epoch
-
-    @property
-    def has_ended(self) -> bool:
-        return self.state is State.IDLE
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether it waits for tokens of the draft."""
-        return self.state in (State.HELD, State.GATHERING)
 
     # ---- events ----
 
@@ -119,7 +110,7 @@ class RequestMachine(Machine):
 
     def _cancel(self, _: Cancel, do: Do) -> None:
         self.request.end(FinishReason.CANCELLED)
-        if self.is_waiting:
+        if self.state in WAITING:
             self._decide(do)
 
     def _forwarded(self, event: Forwarded, do: Do) -> None:
@@ -172,7 +163,7 @@ class RequestMachine(Machine):
         match self.draft.receive(message):
             case Received.PENDING:
                 self.request.preview(do)
-                if self.is_waiting:
+                if self.state in WAITING:
                     self._decide(do)
             case Received.COMPARED if self.state is State.GATHERING:
                 self._decide(do)
@@ -198,7 +189,7 @@ class RequestMachine(Machine):
             self.draft.finish(do)  # it may have been given the prefix again since
             do(DraftDropped(event.reason, request=event.request))
         self.request.discard_pending()
-        if self.is_waiting:
+        if self.state in WAITING:
             self._decide(do)
 
     def _resync(self, message: Resync, do: Do) -> None:

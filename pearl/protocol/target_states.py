@@ -35,6 +35,7 @@ RUNNING = {
     Phase.PRE_VERIFY: State.PRE_VERIFY,
     Phase.POST_VERIFY: State.POST_VERIFY,
 }
+WAITING = frozenset({State.HELD, State.GATHERING})  # for tokens of the draft
 _FED = frozenset({State.JUDGING, State.SAMPLING, State.HELD, State.IDLE})
 _OF_BLOCKS = frozenset({State.GATHERING, State.POST_VERIFY})  # block rules: tokens are gathered, not held
 _ENDED = frozenset({State.IDLE})

@@ -1,7 +1,7 @@
 """Tokenizers of checkpoints, and how a checkpoint wants to be sampled: tokenizer files and generation_config.json.
 
-Takes directories; `pearl.models.tokenizers` finds them by name.  Imports transformers, which takes a process a second,
-only for a checkpoint without tokenizer.json.
+Takes directories; `pearl.models.checkpoints.tokenizers` finds them by name.  Imports transformers, which takes a
+process a second, only for a checkpoint without tokenizer.json.
 """
 
 from __future__ import annotations

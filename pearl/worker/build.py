@@ -23,13 +23,13 @@ from pearl.drafting.stops import make_policy
 from pearl.errors import DraftLost, ModelError, TargetLost, TransportError
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
-from pearl.models.checkpoint import is_toy
-from pearl.models.loading import load_runner
+from pearl.models.checkpoints.checkpoint import is_toy
+from pearl.models.checkpoints.loading import load_runner
+from pearl.models.checkpoints.tokenizers import load_tokenizer
+from pearl.models.forward.shard import ALONE
 from pearl.models.paced import PacedRunner
 from pearl.models.replay import load_scripted
 from pearl.models.runner import ModelRunner, dtype_of
-from pearl.models.shard import ALONE
-from pearl.models.tokenizers import load_tokenizer
 from pearl.protocol.messages import PROTOCOL_VERSION, Hello, Role, Welcome
 from pearl.spec.methods import BRANCHES
 from pearl.text.grammar import Guides

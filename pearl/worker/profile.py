@@ -23,7 +23,7 @@ import msgspec
 from pearl.cache import cache_directory
 from pearl.config import EngineConfig
 from pearl.errors import ConfigError
-from pearl.models.checkpoint import is_toy
+from pearl.models.checkpoints.checkpoint import is_toy
 from pearl.protocol.speeds import Profile
 from pearl.trace.recorder import where_and_what
 

@@ -29,7 +29,7 @@ from pearl.errors import DraftLost
 from pearl.lab.bench.reference import Reference, TargetAlone, direct_rules
 from pearl.lab.bench.rows import parse_settings
 from pearl.metrics import Statistics
-from pearl.models.graphs import FED
+from pearl.models.forward.graphs import FED
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.worker.build import make_runner
 from pearl.worker.placement import place

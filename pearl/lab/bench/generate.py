@@ -26,7 +26,7 @@ def load(settings: dict[str, Any], cores: Sequence[int], gpus: Sequence[int]) ->
     import torch
     import transformers
 
-    from pearl.models.loading import load_model
+    from pearl.models.checkpoints.loading import load_model
     from pearl.worker.placement import occupy
 
     transformers.logging.set_verbosity_error()  # assisted generation warns about its own arguments

@@ -12,9 +12,9 @@ from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
 from pearl.decoding.shaping import make_shaper
 from pearl.engine.request import Prompt, encode, submission
-from pearl.models.checkpoint import is_toy
+from pearl.models.checkpoints.checkpoint import is_toy
+from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.runner import ModelRunner, feed_chain
-from pearl.models.tokenizers import load_tokenizer
 from pearl.protocol.scheduler import PREFILL_CHUNK
 from pearl.text.grammar import Guides
 from pearl.text.stream import TextStream

@@ -9,7 +9,7 @@ from typing import Any
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.errors import ConfigError
 from pearl.lab.bench.systems import Devices, devices_of
-from pearl.models.checkpoint import is_toy
+from pearl.models.checkpoints.checkpoint import is_toy
 from pearl.spec.methods import AS_PUBLISHED
 
 AR, SD, SSD, PEARL, FIXED = "ar", "sd", "ssd", "pearl", "pearl, fixed"

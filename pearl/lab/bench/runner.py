@@ -20,8 +20,8 @@ from pearl.lab.bench.tasks import Task
 from pearl.lab.simulate import Outcome, Timing, interpolated, paired_executors, simulate
 from pearl.lab.theory import MOST_GAMMA, sd_best_gamma
 from pearl.metrics import Statistics
+from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.replay import load_scripted
-from pearl.models.tokenizers import load_tokenizer
 from pearl.protocol.events import Phase
 from pearl.spec.stops import FIXED as FIXED_STOP
 

@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from pearl.errors import DistillError, ModelError
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.teacher import Teacher
-from pearl.models.checkpoint import resolve_checkpoint
-from pearl.models.loading import load_model
-from pearl.models.tokenizers import load_tokenizer
+from pearl.models.checkpoints.checkpoint import resolve_checkpoint
+from pearl.models.checkpoints.loading import load_model
+from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.text.tokenizer import check_same_vocabulary, copy_tokenizer
 
 

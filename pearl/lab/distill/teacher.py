@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from pearl.cache import Progress, silent
 from pearl.errors import ModelError
-from pearl.models.loading import load_model
-from pearl.models.tokenizers import load_tokenizer
+from pearl.models.checkpoints.loading import load_model
+from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.text.stream import Tokenizer
 
 _MARK = "\u2042"  # placeholder for a user's message, to split the chat template at

@@ -23,7 +23,7 @@ from pearl.lab.bench.tasks import Task
 from pearl.lab.experiments.workload import Totals, independent, run
 from pearl.lab.papers.pearl import TABLES, Pair, Run, Unit, Wanted, wanted
 from pearl.lab.simulate import Timing
-from pearl.models.tokenizers import load_tokenizer
+from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.protocol.options import RequestOptions
 from pearl.trace.reading import read
 from pearl.trace.recorder import CONSUMER

@@ -29,8 +29,8 @@ from pearl.lab.experiments.texts import answers
 from pearl.lab.papers.page import Table
 from pearl.lab.papers.study import Study, StudyRow
 from pearl.lab.simulate import interpolated
+from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.runner import ModelRunner, feed_chain
-from pearl.models.tokenizers import load_tokenizer
 from pearl.protocol.messages import Source
 from pearl.spec.methods import LOOK_AHEAD
 from pearl.worker.build import make_runner

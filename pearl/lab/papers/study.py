@@ -23,8 +23,8 @@ from pearl.lab.bench.tasks import Task
 from pearl.lab.experiments.estimate import Estimate
 from pearl.lab.papers.page import Table
 from pearl.metrics import Statistics
+from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.runner import ModelRunner
-from pearl.models.tokenizers import load_tokenizer
 from pearl.worker.build import make_runner
 from pearl.worker.placement import place
 

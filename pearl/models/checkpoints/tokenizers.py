@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 from pearl.cache import Progress, silent
 from pearl.config.sampling import MOST_EOS
 from pearl.errors import ModelError, RequestError
-from pearl.models.checkpoint import in_cache, is_replay, is_toy, replayed_file, resolve_checkpoint, toy_options
+from pearl.models.checkpoints.checkpoint import (
+    in_cache,
+    is_replay,
+    is_toy,
+    replayed_file,
+    resolve_checkpoint,
+    toy_options,
+)
 from pearl.text.stream import REPLACEMENT, Tokenizer, Tools
 from pearl.text.tokenizer import GenerationDefaults, load
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from pearl.models import cuts, kernels
-from pearl.models.cuts import Cut
 from pearl.models.feeds import Feed
-from pearl.models.graphs import Record
-from pearl.models.layers import DecoderLayers, Layer
-from pearl.models.matrices import Plain
-from pearl.models.row_table import MOST_PARTS, NUMBERS, ROWS, lay_tables, numbers
-from pearl.models.slots import Slots
+from pearl.models.forward import cuts, kernels
+from pearl.models.forward.cuts import Cut
+from pearl.models.forward.graphs import Record
+from pearl.models.forward.layers import DecoderLayers, Layer
+from pearl.models.forward.matrices import Plain
+from pearl.models.forward.row_table import MOST_PARTS, NUMBERS, ROWS, lay_tables, numbers
+from pearl.models.forward.slots import Slots
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from pearl.models.feeds import Feed, ancestors, depths
-from pearl.models.graphs import visible
+from pearl.models.forward.graphs import visible
 
 ROWS = 16
 MOST_PARTS = 16

@@ -19,7 +19,7 @@ from pearl.models.families import MATRICES
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from pearl.models.direct import Decoder
+    from pearl.models.checkpoints.direct import Decoder
 
 
 class Group(Protocol):

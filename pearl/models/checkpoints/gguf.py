@@ -83,7 +83,15 @@ def convert(file: Path, directory: Path, dtype: str) -> None:
 
     The GGUF reader prints, and its gigabytes of memory are freed when the process ends.
     """
-    command = [sys.executable, "-m", "pearl.models.gguf", str(file), str(directory), dtype, str(os.getpid())]
+    command = [
+        sys.executable,
+        "-m",
+        "pearl.models.checkpoints.gguf",
+        str(file),
+        str(directory),
+        dtype,
+        str(os.getpid()),
+    ]
     ours = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, env=os.environ | ours
@@ -305,7 +313,7 @@ def _llama3(rope: dict[str, Any], divisors: Any) -> dict[str, Any]:
     """The rope whose frequencies are the plain ones divided by `divisors` [head_dim / 2]."""
     import torch
 
-    from pearl.models.direct import llama3_frequencies
+    from pearl.models.checkpoints.direct import llama3_frequencies
 
     found = {"rope_type": "llama3", "factor": round(float(divisors.max()), 3), **_LLAMA3}
     count = len(divisors)

@@ -12,8 +12,8 @@ from typing import Any
 
 from pearl.cache import Progress, silent
 from pearl.errors import ModelError
-from pearl.models.embedded import embedded_draft, embedded_target
-from pearl.models.gguf import directory_of
+from pearl.models.checkpoints.embedded import embedded_draft, embedded_target
+from pearl.models.checkpoints.gguf import directory_of
 
 _HUB_SECONDS = 10.0  # for the one lookup: transformers asks for each file, and retries each for long
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")

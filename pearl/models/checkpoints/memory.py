@@ -14,7 +14,7 @@ import torch
 
 from pearl.errors import ModelError
 from pearl.models.families import OWN_FORWARD
-from pearl.models.graphs import FED, PREFILL
+from pearl.models.forward.graphs import FED, PREFILL
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _ITEMS = {"float32": 4, "bfloat16": 2, "float16": 2}

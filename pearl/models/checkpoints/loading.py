@@ -16,14 +16,14 @@ import torch
 
 from pearl.cache import Progress, silent
 from pearl.errors import ModelError
-from pearl.models.attention import plan_no_shapes, whole_blocks
-from pearl.models.checkpoint import in_cache, resolve_checkpoint
-from pearl.models.direct import Decoder, read_decoder
-from pearl.models.gguf import unfit_weights
-from pearl.models.matrices import Rounding, multiplies_bf16, rounding_for
-from pearl.models.memory import check_cache_fits, check_room, fits_in_float32, needed
+from pearl.models.checkpoints.checkpoint import in_cache, resolve_checkpoint
+from pearl.models.checkpoints.direct import Decoder, read_decoder
+from pearl.models.checkpoints.gguf import unfit_weights
+from pearl.models.checkpoints.memory import check_cache_fits, check_room, fits_in_float32, needed
+from pearl.models.forward.attention import plan_no_shapes, whole_blocks
+from pearl.models.forward.matrices import Rounding, multiplies_bf16, rounding_for
+from pearl.models.forward.shard import ALONE, Group, cut
 from pearl.models.runner import ModelRunner
-from pearl.models.shard import ALONE, Group, cut
 from pearl.printable import cause_of
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def load_runner(
 
     `options`: see `LoadOptions`. Raises `ModelError`.
     """
-    from pearl.models.llama import is_llama
+    from pearl.models.forward.llama import is_llama
 
     wanted = LoadOptions(**options)
     plan_no_shapes(device)
@@ -146,7 +146,7 @@ def _make_runner(
 
         assert not isinstance(model, Decoder)
         return HFRunner(model, context)
-    from pearl.models.llama import LlamaRunner
+    from pearl.models.forward.llama import LlamaRunner
 
     return LlamaRunner(
         model,

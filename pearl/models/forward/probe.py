@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from pearl.models import attention
+from pearl.models.forward import attention
 
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 31)  # rows that are compared with _TOGETHER
 _TOGETHER = 48

@@ -18,23 +18,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pearl.models import attention
 from pearl.models.families import forward_of
 from pearl.models.feeds import Feed, Layout, lay_out
-from pearl.models.graphs import FED, PREFILL, Graphs, Piece, Record, ends, record_on_gpu
-from pearl.models.layers import DecoderLayers, Rope
-from pearl.models.matrices import Rounding, packs
-from pearl.models.probe import trees_are_chains
+from pearl.models.forward import attention
+from pearl.models.forward.graphs import FED, PREFILL, Graphs, Piece, Record, ends, record_on_gpu
+from pearl.models.forward.layers import DecoderLayers, Rope
+from pearl.models.forward.matrices import Rounding, packs
+from pearl.models.forward.probe import trees_are_chains
+from pearl.models.forward.shard import ALONE, Group
+from pearl.models.forward.slot_attention import FixedAttention, SpanAttention
+from pearl.models.forward.slots import Slots, Tree
 from pearl.models.runner import Capabilities, check_feeds
-from pearl.models.shard import ALONE, Group
-from pearl.models.slot_attention import FixedAttention, SpanAttention
-from pearl.models.slots import Slots, Tree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from pearl.models.decode import Decode
-    from pearl.models.direct import Decoder
+    from pearl.models.checkpoints.direct import Decoder
+    from pearl.models.forward.decode import Decode
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class LlamaRunner:
     def _make_decode(self, record: Record | None) -> Decode | None:
         """The forward by our kernels; None where they are not to be had, with the reason in the log."""
         try:
-            from pearl.models.decode import make_decode
+            from pearl.models.forward.decode import make_decode
         except ImportError:
             log.info("Triton is not installed: forwards are torch's operations, recorded")
             return None

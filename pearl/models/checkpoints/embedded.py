@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from pearl.cache import FORMAT, Progress, built_once, silent
 from pearl.errors import ModelError
-from pearl.models.gguf import convert
+from pearl.models.checkpoints.gguf import convert
 
 if TYPE_CHECKING:
     import torch

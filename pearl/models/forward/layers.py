@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from pearl.models.matrices import Matrix, Rounding, matrix, normalise, swiglu
-from pearl.models.probe import Heads, attention_is_invariant, least_rows, probe_rows
-from pearl.models.shard import Group
+from pearl.models.forward.matrices import Matrix, Rounding, matrix, normalise, swiglu
+from pearl.models.forward.probe import Heads, attention_is_invariant, least_rows, probe_rows
+from pearl.models.forward.shard import Group
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from pearl.models.direct import Decoder
+    from pearl.models.checkpoints.direct import Decoder
 
 Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [rows, 1, head_dim] each
 

@@ -9,10 +9,10 @@ from operator import attrgetter
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from pearl.models import attention
 from pearl.models.feeds import Layout, Span
-from pearl.models.graphs import FED
-from pearl.models.slots import Slots
+from pearl.models.forward import attention
+from pearl.models.forward.graphs import FED
+from pearl.models.forward.slots import Slots
 
 
 class SpanAttention:
