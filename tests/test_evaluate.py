@@ -190,20 +190,20 @@ def test_figures_are_counted_by_hand() -> None:
         repeated=torch.tensor([False, False, False, True, True, False]),
     )
     found = figures(seen)
-    assert found.tokens == 6
-    assert found.agreement == pytest.approx(2 / 6)
-    assert found.overlap == pytest.approx(0.5)
-    assert found.repeated == pytest.approx(2 / 6)
-    assert found.agreement_unrepeated == pytest.approx(1 / 4)
-    assert found.overlap_unrepeated == pytest.approx(1.5 / 4)
+    assert found["tokens"] == 6
+    assert found["agreement"] == pytest.approx(2 / 6)
+    assert found["overlap"] == pytest.approx(0.5)
+    assert found["repeated"] == pytest.approx(2 / 6)
+    assert found["agreement_unrepeated"] == pytest.approx(1 / 4)
+    assert found["overlap_unrepeated"] == pytest.approx(1.5 / 4)
 
 
 def test_the_target_is_its_own_best_draft() -> None:
     teacher = load_teacher(str(tiny_model("llama", chat=True)), CPU, "float32")
     found = evaluate(teacher, teacher.model, {"a": ["hello", "you"], "b": ["there"]}, limit=20, batch=2)
     assert list(found) == ["a", "b", "all"]
-    assert found["all"].agreement == 1.0
-    assert found["all"].overlap == pytest.approx(1, abs=1e-5)
+    assert found["all"]["agreement"] == 1.0
+    assert found["all"]["overlap"] == pytest.approx(1, abs=1e-5)
 
 
 def test_the_command(tmp_path: Path) -> None:

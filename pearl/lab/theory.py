@@ -1,6 +1,6 @@
 """The papers' closed forms: tokens per step, run lengths, best windows, expected rejections.
 
-Pure functions of numbers, which must not know the runtime: `experiments.checks` compares the two.  `a` is the i.i.d.
+Pure functions of numbers, which must not know the runtime: a test compares the two.  `a` is the i.i.d.
 acceptance rate of a draft token; times are in any one unit.
 """
 
@@ -101,18 +101,11 @@ def acceptance_of(mean_accepted: float) -> float:
     return 1 - 1 / mean_accepted
 
 
-def pearl_best_window(t_draft: float, t_target: float) -> float:
-    """The ratio of constant forward times. Source: PEARL (Liu et al. 2024), theorem 1."""
-    return t_target / t_draft
-
-
-def run_accepted(a: float) -> float:
-    """Expected draft tokens accepted between two rejections. Source: PEARL, theorem 2 (a geometric distribution)."""
-    return a / (1 - a)
-
-
 def run_committed(a: float) -> float:
-    """Expected tokens of a run with its correction. Some statements of theorem 2 count one more."""
+    """Expected tokens of a run with its correction: a geometric distribution. Some statements of it count one more.
+
+    Source: PEARL (Liu et al. 2024), theorem 2.
+    """
     return 1 / (1 - a)
 
 
