@@ -18,6 +18,7 @@ from pearl.models.runner import ModelRunner
 from pearl.models.toy import ToyRunner
 from pearl.protocol.messages import Provenance, Submit
 from pearl.protocol.options import RequestOptions, Sampling
+from tests.rejection_theory import expected_rejections
 
 CLOSE = 0.01  # largest relative difference between a simulation and its closed form
 Pair = Callable[[ModelRunner, ModelRunner], tuple[Executor, Executor]]
@@ -129,7 +130,7 @@ def rejections(chain: int, tokens: int, seed: int, pair: Pair = paired_executors
         submit = Submit(text, (0,), 1 + each, RequestOptions("pearl", "fixed", 2, sampling=sampling))
         outcome = simulate(submit, *pair(runners[0], runners[1]), Timing(1.0, lambda _: 2.0))
         counted += outcome.counts.provenance[Provenance.CORRECTED]
-        expected += theory.expected_rejections([target.tolist()] * each, [draft.tolist()] * each, 0)
+        expected += expected_rejections([target.tolist()] * each, [draft.tolist()] * each, 0)
     setting = f"pair {chain} of Markov chains, {_TEXTS * each} tokens"
     return Check("Yin et al., theorem 1: sum of TV", setting, expected, counted)
 

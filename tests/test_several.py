@@ -13,12 +13,12 @@ import torch
 from pearl.decoding.rules import make_target_half, several, tokenwise
 from pearl.decoding.rules.biased import BildTarget
 from pearl.decoding.rules.several import BatchTarget, SpectrTarget
-from pearl.lab import theory
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.toy import ToyRunner
 from pearl.protocol.messages import Provenance, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec.rules import Parameters
+from tests.rejection_theory import expected_batch_rejections
 from tests.replace import replace
 from tests.test_verification import CASES, DRAFT, NEVER, TARGET, Table, generate, p_value
 
@@ -179,7 +179,7 @@ def test_a_candidate_counts_as_accepted_and_a_branch_may_wait_for_it() -> None:
 def test_as_many_are_rejected_as_the_theory_of_batch_drafts_says(count: int) -> None:
     """Theorem 3 of Yin et al., for a whole text: the law of the number of corrections, not of given distributions."""
     tokens, runs = 4, 400
-    expected = theory.expected_batch_rejections([TARGET.tolist()] * tokens, [DRAFT.tolist()] * tokens, 0, count)
+    expected = expected_batch_rejections([TARGET.tolist()] * tokens, [DRAFT.tolist()] * tokens, 0, count)
     found = 0
     for seed in range(runs):
         executors = paired_executors(
