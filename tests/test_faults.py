@@ -443,11 +443,7 @@ class RunningLoops(Launcher):
     """The launcher of a front whose target is a loop that runs already."""
 
     def __init__(self, address: str) -> None:
-        super().__init__(EngineConfig(target=TOY, draft=TOY, target_timeout=4.0), private_directory())
-        self._address = address
-
-    def launch(self, progress: Callable[[str], None]) -> str:
-        return self._address
+        super().__init__(EngineConfig(target=TOY, draft=TOY, target_timeout=4.0), private_directory(), address)
 
     def wait_until_ready(self) -> float:
         return time.monotonic() + BOUND
@@ -473,7 +469,7 @@ def check_served(cell: Cell, pair: FaultyLoops) -> None:
     pair.wait_ready()
     with Engine.launched_by(RunningLoops(pair.address)) as engine:
         if cell.outcome == "TargetLost":
-            with pytest.raises(TargetLost, match="Make a new engine"):
+            with pytest.raises(TargetLost, match="Start an engine again"):
                 text(engine)
             return
         text(engine)
