@@ -17,14 +17,15 @@ from pearl.errors import ConfigError
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.lab import theory
-from pearl.lab.experiments import rejections
 from pearl.lab.experiments.estimate import Estimate, about, bootstrap, speedup
 from pearl.lab.experiments.workload import AR, FIXED, STREAM, Totals, compare, independent, run
 from pearl.lab.simulate import CoinTarget, Executor, Timing, interpolated, paired_executors
 from pearl.models.runner import ModelRunner
 from pearl.protocol.events import Drafted, Judge, Judged
 from pearl.protocol.options import RequestOptions
+from tests import chains
 from tests import closed_forms as checks
+from tests.rejection_theory import expected_rejections
 from tests.replace import replace
 
 VOCAB = 12
@@ -116,12 +117,12 @@ def test_all_checks_are_made() -> None:
 )
 def test_rejections_and_bias_are_as_theory_expects(rule: str, parameters: tuple[tuple[str, float], ...]) -> None:
     """In texts of non-stationary chains; and the theory of another rule does not hold."""
-    chain = rejections.chains(1)[0]
-    found = rejections.measured(chain, rule, parameters, 60, 5)
+    chain = chains.chains(1)[0]
+    found = chains.measured(chain, rule, parameters, 60, 5)
     margin = found.measured.margin
     assert abs(found.measured.value - found.expected) < 2 * margin
     assert found.measured_bias.value == pytest.approx(found.bias, rel=0.05)
-    plain = theory.expected_rejections(chain.target.tolist(), chain.draft.tolist(), 0)
+    plain = expected_rejections(chain.target.tolist(), chain.draft.tolist(), 0)
     assert abs(found.measured.value - plain) > 2 * margin or rule == "uno"
     assert (found.bias == 0) == (rule == "batch")
 
@@ -269,22 +270,10 @@ def test_what_makes_no_sense_is_refused(arguments: tuple[str, ...], why: str) ->
 
 def test_options_before_a_subcommand_are_not_lost_silently() -> None:
     with pytest.raises(ConfigError, match="go behind it"):
-        invoked("--delay", "3", "rejections")
+        invoked("--delay", "3", "stops")
 
 
 def test_nothing_is_too_extreme() -> None:
     for acceptance in ("0", "1"):
         assert "pearl, stream" in invoked("--acceptance", acceptance, *SMALL).output
     assert "c = 1" in invoked("--t-draft", "90", "--t-target", "5", *SMALL).output
-
-
-def test_the_table_of_rejections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rejections, "EPSILONS", (0.1,))
-    monkeypatch.setattr(rejections, "CANDIDATES", (2,))
-    document = tmp_path / "it.json"
-    result = invoked("rejections", "--texts", "3", "--json", str(document))
-    assert result.exit_code == 0, result.output
-    assert "chain 2 uno (not exact), epsilon 0.1" in result.output
-    found = json.loads(document.read_text())
-    assert [one["rule"] for one in found["rules"]] == ["ratio", "batch", "opt", "uno"] * 2
-    assert found["limits"]["chain 1"] < found["rules"][1]["expected"] < found["rules"][0]["expected"]

@@ -24,7 +24,7 @@ if torch.cuda.is_available():
     pytest.skip("these are for the interpreter; test_llama_runner has the GPU's", allow_module_level=True)
 assert os.environ["TRITON_INTERPRET"] == "1"  # set by conftest
 
-from pearl.models import cuts, decode, kernels  # noqa: E402
+from pearl.models.forward import cuts, decode, kernels  # noqa: E402
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 90,

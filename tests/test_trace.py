@@ -544,7 +544,7 @@ def test_a_draft_that_was_started_again_is_a_process_of_its_own(tmp_path: Path) 
                 if back == 20:
                     break
         assert back == 20, "the draft that returned was of use before the text ended"
-        assert engine._launcher.draft._restarts.total() == 1
+        assert engine.draft_restarts == 1
         engine.stop_trace()
     trace = read(path)
     assert len(trace.metadata["workers"]) == len(trace.drafts) + 1 >= 2
