@@ -16,6 +16,7 @@ from pearl.models.forward.slots import Slots
 from pearl.protocol.messages import FinishReason
 from pearl.protocol.request import Request
 from pearl.protocol.sequence import TokenSequence
+from pearl.protocol.speeds import ForwardTimes
 from pearl.text.grammar import Guide
 
 LAW = "a correction from the target, not the residual"
@@ -118,6 +119,12 @@ def judge(plain: Any) -> Any:
         return Judgement(len(tokens), None) if found.accepted == len(tokens) - 1 else found
 
     return forgives_the_last
+
+
+def plant(bug: str) -> None:
+    """And a forward takes as long whatever it is fed, so that trees are fed on any machine."""
+    BUGS[bug]()
+    ForwardTimes.seconds = ForwardTimes.hoped = lambda self, fed: 1.0  # type: ignore[method-assign]
 
 
 BUGS = {

@@ -1,4 +1,4 @@
-"""Where an engine may listen, and tensor channels within one process."""
+"""Where an engine may listen."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import stat
 from pathlib import Path
 
 import pytest
-import torch
 
-from pearl.errors import ConfigError, LocalProtocolError, TransportError
+from pearl.errors import ConfigError, LocalProtocolError
 from pearl.protocol.messages import Ping
 from pearl.transport.address import bind_address, check_bind, private_directory
 from pearl.transport.zeromq import ZmqConnection, ZmqListener
-from tests.memory_transport import memory_channels
 from tests.test_transport import WAIT, directory, messages  # noqa: F401
 
 
@@ -119,18 +117,3 @@ def test_an_address_in_use_is_not_taken_over(directory: Path) -> None:  # noqa: 
 def test_an_address_that_cannot_be_connected_to_is_an_error(address: str) -> None:
     with pytest.raises(ConfigError, match="cannot connect"):
         ZmqConnection(address)
-
-
-# ---- rows within one process ----
-
-
-def test_a_receive_past_its_deadline_kills_the_channel() -> None:
-    target, draft = memory_channels(4, timeout=0.05)
-    draft.send(torch.rand(4))
-    with pytest.raises(TransportError, match="1 of 2"):
-        target.receive(2)
-    for action in (lambda: target.receive(1), lambda: target.send(torch.rand(4))):
-        with pytest.raises(TransportError, match="dead"):
-            action()
-    with pytest.raises(TransportError, match="gone"):
-        draft.send(torch.rand(4))

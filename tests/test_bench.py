@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-import sys
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,14 +15,14 @@ from pearl.cli import cli
 from pearl.cli.numbers import read_sets
 from pearl.config import DecodingConfig, EngineConfig
 from pearl.engine import Engine
-from pearl.errors import ConfigError, ModelError, RequestError, StartError
+from pearl.errors import ConfigError, ModelError
 from pearl.lab import theory
 from pearl.lab.bench import machine, runner
 from pearl.lab.bench.calibrate import Calibration, advise
-from pearl.lab.bench.figures import document, figures
-from pearl.lab.bench.machine import Conditions, ForeignLoad, hardware, in_words
+from pearl.lab.bench.figures import figures
+from pearl.lab.bench.machine import ForeignLoad
 from pearl.lab.bench.rows import AR, AR_ON_ALL, AUTO, PEARL, SD, Row, rows_for
-from pearl.lab.bench.runner import Measured, Plan, Sample, make_sample, measure, simulated
+from pearl.lab.bench.runner import Measured, Plan, Sample, measure, simulated
 from pearl.lab.bench.systems import Decoded, Devices, Generate, OurSystem, devices_of
 from pearl.lab.bench.tasks import OURS, Task, read_tasks
 from pearl.lab.experiments.estimate import about
@@ -36,7 +30,7 @@ from pearl.metrics import Statistics
 from pearl.protocol.auto import WAYS
 from pearl.protocol.speeds import Profile
 from pearl.text.tokenizer import GenerationDefaults
-from tests.conftest import TOY
+from tests.conftest import TOY, Quiet
 from tests.replace import replace
 from tests.tiny import EOS_ID, tiny_model
 
@@ -46,50 +40,11 @@ METHODS = ["ar", "sd", "ssd", "pearl-no-pre-verify", "pearl-no-post-verify", "pe
 METHODS += ["pearl, ahead", "auto"]
 
 
-class Quiet:
-    """A watcher that only records."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-        self.total = self.done = 0
-
-    def begin(self, what: str, total: int) -> None:
-        self.total, self.done = total, 0
-
-    def advance(self, count: int, note: str = "") -> None:
-        self.done += count
-
-    def say(self, message: str) -> None:
-        self.said.append(message)
-
-
 def pearl(*arguments: object) -> Result:
     return CliRunner().invoke(cli, [str(a) for a in arguments])
 
 
 # ---- hardware, devices ----
-
-
-def test_hardware_and_foreign_load_are_reported() -> None:
-    where = hardware()
-    assert where["cores"]
-    assert "torch" in where["versions"]
-    assert str(len(where["cores"])) in in_words(where)
-    conditions = Conditions()
-    conditions.stop()
-    assert 0 <= conditions.load.stolen <= 1
-    assert "too much" not in str(ForeignLoad(0.02, 0.02))
-    assert "too much" in str(ForeignLoad(0.0, 0.9))
-    assert "other processes 90.0%, load 20.5 on " in str(ForeignLoad(0.0, 0.9, 20.5))
-
-
-def test_our_own_work_is_no_foreign_load() -> None:
-    """Neither this process's nor that of a process which it has started and waited for."""
-    before, began = machine._our_ticks(), time.process_time()
-    while time.process_time() < began + 0.3:
-        pass
-    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.3: pass"], check=True)
-    assert (machine._our_ticks() - before) / os.sysconf("SC_CLK_TCK") >= 0.55
 
 
 def test_devices_are_named_joined_and_counted() -> None:
@@ -158,16 +113,6 @@ def test_generate_decodes_the_texts_of_ours(tiny_pair: EngineConfig, system: Our
             assert drawn[0] == drawn[1]
         finally:
             other.close()
-
-
-def test_generate_that_cannot_start_or_has_died_is_an_error(tiny_pair: EngineConfig) -> None:
-    with pytest.raises(StartError, match="nowhere"):
-        Generate(tiny_pair.model_copy(update={"target": "./nowhere"}), ONE, GenerationDefaults())
-    system = Generate(tiny_pair, ONE, GenerationDefaults())
-    for process in system._process._processes.values():
-        process.kill()
-    with pytest.raises(StartError, match="has ended"):
-        system.decode(DecodingConfig(), [5], SamplingParams(temperature=0.0, max_tokens=2, seed=0))
 
 
 def test_a_row_does_not_profit_from_the_cache_of_the_one_before(system: OurSystem) -> None:
@@ -277,14 +222,6 @@ def test_gamma_is_found_by_climbing(fake: type[FakeSystem]) -> None:
     assert [gamma for _, gamma, _ in fake.log[-3:]] == [6, 3, None]
 
 
-def test_a_model_that_all_devices_cannot_share_costs_that_row_alone(fake: type[FakeSystem]) -> None:
-    rows = [row_of(AR), Row("ar, all devices", "all devices", Devices(gpus=(0, 1, 2)))]
-    watcher = Quiet()
-    assert {s.row for s in measure(plan_of(rows, ABC), watcher).samples} == {AR}
-    assert any("9 heads" in said for said in watcher.said)
-    assert len(measure(plan_of(rows, ABC, together=False), Quiet()).samples) == 1
-
-
 def test_a_later_turn_continues_from_the_reply_and_is_summed_up(fake: type[FakeSystem]) -> None:
     found = measure(plan_of([row_of(AR)], [Task("x", 1, ("abc", "de"))]), Quiet())
     first, second = fake.prompts[-2:]
@@ -294,15 +231,6 @@ def test_a_later_turn_continues_from_the_reply_and_is_summed_up(fake: type[FakeS
     assert (one.tokens, one.late_tokens, one.judged) == (22, 20, 20)
     assert one.late_seconds == pytest.approx(1.0)
     assert one.rate == pytest.approx(20)
-
-
-def test_turns_that_do_not_fit_are_left_out_and_named(fake: type[FakeSystem]) -> None:
-    some = [Task("x", 1, ("abc", "d" * 190)), Task("x", 2, ("e" * 190,))]
-    found = measure(plan_of([row_of(AR)], some), Quiet())
-    assert [(s.task, s.tokens) for s in found.samples] == [(1, 11)]
-    assert found.skipped == ["x 1, turn 2", "x 2, turn 1"]
-    with pytest.raises(RequestError, match="no prompt fits"):
-        measure(plan_of([row_of(SD)], some[1:]), Quiet())
 
 
 # ---- figures ----
@@ -331,41 +259,6 @@ def test_speedups_are_ratios_over_the_same_text() -> None:
     assert (fast.acceptance, fast.tokens_per_run) == (0.6, 4.0)
     assert fast.tokens_per_step == fast.tokens / 150
     assert plain.acceptance is None
-
-
-def test_the_last_line_of_the_demo_agrees_with_itself(tmp_path: Path) -> None:
-    """The target alone is the faster of its two rows; the ratio is that of the two rates."""
-    rates = {AR: (50.0, 35.0), AR_ON_ALL: (60.0, 40.0), AUTO: (33.0, 80.0)}
-    samples = [sample(row, i, rate) for row, all_of in rates.items() for i, rate in enumerate(all_of)]
-    (tmp_path / "it.json").write_text(json.dumps({"texts": [asdict(one) for one in samples]}))
-    program = (Path(__file__).parents[1] / "scripts/demo").read_text().split("<<'PYTHON'\n")[1].split("\nPYTHON\n")[0]
-    command = [sys.executable, "-", str(tmp_path / "it.json")]
-    printed = subprocess.run(command, input=program, capture_output=True, text=True, check=True).stdout
-    assert re.findall(r"\d+\.\d+", printed) == ["48.0", "46.7", "0.97"]
-
-
-def test_latencies_are_medians_over_texts_and_a_text_of_one_commit_has_no_rate() -> None:
-    """Of a text of several turns: the median of its p50, the largest of its p99."""
-    turns = [Decoded((1, 2, 3), 0.1, 2, 0.2, None, p50, p99) for p50, p99 in ((0.01, 0.5), (0.03, 0.2), (None, None))]
-    one = make_sample(row_of(AR), ABC[0], 0, turns)
-    assert (one.itl_p50, one.itl_p99) == (0.02, 0.5)
-    more = [sample(AR, i, 10.0, itl_p50=0.02, itl_p99=p99) for i, p99 in enumerate((0.1, 0.3, None))]
-    (found,) = figures(plan_of([row_of(AR)]), Measured([one, *more]))
-    assert (found.itl_p50, found.itl_p99) == (0.02, 0.3)
-    short = replace(sample(AR, 1, 10.0), late_tokens=0, late_seconds=0.0)
-    (found,) = figures(plan_of([row_of(AR)]), Measured([short]))
-    assert (found.rate, found.speedup, found.tokens) == (None, None, 101)
-
-
-def test_the_document_holds_what_was_measured() -> None:
-    rows, some = [row_of(AR), row_of(PEARL)], [Task("x", 1, ("a",)), Task("y", 1, ("a",))]
-    samples = [sample(row, 1, rate, of) for row, rate in ((AR, 10.0), (PEARL, 20.0)) for of in "xy"]
-    plan, measured = plan_of(rows, some), Measured(samples)
-    found = document("bench", plan, measured, figures(plan, measured), Conditions())
-    made = json.loads(json.dumps(found))
-    assert made["settings"]["sets"] == {"x": 1, "y": 1}
-    assert made["rows"][1]["by_set"]["y"]["value"] == 2
-    assert len(made["texts"]) == 4
 
 
 # ---- real processes ----
@@ -399,7 +292,7 @@ def test_bench_on_an_emulated_pair(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_bench_on_prompts(tiny_pair: EngineConfig, tmp_path: Path) -> None:
     """Checkpoints, two sets, one with two turns, and transformers beside it: all decode the same number of tokens."""
-    rows = ("ar", "sd", "pearl", "ar, all devices", "generate, assisted", "generate, prompt lookup")
+    rows = ("ar", "sd", "pearl", "generate, assisted")
     asked = [argument for row in rows for argument in ("--rows", row)]
     (tmp_path / "one.jsonl").write_text('{"prompt": "an"}\n')
     (tmp_path / "two.jsonl").write_text('{"turns": ["the", "and"]}\n')
@@ -461,7 +354,7 @@ def test_calibration_of_an_emulated_pair(tmp_path: Path) -> None:
     made = json.loads((tmp_path / "it.json").read_text())
     assert [row["name"] for row in made["rows"]] == ["ar", "sd", "ssd", "ngram", "pearl, ahead", "auto"]
     assert 0.2 < made["acceptance"] < 0.8, "0.5 is the toy's"
-    assert made["profile"]["t_draft"] >= 0.002
+    assert made["profile"]["t_draft"] > 0
     assert all(seconds >= 0.008 for _, seconds in made["profile"]["t_target"])
     assert {made["profile"]["best"], *(way for way, _, _ in made["profile"]["ways"])} <= set(WAYS)
 
@@ -500,9 +393,3 @@ def test_advice_names_the_fastest_and_what_ties_with_it() -> None:
     assert advice(pearl=(1.01, 0.0))[1] == "--draft none --method ar"
     assert "not told apart from ngram" in advice(ngram=(1.4, 0.05), pearl=(1.44, 0.05))[0]
     assert "told apart" not in advice(ngram=(1.2, 0.05), pearl=(1.44, 0.05))[0]
-
-
-def test_calibration_needs_a_pair_and_a_text() -> None:
-    assert "no pair" in str(pearl("calibrate", "--draft", "none").exception)
-    arguments = ("--target", TOY, "--draft", TOY, "--limit", 1, "--max-tokens", 1)
-    assert "ended too soon" in str(pearl("calibrate", *arguments).exception)

@@ -423,7 +423,6 @@ def test_an_engine_begins_with_it(cache: Path, tmp_path: Path) -> None:
     assert s.num_tokens_without_draft == 0
     assert s.draft_speedup == pytest.approx(1.649, abs=0.01)
     assert s.t_target["200"] == 0.25
-    assert s.speedup_in_words == "with it 1.65 times as fast"
 
 
 def measured(**settings: Any) -> tuple[tuple[int, float], ...]:
@@ -445,8 +444,5 @@ def test_what_a_start_has_measured_the_next_one_does_not(cache: Path) -> None:
     assert measured() != first
     file.write_text(written)
     os.utime(file, (1, 1))
-    (other := file.with_name("other-times.json")).touch()
-    os.utime(other, (1, 1))
     assert measured() != first, "of long ago"
     assert file.read_text() != written
-    assert not other.exists(), "nobody takes it any more"

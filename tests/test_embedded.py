@@ -229,7 +229,7 @@ def test_in_4_bits_the_target_says_what_it_says_in_float32(target: Path) -> None
     tokenizer = AutoTokenizer.from_pretrained(target)
     runners = [load_runner(str(target), device=CPU, dtype=dtype, max_context=512) for dtype in ("auto", "float32")]
     divergence = []
-    for said in ("Hello", "Explain gravity to a beginner.", "Write a short poem about the sea.", "List five fruits."):
+    for said in ("Hello", "Explain gravity to a beginner."):
         text = tokenizer.apply_chat_template([{"role": "user", "content": said}], add_generation_prompt=True)[
             "input_ids"
         ]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import stat
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from pearl.errors import ConfigError, RemoteProtocolError, TransportError
-from pearl.protocol.messages import Ping
+from pearl.protocol.messages import Heartbeat, Ping
 from pearl.transport import gate
 from pearl.transport.address import check_bind
 from pearl.transport.base import SOLE_PEER
@@ -225,17 +227,28 @@ def test_prompts_cannot_be_read_on_the_way(keys: Keys) -> None:
 
 
 def relayed(keys: Keys | None) -> bytes:
-    from pearl.protocol.messages import Heartbeat
-    from tests.relay import Relay
+    """What passes between two that have met through a relay."""
+    listener, seen = ZmqListener("tcp://127.0.0.1:*", keys), bytearray()
 
-    listener = ZmqListener("tcp://127.0.0.1:*", keys)
-    with Relay(int(listener.address.rsplit(":", 1)[1])) as relay:
-        connection = ZmqConnection(f"tcp://127.0.0.1:{relay.port}", keys)
-        connection.send(Heartbeat(0, "heartbeat", 0))
-        assert len(collect(listener, 1)) == 1
-        connection.close()
-    listener.close()
-    return bytes(relay.seen)
+    def pass_on(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                seen.extend(data)
+                sink.sendall(data)
+
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(2) as pool:
+        connection = ZmqConnection(f"tcp://127.0.0.1:{server.getsockname()[1]}", keys)
+        near, _ = server.accept()
+        far = socket.create_connection(("127.0.0.1", int(listener.address.rsplit(":", 1)[1])))
+        with near, far:
+            ends = [pool.submit(pass_on, *way) for way in ((near, far), (far, near))]
+            connection.send(Heartbeat(0, "heartbeat", 0))
+            assert len(collect(listener, 1)) == 1
+            connection.close()
+            listener.close()
+            for end in ends:
+                end.result(WAIT)
+    return bytes(seen)
 
 
 @pytest.mark.parametrize("address", ["tcp://192.0.2.1:5555", "tcp://eth0:*", "tcp://[2001:db8::1]:5555"])

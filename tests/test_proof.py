@@ -126,11 +126,3 @@ def test_their_loops_and_ours_decode_in_turns(tmp_path: Path) -> None:
         if one["system"].startswith("theirs"):
             assert one["returned"] == 14
     assert all(name in done.stdout for name in systems)
-
-
-def test_a_folder_that_is_no_checkout_is_told(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode
-    assert "src/engine.py" in done.stderr

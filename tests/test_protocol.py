@@ -14,7 +14,7 @@ from pearl.protocol import coordinator as target_side
 from pearl.protocol import drafter as draft_side
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import Draft, Drafted, Forward, Open, Rollback, Send
-from pearl.protocol.messages import Begin, DraftTokens, Provenance, Resync, Verdict
+from pearl.protocol.messages import Begin, DraftTokens, Resync, Verdict
 from pearl.protocol.options import RequestOptions
 from pearl.protocol.sequence import extend_digest
 from tests.exploration import freeze
@@ -114,19 +114,6 @@ def test_digests_tell_prefixes_apart() -> None:
     assert len({extend_digest(0, prefix) for prefix in prefixes}) == len(prefixes)
     assert extend_digest(extend_digest(0, (1, 2)), (3,)) == extend_digest(0, (1, 2, 3))
     assert extend_digest(0, range(100_000)) < 2**61
-
-
-# ---- a draft that goes and comes (invariant 9), a request that is cancelled ----
-
-
-def test_a_draft_that_returns_is_used_again() -> None:
-    pair = make_pair()
-    until(pair, lambda p: bool(p.coordinator.counts.accepted))
-    pair.kill_draft()
-    until(pair, lambda p: p.coordinator.counts.provenance[Provenance.DIRECT] > 1)
-    alone = pair.coordinator.counts.accepted
-    pair.join_draft()
-    until(pair, lambda p: p.coordinator.counts.accepted > alone + 3)
 
 
 # ---- a draft that cannot go on with a request ----

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,6 @@ from pearl.engine import Engine
 from pearl.engine.attach import attach
 from pearl.errors import TraceError
 from pearl.protocol import messages
-from pearl.protocol.drafter import Drafter
-from pearl.protocol.messages import Begin
-from pearl.protocol.options import RequestOptions
-from pearl.protocol.sequence import extend_digest
 from pearl.trace.reading import read
 from pearl.trace.recorder import Recorder
 from pearl.trace.replay import replay
@@ -29,18 +23,6 @@ from tests.traced import check_sound
 
 BOUND = 60.0
 SHORT = SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True)
-
-
-def test_off_means_that_nothing_is_recorded(toy: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even taken down and thrown away: that would cost a worker as much as recording."""
-    assert toy.config.trace is None
-    monkeypatch.setattr(Tracer, "record", lambda *_: pytest.fail("recorded"))
-    drafter = Drafter(100)
-    begin = Begin(1, 0, (1, 2), 5, extend_digest(0, (1, 2)), RequestOptions())
-    assert Tracer().deciding(drafter)(begin) == Drafter(100).handle(begin)
-    assert Tracer().computing(lambda command: command)(5) == 5
-    toy.generate([[1, 2, 3]], SHORT, method="pearl")
-    assert not list(toy.directory.glob("*.part"))
 
 
 def test_recordings_hold_what_was_asked_between_start_and_stop(toy: Engine, tmp_path: Path) -> None:
@@ -113,33 +95,3 @@ def test_a_recording_that_is_given_up_before_it_begins_never_does(tmp_path: Path
     assert not posted
     tracer.stop()
     assert [path.name for path in tmp_path.iterdir()] == ["2.part"]
-
-
-KILLED_FRONT = """
-import sys, time
-from pathlib import Path
-from pearl.engine.attach import attach
-engine = attach(Path(sys.argv[1]))
-engine.start_trace(sys.argv[2])
-print("recording", flush=True)
-time.sleep(1000)
-"""
-
-
-def test_the_recording_of_a_front_that_is_killed_ends(toy: Engine, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED_FRONT, str(toy.directory), str(tmp_path / "a.json")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as front:
-        assert front.stdout is not None
-        assert front.stdout.readline() == "recording\n"
-        front.kill()
-    deadline = time.monotonic() + BOUND
-    while True:
-        toy.generate([[1, 2, 3]], SHORT, method="pearl")  # the target learns of it when it has something to say to it
-        try:
-            toy.start_trace(tmp_path / "b.json")
-            break
-        except TraceError:
-            assert time.monotonic() < deadline
-    toy.generate([[1, 2, 3]], SHORT, method="pearl")
-    toy.stop_trace()
-    assert report(read(tmp_path / "b.json")).requests == 1

@@ -10,23 +10,10 @@ import pytest
 from pearl.errors import LocalProtocolError
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
-from pearl.protocol.events import (
-    Draft,
-    Drafted,
-    DraftJoined,
-    End,
-    Forwarded,
-    Judge,
-    Judged,
-    Rollback,
-    Sample,
-    Sampled,
-    Send,
-)
-from pearl.protocol.messages import Begin, Cancel, DraftTokens, FinishReason, Source, Submit, Verdict
+from pearl.protocol.events import DraftJoined, Forwarded, Judged, Sample, Sampled
+from pearl.protocol.messages import DraftTokens, Source, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.proposals import Proposal, ProposalStore
-from pearl.protocol.sequence import extend_digest
 from pearl.spec.methods import MAX_BRANCHES
 from tests.replace import replace
 
@@ -36,23 +23,6 @@ def submit(
 ) -> Submit:
     decoding = RequestOptions(method, **({"gamma": 2} | settings))
     return Submit(number, tuple(prompt), len(prompt) + length, replace(decoding, sampling=Sampling(1.0, seed=seed)))
-
-
-def test_events_reach_the_request_that_they_name() -> None:
-    coordinator = Coordinator(slots=2)
-    coordinator.handle(DraftJoined(100))
-    for number, prompt in ((1, (3, 1)), (2, (5, 6))):
-        coordinator.handle(Submit(number, prompt, 10, RequestOptions("pearl", sampling=Sampling())))
-    held = coordinator.handle(Forwarded(1.0, request=2))
-    assert coordinator.running[1].state.value == "prefill"
-    assert all(getattr(command, "request", 2) == 2 for command in held)
-    (judge,) = [c for c in coordinator.handle(DraftTokens(2, 0, 2, (8,))) if isinstance(c, Judge)]
-    assert (judge.request, judge.tokens) == (2, (8,))
-    coordinator.handle(Judged(1, None, request=2))
-    assert coordinator.running[2].sequence.committed == 3
-    assert coordinator.running[1].sequence.committed == 2
-    (end,) = [command for command in coordinator.handle(Cancel(2)) if isinstance(command, End)] or [None]
-    assert end is None or end.reason is FinishReason.CANCELLED
 
 
 def test_an_illegal_event_tells_the_story_that_led_to_it() -> None:
@@ -194,30 +164,3 @@ def test_what_a_draft_repeats_beside_a_branch_that_came_is_not_put_behind_it() -
     coordinator.handle(DraftTokens(1, 1, 2, (20, 40, 41), known=2))
     assert coordinator.sequence.tokens == expected
     assert coordinator.counts.duplicate == 1
-
-
-# ---- proposers and stop policies ----
-
-
-def drafting(*tokens: int) -> Drafter:
-    """A drafter that has begun on these and computes a forward."""
-    drafter = Drafter(100)
-    drafter.handle(Begin(1, 0, tokens, 20, extend_digest(0, tokens), RequestOptions(rule="coupled")))
-    return drafter
-
-
-def test_tokens_that_the_cache_holds_already_are_not_fed_again() -> None:
-    """A draft that has fed its guesses along, and found the first two to be its own draws."""
-    drafter = drafting(3, 1)
-    send, draft = drafter.handle(Drafted((8, 9, 10), cached=2, request=1))
-    assert send == Send(DraftTokens(1, 0, 2, (8, 9, 10), known=2))
-    assert draft == Draft(4, (10,), 15, 3, request=1)
-
-
-def test_tokens_of_a_forward_that_was_overtaken_leave_the_cache() -> None:
-    drafter = drafting(3, 1)
-    drafter.handle(Verdict(1, 1, 2, (30,), 20, extend_digest(0, (3, 1, 30))))
-    rollback, draft = drafter.handle(Drafted((8, 9, 10), cached=2, request=1))
-    assert rollback == Rollback(2, request=1)
-    assert draft == Draft(2, (30,), 17, request=1)
-    assert drafter.counts.wasted == 3

@@ -1,6 +1,4 @@
-"""Rules that judge several tokens at a root, batch and spectr: exact by enumeration and by chi-square; rejections are
-as the theory of batch drafts says; one text a seed. And bild, whose bias is as told.
-"""
+"""Rules that judge several tokens at a root, batch and spectr, exact by enumeration; and bild, biased as it is told."""
 
 from __future__ import annotations
 
@@ -13,10 +11,9 @@ import torch
 from pearl.decoding.rules import several, tokenwise
 from pearl.decoding.rules.biased import BildTarget
 from pearl.decoding.rules.several import BatchTarget, SpectrTarget
-from pearl.lab import theory
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec.rules import Parameters
-from tests.test_verification import CASES, DRAFT, TARGET, WAYS, Table, run
+from tests.test_verification import CASES, WAYS, Table, run
 
 WARM = Sampling(1.0, seed=3)
 
@@ -116,16 +113,6 @@ def test_one_candidate_is_the_ratio_rule() -> None:
 
 
 # ---- whole texts ----
-
-
-@pytest.mark.parametrize("count", [1, 2, 4, 8])
-def test_as_many_are_rejected_as_the_theory_of_batch_drafts_says(count: int) -> None:
-    """Theorem 3 of Yin et al., for a whole text: the law of the number of corrections, not of given distributions."""
-    tokens, runs = 4, 400
-    expected = theory.expected_batch_rejections([TARGET.tolist()] * tokens, [DRAFT.tolist()] * tokens, 0, count)
-    decoding = RequestOptions("pearl", "fixed", 2, "batch", candidates(count))
-    found = sum(run(decoding, seed, tokens).counts.rejected for seed in range(runs))
-    assert found / runs == pytest.approx(expected, abs=4 * (tokens / 4 / runs) ** 0.5)
 
 
 # ---- bild ----

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -101,18 +98,6 @@ class TestHFTokenizer:
 
 
 TEXTS = ["the cat", "the  <s>cat</s>\n", "Grüße, 中文 👩‍🚀", "", " a "]
-
-
-def test_who_serves_others_meanwhile_can_go_on(checkpoint: Path) -> None:
-    """A long prompt is made into tokens in a thread: with the interpreter lock held nobody got a token for seconds."""
-    tokenizer, _ = load_tokenizer(str(checkpoint))
-    with ThreadPoolExecutor() as pool:
-        began = last = time.monotonic()
-        encoded, longest = pool.submit(tokenizer.encode, "7 a!" * 200_000), 0.0
-        while not encoded.done():
-            time.sleep(0.001)
-            longest, last = max(longest, time.monotonic() - last), time.monotonic()
-        assert longest < max(0.3, (last - began) / 2), f"{longest:.2f} of {last - began:.2f} s"
 
 
 def nested(one: dict[str, Any]) -> list[dict[str, Any]]:
@@ -429,14 +414,3 @@ class TestLoading:
     def test_no_such_model(self, tmp_path: Path) -> None:
         with pytest.raises(ModelError, match="no such"):
             load_tokenizer(str(tmp_path / "nowhere" / "at" / "all"))
-
-
-def test_a_missing_sentencepiece_is_told(tmp_path: Path) -> None:
-    """transformers says that tiktoken is missing."""
-    if find_spec("sentencepiece"):
-        pytest.skip("it is not missing here")
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
-    with pytest.raises(ModelError, match=r"tokenizer\.model is sentencepiece's: pip install sentencepiece"):
-        load_tokenizer(str(tmp_path))

@@ -278,32 +278,6 @@ class TestAnyBackend:
         assert group.said[2:] == ["close", "closed"]
 
 
-@pytest.mark.parametrize("chosen", [None, "2"])
-def test_no_watchdog_ends_a_target_whose_draft_is_gone(
-    store_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str | None
-) -> None:
-    """Unless the user has said how NCCL is to handle errors. Read when the group is made, so noted then."""
-    handling = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
-    for name in ("NCCL_SOCKET_IFNAME", *handling):
-        monkeypatch.setenv(name, chosen or "")
-        if chosen is None:
-            monkeypatch.delenv(name)
-    noted: list[list[str]] = []
-
-    class Nccl:
-        class Options:
-            def __init__(self, **_: object) -> None: ...
-
-        def __init__(self, *_: object) -> None:
-            noted.append([os.environ[name] for name in handling])
-
-        def eager_connect_single_device(self, device: torch.device) -> None: ...
-
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
-    torch_dist._nccl(torch_dist._meeting(store_path, "x"), 0, 1, torch.device("cuda", 0), WAIT)
-    assert noted == [[chosen or "0"] * 2]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU a rank")
 class TestNccl:

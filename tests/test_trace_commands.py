@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,13 @@ import pytest
 from click.testing import CliRunner
 
 from pearl.cli import cli
-from pearl.errors import ConfigError, TraceError
-from pearl.extras import installing
+from pearl.errors import ConfigError
 from pearl.lab.simulate import Outcome
 from pearl.protocol.messages import Provenance
 from pearl.protocol.options import RequestOptions
 from pearl.trace import chrome
-from pearl.trace.figures import side_by_side
-from pearl.trace.gantt import _PAUSE, LOOKS, Bar, _bars, _joined, chart, same_time
-from pearl.trace.reading import Slice, read
+from pearl.trace.gantt import LOOKS, chart, same_time
+from pearl.trace.reading import read
 from pearl.trace.recorder import part_paths
 from pearl.trace.report import report
 from tests.traced import recorded, simulated
@@ -86,22 +83,6 @@ def test_compare(run: tuple[Outcome, Path], sd: Path) -> None:
     assert set(json.loads(invoked("compare", "--json", str(sd), str(run[1])))) == {str(sd), str(run[1])}
 
 
-def test_what_only_one_run_has_stands_beside_its_neighbours(tmp_path: Path) -> None:
-    """Forwards in the order of the tokens that they were fed, and nothing between them."""
-    runs = [recorded(tmp_path / "a.json", RequestOptions("ar"), tokens=60)[1]]
-    for gamma in (9, 2):
-        runs += [recorded(tmp_path / f"{gamma}.json", RequestOptions("sd", gamma=gamma), alpha=0.8)[1]]
-    names = [name for name, _ in side_by_side([report(run) for run in runs])]
-    forwards = [name for name in names if name.startswith("forward: verify")]
-    fed = [int(name.split()[-1]) for name in forwards]
-    assert fed == sorted(fed)
-    assert {1, 3, 10} <= set(fed)
-    assert names[names.index(forwards[0]) :][: len(forwards)] == forwards
-    order = [names.index(name) for name in ("target: busy", "draft: busy", "draft tokens", forwards[0])]
-    assert order == sorted(order)
-    assert len(names) == len(set(names))
-
-
 # ---- replay, merge ----
 
 
@@ -156,54 +137,9 @@ def test_two_runs_in_one_picture(run: tuple[Outcome, Path], sd: Path, tmp_path: 
     assert {bar.cause for bar in charts[0].rows["target"] if bar.look == "wait"} == {"draft tokens"}
     tokens = [sum(len(sources) for _, sources in c.commits) for c in charts]
     assert tokens[0] <= tokens[1]
-    for command in (
-        ("show", str(run[1])),
-        ("compare", str(sd), str(run[1]), "--seconds", "30"),
-    ):
+    for command in (("show", str(run[1])), ("compare", str(sd), str(run[1]), "--seconds", "30")):
         invoked(*command, "--png", str(tmp_path / "g.png"))
         assert (tmp_path / "g.png").read_bytes().startswith(b"\x89PNG")
         assert "cannot write" in refused(*command, "--png", str(tmp_path / "no" / "g.png"))
     assert "give --png FILE too" in refused("compare", str(sd), str(run[1]), "--seconds", "30")
     assert "Missing option '--png'" in refused("show", str(run[1]))
-
-
-def test_a_chart_names_what_guesses_beside_the_draft(tmp_path: Path) -> None:
-    """A branch that came true is marked where it was drafted."""
-    outcome, trace = recorded(tmp_path / "b.json", RequestOptions("pearl", branches=7), alpha=0.6, tokens=200)
-    shown = chart(trace, seconds=1e6)
-    assert shown.method == "pearl with branches"
-    assert outcome.counts.foreseen > 0
-    assert len(shown.foreseen) > 0
-
-
-def test_short_work_does_not_cut_a_wait() -> None:
-    """A heartbeat, or noting a message, between two waits: one bar, of the longer one's cause."""
-    tick = _PAUSE / 10
-    bars = [
-        Bar(0.0, 0.010, "wait", "verdict"),
-        Bar(0.010, 0.010 + tick, "other"),
-        Bar(0.010 + 2 * tick, 0.050, "wait", "verdict"),
-        Bar(0.050, 0.051 - tick, "wait", "transport"),
-        Bar(0.051, 0.061, "accepted"),
-        Bar(0.061, 0.070, "wait", "verdict"),
-        Bar(0.070, 0.070 + 2 * _PAUSE, "other"),
-        Bar(0.070 + 2 * _PAUSE, 0.090, "wait", "verdict"),
-        Bar(0.090, 0.090 + tick, "other"),
-    ]
-    joined = _joined(bars)
-    assert joined[:2] == [Bar(0.0, 0.051 - tick, "wait", "verdict"), Bar(0.051, 0.061, "accepted")]
-    assert [b.look for b in joined[2:]] == ["wait", "other", "wait"]
-
-
-def test_a_forward_of_several_tokens_is_divided_among_them() -> None:
-    looks = ["accepted", "accepted", "rejected"]
-    one = Slice("draft", "busy", 1.0, 2.5, {"fate": "accepted", "fates": looks})
-    assert _bars(one, 1.0) == [Bar(at, at + 0.5, look) for at, look in zip((0.0, 0.5, 1.0), looks, strict=True)]
-
-
-def test_a_missing_library_is_named(run: tuple[Outcome, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("matplotlib.figure", "matplotlib.backends.backend_agg"):
-        monkeypatch.setitem(sys.modules, name, None)
-    result = CliRunner().invoke(cli, ["trace", "show", str(run[1]), "--png", str(tmp_path / "g")])
-    assert isinstance(result.exception, TraceError)
-    assert installing("plot") in str(result.exception)

@@ -1,15 +1,9 @@
-"""The closed forms of the paper under the virtual clock, and the window that the measured speeds make best."""
+"""The window that the measured speeds make best, what it waits for, and the times that it is chosen by."""
 
 from __future__ import annotations
 
-from collections import Counter
-from functools import cache
-from itertools import pairwise
-
 import pytest
 
-from pearl.lab.simulate import CoinDraft, CoinTarget, Outcome, Timing, simulate
-from pearl.protocol.events import Forward, Judge, Judged, Phase
 from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.request_machine import RequestMachine
@@ -17,86 +11,6 @@ from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.speeds import ForwardTimes, Speeds
 from pearl.protocol.window import Window
 from pearl.spec.methods import MAX_WINDOW, METHODS
-
-TOKENS = 12_000  # enough for 1 %
-FEWER = 4_000  # enough for 2 %
-SEEDS = range(3)
-
-
-class WatchedCoin(CoinTarget):
-    """Remembers each step after the prefill: [phase, tokens committed]."""
-
-    def __init__(self, acceptance: float, seed: int) -> None:
-        super().__init__(acceptance, seed)
-        self.steps: list[tuple[Phase, int]] = []
-
-    def execute(self, command: object):  # type: ignore[no-untyped-def]
-        event = super().execute(command)
-        match command, event:
-            case Forward(phase=phase), _:
-                self.steps.append((phase, 0))
-            case Judge(), Judged(accepted, token):
-                phase, before = self.steps[-1]
-                self.steps[-1] = (phase, before + accepted + (token is not None))
-        return event
-
-
-def run(acceptance: float, c: int, method: str, seed: int, tokens: int) -> tuple[Outcome, list[tuple[Phase, int]]]:
-    """A long text with forwards of 1 (draft) and c (target) seconds."""
-    submit = Submit(1, (0,), 1 + tokens, RequestOptions(method, "fixed", c, sampling=Sampling()))
-    target = WatchedCoin(acceptance, seed)
-    return simulate(submit, target, CoinDraft(), Timing(1.0, lambda _: float(c))), target.steps[1:]
-
-
-@cache
-def long_run(
-    acceptance: float, c: int, method: str = "pearl", tokens: int = TOKENS
-) -> tuple[list[Outcome], list[tuple[Phase, int]]]:
-    runs = [run(acceptance, c, method, seed, tokens) for seed in SEEDS]
-    return [outcome for outcome, _ in runs], [step for _, steps in runs for step in steps]
-
-
-def geometric(a: float, n: int) -> float:
-    """1 + a + ... + a**(n-1)"""
-    return (1 - a**n) / (1 - a)
-
-
-@pytest.mark.parametrize(("a", "c", "stated"), [(0.8, 5, 2.28), (0.9, 5, 3.13)])
-def test_fixed_window_has_the_papers_yield(a: float, c: int, stated: float) -> None:
-    """Of each phase, of the way from phase to phase, and so of a target step."""
-    outcomes, steps = long_run(a, c)
-    yields = {phase: [n for p, n in steps if p is phase] for phase in Phase}
-    mean = {phase: sum(ns) / len(ns) for phase, ns in yields.items() if ns}
-    moves = Counter((p, q) for (p, _), (q, _) in pairwise(steps))
-    pre_to_post = moves[Phase.PRE_VERIFY, Phase.POST_VERIFY] / len(yields[Phase.PRE_VERIFY])
-    per_step = len(SEEDS) * TOKENS / sum(outcome.target_steps for outcome in outcomes)
-    post = a / (1 + a - a**c)  # the stationary share of post-verify steps
-    post_to_post = moves[Phase.POST_VERIFY, Phase.POST_VERIFY] / len(yields[Phase.POST_VERIFY])
-    assert set(yields[Phase.PRE_VERIFY]) == {1}
-    assert mean[Phase.POST_VERIFY] == pytest.approx(geometric(a, c), rel=0.015)
-    assert pre_to_post == pytest.approx(a, rel=0.01)
-    assert post_to_post == pytest.approx(a**c, rel=0.03)
-    assert per_step == pytest.approx(1 - post + post * geometric(a, c), rel=0.01)
-    assert per_step == pytest.approx(stated, rel=0.01)
-
-
-@pytest.mark.parametrize(("a", "gamma"), [(0.8, 4), (0.6, 1)])
-def test_sd_has_leviathans_yield(a: float, gamma: int) -> None:
-    """(1 - a**(gamma+1)) / (1 - a) tokens a step, its bonus token included (Leviathan et al. 2023, equation 1)."""
-    outcomes, _ = long_run(a, gamma, "sd", FEWER)
-    per_step = len(SEEDS) * FEWER / sum(outcome.target_steps for outcome in outcomes)
-    assert per_step == pytest.approx(geometric(a, gamma + 1), rel=0.02)
-
-
-def test_run_lengths_are_theorem_2s() -> None:
-    """Accepted a/(1-a) a run."""
-    a = 0.9
-    outcomes, _ = long_run(a, 5)
-    runs: Counter[int] = Counter()
-    for outcome in outcomes:
-        runs.update(outcome.counts.runs)
-    accepted = sum(length * n for length, n in runs.items()) / runs.total()
-    assert accepted == pytest.approx(a / (1 - a), rel=0.025)
 
 
 def speeds(ratio: float, acceptance: float, growth: float = 0.0) -> Speeds:

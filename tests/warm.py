@@ -145,9 +145,9 @@ def _become(env: dict[str, str], directory: str, files: list[int]) -> None:
     from pearl.worker.__main__ import main
 
     if bug := os.environ.get("PEARL_PLANTED"):
-        from tests.planted import BUGS
+        from tests.planted import plant
 
-        BUGS[bug]()
+        plant(bug)
     if "PEARL_FAULT" in os.environ:
         from scripts.faulty import make_faulty
 
