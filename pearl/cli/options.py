@@ -87,28 +87,11 @@ def field_option(name: str, field: FieldInfo) -> Callable[[Any], Any]:
         return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=field.description)
     multiple = typing.get_origin(kind) is tuple
     if WordedNumber in field.metadata:
-        return click.option(flag, name, type=_NumberOrWord(), default=None, help=_help(field))
+        return click.option(flag, name, metavar="|".join(["N", *NUMBER_WORDS]), default=None, help=_help(field))
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     metavar = extra.get("metavar") or {int: "N", float: "X", str: "NAME"}.get(kind)
     form = {"type": _type(kind), "multiple": multiple, "metavar": metavar}
     return click.option(flag, name, default=None, help=_help(field), **form)
-
-
-class _NumberOrWord(click.ParamType):
-    """A whole number or a word for one; the field checks its range."""
-
-    name = "|".join(["N", *NUMBER_WORDS])
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value in NUMBER_WORDS:
-            return value
-        try:
-            return int(value)
-        except ValueError:
-            self.fail(f"{value!r} is neither a whole number nor {' nor '.join(NUMBER_WORDS)}.", param, ctx)
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        return self.name
 
 
 def _bare(annotation: Any) -> Any:
