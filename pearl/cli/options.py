@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -29,14 +29,19 @@ def settings_options(command: _Command) -> _Command:
 
     for name in reversed(UNSUPPORTED):
         wrapped = click.option(_flag(name), name, hidden=True)(wrapped)
-    for name, field in reversed(_FIELDS.items()):
-        wrapped = field_option(name, field)(wrapped)
-    config = click.option(
-        "--config",
-        type=click.Path(dir_okay=False, path_type=Path),
-        help="YAML file of these settings, see configs/; toy: an emulated pair.",
-    )
-    return typing.cast(_Command, config(wrapped))
+    about = "YAML file of these settings, see configs/; toy: an emulated pair."
+    return typing.cast(_Command, field_options(_FIELDS, about)(wrapped))
+
+
+def field_options(fields: Mapping[str, FieldInfo], about: str) -> Callable[[Any], Any]:
+    """--config, with this help, and a flag for each field."""
+
+    def add(command: Any) -> Any:
+        for name, field in reversed([*fields.items()]):
+            command = _field_option(name, field)(command)
+        return click.option("--config", type=click.Path(dir_okay=False, path_type=Path), help=about)(command)
+
+    return add
 
 
 # The heading of each section's flags in a command's help.
@@ -80,7 +85,7 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def field_option(name: str, field: FieldInfo) -> Callable[[Any], Any]:
+def _field_option(name: str, field: FieldInfo) -> Callable[[Any], Any]:
     """A flag with the field's type, description and default."""
     kind, flag = _bare(field.annotation), _flag(name)
     if kind is bool:
