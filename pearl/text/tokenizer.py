@@ -86,7 +86,7 @@ class FileTokenizer:
         named = _json(directory / "special_tokens_map.json") | settings
         self._special = {name: text for name, given in named.items() if (text := _special_token(name, given))}
         known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
-        for given in settings.get("added_tokens_decoder", {}).values():
+        for _, given in sorted(settings.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
             if given["content"] not in known:
                 tokenizer.add_tokens([tokenizers.AddedToken(**given)])
         tokenizer.add_special_tokens([t for t in self._special.values() if t not in known or not known[t].special])
