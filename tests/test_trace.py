@@ -30,6 +30,7 @@ from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.events import Drafted, DraftJoined, Forwarded, Judged
 from pearl.protocol.messages import DraftTokens, Provenance, Source, Submit, Verdict
 from pearl.protocol.options import RequestOptions, Sampling
+from pearl.spec.methods import MAX_WINDOW
 from pearl.trace import chrome
 from pearl.trace.reading import Slice, Trace, read, read_document
 from pearl.trace.recorder import GPU, LOOP, Part, Record, Recorder, part_path, part_paths, where_and_what
@@ -500,9 +501,9 @@ def test_a_draft_that_its_target_runs_ahead_of_is_judged_in_the_trace_too(toy: E
     found, s = report(trace), result.statistics
     assert found.tokens == 200
     assert {k: n for k, n in s.target_steps.items() if n and k != "prefill"} == found.steps
-    # What was under way when the text ended counts in the trace alone.
-    assert 0 <= found.accepted - s.num_accepted_draft_tokens <= 16
-    assert 0 <= found.judged - s.num_judged_draft_tokens <= 16
+    # What was under way when the text ended counts in the trace alone: as much as the draft may be ahead.
+    assert 0 <= found.accepted - s.num_accepted_draft_tokens <= 2 * MAX_WINDOW
+    assert 0 <= found.judged - s.num_judged_draft_tokens <= 2 * MAX_WINDOW
     assert replay(trace)
     assert {one.name for one in trace.target} >= {"guess", "sample"}
 
