@@ -13,7 +13,7 @@ import click
 
 from pearl.cli import listed
 from pearl.cli.numbers import named_file
-from pearl.cli.options import field_option
+from pearl.cli.options import field_options
 from pearl.cli.tables import Bars, print_table
 from pearl.lab.distill.config import DistillConfig, load_config
 from pearl.lab.distill.prompts import read_prompts
@@ -32,13 +32,8 @@ def _config_options(command: Callable[..., Any]) -> Any:
         fields = {name: given.pop(name) for name in DistillConfig.model_fields}
         return command(config=load_config(config, {k: v for k, v in fields.items() if v not in (None, ())}), **given)
 
-    made: Any = wrapped
-    for name, field in reversed(DistillConfig.model_fields.items()):
-        made = field_option(name, field)(made)
-    kind = click.Path(dir_okay=False, path_type=Path)
-    return click.option("--config", type=kind, help="YAML file of these settings; see configs/distill/embedded.yaml.")(
-        made
-    )
+    about = "YAML file of these settings; see configs/distill/embedded.yaml."
+    return field_options(DistillConfig.model_fields, about)(wrapped)
 
 
 @listed("Make a draft", "pearl distill --target my-model --out my-draft")
