@@ -316,7 +316,6 @@ def test_bench_on_prompts(tiny_pair: EngineConfig, tmp_path: Path) -> None:
         (("--prompts", "a=/x", "--prompts", "a=/y"), "/x"),
         (("--limit", "1", "paper"), "go behind it: pearl bench paper"),
         (("paper", "--pair", "GPT"), "no pair is called 'GPT'"),
-        (("paper", "--pairs", "/nowhere.yaml"), "cannot read the pairs"),
     ],
 )
 def test_wrong_input_is_refused(arguments: tuple[str, ...], message: str) -> None:

@@ -15,7 +15,7 @@ from pearl.config import DecodingConfig, EngineConfig
 from pearl.errors import ConfigError
 from pearl.lab.bench.figures import Surprise
 from pearl.lab.bench.rows import COMPARED, named_rows, parse_settings
-from pearl.lab.bench.runner import Text
+from pearl.lab.bench.systems import Decoded
 from pearl.models.toy import ToyRunner, alpha_pair
 from tests.conftest import TOY
 
@@ -92,8 +92,10 @@ def test_a_surprise_is_the_targets_own_probability() -> None:
         tokens.append(int(torch.multinomial(target([*prompt, *tokens]), 1, generator=generator)))
     wanted = -sum(math.log(target([*prompt, *tokens[:i]])[token]) for i, token in enumerate(tokens))
     surprise = Surprise(EngineConfig(target=TOY, draft=TOY), ToyRunner(16, target))
-    assert surprise(Text("ar", prompt, tuple(tokens))) == pytest.approx(wanted, rel=1e-4)
-    assert surprise(Text("sd", prompt[:1], tuple(tokens[:1]))) == pytest.approx(-math.log(target([1])[tokens[0]]))
+    assert surprise(Decoded(tuple(tokens), 0.0, 0, 0.0, prompt=prompt)) == pytest.approx(wanted, rel=1e-4)
+    assert surprise(Decoded(tuple(tokens[:1]), 0.0, 0, 0.0, prompt=prompt[:1])) == pytest.approx(
+        -math.log(target([1])[tokens[0]])
+    )
 
 
 def test_a_biased_row_is_shown_with_its_bias(tmp_path: Path) -> None:

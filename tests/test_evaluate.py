@@ -129,8 +129,8 @@ def test_the_target_is_its_own_best_draft() -> None:
     teacher = load_teacher(str(tiny_model("llama", chat=True)), CPU, "float32")
     found = evaluate(teacher, teacher.model, {"a": ["hello", "you"], "b": ["there"]}, limit=20, batch=2)
     assert list(found) == ["a", "b", "all"]
-    assert found["all"].agreement == 1.0
-    assert found["all"].overlap == pytest.approx(1, abs=1e-5)
+    assert found["all"]["agreement"] == 1.0
+    assert found["all"]["overlap"] == pytest.approx(1, abs=1e-5)
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from pearl.config import EngineConfig
 from pearl.lab.bench.tasks import Task
 from pearl.lab.papers import emulate, mjsd, study
-from pearl.lab.papers.pearl import OTHERS, TABLES, Run, pairs, wanted
+from pearl.lab.papers.pearl import OTHERS, TABLES, Pair, Run, pairs, wanted
 from tests.conftest import TOY, Quiet
 from tests.test_bench import pearl
 
@@ -48,15 +48,27 @@ def test_each_table_has_the_cells_of_the_paper() -> None:
 
 
 @pytest.mark.slow
-def test_closed_form_simulator_and_runtime_agree(tmp_path: Path) -> None:
+def test_closed_form_simulator_and_runtime_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every cell; the runtime has each, is never faster than its simulation."""
-    file, out = tmp_path / "pairs.yaml", tmp_path / "it.json"
-    file.write_text(
-        '- {name: Small, tables: ["1", "3", "4", "5", "figure 2a"], config: toy, vocabulary: 500, draft_speed: 1000,'
-        " target_speed: 250, window: 4, gamma: 4, published: {speedup: {pearl: 2.5, sd: 1.9, lookahead: 1.1},"
-        " mean_accepted: {pearl: 5}, windows: {3: 500}, idle: {draft: 0.004, target: 0.004}}}\n"
-    )
-    arguments = ("--pairs", file, "--tokens", 50, "--repeats", 1, "--json", out)
+    out = tmp_path / "it.json"
+    small = {
+        "name": "Small",
+        "tables": ["1", "3", "4", "5", "figure 2a"],
+        "config": "toy",
+        "vocabulary": 500,
+        "draft_speed": 1000,
+        "target_speed": 250,
+        "window": 4,
+        "gamma": 4,
+        "published": {
+            "speedup": {"pearl": 2.5, "sd": 1.9, "lookahead": 1.1},
+            "mean_accepted": {"pearl": 5},
+            "windows": {3: 500},
+            "idle": {"draft": 0.004, "target": 0.004},
+        },
+    }
+    monkeypatch.setattr("pearl.cli.paper.pairs", lambda: [Pair.model_validate(small)])
+    arguments = ("--tokens", 50, "--repeats", 1, "--json", out)
     done = pearl("bench", "paper", *arguments)
     assert done.exit_code == 0, done.output
     made = json.loads(out.read_text())

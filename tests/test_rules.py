@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pearl import Engine, EngineConfig
-from pearl.cli.options import field_option
+from pearl.cli.options import _field_option as field_option
 from pearl.config import DecodingConfig, SamplingParams
 from pearl.config.decoding import with_registered_rules
 from pearl.decoding.rules import make_block_half, make_draft_half, make_target_half, ratio

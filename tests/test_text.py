@@ -146,8 +146,8 @@ class TestDetokenizer:
         tokenizer = byte_level()
         assert pieces_of(tokenizer, [], bytes_of(tokenizer, b"a\xf0\x9f")) == ["a", "", "", REPLACEMENT]
 
-    @pytest.mark.parametrize("garbage", [b"\xff", b"\xe4\xbd"])
-    @pytest.mark.parametrize("end", [b"", b"\xff", b"a"])
+    @pytest.mark.parametrize("garbage", [b"\xff", b"\xe4\xbd", b"\x80\xf0\x9f\x98"])
+    @pytest.mark.parametrize("end", [b"", b"\xff", "😀".encode(), b"a"])
     def test_garbage_without_end(self, garbage: bytes, end: bytes) -> None:
         """Where no token ends a character for long, text is given out all the same, none twice or never."""
         tokenizer = byte_level()
@@ -158,9 +158,9 @@ class TestDetokenizer:
     @given(data=st.data())
     @settings(max_examples=300)
     def test_all_pieces_are_the_whole(self, data: st.DataObject) -> None:
-        """Whatever the tokens: of bytes that are no UTF-8 as many as are held, and no byte tokens of sentencepiece."""
+        """Whatever the tokens, but for byte tokens of sentencepiece that are no UTF-8."""
         tokenizer = data.draw(st.sampled_from([byte_level(), byte_fallback()]))
-        some = tokens(tokenizer, PATIENCE) if tokenizer is byte_level() else texts(tokenizer)
+        some = tokens(tokenizer, 40) if tokenizer is byte_level() else texts(tokenizer)
         word = ids_of(tokenizer, "cat")
         prompt = [*data.draw(some), *word]
         answer = [token for run in data.draw(st.lists(some, max_size=6)) for token in [*run, *word]]

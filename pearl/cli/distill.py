@@ -6,7 +6,6 @@ import functools
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ import click
 
 from pearl.cli import listed
 from pearl.cli.numbers import named_file
-from pearl.cli.options import field_option
+from pearl.cli.options import field_options
 from pearl.cli.tables import Bars, print_table
 from pearl.lab.distill.config import DistillConfig, load_config
 from pearl.lab.distill.prompts import read_prompts
@@ -33,13 +32,8 @@ def _config_options(command: Callable[..., Any]) -> Any:
         fields = {name: given.pop(name) for name in DistillConfig.model_fields}
         return command(config=load_config(config, {k: v for k, v in fields.items() if v not in (None, ())}), **given)
 
-    made: Any = wrapped
-    for name, field in reversed(DistillConfig.model_fields.items()):
-        made = field_option(name, field)(made)
-    kind = click.Path(dir_okay=False, path_type=Path)
-    return click.option("--config", type=kind, help="YAML file of these settings; see configs/distill/embedded.yaml.")(
-        made
-    )
+    about = "YAML file of these settings; see configs/distill/embedded.yaml."
+    return field_options(DistillConfig.model_fields, about)(wrapped)
 
 
 @listed("Make a draft", "pearl distill --target my-model --out my-draft")
@@ -109,20 +103,21 @@ def evaluate_draft(
         bars.begin("answering", sum(map(len, asked.values())))
         found = evaluate(teacher, model, asked, limit=max_tokens, batch=batch, tick=bars.advance)
     if as_json:
-        sets = {name: asdict(of) for name, of in found.items()}
-        click.echo(json.dumps({"target": target, "draft": draft, "max_tokens": max_tokens, "sets": sets}))
+        click.echo(json.dumps({"target": target, "draft": draft, "max_tokens": max_tokens, "sets": found}))
     else:
         _print(found)
 
 
 def _print(found: dict[str, Figures]) -> None:
-    of_each = list(found.values())
-    rows: dict[str, list[float | None]] = {
-        "greedy agreement": [of.agreement for of in of_each],
-        "1 - TV": [of.overlap for of in of_each],
-        "tokens in repeated 8-grams": [of.repeated for of in of_each],
-        "greedy agreement without them": [of.agreement_unrepeated for of in of_each],
-        "1 - TV without them": [of.overlap_unrepeated for of in of_each],
+    rows = {
+        "greedy agreement": "agreement",
+        "1 - TV": "overlap",
+        "tokens in repeated 8-grams": "repeated",
+        "greedy agreement without them": "agreement_unrepeated",
+        "1 - TV without them": "overlap_unrepeated",
     }
-    shares = ((name, *("-" if value is None else f"{value:.3f}" for value in values)) for name, values in rows.items())
-    print_table(("", *found), [("tokens", *(f"{of.tokens:,}" for of in of_each)), *shares])
+    shares = [
+        (label, *("-" if of[name] is None else f"{of[name]:.3f}" for of in found.values()))
+        for label, name in rows.items()
+    ]
+    print_table(("", *found), [("tokens", *(f"{of['tokens']:,}" for of in found.values())), *shares])

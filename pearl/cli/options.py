@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -29,14 +29,19 @@ def settings_options(command: _Command) -> _Command:
 
     for name in reversed(UNSUPPORTED):
         wrapped = click.option(_flag(name), name, hidden=True)(wrapped)
-    for name, field in reversed(_FIELDS.items()):
-        wrapped = field_option(name, field)(wrapped)
-    config = click.option(
-        "--config",
-        type=click.Path(dir_okay=False, path_type=Path),
-        help="YAML file of these settings, see configs/; toy: an emulated pair.",
-    )
-    return typing.cast(_Command, config(wrapped))
+    about = "YAML file of these settings, see configs/; toy: an emulated pair."
+    return typing.cast(_Command, field_options(_FIELDS, about)(wrapped))
+
+
+def field_options(fields: Mapping[str, FieldInfo], about: str) -> Callable[[Any], Any]:
+    """--config, with this help, and a flag for each field."""
+
+    def add(command: Any) -> Any:
+        for name, field in reversed([*fields.items()]):
+            command = _field_option(name, field)(command)
+        return click.option("--config", type=click.Path(dir_okay=False, path_type=Path), help=about)(command)
+
+    return add
 
 
 # The heading of each section's flags in a command's help.
@@ -80,35 +85,18 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def field_option(name: str, field: FieldInfo) -> Callable[[Any], Any]:
+def _field_option(name: str, field: FieldInfo) -> Callable[[Any], Any]:
     """A flag with the field's type, description and default."""
     kind, flag = _bare(field.annotation), _flag(name)
     if kind is bool:
         return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=field.description)
     multiple = typing.get_origin(kind) is tuple
     if WordedNumber in field.metadata:
-        return click.option(flag, name, type=_NumberOrWord(), default=None, help=_help(field))
+        return click.option(flag, name, metavar="|".join(["N", *NUMBER_WORDS]), default=None, help=_help(field))
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     metavar = extra.get("metavar") or {int: "N", float: "X", str: "NAME"}.get(kind)
     form = {"type": _type(kind), "multiple": multiple, "metavar": metavar}
     return click.option(flag, name, default=None, help=_help(field), **form)
-
-
-class _NumberOrWord(click.ParamType):
-    """A whole number or a word for one; the field checks its range."""
-
-    name = "|".join(["N", *NUMBER_WORDS])
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value in NUMBER_WORDS:
-            return value
-        try:
-            return int(value)
-        except ValueError:
-            self.fail(f"{value!r} is neither a whole number nor {' nor '.join(NUMBER_WORDS)}.", param, ctx)
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        return self.name
 
 
 def _bare(annotation: Any) -> Any:

@@ -21,7 +21,6 @@ from pearl.lab.papers.page import EXPLAINED, Table, conditions, pair_lines, tabl
 from pearl.lab.papers.pearl import TABLES, Pair, pairs
 
 _COUNT = click.IntRange(min=1)
-_PATH = click.Path(path_type=Path)
 _SETS = (HUMANEVAL, "edits")
 _QUICK = {"tokens": 60, "texts": 1}
 _GUESSES = "sssd"  # the paper with tables by source, number and temperature of guesses
@@ -32,7 +31,6 @@ _EMBEDDED, _EMBEDDED_QUICK = {"tokens": 96, "texts": 4}, {"tokens": 48, "texts":
 @click.command()
 @click.option("--pair", "names", multiple=True, metavar="NAME", help="Only pairs whose name holds this. Repeatable.")
 @click.option("--table", "wanted", multiple=True, type=click.Choice(list(TABLES)), help="Only this one. Repeatable.")
-@click.option("--pairs", "path", type=_PATH, help="YAML of pairs with published figures, in place of the built-in one.")
 @click.option("--tokens", type=click.IntRange(min=50), default=250, show_default=True, metavar="N", help="Of a text.")
 @click.option("--repeats", type=_COUNT, default=2, show_default=True, metavar="N", help="Texts for each row.")
 @click.option(
@@ -61,7 +59,6 @@ _EMBEDDED, _EMBEDDED_QUICK = {"tokens": 96, "texts": 4}, {"tokens": 48, "texts":
 def paper(
     names: tuple[str, ...],
     wanted: tuple[str, ...],
-    path: Path | None,
     tokens: int,
     repeats: int,
     quick: bool,
@@ -86,11 +83,11 @@ def paper(
         _study(other, read_sets(prompts, embedded["texts"], default=_SETS), embedded["tokens"], guessed, datastore, to)
     else:
         settings = {"tokens": tokens, "texts": repeats, "seed": seed, "runtime": not simulate_only}
-        _show(_run(_pairs(path, names), wanted or tuple(TABLES), settings), to)
+        _show(_run(_pairs(names), wanted or tuple(TABLES), settings), to)
 
 
-def _pairs(path: Path | None, names: Sequence[str]) -> list[Pair]:
-    every = pairs(path)
+def _pairs(names: Sequence[str]) -> list[Pair]:
+    every = pairs()
     found = [pair for pair in every if not names or any(name.lower() in pair.title.lower() for name in names)]
     if not found:
         raise ConfigError(f"no pair is called {names[0]!r}; there are {'; '.join(pair.title for pair in every)}")

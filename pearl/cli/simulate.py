@@ -1,4 +1,4 @@
-"""`pearl simulate`: all methods in virtual time. Arguments and tables. Subcommands: `recorded`, `studies`."""
+"""`pearl simulate`: all methods in virtual time. Arguments and tables. Subcommands: `recorded`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pearl.cli import listed, recorded, studies
+from pearl.cli import listed, recorded
 from pearl.cli.numbers import STDOUT, json_option, refuse_options, write_json
 from pearl.cli.recorded import t_draft_option, t_target_option
 from pearl.cli.tables import Bars, Column, print_columns, shown
@@ -142,5 +142,5 @@ def _print(workload: Workload, done: Sequence[Totals], seconds: float) -> None:
     )
 
 
-for command in (recorded.record, studies.rejections, recorded.stops):
+for command in (recorded.record, recorded.stops):
     simulate.add_command(command)

@@ -16,7 +16,7 @@ from pearl.cli.console import SafeConsole
 _Row = TypeVar("_Row")
 Column = tuple[str, Callable[[_Row], str]]  # header, and the text of a row's cell
 _WIDTH = 120  # columns, if the output is not a terminal
-_SILENT_SECONDS = 5.0  # between two lines of `Bars.step` if the output is not a terminal
+_SILENT_SECONDS = 5.0  # between two lines of `Bars` if the output is not a terminal
 
 
 class Bars:
@@ -29,7 +29,7 @@ class Bars:
             *columns, TextColumn("[dim]{task.fields[note]}"), console=self._console, transient=True
         )
         self._task: TaskID | None = None
-        self._last, self._next_percentage = time.monotonic(), 0.0
+        self._last = time.monotonic()
 
     def __enter__(self) -> Bars:
         if self._console.is_terminal:
@@ -44,21 +44,16 @@ class Bars:
         """Begin a bar. `total`: None if it is unknown."""
         if self._task is not None:
             self._progress.remove_task(self._task)
-        self._task, self._next_percentage = self._progress.add_task(what, total=total, note=""), 0.0
+        self._task = self._progress.add_task(what, total=total, note="")
 
     def advance(self, count: int, note: str = "") -> None:
         assert self._task is not None
         self._progress.update(self._task, advance=count, note=note)
         task, now = self._progress.tasks[-1], time.monotonic()
-        if self._console.is_terminal:
-            return
-        if task.total is None and now - self._last > _SILENT_SECONDS:
+        if not self._console.is_terminal and now - self._last > _SILENT_SECONDS:
             self._last = now
-            self.say(f"{task.description} {note}")
-        elif task.total is not None and task.percentage >= self._next_percentage:
-            self._next_percentage = task.percentage + 20
-            left = "" if task.time_remaining is None else f", {task.time_remaining:.0f} s left"
-            self.say(f"{task.description} {task.percentage:.0f}%{left}  {note}")
+            done = "" if task.total is None else f"{task.percentage:.0f}% "
+            self.say(f"{task.description} {done}{note}")
 
     def step(self, note: str) -> None:
         """Report the next step of work of unknown length."""

@@ -95,15 +95,7 @@ def replay(file: Path) -> None:
     Feed the recorded events into them and compare their commands with the recorded ones.
     """
     with damaged(file, TraceError):
-        outcome = run_again(read(file))
-    if outcome.difference is None:
-        click.echo(f"{outcome.decisions} decisions, all the same")
-        return
-    d = outcome.difference
-    raise TraceError(
-        f"decision {d.number} of the {d.worker} differs (after {outcome.decisions} that are the same):\n"
-        f"  event     {json.dumps(d.event)}\n  recorded  {json.dumps(d.recorded)}\n  replayed  {json.dumps(d.replayed)}"
-    )
+        click.echo(f"{run_again(read(file))} decisions, all the same")
 
 
 @trace.command()

@@ -7,19 +7,19 @@ it.  Source: the fused tree of SSSD (Marzollo et al. 2024).
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from heapq import nlargest
 from itertools import chain
 
 from pearl.drafting.datastore import BINS, DAMPING, RATES, Datastore, Occurrence
 from pearl.drafting.habits import CONTEXT, Habits
-from pearl.drafting.ngram import MOST_MATCHED, RANKS, RATE_WEIGHT, Candidate, NgramIndex, TextIndex
+from pearl.drafting.ngram import MOST_MATCHED, RANKS, RATE_WEIGHT, Candidate, NgramIndex
 from pearl.protocol.messages import Source
 
 _LEARN = 64  # tokens at the end of a prompt that rates are learned from; each costs a lookup
 
 
-def text_index(tokens: Sequence[int], store: Datastore | None, habits: Habits | None = None) -> TextIndex:
+def text_index(tokens: Sequence[int], store: Datastore | None, habits: Habits | None = None) -> NgramIndex:
     """The index that guesses for one text come from: its own n-grams and, if given, a datastore and habits."""
     return NgramIndex(tokens) if store is None and habits is None else Guesser(tokens, store, habits)
 
@@ -93,38 +93,28 @@ class StoreGuesses:
         return result
 
 
-class Guesser:
-    """A `TextIndex` of one text with further sources.
+class Guesser(NgramIndex):
+    """The index of one text with further sources.
 
     Args:
         habits: of the target; they learn from tokens that are committed behind `tokens`.
     """
 
-    def __init__(self, tokens: Sequence[int], store: Datastore | None, habits: Habits | None = None) -> None:
-        self._own = NgramIndex(tokens)
-        self._store = None
-        if store is not None:
-            self._store = StoreGuesses(store, self._own.tokens, max(0, len(tokens) - _LEARN))
-            self._store.learn(len(tokens))
+    def __init__(self, tokens: Sequence[int], store: Datastore | None = None, habits: Habits | None = None) -> None:
+        self._store: StoreGuesses | None = None
         self._habits, self._counted = habits, len(tokens)
-
-    @property
-    def tokens(self) -> list[int]:
-        return self._own.tokens
-
-    def __len__(self) -> int:
-        return len(self._own)
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        self._own.extend(tokens)
+        super().__init__(tokens)
+        if store is not None:
+            self._store = StoreGuesses(store, self.tokens, max(0, len(tokens) - _LEARN))
+            self._store.learn(len(tokens))
 
     def cut(self, length: int) -> None:
-        self._own.cut(length)
+        super().cut(length)
         if self._store is not None:
             self._store.cut(length)
 
     def learn(self, committed: int) -> None:
-        self._own.learn(committed)
+        super().learn(committed)
         if self._store is not None:
             self._store.learn(committed)
         if self._habits is not None:
@@ -133,7 +123,7 @@ class Guesser:
             self._counted = max(self._counted, committed)
 
     def candidates(self, position: int) -> list[Candidate]:
-        found = [self._own.candidates(position)]
+        found = [super().candidates(position)]
         if self._store is not None:
             found.append(self._store.candidates(position))
         if self._habits is not None:
@@ -148,9 +138,10 @@ class Guesser:
         if candidate.context:
             assert self._habits is not None
             return self._habits.candidates(candidate.context)
-        index = self._own if candidate.source is Source.NGRAM else self._store
-        assert index is not None
-        return index.following(candidate)
+        if candidate.source is Source.NGRAM:
+            return super().following(candidate)
+        assert self._store is not None
+        return self._store.following(candidate)
 
     def _before(self, position: int) -> list[int]:
         return self.tokens[max(0, position - CONTEXT) : position]

@@ -11,7 +11,6 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
 
 from pearl.protocol.messages import Source
 
@@ -57,25 +56,6 @@ class Candidate:
 
     def with_chance(self, chance: float, also: tuple[Candidate, ...]) -> Candidate:
         return Candidate(self.token, chance, self.matched, self.occurrences, self.source, also, self.context)
-
-
-class TextIndex(Protocol):
-    """A text with candidates for each of its positions; see `NgramIndex`."""
-
-    @property
-    def tokens(self) -> list[int]: ...
-
-    def __len__(self) -> int: ...
-
-    def extend(self, tokens: Iterable[int]) -> None: ...
-
-    def cut(self, length: int) -> None: ...
-
-    def learn(self, committed: int) -> None: ...
-
-    def candidates(self, position: int) -> list[Candidate]: ...
-
-    def following(self, candidate: Candidate) -> list[Candidate]: ...
 
 
 class NgramIndex:
@@ -125,7 +105,7 @@ class NgramIndex:
     def learn(self, committed: int) -> None:
         """Update the rates with tokens that have become final: the first `committed` of the text."""
         for position in range(max(1, self._learned), committed):
-            for rank, candidate in enumerate(self.candidates(position)):
+            for rank, candidate in enumerate(NgramIndex.candidates(self, position)):  # of this source alone
                 rates = self._rates[rank]
                 hit = candidate.token == self.tokens[position]
                 rates[candidate.matched - 1] += RATE_WEIGHT * (hit - rates[candidate.matched - 1])
@@ -205,7 +185,7 @@ def anchored(text: Sequence[int], committed: int, acceptance: float) -> list[Anc
 
 
 def guess_tree(
-    index: TextIndex, anchors: Sequence[Anchor], most: int, limit: int, branches: bool = True
+    index: NgramIndex, anchors: Sequence[Anchor], most: int, limit: int, branches: bool = True
 ) -> tuple[list[int], list[int], list[float], list[Source]]:
     """A tree of up to `most` guesses after the anchors, likeliest first, so that parents come before children.
 

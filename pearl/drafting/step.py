@@ -16,7 +16,7 @@ import torch
 from pearl.decoding.rules import BlockHalf, DraftHalf
 from pearl.decoding.shaping import Shaper
 from pearl.drafting.branches import Branches
-from pearl.drafting.ngram import Anchor, TextIndex, guess_tree
+from pearl.drafting.ngram import Anchor, NgramIndex, guess_tree
 from pearl.drafting.stops import StopWindow
 from pearl.models.runner import Feed, ModelRunner
 from pearl.protocol.events import Draft, Drafted
@@ -110,7 +110,7 @@ class Text:
     block: BlockHalf | None
     shaper: Shaper | None
     window: StopWindow | None
-    index: TextIndex | None = None
+    index: NgramIndex | None = None
     branches: Branches | None = None
     max_guesses: int = 0
     max_branches: int = 0

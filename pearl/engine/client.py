@@ -116,8 +116,8 @@ class Client:
         if self._reader.is_alive() and self._reader is not threading.current_thread():
             self._reader.join(2 * _READ_SECONDS)  # else it would use a closed socket
         self.endpoint.close()
+        self.tell()
         self._launcher.close()
-        self._tell()
 
     @property
     def _is_ours(self) -> bool:
@@ -168,10 +168,9 @@ class Client:
     def cancel(self, request: int) -> None:
         """The result is no longer wanted. From any thread."""
         self.forget(request)
-        try:
-            self.post(Cancel(request))
-        except TargetLost:
-            log.debug("could not cancel request %d: the target is gone", request)
+        if not self.lost:
+            with suppress(TargetLost):
+                self.post(Cancel(request))
 
     def post(self, message: Message) -> None:
         """Sends, from any thread."""
@@ -221,7 +220,7 @@ class Client:
                     self._fault = error if self._waiting else None
                 if not self._waiting:
                     log.warning("%s", error)
-        self._tell()
+        self.tell()
 
     def _lose(self, why: str) -> None:
         """The target cannot be used any more: ends what was launched, even if nobody closes the engine.
@@ -230,10 +229,11 @@ class Client:
         """
         self._launcher.lose()
         self.lost = self.lost or f"{why}; the text ends here. {self._launcher.remedy}"
-        self._tell()
+        with self._changed:
+            self._changed.notify_all()
 
-    def _tell(self) -> None:
-        """Wakes who waits."""
+    def tell(self) -> None:
+        """Wakes who waits, and calls the listeners: in the reading thread, or the one that closes the engine."""
         with self._changed:
             self._changed.notify_all()
             streams = [stream for stream in self._streams.values() if stream.listener and self.is_ready(stream)]
@@ -285,7 +285,10 @@ def _read(client: ref[Client], endpoint: Connection) -> None:
         except TransportError:  # it was closed
             return
         owner = client()
-        if owner is None or owner.is_closed or owner.lost:
+        if owner is None or owner.is_closed:
+            return
+        if owner.lost:
+            owner.tell()
             return
         owner.receive(received)
         del owner

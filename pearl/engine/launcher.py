@@ -30,18 +30,21 @@ _LOOK_SECONDS = 0.1  # between two checks whether a trace is still being written
 class Launcher:
     """Starts what an engine needs, by its methods in this order; `close` is called whatever fails.
 
+    As it stands: for an engine of another process, which runs already. Nothing is launched, ended or removed.
+
     Attributes:
         directory: the engine's, of sockets and keys, accessible to this user only.
+        address: where the target listens, once it is known.
         remedy: what a user can do once the target is lost.
         draft_pid: process id of the draft worker on this host; None if there is none now.
         draft_restarts: how often this process restarted a lost draft.
         trace_errors: why the trace of the workers' whole run was not written.
     """
 
-    remedy = "Make a new engine"
+    remedy = "Start an engine again, with `pearl serve` for example"
 
-    def __init__(self, config: EngineConfig, directory: Path) -> None:
-        self.config, self.directory = config, directory
+    def __init__(self, config: EngineConfig, directory: Path, address: str = "") -> None:
+        self.config, self.directory, self.address = config, directory, address
         self.trace_errors: list[PearlError] = []
 
     @property
@@ -54,14 +57,14 @@ class Launcher:
 
     def launch(self, progress: Progress) -> str:
         """Starts the workers; returns the address where the target listens while they load their models."""
-        raise NotImplementedError
+        return self.address
 
     def wait_until_ready(self) -> float:
         """Returns once models are loaded: the time.monotonic() by which the target must have answered.
 
         Raises the worker's own error if it fails, `StartError` if it is late.
         """
-        raise NotImplementedError
+        return time.monotonic() + self.config.target_timeout
 
     def keep(self) -> None:
         """The engine is ready: from now on a failed draft is restarted, and other fronts can find the engine."""
@@ -87,6 +90,8 @@ class LocalLauncher(Launcher):
     Args:
         draft_elsewhere: another process launches the draft.
     """
+
+    remedy = "Make a new engine"
 
     def __init__(self, config: EngineConfig, draft_elsewhere: bool = False) -> None:
         super().__init__(config, private_directory())

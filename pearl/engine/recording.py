@@ -64,7 +64,7 @@ class Recording:
         return path
 
     def begin_live(self, is_wanted: Callable[[], bool]) -> Path:
-        """Begins a recording that is read while the workers write it (`pearl.trace.recorder.GrowingPart`).
+        """Begins a recording that is read while the workers write it (`pearl.trace.recorder.records_since`).
 
         It begins once all texts in progress have ended, and new ones wait for it; it is abandoned once `is_wanted` is
         false. Returns the path that names the workers' parts, which `end_live` removes.

@@ -18,7 +18,7 @@ from pearl.decoding.shaping import MakeGuide, Shaper, make_shaper
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.guesser import text_index
 from pearl.drafting.habits import Habits
-from pearl.drafting.ngram import TextIndex, anchored, guess_tree
+from pearl.drafting.ngram import NgramIndex, anchored, guess_tree
 from pearl.errors import NumericalError, OutOfMemory
 from pearl.models.checkpoints.memory import is_of_memory
 from pearl.models.feeds import depths
@@ -88,7 +88,7 @@ class _Request:
     text: TextStream | None
     prompt: tuple[int, ...]
     shaper: Shaper | None
-    index: TextIndex | None = None
+    index: NgramIndex | None = None
     logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     launched: torch.Tensor | None = None
     fed: Forward | None = None

@@ -165,29 +165,23 @@ class _WhileConnected(Response):
     background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def disconnected() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        working, leaving = map(asyncio.ensure_future, (self._reply(scope, receive, send), disconnected()))
         with suppress(asyncio.CancelledError):  # the server ends, and this client has not read its answer
-            await _while_connected(receive, self._reply(scope, receive, send))
+            try:
+                await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+                if working.done():
+                    working.result()
+            finally:
+                leaving.cancel()
+                working.cancel()
+                await asyncio.wait({working})
 
     async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
         raise NotImplementedError
-
-
-async def _while_connected(receive: Receive, work: Awaitable[None]) -> None:
-    """Do `work` for a request that has been read; cancel it if the client disconnects."""
-
-    async def disconnected() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            working.result()
-    finally:
-        leaving.cancel()
-        working.cancel()
-        await asyncio.wait({working})
 
 
 class _Reply(_WhileConnected):

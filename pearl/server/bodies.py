@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -352,9 +351,7 @@ def _refusal(errors: list[Any], model: type[Body]) -> ApiError:
     unserved = {"messages": ChatMessage.unserved, "stream_options": StreamOptions.unserved}
     if name in (model.unserved if len(first["loc"]) == 1 else unserved.get(first["loc"][0], ())):
         return ApiError(400, f"{param} is not supported", param=param, code="unsupported_parameter")
-    near = get_close_matches(name[:100], model.model_fields, n=1) if len(first["loc"]) == 1 else []
-    meant = f"; did you mean {near[0]}?" if near else ""
-    return ApiError(400, f"unknown field {param!r}{meant}", param=param, code="unknown_parameter")
+    return ApiError(400, f"unknown field {param!r}", param=param, code="unknown_parameter")
 
 
 def _path(loc: tuple[int | str, ...]) -> str:

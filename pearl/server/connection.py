@@ -11,10 +11,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MOST_HEADER = 32 << 10  # bytes of a request line and headers
 MOST_LINES = 128  # of headers, and of trailers after a body; each takes 3 us, and 32 KiB could hold 7,000
-HEADER_SECONDS = 10.0  # for headers to arrive
-TAKE_SECONDS = 60.0  # for a client to read what was sent to it
-MOST_CONNECTIONS = 512
-_KEPT_FOR_OTHERS = 8  # an address may not have the last eighth of the connections
 FEW_CHUNKS = 256  # chunks of a body that may have any size; each takes 10 us of the event loop
 LEAST_CHUNK = 256  # bytes per chunk, on average, of a body with more chunks
 
@@ -54,20 +50,22 @@ class _Connection(h11.Connection):
 class BoundedProtocol(H11Protocol):
     """uvicorn's connection with time limits; the class attributes are its limits."""
 
-    header_seconds = HEADER_SECONDS
-    take_seconds = TAKE_SECONDS
-    most_connections = MOST_CONNECTIONS
+    header_seconds = 10.0  # for headers to arrive; more bytes of the same header do not restart it
+    take_seconds = 60.0  # for a client to read what was sent to it
+    most_connections = 512  # of which one address may not have the last eighth
+    _header_timer: asyncio.TimerHandle | None = None
+    _take_timer: asyncio.TimerHandle | None = None
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self.conn = _Connection()
-        self._header_timer: asyncio.TimerHandle | None = None
-        self._take_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # calls pause_writing for any data that a client does not read
-        if len(self.connections) > self.most_connections or self._has_its_share:
+        host = self.client and self.client[0]
+        own = sum(isinstance(one, H11Protocol) and (one.client and one.client[0]) == host for one in self.connections)
+        if len(self.connections) > self.most_connections or own > self.most_connections * 7 // 8:
             transport.write(_FULL)
             transport.close()
         else:
@@ -96,26 +94,14 @@ class BoundedProtocol(H11Protocol):
             self._update_header_timer()
 
     @property
-    def _has_its_share(self) -> bool:
-        """Whether this address has as many connections as one address may have."""
-        own = sum(isinstance(each, BoundedProtocol) and each._host == self._host for each in self.connections)
-        return own > self.most_connections - self.most_connections // _KEPT_FOR_OTHERS
-
-    @property
-    def _host(self) -> str:
-        return self.client[0] if self.client is not None else ""
-
-    @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     def _update_header_timer(self) -> None:
-        """Runs while a header is expected; more bytes of the same header do not restart it."""
-        if self._is_answering:
-            if self._header_timer is not None:
-                self._header_timer.cancel()
-                self._header_timer = None
-        elif self._header_timer is None:
+        if self._is_answering and self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+        elif not self._is_answering and self._header_timer is None:
             self._header_timer = self.loop.call_later(self.header_seconds, self.transport.abort)
 
     def pause_writing(self) -> None:

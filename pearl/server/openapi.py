@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
@@ -10,19 +11,7 @@ from pearl.server.bodies import ChatCompletionRequest, CompletionRequest
 from pearl.server.errors import Error
 from pearl.version import __version__
 
-_PROBLEMS = {
-    400: "A field is wrong or not supported; param names it.",
-    401: "The API key is missing or wrong.",
-    403: "The Host header names another host.",
-    404: "There is no such model.",
-    405: "There is no such method.",
-    408: "The body did not come in time.",
-    413: "The body is too large.",
-    415: "The body's Content-Type is not JSON.",
-    429: "Too many requests wait.",
-    500: "This text failed; the engine is unharmed.",
-    503: "The engine is lost.",
-}
+_PROBLEMS = (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503)
 
 
 def _named(schema: str) -> dict[str, str]:
@@ -34,7 +23,7 @@ def _content(description: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _responses(description: str) -> dict[str, Any]:
-    problems = {str(status): _content(about, _named("Error")) for status, about in _PROBLEMS.items()}
+    problems = {str(status): _content(HTTPStatus(status).phrase, _named("Error")) for status in _PROBLEMS}
     return {"responses": {"200": _content(description, {"type": "object"}), **problems}}
 
 

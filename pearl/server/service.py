@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pearl.config import DecodingConfig, SamplingParams
 from pearl.engine import Engine, Piece
 from pearl.engine.asynchronous import AsyncEngine, AsyncStream
-from pearl.engine.request import Options, Prompt
+from pearl.engine.request import Options
 from pearl.errors import EngineClosed
 from pearl.quota import Shares
 from pearl.server.errors import ApiError, engine_lost, of_engine
@@ -36,6 +36,7 @@ class Service:
             restarts=lambda: engine.draft_restarts,
         )
         self._async = AsyncEngine.of(engine)
+        self.encode = self._async.encode
         self.is_stopping = False
 
     @property
@@ -73,10 +74,6 @@ class Service:
             )
         with self._admitted.held(client):
             yield
-
-    async def encode(self, prompt: Prompt) -> list[int]:
-        """The tokens of a prompt. Raises `RequestError`."""
-        return await self._async.encode(prompt)
 
     @asynccontextmanager
     async def text(

@@ -18,7 +18,7 @@ from pearl.engine import Engine
 from pearl.engine.attach import attach
 from pearl.errors import PearlError
 from pearl.quota import Shares
-from pearl.trace.recorder import LOOP, GrowingPart, Record, part_paths
+from pearl.trace.recorder import LOOP, Record, part_paths, records_since, role_of
 
 log = logging.getLogger(__name__)
 
@@ -93,15 +93,12 @@ class Timeline:
         while self._viewers:
             try:
                 front = await asyncio.to_thread(attach, self._directory)
-            except (PearlError, OSError) as error:
-                self._send({"problem": str(error)})
-                return
-            try:
-                await self._record(front)
+                try:
+                    await self._record(front)
+                finally:
+                    await asyncio.to_thread(_end, front)
             except (PearlError, OSError) as error:  # such as: another front records
                 self._send({"problem": str(error)})
-            finally:
-                await asyncio.to_thread(_end, front)
             if self._viewers:
                 await asyncio.sleep(_RETRY)
 
@@ -110,10 +107,10 @@ class Timeline:
         recording = front.client.recording
         name = await asyncio.to_thread(recording.begin_live, lambda: bool(self._viewers))
         self._send({"recording": True})
-        parts: dict[Path, GrowingPart] = {}
-        while self._viewers and sum(part.size for part in parts.values()) < MOST_BYTES:
+        read: dict[Path, int] = {}  # part -> bytes read
+        while self._viewers and sum(read.values()) < MOST_BYTES:
             await asyncio.sleep(_EVERY)
-            self._send(*await asyncio.to_thread(_new_events, name, parts))
+            self._send(*await asyncio.to_thread(_new_events, name, read))
 
 
 def _end(front: Engine) -> None:
@@ -126,13 +123,13 @@ def _end(front: Engine) -> None:
         front.close()
 
 
-def _new_events(name: Path, parts: dict[Path, GrowingPart]) -> list[Event]:
+def _new_events(name: Path, read: dict[Path, int]) -> list[Event]:
     """What was written since the last read, except by a worker on another host."""
     events: list[Event] = []
     for path in part_paths(name):
-        part = parts.setdefault(path, GrowingPart(path))
-        for record in part.read():
-            events += _shown(part.role, record)
+        records, read[path] = records_since(path, read.get(path, 0))
+        for record in records:
+            events += _shown(role_of(path), record)
     return sorted(events, key=lambda event: float(event["to"]))
 
 

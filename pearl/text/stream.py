@@ -20,6 +20,7 @@ REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not, or not yet
 CONTEXT = 16  # tokens decoded before the new ones, so that these read as they do in the whole text
 PATIENCE = 16  # tokens held back before their text is released unfinished
 _LONGEST_CHARACTER = 4  # bytes, and so tokens, at most
+_UNFINISHED = _LONGEST_CHARACTER - 1
 
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # byte tokens of sentencepiece
 _CONTINUATION_PIECE = re.compile(r"<0x[89ABab][0-9A-Fa-f]>")  # those that no UTF-8 character begins with
@@ -132,8 +133,16 @@ class Detokenizer:
             return ""
         self._ids.append(token)
         self._pending = self._tokenizer.decode(self._ids)[len(self._given) :]
-        is_whole = bool(self._pending) and not self._pending.endswith(REPLACEMENT)
-        return self.flush() if is_whole or len(self._ids) - self._held_from > PATIENCE else ""
+        if self._pending and not self._pending.endswith(REPLACEMENT):
+            return self.flush()
+        if len(self._ids) - self._held_from <= PATIENCE:
+            return ""
+        # Bytes that are no UTF-8 go on and on; the last ones may still become a character.
+        piece, self._pending = self._pending[:-_UNFINISHED], self._pending[-_UNFINISHED:]
+        self._ids = self._ids[-CONTEXT:]
+        self._given = self._tokenizer.decode(self._ids)[:-_UNFINISHED]
+        self._held_from = len(self._ids) - _UNFINISHED
+        return piece
 
     def flush(self) -> str:
         """The text still held, at the end; incomplete characters are U+FFFD."""

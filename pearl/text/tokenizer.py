@@ -29,22 +29,15 @@ _FILES = (  # of a tokenizer, and of how to sample
     *("chat_template*", "additional_chat_templates/*", "generation_config.json"),
 )
 
-# Options that change which tokens come out, and the value at which each does nothing, as None always does.
-_UNSUPPORTED: Mapping[str, object] = {
-    **dict.fromkeys(("encoder_repetition_penalty", "num_beams", "guidance_scale"), 1.0),
-    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
-    **{name: [] for name in ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "stop_strings")},
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), None),
-    **dict.fromkeys(("dola_layers", "watermarking_config"), None),
-    **dict.fromkeys(("penalty_alpha", "token_healing"), 0),
-    "sequence_bias": {},
-}
-_UNSUPPORTED_SAMPLING: Mapping[str, object] = {
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "top_h": None,
-}
+# Options that change which tokens come out, if not one of `_NEUTRAL`; and those that do so under sampling.
+_UNSUPPORTED = (
+    *("encoder_repetition_penalty", "num_beams", "guidance_scale", "no_repeat_ngram_size", "min_length"),
+    *("encoder_no_repeat_ngram_size", "min_new_tokens", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens"),
+    *("stop_strings", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"),
+    *("dola_layers", "watermarking_config", "penalty_alpha", "token_healing", "sequence_bias"),
+)
+_UNSUPPORTED_SAMPLING = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
+_NEUTRAL: tuple[object, ...] = (None, 0, 1, [], {})
 # Supported options, and their values where they are not set.
 _SETTINGS: Mapping[str, float] = {
     "temperature": 1.0,
@@ -93,7 +86,7 @@ class FileTokenizer:
         named = _json(directory / "special_tokens_map.json") | settings
         self._special = {name: text for name, given in named.items() if (text := _special_token(name, given))}
         known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
-        for given in settings.get("added_tokens_decoder", {}).values():
+        for _, given in sorted(settings.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
             if given["content"] not in known:
                 tokenizer.add_tokens([tokenizers.AddedToken(**given)])
         tokenizer.add_special_tokens([t for t in self._special.values() if t not in known or not known[t].special])
@@ -304,6 +297,5 @@ def _is_whole(value: Any) -> bool:
 
 
 def _ignored(config: dict[str, Any], samples: bool) -> tuple[str, ...]:
-    known = {**_UNSUPPORTED, **(_UNSUPPORTED_SAMPLING if samples else {})}
-    given = {name: config.get(name) for name in known}
-    return tuple(name for name in known if given[name] not in (None, known[name]))
+    known = (*_UNSUPPORTED, *(_UNSUPPORTED_SAMPLING if samples else ()))
+    return tuple(name for name in known if config.get(name) not in _NEUTRAL)

@@ -148,6 +148,10 @@ def part_path(trace: Path, role: str, pid: int) -> Path:
     return trace.with_name(f"{trace.name}.{role}-{pid}.part")
 
 
+def role_of(part: Path) -> str:
+    return part.name.rpartition("-")[0].rpartition(".")[2]
+
+
 def asked_for(directory: Path, number: int) -> Path:
     """The path of recording `number` of a running engine, in the engine's directory."""
     return directory / f"trace-{number}"
@@ -234,25 +238,11 @@ class Part:
                 self.end = item
 
 
-class GrowingPart:
-    """One worker's part, read while it is written.
-
-    Attributes:
-        role: of the worker; empty until the header has been read.
-        size: bytes read so far.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.role, self.size = path, "", 0
-
-    def read(self) -> list[Record]:
-        """New records since the last call. Raises `TraceError` if the file is gone or damaged."""
-        found = []
-        for line in _complete_lines(self.path, self.size):
-            self.size += len(line)
-            item = _decode(self.path, line)
-            if isinstance(item, Header):
-                self.role = str(item.worker.get("role", ""))
-            elif isinstance(item, Record):
-                found.append(item)
-        return found
+def records_since(path: Path, offset: int) -> tuple[list[Record], int]:
+    """Of a part that is still written: its records from `offset` bytes on, and where they end. Raises `TraceError`."""
+    found = []
+    for line in _complete_lines(path, offset):
+        offset += len(line)
+        if isinstance(item := _decode(path, line), Record):
+            found.append(item)
+    return found, offset

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import json
 
 from pearl.errors import ProtocolError, TraceError
 from pearl.protocol.coordinator import Coordinator
@@ -13,27 +12,10 @@ from pearl.trace.plain import from_plain, plain
 from pearl.trace.reading import Slice, Trace
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The first decision that differs. `number` counts from 0; commands are as in the trace."""
+def replay(trace: Trace) -> int:
+    """Repeat the decisions of the target and of each draft; return their number.
 
-    worker: str
-    number: int
-    event: dict[str, Any]
-    recorded: list[Any]
-    replayed: list[Any]
-
-
-@dataclass(frozen=True)
-class Replayed:
-    decisions: int
-    difference: Difference | None
-
-
-def replay(trace: Trace) -> Replayed:
-    """Repeat the decisions of the target and of each draft, up to the first difference.
-
-    Raises `TraceError` if the target's first decision is missing.
+    Raises `TraceError` for the first that differs from the recorded one, or if the target's first decision is missing.
     """
     total = 0
     for worker, slices in [("target", trace.target), *(("draft", draft) for draft in trace.drafts)]:
@@ -46,9 +28,13 @@ def replay(trace: Trace) -> Replayed:
             except ProtocolError as error:
                 given = [{"type": type(error).__name__}]
             if given != recorded:
-                return Replayed(total + number, Difference(worker, number, one.args["event"], recorded, given))
+                texts = (json.dumps(each) for each in (one.args["event"], recorded, given))
+                raise TraceError(
+                    f"decision {number} of the {worker} differs (after {total + number} that are the same):\n"
+                    "  event     {}\n  recorded  {}\n  replayed  {}".format(*texts)
+                )
         total += len(decisions)
-    return Replayed(total, None)
+    return total
 
 
 def _coordinator(trace: Trace, decisions: list[Slice]) -> Coordinator:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -263,26 +262,15 @@ def _work(command: object, event: object) -> tuple[str, dict[str, Any]] | None:
             return _joint_work(command)
         case events.Forward(), _:
             args = {"n": len(command.tokens), "start": command.start, "request": command.request}
-            tree = {} if command.parents is None else {"parents": list(command.parents)}
-            return command.phase.value, args | tree
+            return command.phase.value, args
         case events.Judge(), events.Judged():
             args = {"start": command.start, "n": len(command.tokens), "accepted": event.accepted}
             return "judge", args | {"correction": event.token, "request": command.request}
         case events.Sample(), events.Sampled():
             tokens = list(event.tokens)
             return "sample", {"start": command.position, "tokens": tokens, "request": command.request}
-        case events.Guess(), events.Guessed():
-            sources = {source.value: n for source, n in Counter(event.sources).items()}
-            start = command.base + len(command.tokens)
-            return "guess", {"start": start, "n": len(event.tokens), "sources": sources}
-        case events.Spread(), _:
-            return "spread", {"everywhere": command.everywhere}
-        case events.Keep(), _:
-            return "keep", {"n": len(command.path)}
-        case events.Rollback(), _:
-            return "rollback", {"length": command.length}
-        case events.Open(), _:
-            return "open", {}
+        case events.Guess() | events.Spread() | events.Keep() | events.Rollback() | events.Open(), _:
+            return type(command).__name__.lower(), {}
     return None
 
 
@@ -298,10 +286,6 @@ def _joint_work(commands: Sequence[events.Forward | events.Draft]) -> tuple[str,
 
 def _identified(message: Message, peer: Peer | None) -> dict[str, Any]:
     return {"message": identity(message)}
-
-
-def _counted(rows: int) -> dict[str, Any]:
-    return {"rows": rows}
 
 
 class _TracedMailbox(Mailbox):
@@ -340,10 +324,7 @@ class _TracedEndpoint:
     def __init__(self, endpoint: Endpoint, tracer: Tracer) -> None:
         self._endpoint, self._tracer = endpoint, tracer
         self.read_by_loop = 0  # when the loop itself last read a message
-        self.wait, self.wake, self.close = endpoint.wait, endpoint.wake, endpoint.close
-
-    def send(self, message: Message, peer: Peer | None = None) -> None:
-        self._tracer.communicated("write", self._endpoint.send, message, peer)
+        self.send, self.wait, self.wake, self.close = endpoint.send, endpoint.wait, endpoint.wake, endpoint.close
 
     def receive(self, timeout: float) -> list[Received]:
         start = self._tracer.clock()
@@ -365,7 +346,7 @@ class _TracedChannel:
         self._tracer.communicated("send row", self._channel.send, row)
 
     def receive(self, count: int) -> torch.Tensor:
-        rows: torch.Tensor = self._tracer.communicated("receive rows", self._channel.receive, count, describe=_counted)
+        rows: torch.Tensor = self._tracer.communicated("receive rows", self._channel.receive, count)
         return rows
 
 

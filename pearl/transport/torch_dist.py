@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -30,16 +30,6 @@ _WORDS = 63  # integers in the first message of `tell`; more take a second one
 _NAMING = 1.0  # seconds for `watch` to find which rank is gone
 _GATHERED_ROWS = 16  # most rows that `sum` adds up in a fixed order
 _STORE_POLL = 0.1  # seconds
-
-
-class _Group(Protocol):
-    """The operations of a backend; received rows are on `device`."""
-
-    device: torch.device
-
-    def send(self, row: torch.Tensor) -> None: ...
-    def receive(self, rows: torch.Tensor, deadline: float) -> None: ...
-    def close(self) -> None: ...
 
 
 class ProcessGroupChannel:
@@ -73,7 +63,7 @@ class ProcessGroupChannel:
         self._dead = ""
         store = _meeting(store_path, name)
         try:
-            self._group: _Group = _BACKENDS[backend](store, rank, device, timeout)
+            self._group: _Gloo | _Nccl = _BACKENDS[backend](store, rank, device, timeout)
         except RuntimeError as error:
             raise TransportError(f"no {backend} group {name!r} with the other worker: {error}") from error
         # The first row each way makes NCCL connect, which blocks for most of a second: now, not in mid-text.

@@ -78,13 +78,12 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
             tokenizer = _tokenizer(model, progress)
             digest = _checked_digest(config, tokenizer, progress) if config.has_draft else b""
             runner = _loaded(tracer, model, device, progress, group)
-            store = _datastore(config, tokenizer, runner.vocab_size)
             worker = TargetWorker(
                 endpoint,
                 TargetExecutor(
                     runner,
                     partial(TextStream, tokenizer),
-                    store,
+                    _datastore(config, tokenizer, runner.vocab_size),
                     spread,
                     guides=_guides(model, runner.vocab_size),
                     habits=Habits() if config.habits else None,

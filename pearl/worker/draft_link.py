@@ -57,7 +57,7 @@ class DraftLink:
         self, settings: TargetSettings, executor: TargetExecutor, channel: Callable[[], TensorChannel] | None
     ) -> None:
         self._settings, self._executor, self._open_channel = settings, executor, channel
-        self.mail: Mailbox | None = None
+        self.mail: Mailbox  # the loop's, set before any other use
         self.peer: Peer | None = None
         self.context = 0  # tokens that its model holds
         self.health = DraftHealth(settings.draft_timeout)
@@ -70,7 +70,7 @@ class DraftLink:
         """Take a draft that speaks our version and has the target's tokens; else tell it why not, and return False."""
         if hello.version != PROTOCOL_VERSION or hello.vocab_digest != self._settings.vocab_digest:
             why = f"version {hello.version}, vocabulary {hello.vocab_digest.hex()}"
-            self._mailbox.post(Error(-1, "ModelError", f"this draft does not fit the target: {why}"), peer)
+            self.mail.post(Error(-1, "ModelError", f"this draft does not fit the target: {why}"), peer)
             return False
         if self.peer is not None:
             self.lose("its successor is here")
@@ -95,17 +95,12 @@ class DraftLink:
     def send(self, message: Message) -> None:
         """Send at once, if there is a draft."""
         if self.peer is not None:
-            self._mailbox.send(message, self.peer)
+            self.mail.send(message, self.peer)
 
     def post(self, message: Message) -> None:
         """Leave sending to the mailbox's thread."""
         if self.peer is not None:
-            self._mailbox.post(message, self.peer)
-
-    @property
-    def _mailbox(self) -> Mailbox:
-        assert self.mail is not None
-        return self.mail
+            self.mail.post(message, self.peer)
 
     # ---- its messages ----
 

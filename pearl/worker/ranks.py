@@ -7,21 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from pearl.errors import DraftLost, TargetLost, TransportError
 from pearl.models.runner import Capabilities, Feed, ModelRunner, WrappedRunner, check_feeds
 
+if TYPE_CHECKING:
+    from pearl.transport.torch_dist import RankGroup
+
 _FORWARD, _KEEP, _FORK = range(3)
-
-
-class Telling(Protocol):
-    """Sends numbers from the leader to all followers: `told` returns there what `tell` was given, in order."""
-
-    def tell(self, words: Sequence[int]) -> None: ...
-    def told(self) -> list[int]: ...
 
 
 class LeadingRunner(WrappedRunner):
@@ -31,7 +27,7 @@ class LeadingRunner(WrappedRunner):
     """
 
     def __init__(
-        self, runner: ModelRunner, group: Telling, lost: type[TargetLost] | type[DraftLost] = TargetLost
+        self, runner: ModelRunner, group: RankGroup, lost: type[TargetLost] | type[DraftLost] = TargetLost
     ) -> None:
         super().__init__(runner)
         self._group, self._lost = group, lost
@@ -80,12 +76,12 @@ def _feeds(words: list[int]) -> Iterator[tuple[Feed, int]]:
         yield Feed(tokens, rows, slot, parents, bool(prompt)), start
 
 
-def dismiss(group: Telling) -> None:
+def dismiss(group: RankGroup) -> None:
     """End the followers' loops."""
     group.tell([])
 
 
-def follow(runner: ModelRunner, group: Telling) -> None:
+def follow(runner: ModelRunner, group: RankGroup) -> None:
     """A follower's loop: returns when the leader dismisses it; raises `TransportError` if the leader is gone."""
     while words := group.told():
         match words:

@@ -13,7 +13,8 @@ import torch
 from pearl.config import EngineConfig
 from pearl.lab.bench.machine import Conditions
 from pearl.lab.bench.rows import AR, NGRAM, Row
-from pearl.lab.bench.runner import Measured, Plan, Sample, Text
+from pearl.lab.bench.runner import Measured, Plan, Sample
+from pearl.lab.bench.systems import Decoded
 from pearl.lab.experiments.estimate import Estimate, bootstrap
 from pearl.lab.experiments.texts import rows_along
 from pearl.models.runner import ModelRunner
@@ -65,7 +66,7 @@ class Figures:
     perplexity: Estimate | None
 
 
-def figures(plan: Plan, measured: Measured, surprise: Callable[[Text], float] | None = None) -> list[Figures]:
+def figures(plan: Plan, measured: Measured, surprise: Callable[[Decoded], float] | None = None) -> list[Figures]:
     """The figures of each row, in the plan's order; rows without a sample are left out.
 
     Args:
@@ -147,7 +148,7 @@ class Surprise:
         self._runner = runner or make_runner(config.model("target"), place(config, "target"))
         self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}  # equal texts are read once
 
-    def __call__(self, text: Text) -> float:
+    def __call__(self, text: Decoded) -> float:
         """Nats, at temperature 1 and unfiltered."""
         key = (text.prompt, text.tokens)
         if key not in self._known:

@@ -93,16 +93,6 @@ class Plan:
     gamma: int | None = None
 
 
-@dataclass(frozen=True)
-class Text:
-    """The answer of a row to one prompt. `statistics`: None for `generate`."""
-
-    row: str
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
-    statistics: Statistics | None = None
-
-
 @dataclass
 class Measured:
     """The results of a benchmark.
@@ -113,7 +103,7 @@ class Measured:
     """
 
     samples: list[Sample] = field(default_factory=list)
-    texts: list[Text] = field(default_factory=list)
+    texts: list[Decoded] = field(default_factory=list)
     gammas: dict[int, float] = field(default_factory=dict)
     gamma: int | None = None
     skipped: list[str] = field(default_factory=list)
@@ -260,7 +250,7 @@ class _Run:
         if not turns:
             return None
         sample = make_sample(row, task, repeat, turns)
-        self._measured.texts += [Text(row.name, turn.prompt, turn.tokens, turn.statistics) for turn in turns]
+        self._measured.texts += [replace(turn, row=row.name) for turn in turns]
         if turns[0].statistics is None or not is_emulated(self._plan.config):
             return sample
         seeded = self._seeded(params, task, repeat)

@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import Any, Protocol
+from typing import Any
 
 from pearl.config import DecodingConfig, EngineConfig, ModelRole, SamplingParams
 from pearl.engine import Engine
@@ -30,7 +30,7 @@ class Decoded:
         late_tokens, late_seconds: from the first commit to the last; for our engine by the target worker's clock.
         itl_p50, itl_p99: inter-token latency, seconds, as `Statistics` defines it; None where one commit was all.
         statistics: None for `generate`.
-        prompt: the tokens before them.
+        prompt: the tokens before them. row: that decoded it.
     """
 
     tokens: tuple[int, ...]
@@ -41,22 +41,11 @@ class Decoded:
     itl_p50: float | None = None
     itl_p99: float | None = None
     prompt: tuple[int, ...] = ()
+    row: str = ""
 
     @property
     def seconds(self) -> float:
         return self.first_seconds + self.late_seconds
-
-
-class System(Protocol):
-    """Decodes prompts. `generate` ignores `decoding`."""
-
-    def forget(self, decoding: DecodingConfig, prompt: Sequence[int]) -> None:
-        """Make sure that no KV cache holds a prefix of `prompt`."""
-        ...
-
-    def decode(self, decoding: DecodingConfig, prompt: Sequence[int], params: SamplingParams) -> Decoded: ...
-
-    def close(self) -> None: ...
 
 
 class OurSystem:
@@ -66,7 +55,7 @@ class OurSystem:
         self.engine = Engine(config=config)
 
     def forget(self, decoding: DecodingConfig, prompt: Sequence[int]) -> None:
-        """Decode a short text that begins with another token, which replaces the caches of both models."""
+        """Make sure that no KV cache holds a prefix of `prompt`, by a short text that begins with another token."""
         other = [int(prompt[0] == 0)]
         self.engine.generate(other, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True), decoding=decoding)
 
@@ -131,6 +120,9 @@ class Generate:
     def close(self) -> None:
         """End the process."""
         self._process.shutdown()
+
+
+System = OurSystem | Generate
 
 
 def _generate_options(params: SamplingParams, defaults: GenerationDefaults) -> dict[str, Any]:

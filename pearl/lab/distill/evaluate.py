@@ -6,7 +6,6 @@ The target answers each prompt greedily.  Then both models read the answers, and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -37,24 +36,7 @@ class Observations(NamedTuple):
     repeated: torch.Tensor
 
 
-@dataclass(frozen=True)
-class Figures:
-    """Means over observations; None for a mean of nothing.
-
-    Attributes:
-        tokens: number of observations.
-        agreement: share where the draft's likeliest token is the target's.
-        overlap: mean 1 - TV.
-        repeated: share of repeated tokens.
-        agreement_unrepeated, overlap_unrepeated: over the tokens that are not repeated.
-    """
-
-    tokens: int
-    agreement: float | None
-    overlap: float | None
-    repeated: float | None
-    agreement_unrepeated: float | None
-    overlap_unrepeated: float | None
+Figures = dict[str, float | None]  # see `figures`
 
 
 def joined(parts: Sequence[Observations]) -> Observations:
@@ -62,20 +44,21 @@ def joined(parts: Sequence[Observations]) -> Observations:
 
 
 def figures(seen: Observations) -> Figures:
-    """Summarise observations."""
+    """Means over observations; None for a mean of nothing.
+
+    tokens: number of observations; agreement: share where the draft's likeliest token is the target's; overlap: mean
+    1 - TV; repeated: share of repeated tokens; agreement_unrepeated, overlap_unrepeated: over the other tokens.
+    """
     new = ~seen.repeated
-    return Figures(
-        tokens=len(seen.agreed),
-        agreement=_mean(seen.agreed),
-        overlap=_mean(seen.overlap),
-        repeated=_mean(seen.repeated),
-        agreement_unrepeated=_mean(seen.agreed[new]),
-        overlap_unrepeated=_mean(seen.overlap[new]),
-    )
-
-
-def _mean(values: torch.Tensor) -> float | None:
-    return float(values.double().mean()) if len(values) else None
+    means = {
+        "agreement": seen.agreed,
+        "overlap": seen.overlap,
+        "repeated": seen.repeated,
+        "agreement_unrepeated": seen.agreed[new],
+        "overlap_unrepeated": seen.overlap[new],
+    }
+    found = {name: float(values.double().mean()) if len(values) else None for name, values in means.items()}
+    return {"tokens": len(seen.agreed), **found}
 
 
 def repeated(tokens: Sequence[int]) -> list[bool]:

@@ -1,4 +1,4 @@
-"""Estimates with 95% intervals: means, bootstrapped statistics, and speed-ups as ratios of rates over many texts."""
+"""Estimates with 95% intervals: bootstrapped statistics, and speed-ups as ratios of rates over many texts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import floor, log10, sqrt
-from statistics import mean, median, stdev
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,11 +43,6 @@ class Estimate:
 
 def about(value: float, margin: float) -> Estimate:
     return Estimate(value, value - margin, value + margin)
-
-
-def mean_of(values: Sequence[float], least: float = 0.0) -> Estimate:
-    """The mean of independent values. `least`: lower bound of the margin."""
-    return about(mean(values), max(least, 1.96 * stdev(values) / sqrt(len(values))))
 
 
 def bootstrap(

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.guesser import Guesser, text_index
-from pearl.drafting.ngram import Candidate, TextIndex, anchored, guess_tree
+from pearl.drafting.ngram import Candidate, NgramIndex, anchored, guess_tree
 from pearl.protocol.messages import Source
 from pearl.protocol.window import worthwhile
 
 Seconds = Callable[[int], float]  # of a forward, by tokens fed
-MakeIndex = Callable[[Sequence[int], Datastore | None], TextIndex]
+MakeIndex = Callable[[Sequence[int], Datastore | None], NgramIndex]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class _StoreOnly(Guesser):
         return self._store.candidates(position)
 
 
-def store_alone(tokens: Sequence[int], store: Datastore | None) -> TextIndex:
+def store_alone(tokens: Sequence[int], store: Datastore | None) -> NgramIndex:
     return _StoreOnly(tokens, store)
 
 

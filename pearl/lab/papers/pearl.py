@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
-from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from pearl.config import DecodingConfig
 from pearl.document import parse_yaml
@@ -127,19 +126,10 @@ def _fit_rate(curve: Callable[[float], float], value: float) -> float:
     return low
 
 
-def pairs(path: Path | None = None) -> list[Pair]:
-    """The pairs of the paper, or of a file of the same format. Raises `ConfigError`."""
-    source = path if path is not None else files("pearl.lab.papers") / "paper.yaml"
-    try:
-        return TypeAdapter(list[Pair]).validate_python(parse_yaml(source.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise ConfigError(f"cannot read the pairs {source}: {error.strerror}") from None
-    except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(str(part) for part in problem["loc"]) or "file"
-        raise ConfigError(f"{source}: {where}: {problem['msg']}") from None
-    except ValueError as error:  # after ValidationError, its subclass
-        raise ConfigError(f"{source} is not YAML that PEARL reads: {error}") from None
+def pairs() -> list[Pair]:
+    """The pairs of the paper."""
+    known = (files("pearl.lab.papers") / "paper.yaml").read_text(encoding="utf-8")
+    return TypeAdapter(list[Pair]).validate_python(parse_yaml(known))
 
 
 @dataclass(frozen=True)

@@ -32,5 +32,5 @@ STUDY = Study(
     ],
     "Theirs are Markov chains without printed values; ours is the embedded pair at temperature 1, in which the text, "
     "and with it the TV, depends on the rule.",
-    "Tables 1 and 2 (win rates) need reward models; figures 2 to 4, on chains: pearl simulate rejections.",
+    "Tables 1 and 2 (win rates) need reward models; figures 2 to 4, on chains: the tests compare them with theory.",
 )

@@ -1,30 +1,24 @@
-"""How often rules reject, and by how much they bias the text: theory against the protocol (Yin et al. 2024).
-
-`rejections` uses pairs of non-stationary Markov chains, whose distributions are all known (figures 2 to 4; the paper
-does not print its chains).
-"""
+"""Pairs of non-stationary Markov chains, whose distributions are all known (Yin et al. 2024, figures 2 to 4)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import sqrt
+from statistics import mean, stdev
 from typing import NamedTuple
 
 import torch
 
-from pearl.lab import theory
-from pearl.lab.experiments.estimate import Estimate, mean_of
+from pearl.lab.experiments.estimate import Estimate, about
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.toy import NextToken, ToyRunner
 from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec.rules import RULES, Parameters
+from tests.rejection_theory import expected_batch_rejections, expected_relaxed_rejections
 
 TOKENS, VOCAB = 50, 8  # of a text; of the chains
-CANDIDATES = (1, 2, 4, 8)
-EPSILONS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2)
-RELAXED = ("opt", "uno")
-_MANY = 200  # candidates: stands for any number; ten times as many change the fourth decimal
 _SHARE = (0.6, 0.85)  # of each chain's draft: weight of the target in it
 _WINDOW = 2
 _NONE = 3.0  # if n texts have no rejection, the mean is at most 3 / n (95%)
@@ -54,11 +48,6 @@ class Rejections:
     bias: float
     measured_bias: Estimate
 
-    @property
-    def label(self) -> str:
-        values = ", ".join(f"{name} {value:g}" for name, value in self.parameters)
-        return RULES[self.rule].label + (f", {values}" if values else "")
-
 
 def chains(seed: int = 0) -> list[Chain]:
     """Two pairs; the second has the better draft."""
@@ -70,23 +59,6 @@ def _chain(seed: int, share: float) -> Chain:
     tables = torch.rand(2, TOKENS, VOCAB, VOCAB, generator=generator) ** 4 + 1e-3
     target, other = tables / tables.sum(-1, keepdim=True)
     return Chain(f"chain {seed % 2 + 1}", target, share * target + (1 - share) * other)
-
-
-def limit(chain: Chain) -> float:
-    """Rejections of batch with any number of candidates: after an accepted token there is only one."""
-    return theory.expected_batch_rejections(chain.target.tolist(), chain.draft.tolist(), 0, _MANY)
-
-
-def rejections(texts: int, seed: int = 0, tell: Callable[[str], None] = lambda what: None) -> Iterator[Rejections]:
-    """Each rule on both chains, in `texts` texts of `TOKENS` tokens."""
-    rules: list[tuple[str, Parameters]] = [("ratio", ())]
-    rules += [("batch", (("candidates", float(count)),)) for count in CANDIDATES]
-    rules += [(rule, (("epsilon", epsilon),)) for rule in RELAXED for epsilon in EPSILONS]
-    for chain in chains(seed):
-        for rule, parameters in rules:
-            one = measured(chain, rule, parameters, texts, seed)
-            tell(f"{one.chain}, {one.label}")
-            yield one
 
 
 def measured(chain: Chain, rule: str, parameters: Parameters, texts: int, seed: int = 0) -> Rejections:
@@ -103,9 +75,9 @@ def measured(chain: Chain, rule: str, parameters: Parameters, texts: int, seed: 
         biases.append(counts.odds.bias)
     values, tables = RULES[rule].values(parameters), (chain.target.tolist(), chain.draft.tolist(), 0)
     if rule == "batch":
-        expected, bias = theory.expected_batch_rejections(*tables, int(values["candidates"])), 0.0
+        expected, bias = expected_batch_rejections(*tables, int(values["candidates"])), 0.0
     else:
-        expected, bias = theory.expected_relaxed_rejections(*tables, values.get("epsilon", 0.0), rule != "uno")
+        expected, bias = expected_relaxed_rejections(*tables, values.get("epsilon", 0.0), rule != "uno")
     own = mean_of(found, _NONE / len(found))
     return Rejections(chain.name, rule, parameters, expected, own, bias, mean_of(biases))
 
@@ -113,3 +85,8 @@ def measured(chain: Chain, rule: str, parameters: Parameters, texts: int, seed: 
 def _distribution(tables: torch.Tensor) -> NextToken:
     last = len(tables) - 1  # a draft drafts beyond the end of the text
     return lambda context: tables[min(len(context) - 1, last)][context[-1]]
+
+
+def mean_of(values: Sequence[float], least: float = 0.0) -> Estimate:
+    """The mean of independent values. `least`: lower bound of the margin."""
+    return about(mean(values), max(least, 1.96 * stdev(values) / sqrt(len(values))))
