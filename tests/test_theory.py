@@ -8,7 +8,6 @@ import pytest
 
 from pearl.lab import theory
 from pearl.protocol.window import expected_rate
-from tests.rejection_theory import expected_rejections, total_variation
 
 RATES = [0.0, 0.3, 0.6, 0.8, 0.9, 1.0]
 
@@ -58,17 +57,3 @@ def test_best_gamma_is_no_worse_than_any_other() -> None:
     assert theory.sd_best_gamma(0.8, 1.0, lambda _: 5.0) == 4
     assert theory.sd_best_gamma(0.8, 1.0, lambda _: 5.0, delay=10.0) > 4  # a dear message is worth more tokens
     assert theory.sd_best_gamma(0.8, 1.0, lambda n: 5.0 * n) == 1  # no use in feeding many
-
-
-def test_rejections_are_what_enumeration_finds() -> None:
-    """Over every text of five tokens of a vocabulary of two, each with its chance."""
-    target, draft = [[0.7, 0.3], [0.2, 0.8]], [[0.1, 0.9], [0.25, 0.75]]
-    distances = [total_variation(p, q) for p, q in zip(target, draft, strict=True)]
-    assert distances == pytest.approx([0.6, 0.05])
-    expected = 0.0
-    for text in product((0, 1), repeat=5):
-        chance, before = 1.0, 0
-        for token in text:
-            chance, before = chance * target[before][token], token
-        expected += chance * sum(distances[token] for token in (0, *text[:-1]))
-    assert expected_rejections([target] * 5, [draft] * 5, 0) == pytest.approx(expected)
