@@ -264,21 +264,6 @@ def test_a_cache_that_memory_cannot_hold_is_refused_before_any_request(monkeypat
         load_runner(str(tiny_model()), device=CPU, max_context=64)
 
 
-def test_available_memory_is_the_least_of_machine_and_control_group(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:  9000 kB\nMemAvailable:   1000 kB\nHugePages_Total: 0\n")
-    (tmp_path / "memory.current").write_text("300000\n")
-    assert memory.available_memory(meminfo, tmp_path) == 1_024_000
-    assert memory.total_memory(meminfo, tmp_path) == 9_216_000
-    (tmp_path / "memory.max").write_text("500000\n")
-    assert memory.available_memory(meminfo, tmp_path) == 200_000
-    assert memory.total_memory(meminfo, tmp_path) == 500_000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert memory.available_memory(meminfo, tmp_path) == 1_024_000
-    assert memory.available_memory(tmp_path / "none", tmp_path) is None
-    assert None not in (memory.available_memory(), memory.total_memory())
-
-
 def test_names_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that the hub has is looked up once, and left to transformers."""
     assert resolve_checkpoint(str(tmp_path)) == str(tmp_path)
