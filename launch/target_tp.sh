@@ -7,8 +7,8 @@
 #   DEVICE=cpu TP=3 launch/target_tp.sh "Explain gravity to a beginner."         # the embedded pair, whose 9 heads 3 can share
 #   launch/target_tp.sh --dry-run ...                                            # only show the command
 #
-# TP must divide the model's heads (see the README). GPUS (by default the first TP) and DRAFT_GPU (the next) take the place of the devices in a configuration
-# file.
+# TP must divide the model's heads (see the README). GPUS (by default the first TP) and DRAFT_GPU (the next) take the
+# place of the devices in a configuration file.
 set -euo pipefail
 python=${PYTHON:-$(cd "$(dirname "$0")/.." && pwd)/.venv/bin/python}
 dry=; if [ "${1:-}" = --dry-run ]; then dry=1; shift; fi
