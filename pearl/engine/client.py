@@ -144,6 +144,7 @@ class Client:
     def submit(self, stream: Stream, submit: Submit) -> Stream:
         self.wait_to_send()
         with self._changed:
+            self._fault = self._fault if self._streams else None
             self._streams[submit.request] = stream
         self.post(submit)
         return stream
@@ -217,8 +218,10 @@ class Client:
                 self._dispatch(message)
             except PearlError as error:
                 with self._changed:
-                    self._fault = error if self._waiting else None
-                if not self._waiting:
+                    is_read = any(stream.listener is None for stream in self._streams.values())
+                    is_awaited = self.welcome is None or self._waiting or is_read
+                    self._fault = error if is_awaited else None
+                if not is_awaited:
                     log.warning("%s", error)
         self.tell()
 
@@ -270,6 +273,8 @@ class Client:
                         unheard = [each for each in self._streams.values() if not each.has_begun]
                     for stream in unheard:
                         stream.take(Error(stream.request, kind, text))
+                    if unheard:
+                        return
                 raise error_named(kind)(text)
             case Exception():
                 self._lose(f"the target sent a malformed message ({message})")
