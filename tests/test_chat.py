@@ -38,7 +38,7 @@ from tests.screen import BOUND, CTRL_C, CTRL_D, Person
 TOYS = ["--target", TOY, "--draft", TOY, "--raw", "--ignore-eos"]
 CHARACTERS = "0123456789abcdefghijklmnopqrstuv"
 SLOW = [*TOYS, "--target-pace", "0.05", "--draft-pace", "0.01"]
-STATUS = "first token 0."
+STATUS = "first token"
 
 
 @pytest.fixture
@@ -114,7 +114,8 @@ def test_ctrl_c_ends_the_reply_and_a_wait_for_another_client_is_shown(home: dict
         person.type(CTRL_C)
         person.sees("stopped after")
         person.sees(STATUS)
-        said = re.search(r"stopped after (\d+) tokens .* s to the first token · ([\d.]+) tokens/s", person.text)
+        text = " ".join(person.text.split())
+        said = re.search(r"stopped after (\d+) tokens · first token [\d.]+ s · tokens/s ([\d.]+)", text)
         assert said is not None
         assert int(said[1]) >= 10
         assert 1 < float(said[2]) < 60, "a forward of the target lasts 0.05 s"
@@ -287,15 +288,13 @@ def test_commands_and_what_they_say_of_mistakes(home: dict[str, str], attached: 
         person.sees("/exit and Ctrl-D too", 2)
         assert all(command in person.text for command in COMMANDS)
         for line, words in (
-            ("/hlep", "did you mean /help?"),
             ("/frobnicate", "unknown command /frobnicate"),
-            ("/set temprature 1", "did you mean temperature?"),
             ("/set temperature hot", "temperature: "),
             ("/set top_p 0.5", "top_p 0.5"),
             ("/set top_p default", "top_p default"),
             ("/set rule", "rule default (coupled)"),
             ("/set nonsense", "no setting 'nonsense'"),
-            ("/method sad", "no method 'sad'"),
+            ("/method sad", "(got 'sad')"),
             ("/system Be brief.", "system prompt: Be brief."),
             ("/undo", "there is nothing to undo"),
             ("/regen", "there is no reply yet"),
@@ -319,11 +318,8 @@ def test_commands_and_what_they_say_of_mistakes(home: dict[str, str], attached: 
             person.send("/undo")
             person.sees("forgotten: 123", i)
         person.send("/stats")
-        person.sees("first token tokens/s")
-        lines = [["pearl", "1", "10"], ["ar", "1", "10"], ["sd", "1", "10"]]
-        person.until(
-            lambda: all(line in [row.split()[:3] for row in person.lines] for line in lines), "a line a method"
-        )
+        lines = [["pearl", "ar", "sd"], ["replies", "1", "1", "1"], ["tokens", "10", "10", "10"]]
+        person.until(lambda: all(line in [row.split() for row in person.lines] for line in lines), "a column a method")
         person.send("/exit")
         assert person.leaves() == 0
 

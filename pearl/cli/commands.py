@@ -158,13 +158,13 @@ def _stats(chat: Chat, _: str) -> None:
     if not chat.done:
         _say(chat, "nothing has been measured yet")
         return
-    brief = [figure for figure in FIGURES if figure.is_brief]
-    columns = ("method", "replies", "tokens", *(figure.name for figure in brief))
-    table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for method, answers in chat.done.items():
-        replies = [answer.result.statistics for answer in answers]
-        tokens = sum(one.num_generated_tokens for one in replies)
-        table.add_row(method, str(len(replies)), str(tokens), *(_median(figure, replies) for figure in brief))
+    replies = [[answer.result.statistics for answer in answers] for answers in chat.done.values()]
+    table = Table("", *chat.done, box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_row("replies", *(str(len(of)) for of in replies))
+    table.add_row("tokens", *(str(sum(one.num_generated_tokens for one in of)) for of in replies))
+    for figure in FIGURES:
+        if figure.is_brief:
+            table.add_row(figure.name, *(_median(figure, of) for of in replies))
     chat.console.print(table)
 
 

@@ -68,7 +68,8 @@ def _try(grammar: str) -> str:
     except ValueError as error:
         return str(error)
     matcher.compute_logit_bias()
-    return str(matcher.get_error())
+    found = str(matcher.get_error())
+    return "no text fits it" if found.startswith("NoExtensionBias") else found
 
 
 if __name__ == "__main__":
