@@ -236,12 +236,13 @@ class Stopwatch:
         return sum(tokens for _, tokens in self.gaps) / seconds if seconds > 0 else None
 
 
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
 def fold(counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, window: int) -> Statistics:
     """The statistics of one finished request."""
     runs = sum(counts.provenance[p] for p in (Provenance.CORRECTED, Provenance.BONUS))
-    committed_by_runs = counts.accepted + runs
-    profile = speeds.profile
-    steps = sum(n for phase, n in counts.steps.items() if phase is not Phase.PREFILL)
     return Statistics(
         num_prompt_tokens=prompt_tokens,
         num_generated_tokens=watch.generated,
@@ -249,9 +250,9 @@ def fold(counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, w
         num_draft_tokens=counts.drafted,
         num_judged_draft_tokens=counts.judged,
         num_accepted_draft_tokens=counts.accepted,
-        draft_acceptance_rate=counts.accepted / counts.drafted if counts.drafted else None,
-        acceptance_rate=counts.accepted / counts.judged if counts.judged else None,
-        mean_run_length=committed_by_runs / runs if runs else None,
+        draft_acceptance_rate=_ratio(counts.accepted, counts.drafted),
+        acceptance_rate=_ratio(counts.accepted, counts.judged),
+        mean_run_length=_ratio(counts.accepted + runs, runs),
         run_histogram={str(k): n for k, n in sorted(counts.runs.items())},
         provenance={p.value: n for p, n in counts.provenance.items() if n},
         num_guesses=counts.guesses,
@@ -269,7 +270,7 @@ def fold(counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, w
         rates=counts.rates,
         draft_speedup=counts.speedup,
         target_steps={phase.value: counts.steps[phase] for phase in Phase},
-        tokens_per_step=watch.generated / steps if steps else None,
+        tokens_per_step=_ratio(watch.generated, sum(counts.steps.values()) - counts.steps[Phase.PREFILL]),
         queue_seconds=max(0.0, watch.begun - watch.submitted),
         seconds=max(0.0, watch.last - watch.submitted),
         seconds_to_first_token=max(0.0, (watch.first or watch.begun) - watch.submitted),
@@ -280,8 +281,8 @@ def fold(counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, w
         target_wait_seconds=watch.waits,
         draft_wait_seconds=watch.draft_waited,
         t_draft=speeds.t_draft,
-        t_target={str(n): t for n, t in profile.t_target},
-        t_target_spread={str(n): t for n, t in profile.t_elsewhere},
+        t_target={str(n): t for n, t in speeds.profile.t_target},
+        t_target_spread={str(n): t for n, t in speeds.profile.t_elsewhere},
         speed_ratio=speeds.ratio,
         window=window if counts.drafted else 0,
         stale=counts.stale,
