@@ -210,7 +210,7 @@ def check_served(cell: Cell, pair: FaultyLoops) -> None:
     pair.wait_ready()
     with Engine.launched_by(RunningLoops(pair.address)) as engine:
         if cell.outcome == "TargetLost":
-            with pytest.raises(TargetLost, match="Make a new engine"):
+            with pytest.raises(TargetLost, match="Start an engine again"):
                 text(engine)
             return
         text(engine)
