@@ -268,7 +268,7 @@ def learnable(count: int = 12, length: int = 60, noise: float = 0.1) -> Recorded
 
 
 def test_a_classifier_learns_what_can_be_learned_and_is_compared(tmp_path: Path) -> None:
-    known, file, out, to = learnable(), tmp_path / "it.npz", tmp_path / "it.disco", tmp_path / "it.json"
+    known, file, out = learnable(), tmp_path / "it.npz", tmp_path / "it.disco"
     write_texts(file, known.header, known.texts)
     ran = CliRunner().invoke(cli, ["disco", "train", str(file), "--out", str(out)], catch_exceptions=False)
     assert "for embedded-draft and embedded; trained on 540 tokens" in ran.output
@@ -278,12 +278,9 @@ def test_a_classifier_learns_what_can_be_learned_and_is_compared(tmp_path: Path)
     assert found.best.totals.tokens_per_second > 1.02 * found.static.totals.tokens_per_second
     with pytest.raises(ConfigError, match="3 texts are too few"):
         stops.train(learnable(3), timing_of(None, None))
-    arguments = ["simulate", "stops", str(file), "--disco", str(out), "--json", str(to)]
+    arguments = ["simulate", "stops", str(file), "--disco", str(out)]
     shown = CliRunner().invoke(cli, arguments, catch_exceptions=False).output
     assert "sd, disco" in shown
-    entries = {one["name"]: one for one in json.loads(to.read_text())["policies"]}
-    assert entries["sd, disco"]["draft_stop"] == "disco"
-    assert entries["sd, disco"]["speedup"] > entries["sd, 5 tokens"]["speedup"]
     other = learnable()
     write_texts(file, other.header.model_copy(update={"draft": "another"}), other.texts)
     with pytest.raises(ConfigError, match="is for draft embedded-draft, not another"):
