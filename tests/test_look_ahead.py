@@ -12,12 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pearl.decoding.sampling import read_draw
 from pearl.drafting.model import ModelProposer
 from pearl.drafting.ngram import MOST_MATCHED, Anchor, NgramIndex, anchored, guess_tree
 from pearl.drafting.proposer import Features
 from pearl.execution.target import TargetExecutor
 from pearl.models.checkpoints.loading import load_runner
-from pearl.models.runner import ModelRunner
+from pearl.models.runner import Feed, ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.events import (
@@ -216,6 +217,22 @@ def opened(runner: ModelRunner, sampling: Sampling = Sampling()) -> TargetExecut
     executor = TargetExecutor(runner)
     executor.execute(Open(PROMPT, RequestOptions(rule="coupled", sampling=sampling), request=1))
     return executor
+
+
+def test_draws_follow_the_tree_as_far_as_it_holds_them() -> None:
+    target, _ = alpha_pair(VOCAB, 0.7, order=1)
+    executor, plain = opened(ToyRunner(VOCAB, target), Sampling(1.0, seed=3)), ToyRunner(VOCAB, target)
+    draw = executor._requests[1].direct
+    text = list(PROMPT)
+    while len(text) < 6:
+        logits = plain.forward([Feed(text[plain.length() :], 1)])[0][0]
+        text.append(read_draw(draw(logits, len(text))))
+    executor.execute(Forward(Phase.PREFILL, 0, PROMPT[:2], 0, request=1))
+    other = (text[3] + 1) % VOCAB
+    fed = (PROMPT[2], other, text[3], text[4], text[3])
+    executor.execute(Forward(Phase.POST_VERIFY, 2, fed, 5, (-1, 0, 0, 2, 1), request=1))
+    assert executor.execute(Sample(3, 0, True, request=1)) == Sampled((text[3], text[4], text[5]), request=1)
+    assert executor.execute(Sample(3, 0, False, request=1)) == Sampled((text[3],), request=1)
 
 
 def test_on_a_device_all_draws_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
