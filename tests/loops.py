@@ -77,7 +77,7 @@ class Hanging(ToyRunner):
 
 @dataclass
 class Told:
-    """What a front has been told about one request."""
+    """What a front has received of one request."""
 
     tokens: list[int] = field(default_factory=list)
     previews: list[Preview] = field(default_factory=list)
@@ -189,7 +189,7 @@ class Loops:
             try:
                 run()
             except DraftLost:
-                self._lost.set()  # told that it was given up, a draft ends
+                self._lost.set()  # a draft ends once the target has given it up
             except BaseException as error:
                 self.errors.append(error)
 

@@ -1,4 +1,4 @@
-"""Prompt lookup: guesses what comes next by what followed earlier occurrences of the text's last few tokens.
+"""Prompt lookup: guesses the next tokens: those that followed where the text's last few tokens occurred before.
 
 `NgramIndex` indexes one text (prompt and output); `guess_tree` merges the likeliest continuations at several positions
 into one tree.  Source: SSSD (Marzollo et al. 2024), which discounts counts by match length and depth; here,

@@ -57,7 +57,7 @@ class DraftView:
         self._until = 0  # the draft may draft positions before this one
         self._is_paused = False  # by its stop policy, the draft sends no more until all pending tokens are judged
         self._received = 0  # end of the tokens received, used or not
-        self._diverged = -1  # first position where the draft is wrong and has not been told so; -1: none
+        self._diverged = -1  # first position where the draft diverged and no verdict has reported it; -1: none
 
     # ---- what the draft may do ----
 

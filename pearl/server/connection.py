@@ -52,7 +52,7 @@ class BoundedProtocol(H11Protocol):
 
     header_seconds = 10.0  # for headers to arrive; more bytes of the same header do not restart it
     take_seconds = 60.0  # for a client to read what was sent to it
-    most_connections = 512  # of which one address may not have the last eighth
+    most_connections = 512  # one address may hold at most seven eighths of them
     _header_timer: asyncio.TimerHandle | None = None
     _take_timer: asyncio.TimerHandle | None = None
 

@@ -108,7 +108,7 @@ class Detokenizer:
         self._silent: dict[int, bool] = {}
         spoken = (token for token in reversed(prompt) if not self.is_special(token))
         tail = [*itertools.islice(spoken, CONTEXT)][::-1]
-        # Context, then tokens whose text is held. Byte tokens that begin amid a character would all be invalid.
+        # Context, then tokens whose text is held back. A decoder marks bytes that begin inside a character as invalid.
         self._ids = [*itertools.dropwhile(lambda id: _CONTINUATION_PIECE.fullmatch(tokenizer.token(id) or ""), tail)]
         self._held_from = len(self._ids)
         # The context's text, without a character that the prompt's end has cut in two.
