@@ -49,6 +49,7 @@ _CANDIDATES = (  # each the fastest for some product of the shapes of Llama 1B, 
     Cut(64, 128, 2, 4, 4),
     Cut(128, 64, 1, 8, 4),
 )
+ADDING = ("out", "down")  # products that are added to the hidden state
 _LEAST = 16  # inputs at once
 _REPLAYS = 10
 _PATIENCE = 300.0  # seconds to wait for another process that times kernels
@@ -72,13 +73,13 @@ def one_at_a_time() -> Iterator[None]:
 def candidates(name: str, shape: tuple[int, int]) -> list[Cut]:
     """The cuts that fit a product of (outputs, inputs), at least one; empty where its sizes are too odd for any."""
     outputs, inputs = shape
-    adds = name in ("out", "down")
+    adds = name in ADDING
     fitting = [
         cut
         for cut in _CANDIDATES
         if inputs % (cut.inputs * cut.parts) == 0
         and (outputs % cut.columns == 0 or not adds)
-        and (cut.parts == 1 or name in ("qkv", "out", "down"))
+        and (cut.parts == 1 or name in ("qkv", *ADDING))
     ]
     most = min(128, inputs & -inputs)
     columns = min(16, outputs & -outputs) if adds else 16

@@ -15,7 +15,7 @@ import torch
 
 from pearl.models.feeds import Feed
 from pearl.models.forward import cuts, kernels
-from pearl.models.forward.cuts import Cut
+from pearl.models.forward.cuts import ADDING, Cut
 from pearl.models.forward.graphs import Record
 from pearl.models.forward.layers import DecoderLayers, Layer
 from pearl.models.forward.matrices import Plain
@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 _SQUARED = 16  # see `kernels.SQUARED`; also columns of a tile of the embedding
 PRODUCTS = ("qkv", "out", "gate_up", "down", "head")
 _OVERLAPS_FROM = (9, 0)  # compute capability
-_ADDING = ("out", "down")  # products that are added to the hidden state
 
 Choose = Callable[[str, tuple[int, int], Callable[[Cut], object]], Cut]  # (product, its shape, launch with a cut)
 
@@ -196,7 +195,7 @@ class Decode:
         kernels.multiply[(-(-outputs // cut.columns), cut.parts)](
             x, before, norm, weight, weight if bias is None else bias, out, squares, self._sums, self._counts,
             layers.eps, K=inputs, N=outputs, BN=cut.columns, BK=cut.inputs, PARTS=cut.parts,
-            NORMS=name not in _ADDING, ADDS=name in _ADDING, BIAS=bias is not None, **more,
+            NORMS=name not in ADDING, ADDS=name in ADDING, BIAS=bias is not None, **more,
         )  # fmt: skip
 
     def _attend(self, number: int, layer: Layer) -> None:

@@ -21,11 +21,13 @@ import triton.language as tl
 from triton.language import constexpr
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-ROWS = constexpr(16)
-MOST_PARTS = constexpr(16)  # of the positions that a row sees
+from pearl.models.forward import row_table
+
+ROWS = constexpr(row_table.ROWS)
+MOST_PARTS = constexpr(row_table.MOST_PARTS)
 SQUARED = constexpr(16)  # columns whose sum of squares is kept
 TILE = constexpr(8)  # numbers of a `row_table.Tile`
-TILES_AT = constexpr(1 + 3 * 16)  # where a table's tiles begin
+TILES_AT = constexpr(1 + 3 * row_table.ROWS)  # where a table's tiles begin
 _BLOCK = constexpr(64)  # positions at once in attention
 _LOW = constexpr(-1.0e30)
 

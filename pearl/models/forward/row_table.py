@@ -16,7 +16,7 @@ from pearl.models.feeds import Feed, ancestors, depths
 from pearl.models.forward.graphs import visible
 
 ROWS = 16
-MOST_PARTS = 16
+MOST_PARTS = 16  # of the positions that a row sees
 _LEAST_SPAN = 64  # positions of a part
 NUMBERS = 1 + 3 * ROWS + 8 * ROWS  # of a table
 
