@@ -219,20 +219,19 @@ class LlamaRunner:
         """Logits [rows, vocab] of the first `rows` tokens of a piece; only the sizes decide what is computed.
 
         Args:
-            end: how many positions are looked at.
+            end: how many positions are looked at; a prompt's piece ends there.
         """
         at = piece.start + self._positions[: len(piece.ids)]  # where keys and values are written
-        if piece.sees is None:
-            sees, standing = self._positions[:end] <= at[:, None], at
-        else:
+        standing, mask = at, None
+        if piece.sees is not None:
             standing = piece.start + piece.depths  # positions in the sequence
             behind = self._positions[:end] - piece.start  # nodes, counted from the first
             is_node = (behind >= 0) & (behind < len(piece.ids))
             seen = (piece.sees[:, None] >> behind.clamp(0, len(piece.ids) - 1)) & 1
             sees = (behind < 0) | (is_node & (seen == 1))
-        mask = torch.zeros(sees.shape, dtype=self.dtype, device=self.device).masked_fill_(~sees, -torch.inf)
+            mask = torch.zeros(sees.shape, dtype=self.dtype, device=self.device).masked_fill_(~sees, -torch.inf)
         rope = self._cos[standing], self._sin[standing]
-        hidden = self._layers.hidden_states(piece.ids, rope, FixedAttention(self._slots, slot, at, mask))
+        hidden = self._layers.hidden_states(piece.ids, rope, FixedAttention(self._slots, slot, at, end, mask))
         return self._layers.logits(hidden[:rows])
 
     def rollback(self, length: int, slot: int = 0) -> None:

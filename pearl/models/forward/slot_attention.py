@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 from operator import attrgetter
+from typing import Any
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from pearl.models.feeds import Layout, Span
 from pearl.models.forward import attention
-from pearl.models.forward.graphs import FED
 from pearl.models.forward.slots import Slots
 
 
@@ -70,28 +71,34 @@ def _whole_tree(
 
 
 class FixedAttention:
-    """The rows of a `graphs.Piece`. Like `attention.attend`, with one product for the scores and one for the output.
+    """The rows of a `graphs.Piece`.
 
     Args:
         at: [n], positions at which keys and values are written.
-        mask: [n, positions looked at].
+        end: positions looked at.
+        mask: [n, end]; None: the rows are the last of these positions, and each sees all up to its own.
     """
 
-    def __init__(self, slots: Slots, slot: int, at: torch.Tensor, mask: torch.Tensor) -> None:
-        self._slots, self._slot, self._at, self._mask = slots, slot, at, mask
+    def __init__(self, slots: Slots, slot: int, at: torch.Tensor, end: int, mask: torch.Tensor | None) -> None:
+        self._slots, self._slot, self._at, self._end, self._mask = slots, slot, at, end, mask
 
     def attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """See `layers.Attends`."""
-        (n, heads, dim), kv_heads, end = queries.shape, keys.shape[1], self._mask.shape[1]
+        (n, heads, dim), kv_heads = queries.shape, keys.shape[1]
         all_keys, all_values = self._slots.keys[self._slot, layer], self._slots.values[self._slot, layer]
         all_keys[:, self._at] = keys.transpose(0, 1)
         all_values[:, self._at] = values.transpose(0, 1)
-        all_keys, all_values = all_keys[:, :end], all_values[:, :end]
+        all_keys, all_values = all_keys[:, : self._end], all_values[:, : self._end]
+        if self._mask is None:
+            sees: Any = causal_lower_right(n, self._end)
+            mixed = scaled_dot_product_attention(
+                queries.transpose(0, 1)[None], all_keys[None], all_values[None], sees, enable_gqa=heads != kv_heads
+            )[0]
+            return mixed.transpose(0, 1).reshape(n, -1)
+        # Fused attention has few blocks to work with where there are few rows: like `attention.attend`, with one
+        # product for the scores and one for the output.
         stacked = queries.view(n, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
         mask = self._mask.repeat(heads // kv_heads, 1)
-        if n <= FED:  # fused attention has few blocks to work with where there are few rows
-            scores = torch.baddbmm(mask, stacked, all_keys.transpose(1, 2), alpha=dim**-0.5)
-            mixed = torch.bmm(scores.softmax(-1), all_values)
-        else:
-            mixed = scaled_dot_product_attention(stacked[None], all_keys[None], all_values[None], mask)[0]
+        scores = torch.baddbmm(mask, stacked, all_keys.transpose(1, 2), alpha=dim**-0.5)
+        mixed = torch.bmm(scores.softmax(-1), all_values)
         return mixed.view(kv_heads, -1, n, dim).permute(2, 0, 1, 3).reshape(n, -1)
