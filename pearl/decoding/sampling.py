@@ -4,8 +4,7 @@ A *draw* is a tensor [2] on the device of the numbers: a check value, finite whe
 function waits for a device but `read_draw` and `read_shortlist`, which give the id and the ranked tokens.
 
 Three operations have a form of their own for the host, measured on 49,152 tokens and one core: a race takes 0.18 ms in
-place of 0.48, `pick` 0.02 in place of 0.07, and a nucleus 0.1 in place of 4.  On a GPU with Triton draws are made by
-`draw_kernels`.
+place of 0.48, `pick` 0.02 in place of 0.07, and a nucleus 0.1 in place of 4.  A GPU with Triton has its own for races.
 """
 
 from __future__ import annotations
@@ -44,11 +43,9 @@ def kernels_on(device: torch.device) -> ModuleType | None:
     try:
         from pearl.decoding import draw_kernels
 
-        row = torch.zeros(1, 16, device=device)
-        for draw in (draw_kernels.first(row), draw_kernels.first(row, [1]), draw_kernels.pick(row + 1, [1])):
-            read_draw(draw[0])
+        draw_kernels.race_rows(torch.zeros(1, 16, device=device), [1]).cpu()
     except Exception as problem:  # of Triton: its compilers' errors have no common base
-        _log.warning("our kernels for draws do not run here, torch's operations draw: %s", problem)
+        _log.warning("our kernel for draws does not run here, torch's operations draw: %s", problem)
         return None
     return draw_kernels
 
@@ -130,7 +127,7 @@ def race_rows(probs: torch.Tensor, keys: Sequence[int]) -> torch.Tensor:
     The winner is the host's unless two times differ by less than the rounding of the device's logarithm.
     """
     if (kernels := kernels_on(probs.device)) is not None:
-        return kernels.first(probs.log(), keys)
+        return kernels.race_rows(probs.log(), keys)
     ids = torch.arange(probs.shape[-1], device=probs.device)
     times = exponentials(key_column(keys, probs.device), ids) / probs.double()
     best, token = times.min(-1)  # infinite where the probability is 0
@@ -140,7 +137,7 @@ def race_rows(probs: torch.Tensor, keys: Sequence[int]) -> torch.Tensor:
 def race_rows_of_logits(logits: torch.Tensor, temperature: float, keys: Sequence[int]) -> torch.Tensor:
     """`race_rows` on the softmax of logits [n, vocab] / temperature."""
     if (kernels := kernels_on(logits.device)) is not None:
-        return kernels.first(logits.float(), keys, temperature)
+        return kernels.race_rows(logits.float(), keys, temperature)
     return race_rows(torch.softmax(logits.float() / temperature, -1), keys)
 
 
@@ -188,8 +185,6 @@ def pick_on_device(probs: torch.Tensor, key: int, otherwise: torch.Tensor | None
     """`pick` on any device. Sums, and the probabilities themselves, may be rounded differently than on the host."""
     if otherwise is not None:
         probs = torch.where(probs.any(), probs, otherwise)
-    if (kernels := kernels_on(probs.device)) is not None:
-        return kernels.pick(probs[None], [key])[0]
     cumulative = torch.cumsum(probs, -1, dtype=torch.float64)
     total = cumulative[-1]
     index = torch.searchsorted(cumulative, uniform(key) * total, right=True)
@@ -206,8 +201,6 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
         row = logits.numpy()  # a fifth of the time of torch
         first = int(row.argmax())
         return _draw(row.item(first), first)
-    if logits.dim() == 2 and (kernels := kernels_on(logits.device)) is not None:
-        return kernels.first(logits)
     best, token = logits.max(-1)
     return torch.stack((best.double(), token.double()), -1)
 
