@@ -42,7 +42,7 @@ class LoadOptions:
 
     Attributes:
         dtype: "float32", "bfloat16" or "float16"; "int8" (each row in 255 steps) or "int4" (each 32 weights in 16
-            steps), which are bfloat16 with rounded matrices, in our own forward on a CPU; "auto": the checkpoint's own,
+            steps), which are bfloat16 with rounded matrices, in our own forward; "auto": the checkpoint's own,
             and bfloat16 for a GGUF file.  On a CPU, auto keeps weights that are in 4 bits so in our own forward, and is
             float32 where there are no instructions for bfloat16.
         may_round: "auto" may also be "int8" or "int4" where that is faster; see `rounding_for`.
@@ -165,10 +165,10 @@ def _check_takes(
     spec: str, model: object, is_ours: bool, wanted: LoadOptions, device: torch.device, group: Group
 ) -> None:
     """Raise `ModelError` for what only our own forward does, where the model has another."""
-    if wanted.rounding and (device.type != "cpu" or not is_ours or group.size > 1):
+    if wanted.rounding and (not is_ours or group.size > 1):
         raise ModelError(
-            f"Model {spec!r} cannot have its weights in {wanted.rounding}: that is for one CPU worker, and for models "
-            "of the Llama family with --forwards auto or eager. Choose another dtype."
+            f"Model {spec!r} cannot have its weights in {wanted.rounding}: that is for one worker, and for models of "
+            "our own forward with --forwards auto or eager. Choose another dtype."
         )
     theirs = f"Model {spec!r} ({type(model).__name__}) runs through transformers"
     if group.size > 1 and not is_ours:
