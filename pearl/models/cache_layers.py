@@ -10,14 +10,16 @@ Must not know models, nor what is fed.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import cache_utils
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers import DynamicCache, PreTrainedModel, cache_utils
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-SNAPSHOTS = 8  # the most copies of a recurrent state
+from pearl.models.checkpoints.memory import SNAPSHOTS
+
 _SPACING = 4  # tokens between copies while single tokens are fed
 # A layer without a cache, which attends to another's keys (Gemma 3n, Gemma 4) or to none. Not in all versions.
 _EMPTY: Any = getattr(cache_utils, "DummyLayer", ())
@@ -64,7 +66,10 @@ class FixedLayer(DynamicLayer):
         return self.filled
 
 
-class HybridLayer(LinearAttentionLayer, FixedLayer):
+_FIXED = frozenset(vars(FixedLayer(0)))
+
+
+class HybridLayer(LinearAttentionLayer, FixedLayer):  # type: ignore[misc,override]
     """A recurrent state beside keys and values."""
 
     def __init__(self, capacity: int, number_of_states: int) -> None:
@@ -129,7 +134,7 @@ class Snapshots:
 
     def kinds(self) -> list[str]:
         """The names under which layers hold state by now: of convolutions, of recurrences."""
-        return sorted({name for state in self._copy() for name, held in state.items() if _tensors(held)})
+        return sorted({name for layer in self._layers for name, held in _state(layer).items() if _tensors(held)})
 
     @torch.inference_mode()
     def disturb(self, kind: str) -> None:
@@ -139,15 +144,18 @@ class Snapshots:
                 state += 1
 
     def _copy(self) -> list[dict[str, Any]]:
-        """All that the layers have, but for keys and values."""
-        fixed, states = vars(FixedLayer(0)), map(vars, self._layers)
-        return [_copy({name: held for name, held in state.items() if name not in fixed}) for state in states]
+        return [_copy(_state(layer)) for layer in self._layers]
 
     def _thin(self) -> None:
         """Drop the copy whose loss lengthens what must be fed again the least, in proportion to its age."""
         at = [0, *(length for length, _ in self._kept)]
         losses = [(at[i + 1] - at[i - 1]) / (self.length - at[i]) for i in range(1, len(at) - 1)]
         del self._kept[losses.index(min(losses))]
+
+
+def _state(layer: object) -> dict[str, Any]:
+    """All that a layer has, but for keys and values."""
+    return {name: held for name, held in vars(layer).items() if name not in _FIXED}
 
 
 def _copy(value: Any) -> Any:
@@ -161,3 +169,37 @@ def _tensors(held: Any) -> list[torch.Tensor]:
     """Those with numbers, in a layer's attribute."""
     values = held.values() if isinstance(held, dict) else [held]
     return [value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()]
+
+
+def cache_sizes(model: PreTrainedModel, item: int) -> tuple[int, int]:
+    """See `sizes_of`, of a model that may be on the device "meta": one token is fed to it."""
+    layers = [layer_for(layer, 1) for layer in DynamicCache(config=model.config).layers]
+    with torch.inference_mode():
+        token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+        model(input_ids=token, use_cache=True, **{cache_name(model): Cache(layers=layers)})
+    return sizes_of(layers, item)
+
+
+def sizes_of(layers: Sequence[object], item: int = 0) -> tuple[int, int]:
+    """Bytes of keys and values per position, and of all recurrent state, once something was fed.
+
+    Args:
+        item: a number takes as many at least.
+    """
+    each = total = 0
+    for layer in layers:
+        if isinstance(layer, FixedLayer):
+            states = [one for one in (layer.keys, layer.values) if one is not None]
+            each += sum(_nbytes(one, item) for one in states) // layer.capacity
+        if isinstance(layer, LinearAttentionLayer):
+            total += sum(_nbytes(one, item) for held in _state(layer).values() for one in _tensors(held))
+    return each, total
+
+
+def _nbytes(states: torch.Tensor, item: int) -> int:
+    return states.numel() * max(item, states.itemsize)
+
+
+def cache_name(model: torch.nn.Module) -> str:
+    """The forward's parameter for the cache, which has another name since transformers 5.24."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

@@ -15,8 +15,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from pearl.errors import ForwardError, ModelError
-from pearl.models.cache_layers import FixedLayer, Snapshots, layer_for
-from pearl.models.checkpoints.memory import is_of_memory
+from pearl.models.cache_layers import FixedLayer, Snapshots, cache_name, layer_for, sizes_of
+from pearl.models.checkpoints.memory import SNAPSHOTS, is_of_memory
 from pearl.models.runner import Capabilities, Feed, Tokens, check_feeds, feed_chain
 from pearl.printable import cause_of
 
@@ -54,6 +54,7 @@ class HFRunner:
         self._cache_name = cache_name(model)
         self._takes_positions = "position_ids" in accepted
         self._takes_rows = "logits_to_keep" in accepted
+        self.cache_bytes = 0  # of keys and values for the whole context, and of recurrent states with their copies
         self._is_single = False  # whether tokens that follow others must be fed one by one
         self._try()
 
@@ -131,6 +132,8 @@ class HFRunner:
         try:
             self._is_single = bool(self._states) and kept > 1 and not self._continues(tokens[: kept + 2])
             whole = feed_chain(self, tokens, count)
+            each, states = sizes_of(self._cache.layers)
+            self.cache_bytes = self.context * each + (1 + SNAPSHOTS) * states
             self.rollback(kept)
             parts = tokens[kept : kept + 1], tokens[kept + 1 : kept + 2], tokens[kept + 2 :]
             cut = [feed_chain(self, part, len(part)) for part in parts if part]
@@ -197,11 +200,6 @@ class HFRunner:
         if self._takes_rows:
             arguments["logits_to_keep"] = max(rows, 1)  # 0 would mean all
         return arguments
-
-
-def cache_name(model: torch.nn.Module) -> str:
-    """The forward's parameter for the cache, which has another name since transformers 5.24."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _cosines(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
