@@ -49,7 +49,7 @@ SIZES: dict[str, Any] = {
         ("head_dim global_head_dim attention_head_dim v_head_dim kv_channels qk_nope_head_dim qk_rope_head_dim", 16),
         ("query_pre_attn_scalar rotary_dim index_head_dim kv_lora_rank q_lora_rank hidden_size_per_layer_input", 16),
         ("linear_key_head_dim linear_value_head_dim mamba_head_dim mamba_d_head", 16),
-        ("state_size ssm_state_size mamba_d_state mamba_state_dim chunk_size mamba_chunk_size", 8),
+        ("index_topk state_size ssm_state_size mamba_d_state mamba_state_dim chunk_size mamba_chunk_size", 8),
         ("sliding_window attention_chunk_size sliding_window_size attention_window_size window_size", WINDOW),
         ("num_experts_per_tok moe_topk moe_k top_k num_experts_per_token attn_layer_period expert_layer_period", 2),
         ("n_group topk_group n_shared_experts n_groups mamba_n_groups mamba_ngroups first_k_dense_replace", 1),
@@ -63,6 +63,11 @@ SIZES: dict[str, Any] = {
     for name in names.split()
 }
 KINDS = ("layer_types", "layers_block_type")
+WIDE = {
+    **dict.fromkeys(("head_dim", "mamba_d_head", "attention_head_dim"), 32),
+    "attention_hidden_size": 128,
+    "num_experts_per_tok": 1,
+}
 # What is tried in turn until a model runs: other configurations want these left out or otherwise.
 OTHERWISE: list[dict[str, Any]] = [
     {},
@@ -70,6 +75,10 @@ OTHERWISE: list[dict[str, Any]] = [
     {"head_dim": None},
     {"num_hidden_layers": None, "head_dim": None},
     {**dict.fromkeys(KINDS), "head_dim": None, "global_head_dim": None},
+    {"num_key_value_heads": 2, "swa_num_key_value_heads": 2},
+    WIDE,
+    WIDE | dict.fromkeys(KINDS) | {"attn_layer_indices": [1]},
+    WIDE | {"layer_types": ["mamba", "attention"] * 2},
     {**dict.fromkeys(KINDS), "num_key_value_heads": None, "head_dim": 16, "pad_token_id": None},
 ]
 
@@ -80,21 +89,20 @@ def tiny_config(config_class: type[Any], otherwise: dict[str, Any]) -> Any:
     sizes = SIZES | {name: size for name, size in otherwise.items() if name not in KINDS}
     sizes = {name: size for name, size in sizes.items() if size is not None and hasattr(default, name)}
     for name in KINDS:
-        kinds = list(dict.fromkeys(getattr(default, name, None) or ()))
-        if kinds and name not in otherwise:
+        kinds = list(dict.fromkeys(otherwise.get(name, getattr(default, name, None)) or ()))
+        if kinds:
             sizes |= {name: (kinds * 4)[: max(4, len(kinds))], "num_hidden_layers": max(4, len(kinds))}
-    fixed = (
-        name for name in sizes if isinstance(held := getattr(config_class, name, None), property) and not held.fset
-    )
-    for name in list(fixed):
-        del sizes[name]
+    for name in list(sizes):
+        held = getattr(config_class, name, None)
+        if isinstance(held, property) and not held.fset:
+            del sizes[name]
     return config_class(**sizes)
 
 
 def tiny_model(model_type: str, otherwise: dict[str, Any]) -> Any:
     """Of a model of pictures and texts its language model, if it has one."""
     config_class = CONFIG_MAPPING[model_type]
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
     text = type(config_class().get_text_config(decoder=True))
     if text is not config_class and text in MODEL_FOR_CAUSAL_LM_MAPPING:
         config_class, model_class = text, MODEL_FOR_CAUSAL_LM_MAPPING[text]
@@ -103,7 +111,7 @@ def tiny_model(model_type: str, otherwise: dict[str, Any]) -> Any:
 
 
 def judge(model_type: str) -> tuple[str, str]:
-    """Return how it runs ("ours", "theirs", "refused", "wrong", "untried"), and what it keeps or why not."""
+    """Return how it runs ("ours", "theirs", "refused", "failed", "wrong", "untried"), and what it keeps or why not."""
     found: list[tuple[str, str]] = []
     for otherwise in OTHERWISE:
         try:
@@ -112,9 +120,8 @@ def judge(model_type: str) -> tuple[str, str]:
             found.append(("untried", cause_of(error)))
         if found[-1][0] in ("ours", "theirs", "wrong"):
             return found[-1]
-    # A forward that fails may be this configuration's fault.
-    refusals = [why for way, why in found if way == "refused"]
-    return next((("refused", why) for why in refusals if "trial forward failed" not in why), found[0])
+    order = ("refused", "failed", "untried")
+    return min(found, key=lambda judged: order.index(judged[0]))
 
 
 def judge_model(model: Any) -> tuple[str, str]:
@@ -123,15 +130,18 @@ def judge_model(model: Any) -> tuple[str, str]:
     try:
         runner = HFRunner(model, 128)
     except ModelError as error:
-        return "refused", str(error).removeprefix(type(model).__name__).strip()
+        why = str(error).removeprefix(type(model).__name__).removesuffix(" Use another model.").strip()
+        return "failed" if "trial forward failed" in why else "refused", why.rpartition("forward failed: ")[2]
     worst = largest_difference(runner, model)
     if not worst < 1e-3:
         return "wrong", f"logits differ by up to {worst:.1e} of their largest"
     layers = DynamicCache(config=model.config).layers
-    kinds = ["windows"] * any(isinstance(layer, DynamicSlidingWindowLayer) for layer in layers)
-    return "theirs", ", ".join(
-        [*kinds, *["states"] * bool(runner._states), *["fed token by token"] * runner._is_single]
-    )
+    kept = {
+        "windows": any(isinstance(layer, DynamicSlidingWindowLayer) for layer in layers),
+        "states": bool(runner._states),
+        "fed token by token": runner._is_single,
+    }
+    return "theirs", ", ".join(name for name, is_so in kept.items() if is_so)
 
 
 @torch.inference_mode()
@@ -171,13 +181,14 @@ def answer(pipe: Connection, model_type: str) -> None:
 def lines(found: dict[str, tuple[str, str]]) -> Iterator[str]:
     """The page."""
     yield from ("# Which architectures run", "")
-    yield f"Of transformers {transformers.__version__}, by `python scripts/table_of_models.py`: each architecture tiny and random,"
-    yield "and its logits after random cuts and rollbacks compared with those of one forward without a cache."
+    yield f"Of transformers {transformers.__version__}, by `python scripts/table_of_models.py`: each one tiny and"
+    yield "random, and its logits after random cuts and rollbacks compared with those of one forward without a cache."
     titles = {
         "ours": "Our own forward pass",
         "theirs": "Through transformers",
         "refused": "Refused at load",
         "wrong": "Wrong logits",
+        "failed": "A trial forward fails, of a tiny configuration at least",
         "untried": "Not tried",
     }
     for way, title in titles.items():

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from pearl.errors import ForwardError
 from pearl.lab.simulate import Timing, paired_executors, simulate
+from pearl.models import hf
 from pearl.models.checkpoints import memory
 from pearl.models.checkpoints.memory import SNAPSHOTS, needed
 from pearl.models.hf import HFRunner
@@ -159,11 +160,13 @@ def test_a_forward_that_would_forget_its_state_is_made_token_by_token(
     kind: str, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mamba's of several tokens begins anew, which differs by less than half precision tells."""
+    monkeypatch.setattr(hf, "_PIECE", 8)
     runner = load(kind)
+    expected = model(kind)(torch.tensor([some_tokens(runner, 13)]), use_cache=False).logits[0]
     fed = fed_by(runner, monkeypatch)
-    feed_chain(runner, some_tokens(runner, 9), 1)
-    feed_chain(runner, some_tokens(runner, 3), 3)
-    assert fed == [9, *([3] if together else [1, 1, 1])]
+    close(feed_chain(runner, some_tokens(runner, 10), 10), expected[:10])
+    close(feed_chain(runner, some_tokens(runner, 3, 10), 3), expected[10:])
+    assert fed == [8, *([2, 3] if together else [1] * 5)]
 
 
 @pytest.mark.parametrize("kind", ["gpt-oss", "qwen3.5", "lfm2", "deepseek-v3", "falcon-h1", "mamba2"])

@@ -2,6 +2,7 @@
 
 * Keys and values, of all positions or of a window or chunk: `FixedLayer` keeps all positions. transformers sizes each
   mask by what the cache layer holds, so the model's own mask hides what its window does not reach.
+* Keys of an indexer beside them: `IndexedLayer`.
 * The state of a recurrence or a convolution: transformers' own layer, and `Snapshots` of its state.
 * Both in one layer: `HybridLayer`.
 
@@ -16,7 +17,13 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel, cache_utils
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 
 from pearl.models.checkpoints.memory import SNAPSHOTS
 
@@ -65,6 +72,32 @@ class FixedLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         return self.filled
 
+    def rollback(self, length: int) -> None:
+        """Forget all but the first `length` positions."""
+        self.filled = length
+
+
+class IndexedLayer(FixedLayer):
+    """Keys and values, and the keys [1, capacity, width] of an indexer, which chooses the positions to attend to."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.indexer_keys: torch.Tensor | None = None
+        self.indexed = 0
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Append states [1, n, width]; return a view of all filled rows."""
+        _, count, width = indexer_key_states.shape
+        if self.indexer_keys is None:
+            self.indexer_keys = indexer_key_states.new_empty(1, self.capacity, width)
+        start, self.indexed = self.indexed, self.indexed + count
+        self.indexer_keys[:, start : self.indexed] = indexer_key_states
+        return self.indexer_keys[:, : self.indexed]
+
+    def rollback(self, length: int) -> None:
+        """See `FixedLayer.rollback`."""
+        self.filled = self.indexed = length
+
 
 _FIXED = frozenset(vars(FixedLayer(0)))
 
@@ -85,6 +118,8 @@ def layer_for(theirs: object, context: int) -> Any:
     """The layer that takes the place of `theirs` for `context` tokens; None where it could not be rolled back."""
     if isinstance(theirs, _EMPTY) or type(theirs) is LinearAttentionLayer:
         return theirs
+    if type(theirs) is DynamicIndexedLayer:
+        return IndexedLayer(context)
     if isinstance(theirs, _HYBRID):
         return HybridLayer(context, theirs.number_of_states)
     return FixedLayer(context) if type(theirs) in (DynamicLayer, DynamicSlidingWindowLayer) else None
@@ -189,8 +224,8 @@ def sizes_of(layers: Sequence[object], item: int = 0) -> tuple[int, int]:
     each = total = 0
     for layer in layers:
         if isinstance(layer, FixedLayer):
-            states = [one for one in (layer.keys, layer.values) if one is not None]
-            each += sum(_nbytes(one, item) for one in states) // layer.capacity
+            kept = (layer.keys, layer.values, getattr(layer, "indexer_keys", None))
+            each += sum(_nbytes(one, item) for one in kept if one is not None) // layer.capacity
         if isinstance(layer, LinearAttentionLayer):
             total += sum(_nbytes(one, item) for held in _state(layer).values() for one in _tensors(held))
     return each, total

@@ -69,11 +69,9 @@ class HFRunner:
         end = self._length + len(feed.tokens)
         self._fed[:, self._length : end] = self._ids(feed.tokens)
         start = self._states.length
-        step = 1 if self._is_single and start else _PIECE if self._states else end
-        ends = [*range(start + step, end, step), end]
         try:
             # A piece's rows are those of the last `feed.rows` tokens that are in it.
-            parts = [self._extend(stop, max(0, feed.rows - (end - stop))) for stop in ends]
+            parts = [self._extend(stop, max(0, feed.rows - (end - stop))) for stop in self._pieces(start, end)]
         except BaseException as error:
             self._states.rollback(start)  # a state may have changed in part
             self.rollback(self._length)
@@ -85,6 +83,13 @@ class HFRunner:
         # Copied outside of inference mode: the caller's rows are ordinary tensors, and writable.
         logits = torch.cat(parts) if len(parts) > 1 else parts[0]
         return [logits.to(self.device, torch.float32, copy=True)]
+
+    def _pieces(self, start: int, end: int) -> list[int]:
+        """The lengths after each forward that feeds a part of the tokens from `start` to `end`."""
+        if not self._states:
+            return [end]
+        step = 1 if self._is_single else _PIECE
+        return [*range(start + step if start else _PIECE, end, step), end]
 
     @torch.inference_mode()
     def _extend(self, end: int, rows: int) -> torch.Tensor:
@@ -113,7 +118,7 @@ class HFRunner:
         self._length = length
         held = self._states.rollback(length)
         for layer in self._layers:
-            layer.filled = held
+            layer.rollback(held)
 
     def synchronize(self) -> None:
         """See `ModelRunner.synchronize`."""
