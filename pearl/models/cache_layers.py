@@ -27,7 +27,6 @@ from transformers.cache_utils import (
 
 from pearl.models.checkpoints.memory import SNAPSHOTS
 
-_SPACING = 4  # tokens between copies while single tokens are fed
 # A layer without a cache, which attends to another's keys (Gemma 3n, Gemma 4) or to none. Not in all versions.
 _EMPTY: Any = getattr(cache_utils, "DummyLayer", ())
 _HYBRID = (cache_utils.LinearAttentionAndFullAttentionLayer, cache_utils.LinearAttentionAndSlidingWindowAttentionLayer)
@@ -128,8 +127,8 @@ def layer_for(theirs: object, context: int) -> Any:
 class Snapshots:
     """Copies of the recurrent layers' state at a few earlier lengths, to go back to.
 
-    A copy is made before a forward of several tokens, some of which may be rejected, and every few single tokens. At
-    most `SNAPSHOTS` are kept, the denser the later: to go back by n tokens, about n must be fed again at most.
+    A copy is made before each forward: a few milliseconds at most, where feeding two tokens instead of one can take
+    twice the time. At most `SNAPSHOTS` are kept, the denser the later: to go back by n tokens, under n are fed again.
 
     Attributes:
         length: tokens that the state has seen.
@@ -148,7 +147,7 @@ class Snapshots:
     def advance(self, end: int) -> None:
         """The tokens up to `end` are about to be fed."""
         newest = self._kept[-1][0] if self._kept else 0
-        if self and newest < self.length and (end - self.length > 1 or self.length - newest >= _SPACING):
+        if self and newest < self.length:
             self._kept.append((self.length, self._copy()))
             if len(self._kept) > SNAPSHOTS:
                 self._thin()
