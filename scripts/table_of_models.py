@@ -13,6 +13,7 @@ import logging
 import multiprocessing
 import random
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -32,6 +33,13 @@ from pearl.models.runner import feed_chain
 from pearl.printable import cause_of
 
 SECONDS = 20  # for one architecture
+WIDTH = 130  # of the page
+HEAD = """
+Of transformers {}, by `python scripts/table_of_models.py`: each one tiny and random, from its configuration class.
+What runs through transformers was compared, after random cuts and rollbacks, with one forward without a cache. Other
+configurations of an architecture may have windows or states; [those of some](README.md#our-own-forward-pass) run in
+our own forward.
+"""
 VOCAB, TOKENS, WINDOW = 300, 48, 8
 # By what they count; a name that a configuration lacks is left out.
 SIZES: dict[str, Any] = {
@@ -131,7 +139,13 @@ def judge_model(model: Any) -> tuple[str, str]:
     try:
         runner = HFRunner(model, 128)
     except ModelError as error:
-        why = str(error).removeprefix(type(model).__name__).removeprefix(" cannot be used here: ").partition(". ")[0]
+        why = (
+            str(error)
+            .removeprefix(type(model).__name__)
+            .removeprefix(" cannot be used here: ")
+            .partition(". ")[0]
+            .strip()
+        )
         return "failed" if "trial forward failed" in why else "refused", why.removeprefix("a trial forward failed: ")
     worst = largest_difference(runner, model)
     if not worst < 1e-3:
@@ -182,9 +196,7 @@ def answer(pipe: Connection, model_type: str) -> None:
 def lines(found: dict[str, tuple[str, str]]) -> Iterator[str]:
     """The page."""
     yield from ("# Which architectures run", "")
-    yield f"Of transformers {transformers.__version__}, by `python scripts/table_of_models.py`: each one tiny and"
-    yield "random, and its logits after random cuts and rollbacks compared with those of one forward without a cache."
-    yield "Other configurations of an architecture may have windows or states, and own forwards have conditions."
+    yield from textwrap.wrap(HEAD.strip().format(transformers.__version__), WIDTH)
     titles = {
         "ours": "Our own forward pass",
         "theirs": "Through transformers",
@@ -201,7 +213,8 @@ def lines(found: dict[str, tuple[str, str]]) -> Iterator[str]:
         if groups:
             yield from ("", f"## {title}: {sum(map(len, groups.values()))}", "")
         for why, names in sorted(groups.items(), key=lambda group: -len(group[1])):
-            yield f"* {why + ': ' if why else ''}{', '.join(f'`{name}`' for name in names)}"
+            line = f"* {why + ': ' if why else ''}{', '.join(f'`{name}`' for name in names)}"
+            yield from textwrap.wrap(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def main() -> None:

@@ -8,12 +8,13 @@ from typing import ClassVar
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
-from pearl.errors import ForwardError
+from pearl.errors import ForwardError, ModelError
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models import hf
 from pearl.models.checkpoints import memory
+from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.memory import SNAPSHOTS, needed
 from pearl.models.hf import HFRunner
 from pearl.models.runner import feed_chain
@@ -81,6 +82,20 @@ def test_greedy_texts_of_every_method_equal_generate(kind: str) -> None:
         assert outcome.tokens == expected, method
         rejected += outcome.counts.judged - outcome.counts.accepted
     assert rejected > 1
+
+
+def test_an_indexers_keys_are_rolled_back_too() -> None:
+    """Compared for the same cut only: where scores nearly tie, another cut lets the indexer choose other positions."""
+    runner, text = load("deepseek-v3.2"), random_tokens(random.Random(0), 40)
+    for start, count in ((30, 3), (21, 1), (12, 9), (20, 5)):
+        runner.rollback(min(start, runner.length()))
+        feed_chain(runner, text[runner.length() : start] + random_tokens(random.Random(1), 9), 1)
+        runner.rollback(start)
+        own = DynamicCache(config=model("deepseek-v3.2").config)
+        with torch.inference_mode():
+            for part in (text[:start], text[start : start + count]):
+                expected = model("deepseek-v3.2")(torch.tensor([part]), **{runner._cache_name: own}).logits[0]
+        close(feed_chain(runner, text[start : start + count], count), expected)
 
 
 def fed_by(runner: HFRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -169,7 +184,7 @@ def test_a_forward_that_would_forget_its_state_is_made_token_by_token(
     assert fed == [8, *([2, 3] if together else [1] * 5)]
 
 
-@pytest.mark.parametrize("kind", ["gpt-oss", "qwen3.5", "lfm2", "deepseek-v3", "falcon-h1", "mamba2"])
+@pytest.mark.parametrize("kind", ["gpt-oss", "qwen3.5", "lfm2", "deepseek-v3.2", "falcon-h1", "mamba2"])
 def test_what_is_told_before_loading_is_what_is_taken(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows keep the whole context, states have copies."""
     monkeypatch.setattr(memory, "_MEASURED_FROM", 0)
@@ -179,3 +194,12 @@ def test_what_is_told_before_loading_is_what_is_taken(kind: str, monkeypatch: py
     assert (need.states > 0) == (kind in RECURRENT)
     assert (need.cache > 0) == (kind != "mamba2")
     assert ("of recurrent state and 8 copies" in str(need)) == (kind in RECURRENT)
+
+
+def test_copies_of_a_state_that_memory_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, taken = str(tiny_model("qwen3.5")), load("qwen3.5").cache_bytes
+    monkeypatch.setattr(memory, "available_memory", lambda: taken)
+    load_runner(spec, device=CPU, max_context=64, dtype="float32")
+    monkeypatch.setattr(memory, "available_memory", lambda: taken - 1)
+    with pytest.raises(ModelError, match=r"KV cache .* 64 tokens .* Lower max_context"):
+        load_runner(spec, device=CPU, max_context=64, dtype="float32")

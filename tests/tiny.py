@@ -175,6 +175,11 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "nemotron-h": ("NemotronH", _SIZES | _NEMOTRON_H),
     "qwen3-moe": ("Qwen3Moe", _SIZES | _MOE | {"head_dim": 8, "num_experts": 8}),
     "deepseek-v3": ("DeepseekV3", _SIZES | _MOE | _LATENT | _ROUTED),
+    # An indexer chooses 8 positions to attend to.
+    "deepseek-v3.2": (
+        "DeepseekV32",
+        _SIZES | _MOE | _LATENT | _ROUTED | {"index_topk": 8, "index_n_heads": 16, "index_head_dim": 16},
+    ),
     "glm4-moe": ("Glm4Moe", _SIZES | _MOE | _ROUTED | {"head_dim": 8}),
     "mixtral": ("Mixtral", _SIZES | {"num_local_experts": 4, "sliding_window": None}),
     "granite": ("Granite", _SIZES),
