@@ -19,7 +19,7 @@ from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import in_cache, resolve_checkpoint
 from pearl.models.checkpoints.direct import Decoder, read_decoder
 from pearl.models.checkpoints.gguf import unfit_weights
-from pearl.models.checkpoints.memory import check_cache_fits, check_room, fits_in_float32, needed
+from pearl.models.checkpoints.memory import check_cache_fits, check_room, fits_in_float32, needed, slot_bytes
 from pearl.models.forward.attention import plan_no_shapes, whole_blocks
 from pearl.models.forward.matrices import Rounding, multiplies_bf16, rounding_for
 from pearl.models.forward.shard import ALONE, Group, cut
@@ -140,17 +140,17 @@ def _make_runner(
     group: Group,
 ) -> ModelRunner:
     context = _context(spec, model, wanted.max_context)
-    item, positions = model.dtype.itemsize, context
-    if is_ours:  # see LlamaRunner
-        item, positions = item if multiplies_bf16() else 4, whole_blocks(context)
-    left = check_cache_fits(spec, model, context, positions, item, wanted.slots)
     if not is_ours:
         from pearl.models.hf import HFRunner
 
         assert not isinstance(model, Decoder)
-        return HFRunner(model, context)
+        runner = HFRunner(model, context)
+        check_cache_fits(spec, model, context, runner.cache_bytes, 1)
+        return runner
     from pearl.models.forward.llama import LlamaRunner
 
+    item = model.dtype.itemsize if multiplies_bf16() else 4  # see LlamaRunner
+    left = check_cache_fits(spec, model, context, slot_bytes(model, whole_blocks(context), item), wanted.slots)
     return LlamaRunner(
         model,
         context,
