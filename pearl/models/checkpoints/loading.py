@@ -20,6 +20,7 @@ from pearl.models.checkpoints.checkpoint import in_cache, resolve_checkpoint
 from pearl.models.checkpoints.direct import Decoder, read_decoder
 from pearl.models.checkpoints.gguf import unfit_weights
 from pearl.models.checkpoints.memory import check_cache_fits, check_room, fits_in_float32, needed, slot_bytes
+from pearl.models.checkpoints.wrappers import LANGUAGE_MODEL, language_model_of
 from pearl.models.forward.attention import plan_no_shapes, whole_blocks
 from pearl.models.forward.matrices import Rounding, multiplies_bf16, rounding_for
 from pearl.models.forward.shard import ALONE, Group, cut
@@ -225,8 +226,14 @@ def _load(
 
     bars.disable_progress_bar()
     with _explained(spec):
+        more: dict[str, Any] = {}
+        if not wanted.trust_remote_code and (text := language_model_of(path)) is not None:
+            log.info("%s: loading its language model alone, a %s", spec, text.model_type)
+            more = {"config": text, "key_mapping": LANGUAGE_MODEL}
+            logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)  # lists what is left out
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
+            **more,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
             dtype=dtype or "auto",

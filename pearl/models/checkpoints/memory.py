@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pearl.errors import ModelError
-from pearl.models.families import OWN_FORWARD
+from pearl.models.families import OWN_FORWARD, TWINS
 from pearl.models.forward.graphs import FED, PREFILL
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -100,8 +100,10 @@ def needed(
     item = _ITEMS.get(own if dtype == "auto" else dtype, 2)
     weights = size if "quantization_config" in config else size * item // _ITEMS.get(own, item)
     is_ours = bool(OWN_FORWARD.keys() & (config.get("architectures") or ()))
+    if isinstance(text := config.get("text_config"), dict):
+        config, kind = text, text.get("model_type")
+        is_ours = TWINS.get(str(kind), kind) in (family.model_type for family in OWN_FORWARD.values())
     item = 4 if is_wide and is_ours else item
-    config = config.get("text_config") or config
     context = context or min(most, config.get("max_position_embeddings") or most)
     need = of_shape(config, weights, item, context, ranks, slots)
     if is_ours or weights < _MEASURED_FROM or (sizes := _sizes(directory, item)) is None:
