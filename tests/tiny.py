@@ -206,6 +206,49 @@ _HEADS = {
     "Gemma4Text": "Gemma4ForCausalLM",
 }
 
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+_CLIP = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_PIXTRAL = _CLIP | {"model_type": "pixtral", "head_dim": 8}
+_VIT = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+_VIT3 = _VIT | {"num_position_embeddings": 16}
+_VIT2 = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2}
+_LLAMA4_VISION = {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}
+# Model type -> the start of its classes' names, its language model and its encoder.
+_WRAPPERS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
+    "gemma3": ("Gemma3", _GEMMA | _SHORT | {"rope_parameters": _GEMMA3_ROPE}, _CLIP),
+    "llama4": ("Llama4", _SIZES | _LLAMA4, _CLIP | _LLAMA4_VISION),
+    "llava": ("Llava", _SIZES | {"model_type": "llama"}, _CLIP | {"model_type": "clip_vision_model"}),
+    "mistral3": ("Mistral3", _SIZES | {"model_type": "mistral", "head_dim": 8, "sliding_window": None}, _PIXTRAL),
+    "qwen2_vl": ("Qwen2VL", _SIZES | {"rope_parameters": _MROPE}, _VIT2),
+    "qwen2_5_vl": ("Qwen2_5_VL", _SIZES | {"rope_parameters": _MROPE}, _VIT),
+    "qwen3_vl": (
+        "Qwen3VL",
+        _SIZES | {"head_dim": 8, "rope_parameters": _MROPE | {"mrope_interleaved": True}},
+        _VIT3 | {"deepstack_visual_indexes": [0]},
+    ),
+    "qwen3_5": ("Qwen3_5", _SIZES | _DELTA, _VIT3),
+}
+
+
+@functools.cache
+def tiny_wrapper(kind: str, seed: int = 0) -> Path:
+    """Directory of a tiny model that reads pictures too, named by its model type, without a tokenizer."""
+    directory = _session_directory() / f"wrapper-{kind}-{seed}"
+    name, text, vision = _WRAPPERS[kind]
+    sizes = text | {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 2}
+    config = getattr(transformers, f"{name}Config")(text_config=sizes, vision_config=vision)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        getattr(transformers, f"{name}ForConditionalGeneration")(config).save_pretrained(directory)
+    return directory
+
 
 @functools.cache
 def tiny_model(

@@ -28,12 +28,7 @@ _NOT_COMPUTED = (  # settings
     "use_bidirectional_attention",
 )
 # Language models that compute what another family does where a text has no pictures: a token's three positions are one.
-TWINS = {
-    "qwen2_vl_text": "qwen2",
-    "qwen2_5_vl_text": "qwen2",
-    "qwen3_vl_text": "qwen3",
-    "qwen3_vl_moe_text": "qwen3_moe",
-}
+TWINS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 STEADY_ROPES = {"default", "linear", "llama3", "yarn"}  # whose angles do not depend on the length of the text
 
 

@@ -13,8 +13,8 @@ from pearl.models.families import TWINS
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# Those that AutoModelForCausalLM loads whole, or looks for names otherwise. It has others of its own, which stay as they are.
-_TAKEN_APART = ("gemma3", "llama4", "qwen3_5", "qwen3_5_moe")
+# Model types whose language model has been compared with the whole. Others may store or compute it in their own way.
+WRAPPERS = ("gemma3", "llama4", "llava", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 # Names in a checkpoint, as patterns -> names in a language model.
 LANGUAGE_MODEL = {
     r"^(model\.)?language_model\.lm_head\.": "lm_head.",
@@ -23,23 +23,19 @@ LANGUAGE_MODEL = {
 
 
 def language_model_of(path: str) -> PreTrainedConfig | None:
-    """The configuration of the language model in the wrapper at `path`; None where it is no wrapper.
+    """The configuration of the language model in the wrapper at `path`; None where it is none of `WRAPPERS`.
 
     Raises what transformers raises.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path)
-    text = config.get_text_config(decoder=True)
-    is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.model_type not in _TAKEN_APART
-    if is_known or config.is_encoder_decoder or text is not getattr(config, "text_config", None):
+    if config.model_type not in WRAPPERS or (text := config.get_text_config(decoder=True)) is config:
         return None
     if twin := TWINS.get(text.model_type):
         given = {name: value for name, value in text.to_dict().items() if name != "model_type"}
         rope = {name: value for name, value in given["rope_parameters"].items() if not name.startswith("mrope")}
         text = AutoConfig.for_model(twin, **{**given, "rope_parameters": rope})
-    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return None
     text.tie_word_embeddings = config.tie_word_embeddings  # where a head of its own is found, transformers unties it
     text.dtype = text.dtype or config.dtype
     if (quantised := getattr(config, "quantization_config", None)) is not None:

@@ -1,0 +1,101 @@
+"""Models that read pictures too: their language model alone has the logits of the whole, and runs as any other."""
+
+from __future__ import annotations
+
+import json
+import logging
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from pearl.lab.simulate import Timing, paired_executors, simulate
+from pearl.models.checkpoints.loading import load_model, load_runner
+from pearl.models.checkpoints.memory import needed
+from pearl.models.checkpoints.wrappers import WRAPPERS, language_model_of
+from pearl.models.forward.llama import LlamaRunner
+from pearl.models.runner import feed_chain
+from pearl.protocol.messages import Submit
+from pearl.protocol.options import RequestOptions, Sampling
+from tests.runner_contract import close
+from tests.tiny import tiny_model, tiny_wrapper
+
+CPU = torch.device("cpu")
+OURS = [kind for kind in WRAPPERS if kind not in ("llama4", "qwen3_5")]
+PROMPT = [20, 30, 40, 50, 21, 31, 41, 51, 22, 32, 42]
+
+
+@cache
+def whole(kind: str) -> Any:
+    return transformers.AutoModelForImageTextToText.from_pretrained(tiny_wrapper(kind)).eval()
+
+
+def logits_of_text(kind: str, ids: torch.Tensor) -> torch.Tensor:
+    """By the whole model's parts: Llama 4's own forward takes no text without a picture."""
+    model = whole(kind)
+    if kind == "llama4":
+        return model.language_model(input_ids=ids).logits
+    return model(input_ids=ids).logits
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_logits_are_those_of_the_whole_and_one_line_says_what_is_loaded(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "pearl"):
+        runner = load_runner(str(tiny_wrapper(kind)), device=CPU)
+    (line,) = [record.getMessage() for record in caplog.records if "language model alone" in record.getMessage()]
+    assert kind in line
+    assert isinstance(runner, LlamaRunner) == (kind in OURS)
+    with torch.inference_mode():
+        expected = logits_of_text(kind, torch.tensor([PROMPT]))[0]
+    close(feed_chain(runner, PROMPT, len(PROMPT)), expected)
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_greedy_texts_equal_generate(kind: str) -> None:
+    model = whole(kind).language_model if kind == "llama4" else whole(kind)
+    ids = torch.tensor([PROMPT])
+    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, eos_token_id=-1)
+    expected = wanted[0, len(PROMPT) :].tolist()
+    assert len(set(expected)) > 2, "a text of one token proves nothing"
+    for method in ("ar", "pearl"):
+        target, draft = (load_runner(str(tiny_wrapper(kind, seed)), device=CPU, max_context=128) for seed in (0, 1))
+        submit = Submit(1, tuple(PROMPT), len(PROMPT) + 24, RequestOptions(method, sampling=Sampling(0.0)))
+        outcome = simulate(submit, *paired_executors(target, draft), Timing(1.0, lambda _: 4.0))
+        assert outcome.tokens == expected, method
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_names_of_either_version_and_heads_of_their_own(prefix: str, is_tied: bool, tmp_path: Path) -> None:
+    """A head that is not the embedding is kept, whatever the configuration says."""
+    weights = load_file(tiny_wrapper("gemma3") / "model.safetensors")
+    named = {name.replace("language_model.model.", prefix): value for name, value in weights.items()}
+    head = weights["language_model.model.embed_tokens.weight"] * (1 if is_tied else 2)
+    named["lm_head.weight" if prefix.startswith("model") else "language_model.lm_head.weight"] = head
+    save_file(named, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_bytes((tiny_wrapper("gemma3") / "config.json").read_bytes())
+    model = load_model(str(tmp_path), device=CPU)
+    assert torch.equal(model.lm_head.weight, head)
+    assert feed_chain(load_runner(str(tmp_path), device=CPU), PROMPT, 1).isfinite().all()
+
+
+def test_other_models_are_left_to_transformers(tmp_path: Path) -> None:
+    """Such as Qwen3-VL with experts, which are stored otherwise than Qwen3's."""
+    config = json.loads((tiny_wrapper("qwen3_vl") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "qwen3_vl_moe"}))
+    for directory in (tmp_path, tiny_model()):
+        assert language_model_of(str(directory)) is None
+
+
+def test_the_cache_of_a_wrapper_is_counted_as_our_own_forward_holds_it() -> None:
+    """In float32 on a CPU, whatever the dtype of the weights."""
+    directory = tiny_wrapper("gemma3")
+    wide, narrow = (needed(directory, "bfloat16", 128, 128, is_wide=is_wide) for is_wide in (True, False))
+    assert wide is not None and narrow is not None
+    assert wide.cache == 2 * narrow.cache > 0
