@@ -22,6 +22,7 @@ from pearl.config import DecodingConfig, SamplingParams
 from pearl.engine import Engine
 from pearl.engine.conversation import Conversation
 from pearl.protocol.messages import Provenance
+from pearl.text.reasoning import Splitter
 
 QUESTIONS = ("In one sentence, what is gravity?", "And what would happen without it?")
 FROZEN_AT, LEAST_GUESS = 12, 16  # tokens of the text, characters of the guess
@@ -57,7 +58,7 @@ class Still(Reply):
 class Pictured(Chat):
     frozen_at: int | None = None
 
-    def _display(self) -> Reply:
+    def _display(self, splitter: Splitter | None) -> Reply:
         return Still(self.console, self.frozen_at)
 
 

@@ -62,6 +62,7 @@ class Characters:
     """A token a character, and three special ones."""
 
     vocab_size = 1 << 17
+    chat_template = ""
 
     def __init__(self, template: Callable[[Messages], str] | None) -> None:
         self._template = template

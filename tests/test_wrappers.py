@@ -97,5 +97,6 @@ def test_the_cache_of_a_wrapper_is_counted_as_our_own_forward_holds_it() -> None
     """In float32 on a CPU, whatever the dtype of the weights."""
     directory = tiny_wrapper("gemma3")
     wide, narrow = (needed(directory, "bfloat16", 128, 128, is_wide=is_wide) for is_wide in (True, False))
-    assert wide is not None and narrow is not None
+    assert wide is not None
+    assert narrow is not None
     assert wide.cache == 2 * narrow.cache > 0

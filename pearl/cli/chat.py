@@ -30,6 +30,7 @@ from pearl.errors import EngineClosed, PearlError, RequestError, TargetLost
 from pearl.metrics import FIGURES, Statistics, Stopwatch
 from pearl.printable import printable
 from pearl.protocol.messages import Provenance
+from pearl.text.reasoning import Splitter, splitter_of
 from pearl.text.stream import CONTEXT, REPLACEMENT
 
 _MIN_REPLY_TOKENS = 16  # a message that leaves fewer tokens of the context is refused
@@ -103,7 +104,8 @@ class Chat:
             sampling = sampling.model_copy(update={"max_tokens": room})  # the context is the tighter limit
         watch = Stopwatch(submitted=time.monotonic())
         stream = self.engine.stream(prompt, sampling, decoding=self.decoding, preview=self.show_draft)
-        self._show(stream, watch)
+        splitter = None if self.conversation.is_raw else splitter_of(self.engine.tokenizer, prompt)
+        self._show(stream, splitter, watch)
         result = stream.result
         if result.finish_reason == "cancelled":
             result.statistics = _statistics_until_stopped(result, watch)
@@ -113,12 +115,14 @@ class Chat:
             self.done.setdefault(self.decoding.method, []).append(answer)
         return answer
 
-    def _show(self, stream: Stream, watch: Stopwatch) -> None:
-        """Show the reply, and note in `watch` when its tokens arrive."""
+    def _show(self, stream: Stream, splitter: Splitter | None, watch: Stopwatch) -> None:
+        """Show the reply, with its reasoning dimmed, and note in `watch` when its tokens arrive."""
         keys = KeyWatcher(stream.close) if self.keys else nullcontext()
         with stream, keys:
             begun = self._await_first(stream)
-            reply = self._display()
+            reply = self._display(splitter)
+            if splitter is not None and splitter.is_open and not isinstance(reply, MarkdownReply):
+                reply.add([f"{splitter.tags.start}\n"], [Provenance.DIRECT])  # its counterpart will come as text
             try:
                 for piece in chain(begun, stream):
                     self._add(reply, piece, stream.result, watch)
@@ -136,13 +140,13 @@ class Chat:
         with self.console.status(_Waiting(self.engine), spinner_style="dim"):
             return list(islice(stream, 1))
 
-    def _display(self) -> Reply:
+    def _display(self, splitter: Splitter | None) -> Reply:
         if self._is_screen and self.show_draft:
             if not self.has_legend:
                 self.console.print(legend())
             self.has_legend = True
             return TokenReply(self.console)
-        return MarkdownReply(self.console) if self._is_screen and self.markdown else Reply()
+        return MarkdownReply(self.console, splitter) if self._is_screen and self.markdown else Reply()
 
     def _add(self, reply: Reply, piece: Piece, result: Result, watch: Stopwatch) -> None:
         if piece.preview:

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from pearl.printable import printable
 from pearl.protocol.messages import Provenance
+from pearl.text.reasoning import Splitter
 
 STYLES = {
     Provenance.ACCEPTED: "green",
@@ -28,7 +29,7 @@ STYLES = {
     Provenance.GUESSED: "blue",
     Provenance.DIRECT: "",
 }
-PENDING = "dim italic"
+PENDING = THOUGHT = "dim italic"
 _MEANINGS = ("accepted", "corrected", "bonus", "guessed without a model", "the target's own")  # of `STYLES`
 _FRAME_SECONDS = 0.04  # between two frames, at least: faster changes cannot be seen
 _REST_PER_FRAME = 3.0  # times the drawing time of the last frame: a long block must not keep a core busy
@@ -143,24 +144,42 @@ class _ScreenReply(Reply):
 class MarkdownReply(_ScreenReply):
     """Rendered Markdown; finished blocks are printed, the last block is redrawn.
 
-    It shows no guesses: inside a table or a list they could not be told from the text.
+    It shows no guesses: inside a table or a list they could not be told from the text. The reasoning that a `splitter`
+    finds is dimmed, and as it was written.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, splitter: Splitter | None = None) -> None:
         self._rest = ""  # Markdown source not yet printed
+        self._thought = ""  # likewise, of the reasoning
+        self._splitter = splitter
         super().__init__(console)
 
     def add(self, texts: Sequence[str], provenance: Sequence[Provenance]) -> None:
-        with self._lock:
-            self._rest += printable("".join(texts))
+        self._split("".join(texts))
         self._changed.set()
 
+    def _split(self, text: str, is_last: bool = False) -> None:
+        with self._lock:
+            thought, answer = self._splitter.feed(text, is_last) if self._splitter else ("", text)
+            self._thought += printable(thought)
+            self._rest += printable(answer)
+
     def _compose(self) -> tuple[RenderableType | None, RenderableType]:
+        if self._thought and not self._rest:
+            lines, end, self._thought = self._thought.rpartition("\n")
+            return Text(lines, THOUGHT) if end else None, Text(self._thought, THOUGHT)
+        parts: list[RenderableType] = [Text(self._thought + "\n", THOUGHT)] if self._thought else []
         done, self._rest = _finished_blocks(self._rest)
-        return Group(_markdown(done), "") if done else None, _markdown(self._rest)
+        self._thought = ""
+        parts += [_markdown(done), ""] if done else []
+        return Group(*parts) if parts else None, _markdown(self._rest)
 
     def _last(self) -> RenderableType | None:
-        return _markdown(self._rest) if self._rest.strip() else None
+        self._split("", is_last=True)
+        has_answer = bool(self._rest.strip())
+        parts: list[RenderableType] = [_markdown(self._rest)] if has_answer else []
+        parts[:0] = [Text(self._thought + "\n" * has_answer, THOUGHT)] if self._thought else []
+        return Group(*parts) if parts else None
 
 
 class TokenReply(_ScreenReply):

@@ -2,7 +2,8 @@
 
 Tokens stay as they were generated: a new turn appends only what the chat template puts between two replies, so the KV
 cache of earlier turns remains valid. If a template rewrites earlier messages, or a turn was removed, the whole
-conversation is rendered again, and the engine reuses the longest common prefix.
+conversation is rendered again, and the engine reuses the longest common prefix. The template gets the reasoning of a
+thinking model apart from its answer; most templates leave that of earlier turns out.
 
 Pure: it knows a tokenizer, no engine.
 """
@@ -15,6 +16,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pearl.errors import RequestError
+from pearl.text.reasoning import split, tags_of
 from pearl.text.stream import Tokenizer
 
 _MARK = "\u2063pearl\u2063"  # takes the place of a reply, to find what the template puts around one
@@ -54,7 +56,7 @@ class Conversation:
     def __init__(self, tokenizer: Tokenizer, raw: bool = False, system: str = "") -> None:
         self.turns: list[Turn] = []
         self._tokenizer = tokenizer
-        self._raw = raw
+        self.is_raw = raw
         self._system = system
         self._tokens: list[int] = []  # of all turns, as sent and generated; empty: to be rendered again
         self._ends: list[int] = []  # for each turn, where in `_tokens` it ends; 0: unknown
@@ -78,7 +80,7 @@ class Conversation:
 
         Raises `RequestError` if the model has no chat template, or the template refuses these messages.
         """
-        if self._raw:
+        if self.is_raw:
             return self._raw_prompt(message)
         if self._tokens and (continued := self._continued(message)) is not None:
             return continued
@@ -119,7 +121,7 @@ class Conversation:
 
     def _without(self, count: int) -> Conversation:
         """A copy without the first `count` turns."""
-        rest = Conversation(self._tokenizer, self._raw, self._system)
+        rest = Conversation(self._tokenizer, self.is_raw, self._system)
         rest.turns = self.turns[count:]
         return rest
 
@@ -164,10 +166,18 @@ class Conversation:
         before = "".join(turn.user + turn.reply for turn in self.turns)
         return self._tokenizer.encode(before + message)
 
-    def _messages(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
+    def _messages(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
         system = [{"role": "system", "content": self._system}] if self._system else []
-        pairs = ((_user(turn.user), {"role": "assistant", "content": turn.reply}) for turn in turns)
+        pairs = ((_user(turn.user), self._replied(turn)) for turn in turns)
         return [*system, *(message for pair in pairs for message in pair)]
+
+    def _replied(self, turn: Turn) -> dict[str, Any]:
+        tags = tags_of(self._tokenizer.chat_template)
+        if tags is None:
+            return _assistant(turn.reply)
+        is_open = tags.are_open(self._tokenizer.chat_text([_user(turn.user)]) or "")
+        reasoning, answer = split(turn.reply, tags, is_open)
+        return _assistant(answer) | ({"reasoning_content": reasoning} if reasoning else {})
 
     def _continued(self, message: str) -> list[int] | None:
         """The tokens so far, and what the template puts after the last reply to prompt for the next.
@@ -178,7 +188,7 @@ class Conversation:
         asked = [*self._messages(earlier), _user(last.user)]
         before = self._tokenizer.chat_text(asked)
         marked = self._tokenizer.chat_text([*asked, _assistant(_MARK), _user(message)])
-        actual = self._tokenizer.chat_text([*asked, _assistant(last.reply), _user(message)])
+        actual = self._tokenizer.chat_text([*asked, self._replied(last), _user(message)])
         if before is None or marked is None or actual is None:
             return None
         head, mark, tail = marked.partition(_MARK)

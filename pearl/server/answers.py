@@ -13,6 +13,7 @@ from typing import Any
 from pearl.engine import Piece, Result
 from pearl.protocol.messages import Logprobs
 from pearl.server.bodies import StreamOptions
+from pearl.text.reasoning import Splitter
 
 DONE = b"data: [DONE]\n\n"
 _AT_ONCE = 64  # tokens whose log probabilities are written at once; this holds the GIL for 5 ms
@@ -30,6 +31,9 @@ def _written(data: Any) -> str:
 class Answer:
     """The answer to one request: its objects share an id, a time and a model.
 
+    Attributes:
+        splits: makes the splitter of a text; None where its model does not think.
+
     Args:
         spell: a token's bytes in UTF-8; for log probabilities.
     """
@@ -44,6 +48,8 @@ class Answer:
         self._decoders: defaultdict[int, IncrementalDecoder] = defaultdict(
             lambda: getincrementaldecoder("utf-8")("replace")
         )  # of each text: a character may be several tokens
+        self.splits: Callable[[], Splitter | None] = lambda: None
+        self._splitters: defaultdict[int, Splitter | None] = defaultdict(lambda: self.splits())
         self._head = {
             "id": ("chatcmpl-" if self._chat else "cmpl-") + secrets.token_hex(12),
             "created": int(time.time()),
@@ -54,7 +60,7 @@ class Answer:
         """All texts, prompt by prompt. Takes seconds for very many log probabilities: not for the event loop."""
         choices = []
         for index, result in enumerate(results):
-            choice = {"index": index, **self._text(result.text), "finish_reason": finish_reason(result)}
+            choice = {"index": index, **self._text(index, result.text), "finish_reason": finish_reason(result)}
             choices.append(f'{_written(choice)[:-1]},"logprobs":{self._all_logprobs(index, result)}}}')
         head = {**self._head, "object": self._object(""), "usage": usage}
         return f'{_written(head)[:-1]},"choices":[{",".join(choices)}]}}'.encode()
@@ -69,8 +75,18 @@ class Answer:
         joined = [f'"{name}":{_joined(written)}' for name, written in parts.items()]
         return f"{{{','.join(joined)}}}" if joined else "null"
 
-    def _text(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}} if self._chat else {"text": text}
+    def _text(self, index: int, text: str) -> dict[str, Any]:
+        if not self._chat:
+            return {"text": text}
+        return {"message": {"role": "assistant", "content": "", "refusal": None} | self._fields(index, text, True)}
+
+    def _fields(self, index: int, text: str, is_last: bool = False) -> dict[str, str]:
+        """The fields of a message that have the next piece of a text; none where it is held."""
+        if (splitter := self._splitters[index]) is None:
+            return {"content": text} if text else {}
+        reasoning, content = splitter.feed(text, is_last)
+        fields = {"reasoning_content": reasoning, "content": content}
+        return {name: text for name, text in fields.items() if text}
 
     def first(self, index: int) -> Iterator[bytes]:
         """The chunk before the first piece of a text."""
@@ -79,8 +95,9 @@ class Answer:
 
     def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
         """The chunk of a piece, if it has text or the client requested details of its tokens."""
-        if piece.text or ((self._provenance or piece.logprobs) and piece.tokens):
-            delta: dict[str, Any] = {"delta": {"content": piece.text}} if self._chat else {"text": piece.text}
+        fields = self._fields(index, piece.text) if self._chat else {"text": piece.text}
+        if any(fields.values()) or ((self._provenance or piece.logprobs) and piece.tokens):
+            delta: dict[str, Any] = {"delta": fields or {"content": ""}} if self._chat else fields
             if self._provenance:
                 origins = zip(piece.texts, piece.provenance, strict=True)
                 delta["provenance"] = [{"text": text, "source": source.value} for text, source in origins]
@@ -88,7 +105,8 @@ class Answer:
 
     def last(self, index: int, result: Result) -> bytes:
         """The chunk that ends a text."""
-        return self._chunk(index, {"delta": {}} if self._chat else {"text": ""}, finish_reason(result))
+        rest = {"delta": self._fields(index, "", True)} if self._chat else {"text": ""}
+        return self._chunk(index, rest, finish_reason(result))
 
     def usage(self, usage: dict[str, Any]) -> Iterator[bytes]:
         """The last chunk, if the client requested it."""

@@ -34,6 +34,7 @@ from pearl.server.limits import Bodies, Refusals, client_of
 from pearl.server.requests import TextRequest, check_fits, read_request
 from pearl.server.service import Service
 from pearl.server.timeline import MOST_VIEWERS, Event, Timeline
+from pearl.text.reasoning import splitter_of
 from pearl.text.stream import token_bytes
 from pearl.version import __version__
 
@@ -196,6 +197,8 @@ class _Reply(_WhileConnected):
     async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._service.admitted(self._client):
             prompts = [await self._encoded(prompt) for prompt in self._asked.prompts]
+            if self._asked.may_reason:
+                self._answer.splits = partial(splitter_of, self._service.engine.tokenizer, prompts[0])
             if self._asked.body.stream:
                 await self._send_stream(prompts, send)
                 return

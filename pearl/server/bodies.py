@@ -176,7 +176,10 @@ class ChatMessage(Body):
         | None
     ) = Field(default=None, validate_default=True, description="Only an assistant that calls tools may leave it out.")
 
+    reasoning_content: Text | None = Field(default=None, description="Of role assistant; for the chat template.")
+
     _of_assistant = _only_with("tool_calls", "role", "assistant")
+    _of_thinking = _only_with("reasoning_content", "role", "assistant")
     _of_tool = _only_with("tool_call_id", "role", "tool")
 
     @field_validator("content")
@@ -194,6 +197,8 @@ class ChatMessage(Body):
         }
         if self.tool_calls:
             made["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.reasoning_content is not None:
+            made["reasoning_content"] = self.reasoning_content
         return made if self.tool_call_id is None else made | {"tool_call_id": self.tool_call_id}
 
 

@@ -36,6 +36,11 @@ class TextRequest:
         return isinstance(self.body, ChatCompletionRequest)
 
     @property
+    def may_reason(self) -> bool:
+        """Whether a thinking model can write tags around its reasoning: no grammar has them."""
+        return self.is_chat and self.params.json_schema is None and self.params.regex is None
+
+    @property
     def prompt_field(self) -> str:
         return "messages" if self.is_chat else "prompt"
 

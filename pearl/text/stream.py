@@ -48,9 +48,13 @@ Tools = Sequence[dict[str, Any]] | None  # functions that the model may call, in
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back. `vocab_size`: ids 0..vocab_size-1 may mean something to it."""
+    """Text to tokens and back.
+
+    `vocab_size`: ids 0..vocab_size-1 may mean something to it. `chat_template`: its source; empty where there is none.
+    """
 
     vocab_size: int
+    chat_template: str
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """The tokens of `text`; `special`: with what the tokenizer itself adds to a prompt (BOS)."""

@@ -92,6 +92,7 @@ class FileTokenizer:
         tokenizer.add_special_tokens([t for t in self._special.values() if t not in known or not known[t].special])
         self.eos: int | None = tokenizer.token_to_id(self._special.get("eos_token", ""))
         self._templates = _templates(directory, settings)
+        self.chat_template = self._templates.get("default", "")
         pieces = {id: piece for piece, id in tokenizer.get_vocab(with_added_tokens=True).items()}
         self.vocab_size = max(pieces) + 1  # added tokens may lie beyond a gap
         self._pieces = [pieces.get(id) for id in range(self.vocab_size)]
@@ -136,6 +137,8 @@ def _templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
     found |= {file.stem: file.read_text("utf-8") for file in directory.glob("additional_chat_templates/*.jinja")}
     if (file := directory / "chat_template.jinja").is_file():
         found["default"] = file.read_text("utf-8")
+    elif isinstance(of_processor := _json(directory / "chat_template.json").get("chat_template"), str):
+        found.setdefault("default", of_processor)  # of a model that reads pictures too
     return found
 
 
@@ -146,6 +149,8 @@ class HFTokenizer:
         self._tokenizer = tokenizer
         last_added = max(tokenizer.get_added_vocab().values(), default=-1)
         self.vocab_size = max(len(tokenizer), last_added + 1)  # added tokens may lie beyond a gap
+        template: Any = tokenizer.chat_template  # a text, or several by name
+        self.chat_template: str = (template.get("default") if isinstance(template, dict) else template) or ""
         pieces = tokenizer.convert_ids_to_tokens(list(range(self.vocab_size)))
         self._pieces: list[str | None] = list(pieces)
 

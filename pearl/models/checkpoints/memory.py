@@ -101,8 +101,8 @@ def needed(
     weights = size if "quantization_config" in config else size * item // _ITEMS.get(own, item)
     is_ours = bool(OWN_FORWARD.keys() & (config.get("architectures") or ()))
     if isinstance(text := config.get("text_config"), dict):
-        config, kind = text, text.get("model_type")
-        is_ours = TWINS.get(str(kind), kind) in (family.model_type for family in OWN_FORWARD.values())
+        config, kind = text, str(text.get("model_type"))
+        is_ours = TWINS.get(kind, kind) in (family.model_type for family in OWN_FORWARD.values())
     item = 4 if is_wide and is_ours else item
     context = context or min(most, config.get("max_position_embeddings") or most)
     need = of_shape(config, weights, item, context, ranks, slots)

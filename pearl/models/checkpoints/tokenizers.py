@@ -37,6 +37,8 @@ class ToyTokenizer:
     decode(encode(s)) == s holds for texts of its own characters.
     """
 
+    chat_template = ""
+
     def __init__(self, vocab_size: int) -> None:
         if not 0 < vocab_size <= TOY_LIMIT:
             raise ModelError(f"A toy vocabulary has 1 to {TOY_LIMIT} tokens, not {vocab_size}.")

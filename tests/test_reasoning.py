@@ -1,0 +1,229 @@
+"""The reasoning of thinking models apart from their answers: as text, in a conversation and in the server's answers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from io import StringIO
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from pearl.cli.reply import MarkdownReply
+from pearl.config import SamplingParams
+from pearl.engine import Piece, Result
+from pearl.engine.conversation import Conversation
+from pearl.protocol.messages import Provenance
+from pearl.server.answers import Answer
+from pearl.server.errors import ApiError
+from pearl.server.requests import read_request
+from pearl.text import reasoning
+from pearl.text.chat_template import render
+from pearl.text.reasoning import Splitter, Tags, split, splitter_of, tags_of
+from tests.served import MODEL, Served, body, message, serving
+from tests.test_conversation import END, Characters
+
+THINK = Tags("<think>", "</think>")
+HARMONY = Tags("analysis", "assistantfinal")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "expected"),
+    [
+        ("<think>\nOne.\n\nTwo.\n</think>\n\nThree.", False, ("One.\n\nTwo.", "Three.")),
+        ("\n<think>One.</think>Two.", False, ("One.", "Two.")),
+        ("One.\n</think>\n\nTwo. </think>", True, ("One.", "Two. </think>")),  # the prompt has the opening tag
+        ("<think>One.</think> Two.", True, ("One.", "Two.")),  # both have it
+        ("<think>\n\n</think>\n\nTwo.", False, ("", "Two.")),
+        ("<think>One. </thi", False, ("One. </thi", "")),  # cut
+        ("One. ", True, ("One. ", "")),
+        (" Two. <think>no</think>", False, ("", " Two. <think>no</think>")),
+        ("<thin", False, ("", "<thin")),
+        ("", True, ("", "")),
+    ],
+)
+def test_reasoning_and_answer(text: str, is_open: bool, expected: tuple[str, str]) -> None:
+    assert split(text, THINK, is_open) == expected
+
+
+def test_channels_whose_special_tokens_have_no_text() -> None:
+    assert split("analysisThey greet.assistantfinalHello!", HARMONY) == ("They greet.", "Hello!")
+
+
+PARTS = st.sampled_from(["<think>", "</think>", "<", "</thi", "nk>", " ", "\n", "a", "think"])
+
+
+@given(st.lists(PARTS, max_size=12).map("".join), st.booleans(), st.data())
+def test_pieces_of_any_size_add_up_to_the_whole(text: str, is_open: bool, data: st.DataObject) -> None:
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6).map(sorted))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    splitter = Splitter(THINK, is_open)
+    given = [splitter.feed(piece) for piece in pieces] + [splitter.feed("", is_last=True)]
+    assert tuple("".join(side) for side in zip(*given, strict=True)) == split(text, THINK, is_open)
+
+
+def test_nothing_that_is_decided_is_held() -> None:
+    splitter = Splitter(THINK)
+    given = [splitter.feed(piece) for piece in ("<thi", "nk>\n", "a b", " c </", "em>", "</think>", "\n", "d ", "e")]
+    assert given == [*[("", "")] * 2, ("a b", ""), (" c", ""), (" </em>", ""), *[("", "")] * 2, ("", "d "), ("", "e")]
+
+
+def test_templates_say_which_models_think() -> None:
+    assert tags_of("{{ content.split('</think>')[-1] }}") == THINK
+    assert tags_of("{{ '<|channel|>analysis<|message|>' + thinking }}") == HARMONY
+    assert tags_of("{{ content }}") is None
+
+
+# ---- conversations ----
+
+# As Qwen3's: the reasoning of earlier turns is left out; as DeepSeek-R1's and QwQ's, the prompt may open the next.
+QWEN3 = (
+    "{% for m in messages %}{{ '<s>' + m.role + '\\n' }}"
+    "{% if m.reasoning_content and loop.last %}"
+    "{{ '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}"
+    "{{ m.content.split('</think>')[-1].lstrip('\\n') + '<e>\\n' }}{% endfor %}{{ '<s>assistant\\n' }}"
+)
+KEEPING = QWEN3.replace(" and loop.last", "")  # a template that keeps what was thought
+
+
+def opens(text: str) -> str:
+    return f"{{{{ {text!r} }}}}"
+
+
+THOUGHT, ANSWER = "What do they want?", "Hello!"
+REPLY = f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"
+
+
+class Thinking(Characters):
+    def __init__(self, template: str) -> None:
+        super().__init__(lambda messages: render(template, None, {}, messages))
+        self.chat_template = template
+
+
+def prompt_after(template: str, reply: str) -> str:
+    tokenizer = Thinking(template)
+    conversation = Conversation(tokenizer)
+    conversation.add("Hi", conversation.prompt("Hi"), reply, [*tokenizer.encode(reply, special=False), END], "eos")
+    return tokenizer.decode(conversation.prompt("Bye"))
+
+
+@pytest.mark.parametrize("opening", ["", "<think>\n"])
+def test_the_reasoning_of_earlier_turns_is_not_sent_back(opening: str) -> None:
+    prompt = prompt_after(QWEN3 + opens(opening), REPLY.removeprefix(opening))
+    assert prompt == f"<s>user\nHi<e>\n<s>assistant\n{ANSWER}<e>\n<s>user\nBye<e>\n<s>assistant\n{opening}"
+
+
+@pytest.mark.parametrize("cut", [f"<think>\n{THOUGHT}", THOUGHT])
+def test_a_reply_that_was_cut_while_it_thought_has_no_answer(cut: str) -> None:
+    opening = "" if cut.startswith("<think>") else "<think>\n"
+    assert THOUGHT not in prompt_after(QWEN3 + opens(opening), cut)
+
+
+def test_a_template_that_keeps_the_reasoning_leaves_the_tokens_as_generated() -> None:
+    tokenizer = Thinking(KEEPING)
+    conversation = Conversation(tokenizer)
+    before = conversation.prompt("Hi")
+    conversation.add("Hi", before, REPLY, tokens := [*tokenizer.encode(REPLY, special=False), END], "eos")
+    assert conversation.prompt("Bye")[: len(before) + len(tokens)] == [*before, *tokens]
+
+
+def test_the_prompt_says_whether_reasoning_is_open() -> None:
+    for opening, is_open in (("", False), ("<think>\n", True), ("<think>\n\n</think>\n\n", False)):
+        tokenizer = Thinking(QWEN3 + opens(opening))
+        splitter = splitter_of(tokenizer, tokenizer.apply_chat([message("Hi")]) or [])
+        assert splitter is not None
+        assert splitter.is_open == is_open
+    assert splitter_of(Thinking("{{ messages[0].content }}"), [ord("x")]) is None
+
+
+# ---- displays ----
+
+
+def test_reasoning_is_dimmed_and_the_answer_is_not() -> None:
+    file = StringIO()
+    reply = MarkdownReply(Console(file=file, force_terminal=True, width=80, height=20), Splitter(THINK))
+    for piece in re.findall("(?s)..?", "<think>\n*One*\nTwo\n</think>\n\nThree *four*"):
+        reply.add((piece,), (Provenance.DIRECT,))
+    reply.finish()
+    shown = file.getvalue()
+    assert "\x1b[2;3m*One*" in shown  # dim italic, and not taken for Markdown
+    assert "\x1b[2;3mTwo" in shown
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+    assert re.search(r"Two\s*\n\s*\n\s*Three four\s*$", plain)
+    assert "think>" not in plain
+
+
+# ---- the server ----
+
+
+def answer(is_chat: bool = True, thinks: bool = True) -> Answer:
+    made = Answer(is_chat, "m", spell=lambda _: b"")
+    made.splits = lambda: Splitter(THINK) if thinks else None
+    return made
+
+
+def chosen(event: bytes) -> dict[str, Any]:
+    choice: dict[str, Any] = json.loads(event.removeprefix(b"data: "))["choices"][0]
+    return choice
+
+
+def test_a_message_has_its_reasoning_apart() -> None:
+    whole = json.loads(answer().whole([Result(REPLY, [], finish_reason="eos"), Result("Hi", [])], {}))
+    messages = [choice["message"] for choice in whole["choices"]]
+    assert messages[0] == {**message(ANSWER, "assistant"), "refusal": None, "reasoning_content": THOUGHT}
+    assert messages[1] == {**message("Hi", "assistant"), "refusal": None}
+    (choice,) = json.loads(answer(thinks=False).whole([Result(REPLY, [])], {}))["choices"]
+    assert choice["message"]["content"] == REPLY
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_deltas_have_either_and_add_up(size: int) -> None:
+    text = REPLY + " <thi"
+    streamed = answer()
+    chunks = [
+        chosen(chunk)
+        for at in range(0, len(text), size)
+        for chunk in streamed.piece(0, Piece(text[at : at + size], [1]))
+    ]
+    chunks.append(chosen(streamed.last(0, Result(text, [], finish_reason="eos"))))
+    assert all(chunk["delta"] for chunk in chunks[:-1])
+    for name, wanted in (("reasoning_content", THOUGHT), ("content", ANSWER + " <thi")):
+        assert "".join(chunk["delta"].get(name, "") for chunk in chunks) == wanted
+    assert chunks[-1]["finish_reason"] == "stop"
+
+
+def test_history_may_have_reasoning_of_the_assistant_only() -> None:
+    asked = body("chat/completions")
+    thought = message("Hello!", "assistant") | {"reasoning_content": THOUGHT}
+    messages = [message("Hi"), thought, message("Bye")]
+    assert read_request(asked | {"messages": messages}, True, MODEL, SamplingParams()).prompts == (messages,)
+    with pytest.raises(ApiError, match="reasoning_content: is for role"):
+        read_request(asked | {"messages": [message("Hi") | {"reasoning_content": "x"}]}, True, MODEL, SamplingParams())
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving() as served:
+        yield served
+
+
+def test_through_a_server(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a toy, whose tags are characters that it writes."""
+    path, tokenizer = "chat/completions", served.service.engine.tokenizer
+    (choice,) = served.post(path, max_tokens=60, ignore_eos=True).json()["choices"]
+    text = choice["message"]["content"]
+    tags = Tags(text[:2], text[10:12])
+    monkeypatch.setattr(tokenizer, "chat_template", "it thinks")
+    monkeypatch.setattr(reasoning, "_TAGS", {"it thinks": tags})
+    (choice,) = served.post(path, max_tokens=60, ignore_eos=True).json()["choices"]
+    found = choice["message"]["reasoning_content"], choice["message"]["content"]
+    assert found == split(text, tags)
+    assert all(found)
+    chunks = [chunk["choices"][0]["delta"] for chunk in served.events(path, max_tokens=60, ignore_eos=True)]
+    assert found == tuple("".join(one.get(name, "") for one in chunks) for name in ("reasoning_content", "content"))
+    (choice,) = served.post(path, max_tokens=60, structured_outputs={"regex": "[0-9]{20}"}).json()["choices"]
+    assert "reasoning_content" not in choice["message"], "a grammar has no tags"
