@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import shutil
 import signal
 import threading
@@ -24,7 +23,7 @@ import transformers
 
 from pearl.config import DecodingConfig, SamplingParams
 from pearl.engine import Engine, Result
-from pearl.errors import ConfigError, EngineClosed, ModelError, RequestError
+from pearl.errors import ConfigError, EngineClosed, RequestError
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer
@@ -34,7 +33,6 @@ from pearl.spec import methods
 from pearl.spec.methods import DRAFTLESS
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text
 from tests.loops import simulated
-from tests.pairwise import combined
 from tests.replace import replace
 from tests.tiny import VOCAB_SIZE, tiny_model
 
@@ -90,22 +88,6 @@ def test_the_embedded_pair_writes_what_it_wrote_in_an_older_release() -> None:
         assert outcome.tokens == tokens
         for runner in runners:
             runner.rollback(0)
-
-
-@combined
-def test_greedy_text_is_the_targets_own(toy: Engine, combined: Callable[..., list[Any]]) -> None:
-    """Invariant 3; a window of 1 is where others crash."""
-    for method, window, gamma in combined(METHODS, ["stream", "fixed"], [None, 1, 3]):
-        usual = DecodingConfig(method=method, window=window, gamma=gamma)
-        published = usual.model_copy(update=methods.AS_PUBLISHED)
-        for decoding in (published, usual) if method == "pearl" else (usual,):
-            result = one(toy, decoding=decoding)
-            assert result.tokens == greedy_text(PROMPT, 60), decoding
-            assert (result.text, result.finish_reason) == (toy.tokenizer.decode(result.tokens), "length")
-            runs_ahead = method == "pearl" and decoding is usual
-            is_direct = result.provenance == [Provenance.DIRECT] * 60
-            assert method == "ngram" or runs_ahead or (method == "ar") == is_direct, decoding
-            consistent(result, toy, runs_ahead)
 
 
 @pytest.mark.parametrize("rule", ["ratio", "coupled"])
@@ -197,7 +179,8 @@ def test_where_a_text_ends(toy: Engine, method: str) -> None:
         return result
 
     for max_tokens in (1, 2, 7):
-        assert text(GREEDY.model_copy(update={"max_tokens": max_tokens})).tokens == greedy_text(PROMPT, max_tokens)
+        result = text(GREEDY.model_copy(update={"max_tokens": max_tokens}))
+        assert (result.tokens, result.finish_reason) == (greedy_text(PROMPT, max_tokens), "length")
     prompt, tokens = _prompt_that_meets(3)
     result = text(SamplingParams(temperature=0, max_tokens=60), prompt)
     assert (result.tokens, result.finish_reason) == (tokens[: tokens.index(3) + 1], "eos")
@@ -341,20 +324,6 @@ def test_draft_may_have_padding_ids_and_a_smaller_context(
     assert max(sampled.tokens) < VOCAB_SIZE
     assert set(usual.provenance[beyond:]) <= {Provenance.DIRECT, Provenance.GUESSED}
     assert not result.statistics.draft_lost
-
-
-def test_draft_of_another_vocabulary_is_refused_naming_the_token(tmp_path: Path) -> None:
-    draft = tmp_path / "draft"
-    shutil.copytree(tiny_model(noise=0.3), draft)
-    path = draft / "tokenizer.json"
-    swapped = json.loads(path.read_text())
-    vocab = swapped["model"]["vocab"]
-    by_id = {id: piece for piece, id in vocab.items()}
-    vocab[by_id[50]], vocab[by_id[51]] = 51, 50
-    path.write_text(json.dumps(swapped))
-    with pytest.raises(ModelError, match="token 50 is ") as caught:
-        Engine(str(tiny_model(chat=True)), str(draft))
-    assert re.search(r"different vocabularies", str(caught.value))
 
 
 # ---- mistakes of a program ----
