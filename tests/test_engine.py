@@ -237,8 +237,9 @@ def test_engine_without_a_draft_serves_what_needs_none_and_closes_for_good() -> 
     engine = Engine(TOY, "none", target_pace=0.05)  # nobody is away so long that LONG has come whole meanwhile
     with engine:
         assert engine.welcome.draft_context == 0
-        assert one(engine, method="ar").tokens == greedy_text(PROMPT, 60)
-        assert one(engine).tokens == greedy_text(PROMPT, 60), "what is not told otherwise needs no draft"
+        short = GREEDY.model_copy(update={"max_tokens": 10})
+        assert one(engine, short, method="ar").tokens == greedy_text(PROMPT, 10)
+        assert one(engine, short).tokens == greedy_text(PROMPT, 10), "what is not told otherwise needs no draft"
         with pytest.raises(ConfigError, match="needs a draft model"):
             one(engine, method="pearl")
         stream = engine.stream(PROMPT, LONG, method="ar")
