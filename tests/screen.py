@@ -10,7 +10,6 @@ import select
 import signal
 import struct
 import subprocess
-import sys
 import termios
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,15 +37,6 @@ def home(tmp_path: Path) -> Iterator[dict[str, str]]:
     yield environment
     eventually(lambda: not list((tmp_path / "tmp").glob("pearl-*")), "no directory is left")
     eventually(lambda: not started_in(environment["TMPDIR"]), "no process is left")
-
-
-def piped(
-    environment: dict[str, str], *arguments: str, stdin: str = "", command: str = "chat"
-) -> subprocess.CompletedProcess[str]:
-    whole = [sys.executable, "-m", "pearl", command, *arguments]
-    return subprocess.run(
-        whole, input=stdin, capture_output=True, text=True, timeout=BOUND, env=environment, check=False
-    )
 
 
 class _Screen(pyte.HistoryScreen):

@@ -20,11 +20,9 @@ from pearl.engine.attach import attach
 from pearl.engine.card import find_card, leftovers, read_card, running_engines, stop, table
 from pearl.errors import ConfigError, TargetLost
 from pearl.models.checkpoints.tokenizers import ToyTokenizer
-from tests.conftest import TOY, greedy_text
-from tests.screen import BOUND, home, piped
+from tests.conftest import BOUND, TOY, greedy_text
 
-__all__ = ["home"]  # a fixture
-
+Run = Callable[..., subprocess.CompletedProcess[str]]
 ONE = ["--raw", "--ignore-eos", "--temperature", "0", "--max-tokens", "8", "-q", "123"]
 REPLY = ToyTokenizer(32).decode(greedy_text([1, 2, 3], 8)) + "\n"
 
@@ -69,52 +67,47 @@ def test_an_attached_front_is_told_when_the_engine_goes() -> None:
         find_card(str(engine.directory))
 
 
-def serving(environment: dict[str, str]) -> tuple[subprocess.Popen[str], str]:
-    """An engine, and its directory."""
+def serving() -> tuple[subprocess.Popen[str], str]:
+    """An engine in this user's runtime directory, and its own directory."""
     command = [sys.executable, "-m", "pearl", "serve", "--target", TOY, "--draft", TOY]
-    server = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
     lines = iter(server.stderr.readline, "")
     return server, next(line.split()[2].rstrip(";") for line in lines if line.startswith("serving in"))
 
 
-def test_engines_are_served_listed_and_stopped(home: dict[str, str]) -> None:
+def test_engines_are_served_listed_and_stopped(runtime: Path, pearl_here: Run) -> None:
     """By directory, by all at once and by Ctrl-C; who connects is told between which it may choose."""
-
-    def listed() -> list[dict[str, Any]]:
-        run = piped(home, "--json", command="ps")
-        assert run.returncode == 0, run.stderr
-        found: list[dict[str, Any]] = json.loads(run.stdout)
-        return found
-
-    servers = [serving(home) for _ in range(2)]
-    processes, directories = [server for server, _ in servers], [directory for _, directory in servers]
-    assert {(each["pid"], each["directory"]) for each in listed()} == {(s.pid, directory) for s, directory in servers}
-    for each in listed():
+    servers = [serving() for _ in range(2)]
+    (one, other), (first, _) = [server for server, _ in servers], [directory for _, directory in servers]
+    listed: list[dict[str, Any]] = json.loads(pearl_here("ps", "--json").stdout)
+    assert {(each["pid"], each["directory"]) for each in listed} == {(s.pid, directory) for s, directory in servers}
+    for each in listed:
         assert (each["target"], each["draft"], each["program"]) == (TOY, TOY, "pearl serve")
         assert each["target_device"].startswith(("cpu:", "cuda:")), "what auto has come to"
         assert 0 <= each["age_seconds"] < BOUND
-    table = piped(home, command="ps")
-    choice = piped(home, "-q", "1", "--connect")
+    choice = pearl_here("chat", "-q", "1", "--connect")
     assert choice.returncode == 2
-    for said in (table.stdout, choice.stderr):
-        assert {row.split()[0] for row in said.splitlines() if "pearl serve" in row} == {str(s.pid) for s in processes}
-        assert all(directory in said for directory in directories)
-    run = piped(home, *ONE, "--connect", str(processes[0].pid))
+    for said in (pearl_here("ps").stdout, choice.stderr):
+        rows = [row.split() for row in said.splitlines() if "pearl serve" in row]
+        assert {row[0] for row in rows} == {str(one.pid), str(other.pid)}
+        assert all(directory in said for _, directory in servers)
+    run = pearl_here("chat", *ONE, "--connect", str(one.pid))
     assert (run.returncode, run.stdout) == (0, REPLY), run.stderr
-    run = piped(home, directories[0], command="stop")
+    run = pearl_here("stop", first)
     assert run.returncode == 0, run.stderr
-    assert f"stopped PID {processes[0].pid}: pearl serve with {TOY}" in run.stderr
-    assert processes[0].wait(0.1) == 128 + signal.SIGTERM, "it has ended when the command returns"
-    run = piped(home, *ONE, "--connect")  # the only one
+    assert f"stopped PID {one.pid}: pearl serve with {TOY}" in run.stderr
+    assert one.wait(0.1) == 128 + signal.SIGTERM, "it has ended when the command returns"
+    run = pearl_here("chat", *ONE, "--connect")  # the only one
     assert (run.returncode, run.stdout) == (0, REPLY), run.stderr
-    processes[1].send_signal(signal.SIGINT)
-    assert processes[1].wait(BOUND) == 0
-    third, _ = serving(home)
-    assert piped(home, "--all", command="stop").returncode == 0
+    other.send_signal(signal.SIGINT)
+    assert other.wait(BOUND) == 0
+    third, _ = serving()
+    assert pearl_here("stop", "--all").returncode == 0
     assert third.wait(0.1) == 128 + signal.SIGTERM
-    assert piped(home, command="ps").stderr == "no engine is running\n"
-    for server in (*processes, third):
+    assert pearl_here("ps").stderr == "no engine is running\n"
+    assert not list(runtime.glob("pearl-*")), "no directory is left"
+    for server in (one, other, third):
         assert server.stderr is not None
         server.stderr.close()
 
@@ -142,9 +135,7 @@ def test_a_damaged_card_hides_no_other(toy: Engine, runtime: Path) -> None:
     assert f"{runtime}/pearl-12345678" in table(running_engines())
 
 
-def test_an_engine_of_another_program_is_not_stopped_with_all(
-    toy: Engine, runtime: Path, pearl_here: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
+def test_an_engine_of_another_program_is_not_stopped_with_all(toy: Engine, runtime: Path, pearl_here: Run) -> None:
     """This one's: the program would end."""
     put_card(runtime, "12345678", (toy.directory / "engine.json").read_text())
     run = pearl_here("stop", "--all")

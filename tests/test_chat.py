@@ -24,7 +24,7 @@ from pearl.engine.attach import attach
 from pearl.trace.reading import read
 from pearl.trace.report import report
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text, started_in
-from tests.screen import CTRL_C, CTRL_D, Person, home, piped
+from tests.screen import BOUND, CTRL_C, CTRL_D, Person, home
 
 __all__ = ["home"]  # a fixture
 
@@ -358,7 +358,10 @@ def test_several_lines_long_pastes_history_and_a_full_context(home: dict[str, st
 
 
 def test_each_line_of_a_pipe_is_a_message(home: dict[str, str], attached: list[str]) -> None:
-    run = piped(home, *attached, "--temperature", "0", "--max-tokens", "8", stdin="123\n\n/4\n")
+    command = [sys.executable, "-m", "pearl", "chat", *attached, "--temperature", "0", "--max-tokens", "8"]
+    run = subprocess.run(
+        command, input="123\n\n/4\n", capture_output=True, text=True, timeout=BOUND, env=home, check=False
+    )
     assert run.returncode == 0, run.stderr
     first = wanted("123", 8)
     slash = CHARACTERS[ord("/") % 32]
