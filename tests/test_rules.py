@@ -143,7 +143,7 @@ KEEPING = [rule for rule in DRAFTED if rule != "ratio" and (find(rule).is_exact 
     [*(("ratio", *way) for way in WAYS), *((rule, *way) for rule, way in zip(KEEPING, cycle(WAYS), strict=False))],
 )
 def test_texts_keep_the_targets_distribution_while_drafts_come_and_go(rule: str, method: str, window: str) -> None:
-    texts, lost = zip(*(text_that_loses_drafts(rule, seed, 300, method, window) for seed in range(3)), strict=True)
+    texts, lost = zip(*(text_that_loses_drafts(rule, seed, 100, method, window) for seed in range(9)), strict=True)
     assert sum(lost) > 10
     assert p_value(list(texts)) > NEVER
 
@@ -154,7 +154,7 @@ def test_that_would_notice_a_correction_from_the_target(
 ) -> None:
     """Planted, in place of one from the residual: texts that the draft has too small a part in hide it."""
     monkeypatch.setattr(ratio, "residual", lambda target, draft: target)
-    texts = [text_that_loses_drafts("ratio", seed, 300, method, window)[0] for seed in range(3)]
+    texts = [text_that_loses_drafts("ratio", seed, 100, method, window)[0] for seed in range(9)]
     assert p_value(texts) < NEVER
 
 
