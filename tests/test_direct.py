@@ -97,8 +97,7 @@ def test_shards(checkpoint: Callable[..., Path]) -> None:
     ("kind", "changed"),
     [
         ("llama-dynamic", {}),
-        ("mistral-sliding", {}),
-        ("mistral", {"sliding_window": ...}),  # not named: transformers has a default
+        ("smollm3-short", {}),  # transformers knows which of its layers have no rope
         ("gpt2", {}),
         ("llama", {"architectures": ["OtherForCausalLM"]}),
         ("llama", {"architectures": None}),
@@ -119,7 +118,8 @@ def test_shards(checkpoint: Callable[..., Path]) -> None:
         ("llama-long", {"original_max_position_embeddings": 64}),  # goes before that of the rope
         ("llama", {"rope_parameters": {"rope_type": "default"}}),
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
-        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}),
+        ("qwen2", {"layer_types": ["full_attention", "chunked_attention"]}),
+        ("qwen2", {"use_sliding_window": True, "layer_types": ...}),  # in which layers?
     ],
 )
 def test_what_is_not_as_expected_is_left_to_transformers(

@@ -19,7 +19,7 @@ from pearl.lab.bench.exactness import check_pair, check_texts, compare_cuts
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.forward.graphs import FED
 from pearl.models.forward.llama import LlamaRunner
-from pearl.models.forward.matrices import Rounding, matrix, normalise, swiglu
+from pearl.models.forward.matrices import Rounding, gated, matrix, normalise
 from pearl.models.forward.probe import irregular, least_rows, probe_rows
 from pearl.models.hf import HFRunner
 from pearl.models.runner import Feed, ModelRunner, feed_chain
@@ -188,8 +188,8 @@ def test_elementwise_parts_do_not_depend_on_threads_or_company(threads: int) -> 
     """Of so many elements that torch splits them, at widths that are no multiple of a vector."""
     for inner in (72, 1531):
         rows = irregular(40_000 // inner + 9, 2 * inner, torch.float32)
-        together = swiglu(rows)
-        assert torch.equal(together, torch.cat([swiglu(row[None]) for row in rows]))
+        together = gated(rows)
+        assert torch.equal(together, torch.cat([gated(row[None]) for row in rows]))
         weight = rows[0].abs()
         assert torch.equal(normalise(rows, weight, 1e-6), torch.cat([normalise(r[None], weight, 1e-6) for r in rows]))
 

@@ -13,17 +13,21 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Co
 
 from transformers import Qwen3Config, Qwen3ForCausalLM  # isort: skip
 
+from pearl.decoding import sampling
+from pearl.decoding.keys import Purpose, draw_key
 from pearl.models.feeds import Feed
 from pearl.models.forward.graphs import FED
 from pearl.models.forward.llama import LlamaRunner
 from pearl.models.forward.row_table import MOST_PARTS, NUMBERS, ROWS, lay_tables, numbers
 from pearl.models.runner import feed_chain
+from pearl.protocol.options import Sampling
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("these are for the interpreter; test_llama_runner has the GPU's", allow_module_level=True)
 assert os.environ["TRITON_INTERPRET"] == "1"  # set by conftest
 
+from pearl.decoding import draw_kernels  # noqa: E402
 from pearl.models.forward import cuts, decode, kernels  # noqa: E402
 
 _SIZES: dict[str, Any] = {
@@ -214,3 +218,17 @@ def test_cuts_fit_or_there_is_none(shape: tuple[int, int], fits: bool) -> None:
             assert shape[1] % (cut.parts * cut.inputs) == 0
             assert name not in ("out", "down") or shape[0] % cut.columns == 0
     assert bool(cuts.candidates("down", shape)) == fits
+
+
+@pytest.mark.parametrize("vocab", [90, 1024, 2500])
+def test_kernels_race_as_torchs_operations_do(vocab: int) -> None:
+    """With impossible tokens too; and the check value of a row that is not finite is not."""
+    logits = 3 * torch.randn(7, vocab, generator=torch.Generator().manual_seed(1))
+    logits[3, 7:] = -torch.inf
+    keys = [draw_key(Sampling(seed=seed), 5, Purpose.DRAFT) for seed in range(len(logits))]
+    ours = draw_kernels.race_rows(logits, keys, 0.7)
+    assert ours[:, 1].tolist() == sampling.race_rows(torch.softmax(logits / 0.7, -1), keys)[:, 1].tolist()
+    assert ours[:, 0].isfinite().all()
+    bad = logits[:4].clone()
+    bad[0, 5], bad[1, 3], bad[2] = torch.nan, torch.inf, -torch.inf
+    assert draw_kernels.race_rows(bad, keys)[:, 0].isfinite().tolist() == [False, False, False, True]

@@ -24,7 +24,10 @@ from tests.runner_contract import Kinds, RunnerContract, close, some_tokens
 from tests.tiny import tiny_model
 
 CPU = torch.device("cpu")
-KINDS = ("llama", "llama-biased", "llama-tied", "llama-long", "mistral", "qwen2", "qwen3")
+KINDS = (
+    *("llama", "llama-biased", "llama-tied", "llama-long", "mistral", "qwen2", "qwen3", "mistral-sliding", "olmo2"),
+    *("qwen3-short", "gemma3-short", "olmo3-short", "phi3-short", "smollm3-short", "granite-scaled"),
+)
 CHUNKS = (7, 1, 4, 2, 1, 1, 3, 8, 20)  # fed to both, so that every row has a cache behind it
 
 
@@ -82,7 +85,9 @@ class TestContract(RunnerContract):
         "toy": toy,
         "llama": load,
         "qwen3": partial(load, "qwen3"),
+        "gemma3": partial(load, "gemma3-short"),
         "recorded": partial(replayed, "llama"),
+        "recorded, a window": partial(replayed, "gemma3-short"),
     }
     others: ClassVar[Kinds] = {
         **{kind: partial(load, kind) for kind in KINDS if kind not in ("llama", "qwen3")},
@@ -119,10 +124,8 @@ def test_rounding_is_no_worse_than_that_of_transformers(
 
 def test_others_keep_the_forward_of_transformers() -> None:
     """Of a dynamic rotation the angles depend on the length of the text; a table made beforehand would be wrong."""
-    for kind in ("gpt2", "opt", "llama-dynamic"):
-        assert isinstance(load_runner(str(tiny_model(kind)), device=CPU), HFRunner)
-    with pytest.raises(ModelError, match="MistralForCausalLM"):
-        load_runner(str(tiny_model("mistral-sliding")), device=CPU)
+    for kind in ("gpt2", "opt", "llama-dynamic", "phi3-partial", "gemma2-wide"):
+        assert isinstance(load_runner(str(tiny_model(kind)), device=CPU, max_context=64), HFRunner)
 
 
 def test_quantised_models_are_left_to_transformers() -> None:

@@ -344,7 +344,7 @@ def test_a_row_is_judged_where_it_was_brought(device: str) -> None:
     executor.execute(Forward(Phase.PREFILL, 0, PROMPT, 1))
     rows = [torch.softmax(torch.randn(runner.vocab_size), -1) for _ in range(2)]
     brought = [executor.bring(pack(row)) for row in rows]
-    judges = (Judge(len(PROMPT), (5,), (row,), (len(PROMPT) - 1,)) for row in (rows[0], brought[0]))
+    judges = (Judge(len(PROMPT), (5,), (row,), (len(PROMPT) - 1,)) for row in (rows[0].to(device), brought[0]))
     here, there = map(executor.execute, judges)
     assert here == there
     assert all(torch.equal(found.cpu(), row) for found, row in zip(brought, rows, strict=True))

@@ -57,6 +57,13 @@ _GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 _GEMMA = _SIZES | {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4096}
+_SHORT = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+_MULTIPLIERS = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 8.0,
+}
 _GEMMA4 = {
     "layer_types": ["sliding_attention", "full_attention"],
     "hidden_size_per_layer_input": 8,
@@ -88,6 +95,14 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "mistral": ("Mistral", _SIZES | {"sliding_window": None}),
     "mistral-sliding": ("Mistral", _SIZES | {"sliding_window": 8}),
     "mistral-wide": ("Mistral", _SIZES | {"sliding_window": 64}),
+    # Of our own forward, with windows that are short.
+    "qwen3-short": ("Qwen3", _SIZES | {"use_sliding_window": True, **_SHORT}),
+    "gemma3-short": ("Gemma3Text", _GEMMA | _SHORT | {"rope_parameters": _GEMMA3_ROPE, "query_pre_attn_scalar": 20}),
+    "olmo2": ("Olmo2", _SIZES | {"rms_norm_eps": 1e-3}),
+    "olmo3-short": ("Olmo3", _SIZES | _SHORT),
+    "phi3-short": ("Phi3", _SIZES | {"sliding_window": 8, "rope_parameters": _BASE}),
+    "smollm3-short": ("SmolLM3", _SIZES | {"no_rope_layers": [1, 0]}),
+    "granite-scaled": ("Granite", _SIZES | _MULTIPLIERS),
     "gemma2-wide": ("Gemma2", _SIZES | {"sliding_window": 64, "head_dim": 8}),  # every other layer
     "gemma2-caps": ("Gemma2", _GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0}),
     "gemma3-linear": ("Gemma3Text", _GEMMA | {"rope_parameters": _GEMMA3_ROPE}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -76,6 +76,7 @@ class _Request:
         index: what guesses are made from; None before the first `Guess`.
         logits: [rows, vocab], of the last tokens fed in its last forward.
         launched: results for these rows that judging needs, launched with the forward; None if it was not.
+        draws: [rows, 2], the target's own draws, likewise.
         fed: that forward.
         logprobs: see `RequestOptions`. raw: as `logits`, before the shaper.
         said: log probabilities of decided tokens by position, until delivered.
@@ -91,6 +92,7 @@ class _Request:
     index: NgramIndex | None = None
     logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     launched: torch.Tensor | None = None
+    draws: torch.Tensor | None = None
     fed: Forward | None = None
     logprobs: int | None = None
     raw: torch.Tensor = field(default_factory=lambda: torch.empty(0))
@@ -263,10 +265,10 @@ class TargetExecutor:
         ]
         logits = self.runner.forward(feeds)
         for command, request, rows in zip(commands, requests, logits, strict=True):
-            request.raw, request.fed, request.launched = rows, command, None
+            request.raw, request.fed, request.launched, request.draws = rows, command, None, None
             request.logits = _shaped(request.shaper, command, rows)
             if self._launches and command.rows:
-                request.launched = request.rule.launch(request.logits, request.positions())
+                self._launch(request)
         self.runner.synchronize()
         now = time.perf_counter()
         fed = sum(len(command.tokens) for command in commands)
@@ -275,6 +277,15 @@ class TargetExecutor:
             Forwarded(now - began, now, None if has_prompts else fed - len(command.tokens), request=command.request)
             for command in commands
         ]
+
+    def _launch(self, request: _Request) -> None:
+        """Launch what judging needs, and the target's own draws."""
+        positions = request.positions()
+        request.launched = request.rule.launch(request.logits, positions)
+        if request.spec.is_proposal_invariant:  # it is the draws
+            request.draws = request.launched
+        else:
+            request.draws = request.direct.rows(request.logits, positions).to("cpu", non_blocking=True)
 
     def _keep(self, path: Sequence[int], request: _Request) -> None:
         self.runner.keep(path, request.slot)
@@ -313,34 +324,20 @@ class TargetExecutor:
 
     def _sampled(self, request: _Request, command: Sample) -> Sampled:
         children = request.children() if command.follow else {}
-        draws = self._draws(request, command, children)
         tokens: list[int] = []
         rows: list[int] = []
         at: int | None = command.node
         while at is not None:
             rows.append(request.row(at))
-            tokens.append(read_draw(draws(at, command.position + len(tokens))))
+            position = command.position + len(tokens)
+            if request.draws is None:
+                draw = request.direct(request.logits[rows[-1]], position)
+            else:
+                draw = request.draws[rows[-1]]
+            tokens.append(read_draw(draw))
             at = children.get(at, {}).get(tokens[-1])
         self._say(request, command.position, tokens, rows)
         return Sampled(tuple(tokens), self._stop_after(request, tokens), request=command.request)
-
-    def _draws(
-        self, request: _Request, command: Sample, children: Mapping[int, Mapping[int, int]]
-    ) -> Callable[[int, int], torch.Tensor]:
-        """(node, position) -> its draw. On a device all possible draws are made at once, and copied once."""
-        if request.launched is not None and request.spec.is_proposal_invariant:
-            launched = request.launched
-            return lambda node, position: launched[request.row(node)]
-        if not self._launches:
-            return lambda node, position: request.direct(request.logits[request.row(node)], position)
-        waiting, positions = [(command.node, command.position)], {}
-        while waiting:
-            node, position = waiting.pop()
-            positions[node] = position
-            waiting += [(child, position + 1) for child in children.get(node, {}).values()]
-        logits = request.logits[[request.row(node) for node in positions]]
-        on_host = dict(zip(positions, request.direct.rows(logits, [*positions.values()]).cpu(), strict=True))
-        return lambda node, position: on_host[node]
 
     def _say(self, request: _Request, position: int, tokens: Sequence[int], rows: Sequence[int]) -> None:
         """Keep the log probabilities of decided tokens from `position` on, from `rows` of the last forward."""

@@ -20,6 +20,13 @@ MATRICES = {
     "mlp.up_proj": ("inner", "hidden"),
     "mlp.down_proj": ("hidden", "inner"),
 }
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_NOT_COMPUTED = (  # settings
+    "quantization_config",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "use_bidirectional_attention",
+)
 STEADY_ROPES = {"default", "linear", "llama3", "yarn"}  # whose angles do not depend on the length of the text
 
 
@@ -29,13 +36,40 @@ class Forward:
 
     Attributes:
         biases: setting of the configuration -> matrices that have a bias where it is true; "": always.
-        has_head_norms: whether an RMS norm is applied to each head's queries and keys.
-        default_window: the sliding window of a configuration that names none; 0: no window.
+        head_norms: RMS norms of queries and keys, over "each" head or "all" of them; "": none.
+        norms: of a layer, by name: before attention, behind it, before the MLP, behind it; "": none there.
+        norm_shift: None: a norm rounds before its weights are applied, as in Llama.  Else they are applied in float32,
+            with this added.
+        fused: matrices that a checkpoint has as one -> their parts.
+        default_window: of all layers, where the configuration names neither a window nor the layers' types; 0: none.
+            None: layers without types have no window.
+        scales_embedding: whether embeddings are multiplied by the root of the hidden size.
+        has_multipliers: whether the configuration has multipliers, as Granite's.
+        reads_directly: whether config.json says all; else transformers completes it, and loads the model.
     """
 
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    has_head_norms: bool = False
-    default_window: int = 0
+    head_norms: str = ""
+    norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
+    norm_shift: float | None = None
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    default_window: int | None = None
+    scales_embedding: bool = False
+    has_multipliers: bool = False
+    reads_directly: bool = True
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What differs between the layers of a model.
+
+    Attributes:
+        window: how many positions a token sees, its own included; 0: all earlier ones.
+        rope: which of the model's rotations; "": its only one. None: queries and keys are not rotated.
+    """
+
+    window: int = 0
+    rope: str | None = ""
 
 
 @dataclass(frozen=True)
@@ -82,6 +116,9 @@ _SHARED_WIDTH = {"expert_shared_feed_forward_length": "shared_expert_intermediat
 _MINIMAX = {"expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size"}
 _GPT2 = {_NORM: "layer_norm_epsilon", "context_length": "n_positions", "feed_forward_length": "n_inner"}
 
+_BEHIND = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+_AROUND = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
 FAMILIES = (
     Family(
         "llama",
@@ -94,16 +131,55 @@ FAMILIES = (
     Family("mistral", "MistralForCausalLM", Forward(default_window=4096)),
     Family("qwen2", "Qwen2ForCausalLM", Forward({"": _QKV}), {"qwen2": Gguf(_RMS)}),
     Family(
-        "qwen3", "Qwen3ForCausalLM", Forward({"attention_bias": _ATTENTION}, has_head_norms=True), {"qwen3": Gguf(_RMS)}
+        "qwen3", "Qwen3ForCausalLM", Forward({"attention_bias": _ATTENTION}, head_norms="each"), {"qwen3": Gguf(_RMS)}
+    ),
+    Family(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        Forward(
+            {"attention_bias": _ATTENTION},
+            head_norms="each",
+            norms=_AROUND,
+            norm_shift=1.0,
+            scales_embedding=True,
+            reads_directly=False,
+        ),
+        {"gemma3": Gguf(_RMS, window=(6, 0), layers_of_27b=62)},
+    ),
+    Family(
+        "granite",
+        "GraniteForCausalLM",
+        Forward({"attention_bias": _ATTENTION, "mlp_bias": _MLP}, has_multipliers=True),
+    ),
+    Family(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        Forward({"attention_bias": _ATTENTION}, head_norms="all", norms=_BEHIND, norm_shift=0.0),
+    ),
+    Family(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        Forward({"attention_bias": _ATTENTION}, head_norms="all", norms=_BEHIND, norm_shift=0.0, reads_directly=False),
+    ),
+    Family(
+        "phi3",
+        "Phi3ForCausalLM",
+        Forward(
+            fused={"self_attn.qkv_proj": _QKV, "mlp.gate_up_proj": _MLP[:2]}, default_window=0, reads_directly=False
+        ),
+        {"phi3": Gguf(_RMS)},
+    ),
+    Family(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        Forward({"attention_bias": _ATTENTION, "mlp_bias": _MLP}, reads_directly=False),
     ),
     Family("bloom", gguf={"bloom": Gguf({_NORM: "layer_norm_epsilon"})}),
     Family("falcon", gguf={"falcon": Gguf({_NORM: "layer_norm_epsilon"})}),
     Family("gemma2", gguf={"gemma2": Gguf(_RMS, window=(2, 4096), layers_of_27b=46)}),
-    Family("gemma3_text", gguf={"gemma3": Gguf(_RMS, window=(6, 0), layers_of_27b=62)}),
     Family("gpt2", gguf={"gpt2": Gguf(_GPT2)}),
     Family("minimax_m2", gguf={"minimax-m2": Gguf({**_RMS, **_EXPERTS, **_MINIMAX})}),
     Family("nemotron", gguf={"nemotron": Gguf({_NORM: "norm_eps"})}),
-    Family("phi3", gguf={"phi3": Gguf(_RMS)}),
     Family(
         "qwen2_moe",
         gguf={"qwen2moe": Gguf({**_RMS, **_EXPERTS, "expert_count": "num_experts"}, {**_WIDTH, **_SHARED_WIDTH})},
@@ -127,18 +203,39 @@ def forward_of(architecture: str, config: Mapping[str, Any]) -> Forward | None:
     rope = config.get("rope_parameters")
     if forward is None or not isinstance(rope, Mapping):
         return None
-    window = config.get("sliding_window", forward.default_window) if forward.default_window else None
+    ropes = [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, Mapping)]
     is_computed = (
-        window is None
-        and not config.get("use_sliding_window")
-        and set(config.get("layer_types") or ["full_attention"]) == {"full_attention"}
+        all(each.get("rope_type") in STEADY_ROPES for each in ropes)
+        and all(where.get("partial_rotary_factor", 1.0) == 1.0 for where in (*ropes, config))
+        and set(config.get("layer_types") or [_FULL]) <= {_FULL, _SLIDING}
+        and bool(config.get("layer_types") or not config.get("use_sliding_window"))
         and config.get("is_causal", True) is True
-        and config.get("hidden_act") in ("silu", "swish")
-        and config.get("quantization_config") is None
-        and rope.get("rope_type") in STEADY_ROPES
-        and all(where.get("partial_rotary_factor", 1.0) == 1.0 for where in (rope, config))
+        and activation_of(config) in ("silu", "swish", "gelu_pytorch_tanh")
+        and not any(config.get(name) for name in _NOT_COMPUTED)
     )
-    return forward if is_computed else None
+    return forward if ropes and is_computed else None
+
+
+def activation_of(config: Mapping[str, Any]) -> str | None:
+    """The name of the MLP's activation."""
+    return config.get("hidden_activation") or config.get("hidden_act")
+
+
+def layer_kinds(forward: Forward, config: Mapping[str, Any]) -> list[LayerKind]:
+    """Of each layer of a model that `forward_of` takes."""
+    count, ropes = config["num_hidden_layers"], config["rope_parameters"]
+    window = config.get("sliding_window", forward.default_window) or 0
+    if not config.get("use_sliding_window", True):
+        window = 0
+    types = config.get("layer_types") or [_FULL if forward.default_window is None else _SLIDING] * count
+    rotates = config.get("no_rope_layers") or [1] * count
+    return [
+        LayerKind(
+            window if kind == _SLIDING else 0,
+            None if not has_rope else kind if "rope_type" not in ropes else "",
+        )
+        for kind, has_rope in zip(types, rotates, strict=True)
+    ]
 
 
 def dimensions(config: Mapping[str, Any]) -> dict[str, int]:
@@ -168,8 +265,10 @@ def weight_shapes(forward: Forward, config: Mapping[str, Any]) -> dict[str, tupl
             shapes[f"{layer}{name}.weight"] = size[outputs], size[inputs]
             if name in biased:
                 shapes[f"{layer}{name}.bias"] = (size[outputs],)
-        for name in ("input_layernorm", "post_attention_layernorm"):
+        for name in filter(None, forward.norms):
             shapes[f"{layer}{name}.weight"] = (size["hidden"],)
-        for name in ("q_norm", "k_norm") if forward.has_head_norms else ():
-            shapes[f"{layer}self_attn.{name}.weight"] = (config["head_dim"],)
+        for name, width in (("q_norm", "queries"), ("k_norm", "keys")) if forward.head_norms else ():
+            shapes[f"{layer}self_attn.{name}.weight"] = (
+                size[width] if forward.head_norms == "all" else config["head_dim"],
+            )
     return shapes

@@ -181,11 +181,18 @@ class HFTokenizer:
         return self._pieces[id] if 0 <= id < self.vocab_size else None
 
 
-def check_same_vocabulary(target: Tokenizer, draft: Tokenizer, target_name: str, draft_name: str) -> None:
-    """Raise `ModelError` unless every id that both have is the same token. Ids of only one are padding."""
+def have_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> bool:
+    """Whether every id that both have is the same token. Ids of only one are padding."""
     size = min(target.vocab_size, draft.vocab_size)
-    if (wanted := _pieces(target, size)) == (found := _pieces(draft, size)):
+    return _pieces(target, size) == _pieces(draft, size)
+
+
+def check_same_vocabulary(target: Tokenizer, draft: Tokenizer, target_name: str, draft_name: str) -> None:
+    """Raise `ModelError` unless `have_same_vocabulary`."""
+    if have_same_vocabulary(target, draft):
         return
+    size = min(target.vocab_size, draft.vocab_size)
+    wanted, found = _pieces(target, size), _pieces(draft, size)
     id = next(id for id in range(size) if wanted[id] != found[id])
     raise ModelError(
         f"{target_name!r} and {draft_name!r} have different vocabularies: token {id} is {wanted[id]!r} "

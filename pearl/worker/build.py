@@ -30,11 +30,13 @@ from pearl.models.forward.shard import ALONE
 from pearl.models.paced import PacedRunner
 from pearl.models.replay import load_scripted
 from pearl.models.runner import ModelRunner, dtype_of
+from pearl.models.translated import TranslatedRunner
 from pearl.protocol.messages import PROTOCOL_VERSION, Hello, Role, Welcome
 from pearl.spec.methods import BRANCHES
 from pearl.text.grammar import Guides
 from pearl.text.stream import TextStream, Tokenizer
-from pearl.text.tokenizer import check_same_vocabulary, vocabulary_digest
+from pearl.text.tokenizer import have_same_vocabulary, vocabulary_digest
+from pearl.text.translation import Translation
 from pearl.trace.recorder import Recorder, asked_for, part_path, where_and_what
 from pearl.trace.tracer import Tracer
 from pearl.transport import connect, listen
@@ -57,6 +59,7 @@ log = logging.getLogger(__name__)
 
 # What it means that the ranks of a model are out of step.
 _LOST: dict[str, type[TargetLost] | type[DraftLost]] = {"target": TargetLost, "draft": DraftLost}
+_LEAST_SHARED = 0.05  # share of the target's tokens that a draft must have
 _FLUSH_SECONDS = 0.5  # for what is still queued when a worker ends
 
 
@@ -76,7 +79,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
         with _leading(settings, device, lifeline) as group:
             progress = lifeline.progress()
             tokenizer = _tokenizer(model, progress)
-            digest = _checked_digest(config, tokenizer, progress) if config.has_draft else b""
+            digest = _expected_digest(config, tokenizer, progress) if config.has_draft else b""
             runner = _loaded(tracer, model, device, progress, group)
             worker = TargetWorker(
                 endpoint,
@@ -134,9 +137,15 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
         pin(config, model.role)
         with _leading(settings, device, lifeline) as group:
             progress = lifeline.progress()
-            tokenizer = _tokenizer(model, progress)
+            runner, tokenizer, spoken = (
+                _loaded(tracer, model, device, progress, group),
+                _tokenizer(model, progress),
+                model,
+            )
+            if (found := _translation(config, tokenizer, progress)) is not None:
+                tokenizer, translation = found
+                runner, spoken = TranslatedRunner(runner, translation, tokenizer.vocab_size), config.model("target")
             digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)
-            runner = _loaded(tracer, model, device, progress, group)
             store = _datastore(config, tokenizer, runner.vocab_size)
             policies = partial(make_policy, classifier=classifier_of(config))
 
@@ -148,7 +157,7 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
                     policies,
                     texts=config.slots,
                     datastore=store,
-                    guides=_guides(model, runner.vocab_size),
+                    guides=_guides(spoken, runner.vocab_size),
                 )
                 return DraftExecutor(proposer), packer
 
@@ -255,11 +264,32 @@ def _datastore(config: EngineConfig, tokenizer: Tokenizer, vocab_size: int) -> D
     return store
 
 
-def _checked_digest(config: EngineConfig, target: Tokenizer, progress: Progress) -> bytes:
-    """What the draft's Hello must show: that it is the draft whose token ids were compared with ours."""
+def _expected_digest(config: EngineConfig, target: Tokenizer, progress: Progress) -> bytes:
+    """What the draft's Hello must show: it is the draft whose token ids were compared with ours, or it translates."""
     draft = _tokenizer(config.model("draft"), progress)
-    check_same_vocabulary(target, draft, config.target, config.draft)
-    return vocabulary_digest(draft, draft.vocab_size)
+    spoken = draft if have_same_vocabulary(target, draft) else target
+    return vocabulary_digest(spoken, spoken.vocab_size)
+
+
+def _translation(config: EngineConfig, draft: Tokenizer, progress: Progress) -> tuple[Tokenizer, Translation] | None:
+    """The target's tokenizer, and how the draft speaks its tokens; None: they are the draft's own.
+
+    Raises `ModelError` where the two have too few tokens in common.
+    """
+    trust = config.trust_remote_code
+    try:
+        target, defaults = load_tokenizer(config.target, trust_remote_code=trust, progress=progress)
+    except ModelError:  # not on this host. The target refuses a draft with another vocabulary that does not translate
+        return None
+    if have_same_vocabulary(target, draft):
+        return None
+    own = load_tokenizer(config.draft, trust_remote_code=trust)[1]
+    found = Translation(target, draft, defaults.eos, own.eos)
+    told = f"{len(found.shared):,} of the target's {target.vocab_size:,} tokens"
+    if len(found.shared) < _LEAST_SHARED * target.vocab_size:
+        raise ModelError(f"{config.draft!r} has only {told}: too few to draft for it. Choose another draft.")
+    log.warning("%r has another vocabulary than its target: it drafts only the %s that it has too", config.draft, told)
+    return target, found
 
 
 def make_runner(

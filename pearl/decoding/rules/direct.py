@@ -15,7 +15,17 @@ from torch import Tensor
 
 from pearl.decoding.keys import DrawKeys, Purpose, exponentials
 from pearl.decoding.rules import Drafted, Judgement, Tops
-from pearl.decoding.sampling import Shortlist, greedy, probabilities, race, race_of_logits, race_rows, read_draw, shares
+from pearl.decoding.sampling import (
+    Shortlist,
+    greedy,
+    probabilities,
+    race,
+    race_of_logits,
+    race_rows,
+    race_rows_of_logits,
+    read_draw,
+    shares,
+)
 from pearl.protocol.options import Sampling
 
 
@@ -39,7 +49,10 @@ class DirectDraw:
         """The draws [n, 2] from logits [n, vocab], launched together."""
         if self.sampling.temperature == 0:
             return greedy(logits)
-        return race_rows(probabilities(logits, self.sampling), [self.key(position) for position in positions])
+        keys = [self.key(position) for position in positions]
+        if not self._is_filtered:
+            return race_rows_of_logits(logits, self.sampling.temperature, keys)
+        return race_rows(probabilities(logits, self.sampling), keys)
 
     def key(self, position: int) -> int:
         return self._keys(position, Purpose.DIRECT)

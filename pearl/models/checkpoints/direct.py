@@ -98,7 +98,7 @@ def read_decoder(
     frequencies = _frequencies(config)
     forward = forward_of(config["architectures"][0], config)
     own = config.get("dtype") or config.get("torch_dtype")
-    if forward is None or frequencies is None or own not in _DTYPES:
+    if forward is None or not forward.reads_directly or frequencies is None or own not in _DTYPES:
         return None
     expected, is_tied = weight_shapes(forward, config), config["tie_word_embeddings"]
     opened = {name: safe_open(directory / name, framework="pt") for name in set(files.values())}

@@ -87,6 +87,7 @@ def load_runner(
 
     `options`: see `LoadOptions`. Raises `ModelError`.
     """
+    from pearl.models.forward.layers import described, split_fused
     from pearl.models.forward.llama import is_llama
 
     wanted = LoadOptions(**options)
@@ -115,6 +116,8 @@ def load_runner(
         is_ours = wanted.forwards != "transformers" and is_llama(model)
     _check_takes(spec, model, is_ours, wanted, device, group)
     with _explained(spec):
+        if is_ours:
+            split_fused(model, described(model)[0])
         if group.size > 1:
             cut(model, group, device)
         rounding = wanted.rounding

@@ -40,17 +40,20 @@ def whole_blocks(end: int) -> int:
     return -(-end // BLOCK) * BLOCK
 
 
-def masks(start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+def masks(start: int, count: int, dtype: torch.dtype, window: int = 0) -> torch.Tensor:
     """Return the mask [count, positions] to add to the scores of `count` queries at positions from `start` on.
 
-    The first column is `start` rounded down to a block (every query sees all earlier positions); the last column ends a
-    block. Entries are 0 at positions that the query sees, minus infinity at later ones.
+    The last column ends a block.  The first is `start` rounded down to one, because every query sees all earlier
+    positions; with a sliding window that hides some of them it is position 0.  Entries are 0 at positions that the
+    query sees, minus infinity at the others.
     """
-    base = start - start % BLOCK
-    positions = torch.arange(base, whole_blocks(start + count))
-    queries = torch.arange(start, start + count)
-    after = positions > queries[:, None]
-    return torch.zeros(after.shape, dtype=dtype).masked_fill_(after, -torch.inf)
+    hides = 0 < window < start + count
+    positions = torch.arange(0 if hides else start - start % BLOCK, whole_blocks(start + count))
+    queries = torch.arange(start, start + count)[:, None]
+    unseen = positions > queries
+    if hides:
+        unseen |= positions <= queries - window
+    return torch.zeros(unseen.shape, dtype=dtype).masked_fill_(unseen, -torch.inf)
 
 
 class TreePlace(NamedTuple):
@@ -170,7 +173,7 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask
     """Return the attention output of each query: [n, heads * head_dim].
 
     Args:
-        queries: [n, heads, head_dim], scaled by head_dim ** -0.5.
+        queries: [n, heads, head_dim], scaled.
         keys, values: [kv_heads, positions of whole blocks, head_dim]; masked positions must be finite.
         mask: as `masks` makes it.
     """

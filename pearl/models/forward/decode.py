@@ -183,7 +183,8 @@ class Decode:
             )  # fmt: skip
             return
         x, out, squares = self._x, self._x, before if name == "down" else after
-        norm, bias = layers.norm, None
+        norm: torch.Tensor | None = layers.norm
+        bias = None
         if layer is None:
             weight, out = _weight(layers.head), self._logits
             outputs = layers.vocab_size

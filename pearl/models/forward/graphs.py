@@ -1,8 +1,9 @@
 """Forwards in a few fixed sizes, recorded once and replayed: on a GPU that saves the kernels' launch times.
 
 A piece has one of two numbers of rows, `FED` for decoding (recorded) and `PREFILL` for prompts, however many tokens are
-fed, and looks at one of a few numbers of positions, which its first token's position determines.  Rows beyond the
-tokens are padding, discarded; positions that a row must not see are masked.  So the same kernels compute a token's row
+fed, and looks at a number of positions that its first token's position determines: a recorded one at one of a few
+numbers, a prompt's at all up to its end.  Rows beyond the tokens are padding, discarded; positions that a row must not
+see are masked.  So the same kernels compute a token's row
 over the same shapes in every forward, and its logits are the same bits.  A forward that crosses a limit is split there.
 
 What differs between replays (the tokens and their position) is in a buffer that each forward fills.  Ranks that share a
@@ -90,8 +91,11 @@ class Graphs:
         for begin, stop in pieces(start, len(feed.tokens), size):
             rows = min(stop - begin, max(0, stop - (end - feed.rows)))
             piece = replace(feed, tokens=feed.tokens[begin - start : stop - start], rows=rows)
-            compute = self._few if size == FED else self._many
-            logits = compute(piece, begin, visible(begin), device)[stop - begin - rows :]
+            if size == FED:
+                logits = self._few(piece, begin, visible(begin), device)
+            else:
+                logits = self._many(piece, begin, device)
+            logits = logits[stop - begin - rows :]
             found.append(logits.clone() if stop < end else logits)
             written = begin + size
         return (found[0] if len(found) == 1 else torch.cat(found)), written
@@ -112,7 +116,7 @@ class Graphs:
             buffer[1 : 1 + count] = feed.tokens
         return replay()[:count]
 
-    def _many(self, feed: Feed, start: int, end: int, device: torch.device) -> torch.Tensor:
+    def _many(self, feed: Feed, start: int, device: torch.device) -> torch.Tensor:
         """Logits of every token of a chain of at most `PREFILL` tokens; no logits where the feed asks for none."""
         count = len(feed.tokens)
         known = [0] * count if isinstance(feed.tokens, torch.Tensor) else list(feed.tokens)
@@ -122,7 +126,7 @@ class Graphs:
             buffer[1 : 1 + count] = feed.tokens
         piece = Piece(buffer[:1], buffer[1:], buffer[1:], None)
         rows = count if feed.rows else 0
-        logits = self._step(piece, feed.slot, min(end, self._room), rows)
+        logits = self._step(piece, feed.slot, start + PREFILL, rows)
         return logits if rows else logits.new_empty(count, logits.shape[-1])[:count]
 
     def record(self, slot: int, end: int, device: torch.device) -> None:

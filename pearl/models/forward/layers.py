@@ -6,14 +6,16 @@ provides positions and attends (see `slot_attention`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
+from torch.nn import Linear, Parameter
 
-from pearl.models.forward.matrices import Matrix, Rounding, matrix, normalise, swiglu
+from pearl.models.families import MATRICES, Forward, LayerKind, activation_of, dimensions, forward_of, layer_kinds
+from pearl.models.forward.matrices import Matrix, Rounding, gated, matrix, normalise
 from pearl.models.forward.probe import Heads, attention_is_invariant, least_rows, probe_rows
 from pearl.models.forward.shard import Group
 
@@ -36,32 +38,66 @@ class Attends(Protocol):
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer: its matrices, and the weights of its norms; q_norm and k_norm in Qwen3 only."""
+    """One decoder layer: its matrices, and the weights of its norms, None where there is none."""
 
-    attention_norm: torch.Tensor
+    kind: LayerKind
+    attention_norm: torch.Tensor | None
     qkv: Matrix
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     out: Matrix
-    mlp_norm: torch.Tensor
+    after_attention: torch.Tensor | None
+    mlp_norm: torch.Tensor | None
     gate_up: Matrix
     down: Matrix
+    after_mlp: torch.Tensor | None
 
     @staticmethod
-    def of(layer: Any, one: Callable[..., Matrix]) -> Layer:
+    def of(layer: Any, kind: LayerKind, forward: Forward, one: Callable[..., Matrix]) -> Layer:
         attention, mlp = layer.self_attn, layer.mlp
-        norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-        q_norm, k_norm = (norm.weight if norm is not None else None for norm in norms)
+
+        def norm(of: Any, name: str) -> torch.Tensor | None:
+            return norm_weights(getattr(of, name), forward) if name and hasattr(of, name) else None
+
+        before, after, before_mlp, after_mlp = (norm(layer, name) for name in forward.norms)
         return Layer(
-            layer.input_layernorm.weight,
+            kind,
+            before,
             one(attention.q_proj, attention.k_proj, attention.v_proj),
-            q_norm,
-            k_norm,
+            norm(attention, "q_norm"),
+            norm(attention, "k_norm"),
             one(attention.o_proj),
-            layer.post_attention_layernorm.weight,
+            after,
+            before_mlp,
             one(mlp.gate_proj, mlp.up_proj),
             one(mlp.down_proj),
+            after_mlp,
         )
+
+
+def norm_weights(norm: Any, forward: Forward) -> torch.Tensor:
+    weight: torch.Tensor = norm.weight.detach()
+    return weight if forward.norm_shift is None else weight.float() + forward.norm_shift
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Multipliers: of embeddings, of attention scores, of what a block adds to the hidden state, and of logits."""
+
+    embedding: float
+    attention: float
+    residual: float
+    logits: float
+
+    @staticmethod
+    def of(forward: Forward, config: Mapping[str, Any], dim: int, dtype: torch.dtype) -> Scales:
+        attention = (config.get("query_pre_attn_scalar") or dim) ** -0.5
+        if forward.has_multipliers:
+            names = "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
+            embedding, attention, residual, logits = (config.get(name, 1.0) for name in names)
+            return Scales(embedding, attention, residual, 1 / logits)
+        root = torch.tensor(config["hidden_size"] ** 0.5).to(dtype).item() if forward.scales_embedding else 1.0
+        return Scales(root, attention, 1.0, 1.0)
 
 
 class DecoderLayers:
@@ -70,8 +106,11 @@ class DecoderLayers:
     Attributes:
         heads: of this rank's part, where a `group` of several ranks shares the model.
         embedding: [vocab, hidden]. norm: the weights of the last norm.
+        windows: of each layer; see `LayerKind`.
+        is_plain: whether the layers are Llama's, with or without biases and norms of each head.
 
     Args:
+        context: a window at least as long is none.
         cache_dtype: of keys and values, and so of queries.
         plain: leave matrices as they are, for the kernel of `decode`.
     """
@@ -80,23 +119,43 @@ class DecoderLayers:
         self,
         model: PreTrainedModel | Decoder,
         group: Group,
+        context: int,
         rounding: Rounding,
         cache_dtype: torch.dtype,
         plain: bool = False,
     ) -> None:
         config, inner = model.config, model.model
+        forward, settings = described(model)
         heads = int(config.num_attention_heads)
         width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
         self.heads = Heads(heads, int(config.num_key_value_heads), width)
         self.vocab_size, self.dtype = int(config.vocab_size), model.dtype
         self._group, self.eps, self._cache_dtype = group, float(config.rms_norm_eps), cache_dtype
+        self._scales = Scales.of(forward, settings, width, model.dtype)
+        self._gate: Literal["silu", "gelu"] = "silu" if activation_of(settings) in ("silu", "swish") else "gelu"
         one = partial(matrix, rounding=rounding, plain=plain)
         # Rounded matrices round each result once more: sums over the layers in float32 make up for half of that.
         self._residual = torch.float32 if rounding else model.dtype
         self.embedding = inner.embed_tokens.weight
-        self.layers = [Layer.of(layer, one) for layer in inner.layers]
-        self.norm = inner.norm.weight
+        split_fused(model, forward)
+        kinds = layer_kinds(forward, settings)
+        self.windows = [0 if kind.window >= context else kind.window for kind in kinds]
+        self.layers = [Layer.of(layer, kind, forward, one) for layer, kind in zip(inner.layers, kinds, strict=True)]
+        self.norm = norm_weights(inner.norm, forward)
         self.head = one(model.lm_head, wide=True)
+        self.is_plain = (
+            not any(self.windows)
+            and all(kind.rope == "" for kind in kinds)
+            and (forward.norms, forward.norm_shift) == (Forward().norms, None)
+            and forward.head_norms != "all"
+            and not (forward.scales_embedding or forward.has_multipliers)
+            and self._gate == "silu"
+        )
+
+    @property
+    def scale(self) -> float:
+        """Of attention scores."""
+        return self._scales.attention
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -113,41 +172,98 @@ class DecoderLayers:
         ]
         return max(found), all(found) and attention_is_invariant(self.heads)
 
-    def angles(self, rotary: Any, positions: torch.Tensor) -> Rope:
-        """Cosines and sines of `positions` [n].
+    def angles(self, rotary: Any, positions: torch.Tensor) -> dict[str, Rope]:
+        """Cosines and sines of `positions` [n], of each rotation that layers have; see `LayerKind.rope`.
 
         The first half of the sines is negated: rotating a vector swaps its halves and negates one; `roll` only swaps.
         """
-        half = self.heads.dim // 2
+        half, found = self.heads.dim // 2, dict[str, Rope]()
         like = torch.empty(0, dtype=self._cache_dtype, device=positions.device)
-        cos, sin = (table[0, :, None] for table in rotary(like, positions[None]))
-        return cos.contiguous(), torch.cat((-sin[..., :half], sin[..., half:]), -1)
+        for name in sorted({layer.kind.rope for layer in self.layers if layer.kind.rope is not None}):
+            tables = rotary(like, positions[None], *([name] if name else []))
+            cos, sin = (table[0, :, None].to(self._cache_dtype) for table in tables)
+            found[name] = cos.contiguous(), torch.cat((-sin[..., :half], sin[..., half:]), -1)
+        return found
 
-    def hidden_states(self, ids: torch.Tensor, rope: Rope, slots: Attends) -> torch.Tensor:
+    def hidden_states(self, ids: torch.Tensor, ropes: Mapping[str, Rope], slots: Attends) -> torch.Tensor:
         """The last layer's states [n, hidden] of `ids` [n], on every rank."""
-        hidden = self.embedding[ids].to(self._residual)
-        leads = self._group.rank == 0  # only one rank adds the residual, for the sum must contain it once
+        hidden = self.embedding[ids]
+        if self._scales.embedding != 1:
+            hidden = hidden * self._scales.embedding
+        hidden = hidden.to(self._residual)
         for number, layer in enumerate(self.layers):
-            mixed = self._attend(layer, number, hidden, rope, slots)
-            hidden = self._group.sum(layer.out(mixed, hidden if leads else None))
-            inner = swiglu(layer.gate_up(normalise(hidden, layer.mlp_norm, self.eps), None))
-            hidden = self._group.sum(layer.down(inner, hidden if leads else None))
+            mixed = self._attend(layer, number, hidden, ropes, slots)
+            hidden = self._add(hidden, layer.out, mixed, layer.after_attention)
+            inner = gated(layer.gate_up(self._normalise(hidden, layer.mlp_norm), None), self._gate)
+            hidden = self._add(hidden, layer.down, inner, layer.after_mlp)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, vocab]."""
-        head = self.head(normalise(hidden, self.norm, self.eps), None)
+        head = self.head(self._normalise(hidden, self.norm), None)
+        if self._scales.logits != 1:
+            head = head * self._scales.logits
         return self._group.gather(head)[:, : self.vocab_size]
 
-    def _attend(self, layer: Layer, number: int, hidden: torch.Tensor, rope: Rope, slots: Attends) -> torch.Tensor:
+    def _normalise(self, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        return x.to(self.dtype) if norm is None else normalise(x, norm, self.eps, self.dtype)
+
+    def _add(self, hidden: torch.Tensor, product: Matrix, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        """`hidden` plus the product of x, after its norm and multiplier."""
+        if norm is None and self._scales.residual == 1:
+            # Only one rank adds the hidden state, for the sum must contain it once.
+            return self._group.sum(product(x, hidden if self._group.rank == 0 else None))
+        part = self._group.sum(product(x, None))
+        part = part if norm is None else self._normalise(part, norm)
+        return hidden + (part if self._scales.residual == 1 else part * self._scales.residual)
+
+    def _attend(
+        self, layer: Layer, number: int, hidden: torch.Tensor, ropes: Mapping[str, Rope], slots: Attends
+    ) -> torch.Tensor:
         """The attention output of each row, over this rank's heads: [n, heads * head_dim]."""
         n, heads, both, dim = len(hidden), self.heads.query, self.heads.query + self.heads.kv, self.heads.dim
-        states = layer.qkv(normalise(hidden, layer.attention_norm, self.eps), None).view(n, -1, dim)
+        states = layer.qkv(self._normalise(hidden, layer.attention_norm), None).view(n, -1, dim)
         facing = states[:, :both]  # queries and keys
         if layer.q_norm is not None and layer.k_norm is not None:
             parts = (facing[:, :heads], layer.q_norm), (facing[:, heads:], layer.k_norm)
-            facing = torch.cat([normalise(part, norm, self.eps) for part, norm in parts], 1)
+            facing = torch.cat([self._head_norm(part, norm) for part, norm in parts], 1)
         facing = facing.to(self._cache_dtype)
-        # Two products and a sum, each rounded by itself: a fused multiply-add would be one only where it is vectorised.
-        rotated = (facing * rope[0]).add_(facing.roll(dim // 2, -1).mul_(rope[1]))
-        return slots.attend(number, rotated[:, :heads], rotated[:, heads:], states[:, both:]).to(self.dtype)
+        if layer.kind.rope is not None:
+            cos, sin = ropes[layer.kind.rope]
+            # Two products and a sum, each rounded by itself: a fused multiply-add would be one only where it is
+            # vectorised.
+            facing = (facing * cos).add_(facing.roll(dim // 2, -1).mul_(sin))
+        return slots.attend(number, facing[:, :heads], facing[:, heads:], states[:, both:]).to(self.dtype)
+
+    def _head_norm(self, states: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        """States [n, heads, head_dim], normalised by head or, where the norm is as wide as all of them, together."""
+        wide = states if len(norm) == states.shape[-1] else states.flatten(1)
+        return self._normalise(wide, norm).view(states.shape)
+
+
+def described(model: PreTrainedModel | Decoder) -> tuple[Forward, dict[str, Any]]:
+    """(its family's forward, its configuration)."""
+    config = model.config
+    settings = config.to_dict() if hasattr(config, "to_dict") else vars(config)
+    name = type(model).__name__ if hasattr(config, "to_dict") else settings["architectures"][0]
+    forward = forward_of(name, settings)
+    assert forward is not None, name
+    return forward, settings
+
+
+def split_fused(model: PreTrainedModel | Decoder, forward: Forward) -> None:
+    """Replace matrices that a checkpoint has as one by their parts, which stay views of it. Does nothing twice."""
+    config = model.config
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = dimensions({**vars(config), "head_dim": width})
+    for layer in model.model.layers if forward.fused else ():
+        for name, parts in forward.fused.items():
+            above = layer.get_submodule(name.rpartition(".")[0])
+            if (fused := getattr(above, name.rpartition(".")[2], None)) is None:
+                continue
+            rows = [size[MATRICES[part][0]] for part in parts]
+            for part, weight in zip(parts, fused.weight.detach().split(rows), strict=True):
+                linear = Linear(1, 1, bias=False, device="meta")
+                linear.weight = Parameter(weight, requires_grad=False)
+                above.add_module(part.rpartition(".")[2], linear)
+            delattr(above, name.rpartition(".")[2])

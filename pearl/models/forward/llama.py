@@ -92,7 +92,7 @@ class LlamaRunner:
         cache_dtype = model.dtype if is_fixed else torch.float32
         is_invariant = True
         with torch.inference_mode():
-            self._layers = DecoderLayers(model, group, rounding, cache_dtype, plain=bool(kernels))
+            self._layers = DecoderLayers(model, group, context, rounding, cache_dtype, plain=bool(kernels))
             self.vocab_size, self.dtype, heads = self._layers.vocab_size, self._layers.dtype, self._layers.heads
             is_bf16 = packs(self._layers.embedding) and self.dtype == torch.bfloat16
             self._least_rows = _FAST_ROWS if is_bf16 and not rounding else 1
@@ -100,10 +100,11 @@ class LlamaRunner:
                 least, is_invariant = self._layers.probe()
                 self._least_rows = max(self._least_rows, least)
             self._positions = torch.arange(self._room + PREFILL, device=self.device)
-            self._cos, self._sin = self._layers.angles(rotary, self._positions)
+            self._ropes = self._layers.angles(rotary, self._positions)
             shape = (slots, len(self._layers), heads.kv, self._room, heads.dim)
             self._slots = Slots(shape, cache_dtype, self.device)
-            self._trees_at_once = not is_fixed and trees_are_chains(heads, cache_dtype)
+            has_windows = any(self._layers.windows)
+            self._trees_at_once = not is_fixed and not has_windows and trees_are_chains(heads, cache_dtype)
             if kernels or (kernels is None and records and self.device.type == "cuda" and group.size == 1):
                 self._decode = self._make_decode(record_on_gpu(self.device) if records and not record else record)
             if launches and self._decode is None:
@@ -125,12 +126,14 @@ class LlamaRunner:
 
     def _make_decode(self, record: Record | None) -> Decode | None:
         """The forward by our kernels; None where they are not to be had, with the reason in the log."""
+        if not self._layers.is_plain:
+            return None
         try:
             from pearl.models.forward.decode import make_decode
         except ImportError:
             log.info("Triton is not installed: forwards are torch's operations, recorded")
             return None
-        return make_decode(self._layers, self._slots, (self._cos, self._sin), record or (lambda work: work))
+        return make_decode(self._layers, self._slots, self._ropes[""], record or (lambda work: work))
 
     def _record_all(self, slots: int) -> None:
         """Make every recording, the largest first: the smaller ones fit into the memory that it took."""
@@ -166,20 +169,22 @@ class LlamaRunner:
         layout = lay_out(feeds, self._slots.lengths, self._least_rows)
         for feed in feeds:
             self._slots.wrote(feed.slot, self._slots.lengths[feed.slot] + feed.depth)
-        spans = SpanAttention(layout, self._slots, self._trees_at_once)
-        hidden = self._layers.hidden_states(layout.ids, self._rope(layout), spans)
+        spans = SpanAttention(layout, self._slots, self._trees_at_once, self._layers.windows, self._layers.scale)
+        hidden = self._layers.hidden_states(layout.ids, self._ropes_of(layout), spans)
         for feed, rows in layout.trees:
             assert feed.parents is not None
             self._slots.hold(feed.slot, Tree(feed.parents, rows, spans.states))
         return self._asked(hidden, layout.asked)
 
-    def _rope(self, layout: Layout) -> Rope:
+    def _ropes_of(self, layout: Layout) -> dict[str, Rope]:
         """Cosines and sines of the rows, padding included."""
         padding = len(layout.ids) - layout.spans[-1].rows.stop
         parts = [*(span.at for span in layout.spans), *([slice(0, padding)] if padding else [])]
-        if len(parts) == 1:
-            return self._cos[parts[0]], self._sin[parts[0]]
-        return torch.cat([self._cos[at] for at in parts]), torch.cat([self._sin[at] for at in parts])
+
+        def of(table: torch.Tensor) -> torch.Tensor:
+            return table[parts[0]] if len(parts) == 1 else torch.cat([table[at] for at in parts])
+
+        return {name: (of(cos), of(sin)) for name, (cos, sin) in self._ropes.items()}
 
     def _asked(self, hidden: torch.Tensor, rows_of: list[list[int]]) -> list[torch.Tensor]:
         """Logits of the rows that feeds ask for, computed with others where there are fewer than `_least_rows`."""
@@ -219,21 +224,32 @@ class LlamaRunner:
         """Logits [rows, vocab] of the first `rows` tokens of a piece; only the sizes decide what is computed.
 
         Args:
-            end: how many positions are looked at.
+            end: how many positions are looked at; a prompt's piece ends there.
         """
         at = piece.start + self._positions[: len(piece.ids)]  # where keys and values are written
-        if piece.sees is None:
-            sees, standing = self._positions[:end] <= at[:, None], at
-        else:
-            standing = piece.start + piece.depths  # positions in the sequence
-            behind = self._positions[:end] - piece.start  # nodes, counted from the first
-            is_node = (behind >= 0) & (behind < len(piece.ids))
-            seen = (piece.sees[:, None] >> behind.clamp(0, len(piece.ids) - 1)) & 1
-            sees = (behind < 0) | (is_node & (seen == 1))
-        mask = torch.zeros(sees.shape, dtype=self.dtype, device=self.device).masked_fill_(~sees, -torch.inf)
-        rope = self._cos[standing], self._sin[standing]
-        hidden = self._layers.hidden_states(piece.ids, rope, FixedAttention(self._slots, slot, at, mask))
+        standing = at if piece.sees is None else piece.start + piece.depths  # positions in the sequence
+        ropes = {name: (cos[standing], sin[standing]) for name, (cos, sin) in self._ropes.items()}
+        windows = self._layers.windows
+        masks = {window: self._mask(piece, standing, end, window) for window in {*windows}}
+        attends = FixedAttention(self._slots, slot, at, end, masks, windows, self._layers.scale)
+        hidden = self._layers.hidden_states(piece.ids, ropes, attends)
         return self._layers.logits(hidden[:rows])
+
+    def _mask(self, piece: Piece, standing: torch.Tensor, end: int, window: int) -> torch.Tensor | None:
+        """The mask [n, end] of a piece whose rows have the positions `standing`; None: see `FixedAttention`."""
+        if piece.sees is None and not window:
+            return None
+        positions, rows = self._positions[:end], standing[:, None]
+        if piece.sees is None:
+            sees, where = positions <= rows, positions
+        else:
+            behind = positions - piece.start  # nodes, counted from the first
+            is_node, node = (behind >= 0) & (behind < len(piece.ids)), behind.clamp(0, len(piece.ids) - 1)
+            sees = (behind < 0) | (is_node & ((piece.sees[:, None] >> node) & 1 == 1))
+            where = torch.where(is_node, standing[node], positions)
+        if window:
+            sees = sees & (where > rows - window)
+        return torch.zeros(sees.shape, dtype=self.dtype, device=self.device).masked_fill_(~sees, -torch.inf)
 
     def rollback(self, length: int, slot: int = 0) -> None:
         """See `ModelRunner.rollback`."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import gelu, linear, rms_norm, silu
 
 from pearl.errors import ModelError
 
@@ -272,37 +272,41 @@ def multiplies_4_bits() -> bool:
     return torch.backends.cpu.get_cpu_capability().startswith("AVX")
 
 
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu of the first half of the columns times the second half: [n, 2 * inner] -> [n, inner].
+def gated(gate_up: torch.Tensor, name: Literal["silu", "gelu"] = "silu") -> torch.Tensor:
+    """The activation of the first half of the columns times the second half: [n, 2 * inner] -> [n, inner].
 
-    On a CPU in pieces that torch does not split between threads: elements next to a cut within a row use the scalar
-    exponential, whose bits are not the vector one's.
+    gelu: by tanh, as Gemma's.  On a CPU in pieces that torch does not split between threads: elements next to a cut
+    within a row use the scalar exponential, whose bits are not the vector one's.
     """
     n, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    activate = silu if name == "silu" else partial(gelu, approximate="tanh")
     if gate_up.device.type != "cpu" or n * inner < _SERIAL:
         gate, up = gate_up.chunk(2, -1)
-        return silu(gate).mul_(up)
+        return activate(gate).mul_(up)
     result = gate_up.new_empty(n, inner)
     some = max(1, (_SERIAL - 1) // inner)
     for start in range(0, n, some):
         gate, up = gate_up[start : start + some].chunk(2, -1)
-        torch.mul(silu(gate), up, out=result[start : start + some])
+        torch.mul(activate(gate), up, out=result[start : start + some])
     return result
 
 
-def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm over the last dimension, in the dtype of `weight`.
+def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """RMS norm over the last dimension, in `dtype`; None: in that of `weight`.
 
-    As in transformers: in float32, rounded before the weights are applied; where `x` is wider than these, after.
+    As in transformers: in float32, rounded before the weights are applied; after, where these have another dtype than
+    `x`.
 
     On a CPU in operations that each round once, so that vectorised and scalar code agree; the built-in one is
     composed of more of them, and takes three times as long for a row.
     """
+    dtype, is_alike = dtype or weight.dtype, x.dtype == weight.dtype
     if x.device.type != "cpu":
-        return rms_norm(x, weight.shape, weight, eps)
+        given = (x, weight) if is_alike else (x.float(), weight.float())
+        return rms_norm(given[0], weight.shape, given[1], eps).to(dtype)
     full = x.float()
     inverse = torch.linalg.vector_norm(full, dim=-1, keepdim=True)
     inverse.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
-    if x.dtype != weight.dtype:
-        return (full * inverse).mul_(weight).to(weight.dtype)
-    return (full * inverse).to(x.dtype).mul_(weight)
+    if not is_alike:
+        return (full * inverse).mul_(weight).to(dtype)
+    return (full * inverse).to(x.dtype).mul_(weight).to(dtype)

@@ -7,6 +7,7 @@ Every rank has the embedding and the norms.  Must not know processes: a `Group` 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -62,6 +63,8 @@ def cut(model: PreTrainedModel | Decoder, group: Group, device: torch.device) ->
     heads, kv_heads, inner = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
     _check(size, heads, kv_heads, inner)
     width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    if len(getattr(model.model.layers[0].self_attn, "q_norm", SimpleNamespace(weight=[0] * width)).weight) != width:
+        raise ModelError("Ranks cannot share this model: its norms run over all heads. Leave target_tp, draft_tp at 1.")
     parts = {
         "queries": _share(heads * width, rank, size),
         "keys": _share(kv_heads * width, *((rank, size) if size <= kv_heads else (rank * kv_heads // size, kv_heads))),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -20,36 +21,43 @@ class SpanAttention:
 
     Otherwise a tree's chains are attended to one after the other, each at the positions after its ancestors.
 
+    Args:
+        windows: of each layer, 0 for none. trees_at_once: only where no layer has one.
+        scale: of scores.
+
     Attributes:
         states: collects (keys, values) of every layer where there are trees.
     """
 
-    def __init__(self, layout: Layout, slots: Slots, trees_at_once: bool) -> None:
-        self._slots = slots
-        self._parts: list[tuple[Span, torch.Tensor | attention.TreePlace]] = []  # with its mask, or a whole tree
+    def __init__(self, layout: Layout, slots: Slots, trees_at_once: bool, windows: Sequence[int], scale: float) -> None:
+        self._slots, self._windows, self._scale = slots, windows, scale
+        self._parts: list[tuple[Span, Mapping[int, torch.Tensor] | attention.TreePlace]] = []  # masks by window
         self.states: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if layout.trees else None
         for tree, group in groupby(layout.spans, attrgetter("tree")):
             spans = list(group)
             if tree >= 0 and len(spans) > 1 and trees_at_once and len(layout.trees[tree][1]) <= attention.TOGETHER:
                 self._parts.append(_whole_tree(layout, tree, slots.lengths, slots.dtype))
             else:
-                self._parts += [(span, attention.masks(span.start, span.size, slots.dtype)) for span in spans]
+                self._parts += [
+                    (span, {each: attention.masks(span.start, span.size, slots.dtype, each) for each in {*windows}})
+                    for span in spans
+                ]
 
     def attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """See `layers.Attends`."""
         if self.states is not None:
             self.states.append((keys, values))
-        mixed, dtype, queries = [], self._slots.dtype, queries * queries.shape[-1] ** -0.5
+        mixed, dtype, queries = [], self._slots.dtype, queries * self._scale
         for span, sees in self._parts:
             all_keys, all_values = self._slots.keys[span.slot, layer], self._slots.values[span.slot, layer]
             if isinstance(sees, attention.TreePlace):
                 own = keys[span.rows].to(dtype), values[span.rows].to(dtype)
                 mixed.append(attention.attend_tree(queries[span.rows], all_keys, all_values, own, sees))
                 continue
-            seen = attention.whole_blocks(span.at.stop)
+            seen, mask = attention.whole_blocks(span.at.stop), sees[self._windows[layer]]
             all_keys[:, span.at] = keys[span.rows].transpose(0, 1)
             all_values[:, span.at] = values[span.rows].transpose(0, 1)
-            mixed.append(attention.attend(queries[span.rows], all_keys[:, :seen], all_values[:, :seen], sees))
+            mixed.append(attention.attend(queries[span.rows], all_keys[:, :seen], all_values[:, :seen], mask))
         end = self._parts[-1][0].rows.stop
         if end < len(queries):  # rows of padding
             mixed.append(queries.new_zeros(len(queries) - end, mixed[0].shape[1]))
@@ -70,28 +78,48 @@ def _whole_tree(
 
 
 class FixedAttention:
-    """The rows of a `graphs.Piece`. Like `attention.attend`, with one product for the scores and one for the output.
+    """The rows of a `graphs.Piece`.
 
     Args:
         at: [n], positions at which keys and values are written.
-        mask: [n, positions looked at].
+        end: positions looked at.
+        masks: by window, [n, end]; None: the rows are the last of these positions, and each sees all up to its own.
+        windows: of each layer. scale: of scores.
     """
 
-    def __init__(self, slots: Slots, slot: int, at: torch.Tensor, mask: torch.Tensor) -> None:
-        self._slots, self._slot, self._at, self._mask = slots, slot, at, mask
+    def __init__(
+        self,
+        slots: Slots,
+        slot: int,
+        at: torch.Tensor,
+        end: int,
+        masks: Mapping[int, torch.Tensor | None],
+        windows: Sequence[int],
+        scale: float,
+    ) -> None:
+        self._slots, self._slot, self._at, self._end = slots, slot, at, end
+        self._masks, self._windows, self._scale = masks, windows, scale
 
     def attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """See `layers.Attends`."""
-        (n, heads, dim), kv_heads, end = queries.shape, keys.shape[1], self._mask.shape[1]
+        (n, heads, dim), kv_heads, mask = queries.shape, keys.shape[1], self._masks[self._windows[layer]]
         all_keys, all_values = self._slots.keys[self._slot, layer], self._slots.values[self._slot, layer]
         all_keys[:, self._at] = keys.transpose(0, 1)
         all_values[:, self._at] = values.transpose(0, 1)
-        all_keys, all_values = all_keys[:, :end], all_values[:, :end]
+        all_keys, all_values = all_keys[:, : self._end], all_values[:, : self._end]
+        if mask is None:
+            from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: seconds
+
+            sees: Any = causal_lower_right(n, self._end)
+            given, more = (queries.transpose(0, 1)[None], all_keys[None], all_values[None]), heads != kv_heads
+            mixed = scaled_dot_product_attention(*given, sees, scale=self._scale, enable_gqa=more)[0]
+            return mixed.transpose(0, 1).reshape(n, -1)
         stacked = queries.view(n, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
-        mask = self._mask.repeat(heads // kv_heads, 1)
+        mask = mask.repeat(heads // kv_heads, 1)
         if n <= FED:  # fused attention has few blocks to work with where there are few rows
-            scores = torch.baddbmm(mask, stacked, all_keys.transpose(1, 2), alpha=dim**-0.5)
+            scores = torch.baddbmm(mask, stacked, all_keys.transpose(1, 2), alpha=self._scale)
             mixed = torch.bmm(scores.softmax(-1), all_values)
         else:
-            mixed = scaled_dot_product_attention(stacked[None], all_keys[None], all_values[None], mask)[0]
+            given = stacked[None], all_keys[None], all_values[None]
+            mixed = scaled_dot_product_attention(*given, mask, scale=self._scale)[0]
         return mixed.view(kv_heads, -1, n, dim).permute(2, 0, 1, 3).reshape(n, -1)
