@@ -27,6 +27,7 @@ from pearl.decoding.sampling import read_draw
 from pearl.engine import Engine
 from pearl.engine.processes import Worker
 from pearl.errors import DraftLost, ModelError, RequestError, StartError, TargetLost, TransportError
+from pearl.models.checkpoints.direct import read_decoder
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.forward.llama import LlamaRunner
 from pearl.models.forward.shard import cut
@@ -66,8 +67,7 @@ def shared(path: Path, size: int, store: Path, dtype: str = "float32", is_record
 
     def load(group: RankGroup) -> Callable[[], LlamaRunner]:
         """What makes the runner, on all ranks at once: they record their exchanges then."""
-        if is_recorded:
-            model = AutoModelForCausalLM.from_pretrained(path)
+        if is_recorded and (model := read_decoder(path, None, CPU)) is not None:
             cut(model, group, CPU)
             return lambda: LlamaRunner(model, 64, group, record=into_one_buffer)
         runner = load_runner(str(path), device=CPU, dtype=dtype, max_context=64, group=group)
@@ -93,7 +93,7 @@ def whole(path: Path, dtype: str = "float32") -> torch.Tensor:
     return logits(runner)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("olmo")])
 def test_ranks_compute_what_one_does(kind: str, tmp_path: Path) -> None:
     """Four have more ranks than the two key-value heads; no number of them divides the vocabulary."""
     path = biased(kind, tmp_path)
@@ -136,6 +136,7 @@ def test_a_rank_keeps_its_share_and_nothing_else() -> None:
     [
         *(("llama", "auto", n, f"{n} ranks cannot share 4 attention heads.*Choose 1 or 2 or 4 ") for n in (3, 8)),
         *((kind, how, 2, "target_tp and draft_tp at 1") for kind, how in (("gpt2", "auto"), ("llama", "transformers"))),
+        ("olmo2", "auto", 2, "its norms run over all heads"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(kind: str, forwards: str, size: int, said: str) -> None:
