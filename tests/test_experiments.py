@@ -37,7 +37,7 @@ FORMS: dict[str, Callable[[float, int, float], float]] = {  # of acceptance, win
 }
 
 
-@pytest.mark.parametrize(("method", "window", "a"), [*product(FORMS, (3, 5), [0.8]), *product(FORMS, [5], [0.4])])
+@pytest.mark.parametrize(("method", "window", "a"), [*product(FORMS, [5], [0.8]), *product(FORMS, [3], [0.4])])
 def test_any_window_is_as_fast_as_its_closed_form(method: str, window: int, a: float) -> None:
     """Within a hundredth. And so are tokens a step, of sd as Leviathan et al. have it, and runs, by theorem 2."""
     found = run(independent(STEADY, a, 20, 1000, 1), RequestOptions(method, "fixed", window))
