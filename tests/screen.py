@@ -52,6 +52,7 @@ class Person:
     """At a terminal of `rows` and `columns` on which `command` runs.
 
     Attributes:
+        frames: how many were shown whole.
         italics: rows that were seen in italics.
     """
 
@@ -64,7 +65,7 @@ class Person:
         self._screen.answer = self.type
         self._stream = pyte.ByteStream(self._screen)
         self._began = self._written = self._unsent = b""
-        self.italics: set[str] = set()
+        self.frames, self.italics = 0, set[str]()
         self.resize(rows, columns)
         self.process = subprocess.Popen(
             command,
@@ -120,6 +121,7 @@ class Person:
         for part in re.split(b"(?<=" + re.escape(_FRAME_ENDS) + b")", data):
             self._stream.feed(part)
             if part.endswith(_FRAME_ENDS):  # a terminal that waits for the end of each frame shows this
+                self.frames += 1
                 rows = self._screen.buffer.values()
                 self.italics |= {"".join(c.data for _, c in sorted(row.items()) if c.italics) for row in rows}
         return bool(data)

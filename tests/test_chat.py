@@ -304,6 +304,7 @@ def test_undo_regen_save_load_clear_and_a_trace(home: dict[str, str], attached: 
         person.sees("pearl trace report")
         person.send("/trace off")
         person.sees("no trace is being recorded")
+        assert person.frames > 3, "replies are drawn, as Markdown: see test_reply"
     assert report(read(trace)).tokens == 10
 
 
