@@ -71,6 +71,7 @@ def test_texts_are_the_engines(served: Served, engine: Engine, path: str, temper
 def test_openais_client(served: Served, engine: Engine) -> None:
     client = served.client()
     assert [model.id for model in client.models.list()] == [client.models.retrieve(MODEL).id] == [MODEL]
+    assert served.get("/v1/models").json()["data"][0]["max_model_len"] == 512
     (wanted,) = engine.generate([[message("123")]], PARAMS)
     asked: dict[str, Any] = {"model": MODEL, "messages": [message("123")], "seed": 5, "temperature": 1.0}
     whole = client.chat.completions.create(max_completion_tokens=40, **asked)
