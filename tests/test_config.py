@@ -211,6 +211,7 @@ def test_bad_files_are_refused_and_named(tmp_path: Path) -> None:
         b"- a\n- b\n": "must hold a mapping of settings, not a list",
         b"just text": "not a str",
         b"a: b: c": "is not YAML",
+        b"\xff\xfe\x00\x80": "is not YAML",
         b"temprature: 1.0\n": r"unknown setting 'temprature'; did you mean temperature\? allowed are .*top_p",
         b"prompt_logprobs: 3\n": "prompt_logprobs is not supported",
         b"gamma: three\n": "gamma: .*got 'three'",

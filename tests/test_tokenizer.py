@@ -62,6 +62,10 @@ def defaults(directory: Path, **options: Any) -> GenerationDefaults:
 
 
 class TestHFTokenizer:
+    def test_a_raw_prompt_has_the_tokenizers_own_bos(self) -> None:
+        assert byte_fallback().encode("the cat") == backend_of(byte_fallback())("the cat").input_ids
+        assert byte_fallback().encode("the cat")[0] == 0
+
     def test_special_and_unknown_tokens_have_no_text(self) -> None:
         """A model's logits cover padding ids that no tokenizer knows; sampling one must not end the run."""
         tokenizer = byte_level()
