@@ -181,7 +181,10 @@ def test_a_prompt_in_pieces_gives_what_it_gives_in_one(chunks: tuple[int, ...]) 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_recorded_forwards_give_the_bits_of_those_that_are_not(dtype: torch.dtype) -> None:
     """Across the ends of two recordings, after rollbacks too."""
-    runners = [LlamaRunner(random_llama(1200, dtype).to(GPU), 1200, records=records) for records in (True, False)]  # type: ignore[arg-type]
+    runners = [
+        LlamaRunner(random_llama(1200, dtype).to(GPU), 1200, records=records, kernels=True)  # type: ignore[arg-type]
+        for records in (True, False)
+    ]
     tokens = some_tokens(runners[0], 1200)
     for runner in runners:
         feed_chain(runner, tokens[:490], 1)

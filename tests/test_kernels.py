@@ -18,6 +18,7 @@ from pearl.decoding.keys import Purpose, draw_key
 from pearl.models.feeds import Feed
 from pearl.models.forward.graphs import FED
 from pearl.models.forward.llama import LlamaRunner
+from pearl.models.forward.matrices import Quantised, Rounding, matrix
 from pearl.models.forward.row_table import MOST_PARTS, NUMBERS, ROWS, lay_tables, numbers
 from pearl.models.runner import feed_chain
 from pearl.protocol.options import Sampling
@@ -153,7 +154,7 @@ def test_kernels_whose_bits_depend_on_the_cut_are_refused(
 def test_kernels_that_do_not_compile_are_done_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cuts, "candidates", lambda name, shape: [])
+    monkeypatch.setattr(cuts, "candidates", lambda name, shape, bits: [])
     found = runner_of("one layer")
     assert found._decode is None
     assert "no cut fits" in caplog.text
@@ -174,8 +175,8 @@ def test_products(parts: int, adds: bool, bias: bool) -> None:
     for _ in range(2):
         expected_now = out + expected if adds else expected + more if bias else expected
         kernels.multiply[(-(-outputs // 16), parts)](
-            x, squares, norm, w, more, out, after, sums, counts, 1e-5, K=inputs, N=outputs, BN=16, BK=32, PARTS=parts,
-            NORMS=not adds, ADDS=adds, BIAS=bias, OVERLAPS=False,
+            x, squares, norm, w, w, more, out, after, sums, counts, 1e-5, K=inputs, N=outputs, BN=16, BK=32,
+            PARTS=parts, NORMS=not adds, ADDS=adds, BIAS=bias, BITS=16, OVERLAPS=False,
         )  # fmt: skip
         torch.testing.assert_close(out, expected_now)
         assert not counts.any()
@@ -183,11 +184,31 @@ def test_products(parts: int, adds: bool, bias: bool) -> None:
         torch.testing.assert_close(after, out.view(ROWS, -1, 16).square().sum(2).T)
 
 
+@pytest.mark.parametrize(("rounding", "inputs"), [("int4", 256), ("int4", 192), ("int8", 256)])
+def test_products_of_quantised_weights_in_parts(rounding: Rounding, inputs: int) -> None:
+    """Words of four and of two steps."""
+    torch.manual_seed(1)
+    x, layer, out = torch.randn(ROWS, inputs), torch.nn.Linear(inputs, 41, bias=False), torch.zeros(ROWS, 41)
+    parts = 2 if inputs == 256 else 1
+    sums, counts = torch.empty(9999), torch.zeros(9).int()
+    found = matrix(layer.requires_grad_(False), rounding=rounding, plain=True)
+    assert isinstance(found, Quantised)
+    kernels.multiply[(3, parts)](
+        x, x, x, found.weight, found.scales, x, out, x, sums, counts, 1e-5, K=inputs, N=41, BN=16, BK=64, PARTS=parts,
+        NORMS=False, ADDS=False, BIAS=False, BITS=found.bits, OVERLAPS=False,
+    )  # fmt: skip
+    torch.testing.assert_close(out, linear(x, found.dequantised()))
+    if found.bits == 4:
+        weights = torch.empty(41, inputs)
+        kernels.dequantise[(3, len(found.weight))](found.weight, found.scales, weights, K=inputs, N=41, BN=16)
+        assert torch.equal(weights, found.dequantised())
+
+
 def test_gate_and_up() -> None:
     torch.manual_seed(2)
     x, w, norm, out = torch.randn(ROWS, 32), torch.randn(2 * 40, 32), torch.rand(32), torch.zeros(ROWS, 40)
     squares = x.view(ROWS, -1, 16).square().sum(2).T.contiguous()
-    kernels.gate_up[(3,)](x, squares, norm, w, out, 1e-5, K=32, N=40, BN=16, BK=16, OVERLAPS=False)
+    kernels.gate_up[(3,)](x, squares, norm, w, w, out, 1e-5, K=32, N=40, BN=16, BK=16, BITS=16, OVERLAPS=False)
     both = linear(x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5) * norm, w)
     torch.testing.assert_close(out, silu(both[:, :40]) * both[:, 40:])
 
@@ -218,6 +239,28 @@ def test_cuts_fit_or_there_is_none(shape: tuple[int, int], fits: bool) -> None:
             assert shape[1] % (cut.parts * cut.inputs) == 0
             assert name not in ("out", "down") or shape[0] % cut.columns == 0
     assert bool(cuts.candidates("down", shape)) == fits
+
+
+@pytest.mark.parametrize("rounding", ["int4", "int8"])
+def test_forwards_of_quantised_weights_are_those_of_the_weights_that_they_stand_for(rounding: Rounding) -> None:
+    """Products with parts and norms, gate-up, the head, prompts; sizes that no tile divides."""
+    sizes = _SIZES | {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1}
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.2)).eval())
+    for linear_ in (each for each in models[1].modules() if isinstance(each, torch.nn.Linear)):
+        copy = torch.nn.Linear(1, 1, bias=False)
+        copy.weight = torch.nn.Parameter(linear_.weight.detach().clone(), requires_grad=False)
+        stood_for = matrix(copy, rounding=rounding, plain=True)
+        assert isinstance(stood_for, Quantised)
+        linear_.weight = torch.nn.Parameter(stood_for.dequantised(), requires_grad=False)
+    ours = LlamaRunner(models[0], 600, slots=2, record=lambda work: work, kernels=True, rounding=rounding)
+    theirs = LlamaRunner(models[1], 600, slots=2, record=lambda work: work, kernels=False)
+    assert ours._decode is not None
+    for runner in (ours, theirs):
+        feed_chain(runner, text(30), 1, prompt=True)
+    fed_both((ours, theirs), Feed(text(5, 1), 5), Feed(text(6, 2), 2, 1))
 
 
 @pytest.mark.parametrize("vocab", [90, 1024, 2500])

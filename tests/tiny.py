@@ -74,6 +74,44 @@ _GPT2 = {"n_embd": 32, "n_head": 4, "n_positions": 256, "initializer_range": 0.1
 _FALCON = {"hidden_size": 32, "num_attention_heads": 4, "initializer_range": 0.1, "eos_token_id": EOS_ID}
 _OPT = _SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.1}
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "decoder_start_token_id": 0}
+_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "initializer_range": 0.3}
+_WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "initializer_range": 0.2}
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "head_dim": 16,
+}
+_LLAMA4 = {
+    "layer_types": ["chunked_attention", "full_attention"],
+    "attention_chunk_size": 8,
+    "no_rope_layers": [1, 0],
+    "head_dim": 8,
+    "intermediate_size_mlp": 64,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+}
+_NEMOTRON_H = {
+    "layers_block_type": ["mamba", "attention"],
+    "head_dim": 8,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "chunk_size": 8,
+}
+_LATENT = {  # attention of DeepSeek's
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+_ROUTED = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+_FALCON_H1 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64, "mamba_d_state": 8, "mamba_chunk_size": 8}
 _NEOX = {key: value for key, value in _SIZES.items() if key != "num_key_value_heads"}
 _KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("Llama", _SIZES),
@@ -124,8 +162,32 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "minimax-m2": ("MiniMaxM2", _SIZES | {"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2}),
     "doge": ("Doge", _SIZES | {"keep_window_size": 64}),
     "doge-moe": ("Doge", _SIZES | {"is_moe": True, "num_experts": 16, "num_experts_per_tok": 4}),
+    "qwen3.5": ("Qwen3_5Text", _SIZES | _DELTA),
+    "qwen3-next": (
+        "Qwen3Next",
+        _SIZES | _DELTA | _MOE | {"num_experts": 8, "shared_expert_intermediate_size": 32},
+    ),
+    "gpt-oss": ("GptOss", _SIZES | _WINDOW | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gemma3": ("Gemma3Text", _GEMMA | _WINDOW | {"tie_word_embeddings": False}),
+    "olmo3": ("Olmo3", _SIZES | _WINDOW),
+    "llama4": ("Llama4Text", _SIZES | _LLAMA4),
+    "lfm2": ("Lfm2", _SIZES | {"layer_types": ["conv", "full_attention"]}),
+    "nemotron-h": ("NemotronH", _SIZES | _NEMOTRON_H),
+    "qwen3-moe": ("Qwen3Moe", _SIZES | _MOE | {"head_dim": 8, "num_experts": 8}),
+    "deepseek-v3": ("DeepseekV3", _SIZES | _MOE | _LATENT | _ROUTED),
+    # An indexer chooses 8 positions to attend to.
+    "deepseek-v3.2": (
+        "DeepseekV32",
+        _SIZES | _MOE | _LATENT | _ROUTED | {"index_topk": 8, "index_n_heads": 16, "index_head_dim": 16},
+    ),
+    "glm4-moe": ("Glm4Moe", _SIZES | _MOE | _ROUTED | {"head_dim": 8}),
+    "mixtral": ("Mixtral", _SIZES | {"num_local_experts": 4, "sliding_window": None}),
+    "granite": ("Granite", _SIZES),
+    "phi": ("Phi", _SIZES),
+    "falcon-h1": ("FalconH1", _SIZES | _FALCON_H1),  # attention and a state in the same layer
+    "mamba2": ("Mamba2", {"hidden_size": 32, "state_size": 8, "num_heads": 8, "head_dim": 8, "chunk_size": 8}),
     "gpt-neox": ("GPTNeoX", _NEOX),
-    "mamba": ("Mamba", {"hidden_size": 32, "state_size": 4}),
+    "mamba": ("Mamba", {"hidden_size": 32, "state_size": 4, "initializer_range": 0.3}),
     "rwkv": ("Rwkv", {"hidden_size": 32, "attention_hidden_size": 32, "context_length": 64}),
     "bert": ("Bert", _SIZES),
     "roberta": ("Roberta", _SIZES | {"is_decoder": True, "pad_token_id": 1}),
@@ -138,6 +200,8 @@ _HEADS = {
     "Bert": "BertLMHeadModel",
     "OpenAIGPT": "OpenAIGPTLMHeadModel",
     "T5": "T5ForConditionalGeneration",
+    "Qwen3_5Text": "Qwen3_5ForCausalLM",
+    "Llama4Text": "Llama4ForCausalLM",
     "Gemma3Text": "Gemma3ForCausalLM",
     "Gemma4Text": "Gemma4ForCausalLM",
 }
@@ -169,7 +233,9 @@ def tiny_model(
 
 def _random_model(kind: str, seed: int, layers: int, vocab_size: int) -> transformers.PreTrainedModel:
     family, sizes = _KINDS[kind]
-    config = getattr(transformers, f"{family}Config")(vocab_size=vocab_size, num_hidden_layers=layers, **sizes)
+    if "layers_block_type" not in sizes:  # which has their number
+        sizes = {"num_hidden_layers": layers, **sizes}
+    config = getattr(transformers, f"{family}Config")(vocab_size=vocab_size, **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return getattr(transformers, _HEADS.get(family, f"{family}ForCausalLM"))(config)

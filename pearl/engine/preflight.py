@@ -65,12 +65,10 @@ def _has_gpu() -> bool:
 
 def _check_dtype(model: ModelConfig) -> None:
     """Only our own forward has rounded matrices, and logits that do not depend on the window."""
-    if model.dtype in ("int8", "int4") and (
-        model.forwards == "transformers" or model.tp > 1 or model.part().kind == "cuda"
-    ):
+    if model.dtype in ("int8", "int4") and (model.forwards == "transformers" or model.tp > 1):
         raise ModelError(
-            f"{model.role}_dtype {model.dtype} is for one CPU worker, and for models of the Llama family with "
-            "--forwards auto or eager. Choose another dtype."
+            f"{model.role}_dtype {model.dtype} is for one worker, and for models of our own forward with --forwards "
+            "auto or eager. Choose another dtype."
         )
     if model.exact and model.forwards == "transformers":
         raise ModelError(

@@ -11,67 +11,26 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel, cache_utils
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
 
 from pearl.errors import ForwardError, ModelError
-from pearl.models.checkpoints.memory import is_of_memory
+from pearl.models.cache_layers import FixedLayer, Snapshots, cache_name, layer_for, sizes_of
+from pearl.models.checkpoints.memory import SNAPSHOTS, is_of_memory
 from pearl.models.runner import Capabilities, Feed, Tokens, check_feeds, feed_chain
 from pearl.printable import cause_of
 
 _TRIED = 8  # tokens of the trial at construction
 _ALIKE = {"float32": 0.99999, "float64": 0.99999}  # least cosine of logits that are equal up to rounding
+_PIECE = 512  # the most tokens of a forward where states are copied: a rollback goes back to the start of one
 _ALIKE_IN_HALF = 0.97  # of most rows in half precision: rounding may choose other experts in some
-# A layer without a cache, which attends to another's keys (Gemma 3n, Gemma 4) or to none. Not in all versions.
-_EMPTY: Any = getattr(cache_utils, "DummyLayer", ())
-
-
-class FixedLayer(DynamicLayer):
-    """Keys and values of one layer in buffers [1, heads, capacity, head_dim], whose first `filled` positions are valid.
-
-    Growing copies only the new rows (`DynamicLayer` copies all), and shrinking sets a number.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__()
-        self.capacity = capacity
-        self.filled = 0
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate at the first update: only then are head counts, dtypes and devices known."""
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = self._buffer(key_states), self._buffer(value_states)
-        self.is_initialized = True
-
-    def _buffer(self, states: torch.Tensor) -> torch.Tensor:
-        # empty, not zeros: on a CPU the pages of an unused context are then never touched.
-        batch, heads, _, width = states.shape
-        return states.new_empty(batch, heads, self.capacity, width)
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append states [1, heads, n, head_dim]; return views of all filled rows."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None
-        assert self.values is not None
-        start, self.filled = self.filled, self.filled + key_states.shape[2]
-        keys, values = self.keys[:, :, : self.filled], self.values[:, :, : self.filled]
-        keys[:, :, start:] = key_states
-        values[:, :, start:] = value_states
-        return keys, values
-
-    def get_seq_length(self) -> int:
-        return self.filled
 
 
 class HFRunner:
     """`ModelRunner` over a loaded model, which stays where it was loaded, on one device or several.
 
-    Raises `ModelError` at construction where the model's cache cannot be rolled back (linear-attention and hybrid
-    layers, and windows or chunks shorter than the context, forget or mix what a rollback needs), or where a trial fails
-    or finds that logits depend on how a text is cut into forwards.
+    Raises `ModelError` at construction where the model has a cache layer that `layer_for` does not know, or where a
+    trial fails or finds that logits depend on how a text is cut into forwards.
     """
 
     capabilities = Capabilities()  # one chain; its kernels are chosen by the number of rows
@@ -79,8 +38,9 @@ class HFRunner:
     def __init__(self, model: PreTrainedModel, context: int) -> None:
         self._model = model.eval()
         config = model.config.get_text_config(decoder=True)
-        layers = [layer if isinstance(layer, _EMPTY) else FixedLayer(context) for layer in _cached(model, context)]
+        layers = _layers(model, context)
         self._layers = [layer for layer in layers if isinstance(layer, FixedLayer)]
+        self._states = Snapshots(layers)
         self._cache = Cache(layers=layers)
         self._length = 0
         self.context = context
@@ -89,10 +49,13 @@ class HFRunner:
         self.device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment]
         self.weights = str(model.dtype).removeprefix("torch.")
         self._positions = torch.arange(context, device=self.device)[None]  # [1, context]
+        self._fed = torch.zeros_like(self._positions)  # token ids; those behind a state's last copy are fed again
         accepted = inspect.signature(model.forward).parameters
         self._cache_name = cache_name(model)
         self._takes_positions = "position_ids" in accepted
         self._takes_rows = "logits_to_keep" in accepted
+        self.cache_bytes = 0  # of keys and values for the whole context, and of recurrent states with their copies
+        self._is_single = False  # whether tokens that follow others must be fed one by one
         self._try()
 
     def length(self, slot: int = 0) -> int:
@@ -103,14 +66,14 @@ class HFRunner:
         """See `ModelRunner.forward`."""
         check_feeds(feeds, self, "the general path through transformers")
         (feed,) = feeds
-        tokens, rows, end = feed.tokens, feed.rows, self._length + len(feed.tokens)
+        end = self._length + len(feed.tokens)
+        self._fed[:, self._length : end] = self._ids(feed.tokens)
+        start = self._states.length
         try:
-            with torch.inference_mode():
-                logits = self._model(input_ids=self._ids(tokens), **self._arguments(end, rows)).logits
-            if any(layer.filled != end for layer in self._layers):
-                name = type(self._model).__name__
-                raise ModelError(f"{name} does not keep its state in the cache it is given. Use another model.")
+            # A piece's rows are those of the last `feed.rows` tokens that are in it.
+            parts = [self._extend(stop, max(0, feed.rows - (end - stop))) for stop in self._pieces(start, end)]
         except BaseException as error:
+            self._states.rollback(start)  # a state may have changed in part
             self.rollback(self._length)
             if isinstance(error, (IndexError, RuntimeError)) and self.device.type == "cpu" and not is_of_memory(error):
                 # Such as a limit that its configuration does not name. On a GPU nothing could be computed after it.
@@ -118,7 +81,28 @@ class HFRunner:
             raise
         self._length = end
         # Copied outside of inference mode: the caller's rows are ordinary tensors, and writable.
-        return [logits[0, logits.shape[1] - rows :].to(self.device, torch.float32, copy=True)]
+        logits = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return [logits.to(self.device, torch.float32, copy=True)]
+
+    def _pieces(self, start: int, end: int) -> list[int]:
+        """The lengths after each forward that feeds a part of the tokens from `start` to `end`."""
+        if not self._states:
+            return [end]
+        step = 1 if self._is_single else _PIECE
+        return [*range(start + step if start else _PIECE, end, step), end]
+
+    @torch.inference_mode()
+    def _extend(self, end: int, rows: int) -> torch.Tensor:
+        """Feed the tokens from the cache's end up to `end`; return the last ones' logits [at most `rows`, vocab]."""
+        start = self._states.length
+        self._states.advance(end)
+        rows = min(rows, end - start)
+        logits = self._model(input_ids=self._fed[:, start:end], **self._arguments(start, end, rows)).logits
+        if any(layer.filled != end for layer in self._layers):
+            name = type(self._model).__name__
+            raise ModelError(f"{name} does not keep its state in the cache it is given. Use another model.")
+        found: torch.Tensor = logits[0, logits.shape[1] - rows :]
+        return found
 
     def keep(self, path: Sequence[int], slot: int = 0) -> None:
         """Never called: no tree can be fed."""
@@ -132,8 +116,9 @@ class HFRunner:
         """See `ModelRunner.rollback`."""
         assert 0 <= length <= self._length
         self._length = length
+        held = self._states.rollback(length)
         for layer in self._layers:
-            layer.filled = length
+            layer.rollback(held)
 
     def synchronize(self) -> None:
         """See `ModelRunner.synchronize`."""
@@ -150,9 +135,13 @@ class HFRunner:
         tokens = [self.vocab_size * (place + 1) // (count + 2) for place in range(count)]
         kept = count // 2
         try:
+            self._is_single = bool(self._states) and kept > 1 and not self._continues(tokens[: kept + 2])
             whole = feed_chain(self, tokens, count)
+            each, states = sizes_of(self._cache.layers)
+            self.cache_bytes = self.context * each + (1 + SNAPSHOTS) * states
             self.rollback(kept)
-            cut = [feed_chain(self, part, len(part)) for part in (tokens[kept : kept + 1], tokens[kept + 1 :]) if part]
+            parts = tokens[kept : kept + 1], tokens[kept + 1 : kept + 2], tokens[kept + 2 :]
+            cut = [feed_chain(self, part, len(part)) for part in parts if part]
             with torch.inference_mode():
                 own = self._model(input_ids=self._ids(tokens), use_cache=False).logits[0].to(self.device, torch.float32)
         except Exception as error:
@@ -175,6 +164,20 @@ class HFRunner:
                 "models of RoBERTa's kind begin behind their padding index. Use another model."
             )
 
+    def _continues(self, tokens: list[int]) -> bool:
+        """Whether a forward of two tokens after others depends on all kinds of state. Mamba's does not."""
+        found: list[torch.Tensor] = []
+        kinds = [""]
+        while len(found) < len(kinds):
+            self.rollback(0)
+            feed_chain(self, tokens[:-2], 0)
+            kinds = ["", *self._states.kinds()]
+            if kind := kinds[len(found)]:
+                self._states.disturb(kind)
+            found.append(feed_chain(self, tokens[-2:], 1))
+        self.rollback(0)
+        return not any(torch.equal(found[0], other) for other in found[1:])
+
     def _differ(self, rows: torch.Tensor, others: torch.Tensor, start: int = 0) -> bool:
         """Whether logits differ by more than rounding, from the row `start` on."""
         alike = _cosines(rows, others)[start:]
@@ -190,7 +193,7 @@ class HFRunner:
         ids = torch.tensor([list(tokens)], dtype=torch.long, pin_memory=on_gpu)
         return ids.to(self.device, non_blocking=True)
 
-    def _arguments(self, end: int, rows: int) -> dict[str, Any]:
+    def _arguments(self, start: int, end: int, rows: int) -> dict[str, Any]:
         """The forward's other arguments. No mask: each model derives its own from the cache, in under 0.1 ms."""
         arguments: dict[str, Any] = {
             self._cache_name: self._cache,
@@ -198,15 +201,10 @@ class HFRunner:
             "return_dict": True,
         }
         if self._takes_positions:
-            arguments["position_ids"] = self._positions[:, self._length : end]
+            arguments["position_ids"] = self._positions[:, start:end]
         if self._takes_rows:
             arguments["logits_to_keep"] = max(rows, 1)  # 0 would mean all
         return arguments
-
-
-def cache_name(model: torch.nn.Module) -> str:
-    """The forward's parameter for the cache, which has another name since transformers 5.24."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _cosines(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
@@ -224,8 +222,8 @@ def _cosines(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     return torch.where(close, 1.0, torch.nn.functional.cosine_similarity(ours, theirs, dim=-1))
 
 
-def _cached(model: PreTrainedModel, context: int) -> list[Any]:
-    """The cache layers that transformers would make; raises `ModelError` where one cannot be rolled back."""
+def _layers(model: PreTrainedModel, context: int) -> list[Any]:
+    """Cache layers for `context` tokens; raises `ModelError` where one cannot be rolled back."""
     name, config = type(model).__name__, model.config
     text = config.get_text_config(decoder=True)
     doubtful = (
@@ -239,20 +237,14 @@ def _cached(model: PreTrainedModel, context: int) -> list[Any]:
         raise ModelError(f"{name} is not a decoder-only language model. Use a causal one.")
     if text.model_type == "doge":
         _check_doge(name, text, context)
-    layers = DynamicCache(config=config).layers
-    windows = [layer.sliding_window for layer in layers if type(layer) is DynamicSlidingWindowLayer]
-    window = min(windows, default=context)
-    offending = sorted({type(layer).__name__ for layer in layers if not _can_roll_back(layer, context)})
-    if getattr(model, "_is_stateful", False):
-        offending.append("recurrent state")
-    if offending == [DynamicSlidingWindowLayer.__name__]:
-        offending[0] += f" of {window} tokens, which a context of {window} would never move: max_context {window}"
-    if offending:
+    theirs = DynamicCache(config=config).layers
+    layers = [layer_for(layer, context) for layer in theirs]
+    if unknown := sorted({type(own).__name__ for own, layer in zip(theirs, layers, strict=True) if layer is None}):
         raise ModelError(
-            f"{name} cannot be used here: its cache cannot be rolled back after a rejected token "
-            f"({', '.join(offending)}). Use a model whose layers all have full attention."
+            f"{name} cannot be used here: PEARL does not know how to roll back its cache after a rejected token "
+            f"({', '.join(unknown)}). Use another model."
         )
-    return list(layers)
+    return layers
 
 
 def _check_doge(name: str, config: Any, context: int) -> None:
@@ -268,13 +260,6 @@ def _check_doge(name: str, config: Any, context: int) -> None:
             f"{name} cannot be used here: it attends to {most} tokens that it chooses, otherwise in forwards of other "
             f"sizes. In a context of {most} it attends to all: max_context {most}."
         )
-
-
-def _can_roll_back(layer: object, context: int) -> bool:
-    """Whether a cache layer keeps all positions, as a window as long as the context does, or none."""
-    if type(layer) is DynamicSlidingWindowLayer:
-        return bool(layer.sliding_window >= context)
-    return type(layer) is DynamicLayer or isinstance(layer, _EMPTY)
 
 
 def _is_causal(model: PreTrainedModel) -> bool:

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from pearl.models.hf import FixedLayer, cache_name
+from pearl.models.cache_layers import FixedLayer, cache_name
 
 T = TypeVar("T")
 

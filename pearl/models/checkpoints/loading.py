@@ -19,7 +19,7 @@ from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import in_cache, resolve_checkpoint
 from pearl.models.checkpoints.direct import Decoder, read_decoder
 from pearl.models.checkpoints.gguf import unfit_weights
-from pearl.models.checkpoints.memory import check_cache_fits, check_room, fits_in_float32, needed
+from pearl.models.checkpoints.memory import check_cache_fits, check_room, fits_in_float32, needed, slot_bytes
 from pearl.models.forward.attention import plan_no_shapes, whole_blocks
 from pearl.models.forward.matrices import Rounding, multiplies_bf16, rounding_for
 from pearl.models.forward.shard import ALONE, Group, cut
@@ -42,7 +42,7 @@ class LoadOptions:
 
     Attributes:
         dtype: "float32", "bfloat16" or "float16"; "int8" (each row in 255 steps) or "int4" (each 32 weights in 16
-            steps), which are bfloat16 with rounded matrices, in our own forward on a CPU; "auto": the checkpoint's own,
+            steps), which are bfloat16 with rounded matrices, in our own forward; "auto": the checkpoint's own,
             and bfloat16 for a GGUF file.  On a CPU, auto keeps weights that are in 4 bits so in our own forward, and is
             float32 where there are no instructions for bfloat16.
         may_round: "auto" may also be "int8" or "int4" where that is faster; see `rounding_for`.
@@ -140,17 +140,17 @@ def _make_runner(
     group: Group,
 ) -> ModelRunner:
     context = _context(spec, model, wanted.max_context)
-    item, positions = model.dtype.itemsize, context
-    if is_ours:  # see LlamaRunner
-        item, positions = item if multiplies_bf16() else 4, whole_blocks(context)
-    left = check_cache_fits(spec, model, context, positions, item, wanted.slots)
     if not is_ours:
         from pearl.models.hf import HFRunner
 
         assert not isinstance(model, Decoder)
-        return HFRunner(model, context)
+        runner = HFRunner(model, context)
+        check_cache_fits(spec, model, context, runner.cache_bytes, 1)
+        return runner
     from pearl.models.forward.llama import LlamaRunner
 
+    item = model.dtype.itemsize if multiplies_bf16() else 4  # see LlamaRunner
+    left = check_cache_fits(spec, model, context, slot_bytes(model, whole_blocks(context), item), wanted.slots)
     return LlamaRunner(
         model,
         context,
@@ -165,10 +165,10 @@ def _check_takes(
     spec: str, model: object, is_ours: bool, wanted: LoadOptions, device: torch.device, group: Group
 ) -> None:
     """Raise `ModelError` for what only our own forward does, where the model has another."""
-    if wanted.rounding and (device.type != "cpu" or not is_ours or group.size > 1):
+    if wanted.rounding and (not is_ours or group.size > 1):
         raise ModelError(
-            f"Model {spec!r} cannot have its weights in {wanted.rounding}: that is for one CPU worker, and for models "
-            "of the Llama family with --forwards auto or eager. Choose another dtype."
+            f"Model {spec!r} cannot have its weights in {wanted.rounding}: that is for one worker, and for models of "
+            "our own forward with --forwards auto or eager. Choose another dtype."
         )
     theirs = f"Model {spec!r} ({type(model).__name__}) runs through transformers"
     if group.size > 1 and not is_ours:

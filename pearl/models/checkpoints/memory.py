@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ _MEMORY_WORDS = re.compile(
 )
 _SHAPE = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
 _CACHE_SHAPE = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "hidden_size", "head_dim")
+SNAPSHOTS = 8  # the most copies of the state of a recurrent model: see `cache_layers`
+_MEASURED_FROM = 1e8  # bytes of weights
 _MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
@@ -35,6 +37,7 @@ class Need:
     Attributes:
         weights: in the dtype in which they will be loaded.
         cache: KV cache for `slots` sequences of `context` tokens; 0 if unknown.
+        states: of recurrent layers, with the copies to which a rollback goes back.
         work: activations of one prefill chunk, and of the largest CUDA graph, whose memory pool the others share.
     """
 
@@ -43,15 +46,22 @@ class Need:
     work: int = 0
     context: int = 0
     slots: int = 1
+    states: int = 0
+
+    @property
+    def lasting(self) -> int:
+        """Without what forwards take: that is an estimate."""
+        return self.weights + self.cache + self.states
 
     @property
     def total(self) -> int:
-        return self.weights + self.cache + self.work
+        return self.lasting + self.work
 
     def __str__(self) -> str:
         parts = [f"{gigabytes(self.weights)} of weights"]
         times = f"{self.slots} times " if self.slots > 1 else ""
         parts += [f"{gigabytes(self.cache)} of KV cache for {times}{self.context:,} tokens"] if self.cache else []
+        parts += [f"{gigabytes(self.states)} of recurrent state and {SNAPSHOTS} copies"] if self.states else []
         parts += [f"{gigabytes(self.work)} for its forwards"] if self.work else []
         return f"{gigabytes(self.total)}: {', '.join(parts)}"
 
@@ -89,10 +99,30 @@ def needed(
     own = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     item = _ITEMS.get(own if dtype == "auto" else dtype, 2)
     weights = size if "quantization_config" in config else size * item // _ITEMS.get(own, item)
-    item = 4 if is_wide and OWN_FORWARD.keys() & (config.get("architectures") or ()) else item
+    is_ours = bool(OWN_FORWARD.keys() & (config.get("architectures") or ()))
+    item = 4 if is_wide and is_ours else item
     config = config.get("text_config") or config
     context = context or min(most, config.get("max_position_embeddings") or most)
-    return of_shape(config, weights, item, context, ranks, slots)
+    need = of_shape(config, weights, item, context, ranks, slots)
+    if is_ours or weights < _MEASURED_FROM or (sizes := _sizes(directory, item)) is None:
+        return need
+    return replace(need, cache=context * sizes[0], context=context, states=(1 + SNAPSHOTS) * sizes[1])
+
+
+def _sizes(directory: Path, item: int) -> tuple[int, int] | None:
+    """The `cache_sizes` of a checkpoint that runs through transformers, with weights of `item` bytes; None: unknown.
+
+    On the meta device its model takes no memory, and under a second.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from pearl.models.cache_layers import cache_sizes
+
+    with suppress(Exception), torch.device("meta"):  # whatever it is, loading will tell
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        # Some operations of experts are defined there for bfloat16 only.
+        return cache_sizes(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval(), item)
+    return None
 
 
 def of_shape(config: Mapping[str, Any], weights: int, item: int, context: int, ranks: int = 1, slots: int = 1) -> Need:
@@ -138,7 +168,7 @@ def check_room(spec: str, need: Need | None, device: torch.device, gpus: int = 1
         return ""
     where = f"on {device}" if gpus == 1 else f"on {gpus} GPUs"
     there = f"{gigabytes(room)} {'are free' if device.type == 'cuda' else 'is all there is'} {where}"
-    if need.weights + need.cache > room:  # the rest is an estimate
+    if need.lasting > room:
         advice = (
             "Lower max_context, use a smaller model, a smaller dtype or a 4-bit checkpoint, or spread it over more "
             "GPUs: --target-tp N --target-device cuda:0-M; of a draft --draft-tp and --draft-device."
@@ -156,30 +186,30 @@ def _room(device: torch.device, gpus: int) -> int | None:
     return sum(int(torch.cuda.mem_get_info(place)[0]) for place in places)
 
 
-def check_cache_fits(spec: str, model: Any, context: int, positions: int, item: int, slots: int) -> int:
+def slot_bytes(model: Any, positions: int, item: int) -> int:
+    """Bytes of a slot of `positions` tokens in our own forward's cache, of `item` bytes a number."""
+    named = model.config.get_text_config(decoder=True)  # maps other families' names to these
+    config = {name: getattr(named, name, None) for name in _CACHE_SHAPE}
+    return _cache_bytes(config, positions, item)
+
+
+def check_cache_fits(spec: str, model: Any, context: int, each: int, slots: int) -> int:
     """How many slots beyond `slots` would still fit into host memory; 0 if unknown. On a CPU, raises `ModelError` if
     `slots` do not fit.
 
     Checked before allocation, which would succeed: the kernel assigns pages only as the cache fills.
 
     Args:
-        positions: that one slot holds, at least `context`.
-        item: bytes per number in the cache.
+        each: bytes of a slot of `context` tokens; 0: unknown.
     """
-    named = model.config.get_text_config(decoder=True)  # maps other families' names to these
-    if getattr(named, "is_heterogeneous", False):
-        return 0  # head sizes differ by layer: no estimate
-    config = {name: getattr(named, name, None) for name in _CACHE_SHAPE}
-    if not config["num_attention_heads"]:
-        return 0  # no attention heads: the runner refuses such a model
-    each, free = _cache_bytes(config, positions, item), available_memory()
+    free = available_memory()
     if model.device.type == "cpu" and free is not None and slots * each > free:
         raise ModelError(
             f"The KV cache of {spec!r} for {f'{slots} times ' * (slots > 1)}{context} tokens takes "
             f"{gigabytes(slots * each)}, and {gigabytes(free)} are free. "
             f"Lower max_context{' or slots' * (slots > 1)}, or stop other programs."
         )
-    return 0 if free is None else free // each - slots
+    return 0 if free is None or not each else free // each - slots
 
 
 def fits_in_float32(directory: Path) -> bool:

@@ -49,8 +49,16 @@ _CANDIDATES = (  # each the fastest for some product of the shapes of Llama 1B, 
     Cut(64, 128, 2, 4, 4),
     Cut(128, 64, 1, 8, 4),
 )
+_EIGHT_BITS = (
+    Cut(32, 256, 1, 4, 3),
+    Cut(16, 256, 1, 2, 4),
+    Cut(32, 128, 4, 4, 3),
+    Cut(64, 128, 2, 4, 3),
+    Cut(128, 128, 1, 8, 3),
+)
+_FOUR_BITS = (Cut(32, 128, 1, 4, 3), Cut(64, 128, 1, 4, 3), Cut(32, 128, 4, 2, 3))  # inputs: of a word; not timed yet
 ADDING = ("out", "down")  # products that are added to the hidden state
-_LEAST = 16  # inputs at once
+_LEAST, _LEAST_WORD = 16, 64  # inputs at once
 _REPLAYS = 10
 _PATIENCE = 300.0  # seconds to wait for another process that times kernels
 
@@ -70,27 +78,27 @@ def one_at_a_time() -> Iterator[None]:
         yield
 
 
-def candidates(name: str, shape: tuple[int, int]) -> list[Cut]:
+def candidates(name: str, shape: tuple[int, int], bits: int = 16) -> list[Cut]:
     """The cuts that fit a product of (outputs, inputs), at least one; empty where its sizes are too odd for any."""
     outputs, inputs = shape
     adds = name in ADDING
     fitting = [
         cut
-        for cut in _CANDIDATES
+        for cut in {4: _FOUR_BITS, 8: _EIGHT_BITS, 16: _CANDIDATES}[bits]
         if inputs % (cut.inputs * cut.parts) == 0
         and (outputs % cut.columns == 0 or not adds)
         and (cut.parts == 1 or name in ("qkv", *ADDING))
     ]
     most = min(128, inputs & -inputs)
     columns = min(16, outputs & -outputs) if adds else 16
-    if not fitting and min(most, columns) >= _LEAST:
+    if not fitting and min(most, columns) >= _LEAST and (bits != 4 or most >= _LEAST_WORD):
         fitting = [Cut(columns, most)]
     return fitting
 
 
-def choose(name: str, shape: tuple[int, int], launch: Callable[[Cut], object], device: torch.device) -> Cut:
+def choose(name: str, shape: tuple[int, int], bits: int, launch: Callable[[Cut], object], device: torch.device) -> Cut:
     """The fastest cut of a product, as timed here now or when a model of its shape was loaded before."""
-    fitting = candidates(name, shape)
+    fitting = candidates(name, shape, bits)
     if not fitting:
         raise ValueError(f"no cut fits a product of {shape[0]} outputs and {shape[1]} inputs")
     if device.type != "cuda" or len(fitting) == 1:
@@ -99,7 +107,7 @@ def choose(name: str, shape: tuple[int, int], launch: Callable[[Cut], object], d
     known: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         known = json.loads(path.read_text())
-    key = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {name} {shape[0]}x{shape[1]}"
+    key = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {name} {shape[0]}x{shape[1]}, {bits} bits"
     with suppress(KeyError, TypeError):
         if (cut := Cut(**known[key])) in fitting:
             return cut

@@ -18,7 +18,7 @@ from pearl.models.forward import cuts, kernels
 from pearl.models.forward.cuts import ADDING, Cut
 from pearl.models.forward.graphs import Record
 from pearl.models.forward.layers import DecoderLayers, Layer
-from pearl.models.forward.matrices import Plain
+from pearl.models.forward.matrices import Plain, Quantised
 from pearl.models.forward.row_table import MOST_PARTS, NUMBERS, ROWS, lay_tables, numbers
 from pearl.models.forward.slots import Slots
 
@@ -28,7 +28,9 @@ _SQUARED = 16  # see `kernels.SQUARED`; also columns of a tile of the embedding
 PRODUCTS = ("qkv", "out", "gate_up", "down", "head")
 _OVERLAPS_FROM = (9, 0)  # compute capability
 
-Choose = Callable[[str, tuple[int, int], Callable[[Cut], object]], Cut]  # (product, its shape, launch with a cut)
+Choose = Callable[
+    [str, tuple[int, int], int, Callable[[Cut], object]], Cut
+]  # (product, shape, bits, launch with a cut)
 
 
 def make_decode(
@@ -54,9 +56,9 @@ def make_decode(
     return decode
 
 
-def _weight(matrix: object) -> torch.Tensor:
-    assert isinstance(matrix, Plain), matrix
-    return matrix.weight
+def _kernels(matrix: object) -> Plain | Quantised:
+    assert isinstance(matrix, Plain | Quantised), matrix
+    return matrix
 
 
 class Decode:
@@ -83,7 +85,7 @@ class Decode:
         self._device = layers.embedding.device
         (hq, hk, dim), self._hidden = layers.heads, layers.embedding.shape[1]
         self._outputs, self._width = hq * dim, (hq + 2 * hk) * dim
-        self._inner = _weight(layers.layers[0].down).shape[1]
+        self._inner = _kernels(layers.layers[0].down).shape[1]
 
         def room(*shape: int, dtype: torch.dtype = layers.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=self._device)
@@ -101,8 +103,7 @@ class Decode:
         self._options: dict[str, bool] = {"OVERLAPS": overlaps, **({"launch_pdl": True} if overlaps else {})}
         self._cuts: dict[str, Cut] = {}
         for name in PRODUCTS:
-            shape = self.shape(name)
-            self._cuts[name] = choose(name, shape, lambda cut, name=name: self._each(name, cut))  # type: ignore[misc]
+            self._cuts[name] = choose(name, self.shape(name), self._matrix(name).bits, partial(self._each, name))
         self._replay = record(self._launch)
 
     def is_invariant(self) -> bool:
@@ -122,9 +123,11 @@ class Decode:
 
     def shape(self, name: str) -> tuple[int, int]:
         """(outputs, inputs) of a product; of gate-up the outputs of both."""
-        layer = self._layers.layers[0]
-        matrix = self._layers.head if name == "head" else getattr(layer, name)
-        return _weight(matrix).shape[0], _weight(matrix).shape[1]
+        outputs, inputs = self._matrix(name).shape
+        return outputs, inputs
+
+    def _matrix(self, name: str, layer: Layer | None = None) -> Plain | Quantised:
+        return _kernels(self._layers.head if name == "head" else getattr(layer or self._layers.layers[0], name))
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         """Logits of each feed [rows, vocab], perhaps in a buffer that the next forward overwrites, in float32.
@@ -172,31 +175,29 @@ class Decode:
 
     def _product(self, name: str, layer: Layer | None, cut: Cut) -> None:
         """Launch one product."""
-        layers, (outputs, inputs) = self._layers, self.shape(name)
-        before, after = self._squares
-        more = cut.options(self._device) | self._options
+        layers, matrix = self._layers, self._matrix(name, layer)
+        (outputs, inputs), (before, after) = matrix.shape, self._squares
+        weights = matrix.weight, matrix.weight if isinstance(matrix, Plain) else matrix.scales
+        more = cut.options(self._device) | self._options | {"BITS": matrix.bits}
         if layer is not None and name == "gate_up":
             tiles = -(-self._inner // cut.columns)
             kernels.gate_up[(tiles,)](
-                self._x, after, layer.mlp_norm, _weight(layer.gate_up), self._act, layers.eps, K=inputs,
-                N=self._inner, BN=cut.columns, BK=cut.inputs, **more,
+                self._x, after, layer.mlp_norm, *weights, self._act, layers.eps, K=inputs, N=self._inner,
+                BN=cut.columns, BK=cut.inputs, **more,
             )  # fmt: skip
             return
         x, out, squares = self._x, self._x, before if name == "down" else after
         norm: torch.Tensor | None = layers.norm
-        bias = None
         if layer is None:
-            weight, out = _weight(layers.head), self._logits
-            outputs = layers.vocab_size
+            out, outputs = self._logits, layers.vocab_size
         elif name == "qkv":
-            assert isinstance(layer.qkv, Plain)
-            weight, bias, norm, out = layer.qkv.weight, layer.qkv.bias, layer.attention_norm, self._qkv
+            norm, out = layer.attention_norm, self._qkv
         else:
-            weight, x = (_weight(layer.out), self._mixed) if name == "out" else (_weight(layer.down), self._act)
+            x = self._mixed if name == "out" else self._act
         kernels.multiply[(-(-outputs // cut.columns), cut.parts)](
-            x, before, norm, weight, weight if bias is None else bias, out, squares, self._sums, self._counts,
-            layers.eps, K=inputs, N=outputs, BN=cut.columns, BK=cut.inputs, PARTS=cut.parts,
-            NORMS=name not in ADDING, ADDS=name in ADDING, BIAS=bias is not None, **more,
+            x, before, norm, *weights, weights[0] if matrix.bias is None else matrix.bias, out, squares, self._sums,
+            self._counts, layers.eps, K=inputs, N=outputs, BN=cut.columns, BK=cut.inputs, PARTS=cut.parts,
+            NORMS=name not in ADDING, ADDS=name in ADDING, BIAS=matrix.bias is not None, **more,
         )  # fmt: skip
 
     def _attend(self, number: int, layer: Layer) -> None:

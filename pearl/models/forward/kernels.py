@@ -97,30 +97,67 @@ def _store(
 
 
 @triton.jit
+def _multiply(
+    found, x, norm, w, scales, columns, begin, end, K: constexpr, N: constexpr, BK: constexpr, NORMS: constexpr,
+    BITS: constexpr,
+):  # fmt: skip
+    """found [16, BN] plus x [16, K] times columns of w [N, K], over inputs from `begin` to `end`."""
+    kind: constexpr = x.dtype.element_ty
+    rows = x + tl.arange(0, ROWS)[:, None] * K
+    if BITS == 4:
+        STEPS: constexpr = w.dtype.element_ty.primitive_bitwidth // 4  # of a word: see `matrices.Quantised`
+        OFFSET: constexpr = 128 if kind == tl.bfloat16 else 0
+        for i in range(begin, end, 32 * STEPS):
+            at = (i // (32 * STEPS)) * N + columns
+            words = tl.load(w + at[None, :].to(tl.int64) * 32 + tl.arange(0, 32)[:, None])
+            for j in tl.static_range(STEPS):
+                inputs = i + 32 * j + tl.arange(0, 32)
+                some = tl.load(rows + inputs[None, :])
+                if NORMS:
+                    some = _weighted(some, tl.load(norm + inputs))
+                steps = (words >> (4 * j)) & 15
+                # The bits of 128 + step in bfloat16, which take no conversion.
+                steps = (steps | 0x4300).to(tl.uint16).to(kind, bitcast=True) if OFFSET else steps.to(kind)
+                group = scales + (i // 32 + j) * N + columns
+                scale, least = tl.load(group).to(tl.float32), tl.load(group + (K // 32) * N).to(tl.float32)
+                part = tl.dot(some, steps, input_precision="ieee") * scale[None, :]
+                found += part + tl.sum(some.to(tl.float32), 1)[:, None] * (least - OFFSET * scale)[None, :]
+    else:
+        weights = w + columns[None, :].to(tl.int64) * K + tl.arange(0, BK)[:, None]
+        for i in range(begin, end, BK):
+            inputs = i + tl.arange(0, BK)
+            some = tl.load(rows + inputs[None, :])
+            if NORMS:
+                some = _weighted(some, tl.load(norm + inputs))
+            found = tl.dot(some, tl.load(weights + i).to(kind), found, input_precision="ieee")
+        if BITS == 8:
+            found *= tl.load(scales + columns).to(tl.float32)[None, :]
+    return found
+
+
+@triton.jit
 def multiply(
-    x, x_squares, norm, w, bias, out, squares, sums, counts, eps, K: constexpr, N: constexpr, BN: constexpr,
-    BK: constexpr, PARTS: constexpr, NORMS: constexpr, ADDS: constexpr, BIAS: constexpr,
+    x, x_squares, norm, w, scales, bias, out, squares, sums, counts, eps, K: constexpr, N: constexpr, BN: constexpr,
+    BK: constexpr, PARTS: constexpr, NORMS: constexpr, ADDS: constexpr, BIAS: constexpr, BITS: constexpr,
     OVERLAPS: constexpr,
 ):  # fmt: skip
     """out [16, N] = x [16, K] times w [N, K]. Grid: (tiles of BN columns, PARTS).
 
     NORMS: x is normalised first, by its sums of squares in `x_squares`. ADDS: the product is added to `out`, whose sums
-    of squares are kept in `squares`. BIAS: `bias` [N] is added. PARTS of the inputs K are
-    computed by programs of their own: their sums wait in `sums`. counts [tiles] are zeros, and are left so.
+    of squares are kept in `squares`. BIAS: `bias` [N] is added. BITS of a weight; if fewer than 16, see
+    `matrices.Quantised` for w and scales. PARTS of the inputs K are computed by programs of their own: their sums wait
+    in `sums`. counts [tiles] are zeros, and are left so.
     """
     PART: constexpr = K // PARTS
     tile, part, rows = tl.program_id(0), tl.program_id(1), tl.arange(0, ROWS)
-    columns, inputs = tile * BN + tl.arange(0, BN), part * PART + tl.arange(0, BK)
-    weights = w + tl.minimum(columns, N - 1)[None, :].to(tl.int64) * K + inputs[:, None]
-    fed = x + rows[:, None] * K + inputs[None, :]
+    columns = tile * BN + tl.arange(0, BN)
+    known = tl.minimum(columns, N - 1)
     found = tl.zeros((ROWS, BN), tl.float32)
     if OVERLAPS:
-        _await(w + tl.minimum(columns, N - 1)[None, :].to(tl.int64) * K + part * PART, BN)
-    for i in range(0, PART, BK):
-        some = tl.load(fed + i)
-        if NORMS:
-            some = _weighted(some, tl.load(norm + inputs + i))
-        found = tl.dot(some, tl.load(weights + i), found, input_precision="ieee")
+        _await(
+            w + known[None, :].to(tl.int64) * (32 if BITS == 4 else K) + part * PART * (N // 2 if BITS == 4 else 1), BN
+        )
+    found = _multiply(found, x, norm, w, scales, known, part * PART, part * PART + PART, K, N, BK, NORMS, BITS)
     if OVERLAPS:
         gdc_launch_dependents()
     if NORMS:  # after the product, so that its first weights do not wait for this
@@ -141,20 +178,26 @@ def multiply(
 
 @triton.jit
 def gate_up(
-    x, x_squares, norm, w, out, eps, K: constexpr, N: constexpr, BN: constexpr, BK: constexpr, OVERLAPS: constexpr
-):
+    x, x_squares, norm, w, scales, out, eps, K: constexpr, N: constexpr, BN: constexpr, BK: constexpr, BITS: constexpr,
+    OVERLAPS: constexpr,
+):  # fmt: skip
     """out [16, N] = silu(gate) * up: products of x [16, K], normalised, with halves of w [2 * N, K]. Grid: tiles."""
     kind: constexpr = out.dtype.element_ty
-    rows, inputs, columns = tl.arange(0, ROWS), tl.arange(0, BK), tl.program_id(0) * BN + tl.arange(0, BN)
-    weights = w + tl.minimum(columns, N - 1)[None, :].to(tl.int64) * K + inputs[:, None]
-    fed = x + rows[:, None] * K + inputs[None, :]
+    rows, columns = tl.arange(0, ROWS), tl.program_id(0) * BN + tl.arange(0, BN)
+    known = tl.minimum(columns, N - 1)
     gate, up = tl.zeros((ROWS, BN), tl.float32), tl.zeros((ROWS, BN), tl.float32)
     if OVERLAPS:
-        _await(w + tl.minimum(columns, N - 1)[None, :].to(tl.int64) * K, BN)
-    for i in range(0, K, BK):
-        some = _weighted(tl.load(fed + i), tl.load(norm + inputs + i))
-        gate = tl.dot(some, tl.load(weights + i), gate, input_precision="ieee")
-        up = tl.dot(some, tl.load(weights + N * K + i), up, input_precision="ieee")
+        _await(w + known[None, :].to(tl.int64) * (32 if BITS == 4 else K), BN)
+    if BITS == 16:
+        inputs = tl.arange(0, BK)
+        weights = w + known[None, :].to(tl.int64) * K + inputs[:, None]
+        for i in range(0, K, BK):
+            some = _weighted(tl.load(x + rows[:, None] * K + (inputs + i)[None, :]), tl.load(norm + inputs + i))
+            gate = tl.dot(some, tl.load(weights + i), gate, input_precision="ieee")
+            up = tl.dot(some, tl.load(weights + N * K + i), up, input_precision="ieee")
+    else:
+        gate = _multiply(gate, x, norm, w, scales, known, 0, K, K, 2 * N, BK, True, BITS)
+        up = _multiply(up, x, norm, w, scales, known + N, 0, K, K, 2 * N, BK, True, BITS)
     if OVERLAPS:
         gdc_launch_dependents()
     scale = _scale(x_squares, eps, K)[:, None]
@@ -162,6 +205,21 @@ def gate_up(
     gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
     found = (gate / (1 + tl.exp(-gate))).to(kind).to(tl.float32) * up
     tl.store(out + rows[:, None] * N + columns[None, :], found.to(kind), mask=(columns < N)[None, :])
+
+
+@triton.jit
+def dequantise(w, scales, out, K: constexpr, N: constexpr, BN: constexpr):
+    """out [N, K]: the weights of a `matrices.Quantised` one of 4 bits. Grid: (tiles of BN columns, words)."""
+    STEPS: constexpr = w.dtype.element_ty.primitive_bitwidth // 4
+    columns, word, lane = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1), tl.arange(0, 32)
+    known = tl.minimum(columns, N - 1)
+    words = tl.load(w + (word * N + known)[None, :].to(tl.int64) * 32 + lane[:, None])
+    for j in tl.static_range(STEPS):
+        group = scales + (word * STEPS + j) * N + known
+        scale, least = tl.load(group).to(tl.float32), tl.load(group + (K // 32) * N).to(tl.float32)
+        found = ((words >> (4 * j)) & 15).to(tl.float32) * scale[None, :] + least[None, :]
+        to = out + columns[None, :].to(tl.int64) * K + ((word * STEPS + j) * 32 + lane)[:, None]
+        tl.store(to, found.to(out.dtype.element_ty), mask=(columns < N)[None, :])
 
 
 @triton.jit

@@ -33,10 +33,63 @@ class Plain:
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    bits = 16  # at most that: what the kernels multiply as it is
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.weight.shape
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
         product = linear(x, self.weight, self.bias)
         return product if y is None else y + product
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """Weights of 4 or 8 bits for our kernels on a GPU, in the numbers that the CPU's `Rounded` ones have.
+
+    8 bits: steps [out, in], scales [out]: weight = step * scale.  4 bits, for inputs that are a multiple of 64: words
+    [in / 32 / n, out, 32] of n = 2 or 4 steps, the lowest first, of which word i has those of inputs i, i + 32, ...;
+    scales [2, in / 32, out], of which the second are the least weights: weight = step * scale + least.
+
+    Attributes:
+        shape: (outputs, inputs).
+    """
+
+    weight: torch.Tensor
+    scales: torch.Tensor
+    bias: torch.Tensor | None
+    shape: tuple[int, int]
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.scales.dim() == 3 else 8
+
+    def __call__(self, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+        if self.bits == 8:
+            product = linear(x, self.weight.to(x.dtype)).mul_(self.scales)
+            product = product if self.bias is None else product + self.bias
+        else:
+            product = linear(x, self.dequantised(), self.bias)
+        return product if y is None else y + product
+
+    def dequantised(self) -> torch.Tensor:
+        """[out, in], in the dtype of the scales."""
+        outputs, inputs = self.shape
+        if self.bits == 8:
+            return self.weight.to(self.scales.dtype).mul_(self.scales[:, None])
+        if self.weight.device.type == "cuda":
+            from pearl.models.forward import kernels
+
+            found = torch.empty(self.shape, dtype=self.scales.dtype, device=self.weight.device)
+            kernels.dequantise[(-(-outputs // 64), len(self.weight))](
+                self.weight, self.scales, found, inputs, outputs, 64
+            )
+            return found
+        count = 2 * self.weight.dtype.itemsize
+        steps = torch.stack([(self.weight >> 4 * j) & 15 for j in range(count)], 1).float()  # [words, count, out, 32]
+        scale, least = (each.view(-1, count, outputs, 1).float() for each in self.scales)
+        return (steps * scale + least).to(self.scales.dtype).permute(2, 0, 1, 3).reshape(outputs, inputs)
 
 
 @dataclass(frozen=True)
@@ -108,6 +161,9 @@ def matrix(
     for each in linears:
         each.weight = None
     widens = not rounding and _widens(weights[0])
+    if rounding and (plain or weights[0].device.type == "cuda"):
+        found = _quantised(_stacked(weights), bias, rounding)
+        return found or Plain(_stacked(weights), bias)
     if plain or (not rounding and not widens and not packs(weights[0])):
         return Plain(_stacked(weights), bias)
     product = _lay_out(_stacked(weights), rounding)
@@ -159,7 +215,7 @@ def _check_width(weight: torch.Tensor, dtype: str, least: int) -> None:
 def _in_8_bits(weight: torch.Tensor) -> Rounded:
     _check_width(weight, "int8", _INT8_COLUMNS)
     scales = (weight.abs().amax(1) / 127).clamp_min(torch.finfo(weight.dtype).tiny)
-    steps = torch.empty(weight.shape, dtype=torch.int8)
+    steps = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     for some, into, scale in zip(weight.split(1024), steps.split(1024), scales.split(1024), strict=True):
         into.copy_((some.float() / scale[:, None].float()).round_().clamp_(-127, 127))
     return Rounded(steps, scales, len(steps))
@@ -188,6 +244,37 @@ def _in_4_bits(weight: torch.Tensor, stored: bool = False) -> Rounded | None:
         packed.append(torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps.view(len(some), -1).int(), 1))
         scales.append(scale.transpose(0, 1))
     return Rounded(torch.cat(packed), torch.cat(scales, 1).contiguous(), rows)
+
+
+def _quantised(weight: torch.Tensor, bias: torch.Tensor | None, rounding: Rounding) -> Quantised | None:
+    """As `_in_8_bits` and `_in_4_bits`, for our kernels on a GPU."""
+    (outputs, inputs), stored = weight.shape, rounding == "stored"
+    if rounding == "int8":
+        rounded = _in_8_bits(weight)
+        return Quantised(rounded.steps, rounded.scales, bias, (outputs, inputs))
+    if stored and inputs % (2 * _INT4_GROUP):
+        return None
+    _check_width(weight, "int4", 2 * _INT4_GROUP)
+    count = 4 if inputs % (4 * _INT4_GROUP) == 0 else 2
+    packed, scales = [], []
+    for some in weight.split(4096):  # as float32 a large matrix would take a GPU's last memory
+        groups = some.float().view(len(some), -1, _INT4_GROUP)
+        step, low, fits = _steps(groups)
+        if stored and not fits:
+            return None
+        scale = torch.stack((step, low + 8 * step)).to(weight.dtype)  # as `Rounded` has them
+        step, middle = scale.float()
+        steps = ((groups - middle[..., None]) / step[..., None]).round_().add_(8).clamp_(0, 15).to(torch.int64)
+        packed.append(_words(steps.view(len(some), -1, count, _INT4_GROUP)).transpose(0, 1))
+        scales.append(torch.stack((step, middle - 8 * step)).to(weight.dtype).transpose(1, 2))
+    return Quantised(torch.cat(packed, 1).contiguous(), torch.cat(scales, 2).contiguous(), bias, (outputs, inputs))
+
+
+def _words(steps: torch.Tensor) -> torch.Tensor:
+    """Steps [rows, words, n, 32] as words [rows, words, 32] of n steps."""
+    count = steps.shape[2]
+    shifts = 4 * torch.arange(count, device=steps.device)[:, None]
+    return (steps << shifts).sum(2).to(torch.int16 if count == 4 else torch.uint8)
 
 
 def _steps(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
