@@ -159,6 +159,11 @@ CASES = {  # of which tiny model, what its file says, and how its config.json sa
         for kind, (said, rope) in SCALED.items()
     },
     **{kind: (kind, said, {}) for kind, said in FAMILIES.items()},
+    "a window": (
+        "phi3-partial",
+        FAMILIES["phi3-partial"] | {"attention.sliding_window": 32},
+        {"sliding_window": 32},
+    ),
     **{f"open {name}": (kind, {"rope.freq_base": None, **said}, usual) for name, (kind, said, usual) in OPEN.items()},
 }
 
@@ -204,15 +209,6 @@ def test_the_layers_of_gemma3_slide_as_the_gguf_file_says(window: int | None, pa
     assert config.sliding_window == 4096
     with pytest.raises(SystemExit, match="it says of 2 layers whether they have a window, and has 6"):
         _complete_window(config, "gemma3", {"attention.sliding_window_pattern": [True, False]})
-
-
-def test_the_window_of_a_gguf_file_is_kept(tmp_path: Path, cache: Path) -> None:
-    """Phi-3's was dropped: longer texts went wrong."""
-    said = {**FAMILIES["phi3-partial"], "attention.sliding_window": 32}
-    _write_gguf(file := tmp_path / "tiny.gguf", tiny_model("phi3-partial"), **said)
-    assert load_runner(str(file), device=CPU, max_context=32).context == 32
-    with pytest.raises(ModelError, match=r"Phi3ForCausalLM.*max_context 32"):
-        load_runner(str(file), device=CPU)
 
 
 MOE = {"model": "minimax-m2", **EXPERTS, "attention.key_length": 8, "rope.dimension_count": 8}
