@@ -100,7 +100,7 @@ _SHARED: dict[str, set[str]] = {
     "test_server": {"engine", "served"},
     "test_server_limits": {"served", "slow"},
     "test_server_requests": {"served"},
-    "test_slots": {"several", "alone"},
+    "test_slots": {"several"},
     "test_tables": {"reached"},
 }
 

@@ -12,15 +12,31 @@ import struct
 import subprocess
 import termios
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import pyte
+import pytest
+
+from tests.conftest import eventually, started_in
 
 BOUND = 120.0  # seconds; far more than anything takes
 
 _KEPT = 2_000  # bytes of the program's first and last output, shown if something was not seen
 _FRAME_ENDS = b"\x1b[?2026l"
 CTRL_C, CTRL_D, ENTER = "\x03", "\x04", "\r"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """An environment whose directories are this test's own; at the end no engine may have left anything in them."""
+    for name in ("tmp", "state"):
+        (tmp_path / name).mkdir()
+    variables = {"TMPDIR": str(tmp_path / "tmp"), "XDG_STATE_HOME": str(tmp_path / "state"), "OMP_NUM_THREADS": "1"}
+    environment = {k: v for k, v in os.environ.items() if k != "XDG_RUNTIME_DIR"} | variables
+    yield environment
+    eventually(lambda: not list((tmp_path / "tmp").glob("pearl-*")), "no directory is left")
+    eventually(lambda: not started_in(environment["TMPDIR"]), "no process is left")
 
 
 class _Screen(pyte.HistoryScreen):
@@ -36,7 +52,7 @@ class Person:
     """At a terminal of `rows` and `columns` on which `command` runs.
 
     Attributes:
-        frames: what the screen showed, one after the other.
+        frames: how many were shown whole.
         italics: rows that were seen in italics.
     """
 
@@ -49,8 +65,7 @@ class Person:
         self._screen.answer = self.type
         self._stream = pyte.ByteStream(self._screen)
         self._began = self._written = self._unsent = b""
-        self.frames: list[str] = []
-        self.italics: set[str] = set()
+        self.frames, self.italics = 0, set[str]()
         self.resize(rows, columns)
         self.process = subprocess.Popen(
             command,
@@ -106,7 +121,7 @@ class Person:
         for part in re.split(b"(?<=" + re.escape(_FRAME_ENDS) + b")", data):
             self._stream.feed(part)
             if part.endswith(_FRAME_ENDS):  # a terminal that waits for the end of each frame shows this
-                self.frames.append(self.screen)
+                self.frames += 1
                 rows = self._screen.buffer.values()
                 self.italics |= {"".join(c.data for _, c in sorted(row.items()) if c.italics) for row in rows}
         return bool(data)
@@ -120,11 +135,6 @@ class Person:
     @property
     def text(self) -> str:
         return "\n".join(self.lines)
-
-    @property
-    def title(self) -> str:
-        """Of the terminal's window, where the program has set one."""
-        return self._screen.title
 
     @property
     def screen(self) -> str:

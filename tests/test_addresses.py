@@ -31,9 +31,16 @@ def test_foreign_binds_are_refused(address: str) -> None:
         ZmqListener(address)
 
 
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:*", "tcp://127.0.0.1:5555", "tcp://[::1]:0"])
-def test_loopback_binds_are_allowed(address: str) -> None:
-    check_bind(address)
+def test_loopback_binds_are_allowed_and_with_keys_others_that_tell_a_peer_where_to_connect() -> None:
+    for address in ("tcp://127.0.0.1:*", "tcp://127.0.0.1:5555", "tcp://[::1]:0"):
+        check_bind(address)
+    for address in ("tcp://192.0.2.1:5555", "tcp://eth0:*", "tcp://[2001:db8::1]:5555"):
+        with pytest.raises(ConfigError, match=r"until there are keys.*pearl keys FILE"):
+            check_bind(address)
+        check_bind(address, keys=True)
+    for host in ("*", "0.0.0.0", "[::]", "[0:0:0:0:0:0:0:0]"):
+        with pytest.raises(ConfigError, match="wildcard"):
+            check_bind(f"tcp://{host}:5555", keys=True)
 
 
 def test_a_directory_that_others_can_enter_is_refused(tmp_path: Path) -> None:

@@ -83,11 +83,6 @@ def drafted(ahead: Ahead, start: int, tokens: tuple[int, ...], more: bool = True
     return token
 
 
-def test_the_next_forward_begins_untold(ahead: Ahead, runner: Watched) -> None:
-    drafted(ahead, 0, PROMPT)
-    runner.wait_for(3)
-
-
 @pytest.mark.parametrize(("more", "wanted"), [(False, True), (True, False)])
 def test_none_begins_beyond_the_bound_nor_while_a_message_waits(
     runner: Watched, more: bool, wanted: bool, chains: bool
@@ -98,8 +93,9 @@ def test_none_begins_beyond_the_bound_nor_while_a_message_waits(
     assert runner.began == [0]
 
 
-def test_a_guess_that_came_true_is_not_computed_again(ahead: Ahead, runner: Watched) -> None:
+def test_the_next_forward_begins_untold_and_is_not_computed_again(ahead: Ahead, runner: Watched) -> None:
     token = drafted(ahead, 0, PROMPT)
+    runner.wait_for(3)
     drafted(ahead, 3, (token,), more=False)
     ahead.close()
     assert runner.began == [0, 3]

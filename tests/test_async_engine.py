@@ -48,21 +48,16 @@ async def texts_of_several_tasks_are_each_their_own() -> None:
         assert one.tokens == other.tokens
 
 
-async def the_event_loop_goes_on_meanwhile() -> None:
-    """A loop that were blocked until the next piece would find it there."""
-    async with started(pace=0.1) as engine:
-        stream = engine.stream([1, 2, 3], GREEDY, method="ar")
+async def streams_block_nobody_are_closed_before_amid_and_after_and_end_with_their_target() -> None:
+    async with started(SLOWLY) as engine:
+        stream = engine.stream([1, 2, 3], LONG, method="ar")
         reading = asyncio.create_task(read(stream))
         for _ in range(10):
             await asyncio.sleep(0)
         assert not reading.done()
-        assert stream._stream is None or not stream.result.tokens
+        assert stream._stream is None or not stream.result.tokens, "blocked, the event loop would find a piece there"
         stream.close()
         await reading
-
-
-async def streams_are_cancelled_and_closed_before_amid_and_after() -> None:
-    async with started(SLOWLY) as engine:
         stream = engine.stream([1, 2, 3], LONG, method="ar")
         reading = asyncio.create_task(read(stream))
         await asyncio.wait({reading, asyncio.create_task(has_tokens(stream, 5))}, return_when="FIRST_COMPLETED")
@@ -81,6 +76,12 @@ async def streams_are_cancelled_and_closed_before_amid_and_after() -> None:
         waiting.close()
         assert await read(waiting) == [], "closed before it began"
         assert await read(engine.stream([9], GREEDY)) == greedy_text([9], 40)
+        stream = engine.stream([1, 2, 3], LONG, method="ar")
+        reading = asyncio.create_task(read(stream))
+        await has_tokens(stream, 1)
+        engine.engine._launcher.target.kill()  # type: ignore[attr-defined]
+        with pytest.raises(TargetLost):
+            await reading
 
 
 async def mistakes_are_reported_where_they_are_made() -> None:
@@ -105,25 +106,12 @@ async def mistakes_are_reported_where_they_are_made() -> None:
             pass
 
 
-async def a_lost_target_is_reported_to_the_reader() -> None:
-    async with started(SLOWLY) as engine:
-        target = engine.engine._launcher.target  # type: ignore[attr-defined]
-        stream = engine.stream([1, 2, 3], LONG, method="ar")
-        reading = asyncio.create_task(read(stream))
-        await has_tokens(stream, 1)
-        target.kill()
-        with pytest.raises(TargetLost):
-            await reading
-
-
 @pytest.mark.parametrize(
     "scenario",
     [
         texts_of_several_tasks_are_each_their_own,
-        the_event_loop_goes_on_meanwhile,
-        streams_are_cancelled_and_closed_before_amid_and_after,
+        streams_block_nobody_are_closed_before_amid_and_after_and_end_with_their_target,
         mistakes_are_reported_where_they_are_made,
-        a_lost_target_is_reported_to_the_reader,
     ],
     ids=lambda scenario: scenario.__name__,
 )

@@ -46,13 +46,12 @@ from tests.replace import replace
 
 __all__ = ["loops"]  # a fixture
 
-NAN, VOCAB = float("nan"), 512
+NAN = float("nan")
 
 
 LIES: dict[str, DraftTokens | list[bytes]] = {
     "no msgpack": [b"\xc1"],
     "a future epoch": DraftTokens(0, 3, len(PROMPT), (1,)),
-    "beyond draft_until": DraftTokens(0, 0, len(PROMPT), (1,) * 1000),
     "a token that is none": DraftTokens(0, 0, len(PROMPT), (100_000,), rows=(sparse([1], [1.0]),)),
     "no distribution": DraftTokens(0, 0, len(PROMPT), (1,)),
     "ids out of range": DraftTokens(0, 0, len(PROMPT), (1,), rows=(sparse([32], [1.0]),)),
@@ -61,7 +60,10 @@ LIES: dict[str, DraftTokens | list[bytes]] = {
         0, 0, len(PROMPT), (1,), rows=(sparse([1] * 17, [1.0] * 17),)
     ),
     "nothing": DraftTokens(0, 0, len(PROMPT), (1,), rows=(PackedRow(b"\0" * 4 * 32),)),
-    "a channel that is not there": DraftTokens(0, 0, len(PROMPT), (1,), rows=(AnnouncedRow(),)),
+    **dict.fromkeys(
+        ("a channel that is not there", "announced rows that never come"),
+        DraftTokens(0, 0, len(PROMPT), (1,), rows=(AnnouncedRow(),)),
+    ),
 }
 
 
@@ -88,7 +90,8 @@ def test_of_a_few_bytes_no_vocabularies_are_made_before_they_are_judged() -> Non
 @pytest.mark.parametrize("lie", LIES)
 def test_a_lying_draft_is_dropped_and_the_request_goes_on(loops: MakeLoops, lie: str) -> None:
     """A draft may be broken; it must never take the target with it, nor leave a mark on what is drawn."""
-    pair = loops()
+    ends = memory_channels(32, 0.5)
+    pair = loops(channel=(lambda rank: ends[rank]) if lie == "announced rows that never come" else None)
     fake = FakeDraft(pair)
     front = pair.front()
     front.endpoint.send(submission(40))
@@ -397,17 +400,3 @@ def test_a_lost_message_is_made_good_while_the_draft_works_for_others(
     assert lost
     assert told.tokens == simulated(submission(12))
     assert told.statistics.resyncs == 1
-
-
-def test_dead_channel_leaves_the_target_alone(loops: MakeLoops) -> None:
-    """Announced rows that never come: the channel dies, the draft with it, the request does not."""
-    ends = memory_channels(VOCAB, 0.5)
-    pair = loops(vocab=VOCAB, channel=lambda rank: ends[rank])
-    fake = FakeDraft(pair)
-    front = pair.front()
-    front.endpoint.send(submission(30))
-    fake.say(DraftTokens(0, 0, 3, (1,), rows=(AnnouncedRow(),)))
-    told = Told()
-    front.until(Finished, told)
-    assert told.statistics.draft_lost
-    assert told.tokens == simulated(submission(30, "ar"), VOCAB)

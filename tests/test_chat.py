@@ -1,4 +1,4 @@
-"""The chat, as a person uses it: at a terminal that is driven and read, through pipes, under torchrun, attached.
+"""The chat, as a person uses it: at a terminal that is driven and read, through pipes, under torchrun.
 
 Replies are paced where a test has to do something while they are made.
 """
@@ -11,46 +11,27 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from io import StringIO
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from rich.console import Console
 
 from pearl import SamplingParams
 from pearl.cli.commands import COMMANDS
-from pearl.cli.reply import MarkdownReply, TokenReply
 from pearl.engine import Engine
 from pearl.engine.attach import attach
-from pearl.engine.card import find_card, leftovers, read_card, running_engines, stop, table
-from pearl.errors import ConfigError, TargetLost
-from pearl.protocol.messages import Provenance
 from pearl.trace.reading import read
 from pearl.trace.report import report
-from tests.conftest import AS_PUBLISHED, TOY, eventually, greedy_text, started_in
-from tests.screen import BOUND, CTRL_C, CTRL_D, Person
+from tests.conftest import AS_PUBLISHED, TOY, greedy_text, started_in
+from tests.screen import BOUND, CTRL_C, CTRL_D, Person, home
+
+__all__ = ["home"]  # a fixture
 
 TOYS = ["--target", TOY, "--draft", TOY, "--raw", "--ignore-eos"]
 CHARACTERS = "0123456789abcdefghijklmnopqrstuv"
 SLOW = [*TOYS, "--target-pace", "0.05", "--draft-pace", "0.01"]
 STATUS = "first token"
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """An environment whose directories are this test's own; at the end no engine may have left anything in them."""
-    for name in ("tmp", "state"):
-        (tmp_path / name).mkdir()
-    variables = {"TMPDIR": str(tmp_path / "tmp"), "XDG_STATE_HOME": str(tmp_path / "state"), "OMP_NUM_THREADS": "1"}
-    environment = {k: v for k, v in os.environ.items() if k != "XDG_RUNTIME_DIR"} | variables
-    yield environment
-    eventually(lambda: not list((tmp_path / "tmp").glob("pearl-*")), "no directory is left")
-    eventually(lambda: not started_in(environment["TMPDIR"]), "no process is left")
 
 
 def target(environment: dict[str, str]) -> psutil.Process:
@@ -83,27 +64,6 @@ def wanted(text: str, length: int) -> str:
 
 
 # ---- at a terminal ----
-
-
-def test_a_conversation(home: dict[str, str], attached: list[str]) -> None:
-    """Several turns, the status line, and leaving; a reply continues all that went before."""
-    # A target that does not wait for its draft may be done before it has judged anything.
-    waits = ["--method", "pearl", "--look-ahead", "0"]
-    with chatting(home, *attached, *waits, "--temperature", "0", "--max-tokens", "12") as person:
-        person.sees("/? for help")
-        person.sees(">>>")
-        person.send("123")
-        first = wanted("123", 12)
-        person.sees(first)
-        person.sees(STATUS)
-        for part in ("tokens/s", "tokens a step", "accepted of judged", "window c", "target waited", "max_tokens"):
-            person.sees(part)
-        person.send("4")
-        person.sees(wanted("123" + first + "4", 12))
-        person.sees(STATUS, 2)
-        person.type(CTRL_D)
-        assert person.leaves() == 0
-        assert person.echoes
 
 
 def test_ctrl_c_ends_the_reply_and_a_wait_for_another_client_is_shown(home: dict[str, str], paced: list[str]) -> None:
@@ -231,9 +191,12 @@ def test_the_draft_is_shown_ahead_in_colours_and_a_resize_leaves_one_whole_reply
 ) -> None:
     shown = ("--method", "pearl", "--look-ahead", "0", "--draft-lookup", "0", "--show-draft", "--no-markdown")
     with chatting(home, *paced, *shown, "--temperature", "0", "--max-tokens", "40") as person:
+        person.sees("/? for help")
         person.sees(">>>")
         person.send("123")
         person.sees(STATUS)
+        for part in ("tokens/s", "tokens a step", "accepted of judged", "window c", "target waited", "max_tokens"):
+            person.sees(part)
         reply = wanted("123", 40)
         colours = person.colours(reply)
         words = "accepted", "corrected", "bonus", "guessed without a model"
@@ -255,26 +218,6 @@ def test_the_draft_is_shown_ahead_in_colours_and_a_resize_leaves_one_whole_reply
     assert colours == [{"accepted": "green", "corrected": "brown"}[source.value] for source in same.provenance]
     assert any(guess in reply for guess in guesses)
     assert any(guess not in reply for guess in guesses), "half of what the draft says is refused"
-
-
-@pytest.mark.slow
-def test_markdown_is_rendered_and_never_flickers(home: dict[str, str]) -> None:
-    """From the first character on no frame is without the text of the one before."""
-    arguments = ["--max-tokens", "60", "--temperature", "0", "--connect"]
-    with (
-        Engine(target_pace=0.05, draft_pace=0.01) as engine,
-        chatting(home, *arguments, str(engine.directory)) as person,
-    ):
-        person.sees(">>>")
-        person.send("Write the words red and blue as a Markdown list, then say why you like them.")
-        person.sees(STATUS)
-    shown = [frame.partition("like them.")[2].strip() for frame in person.frames]
-    assert len([frame for frame in shown if frame]) > 5
-    begun = False
-    for before, frame in pairwise(shown):
-        begun = begun or bool(before)
-        assert not begun or frame[:5] == before[:5] or len(before) < 10
-    assert "**" not in person.screen
 
 
 def test_commands_and_what_they_say_of_mistakes(home: dict[str, str], attached: list[str], tmp_path: Path) -> None:
@@ -361,6 +304,7 @@ def test_undo_regen_save_load_clear_and_a_trace(home: dict[str, str], attached: 
         person.sees("pearl trace report")
         person.send("/trace off")
         person.sees("no trace is being recorded")
+        assert person.frames > 3, "replies are drawn, as Markdown: see test_reply"
     assert report(read(trace)).tokens == 10
 
 
@@ -411,52 +355,14 @@ def test_several_lines_long_pastes_history_and_a_full_context(home: dict[str, st
     assert "/clear" in history.read_text()
 
 
-def rendered(reply: type[MarkdownReply] | type[TokenReply], *texts: str) -> str:
-    """What a terminal has been given in the end, without its control sequences."""
-    file = StringIO()
-    shown = reply(Console(file=file, force_terminal=True, width=80, height=20))
-    for text in texts:
-        shown.add((text,), (Provenance.ACCEPTED,))
-    shown.finish()
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
-
-
-@pytest.mark.parametrize("reply", [MarkdownReply, TokenReply])
-def test_no_text_is_lost_in_rendering(reply: type[MarkdownReply] | type[TokenReply]) -> None:
-    """Text that only looks like HTML is shown, and so are the targets of links, and escapes, which are not obeyed."""
-    for text in (
-        "std::vector<int> and List<String>",
-        "<think>hm</think>",
-        "<div>hello</div>",
-        "x <!-- hidden --> y",
-        "e\u0301 \u4e2d\U0001f600",
-        "a [link](http://example.com/where) b",
-        "a\x1b]0;title\x07b\x1b[2Jc",
-    ):
-        shown = rendered(reply, *text, "\n\nend")
-        plain = text.replace("[link](http://example.com/where)", "link (http://example.com/where)")
-        assert any(words in shown for words in (text, plain, "a␛]0;title␇b␛[2Jc")), shown
-        assert "\x1b]0" not in shown
-
-
 # ---- no terminal ----
 
 
-def piped(
-    environment: dict[str, str], *arguments: str, stdin: str = "", command: str = "chat"
-) -> subprocess.CompletedProcess[str]:
-    whole = [sys.executable, "-m", "pearl", command, *arguments]
-    return subprocess.run(
-        whole, input=stdin, capture_output=True, text=True, timeout=BOUND, env=environment, check=False
-    )
-
-
-ONE = ["--raw", "--ignore-eos", "--temperature", "0", "--max-tokens", "8", "-q", "123"]
-ONE_REPLY = (0, wanted("123", 8) + "\n")
-
-
 def test_each_line_of_a_pipe_is_a_message(home: dict[str, str], attached: list[str]) -> None:
-    run = piped(home, *attached, "--temperature", "0", "--max-tokens", "8", stdin="123\n\n/4\n")
+    command = [sys.executable, "-m", "pearl", "chat", *attached, "--temperature", "0", "--max-tokens", "8"]
+    run = subprocess.run(
+        command, input="123\n\n/4\n", capture_output=True, text=True, timeout=BOUND, env=home, check=False
+    )
     assert run.returncode == 0, run.stderr
     first = wanted("123", 8)
     slash = CHARACTERS[ord("/") % 32]
@@ -520,137 +426,3 @@ def test_under_torchrun_ctrl_c_is_a_key(home: dict[str, str], tmp_path: Path) ->
         person.type(CTRL_D)
         assert person.leaves() == 0
         assert person.echoes
-
-
-# ---- attached to an engine that is running ----
-
-
-def test_a_second_front_attaches(toy: Engine) -> None:
-    """Both use one engine, and closing the second one leaves it running."""
-    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
-    assert str(toy.directory) in [card.directory for card in running_engines()]
-    with attach(Path(find_card(str(toy.directory)).directory)) as other:
-        assert other.context == toy.context
-        assert other.generate([[1, 2, 3]], params)[0].tokens == toy.generate([[1, 2, 3]], params)[0].tokens
-    assert toy.generate([[1, 2, 3]], params)[0].tokens == greedy_text([1, 2, 3], 10)
-
-
-def test_what_another_user_could_have_left_is_no_engine(toy: Engine, tmp_path: Path) -> None:
-    """A card names models to load and a place to connect to."""
-    card = json.loads((toy.directory / "engine.json").read_text())
-    for mode, address in ((0o777, card["address"]), (0o700, "tcp://10.9.9.9:1")):
-        directory = tmp_path / oct(mode)
-        directory.mkdir()
-        directory.chmod(mode)
-        (directory / "engine.json").write_text(json.dumps(card | {"address": address}))
-        with pytest.raises(ConfigError, match="no running engine of yours is named"):
-            find_card(str(directory))
-
-
-def test_an_attached_front_is_told_when_the_engine_goes() -> None:
-    with Engine(TOY, TOY) as engine:
-        other = attach(engine.directory)
-        stream = other.stream([1, 2, 3], SamplingParams(max_tokens=400, ignore_eos=True))
-        next(stream)
-    began = time.monotonic()
-    with pytest.raises(TargetLost), other:
-        other.generate([[1, 2, 3]], SamplingParams(max_tokens=400, ignore_eos=True))
-    assert time.monotonic() - began < other.config.target_timeout / 2
-    with pytest.raises(ConfigError, match="no running engine of yours is named"):
-        find_card(str(engine.directory))
-
-
-def serving(environment: dict[str, str]) -> tuple[subprocess.Popen[str], str]:
-    """An engine, and its directory."""
-    command = [sys.executable, "-m", "pearl", "serve", "--target", TOY, "--draft", TOY]
-    server = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    assert server.stderr is not None
-    lines = iter(server.stderr.readline, "")
-    return server, next(line.split()[2].rstrip(";") for line in lines if line.startswith("serving in"))
-
-
-def test_engines_are_served_listed_and_stopped(home: dict[str, str]) -> None:
-    """By directory, by all at once and by Ctrl-C; who connects is told between which it may choose."""
-
-    def listed() -> list[dict[str, Any]]:
-        run = piped(home, "--json", command="ps")
-        assert run.returncode == 0, run.stderr
-        found: list[dict[str, Any]] = json.loads(run.stdout)
-        return found
-
-    servers = [serving(home) for _ in range(2)]
-    processes, directories = [server for server, _ in servers], [directory for _, directory in servers]
-    assert {(each["pid"], each["directory"]) for each in listed()} == {(s.pid, directory) for s, directory in servers}
-    for each in listed():
-        assert (each["target"], each["draft"], each["program"]) == (TOY, TOY, "pearl serve")
-        assert each["target_device"].startswith(("cpu:", "cuda:")), "what auto has come to"
-        assert 0 <= each["age_seconds"] < BOUND
-    table = piped(home, command="ps")
-    choice = piped(home, "-q", "1", "--connect")
-    assert choice.returncode == 2
-    for said in (table.stdout, choice.stderr):
-        assert {row.split()[0] for row in said.splitlines() if "pearl serve" in row} == {str(s.pid) for s in processes}
-        assert all(directory in said for directory in directories)
-    run = piped(home, *ONE, "--connect", str(processes[0].pid))
-    assert (run.returncode, run.stdout) == ONE_REPLY, run.stderr
-    run = piped(home, directories[0], command="stop")
-    assert run.returncode == 0, run.stderr
-    assert f"stopped PID {processes[0].pid}: pearl serve with {TOY}" in run.stderr
-    assert processes[0].wait(0.1) == 128 + signal.SIGTERM, "it has ended when the command returns"
-    run = piped(home, *ONE, "--connect")  # the only one
-    assert (run.returncode, run.stdout) == ONE_REPLY, run.stderr
-    processes[1].send_signal(signal.SIGINT)
-    assert processes[1].wait(BOUND) == 0
-    third, _ = serving(home)
-    assert piped(home, "--all", command="stop").returncode == 0
-    assert third.wait(0.1) == 128 + signal.SIGTERM
-    assert piped(home, command="ps").stderr == "no engine is running\n"
-    for server in (*processes, third):
-        assert server.stderr is not None
-        server.stderr.close()
-
-
-@pytest.fixture
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """This user's runtime directory, with no engine in it."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    tmp_path.chmod(0o700)
-    return tmp_path
-
-
-def put_card(runtime: Path, name: str, card: object) -> Path:
-    directory = runtime / f"pearl-{name}"
-    directory.mkdir(mode=0o700)
-    (directory / "engine.json").write_text(card if isinstance(card, str) else json.dumps(card))
-    return directory
-
-
-def test_a_program_is_not_stopped_for_an_engine_that_is_gone(toy: Engine, runtime: Path) -> None:
-    """A card outlives an engine that was killed, and another process may have got its PID."""
-    card = json.loads((toy.directory / "engine.json").read_text())
-    directory = put_card(runtime, "12345678", card | {"started": card["started"] - 1})
-    assert running_engines() == []
-    assert leftovers() == [directory]
-    (found,) = [each for each in (read_card(directory),) if each is not None]
-    assert stop(found, 0.0), "it is gone; this process, which has the PID, goes on"
-    with pytest.raises(ConfigError, match="no running engine of yours is named"):
-        find_card(str(os.getpid()))
-
-
-def test_a_damaged_card_hides_no_other(toy: Engine, runtime: Path) -> None:
-    card = json.loads((toy.directory / "engine.json").read_text())
-    put_card(runtime, "12345678", card)
-    changes = [("pid", float("inf")), ("config", {}), ("config", []), ("places", {"target": 3})]
-    changes += [("program", "\ud800"), ("address", None)]
-    for number, damaged in enumerate(("[" * 100_000, "{}", *(card | {name: value} for name, value in changes))):
-        put_card(runtime, str(23456780 + number), damaged)
-    assert [Path(each.directory).name for each in running_engines()] == ["pearl-12345678"]
-    assert f"{runtime}/pearl-12345678" in table(running_engines())
-
-
-def test_an_engine_of_another_program_is_not_stopped_with_all(toy: Engine, runtime: Path) -> None:
-    """This one's: the program would end."""
-    put_card(runtime, "12345678", (toy.directory / "engine.json").read_text())
-    run = piped({**os.environ}, "--all", command="stop")
-    assert run.returncode == 2
-    assert f"left alone: PID {os.getpid()}" in run.stderr

@@ -16,7 +16,6 @@ from pydantic.fields import FieldInfo
 
 from pearl.config import SECTIONS, UNSUPPORTED, DecodingConfig, EngineConfig, SamplingParams, load_settings, read_file
 from pearl.config.sampling import MAX_GRAMMAR
-from pearl.device import Device
 from pearl.engine import Engine
 from pearl.errors import ConfigError
 from pearl.protocol.speeds import Profile, Speeds
@@ -26,52 +25,6 @@ from tests.conftest import TOY
 from tests.tiny import tiny_model
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
-CORE = min(os.sched_getaffinity(0))
-
-
-# ---- devices ----
-
-
-def test_device_names() -> None:
-    for name, device in {
-        "auto": Device("auto"),
-        "cpu": Device("cpu"),
-        f"cpu:{CORE}": Device("cpu", cores=(CORE,)),
-        f"cpu:{CORE},{CORE}": Device("cpu", cores=(CORE,)),
-        "cuda": Device("cuda", gpus=(0,)),
-        "cuda:1": Device("cuda", gpus=(1,)),
-        "cuda:0-2": Device("cuda", gpus=(0, 1, 2)),
-        "cuda:3,1": Device("cuda", gpus=(3, 1)),
-    }.items():
-        assert Device.parse(name) == device
-    cpus, gpus = ("cpu:", "cpu:x", "cpu:1-", "cpu:2-1", "cpu:-1", "cpu:1.5"), ("cuda:", "cuda:a", "cuda:1-0", "CUDA")
-    for name in ("", "gpu", "auto:0", *cpus, *gpus):
-        with pytest.raises(ValueError, match=r"use auto, cpu, cpu:0"):
-            Device.parse(name)
-    with pytest.raises(ConfigError, match=r"target_device.*CPU cores \[100000\] are not there"):
-        EngineConfig(target_device="cpu:100000")
-
-
-def test_each_rank_has_its_part_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)))
-    for name, ranks, parts in (
-        ("cuda:0-1", 2, [Device("cuda", (0,)), Device("cuda", (1,))]),
-        ("cuda:2,5,7", 3, [Device("cuda", (2,)), Device("cuda", (5,)), Device("cuda", (7,))]),
-        ("cpu:0,1", 2, [Device("cpu", cores=(0,)), Device("cpu", cores=(1,))]),
-        ("cpu:0-3", 2, [Device("cpu", cores=(0, 1)), Device("cpu", cores=(2, 3))]),
-        ("cpu", 2, [Device("cpu"), Device("cpu")]),
-        ("auto", 2, [Device("auto"), Device("auto")]),
-    ):
-        for role in ("target", "draft"):
-            config = EngineConfig(**{f"{role}_device": name, f"{role}_tp": ranks})  # type: ignore[arg-type]
-            assert [config.model(role).part(rank) for rank in range(ranks)] == parts  # type: ignore[arg-type]
-    assert EngineConfig(target_device="cuda:0-1").model("target").part() == Device("cuda", (0, 1)), "layer by layer"
-    with pytest.raises(ConfigError, match="draft_tp: draft_device cuda:0-1: a draft is not spread"):
-        EngineConfig(draft_device="cuda:0-1")
-    for name in ("cuda", "cuda:0-2", "cuda:0-3", "cpu:0-2", "cpu:0"):
-        for role in ("target", "draft"):
-            with pytest.raises(ConfigError, match=rf"{role}_tp: {role}_device {name} cannot be shared.*got 2"):
-                EngineConfig(**{f"{role}_device": name, f"{role}_tp": 2})  # type: ignore[arg-type]
 
 
 # ---- bad values ----
@@ -257,10 +210,8 @@ def test_bad_files_are_refused_and_named(tmp_path: Path) -> None:
     for content, words in {
         b"- a\n- b\n": "must hold a mapping of settings, not a list",
         b"just text": "not a str",
-        b"a: [1": "is not YAML",
         b"a: b: c": "is not YAML",
         b"\xff\xfe\x00\x80": "is not YAML",
-        b"!!python/object/apply:os.system [true]": "is not YAML",
         b"temprature: 1.0\n": r"unknown setting 'temprature'; did you mean temperature\? allowed are .*top_p",
         b"prompt_logprobs: 3\n": "prompt_logprobs is not supported",
         b"gamma: three\n": "gamma: .*got 'three'",
@@ -336,36 +287,24 @@ def test_what_is_kept_comes_back(cache: Path) -> None:
     assert profile.load(EngineConfig(target=TOY, draft=TOY, profile=str(path))) == FOUND
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"draft": "toy:vocab=32,alpha=0.5"},
-        {"target_dtype": "float32"},
-        {"draft_device": "cpu:0"},
-        {"forwards": "eager"},
-        {"target_pace": 0.1},
-    ],
-)
-def test_it_is_of_one_pair_on_its_devices(cache: Path, other: dict[str, Any]) -> None:
-    profile.save(EngineConfig(target=TOY, draft=TOY), FOUND)
-    assert profile.load(EngineConfig(**({"target": TOY, "draft": TOY} | other))) is None
-
-
-def test_a_model_that_has_changed_is_another(cache: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
+def test_it_is_of_one_pair_on_its_devices_and_of_one_machine(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model whose files have changed is another, and so is a machine with other cores or threads."""
+    (model := tmp_path / "model").mkdir()
     (model / "config.json").write_text("{}")
-    config = EngineConfig(target=str(model), draft=TOY)
-    profile.save(config, FOUND)
+    pair = {"target": str(model), "draft": TOY}
+    profile.save(EngineConfig(**pair), FOUND)  # type: ignore[arg-type]
+    others: list[dict[str, Any]] = [{"draft": "toy:vocab=32,alpha=0.5"}, {"target_dtype": "float32"}]
+    others += [{"draft_device": "cpu:0"}, {"forwards": "eager"}, {"target_pace": 0.1}]
+    for other in others:
+        assert profile.load(EngineConfig(**(pair | other))) is None, other
+    config = EngineConfig(**pair)  # type: ignore[arg-type]
     assert profile.load(config) == FOUND
+    with monkeypatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "7")
+        assert profile.load(config) is None
     (model / "config.json").write_text('{"a": 1}')
-    assert profile.load(config) is None
-
-
-def test_another_number_of_threads_or_cores_is_another_machine(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = EngineConfig(target=TOY, draft=TOY)
-    profile.save(config, FOUND)
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert profile.load(config) is None
 
 
@@ -425,24 +364,18 @@ def test_an_engine_begins_with_it(cache: Path, tmp_path: Path) -> None:
     assert s.t_target["200"] == 0.25
 
 
-def measured(**settings: Any) -> tuple[tuple[int, float], ...]:
-    """What an engine of a pair knows of its target's times when it has started."""
-    with Engine(str(tiny_model("llama")), str(tiny_model("qwen2")), max_context=64, **settings) as engine:
-        assert engine.welcome.t_draft > 0
-        return engine.welcome.t_target
-
-
 def test_what_a_start_has_measured_the_next_one_does_not(cache: Path) -> None:
-    first = measured()
-    assert [fed for fed, _ in first] == [1, 2, 4, 8]
+    pair: dict[str, Any] = {"target": str(tiny_model("llama")), "draft": str(tiny_model("qwen2")), "max_context": 64}
+    found = []
+    for _ in range(2):
+        with Engine(**pair) as engine:
+            assert engine.welcome.t_draft > 0
+            found.append(engine.welcome.t_target)
+    assert [fed for fed, _ in found[0]] == [1, 2, 4, 8]
+    assert found[0] == found[1], "no two measurements are equal"
     (file,) = (cache / "profiles").iterdir()
-    written = file.read_text()
-    assert measured() == first
-    assert file.read_text() == written
-    assert measured(profile="none") != first, "no two measurements are equal"
-    file.write_text(written[:99])
-    assert measured() != first
-    file.write_text(written)
+    kept = profile.load(EngineConfig(**pair))
+    assert kept is not None
+    assert kept.t_target == found[0]
     os.utime(file, (1, 1))
-    assert measured() != first, "of long ago"
-    assert file.read_text() != written
+    assert profile.load(EngineConfig(**pair)) is None, "of long ago"

@@ -26,29 +26,24 @@ from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.runner import feed_chain
 from pearl.text.tokenizer import check_same_vocabulary
+from tests.conftest import Quiet
 from tests.tiny import VOCAB_SIZE, tiny_model
 
 CPU = torch.device("cpu")
 BOUND = 120.0  # seconds
 
 
-class Silent:
+class Silent(Quiet):
     """A watcher that counts, and pulls the plug at one call."""
 
     def __init__(self, last: int | None = None) -> None:
-        self.left = last
-        self.calls = 0
-
-    def begin(self, what: str, total: int) -> None: ...
+        super().__init__()
+        self.last, self.calls = last, 0
 
     def advance(self, count: int, note: str = "") -> None:
         self.calls += 1
-        if self.left is not None:
-            self.left -= 1
-            if self.left < 0:
-                raise KeyboardInterrupt
-
-    def say(self, message: str) -> None: ...
+        if self.last is not None and self.calls > self.last:
+            raise KeyboardInterrupt
 
 
 @pytest.fixture(autouse=True)

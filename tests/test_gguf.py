@@ -107,21 +107,6 @@ SCALED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what a file says
 }
 
 
-@pytest.mark.parametrize("kind", SCALED)
-def test_the_rope_of_a_gguf_file_is_scaled_as_it_says(tmp_path: Path, cache: Path, kind: str) -> None:
-    """It was not, for transformers drops it: of Llama 3.1 and 3.2, of what was made for longer texts by yarn."""
-    said, rope = SCALED[kind]
-    config = json.loads((tiny_model() / "config.json").read_text())
-    config["rope_parameters"] = rope | {"rope_theta": 5e5}
-    shutil.copytree(tiny_model(), plain := tmp_path / "plain")
-    (plain / "config.json").write_text(json.dumps(config))
-    _write_gguf(file := tmp_path / "tiny.gguf", plain, **said)
-    runner, wanted = (load_runner(str(path), device=CPU, dtype="float32") for path in (file, plain))
-    assert type(runner) is type(wanted)
-    tokens = some_tokens(runner, 60)
-    close(feed_chain(runner, tokens, 60), feed_chain(wanted, tokens, 60))
-
-
 EXPERTS = {"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 64, "expert_gating_func": 2}
 FAMILIES: dict[str, dict[str, Any]] = {  # what files of them say that transformers does not read
     "gemma2-caps": {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0, "attention.key_length": 8},
@@ -138,13 +123,6 @@ FAMILIES: dict[str, dict[str, Any]] = {  # what files of them say that transform
     "nemotron": {},
     "minimax-m2": {**EXPERTS, "attention.key_length": 8, "rope.dimension_count": 8},
 }
-
-
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_a_gguf_file_of_another_family_gives_the_same_model(tmp_path: Path, cache: Path, kind: str) -> None:
-    """Base and share of its rope, soft caps and the scale of its scores were those that the family usually has."""
-    _write_gguf(file := tmp_path / "tiny.gguf", tiny_model(kind), **FAMILIES[kind])
-    _check_same(file, tiny_model(kind))
 
 
 OPEN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # a file says, and what that is in a config.json
@@ -175,15 +153,34 @@ OPEN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # a file says, 
 }
 
 
-@pytest.mark.parametrize("family", OPEN)
-def test_what_a_gguf_file_leaves_open_is_as_in_llama_cpp(tmp_path: Path, cache: Path, family: str) -> None:
-    """A rope of base 10,000 that turns whole heads, and no window: it was what the class has, 5,000,000 for one."""
-    kind, said, usual = OPEN[family]
+CASES = {  # of which tiny model, what its file says, and how its config.json says that
+    **{
+        f"rope {kind}": ("llama", said, {"rope_parameters": rope | {"rope_theta": 5e5}})
+        for kind, (said, rope) in SCALED.items()
+    },
+    **{kind: (kind, said, {}) for kind, said in FAMILIES.items()},
+    "a window": (
+        "phi3-partial",
+        FAMILIES["phi3-partial"] | {"attention.sliding_window": 32},
+        {"sliding_window": 32},
+    ),
+    **{f"open {name}": (kind, {"rope.freq_base": None, **said}, usual) for name, (kind, said, usual) in OPEN.items()},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_gguf_file_gives_the_model_that_it_describes(tmp_path: Path, cache: Path, name: str) -> None:
+    """Whether its rope is scaled (transformers drops it), what its family usually has (it was not read from the file),
+    and what it leaves open, as in llama.cpp: a rope of base 10,000 that turns whole heads, and no window."""
+    kind, said, changes = CASES[name]
     shutil.copytree(tiny_model(kind), plain := tmp_path / "plain")
     config = json.loads((plain / "config.json").read_text())
-    (plain / "config.json").write_text(json.dumps(config | usual))
-    _write_gguf(file := tmp_path / "tiny.gguf", tiny_model(kind), **said, **{"rope.freq_base": None})
-    _check_same(file, plain)
+    (plain / "config.json").write_text(json.dumps(config | changes))
+    _write_gguf(file := tmp_path / "tiny.gguf", plain if name.startswith("rope") else tiny_model(kind), **said)
+    runner, wanted = (load_runner(str(path), device=CPU, dtype="float32") for path in (file, plain))
+    assert type(runner) is type(wanted)
+    tokens = some_tokens(runner, 60)
+    close(feed_chain(runner, tokens, 60), feed_chain(wanted, tokens, 60))
 
 
 SIX = ["sliding_attention"] * 5 + ["full_attention"]
@@ -212,15 +209,6 @@ def test_the_layers_of_gemma3_slide_as_the_gguf_file_says(window: int | None, pa
     assert config.sliding_window == 4096
     with pytest.raises(SystemExit, match="it says of 2 layers whether they have a window, and has 6"):
         _complete_window(config, "gemma3", {"attention.sliding_window_pattern": [True, False]})
-
-
-def test_the_window_of_a_gguf_file_is_kept(tmp_path: Path, cache: Path) -> None:
-    """Phi-3's was dropped: longer texts went wrong."""
-    said = {**FAMILIES["phi3-partial"], "attention.sliding_window": 32}
-    _write_gguf(file := tmp_path / "tiny.gguf", tiny_model("phi3-partial"), **said)
-    assert load_runner(str(file), device=CPU, max_context=32).context == 32
-    with pytest.raises(ModelError, match=r"Phi3ForCausalLM.*max_context 32"):
-        load_runner(str(file), device=CPU)
 
 
 MOE = {"model": "minimax-m2", **EXPERTS, "attention.key_length": 8, "rope.dimension_count": 8}
@@ -321,12 +309,6 @@ def test_a_damaged_gguf_file_is_a_model_error(tmp_path: Path, child_cache: Path)
     with pytest.raises(ModelError, match=r"tiny\.gguf' could not be loaded"):
         load_runner(str(file), device=CPU)
     assert not [path for path in child_cache.iterdir() if path.is_dir()]
-
-
-def _check_same(file: Path, directory: Path) -> None:
-    runner, wanted = (load_runner(str(path), device=CPU, dtype="float32") for path in (file, directory))
-    tokens = some_tokens(runner, 60)
-    close(feed_chain(runner, tokens, 60), feed_chain(wanted, tokens, 60))
 
 
 def _write_gguf(file: Path, model: Path | None = None, without: str = " ", freqs: Any = None, **said: Any) -> None:

@@ -27,7 +27,6 @@ from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import Source, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from tests.conftest import TOY, Quiet, greedy_text
-from tests.replace import replace
 from tests.test_datastore import VOCAB, make
 from tests.tiny import tiny_model
 
@@ -110,26 +109,6 @@ def test_the_next_text_is_guessed_from_the_last(tmp_path: Path) -> None:
         assert first.tokens_per_step == 1
         assert second.tokens_per_step > 4
         assert replay([text] * 2, store, 8).tokens_per_step == 1, "without habits nothing outlives a text"
-
-
-@pytest.mark.parametrize("rule", ["coupled", "ratio"])
-@pytest.mark.parametrize("method", ["ngram", "pearl"])
-def test_habits_change_no_text_and_save_steps(method: str, rule: str) -> None:
-    """The same text three times: with habits the last is written in fewer steps than the first, without in as many."""
-    texts, steps = list[list[int]](), dict[bool, list[int]]()
-    for kept in (False, True):
-        target, draft = (ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.7))
-        executors = paired_executors(target, draft, habits=Habits() if kept else None)
-        for number in range(3):
-            for runner in (target, draft):
-                runner.rollback(0)
-            decoding = RequestOptions(method, rule=rule, look_ahead=8)
-            submit = Submit(number, (1, 2, 3), 80, replace(decoding, sampling=Sampling(1.0, seed=5)))
-            outcome = simulate(submit, *executors, Timing(1.0, lambda n: 2.0 + 0.1 * n))
-            texts.append(outcome.tokens)
-            steps.setdefault(kept, []).append(outcome.target_steps)
-    assert all(text == texts[0] for text in texts)
-    assert method == "pearl" or (len(set(steps[False])), steps[True][2] < steps[True][0]) == (1, True)
 
 
 def test_an_engine_keeps_habits() -> None:

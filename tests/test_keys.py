@@ -20,7 +20,6 @@ from zmq.utils.monitor import parse_monitor_message
 from pearl.errors import ConfigError, RemoteProtocolError, TransportError
 from pearl.protocol.messages import Heartbeat, Ping
 from pearl.transport import gate
-from pearl.transport.address import check_bind
 from pearl.transport.base import SOLE_PEER
 from pearl.transport.gate import Account, Gate
 from pearl.transport.keys import OWN_KEYS, Keys, channel_keys, read_keys, write_keys
@@ -249,20 +248,6 @@ def relayed(keys: Keys | None) -> bytes:
             for end in ends:
                 end.result(WAIT)
     return bytes(seen)
-
-
-@pytest.mark.parametrize("address", ["tcp://192.0.2.1:5555", "tcp://eth0:*", "tcp://[2001:db8::1]:5555"])
-def test_beyond_loopback_keys_are_required(address: str) -> None:
-    with pytest.raises(ConfigError, match=r"until there are keys.*pearl keys FILE"):
-        check_bind(address)
-    check_bind(address, keys=True)
-
-
-@pytest.mark.parametrize("host", ["*", "0.0.0.0", "[::]", "[0:0:0:0:0:0:0:0]"])
-def test_a_wildcard_is_refused_with_keys_too(host: str) -> None:
-    """It tells no peer where to connect."""
-    with pytest.raises(ConfigError, match="wildcard"):
-        check_bind(f"tcp://{host}:5555", keys=True)
 
 
 # ---- how much is heard ----

@@ -27,6 +27,7 @@ CPU = torch.device("cpu")
 KINDS = (
     *("llama", "llama-biased", "llama-tied", "llama-long", "mistral", "qwen2", "qwen3", "mistral-sliding", "olmo2"),
     *("qwen3-short", "gemma3-short", "olmo3-short", "phi3-short", "smollm3-short", "granite-scaled"),
+    *("qwen3-moe", "mixtral"),
 )
 CHUNKS = (7, 1, 4, 2, 1, 1, 3, 8, 20)  # fed to both, so that every row has a cache behind it
 

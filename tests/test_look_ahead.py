@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from pearl.decoding.sampling import read_draw
 from pearl.drafting.model import ModelProposer
 from pearl.drafting.ngram import MOST_MATCHED, Anchor, NgramIndex, anchored, guess_tree
-from pearl.drafting.proposer import Features
 from pearl.execution.target import TargetExecutor
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.runner import Feed, ModelRunner
@@ -40,6 +39,7 @@ from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.speeds import ForwardTimes
 from pearl.protocol.window import worthwhile
 from tests.replace import replace
+from tests.test_stops import Noted
 from tests.tiny import tiny_model
 
 VOCAB, PROMPT = 6, (1, 2, 3)
@@ -188,25 +188,13 @@ def test_several_tokens_a_forward_are_those_of_single_forwards(
 
 
 def test_a_stop_policy_sees_each_token_once_however_many_come_of_a_forward() -> None:
-    class Third:
-        def __init__(self) -> None:
-            self.seen: list[int] = []
-
-        def stop(self, features: Features) -> bool:
-            self.seen.append(features.index)
-            return features.index == 2
-
-        def confidence(self, features: Features) -> None: ...
-
-        def end_window(self, accepted: int) -> None: ...
-
-    policy = Third()
+    policy = Noted(3)
     repeats = ToyRunner(4, lambda seen: torch.nn.functional.one_hot(torch.tensor((seen[-1] + 1) % 4), 4).float())
     proposer = ModelProposer(repeats, 4, lambda opened: policy)
     proposer.open(Open((0, 1, 2, 3) * 3, RequestOptions(rule="coupled", draft_lookup=8), request=1))
     found = proposer.collect(proposer.launch(Draft(0, (0, 1, 2, 3) * 3, 20, request=1)))
     assert (found.tokens, found.cached, found.paused) == ((0, 1, 2), 2, True)
-    assert policy.seen == [0, 1, 2]
+    assert [index for _, index in policy.asked] == [0, 1, 2]
     assert repeats.length() == 14
 
 

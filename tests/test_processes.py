@@ -63,8 +63,11 @@ import json, sys
 from pearl.config import SamplingParams
 from pearl.engine import Engine
 endless = SamplingParams(temperature=0, max_tokens=500_000, ignore_eos=True)
-engine = Engine({spec!r}, {spec!r})
-print(json.dumps([str(engine.directory), engine._launcher.target.pid, engine._launcher.draft.worker.pid]), flush=True)
+engine = Engine({arguments})
+target, draft = engine._launcher.target, engine._launcher.draft
+workers = [target, *target.followers, *([draft.worker] if draft else [])]
+print(json.dumps([str(engine.directory), *[worker.pid for worker in workers]]), flush=True)
+del target, draft, workers
 sys.stdin.readline()
 {body}
 """
@@ -73,11 +76,12 @@ with engine:
     for piece in engine.stream([1, 2, 5], endless):
         print(flush=True)
 """
+TOYS = f"{LONG_TOY!r}, {LONG_TOY!r}"
 
 
-def start_front(body: str) -> tuple[subprocess.Popen[str], Path, list[int]]:
+def start_front(body: str, arguments: str = TOYS) -> tuple[subprocess.Popen[str], Path, list[int]]:
     """A front in a process of its own: it, its engine's directory and its workers' process ids."""
-    script = SCRIPT.format(spec=LONG_TOY, body=body)
+    script = SCRIPT.format(arguments=arguments, body=body)
     pipe = subprocess.PIPE
     front = subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     assert front.stdin is not None
@@ -119,25 +123,24 @@ def test_nothing_is_left_after_a_front_that_ends(temporary: Path, body: str, cod
     assert says or not said, "and it ends quietly"
 
 
-@pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_a_stopped_worker_does_not_outlive_its_front(temporary: Path, which: int) -> None:
-    """It cannot notice that its front was killed; so the kernel wakes it for that."""
-    front, directory, workers = start_front(STREAM)
-    assert front.stdout is not None
-    front.stdout.readline()
-    os.kill(workers[which], signal.SIGSTOP)
-    front.kill()
-    check_nothing_left(front, directory, workers)
-
-
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, *(pytest.param(n, marks=pytest.mark.long) for n in (signal.SIGTERM, signal.SIGKILL))]
+    ("number", "stopped"),
+    [
+        (signal.SIGINT, None),
+        *(pytest.param(n, None, marks=pytest.mark.long) for n in (signal.SIGTERM, signal.SIGKILL)),
+        (signal.SIGKILL, 0),
+        pytest.param(signal.SIGKILL, 1, marks=pytest.mark.long),
+    ],
 )
-def test_nothing_is_left_after_a_front_that_is_ended(temporary: Path, number: signal.Signals) -> None:
-    """In the middle of a text that would take hours."""
+def test_nothing_is_left_after_a_front_that_is_ended(
+    temporary: Path, number: signal.Signals, stopped: int | None
+) -> None:
+    """In the middle of a text that would take hours. A stopped worker cannot notice: the kernel wakes it for that."""
     front, directory, workers = start_front(STREAM)
     assert front.stdout is not None
     front.stdout.readline()
+    if stopped is not None:
+        os.kill(workers[stopped], signal.SIGSTOP)
     front.send_signal(number)
     said = check_nothing_left(front, directory, workers)
     assert front.returncode == -number
@@ -145,7 +148,7 @@ def test_nothing_is_left_after_a_front_that_is_ended(temporary: Path, number: si
 
 
 def test_nothing_is_left_where_the_front_is_killed_while_models_load(temporary: Path) -> None:
-    script = SCRIPT.format(spec=LONG_TOY, body="")
+    script = SCRIPT.format(arguments=TOYS, body="")
     front = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL)
     eventually(lambda: bool(psutil.Process(front.pid).children()), "a worker has been started")
     workers = [child.pid for child in psutil.Process(front.pid).children()]
@@ -169,35 +172,23 @@ def children() -> set[int]:
         ({"target": "toy:alpha=2"}, "alpha between 0 and 1"),
         ({"draft": "toy:beta=1"}, "unknown key 'beta'"),
         *(({f"{role}_device": "cuda:1"}, f"{role}: device cuda:1 is not there") for role in ("target", "draft")),
+        ({"startup_timeout": 0.01}, "startup_timeout"),
     ],
 )
-def test_a_model_or_device_that_is_not_there_is_named(temporary: Path, settings: Any, message: str) -> None:
+def test_an_engine_that_cannot_start_names_the_cause_and_leaves_nothing(
+    temporary: Path, settings: Any, message: str
+) -> None:
     if torch.cuda.is_available() and "cuda" in message:
         pytest.skip("it would be there")
     before = children()
-    with pytest.raises(ModelError, match=message) as caught:
+    with pytest.raises((ModelError, StartError), match=message) as caught:
         Engine(**{"target": TOY, "draft": TOY} | settings)
     assert str(caught.value).count(message) == 1
     assert caught.value.exit_code == 3
     assert children() <= before
 
 
-def test_start_has_a_bound(temporary: Path) -> None:
-    before = children()
-    with pytest.raises(PearlError, match="startup_timeout"):
-        Engine(TOY, TOY, startup_timeout=0.01)
-    assert children() <= before
-
-
 # ---- workers that die, in mid-text ----
-
-
-def test_draft_that_keeps_dying_is_given_up(temporary: Path) -> None:
-    with Engine(TOY, TOY, draft_restarts=0) as engine:
-        assert engine._launcher.draft is not None
-        os.kill(engine._launcher.draft.worker.pid, signal.SIGKILL)
-        results = engine.generate([PROMPT, PROMPT], greedy(60), method="pearl")
-    assert [r.tokens for r in results] == [greedy_text(PROMPT, 60)] * 2
 
 
 class DeadDraft:
@@ -293,17 +284,6 @@ def test_all_who_wait_are_told_the_same(temporary: Path) -> None:
     assert len(said) == 3
     assert {*said, str(later.value)} == {said[0]}
     assert "silent for 2 s" in said[0]
-
-
-# ---- side by side ----
-
-
-def test_two_engines_side_by_side(temporary: Path) -> None:
-    """No fixed name or port: neither hears of the other, and the second outlives the first."""
-    with Engine(TOY, TOY, control="tcp") as one:
-        with Engine(TOY, TOY) as other:
-            assert [e.generate(PROMPT, greedy(40))[0].tokens for e in (one, other)] == [greedy_text(PROMPT, 40)] * 2
-        assert one.generate(PROMPT, greedy(40))[0].tokens == greedy_text(PROMPT, 40)
 
 
 def test_device_names_pin_the_workers(anew: None, temporary: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -21,12 +21,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pearl.config import EngineConfig, SamplingParams
+from pearl.config import SamplingParams
 from pearl.decoding.rules import make_draft_half, make_target_half
 from pearl.decoding.sampling import read_draw
 from pearl.engine import Engine
 from pearl.engine.processes import Worker
 from pearl.errors import DraftLost, ModelError, RequestError, StartError, TargetLost, TransportError
+from pearl.models.checkpoints.direct import read_decoder
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.forward.llama import LlamaRunner
 from pearl.models.forward.shard import cut
@@ -34,11 +35,10 @@ from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.options import Sampling
 from pearl.transport.torch_dist import RankGroup
-from pearl.worker.placement import _equal_part, place
 from pearl.worker.ranks import LeadingRunner, dismiss, follow
 from tests.conftest import AS_PUBLISHED, eventually
 from tests.test_llama_runner import CPU, KINDS, into_one_buffer, logits
-from tests.test_processes import ENDLESS, check_nothing_left, children, gone, temporary
+from tests.test_processes import ENDLESS, check_nothing_left, children, gone, start_front, temporary
 from tests.tiny import tiny_model
 
 __all__ = ["temporary"]  # a fixture
@@ -62,50 +62,29 @@ def biased(kind: str, directory: Path) -> Path:
 # ---- the share of a rank ----
 
 
-class Threads:
-    """The ranks of a group as threads of this process."""
+def shared(path: Path, size: int, store: Path, dtype: str = "float32", is_recorded: bool = False) -> list[torch.Tensor]:
+    """The logits of each rank, all in this process. Models are loaded one after the other: transformers wants that."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._parts: list[Any] = [None] * size
-        self._barrier = threading.Barrier(size, timeout=WAIT)
-
-    def exchange(self, rank: int, part: torch.Tensor) -> list[torch.Tensor]:
-        self._parts[rank] = part.clone()
-        self._barrier.wait()
-        parts = list(self._parts)
-        self._barrier.wait()
-        return parts
-
-
-class ThreadGroup:
-    def __init__(self, rank: int, threads: Threads) -> None:
-        self.rank, self.size, self._threads = rank, threads.size, threads
-
-    def sum(self, part: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._threads.exchange(self.rank, part)).sum(0)
-
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self._threads.exchange(self.rank, part), -1)
-
-
-def shared(path: Path, size: int, dtype: str = "float32", is_recorded: bool = False) -> list[torch.Tensor]:
-    """The logits of each rank. Models are loaded one after the other, for transformers is not for threads."""
-    threads = Threads(size)
-
-    def load(group: ThreadGroup) -> Callable[[], LlamaRunner]:
+    def load(group: RankGroup) -> Callable[[], LlamaRunner]:
         """What makes the runner, on all ranks at once: they record their exchanges then."""
-        if is_recorded:
-            model = AutoModelForCausalLM.from_pretrained(path)
+        if is_recorded and (model := read_decoder(path, None, CPU)) is not None:
             cut(model, group, CPU)
             return lambda: LlamaRunner(model, 64, group, record=into_one_buffer)
         runner = load_runner(str(path), device=CPU, dtype=dtype, max_context=64, group=group)
         assert isinstance(runner, LlamaRunner)
         return lambda: runner
 
-    makers = [load(ThreadGroup(rank, threads)) for rank in range(size)]
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda make: logits(make()), makers))
+        groups = list(pool.map(lambda rank: RankGroup(store, rank, size, CPU, WAIT), range(size)))
+        found = list(pool.map(lambda make: logits(make()), [load(group) for group in groups]))
+        for group in groups:
+            group.close()
+    return found
+
+
+def alone_of(rank: int, size: int) -> Any:
+    """A rank that exchanges nothing."""
+    return SimpleNamespace(rank=rank, size=size)
 
 
 def whole(path: Path, dtype: str = "float32") -> torch.Tensor:
@@ -114,30 +93,30 @@ def whole(path: Path, dtype: str = "float32") -> torch.Tensor:
     return logits(runner)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith(("olmo", "qwen3-moe", "mixtral"))])
 def test_ranks_compute_what_one_does(kind: str, tmp_path: Path) -> None:
     """Four have more ranks than the two key-value heads; no number of them divides the vocabulary."""
     path = biased(kind, tmp_path)
     expected = whole(path)
     for size, is_recorded in ((2, True), (4, False)):
-        found = shared(path, size, is_recorded=is_recorded)
+        found = shared(path, size, tmp_path / str(size), is_recorded=is_recorded)
         assert all(torch.equal(found[0], other) for other in found)
         assert (found[0] - expected).abs().max() <= BOUND
         assert torch.equal(found[0].argmax(-1), expected.argmax(-1))
 
 
-def test_rounding_of_sums_is_no_worse_than_that_of_one() -> None:
+def test_rounding_of_sums_is_no_worse_than_that_of_one(tmp_path: Path) -> None:
     """bfloat16. The bound: twice what the logits of one rank are off from those of the same weights in float32."""
     path = tiny_model("llama", dtype="bfloat16")
     exact = whole(path, "float32")
-    ours, ones = (shared(path, 2, "bfloat16")[0] - exact).abs(), (whole(path, "bfloat16") - exact).abs()
-    assert 0 < ours.max() <= 2 * ones.max()
+    ours, one = shared(path, 2, tmp_path / "store", "bfloat16")[0], whole(path, "bfloat16")
+    assert 0 < (ours - exact).abs().max() <= 2 * (one - exact).abs().max()
 
 
 def test_a_rank_keeps_its_share_and_nothing_else() -> None:
     """Of 4 heads, 2 key-value heads, 64 inner columns and 267 tokens, at width 8 and hidden size 32."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model())
-    cut(model, ThreadGroup(1, Threads(2)), CPU)
+    cut(model, alone_of(1, 2), CPU)
     shapes = {name.split(".")[-2]: tuple(weight.shape) for name, weight in model.named_parameters()}
     assert {name: shapes[name] for name in shapes if "norm" not in name} == {
         "q_proj": (16, 32),
@@ -157,55 +136,13 @@ def test_a_rank_keeps_its_share_and_nothing_else() -> None:
     [
         *(("llama", "auto", n, f"{n} ranks cannot share 4 attention heads.*Choose 1 or 2 or 4 ") for n in (3, 8)),
         *((kind, how, 2, "target_tp and draft_tp at 1") for kind, how in (("gpt2", "auto"), ("llama", "transformers"))),
+        ("olmo2", "auto", 2, "its norms run over all heads"),
+        ("mixtral", "auto", 2, "a model with experts"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(kind: str, forwards: str, size: int, said: str) -> None:
     with pytest.raises(ModelError, match=said):
-        load_runner(str(tiny_model(kind)), device=CPU, forwards=forwards, group=ThreadGroup(0, Threads(size)))
-
-
-@pytest.mark.parametrize(
-    ("cores", "of", "parts"),
-    [
-        (2, 2, [(0,), (1,)]),
-        (5, 2, [(0, 1, 2), (3, 4)]),
-        (8, 3, [(0, 1, 2), (3, 4, 5), (6, 7)]),
-        (2, 3, [(0,), (1,), (0,)]),
-    ],
-)
-def test_workers_of_a_host_have_cores_of_their_own(cores: int, of: int, parts: list[tuple[int, ...]]) -> None:
-    assert [_equal_part(list(range(cores)), which, of) for which in range(of)] == parts
-
-
-@pytest.mark.parametrize(
-    ("gpus", "settings", "role", "expected"),
-    [
-        (4, {"target_tp": 2}, "target", [0, 1]),
-        (4, {"target_tp": 2}, "draft", [2]),
-        (3, {"target_tp": 2}, "draft", [2]),
-        (2, {"target_tp": 2}, "draft", [1]),  # where none is left the draft shares the target's last
-        (4, {"target_tp": 2, "draft_tp": 2}, "draft", [2, 3]),
-        (4, {"target_device": "cpu", "draft_tp": 2}, "draft", [0, 1]),
-        (4, {"target_device": "cuda:1", "draft_tp": 3}, "draft", [0, 2, 3]),
-        (4, {"target_tp": 3, "draft_tp": 2, "control": "tcp://host:1", "keys": "k"}, "draft", [0, 1]),  # another host
-        (4, {"control": "tcp://host:1", "keys": "k"}, "draft", [1]),
-        (1, {"target_tp": 2}, "target", "target_tp 2 takes a GPU a rank, and torch sees 1 for it"),
-        (1, {"target_tp": 2}, "draft", [0]),  # it may be on another host, which has fewer
-        (1, {"draft_tp": 2}, "draft", "draft_tp 2 takes a GPU a rank, and torch sees 0 for it"),
-    ],
-)
-def test_auto_gives_each_rank_a_gpu(
-    gpus: int, settings: dict[str, Any], role: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    monkeypatch.setattr("torch.cuda.set_device", lambda _: None)
-    config = EngineConfig(**settings)
-    ranks = range(config.model(role).tp)
-    if isinstance(expected, str):
-        with pytest.raises(ModelError, match=expected):
-            place(config, role, 0)
-    else:
-        assert [place(config, role, rank).index for rank in ranks] == expected
+        load_runner(str(tiny_model(kind)), device=CPU, forwards=forwards, group=alone_of(0, size))
 
 
 # ---- in step ----
@@ -323,17 +260,6 @@ from tests.test_llama_runner import logits
 for path in paths:
     group.gather(logits(load_runner(path, device=device, max_context=64, group=group)))
 """
-
-
-def test_two_processes_compute_what_one_does(pairs: list[Pair], tmp_path: Path) -> None:
-    """Over gloo. Rank 1 gives its logits back, in which there is not a bit that differs from rank 0's."""
-    paths = [biased(kind, tmp_path) for kind in ("llama", "llama-tied", "qwen2")]
-    pairs.append(Pair(tmp_path / "store", LOGITS, *paths))
-    for path in paths:
-        found = logits(load_runner(str(path), device=CPU, max_context=64, group=pairs[0].group))
-        both = pairs[0].group.gather(found)
-        assert torch.equal(*both.chunk(2, -1))
-        assert (found - whole(path)).abs().max() <= BOUND
 
 
 @pytest.mark.gpu
@@ -495,20 +421,15 @@ def test_a_rank_that_dies_while_nothing_is_asked_takes_the_others_along(pair: tu
 @pytest.mark.slow
 def test_no_rank_outlives_its_front(pair: tuple[str, str], temporary: Path) -> None:
     """Killed in the middle of a text, the second rank being stopped."""
-    script = (
-        "import json; from pearl import Engine, SamplingParams\n"
-        f"engine = Engine({pair[0]!r}, 'none', target_tp=2)\n"
-        "pids = [engine._launcher.target.pid, engine._launcher.target.followers[0].pid]\n"
-        "print(json.dumps([str(engine.directory), *pids]), flush=True)\n"
-        "for piece in engine.stream([5], SamplingParams(max_tokens=250, ignore_eos=True), method='ar'):\n"
-        "    print(flush=True)"
+    text = "engine.stream([5], SamplingParams(max_tokens=250, ignore_eos=True), method='ar')"
+    front, directory, ranks = start_front(
+        f"for piece in {text}: print(flush=True)", f"{pair[0]!r}, 'none', target_tp=2"
     )
-    front = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert front.stdout is not None
-    directory, *pids = json.loads(front.stdout.readline())
-    os.kill(pids[1], signal.SIGSTOP)
+    front.stdout.readline()
+    os.kill(ranks[1], signal.SIGSTOP)
     front.kill()
-    check_nothing_left(front, Path(directory), pids)
+    check_nothing_left(front, directory, ranks)
 
 
 def test_a_rank_that_dies_before_the_ranks_have_met_is_told(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,14 +30,26 @@ def test_recordings_hold_what_was_asked_between_start_and_stop(toy: Engine, tmp_
     for name, methods in {"a.json": ["pearl"], "b.json": ["sd", "ar"]}.items():
         toy.generate([[1, 2, 3]], SHORT, method="pearl")
         toy.start_trace(tmp_path / name)
-        texts = [toy.generate([[1, 2, 3]], SHORT, method=method)[0] for method in methods]
+        statistics = []
+        for method in methods:
+            time.sleep(0.3)  # the target has nothing to do, for long enough to be seen
+            statistics.append(toy.generate([[1, 2, 3]], SHORT, method=method)[0].statistics)
         assert toy.stop_trace() == tmp_path / name
         trace = read(tmp_path / name)
         found = report(trace)
         check_sound(trace.path)
-        assert (found.requests, found.method) == (len(methods), ", ".join(methods))
-        assert found.tokens == sum(len(text.tokens) for text in texts)
+        assert (found.requests, found.method, found.tokens) == (len(methods), ", ".join(methods), 20 * len(methods))
+        assert found.judged == sum(s.num_judged_draft_tokens for s in statistics)
+        assert found.accepted == sum(s.num_accepted_draft_tokens for s in statistics)
+        assert found.steps == {kind: sum(s.target_steps[kind] for s in statistics) for kind in found.steps}
+        for length, count in found.histogram.items():
+            assert count == sum(s.run_histogram.get(str(length), 0) for s in statistics)
+        assert found.recorder > 0
+        assert ("consumer" in found.target.waits) == (len(methods) > 1)
         assert replay(trace)
+        assert trace.metadata["config"]["target"] == toy.config.target
+        assert set(trace.metadata["versions"]) >= {"pearl", "torch", "python"}
+        assert all(worker["ended"] for worker in trace.metadata["workers"])
     assert not list(toy.directory.glob("*.part"))
 
 

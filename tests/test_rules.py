@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import time
 from collections.abc import Iterator
 from itertools import cycle, pairwise, product
 
@@ -13,13 +10,11 @@ import click
 import pytest
 import torch
 
-from pearl import Engine, EngineConfig
 from pearl.cli.options import _field_option as field_option
-from pearl.config import DecodingConfig, SamplingParams
+from pearl.config import DecodingConfig
 from pearl.config.decoding import with_registered_rules
 from pearl.decoding.rules import make_block_half, make_draft_half, make_target_half, ratio
 from pearl.decoding.sampling import read_draw, read_shortlist, shortlist
-from pearl.engine import processes
 from pearl.errors import ConfigError, RequestError
 from pearl.execution.target import TargetExecutor
 from pearl.lab.simulate import paired_executors
@@ -71,37 +66,22 @@ def text(
 # ---- a third rule, end to end ----
 
 
-def test_a_third_rule_and_its_parameter_go_through_the_runtime(
-    loops: MakeLoops, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both workers' loops over the codec, nothing of which has heard of it: one file and one registration."""
-    monkeypatch.setattr(worker_loops, "alpha_pair", overlapping)
-    pair = loops(alpha=0.3)
-    pair.draft()
-    front, texts, rates = pair.front(), [], []
-    for request, (rule, *values) in enumerate([("ratio",), ("lenient",), ("lenient", 0.5), ("lenient", 1.0)]):
-        parameters = tuple(("epsilon", value) for value in values)
-        submit = submission(100, request=request, rule=rule, parameters=parameters)  # type: ignore[arg-type]
-        told = front.ask(submit)
-        assert told.tokens == worker_loops.simulated(submit, alpha=0.3)
-        texts.append(told.tokens)
-        rates.append(told.statistics.acceptance_rate)
-    assert texts[0] == texts[1], "at epsilon 0, its default, it is ratio"
-    assert rates[0] == rates[1] < rates[2] < rates[3] == 1
-
-
 @pytest.mark.parametrize("method", ["pearl", "sd"])
 def test_every_rule_goes_through_the_runtime(loops: MakeLoops, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """Both workers' loops and the codec: the texts are those that the machines alone give."""
+    """Both workers' loops and the codec, nothing of which has heard of the third one, nor of its parameter."""
     monkeypatch.setattr(worker_loops, "alpha_pair", overlapping)
     pair = loops(alpha=0.3)
     pair.draft()
-    front = pair.front()
-    for request, rule in enumerate(RULES):
-        submit = submission(60, method, request=request, rule=rule, gamma=3)
+    front, rates = pair.front(), dict[tuple[str, float], float]()
+    for request, (rule, epsilon) in enumerate([*((rule, 0.0) for rule in RULES), ("lenient", 0.5), ("lenient", 1.0)]):
+        parameters = (("epsilon", epsilon),) if epsilon else ()
+        submit = submission(60, method, request=request, rule=rule, parameters=parameters, gamma=3)  # type: ignore[arg-type]
         told = front.ask(submit)
         assert told.tokens == worker_loops.simulated(submit, alpha=0.3), rule
         assert told.statistics.num_accepted_draft_tokens > 0, rule
+        rates[rule, epsilon] = told.statistics.acceptance_rate or 0.0
+    assert rates["lenient", 0.0] == rates["ratio", 0.0], "at its default it is ratio"
+    assert rates["lenient", 0.0] < rates["lenient", 0.5] < rates["lenient", 1.0] == 1
 
 
 @pytest.mark.parametrize("sampling", [WARM, Sampling(0.7, top_k=20, seed=5), Sampling(0.0)])
@@ -163,7 +143,7 @@ KEEPING = [rule for rule in DRAFTED if rule != "ratio" and (find(rule).is_exact 
     [*(("ratio", *way) for way in WAYS), *((rule, *way) for rule, way in zip(KEEPING, cycle(WAYS), strict=False))],
 )
 def test_texts_keep_the_targets_distribution_while_drafts_come_and_go(rule: str, method: str, window: str) -> None:
-    texts, lost = zip(*(text_that_loses_drafts(rule, seed, 300, method, window) for seed in range(3)), strict=True)
+    texts, lost = zip(*(text_that_loses_drafts(rule, seed, 100, method, window) for seed in range(9)), strict=True)
     assert sum(lost) > 10
     assert p_value(list(texts)) > NEVER
 
@@ -174,44 +154,8 @@ def test_that_would_notice_a_correction_from_the_target(
 ) -> None:
     """Planted, in place of one from the residual: texts that the draft has too small a part in hide it."""
     monkeypatch.setattr(ratio, "residual", lambda target, draft: target)
-    texts = [text_that_loses_drafts("ratio", seed, 300, method, window)[0] for seed in range(3)]
+    texts = [text_that_loses_drafts("ratio", seed, 100, method, window)[0] for seed in range(9)]
     assert p_value(texts) < NEVER
-
-
-def test_a_text_that_loses_its_draft_comes_to_its_end_under_every_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In real processes; the draft that is started again takes part in the next text."""
-    monkeypatch.setattr(processes, "_MOST_BACK_OFF_SECONDS", 0.1)
-    toy = "toy:vocab=32,alpha=0.8"
-    config = EngineConfig(
-        target=toy, draft=toy, target_pace=0.01, draft_pace=0.002, draft_restarts=100, log_level="error"
-    )
-    params = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True)
-    with Engine(config=config) as engine:
-        for rule in ("ratio", "joint", "bild"):  # of tokens, of blocks, and biased
-            decoding = DecodingConfig(method="pearl", rule=rule)
-            for is_killed in (True, False):
-                while not is_killed and engine.generate([[1]], params, decoding=decoding)[0].statistics.draft_lost:
-                    time.sleep(0.05)  # until there is a new one
-                with engine.stream([1, 2, 3], params, decoding=decoding) as stream:
-                    for done, _ in enumerate(stream, 1):
-                        if is_killed and done == 3:
-                            assert engine.draft_pid is not None
-                            os.kill(engine.draft_pid, signal.SIGKILL)
-                assert len(stream.result.tokens) == 40, rule
-                assert stream.result.statistics.draft_lost == is_killed, rule
-                assert stream.result.statistics.num_draft_tokens > 0, rule
-
-
-@pytest.mark.parametrize("parameters", [(("epsilon", 1.5),), (("gamma", 0.5),), (("epsilon", 0.1),) * 2])
-def test_what_a_front_may_not_ask_for_is_refused_and_the_target_goes_on(
-    loops: MakeLoops, parameters: Parameters
-) -> None:
-    pair = loops()
-    pair.draft()
-    front = pair.front()
-    with pytest.raises(RequestError, match=r"epsilon \(float in \[0, 1\], default 0\)"):
-        front.ask(submission(20, rule="lenient", parameters=parameters))  # type: ignore[arg-type]
-    assert len(front.ask(submission(20, rule="lenient", request=2)).tokens) == 20
 
 
 # ---- what is declared is true ----
@@ -259,11 +203,6 @@ def test_configuration_and_flags_are_made_from_the_registry(lenient: RuleSpec) -
     def command(**given: object) -> None:
         raise AssertionError(given)
 
-    shown = command.get_help(click.Context(command))
-    assert f"[{'|'.join(NAMES)}]" in "".join(shown.split())
-    assert "lenient (not exact): " in " ".join(shown.split())
-    assert "--epsilon X" in shown
-    assert "Of rule lenient: epsilon (float in [0, 1], default 0): how much to forgive." in " ".join(shown.split())
     with pytest.raises(AssertionError, match=r"'epsilon': 0\.5"):
         command.main(["--epsilon", "0.5"], standalone_mode=False)
 
@@ -273,10 +212,7 @@ def test_configuration_and_flags_are_made_from_the_registry(lenient: RuleSpec) -
     [
         ({"rule": "lenien"}, f"{', '.join(map(repr, RULES))} or 'lenient'"),
         ({"rule": "lenient", "epsilon": 1.5}, "epsilon: .*less than or equal to 1"),
-        ({"rule": "lenient", "epsilon": -0.5}, "epsilon: .*greater than or equal to 0"),
-        ({"rule": "lenient", "epsilon": "much"}, "epsilon: .*number"),
         ({"rule": "ratio", "epsilon": 0.5}, "rule ratio has no parameter 'epsilon'; ratio takes no parameters"),
-        ({"epsilon": 0.5}, "rule ratio has no parameter 'epsilon'"),
         (
             {"rule": "lenient", "delta": 0.5},
             "unknown setting 'delta'; did you mean depth[?] allowed are branches, candidates, confidence, depth, draft",

@@ -304,25 +304,16 @@ def test_a_nucleus_on_the_host_is_that_of_a_device(vocab: int, top_p: float) -> 
     torch.testing.assert_close(found[both], expected[both], rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(1.0),
-        Sampling(0.7, top_k=5),
-        Sampling(1.3, top_p=0.6),
-        Sampling(1.0, min_p=0.1),
-        Sampling(0.9, 20, 0.8, 0.05),
-    ],
-)
+SETTINGS = [Sampling(1.0), Sampling(0.7, top_k=3), Sampling(1.3, top_p=0.6), Sampling(1.0, min_p=0.1)]
+
+
+@pytest.mark.parametrize("sampling", [*SETTINGS, Sampling(0.9, 20, 0.8, 0.05)], ids=str)
 def test_a_row_s_probabilities_do_not_depend_on_the_rows_beside_it(sampling: Sampling) -> None:
     """Else the text would depend on how many tokens a window happened to hold."""
     logits = 3 * torch.randn(7, 600, generator=torch.Generator().manual_seed(3))
     together = probabilities(logits, sampling)
     assert all(torch.equal(together[i], probabilities(logits[i], sampling)) for i in range(7))
     assert len({int((row > 0).sum()) for row in together}) > 1 or (sampling.top_p == 1 and sampling.min_p == 0)
-
-
-SETTINGS = [Sampling(1.0), Sampling(0.7, top_k=3), Sampling(1.0, top_p=0.9), Sampling(1.0, min_p=0.1)]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -71,6 +71,7 @@ def test_texts_are_the_engines(served: Served, engine: Engine, path: str, temper
 def test_openais_client(served: Served, engine: Engine) -> None:
     client = served.client()
     assert [model.id for model in client.models.list()] == [client.models.retrieve(MODEL).id] == [MODEL]
+    assert served.get("/v1/models").json()["data"][0]["max_model_len"] == 512
     (wanted,) = engine.generate([[message("123")]], PARAMS)
     asked: dict[str, Any] = {"model": MODEL, "messages": [message("123")], "seed": 5, "temperature": 1.0}
     whole = client.chat.completions.create(max_completion_tokens=40, **asked)
@@ -212,14 +213,6 @@ def test_a_text_ends_before_a_stop_string(served: Served, engine: Engine) -> Non
         assert (choice["text"], choice["finish_reason"]) == (text[: text.index(stop)], "stop")
 
 
-def test_text_parts_are_joined(served: Served) -> None:
-    parts = [{"type": "text", "text": "12"}, {"type": "text", "text": "3"}]
-    messages = [message("4", "system"), message(parts), message("5", "assistant"), message("6")]
-    joined = [message("4", "system"), message("12\n3"), message("5", "assistant"), message("6")]
-    answers = [served.post("chat/completions", messages=m).json()["choices"][0]["message"] for m in (messages, joined)]
-    assert answers[0] == answers[1]
-
-
 def test_penalties_and_biases_are_those_of_the_engine(served: Served, engine: Engine) -> None:
     asked = {"presence_penalty": 1.5, "frequency_penalty": -0.5, "repetition_penalty": 1.3}
     wanted = written(engine, "123", logit_bias=((4, 3.0), (7, -100.0)), ignore_eos=True, **asked)
@@ -261,12 +254,6 @@ def test_others_do_not_wait_for_long_work(served: Served, monkeypatch: pytest.Mo
 
 
 # ---- figures and pages ----
-
-
-def test_about_the_server(served: Served) -> None:
-    assert served.get("/health").json() == {"status": "ok"}
-    assert served.get("/version").json().keys() == {"version"}
-    assert served.get("/v1/models").json()["data"][0]["max_model_len"] == 512
 
 
 def test_figures(served: Served) -> None:

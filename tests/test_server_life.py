@@ -115,6 +115,7 @@ def test_what_the_command_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         run = CliRunner().invoke(cli, ["serve", *arguments])
         assert isinstance(run.exception, ConfigError)
         assert message in str(run.exception)
+    monkeypatch.setattr("pearl.server", sys.modules["pearl.server"])  # an import puts a new one there, to be undone too
     for name in [name for name in sys.modules if name.startswith("pearl.server")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)

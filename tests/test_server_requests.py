@@ -211,12 +211,13 @@ def test_a_model_without_a_chat_template(served: Served, monkeypatch: pytest.Mon
 
 
 def test_tools_and_their_calls_reach_the_template() -> None:
-    """A call's arguments as an object: templates write JSON of them."""
+    """A call's arguments as an object: templates write JSON of them. Parts of a content are joined to one text."""
     function = {"name": "f", "description": "d", "parameters": {"type": "object"}}
     tool, strict = ({"type": "function", "function": function | more} for more in ({}, {"strict": True}))
     answer = {"role": "tool", "tool_call_id": "1", "content": "5"}
-    asked = body("chat/completions") | {"messages": [message("1", "user"), called('{"x": 2}'), answer]}
-    wanted = [message("1", "user"), {"role": "assistant", "content": "", "tool_calls": [CALL]}, answer]
+    parts = [{"type": "text", "text": part} for part in "12"]
+    asked = body("chat/completions") | {"messages": [message(parts), called('{"x": 2}'), answer]}
+    wanted = [message("1\n2"), {"role": "assistant", "content": "", "tool_calls": [CALL]}, answer]
     for tools, prompt in (
         ({"tools": [strict]}, Chat(wanted, [tool])),
         ({"tools": []}, wanted),

@@ -1,4 +1,4 @@
-"""Rules that judge several tokens at a root, batch and spectr, exact by enumeration; and bild, biased as it is told."""
+"""Rules that judge several tokens at a root, batch and spectr: exact by enumeration."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from math import prod
 import pytest
 import torch
 
-from pearl.decoding.rules import several, tokenwise
-from pearl.decoding.rules.biased import BildTarget
+from pearl.decoding.rules import several
 from pearl.decoding.rules.several import BatchTarget, SpectrTarget
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec.rules import Parameters
@@ -110,38 +109,3 @@ def test_one_candidate_is_the_ratio_rule() -> None:
     for way in WAYS:
         one = run(RequestOptions(*way, 3, "batch", candidates(1)), 5, 300)
         assert one.tokens == run(RequestOptions(*way, 3), 5, 300).tokens
-
-
-# ---- whole texts ----
-
-
-# ---- bild ----
-
-
-@pytest.mark.parametrize("rollback", [0.3, 0.8, 1.4])
-@pytest.mark.parametrize(("target", "draft"), CASES)
-def test_bild_is_as_biased_as_it_says(
-    target: tuple[int, ...], draft: tuple[int, ...], rollback: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    p, q = torch.tensor(target) / 64, torch.tensor(draft) / 64
-    judge = BildTarget(Sampling(1.0), rollback)
-    monkeypatch.setattr(tokenwise, "probabilities", lambda logits, sampling: logits)
-    rests: list[torch.Tensor] = []
-
-    def remember(probs: torch.Tensor, key: int, otherwise: torch.Tensor) -> torch.Tensor:
-        rests.append(probs)
-        return torch.zeros(2)
-
-    monkeypatch.setattr(tokenwise, "pick", remember)
-    law, rejected = torch.zeros(len(p)), 0.0
-    for token, weight in enumerate(q.tolist()):
-        verdict = judge.judge(p[None], [token], [q], 0)
-        if verdict.accepted:
-            law[token] += weight
-        else:
-            rejected += weight
-            law += weight * rests.pop()
-        told = verdict.odds
-    assert told is not None
-    assert told.rejections == pytest.approx(rejected, abs=1e-6)
-    assert told.bias == pytest.approx(float((law - p).relu().sum()), abs=1e-6)

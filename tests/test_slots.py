@@ -52,12 +52,6 @@ def several() -> Iterator[Engine]:
         yield engine
 
 
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Engine]:
-    with Engine(TOY, TOY) as engine:
-        yield engine
-
-
 # ---- texts ----
 
 
@@ -72,9 +66,9 @@ def alone() -> Iterator[Engine]:
         ("auto", "coupled"),
     ],
 )
-def test_texts_side_by_side_are_those_of_each_alone(several: Engine, alone: Engine, method: str, rule: str) -> None:
+def test_texts_side_by_side_are_those_of_each_alone(several: Engine, toy: Engine, method: str, rule: str) -> None:
     decoding = DecodingConfig(method=method, rule=rule, window="fixed", gamma=3)
-    wanted, found = (engine.generate(PROMPTS, SEEDED, decoding=decoding) for engine in (alone, several))
+    wanted, found = (engine.generate(PROMPTS, SEEDED, decoding=decoding) for engine in (toy, several))
     assert not any(result.statistics.draft_lost for result in wanted + found), "then the target goes on by itself"
     assert [result.tokens for result in found] == [result.tokens for result in wanted]
     assert tokens(several, GREEDY, decoding=decoding) == [greedy_text(prompt, 24) for prompt in PROMPTS]
@@ -107,9 +101,9 @@ def test_models_of_every_family_say_in_company_what_they_say_alone(kind: str) ->
     assert all(len(text) == 20 for text in texts[3].values())
 
 
-def test_a_draft_that_is_killed_is_lost_to_all_and_changes_no_text(alone: Engine) -> None:
+def test_a_draft_that_is_killed_is_lost_to_all_and_changes_no_text(toy: Engine) -> None:
     params = SEEDED.model_copy(update={"max_tokens": 120})
-    wanted = tokens(alone, params, PROMPTS[:4], method="auto")
+    wanted = tokens(toy, params, PROMPTS[:4], method="auto")
     with Engine(TOY, TOY, slots=4, target_pace=0.01, draft_pace=0.003) as engine:
         streams = [engine.stream(prompt, params, method="auto") for prompt in PROMPTS[:4]]
         for stream in streams:

@@ -278,6 +278,7 @@ def test_a_classifier_learns_what_can_be_learned_and_is_compared(tmp_path: Path)
     assert found.best.totals.tokens_per_second > 1.02 * found.static.totals.tokens_per_second
     with pytest.raises(ConfigError, match="3 texts are too few"):
         stops.train(learnable(3), timing_of(None, None))
+    write_texts(file, known.header, known.texts[:3])
     arguments = ["simulate", "stops", str(file), "--disco", str(out)]
     shown = CliRunner().invoke(cli, arguments, catch_exceptions=False).output
     assert "sd, disco" in shown

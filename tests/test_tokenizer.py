@@ -85,9 +85,6 @@ class TestHFTokenizer:
         assert tokenizer.token(last) == "<far>"
         assert tokenizer.vocab_size == last + 1
 
-    def test_no_chat_template(self) -> None:
-        assert byte_level().apply_chat([{"role": "user", "content": "hello"}]) is None
-
     def test_chat(self, checkpoint: Path) -> None:
         (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
         tokenizer, _ = load_tokenizer(str(checkpoint))

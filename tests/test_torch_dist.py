@@ -1,16 +1,18 @@
-"""Rows between two real processes over a process group, and torchrun's store with a real server."""
+"""Rows over a process group, and torchrun's store with a real server."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,103 +24,15 @@ from pearl.transport.torch_dist import ProcessGroupChannel, TorchrunStore
 VOCAB = 2003
 WAIT = 120.0  # seconds: a bound for a slow machine, never reached where all is well
 
-# The draft's side of each test: `channel` is rank 1, `rows` what both sides know. A line on stdin lets it go on.
-DRAFT = """
-import sys, torch
-from pathlib import Path
-from pearl.errors import TransportError
-from pearl.transport.torch_dist import ProcessGroupChannel
-path, backend, name, device, timeout, vocab = sys.argv[1:7]
-channel = ProcessGroupChannel(backend, Path(path), name, 1, int(vocab), torch.device(device), float(timeout))
-rows = torch.rand(20, int(vocab), generator=torch.Generator().manual_seed(1)).to(device)
-print("here", flush=True)
-"""
+Ends = Callable[..., tuple[ProcessGroupChannel, ProcessGroupChannel]]
 
 
 def known_rows() -> torch.Tensor:
     return torch.rand(20, VOCAB, generator=torch.Generator().manual_seed(1))
 
 
-# As a worker leaves whose launcher has gone. Gloo's own threads now and then abort a process that takes its time.
-LEAVE = "\nsys.stdout.flush()\n__import__('os')._exit(0)"
-
-
-class Pair:
-    """This process as rank 0, and a child as rank 1 that runs `DRAFT` and then `script`."""
-
-    def __init__(
-        self,
-        path: Path,
-        script: str,
-        backend: str = "gloo",
-        timeout: float = WAIT,
-        name: str = "one",
-        devices: tuple[str, str] = ("cpu", "cpu"),
-        ending: str = LEAVE,
-    ) -> None:
-        arguments = [str(path), backend, name, devices[1], str(WAIT), str(VOCAB)]
-        self.draft = subprocess.Popen(
-            [sys.executable, "-c", DRAFT + script + ending, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        try:
-            start = ProcessGroupChannel(
-                backend,
-                path,
-                name,
-                0,
-                VOCAB,
-                torch.device(devices[0]),
-                WAIT,  # type: ignore[arg-type]
-            )
-        except BaseException:
-            self.stop()
-            raise
-        if not self._started():
-            start.close()
-            self.stop()
-            raise AssertionError("the draft's side has ended in its start")
-        start._timeout = timeout  # the start may be slow where the deadline under test is short
-        self.channel = start
-
-    def _started(self) -> bool:
-        """Waits until the draft's side is made: this one is made earlier, and closing it would break the other's start.
-
-        Reads no more than that line, since `said` reads past every buffer.
-        """
-        assert self.draft.stdout is not None
-        line = b""
-        while not line.endswith(b"\n") and (byte := os.read(self.draft.stdout.fileno(), 1)):
-            line += byte
-        return line == b"here\n"
-
-    def go_on(self) -> None:
-        assert self.draft.stdin is not None
-        self.draft.stdin.write("\n")
-        self.draft.stdin.flush()
-
-    def said(self) -> str:
-        """All that the draft printed; it must have ended by itself and well."""
-        out, _ = self.draft.communicate(timeout=WAIT)
-        assert self.draft.returncode == 0
-        return out.strip()
-
-    def stop(self) -> None:
-        if self.draft.poll() is None:
-            self.draft.kill()
-        self.draft.communicate()
-
-
-@pytest.fixture
-def pairs() -> Iterator[list[Pair]]:
-    made: list[Pair] = []
-    yield made
-    for pair in made:
-        pair.channel.close()
-        pair.stop()
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.cpu().view(torch.int32), other.view(torch.int32))
 
 
 @pytest.fixture
@@ -126,96 +40,115 @@ def store_path(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
+@pytest.fixture
+def ends(store_path: Path) -> Iterator[Ends]:
+    """Makes both ends of a channel, the target's and the draft's, which meet as those of two processes do."""
+    made: list[ProcessGroupChannel] = []
+
+    def make(name: str = "one", backend: Any = "gloo", devices: Sequence[str] = ("cpu", "cpu")) -> Any:
+        def end(rank: int) -> ProcessGroupChannel:
+            return ProcessGroupChannel(backend, store_path, name, rank, VOCAB, torch.device(devices[rank]), WAIT)
+
+        with ThreadPoolExecutor(2) as pool:
+            made.extend(pair := list(pool.map(end, (0, 1))))
+        return pair
+
+    yield make
+    for channel in made:
+        channel.close()
+
+
+def send_for_ever(channel: ProcessGroupChannel) -> None:
+    deadline = time.monotonic() + WAIT
+    while time.monotonic() < deadline:
+        channel.send(known_rows()[0])
+        time.sleep(0.01)
+
+
+DRAFT = """
+import sys, torch
+from pathlib import Path
+from pearl.transport.torch_dist import ProcessGroupChannel
+path, vocab, timeout = sys.argv[1:]
+channel = ProcessGroupChannel("gloo", Path(path), "one", 1, int(vocab), torch.device("cpu"), float(timeout))
+print("here", flush=True)
+sys.stdin.read()
+"""
+
+
 class TestGloo:
-    def test_rows_go_both_ways_and_wait_for_their_receiver(self, pairs: list[Pair], store_path: Path) -> None:
+    def test_rows_go_both_ways_and_wait_for_their_receiver(self, ends: Ends) -> None:
         """In order, bit for bit. The draft drafts on while the target is in a forward: a row overwritten or freed early
         would show. Gloo's default address may be reachable for others, and the default group is the launcher's.
         """
-        psutil = pytest.importorskip("psutil")
-        script = """
-for row in rows:
-    channel.send(row.clone())
-print("sent", flush=True)
-junk = [torch.full_like(rows, 7.0) for _ in range(20)]
-sys.stdin.readline()
-print(torch.equal(channel.receive(2), rows[:2]), torch.distributed.is_initialized())
-"""
-        pairs.append(Pair(store_path, script))
-        channel, draft = pairs[0].channel, pairs[0].draft
-        assert draft.stdout is not None
-        assert draft.stdout.readline() == "sent\n"  # nothing has been received
-        got = torch.cat([channel.receive(count) for count in (1, 7, 12)])
-        assert torch.equal(got.view(torch.int32), known_rows().view(torch.int32))
-        addresses = {connection.laddr.ip for connection in psutil.Process(draft.pid).net_connections("tcp")}
+        before = {one.laddr for one in psutil.Process().net_connections("tcp")}
+        target, draft = ends()
+        for row in known_rows():
+            draft.send(row.clone())
+        assert [torch.full((20, VOCAB), 7.0) for _ in range(20)], "junk"
+        assert same_bits(torch.cat([target.receive(count) for count in (1, 7, 12)]), known_rows())
+        addresses = {one.laddr.ip for one in psutil.Process().net_connections("tcp") if one.laddr not in before}
         assert addresses
         assert addresses <= {"127.0.0.1", "::ffff:127.0.0.1"}
         for row in (torch.zeros(VOCAB + 1), torch.zeros(VOCAB).double(), torch.zeros(1, VOCAB)):
             with pytest.raises(LocalProtocolError):
-                channel.send(row)
+                target.send(row)
         for row in known_rows()[:2]:
-            channel.send(row)
-        pairs[0].go_on()
-        assert pairs[0].said() == "True False"
+            target.send(row)
+        assert same_bits(draft.receive(2), known_rows()[:2])
         assert not dist.is_initialized()
 
-    def test_the_end_of_a_row_that_is_too_short_is_no_number(self, pairs: list[Pair], store_path: Path) -> None:
+    def test_the_end_of_a_row_that_is_too_short_is_no_number(self, ends: Ends) -> None:
         """It was whatever stood in this process's memory, and was judged if that looked like probabilities."""
-        script = "for _ in range(3): channel._group._group.send([torch.ones(3)], 0, 0).wait()\nsys.stdin.readline()"
-        pairs.append(Pair(store_path, script))
-        for _ in range(3):
-            row = pairs[0].channel.receive(1)[0]
+        target, draft = ends()
+        group: Any = draft._group
+        sent = [group._group.send([torch.ones(3)], 0, 0) for _ in range(3)]
+        for _ in sent:
+            row = target.receive(1)[0]
             assert row[:3].tolist() == [1.0] * 3
             assert row[3:].isnan().all()
 
-    def test_a_receive_past_its_deadline_kills_the_channel_for_good(self, pairs: list[Pair], store_path: Path) -> None:
+    def test_a_receive_past_its_deadline_kills_the_channel_for_good(self, ends: Ends) -> None:
         """Rows that arrive later must not be taken for other tokens' rows. A new name makes a new group over the same
         file, in which the addresses of the dead one still are.
         """
-        script = """
-sys.stdin.readline()
-try:
-    for _ in range(1000):
-        for row in rows: channel.send(row)
-        import time; time.sleep(0.01)
-    print("never noticed")
-except TransportError:
-    print("noticed")
-"""
-        pairs.append(Pair(store_path, script, timeout=0.3))
-        channel = pairs[0].channel
-        started = time.monotonic()
+        target, draft = ends()
+        target._timeout = 0.3
         with pytest.raises(TransportError, match=r"did not come within 0\.3 s"):
-            channel.receive(1)
-        assert time.monotonic() - started < WAIT / 2
-        pairs[0].go_on()
-        for _ in range(2):
+            target.receive(1)
+        with pytest.raises(TransportError):
+            send_for_ever(draft)
+        for act in (lambda: target.receive(1), lambda: target.receive(1), lambda: target.send(torch.zeros(VOCAB))):
             with pytest.raises(TransportError, match="dead"):
-                channel.receive(1)
-        with pytest.raises(TransportError, match="dead"):
-            channel.send(torch.zeros(VOCAB))
-        assert pairs[0].said() == "noticed"
-        pairs.append(Pair(store_path, "channel.send(rows[3])\nsys.stdin.readline()", name="two"))
-        assert torch.equal(pairs[1].channel.receive(1)[0], known_rows()[3])
-        pairs[1].draft.kill()
+                act()
+        target, draft = ends("two")
+        draft.send(known_rows()[3])
+        assert torch.equal(target.receive(1)[0], known_rows()[3])
+
+    def test_a_draft_that_dies_is_noticed_before_the_deadline(self, store_path: Path) -> None:
+        command = [sys.executable, "-c", DRAFT, str(store_path), str(VOCAB), str(WAIT)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as draft:
+            target = ProcessGroupChannel("gloo", store_path, "one", 0, VOCAB, torch.device("cpu"), WAIT)
+            assert draft.stdout is not None
+            assert draft.stdout.readline() == b"here\n"
+            draft.kill()
         started = time.monotonic()
-        with pytest.raises(TransportError):  # in bounded time: the draft is gone
-            pairs[1].channel.receive(1)
+        with pytest.raises(TransportError):
+            target.receive(1)
         assert time.monotonic() - started < WAIT
 
-    def test_closing_with_rows_unsent_leaves_no_thread_behind(self, pairs: list[Pair], store_path: Path) -> None:
+    def test_closing_with_rows_unsent_leaves_no_thread_behind(self, ends: Ends) -> None:
         """Gloo's wait cannot be cancelled, so the thread that keeps the rows must be released in another way."""
-        pairs.append(Pair(store_path, "sys.stdin.readline()"))
-        pairs[0].channel.send(known_rows()[0])
-        pairs[0].channel.close()
-        pairs[0].channel.close()
+        target, draft = ends()
+        target.send(known_rows()[0])
+        for channel in (target, target, draft):
+            channel.close()
         for thread in threading.enumerate():
             if thread.name == "pearl-gloo-rows":
                 thread.join(WAIT)
                 assert not thread.is_alive()
         with pytest.raises(TransportError, match="closed"):
-            pairs[0].channel.receive(1)
-        pairs[0].go_on()
-        pairs[0].said()
+            target.receive(1)
 
     def test_a_peer_that_never_comes_and_an_unknown_backend(self, store_path: Path) -> None:
         cpu = torch.device("cpu")
@@ -281,11 +214,11 @@ class TestAnyBackend:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU a rank")
 class TestNccl:
-    def test_rows_arrive_in_order_bit_for_bit(self, pairs: list[Pair], store_path: Path) -> None:
-        script = "for row in rows: channel.send(row)\nsys.stdin.readline()"
-        pairs.append(Pair(store_path, script, "nccl", devices=("cuda:0", "cuda:1")))
-        got = torch.cat([pairs[0].channel.receive(count) for count in (1, 7, 12)]).cpu()
-        assert torch.equal(got.view(torch.int32), known_rows().view(torch.int32))
+    def test_rows_arrive_in_order_bit_for_bit(self, ends: Ends) -> None:
+        target, draft = ends(backend="nccl", devices=("cuda:0", "cuda:1"))
+        for row in known_rows():
+            draft.send(row.to("cuda:1"))
+        assert same_bits(torch.cat([target.receive(count) for count in (1, 7, 12)]), known_rows())
 
 
 @pytest.fixture

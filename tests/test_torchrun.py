@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -28,8 +27,11 @@ from pearl.transport.address import private_directory
 from pearl.transport.keys import write_keys
 from pearl.transport.zeromq import new_keys
 from tests.conftest import eventually, greedy_text, started_in
+from tests.screen import home as temporary
 from tests.test_processes import gone
 from tests.tiny import tiny_model
+
+__all__ = ["temporary"]  # a fixture
 
 BOUND = 120.0  # seconds; far more than anything here takes
 SPEC = "toy:vocab=32,alpha=0.5"
@@ -38,15 +40,6 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ROOT = Path(__file__).parent.parent
 ALONE = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "pearl", "generate"]
 PLAIN = ("--look-ahead", "0")  # otherwise the target would not wait for its draft
-
-
-@pytest.fixture
-def temporary(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """An environment whose temporary directory is this test's own; at the end no engine may have left anything."""
-    environment = {k: v for k, v in os.environ.items() if k != "XDG_RUNTIME_DIR"}
-    yield environment | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    eventually(lambda: not list(tmp_path.glob("pearl-*")), "no directory is left")
-    eventually(lambda: not started_in(tmp_path), "no process is left")
 
 
 def plain(length: int) -> list[int]:

@@ -19,15 +19,9 @@ from pearl.trace.gantt import LOOKS, chart, same_time
 from pearl.trace.reading import read
 from pearl.trace.recorder import part_paths
 from pearl.trace.report import report
-from tests.traced import recorded, simulated
+from tests.traced import recorded, run, simulated
 
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Path]:
-    """A pearl run with rejections, in virtual time."""
-    path = tmp_path_factory.mktemp("run") / "run.json"
-    outcome, _ = recorded(path, RequestOptions("pearl"), alpha=0.8, tokens=400)
-    return outcome, path
+__all__ = ["run"]  # a fixture
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import torch
 from scipy import stats
 
 from pearl.decoding.rules import Judgement, direct, make_draft_half, make_target_half, ratio, tokenwise
-from pearl.decoding.rules.biased import OptTarget, UnoTarget
+from pearl.decoding.rules.biased import BildTarget, OptTarget, UnoTarget
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.rules.ratio import RatioTarget, residual
 from pearl.decoding.rules.tokenwise import TokenTarget
@@ -51,11 +51,14 @@ CASES = [
 
 def committed(
     target: tuple[int, ...], draft: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, rule: TokenTarget | None = None
-) -> list[Fraction]:
-    """What the rule (default: ratio) commits at one position: over every draft token, u of the grid and correction."""
+) -> tuple[list[Fraction], Fraction]:
+    """What the rule (default: ratio) commits at one position: over every draft token, u of the grid and correction.
+
+    And how often a correction is.
+    """
     rule = rule or RatioTarget(Sampling(1.0))
     target_probs, draft_probs = (torch.tensor(p).float() / 64 for p in (target, draft))
-    result = [Fraction(0)] * len(target)
+    result, corrected = [Fraction(0)] * len(target), Fraction(0)
     rests: list[torch.Tensor] = []
     monkeypatch.setattr(tokenwise, "probabilities", lambda logits, sampling: logits)
 
@@ -72,10 +75,10 @@ def committed(
         if rule.judge(target_probs[None], [token], [draft_probs], 0).accepted:
             result[token] += chance
             continue
-        rest = [Fraction(float(r)) for r in rests.pop()]
+        rest, corrected = [Fraction(float(r)) for r in rests.pop()], corrected + chance
         for i, share in enumerate(rest):
             result[i] += chance * share / sum(rest)
-    return result
+    return result, corrected
 
 
 def distance(one: list[Fraction], other: list[Fraction]) -> Fraction:
@@ -84,24 +87,28 @@ def distance(one: list[Fraction], other: list[Fraction]) -> Fraction:
 
 
 RULES_OF_64THS: list[Any] = [(RatioTarget, 0), *product((OptTarget, UnoTarget), (0, 4, 8, 64))]  # 64ths
+RULES_OF_64THS += [(BildTarget, 64 * rollback) for rollback in (0.3, 0.8, 1.4)]
 
 
-@pytest.mark.parametrize(("rule", "epsilon"), RULES_OF_64THS)
+@pytest.mark.parametrize(("rule", "parameter"), RULES_OF_64THS)
 @pytest.mark.parametrize(("target", "draft"), CASES)
 def test_bias_and_rejections_are_as_told(
-    rule: Any, target: tuple[int, ...], draft: tuple[int, ...], epsilon: int, monkeypatch: pytest.MonkeyPatch
+    rule: Any, target: tuple[int, ...], draft: tuple[int, ...], parameter: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As fractions; for opt the two add up to the distance of the models, and no replacement has less bias."""
-    judge = rule(Sampling(1.0)) if rule is RatioTarget else rule(Sampling(1.0), epsilon / 64)
+    judge = rule(Sampling(1.0), *([] if rule is RatioTarget else [parameter / 64]))
     p, q = ([Fraction(each, 64) for each in weights] for weights in (target, draft))
-    accepted = [min(b, a + Fraction(epsilon, 64)) if a else Fraction(0) for a, b in zip(p, q, strict=True)]
-    law = committed(target, draft, monkeypatch, judge)
+    law, rejected = committed(target, draft, monkeypatch, judge)
     told = judge.judge(torch.tensor([target]) / 64, [draft.index(max(draft))], [torch.tensor(draft) / 64], 0).odds
     assert told is not None
-    rejected, bias = 1 - sum(accepted), distance(law, p)
+    bias = distance(law, p)
     assert told.rejections == pytest.approx(float(rejected), abs=1e-6)
     assert told.variance == pytest.approx(float(rejected * (1 - rejected)), abs=1e-6)
     assert told.bias == pytest.approx(float(bias), abs=1e-6)
+    if rule is BildTarget:
+        return
+    accepted = [min(b, a + Fraction(int(parameter), 64)) if a else Fraction(0) for a, b in zip(p, q, strict=True)]
+    assert rejected == 1 - sum(accepted)
     if rule is OptTarget:
         assert rejected + bias == distance(p, q)
         uno = [a + rejected * each for a, each in zip(accepted, p, strict=True)]
@@ -113,7 +120,7 @@ def test_bias_and_rejections_are_as_told(
 
 
 def exact_in_all(monkeypatch: pytest.MonkeyPatch) -> bool:
-    return all(committed(t, d, monkeypatch) == [Fraction(p, 64) for p in t] for t, d in CASES)
+    return all(committed(t, d, monkeypatch)[0] == [Fraction(p, 64) for p in t] for t, d in CASES)
 
 
 def lenient(u: float, target_prob: float, draft_prob: float) -> bool:

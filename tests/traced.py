@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pearl.config import EngineConfig
 from pearl.execution.target import Event
 from pearl.lab.simulate import Outcome, Simulation, Timing, paired_executors
@@ -89,6 +91,14 @@ def recorded(path: Path, decoding: RequestOptions, **settings: Any) -> tuple[Out
     outcome, _ = simulated(path, decoding, **settings)
     chrome.merge(path)
     return outcome, read(path)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Path]:
+    """A pearl run with rejections, in virtual time, and its trace."""
+    path = tmp_path_factory.mktemp("run") / "run.json"
+    outcome, _ = recorded(path, RequestOptions("pearl"), alpha=0.8, tokens=400)
+    return outcome, path
 
 
 def altered(path: Path, to: Path, change: Callable[[dict[str, Any]], None]) -> Path:

@@ -47,6 +47,7 @@ class Forward:
             None: layers without types have no window.
         scales_embedding: whether embeddings are multiplied by the root of the hidden size.
         has_multipliers: whether the configuration has multipliers, as Granite's.
+        has_experts: whether layers may have experts; then on a CPU only.
         reads_directly: whether config.json says all; else transformers completes it, and loads the model.
     """
 
@@ -58,6 +59,7 @@ class Forward:
     default_window: int | None = None
     scales_embedding: bool = False
     has_multipliers: bool = False
+    has_experts: bool = False
     reads_directly: bool = True
 
 
@@ -153,6 +155,7 @@ FAMILIES = (
         "GraniteForCausalLM",
         Forward({"attention_bias": _ATTENTION, "mlp_bias": _MLP}, has_multipliers=True),
     ),
+    Family("mixtral", "MixtralForCausalLM", Forward(default_window=0, has_experts=True, reads_directly=False)),
     Family(
         "olmo2",
         "Olmo2ForCausalLM",
@@ -172,6 +175,12 @@ FAMILIES = (
         {"phi3": Gguf(_RMS)},
     ),
     Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        Forward({"attention_bias": _ATTENTION}, head_norms="each", has_experts=True, reads_directly=False),
+        {"qwen3moe": Gguf({**_RMS, **_EXPERTS, "expert_count": "num_experts"}, _WIDTH)},
+    ),
+    Family(
         "smollm3",
         "SmolLM3ForCausalLM",
         Forward({"attention_bias": _ATTENTION, "mlp_bias": _MLP}, reads_directly=False),
@@ -186,7 +195,6 @@ FAMILIES = (
         "qwen2_moe",
         gguf={"qwen2moe": Gguf({**_RMS, **_EXPERTS, "expert_count": "num_experts"}, {**_WIDTH, **_SHARED_WIDTH})},
     ),
-    Family("qwen3_moe", gguf={"qwen3moe": Gguf({**_RMS, **_EXPERTS, "expert_count": "num_experts"}, _WIDTH)}),
     Family("stablelm", gguf={"stablelm": Gguf({_NORM: "layer_norm_eps"})}),
     Family("starcoder2", gguf={"starcoder2": Gguf({_NORM: "norm_epsilon"})}),
 )

@@ -15,6 +15,7 @@ import torch
 from torch.nn import Linear, Parameter
 
 from pearl.models.families import MATRICES, Forward, LayerKind, activation_of, dimensions, forward_of, layer_kinds
+from pearl.models.forward.experts import Experts
 from pearl.models.forward.matrices import Matrix, Rounding, gated, matrix, normalise
 from pearl.models.forward.probe import Heads, attention_is_invariant, least_rows, probe_rows
 from pearl.models.forward.shard import Group
@@ -51,10 +52,14 @@ class Layer:
     gate_up: Matrix
     down: Matrix
     after_mlp: torch.Tensor | None
+    experts: Experts | None = None  # in place of `gate_up` and `down`
 
     @staticmethod
-    def of(layer: Any, kind: LayerKind, forward: Forward, one: Callable[..., Matrix]) -> Layer:
+    def of(
+        layer: Any, kind: LayerKind, forward: Forward, config: Mapping[str, Any], one: Callable[..., Matrix]
+    ) -> Layer:
         attention, mlp = layer.self_attn, layer.mlp
+        experts = Experts(mlp, config, one) if hasattr(mlp, "experts") else None
 
         def norm(of: Any, name: str) -> torch.Tensor | None:
             return norm_weights(getattr(of, name), forward) if name and hasattr(of, name) else None
@@ -69,9 +74,10 @@ class Layer:
             one(attention.o_proj),
             after,
             before_mlp,
-            one(mlp.gate_proj, mlp.up_proj),
-            one(mlp.down_proj),
+            experts.each[0][0] if experts else one(mlp.gate_proj, mlp.up_proj),
+            experts.each[0][1] if experts else one(mlp.down_proj),
             after_mlp,
+            experts,
         )
 
 
@@ -140,7 +146,9 @@ class DecoderLayers:
         split_fused(model, forward)
         kinds = layer_kinds(forward, settings)
         self.windows = [0 if kind.window >= context else kind.window for kind in kinds]
-        self.layers = [Layer.of(layer, kind, forward, one) for layer, kind in zip(inner.layers, kinds, strict=True)]
+        self.layers = [
+            Layer.of(layer, kind, forward, settings, one) for layer, kind in zip(inner.layers, kinds, strict=True)
+        ]
         self.norm = norm_weights(inner.norm, forward)
         self.head = one(model.lm_head, wide=True)
         self.is_plain = (
@@ -150,6 +158,7 @@ class DecoderLayers:
             and forward.head_norms != "all"
             and not (forward.scales_embedding or forward.has_multipliers)
             and self._gate == "silu"
+            and not forward.has_experts
         )
 
     @property
@@ -162,14 +171,17 @@ class DecoderLayers:
 
     def probe(self) -> tuple[int, bool]:
         """(the least number of rows from which on rows are independent on this CPU, whether there is one)."""
-        layer, hidden = self.layers[0], self.embedding.shape[1]
+        layer, hidden = next((each for each in self.layers if each.experts), self.layers[0]), self.embedding.shape[1]
         inner = layer.gate_up(probe_rows(hidden, self.dtype)[:1], None).shape[1] // 2
         outputs = self.heads.query * self.heads.dim
         products = [(layer.qkv, hidden), (layer.out, outputs), (layer.gate_up, hidden), (layer.down, inner)]
+        products += [(layer.experts.router, hidden)] if layer.experts else []
         found = [
             least_rows(lambda x, by=by: by(x, None), probe_rows(width, self.dtype))  # type: ignore[misc]
             for by, width in [*products, (self.head, hidden)]
         ]
+        for experts in (each.experts for each in self.layers if each.experts):
+            experts.least_rows = max(found)
         return max(found), all(found) and attention_is_invariant(self.heads)
 
     def angles(self, rotary: Any, positions: torch.Tensor) -> dict[str, Rope]:
@@ -194,8 +206,11 @@ class DecoderLayers:
         for number, layer in enumerate(self.layers):
             mixed = self._attend(layer, number, hidden, ropes, slots)
             hidden = self._add(hidden, layer.out, mixed, layer.after_attention)
-            inner = gated(layer.gate_up(self._normalise(hidden, layer.mlp_norm), None), self._gate)
-            hidden = self._add(hidden, layer.down, inner, layer.after_mlp)
+            fed = self._normalise(hidden, layer.mlp_norm)
+            if layer.experts is not None:
+                hidden = hidden + layer.experts(fed)
+            else:
+                hidden = self._add(hidden, layer.down, gated(layer.gate_up(fed, None), self._gate), layer.after_mlp)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -45,12 +45,20 @@ _FAST_ROWS = 4  # packed bf16 matrices multiply three to six rows in less time t
 def is_llama(model: PreTrainedModel) -> bool:
     """Whether `LlamaRunner` computes what this model does."""
     linears = [part for part in model.modules() if isinstance(part, torch.nn.Linear)]
+    forward = forward_of(type(model).__name__, model.config.to_dict())
     return (
-        forward_of(type(model).__name__, model.config.to_dict()) is not None
+        forward is not None
         and len({(weight.device, weight.dtype) for weight in model.parameters()}) == 1
         and all(type(part) is torch.nn.Linear for part in linears)  # else quantised: it cannot be laid out anew
-        and all(type(layer.mlp.down_proj) is torch.nn.Linear for layer in model.model.layers)
+        and all(_has_plain_mlp(layer.mlp) for layer in model.model.layers)
+        and not (forward.has_experts and model.device.type != "cpu")
     )
+
+
+def _has_plain_mlp(mlp: torch.nn.Module) -> bool:
+    if hasattr(mlp, "experts"):
+        return isinstance(getattr(mlp.experts, "gate_up_proj", None), torch.nn.Parameter)
+    return type(mlp.down_proj) is torch.nn.Linear
 
 
 class LlamaRunner:

@@ -311,7 +311,7 @@ def rounding_for(model: Any, may_round: bool) -> Rounding:
     """
     layers = model.model.layers
     attention, mlp = layers[0].self_attn, layers[0].mlp
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available() or not hasattr(mlp, "gate_proj"):  # experts
         return ""
     if multiplies_4_bits() and is_in_4_bits(mlp.gate_proj.weight):
         return "stored"

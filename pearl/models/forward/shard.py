@@ -63,6 +63,8 @@ def cut(model: PreTrainedModel | Decoder, group: Group, device: torch.device) ->
     heads, kv_heads, inner = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
     _check(size, heads, kv_heads, inner)
     width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    if any(hasattr(layer.mlp, "experts") for layer in model.model.layers):
+        raise ModelError("Ranks cannot share a model with experts. Leave target_tp, draft_tp at 1.")
     if len(getattr(model.model.layers[0].self_attn, "q_norm", SimpleNamespace(weight=[0] * width)).weight) != width:
         raise ModelError("Ranks cannot share this model: its norms run over all heads. Leave target_tp, draft_tp at 1.")
     parts = {
