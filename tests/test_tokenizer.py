@@ -253,6 +253,19 @@ class TestFileTokenizer:
         with pytest.raises(RequestError, match=f"does not take these messages: .*({quoted})"):
             load_tokenizer(str(checkpoint))[0].apply_chat([{"role": "user", "content": "a"}])
 
+    @pytest.mark.parametrize("name", ["chat_template.json", "chat_template.jinja"])
+    def test_a_template_may_be_a_file(self, checkpoint: Path, name: str) -> None:
+        """The first is of models that read pictures, and gives way to a tokenizer's own."""
+        text = json.dumps({"chat_template": TEMPLATE}) if name.endswith("json") else TEMPLATE
+        (checkpoint / name).write_text(text)
+        tokenizer = FileTokenizer(checkpoint)
+        assert said(tokenizer, [{"role": "user", "content": "a"}]) == "<s>user: a</s><s>bot:"
+        assert tokenizer.chat_template == TEMPLATE
+        settings = json.loads((checkpoint / "tokenizer_config.json").read_text())
+        (checkpoint / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "own"}))
+        own = FileTokenizer(checkpoint).chat_template
+        assert own == ("own" if name.endswith("json") else TEMPLATE)
+
     def test_the_template_for_tools_is_taken_with_tools(self, checkpoint: Path) -> None:
         """Of a checkpoint whose templates have names."""
         tokenizer = backend_of(byte_level())
@@ -400,6 +413,12 @@ class TestLoading:
 
     def test_a_directory_without_a_tokenizer(self, tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=r"could not be loaded.*tokenizer\.json"):
+            load_tokenizer(str(tmp_path))
+
+    def test_mistrals_own_format_is_refused_with_what_to_do(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+        (tmp_path / "tekken.json").write_text(json.dumps({"config": {"pattern": "x", "version": "v3"}, "vocab": []}))
+        with pytest.raises(ModelError, match=r"could not be loaded.*copy of the model that has tokenizer\.json"):
             load_tokenizer(str(tmp_path))
 
     def test_a_broken_generation_config(self, checkpoint: Path) -> None:

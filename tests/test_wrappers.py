@@ -85,6 +85,17 @@ def test_names_of_either_version_and_heads_of_their_own(prefix: str, is_tied: bo
     assert feed_chain(load_runner(str(tmp_path), device=CPU), PROMPT, 1).isfinite().all()
 
 
+@pytest.mark.parametrize("kind", ["llama", "llama-tied", "gemma3-short", "gpt2", "wrapper"])
+@pytest.mark.parametrize("forwards", ["auto", "transformers"])
+def test_shards_and_tied_heads_on_both_paths(kind: str, forwards: str, tmp_path: Path) -> None:
+    directory = tiny_wrapper("gemma3") if kind == "wrapper" else tiny_model(kind)
+    whole = transformers.AutoModelForImageTextToText if kind == "wrapper" else transformers.AutoModelForCausalLM
+    whole.from_pretrained(directory).save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    cut, one = (load_runner(str(path), device=CPU, forwards=forwards) for path in (tmp_path, directory))
+    assert torch.equal(feed_chain(cut, PROMPT, len(PROMPT)), feed_chain(one, PROMPT, len(PROMPT)))
+
+
 def test_other_models_are_left_to_transformers(tmp_path: Path) -> None:
     """Such as Qwen3-VL with experts, which are stored otherwise than Qwen3's."""
     config = json.loads((tiny_wrapper("qwen3_vl") / "config.json").read_text())

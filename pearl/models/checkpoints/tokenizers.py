@@ -94,7 +94,7 @@ def load_tokenizer(
     try:
         tokenizer, defaults = load(checkpoint, trust_remote_code)
     except Exception as error:  # files, their readers and a model's own code raise anything
-        cause = _lacking_sentencepiece(checkpoint) or " ".join(str(error).split()) or type(error).__name__
+        cause = _unread_format(checkpoint) or " ".join(str(error).split()) or type(error).__name__
         raise ModelError(
             f"The tokenizer of {spec!r} could not be loaded: {cause.rstrip('.')}. A directory needs "
             "config.json and tokenizer.json (or what its tokenizer class reads), a hub id the network or a "
@@ -123,11 +123,13 @@ def _replay(spec: str) -> tuple[ReplayTokenizer, GenerationDefaults]:
     return ReplayTokenizer(recorded), defaults
 
 
-def _lacking_sentencepiece(checkpoint: str) -> str:
-    """What to install for tokens that only a sentencepiece model has; transformers' message names tiktoken."""
+def _unread_format(checkpoint: str) -> str:
+    """What to do about tokens that only a sentencepiece model or tekken.json has; transformers' messages mislead."""
     directory = Path(checkpoint) if Path(checkpoint).is_dir() else in_cache(checkpoint)
     if directory is None or (directory / "tokenizer.json").is_file():
         return ""
+    if (directory / "tekken.json").is_file():
+        return "it has tekken.json alone, which is not read: take a copy of the model that has tokenizer.json"
     models = [path for path in directory.glob("*.model") if path.read_bytes()[:1] == b"\n"]  # tiktoken's are text
     missing = [name for name, module in _FOR_SENTENCEPIECE.items() if find_spec(module) is None]
     return f"{models[0].name} is sentencepiece's: pip install {' '.join(missing)}" if models and missing else ""
