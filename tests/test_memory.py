@@ -81,6 +81,7 @@ def test_every_slot_has_a_cache_of_its_own() -> None:
 def test_a_quantised_checkpoint_takes_what_its_files_take(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B | {"quantization_config": {"quant_method": "awq"}}))
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    (tmp_path / "consolidated.safetensors").write_bytes(bytes(1000))  # the same weights in Mistral's own format
     found = [needed(tmp_path, dtype, None, 8192) for dtype in ("auto", "float32")]
     assert [need and need.weights for need in found] == [1000, 1000]
 

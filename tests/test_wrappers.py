@@ -85,6 +85,33 @@ def test_names_of_either_version_and_heads_of_their_own(prefix: str, is_tied: bo
     assert feed_chain(load_runner(str(tmp_path), device=CPU), PROMPT, 1).isfinite().all()
 
 
+def rewritten(kind: str, directory: Path) -> Path:
+    """As its publisher wrote it: names before transformers 5, and Qwen's without a part for the language model."""
+    config = json.loads((tiny_wrapper(kind) / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    if kind == "gemma3":
+        full, sliding = rope["full_attention"], rope["sliding_attention"]
+        text |= {"rope_scaling": {"factor": full["factor"], "rope_type": "linear"}, "rope_theta": full["rope_theta"]}
+        text |= {"rope_local_base_freq": sliding["rope_theta"]}
+        config["text_config"] = text
+    else:
+        section = {"mrope_section": rope["mrope_section"]}
+        config = text | config | {"rope_scaling": {"type": "mrope", **section}, "rope_theta": rope["rope_theta"]}
+    config["torch_dtype"] = config.pop("dtype")
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "model.safetensors").symlink_to(tiny_wrapper(kind) / "model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl", "qwen2_5_vl"])
+def test_configurations_as_they_were_written_before(kind: str, tmp_path: Path) -> None:
+    runner = load_runner(str(rewritten(kind, tmp_path)), device=CPU)
+    assert isinstance(runner, LlamaRunner)
+    with torch.inference_mode():
+        close(feed_chain(runner, PROMPT, len(PROMPT)), logits_of_text(kind, torch.tensor([PROMPT]))[0])
+
+
 @pytest.mark.parametrize("kind", ["llama", "llama-tied", "gemma3-short", "gpt2", "wrapper"])
 @pytest.mark.parametrize("forwards", ["auto", "transformers"])
 def test_shards_and_tied_heads_on_both_paths(kind: str, forwards: str, tmp_path: Path) -> None:

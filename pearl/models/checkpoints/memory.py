@@ -90,8 +90,7 @@ def needed(
     """
     try:
         config = json.loads((directory / "config.json").read_text())
-        found = (sorted(directory.glob(name)) for name in _WEIGHTS)
-        size = sum(file.stat().st_size for file in next((files for files in found if files), []))
+        size = _size_of_weights(directory)
     except (OSError, ValueError):
         return None
     if not isinstance(config, dict) or not size:
@@ -109,6 +108,12 @@ def needed(
     if is_ours or weights < _MEASURED_FROM or (sizes := _sizes(directory, item)) is None:
         return need
     return replace(need, cache=context * sizes[0], context=context, states=(1 + SNAPSHOTS) * sizes[1])
+
+
+def _size_of_weights(directory: Path) -> int:
+    """Bytes of weights' files. Mistral's repositories have all weights again in consolidated ones, which nobody reads."""
+    found = ([f for f in directory.glob(name) if not f.name.startswith("consolidated")] for name in _WEIGHTS)
+    return sum(file.stat().st_size for file in next((files for files in found if files), []))
 
 
 def _sizes(directory: Path, item: int) -> tuple[int, int] | None:
@@ -215,10 +220,9 @@ def check_cache_fits(spec: str, model: Any, context: int, each: int, slots: int)
 
 
 def fits_in_float32(directory: Path) -> bool:
-    """Whether the bfloat16 safetensors in `directory` would, in float32, take less than half the free memory."""
-    size = 2 * sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    """Whether the bfloat16 weights in `directory` would, in float32, take less than half the free memory."""
     free = available_memory()
-    return free is None or 2 * size < free
+    return free is None or 4 * _size_of_weights(directory) < free
 
 
 def available_memory(proc: Path = _MEMINFO, group: Path = _CGROUP) -> int | None:
