@@ -66,7 +66,7 @@ def test_pieces_of_any_size_add_up_to_the_whole(text: str, is_open: bool, data: 
     assert tuple("".join(side) for side in zip(*given, strict=True)) == split(text, THINK, is_open)
 
 
-def test_nothing_that_is_decided_is_held() -> None:
+def test_text_is_given_out_once_it_cannot_be_a_tag() -> None:
     splitter = Splitter(THINK)
     given = [splitter.feed(piece) for piece in ("<thi", "nk>\n", "a b", " c </", "em>", "</think>", "\n", "d ", "e")]
     assert given == [*[("", "")] * 2, ("a b", ""), (" c", ""), (" </em>", ""), *[("", "")] * 2, ("", "d "), ("", "e")]

@@ -81,7 +81,7 @@ class Answer:
         return {"message": {"role": "assistant", "content": "", "refusal": None} | self._fields(index, text, True)}
 
     def _fields(self, index: int, text: str, is_last: bool = False) -> dict[str, str]:
-        """The fields of a message that have the next piece of a text; none where it is held."""
+        """The next piece of a text as fields of a message; none while it may be part of a tag."""
         if (splitter := self._splitters[index]) is None:
             return {"content": text} if text else {}
         reasoning, content = splitter.feed(text, is_last)

@@ -1,7 +1,7 @@
 """The reasoning of thinking models, apart from the answer behind it: their tags, and a splitter of their texts.
 
 A template that knows the tags says that a model thinks. Some templates write the opening tag themselves, at the end of
-the prompt. White space around tags is nobody's text.
+the prompt. White space around tags is dropped.
 """
 
 from __future__ import annotations
@@ -64,41 +64,41 @@ class Splitter:
     def __init__(self, tags: Tags, is_open: bool = False) -> None:
         self.tags, self.is_open = tags, is_open
         self._phase = _Phase.START
-        self._held = ""  # text that may be a part of a tag, or white space beside one
+        self._pending = ""  # text that may be part of a tag, or white space beside one
 
     def feed(self, piece: str, is_last: bool = False) -> tuple[str, str]:
         """The reasoning and the answer that are known with this piece, and were not before."""
-        self._held += piece
+        self._pending += piece
         if self._phase is _Phase.START and not self._has_begun(is_last):
             return "", ""
         thought = self._thought(is_last) if self._phase in (_Phase.OPENED, _Phase.THINKING) else ""
         if self._phase is _Phase.CLOSED:
-            self._held = self._held.lstrip()
-            self._phase = _Phase.ANSWER if self._held else _Phase.CLOSED
+            self._pending = self._pending.lstrip()
+            self._phase = _Phase.ANSWER if self._pending else _Phase.CLOSED
         if self._phase is not _Phase.ANSWER:
             return thought, ""
-        answer, self._held = self._held, ""
+        answer, self._pending = self._pending, ""
         return thought, answer
 
     def _has_begun(self, is_last: bool) -> bool:
         """Whether what the text begins with is known."""
-        start, text = self.tags.start, self._held.lstrip()
+        start, text = self.tags.start, self._pending.lstrip()
         if text.startswith(start):
-            self._phase, self._held = _Phase.OPENED, text[len(start) :]
+            self._phase, self._pending = _Phase.OPENED, text[len(start) :]
         elif is_last or not start.startswith(text):
             self._phase = _Phase.OPENED if self.is_open else _Phase.ANSWER
         return self._phase is not _Phase.START
 
     def _thought(self, is_last: bool) -> str:
         if self._phase is _Phase.OPENED:
-            self._held = self._held.lstrip()
-            self._phase = _Phase.THINKING if self._held else _Phase.OPENED
-        thought, found, behind = self._held.partition(self.tags.end)
+            self._pending = self._pending.lstrip()
+            self._phase = _Phase.THINKING if self._pending else _Phase.OPENED
+        thought, found, behind = self._pending.partition(self.tags.end)
         if found:
-            self._phase, self._held = _Phase.CLOSED, behind
+            self._phase, self._pending = _Phase.CLOSED, behind
             return thought.rstrip()
         known = len(thought) if is_last else _decided(thought, self.tags.end)
-        self._held = thought[known:]
+        self._pending = thought[known:]
         return thought[:known]
 
 

@@ -230,7 +230,8 @@ def _load(
         if not wanted.trust_remote_code and (text := language_model_of(path)) is not None:
             log.info("%s: loading its language model alone, a %s", spec, text.model_type)
             more = {"config": text, "key_mapping": LANGUAGE_MODEL}
-            logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)  # lists what is left out
+            # It would list each weight of the encoders.
+            logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             **more,

@@ -111,7 +111,7 @@ def needed(
 
 
 def _size_of_weights(directory: Path) -> int:
-    """Bytes of weights' files. Mistral's repositories have all weights again in consolidated ones, which nobody reads."""
+    """In bytes. Mistral's repositories have all weights a second time, in consolidated files, which are not read."""
     found = ([f for f in directory.glob(name) if not f.name.startswith("consolidated")] for name in _WEIGHTS)
     return sum(file.stat().st_size for file in next((files for files in found if files), []))
 

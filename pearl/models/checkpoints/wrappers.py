@@ -29,7 +29,7 @@ def language_model_of(path: str) -> PreTrainedConfig | None:
     """
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(path)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if config.model_type not in WRAPPERS or (text := config.get_text_config(decoder=True)) is config:
         return None
     if twin := TWINS.get(text.model_type):
