@@ -79,7 +79,6 @@ def paths(parents: Sequence[int]) -> list[list[int]]:
 def test_a_tree_gives_each_node_the_bits_of_its_path_alone(kind: str, dtype: str, held: int) -> None:
     """Behind a cache that ends before, at and after a block of attention; and keeping a path is having fed it."""
     runner, rng = load(kind, dtype), random.Random(held)
-    assert runner.capabilities.trees_row_invariant
     start = [rng.randrange(runner.vocab_size) for _ in range(held)]
     if start:
         feed_chain(runner, start, 0)

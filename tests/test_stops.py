@@ -286,3 +286,15 @@ def test_a_classifier_learns_what_can_be_learned_and_is_compared(tmp_path: Path)
     write_texts(file, other.header.model_copy(update={"draft": "another"}), other.texts)
     with pytest.raises(ConfigError, match="is for draft embedded-draft, not another"):
         CliRunner().invoke(cli, arguments, catch_exceptions=False)
+
+
+@pytest.mark.parametrize(("length", "noise"), [(60, 0.1), (37, 0.4), (24, 0.0)])
+def test_under_sd_no_policy_is_faster_than_the_oracle(length: int, noise: float) -> None:
+    """Nor does the target need fewer forwards with any. It stops only before a wrong token: it once drafted on behind
+    one, and past the text's end, and needed more forwards of the draft than a threshold."""
+    done = stops.side_by_side(learnable(6, length, noise), timing_of(5.0, {1: 40.0}), classifier())
+    (oracle,) = (each for each in done if each.name == "sd, oracle")
+    others = [each for each in done if each.name.startswith("sd, ") and each is not oracle]
+    assert len(others) > 4
+    assert max(each.speed for each in others) < oracle.speed
+    assert min(each.totals.steps for each in others) >= oracle.totals.steps

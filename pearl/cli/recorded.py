@@ -89,8 +89,8 @@ def record(settings: Settings, prompts: tuple[Path, ...], out: Path, limit: int 
 def stops(texts: Path, classifier: Path | None, t_draft: float | None, t_target: dict[int, float] | None) -> None:
     """Stop policies side by side, on TEXTS that pearl simulate record has written.
 
-    Methods sd and pearl with each policy and with the oracle, which stops where the next token would be wrong: no
-    policy can need fewer calls. The best static window and the best threshold are those of these texts.
+    Methods sd and pearl with each policy and with the oracle, which knows which tokens are right: under sd no policy is
+    faster. The best static window and the best threshold are those of these texts.
     """
     from pearl.drafting.disco import read_classifier
     from pearl.lab.experiments.stops import side_by_side

@@ -26,7 +26,6 @@ class Capabilities:
             nor on the other feeds of the forward.
         prompt_piece: positions of a prompt that are computed together. Another text can reuse the cache of a prompt in
             whole pieces only, for later positions have other bits; 1: up to any position.
-        trees_row_invariant: whether a tree node's logits have the bits that its path gives when fed as a chain.
     """
 
     slots: int = 1
@@ -34,7 +33,6 @@ class Capabilities:
     launches: bool = False
     row_invariant: bool = False
     prompt_piece: int = 1
-    trees_row_invariant: bool = False
 
 
 class ModelRunner(Protocol):

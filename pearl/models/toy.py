@@ -34,9 +34,7 @@ class ToyRunner:
     """
 
     device = torch.device("cpu")
-    capabilities = Capabilities(
-        slots=_SLOTS, tree_nodes=_TREE_NODES, launches=False, row_invariant=True, trees_row_invariant=True
-    )
+    capabilities = Capabilities(slots=_SLOTS, tree_nodes=_TREE_NODES, launches=False, row_invariant=True)
 
     def __init__(self, vocab_size: int, distribution: NextToken, context: int = 1 << 20, slots: int = _SLOTS) -> None:
         self.capabilities = replace(ToyRunner.capabilities, slots=slots)

@@ -19,13 +19,13 @@ class Translation:
 
     Attributes:
         shared: target id -> draft id, each once, of tokens that are the same bytes; and of the ends of texts.
-        size: number of the target's tokens.
+        target: the target's tokenizer.
     """
 
     def __init__(
         self, target: Tokenizer, draft: Tokenizer, target_eos: Sequence[int] = (), draft_eos: Sequence[int] = ()
     ) -> None:
-        self._target, self._draft, self.size = target, draft, target.vocab_size
+        self.target, self._draft = target, draft
         of_draft: dict[bytes, int] = {}
         for id in range(draft.vocab_size):
             of_draft.setdefault(token_bytes(draft, id), id)
@@ -39,11 +39,14 @@ class Translation:
                 taken.add(known)
         self._spelled: dict[int, tuple[int, ...]] = {}
 
+    def __str__(self) -> str:
+        return f"it has {len(self.shared):,} of the target's {self.target.vocab_size:,} tokens"
+
     def spell(self, token: int) -> tuple[int, ...]:
         """The draft's tokens, at least one, for one of the target's."""
         if (same := self.shared.get(token)) is not None:
             return (same,)
         if token not in self._spelled:
-            text = token_bytes(self._target, token).decode("utf-8", "replace")
+            text = token_bytes(self.target, token).decode("utf-8", "replace")
             self._spelled[token] = tuple(self._draft.encode(text, special=False)) or _FILLER
         return self._spelled[token]

@@ -25,7 +25,7 @@ from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.models.checkpoints.checkpoint import is_toy
 from pearl.models.checkpoints.loading import load_runner
-from pearl.models.checkpoints.tokenizers import load_tokenizer
+from pearl.models.checkpoints.tokenizers import load_tokenizer, translation_of
 from pearl.models.forward.shard import ALONE
 from pearl.models.paced import PacedRunner
 from pearl.models.replay import load_scripted
@@ -36,7 +36,6 @@ from pearl.spec.methods import BRANCHES
 from pearl.text.grammar import Guides
 from pearl.text.stream import TextStream, Tokenizer
 from pearl.text.tokenizer import have_same_vocabulary, vocabulary_digest
-from pearl.text.translation import Translation
 from pearl.trace.recorder import Recorder, asked_for, part_path, where_and_what
 from pearl.trace.tracer import Tracer
 from pearl.transport import connect, listen
@@ -59,7 +58,6 @@ log = logging.getLogger(__name__)
 
 # What it means that the ranks of a model are out of step.
 _LOST: dict[str, type[TargetLost] | type[DraftLost]] = {"target": TargetLost, "draft": DraftLost}
-_LEAST_SHARED = 0.05  # share of the target's tokens that a draft must have
 _FLUSH_SECONDS = 0.5  # for what is still queued when a worker ends
 
 
@@ -142,8 +140,10 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
                 _tokenizer(model, progress),
                 model,
             )
-            if (found := _translation(config, tokenizer, progress)) is not None:
-                tokenizer, translation = found
+            translation = translation_of(config.target, config.draft, config.trust_remote_code)
+            if translation is not None:
+                tokenizer = translation.target
+                log.warning("%r has another vocabulary than its target: %s", config.draft, translation)
                 runner, spoken = TranslatedRunner(runner, translation, tokenizer.vocab_size), config.model("target")
             digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)
             store = _datastore(config, tokenizer, runner.vocab_size)
@@ -269,27 +269,6 @@ def _expected_digest(config: EngineConfig, target: Tokenizer, progress: Progress
     draft = _tokenizer(config.model("draft"), progress)
     spoken = draft if have_same_vocabulary(target, draft) else target
     return vocabulary_digest(spoken, spoken.vocab_size)
-
-
-def _translation(config: EngineConfig, draft: Tokenizer, progress: Progress) -> tuple[Tokenizer, Translation] | None:
-    """The target's tokenizer, and how the draft speaks its tokens; None: they are the draft's own.
-
-    Raises `ModelError` where the two have too few tokens in common.
-    """
-    trust = config.trust_remote_code
-    try:
-        target, defaults = load_tokenizer(config.target, trust_remote_code=trust, progress=progress)
-    except ModelError:  # not on this host. The target refuses a draft with another vocabulary that does not translate
-        return None
-    if have_same_vocabulary(target, draft):
-        return None
-    own = load_tokenizer(config.draft, trust_remote_code=trust)[1]
-    found = Translation(target, draft, defaults.eos, own.eos)
-    told = f"{len(found.shared):,} of the target's {target.vocab_size:,} tokens"
-    if len(found.shared) < _LEAST_SHARED * target.vocab_size:
-        raise ModelError(f"{config.draft!r} has only {told}: too few to draft for it. Choose another draft.")
-    log.warning("%r has another vocabulary than its target: it drafts only the %s that it has too", config.draft, told)
-    return target, found
 
 
 def make_runner(

@@ -15,6 +15,7 @@ from pearl.lab.bench.runner import Plan, measure
 from pearl.lab.bench.systems import devices_of
 from pearl.lab.bench.tasks import Task
 from pearl.metrics import Statistics
+from pearl.models.checkpoints.tokenizers import translation_of
 from pearl.protocol.speeds import Profile
 from pearl.spec.methods import DRAFTLESS
 from pearl.worker.placement import shared_gpus
@@ -62,10 +63,20 @@ def calibrate(config: EngineConfig, prompts: Sequence[str], params: SamplingPara
         raise RequestError("the texts ended too soon to measure by: raise max_tokens, or give other prompts")
     acceptance, gamma = found[SD].acceptance or 0.0, measured.gamma or 1
     advice, flags = advise(list(found.values()), gamma, config)
-    if warning := shared_gpus(config):
-        advice = f"{advice}. {warning}"
+    notes = shared_gpus(config), _not_shared(config, [text.tokens for text in measured.texts if text.row == AR])
+    advice = ". ".join([advice, *filter(None, notes)])
     profile = _profile(last[-1], acceptance)
     return Calibration(tuple(found.values()), acceptance, gamma, found[AHEAD].window, advice, flags, profile)
+
+
+def _not_shared(config: EngineConfig, texts: Sequence[Sequence[int]]) -> str:
+    """What a draft of another vocabulary cannot propose; "" for one with the target's."""
+    translation = translation_of(config.target, config.draft, config.trust_remote_code) if config.has_draft else None
+    if translation is None:
+        return ""
+    tokens = [token for text in texts for token in text]
+    share = sum(token not in translation.shared for token in tokens) / len(tokens)
+    return f"The draft has another vocabulary ({translation}): {share:.1%} of the texts' tokens it can never propose"
 
 
 def _profile(last: Statistics, acceptance: float) -> Profile:

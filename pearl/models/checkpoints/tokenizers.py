@@ -21,12 +21,14 @@ from pearl.models.checkpoints.checkpoint import (
     toy_options,
 )
 from pearl.text.stream import REPLACEMENT, Tokenizer, Tools
-from pearl.text.tokenizer import GenerationDefaults, load
+from pearl.text.tokenizer import GenerationDefaults, have_same_vocabulary, load
+from pearl.text.translation import Translation
 
 if TYPE_CHECKING:
     from pearl.models.recorded import RecordedTexts
 
 TOY_LIMIT = 140_000  # there are more printable characters than that, and no vocabulary that we emulate is larger
+_LEAST_SHARED = 0.05  # share of the target's tokens that a draft must have
 _FOR_SENTENCEPIECE = {"sentencepiece": "sentencepiece", "protobuf": "google"}  # package -> what is imported
 
 
@@ -106,6 +108,25 @@ def load_tokenizer(
             f"at most {MOST_EOS:,} may."
         )
     return tokenizer, defaults
+
+
+def translation_of(target: str, draft: str, trust_remote_code: bool = False) -> Translation | None:
+    """How a draft speaks its target's tokens; None: they are its own, or the target's tokenizer is not on this host.
+
+    Raises `ModelError` where the two have too few tokens in common.
+    """
+    try:
+        (ours, defaults), (theirs, own) = (
+            load_tokenizer(name, trust_remote_code=trust_remote_code) for name in (target, draft)
+        )
+    except ModelError:  # the target refuses a draft of another vocabulary that does not translate
+        return None
+    if have_same_vocabulary(ours, theirs):
+        return None
+    found = Translation(ours, theirs, defaults.eos, own.eos)
+    if len(found.shared) < _LEAST_SHARED * ours.vocab_size:
+        raise ModelError(f"{draft!r} cannot draft for {target!r}: {found}, too few. Choose another draft.")
+    return found
 
 
 def _toy(spec: str) -> tuple[ToyTokenizer, GenerationDefaults]:

@@ -123,7 +123,6 @@ class LlamaRunner:
             launches=launches,
             row_invariant=is_invariant,
             prompt_piece=PREFILL if is_fixed else 1,
-            trees_row_invariant=is_invariant and not is_fixed,
         )
 
     def _make_graphs(self, record: Record | None, records: bool) -> Graphs:
