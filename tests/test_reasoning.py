@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from pearl.cli.chat import Chat
 from pearl.cli.reply import MarkdownReply
-from pearl.config import SamplingParams
+from pearl.config import DecodingConfig, SamplingParams
 from pearl.engine import Piece, Result
 from pearl.engine.conversation import Conversation
 from pearl.protocol.messages import Provenance
@@ -227,3 +228,16 @@ def test_through_a_server(served: Served, monkeypatch: pytest.MonkeyPatch) -> No
     assert found == tuple("".join(one.get(name, "") for one in chunks) for name in ("reasoning_content", "content"))
     (choice,) = served.post(path, max_tokens=60, structured_outputs={"regex": "[0-9]{20}"}).json()["choices"]
     assert "reasoning_content" not in choice["message"], "a grammar has no tags"
+
+
+def test_plain_text_has_the_opening_tag_that_the_prompt_has(
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = served.service.engine
+    conversation = Conversation(engine.tokenizer)
+    tags = Tags(engine.tokenizer.decode(conversation.prompt("123")[-2:]), "~")
+    monkeypatch.setattr(engine.tokenizer, "chat_template", "it thinks")
+    monkeypatch.setattr(reasoning, "_TAGS", {"it thinks": tags})
+    chat = Chat(engine, SamplingParams(max_tokens=8), DecodingConfig(), conversation, console=Console(file=StringIO()))
+    text = chat.answer("123").result.text
+    assert capsys.readouterr().out == f"{tags.start}\n{text}\n"
