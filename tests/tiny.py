@@ -136,6 +136,10 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
     # Of our own forward, with windows that are short.
     "qwen3-short": ("Qwen3", _SIZES | {"use_sliding_window": True, **_SHORT}),
     "gemma3-short": ("Gemma3Text", _GEMMA | _SHORT | {"rope_parameters": _GEMMA3_ROPE, "query_pre_attn_scalar": 20}),
+    "gemma2-short": (
+        "Gemma2",
+        _GEMMA | _SHORT | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 20},
+    ),
     "olmo2": ("Olmo2", _SIZES | {"rms_norm_eps": 1e-3}),
     "olmo3-short": ("Olmo3", _SIZES | _SHORT),
     "phi3-short": ("Phi3", _SIZES | {"sliding_window": 8, "rope_parameters": _BASE}),

@@ -21,12 +21,8 @@ MATRICES = {
     "mlp.down_proj": ("hidden", "inner"),
 }
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_NOT_COMPUTED = (  # settings
-    "quantization_config",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "use_bidirectional_attention",
-)
+_NOT_COMPUTED = "quantization_config", "use_bidirectional_attention"  # settings
+CAPS = "attn_logit_softcapping", "final_logit_softcapping"
 # Language models that compute what another family does where a text has no pictures: a token's three positions are one.
 TWINS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 STEADY_ROPES = {"default", "linear", "llama3", "yarn"}  # whose angles do not depend on the length of the text
@@ -47,6 +43,7 @@ class Forward:
             None: layers without types have no window.
         scales_embedding: whether embeddings are multiplied by the root of the hidden size.
         has_multipliers: whether the configuration has multipliers, as Granite's.
+        has_caps: whether scores and logits may have caps, by tanh, as Gemma 2's.
         has_experts: whether layers may have experts; then on a CPU only.
         reads_directly: whether config.json says all; else transformers completes it, and loads the model.
     """
@@ -59,6 +56,7 @@ class Forward:
     default_window: int | None = None
     scales_embedding: bool = False
     has_multipliers: bool = False
+    has_caps: bool = False
     has_experts: bool = False
     reads_directly: bool = True
 
@@ -138,6 +136,19 @@ FAMILIES = (
         "qwen3", "Qwen3ForCausalLM", Forward({"attention_bias": _ATTENTION}, head_norms="each"), {"qwen3": Gguf(_RMS)}
     ),
     Family(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        Forward(
+            {"attention_bias": _ATTENTION},
+            norms=_AROUND,
+            norm_shift=1.0,
+            scales_embedding=True,
+            has_caps=True,
+            reads_directly=False,
+        ),
+        {"gemma2": Gguf(_RMS, window=(2, 4096), layers_of_27b=46)},
+    ),
+    Family(
         "gemma3_text",
         "Gemma3ForCausalLM",
         Forward(
@@ -187,7 +198,6 @@ FAMILIES = (
     ),
     Family("bloom", gguf={"bloom": Gguf({_NORM: "layer_norm_epsilon"})}),
     Family("falcon", gguf={"falcon": Gguf({_NORM: "layer_norm_epsilon"})}),
-    Family("gemma2", gguf={"gemma2": Gguf(_RMS, window=(2, 4096), layers_of_27b=46)}),
     Family("gpt2", gguf={"gpt2": Gguf(_GPT2)}),
     Family("minimax_m2", gguf={"minimax-m2": Gguf({**_RMS, **_EXPERTS, **_MINIMAX})}),
     Family("nemotron", gguf={"nemotron": Gguf({_NORM: "norm_eps"})}),
@@ -221,7 +231,7 @@ def forward_of(architecture: str, config: Mapping[str, Any]) -> Forward | None:
         and bool(config.get("layer_types") or not config.get("use_sliding_window"))
         and config.get("is_causal", True) is True
         and activation_of(config) in ("silu", "swish", "gelu_pytorch_tanh")
-        and not any(config.get(name) for name in _NOT_COMPUTED)
+        and not any(config.get(name) for name in (*_NOT_COMPUTED, *(() if forward.has_caps else CAPS)))
     )
     return forward if ropes and is_computed else None
 

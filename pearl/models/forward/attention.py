@@ -22,7 +22,22 @@ import torch
 BLOCK = 128  # positions
 ROWS = 4
 COLUMNS = 16
+_SERIAL = 16384  # elements; see `matrices.gated`
 TOGETHER = 64  # most nodes of a tree at once: with more beside a block of keys, some kernels split a sum in two
+
+
+class Scoring(NamedTuple):
+    """How a model scores positions.
+
+    Attributes:
+        windows: of each layer, how many positions a token sees, its own included; 0: all earlier ones.
+        scale: of a query's product with a key.
+        cap: see `cap_scores`.
+    """
+
+    windows: tuple[int, ...]
+    scale: float
+    cap: float
 
 
 def plan_no_shapes(device: torch.device) -> None:
@@ -54,6 +69,16 @@ def masks(start: int, count: int, dtype: torch.dtype, window: int = 0) -> torch.
     if hides:
         unseen |= positions <= queries - window
     return torch.zeros(unseen.shape, dtype=dtype).masked_fill_(unseen, -torch.inf)
+
+
+def cap_scores(scores: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap * tanh(scores / cap), in place; 0: as they are. On a CPU of whole blocks of positions, or of `COLUMNS`.
+
+    In pieces that torch does not split between threads: all elements are then part of a vector.
+    """
+    for some in scores.view(-1).split(_SERIAL) if cap else ():
+        some.div_(cap).tanh_().mul_(cap)
+    return scores
 
 
 class TreePlace(NamedTuple):
@@ -104,6 +129,7 @@ def attend_tree(
     values: torch.Tensor,
     own: tuple[torch.Tensor, torch.Tensor],
     place: TreePlace,
+    cap: float = 0.0,
 ) -> torch.Tensor:
     """Like `attend`, for all nodes of a tree at once: the bits that each node's path gives when it is fed as a chain.
 
@@ -115,6 +141,7 @@ def attend_tree(
         queries: [nodes, heads, head_dim], scaled.
         keys, values: [kv_heads, positions up to `place.end`, head_dim], of the slot; finite.
         own: keys and values of the nodes, [nodes, kv_heads, head_dim] each.
+        cap: of scores.
     """
     n, heads, head_dim = queries.shape
     kv_heads, start, end = len(keys), place.start, place.end
@@ -126,8 +153,8 @@ def attend_tree(
         padded[:, :n] = states.index_select(0, place.order).transpose(0, 1)
     whole = whole_blocks(start)
     scores = queries.new_full((kv_heads, stacked.shape[1], end), -torch.inf)
-    scores[..., :start] = torch.bmm(stacked, keys[:, :whole].transpose(1, 2))[..., :start]
-    each = torch.bmm(stacked, own_keys.transpose(1, 2))[:, : group * n].unflatten(1, (group, n))
+    scores[..., :start] = cap_scores(torch.bmm(stacked, keys[:, :whole].transpose(1, 2)), cap)[..., :start]
+    each = cap_scores(torch.bmm(stacked, own_keys.transpose(1, 2)), cap)[:, : group * n].unflatten(1, (group, n))
     path = place.path.expand(kv_heads, group, n, longest)
     found = each.gather(-1, path.clamp_max(n - 1)).add_(place.mask)
     scores[:, : group * n, start : start + longest] = found.flatten(1, 2)
@@ -169,19 +196,21 @@ def _unstacked(mixed: torch.Tensor, n: int, heads: int) -> torch.Tensor:
     return mixed.permute(2, 0, 1, 3).reshape(n, heads * head_dim)
 
 
-def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def attend(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, cap: float = 0.0
+) -> torch.Tensor:
     """Return the attention output of each query: [n, heads * head_dim].
 
     Args:
         queries: [n, heads, head_dim], scaled.
         keys, values: [kv_heads, positions of whole blocks, head_dim]; masked positions must be finite.
-        mask: as `masks` makes it.
+        mask: as `masks` makes it. cap: of scores.
     """
     n, heads = queries.shape[:2]
     kv_heads, seen = keys.shape[:2]
     group = heads // kv_heads
     stacked = _stacked(queries, kv_heads)
-    scores = torch.bmm(stacked, keys.transpose(1, 2))
+    scores = cap_scores(torch.bmm(stacked, keys.transpose(1, 2)), cap)
     scores[:, : group * n, seen - mask.shape[1] :].unflatten(1, (group, n)).add_(mask)
     weights = scores.softmax(-1)
     mixed = torch.bmm(weights[:, :, :BLOCK], values[:, :BLOCK])

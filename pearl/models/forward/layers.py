@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch.nn import Linear, Parameter
 
-from pearl.models.families import MATRICES, Forward, LayerKind, activation_of, dimensions, forward_of, layer_kinds
+from pearl.models.families import CAPS, MATRICES, Forward, LayerKind, activation_of, dimensions, forward_of, layer_kinds
+from pearl.models.forward.attention import Scoring, cap_scores
 from pearl.models.forward.experts import Experts
 from pearl.models.forward.matrices import Matrix, Rounding, gated, matrix, normalise
 from pearl.models.forward.probe import Heads, attention_is_invariant, least_rows, probe_rows
@@ -88,12 +89,17 @@ def norm_weights(norm: Any, forward: Forward) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Scales:
-    """Multipliers: of embeddings, of attention scores, of what a block adds to the hidden state, and of logits."""
+    """Multipliers: of embeddings, of attention scores, of what a block adds to the hidden state, and of logits.
+
+    Caps, of attention scores and of logits; 0: none.
+    """
 
     embedding: float
     attention: float
     residual: float
     logits: float
+    attention_cap: float = 0.0
+    logits_cap: float = 0.0
 
     @staticmethod
     def of(forward: Forward, config: Mapping[str, Any], dim: int, dtype: torch.dtype) -> Scales:
@@ -103,7 +109,7 @@ class Scales:
             embedding, attention, residual, logits = (config.get(name, 1.0) for name in names)
             return Scales(embedding, attention, residual, 1 / logits)
         root = torch.tensor(config["hidden_size"] ** 0.5).to(dtype).item() if forward.scales_embedding else 1.0
-        return Scales(root, attention, 1.0, 1.0)
+        return Scales(root, attention, 1.0, 1.0, *(float(config.get(name) or 0.0) for name in CAPS))
 
 
 class DecoderLayers:
@@ -112,7 +118,7 @@ class DecoderLayers:
     Attributes:
         heads: of this rank's part, where a `group` of several ranks shares the model.
         embedding: [vocab, hidden]. norm: the weights of the last norm.
-        windows: of each layer; see `LayerKind`.
+        scoring: with a window for each layer.
         is_plain: whether the layers are Llama's, with or without biases and norms of each head.
 
     Args:
@@ -145,26 +151,22 @@ class DecoderLayers:
         self.embedding = inner.embed_tokens.weight
         split_fused(model, forward)
         kinds = layer_kinds(forward, settings)
-        self.windows = [0 if kind.window >= context else kind.window for kind in kinds]
+        windows = tuple(0 if kind.window >= context else kind.window for kind in kinds)
+        self.scoring = Scoring(windows, self._scales.attention, self._scales.attention_cap)
         self.layers = [
             Layer.of(layer, kind, forward, settings, one) for layer, kind in zip(inner.layers, kinds, strict=True)
         ]
         self.norm = norm_weights(inner.norm, forward)
         self.head = one(model.lm_head, wide=True)
         self.is_plain = (
-            not any(self.windows)
+            not any(windows)
             and all(kind.rope == "" for kind in kinds)
             and (forward.norms, forward.norm_shift) == (Forward().norms, None)
             and forward.head_norms != "all"
-            and not (forward.scales_embedding or forward.has_multipliers)
+            and not (forward.scales_embedding or forward.has_multipliers or forward.has_caps)
             and self._gate == "silu"
             and not forward.has_experts
         )
-
-    @property
-    def scale(self) -> float:
-        """Of attention scores."""
-        return self._scales.attention
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -218,6 +220,8 @@ class DecoderLayers:
         head = self.head(self._normalise(hidden, self.norm), None)
         if self._scales.logits != 1:
             head = head * self._scales.logits
+        for row in head if self._scales.logits_cap else ():  # one by one: the last elements of a row are no vector
+            cap_scores(row, self._scales.logits_cap)
         return self._group.gather(head)[:, : self.vocab_size]
 
     def _normalise(self, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:

@@ -111,7 +111,7 @@ class LlamaRunner:
             self._ropes = self._layers.angles(rotary, self._positions)
             shape = (slots, len(self._layers), heads.kv, self._room, heads.dim)
             self._slots = Slots(shape, cache_dtype, self.device)
-            has_windows = any(self._layers.windows)
+            has_windows = any(self._layers.scoring.windows)
             self._trees_at_once = not is_fixed and not has_windows and trees_are_chains(heads, cache_dtype)
             if kernels or (kernels is None and records and self.device.type == "cuda" and group.size == 1):
                 self._decode = self._make_decode(record_on_gpu(self.device) if records and not record else record)
@@ -176,7 +176,7 @@ class LlamaRunner:
         layout = lay_out(feeds, self._slots.lengths, self._least_rows)
         for feed in feeds:
             self._slots.wrote(feed.slot, self._slots.lengths[feed.slot] + feed.depth)
-        spans = SpanAttention(layout, self._slots, self._trees_at_once, self._layers.windows, self._layers.scale)
+        spans = SpanAttention(layout, self._slots, self._layers.scoring, self._trees_at_once)
         hidden = self._layers.hidden_states(layout.ids, self._ropes_of(layout), spans)
         for feed, rows in layout.trees:
             assert feed.parents is not None
@@ -236,15 +236,15 @@ class LlamaRunner:
         at = piece.start + self._positions[: len(piece.ids)]  # where keys and values are written
         standing = at if piece.sees is None else piece.start + piece.depths  # positions in the sequence
         ropes = {name: (cos[standing], sin[standing]) for name, (cos, sin) in self._ropes.items()}
-        windows = self._layers.windows
-        masks = {window: self._mask(piece, standing, end, window) for window in {*windows}}
-        attends = FixedAttention(self._slots, slot, at, end, masks, windows, self._layers.scale)
+        scoring = self._layers.scoring
+        masks = {window: self._mask(piece, standing, end, window) for window in {*scoring.windows}}
+        attends = FixedAttention(self._slots, slot, at, end, masks, scoring)
         hidden = self._layers.hidden_states(piece.ids, ropes, attends)
         return self._layers.logits(hidden[:rows])
 
     def _mask(self, piece: Piece, standing: torch.Tensor, end: int, window: int) -> torch.Tensor | None:
         """The mask [n, end] of a piece whose rows have the positions `standing`; None: see `FixedAttention`."""
-        if piece.sees is None and not window:
+        if piece.sees is None and not window and not self._layers.scoring.cap:
             return None
         positions, rows = self._positions[:end], standing[:, None]
         if piece.sees is None:

@@ -22,15 +22,14 @@ class SpanAttention:
     Otherwise a tree's chains are attended to one after the other, each at the positions after its ancestors.
 
     Args:
-        windows: of each layer, 0 for none. trees_at_once: only where no layer has one.
-        scale: of scores.
+        trees_at_once: only where no layer has a window.
 
     Attributes:
         states: collects (keys, values) of every layer where there are trees.
     """
 
-    def __init__(self, layout: Layout, slots: Slots, trees_at_once: bool, windows: Sequence[int], scale: float) -> None:
-        self._slots, self._windows, self._scale = slots, windows, scale
+    def __init__(self, layout: Layout, slots: Slots, scoring: attention.Scoring, trees_at_once: bool) -> None:
+        self._slots, self._scoring = slots, scoring
         self._parts: list[tuple[Span, Mapping[int, torch.Tensor] | attention.TreePlace]] = []  # masks by window
         self.states: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if layout.trees else None
         for tree, group in groupby(layout.spans, attrgetter("tree")):
@@ -38,26 +37,26 @@ class SpanAttention:
             if tree >= 0 and len(spans) > 1 and trees_at_once and len(layout.trees[tree][1]) <= attention.TOGETHER:
                 self._parts.append(_whole_tree(layout, tree, slots.lengths, slots.dtype))
             else:
-                self._parts += [
-                    (span, {each: attention.masks(span.start, span.size, slots.dtype, each) for each in {*windows}})
-                    for span in spans
-                ]
+                for span in spans:
+                    given = span.start, span.size, slots.dtype
+                    masks = {window: attention.masks(*given, window) for window in {*scoring.windows}}
+                    self._parts.append((span, masks))
 
     def attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """See `layers.Attends`."""
         if self.states is not None:
             self.states.append((keys, values))
-        mixed, dtype, queries = [], self._slots.dtype, queries * self._scale
+        mixed, dtype, cap, queries = [], self._slots.dtype, self._scoring.cap, queries * self._scoring.scale
         for span, sees in self._parts:
             all_keys, all_values = self._slots.keys[span.slot, layer], self._slots.values[span.slot, layer]
             if isinstance(sees, attention.TreePlace):
                 own = keys[span.rows].to(dtype), values[span.rows].to(dtype)
-                mixed.append(attention.attend_tree(queries[span.rows], all_keys, all_values, own, sees))
+                mixed.append(attention.attend_tree(queries[span.rows], all_keys, all_values, own, sees, cap))
                 continue
-            seen, mask = attention.whole_blocks(span.at.stop), sees[self._windows[layer]]
+            seen, mask = attention.whole_blocks(span.at.stop), sees[self._scoring.windows[layer]]
             all_keys[:, span.at] = keys[span.rows].transpose(0, 1)
             all_values[:, span.at] = values[span.rows].transpose(0, 1)
-            mixed.append(attention.attend(queries[span.rows], all_keys[:, :seen], all_values[:, :seen], mask))
+            mixed.append(attention.attend(queries[span.rows], all_keys[:, :seen], all_values[:, :seen], mask, cap))
         end = self._parts[-1][0].rows.stop
         if end < len(queries):  # rows of padding
             mixed.append(queries.new_zeros(len(queries) - end, mixed[0].shape[1]))
@@ -84,7 +83,7 @@ class FixedAttention:
         at: [n], positions at which keys and values are written.
         end: positions looked at.
         masks: by window, [n, end]; None: the rows are the last of these positions, and each sees all up to its own.
-        windows: of each layer. scale: of scores.
+            With a cap, or a window, there is a mask.
     """
 
     def __init__(
@@ -94,15 +93,15 @@ class FixedAttention:
         at: torch.Tensor,
         end: int,
         masks: Mapping[int, torch.Tensor | None],
-        windows: Sequence[int],
-        scale: float,
+        scoring: attention.Scoring,
     ) -> None:
         self._slots, self._slot, self._at, self._end = slots, slot, at, end
-        self._masks, self._windows, self._scale = masks, windows, scale
+        self._masks, self._scoring = masks, scoring
 
     def attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """See `layers.Attends`."""
-        (n, heads, dim), kv_heads, mask = queries.shape, keys.shape[1], self._masks[self._windows[layer]]
+        (n, heads, dim), kv_heads, mask = queries.shape, keys.shape[1], self._masks[self._scoring.windows[layer]]
+        _, scale, cap = self._scoring
         all_keys, all_values = self._slots.keys[self._slot, layer], self._slots.values[self._slot, layer]
         all_keys[:, self._at] = keys.transpose(0, 1)
         all_values[:, self._at] = values.transpose(0, 1)
@@ -112,14 +111,17 @@ class FixedAttention:
 
             sees: Any = causal_lower_right(n, self._end)
             given, more = (queries.transpose(0, 1)[None], all_keys[None], all_values[None]), heads != kv_heads
-            mixed = scaled_dot_product_attention(*given, sees, scale=self._scale, enable_gqa=more)[0]
+            mixed = scaled_dot_product_attention(*given, sees, scale=scale, enable_gqa=more)[0]
             return mixed.transpose(0, 1).reshape(n, -1)
         stacked = queries.view(n, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
         mask = mask.repeat(heads // kv_heads, 1)
-        if n <= FED:  # fused attention has few blocks to work with where there are few rows
-            scores = torch.baddbmm(mask, stacked, all_keys.transpose(1, 2), alpha=self._scale)
+        if cap:
+            scores = attention.cap_scores(torch.bmm(stacked, all_keys.transpose(1, 2)) * scale, cap)
+            mixed = torch.bmm((scores + mask).softmax(-1), all_values)
+        elif n <= FED:  # fused attention has few blocks to work with where there are few rows
+            scores = torch.baddbmm(mask, stacked, all_keys.transpose(1, 2), alpha=scale)
             mixed = torch.bmm(scores.softmax(-1), all_values)
         else:
             given = stacked[None], all_keys[None], all_values[None]
-            mixed = scaled_dot_product_attention(*given, mask, scale=self._scale)[0]
+            mixed = scaled_dot_product_attention(*given, mask, scale=scale)[0]
         return mixed.view(kv_heads, -1, n, dim).permute(2, 0, 1, 3).reshape(n, -1)
