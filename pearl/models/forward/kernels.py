@@ -154,9 +154,11 @@ def multiply(
     known = tl.minimum(columns, N - 1)
     found = tl.zeros((ROWS, BN), tl.float32)
     if OVERLAPS:
-        _await(
-            w + known[None, :].to(tl.int64) * (32 if BITS == 4 else K) + part * PART * (N // 2 if BITS == 4 else 1), BN
-        )
+        if BITS == 4:
+            word = part * (PART // (8 * w.dtype.element_ty.primitive_bitwidth))
+            _await(w + (word * N + known)[None, :].to(tl.int64) * 32, BN)
+        else:
+            _await(w + known[None, :].to(tl.int64) * K + part * PART, BN)
     found = _multiply(found, x, norm, w, scales, known, part * PART, part * PART + PART, K, N, BK, NORMS, BITS)
     if OVERLAPS:
         gdc_launch_dependents()
