@@ -135,16 +135,8 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
         pin(config, model.role)
         with _leading(settings, device, lifeline) as group:
             progress = lifeline.progress()
-            runner, tokenizer, spoken = (
-                _loaded(tracer, model, device, progress, group),
-                _tokenizer(model, progress),
-                model,
-            )
-            translation = translation_of(config.target, config.draft, config.trust_remote_code)
-            if translation is not None:
-                tokenizer = translation.target
-                log.warning("%r has another vocabulary than its target: %s", config.draft, translation)
-                runner, spoken = TranslatedRunner(runner, translation, tokenizer.vocab_size), config.model("target")
+            tokenizer = _tokenizer(model, progress)
+            runner, tokenizer, spoken = _speaking(config, _loaded(tracer, model, device, progress, group), tokenizer)
             digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)
             store = _datastore(config, tokenizer, runner.vocab_size)
             policies = partial(make_policy, classifier=classifier_of(config))
@@ -179,6 +171,18 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
     finally:
         endpoint.close(flush=_FLUSH_SECONDS)
         tracer.stop()
+
+
+def _speaking(
+    config: EngineConfig, runner: ModelRunner, tokenizer: Tokenizer
+) -> tuple[ModelRunner, Tokenizer, ModelConfig]:
+    """The draft in its target's vocabulary, the tokenizer of that, and the model whose tokenizer it is."""
+    translation = translation_of(config.target, config.draft, config.trust_remote_code)
+    if translation is None:
+        return runner, tokenizer, config.model("draft")
+    log.warning("%r has another vocabulary than its target: %s", config.draft, translation)
+    speaking = TranslatedRunner(runner, translation, translation.target.vocab_size)
+    return speaking, translation.target, config.model("target")
 
 
 def _keys(settings: WorkerSettings) -> Keys | None:
