@@ -119,6 +119,12 @@ def test_texts_are_the_targets(engine: Engine, temperature: float) -> None:
         assert found.tokens == alone.tokens, method
         if method == "sd":
             assert (found.statistics.acceptance_rate or 0) > 0.3
+    held = params.model_copy(update={"regex": "(the|and) [a-z]{20}", "ignore_eos": False})  # in the target's tokens
+    texts = [
+        engine.generate(PROMPT, held, decoding=DecodingConfig(method=way, rule="coupled"))[0] for way in ("ar", "sd")
+    ]
+    assert texts[0].tokens == texts[1].tokens
+    assert len(texts[0].text) == 24
     ratio = engine.generate(PROMPT, params, decoding=DecodingConfig(method="sd", rule="ratio"))[0].statistics
     assert ratio.num_accepted_draft_tokens
 
