@@ -104,6 +104,13 @@ def test_forwards_are_those_of_torch(name: str) -> None:
     fed_both(both, Feed(text(2, 6), 2), Feed(text(2, 7), 2, 1), Feed(torch.tensor(text(2, 8)), 2, 2))
 
 
+def test_a_model_with_biases_of_gate_and_up_keeps_torchs_operations() -> None:
+    """Its logits were wrong: that kernel adds none."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**_SIZES | _ONE, mlp_bias=True)).eval()
+    assert LlamaRunner(model, 600, record=lambda work: work, kernels=True)._decode is None
+
+
 @pytest.fixture(scope="module")
 def runner() -> LlamaRunner:
     return runner_of("one layer")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,7 +16,7 @@ from pearl import Engine, SamplingParams
 from pearl.config import DecodingConfig
 from pearl.errors import ModelError
 from pearl.models.checkpoints.loading import load_runner
-from pearl.models.checkpoints.tokenizers import load_tokenizer
+from pearl.models.checkpoints.tokenizers import ToyTokenizer, load_tokenizer
 from pearl.models.runner import feed_chain
 from pearl.models.translated import TranslatedRunner
 from pearl.text.translation import Translation
@@ -80,6 +80,35 @@ def test_tokens_of_the_same_bytes_are_the_same() -> None:
     }
     assert [own.token(id) for id in found.spell(target.encode("and")[0])] == ["a", "n", "d"]
     assert found.spell(target.encode("q")[0]), "a token that the draft cannot spell is fed as another one"
+
+
+class Pieces(ToyTokenizer):
+    """A vocabulary with names of bytes before its characters, as Llama 2's, which writes a space before a text."""
+
+    def __init__(self, pieces: Sequence[str]) -> None:
+        super().__init__(1)
+        self.pieces, self.vocab_size = pieces, len(pieces)
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        return [self.pieces.index(each) for each in f"\u2581{text}" if each in self.pieces]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(self.pieces[id] for id in ids).replace("\u2581", " ").lstrip(" ")
+
+    def token(self, id: int) -> str | None:
+        return self.pieces[id] if 0 <= id < self.vocab_size else None
+
+
+def test_characters_are_shared_as_themselves_and_words_are_spelled_as_they_stand() -> None:
+    """Names of bytes came first once, so that no "." was ever proposed; and pieces within a word got a space."""
+    ours = Pieces(["<0x2E>", "<0xE2>", "\u2581", "\n", ".", "a", "b", "ab", "<end>", "<stop>"])
+    theirs = Pieces(["<stop>", "<0x2E>", "<0xE2>", "b", ".", "a", "\u2581", "\n"])
+    found = Translation(ours, theirs, target_eos=(8, 9), draft_eos=(0,))
+    assert {ours.pieces[id]: theirs.pieces[same] for id, same in found.shared.items()} == {
+        each: each for each in (*".ab\u2581\n", "<0xE2>", "<stop>")
+    }
+    assert [theirs.pieces[id] for id in found.spell(7)] == ["a", "b"]
+    assert len(found.spell(8)) == 1
 
 
 def test_logits_are_the_drafts_for_shared_tokens_and_no_others() -> None:

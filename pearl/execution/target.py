@@ -284,7 +284,9 @@ class TargetExecutor:
         request.launched = request.rule.launch(request.logits, positions)
         if request.spec.is_proposal_invariant:  # it is the draws
             request.draws = request.launched
-        else:
+        elif (
+            not request.direct.is_filtered
+        ):  # to sort every row would take longer than to wait for those that are drawn
             request.draws = request.direct.rows(request.logits, positions).to("cpu", non_blocking=True)
 
     def _keep(self, path: Sequence[int], request: _Request) -> None:

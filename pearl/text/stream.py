@@ -80,6 +80,11 @@ class Tokenizer(Protocol):
         ...
 
 
+def is_byte_piece(piece: str) -> bool:
+    """Whether a vocabulary's entry names a byte, as sentencepiece's do."""
+    return _BYTE_PIECE.fullmatch(piece) is not None
+
+
 def token_bytes(tokenizer: Tokenizer, id: int) -> bytes:
     """One token in UTF-8: it may be a part of a character, or the name of a special token.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pearl.text.stream import Tokenizer, token_bytes
+from pearl.text.stream import Tokenizer, is_byte_piece, token_bytes
 
 _FILLER = (0,)  # for a token that the draft cannot spell
 
@@ -18,7 +18,7 @@ class Translation:
     """From the target's ids to the draft's.
 
     Attributes:
-        shared: target id -> draft id, each once, of tokens that are the same bytes; and of the ends of texts.
+        shared: target id -> draft id, each once, of tokens that are the same bytes; and of ends of texts beyond these.
         target: the target's tokenizer.
     """
 
@@ -26,17 +26,20 @@ class Translation:
         self, target: Tokenizer, draft: Tokenizer, target_eos: Sequence[int] = (), draft_eos: Sequence[int] = ()
     ) -> None:
         self.target, self._draft = target, draft
-        of_draft: dict[bytes, int] = {}
-        for id in range(draft.vocab_size):
-            of_draft.setdefault(token_bytes(draft, id), id)
-        of_draft.pop(b"", None)
-        self.shared = dict(zip(target_eos, draft_eos, strict=False))
-        taken = set(self.shared.values())
-        for id in range(target.vocab_size):
-            known = of_draft.get(token_bytes(target, id))
-            if known is not None and known not in taken and id not in self.shared:
+        self._of_draft: dict[bytes, int] = {}
+        for id in _characters_first(draft):
+            self._of_draft.setdefault(token_bytes(draft, id), id)
+        self._of_draft.pop(b"", None)
+        self.shared: dict[int, int] = {}
+        taken = set[int]()
+        for id in _characters_first(target):
+            known = self._of_draft.get(token_bytes(target, id))
+            if known is not None and known not in taken:
                 self.shared[id] = known
                 taken.add(known)
+        ours = (id for id in target_eos if id not in self.shared)
+        theirs = (id for id in draft_eos if id not in taken)
+        self.shared |= dict(zip(ours, theirs, strict=False))
         self._spelled: dict[int, tuple[int, ...]] = {}
 
     def __str__(self) -> str:
@@ -47,6 +50,21 @@ class Translation:
         if (same := self.shared.get(token)) is not None:
             return (same,)
         if token not in self._spelled:
-            text = token_bytes(self.target, token).decode("utf-8", "replace")
-            self._spelled[token] = tuple(self._draft.encode(text, special=False)) or _FILLER
+            self._spelled[token] = self._spell(token_bytes(self.target, token)) or _FILLER
         return self._spelled[token]
+
+    def _spell(self, spelled: bytes) -> tuple[int, ...]:
+        try:
+            text = spelled.decode()
+        except UnicodeDecodeError:  # part of a character
+            return tuple(self._of_draft[one] for byte in spelled if (one := bytes([byte])) in self._of_draft)
+        # Behind a line feed, for at the start of a text some tokenizers add a space.
+        before, found = (self._draft.encode(f"\n{part}", special=False) for part in ("", text))
+        if found[: len(before)] == before:
+            return tuple(found[len(before) :])
+        return tuple(self._draft.encode(text, special=False))
+
+
+def _characters_first(tokenizer: Tokenizer) -> list[int]:
+    """All ids, those of bytes such as "<0x2E>" last: a vocabulary that has them writes "." otherwise where it can."""
+    return sorted(range(tokenizer.vocab_size), key=lambda id: is_byte_piece(tokenizer.token(id) or ""))

@@ -36,6 +36,7 @@ from pearl.spec.methods import BRANCHES
 from pearl.text.grammar import Guides
 from pearl.text.stream import TextStream, Tokenizer
 from pearl.text.tokenizer import have_same_vocabulary, vocabulary_digest
+from pearl.text.translation import Translation
 from pearl.trace.recorder import Recorder, asked_for, part_path, where_and_what
 from pearl.trace.tracer import Tracer
 from pearl.transport import connect, listen
@@ -135,8 +136,10 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
         pin(config, model.role)
         with _leading(settings, device, lifeline) as group:
             progress = lifeline.progress()
-            tokenizer = _tokenizer(model, progress)
-            runner, tokenizer, spoken = _speaking(config, _loaded(tracer, model, device, progress, group), tokenizer)
+            translation, tokenizer, spoken = _spoken(config, progress)  # first: it may refuse the pair
+            runner = _loaded(tracer, model, device, progress, group)
+            if translation is not None:
+                runner = TranslatedRunner(runner, translation, tokenizer.vocab_size)
             digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)
             store = _datastore(config, tokenizer, runner.vocab_size)
             policies = partial(make_policy, classifier=classifier_of(config))
@@ -173,16 +176,15 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
         tracer.stop()
 
 
-def _speaking(
-    config: EngineConfig, runner: ModelRunner, tokenizer: Tokenizer
-) -> tuple[ModelRunner, Tokenizer, ModelConfig]:
-    """The draft in its target's vocabulary, the tokenizer of that, and the model whose tokenizer it is."""
-    translation = translation_of(config.target, config.draft, config.trust_remote_code)
+def _spoken(config: EngineConfig, progress: Progress) -> tuple[Translation | None, Tokenizer, ModelConfig]:
+    """How the draft translates, if it must; the tokenizer of the tokens that it speaks, and the model that has it."""
+    trust = config.trust_remote_code
+    own = load_tokenizer(config.draft, trust_remote_code=trust, progress=progress)
+    translation = translation_of(config.target, config.draft, trust, own)
     if translation is None:
-        return runner, tokenizer, config.model("draft")
+        return None, own[0], config.model("draft")
     log.warning("%r has another vocabulary than its target: %s", config.draft, translation)
-    speaking = TranslatedRunner(runner, translation, translation.target.vocab_size)
-    return speaking, translation.target, config.model("target")
+    return translation, translation.target, config.model("target")
 
 
 def _keys(settings: WorkerSettings) -> Keys | None:

@@ -70,6 +70,7 @@ class DraftLink:
         """Take a draft that speaks our version and has the target's tokens; else tell it why not, and return False."""
         if hello.version != PROTOCOL_VERSION or hello.vocab_digest != self._settings.vocab_digest:
             why = f"version {hello.version}, vocabulary {hello.vocab_digest.hex()}"
+            why += ". A draft of another vocabulary needs the target's tokenizer on its host"
             self.mail.post(Error(-1, "ModelError", f"this draft does not fit the target: {why}"), peer)
             return False
         if self.peer is not None:

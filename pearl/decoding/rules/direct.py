@@ -35,13 +35,13 @@ class DirectDraw:
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
         self._keys = DrawKeys(sampling)
-        self._is_filtered = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+        self.is_filtered = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
 
     def __call__(self, logits: Tensor, position: int, top: Shortlist | None = None) -> Tensor:
         """The draw for `position` from logits [vocab], for `sampling.read_draw`. `top`: their shortlist, if known."""
         if self.sampling.temperature == 0:
             return greedy(logits)
-        if not self._is_filtered:
+        if not self.is_filtered:
             return race_of_logits(logits, self.sampling.temperature, self.key(position), top)
         return race(probabilities(logits, self.sampling), self.key(position))
 
@@ -50,7 +50,7 @@ class DirectDraw:
         if self.sampling.temperature == 0:
             return greedy(logits)
         keys = [self.key(position) for position in positions]
-        if not self._is_filtered:
+        if not self.is_filtered:
             return race_rows_of_logits(logits, self.sampling.temperature, keys)
         return race_rows(probabilities(logits, self.sampling), keys)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import string
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -26,6 +27,8 @@ from pearl.text.translation import Translation
 
 if TYPE_CHECKING:
     from pearl.models.recorded import RecordedTexts
+
+log = logging.getLogger(__name__)
 
 TOY_LIMIT = 140_000  # there are more printable characters than that, and no vocabulary that we emulate is larger
 _LEAST_SHARED = 0.05  # share of the target's tokens that a draft must have
@@ -110,16 +113,18 @@ def load_tokenizer(
     return tokenizer, defaults
 
 
-def translation_of(target: str, draft: str, trust_remote_code: bool = False) -> Translation | None:
+def translation_of(
+    target: str, draft: str, trust_remote_code: bool = False, known: tuple[Tokenizer, GenerationDefaults] | None = None
+) -> Translation | None:
     """How a draft speaks its target's tokens; None: they are its own, or the target's tokenizer is not on this host.
 
-    Raises `ModelError` where the two have too few tokens in common.
+    Raises `ModelError` where the two have too few tokens in common. `known`: the draft's tokenizer, if loaded.
     """
+    theirs, own = known or load_tokenizer(draft, trust_remote_code=trust_remote_code)
     try:
-        (ours, defaults), (theirs, own) = (
-            load_tokenizer(name, trust_remote_code=trust_remote_code) for name in (target, draft)
-        )
-    except ModelError:  # the target refuses a draft of another vocabulary that does not translate
+        ours, defaults = load_tokenizer(target, trust_remote_code=trust_remote_code)
+    except ModelError as error:  # the target refuses a draft of another vocabulary that does not translate
+        log.info("taking the draft's tokens for the target's: %s", error)
         return None
     if have_same_vocabulary(ours, theirs):
         return None

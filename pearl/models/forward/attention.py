@@ -76,7 +76,8 @@ def cap_scores(scores: torch.Tensor, cap: float) -> torch.Tensor:
 
     In pieces that torch does not split between threads: all elements are then part of a vector.
     """
-    for some in scores.view(-1).split(_SERIAL) if cap else ():
+    flat = scores.view(-1)
+    for some in (flat.split(_SERIAL) if scores.is_cpu else [flat]) if cap else ():
         some.div_(cap).tanh_().mul_(cap)
     return scores
 

@@ -119,7 +119,8 @@ class DecoderLayers:
         heads: of this rank's part, where a `group` of several ranks shares the model.
         embedding: [vocab, hidden]. norm: the weights of the last norm.
         scoring: with a window for each layer.
-        is_plain: whether the layers are Llama's, with or without biases and norms of each head.
+        is_plain: whether the kernels of `decode` compute the layers: Llama's, perhaps with norms of each head, and with
+            biases of all matrices but gate and up.
 
     Args:
         context: a window at least as long is none.
@@ -166,6 +167,7 @@ class DecoderLayers:
             and not (forward.scales_embedding or forward.has_multipliers or forward.has_caps)
             and self._gate == "silu"
             and not forward.has_experts
+            and all(getattr(layer.gate_up, "bias", None) is None for layer in self.layers)
         )
 
     def __len__(self) -> int:

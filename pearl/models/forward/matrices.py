@@ -162,8 +162,7 @@ def matrix(
         each.weight = None
     widens = not rounding and _widens(weights[0])
     if rounding and (plain or weights[0].device.type == "cuda"):
-        found = _quantised(_stacked(weights), bias, rounding)
-        return found or Plain(_stacked(weights), bias)
+        return _quantised(_stacked(weights), bias, rounding)
     if plain or (not rounding and not widens and not packs(weights[0])):
         return Plain(_stacked(weights), bias)
     product = _lay_out(_stacked(weights), rounding)
@@ -246,22 +245,18 @@ def _in_4_bits(weight: torch.Tensor, stored: bool = False) -> Rounded | None:
     return Rounded(torch.cat(packed), torch.cat(scales, 1).contiguous(), rows)
 
 
-def _quantised(weight: torch.Tensor, bias: torch.Tensor | None, rounding: Rounding) -> Quantised | None:
+def _quantised(weight: torch.Tensor, bias: torch.Tensor | None, rounding: Rounding) -> Quantised:
     """As `_in_8_bits` and `_in_4_bits`, for our kernels on a GPU."""
-    (outputs, inputs), stored = weight.shape, rounding == "stored"
+    outputs, inputs = weight.shape
     if rounding == "int8":
         rounded = _in_8_bits(weight)
         return Quantised(rounded.steps, rounded.scales, bias, (outputs, inputs))
-    if stored and inputs % (2 * _INT4_GROUP):
-        return None
     _check_width(weight, "int4", 2 * _INT4_GROUP)
     count = 4 if inputs % (4 * _INT4_GROUP) == 0 else 2
     packed, scales = [], []
     for some in weight.split(4096):  # as float32 a large matrix would take a GPU's last memory
         groups = some.float().view(len(some), -1, _INT4_GROUP)
-        step, low, fits = _steps(groups)
-        if stored and not fits:
-            return None
+        step, low, _ = _steps(groups)
         scale = torch.stack((step, low + 8 * step)).to(weight.dtype)  # as `Rounded` has them
         step, middle = scale.float()
         steps = ((groups - middle[..., None]) / step[..., None]).round_().add_(8).clamp_(0, 15).to(torch.int64)
