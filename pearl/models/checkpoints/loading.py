@@ -19,7 +19,14 @@ from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import in_cache, resolve_checkpoint
 from pearl.models.checkpoints.direct import Decoder, read_decoder
 from pearl.models.checkpoints.gguf import unfit_weights
-from pearl.models.checkpoints.memory import check_cache_fits, check_room, fits_in_float32, needed, slot_bytes
+from pearl.models.checkpoints.memory import (
+    check_cache_fits,
+    check_room,
+    fits_in_float32,
+    is_of_memory,
+    needed,
+    slot_bytes,
+)
 from pearl.models.checkpoints.wrappers import LANGUAGE_MODEL, language_model_of
 from pearl.models.forward.attention import plan_no_shapes, whole_blocks
 from pearl.models.forward.matrices import Rounding, multiplies_bf16, rounding_for
@@ -145,7 +152,12 @@ def _make_runner(
         from pearl.models.hf import HFRunner
 
         assert not isinstance(model, Decoder)
-        runner = HFRunner(model, context)
+        try:
+            runner = HFRunner(model, context)
+        except (RuntimeError, MemoryError) as error:
+            if not is_of_memory(error):
+                raise
+            raise ModelError(f"{spec!r}: no memory for a cache of {context:,} tokens. Lower max_context.") from error
         check_cache_fits(spec, model, context, runner.cache_bytes, 1)
         return runner
     from pearl.models.forward.llama import LlamaRunner
