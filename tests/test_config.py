@@ -101,7 +101,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"draft_stop": "disko"}, "draft_stop: .*'fixed', 'threshold', 'heuristic', 'disco' or 'oracle'"),
     ({**STOP, "confidence": 0.5}, "no parameter 'confidence'; heuristic takes no parameters"),
-    ({"confidence": 0.5}, "draft_stop fixed has no parameter 'confidence'"),
+    ({"confidence": 0.5}, "draft_stop fixed has no parameter 'confidence'.* one of draft_stop threshold"),
     *(
         ({"method": method, **STOP}, f"for methods auto, sd, .*, not {method}, which takes fixed")
         for method in ("ar", "ngram", "ssd", "pearl-no-post-verify")

@@ -58,11 +58,27 @@ class Parameter:
         return self.kind(value)
 
 
-def checked_values(what: str, declared: Sequence[Parameter], given: Parameters) -> dict[str, float]:
+class Declared(Protocol):
+    """A rule or a stop policy: something with parameters."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]: ...
+
+
+def checked_values(
+    what: str, declared: Sequence[Parameter], given: Parameters, others: Iterable[Declared] = ()
+) -> dict[str, float]:
     """Return the values of all declared parameters by name: as given, else the default.
 
-    `what`: the owner of the parameters, for messages: "rule opt". Raises ValueError for a parameter that is unknown,
-    repeated or out of range; the message, one line, says what is allowed.
+    Args:
+        what: the owner of the parameters, for messages: "rule opt".
+        others: owners that may have an unknown parameter instead.
+
+    Raises ValueError for a parameter that is unknown, repeated or out of range; the message, one line, says what is
+    allowed.
     """
     known = {parameter.name: parameter for parameter in declared}
     values: dict[str, float] = {}
@@ -70,7 +86,9 @@ def checked_values(what: str, declared: Sequence[Parameter], given: Parameters) 
         if name not in known or name in values:
             problem = f"{name!r} is given twice" if name in values else f"{what} has no parameter {name!r}"
             takes = ", ".join(map(str, declared)) or "no parameters"
-            raise ValueError(f"{problem}; {what.rpartition(' ')[2]} takes {takes}")
+            owners = {} if name in known else named_parameters(others).get(name, {})
+            known_by = f". It is one of {what.rpartition(' ')[0]} {', '.join(owners)}" if owners else ""
+            raise ValueError(f"{problem}; {what.rpartition(' ')[2]} takes {takes}{known_by}")
         values[name] = known[name].check(value)
     return {name: values.get(name, parameter.kind(parameter.default)) for name, parameter in known.items()}
 
@@ -106,7 +124,7 @@ class RuleSpec:
 
     def values(self, parameters: Parameters) -> dict[str, float]:
         """As `checked_values`."""
-        return checked_values(f"rule {self.name}", self.parameters, parameters)
+        return checked_values(f"rule {self.name}", self.parameters, parameters, RULES.values())
 
     def block(self, parameters: Parameters) -> int:
         """Tokens per unit: the block length, or 1 for a rule that judges single tokens."""
@@ -154,16 +172,6 @@ def find(name: str) -> RuleSpec:
     if name not in RULES:
         raise ValueError(f"unknown acceptance rule {name!r}; choose one of {', '.join(RULES)}")
     return RULES[name]
-
-
-class Declared(Protocol):
-    """A rule or a stop policy: something with parameters."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def parameters(self) -> tuple[Parameter, ...]: ...
 
 
 def named_parameters(specs: Iterable[Declared]) -> dict[str, dict[str, Parameter]]:

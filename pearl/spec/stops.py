@@ -34,7 +34,7 @@ class StopSpec:
 
     def values(self, parameters: Parameters) -> dict[str, float]:
         """As `checked_values`."""
-        return checked_values(f"draft_stop {self.name}", self.parameters, parameters)
+        return checked_values(f"draft_stop {self.name}", self.parameters, parameters, STOPS.values())
 
 
 _CONFIDENCE = Parameter("confidence", float, 0.0, 1.0, 0.4, "the least probability with which drafting goes on")
