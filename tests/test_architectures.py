@@ -112,7 +112,7 @@ def fed_by(runner: HFRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_after_a_rejection_only_the_window_is_fed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a target: seven tokens at once, of which three are accepted."""
+    """As a target does: feed seven tokens at once, accept three."""
     runner = load("lfm2")
     feed_chain(runner, some_tokens(runner, 20), 1)
     fed = fed_by(runner, monkeypatch)
@@ -174,7 +174,7 @@ def test_a_forward_that_fails_leaves_no_state_half_changed(layer: int) -> None:
 def test_a_forward_that_would_forget_its_state_is_made_token_by_token(
     kind: str, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mamba's of several tokens begins anew, which differs by less than half precision tells."""
+    """Mamba drops its state in a forward of several tokens; in half precision logits do not show it."""
     monkeypatch.setattr(hf, "_PIECE", 8)
     runner = load(kind)
     expected = model(kind)(torch.tensor([some_tokens(runner, 13)]), use_cache=False).logits[0]

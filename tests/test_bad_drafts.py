@@ -180,7 +180,7 @@ def test_a_draft_may_not_say_now_with_distributions_and_now_without(loops: MakeL
 
 
 def test_what_a_draft_says_of_a_request_before_it_is_begun_is_dropped() -> None:
-    """Nobody can have told it what the rule needs, and numbers can be guessed."""
+    """The draft cannot know yet what the rule needs, and request numbers can be guessed."""
     executor = TargetExecutor(ToyRunner(32, alpha_pair(32, 0.5)[0]))
     link = DraftLink(TargetSettings(32, CONTEXT, DIGEST, 1.0, True), executor, None)
     rows = (torch.ones(32) / 32,)

@@ -77,7 +77,7 @@ def serving() -> tuple[subprocess.Popen[str], str]:
 
 
 def test_engines_are_served_listed_and_stopped(runtime: Path, pearl_here: Run) -> None:
-    """By directory, by all at once and by Ctrl-C; who connects is told between which it may choose."""
+    """Stopped by directory, all at once, and by Ctrl-C. With several running, a client is given their names."""
     servers = [serving() for _ in range(2)]
     (one, other), (first, _) = [server for server, _ in servers], [directory for _, directory in servers]
     listed: list[dict[str, Any]] = json.loads(pearl_here("ps", "--json").stdout)

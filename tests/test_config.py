@@ -351,7 +351,7 @@ def test_speeds_and_profile_are_inverse() -> None:
 def test_an_engine_begins_with_it(cache: Path, tmp_path: Path) -> None:
     """The draft does not rest first, for it is known to pay; and of the target's times what was known is there."""
     path = tmp_path / "profile.json"
-    known = Profile(0.01, 0.6, ((200, 0.25),), (), "pearl", WAYS)  # no forward is fed so many
+    known = Profile(0.01, 0.6, ((200, 0.25),), (), "pearl", WAYS)  # 200 tokens: more than any forward takes
     config = EngineConfig(target=TOY, draft=TOY)
     path.write_text(profile.save(config, known).read_text())
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

@@ -153,7 +153,7 @@ OPEN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # a file says, 
 }
 
 
-CASES = {  # of which tiny model, what its file says, and how its config.json says that
+CASES = {  # name -> (tiny model, fields of its file, the same in config.json)
     **{
         f"rope {kind}": ("llama", said, {"rope_parameters": rope | {"rope_theta": 5e5}})
         for kind, (said, rope) in SCALED.items()

@@ -68,7 +68,7 @@ def text(
 
 @pytest.mark.parametrize("method", ["pearl", "sd"])
 def test_every_rule_goes_through_the_runtime(loops: MakeLoops, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """Both workers' loops and the codec, nothing of which has heard of the third one, nor of its parameter."""
+    """Through both workers' loops and the codec; neither names the third rule or its parameter."""
     monkeypatch.setattr(worker_loops, "alpha_pair", overlapping)
     pair = loops(alpha=0.3)
     pair.draft()

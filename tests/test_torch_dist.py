@@ -158,7 +158,7 @@ class TestGloo:
             ProcessGroupChannel("pigeon", store_path, "x", 0, VOCAB, cpu, 1.0)  # type: ignore[arg-type]
 
 
-class Told:
+class NotingGroup:
     """A group that notes what is asked of it, and whose end takes as long as it is told to."""
 
     def __init__(self, *_: object) -> None:
@@ -178,12 +178,12 @@ class Told:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_dist, "_BACKENDS", {"nccl": Told})
+    monkeypatch.setattr(torch_dist, "_BACKENDS", {"nccl": NotingGroup})
 
 
-def opened(path: Path, rank: int) -> tuple[ProcessGroupChannel, Told]:
+def opened(path: Path, rank: int) -> tuple[ProcessGroupChannel, NotingGroup]:
     channel = ProcessGroupChannel("nccl", path, "one", rank, VOCAB, torch.device("cpu"), WAIT)
-    assert isinstance(channel._group, Told)
+    assert isinstance(channel._group, NotingGroup)
     return channel, channel._group
 
 

@@ -7,7 +7,7 @@ layers have the shape of `MATRICES`, add its record.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 # The matrices of a decoder layer: name -> (outputs, inputs); see `dimensions`.
@@ -120,6 +120,9 @@ _GPT2 = {_NORM: "layer_norm_epsilon", "context_length": "n_positions", "feed_for
 
 _BEHIND = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 _AROUND = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_GEMMA = Forward(
+    {"attention_bias": _ATTENTION}, norms=_AROUND, norm_shift=1.0, scales_embedding=True, reads_directly=False
+)
 
 FAMILIES = (
     Family(
@@ -138,27 +141,13 @@ FAMILIES = (
     Family(
         "gemma2",
         "Gemma2ForCausalLM",
-        Forward(
-            {"attention_bias": _ATTENTION},
-            norms=_AROUND,
-            norm_shift=1.0,
-            scales_embedding=True,
-            has_caps=True,
-            reads_directly=False,
-        ),
+        replace(_GEMMA, has_caps=True),
         {"gemma2": Gguf(_RMS, window=(2, 4096), layers_of_27b=46)},
     ),
     Family(
         "gemma3_text",
         "Gemma3ForCausalLM",
-        Forward(
-            {"attention_bias": _ATTENTION},
-            head_norms="each",
-            norms=_AROUND,
-            norm_shift=1.0,
-            scales_embedding=True,
-            reads_directly=False,
-        ),
+        replace(_GEMMA, head_norms="each"),
         {"gemma3": Gguf(_RMS, window=(6, 0), layers_of_27b=62)},
     ),
     Family(

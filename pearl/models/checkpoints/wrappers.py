@@ -1,4 +1,4 @@
-"""Models that read pictures or sound too, of which the language model alone is loaded.
+"""Loads only the language model of a checkpoint that also reads pictures or sound.
 
 Their checkpoints have its weights under `language_model.`, with or without a `model.` before or behind, and those of
 encoders beside them, which stay on disk.

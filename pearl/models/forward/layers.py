@@ -1,4 +1,4 @@
-"""The decoder layers of our own forward pass: from token ids to logits, over one model's weights laid out anew.
+"""The decoder layers of our own forward pass: from token ids to logits, over the weights of one model.
 
 Query, key and value are one matrix, gate and up another, packed for the CPU.  Must not know feeds and slots: the caller
 provides positions and attends (see `slot_attention`).
@@ -125,7 +125,7 @@ class DecoderLayers:
     Args:
         context: a window at least as long is none.
         cache_dtype: of keys and values, and so of queries.
-        plain: leave matrices as they are, for the kernel of `decode`.
+        plain: for the kernels of `decode`: see `matrices.matrix`.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ class LlamaRunner:
         slots: how many sequences the cache holds.
         records: whether forwards of up to `FED` tokens are recorded on a GPU, as CUDA graphs.
         record: replaces the recorder of CUDA graphs, and makes a CPU compute in the fixed sizes of a GPU (for tests).
-        rounding: how matrices are rounded, or stored, on a CPU: see `matrices.matrix`.
+        rounding: how matrices are rounded, or stored: see `matrices.matrix`.
         kernels: whether tokens that are no prompt's are computed by our own kernels (`decode`); None: on a GPU, if
             forwards are recorded, Triton is installed and they fit the model.
     """

@@ -152,7 +152,7 @@ def matrix(
         rounding: "int8": each row in 255 steps; "int4": each 32 weights of a row in 16 steps; "stored": like "int4"
             where the weights are in 4 bits already, else unchanged (float32 on a CPU without bf16 instructions).
         wide: keep float32 results in float32.
-        plain: return a `Plain` one in any case.
+        plain: for our kernels, as on a GPU: return a `Plain` one, or a `Quantised` one if `rounding` asks for it.
 
     Raises `ModelError` for widths that "int8" and "int4" cannot have.
     """
