@@ -26,7 +26,7 @@ from pearl.drafting.model import ModelProposer
 from pearl.execution.ahead import Ahead
 from pearl.execution.draft import DraftExecutor
 from pearl.models.checkpoints.loading import load_model, load_runner
-from pearl.models.forward.llama import LlamaRunner
+from pearl.models.forward.runner import ForwardRunner
 from pearl.models.hf import HFRunner
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.protocol.events import Draft, Drafted, Open
@@ -44,7 +44,7 @@ def load_runners(model: str, device: torch.device, dtype: str, context: int) -> 
             for forwards in ("auto", "transformers")
         }
     return {
-        "auto": LlamaRunner(random_model(model, device, _torch_dtype(dtype)), context),
+        "auto": ForwardRunner(random_model(model, device, _torch_dtype(dtype)), context),
         "transformers": HFRunner(random_model(model, device, _torch_dtype(dtype)), context),
     }
 

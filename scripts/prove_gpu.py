@@ -44,7 +44,7 @@ from pearl.lab.bench.exactness import check_texts, compare_cuts
 from pearl.lab.bench.machine import hardware, in_words
 from pearl.lab.bench.rows import PUBLISHED
 from pearl.models.forward.graphs import FED, Record, ends, record_on_gpu
-from pearl.models.forward.llama import LlamaRunner
+from pearl.models.forward.runner import ForwardRunner
 from pearl.models.hf import HFRunner
 from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.protocol.events import Draft, Drafted, Open
@@ -104,10 +104,10 @@ class Scale:
 
     def runner(
         self, shape: str, context: int, records: bool = True, record: Record | None = None, slots: int = 1
-    ) -> LlamaRunner:
+    ) -> ForwardRunner:
         model, kernels = random_model(shape, self.device, self.dtype), None if self.rehearses else True
         given = record or self.record
-        return LlamaRunner(model, context, slots=slots, records=records, record=given, kernels=kernels)
+        return ForwardRunner(model, context, slots=slots, records=records, record=given, kernels=kernels)
 
 
 REHEARSAL = Scale(

@@ -27,7 +27,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pearl.errors import ModelError
-from pearl.models.forward.llama import is_llama
+from pearl.models.forward.runner import has_own_forward
 from pearl.models.hf import HFRunner
 from pearl.models.runner import feed_chain
 from pearl.printable import cause_of
@@ -134,7 +134,7 @@ def judge(model_type: str) -> tuple[str, str]:
 
 
 def judge_model(model: Any) -> tuple[str, str]:
-    if is_llama(model):
+    if has_own_forward(model):
         return "ours", ""
     try:
         runner = HFRunner(model, 128)

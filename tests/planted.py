@@ -11,7 +11,7 @@ from pearl.decoding.rules.direct import DirectTarget
 from pearl.decoding.shaping import Shaper
 from pearl.execution.target import TargetExecutor
 from pearl.models.forward import attention, llama
-from pearl.models.forward.llama import LlamaRunner
+from pearl.models.forward.runner import ForwardRunner
 from pearl.models.forward.slots import Slots
 from pearl.protocol.messages import FinishReason
 from pearl.protocol.request import Request
@@ -106,7 +106,7 @@ def hold(plain: Any) -> Any:
 
 
 def forward(plain: Any) -> Any:
-    def mixed_up(self: LlamaRunner, feeds: Any) -> Any:
+    def mixed_up(self: ForwardRunner, feeds: Any) -> Any:
         rows = plain(self, feeds)
         return rows[::-1] if len({each.shape for each in rows}) == 1 else rows
 
@@ -137,7 +137,7 @@ BUGS = {
     "an end of text inside of a window passed over": wrapped(Request, "commit", commit),
     "penalties for tokens that were rejected": wrapped(Shaper, "hold", hold),
     "a grammar that is not rolled back": wrapped(Guide, "cut", lambda _: lambda self, length: None),
-    "slots mixed up": wrapped(LlamaRunner, "forward", forward),
+    "slots mixed up": wrapped(ForwardRunner, "forward", forward),
     "the last token of a window accepted unseen": wrapped(DirectTarget, "judge", judge),
     LAW: wrapped(ratio, "residual", lambda _: lambda target, draft: target),
 }

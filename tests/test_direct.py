@@ -18,7 +18,7 @@ from pearl.errors import ModelError
 from pearl.models.checkpoints.direct import read_decoder
 from pearl.models.checkpoints.loading import load_model, load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer
-from pearl.models.forward.llama import LlamaRunner
+from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from tests.tiny import tiny_model
 
@@ -40,7 +40,7 @@ def checkpoint(tmp_path: Path) -> Callable[..., Path]:
 
 
 def logits(model: Any) -> torch.Tensor:
-    return feed_chain(LlamaRunner(model, 256), [5, 9, 2, 7, 100, 31, 8], 7)
+    return feed_chain(ForwardRunner(model, 256), [5, 9, 2, 7, 100, 31, 8], 7)
 
 
 def check_same(directory: Path, dtype: str = "auto") -> None:

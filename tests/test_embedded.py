@@ -16,8 +16,8 @@ from pearl import cache as kept
 from pearl.errors import ModelError
 from pearl.models.checkpoints import embedded
 from pearl.models.checkpoints.loading import load_runner
-from pearl.models.forward.llama import LlamaRunner
 from pearl.models.forward.matrices import is_in_4_bits
+from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 
 CPU = torch.device("cpu")
@@ -209,7 +209,7 @@ def test_the_draft_belongs_to_the_target(target: Path) -> None:
     runners = [load_runner(name, device=CPU, max_context=128) for name in ("embedded", "embedded-draft")]
     runners.append(load_runner("embedded-draft", device=CPU, max_context=128, may_round=True))
     for runner in runners:
-        assert isinstance(runner, LlamaRunner)
+        assert isinstance(runner, ForwardRunner)
         assert (runner.dtype, runner.weights) == (torch.bfloat16, "4 bits")
     assert len(runners[1]._layers) == 4
     tokenizer = AutoTokenizer.from_pretrained(target)

@@ -18,15 +18,15 @@ from pearl.errors import ModelError
 from pearl.lab.bench.exactness import check_pair, check_texts, compare_cuts
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.forward.graphs import FED
-from pearl.models.forward.llama import LlamaRunner
 from pearl.models.forward.matrices import Rounding, gated, matrix, normalise
 from pearl.models.forward.probe import irregular, least_rows, probe_rows
+from pearl.models.forward.runner import ForwardRunner
 from pearl.models.hf import HFRunner
 from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.transport.torch_dist import RankGroup
 from tests.pairwise import pairwise
 from tests.planted import BUGS, LAW
-from tests.test_llama_runner import KINDS, replayed
+from tests.test_forward_runner import KINDS, replayed
 from tests.tiny import tiny_model
 
 CPU = torch.device("cpu")
@@ -102,7 +102,7 @@ def test_a_tree_gives_each_node_the_bits_of_its_path_alone(kind: str, dtype: str
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_what_is_fed_beside_a_slot_does_not_change_its_bits(kind: str) -> None:
     """Chains and trees of several slots in one forward; one slot forked from another."""
-    runner = LlamaRunner(AutoModelForCausalLM.from_pretrained(tiny_model(kind)), 256, slots=3)
+    runner = ForwardRunner(AutoModelForCausalLM.from_pretrained(tiny_model(kind)), 256, slots=3)
     tokens = [11 * i % runner.vocab_size for i in range(200)]
     wanted = feed_chain(runner, tokens, 200)
     runner.rollback(0)
@@ -154,7 +154,7 @@ def test_what_is_recorded_gives_the_same_bits_however_a_sequence_is_cut(kind: st
 def test_what_a_nan_left_behind_is_not_seen() -> None:
     """A forward looks at whole blocks of positions; 0 times NaN is not 0."""
     runner = load("llama", "float32")
-    assert isinstance(runner, LlamaRunner)
+    assert isinstance(runner, ForwardRunner)
     wanted = feed_chain(runner, [3, 4, 5, 6], 4)
     feed_chain(runner, list(range(20)), 1)
     with torch.inference_mode():
@@ -228,7 +228,7 @@ def test_rows_are_padded_where_the_cpu_needs_it() -> None:
     """As on a CPU whose kernels are independent from eight rows on."""
     wanted = feed_chain(load("llama", "float32"), [3, 4, 5], 3)
     runner = load("llama", "float32")
-    assert isinstance(runner, LlamaRunner)
+    assert isinstance(runner, ForwardRunner)
     runner._least_rows = 8
     for rows in (3, 1, 0):
         runner.rollback(0)

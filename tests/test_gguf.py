@@ -24,8 +24,8 @@ from pearl.models.checkpoints.gguf import _ALWAYS, _check_stated, _complete, _co
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.families import GGUF
-from pearl.models.forward.llama import LlamaRunner
 from pearl.models.forward.matrices import multiplies_bf16
+from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from tests.conftest import eventually
 from tests.runner_contract import close, some_tokens
@@ -66,7 +66,7 @@ def test_a_gguf_file_gives_the_same_model(tmp_path: Path, cache: Path, monkeypat
     close(feed_chain(runner, tokens, 9), feed_chain(load_runner(str(tiny_model()), device=CPU), tokens, 9))
     monkeypatch.setattr(reading, "convert", convert)  # in a process of its own
     automatic = load_runner(str(file), device=CPU, max_context=64)
-    assert isinstance(automatic, LlamaRunner)
+    assert isinstance(automatic, ForwardRunner)
     assert automatic.dtype == AUTOMATIC
     made = sorted(path.name for path in cache.iterdir() if path.is_dir())
     assert [name.rpartition("-")[2] for name in made] == ["bfloat16", "float32"]

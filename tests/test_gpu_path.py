@@ -22,7 +22,7 @@ from pearl.execution.target import TargetExecutor
 from pearl.lab.simulate import Timing, VirtualProposer, paired_executors, simulate
 from pearl.models.checkpoints.loading import load_model, load_runner
 from pearl.models.forward import graphs
-from pearl.models.forward.llama import LlamaRunner
+from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import DraftTokens, Source, Submit
@@ -163,9 +163,9 @@ def random_llama(context: int, dtype: torch.dtype = torch.float32) -> LlamaForCa
 @pytest.mark.parametrize("chunks", [(1100,), (300, 512, 288), (512, 512, 76)])
 def test_a_prompt_in_pieces_gives_what_it_gives_in_one(chunks: tuple[int, ...]) -> None:
     """Of 512 tokens at most, however it comes: in one piece its mask alone would be a gigabyte at 8,192 tokens."""
-    whole = LlamaRunner(random_llama(1101), 1101)
+    whole = ForwardRunner(random_llama(1101), 1101)
     largest: list[int] = []
-    cut = LlamaRunner(random_llama(1101), 1101, record=lambda work: work)
+    cut = ForwardRunner(random_llama(1101), 1101, record=lambda work: work)
     fixed = cut._fixed
     cut._graphs._step = lambda piece, *sizes: largest.append(len(piece.ids)) or fixed(piece, *sizes)  # type: ignore[union-attr]
     tokens, found, fed = some_tokens(whole, 1101), [], 0
@@ -182,7 +182,7 @@ def test_a_prompt_in_pieces_gives_what_it_gives_in_one(chunks: tuple[int, ...]) 
 def test_recorded_forwards_give_the_bits_of_those_that_are_not(dtype: torch.dtype) -> None:
     """Across the ends of two recordings, after rollbacks too."""
     runners = [
-        LlamaRunner(random_llama(1200, dtype).to(GPU), 1200, records=records, kernels=True)  # type: ignore[arg-type]
+        ForwardRunner(random_llama(1200, dtype).to(GPU), 1200, records=records, kernels=True)  # type: ignore[arg-type]
         for records in (True, False)
     ]
     tokens = some_tokens(runners[0], 1200)
@@ -212,10 +212,10 @@ def test_announced_rows_are_received_where_messages_are_read() -> None:
     assert torch.equal(message.rows[0], row)
 
 
-def other_bits_by_size(seed: int) -> LlamaRunner:
+def other_bits_by_size(seed: int) -> ForwardRunner:
     """In the fixed sizes of a GPU, whose kernels give other bits for few rows than for many: here quite other ones."""
     torch.manual_seed(seed)
-    runner = LlamaRunner(random_llama(1600), 1600, slots=2, record=lambda work: work)
+    runner = ForwardRunner(random_llama(1600), 1600, slots=2, record=lambda work: work)
     graphs_of, embedding = runner._graphs, runner._layers.embedding
     assert graphs_of is not None
     plain = graphs_of._step

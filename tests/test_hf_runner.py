@@ -18,8 +18,8 @@ from pearl.errors import ForwardError, ModelError, RequestError
 from pearl.models.checkpoints import loading, memory
 from pearl.models.checkpoints.checkpoint import resolve_checkpoint
 from pearl.models.checkpoints.loading import load_runner
-from pearl.models.forward.llama import LlamaRunner
 from pearl.models.forward.matrices import multiplies_bf16
+from pearl.models.forward.runner import ForwardRunner
 from pearl.models.hf import HFRunner
 from pearl.models.runner import feed_chain
 from tests.runner_contract import Kinds, RunnerContract, close, some_tokens
@@ -250,7 +250,7 @@ def test_context() -> None:
 def test_a_cache_that_memory_cannot_hold_is_refused_before_any_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model's cache takes 2 x layers x kv heads x head width x tokens x 4 bytes; a byte less is too little."""
     runner = load_runner(str(tiny_model()), device=CPU, max_context=64)
-    assert isinstance(runner, LlamaRunner)
+    assert isinstance(runner, ForwardRunner)
     needed = runner._slots.keys.nbytes + runner._slots.values.nbytes
     monkeypatch.setattr(loading, "fits_in_float32", lambda checkpoint: True)  # not what this is about
     monkeypatch.setattr(memory, "available_memory", lambda: needed)

@@ -17,15 +17,15 @@ from pearl.decoding import sampling
 from pearl.decoding.keys import Purpose, draw_key
 from pearl.models.feeds import Feed
 from pearl.models.forward.graphs import FED
-from pearl.models.forward.llama import LlamaRunner
 from pearl.models.forward.matrices import Quantised, Rounding, matrix
 from pearl.models.forward.row_table import MOST_PARTS, NUMBERS, ROWS, lay_tables, numbers
+from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from pearl.protocol.options import Sampling
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
-    pytest.skip("these are for the interpreter; test_llama_runner has the GPU's", allow_module_level=True)
+    pytest.skip("these are for the interpreter; test_forward_runner has the GPU's", allow_module_level=True)
 assert os.environ["TRITON_INTERPRET"] == "1"  # set by conftest
 
 from pearl.decoding import draw_kernels  # noqa: E402
@@ -68,15 +68,15 @@ def model_of(name: str) -> PreTrainedModel:
     return model  # type: ignore[no-any-return]
 
 
-def runner_of(name: str, kernels: bool = True, context: int = 600) -> LlamaRunner:
-    return LlamaRunner(model_of(name), context, slots=3, record=lambda work: work, kernels=kernels)
+def runner_of(name: str, kernels: bool = True, context: int = 600) -> ForwardRunner:
+    return ForwardRunner(model_of(name), context, slots=3, record=lambda work: work, kernels=kernels)
 
 
 def text(count: int, start: int = 0) -> tuple[int, ...]:
     return tuple((7 * i + 3 * i * i + start) % 90 for i in range(count))
 
 
-def fed_both(runners: Sequence[LlamaRunner], *feeds: Feed) -> list[torch.Tensor]:
+def fed_both(runners: Sequence[ForwardRunner], *feeds: Feed) -> list[torch.Tensor]:
     """The logits by the first runner, which those by the others must be near."""
     found, *others = ([rows.clone() for rows in runner.forward(feeds)] for runner in runners)
     for other in others:
@@ -108,15 +108,15 @@ def test_a_model_with_biases_of_gate_and_up_keeps_torchs_operations() -> None:
     """Its logits were wrong: that kernel adds none."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**_SIZES | _ONE, mlp_bias=True)).eval()
-    assert LlamaRunner(model, 600, record=lambda work: work, kernels=True)._decode is None
+    assert ForwardRunner(model, 600, record=lambda work: work, kernels=True)._decode is None
 
 
 @pytest.fixture(scope="module")
-def runner() -> LlamaRunner:
+def runner() -> ForwardRunner:
     return runner_of("one layer")
 
 
-def test_bits_depend_on_no_company_slot_or_cut(runner: LlamaRunner) -> None:
+def test_bits_depend_on_no_company_slot_or_cut(runner: ForwardRunner) -> None:
     runner.rollback(0)
     feed_chain(runner, text(60), 1, prompt=True)
     runner.fork(0, 1)
@@ -132,7 +132,7 @@ def test_bits_depend_on_no_company_slot_or_cut(runner: LlamaRunner) -> None:
         assert torch.equal(torch.cat(found), whole)
 
 
-def test_more_rows_than_a_table_has_are_in_several(runner: LlamaRunner) -> None:
+def test_more_rows_than_a_table_has_are_in_several(runner: ForwardRunner) -> None:
     for slot in range(3):
         runner.rollback(0, slot)
     apart = [runner.forward([Feed(text(14, slot), 3, slot)])[0] for slot in (0, 1)]
@@ -262,8 +262,8 @@ def test_forwards_of_quantised_weights_are_those_of_the_weights_that_they_stand_
         stood_for = matrix(copy, rounding=rounding, plain=True)
         assert isinstance(stood_for, Quantised)
         linear_.weight = torch.nn.Parameter(stood_for.dequantised(), requires_grad=False)
-    ours = LlamaRunner(models[0], 600, slots=2, record=lambda work: work, kernels=True, rounding=rounding)
-    theirs = LlamaRunner(models[1], 600, slots=2, record=lambda work: work, kernels=False)
+    ours = ForwardRunner(models[0], 600, slots=2, record=lambda work: work, kernels=True, rounding=rounding)
+    theirs = ForwardRunner(models[1], 600, slots=2, record=lambda work: work, kernels=False)
     assert ours._decode is not None
     for runner in (ours, theirs):
         feed_chain(runner, text(30), 1, prompt=True)

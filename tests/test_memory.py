@@ -15,7 +15,7 @@ from pearl.models.checkpoints import memory
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.memory import Need, check_room, needed, of_shape
 from pearl.models.forward.graphs import PREFILL
-from pearl.models.forward.llama import LlamaRunner
+from pearl.models.forward.runner import ForwardRunner
 from tests.tiny import tiny_model
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -41,7 +41,7 @@ def test_what_is_told_is_what_is_taken(kind: str, dtype: str, halves: int) -> No
     assert need is not None
     weights = sum(weight.numel() for weight in model.parameters()) * 2 * halves
     assert need.weights == pytest.approx(weights, rel=0.1), "the files have heads of their own"
-    runner = LlamaRunner(model.to(torch.float32 if halves == 2 else torch.bfloat16), 200, record=lambda work: work)
+    runner = ForwardRunner(model.to(torch.float32 if halves == 2 else torch.bfloat16), 200, record=lambda work: work)
     slots = runner._slots
     assert slots.keys.shape[3] >= 200 + PREFILL
     assert need.cache == pytest.approx(slots.keys.nbytes + slots.values.nbytes, rel=0.15), "of whole blocks"
@@ -52,7 +52,7 @@ def test_the_cache_of_our_own_forward_is_of_float32_on_a_cpu(dtype: torch.dtype)
     model = AutoModelForCausalLM.from_pretrained(tiny_model())
     need = needed(tiny_model(), str(dtype).removeprefix("torch."), 200, 8192, is_wide=True)
     assert need is not None
-    slots = LlamaRunner(model.to(dtype), 200)._slots
+    slots = ForwardRunner(model.to(dtype), 200)._slots
     positions = 200 + PREFILL  # the padding of a GPU's pieces is in the estimate
     assert need.cache / positions == (slots.keys.nbytes + slots.values.nbytes) / slots.keys.shape[3]
     other = needed(tiny_model(), "bfloat16", 200, 8192, is_wide=False)

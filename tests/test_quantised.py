@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from pearl.errors import ModelError
 from pearl.models.checkpoints.loading import load_runner
-from pearl.models.forward.llama import is_llama
+from pearl.models.forward.runner import has_own_forward
 from pearl.models.hf import HFRunner
 from pearl.models.runner import dtype_of
 from tests.runner_contract import Kinds, RunnerContract
@@ -120,7 +120,7 @@ def test_it_is_the_quantised_model_that_runs(checkpoint: Path) -> None:
     """Not one whose weights were drawn at random where the names in the files were unknown."""
     runner = load_runner(str(checkpoint), device=CPU, max_context=64)
     assert isinstance(runner, HFRunner)
-    assert not is_llama(runner._model)
+    assert not has_own_forward(runner._model)
     plain = load_runner(str(tiny_model()), device=CPU, dtype="float32", max_context=64, forwards="transformers")
     assert isinstance(plain, HFRunner)
     fed = torch.arange(5, 25)[None]

@@ -29,7 +29,7 @@ from pearl.engine.processes import Worker
 from pearl.errors import DraftLost, ModelError, RequestError, StartError, TargetLost, TransportError
 from pearl.models.checkpoints.direct import read_decoder
 from pearl.models.checkpoints.loading import load_runner
-from pearl.models.forward.llama import LlamaRunner
+from pearl.models.forward.runner import ForwardRunner
 from pearl.models.forward.shard import cut
 from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.models.toy import ToyRunner, alpha_pair
@@ -37,7 +37,7 @@ from pearl.protocol.options import Sampling
 from pearl.transport.torch_dist import RankGroup
 from pearl.worker.ranks import LeadingRunner, dismiss, follow
 from tests.conftest import AS_PUBLISHED, eventually
-from tests.test_llama_runner import CPU, KINDS, into_one_buffer, logits
+from tests.test_forward_runner import CPU, KINDS, into_one_buffer, logits
 from tests.test_processes import ENDLESS, check_nothing_left, children, gone, start_front, temporary
 from tests.tiny import tiny_model
 
@@ -65,13 +65,13 @@ def biased(kind: str, directory: Path) -> Path:
 def shared(path: Path, size: int, store: Path, dtype: str = "float32", is_recorded: bool = False) -> list[torch.Tensor]:
     """The logits of each rank, all in this process. Models are loaded one after the other: transformers wants that."""
 
-    def load(group: RankGroup) -> Callable[[], LlamaRunner]:
+    def load(group: RankGroup) -> Callable[[], ForwardRunner]:
         """What makes the runner, on all ranks at once: they record their exchanges then."""
         if is_recorded and (model := read_decoder(path, None, CPU)) is not None:
             cut(model, group, CPU)
-            return lambda: LlamaRunner(model, 64, group, record=into_one_buffer)
+            return lambda: ForwardRunner(model, 64, group, record=into_one_buffer)
         runner = load_runner(str(path), device=CPU, dtype=dtype, max_context=64, group=group)
-        assert isinstance(runner, LlamaRunner)
+        assert isinstance(runner, ForwardRunner)
         return lambda: runner
 
     with ThreadPoolExecutor(size) as pool:
@@ -89,7 +89,7 @@ def alone_of(rank: int, size: int) -> Any:
 
 def whole(path: Path, dtype: str = "float32") -> torch.Tensor:
     runner = load_runner(str(path), device=CPU, dtype=dtype, max_context=64)
-    assert isinstance(runner, LlamaRunner)
+    assert isinstance(runner, ForwardRunner)
     return logits(runner)
 
 
@@ -256,7 +256,7 @@ def pairs() -> Iterator[list[Pair]]:
 
 LOGITS = """
 from pearl.models.checkpoints.loading import load_runner
-from tests.test_llama_runner import logits
+from tests.test_forward_runner import logits
 for path in paths:
     group.gather(logits(load_runner(path, device=device, max_context=64, group=group)))
 """

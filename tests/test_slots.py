@@ -32,7 +32,7 @@ from pearl.trace.replay import replay
 from pearl.trace.report import latencies
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text
 from tests.replace import replace
-from tests.test_llama_runner import KINDS
+from tests.test_forward_runner import KINDS
 from tests.tiny import tiny_model
 from tests.turns import Turns
 

@@ -17,7 +17,7 @@ from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.checkpoints.loading import load_model, load_runner
 from pearl.models.checkpoints.memory import needed
 from pearl.models.checkpoints.wrappers import WRAPPERS, language_model_of
-from pearl.models.forward.llama import LlamaRunner
+from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling
@@ -50,7 +50,7 @@ def test_logits_are_those_of_the_whole_and_one_line_says_what_is_loaded(
         runner = load_runner(str(tiny_wrapper(kind)), device=CPU)
     (line,) = [record.getMessage() for record in caplog.records if "language model alone" in record.getMessage()]
     assert kind in line
-    assert isinstance(runner, LlamaRunner) == (kind in OURS)
+    assert isinstance(runner, ForwardRunner) == (kind in OURS)
     with torch.inference_mode():
         expected = logits_of_text(kind, torch.tensor([PROMPT]))[0]
     close(feed_chain(runner, PROMPT, len(PROMPT)), expected)
@@ -107,7 +107,7 @@ def rewritten(kind: str, directory: Path) -> Path:
 @pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl", "qwen2_5_vl"])
 def test_configurations_as_they_were_written_before(kind: str, tmp_path: Path) -> None:
     runner = load_runner(str(rewritten(kind, tmp_path)), device=CPU)
-    assert isinstance(runner, LlamaRunner)
+    assert isinstance(runner, ForwardRunner)
     with torch.inference_mode():
         close(feed_chain(runner, PROMPT, len(PROMPT)), logits_of_text(kind, torch.tensor([PROMPT]))[0])
 

@@ -96,7 +96,7 @@ def load_runner(
     `options`: see `LoadOptions`. Raises `ModelError`.
     """
     from pearl.models.forward.layers import described, split_fused
-    from pearl.models.forward.llama import is_llama
+    from pearl.models.forward.runner import has_own_forward
 
     wanted = LoadOptions(**options)
     plan_no_shapes(device)
@@ -121,7 +121,7 @@ def load_runner(
     is_ours = model is not None
     if model is None:
         model = _load(spec, path, place, dtype, wanted)
-        is_ours = wanted.forwards != "transformers" and is_llama(model)
+        is_ours = wanted.forwards != "transformers" and has_own_forward(model)
     _check_takes(spec, model, is_ours, wanted, device, group)
     with _explained(spec):
         if is_ours:
@@ -160,11 +160,11 @@ def _make_runner(
             raise ModelError(f"{spec!r}: no memory for a cache of {context:,} tokens. Lower max_context.") from error
         check_cache_fits(spec, model, context, runner.cache_bytes, 1)
         return runner
-    from pearl.models.forward.llama import LlamaRunner
+    from pearl.models.forward.runner import ForwardRunner
 
-    item = model.dtype.itemsize if multiplies_bf16() else 4  # see LlamaRunner
+    item = model.dtype.itemsize if multiplies_bf16() else 4  # see ForwardRunner
     left = check_cache_fits(spec, model, context, slot_bytes(model, whole_blocks(context), item), wanted.slots)
-    return LlamaRunner(
+    return ForwardRunner(
         model,
         context,
         group,

@@ -14,8 +14,8 @@ from pearl.errors import ModelError
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.forward import graphs
 from pearl.models.forward.graphs import FED
-from pearl.models.forward.llama import LlamaRunner, is_llama
 from pearl.models.forward.matrices import is_in_4_bits, matrix, multiplies_bf16, rounding_for
+from pearl.models.forward.runner import ForwardRunner, has_own_forward
 from pearl.models.hf import HFRunner
 from pearl.models.runner import Feed, feed_chain
 from pearl.models.toy import ToyRunner
@@ -32,9 +32,9 @@ KINDS = (
 CHUNKS = (7, 1, 4, 2, 1, 1, 3, 8, 20)  # fed to both, so that every row has a cache behind it
 
 
-def load(kind: str = "llama", dtype: str = "float32", device: torch.device = CPU) -> LlamaRunner:
+def load(kind: str = "llama", dtype: str = "float32", device: torch.device = CPU) -> ForwardRunner:
     runner = load_runner(str(tiny_model(kind)), device=device, dtype=dtype, max_context=64)
-    assert isinstance(runner, LlamaRunner)
+    assert isinstance(runner, ForwardRunner)
     return runner
 
 
@@ -44,7 +44,7 @@ def reference(kind: str, dtype: str) -> HFRunner:
     return runner
 
 
-def logits(runner: LlamaRunner | HFRunner) -> torch.Tensor:
+def logits(runner: ForwardRunner | HFRunner) -> torch.Tensor:
     """Of all tokens, fed in chunks, with a rollback between any two."""
     found = []
     for count in CHUNKS:
@@ -67,18 +67,18 @@ def into_one_buffer(work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tens
     return lambda: kept.copy_(work())
 
 
-def replayed(kind: str, dtype: str = "float32") -> LlamaRunner:
+def replayed(kind: str, dtype: str = "float32") -> ForwardRunner:
     """Whose forwards of few tokens are those that a GPU records; here they are carried out each time."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=getattr(torch, dtype))
-    return LlamaRunner(model, 64, record=into_one_buffer)
+    return ForwardRunner(model, 64, record=into_one_buffer)
 
 
 def toy() -> ToyRunner:
     return ToyRunner(64, lambda tokens: toy_distribution(tuple(tokens)), 64)
 
 
-def several(record: Any) -> LlamaRunner:
-    return LlamaRunner(AutoModelForCausalLM.from_pretrained(tiny_model()), 64, slots=2, record=record)
+def several(record: Any) -> ForwardRunner:
+    return ForwardRunner(AutoModelForCausalLM.from_pretrained(tiny_model()), 64, slots=2, record=record)
 
 
 class TestContract(RunnerContract):
@@ -106,13 +106,13 @@ class TestContractCuda(RunnerContract):
 
 @pytest.mark.parametrize("make", [load, replayed])
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_equal_those_of_transformers(kind: str, make: Callable[[str], LlamaRunner]) -> None:
+def test_logits_equal_those_of_transformers(kind: str, make: Callable[[str], ForwardRunner]) -> None:
     close(logits(make(kind)), logits(reference(kind, "float32")))
 
 
 @pytest.mark.parametrize(("kind", "dtype", "make"), pairwise(KINDS, ["bfloat16", "float16"], [load, replayed]))
 def test_rounding_is_no_worse_than_that_of_transformers(
-    kind: str, dtype: str, make: Callable[[str, str], LlamaRunner]
+    kind: str, dtype: str, make: Callable[[str, str], ForwardRunner]
 ) -> None:
     """The bound: 1.5 times what transformers' logits are off from those of the same weights in float32."""
     weights = AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=getattr(torch, dtype))
@@ -132,18 +132,18 @@ def test_others_keep_the_forward_of_transformers() -> None:
 def test_quantised_models_are_left_to_transformers() -> None:
     """Those with matrices of another class, as of bitsandbytes, and plain ones with other tensors, as of torchao."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model())
-    assert is_llama(model)
+    assert has_own_forward(model)
     model.config.quantization_config = {"quant_method": "torchao"}
-    assert not is_llama(model)
+    assert not has_own_forward(model)
     model.config.quantization_config = None
     model.model.layers[1].mlp.down_proj = torch.nn.Module()
-    assert not is_llama(model)
+    assert not has_own_forward(model)
 
 
 def test_weights_are_there_once() -> None:
     """A model that fills a device must not be copied on it."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model())
-    runner = LlamaRunner(model, 64)
+    runner = ForwardRunner(model, 64)
     assert {name.split(".")[-2] for name, _ in model.named_parameters()} == {
         "embed_tokens",
         "input_layernorm",
@@ -156,7 +156,7 @@ def test_weights_are_there_once() -> None:
 def test_texts_longer_than_one_recording_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "_LEAST_VISIBLE", 64)
     runners = [
-        LlamaRunner(AutoModelForCausalLM.from_pretrained(tiny_model()), 256, record=record)
+        ForwardRunner(AutoModelForCausalLM.from_pretrained(tiny_model()), 256, record=record)
         for record in (None, into_one_buffer)
     ]
     tokens = some_tokens(runners[0], 200)
@@ -193,7 +193,7 @@ def test_all_recordings_are_made_at_load(context: int, recordings: int, monkeypa
         made.append(work)
         return into_one_buffer(work)
 
-    runner = LlamaRunner(AutoModelForCausalLM.from_pretrained(tiny_model()), context, slots=2, record=record)
+    runner = ForwardRunner(AutoModelForCausalLM.from_pretrained(tiny_model()), context, slots=2, record=record)
     assert len(made) == 2 * recordings
     assert not runner._slots.keys.any(), "what recording has written is forgotten"
     for slot in (0, 1):
@@ -331,7 +331,7 @@ def test_weights_of_4_bits_are_found_and_their_rows_depend_on_no_other(
     assert rounding_for(in_files(kind), may_round=True) == "stored"
     cpu(_LARGE=0)
     assert rounding_for(in_files(kind), may_round=True) == "stored"
-    runner = LlamaRunner(in_files(kind).to(torch.bfloat16), 128, rounding="stored")
+    runner = ForwardRunner(in_files(kind).to(torch.bfloat16), 128, rounding="stored")
     plain = HFRunner(in_files(kind).to(torch.bfloat16).float(), 128)
     tokens = some_tokens(plain, 100)
     found, wanted = feed_chain(runner, tokens, 100), feed_chain(plain, tokens, 100)

@@ -42,8 +42,8 @@ _TREE_NODES = 256  # most nodes of a tree, on a CPU
 _FAST_ROWS = 4  # packed bf16 matrices multiply three to six rows in less time than one or two
 
 
-def is_llama(model: PreTrainedModel) -> bool:
-    """Whether `LlamaRunner` computes what this model does."""
+def has_own_forward(model: PreTrainedModel) -> bool:
+    """Whether `ForwardRunner` computes what this model does."""
     linears = [part for part in model.modules() if isinstance(part, torch.nn.Linear)]
     forward = forward_of(type(model).__name__, model.config.to_dict())
     return (
@@ -61,8 +61,8 @@ def _has_plain_mlp(mlp: torch.nn.Module) -> bool:
     return type(mlp.down_proj) is torch.nn.Linear
 
 
-class LlamaRunner:
-    """`ModelRunner` over the weights of `model`, a `Decoder` or one for which `is_llama` holds; takes them away.
+class ForwardRunner:
+    """`ModelRunner` over the weights of `model`, a `Decoder` or one for which `has_own_forward` holds; takes them away.
 
     In a `group` of several the model is this rank's part of it (`shard.cut`), and all ranks make the same calls.
 
