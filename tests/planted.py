@@ -10,7 +10,7 @@ from pearl.decoding.rules import Judgement, ratio
 from pearl.decoding.rules.direct import DirectTarget
 from pearl.decoding.shaping import Shaper
 from pearl.execution.target import TargetExecutor
-from pearl.models.forward import attention, llama
+from pearl.models.forward import attention
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.forward.slots import Slots
 from pearl.protocol.messages import FinishReason
