@@ -26,7 +26,7 @@ Build = Callable[[Path, Progress], None]  # writes a directory that does not exi
 
 CONVERTED = "converted"  # the bounded part of the cache; the embedded pair is outside it
 DEFAULT_GIGABYTES = 50.0
-FORMAT = 5  # increase it where the same files would be converted differently
+FORMAT = 6  # increase it where the same files would be converted differently
 _SIZES = "sizes.json"
 
 

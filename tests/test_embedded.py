@@ -16,7 +16,6 @@ from pearl import cache as kept
 from pearl.errors import ModelError
 from pearl.models.checkpoints import embedded
 from pearl.models.checkpoints.loading import load_runner
-from pearl.models.forward.matrices import is_in_4_bits
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 
@@ -61,7 +60,6 @@ def test_layers_survive_being_packed() -> None:
     step = (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / 15
     error = (found["layer.weight"].float().view_as(groups) - groups).abs()
     assert (error <= 0.51 * step + groups.abs().amax(-1, keepdim=True) * 2.0**-6).all()
-    assert is_in_4_bits(found["layer.weight"])
     again = embedded.unpack_layers(embedded.pack_layers(found))
     assert all(torch.equal(again[name], found[name]) for name in found)
 

@@ -176,7 +176,7 @@ def test_plain_float32_products_are_why_matrices_are_packed(width: int) -> None:
         rows = probe_rows(width, torch.float32)
         plain = least_rows(lambda x: linear(x, weight), rows)
         with torch.inference_mode():
-            packed = matrix(layer)
+            packed = matrix(layer, dtype=layer.weight.dtype)
             assert least_rows(lambda x: packed(x, None), rows) == 1
             assert least_rows(lambda x: packed(x, x[:, :1].expand(-1, 64).contiguous()), rows) == 1
     assert plain != 1, "then packing proves nothing here"
@@ -197,7 +197,7 @@ def test_elementwise_parts_do_not_depend_on_threads_or_company(threads: int) -> 
 def test_rounding_refuses_widths_that_its_kernel_cannot_take(rounding: Rounding) -> None:
     layer = torch.nn.Linear(36, 300, bias=False)
     with pytest.raises(ModelError, match=r"multiple of 32; one of this model takes 36"):
-        matrix(layer, rounding=rounding)
+        matrix(layer, dtype=torch.float32, rounding=rounding)
 
 
 def test_sums_over_ranks_do_not_depend_on_the_number_of_rows(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from pearl.errors import ModelError
 from pearl.models.checkpoints.loading import load_runner
-from pearl.models.forward import graphs
+from pearl.models.forward import graphs, native
 from pearl.models.forward.graphs import FED
-from pearl.models.forward.matrices import is_in_4_bits, matrix, multiplies_bf16, rounding_for
+from pearl.models.forward.matrices import rounding_for
 from pearl.models.forward.runner import ForwardRunner, has_own_forward
 from pearl.models.hf import HFRunner
 from pearl.models.runner import Feed, feed_chain
@@ -241,104 +241,26 @@ def test_rounded_weights_are_off_by_no_more_than_their_steps_explain(dtype: str,
     assert (found - exact).abs().mean() > (found - wanted).abs().mean(), "nothing was rounded, so nothing was tested"
 
 
-def quantised(rows: int, columns: int, kind: str) -> torch.Tensor:
-    """Weights as a file of that kind holds them, dequantised to bfloat16."""
-    generator = torch.Generator().manual_seed(rows)
-    weight = torch.randn(rows, columns // 32, 32, generator=generator)
-    if kind == "Q4_1":
-        low, high = weight.aminmax(dim=2, keepdim=True)
-        step = ((high - low) / 15).half().float()
-        weight = ((weight - low) / step).round().clamp(0, 15) * step + low.half().float()
-    elif kind == "Q4_0":
-        at = weight.abs().argmax(2, keepdim=True)
-        step = (weight.gather(2, at) / -8).half().float()
-        weight = (weight / step).round().clamp(-8, 7) * step
-    elif kind == "Q8_0":
-        step = (weight.abs().amax(2, keepdim=True) / 127).half().float()
-        weight = (weight / step).round() * step
-    return weight.reshape(rows, columns).bfloat16()
-
-
-@pytest.mark.parametrize("has_bf16", [False, *([True] if multiplies_bf16() else [])])
-@pytest.mark.parametrize("kind", ["Q4_1", "Q4_0", "Q8_0", "bfloat16"])
-def test_stored_multiplies_by_the_weights_as_they_are(
-    kind: str, has_bf16: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In 4 bits where they are so in the file, else in the CPU's own: what is off is the rounding to bfloat16."""
-    monkeypatch.setattr("pearl.models.forward.matrices.multiplies_bf16", lambda: has_bf16)
-    weight = quantised(4200, 96, kind)
-    assert is_in_4_bits(weight) == kind.startswith("Q4")
-    layer = torch.nn.Linear(96, 4200, bias=False, dtype=torch.bfloat16)
-    layer.weight.data.copy_(weight)
-    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
-    found, wanted = matrix(layer, rounding="stored", wide=True)(x, None), x.float() @ weight.float().T
-    assert (found.float() - wanted).abs().max() < 0.01 * wanted.abs().max()
-    assert found.dtype == (torch.bfloat16 if has_bf16 or kind.startswith("Q4") else torch.float32)
-
-
 @pytest.fixture
-def cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets what this CPU can do, and from how many weights on a model is large."""
-
-    def has(**found: Any) -> None:
-        for name, value in found.items():
-            answer = value if name == "_LARGE" else lambda value=value: value
-            monkeypatch.setattr(f"pearl.models.forward.matrices.{name}", answer)
-
-    return has
+def large(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets from how many weights on a model is large."""
+    return lambda weights: monkeypatch.setattr("pearl.models.forward.matrices._LARGE", weights)
 
 
-@pytest.mark.parametrize("has_bf16", [False, True])
-def test_a_draft_of_bfloat16_is_rounded_where_that_is_faster(has_bf16: bool, cpu: Callable[..., None]) -> None:
-    """A large one to 4 bits, others to 8 where there is no bfloat16; no target, and no weights that are more."""
-    otherwise = "" if has_bf16 else "int8"
-    cpu(multiplies_bf16=has_bf16, multiplies_4_bits=True)
+@pytest.mark.skipif(native.library() is None, reason="our products are not built")
+def test_a_large_draft_of_bfloat16_is_rounded_to_4_bits(large: Callable[[int], None]) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model("qwen3"), dtype=torch.float32)
     layers, names = model.model.layers, ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     weights = len(layers) * sum(
         linear.weight.numel() for name, linear in layers[0].named_modules() if name.rpartition(".")[2] in names
     )
-    cpu(_LARGE=weights)
-    assert rounding_for(model, may_round=True) == ""  # of float32
+    large(weights)
+    assert rounding_for(model) == "", "of float32"
     narrow = model.to(torch.bfloat16)
-    assert rounding_for(narrow, may_round=True) == "int4"
-    assert rounding_for(narrow.float(), may_round=True) == "int4", "the same weights"
-    assert rounding_for(narrow, may_round=False) == ""
-    cpu(_LARGE=weights + 1)
-    assert rounding_for(narrow, may_round=True) == otherwise
-    cpu(_LARGE=weights, multiplies_4_bits=False)
-    assert rounding_for(narrow, may_round=True) == otherwise
-
-
-def in_files(kind: str) -> Any:
-    """A tiny model whose matrices are as a file of 4 bits has them, all but the head."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_model("qwen3"), dtype=torch.float32)
-    with torch.no_grad():
-        for name, linear in model.named_modules():
-            if isinstance(linear, torch.nn.Linear) and "lm_head" not in name:
-                linear.weight.copy_(quantised(*linear.weight.shape, kind))
-    return model
-
-
-@pytest.mark.parametrize("has_bf16", [False, *([True] if multiplies_bf16() else [])])
-@pytest.mark.parametrize("kind", ["Q4_1", "Q4_0"])
-def test_weights_of_4_bits_are_found_and_their_rows_depend_on_no_other(
-    kind: str, has_bf16: bool, cpu: Callable[..., None]
-) -> None:
-    cpu(multiplies_bf16=has_bf16, multiplies_4_bits=False)
-    assert rounding_for(in_files(kind), may_round=True) == ("" if has_bf16 else "int8")
-    cpu(multiplies_4_bits=True)
-    assert rounding_for(in_files(kind), may_round=True) == "stored"
-    cpu(_LARGE=0)
-    assert rounding_for(in_files(kind), may_round=True) == "stored"
-    runner = ForwardRunner(in_files(kind).to(torch.bfloat16), 128, rounding="stored")
-    plain = HFRunner(in_files(kind).to(torch.bfloat16).float(), 128)
-    tokens = some_tokens(plain, 100)
-    found, wanted = feed_chain(runner, tokens, 100), feed_chain(plain, tokens, 100)
-    assert (found - wanted).abs().mean() < 0.02 * wanted.std()
-    assert runner.capabilities.row_invariant
-    runner.rollback(0)
-    assert torch.equal(torch.cat([feed_chain(runner, [token], 1) for token in tokens]), found)
+    assert rounding_for(narrow) == "int4"
+    assert rounding_for(narrow.float()) == "int4", "the same weights"
+    large(weights + 1)
+    assert rounding_for(narrow) == ""
 
 
 @pytest.mark.parametrize(("kind", "forwards"), [("gpt2", "auto"), ("llama", "transformers")])

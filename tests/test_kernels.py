@@ -17,7 +17,7 @@ from pearl.decoding import sampling
 from pearl.decoding.keys import Purpose, draw_key
 from pearl.models.feeds import Feed
 from pearl.models.forward.graphs import FED
-from pearl.models.forward.matrices import Quantised, Rounding, matrix
+from pearl.models.forward.matrices import Quantised, Rounding, matrix, packed_at_once
 from pearl.models.forward.row_table import MOST_PARTS, NUMBERS, ROWS, lay_tables, numbers
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
@@ -183,7 +183,7 @@ def test_products(parts: int, adds: bool, bias: bool) -> None:
         expected_now = out + expected if adds else expected + more if bias else expected
         kernels.multiply[(-(-outputs // 16), parts)](
             x, squares, norm, w, w, more, out, after, sums, counts, 1e-5, K=inputs, N=outputs, BN=16, BK=32,
-            PARTS=parts, NORMS=not adds, ADDS=adds, BIAS=bias, BITS=16, OVERLAPS=False,
+            PARTS=parts, NORMS=not adds, ADDS=adds, BIAS=bias, BITS=16, GROUP=32, EXTRA=0, OFFSET=0.0, OVERLAPS=False,
         )  # fmt: skip
         torch.testing.assert_close(out, expected_now)
         assert not counts.any()
@@ -191,23 +191,27 @@ def test_products(parts: int, adds: bool, bias: bool) -> None:
         torch.testing.assert_close(after, out.view(ROWS, -1, 16).square().sum(2).T)
 
 
-@pytest.mark.parametrize(("rounding", "inputs"), [("int4", 256), ("int4", 192), ("int8", 256)])
+@pytest.mark.parametrize(("rounding", "inputs"), [("int4", 512), ("int4", 192), ("int8", 256)])
 def test_products_of_quantised_weights_in_parts(rounding: Rounding, inputs: int) -> None:
-    """Words of four and of two steps."""
+    """With as many inputs packed together as the kernels like, and fewer."""
     torch.manual_seed(1)
     x, layer, out = torch.randn(ROWS, inputs), torch.nn.Linear(inputs, 41, bias=False), torch.zeros(ROWS, 41)
-    parts = 2 if inputs == 256 else 1
+    parts = 1 if inputs == 192 else 2
+    at_once = packed_at_once(inputs) if rounding == "int4" else 64
     sums, counts = torch.empty(9999), torch.zeros(9).int()
-    found = matrix(layer.requires_grad_(False), rounding=rounding, plain=True)
+    found = matrix(layer.requires_grad_(False), dtype=torch.float32, rounding=rounding, plain=True)
     assert isinstance(found, Quantised)
     kernels.multiply[(3, parts)](
-        x, x, x, found.weight, found.scales, x, out, x, sums, counts, 1e-5, K=inputs, N=41, BN=16, BK=64, PARTS=parts,
-        NORMS=False, ADDS=False, BIAS=False, BITS=found.bits, OVERLAPS=False,
+        x, x, x, found.weight, found.scales, x, out, x, sums, counts, 1e-5, K=inputs, N=41, BN=16, BK=at_once,
+        PARTS=parts, NORMS=False, ADDS=False, BIAS=False, OVERLAPS=False, **found.options(),
     )  # fmt: skip
     torch.testing.assert_close(out, linear(x, found.dequantised()))
     if found.bits == 4:
         weights = torch.empty(41, inputs)
-        kernels.dequantise[(3, len(found.weight))](found.weight, found.scales, weights, K=inputs, N=41, BN=16)
+        more = {name: value for name, value in found.options().items() if name != "BITS"}
+        kernels.dequantise[(3, inputs // at_once)](
+            found.weight, found.scales, weights, K=inputs, N=41, BK=at_once, BN=16, **more
+        )
         assert torch.equal(weights, found.dequantised())
 
 
@@ -215,7 +219,10 @@ def test_gate_and_up() -> None:
     torch.manual_seed(2)
     x, w, norm, out = torch.randn(ROWS, 32), torch.randn(2 * 40, 32), torch.rand(32), torch.zeros(ROWS, 40)
     squares = x.view(ROWS, -1, 16).square().sum(2).T.contiguous()
-    kernels.gate_up[(3,)](x, squares, norm, w, w, out, 1e-5, K=32, N=40, BN=16, BK=16, BITS=16, OVERLAPS=False)
+    kernels.gate_up[(3,)](
+        x, squares, norm, w, w, out, 1e-5, K=32, N=40, BN=16, BK=16, BITS=16, GROUP=32, EXTRA=0, OFFSET=0.0,
+        OVERLAPS=False,
+    )  # fmt: skip
     both = linear(x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5) * norm, w)
     torch.testing.assert_close(out, silu(both[:, :40]) * both[:, 40:])
 
@@ -259,7 +266,7 @@ def test_forwards_of_quantised_weights_are_those_of_the_weights_that_they_stand_
     for linear_ in (each for each in models[1].modules() if isinstance(each, torch.nn.Linear)):
         copy = torch.nn.Linear(1, 1, bias=False)
         copy.weight = torch.nn.Parameter(linear_.weight.detach().clone(), requires_grad=False)
-        stood_for = matrix(copy, rounding=rounding, plain=True)
+        stood_for = matrix(copy, dtype=torch.float32, rounding=rounding, plain=True)
         assert isinstance(stood_for, Quantised)
         linear_.weight = torch.nn.Parameter(stood_for.dequantised(), requires_grad=False)
     ours = ForwardRunner(models[0], 600, slots=2, record=lambda work: work, kernels=True, rounding=rounding)

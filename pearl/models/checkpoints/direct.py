@@ -18,7 +18,10 @@ from safetensors import safe_open
 from torch import nn
 
 from pearl.cache import Progress, silent
+from pearl.models.checkpoints import formats
 from pearl.models.families import OWN_FORWARD, forward_of, weight_shapes
+from pearl.models.forward.layers import set_weight
+from pearl.models.forward.quantised import Weights
 
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 _ROPES = {"default": (), "linear": ("factor",), "llama3": (*_LLAMA3, "original_max_position_embeddings")}  # settings
@@ -27,15 +30,15 @@ _NEEDED = (
     *("rms_norm_eps", "vocab_size", "max_position_embeddings", "hidden_act", "tie_word_embeddings"),
 )
 _DTYPES = ("float32", "bfloat16", "float16")
-_FILE = "model.safetensors"
+_FILE, _EMBEDDING = "model.safetensors", "model.embed_tokens.weight"
 
 
 class Weight(nn.Module):
     """A weight, and a bias if any: a linear layer, a norm, or the embedding."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: Weights, bias: torch.Tensor | None = None) -> None:
         super().__init__()
-        self.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
+        set_weight(self, weight)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
 
@@ -85,16 +88,24 @@ class Decoder(nn.Module):
 
 
 def read_decoder(
-    directory: Path, dtype: torch.dtype | None, device: torch.device, progress: Progress = silent
+    directory: Path,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    progress: Progress = silent,
+    keeps_bits: bool = False,
 ) -> Decoder | None:
     """The checkpoint in `directory`, with weights in `dtype`; None for the checkpoint's own.
 
     Weights whose dtype does not change are mapped, not read.  Reports each of several files to `progress`.  Raises
     what safetensors raises for a damaged file.
+
+    Args:
+        keeps_bits: quantised matrices stay so, as `QuantisedMatrix`; otherwise they are dequantised to `dtype`.
     """
     config, files = _config(directory), _files(directory)
     if config is None or files is None:
         return None
+    scheme = config.pop("quantization_config", None)
     frequencies = _frequencies(config)
     forward = forward_of(config["architectures"][0], config)
     own = config.get("dtype") or config.get("torch_dtype")
@@ -102,25 +113,47 @@ def read_decoder(
         return None
     expected, is_tied = weight_shapes(forward, config), config["tie_word_embeddings"]
     opened = {name: safe_open(directory / name, framework="pt") for name in set(files.values())}
-    found = {name: tuple(opened[file].get_slice(name).get_shape()) for name, file in files.items()}
+    get = _reader(directory, opened, files, progress)
+    quantised = formats.of_tool(scheme, files, get) if scheme else {}
+    if quantised is None:
+        return None
+    found = {
+        name: tuple(opened[file].get_slice(name).get_shape())
+        for name, file in files.items()
+        if f"{name.rpartition('.')[0]}.weight" not in quantised or name.endswith(".bias")
+    }
     if is_tied and found.pop("lm_head.weight", None) is not None:
         tied = [opened[files[name]].get_tensor(name) for name in ("lm_head.weight", "model.embed_tokens.weight")]
         if not torch.equal(*tied):
             return None  # a head trained by itself: transformers ties only equal weights
-    if found != expected:
+    if found != {name: shape for name, shape in expected.items() if name not in quantised}:
         return None
-    get = _reader(directory, opened, files, progress)
+    if keeps_bits:
+        quantised |= formats.kept(directory)
+        own = "bfloat16" if quantised and own == "float16" else own  # the products' dtype
     settings = SimpleNamespace(**config)
     settings.get_text_config = lambda decoder=True: settings
     decoder, wanted = Decoder(settings), dtype or getattr(torch, own)
+
+    def read(name: str) -> Weights:
+        if name not in quantised:
+            return get(name).to(device=device, dtype=wanted)
+        matrix = quantised[name]()
+        if matrix.shape != expected.get(name, matrix.shape):
+            raise ValueError(f"its weight {name} has the shape {list(matrix.shape)}")
+        return (
+            matrix.changed(lambda tensor: tensor.to(device)) if keeps_bits else matrix.dequantised().to(device, wanted)
+        )
+
     for name in expected:
         module, _, kind = name.rpartition(".")
         if kind == "weight":
-            both = [get(each) for each in (name, f"{module}.bias") if each in expected]
-            decoder.place(module, Weight(*(each.to(device=device, dtype=wanted) for each in both)))
+            bias = get(f"{module}.bias").to(device=device, dtype=wanted) if f"{module}.bias" in expected else None
+            decoder.place(module, Weight(get(name).to(device, wanted) if name == _EMBEDDING else read(name), bias))
     decoder.place("model.rotary_emb", Rope(frequencies))
     if is_tied:  # a module of its own: the runner takes the head's weight away
-        decoder.place("lm_head", Weight(decoder.model.embed_tokens.weight))
+        head = next((name for name in ("lm_head.weight", _EMBEDDING) if name in quantised), None)
+        decoder.place("lm_head", Weight(read(head) if head else decoder.model.embed_tokens.weight))
     return decoder
 
 

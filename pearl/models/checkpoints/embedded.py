@@ -139,26 +139,30 @@ def _in_steps(groups: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.T
     return ((groups - low) / width).round().clamp(0, 15), low, width
 
 
-def unpack_layers(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def unpack_layers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The inverse of `pack_layers`, in bfloat16, up to half a step."""
-    import torch
+    from pearl.models.checkpoints.formats import packed
 
-    tensors = {name: packed[name] for name in packed if not name.endswith((_STEPS, _LOW, _WIDTH))}
-    for name in [name.removesuffix(_STEPS) for name in packed if name.endswith(_STEPS)]:
-        pairs, low, width = packed[name + _STEPS], packed[name + _LOW].float(), packed[name + _WIDTH].float()
-        steps = torch.stack((pairs & 15, pairs >> 4), -1).view(*low.shape, _GROUP)
-        tensors[name] = (low[..., None] + steps * width[..., None]).flatten(1).bfloat16()
-    return tensors
+    whole = {name: tensors[name] for name in tensors if not name.endswith((_STEPS, _LOW, _WIDTH))}
+    for name in [name.removesuffix(_STEPS) for name in tensors if name.endswith(_STEPS)]:
+        whole[name] = packed(*(tensors[name + part] for part in (_STEPS, _LOW, _WIDTH))).dequantised().bfloat16()
+    return whole
 
 
 def _build_draft(target: Path, building: Path, progress: Progress) -> None:
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
 
+    from pearl.models.checkpoints.formats import KEPT
+
     progress("putting the embedded draft together")
     check_sha256(DRAFT_LAYERS, DRAFT_SHA256)
     shutil.copytree(target, building, ignore=shutil.ignore_patterns("*.safetensors"))
-    tensors = unpack_layers(load_file(DRAFT_LAYERS))
+    shipped = load_file(DRAFT_LAYERS)
+    with safe_open(target / KEPT, framework="pt") as kept:
+        rows = {name: kept.get_tensor(name) for name in kept.keys() if "embed" in name}  # noqa: SIM118
+        save_file({**shipped, **rows}, building / KEPT, metadata=kept.metadata())
+    tensors = unpack_layers(shipped)
     with safe_open(target / "model.safetensors", framework="pt") as weights:
         tensors["model.embed_tokens.weight"] = weights.get_tensor("model.embed_tokens.weight")
     save_file(tensors, building / "model.safetensors", metadata={"format": "pt"})

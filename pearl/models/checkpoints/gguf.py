@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,7 @@ def _convert_here(file: Path, directory: Path, dtype: str) -> None:
     """Write the model of a GGUF file, dequantised to `dtype`, its tokenizer and its generation settings."""
     from gguf import GGUFReader
 
+    from pearl.models.checkpoints.formats import keep
     from pearl.text.gguf_tokenizer import tokenizer_of
 
     reader = GGUFReader(file)
@@ -147,6 +149,7 @@ def _convert_here(file: Path, directory: Path, dtype: str) -> None:
     if needed > free:
         sys.exit(f"its weights take {needed / 1e9:.1f} GB in {directory.parent}, where {free / 1e9:.1f} GB are free")
     model.save_pretrained(directory)
+    keep(directory, dict(_rows(model, reader, architecture)))
     tokenizer.save_pretrained(directory)
     if (file.parent / _GENERATION).is_file():
         generation = transformers.GenerationConfig.from_pretrained(place)
@@ -155,6 +158,38 @@ def _convert_here(file: Path, directory: Path, dtype: str) -> None:
     if generation.eos_token_id is None:
         generation.eos_token_id = ends or None
     generation.save_pretrained(directory)
+
+
+def _rows(model: Any, reader: Any, architecture: str) -> Iterator[tuple[str, tuple[str, Any]]]:
+    """Matrices as the file has them, by their names in the model: (type, bytes of each row).
+
+    Only those that are the model's weights, bit for bit, once dequantised.
+    """
+    import gguf
+    import torch
+
+    from pearl.models.checkpoints.formats import GGUF_BLOCKS, from_gguf
+
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, model.config.num_hidden_layers)
+    for name, weight in model.state_dict().items():
+        tensor = tensors.get(names.get_name(name, (".weight",)))
+        if weight.dim() != 2 or tensor is None or tensor.tensor_type.name not in GGUF_BLOCKS:
+            continue
+        rows = torch.from_numpy(tensor.data)
+        # llama.cpp has the halves of a head that rope turns in turns.
+        for width in (
+            0,
+            weight.shape[0] // model.config.num_attention_heads,
+            getattr(model.config, "head_dim", 0) or 0,
+        ):
+            if width and weight.shape[0] % width:
+                continue
+            some = rows.view(-1, width // 2, 2, rows.shape[1]).transpose(1, 2).flatten(0, 2) if width else rows
+            if torch.equal(from_gguf(tensor.tensor_type.name, some).dequantised().to(weight.dtype), weight):
+                yield name, (tensor.tensor_type.name, some)
+                break
 
 
 def unfit_weights(model: Any, found: dict[str, Any]) -> str:

@@ -51,9 +51,9 @@ class LoadOptions:
     Attributes:
         dtype: "float32", "bfloat16" or "float16"; "int8" (each row in 255 steps) or "int4" (each 32 weights in 16
             steps), which are bfloat16 with rounded matrices, in our own forward; "auto": the checkpoint's own,
-            and bfloat16 for a GGUF file.  On a CPU, auto keeps weights that are in 4 bits so in our own forward, and is
-            float32 where there are no instructions for bfloat16.
-        may_round: "auto" may also be "int8" or "int4" where that is faster; see `rounding_for`.
+            and bfloat16 for a GGUF file.  In our own forward auto keeps the bits of quantised weights; on a CPU other
+            weights are float32 where there are no instructions for bfloat16.
+        may_round: "auto" may also be "int4" where that is faster; see `rounding_for`.
         max_context: in tokens; None: the model's own, at most `DEFAULT_CONTEXT`.
         device_map: spread over GPUs, as in transformers.
         forwards: "transformers": never our own forward; "eager": our own without recordings; "auto".
@@ -113,11 +113,11 @@ def load_runner(
     # (Where the dtype changes, and for other files, the whole passes through host memory.)
     place = torch.device("cpu") if group.size > 1 else device
     dtype = _dtype(path, place, wanted.weights, wanted)
-    may_be_4_bits = wanted.dtype == "auto" and device.type == "cpu" and wanted.device_map is None and group.size == 1
+    keeps_bits = wanted.dtype == "auto" and group.size == 1
     model: PreTrainedModel | Decoder | None = None
     if wanted.reads_directly:
-        with _explained(spec):  # in its own dtype where it may be in 4 bits: that need not pass through float32
-            model = read_decoder(Path(path), None if may_be_4_bits else dtype, place, progress)
+        with _explained(spec):
+            model = read_decoder(Path(path), dtype, place, progress, keeps_bits)
     is_ours = model is not None
     if model is None:
         model = _load(spec, path, place, dtype, wanted)
@@ -129,10 +129,8 @@ def load_runner(
         if group.size > 1:
             cut(model, group, device)
         rounding = wanted.rounding
-        if may_be_4_bits and is_ours:
-            rounding = rounding_for(model, wanted.may_round)
-            chosen = torch.bfloat16 if rounding else dtype
-            model = model if chosen is None else model.to(chosen)  # type: ignore[arg-type]
+        if wanted.may_round and keeps_bits and is_ours and device.type == "cpu" and (rounding := rounding_for(model)):
+            model = model.to(torch.bfloat16)  # type: ignore[arg-type]
         runner = _make_runner(spec, model, is_ours, rounding, wanted, group)
         if wanted.exact:
             _check_exact(spec, model, runner, is_ours, wanted.weights)

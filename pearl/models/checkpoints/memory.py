@@ -16,6 +16,7 @@ from pearl.errors import ModelError
 from pearl.models.families import OWN_FORWARD, TWINS
 from pearl.models.forward.graphs import FED, PREFILL
 
+_UNREAD = "consolidated", "quantised."
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _ITEMS = {"float32": 4, "bfloat16": 2, "float16": 2}
 _REPORTED_FROM = 1e9  # bytes
@@ -111,8 +112,11 @@ def needed(
 
 
 def _size_of_weights(directory: Path) -> int:
-    """In bytes. Mistral's repositories have all weights a second time, in consolidated files, which are not read."""
-    found = ([f for f in directory.glob(name) if not f.name.startswith("consolidated")] for name in _WEIGHTS)
+    """In bytes, of the files that all weights are read from.
+
+    Mistral's repositories have them a second time, in consolidated files; and matrices of a GGUF file are kept beside.
+    """
+    found = ([f for f in directory.glob(name) if not f.name.startswith(_UNREAD)] for name in _WEIGHTS)
     return sum(file.stat().st_size for file in next((files for files in found if files), []))
 
 

@@ -15,6 +15,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from pearl.cache import cache_directory
+from pearl.models.forward.matrices import packed_at_once
 
 log = logging.getLogger(__name__)
 
@@ -56,9 +57,16 @@ _EIGHT_BITS = (
     Cut(64, 128, 2, 4, 3),
     Cut(128, 128, 1, 8, 3),
 )
-_FOUR_BITS = (Cut(32, 128, 1, 4, 3), Cut(64, 128, 1, 4, 3), Cut(32, 128, 4, 2, 3))  # inputs: of a word; not timed yet
+_FOUR_BITS = (
+    Cut(32, 256, 1, 2, 3),
+    Cut(64, 256, 1, 4, 3),
+    Cut(32, 256, 2, 2, 3),
+    Cut(32, 256, 4, 2, 3),
+    Cut(16, 256, 1, 2, 3),
+)
 ADDING = ("out", "down")  # products that are added to the hidden state
-_LEAST, _LEAST_WORD = 16, 64  # inputs at once
+_LEAST = 16  # inputs at once
+_PACKED = 256  # usual inputs of weights of 4 bits that are packed together
 _REPLAYS = 10
 _PATIENCE = 300.0  # seconds to wait for another process that times kernels
 
@@ -89,9 +97,11 @@ def candidates(name: str, shape: tuple[int, int], bits: int = 16) -> list[Cut]:
         and (outputs % cut.columns == 0 or not adds)
         and (cut.parts == 1 or name in ("qkv", *ADDING))
     ]
+    if bits == 4 and (at_once := packed_at_once(inputs)) != _PACKED:
+        fitting = [Cut(32, at_once)] if at_once and (outputs % 32 == 0 or not adds) else []
     most = min(128, inputs & -inputs)
     columns = min(16, outputs & -outputs) if adds else 16
-    if not fitting and min(most, columns) >= _LEAST and (bits != 4 or most >= _LEAST_WORD):
+    if not fitting and min(most, columns) >= _LEAST and bits != 4:
         fitting = [Cut(columns, most)]
     return fitting
 

@@ -178,7 +178,7 @@ class Decode:
         layers, matrix = self._layers, self._matrix(name, layer)
         (outputs, inputs), (before, after) = matrix.shape, self._squares
         weights = matrix.weight, matrix.weight if isinstance(matrix, Plain) else matrix.scales
-        more = cut.options(self._device) | self._options | {"BITS": matrix.bits}
+        more = cut.options(self._device) | self._options | matrix.options()
         if layer is not None and name == "gate_up":
             tiles = -(-self._inner // cut.columns)
             kernels.gate_up[(tiles,)](

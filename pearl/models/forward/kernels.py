@@ -97,41 +97,59 @@ def _store(
 
 
 @triton.jit
+def _weights_of(
+    steps, scales, i, columns, K: constexpr, N: constexpr, LANES: constexpr, GROUP: constexpr, EXTRA: constexpr
+):  # fmt: skip
+    """Weights [LANES, BN] of inputs from `i` on, in the dtype of `steps`; see `matrices.Quantised`."""
+    MANY: constexpr = LANES // GROUP if GROUP < LANES else 1
+    EACH: constexpr = LANES // MANY
+    groups = scales + (i // GROUP + tl.arange(0, MANY))[:, None] * N + columns[None, :]
+    steps = tl.reshape(steps, (MANY, EACH, steps.shape[1]))
+    scale = tl.load(groups).to(steps.dtype)[:, None, :]
+    if EXTRA == 2:
+        steps = (steps - tl.load(groups + (K // GROUP) * N).to(steps.dtype)[:, None, :]) * scale
+    elif EXTRA == 1:
+        steps = steps * scale + tl.load(groups + (K // GROUP) * N).to(steps.dtype)[:, None, :]
+    else:
+        steps = steps * scale
+    return tl.reshape(steps, (LANES, steps.shape[2]))
+
+
+@triton.jit
+def _nibbles(bytes_, half: constexpr, kind: constexpr, OFFSET: constexpr):
+    """The lower or upper halves of bytes, less the offset."""
+    steps = (bytes_ >> 4) if half else (bytes_ & 15)
+    if kind == tl.bfloat16:
+        # The bits of 128 + step in bfloat16, which take no conversion.
+        bits = steps.to(tl.uint16) | tl.full(steps.shape, 0x4300, tl.uint16)
+        return (bits.to(tl.uint16).to(kind, bitcast=True) - (128.0 + OFFSET)).to(kind)
+    return steps.to(kind) - OFFSET
+
+
+@triton.jit
 def _multiply(
     found, x, norm, w, scales, columns, begin, end, K: constexpr, N: constexpr, BK: constexpr, NORMS: constexpr,
-    BITS: constexpr,
+    BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr,
 ):  # fmt: skip
     """found [16, BN] plus x [16, K] times columns of w [N, K], over inputs from `begin` to `end`."""
     kind: constexpr = x.dtype.element_ty
+    LANES: constexpr = BK // 2 if BITS == 4 else BK
+    lanes = tl.arange(0, LANES)
     rows = x + tl.arange(0, ROWS)[:, None] * K
-    if BITS == 4:
-        STEPS: constexpr = w.dtype.element_ty.primitive_bitwidth // 4  # of a word: see `matrices.Quantised`
-        OFFSET: constexpr = 128 if kind == tl.bfloat16 else 0
-        for i in range(begin, end, 32 * STEPS):
-            at = (i // (32 * STEPS)) * N + columns
-            words = tl.load(w + at[None, :].to(tl.int64) * 32 + tl.arange(0, 32)[:, None])
-            for j in tl.static_range(STEPS):
-                inputs = i + 32 * j + tl.arange(0, 32)
-                some = tl.load(rows + inputs[None, :])
-                if NORMS:
-                    some = _weighted(some, tl.load(norm + inputs))
-                steps = (words >> (4 * j)) & 15
-                # The bits of 128 + step in bfloat16, which take no conversion.
-                steps = (steps | 0x4300).to(tl.uint16).to(kind, bitcast=True) if OFFSET else steps.to(kind)
-                group = scales + (i // 32 + j) * N + columns
-                scale, least = tl.load(group).to(tl.float32), tl.load(group + (K // 32) * N).to(tl.float32)
-                part = tl.dot(some, steps, input_precision="ieee") * scale[None, :]
-                found += part + tl.sum(some.to(tl.float32), 1)[:, None] * (least - OFFSET * scale)[None, :]
-    else:
-        weights = w + columns[None, :].to(tl.int64) * K + tl.arange(0, BK)[:, None]
-        for i in range(begin, end, BK):
-            inputs = i + tl.arange(0, BK)
-            some = tl.load(rows + inputs[None, :])
+    weights = w + columns[None, :].to(tl.int64) * (K * LANES // BK) + lanes[:, None]
+    for i in range(begin, end, BK):
+        loaded = tl.load(weights + i * LANES // BK)
+        for half in tl.static_range(BK // LANES):
+            first = i + half * LANES
+            some = tl.load(rows + (first + lanes)[None, :])
             if NORMS:
-                some = _weighted(some, tl.load(norm + inputs))
-            found = tl.dot(some, tl.load(weights + i).to(kind), found, input_precision="ieee")
-        if BITS == 8:
-            found *= tl.load(scales + columns).to(tl.float32)[None, :]
+                some = _weighted(some, tl.load(norm + first + lanes))
+            steps = _nibbles(loaded, half, kind, OFFSET) if BITS == 4 else loaded.to(kind)
+            if BITS < 16 and GROUP < K:
+                steps = _weights_of(steps, scales, first, columns, K, N, LANES, GROUP, EXTRA)
+            found = tl.dot(some, steps, found, input_precision="ieee")
+    if BITS == 8 and GROUP == K:
+        found *= tl.load(scales + columns).to(tl.float32)[None, :]
     return found
 
 
@@ -139,7 +157,7 @@ def _multiply(
 def multiply(
     x, x_squares, norm, w, scales, bias, out, squares, sums, counts, eps, K: constexpr, N: constexpr, BN: constexpr,
     BK: constexpr, PARTS: constexpr, NORMS: constexpr, ADDS: constexpr, BIAS: constexpr, BITS: constexpr,
-    OVERLAPS: constexpr,
+    GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr, OVERLAPS: constexpr,
 ):  # fmt: skip
     """out [16, N] = x [16, K] times w [N, K]. Grid: (tiles of BN columns, PARTS).
 
@@ -154,12 +172,13 @@ def multiply(
     known = tl.minimum(columns, N - 1)
     found = tl.zeros((ROWS, BN), tl.float32)
     if OVERLAPS:
-        if BITS == 4:
-            word = part * (PART // (8 * w.dtype.element_ty.primitive_bitwidth))
-            _await(w + (word * N + known)[None, :].to(tl.int64) * 32, BN)
-        else:
-            _await(w + known[None, :].to(tl.int64) * K + part * PART, BN)
-    found = _multiply(found, x, norm, w, scales, known, part * PART, part * PART + PART, K, N, BK, NORMS, BITS)
+        _await(
+            w + known[None, :].to(tl.int64) * (K // (2 if BITS == 4 else 1)) + part * PART // (2 if BITS == 4 else 1),
+            BN,
+        )
+    found = _multiply(
+        found, x, norm, w, scales, known, part * PART, part * PART + PART, K, N, BK, NORMS, BITS, GROUP, EXTRA, OFFSET
+    )
     if OVERLAPS:
         gdc_launch_dependents()
     if NORMS:  # after the product, so that its first weights do not wait for this
@@ -181,7 +200,7 @@ def multiply(
 @triton.jit
 def gate_up(
     x, x_squares, norm, w, scales, out, eps, K: constexpr, N: constexpr, BN: constexpr, BK: constexpr, BITS: constexpr,
-    OVERLAPS: constexpr,
+    GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr, OVERLAPS: constexpr,
 ):  # fmt: skip
     """out [16, N] = silu(gate) * up: products of x [16, K], normalised, with halves of w [2 * N, K]. Grid: tiles."""
     kind: constexpr = out.dtype.element_ty
@@ -189,7 +208,7 @@ def gate_up(
     known = tl.minimum(columns, N - 1)
     gate, up = tl.zeros((ROWS, BN), tl.float32), tl.zeros((ROWS, BN), tl.float32)
     if OVERLAPS:
-        _await(w + known[None, :].to(tl.int64) * (32 if BITS == 4 else K), BN)
+        _await(w + known[None, :].to(tl.int64) * (K // (2 if BITS == 4 else 1)), BN)
     if BITS == 16:
         inputs = tl.arange(0, BK)
         weights = w + known[None, :].to(tl.int64) * K + inputs[:, None]
@@ -198,8 +217,8 @@ def gate_up(
             gate = tl.dot(some, tl.load(weights + i), gate, input_precision="ieee")
             up = tl.dot(some, tl.load(weights + N * K + i), up, input_precision="ieee")
     else:
-        gate = _multiply(gate, x, norm, w, scales, known, 0, K, K, 2 * N, BK, True, BITS)
-        up = _multiply(up, x, norm, w, scales, known + N, 0, K, K, 2 * N, BK, True, BITS)
+        gate = _multiply(gate, x, norm, w, scales, known, 0, K, K, 2 * N, BK, True, BITS, GROUP, EXTRA, OFFSET)
+        up = _multiply(up, x, norm, w, scales, known + N, 0, K, K, 2 * N, BK, True, BITS, GROUP, EXTRA, OFFSET)
     if OVERLAPS:
         gdc_launch_dependents()
     scale = _scale(x_squares, eps, K)[:, None]
@@ -210,18 +229,20 @@ def gate_up(
 
 
 @triton.jit
-def dequantise(w, scales, out, K: constexpr, N: constexpr, BN: constexpr):
-    """out [N, K]: the weights of a `matrices.Quantised` one of 4 bits. Grid: (tiles of BN columns, words)."""
-    STEPS: constexpr = w.dtype.element_ty.primitive_bitwidth // 4
-    columns, word, lane = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1), tl.arange(0, 32)
+def dequantise(
+    w, scales, out, K: constexpr, N: constexpr, BK: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr,
+    BN: constexpr,
+):  # fmt: skip
+    """out [N, K]: the weights of a `matrices.Quantised` one of 4 bits. Grid: (tiles of BN columns, K / BK)."""
+    LANES: constexpr = BK // 2
+    columns, i, lanes = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BK, tl.arange(0, LANES)
     known = tl.minimum(columns, N - 1)
-    words = tl.load(w + (word * N + known)[None, :].to(tl.int64) * 32 + lane[:, None])
-    for j in tl.static_range(STEPS):
-        group = scales + (word * STEPS + j) * N + known
-        scale, least = tl.load(group).to(tl.float32), tl.load(group + (K // 32) * N).to(tl.float32)
-        found = ((words >> (4 * j)) & 15).to(tl.float32) * scale[None, :] + least[None, :]
-        to = out + columns[None, :].to(tl.int64) * K + ((word * STEPS + j) * 32 + lane)[:, None]
-        tl.store(to, found.to(out.dtype.element_ty), mask=(columns < N)[None, :])
+    loaded = tl.load(w + known[None, :].to(tl.int64) * (K // 2) + (i // 2 + lanes)[:, None])
+    for half in tl.static_range(2):
+        steps = _nibbles(loaded, half, out.dtype.element_ty, OFFSET)
+        found = _weights_of(steps, scales, i + half * LANES, known, K, N, LANES, GROUP, EXTRA)
+        to = out + columns[None, :].to(tl.int64) * K + (i + half * LANES + lanes)[:, None]
+        tl.store(to, found, mask=(columns < N)[None, :])
 
 
 @triton.jit

@@ -6,7 +6,7 @@ provides positions and attends (see `slot_attention`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -19,7 +19,9 @@ from pearl.models.forward.attention import Scoring, cap_scores
 from pearl.models.forward.experts import Experts
 from pearl.models.forward.matrices import Matrix, Rounding, gated, matrix, normalise
 from pearl.models.forward.probe import Heads, attention_is_invariant, least_rows, probe_rows
+from pearl.models.forward.quantised import QuantisedMatrix, Weights
 from pearl.models.forward.shard import Group
+from pearl.models.forward.slot_attention import NativeAttention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -117,6 +119,7 @@ class DecoderLayers:
 
     Attributes:
         heads: of this rank's part, where a `group` of several ranks shares the model.
+        bits: of quantised matrices, in ascending order.
         embedding: [vocab, hidden]. norm: the weights of the last norm.
         scoring: with a window for each layer.
         is_plain: whether the kernels of `decode` compute the layers: Llama's, perhaps with norms of each head, and with
@@ -146,11 +149,12 @@ class DecoderLayers:
         self._group, self.eps, self._cache_dtype = group, float(config.rms_norm_eps), cache_dtype
         self._scales = Scales.of(forward, settings, width, model.dtype)
         self._gate: Literal["silu", "gelu"] = "silu" if activation_of(settings) in ("silu", "swish") else "gelu"
-        one = partial(matrix, rounding=rounding, plain=plain)
+        one = partial(matrix, dtype=model.dtype, rounding=rounding, plain=plain)
         # Rounded matrices round each result once more: sums over the layers in float32 make up for half of that.
-        self._residual = torch.float32 if rounding else model.dtype
         self.embedding = inner.embed_tokens.weight
         split_fused(model, forward)
+        self.bits = bits_of(model, rounding)
+        self._residual = torch.float32 if self.bits else model.dtype
         kinds = layer_kinds(forward, settings)
         windows = tuple(0 if kind.window >= context else kind.window for kind in kinds)
         self.scoring = Scoring(windows, self._scales.attention, self._scales.attention_cap)
@@ -201,7 +205,9 @@ class DecoderLayers:
             found[name] = cos.contiguous(), torch.cat((-sin[..., :half], sin[..., half:]), -1)
         return found
 
-    def hidden_states(self, ids: torch.Tensor, ropes: Mapping[str, Rope], slots: Attends) -> torch.Tensor:
+    def hidden_states(
+        self, ids: torch.Tensor, ropes: Mapping[str, Rope], slots: Attends | NativeAttention
+    ) -> torch.Tensor:
         """The last layer's states [n, hidden] of `ids` [n], on every rank."""
         hidden = self.embedding[ids]
         if self._scales.embedding != 1:
@@ -239,11 +245,19 @@ class DecoderLayers:
         return hidden + (part if self._scales.residual == 1 else part * self._scales.residual)
 
     def _attend(
-        self, layer: Layer, number: int, hidden: torch.Tensor, ropes: Mapping[str, Rope], slots: Attends
+        self,
+        layer: Layer,
+        number: int,
+        hidden: torch.Tensor,
+        ropes: Mapping[str, Rope],
+        slots: Attends | NativeAttention,
     ) -> torch.Tensor:
         """The attention output of each row, over this rank's heads: [n, heads * head_dim]."""
         n, heads, both, dim = len(hidden), self.heads.query, self.heads.query + self.heads.kv, self.heads.dim
         states = layer.qkv(self._normalise(hidden, layer.attention_norm), None).view(n, -1, dim)
+        if isinstance(slots, NativeAttention):
+            rope = None if layer.kind.rope is None else ropes[layer.kind.rope]
+            return slots.attend_states(number, states, (layer.q_norm, layer.k_norm), rope)
         facing = states[:, :both]  # queries and keys
         if layer.q_norm is not None and layer.k_norm is not None:
             parts = (facing[:, :heads], layer.q_norm), (facing[:, heads:], layer.k_norm)
@@ -260,6 +274,14 @@ class DecoderLayers:
         """States [n, heads, head_dim], normalised by head or, where the norm is as wide as all of them, together."""
         wide = states if len(norm) == states.shape[-1] else states.flatten(1)
         return self._normalise(wide, norm).view(states.shape)
+
+
+def bits_of(model: PreTrainedModel | Decoder, rounding: Rounding) -> tuple[int, ...]:
+    """Bits of the quantised matrices of a model's layers, in ascending order."""
+    if rounding:
+        return (int(rounding[-1]),)
+    weights = (getattr(module, "weight", None) for module in model.model.layers.modules())
+    return tuple(sorted({weight.bits for weight in weights if isinstance(weight, QuantisedMatrix)}))
 
 
 def described(model: PreTrainedModel | Decoder) -> tuple[Forward, dict[str, Any]]:
@@ -283,8 +305,25 @@ def split_fused(model: PreTrainedModel | Decoder, forward: Forward) -> None:
             if (fused := getattr(above, name.rpartition(".")[2], None)) is None:
                 continue
             rows = [size[MATRICES[part][0]] for part in parts]
-            for part, weight in zip(parts, fused.weight.detach().split(rows), strict=True):
+            for part, weight in zip(parts, _split(fused.weight, rows), strict=True):
                 linear = Linear(1, 1, bias=False, device="meta")
-                linear.weight = Parameter(weight, requires_grad=False)
+                set_weight(linear, weight)
                 above.add_module(part.rpartition(".")[2], linear)
             delattr(above, name.rpartition(".")[2])
+
+
+def _split(weight: Any, rows: list[int]) -> Sequence[Weights]:
+    if not isinstance(weight, QuantisedMatrix):
+        parts: Sequence[Weights] = weight.detach().split(rows)
+        return parts
+    starts = [sum(rows[:number]) for number in range(len(rows))]
+    return [weight.changed(lambda each, a=a, n=n: each[a : a + n]) for a, n in zip(starts, rows, strict=True)]  # type: ignore[misc]
+
+
+def set_weight(module: torch.nn.Module, weight: Weights) -> None:
+    """Give a module its weight, which a torch module takes only as a parameter."""
+    if isinstance(weight, QuantisedMatrix):
+        module._parameters.pop("weight", None)
+        module.__dict__["weight"] = weight
+    else:
+        module.weight = Parameter(weight, requires_grad=False)

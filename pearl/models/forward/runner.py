@@ -20,13 +20,13 @@ import torch
 
 from pearl.models.families import forward_of
 from pearl.models.feeds import Feed, Layout, lay_out
-from pearl.models.forward import attention
+from pearl.models.forward import attention, native
 from pearl.models.forward.graphs import FED, PREFILL, Graphs, Piece, Record, ends, record_on_gpu
 from pearl.models.forward.layers import DecoderLayers, Rope
 from pearl.models.forward.matrices import Rounding, packs
 from pearl.models.forward.probe import trees_are_chains
 from pearl.models.forward.shard import ALONE, Group
-from pearl.models.forward.slot_attention import FixedAttention, SpanAttention
+from pearl.models.forward.slot_attention import FixedAttention, NativeAttention, SpanAttention
 from pearl.models.forward.slots import Slots, Tree
 from pearl.models.runner import Capabilities, check_feeds
 
@@ -70,7 +70,7 @@ class ForwardRunner:
         slots: how many sequences the cache holds.
         records: whether forwards of up to `FED` tokens are recorded on a GPU, as CUDA graphs.
         record: replaces the recorder of CUDA graphs, and makes a CPU compute in the fixed sizes of a GPU (for tests).
-        rounding: how matrices are rounded, or stored: see `matrices.matrix`.
+        rounding: how matrices are rounded: see `quantised.rounded`.
         kernels: whether tokens that are no prompt's are computed by our own kernels (`decode`); None: on a GPU, if
             forwards are recorded, Triton is installed and they fit the model.
     """
@@ -88,7 +88,6 @@ class ForwardRunner:
         kernels: bool | None = None,
     ) -> None:
         self.context, self.device, rotary = context, model.device, model.model.rotary_emb
-        self.weights = {"": str(model.dtype).removeprefix("torch."), "stored": "4 bits"}.get(rounding, rounding)
         launches = record is not None or (records and self.device.type == "cuda")
         is_fixed = record is not None or self.device.type == "cuda"
         # Pieces of a fixed size write padding after the text.  Whole blocks: attention copies a mask whose rows are no
@@ -102,8 +101,12 @@ class ForwardRunner:
         with torch.inference_mode():
             self._layers = DecoderLayers(model, group, context, rounding, cache_dtype, plain=bool(kernels))
             self.vocab_size, self.dtype, heads = self._layers.vocab_size, self._layers.dtype, self._layers.heads
-            is_bf16 = packs(self._layers.embedding) and self.dtype == torch.bfloat16
-            self._least_rows = _FAST_ROWS if is_bf16 and not rounding else 1
+            bits = " and ".join(map(str, self._layers.bits))
+            self.weights = (
+                f"{bits} bits" if bits and not rounding else rounding or str(self.dtype).removeprefix("torch.")
+            )
+            is_packed = packs(self._layers.embedding) and not native.takes(self._layers.embedding)
+            self._least_rows = _FAST_ROWS if is_packed and self.dtype == torch.bfloat16 else 1
             if not is_fixed:
                 least, is_invariant = self._layers.probe()
                 self._least_rows = max(self._least_rows, least)
@@ -111,6 +114,8 @@ class ForwardRunner:
             self._ropes = self._layers.angles(rotary, self._positions)
             shape = (slots, len(self._layers), heads.kv, self._room, heads.dim)
             self._slots = Slots(shape, cache_dtype, self.device)
+            widest = heads.query * heads.dim  # what `attention.c` has room for
+            self._is_native = not is_fixed and native.computes(self._layers.embedding) and widest <= native.WIDEST
             has_windows = any(self._layers.scoring.windows)
             self._trees_at_once = not is_fixed and not has_windows and trees_are_chains(heads, cache_dtype)
             if kernels or (kernels is None and records and self.device.type == "cuda" and group.size == 1):
@@ -176,8 +181,14 @@ class ForwardRunner:
         layout = lay_out(feeds, self._slots.lengths, self._least_rows)
         for feed in feeds:
             self._slots.wrote(feed.slot, self._slots.lengths[feed.slot] + feed.depth)
-        spans = SpanAttention(layout, self._slots, self._layers.scoring, self._trees_at_once)
-        hidden = self._layers.hidden_states(layout.ids, self._ropes_of(layout), spans)
+        scoring, heads, ropes = self._layers.scoring, self._layers.heads, self._ropes
+        spans: SpanAttention | NativeAttention
+        if self._is_native:
+            spans = NativeAttention(layout, self._slots, scoring, heads, self._layers.eps)
+        else:
+            spans = SpanAttention(layout, self._slots, scoring, self._trees_at_once)
+            ropes = self._ropes_of(layout)
+        hidden = self._layers.hidden_states(layout.ids, ropes, spans)
         for feed, rows in layout.trees:
             assert feed.parents is not None
             self._slots.hold(feed.slot, Tree(feed.parents, rows, spans.states))

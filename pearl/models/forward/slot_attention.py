@@ -11,8 +11,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pearl.models.feeds import Layout, Span
-from pearl.models.forward import attention
+from pearl.models.forward import attention, native
 from pearl.models.forward.graphs import FED
+from pearl.models.forward.probe import Heads
 from pearl.models.forward.slots import Slots
 
 
@@ -74,6 +75,76 @@ def _whole_tree(
     parents = [feed.parents[node] for node in nodes]
     above = [rows[parent] - first if parent >= 0 else -1 for parent in parents]
     return Span(slot, lengths[slot], first, len(rows), tree), attention.tree_place(lengths[slot], above, dtype)
+
+
+class NativeAttention:
+    """The rows of a `layout` by the functions of `attention.c`: normalises and turns queries and keys, too.
+
+    Attributes: see `SpanAttention`.
+    """
+
+    def __init__(self, layout: Layout, slots: Slots, scoring: attention.Scoring, heads: Heads, eps: float) -> None:
+        self._slots, self._scoring = slots, scoring
+        self.states: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if layout.trees else None
+        table = torch.full((len(layout.ids), 4), -1)
+        for span in layout.spans:
+            at = torch.arange(span.start, span.at.stop)
+            table[span.rows, 0], table[span.rows, 1], table[span.rows, 2] = span.slot, at, at + 1
+        for feed, rows in layout.trees:
+            assert feed.parents is not None
+            table[rows, 2] = slots.lengths[feed.slot]
+            table[rows, 3] = torch.tensor([rows[parent] if parent >= 0 else -1 for parent in feed.parents])
+        threads, rows_ = torch.get_num_threads(), len(table)
+        positions = attention.whole_blocks(int(table[:, 1].max()) + 1)
+        self._kept = (
+            table,
+            torch.empty(rows_, heads.query, heads.dim),
+            torch.empty(threads, heads.query // heads.kv + 2, positions),
+        )
+        self._new = rows_, heads.kv, heads.dim
+        self._given = native.Attention(
+            rows=rows_,
+            heads=heads.query,
+            kv_heads=heads.kv,
+            dim=heads.dim,
+            slot_stride=slots.keys.stride(0),
+            head_stride=slots.keys.stride(2),
+            positions=positions,
+            table=table.data_ptr(),
+            queries=self._kept[1].data_ptr(),
+            scores=self._kept[2].data_ptr(),
+            scale=scoring.scale,
+            cap=scoring.cap,
+            eps=eps,
+            threads=threads,
+        )
+
+    def attend_states(
+        self,
+        layer: int,
+        states: torch.Tensor,
+        norms: tuple[torch.Tensor | None, torch.Tensor | None],
+        rope: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """The attention output of rows with states [n, heads + 2 * kv_heads, head_dim]."""
+        given, slots = self._given, self._slots
+        out = torch.empty(len(states), given.heads * given.dim, dtype=states.dtype)
+        if self.states is not None or not layer:
+            self._kept_new = torch.empty(self._new), torch.empty(self._new)
+        keys, values = self._kept_new
+        if self.states is not None:
+            self.states.append((keys, values))
+        q_norm = norms[0]
+        given.window, given.norm_width = self._scoring.windows[layer], 0 if q_norm is None else len(q_norm)
+        given.states, given.out, given.is_float32 = states.data_ptr(), out.data_ptr(), states.dtype == torch.float32
+        given.norm_is_float32 = q_norm is not None and q_norm.dtype == torch.float32
+        given.q_norm, given.k_norm = (None if norm is None else norm.data_ptr() for norm in norms)
+        given.cos, given.sin = (None, None) if rope is None else (each.data_ptr() for each in rope)
+        given.new_keys, given.new_values = keys.data_ptr(), values.data_ptr()
+        offset = layer * slots.keys.stride(1) * slots.keys.itemsize
+        given.keys, given.values = slots.keys.data_ptr() + offset, slots.values.data_ptr() + offset
+        native.attend(given)
+        return out
 
 
 class FixedAttention:

@@ -1,0 +1,243 @@
+"""Quantised weights as files have them, taken apart into `QuantisedMatrix`: blocks of GGUF files, and the tensors of
+AWQ, GPTQ, compressed-tensors and fp8 checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from pearl.models.forward.quantised import QuantisedMatrix
+
+
+class _Unknown(Exception):
+    """Quantised in a way that is not read here."""
+
+
+Get = Callable[[str], torch.Tensor]  # a tensor of a module by the last part of its name
+Make = Callable[[], QuantisedMatrix]
+
+
+# ---- GGUF ----
+
+
+def _half(block: torch.Tensor, at: int) -> torch.Tensor:
+    """The float16 at a byte of each block [out, blocks, bytes]: [out, blocks]."""
+    return block[..., at : at + 2].contiguous().view(torch.float16)[..., 0]
+
+
+def _nibbles(block: torch.Tensor) -> torch.Tensor:
+    """[..., n] bytes -> [..., 2 * n]: the low halves, then the high ones."""
+    return torch.cat((block & 15, block >> 4), -1)
+
+
+def _bits(block: torch.Tensor) -> torch.Tensor:
+    """[..., n] bytes -> [..., 8 * n] bits, the lowest of each byte first."""
+    return (block[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
+
+
+def _legacy(has_least: bool, bits: int) -> Callable[[torch.Tensor], QuantisedMatrix]:
+    """Q4_0, Q4_1, Q5_0 and Q5_1: groups of 32."""
+
+    def read(block: torch.Tensor) -> QuantisedMatrix:
+        at = 4 if has_least else 2
+        steps = _nibbles(block[..., -16:])
+        if bits == 5:
+            steps = steps | _bits(block[..., at : at + 4]) << 4
+        least = _half(block, 2) if has_least else None
+        offset = 0.0 if has_least else 2.0 ** (bits - 1)
+        return QuantisedMatrix(steps.flatten(1), bits, _half(block, 0), least=least, offset=offset)
+
+    return read
+
+
+def _q8_0(block: torch.Tensor) -> QuantisedMatrix:
+    return QuantisedMatrix(block[..., 2:].contiguous().view(torch.int8).flatten(1), 8, _half(block, 0))
+
+
+def _k(bits: int) -> Callable[[torch.Tensor], QuantisedMatrix]:
+    """Q4_K and Q5_K: groups of 32, of which 8 share what scales and least weights are multiplied by."""
+
+    def read(block: torch.Tensor) -> QuantisedMatrix:
+        first, second, third = block[..., 4:16].split(4, -1)
+        scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), -1)
+        least = torch.cat((second & 63, third >> 4 | second >> 6 << 4), -1)
+        steps = _nibbles(block[..., -128:].unflatten(-1, (4, 32)))  # [out, blocks, 4, 64]
+        if bits == 5:
+            above = block[..., 16:48, None] >> torch.arange(8, dtype=torch.uint8) & 1  # [out, blocks, 32, 8]
+            steps = steps | above.transpose(-1, -2).reshape(steps.shape) << 4
+        return QuantisedMatrix(
+            steps.flatten(1), bits, scales.flatten(1), _half(block, 0), least.flatten(1), -_half(block, 2)
+        )
+
+    return read
+
+
+def _q6_k(block: torch.Tensor) -> QuantisedMatrix:
+    """Groups of 16, of which 16 share what their scales are multiplied by."""
+    low = _nibbles(block[..., :128].unflatten(-1, (2, 64)))  # [out, blocks, 2, 128]
+    high = block[..., 128:192].unflatten(-1, (2, 1, 32)) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None] & 3
+    scales = block[..., 192:208].contiguous().view(torch.int8).flatten(1)
+    return QuantisedMatrix((low | high.flatten(-2) << 4).flatten(1), 6, scales, _half(block, 208), offset=32.0)
+
+
+GGUF_BLOCKS: Mapping[str, tuple[int, int, Callable[[torch.Tensor], QuantisedMatrix]]] = {
+    # type: (weights, bytes of a block, what takes blocks [out, blocks, bytes] apart)
+    "Q4_0": (32, 18, _legacy(False, 4)),
+    "Q4_1": (32, 20, _legacy(True, 4)),
+    "Q5_0": (32, 22, _legacy(False, 5)),
+    "Q5_1": (32, 24, _legacy(True, 5)),
+    "Q8_0": (32, 34, _q8_0),
+    "Q4_K": (256, 144, _k(4)),
+    "Q5_K": (256, 176, _k(5)),
+    "Q6_K": (256, 210, _q6_k),
+}
+
+
+def from_gguf(kind: str, rows: torch.Tensor) -> QuantisedMatrix:
+    """A matrix out of the bytes [out, bytes] of a GGUF file's tensor."""
+    _, size, read = GGUF_BLOCKS[kind]
+    return read(rows.view(len(rows), -1, size))
+
+
+# ---- safetensors of other tools ----
+
+
+def _fields(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Words [..., n] of 32 bits as unsigned fields [..., n * 32 / bits], the lowest first, or in `order`."""
+    shifts = torch.tensor(order or range(32 // bits), dtype=torch.int32) * bits
+    return (words[..., None] >> shifts & 2**bits - 1).to(torch.uint8).flatten(-2)
+
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def _awq(get: Get, config: Mapping[str, Any]) -> QuantisedMatrix:
+    if config.get("bits", config.get("w_bit")) != 4 or config.get("version", "gemm") != "gemm":
+        raise _Unknown
+    steps, zeros = (_fields(get(name), 4, _AWQ_ORDER).T.contiguous() for name in ("qweight", "qzeros"))
+    return QuantisedMatrix(steps, 4, get("scales").T.contiguous(), zeros=zeros)
+
+
+def _gptq(get: Get, config: Mapping[str, Any]) -> QuantisedMatrix:
+    if config.get("bits") != 4:
+        raise _Unknown
+    steps = _fields(get("qweight").T.contiguous(), 4)
+    # Files of the first version, the usual one, have zero points less one.
+    zeros = _fields(get("qzeros"), 4).T + (config.get("checkpoint_format", "gptq") != "gptq_v2")
+    of = get("g_idx").long()
+    order = None if bool((of[1:] >= of[:-1]).all()) else of.argsort(stable=True)
+    steps = steps if order is None else steps[:, order]
+    return QuantisedMatrix(
+        steps.contiguous(), 4, get("scales").T.contiguous(), zeros=(zeros & 255).contiguous(), order=order
+    )
+
+
+def _float8(weight: torch.Tensor, scales: torch.Tensor) -> QuantisedMatrix:
+    """With a scale for all, for each row, or for each block of 128 by 128."""
+    outputs, inputs = weight.shape
+    scales = scales.float().reshape(1, 1) if scales.numel() == 1 else scales.float()
+    if scales.dim() != 2 or weight.dtype != torch.float8_e4m3fn or inputs % scales.shape[1]:
+        raise _Unknown
+    rows = -(-outputs // scales.shape[0])
+    if scales.shape[0] > 1 and rows > 1:
+        rows = 128
+    return QuantisedMatrix(weight, 8, scales.repeat_interleave(rows, 0)[:outputs].contiguous())
+
+
+def _fp8(get: Get, config: Mapping[str, Any]) -> QuantisedMatrix:
+    return _float8(get("weight"), get("weight_scale_inv"))
+
+
+def _compressed(get: Get, config: Mapping[str, Any]) -> QuantisedMatrix:
+    """compressed-tensors, one group of weights for all."""
+    groups = list(config.get("config_groups", {}).values())
+    weights = groups[0].get("weights", {}) if len(groups) == 1 else {}
+    kind, bits = config.get("format"), int(weights.get("num_bits") or 0)
+    if kind == "float-quantized":
+        return _float8(get("weight"), get("weight_scale"))
+    scales = get("weight_scale")
+    if kind == "int-quantized" and bits == 8 and weights.get("symmetric"):
+        return QuantisedMatrix(get("weight"), 8, scales)
+    if kind != "pack-quantized" or not weights.get("symmetric") or weights.get("actorder") not in (None, "static"):
+        raise _Unknown
+    outputs, inputs = get("weight_shape").tolist()
+    steps = _fields(get("weight_packed"), bits)[:outputs, :inputs].contiguous()
+    if bits == 8:
+        return QuantisedMatrix((steps.to(torch.int16) - 128).to(torch.int8), 8, scales)
+    if bits != 4:
+        raise _Unknown
+    return QuantisedMatrix(steps, 4, scales, offset=8.0)
+
+
+TOOLS: Mapping[str, tuple[str, Callable[[Get, Mapping[str, Any]], QuantisedMatrix]]] = {
+    # quant_method: (a tensor that only quantised modules have, what makes a matrix of a module's tensors)
+    "awq": ("qweight", _awq),
+    "gptq": ("qweight", _gptq),
+    "fp8": ("weight_scale_inv", _fp8),
+    "compressed-tensors": ("weight_scale", _compressed),
+}
+
+
+def of_tool(scheme: Mapping[str, Any], names: Collection[str], get: Get) -> dict[str, Make] | None:
+    """What makes each quantised matrix of a checkpoint, by the name of its weight; None: unknown to us.
+
+    Args:
+        scheme: its `quantization_config`. names: of its tensors. get: reads one.
+    """
+    if (method := str(scheme.get("quant_method"))) not in TOOLS:
+        return None
+    mark, read = TOOLS[method]
+    modules = [name.removesuffix(f".{mark}") for name in names if name.endswith(f".{mark}")]
+
+    def maker(module: str) -> Make:
+        return lambda: read(lambda part: get(f"{module}.{part}"), scheme)
+
+    try:
+        if not modules or maker(modules[0])().group % 16:
+            return None
+    except _Unknown:
+        return None
+    return {f"{module}.weight": maker(module) for module in modules}
+
+
+# ---- kept beside a converted checkpoint ----
+
+KEPT = "quantised.safetensors"  # bytes of a GGUF file's rows by the weight's name; or, packed by us, its parts
+_PARTS = ("steps", "low", "width")
+
+
+def keep(directory: Path, rows: Mapping[str, tuple[str, torch.Tensor]]) -> None:
+    """Write matrices (type, bytes [out, bytes]) beside the checkpoint in `directory`."""
+    tensors = {name: each.contiguous() for name, (_, each) in rows.items()}
+    kinds = json.dumps({name: kind for name, (kind, _) in rows.items()})
+    if tensors:
+        save_file(tensors, directory / KEPT, metadata={"kinds": kinds})
+
+
+def kept(directory: Path) -> dict[str, Make]:
+    """What makes each matrix that `keep` has written there, or that `pack_layers` has."""
+    if not (directory / KEPT).is_file():
+        return {}
+    file = safe_open(directory / KEPT, framework="pt")
+    stored = set(file.keys())
+    kinds = json.loads((file.metadata() or {}).get("kinds", "{}"))
+
+    def from_rows(name: str) -> Make:
+        return lambda: from_gguf(kinds[name], file.get_tensor(name))
+
+    def from_parts(name: str) -> Make:
+        return lambda: packed(*(file.get_tensor(f"{name}.{part}") for part in _PARTS))
+
+    names = {name.removesuffix(".steps") for name in stored if name.endswith(".steps")}
+    return {name: from_rows(name) for name in kinds if name in stored} | {name: from_parts(name) for name in names}
+
+
+def packed(steps: torch.Tensor, low: torch.Tensor, width: torch.Tensor) -> QuantisedMatrix:
+    """Two steps to a byte [out, in / 2], the first in the lower half; least and width of a step [out, in / 32]."""
+    return QuantisedMatrix(torch.stack((steps & 15, steps >> 4), -1).flatten(1), 4, width, least=low)

@@ -1,0 +1,308 @@
+// What a decoder layer computes on a CPU beside its products: norms, gates, and attention to the cached positions.
+//
+// The bits of a row depend on its own position and on what it sees, not on the rows computed beside it: sums over
+// positions are added in the order of the positions, whether these are cached or other rows of a tree.
+#include "native.h"
+
+#define DEEPEST 1024  // nodes of a path
+
+typedef struct {
+    int64_t rows, heads, kv_heads, dim, window, norm_width, slot_stride, head_stride, positions;
+    const int64_t *table;  // of each row: slot (-1: padding), position, positions that are cached then, parent row or -1
+    const void *states;    // [rows][heads + 2 * kv_heads][dim]
+    const void *q_norm, *k_norm;
+    const float *cos, *sin;  // [positions][dim]; the first half of the sines is negated
+    float *keys, *values;    // [slots][kv_heads][positions][dim]
+    float *queries, *new_keys, *new_values;  // of the rows: [rows][heads or kv_heads][dim]
+    float *scores;                           // [threads][heads / kv_heads + 2][positions], a multiple of WIDE
+    void *out;                               // [rows][heads][dim]
+    float scale, cap, eps;
+    int32_t is_float32, norm_is_float32, threads;
+} Attention;
+
+INLINE float wide(uint16_t bits) {
+    const uint32_t whole = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &whole, 4);
+    return value;
+}
+
+INLINE float number(const void *from, int64_t at, int is_float32) {
+    return is_float32 ? ((const float *)from)[at] : wide(((const uint16_t *)from)[at]);
+}
+
+INLINE void put(void *to, int64_t at, float value, int is_float32) {
+    if (is_float32)
+        ((float *)to)[at] = value;
+    else
+        ((uint16_t *)to)[at] = to_bfloat16(value);
+}
+
+INLINE float total(V sum) {
+    float parts[WIDE];
+    memcpy(parts, &sum, sizeof parts);
+    for (int many = WIDE / 2; many; many /= 2)
+        for (int i = 0; i < many; i++) parts[i] += parts[i + many];
+    return parts[0];
+}
+
+INLINE float dot(const float *a, const float *b, int64_t many) {
+    V even = {0}, odd = {0};
+    int64_t i = 0;
+    for (; i + 2 * WIDE <= many; i += 2 * WIDE) {
+        even += *(const V *)(a + i) * *(const V *)(b + i);
+        odd += *(const V *)(a + i + WIDE) * *(const V *)(b + i + WIDE);
+    }
+    for (; i + WIDE <= many; i += WIDE) even += *(const V *)(a + i) * *(const V *)(b + i);
+    float rest = 0;
+    for (; i < many; i++) rest += a[i] * b[i];
+    return total(even + odd) + rest;
+}
+
+// Adds halves of two vectors to one, for `many` pairs: in the end each lane of one vector has the sum of another.
+INLINE void halve(V *sums, int many) {
+    I low, high;
+#pragma GCC unroll 16
+    for (int lane = 0; lane < WIDE; lane++) {
+        const int from = (lane & ~(2 * many - 1)) + (lane & (many - 1)) + (lane & many ? WIDE : 0);
+        low[lane] = from, high[lane] = from + many;
+    }
+#pragma GCC unroll 8
+    for (int each = 0; each < many; each++)
+        sums[each] = __builtin_shuffle(sums[each], sums[each + many], low) +
+                     __builtin_shuffle(sums[each], sums[each + many], high);
+}
+
+// Products of a query with the keys of WIDE positions.
+INLINE V dots(const float *q, const float *const *keys, int64_t dim) {
+    V sums[WIDE];
+    float rest[WIDE] = {0};
+    for (int lane = 0; lane < WIDE; lane++) sums[lane] = (V){0};
+    int64_t i = 0;
+    for (; i + WIDE <= dim; i += WIDE) {
+        const V some = *(const V *)(q + i);
+#pragma GCC unroll 16
+        for (int lane = 0; lane < WIDE; lane++) sums[lane] += some * *(const V *)(keys[lane] + i);
+    }
+    for (; i < dim; i++)
+        for (int lane = 0; lane < WIDE; lane++) rest[lane] += q[i] * keys[lane][i];
+#if WIDE == 16
+    halve(sums, 8);
+#endif
+#if WIDE >= 8
+    halve(sums, 4);
+#endif
+    halve(sums, 2);
+    halve(sums, 1);
+    return sums[0] + *(V *)rest;
+}
+
+// e^x, to about two units in the last place; 0 below -87.
+INLINE V exponential(V x) {
+    const V shift = (V){0} + 12582912.0f;  // rounds to an integer, in the low bits
+    const V clamped = (V)((I)x & (x > -87.0f)) + (V)((I)((V){0} - 87.0f) & ~(x > -87.0f));
+    const V number = clamped * 1.44269504f + shift;
+    const V whole = number - shift;
+    const V rest = clamped - whole * 0.693145752f - whole * 1.42860677e-6f;
+    V sum = rest * 0.00138888889f + 0.00833333333f;
+    sum = sum * rest + 0.0416666667f;
+    sum = sum * rest + 0.166666667f;
+    sum = sum * rest + 0.5f;
+    sum = sum * rest + 1.0f;
+    sum = sum * rest + 1.0f;
+    const V power = (V)(((I)number << 23) + 0x3f800000);
+    return (V)((I)(sum * power) & (x > -87.0f));
+}
+
+INLINE V hyperbolic_tangent(V x) {
+    return 1.0f - 2.0f / (exponential(x * 2.0f) + 1.0f);
+}
+
+// x [many] times the weights of its norm, over their root mean square. Rounds as transformers does.
+static void normalise(const void *x, int is_float32, const void *weight, int weight_is_float32, float eps, int64_t many,
+                      float *full, void *out, int out_is_float32) {
+    for (int64_t i = 0; i < many; i++) full[i] = number(x, i, is_float32);
+    const float inverse = 1.0f / sqrtf(dot(full, full, many) / many + eps);
+    if (is_float32 == weight_is_float32 && !is_float32)
+        for (int64_t i = 0; i < many; i++)
+            put(out, i, wide(to_bfloat16(full[i] * inverse)) * number(weight, i, 0), out_is_float32);
+    else if (weight_is_float32)
+        for (int64_t i = 0; i < many; i++) put(out, i, full[i] * inverse * ((const float *)weight)[i], out_is_float32);
+    else
+        for (int64_t i = 0; i < many; i++) put(out, i, full[i] * inverse * number(weight, i, 0), out_is_float32);
+}
+
+void pearl_normalise(const void *x, int is_float32, const void *weight, int weight_is_float32, float eps, int64_t rows,
+                     int64_t many, float *scratch, void *out, int out_is_float32) {
+    const int64_t item = is_float32 ? 4 : 2, out_item = out_is_float32 ? 4 : 2;
+    for (int64_t row = 0; row < rows; row++)
+        normalise((const char *)x + row * many * item, is_float32, weight, weight_is_float32, eps, many, scratch,
+                  (char *)out + row * many * out_item, out_is_float32);
+}
+
+// out [rows, inner]: the activation of the first half of x [rows, 2 * inner] times the second half.
+void pearl_gate(const void *x, int64_t rows, int64_t inner, int is_float32, int is_gelu, void *out) {
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t begin = 0; begin < inner; begin += WIDE) {
+            const int64_t at = row * 2 * inner + begin, many = inner - begin < WIDE ? inner - begin : WIDE;
+            float gates[WIDE] = {0}, found[WIDE];
+            for (int64_t i = 0; i < many; i++) gates[i] = number(x, at + i, is_float32);
+            V gate, active;
+            memcpy(&gate, gates, sizeof gates);
+            if (is_gelu)
+                active = 0.5f * gate * (1.0f + hyperbolic_tangent(0.797884561f * (gate + 0.044715f * gate * gate * gate)));
+            else
+                active = gate / (1.0f + exponential(-gate));
+            memcpy(found, &active, sizeof found);
+            for (int64_t i = 0; i < many; i++) {
+                const float up = number(x, at + inner + i, is_float32);
+                put(out, row * inner + begin + i, (is_float32 ? found[i] : wide(to_bfloat16(found[i]))) * up, is_float32);
+            }
+        }
+}
+
+// Heads of a row, normalised and turned to its position.
+static void turn(const Attention *a, int64_t row, int64_t first, int64_t heads, const void *norm, float *to) {
+    const int64_t dim = a->dim, half = dim / 2, item = a->is_float32 ? 4 : 2;
+    const char *from = (const char *)a->states + (row * (a->heads + 2 * a->kv_heads) + first) * dim * item;
+    float full[4096], plain[4096];
+    const int64_t together = norm && a->norm_width > dim ? heads : 1;
+    for (int64_t head = 0; head < heads; head += together) {
+        const int64_t many = together * dim;
+        if (norm && many <= 4096) {
+            normalise(from + head * dim * item, a->is_float32, norm, a->norm_is_float32, a->eps, many, full, plain, 1);
+            if (!a->is_float32)
+                for (int64_t i = 0; i < many; i++) plain[i] = wide(to_bfloat16(plain[i]));
+        } else
+            for (int64_t i = 0; i < many; i++) plain[i] = number(from, head * dim + i, a->is_float32);
+        const float *cos = a->cos ? a->cos + a->table[4 * row + 1] * dim : 0, *sin = a->cos ? a->sin + a->table[4 * row + 1] * dim : 0;
+        for (int64_t each = 0; each < together; each++) {
+            const float *x = plain + each * dim;
+            float *out = to + (head + each) * dim;
+            if (!cos)
+                memcpy(out, x, dim * sizeof(float));
+            else
+                for (int64_t i = 0; i < half; i++) {
+                    out[i] = x[i] * cos[i] + x[i + half] * sin[i];
+                    out[i + half] = x[i + half] * cos[i + half] + x[i] * sin[i + half];
+                }
+        }
+    }
+}
+
+// Sums of values by the shares of several queries, over `by`. many is a constant where this is inlined.
+INLINE void mix(const Attention *a, int64_t row, int64_t query, int many, int64_t low, int64_t end, const float *shares,
+                const float **values, const float *by) {
+    for (int64_t first = 0; first < a->dim; first += 2 * WIDE) {
+        const int64_t size = a->dim - first < 2 * WIDE ? a->dim - first : 2 * WIDE;
+        V sums[4][2] = {0};
+        if (size == 2 * WIDE)
+            for (int64_t at = low; at < end; at++) {
+                const float *value = values[at - low] + first;
+                const V one = *(const V *)value, other = *(const V *)(value + WIDE);
+                for (int i = 0; i < many; i++) {
+                    sums[i][0] += shares[i * a->positions + at] * one;
+                    sums[i][1] += shares[i * a->positions + at] * other;
+                }
+            }
+        else
+            for (int64_t at = low; at < end; at++)
+                for (int i = 0; i < many; i++)
+                    for (int64_t j = 0; j < size; j++)
+                        ((float *)sums[i])[j] += shares[i * a->positions + at] * values[at - low][first + j];
+        for (int i = 0; i < many; i++)
+            for (int64_t j = 0; j < size; j++)
+                put(a->out, (row * a->heads + query + i) * a->dim + first + j, ((float *)sums[i])[j] * by[i], a->is_float32);
+    }
+}
+
+// The query heads of one key-value head of a row.
+static void attend(const Attention *a, int64_t row, int64_t head, float *room) {
+    const int64_t *place = a->table + 4 * row, dim = a->dim, group = a->heads / a->kv_heads;
+    const int64_t last = place[1], cached = place[2], end = last + 1;
+    const int64_t low = a->window && end > a->window ? end - a->window : 0, begin = low / WIDE * WIDE;
+    const int64_t stop = (end + WIDE - 1) / WIDE * WIDE;
+    const float *keys = a->keys + place[0] * a->slot_stride + head * a->head_stride;
+    const float *values = a->values + place[0] * a->slot_stride + head * a->head_stride;
+    float by[64];
+    const float **rows = (const float **)(room + group * a->positions);
+    int64_t path[DEEPEST];
+    for (int64_t at = last, node = row; at >= cached; at--, node = a->table[4 * node + 3] >= 0 ? a->table[4 * node + 3] : row)
+        path[at - cached] = node;
+    for (int64_t query = head * group; query < (head + 1) * group; query++) {
+        const float *q = a->queries + (row * a->heads + query) * dim;
+        float *scores = room + (query - head * group) * a->positions;
+        for (int64_t at = begin; at < stop; at += WIDE) {
+            const float *some[WIDE];
+            for (int i = 0; i < WIDE; i++) {
+                const int64_t seen = at + i < end ? at + i : last;
+                some[i] = seen < cached ? keys + seen * dim
+                                        : a->new_keys + (path[seen - cached] * a->kv_heads + head) * dim;
+            }
+            *(V *)(scores + at) = dots(q, some, dim) * a->scale;
+        }
+        for (int64_t at = begin; at < low; at++) scores[at] = -INFINITY;
+        for (int64_t at = end; at < stop; at++) scores[at] = -INFINITY;
+        V highest = (V){0} - INFINITY;
+        for (int64_t at = begin; at < stop; at += WIDE) {
+            V some = *(V *)(scores + at);
+            if (a->cap) {
+                const V capped = a->cap * hyperbolic_tangent(some / a->cap);
+                some = (V)((I)capped & (some > -INFINITY)) + (V)((I)some & ~(some > -INFINITY));
+                *(V *)(scores + at) = some;
+            }
+            highest = (V)((I)some & (some > highest)) + (V)((I)highest & ~(some > highest));
+        }
+        float top = -INFINITY;
+        for (int i = 0; i < WIDE; i++) top = highest[i] > top ? highest[i] : top;
+        V sum = {0};
+        for (int64_t at = begin; at < stop; at += WIDE) {
+            const V share = exponential(*(V *)(scores + at) - top);
+            *(V *)(scores + at) = share;
+            sum += share;
+        }
+        by[query - head * group] = 1.0f / total(sum);
+    }
+    for (int64_t at = low; at < end; at++) {
+        const float *value = at < cached ? values + at * dim : a->new_values + (path[at - cached] * a->kv_heads + head) * dim;
+        rows[at - low] = value;
+    }
+    int64_t query = 0;
+    for (; query + 4 <= group; query += 4) mix(a, row, head * group + query, 4, low, end, room + query * a->positions, rows, by + query);
+    for (; query + 2 <= group; query += 2) mix(a, row, head * group + query, 2, low, end, room + query * a->positions, rows, by + query);
+    if (query < group) mix(a, row, head * group + query, 1, low, end, room + query * a->positions, rows, by + query);
+}
+
+void pearl_attend(const Attention *a) {
+    const int64_t dim = a->dim, kv = a->kv_heads, all = a->heads + 2 * kv;
+    for (int64_t row = 0; row < a->rows; row++) {
+        const int64_t *place = a->table + 4 * row;
+        if (place[0] < 0) continue;
+        float *keys = a->new_keys + row * kv * dim, *values = a->new_values + row * kv * dim;
+        turn(a, row, 0, a->heads, a->q_norm, a->queries + row * a->heads * dim);
+        turn(a, row, a->heads, kv, a->k_norm, keys);
+        for (int64_t i = 0; i < kv * dim; i++)
+            values[i] = number(a->states, (row * all + a->heads + kv) * dim + i, a->is_float32);
+        if (place[2] > place[1])  // of a chain, which later rows find in the cache
+            for (int64_t head = 0; head < kv; head++) {
+                const int64_t at = place[0] * a->slot_stride + head * a->head_stride + place[1] * dim;
+                memcpy(a->keys + at, keys + head * dim, dim * sizeof(float));
+                memcpy(a->values + at, values + head * dim, dim * sizeof(float));
+            }
+    }
+#pragma omp parallel num_threads(a->threads) if (a->threads > 1)
+    {
+        int64_t thread = 0, threads = 1;
+#ifdef _OPENMP
+        thread = omp_get_thread_num(), threads = omp_get_num_threads();
+#endif
+        for (int64_t each = thread; each < a->rows * kv; each += threads) {
+            const int64_t row = each / kv;
+            if (a->table[4 * row] < 0)
+                for (int64_t i = 0; i < a->heads / kv * dim; i++)
+                    put(a->out, row * a->heads * dim + each % kv * (a->heads / kv) * dim + i, 0, a->is_float32);
+            else
+                attend(a, row, each % kv, a->scores + thread * (a->heads / kv + 2) * a->positions);
+        }
+    }
+}

@@ -1,0 +1,229 @@
+"""Our own products on a CPU: the functions of `native.c`, and matrices laid out for them."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from pearl.models.forward.quantised import QuantisedMatrix, Weights, panels
+
+log = logging.getLogger(__name__)
+
+_LANES = 16  # outputs of a panel
+_LEAST = 8  # bfloat16 inputs are a multiple of this
+_SUPER = 256  # inputs that share a scale of scales
+_FLOAT8 = 9
+WIDEST = 4096  # queries of a row that are normalised together
+_BUILT = (  # in this folder: name, flags of /proc/cpuinfo that it takes
+    ("_native_bf16", {"avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}),
+    ("_native_v4", {"avx512bw", "avx512vl", "avx512dq"}),
+    ("_native_v3", {"avx2", "fma", "f16c"}),
+    ("_native", set[str]()),
+)
+_KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.uint8: 2, torch.int8: 3, torch.float32: 4}
+_CASES = {  # bits, kinds of scales, inputs of a group
+    *((4, kind, True) for kind in (0, 1, 2)),
+    *((5, kind, True) for kind in (0, 2)),
+    (6, 3, False),
+    *((8, kind, True) for kind in (0, 1, 4)),
+    (_FLOAT8, 4, True),
+}
+
+
+class _Weights(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("outputs", "inputs", "bits", "group", "kind")),
+        *((name, ctypes.c_void_p) for name in ("low", "high", "scales", "of_scales", "least", "of_least", "zeros")),
+        ("bias", ctypes.c_void_p),
+        ("offset", ctypes.c_float),
+    )
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The functions built for this processor; None where they were not built."""
+    info = Path("/proc/cpuinfo")
+    flags = set(info.read_text().partition("\nflags")[2].partition("\n")[0].split()) if info.exists() else set[str]()
+    for name, needed in _BUILT:
+        for file in sorted(Path(__file__).parent.glob(f"{name}.*so")) if needed <= flags else ():
+            try:
+                return _opened(file)
+            except OSError as problem:
+                log.warning("%s does not load: %s", file, problem)
+    log.info("our products for this processor are not built: torch's are used, which take more time and memory")
+    return None
+
+
+def _opened(file: Path) -> ctypes.CDLL:
+    """Its threads are those of torch's OpenMP: the threads of a second one would compete with them for the cores."""
+    maps = Path("/proc/self/maps")
+    for line in maps.read_text().splitlines() if maps.exists() else ():
+        if "libgomp" in line:
+            ctypes.CDLL(line.split()[-1], mode=ctypes.RTLD_GLOBAL)
+            break
+    opened = ctypes.CDLL(str(file))
+    pointer, flag, count, number = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+    opened.pearl_multiply.argtypes = (pointer, pointer, flag, pointer, flag, pointer, flag, count, pointer, flag)
+    opened.pearl_normalise.argtypes = (pointer, flag, pointer, flag, number, count, count, pointer, pointer, flag)
+    opened.pearl_gate.argtypes = (pointer, count, count, flag, flag, pointer)
+    opened.pearl_attend.argtypes = (pointer,)
+    return opened
+
+
+def keeps_float32() -> bool:
+    """Whether rows of float32 are multiplied as they are, and not rounded to bfloat16."""
+    loaded = library()
+    return loaded is not None and not loaded.pearl_rounds()
+
+
+def takes(weights: Weights) -> bool:
+    """Whether `Native` multiplies by these weights here."""
+    if library() is None or weights.device.type != "cpu":
+        return False
+    if isinstance(weights, QuantisedMatrix):
+        return _case(weights) in _CASES
+    return weights.dtype == torch.bfloat16 and weights.shape[1] % _LEAST == 0
+
+
+def _case(weights: QuantisedMatrix) -> tuple[int, int, bool]:
+    bits = _FLOAT8 if weights.steps.dtype == torch.float8_e4m3fn else weights.bits
+    return bits, _KINDS[weights.scales.dtype], weights.group % 32 == 0
+
+
+class Native:
+    """A matrix whose products `native.c` computes. `wide`: results are float32, else of the dtype of x.
+
+    Results that are added to y have the dtype of y. Takes over what `takes` allows.
+    """
+
+    def __init__(self, weights: Weights, bias: torch.Tensor | None = None, wide: bool = False) -> None:
+        self._wide, self.shape = wide, torch.Size(weights.shape)
+        outputs, inputs = weights.shape
+        self._given = given = _Weights(outputs=outputs, inputs=inputs, bits=16, group=inputs)
+        self._kept: list[torch.Tensor] = []
+        self._order = None
+        if isinstance(weights, QuantisedMatrix):
+            given.bits, given.kind, _ = _case(weights)
+            given.group, given.offset, self._order = weights.group, weights.offset, weights.order
+            for name in ("scales", "of_scales", "least", "of_least", "zeros"):
+                if (found := getattr(weights, name)) is not None:
+                    self._keep(name, panels(found, _LANES).transpose(1, 2))
+            weights = weights.steps
+        rows = panels(weights, _LANES)
+        if given.bits < 8:
+            self._keep("low", _words(rows & 15, 4, 4))
+            if given.bits > 4:
+                self._keep("high", _words(rows >> 4, 16 // (given.bits - 4), given.bits - 4))
+        else:
+            self._keep("low", rows.view(len(rows), _LANES, -1, 2).transpose(1, 2))
+        if bias is not None:
+            self._keep("bias", bias.float())
+        self._scratch = inputs + (0 if given.bits == 16 else inputs // given.group)
+        self._at = ctypes.byref(given)
+
+    def _keep(self, name: str, tensor: torch.Tensor) -> None:
+        self._kept.append(tensor.contiguous())
+        setattr(self._given, name, self._kept[-1].data_ptr())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a product reads."""
+        return sum(tensor.nbytes for tensor in self._kept)
+
+    def __call__(self, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+        x = (x if self._order is None else x[:, self._order]).contiguous()
+        y = y if y is None else y.contiguous()
+        dtype = torch.float32 if self._wide else x.dtype if y is None else y.dtype
+        out = torch.empty(len(x), self.shape[0], dtype=dtype)
+        scratch = _scratch(len(x) * self._scratch)
+        _loaded().pearl_multiply(
+            self._at,
+            x.data_ptr(),
+            x.dtype == torch.float32,
+            None if y is None else y.data_ptr(),
+            y is not None and y.dtype == torch.float32,
+            out.data_ptr(),
+            dtype == torch.float32,
+            len(x),
+            scratch,
+            torch.get_num_threads(),
+        )
+        return out
+
+
+_rooms = threading.local()
+
+
+def _scratch(floats: int) -> int:
+    """The address of room for so many, until this thread asks again."""
+    room: torch.Tensor | None = getattr(_rooms, "room", None)
+    if room is None or len(room) < floats:
+        room = _rooms.room = torch.empty(floats)
+    return room.data_ptr()
+
+
+def _loaded() -> ctypes.CDLL:
+    loaded = library()
+    assert loaded is not None
+    return loaded
+
+
+def computes(*tensors: torch.Tensor) -> bool:
+    """Whether `normalise`, `gated` and `attend` take tensors like these."""
+    return library() is not None and all(
+        each.is_cpu and each.dtype in (torch.float32, torch.bfloat16) for each in tensors
+    )
+
+
+def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
+    """See `matrices.normalise`."""
+    x, weight = x.contiguous(), weight.contiguous()
+    out, width = torch.empty(x.shape, dtype=dtype), x.shape[-1]
+    wide = (each.dtype == torch.float32 for each in (x, weight))
+    given = [part for pair in zip((x.data_ptr(), weight.data_ptr()), wide, strict=True) for part in pair]
+    rows, is_wide = x.numel() // width, dtype == torch.float32
+    _loaded().pearl_normalise(*given, eps, rows, width, _scratch(width), out.data_ptr(), is_wide)
+    return out
+
+
+def gated(gate_up: torch.Tensor, is_gelu: bool) -> torch.Tensor:
+    """See `matrices.gated`."""
+    gate_up = gate_up.contiguous()
+    rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(rows, inner, dtype=gate_up.dtype)
+    is_wide = gate_up.dtype == torch.float32
+    _loaded().pearl_gate(gate_up.data_ptr(), rows, inner, is_wide, is_gelu, out.data_ptr())
+    return out
+
+
+class Attention(ctypes.Structure):
+    """See `attention.c`."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "heads", "kv_heads", "dim", "window", "norm_width")),
+        *((name, ctypes.c_int64) for name in ("slot_stride", "head_stride", "positions")),
+        *((name, ctypes.c_void_p) for name in ("table", "states", "q_norm", "k_norm", "cos", "sin", "keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("queries", "new_keys", "new_values", "scores", "out")),
+        *((name, ctypes.c_float) for name in ("scale", "cap", "eps")),
+        *((name, ctypes.c_int32) for name in ("is_float32", "norm_is_float32", "threads")),
+    )
+
+
+def attend(given: Attention) -> None:
+    """Fills `out`, `new_keys` and `new_values`, and the cached positions of chains."""
+    _loaded().pearl_attend(ctypes.byref(given))
+
+
+def _words(steps: torch.Tensor, count: int, bits: int) -> torch.Tensor:
+    """Panels of steps of few bits, `count` of them in a word of 16 bits: [panels, in / 2 / count, lanes, 2]."""
+    many, lanes, inputs = steps.shape
+    parts = steps.view(many, lanes, inputs // 2 // count, count, 2).permute(3, 0, 2, 1, 4)
+    words = torch.zeros(parts.shape[1:], dtype=torch.int32)
+    for place, part in enumerate(parts):
+        words |= part.to(torch.int32) << bits * place
+    return words.to(torch.int16)  # of which the highest bit becomes the sign
