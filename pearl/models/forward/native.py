@@ -44,13 +44,18 @@ class _Weights(ctypes.Structure):
     )
 
 
+def flags() -> set[str]:
+    """What this processor has, as Linux names it."""
+    info = Path("/proc/cpuinfo")
+    return set(info.read_text().partition("\nflags")[2].partition("\n")[0].split()) if info.exists() else set()
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """The functions built for this processor; None where they were not built."""
-    info = Path("/proc/cpuinfo")
-    flags = set(info.read_text().partition("\nflags")[2].partition("\n")[0].split()) if info.exists() else set[str]()
+    has = flags()
     for name, needed in _BUILT:
-        for file in sorted(Path(__file__).parent.glob(f"{name}.*so")) if needed <= flags else ():
+        for file in sorted(Path(__file__).parent.glob(f"{name}.*so")) if needed <= has else ():
             try:
                 return _opened(file)
             except OSError as problem:

@@ -125,7 +125,7 @@ static void normalise(const void *x, int is_float32, const void *weight, int wei
     const float inverse = 1.0f / sqrtf(dot(full, full, many) / many + eps);
     if (is_float32 == weight_is_float32 && !is_float32)
         for (int64_t i = 0; i < many; i++)
-            put(out, i, wide(to_bfloat16(full[i] * inverse)) * number(weight, i, 0), out_is_float32);
+            put(out, i, wide(to_bfloat16(wide(to_bfloat16(full[i] * inverse)) * number(weight, i, 0))), out_is_float32);
     else if (weight_is_float32)
         for (int64_t i = 0; i < many; i++) put(out, i, full[i] * inverse * ((const float *)weight)[i], out_is_float32);
     else

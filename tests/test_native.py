@@ -1,0 +1,202 @@
+"""Quantised matrices and our products on a CPU, for every kind and every instruction set that this processor has."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import gelu, linear, silu
+
+from pearl.models.checkpoints.formats import GGUF_BLOCKS, from_gguf
+from pearl.models.feeds import Feed, lay_out
+from pearl.models.forward import matrices, native
+from pearl.models.forward.attention import Scoring
+from pearl.models.forward.native import Native
+from pearl.models.forward.probe import Heads, irregular
+from pearl.models.forward.quantised import QuantisedMatrix, are_alike, rounded, stacked
+from pearl.models.forward.slot_attention import NativeAttention, SpanAttention
+from pearl.models.forward.slots import Slots
+
+BUILT = [
+    file
+    for name, flags in native._BUILT
+    if flags <= native.flags()
+    for file in sorted(Path(native.__file__).parent.glob(f"{name}.*so"))
+]
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(not BUILT, reason="our products are not built: no compiler")
+
+
+def numbers(*shape: int, high: int) -> torch.Tensor:
+    return torch.randint(0, high, shape, dtype=torch.uint8)
+
+
+def halves(*shape: int) -> torch.Tensor:
+    return (torch.rand(*shape) * 0.02 - 0.01).half()
+
+
+def signed(*shape: int) -> torch.Tensor:
+    return (numbers(*shape, high=255).int() - 127).to(torch.int8)
+
+
+def quantised(kind: str, outputs: int, inputs: int) -> QuantisedMatrix:
+    """Random weights of a kind."""
+    torch.manual_seed(outputs)
+    if kind in GGUF_BLOCKS:
+        size, length, _ = GGUF_BLOCKS[kind]
+        blocks = numbers(outputs, inputs // size, length, high=256)
+        scales = {"Q6_K": [208], "Q4_0": [0], "Q5_0": [0], "Q8_0": [0]}.get(kind, [0, 2])
+        for at in scales:
+            blocks[..., at : at + 2] = halves(outputs, inputs // size, 1).view(torch.uint8)
+        return from_gguf(kind, blocks.flatten(1))
+    if kind == "zeros":
+        return QuantisedMatrix(
+            numbers(outputs, inputs, high=16),
+            4,
+            halves(outputs, inputs // 128),
+            zeros=numbers(outputs, inputs // 128, high=17),
+        )
+    if kind == "float8":
+        every = torch.arange(outputs * inputs) % 256  # all numbers; two are none
+        steps = every.masked_fill(every % 128 == 127, 1).to(torch.uint8).view(outputs, inputs).view(torch.float8_e4m3fn)
+        return QuantisedMatrix(steps, 8, torch.rand(outputs, inputs // 128) * 1e-3)
+    if kind == "order":
+        return QuantisedMatrix(
+            numbers(outputs, inputs, high=16), 4, halves(outputs, inputs // 32), order=torch.randperm(inputs)
+        )
+    return rounded(irregular(outputs, inputs, torch.bfloat16), "int8" if kind == "int8" else "int4")
+
+
+KINDS = (*GGUF_BLOCKS, "zeros", "float8", "order", "int8", "int4")
+
+
+@pytest.fixture(params=BUILT, ids=lambda file: file.name.partition(".")[0])
+def built(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = native._opened(request.param)
+    monkeypatch.setattr(native, "library", lambda: opened)
+
+
+@pytest.mark.parametrize("kind", GGUF_BLOCKS)
+def test_blocks_are_what_the_reference_reads(kind: str) -> None:
+    from gguf import GGMLQuantizationType, quants
+
+    length = GGUF_BLOCKS[kind][1]
+    blocks = numbers(24, 3, length, high=256)
+    for at in (208,) if kind == "Q6_K" else (0, 2):
+        blocks[..., at : at + 2] = halves(24, 3, 1).view(torch.uint8)
+    wanted = quants.dequantize(blocks.flatten(1).numpy(), GGMLQuantizationType[kind]).reshape(24, -1)
+    assert torch.equal(from_gguf(kind, blocks.flatten(1)).dequantised(), torch.from_numpy(wanted))
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("kind", [*KINDS, "bfloat16"])
+def test_products(kind: str) -> None:
+    """Of rows of both dtypes, with bias and what is added, for outputs that fill no panel: the same whatever the rows
+    beside, and the threads."""
+    weights = irregular(75, 512, torch.bfloat16) if kind == "bfloat16" else quantised(kind, 75, 512)
+    assert native.takes(weights)
+    whole = weights.float() if isinstance(weights, torch.Tensor) else weights.dequantised()
+    x, bias = irregular(70, 512, torch.bfloat16), torch.randn(75)
+    product, wide = Native(weights, bias), Native(weights, wide=True)
+    found, wanted = wide(x, None), linear(x.float(), whole)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+    for begin, end in ((0, 1), (3, 5), (7, 20), (1, 70)):
+        assert torch.equal(wide(x[begin:end], None), found[begin:end])
+    assert torch.equal(product(x, None), (found + bias).bfloat16())
+    for dtype in (torch.float32, torch.bfloat16):
+        y = irregular(70, 75, dtype)
+        assert torch.equal(product(x, y), (found + bias + y).to(dtype))
+    if native.keeps_float32():
+        full = irregular(3, 512, torch.float32)
+        torch.testing.assert_close(
+            wide(full, None), linear(full, whole), rtol=1e-5, atol=1e-5 * float(wanted.abs().max())
+        )
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(wide(x, None), found)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_matrices_of_one_kind_are_one_and_others_side_by_side() -> None:
+    q, k, v = quantised("Q4_K", 32, 512), quantised("Q4_K", 16, 512), quantised("Q6_K", 16, 512)
+    assert are_alike(q, k)
+    assert not are_alike(k, v)
+    both = stacked([q, k])
+    assert torch.equal(both.dequantised(), torch.cat([q.dequantised(), k.dequantised()]))
+    modules = []
+    for part in (q, k, v):
+        modules.append(torch.nn.Module())
+        modules[-1].weight, modules[-1].bias = part, torch.randn(len(part.steps))
+    wanted = [(part.dequantised(), module.bias) for part, module in zip((q, k, v), modules, strict=True)]
+    x = irregular(3, 512, torch.bfloat16)
+    found = matrices.matrix(*modules, dtype=torch.bfloat16, wide=True)(x, None)
+    torch.testing.assert_close(found, torch.cat([linear(x.float(), *each) for each in wanted], 1), rtol=1e-4, atol=1e-3)
+    for group in (16, 32):
+        assert torch.equal(q.in_bytes(group).dequantised(), q.dequantised())
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize(("x", "weight"), list(itertools.product((torch.float32, torch.bfloat16), repeat=2)))
+def test_norms_and_gates(x: torch.dtype, weight: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's operations, but for the order of sums."""
+    rows, weights = irregular(9, 72, x), irregular(1, 72, weight)[0]
+    found = [native.normalise(rows, weights, 1e-5, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    gates = [native.gated(rows, is_gelu) for is_gelu in (False, True)]
+    monkeypatch.setattr(native, "library", lambda: None)
+    for each in found:
+        torch.testing.assert_close(each, matrices.normalise(rows, weights, 1e-5, each.dtype))
+    for each, activate in zip(gates, (silu, lambda gate: gelu(gate, approximate="tanh")), strict=True):
+        gate, up = rows.chunk(2, 1)
+        torch.testing.assert_close(each, activate(gate) * up)
+
+
+TREE = (-1, 0, 0, 1, 1, 2, -1, 6)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (40, 0.0), (0, 20.0)])
+@pytest.mark.parametrize("heads", [Heads(9, 3, 64), Heads(2, 2, 16), Heads(14, 2, 40)], ids=str)
+def test_attention(heads: Heads, window: int, cap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's operations, for chains and trees in two slots; each row has the bits that it has alone, and a tree's
+    node those of its path."""
+    scoring = Scoring((window,), heads.dim**-0.5, cap)
+    shape = (2, 1, heads.kv, 512, heads.dim)
+
+    def slots() -> Slots:
+        made = Slots(shape, torch.float32, CPU)
+        made.keys.copy_(irregular(2 * heads.kv, 512 * heads.dim, torch.float32).view(shape))
+        made.values.copy_(made.keys.flip(-1))
+        made.lengths = [137, 60]
+        return made
+
+    def states(rows: int) -> torch.Tensor:
+        return irregular(40, (heads.query + 2 * heads.kv) * heads.dim, torch.float32)[:rows].view(rows, -1, heads.dim)
+
+    def computed(feeds: list[Feed], given: torch.Tensor, held: Slots) -> torch.Tensor:
+        attends = NativeAttention(lay_out(feeds, held.lengths), held, scoring, heads, 1e-6)
+        return attends.attend_states(0, given, (None, None), None)
+
+    feeds = [Feed([1] * 5, 1), Feed([1] * len(TREE), 1, 1, TREE)]
+    n = 5 + len(TREE)
+    found = computed(feeds, states(n), held := slots())
+    parts = states(n).split([heads.query, heads.kv, heads.kv], 1)
+    other = slots()
+    with monkeypatch.context() as plain:
+        plain.setattr(native, "library", lambda: None)
+        spans = SpanAttention(lay_out(feeds, other.lengths), other, scoring, False)
+        torch.testing.assert_close(found, spans.attend(0, *parts), rtol=1e-4, atol=1e-5)
+    assert torch.equal(held.keys[0], other.keys[0]), "the chain is in its slot"
+    layout = lay_out(feeds, [137, 60])
+    rows = layout.trees[0][1]
+    for node in range(len(TREE)):
+        path = [node]
+        while TREE[path[0]] >= 0:
+            path.insert(0, TREE[path[0]])
+        alone = computed([Feed([1] * len(path), 1, 1)], states(n)[[rows[each] for each in path]], slots())
+        assert torch.equal(alone[-1], found[rows[node]])
+    for row in range(5):
+        held = slots()
+        held.keys, held.values, held.lengths = other.keys, other.values, [137 + row, 60]
+        assert torch.equal(computed([Feed([1], 1)], states(n)[row : row + 1], held)[0], found[row])
