@@ -1,0 +1,181 @@
+"""Quantised checkpoints of other tools in our own forward: files written here by the formats' formulas."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from pearl.models.checkpoints.loading import load_runner
+from pearl.models.forward.runner import ForwardRunner
+from pearl.models.hf import HFRunner
+from pearl.models.runner import feed_chain
+from tests.runner_contract import some_tokens
+from tests.tiny import tiny_model
+
+CPU = torch.device("cpu")
+GROUP = 32
+Written = tuple[dict[str, torch.Tensor], torch.Tensor]  # a module's tensors, and the weights that they stand for
+_AWQ = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each half byte of a word
+
+
+def words(fields: np.ndarray, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """[..., n] numbers of 4 bits as words of 32 bits [..., n / 8]."""
+    eights = fields.astype(np.uint32).reshape(*fields.shape[:-1], -1, 8)
+    packed = np.zeros(eights.shape[:-1], np.uint32)
+    for place, column in enumerate(order):
+        packed |= eights[..., column] << np.uint32(4 * place)
+    return torch.from_numpy(packed.view(np.int32))
+
+
+def in_groups(weight: torch.Tensor, of: torch.Tensor | None = None) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
+    """Steps [out, in], zero points and scales [out, groups]; `of`: the group of each input."""
+    groups = torch.arange(weight.shape[1]) // GROUP if of is None else of
+    count = int(groups.max()) + 1
+    least = torch.stack([weight[:, groups == n].amin(1) for n in range(count)], 1).clamp_max(0)
+    most = torch.stack([weight[:, groups == n].amax(1) for n in range(count)], 1).clamp_min(0)
+    scales = ((most - least) / 15).clamp_min(1e-6).half()
+    zeros = (-least / scales.float()).round().clamp(1, 15)
+    steps = (weight / scales.float()[:, groups] + zeros[:, groups]).round().clamp(0, 15)
+    return steps.numpy(), zeros.numpy(), scales
+
+
+def awq(weight: torch.Tensor) -> Written:
+    steps, zeros, scales = in_groups(weight)
+    parts = {"qweight": words(steps.T, _AWQ), "qzeros": words(zeros.T, _AWQ), "scales": scales.T.contiguous()}
+    of = torch.arange(weight.shape[1]) // GROUP
+    return parts, torch.from_numpy(steps - zeros[:, of]) * scales.float()[:, of]
+
+
+def gptq(weight: torch.Tensor, acts: bool = False) -> Written:
+    of = torch.arange(weight.shape[1]) // GROUP
+    of = of[torch.randperm(len(of), generator=torch.Generator().manual_seed(1))] if acts else of
+    steps, zeros, scales = in_groups(weight, of)
+    parts = {
+        "qweight": words(steps).T.contiguous(),
+        "qzeros": words(zeros.T - 1),  # as the first version of the format has them
+        "scales": scales.T.contiguous(),
+        "g_idx": of.int(),
+    }
+    return parts, torch.from_numpy(steps - zeros[:, of.numpy()]) * scales.float()[:, of]
+
+
+def packed(weight: torch.Tensor) -> Written:
+    groups = weight.view(len(weight), -1, GROUP)
+    scales = (groups.abs().amax(2) / 7).bfloat16()
+    steps = (groups / scales.float()[..., None]).round().clamp(-8, 7)
+    parts = {
+        "weight_packed": words(steps.view(weight.shape).numpy() + 8),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    return parts, (steps * scales.float()[..., None]).view(weight.shape)
+
+
+def bytes_(weight: torch.Tensor) -> Written:
+    scales = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
+    steps = (weight / scales.float()).round().clamp(-127, 127)
+    return {"weight": steps.to(torch.int8), "weight_scale": scales}, steps * scales.float()
+
+
+def floats(weight: torch.Tensor) -> Written:
+    scales = (weight.abs().amax(1, keepdim=True) / 448).bfloat16()
+    steps = (weight / scales.float()).to(torch.float8_e4m3fn)
+    return {"weight": steps, "weight_scale": scales}, steps.float() * scales.float()
+
+
+def blocks(weight: torch.Tensor) -> Written:
+    """One scale for each 128 by 128, or what there is of these."""
+    rows = [some.split(128, 1) for some in weight.split(128)]
+    scales = torch.stack([torch.stack([block.abs().max() / 448 for block in row]) for row in rows])
+    whole = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: weight.shape[0], : weight.shape[1]]
+    steps = (weight / whole).to(torch.float8_e4m3fn)
+    return {"weight": steps, "weight_scale_inv": scales}, steps.float() * whole
+
+
+def compressed(form: str, **weights: Any) -> dict[str, Any]:
+    group = {"weights": {"symmetric": True, **weights}, "targets": ["Linear"]}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
+
+
+TOOLS: dict[str, tuple[Callable[[torch.Tensor], Written], dict[str, Any], str]] = {
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, "4 bits"),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP}, "4 bits"),
+    "gptq with act-order": (
+        lambda weight: gptq(weight, True),
+        {"quant_method": "gptq", "bits": 4, "desc_act": True},
+        "4 bits",
+    ),
+    "pack-quantized": (packed, compressed("pack-quantized", num_bits=4, group_size=GROUP), "4 bits"),
+    "int-quantized": (bytes_, compressed("int-quantized", num_bits=8), "8 bits"),
+    "float-quantized": (floats, compressed("float-quantized", num_bits=8, type="float"), "8 bits"),
+    "fp8": (blocks, {"quant_method": "fp8", "weight_block_size": [128, 128]}, "8 bits"),
+}
+
+
+def save(tool: str, directory: Path) -> dict[str, torch.Tensor]:
+    """A tiny model as that tool writes it; returns the weights that it stands for."""
+    write, scheme, _ = TOOLS[tool]
+    source = tiny_model("qwen3")
+    shutil.copytree(source, directory)
+    state, found = {}, {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if not name.endswith("_proj.weight"):
+            state[name] = tensor.bfloat16()
+            found[name] = state[name].float()
+            continue
+        parts, found[name] = write(tensor.float())
+        state |= {f"{module}.{part}": each.contiguous() for part, each in parts.items()}
+    save_file(state, directory / "model.safetensors", {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    described = {**config, "dtype": "bfloat16", "quantization_config": scheme}
+    (directory / "config.json").write_text(json.dumps(described))
+    return found
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_other_tools_files_run_at_their_own_bits(tool: str, tmp_path: Path) -> None:
+    """Beside transformers in float32 over the dequantised weights; and each row has its bits in any company."""
+    weights = save(tool, tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model("qwen3"), dtype=torch.float32)
+    assert not model.load_state_dict(weights, strict=False).unexpected_keys
+    plain = HFRunner(model, 96)
+    runner = load_runner(str(tmp_path / "model"), device=CPU, max_context=96, exact=True)
+    assert isinstance(runner, ForwardRunner)
+    assert runner.weights == TOOLS[tool][2]
+    tokens = some_tokens(plain, 40)
+    wanted, found = feed_chain(plain, tokens, 40), feed_chain(runner, tokens, 40)
+    assert (found - wanted).abs().mean() < 0.02 * wanted.std(), "bfloat16 is all that is between the two"
+    runner.rollback(0)
+    assert torch.equal(torch.cat([feed_chain(runner, tokens[n : n + 5], 5) for n in range(0, 40, 5)]), found)
+    wide = load_runner(str(tmp_path / "model"), device=CPU, max_context=96, dtype="float32")
+    torch.testing.assert_close(feed_chain(wide, tokens, 40), wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        {"quant_method": "awq", "bits": 4, "version": "gemv"},
+        {"quant_method": "gptq", "bits": 3},
+        compressed("pack-quantized", num_bits=4, symmetric=False),
+        {"quant_method": "unheard-of"},
+    ],
+    ids=str,
+)
+def test_what_is_not_read_here_is_left_to_transformers(scheme: dict[str, Any], tmp_path: Path) -> None:
+    from pearl.models.checkpoints.direct import read_decoder
+
+    tool = {"gptq": "gptq", "compressed-tensors": "pack-quantized"}.get(scheme["quant_method"], "awq")
+    save(tool, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"quantization_config": scheme}))
+    assert read_decoder(tmp_path / "model", None, CPU, keeps_bits=True) is None
