@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 KINDS = (
     *("llama", "llama-biased", "llama-tied", "llama-long", "mistral", "qwen2", "qwen3", "mistral-sliding", "olmo2"),
     *("qwen3-short", "gemma3-short", "olmo3-short", "phi3-short", "smollm3-short", "granite-scaled"),
-    *("qwen3-moe", "mixtral", "gemma2-short"),
+    *("qwen3-moe", "mixtral", "gemma2-short", "gpt-oss", "phi4-mini", "glm4"),
 )
 CHUNKS = (7, 1, 4, 2, 1, 1, 3, 8, 20)  # fed to both, so that every row has a cache behind it
 
@@ -125,7 +125,7 @@ def test_rounding_is_no_worse_than_that_of_transformers(
 
 def test_others_keep_the_forward_of_transformers() -> None:
     """Of a dynamic rotation the angles depend on the length of the text; a table made beforehand would be wrong."""
-    for kind in ("gpt2", "opt", "llama-dynamic", "phi3-partial", "gemma4"):
+    for kind in ("gpt2", "opt", "llama-dynamic", "stablelm", "gemma4"):
         assert isinstance(load_runner(str(tiny_model(kind)), device=CPU, max_context=64), HFRunner)
 
 

@@ -51,6 +51,7 @@ _LONGROPE = {
     "short_factor": [1.0, 1.1, 1.2, 1.3],
     "long_factor": [4.0, 9.0, 20.0, 40.0],
 }
+_LONG = {"long_factor": [4.0, 9.0, 20.0]}
 _BASE = {"rope_type": "default", "rope_theta": 5e5}
 _GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
@@ -158,6 +159,13 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
         | {"sliding_window": 64, "global_head_dim": 16, **_GEMMA4}
         | {"layer_types": ["full_attention", "full_attention"], "num_kv_shared_layers": 1},
     ),
+    "phi4-mini": (
+        "Phi3",
+        _SIZES
+        | {"original_max_position_embeddings": 64}
+        | {"rope_parameters": _LONGROPE | {"partial_rotary_factor": 0.75, "short_factor": [1.1, 1.3, 2], **_LONG}},
+    ),
+    "glm4": ("Glm4", _SIZES | {"attention_bias": True, "head_dim": 8}),
     "phi3-partial": ("Phi3", _SIZES | {"rope_parameters": _BASE | {"partial_rotary_factor": 0.75}}),
     "stablelm": ("StableLm", _SIZES | {"rope_parameters": _BASE | {"partial_rotary_factor": 1.0}}),
     "starcoder2": ("Starcoder2", _SIZES | {"rope_parameters": _BASE}),
@@ -171,7 +179,10 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
         "Qwen3Next",
         _SIZES | _DELTA | _MOE | {"num_experts": 8, "shared_expert_intermediate_size": 32},
     ),
-    "gpt-oss": ("GptOss", _SIZES | _WINDOW | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt-oss": (
+        "GptOss",
+        _SIZES | _WINDOW | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.7},
+    ),
     "gemma3": ("Gemma3Text", _GEMMA | _WINDOW | {"tie_word_embeddings": False}),
     "olmo3": ("Olmo3", _SIZES | _WINDOW),
     "llama4": ("Llama4Text", _SIZES | _LLAMA4),
@@ -285,7 +296,11 @@ def _random_model(kind: str, seed: int, layers: int, vocab_size: int) -> transfo
     config = getattr(transformers, f"{family}Config")(vocab_size=vocab_size, **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return getattr(transformers, _HEADS.get(family, f"{family}ForCausalLM"))(config)
+        model = getattr(transformers, _HEADS.get(family, f"{family}ForCausalLM"))(config)
+        for name, weight in model.named_parameters() if family == "GptOss" else ():
+            if name.endswith("bias"):  # which begin as zeros
+                torch.nn.init.normal_(weight, std=0.3)
+        return model
 
 
 @torch.no_grad()

@@ -13,8 +13,19 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch.nn import Linear, Parameter
+from torch.nn.functional import pad
 
-from pearl.models.families import CAPS, MATRICES, Forward, LayerKind, activation_of, dimensions, forward_of, layer_kinds
+from pearl.models.families import (
+    CAPS,
+    MATRICES,
+    Forward,
+    LayerKind,
+    activation_of,
+    dimensions,
+    forward_of,
+    layer_kinds,
+    rotated,
+)
 from pearl.models.forward.attention import Scoring, cap_scores
 from pearl.models.forward.experts import Experts
 from pearl.models.forward.matrices import Matrix, Rounding, gated, matrix, normalise
@@ -57,10 +68,16 @@ class Layer:
 
     @staticmethod
     def of(
-        layer: Any, kind: LayerKind, forward: Forward, config: Mapping[str, Any], one: Callable[..., Matrix]
+        layer: Any,
+        kind: LayerKind,
+        forward: Forward,
+        config: Mapping[str, Any],
+        one: Callable[..., Matrix],
+        kernels: bool,
     ) -> Layer:
+        """`kernels`: see `Experts`."""
         attention, mlp = layer.self_attn, layer.mlp
-        experts = Experts(mlp, config, one) if hasattr(mlp, "experts") else None
+        experts = Experts(mlp, config, one, kernels) if hasattr(mlp, "experts") else None
 
         def norm(of: Any, name: str) -> torch.Tensor | None:
             return norm_weights(getattr(of, name), forward) if name and hasattr(of, name) else None
@@ -144,6 +161,7 @@ class DecoderLayers:
         self.heads = Heads(heads, int(config.num_key_value_heads), width)
         self.vocab_size, self.dtype = int(config.vocab_size), model.dtype
         self._group, self.eps, self._cache_dtype = group, float(config.rms_norm_eps), cache_dtype
+        self._rotated = rotated(forward, settings, width)
         self._scales = Scales.of(forward, settings, width, model.dtype)
         self._gate: Literal["silu", "gelu"] = "silu" if activation_of(settings) in ("silu", "swish") else "gelu"
         one = partial(matrix, rounding=rounding, plain=plain)
@@ -151,11 +169,15 @@ class DecoderLayers:
         self._residual = torch.float32 if rounding else model.dtype
         self.embedding = inner.embed_tokens.weight
         split_fused(model, forward)
+        pair_up(model, forward, self._rotated, width)
         kinds = layer_kinds(forward, settings)
         windows = tuple(0 if kind.window >= context else kind.window for kind in kinds)
-        self.scoring = Scoring(windows, self._scales.attention, self._scales.attention_cap)
+        sinks = tuple(each.self_attn.sinks.detach().to(cache_dtype) for each in inner.layers if forward.has_sinks)
+        self.scoring = Scoring(windows, self._scales.attention, self._scales.attention_cap, sinks)
+        kernels = plain or self.embedding.device.type == "cuda"
         self.layers = [
-            Layer.of(layer, kind, forward, settings, one) for layer, kind in zip(inner.layers, kinds, strict=True)
+            Layer.of(layer, kind, forward, settings, one, kernels)
+            for layer, kind in zip(inner.layers, kinds, strict=True)
         ]
         self.norm = norm_weights(inner.norm, forward)
         self.head = one(model.lm_head, wide=True)
@@ -166,7 +188,8 @@ class DecoderLayers:
             and forward.head_norms != "all"
             and not (forward.scales_embedding or forward.has_multipliers or forward.has_caps)
             and self._gate == "silu"
-            and not forward.has_experts
+            and not forward.has_sinks
+            and len({layer.experts is None for layer in self.layers}) == 1
             and all(getattr(layer.gate_up, "bias", None) is None for layer in self.layers)
         )
 
@@ -186,23 +209,28 @@ class DecoderLayers:
         ]
         for experts in (each.experts for each in self.layers if each.experts):
             experts.least_rows = max(found)
-        return max(found), all(found) and attention_is_invariant(self.heads)
+        return max(found), all(found) and attention_is_invariant(self.heads, self.scoring.sinks_of(0))
 
     def angles(self, rotary: Any, positions: torch.Tensor) -> dict[str, Rope]:
         """Cosines and sines of `positions` [n], of each rotation that layers have; see `LayerKind.rope`.
 
         The first half of the sines is negated: rotating a vector swaps its halves and negates one; `roll` only swaps.
         """
-        half, found = self.heads.dim // 2, dict[str, Rope]()
+        half, found = self._rotated // 2, dict[str, Rope]()
+        rest = self.heads.dim // 2 - half  # numbers that are not rotated
         like = torch.empty(0, dtype=self._cache_dtype, device=positions.device)
         for name in sorted({layer.kind.rope for layer in self.layers if layer.kind.rope is not None}):
             tables = rotary(like, positions[None], *([name] if name else []))
-            cos, sin = (table[0, :, None].to(self._cache_dtype) for table in tables)
-            found[name] = cos.contiguous(), torch.cat((-sin[..., :half], sin[..., half:]), -1)
+            # gpt-oss's tables have each angle once, others' twice.
+            cos, sin = (table[0, :, None, :half].to(self._cache_dtype) for table in tables)
+            cos, sin = pad(cos, (0, rest), value=1.0), pad(sin, (0, rest))
+            found[name] = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         return found
 
-    def hidden_states(self, ids: torch.Tensor, ropes: Mapping[str, Rope], slots: Attends) -> torch.Tensor:
-        """The last layer's states [n, hidden] of `ids` [n], on every rank."""
+    def hidden_states(
+        self, ids: torch.Tensor, ropes: Mapping[str, Rope], slots: Attends, is_fed: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The last layer's states [n, hidden] of `ids` [n], on every rank. is_fed: see `Experts`."""
         hidden = self.embedding[ids]
         if self._scales.embedding != 1:
             hidden = hidden * self._scales.embedding
@@ -212,7 +240,7 @@ class DecoderLayers:
             hidden = self._add(hidden, layer.out, mixed, layer.after_attention)
             fed = self._normalise(hidden, layer.mlp_norm)
             if layer.experts is not None:
-                hidden = hidden + layer.experts(fed)
+                hidden = hidden + layer.experts(fed, is_fed)
             else:
                 hidden = self._add(hidden, layer.down, gated(layer.gate_up(fed, None), self._gate), layer.after_mlp)
         return hidden
@@ -288,3 +316,23 @@ def split_fused(model: PreTrainedModel | Decoder, forward: Forward) -> None:
                 linear.weight = Parameter(weight, requires_grad=False)
                 above.add_module(part.rpartition(".")[2], linear)
             delattr(above, name.rpartition(".")[2])
+
+
+def pair_up(model: PreTrainedModel | Decoder, forward: Forward, count: int, width: int) -> None:
+    """Put the numbers of queries and keys in the order in which the halves of a head are rotated together.
+
+    Scores are the same in any order.
+
+    Args:
+        count: of a head's `width` numbers are rotated.
+    """
+    step = (2, 1) if forward.rotates == "pairs" else (1, count // 2)
+    first = [step[0] * number for number in range(count // 2)]
+    rest, middle = [*range(count, width)], (width - count) // 2
+    order = [*first, *rest[:middle], *(number + step[1] for number in first), *rest[middle:]]
+    for layer in model.model.layers if order != [*range(width)] else ():
+        for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            for name in ("weight", "bias"):
+                if (rows := getattr(linear, name)) is not None:
+                    moved = rows.detach().unflatten(0, (-1, width))[:, order].flatten(0, 1)
+                    setattr(linear, name, Parameter(moved, requires_grad=False))

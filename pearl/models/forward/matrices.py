@@ -174,10 +174,9 @@ def matrix(
 
     def multiply_rounded(x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
         result = product(x if as_is else x.float())
+        result = result if bias is None else result + bias
         result = result if wide else result.to(x.dtype)
-        for more in (bias, y):
-            result = result if more is None else result + more
-        return result
+        return result if y is None else result + y
 
     return multiply_rounded
 

@@ -22,7 +22,7 @@ class SpanAttention:
     Otherwise a tree's chains are attended to one after the other, each at the positions after its ancestors.
 
     Args:
-        trees_at_once: only where no layer has a window.
+        trees_at_once: only where no layer has a window, or sinks.
 
     Attributes:
         states: collects (keys, values) of every layer where there are trees.
@@ -56,7 +56,8 @@ class SpanAttention:
             seen, mask = attention.whole_blocks(span.at.stop), sees[self._scoring.windows[layer]]
             all_keys[:, span.at] = keys[span.rows].transpose(0, 1)
             all_values[:, span.at] = values[span.rows].transpose(0, 1)
-            mixed.append(attention.attend(queries[span.rows], all_keys[:, :seen], all_values[:, :seen], mask, cap))
+            given, sinks = (queries[span.rows], all_keys[:, :seen], all_values[:, :seen]), self._scoring.sinks_of(layer)
+            mixed.append(attention.attend(*given, mask, cap, sinks))
         end = self._parts[-1][0].rows.stop
         if end < len(queries):  # rows of padding
             mixed.append(queries.new_zeros(len(queries) - end, mixed[0].shape[1]))
@@ -83,7 +84,7 @@ class FixedAttention:
         at: [n], positions at which keys and values are written.
         end: positions looked at.
         masks: by window, [n, end]; None: the rows are the last of these positions, and each sees all up to its own.
-            With a cap, or a window, there is a mask.
+            With a cap, sinks or a window, there is a mask.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class FixedAttention:
     def attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """See `layers.Attends`."""
         (n, heads, dim), kv_heads, mask = queries.shape, keys.shape[1], self._masks[self._scoring.windows[layer]]
-        _, scale, cap = self._scoring
+        _, scale, cap, _ = self._scoring
         all_keys, all_values = self._slots.keys[self._slot, layer], self._slots.values[self._slot, layer]
         all_keys[:, self._at] = keys.transpose(0, 1)
         all_values[:, self._at] = values.transpose(0, 1)
@@ -118,9 +119,9 @@ class FixedAttention:
         if cap:
             scores = attention.cap_scores(torch.bmm(stacked, all_keys.transpose(1, 2)) * scale, cap)
             mixed = torch.bmm((scores + mask).softmax(-1), all_values)
-        elif n <= FED:  # fused attention has few blocks to work with where there are few rows
+        elif n <= FED or self._scoring.sinks:  # fused attention has few blocks to work with where there are few rows
             scores = torch.baddbmm(mask, stacked, all_keys.transpose(1, 2), alpha=scale)
-            mixed = torch.bmm(scores.softmax(-1), all_values)
+            mixed = torch.bmm(attention.weigh(scores, n, self._scoring.sinks_of(layer)), all_values)
         else:
             given = stacked[None], all_keys[None], all_values[None]
             mixed = scaled_dot_product_attention(*given, mask, scale=scale)[0]
