@@ -184,7 +184,7 @@ def test_a_forward_that_would_forget_its_state_is_made_token_by_token(
     assert fed == [8, *([2, 3] if together else [1] * 5)]
 
 
-@pytest.mark.parametrize("kind", ["gpt-oss", "qwen3.5", "lfm2", "deepseek-v3.2", "falcon-h1", "mamba2"])
+@pytest.mark.parametrize("kind", ["llama4", "qwen3.5", "lfm2", "deepseek-v3.2", "falcon-h1", "mamba2"])
 def test_what_is_told_before_loading_is_what_is_taken(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows keep the whole context, states have copies."""
     monkeypatch.setattr(memory, "_MEASURED_FROM", 0)

@@ -162,7 +162,7 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "phi4-mini": (
         "Phi3",
         _SIZES
-        | {"original_max_position_embeddings": 64}
+        | {"original_max_position_embeddings": 256, "max_position_embeddings": 512}
         | {"rope_parameters": _LONGROPE | {"partial_rotary_factor": 0.75, "short_factor": [1.1, 1.3, 2], **_LONG}},
     ),
     "glm4": ("Glm4", _SIZES | {"attention_bias": True, "head_dim": 8}),

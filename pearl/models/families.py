@@ -25,7 +25,7 @@ _NOT_COMPUTED = "quantization_config", "use_bidirectional_attention"  # settings
 CAPS = "attn_logit_softcapping", "final_logit_softcapping"
 # Language models that compute what another family does where a text has no pictures: a token's three positions are one.
 TWINS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
-# Whose angles do not depend on the length of the text; longrope's do not within the context that a model is loaded with.
+# Whose angles do not depend on the length of the text; longrope's do not within a runner's context.
 _ROPES = {"default", "linear", "llama3", "yarn", "longrope"}
 
 
@@ -172,9 +172,7 @@ FAMILIES = (
     Family(
         "gpt_oss",
         "GptOssForCausalLM",
-        Forward(
-            {"attention_bias": _ATTENTION}, norm_shift=0.0, has_experts=True, clamps_experts=True, has_sinks=True
-        ),
+        Forward({"attention_bias": _ATTENTION}, norm_shift=0.0, has_experts=True, clamps_experts=True, has_sinks=True),
     ),
     Family(
         "granite",

@@ -115,7 +115,7 @@ def needed(
 
 
 def _added(config: Mapping[str, Any]) -> int:
-    """Bytes that experts in MXFP4 take more in bfloat16, to which they are dequantised: 2 a number instead of 17 / 32."""
+    """Bytes that experts in MXFP4 take more in bfloat16, in which they are computed: 2 a number, not 17 / 32."""
     with suppress(LookupError, TypeError, AttributeError):
         if config["quantization_config"]["quant_method"] == "mxfp4":
             sizes = "num_hidden_layers", "num_local_experts", "hidden_size", "intermediate_size"

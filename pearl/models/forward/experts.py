@@ -91,7 +91,9 @@ class Experts:
             found = x.new_zeros(len(x), self._top, x.shape[1])
             for expert in chosen.unique().tolist():
                 rows, places = (chosen == expert).nonzero(as_tuple=True)
-                found[rows, places] = torch.cat([self._through(expert, some) for some in x[rows].split(self._most_rows)])
+                found[rows, places] = torch.cat(
+                    [self._through(expert, some) for some in x[rows].split(self._most_rows)]
+                )
         mixed = found[:, 0] * weights[:, :1]
         for place in range(1, self._top):
             mixed += found[:, place] * weights[:, place : place + 1]
