@@ -19,6 +19,7 @@ from torch import nn
 
 from pearl.cache import Progress, silent
 from pearl.models.families import OWN_FORWARD, forward_of, weight_shapes
+from pearl.models.forward.experts import computes_experts
 
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 _LENGTH = "original_max_position_embeddings"
@@ -109,6 +110,8 @@ def read_decoder(
     forward = forward_of(config["architectures"][0], config)
     own = config.get("dtype") or config.get("torch_dtype")
     if forward is None or not forward.reads_directly or rope is None or own not in _DTYPES:
+        return None
+    if forward.has_experts and not computes_experts(device):
         return None
     expected, is_tied = weight_shapes(forward, config), config["tie_word_embeddings"]
     opened = {name: safe_open(directory / name, framework="pt") for name in set(files.values())}

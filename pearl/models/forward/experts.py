@@ -50,12 +50,13 @@ class Experts:
             self._limits = float(config.get("swiglu_alpha", 1.702)), float(config["swiglu_limit"])
             both, down = both.mT, down.mT
 
-        def product(weight: torch.Tensor, bias: torch.Tensor | None, alternates: bool = False) -> Matrix:
+        def product(weight: torch.Tensor, bias: torch.Tensor | None, alternates: bool = False, **more: str) -> Matrix:
             rows = [slice(0, None, 2), slice(1, None, 2)] if alternates else [slice(None)]  # gate and up in turn
             parts = [SimpleNamespace(weight=weight[some], bias=None if bias is None else bias[some]) for some in rows]
-            return one(*parts)
+            return one(*parts, **more)
 
-        self.router = product(router.weight.detach(), getattr(router, "bias", None))
+        # Never rounded: it is small, and chooses.
+        self.router = product(router.weight.detach(), getattr(router, "bias", None), rounding="")
         self.each = [
             (product(first, bias, self._limits is not None), product(second.contiguous(), other))
             for first, second, bias, other in zip(both, down, *biases, strict=True)
@@ -91,9 +92,8 @@ class Experts:
             found = x.new_zeros(len(x), self._top, x.shape[1])
             for expert in chosen.unique().tolist():
                 rows, places = (chosen == expert).nonzero(as_tuple=True)
-                found[rows, places] = torch.cat(
-                    [self._through(expert, some) for some in x[rows].split(self._most_rows)]
-                )
+                parts = x[rows].split(self._most_rows)
+                found[rows, places] = torch.cat([self._through(expert, part) for part in parts])
         mixed = found[:, 0] * weights[:, :1]
         for place in range(1, self._top):
             mixed += found[:, place] * weights[:, place : place + 1]

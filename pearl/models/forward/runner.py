@@ -257,9 +257,8 @@ class ForwardRunner:
         else:
             behind = positions - piece.start  # nodes, counted from the first
             is_node, node = (behind >= 0) & (behind < len(piece.ids)), behind.clamp(0, len(piece.ids) - 1)
-            nodes = (
-                piece.sees | 1 << self._positions[: len(piece.ids)]
-            )  # padding sees itself: softmax of nothing is NaN
+            # Padding sees itself: a softmax of nothing is NaN.
+            nodes = piece.sees | 1 << self._positions[: len(piece.ids)]
             sees = (behind < 0) | (is_node & ((nodes[:, None] >> node) & 1 == 1))
             where = torch.where(is_node, standing[node], positions)
         if window:
