@@ -26,7 +26,7 @@ from tests.tiny import VOCAB_SIZE, tiny_model
 CPU = torch.device("cpu")
 WINDOWED = ["gpt-oss", "gemma3", "mistral-sliding", "olmo3", "llama4"]  # all windows and chunks are of 8 tokens
 RECURRENT = ["qwen3.5", "qwen3-next", "lfm2", "nemotron-h", "falcon-h1", "mamba2", "mamba"]
-KINDS = [*WINDOWED, *RECURRENT, "qwen3-moe", "deepseek-v3", "glm4-moe", "mixtral", "granite", "phi"]
+KINDS = [*WINDOWED, *RECURRENT, "qwen3-moe", "deepseek-v3", "glm4-moe", "mixtral", "granite", "phi", "deepseek-v4"]
 CORE = ["gpt-oss", "qwen3-next"]
 each_kind = pytest.mark.parametrize("kind", KINDS)
 PROMPT = [20, 30, 40, 50, 21, 31, 41, 51, 22, 32, 42]
@@ -121,6 +121,20 @@ def test_after_a_rejection_only_the_window_is_fed_again(monkeypatch: pytest.Monk
         runner.rollback(start + 3)
         feed_chain(runner, some_tokens(runner, 1, start + 3), 1)
     assert fed == [7, 4] * 3
+
+
+def test_a_cache_that_cannot_be_rolled_back_costs_nothing_without_a_rejection(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So `ar` runs as with any other; with guesses, a rejection feeds all again. A start says so."""
+    runner = load("deepseek-v4")
+    assert "DeepseekV4CSACache, DeepseekV4HCACache): after a rejected token all tokens are fed again" in caplog.text
+    fed = fed_by(runner, monkeypatch)
+    for count in (20, 1, 1, 1):
+        feed_chain(runner, some_tokens(runner, count, runner.length()), 1)
+    runner.rollback(22)
+    feed_chain(runner, [5], 1)
+    assert fed == [20, 1, 1, 1, 23]
 
 
 @pytest.mark.parametrize("ahead", [1, 5, 17, 60, 128])

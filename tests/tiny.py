@@ -190,6 +190,16 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "nemotron-h": ("NemotronH", _SIZES | _NEMOTRON_H),
     "qwen3-moe": ("Qwen3Moe", _SIZES | _MOE | {"head_dim": 8, "num_experts": 8}),
     "deepseek-v3": ("DeepseekV3", _SIZES | _MOE | _LATENT | _ROUTED),
+    # Its cache cannot be rolled back.
+    "deepseek-v4": (
+        "DeepseekV4",
+        _SIZES
+        | _MOE
+        | {"num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2}
+        | {"n_routed_experts": 4, "sliding_window": 8, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 64}
+        | {"layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"]}
+        | {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16}},
+    ),
     # An indexer chooses 8 positions to attend to.
     "deepseek-v3.2": (
         "DeepseekV32",
