@@ -71,6 +71,17 @@ _GEMMA4 = {
     "vocab_size_per_layer_input": VOCAB_SIZE,
     "num_kv_shared_layers": 0,
 }
+_GEMMA3N = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "intermediate_size": [64] * 4,
+    "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 1,
+    "laurel_rank": 4,
+    "altup_num_inputs": 2,
+}
 _GPT2 = {"n_embd": 32, "n_head": 4, "n_positions": 256, "initializer_range": 0.1, "eos_token_id": EOS_ID}
 _FALCON = {"hidden_size": 32, "num_attention_heads": 4, "initializer_range": 0.1, "eos_token_id": EOS_ID}
 _OPT = _SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.1}
@@ -166,6 +177,7 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
         | {"rope_parameters": _LONGROPE | {"partial_rotary_factor": 0.75, "short_factor": [1.1, 1.3, 2], **_LONG}},
     ),
     "glm4": ("Glm4", _SIZES | {"attention_bias": True, "head_dim": 8}),
+    "gemma3n": ("Gemma3nText", _GEMMA | _GEMMA3N),
     "phi3-partial": ("Phi3", _SIZES | {"rope_parameters": _BASE | {"partial_rotary_factor": 0.75}}),
     "stablelm": ("StableLm", _SIZES | {"rope_parameters": _BASE | {"partial_rotary_factor": 1.0}}),
     "starcoder2": ("Starcoder2", _SIZES | {"rope_parameters": _BASE}),
@@ -228,6 +240,7 @@ _HEADS = {
     "Qwen3_5Text": "Qwen3_5ForCausalLM",
     "Llama4Text": "Llama4ForCausalLM",
     "Gemma3Text": "Gemma3ForCausalLM",
+    "Gemma3nText": "Gemma3nForCausalLM",
     "Gemma4Text": "Gemma4ForCausalLM",
 }
 
@@ -258,7 +271,20 @@ _WRAPPERS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
         _SIZES | {"head_dim": 8, "rope_parameters": _MROPE | {"mrope_interleaved": True}},
         _VIT3 | {"deepstack_visual_indexes": [0]},
     ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        _SIZES
+        | _MOE
+        | {
+            "head_dim": 8,
+            "num_experts": 4,
+            "moe_intermediate_size": 48,
+            "rope_parameters": _MROPE | {"mrope_interleaved": True},
+        },
+        _VIT3 | {"deepstack_visual_indexes": [0]},
+    ),
     "qwen3_5": ("Qwen3_5", _SIZES | _DELTA, _VIT3),
+    "gemma4": ("Gemma4", _GEMMA | {"sliding_window": 64, "global_head_dim": 16, **_GEMMA4}, _CLIP | {"head_dim": 8}),
 }
 
 

@@ -24,7 +24,12 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 _NOT_COMPUTED = "quantization_config", "use_bidirectional_attention"  # settings
 CAPS = "attn_logit_softcapping", "final_logit_softcapping"
 # Language models that compute what another family does where a text has no pictures: a token's three positions are one.
-TWINS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+TWINS = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
 # Whose angles do not depend on the length of the text; longrope's do not within a runner's context.
 _ROPES = {"default", "linear", "llama3", "yarn", "longrope"}
 
