@@ -176,6 +176,7 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
         | {"original_max_position_embeddings": 256, "max_position_embeddings": 512}
         | {"rope_parameters": _LONGROPE | {"partial_rotary_factor": 0.75, "short_factor": [1.1, 1.3, 2], **_LONG}},
     ),
+    "glm": ("Glm", _SIZES | {"attention_bias": True, "head_dim": 8}),
     "glm4": ("Glm4", _SIZES | {"attention_bias": True, "head_dim": 8}),
     "gemma3n": ("Gemma3nText", _GEMMA | _GEMMA3N),
     "phi3-partial": ("Phi3", _SIZES | {"rope_parameters": _BASE | {"partial_rotary_factor": 0.75}}),

@@ -136,6 +136,7 @@ _AROUND = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layer
 _GEMMA = Forward(
     {"attention_bias": _ATTENTION}, norms=_AROUND, norm_shift=1.0, scales_embedding=True, reads_directly=False
 )
+_GLM = Forward({"attention_bias": _QKV}, fused={"mlp.gate_up_proj": _MLP[:2]}, rotates="pairs", reads_directly=False)
 
 FAMILIES = (
     Family(
@@ -163,15 +164,13 @@ FAMILIES = (
         replace(_GEMMA, head_norms="each"),
         {"gemma3": Gguf(_RMS, window=(6, 0), layers_of_27b=62)},
     ),
+    Family("glm", "GlmForCausalLM", _GLM),
     Family(
         "glm4",
         "Glm4ForCausalLM",
-        Forward(
-            {"attention_bias": _QKV},
+        replace(
+            _GLM,
             norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
-            fused={"mlp.gate_up_proj": _MLP[:2]},
-            rotates="pairs",
-            reads_directly=False,
         ),
     ),
     Family(

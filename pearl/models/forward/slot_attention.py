@@ -120,8 +120,14 @@ class FixedAttention:
             scores = attention.cap_scores(torch.bmm(stacked, all_keys.transpose(1, 2)) * scale, cap)
             mixed = torch.bmm((scores + mask).softmax(-1), all_values)
         elif n <= FED or self._scoring.sinks:  # fused attention has few blocks to work with where there are few rows
-            scores = torch.baddbmm(mask, stacked, all_keys.transpose(1, 2), alpha=scale)
-            mixed = torch.bmm(attention.weigh(scores, n, self._scoring.sinks_of(layer)), all_values)
+            sinks = self._scoring.sinks_of(layer)
+            parts = []
+            for at in range(0, kv_heads, kv_heads if n <= FED else 1):  # all scores of a prompt's piece take gigabytes
+                some = slice(at, kv_heads if n <= FED else at + 1)
+                scores = torch.baddbmm(mask, stacked[some], all_keys[some].transpose(1, 2), alpha=scale)
+                own = None if sinks is None else sinks.view(kv_heads, -1)[some].flatten()
+                parts.append(torch.bmm(attention.weigh(scores, n, own), all_values[some]))
+            mixed = torch.cat(parts)
         else:
             given = stacked[None], all_keys[None], all_values[None]
             mixed = scaled_dot_product_attention(*given, mask, scale=scale)[0]
