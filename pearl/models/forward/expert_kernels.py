@@ -39,7 +39,8 @@ def expert_gate_up(
 
     Grid: (pairs of row and choice, tiles). ids: [16, TOP]. w: [experts, 2 * N, K].
     """
-    pair, kind = tl.program_id(0), act.dtype.element_ty
+    kind: constexpr = act.dtype.element_ty
+    pair = tl.program_id(0)
     if _is_first(ids, pair, ROWS * TOP):
         expert = tl.load(ids + pair)
         rows, columns = tl.arange(0, ROWS), tl.program_id(1) * BN + tl.arange(0, BN)
