@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -264,6 +266,30 @@ def test_gate_and_up() -> None:
     kernels.gate_up[(3,)](x, squares, norm, w, w, out, 1e-5, K=32, N=40, BN=16, BK=16, BITS=16, OVERLAPS=False)
     both = linear(x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5) * norm, w)
     torch.testing.assert_close(out, silu(both[:, :40]) * both[:, 40:])
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from pearl.models.forward import expert_kernels as kernels
+
+kinds = {"ids": "*i64", "squares": "*fp32", "w_stride": "i32", "scales_stride": "i32", "alpha": "fp32", "limit": "fp32"}
+for bits, words in ((16, "*bf16"), (4, "*i16")):
+    sizes = {"K": 256, "N": 48, "H": 256, "TOP": 8, "BN": 32, "BK": 128, "BITS": bits, "BIAS": True, "CLAMPS": True}
+    for kernel in (kernels.expert_gate_up, kernels.expert_down, kernels.add_mixed)[: bits // 4]:
+        known = {name: size for name, size in sizes.items() if name in kernel.arg_names}
+        types = {name: "constexpr" if name in known else kinds.get(name, "*bf16") for name in kernel.arg_names}
+        types |= {"w": words} if "w" in types else {}
+        triton.compile(ASTSource(kernel, types, known), target=GPUTarget("cuda", 90, 32))
+"""
+
+
+def test_kernels_of_experts_compile_for_a_gpu() -> None:
+    """Which needs none, and finds what the interpreter takes and the compiler does not."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ended = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-2000:]
 
 
 def test_tables() -> None:
