@@ -229,10 +229,11 @@ def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor
     groups] -> bfloat16 [experts, outputs, 32 * groups]: "OCP Microscaling Formats", 5.3.3.
     """
     numbers = torch.tensor([*_MXFP4, *(-number for number in _MXFP4)], dtype=torch.bfloat16, device=blocks.device)
+    byte = torch.arange(256, device=blocks.device)
+    pairs = torch.stack((numbers[byte & 15], numbers[byte >> 4]), -1)
     found = numbers.new_empty(*scales.shape, 32)
-    for some, exponents, into in zip(blocks, scales, found, strict=True):  # one by one: indices take 8 bytes a number
-        both = torch.stack((some & 15, some >> 4), -1).flatten(-2).long()
-        torch.ldexp(numbers[both], exponents[..., None].int() - 127, out=into)
+    for some, exponents, into in zip(blocks, scales, found, strict=True):  # one by one: indices take 8 bytes each
+        torch.ldexp(pairs[some.long()].flatten(-2), exponents[..., None].int() - 127, out=into)
     return found.flatten(-2)
 
 
