@@ -153,7 +153,8 @@ def judge_model(model: Any) -> tuple[str, str]:
     layers = DynamicCache(config=model.config).layers
     kept = {
         "windows": any(isinstance(layer, DynamicSlidingWindowLayer) for layer in layers),
-        "states": bool(runner._states),
+        "states": bool(runner._states) and not runner._states.unknown,
+        "all tokens fed again after a rejected one": bool(runner._states.unknown),
         "fed token by token": runner._is_single,
     }
     return "theirs", ", ".join(name for name, is_so in kept.items() if is_so)

@@ -26,7 +26,7 @@ from tests.tiny import VOCAB_SIZE, tiny_model
 CPU = torch.device("cpu")
 WINDOWED = ["gpt-oss", "gemma3", "mistral-sliding", "olmo3", "llama4"]  # all windows and chunks are of 8 tokens
 RECURRENT = ["qwen3.5", "qwen3-next", "lfm2", "nemotron-h", "falcon-h1", "mamba2", "mamba"]
-KINDS = [*WINDOWED, *RECURRENT, "qwen3-moe", "deepseek-v3", "glm4-moe", "mixtral", "granite", "phi"]
+KINDS = [*WINDOWED, *RECURRENT, "qwen3-moe", "deepseek-v3", "glm4-moe", "mixtral", "granite", "phi", "deepseek-v4"]
 CORE = ["gpt-oss", "qwen3-next"]
 each_kind = pytest.mark.parametrize("kind", KINDS)
 PROMPT = [20, 30, 40, 50, 21, 31, 41, 51, 22, 32, 42]
@@ -123,6 +123,20 @@ def test_after_a_rejection_only_the_window_is_fed_again(monkeypatch: pytest.Monk
     assert fed == [7, 4] * 3
 
 
+def test_a_cache_that_cannot_be_rolled_back_costs_nothing_without_a_rejection(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So `ar` runs as with any other; with guesses, a rejection feeds all again. A start says so."""
+    runner = load("deepseek-v4")
+    assert "DeepseekV4CSACache, DeepseekV4HCACache): after a rejected token all tokens are fed again" in caplog.text
+    fed = fed_by(runner, monkeypatch)
+    for count in (20, 1, 1, 1):
+        feed_chain(runner, some_tokens(runner, count, runner.length()), 1)
+    runner.rollback(22)
+    feed_chain(runner, [5], 1)
+    assert fed == [20, 1, 1, 1, 23]
+
+
 @pytest.mark.parametrize("ahead", [1, 5, 17, 60, 128])
 def test_a_draft_that_went_ahead_feeds_again_about_what_it_takes_back(
     ahead: int, monkeypatch: pytest.MonkeyPatch
@@ -184,7 +198,7 @@ def test_a_forward_that_would_forget_its_state_is_made_token_by_token(
     assert fed == [8, *([2, 3] if together else [1] * 5)]
 
 
-@pytest.mark.parametrize("kind", ["gpt-oss", "qwen3.5", "lfm2", "deepseek-v3.2", "falcon-h1", "mamba2"])
+@pytest.mark.parametrize("kind", ["llama4", "qwen3.5", "lfm2", "deepseek-v3.2", "falcon-h1", "mamba2"])
 def test_what_is_told_before_loading_is_what_is_taken(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows keep the whole context, states have copies."""
     monkeypatch.setattr(memory, "_MEASURED_FROM", 0)

@@ -13,17 +13,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from pearl.errors import ModelError
-from pearl.models.checkpoints.direct import read_decoder
+from pearl.models.checkpoints.direct import dequantise_mxfp4, read_decoder
 from pearl.models.checkpoints.loading import load_model, load_runner
+from pearl.models.checkpoints.memory import needed
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
+from tests.runner_contract import close
 from tests.tiny import tiny_model
 
 CPU = torch.device("cpu")
-KINDS = ["llama", "llama-biased", "llama-tied", "llama-long", "mistral", "qwen2", "qwen3"]
+KINDS = ["llama", "llama-biased", "llama-tied", "llama-long", "mistral", "qwen2", "qwen3", "gpt-oss"]
 
 
 @pytest.fixture
@@ -59,7 +62,18 @@ def test_in_another_dtype_too(dtype: str) -> None:
     check_same(tiny_model(dtype="bfloat16" if dtype == "float32" else "float32"), dtype)
 
 
-@pytest.mark.parametrize("rope", [{"rope_type": "linear", "factor": 4.0}, {"rope_type": "default"}])
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "default"},
+        YARN,
+        YARN | {"truncate": False, "beta_fast": 2.0, "beta_slow": 0.5, "attention_factor": 1.5},
+    ],
+)
 def test_ropes(checkpoint: Callable[..., Path], rope: dict[str, Any]) -> None:
     """Over more positions than a forward of the other tests has."""
     directory = checkpoint(rope_parameters={**rope, "rope_theta": 5e5})
@@ -70,6 +84,41 @@ def test_ropes(checkpoint: Callable[..., Path], rope: dict[str, Any]) -> None:
         read.model.rotary_emb(like, positions), reference.model.rotary_emb(like, positions), strict=True
     ):
         assert torch.equal(ours, theirs)
+
+
+def test_experts_in_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
+    """Of all bytes and exponents; and a published file, whose configuration names no dtype."""
+    generator = torch.Generator().manual_seed(0)
+    every = torch.arange(256, dtype=torch.uint8)
+    given = every.view(1, 1, 16, 16).expand(1, 256, 16, 16), every.view(1, 256, 1).expand(1, 256, 16)
+    theirs = convert_moe_packed_tensors(*given).mT
+    torch.testing.assert_close(dequantise_mxfp4(*given), theirs, rtol=0, atol=0, equal_nan=True)
+    tensors = load_file(tiny_model("gpt-oss", dtype="bfloat16") / "model.safetensors")
+    plain = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = experts, outputs, inputs // 32
+        some = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        exponents = torch.randint(121, 126, shape, generator=generator, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": some, f"{name}_scales": exponents}
+        plain[name] = dequantise_mxfp4(some, exponents).mT.contiguous()
+    config = json.loads((tiny_model("gpt-oss", dtype="bfloat16") / "config.json").read_text())
+    for path, held in ((tmp_path / "plain", plain), (tmp_path / "packed", tensors)):
+        path.mkdir()
+        save_file(held, path / "model.safetensors", {"format": "pt"})
+        (path / "config.json").write_text(json.dumps(config))
+        config = {**config, "quantization_config": {"quant_method": "mxfp4"}}
+        config.pop("dtype", None)
+    both = [read_decoder(path, None, CPU) for path in (tmp_path / "plain", tmp_path / "packed")]
+    assert torch.equal(*(logits(read) for read in both))
+    packed, unpacked = (needed(path, "auto", 64, 64) for path in (tmp_path / "packed", tmp_path / "plain"))
+    assert packed is not None
+    assert unpacked is not None
+    assert packed.weights == pytest.approx(unpacked.weights, rel=0.05)
+    theirs = load_runner(str(tmp_path / "packed"), device=CPU, max_context=64, forwards="transformers", dtype="float32")
+    ours = load_runner(str(tmp_path / "packed"), device=CPU, max_context=64, dtype="float32")
+    assert isinstance(ours, ForwardRunner)
+    close(feed_chain(ours, [5, 9, 2, 7, 100], 5), feed_chain(theirs, [5, 9, 2, 7, 100], 5))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 KINDS = (
     *("llama", "llama-biased", "llama-tied", "llama-long", "mistral", "qwen2", "qwen3", "mistral-sliding", "olmo2"),
     *("qwen3-short", "gemma3-short", "olmo3-short", "phi3-short", "smollm3-short", "granite-scaled"),
-    *("qwen3-moe", "mixtral", "gemma2-short"),
+    *("qwen3-moe", "mixtral", "gemma2-short", "gpt-oss", "phi4-mini", "glm", "glm4"),
 )
 CHUNKS = (7, 1, 4, 2, 1, 1, 3, 8, 20)  # fed to both, so that every row has a cache behind it
 
@@ -101,13 +101,25 @@ class TestContract(RunnerContract):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 class TestContractCuda(RunnerContract):
-    kinds: ClassVar[Kinds] = {"cuda": lambda: load(device=torch.device("cuda", 0))}
+    kinds: ClassVar[Kinds] = {
+        f"cuda {kind}": partial(load, kind, device=torch.device("cuda", 0))
+        for kind in ("llama", "qwen3-moe", "gpt-oss", "glm4")
+    }
 
 
 @pytest.mark.parametrize("make", [load, replayed])
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_equal_those_of_transformers(kind: str, make: Callable[[str], ForwardRunner]) -> None:
     close(logits(make(kind)), logits(reference(kind, "float32")))
+
+
+@pytest.mark.parametrize("kind", ["gpt-oss", "qwen3-moe", "gemma2-short"])
+def test_a_prompt_in_pieces_has_the_logits_of_transformers(kind: str) -> None:
+    """Padded to the size that a GPU computes; the next token looks at what they wrote."""
+    runners = replayed(kind), reference(kind, "float32")
+    tokens = some_tokens(runners[0], 41)
+    close(*(feed_chain(runner, tokens[:40], 40, prompt=True) for runner in runners))
+    close(*(feed_chain(runner, tokens[40:], 1) for runner in runners))
 
 
 @pytest.mark.parametrize(("kind", "dtype", "make"), pairwise(KINDS, ["bfloat16", "float16"], [load, replayed]))
@@ -125,7 +137,7 @@ def test_rounding_is_no_worse_than_that_of_transformers(
 
 def test_others_keep_the_forward_of_transformers() -> None:
     """Of a dynamic rotation the angles depend on the length of the text; a table made beforehand would be wrong."""
-    for kind in ("gpt2", "opt", "llama-dynamic", "phi3-partial", "gemma4"):
+    for kind in ("gpt2", "opt", "llama-dynamic", "stablelm", "gemma4"):
         assert isinstance(load_runner(str(tiny_model(kind)), device=CPU, max_context=64), HFRunner)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,11 +14,13 @@ import torch
 from torch.nn.functional import linear, silu
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM  # isort: skip
 from transformers import Qwen3Config, Qwen3ForCausalLM  # isort: skip
 
 from pearl.decoding import sampling
 from pearl.decoding.keys import Purpose, draw_key
 from pearl.models.feeds import Feed
+from pearl.models.forward.experts import Experts
 from pearl.models.forward.graphs import FED
 from pearl.models.forward.matrices import Quantised, Rounding, matrix, packed_at_once
 from pearl.models.forward.row_table import MOST_PARTS, NUMBERS, ROWS, lay_tables, numbers
@@ -42,6 +47,8 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": 2048,
 }
 _ONE = {"num_hidden_layers": 1}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "initializer_range": 0.3}
+_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "initializer_range": 0.3, "swiglu_limit": 0.5}
 MODELS: dict[str, Any] = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
     "one layer": (LlamaForCausalLM, LlamaConfig, _ONE),
@@ -55,6 +62,12 @@ MODELS: dict[str, Any] = {
         Qwen3Config,
         _ONE | {"num_key_value_heads": 4, "rms_norm_eps": 1e-3},
     ),
+    "experts": (Qwen3MoeForCausalLM, Qwen3MoeConfig, _ONE | _MOE),
+    "experts with biases, windows and sinks": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        _ONE | _OSS | {"sliding_window": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
 }
 
 
@@ -63,7 +76,7 @@ def model_of(name: str) -> PreTrainedModel:
     cls, config, other = MODELS[name]
     model = cls(config(**_SIZES | other)).eval()
     for key, weight in model.named_parameters():
-        if weight.dim() == 1:  # norms and biases, which begin as ones and zeros
+        if weight.dim() == 1 or "bias" in key:  # norms and biases, which begin as ones and zeros
             torch.nn.init.normal_(weight, mean=float("norm" in key), std=0.3)
     return model  # type: ignore[no-any-return]
 
@@ -85,7 +98,7 @@ def fed_both(runners: Sequence[ForwardRunner], *feeds: Feed) -> list[torch.Tenso
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "one layer"])
+@pytest.mark.parametrize("name", [name for name in MODELS if "one layer" not in name and "with" not in name])
 def test_forwards_are_those_of_torch(name: str) -> None:
     """Several slots, a cut within a part and across parts, a tree and its kept path, and beyond 512 positions."""
     both = runner_of(name), runner_of(name, kernels=False)
@@ -111,9 +124,44 @@ def test_a_model_with_biases_of_gate_and_up_keeps_torchs_operations() -> None:
     assert ForwardRunner(model, 600, record=lambda work: work, kernels=True)._decode is None
 
 
-@pytest.fixture(scope="module")
-def runner() -> ForwardRunner:
-    return runner_of("one layer")
+def test_experts_of_a_model_that_our_other_kernels_do_not_fit_are_ours() -> None:
+    """gpt-oss's, in a recording of torch's other operations; a row is alone, then with others."""
+    name = "experts with biases, windows and sinks"
+    both = runner_of(name, context=64), runner_of(name, kernels=False, context=64)
+    assert both[0]._decode is None
+    assert both[0]._layers.layers[0].experts._products is not None
+    (whole,) = fed_both(both, Feed(text(ROWS), ROWS))
+    both[0].rollback(0)
+    assert torch.equal(torch.cat([feed_chain(both[0], text(ROWS)[at : at + 4], 4) for at in range(0, ROWS, 4)]), whole)
+
+
+@pytest.mark.parametrize("name", ["experts", "experts with biases, windows and sinks"])
+@pytest.mark.parametrize("rounding", ["", "int8", "int4"])
+def test_products_of_experts(name: str, rounding: Rounding) -> None:
+    """And padding asks for none of its own: the experts of 15 such rows would be most of what a token reads."""
+    kind, config = MODELS[name][1], _SIZES | MODELS[name][2] | {"hidden_size": 64, "intermediate_size": 64}
+    one = partial(matrix, rounding=rounding, plain=True)
+    both = []
+    for kernels_ in (True, False):
+        torch.manual_seed(0)
+        model = MODELS[name][0](kind(**config | {"moe_intermediate_size": 64})).requires_grad_(False)
+        for key, weight in model.named_parameters():
+            if "bias" in key:
+                torch.nn.init.normal_(weight, std=0.3)
+        both.append(Experts(model.model.layers[0].mlp, model.config.to_dict(), one, kernels_))
+    x = torch.randn(ROWS, 64)
+    torch.testing.assert_close(both[0](x), both[1](x), rtol=1e-4, atol=1e-4)
+    alone = torch.arange(ROWS) < 1
+    assert torch.equal(both[0](x, alone)[0], both[0](x)[0])
+    asked: list[torch.Tensor] = []
+    both[0]._products = lambda x, chosen: asked.append(chosen) or torch.zeros(*chosen.shape, 64)  # type: ignore
+    both[0](x, alone)
+    assert len(asked[0].unique()) == config["num_experts_per_tok"]
+
+
+@pytest.fixture(scope="module", params=["one layer", "experts"])
+def runner(request: pytest.FixtureRequest) -> ForwardRunner:
+    return runner_of(request.param)
 
 
 def test_bits_depend_on_no_company_slot_or_cut(runner: ForwardRunner) -> None:
@@ -225,6 +273,30 @@ def test_gate_and_up() -> None:
     )  # fmt: skip
     both = linear(x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5) * norm, w)
     torch.testing.assert_close(out, silu(both[:, :40]) * both[:, 40:])
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from pearl.models.forward import expert_kernels as kernels
+
+kinds = {"ids": "*i64", "squares": "*fp32", "w_stride": "i32", "scales_stride": "i32", "alpha": "fp32", "limit": "fp32"}
+for bits, words in ((16, "*bf16"), (4, "*i16")):
+    sizes = {"K": 256, "N": 48, "H": 256, "TOP": 8, "BN": 32, "BK": 128, "BITS": bits, "BIAS": True, "CLAMPS": True}
+    for kernel in (kernels.expert_gate_up, kernels.expert_down, kernels.add_mixed)[: bits // 4]:
+        known = {name: size for name, size in sizes.items() if name in kernel.arg_names}
+        types = {name: "constexpr" if name in known else kinds.get(name, "*bf16") for name in kernel.arg_names}
+        types |= {"w": words} if "w" in types else {}
+        triton.compile(ASTSource(kernel, types, known), target=GPUTarget("cuda", 90, 32))
+"""
+
+
+def test_kernels_of_experts_compile_for_a_gpu() -> None:
+    """Which needs none, and finds what the interpreter takes and the compiler does not."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ended = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-2000:]
 
 
 def test_tables() -> None:

@@ -156,12 +156,12 @@ TREE = (-1, 0, 0, 1, 1, 2, -1, 6)
 
 
 @pytest.mark.usefixtures("built")
-@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (40, 0.0), (0, 20.0)])
+@pytest.mark.parametrize(("window", "cap", "sinks"), [(0, 0.0, 0), (40, 0.0, 1), (0, 20.0, 0)])
 @pytest.mark.parametrize("heads", [Heads(9, 3, 64), Heads(2, 2, 16), Heads(14, 2, 40)], ids=str)
-def test_attention(heads: Heads, window: int, cap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention(heads: Heads, window: int, cap: float, sinks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch's operations, for chains and trees in two slots; each row has the bits that it has alone, and a tree's
     node those of its path."""
-    scoring = Scoring((window,), heads.dim**-0.5, cap)
+    scoring = Scoring((window,), heads.dim**-0.5, cap, (irregular(1, heads.query, torch.float32)[0],) * sinks)
     shape = (2, 1, heads.kv, 512, heads.dim)
 
     def slots() -> Slots:

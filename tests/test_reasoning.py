@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from pearl.cli import generate
 from pearl.cli.chat import Chat
+from pearl.cli.console import SafeConsole
 from pearl.cli.reply import MarkdownReply
-from pearl.config import DecodingConfig, SamplingParams
+from pearl.config import DecodingConfig, SamplingParams, Settings
 from pearl.engine import Piece, Result
 from pearl.engine.conversation import Conversation
 from pearl.protocol.messages import Provenance
@@ -29,7 +31,7 @@ from tests.served import MODEL, Served, body, message, serving
 from tests.test_conversation import END, Characters
 
 THINK = Tags("<think>", "</think>")
-HARMONY = Tags("analysis", "assistantfinal")
+HARMONY = Tags("analysis", "assistantfinal", "final")
 
 
 @pytest.mark.parametrize(
@@ -53,6 +55,14 @@ def test_reasoning_and_answer(text: str, is_open: bool, expected: tuple[str, str
 
 def test_channels_whose_special_tokens_have_no_text() -> None:
     assert split("analysisThey greet.assistantfinalHello!", HARMONY) == ("They greet.", "Hello!")
+    assert split("finalHello! finally", HARMONY) == ("", "Hello! finally")
+    assert split("They greet.assistantfinalHello!", HARMONY, is_open=True) == ("They greet.", "Hello!")
+    assert split("fin", HARMONY) == ("", "fin")
+    splitter = Splitter(HARMONY)
+    assert [splitter.feed(piece) for piece in ("fi", "nal", "Hi", " final")] == [("", "")] * 2 + [
+        ("", "Hi"),
+        ("", " final"),
+    ]
 
 
 PARTS = st.sampled_from(["<think>", "</think>", "<", "</thi", "nk>", " ", "\n", "a", "think"])
@@ -156,6 +166,28 @@ def test_reasoning_is_dimmed_and_the_answer_is_not() -> None:
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
     assert re.search(r"Two\s*\n\s*\n\s*Three four\s*$", plain)
     assert "think>" not in plain
+
+
+def test_generate_prints_the_answer_and_shows_the_reasoning(
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To standard output the first; in --json both have a field."""
+    engine = served.service.engine
+    settings = Settings(engine.config, DecodingConfig(), SamplingParams())
+    text = engine.generate("123", SamplingParams(max_tokens=40, ignore_eos=True))[0].text
+    tags = Tags(text[:2], text[10:12])
+    wanted = split(text, tags)
+    assert all(wanted)
+    params, splitter = SamplingParams(max_tokens=40, ignore_eos=True), Splitter(tags)
+    with engine.stream("123", params) as stream:
+        generate._print_as_it_comes(stream, splitter, SafeConsole(stderr=True), quiet=False)
+    shown = capsys.readouterr()
+    assert shown.out == wanted[1] + "\n"
+    assert shown.err.strip() == wanted[0]
+    document = generate._document(settings, engine, stream.result, splitter)
+    assert (document["reasoning"], document["text"]) == wanted
+    document = generate._document(settings, engine, stream.result, None)
+    assert (document["reasoning"], document["text"]) == (None, text)
 
 
 # ---- the server ----

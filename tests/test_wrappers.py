@@ -25,7 +25,8 @@ from tests.runner_contract import close
 from tests.tiny import tiny_model, tiny_wrapper
 
 CPU = torch.device("cpu")
-OURS = [kind for kind in WRAPPERS if kind not in ("llama4", "qwen3_5")]
+WHOLE = [kind for kind in WRAPPERS if kind != "gemma3n"]  # whose encoder of pictures is timm's
+OURS = [kind for kind in WHOLE if kind not in ("llama4", "qwen3_5", "gemma4")]
 PROMPT = [20, 30, 40, 50, 21, 31, 41, 51, 22, 32, 42]
 
 
@@ -42,7 +43,7 @@ def logits_of_text(kind: str, ids: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids).logits
 
 
-@pytest.mark.parametrize("kind", WRAPPERS)
+@pytest.mark.parametrize("kind", WHOLE)
 def test_logits_are_those_of_the_whole_and_one_line_says_what_is_loaded(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -56,7 +57,7 @@ def test_logits_are_those_of_the_whole_and_one_line_says_what_is_loaded(
     close(feed_chain(runner, PROMPT, len(PROMPT)), expected)
 
 
-@pytest.mark.parametrize("kind", WRAPPERS)
+@pytest.mark.parametrize("kind", WHOLE)
 def test_greedy_texts_equal_generate(kind: str) -> None:
     model = whole(kind).language_model if kind == "llama4" else whole(kind)
     ids = torch.tensor([PROMPT])
@@ -123,10 +124,34 @@ def test_shards_and_tied_heads_on_both_paths(kind: str, forwards: str, tmp_path:
     assert torch.equal(feed_chain(cut, PROMPT, len(PROMPT)), feed_chain(one, PROMPT, len(PROMPT)))
 
 
+def test_experts_as_qwen_stores_them(tmp_path: Path) -> None:
+    """With their inputs first, unlike Qwen3's."""
+    directory = tiny_wrapper("qwen3_vl_moe")
+    weights = load_file(directory / "model.safetensors")
+    turned = {name: value.mT.contiguous() if ".experts." in name else value for name, value in weights.items()}
+    save_file(turned, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())
+    stored, plain = (load_runner(str(path), device=CPU) for path in (tmp_path, directory))
+    assert torch.equal(feed_chain(stored, PROMPT, len(PROMPT)), feed_chain(plain, PROMPT, len(PROMPT)))
+
+
+def test_gemma_3n_is_its_language_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model("gemma3n")).eval()
+    named = {name.replace("model.", "model.language_model.", 1): held for name, held in model.state_dict().items()}
+    del named["lm_head.weight"]  # tied
+    save_file(named | {"model.vision_tower.weight": torch.zeros(3)}, tmp_path / "model.safetensors", {"format": "pt"})
+    config = {"model_type": "gemma3n", "dtype": "float32", "text_config": model.config.to_dict()}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with caplog.at_level(logging.INFO, "pearl"):
+        runner = load_runner(str(tmp_path), device=CPU)
+    assert "language model alone, a gemma3n_text" in caplog.text
+    with torch.inference_mode():
+        close(feed_chain(runner, PROMPT, len(PROMPT)), model(torch.tensor([PROMPT])).logits[0])
+
+
 def test_other_models_are_left_to_transformers(tmp_path: Path) -> None:
-    """Such as Qwen3-VL with experts, which are stored otherwise than Qwen3's."""
     config = json.loads((tiny_wrapper("qwen3_vl") / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "qwen3_vl_moe"}))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "glm4v"}))
     for directory in (tmp_path, tiny_model()):
         assert language_model_of(str(directory)) is None
 

@@ -51,6 +51,7 @@ _LONGROPE = {
     "short_factor": [1.0, 1.1, 1.2, 1.3],
     "long_factor": [4.0, 9.0, 20.0, 40.0],
 }
+_LONG = {"long_factor": [4.0, 9.0, 20.0]}
 _BASE = {"rope_type": "default", "rope_theta": 5e5}
 _GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
@@ -69,6 +70,17 @@ _GEMMA4 = {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": VOCAB_SIZE,
     "num_kv_shared_layers": 0,
+}
+_GEMMA3N = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "intermediate_size": [64] * 4,
+    "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 1,
+    "laurel_rank": 4,
+    "altup_num_inputs": 2,
 }
 _GPT2 = {"n_embd": 32, "n_head": 4, "n_positions": 256, "initializer_range": 0.1, "eos_token_id": EOS_ID}
 _FALCON = {"hidden_size": 32, "num_attention_heads": 4, "initializer_range": 0.1, "eos_token_id": EOS_ID}
@@ -158,6 +170,15 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
         | {"sliding_window": 64, "global_head_dim": 16, **_GEMMA4}
         | {"layer_types": ["full_attention", "full_attention"], "num_kv_shared_layers": 1},
     ),
+    "phi4-mini": (
+        "Phi3",
+        _SIZES
+        | {"original_max_position_embeddings": 256, "max_position_embeddings": 512}
+        | {"rope_parameters": _LONGROPE | {"partial_rotary_factor": 0.75, "short_factor": [1.1, 1.3, 2], **_LONG}},
+    ),
+    "glm": ("Glm", _SIZES | {"attention_bias": True, "head_dim": 8}),
+    "glm4": ("Glm4", _SIZES | {"attention_bias": True, "head_dim": 8}),
+    "gemma3n": ("Gemma3nText", _GEMMA | _GEMMA3N),
     "phi3-partial": ("Phi3", _SIZES | {"rope_parameters": _BASE | {"partial_rotary_factor": 0.75}}),
     "stablelm": ("StableLm", _SIZES | {"rope_parameters": _BASE | {"partial_rotary_factor": 1.0}}),
     "starcoder2": ("Starcoder2", _SIZES | {"rope_parameters": _BASE}),
@@ -171,7 +192,10 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
         "Qwen3Next",
         _SIZES | _DELTA | _MOE | {"num_experts": 8, "shared_expert_intermediate_size": 32},
     ),
-    "gpt-oss": ("GptOss", _SIZES | _WINDOW | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt-oss": (
+        "GptOss",
+        _SIZES | _WINDOW | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.7},
+    ),
     "gemma3": ("Gemma3Text", _GEMMA | _WINDOW | {"tie_word_embeddings": False}),
     "olmo3": ("Olmo3", _SIZES | _WINDOW),
     "llama4": ("Llama4Text", _SIZES | _LLAMA4),
@@ -179,6 +203,16 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "nemotron-h": ("NemotronH", _SIZES | _NEMOTRON_H),
     "qwen3-moe": ("Qwen3Moe", _SIZES | _MOE | {"head_dim": 8, "num_experts": 8}),
     "deepseek-v3": ("DeepseekV3", _SIZES | _MOE | _LATENT | _ROUTED),
+    # Its cache cannot be rolled back.
+    "deepseek-v4": (
+        "DeepseekV4",
+        _SIZES
+        | _MOE
+        | {"num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2}
+        | {"n_routed_experts": 4, "sliding_window": 8, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 64}
+        | {"layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"]}
+        | {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16}},
+    ),
     # An indexer chooses 8 positions to attend to.
     "deepseek-v3.2": (
         "DeepseekV32",
@@ -207,6 +241,7 @@ _HEADS = {
     "Qwen3_5Text": "Qwen3_5ForCausalLM",
     "Llama4Text": "Llama4ForCausalLM",
     "Gemma3Text": "Gemma3ForCausalLM",
+    "Gemma3nText": "Gemma3nForCausalLM",
     "Gemma4Text": "Gemma4ForCausalLM",
 }
 
@@ -237,7 +272,20 @@ _WRAPPERS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
         _SIZES | {"head_dim": 8, "rope_parameters": _MROPE | {"mrope_interleaved": True}},
         _VIT3 | {"deepstack_visual_indexes": [0]},
     ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        _SIZES
+        | _MOE
+        | {
+            "head_dim": 8,
+            "num_experts": 4,
+            "moe_intermediate_size": 48,
+            "rope_parameters": _MROPE | {"mrope_interleaved": True},
+        },
+        _VIT3 | {"deepstack_visual_indexes": [0]},
+    ),
     "qwen3_5": ("Qwen3_5", _SIZES | _DELTA, _VIT3),
+    "gemma4": ("Gemma4", _GEMMA | {"sliding_window": 64, "global_head_dim": 16, **_GEMMA4}, _CLIP | {"head_dim": 8}),
 }
 
 
@@ -285,7 +333,11 @@ def _random_model(kind: str, seed: int, layers: int, vocab_size: int) -> transfo
     config = getattr(transformers, f"{family}Config")(vocab_size=vocab_size, **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return getattr(transformers, _HEADS.get(family, f"{family}ForCausalLM"))(config)
+        model = getattr(transformers, _HEADS.get(family, f"{family}ForCausalLM"))(config)
+        for name, weight in model.named_parameters() if family == "GptOss" else ():
+            if name.endswith("bias"):  # which begin as zeros
+                torch.nn.init.normal_(weight, std=0.3)
+        return model
 
 
 @torch.no_grad()

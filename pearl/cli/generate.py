@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from itertools import chain
 
 import click
 from msgspec import structs
@@ -24,6 +25,7 @@ from pearl.printable import printable
 from pearl.spec.methods import DRAFTLESS
 from pearl.spec.rules import find
 from pearl.spec.stops import FIXED
+from pearl.text.reasoning import Splitter, split, splitter_of
 
 
 @listed("Use it", 'pearl generate "Explain the tides to a child." --temperature 0 --max-tokens 100')
@@ -37,7 +39,7 @@ def generate(settings: Settings, prompt: str | None, raw: bool, as_json: bool, c
     """Generate one text from a prompt.
 
     Without PROMPT (or with -) the prompt is read from standard input. The text goes to standard output, all else to
-    standard error. A chat template of the model is applied; see --raw.
+    standard error, a model's reasoning too. A chat template of the model is applied; see --raw.
     """
     console = SafeConsole(stderr=True)
     text = "" if torchrun.rank() else _prompt(prompt, raw)  # before loading models; torchrun's other ranks need none
@@ -47,10 +49,12 @@ def generate(settings: Settings, prompt: str | None, raw: bool, as_json: bool, c
         if engine is None:
             return
         with engine.stream(text, settings.sampling, decoding=settings.decoding, raw=raw) as stream:
-            _print_as_it_comes(stream, quiet=as_json)
+            is_plain = raw or settings.sampling.json_schema is not None or settings.sampling.regex is not None
+            splitter = None if is_plain else splitter_of(engine.tokenizer, stream.result.prompt_tokens)
+            _print_as_it_comes(stream, splitter, console, quiet=as_json)
             result = stream.result
     if as_json:
-        click.echo(json.dumps(_document(settings, engine, result)))
+        click.echo(json.dumps(_document(settings, engine, result, splitter)))
     else:
         console.print(summary(settings, result))
 
@@ -66,22 +70,37 @@ def _prompt(prompt: str | None, raw: bool) -> str:
     return prompt
 
 
-def _print_as_it_comes(stream: Stream, quiet: bool) -> None:
-    for piece in stream:
-        if not quiet:
+def _print_as_it_comes(stream: Stream, splitter: Splitter | None, console: SafeConsole, quiet: bool) -> None:
+    """Print the answer to standard output, and what stands before it dimmed to standard error."""
+    is_thinking = False
+    for text, is_last in chain(((piece.text, False) for piece in stream), [("", True)]):
+        thought, answer = ("", text) if splitter is None else splitter.feed(text, is_last)
+        if quiet:
+            continue
+        if thought:
+            is_thinking = True
+            console.print(thought, style="dim italic", end="", soft_wrap=True)
+        if answer:
+            if is_thinking:
+                console.print("\n")
+            is_thinking = False
             # click.echo would strip ANSI codes, but a file must get the model's own text
-            sys.stdout.write(printable(piece.text) if sys.stdout.isatty() else piece.text)
+            sys.stdout.write(printable(answer) if sys.stdout.isatty() else answer)
             sys.stdout.flush()
+    if is_thinking:
+        console.print()
     if not quiet:
         click.echo()
 
 
-def _document(settings: Settings, engine: Engine, result: Result) -> dict[str, object]:
+def _document(settings: Settings, engine: Engine, result: Result, splitter: Splitter | None) -> dict[str, object]:
     """The output of --json. With its settings, all defaults resolved, the prompt's tokens give the same text again."""
+    parts = None if splitter is None else split(result.text, splitter.tags, splitter.is_open)
     sampling = settings.sampling.model_dump() | with_defaults(settings.sampling, engine.defaults)
     room = engine.context - len(result.prompt_tokens)
     return {
-        "text": result.text,
+        "text": result.text if parts is None else parts[1],
+        "reasoning": None if parts is None else parts[0],
         "tokens": result.tokens,
         "provenance": [p.value for p in result.provenance],
         "finish_reason": result.finish_reason,

@@ -5,6 +5,7 @@
 * Keys of an indexer beside them: `IndexedLayer`.
 * The state of a recurrence or a convolution: transformers' own layer, and `Snapshots` of its state.
 * Both in one layer: `HybridLayer`.
+* What else there is stays transformers' own: to go back, `Snapshots` empties it, and the text is fed again.
 
 Must not know models, nor what is fed.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from transformers.cache_utils import (
 from pearl.models.checkpoints.memory import SNAPSHOTS
 
 # A layer without a cache, which attends to another's keys (Gemma 3n, Gemma 4) or to none. Not in all versions.
-_EMPTY: Any = getattr(cache_utils, "DummyLayer", ())
+_NONE: tuple[Any, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 _HYBRID = (cache_utils.LinearAttentionAndFullAttentionLayer, cache_utils.LinearAttentionAndSlidingWindowAttentionLayer)
 
 
@@ -114,14 +116,14 @@ class HybridLayer(LinearAttentionLayer, FixedLayer):  # type: ignore[misc,overri
 
 
 def layer_for(theirs: object, context: int) -> Any:
-    """The layer that takes the place of `theirs` for `context` tokens; None where it could not be rolled back."""
-    if isinstance(theirs, _EMPTY) or type(theirs) is LinearAttentionLayer:
+    """The layer that takes the place of `theirs` for `context` tokens: itself where it is not understood."""
+    if isinstance(theirs, _NONE) or type(theirs) is LinearAttentionLayer:
         return theirs
     if type(theirs) is DynamicIndexedLayer:
         return IndexedLayer(context)
     if isinstance(theirs, _HYBRID):
         return HybridLayer(context, theirs.number_of_states)
-    return FixedLayer(context) if type(theirs) in (DynamicLayer, DynamicSlidingWindowLayer) else None
+    return FixedLayer(context) if type(theirs) in (DynamicLayer, DynamicSlidingWindowLayer) else theirs
 
 
 class Snapshots:
@@ -132,11 +134,13 @@ class Snapshots:
 
     Attributes:
         length: tokens that the state has seen.
+        unknown: layers that are not understood: no copies are made then, and going back is to begin anew.
     """
 
     def __init__(self, layers: Sequence[object]) -> None:
-        self._layers = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
-        self._empty = self._copy()
+        self.unknown = [layer for layer in layers if not isinstance(layer, (FixedLayer, LinearAttentionLayer, *_NONE))]
+        self._layers = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)] + self.unknown
+        self._empty = [deepcopy(vars(layer) if layer in self.unknown else _state(layer)) for layer in self._layers]
         self._kept: list[tuple[int, list[dict[str, Any]]]] = []  # (length, state of each layer)
         self.length = 0
 
@@ -147,7 +151,7 @@ class Snapshots:
     def advance(self, end: int) -> None:
         """The tokens up to `end` are about to be fed."""
         newest = self._kept[-1][0] if self._kept else 0
-        if self and newest < self.length:
+        if self and not self.unknown and newest < self.length:
             self._kept.append((self.length, self._copy()))
             if len(self._kept) > SNAPSHOTS:
                 self._thin()
@@ -159,7 +163,7 @@ class Snapshots:
             while self._kept and self._kept[-1][0] > length:
                 self._kept.pop()
             # The copy becomes the state: the next forward makes another.
-            self.length, states = self._kept.pop() if self._kept else (0, list(map(_copy, self._empty)))
+            self.length, states = self._kept.pop() if self._kept else (0, deepcopy(self._empty))
             for layer, state in zip(self._layers, states, strict=True):
                 vars(layer).update(state)
             if not self:
@@ -167,14 +171,15 @@ class Snapshots:
         return self.length
 
     def kinds(self) -> list[str]:
-        """The names under which layers hold state by now: of convolutions, of recurrences."""
-        return sorted({name for layer in self._layers for name, held in _state(layer).items() if _tensors(held)})
+        """The names under which recurrent layers hold state by now: of convolutions, of recurrences."""
+        known = [layer for layer in self._layers if layer not in self.unknown]
+        return sorted({name for layer in known for name, held in _state(layer).items() if _tensors(held)})
 
     @torch.inference_mode()
     def disturb(self, kind: str) -> None:
         """Change all state of one of the `kinds`: for a trial."""
         for layer in self._layers:
-            for state in _tensors(vars(layer)[kind]):
+            for state in _tensors(vars(layer).get(kind)):
                 state += 1
 
     def _copy(self) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 # The matrices of a decoder layer: name -> (outputs, inputs); see `dimensions`.
 MATRICES = {
@@ -24,8 +24,14 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 _NOT_COMPUTED = "quantization_config", "use_bidirectional_attention"  # settings
 CAPS = "attn_logit_softcapping", "final_logit_softcapping"
 # Language models that compute what another family does where a text has no pictures: a token's three positions are one.
-TWINS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
-STEADY_ROPES = {"default", "linear", "llama3", "yarn"}  # whose angles do not depend on the length of the text
+TWINS = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+# Whose angles do not depend on the length of the text; longrope's do not within a runner's context.
+_ROPES = {"default", "linear", "llama3", "yarn", "longrope"}
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,11 @@ class Forward:
         scales_embedding: whether embeddings are multiplied by the root of the hidden size.
         has_multipliers: whether the configuration has multipliers, as Granite's.
         has_caps: whether scores and logits may have caps, by tanh, as Gemma 2's.
-        has_experts: whether layers may have experts; then on a CPU only.
+        has_experts: whether layers may have experts.
+        clamps_experts: whether experts are gpt-oss's: with biases, gate and up limited, and their weights transposed.
+        has_sinks: whether each head has one more attention score, of no position.
+        rotates: the part of a head that `partial_rotary_factor` names, in "halves" of which one has the partners of
+            the other, or in "pairs" of neighbours; "": the whole head, in halves.
         reads_directly: whether config.json says all; else transformers completes it, and loads the model.
     """
 
@@ -58,6 +68,9 @@ class Forward:
     has_multipliers: bool = False
     has_caps: bool = False
     has_experts: bool = False
+    clamps_experts: bool = False
+    has_sinks: bool = False
+    rotates: Literal["", "halves", "pairs"] = ""
     reads_directly: bool = True
 
 
@@ -123,6 +136,7 @@ _AROUND = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layer
 _GEMMA = Forward(
     {"attention_bias": _ATTENTION}, norms=_AROUND, norm_shift=1.0, scales_embedding=True, reads_directly=False
 )
+_GLM = Forward({"attention_bias": _QKV}, fused={"mlp.gate_up_proj": _MLP[:2]}, rotates="pairs", reads_directly=False)
 
 FAMILIES = (
     Family(
@@ -150,6 +164,20 @@ FAMILIES = (
         replace(_GEMMA, head_norms="each"),
         {"gemma3": Gguf(_RMS, window=(6, 0), layers_of_27b=62)},
     ),
+    Family("glm", "GlmForCausalLM", _GLM),
+    Family(
+        "glm4",
+        "Glm4ForCausalLM",
+        replace(
+            _GLM,
+            norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+        ),
+    ),
+    Family(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        Forward({"attention_bias": _ATTENTION}, norm_shift=0.0, has_experts=True, clamps_experts=True, has_sinks=True),
+    ),
     Family(
         "granite",
         "GraniteForCausalLM",
@@ -170,7 +198,10 @@ FAMILIES = (
         "phi3",
         "Phi3ForCausalLM",
         Forward(
-            fused={"self_attn.qkv_proj": _QKV, "mlp.gate_up_proj": _MLP[:2]}, default_window=0, reads_directly=False
+            fused={"self_attn.qkv_proj": _QKV, "mlp.gate_up_proj": _MLP[:2]},
+            default_window=0,
+            rotates="halves",
+            reads_directly=False,
         ),
         {"phi3": Gguf(_RMS)},
     ),
@@ -213,9 +244,10 @@ def forward_of(architecture: str, config: Mapping[str, Any]) -> Forward | None:
     if forward is None or not isinstance(rope, Mapping):
         return None
     ropes = [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, Mapping)]
+    parts = {where.get("partial_rotary_factor", 1.0) for where in (*ropes, config)}
     is_computed = (
-        all(each.get("rope_type") in STEADY_ROPES for each in ropes)
-        and all(where.get("partial_rotary_factor", 1.0) == 1.0 for where in (*ropes, config))
+        all(each.get("rope_type") in _ROPES for each in ropes)
+        and (parts == {1.0} or (bool(forward.rotates) and len(ropes) == 1))
         and set(config.get("layer_types") or [_FULL]) <= {_FULL, _SLIDING}
         and bool(config.get("layer_types") or not config.get("use_sliding_window"))
         and config.get("is_causal", True) is True
@@ -247,6 +279,11 @@ def layer_kinds(forward: Forward, config: Mapping[str, Any]) -> list[LayerKind]:
     ]
 
 
+def rotated(forward: Forward, config: Mapping[str, Any], dim: int) -> int:
+    """How many of a head's `dim` numbers are rotated."""
+    return int(dim * config["rope_parameters"].get("partial_rotary_factor", 1.0)) if forward.rotates else dim
+
+
 def dimensions(config: Mapping[str, Any]) -> dict[str, int]:
     """The sizes that `MATRICES` names. `config`: with `head_dim`."""
     width = config["head_dim"]
@@ -270,7 +307,13 @@ def weight_shapes(forward: Forward, config: Mapping[str, Any]) -> dict[str, tupl
         shapes["lm_head.weight"] = (config["vocab_size"], size["hidden"])
     for number in range(config["num_hidden_layers"]):
         layer = f"model.layers.{number}."
+        if forward.has_sinks:
+            shapes[f"{layer}self_attn.sinks"] = (config["num_attention_heads"],)
+        for name, shape in _expert_shapes(config).items() if forward.clamps_experts else ():
+            shapes[f"{layer}mlp.{name}"] = shape
         for name, (outputs, inputs) in MATRICES.items():
+            if forward.clamps_experts and name in _MLP:
+                continue
             shapes[f"{layer}{name}.weight"] = size[outputs], size[inputs]
             if name in biased:
                 shapes[f"{layer}{name}.bias"] = (size[outputs],)
@@ -281,3 +324,16 @@ def weight_shapes(forward: Forward, config: Mapping[str, Any]) -> dict[str, tupl
                 size[width] if forward.head_norms == "all" else config["head_dim"],
             )
     return shapes
+
+
+def _expert_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of the tensors of gpt-oss's experts."""
+    count, hidden, inner = (config[name] for name in ("num_local_experts", "hidden_size", "intermediate_size"))
+    return {
+        "router.weight": (count, hidden),
+        "router.bias": (count,),
+        "experts.gate_up_proj": (count, hidden, 2 * inner),
+        "experts.gate_up_proj_bias": (count, 2 * inner),
+        "experts.down_proj": (count, inner, hidden),
+        "experts.down_proj_bias": (count, hidden),
+    }

@@ -7,6 +7,7 @@ their logits are used for.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from pearl.models.checkpoints.memory import SNAPSHOTS, is_of_memory
 from pearl.models.runner import Capabilities, Feed, Tokens, check_feeds, feed_chain
 from pearl.printable import cause_of
 
+log = logging.getLogger(__name__)
+
 _TRIED = 8  # tokens of the trial at construction
 _ALIKE = {"float32": 0.99999, "float64": 0.99999}  # least cosine of logits that are equal up to rounding
 _PIECE = 512  # the most tokens of a forward where states are copied: a rollback goes back to the start of one
@@ -29,8 +32,8 @@ _ALIKE_IN_HALF = 0.97  # of most rows in half precision: rounding may choose oth
 class HFRunner:
     """`ModelRunner` over a loaded model, which stays where it was loaded, on one device or several.
 
-    Raises `ModelError` at construction where the model has a cache layer that `layer_for` does not know, or where a
-    trial fails or finds that logits depend on how a text is cut into forwards.
+    Raises `ModelError` at construction where a trial fails or finds that logits depend on how a text is cut into
+    forwards.
     """
 
     capabilities = Capabilities()  # one chain; its kernels are chosen by the number of rows
@@ -57,6 +60,12 @@ class HFRunner:
         self.cache_bytes = 0  # of keys and values for the whole context, and of recurrent states with their copies
         self._is_single = False  # whether tokens that follow others must be fed one by one
         self._try()
+        if kinds := sorted({type(layer).__name__ for layer in self._states.unknown}):
+            log.warning(
+                "%s cannot roll its cache back (%s): after a rejected token all tokens are fed again. Use --method ar",
+                type(model).__name__,
+                ", ".join(kinds),
+            )
 
     def length(self, slot: int = 0) -> int:
         """See `ModelRunner.length`."""
@@ -223,7 +232,7 @@ def _cosines(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 
 def _layers(model: PreTrainedModel, context: int) -> list[Any]:
-    """Cache layers for `context` tokens; raises `ModelError` where one cannot be rolled back."""
+    """Cache layers for `context` tokens."""
     name, config = type(model).__name__, model.config
     text = config.get_text_config(decoder=True)
     doubtful = (
@@ -237,14 +246,7 @@ def _layers(model: PreTrainedModel, context: int) -> list[Any]:
         raise ModelError(f"{name} is not a decoder-only language model. Use a causal one.")
     if text.model_type == "doge":
         _check_doge(name, text, context)
-    theirs = DynamicCache(config=config).layers
-    layers = [layer_for(layer, context) for layer in theirs]
-    if unknown := sorted({type(own).__name__ for own, layer in zip(theirs, layers, strict=True) if layer is None}):
-        raise ModelError(
-            f"{name} cannot be used here: PEARL does not know how to roll back its cache after a rejected token "
-            f"({', '.join(unknown)}). Use another model."
-        )
-    return layers
+    return [layer_for(layer, context) for layer in DynamicCache(config=config).layers]
 
 
 def _check_doge(name: str, config: Any, context: int) -> None:

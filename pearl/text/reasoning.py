@@ -19,10 +19,11 @@ _TAIL = 16  # tokens of a prompt that may hold an opening tag at its end
 
 @dataclass(frozen=True)
 class Tags:
-    """What stands before and behind the reasoning in a text."""
+    """What stands before and behind the reasoning in a text, and before an answer without any."""
 
     start: str
     end: str
+    plain: str = ""
 
     def are_open(self, prompt: str) -> bool:
         """Whether the text behind this prompt begins with reasoning."""
@@ -31,7 +32,7 @@ class Tags:
 
 _TAGS = {  # what a chat template has -> its tags
     "</think>": Tags("<think>", "</think>"),
-    "<|channel|>analysis": Tags("analysis", "assistantfinal"),  # gpt-oss: its special tokens have no text
+    "<|channel|>analysis": Tags("analysis", "assistantfinal", "final"),  # gpt-oss: its special tokens have no text
 }
 
 
@@ -83,9 +84,12 @@ class Splitter:
     def _has_begun(self, is_last: bool) -> bool:
         """Whether what the text begins with is known."""
         start, text = self.tags.start, self._pending.lstrip()
+        plain = "" if self.is_open else self.tags.plain
         if text.startswith(start):
             self._phase, self._pending = _Phase.OPENED, text[len(start) :]
-        elif is_last or not start.startswith(text):
+        elif plain and text.startswith(plain):
+            self._phase, self._pending = _Phase.CLOSED, text[len(plain) :]
+        elif is_last or not (start.startswith(text) or plain.startswith(text)):
             self._phase = _Phase.OPENED if self.is_open else _Phase.ANSWER
         return self._phase is not _Phase.START
 

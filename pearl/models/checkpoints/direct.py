@@ -20,16 +20,26 @@ from torch import nn
 from pearl.cache import Progress, silent
 from pearl.models.checkpoints import formats
 from pearl.models.families import OWN_FORWARD, forward_of, weight_shapes
+from pearl.models.forward.experts import computes_experts
 from pearl.models.forward.layers import set_weight
 from pearl.models.forward.quantised import Weights
 
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
-_ROPES = {"default": (), "linear": ("factor",), "llama3": (*_LLAMA3, "original_max_position_embeddings")}  # settings
+_LENGTH = "original_max_position_embeddings"
+_ROPES = {  # settings
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (*_LLAMA3, _LENGTH),
+    "yarn": ("factor", _LENGTH),
+}
 _NEEDED = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("rms_norm_eps", "vocab_size", "max_position_embeddings", "hidden_act", "tie_word_embeddings"),
 )
+_NEEDED_BY_EXPERTS = ("layer_types", "num_local_experts", "num_experts_per_tok", "swiglu_limit")
 _DTYPES = ("float32", "bfloat16", "float16")
+_MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BLOCKS, _SCALES = "_blocks", "_scales"  # behind the names of tensors in MXFP4
 _FILE, _EMBEDDING = "model.safetensors", "model.embed_tokens.weight"
 
 
@@ -45,15 +55,16 @@ class Weight(nn.Module):
 class Rope(nn.Module):
     """Cosines and sines of positions, bit for bit those of transformers."""
 
-    def __init__(self, frequencies: torch.Tensor) -> None:
+    def __init__(self, frequencies: torch.Tensor, scale: float = 1.0) -> None:
         super().__init__()
         self._frequencies = frequencies  # [head_dim / 2]; no buffer, for it stays float32 on the CPU
+        self._scale = scale  # yarn's, of what is rotated
 
     def forward(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Each [1, positions, head_dim], with the dtype and device of `like`. positions [1, n]."""
         angles = positions[..., None].float() * self._frequencies.to(like.device)
         angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+        return (angles.cos() * self._scale).to(like.dtype), (angles.sin() * self._scale).to(like.dtype)
 
 
 class Decoder(nn.Module):
@@ -66,7 +77,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config: Any = config
 
-    def place(self, name: str, module: nn.Module) -> None:
+    def place(self, name: str, module: nn.Module | nn.Parameter) -> None:
         """Add `module` under its dotted name; the modules above it are made where they are missing."""
         above: nn.Module = self
         *path, last = name.split(".")
@@ -74,7 +85,7 @@ class Decoder(nn.Module):
             if not hasattr(above, part):
                 above.add_module(part, nn.ModuleList() if part == "layers" else nn.Module())
             above = getattr(above, part)
-        above.add_module(last, module)
+        setattr(above, last, module)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -106,10 +117,12 @@ def read_decoder(
     if config is None or files is None:
         return None
     scheme = config.pop("quantization_config", None)
-    frequencies = _frequencies(config)
+    rope = _rope(config)
     forward = forward_of(config["architectures"][0], config)
     own = config.get("dtype") or config.get("torch_dtype")
-    if forward is None or not forward.reads_directly or frequencies is None or own not in _DTYPES:
+    if forward is None or not forward.reads_directly or rope is None or own not in _DTYPES:
+        return None
+    if forward.has_experts and not computes_experts(device):
         return None
     expected, is_tied = weight_shapes(forward, config), config["tie_word_embeddings"]
     opened = {name: safe_open(directory / name, framework="pt") for name in set(files.values())}
@@ -122,6 +135,10 @@ def read_decoder(
         for name, file in files.items()
         if f"{name.rpartition('.')[0]}.weight" not in quantised or name.endswith(".bias")
     }
+    for name in [name for name in found if name.endswith(_BLOCKS) and len(found[name]) == 4]:
+        experts, outputs, groups, _ = found.pop(name)
+        if found.pop(name.replace(_BLOCKS, _SCALES), None) == (experts, outputs, groups):
+            found[name.removesuffix(_BLOCKS)] = experts, 32 * groups, outputs
     if is_tied and found.pop("lm_head.weight", None) is not None:
         tied = [opened[files[name]].get_tensor(name) for name in ("lm_head.weight", "model.embed_tokens.weight")]
         if not torch.equal(*tied):
@@ -150,7 +167,12 @@ def read_decoder(
         if kind == "weight":
             bias = get(f"{module}.bias").to(device=device, dtype=wanted) if f"{module}.bias" in expected else None
             decoder.place(module, Weight(get(name).to(device, wanted) if name == _EMBEDDING else read(name), bias))
-    decoder.place("model.rotary_emb", Rope(frequencies))
+        elif kind != "bias":
+            parts = [name] if name in files else [name + _BLOCKS, name + _SCALES]
+            given = [get(part).to(device) for part in parts]
+            value = given[0] if name in files else dequantise_mxfp4(*given).mT
+            decoder.place(name, nn.Parameter(value.to(wanted), requires_grad=False))
+    decoder.place("model.rotary_emb", rope)
     if is_tied:  # a module of its own: the runner takes the head's weight away
         head = next((name for name in ("lm_head.weight", _EMBEDDING) if name in quantised), None)
         decoder.place("lm_head", Weight(read(head) if head else decoder.model.embed_tokens.weight))
@@ -177,12 +199,15 @@ def _config(directory: Path) -> dict[str, Any] | None:
     try:
         config = json.loads((directory / "config.json").read_text())
         architecture = config["architectures"][0]
-        if (
-            any(config[name] is None for name in _NEEDED)
-            or OWN_FORWARD[architecture].model_type != config["model_type"]
-        ):
+        family = OWN_FORWARD[architecture]
+        has_experts = family.forward is not None and family.forward.clamps_experts
+        needed = (*_NEEDED, *(_NEEDED_BY_EXPERTS if has_experts else ()))
+        if any(config[name] is None for name in needed) or family.model_type != config["model_type"]:
             return None
-    except (OSError, ValueError, LookupError, TypeError):
+        if has_experts and config.get("quantization_config", {}).get("quant_method") == "mxfp4":
+            del config["quantization_config"]
+            config.setdefault("dtype", "bfloat16")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
     # Code of its own; a scaling or a length that transformers reads before that of the rope.
     if "auto_map" in config or "original_max_position_embeddings" in config:
@@ -198,16 +223,51 @@ def _config(directory: Path) -> dict[str, Any] | None:
     return {**config, "rope_parameters": rope, "head_dim": width}
 
 
-def _frequencies(config: dict[str, Any]) -> torch.Tensor | None:
-    """Angles [head_dim / 2] from one position to the next; None: for an unknown rope."""
+def _rope(config: dict[str, Any]) -> Rope | None:
+    """None for an unknown one."""
     rope, dim = config["rope_parameters"], config["head_dim"]
     needed = _ROPES.get(str(rope.get("rope_type"))) if isinstance(rope, dict) else None
     if needed is None or not all(isinstance(rope.get(name), int | float) for name in ("rope_theta", *needed)):
         return None
     plain = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))
     if rope["rope_type"] == "llama3":
-        return llama3_frequencies(plain, rope)
-    return plain / rope["factor"] if needed else plain
+        return Rope(llama3_frequencies(plain, rope))
+    if rope["rope_type"] == "yarn":
+        return _yarn(rope, dim)
+    return Rope(plain / rope["factor"] if needed else plain)
+
+
+def _yarn(rope: dict[str, Any], dim: int) -> Rope | None:
+    """As transformers' `_compute_yarn_parameters`; "YaRN", Peng et al. 2023, section 3."""
+    if rope.get("mscale") or rope.get("mscale_all_dim"):
+        return None
+    base, factor, length = rope["rope_theta"], rope["factor"], rope[_LENGTH]
+
+    def dimension(rotations: float) -> float:
+        return float(dim * math.log(length / (rotations * 2 * math.pi))) / (2 * math.log(base))
+
+    low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)
+    kept = 1 - ramp.clamp(0, 1)
+    wide = base ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)
+    scale = rope.get("attention_factor") or (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
+    return Rope(1.0 / (factor * wide) * (1 - kept) + 1.0 / wide * kept, scale)
+
+
+def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Blocks [experts, outputs, groups, 16] of two numbers a byte, the lower first, and exponents [experts, outputs,
+    groups] -> bfloat16 [experts, outputs, 32 * groups]: "OCP Microscaling Formats", 5.3.3.
+    """
+    numbers = torch.tensor([*_MXFP4, *(-number for number in _MXFP4)], dtype=torch.bfloat16, device=blocks.device)
+    byte = torch.arange(256, device=blocks.device)
+    pairs = torch.stack((numbers[byte & 15], numbers[byte >> 4]), -1)
+    found = numbers.new_empty(*scales.shape, 32)
+    for some, exponents, into in zip(blocks, scales, found, strict=True):  # one by one: indices take 8 bytes each
+        torch.ldexp(pairs[some.long()].flatten(-2), exponents[..., None].int() - 127, out=into)
+    return found.flatten(-2)
 
 
 def llama3_frequencies(plain: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:

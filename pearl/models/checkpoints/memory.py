@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -96,6 +97,9 @@ def needed(
         return None
     if not isinstance(config, dict) or not size:
         return None
+    if added := _added(config):
+        size, config = size + added, {**config, "dtype": "bfloat16"}
+        del config["quantization_config"]
     own = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     item = _ITEMS.get(own if dtype == "auto" else dtype, 2)
     weights = size if "quantization_config" in config else size * item // _ITEMS.get(own, item)
@@ -109,6 +113,15 @@ def needed(
     if is_ours or weights < _MEASURED_FROM or (sizes := _sizes(directory, item)) is None:
         return need
     return replace(need, cache=context * sizes[0], context=context, states=(1 + SNAPSHOTS) * sizes[1])
+
+
+def _added(config: Mapping[str, Any]) -> int:
+    """Bytes that experts in MXFP4 take more in bfloat16, in which they are computed: 2 a number, not 17 / 32."""
+    with suppress(LookupError, TypeError, AttributeError):
+        if config["quantization_config"]["quant_method"] == "mxfp4":
+            sizes = "num_hidden_layers", "num_local_experts", "hidden_size", "intermediate_size"
+            return 3 * math.prod(config[name] for name in sizes) * (64 - 17) // 32
+    return 0
 
 
 def _size_of_weights(directory: Path) -> int:

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # Model types whose language model has been compared with the whole. Others may store or compute it in their own way.
-WRAPPERS = ("gemma3", "llama4", "llava", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+WRAPPERS = (
+    *("gemma3", "gemma3n", "gemma4", "llama4", "llava", "mistral3"),
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"),
+)
 # Names in a checkpoint, as patterns -> names in a language model.
 LANGUAGE_MODEL = {
     r"^(model\.)?language_model\.lm_head\.": "lm_head.",
@@ -35,7 +38,11 @@ def language_model_of(path: str) -> PreTrainedConfig | None:
     if twin := TWINS.get(text.model_type):
         given = {name: value for name, value in text.to_dict().items() if name != "model_type"}
         rope = {name: value for name, value in given["rope_parameters"].items() if not name.startswith("mrope")}
-        text = AutoConfig.for_model(twin, **{**given, "rope_parameters": rope})
+        has_experts = twin == "qwen3_moe"
+        more = {"norm_topk_prob": True} if has_experts else {}  # what its twin may leave undone
+        text = AutoConfig.for_model(twin, **{**given, **more, "rope_parameters": rope})
+        if has_experts:  # transformers turns stored experts by this name
+            text.model_type = config.model_type  # type: ignore[misc]
     text.tie_word_embeddings = config.tie_word_embeddings  # where a head of its own is found, transformers unties it
     text.dtype = text.dtype or config.dtype
     if (quantised := getattr(config, "quantization_config", None)) is not None:

@@ -33,11 +33,16 @@ class Scoring(NamedTuple):
         windows: of each layer, how many positions a token sees, its own included; 0: all earlier ones.
         scale: of a query's product with a key.
         cap: see `cap_scores`.
+        sinks: of each layer, see `weigh`; empty: none.
     """
 
     windows: tuple[int, ...]
     scale: float
     cap: float
+    sinks: tuple[torch.Tensor, ...] = ()
+
+    def sinks_of(self, layer: int) -> torch.Tensor | None:
+        return self.sinks[layer] if self.sinks else None
 
 
 def plan_no_shapes(device: torch.device) -> None:
@@ -80,6 +85,21 @@ def cap_scores(scores: torch.Tensor, cap: float) -> torch.Tensor:
     for some in (flat.split(_SERIAL) if scores.is_cpu else [flat]) if cap else ():
         some.div_(cap).tanh_().mul_(cap)
     return scores
+
+
+def weigh(scores: torch.Tensor, n: int, sinks: torch.Tensor | None) -> torch.Tensor:
+    """The softmax of scores [kv_heads, group * n or more, positions] over positions, and over one more of each head.
+
+    Args:
+        sinks: [heads], those scores, of which no value comes. In a block of their own, for the order of the sum.
+    """
+    if sinks is None:
+        return scores.softmax(-1)
+    kv_heads, rows, _ = scores.shape
+    group = len(sinks) // kv_heads
+    beside = scores.new_full((kv_heads, rows, BLOCK), -torch.inf)
+    beside[:, : group * n, 0] = sinks.view(kv_heads, group, 1).expand(-1, -1, n).flatten(1)
+    return torch.cat((scores, beside), -1).softmax(-1)[..., :-BLOCK]
 
 
 class TreePlace(NamedTuple):
@@ -198,14 +218,19 @@ def _unstacked(mixed: torch.Tensor, n: int, heads: int) -> torch.Tensor:
 
 
 def attend(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, cap: float = 0.0
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention output of each query: [n, heads * head_dim].
 
     Args:
         queries: [n, heads, head_dim], scaled.
         keys, values: [kv_heads, positions of whole blocks, head_dim]; masked positions must be finite.
-        mask: as `masks` makes it. cap: of scores.
+        mask: as `masks` makes it. cap: of scores. sinks: see `weigh`.
     """
     n, heads = queries.shape[:2]
     kv_heads, seen = keys.shape[:2]
@@ -213,7 +238,7 @@ def attend(
     stacked = _stacked(queries, kv_heads)
     scores = cap_scores(torch.bmm(stacked, keys.transpose(1, 2)), cap)
     scores[:, : group * n, seen - mask.shape[1] :].unflatten(1, (group, n)).add_(mask)
-    weights = scores.softmax(-1)
+    weights = weigh(scores, n, sinks)
     mixed = torch.bmm(weights[:, :, :BLOCK], values[:, :BLOCK])
     for at in range(BLOCK, seen, BLOCK):
         mixed.baddbmm_(weights[:, :, at : at + BLOCK], values[:, at : at + BLOCK])

@@ -16,9 +16,11 @@ import torch
 from pearl.models.feeds import Feed
 from pearl.models.forward import cuts, kernels
 from pearl.models.forward.cuts import ADDING, Cut
+from pearl.models.forward.expert_kernels import add_mixed
+from pearl.models.forward.experts import Experts
 from pearl.models.forward.graphs import Record
 from pearl.models.forward.layers import DecoderLayers, Layer
-from pearl.models.forward.matrices import Plain, Quantised
+from pearl.models.forward.matrices import Plain, Quantised, normalise
 from pearl.models.forward.row_table import MOST_PARTS, NUMBERS, ROWS, lay_tables, numbers
 from pearl.models.forward.slots import Slots
 
@@ -26,6 +28,7 @@ log = logging.getLogger(__name__)
 
 _SQUARED = 16  # see `kernels.SQUARED`; also columns of a tile of the embedding
 PRODUCTS = ("qkv", "out", "gate_up", "down", "head")
+_BESIDE_EXPERTS = ("qkv", "out", "head")
 _OVERLAPS_FROM = (9, 0)  # compute capability
 
 Choose = Callable[
@@ -102,7 +105,7 @@ class Decode:
         self._counts = room(widest // 16, dtype=torch.int32)
         self._options: dict[str, bool] = {"OVERLAPS": overlaps, **({"launch_pdl": True} if overlaps else {})}
         self._cuts: dict[str, Cut] = {}
-        for name in PRODUCTS:
+        for name in PRODUCTS if layers.layers[0].experts is None else _BESIDE_EXPERTS:
             self._cuts[name] = choose(name, self.shape(name), self._matrix(name).bits, partial(self._each, name))
         self._replay = record(self._launch)
 
@@ -163,8 +166,10 @@ class Decode:
         for number, layer in enumerate(self._layers.layers):
             self._product("qkv", layer, self._cuts["qkv"])
             self._attend(number, layer)
-            for name in ("out", "gate_up", "down"):
+            for name in ("out", "gate_up", "down") if layer.experts is None else ("out",):
                 self._product(name, layer, self._cuts[name])
+            if layer.experts is not None:
+                self._mix(layer.experts, layer.mlp_norm)
         self._product("head", None, self._cuts["head"])
         return self._logits
 
@@ -199,6 +204,13 @@ class Decode:
             self._counts, layers.eps, K=inputs, N=outputs, BN=cut.columns, BK=cut.inputs, PARTS=cut.parts,
             NORMS=name not in ADDING, ADDS=name in ADDING, BIAS=matrix.bias is not None, **more,
         )  # fmt: skip
+
+    def _mix(self, experts: Experts, norm: torch.Tensor | None) -> None:
+        """Add what the experts of a layer give."""
+        assert norm is not None
+        is_fed = self._table[1 + 2 * ROWS : 1 + 3 * ROWS] != 0
+        mixed = experts(normalise(self._x, norm, self._layers.eps), is_fed)
+        add_mixed[(self._hidden // _SQUARED,)](self._x, mixed, self._squares[0], self._hidden, _SQUARED)
 
     def _attend(self, number: int, layer: Layer) -> None:
         (hq, hk, dim), slots, (cos, sin) = self._layers.heads, self._slots, self._angles

@@ -1,4 +1,4 @@
-"""The MLP of a layer that has experts: a router sends each token through a few of many, on a CPU.
+"""The MLP of a layer that has experts: a router sends each token through a few of many.
 
 A row's bits do not depend on its company: the products of an expert do not depend on the number of rows, and a row adds
 what its experts give in the order of their probabilities.
@@ -7,37 +7,76 @@ what its experts give in the order of their probabilities.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pearl.models.forward.graphs import FED
 from pearl.models.forward.matrices import Matrix, gated
+
+if TYPE_CHECKING:
+    from pearl.models.forward.expert_kernels import ExpertProducts
+
+_PIECE = 64  # rows of an expert's products on a GPU, where other kernels serve other numbers of rows
+_SERIAL = 32768  # elements; see `matrices.gated`
+
+
+def computes_experts(device: torch.device) -> bool:
+    """Whether experts can be computed there: on a GPU recorded forwards need our kernels."""
+    return device.type == "cpu" or find_spec("triton") is not None
 
 
 class Experts:
     """Takes the weights of `block`, a sparse MLP of transformers, away.
 
+    Args:
+        kernels: whether forwards of `FED` rows are computed by our kernels.
+
     Attributes:
         least_rows: from which on the products of an expert do not depend on the number of rows; see `probe`.
     """
 
-    def __init__(self, block: Any, config: Mapping[str, Any], one: Callable[..., Matrix]) -> None:
+    def __init__(self, block: Any, config: Mapping[str, Any], one: Callable[..., Matrix], kernels: bool) -> None:
         self._top = int(config["num_experts_per_tok"])
-        self._sums_to_one = bool(config.get("norm_topk_prob", True))  # Mixtral's always do
-        both, down = block.experts.gate_up_proj.detach(), block.experts.down_proj.detach()
+        self._sums_to_one = bool(config.get("norm_topk_prob", True))  # those of Mixtral and gpt-oss always do
+        experts, router = block.experts, getattr(block, "gate", None) or block.router
+        both, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
+        biases = [getattr(experts, f"{name}_bias", [None] * len(down)) for name in ("gate_up_proj", "down_proj")]
+        self._limits: tuple[float, float] | None = None
+        if hasattr(experts, "gate_up_proj_bias"):  # gpt-oss's
+            self._limits = float(config.get("swiglu_alpha", 1.702)), float(config["swiglu_limit"])
+            both, down = both.mT, down.mT
 
-        def product(weight: torch.Tensor) -> Matrix:
-            return one(SimpleNamespace(weight=weight, bias=None))
+        def product(weight: torch.Tensor, bias: torch.Tensor | None, alternates: bool = False, **more: str) -> Matrix:
+            rows = [slice(0, None, 2), slice(1, None, 2)] if alternates else [slice(None)]  # gate and up in turn
+            parts = [SimpleNamespace(weight=weight[some], bias=None if bias is None else bias[some]) for some in rows]
+            return one(*parts, **more)
 
-        self.router = product(block.gate.weight.detach())
-        self.each = [(product(first), product(second)) for first, second in zip(both, down, strict=True)]
-        self.inner = down.shape[2]
-        del block.experts.gate_up_proj, block.experts.down_proj
-        self.least_rows = 1
+        # Never rounded: it is small, and chooses.
+        self.router = product(router.weight.detach(), getattr(router, "bias", None), rounding="")
+        self.each = [
+            (product(first, bias, self._limits is not None), product(second.contiguous(), other))
+            for first, second, bias, other in zip(both, down, *biases, strict=True)
+        ]
+        self._gate = gated if self._limits is None else partial(_clamped, *self._limits)
+        del experts.gate_up_proj, experts.down_proj
+        self.least_rows, self._most_rows = (1, 1 << 30) if down.device.type == "cpu" else (_PIECE, _PIECE)
+        self._products: ExpertProducts | None = None
+        if kernels:
+            from pearl.models.forward.expert_kernels import ExpertProducts
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] -> [n, hidden]"""
+            self._products = ExpertProducts(self.each, self._limits)
+            self.each = self._products.each
+
+    def __call__(self, x: torch.Tensor, is_fed: torch.Tensor | None = None) -> torch.Tensor:
+        """[n, hidden] -> [n, hidden]
+
+        Args:
+            is_fed: [n]; other rows are padding, and need no experts of their own.
+        """
         weights, chosen = self.router(x, None).softmax(-1, dtype=torch.float32).topk(self._top)  # [n, top]
         if self._sums_to_one:
             total = weights[:, 0].clone()
@@ -45,10 +84,16 @@ class Experts:
                 total += column
             weights = weights / total[:, None]
         weights = weights.to(x.dtype)
-        found = x.new_zeros(len(x), self._top, x.shape[1])
-        for expert in chosen.unique().tolist():
-            rows, places = (chosen == expert).nonzero(as_tuple=True)
-            found[rows, places] = self._through(expert, x[rows])
+        if is_fed is not None:
+            chosen = torch.where(is_fed[:, None], chosen, chosen[:1])
+        if self._products is not None and len(x) == FED:
+            found = self._products(x, chosen)
+        else:
+            found = x.new_zeros(len(x), self._top, x.shape[1])
+            for expert in chosen.unique().tolist():
+                rows, places = (chosen == expert).nonzero(as_tuple=True)
+                parts = x[rows].split(self._most_rows)
+                found[rows, places] = torch.cat([self._through(expert, part) for part in parts])
         mixed = found[:, 0] * weights[:, :1]
         for place in range(1, self._top):
             mixed += found[:, place] * weights[:, place : place + 1]
@@ -58,4 +103,17 @@ class Experts:
         count, (both, down) = len(x), self.each[expert]
         if count < self.least_rows:
             x = torch.cat([x, x[:1].expand(self.least_rows - count, -1)])
-        return down(gated(both(x, None)), None)[:count]
+        return down(self._gate(both(x, None)), None)[:count]
+
+
+def _clamped(alpha: float, limit: float, gate_up: torch.Tensor) -> torch.Tensor:
+    """gpt-oss's activation: [n, 2 * inner] -> [n, inner]. Overwrites its argument. In pieces: see `matrices.gated`."""
+    found = []
+    for some in gate_up.split(max(1, _SERIAL // gate_up.shape[1])):
+        gate, up = some.chunk(2, -1)
+        gate.clamp_(max=limit)
+        up.clamp_(-limit, limit)
+        shares = torch.empty_like(some).chunk(2, -1)[0]  # rows apart, as in `gate`: each ends a vector
+        torch.mul(gate, alpha, out=shares).sigmoid_()
+        found.append((up + 1).mul_(gate * shares))
+    return torch.cat(found)

@@ -32,7 +32,8 @@ class Piece(NamedTuple):
         start: [1], position of the first token.
         ids: [n]
         depths: [n], of a tree's nodes; a chain's are 0, 1, 2, ...
-        sees: [n], a bit mask of the nodes that each node sees; None for a chain: all earlier ones and itself.
+        sees: [n], a bit mask of the nodes that each node sees, 0 of padding; None for a prompt: all earlier ones and
+            itself.
     """
 
     start: torch.Tensor
@@ -105,7 +106,7 @@ class Graphs:
         count, end = len(feed.tokens), min(end, self._room)
         known = [0] * count if isinstance(feed.tokens, torch.Tensor) else list(feed.tokens)
         depth = list(range(FED)) if feed.parents is None else depths(feed.parents)
-        sees = [(2 << node) - 1 for node in range(FED)] if feed.parents is None else ancestors(feed.parents)
+        sees = [(2 << node) - 1 for node in range(count)] if feed.parents is None else ancestors(feed.parents)
         columns = [[*column, *[0] * (FED - len(column))] for column in (known, depth, sees)]
         given = torch.tensor([start, *columns[0], *columns[1], *columns[2]], pin_memory=device.type == "cuda")
         if (feed.slot, end) not in self._known:

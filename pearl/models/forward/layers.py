@@ -6,15 +6,27 @@ provides positions and attends (see `slot_attention`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch.nn import Linear, Parameter
+from torch.nn.functional import pad
 
-from pearl.models.families import CAPS, MATRICES, Forward, LayerKind, activation_of, dimensions, forward_of, layer_kinds
+from pearl.models.families import (
+    CAPS,
+    MATRICES,
+    Forward,
+    LayerKind,
+    activation_of,
+    dimensions,
+    forward_of,
+    layer_kinds,
+    rotated,
+)
 from pearl.models.forward.attention import Scoring, cap_scores
 from pearl.models.forward.experts import Experts
 from pearl.models.forward.matrices import Matrix, Rounding, gated, matrix, normalise
@@ -59,10 +71,16 @@ class Layer:
 
     @staticmethod
     def of(
-        layer: Any, kind: LayerKind, forward: Forward, config: Mapping[str, Any], one: Callable[..., Matrix]
+        layer: Any,
+        kind: LayerKind,
+        forward: Forward,
+        config: Mapping[str, Any],
+        one: Callable[..., Matrix],
+        kernels: bool,
     ) -> Layer:
+        """`kernels`: see `Experts`."""
         attention, mlp = layer.self_attn, layer.mlp
-        experts = Experts(mlp, config, one) if hasattr(mlp, "experts") else None
+        experts = Experts(mlp, config, one, kernels) if hasattr(mlp, "experts") else None
 
         def norm(of: Any, name: str) -> torch.Tensor | None:
             return norm_weights(getattr(of, name), forward) if name and hasattr(of, name) else None
@@ -147,6 +165,7 @@ class DecoderLayers:
         self.heads = Heads(heads, int(config.num_key_value_heads), width)
         self.vocab_size, self.dtype = int(config.vocab_size), model.dtype
         self._group, self.eps, self._cache_dtype = group, float(config.rms_norm_eps), cache_dtype
+        self._rotated = rotated(forward, settings, width)
         self._scales = Scales.of(forward, settings, width, model.dtype)
         self._gate: Literal["silu", "gelu"] = "silu" if activation_of(settings) in ("silu", "swish") else "gelu"
         one = partial(matrix, dtype=model.dtype, rounding=rounding, plain=plain)
@@ -155,11 +174,15 @@ class DecoderLayers:
         split_fused(model, forward)
         self.bits = bits_of(model, rounding)
         self._residual = torch.float32 if self.bits else model.dtype
+        pair_up(model, forward, self._rotated, width)
         kinds = layer_kinds(forward, settings)
         windows = tuple(0 if kind.window >= context else kind.window for kind in kinds)
-        self.scoring = Scoring(windows, self._scales.attention, self._scales.attention_cap)
+        sinks = tuple(each.self_attn.sinks.detach().to(cache_dtype) for each in inner.layers if forward.has_sinks)
+        self.scoring = Scoring(windows, self._scales.attention, self._scales.attention_cap, sinks)
+        kernels = plain or self.embedding.device.type == "cuda"
         self.layers = [
-            Layer.of(layer, kind, forward, settings, one) for layer, kind in zip(inner.layers, kinds, strict=True)
+            Layer.of(layer, kind, forward, settings, one, kernels)
+            for layer, kind in zip(inner.layers, kinds, strict=True)
         ]
         self.norm = norm_weights(inner.norm, forward)
         self.head = one(model.lm_head, wide=True)
@@ -170,7 +193,8 @@ class DecoderLayers:
             and forward.head_norms != "all"
             and not (forward.scales_embedding or forward.has_multipliers or forward.has_caps)
             and self._gate == "silu"
-            and not forward.has_experts
+            and not forward.has_sinks
+            and len({layer.experts is None for layer in self.layers}) == 1
             and all(getattr(layer.gate_up, "bias", None) is None for layer in self.layers)
         )
 
@@ -190,25 +214,32 @@ class DecoderLayers:
         ]
         for experts in (each.experts for each in self.layers if each.experts):
             experts.least_rows = max(found)
-        return max(found), all(found) and attention_is_invariant(self.heads)
+        return max(found), all(found) and attention_is_invariant(self.heads, self.scoring.sinks_of(0))
 
     def angles(self, rotary: Any, positions: torch.Tensor) -> dict[str, Rope]:
         """Cosines and sines of `positions` [n], of each rotation that layers have; see `LayerKind.rope`.
 
         The first half of the sines is negated: rotating a vector swaps its halves and negates one; `roll` only swaps.
         """
-        half, found = self.heads.dim // 2, dict[str, Rope]()
+        half, found = self._rotated // 2, dict[str, Rope]()
+        rest = self.heads.dim // 2 - half  # numbers that are not rotated
         like = torch.empty(0, dtype=self._cache_dtype, device=positions.device)
         for name in sorted({layer.kind.rope for layer in self.layers if layer.kind.rope is not None}):
             tables = rotary(like, positions[None], *([name] if name else []))
-            cos, sin = (table[0, :, None].to(self._cache_dtype) for table in tables)
-            found[name] = cos.contiguous(), torch.cat((-sin[..., :half], sin[..., half:]), -1)
+            # gpt-oss's tables have each angle once, others' twice.
+            cos, sin = (table[0, :, None, :half].to(self._cache_dtype) for table in tables)
+            cos, sin = pad(cos, (0, rest), value=1.0), pad(sin, (0, rest))
+            found[name] = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         return found
 
     def hidden_states(
-        self, ids: torch.Tensor, ropes: Mapping[str, Rope], slots: Attends | NativeAttention
+        self,
+        ids: torch.Tensor,
+        ropes: Mapping[str, Rope],
+        slots: Attends | NativeAttention,
+        is_fed: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The last layer's states [n, hidden] of `ids` [n], on every rank."""
+        """The last layer's states [n, hidden] of `ids` [n], on every rank. is_fed: see `Experts`."""
         hidden = self.embedding[ids]
         if self._scales.embedding != 1:
             hidden = hidden * self._scales.embedding
@@ -218,7 +249,7 @@ class DecoderLayers:
             hidden = self._add(hidden, layer.out, mixed, layer.after_attention)
             fed = self._normalise(hidden, layer.mlp_norm)
             if layer.experts is not None:
-                hidden = hidden + layer.experts(fed)
+                hidden = hidden + layer.experts(fed, is_fed)
             else:
                 hidden = self._add(hidden, layer.down, gated(layer.gate_up(fed, None), self._gate), layer.after_mlp)
         return hidden
@@ -305,19 +336,17 @@ def split_fused(model: PreTrainedModel | Decoder, forward: Forward) -> None:
             if (fused := getattr(above, name.rpartition(".")[2], None)) is None:
                 continue
             rows = [size[MATRICES[part][0]] for part in parts]
-            for part, weight in zip(parts, _split(fused.weight, rows), strict=True):
+            for number, part in enumerate(parts):
+                some = slice(sum(rows[:number]), sum(rows[: number + 1]))
                 linear = Linear(1, 1, bias=False, device="meta")
-                set_weight(linear, weight)
+                set_weight(linear, _changed(fused.weight, itemgetter(some)))
                 above.add_module(part.rpartition(".")[2], linear)
             delattr(above, name.rpartition(".")[2])
 
 
-def _split(weight: Any, rows: list[int]) -> Sequence[Weights]:
-    if not isinstance(weight, QuantisedMatrix):
-        parts: Sequence[Weights] = weight.detach().split(rows)
-        return parts
-    starts = [sum(rows[:number]) for number in range(len(rows))]
-    return [weight.changed(lambda each, a=a, n=n: each[a : a + n]) for a, n in zip(starts, rows, strict=True)]  # type: ignore[misc]
+def _changed(weight: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Weights:
+    """The weights with their rows cut, or in another order."""
+    return weight.changed(change) if isinstance(weight, QuantisedMatrix) else change(weight.detach())
 
 
 def set_weight(module: torch.nn.Module, weight: Weights) -> None:
@@ -327,3 +356,26 @@ def set_weight(module: torch.nn.Module, weight: Weights) -> None:
         module.__dict__["weight"] = weight
     else:
         module.weight = Parameter(weight, requires_grad=False)
+
+
+def pair_up(model: PreTrainedModel | Decoder, forward: Forward, count: int, width: int) -> None:
+    """Put the numbers of queries and keys in the order in which the halves of a head are rotated together.
+
+    Scores are the same in any order.
+
+    Args:
+        count: of a head's `width` numbers are rotated.
+    """
+    step = (2, 1) if forward.rotates == "pairs" else (1, count // 2)
+    first = [step[0] * number for number in range(count // 2)]
+    rest, middle = [*range(count, width)], (width - count) // 2
+    order = [*first, *rest[:middle], *(number + step[1] for number in first), *rest[middle:]]
+
+    def moved(rows: torch.Tensor) -> torch.Tensor:
+        return rows.unflatten(0, (-1, width))[:, order].flatten(0, 1)
+
+    for layer in model.model.layers if order != [*range(width)] else ():
+        for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            set_weight(linear, _changed(linear.weight, moved))
+            if linear.bias is not None:
+                linear.bias = Parameter(moved(linear.bias.detach()), requires_grad=False)

@@ -227,10 +227,9 @@ def _cast(product: Packed, dtype: torch.dtype, bias: torch.Tensor | None, wide: 
         if x.dtype == dtype and (y is None or y.dtype == dtype):
             return product(x, bias, y)
         result = product(x.to(dtype))
+        result = result if bias is None else result + bias
         result = result if wide else result.to(x.dtype)
-        for more in (bias, y):
-            result = result if more is None else result + more
-        return result
+        return result if y is None else result + y
 
     return multiply
 

@@ -212,7 +212,8 @@ class Attention(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "heads", "kv_heads", "dim", "window", "norm_width")),
         *((name, ctypes.c_int64) for name in ("slot_stride", "head_stride", "positions")),
-        *((name, ctypes.c_void_p) for name in ("table", "states", "q_norm", "k_norm", "cos", "sin", "keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("table", "states", "q_norm", "k_norm", "sinks", "cos", "sin")),
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
         *((name, ctypes.c_void_p) for name in ("queries", "new_keys", "new_values", "scores", "out")),
         *((name, ctypes.c_float) for name in ("scale", "cap", "eps")),
         *((name, ctypes.c_int32) for name in ("is_float32", "norm_is_float32", "threads")),

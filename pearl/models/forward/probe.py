@@ -55,7 +55,7 @@ def probe_rows(width: int, dtype: torch.dtype) -> torch.Tensor:
     return irregular(_TOGETHER, width, dtype)
 
 
-def attention_is_invariant(heads: Heads) -> bool:
+def attention_is_invariant(heads: Heads, sinks: torch.Tensor | None = None) -> bool:
     """Whether attention to four blocks of keys, in float32, gives a query the same bits beside any others."""
     keys, values = irregular(2 * heads.kv, 4 * attention.BLOCK * heads.dim, torch.float32).view(
         2, heads.kv, -1, heads.dim
@@ -63,7 +63,7 @@ def attention_is_invariant(heads: Heads) -> bool:
 
     def product(x: torch.Tensor) -> torch.Tensor:
         mask = torch.zeros(len(x), attention.BLOCK)
-        return attention.attend(x.view(len(x), -1, heads.dim), keys, values, mask)
+        return attention.attend(x.view(len(x), -1, heads.dim), keys, values, mask, sinks=sinks)
 
     return least_rows(product, probe_rows(heads.query * heads.dim, torch.float32)) == 1
 

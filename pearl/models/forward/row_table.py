@@ -73,11 +73,12 @@ def lay_tables(feeds: Sequence[Feed], lengths: Sequence[int]) -> list[list[Piece
 
 
 def numbers(feeds: Sequence[Feed], pieces: Sequence[Piece]) -> list[int]:
-    """The table [NUMBERS] as `decode_kernel` reads it: the number of tiles; ids, positions and seen nodes; tiles.
+    """The table [NUMBERS] as `decode_kernel` reads it: the number of tiles; ids, positions and seen nodes, 0 of
+    padding; tiles.
 
     Ids that are on the device are 0 here: see `Feed.tokens`.
     """
-    ids, positions, sees, tiles = [0] * ROWS, [0] * ROWS, [1] * ROWS, list[Tile]()
+    ids, positions, sees, tiles = [0] * ROWS, [0] * ROWS, [0] * ROWS, list[Tile]()
     for piece in pieces:
         feed, count = feeds[piece.feed], piece.end - piece.begin
         rows = slice(piece.row, piece.row + count)

@@ -21,6 +21,7 @@ import torch
 from pearl.models.families import forward_of
 from pearl.models.feeds import Feed, Layout, lay_out
 from pearl.models.forward import attention, native
+from pearl.models.forward.experts import computes_experts
 from pearl.models.forward.graphs import FED, PREFILL, Graphs, Piece, Record, ends, record_on_gpu
 from pearl.models.forward.layers import DecoderLayers, Rope
 from pearl.models.forward.matrices import Rounding, packs
@@ -48,10 +49,11 @@ def has_own_forward(model: PreTrainedModel) -> bool:
     forward = forward_of(type(model).__name__, model.config.to_dict())
     return (
         forward is not None
-        and len({(weight.device, weight.dtype) for weight in model.parameters()}) == 1
+        # Norms may be wider.
+        and len({(weight.device, weight.dtype) for weight in model.parameters() if weight.dim() > 1}) == 1
         and all(type(part) is torch.nn.Linear for part in linears)  # else quantised: it cannot be laid out anew
         and all(_has_plain_mlp(layer.mlp) for layer in model.model.layers)
-        and not (forward.has_experts and model.device.type != "cpu")
+        and (not forward.has_experts or computes_experts(model.device))
     )
 
 
@@ -111,13 +113,14 @@ class ForwardRunner:
                 least, is_invariant = self._layers.probe()
                 self._least_rows = max(self._least_rows, least)
             self._positions = torch.arange(self._room + PREFILL, device=self.device)
-            self._ropes = self._layers.angles(rotary, self._positions)
+            # No position beyond: a longrope chooses its angles by the greatest one.
+            self._ropes = self._layers.angles(rotary, self._positions.clamp_max(context - 1))
             shape = (slots, len(self._layers), heads.kv, self._room, heads.dim)
             self._slots = Slots(shape, cache_dtype, self.device)
             widest = heads.query * heads.dim  # what `attention.c` has room for
             self._is_native = not is_fixed and native.computes(self._layers.embedding) and widest <= native.WIDEST
-            has_windows = any(self._layers.scoring.windows)
-            self._trees_at_once = not is_fixed and not has_windows and trees_are_chains(heads, cache_dtype)
+            is_plain = not any(self._layers.scoring.windows) and not self._layers.scoring.sinks
+            self._trees_at_once = not is_fixed and is_plain and trees_are_chains(heads, cache_dtype)
             if kernels or (kernels is None and records and self.device.type == "cuda" and group.size == 1):
                 self._decode = self._make_decode(record_on_gpu(self.device) if records and not record else record)
             if launches and self._decode is None:
@@ -250,12 +253,14 @@ class ForwardRunner:
         scoring = self._layers.scoring
         masks = {window: self._mask(piece, standing, end, window) for window in {*scoring.windows}}
         attends = FixedAttention(self._slots, slot, at, end, masks, scoring)
-        hidden = self._layers.hidden_states(piece.ids, ropes, attends)
+        is_fed = None if piece.sees is None else piece.sees != 0
+        hidden = self._layers.hidden_states(piece.ids, ropes, attends, is_fed)
         return self._layers.logits(hidden[:rows])
 
     def _mask(self, piece: Piece, standing: torch.Tensor, end: int, window: int) -> torch.Tensor | None:
         """The mask [n, end] of a piece whose rows have the positions `standing`; None: see `FixedAttention`."""
-        if piece.sees is None and not window and not self._layers.scoring.cap:
+        scoring = self._layers.scoring
+        if piece.sees is None and not window and not scoring.cap and not scoring.sinks:
             return None
         positions, rows = self._positions[:end], standing[:, None]
         if piece.sees is None:
@@ -263,7 +268,9 @@ class ForwardRunner:
         else:
             behind = positions - piece.start  # nodes, counted from the first
             is_node, node = (behind >= 0) & (behind < len(piece.ids)), behind.clamp(0, len(piece.ids) - 1)
-            sees = (behind < 0) | (is_node & ((piece.sees[:, None] >> node) & 1 == 1))
+            # Padding sees itself: a softmax of nothing is NaN.
+            nodes = piece.sees | 1 << self._positions[: len(piece.ids)]
+            sees = (behind < 0) | (is_node & ((nodes[:, None] >> node) & 1 == 1))
             where = torch.where(is_node, standing[node], positions)
         if window:
             sees = sees & (where > rows - window)

@@ -23,7 +23,7 @@ class SpanAttention:
     Otherwise a tree's chains are attended to one after the other, each at the positions after its ancestors.
 
     Args:
-        trees_at_once: only where no layer has a window.
+        trees_at_once: only where no layer has a window, or sinks.
 
     Attributes:
         states: collects (keys, values) of every layer where there are trees.
@@ -57,7 +57,8 @@ class SpanAttention:
             seen, mask = attention.whole_blocks(span.at.stop), sees[self._scoring.windows[layer]]
             all_keys[:, span.at] = keys[span.rows].transpose(0, 1)
             all_values[:, span.at] = values[span.rows].transpose(0, 1)
-            mixed.append(attention.attend(queries[span.rows], all_keys[:, :seen], all_values[:, :seen], mask, cap))
+            given, sinks = (queries[span.rows], all_keys[:, :seen], all_values[:, :seen]), self._scoring.sinks_of(layer)
+            mixed.append(attention.attend(*given, mask, cap, sinks))
         end = self._parts[-1][0].rows.stop
         if end < len(queries):  # rows of padding
             mixed.append(queries.new_zeros(len(queries) - end, mixed[0].shape[1]))
@@ -139,6 +140,8 @@ class NativeAttention:
         given.states, given.out, given.is_float32 = states.data_ptr(), out.data_ptr(), states.dtype == torch.float32
         given.norm_is_float32 = q_norm is not None and q_norm.dtype == torch.float32
         given.q_norm, given.k_norm = (None if norm is None else norm.data_ptr() for norm in norms)
+        sinks = self._scoring.sinks_of(layer)
+        given.sinks = None if sinks is None else sinks.data_ptr()
         given.cos, given.sin = (None, None) if rope is None else (each.data_ptr() for each in rope)
         given.new_keys, given.new_values = keys.data_ptr(), values.data_ptr()
         offset = layer * slots.keys.stride(1) * slots.keys.itemsize
@@ -154,7 +157,7 @@ class FixedAttention:
         at: [n], positions at which keys and values are written.
         end: positions looked at.
         masks: by window, [n, end]; None: the rows are the last of these positions, and each sees all up to its own.
-            With a cap, or a window, there is a mask.
+            With a cap, sinks or a window, there is a mask.
     """
 
     def __init__(
@@ -172,7 +175,7 @@ class FixedAttention:
     def attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """See `layers.Attends`."""
         (n, heads, dim), kv_heads, mask = queries.shape, keys.shape[1], self._masks[self._scoring.windows[layer]]
-        _, scale, cap = self._scoring
+        _, scale, cap, _ = self._scoring
         all_keys, all_values = self._slots.keys[self._slot, layer], self._slots.values[self._slot, layer]
         all_keys[:, self._at] = keys.transpose(0, 1)
         all_values[:, self._at] = values.transpose(0, 1)
@@ -189,9 +192,15 @@ class FixedAttention:
         if cap:
             scores = attention.cap_scores(torch.bmm(stacked, all_keys.transpose(1, 2)) * scale, cap)
             mixed = torch.bmm((scores + mask).softmax(-1), all_values)
-        elif n <= FED:  # fused attention has few blocks to work with where there are few rows
-            scores = torch.baddbmm(mask, stacked, all_keys.transpose(1, 2), alpha=scale)
-            mixed = torch.bmm(scores.softmax(-1), all_values)
+        elif n <= FED or self._scoring.sinks:  # fused attention has few blocks to work with where there are few rows
+            sinks = self._scoring.sinks_of(layer)
+            parts = []
+            for at in range(0, kv_heads, kv_heads if n <= FED else 1):  # all scores of a prompt's piece take gigabytes
+                some = slice(at, kv_heads if n <= FED else at + 1)
+                scores = torch.baddbmm(mask, stacked[some], all_keys[some].transpose(1, 2), alpha=scale)
+                own = None if sinks is None else sinks.view(kv_heads, -1)[some].flatten()
+                parts.append(torch.bmm(attention.weigh(scores, n, own), all_values[some]))
+            mixed = torch.cat(parts)
         else:
             given = stacked[None], all_keys[None], all_values[None]
             mixed = scaled_dot_product_attention(*given, mask, scale=scale)[0]

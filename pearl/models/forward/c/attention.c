@@ -11,6 +11,7 @@ typedef struct {
     const int64_t *table;  // of each row: slot (-1: padding), position, positions that are cached then, parent row or -1
     const void *states;    // [rows][heads + 2 * kv_heads][dim]
     const void *q_norm, *k_norm;
+    const float *sinks;      // [heads]: scores beside those of positions, of which no value comes; or none
     const float *cos, *sin;  // [positions][dim]; the first half of the sines is negated
     float *keys, *values;    // [slots][kv_heads][positions][dim]
     float *queries, *new_keys, *new_values;  // of the rows: [rows][heads or kv_heads][dim]
@@ -253,7 +254,7 @@ static void attend(const Attention *a, int64_t row, int64_t head, float *room) {
             }
             highest = (V)((I)some & (some > highest)) + (V)((I)highest & ~(some > highest));
         }
-        float top = -INFINITY;
+        float top = a->sinks ? a->sinks[query] : -INFINITY;
         for (int i = 0; i < WIDE; i++) top = highest[i] > top ? highest[i] : top;
         V sum = {0};
         for (int64_t at = begin; at < stop; at += WIDE) {
@@ -261,7 +262,9 @@ static void attend(const Attention *a, int64_t row, int64_t head, float *room) {
             *(V *)(scores + at) = share;
             sum += share;
         }
-        by[query - head * group] = 1.0f / total(sum);
+        float shares = total(sum);
+        if (a->sinks) shares += exponential((V){0} + (a->sinks[query] - top))[0];
+        by[query - head * group] = 1.0f / shares;
     }
     for (int64_t at = low; at < end; at++) {
         const float *value = at < cached ? values + at * dim : a->new_values + (path[at - cached] * a->kv_heads + head) * dim;

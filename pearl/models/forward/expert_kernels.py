@@ -1,0 +1,152 @@
+"""Triton kernels of the experts of a forward of 16 rows, and the weights of a layer's experts as they read them.
+
+Which experts a row chose is read on the device, so that a recording serves every choice.  A program has one expert and
+one tile of outputs, for all rows: an expert's weights are read once, and a row's bits are those of any other company.
+
+`TRITON_INTERPRET=1` runs the kernels on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language import constexpr
+
+from pearl.models.forward.kernels import ROWS, _multiply, _store_squares
+from pearl.models.forward.matrices import Matrix, Plain, Quantised, packed_at_once
+
+_COLUMNS = 32  # outputs of a tile
+
+
+@triton.jit
+def _is_first(ids, pair, PAIRS: constexpr):
+    """Whether no earlier pair of row and choice has the expert of this one."""
+    pairs = tl.arange(0, triton.next_power_of_2(PAIRS))
+    same = tl.load(ids + pairs, mask=pairs < pair, other=-1) == tl.load(ids + pair)
+    return tl.sum(same.to(tl.int32), 0) == 0
+
+
+@triton.jit
+def expert_gate_up(
+    x, ids, w, scales, bias, act, w_stride, scales_stride, alpha, limit, K: constexpr, N: constexpr, TOP: constexpr,
+    BN: constexpr, BK: constexpr, BITS: constexpr, GROUP: constexpr,
+    EXTRA: constexpr, OFFSET: constexpr, BIAS: constexpr, CLAMPS: constexpr,
+):  # fmt: skip
+    """act [16 * TOP, 16, N]: of all rows x [16, K], by the expert of each pair that is the first with it.
+
+    Grid: (pairs of row and choice, tiles). ids: [16, TOP]. w: [experts, 2 * N, K].
+    """
+    kind: constexpr = act.dtype.element_ty
+    pair = tl.program_id(0)
+    if _is_first(ids, pair, ROWS * TOP):
+        expert = tl.load(ids + pair)
+        rows, columns = tl.arange(0, ROWS), tl.program_id(1) * BN + tl.arange(0, BN)
+        known = tl.minimum(columns, N - 1)
+        w += expert * w_stride
+        scales += expert * scales_stride
+        zeros = tl.zeros((ROWS, BN), tl.float32)
+        gate = _multiply(zeros, x, x, w, scales, known, 0, K, K, 2 * N, BK, False, BITS, GROUP, EXTRA, OFFSET)
+        up = _multiply(zeros, x, x, w, scales, known + N, 0, K, K, 2 * N, BK, False, BITS, GROUP, EXTRA, OFFSET)
+        if BIAS:
+            its = bias + expert * 2 * N + known
+            gate += tl.load(its).to(tl.float32)[None, :]
+            up += tl.load(its + N).to(tl.float32)[None, :]
+        gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
+        if CLAMPS:
+            gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit) + 1
+        found = (gate / (1 + tl.exp(-alpha * gate))).to(kind).to(tl.float32) * up
+        to = act + (pair * ROWS + rows)[:, None] * N + columns[None, :]
+        tl.store(to, found.to(kind), mask=(columns < N)[None, :])
+
+
+@triton.jit
+def expert_down(
+    act, ids, w, scales, bias, out, w_stride, scales_stride, K: constexpr, N: constexpr, TOP: constexpr, BN: constexpr,
+    BK: constexpr, BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr, BIAS: constexpr,
+):  # fmt: skip
+    """out [16, TOP, N]: what each row's choices give. act: as `expert_gate_up` leaves it. Grid: as there."""
+    pair = tl.program_id(0)
+    if _is_first(ids, pair, ROWS * TOP):
+        expert = tl.load(ids + pair)
+        rows, columns = tl.arange(0, ROWS), tl.program_id(1) * BN + tl.arange(0, BN)
+        known = tl.minimum(columns, N - 1)
+        w += expert * w_stride
+        scales += expert * scales_stride
+        zeros = tl.zeros((ROWS, BN), tl.float32)
+        found = _multiply(
+            zeros, act + pair * ROWS * K, act, w, scales, known, 0, K, K, N, BK, False, BITS, GROUP, EXTRA, OFFSET
+        )
+        if BIAS:
+            found += tl.load(bias + expert * N + known).to(tl.float32)[None, :]
+        for choice in tl.static_range(TOP):
+            place = rows * TOP + choice
+            mine = (tl.load(ids + place) == expert)[:, None] & (columns < N)[None, :]
+            tl.store(out + place[:, None] * N + columns[None, :], found.to(out.dtype.element_ty), mask=mine)
+
+
+@triton.jit
+def add_mixed(x, mixed, squares, H: constexpr, BN: constexpr):
+    """Add what experts give to x [16, H], and keep its sums of squares. Grid: tiles of BN columns."""
+    at = tl.arange(0, ROWS)[:, None] * H + (tl.program_id(0) * BN + tl.arange(0, BN))[None, :]
+    found = (tl.load(x + at).to(tl.float32) + tl.load(mixed + at).to(tl.float32)).to(x.dtype.element_ty)
+    tl.store(x + at, found)
+    _store_squares(found.to(tl.float32), squares, tl.program_id(0), BN)
+
+
+class ExpertProducts:
+    """A layer's experts, whose matrices are stacked.
+
+    Args:
+        each: gate and up, and down, of each expert.
+        limits: see `experts.Experts`.
+
+    Attributes:
+        each: likewise, as views of the stacked ones.
+    """
+
+    def __init__(self, each: Sequence[tuple[Matrix, Matrix]], limits: tuple[float, float] | None) -> None:
+        self._limits = limits or (1.0, 0.0)
+        self._both, self._down = (_Stack(some) for some in zip(*each, strict=True))
+        self._clamps = limits is not None
+        self.each = list(zip(self._both.each, self._down.each, strict=True))
+
+    def __call__(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """What each choice of each row gives: x [16, hidden], chosen [16, top] -> [16, top, hidden]."""
+        (rows, top), hidden, inner = chosen.shape, x.shape[1], self._down.inputs
+        act, found = x.new_empty(rows * top, rows, inner), x.new_empty(rows, top, hidden)
+        for kernel, stack, source, out, width, more in (
+            (expert_gate_up, self._both, x, act, inner, self._limits),
+            (expert_down, self._down, act, found, hidden, ()),
+        ):
+            clamps = {"CLAMPS": self._clamps} if more else {}
+            kernel[(rows * top, -(-width // _COLUMNS))](
+                source, chosen, *stack.tensors, out, *stack.strides, *more, K=stack.inputs, N=width, TOP=top,
+                BN=_COLUMNS, **stack.options, **clamps,
+            )  # fmt: skip
+        return found
+
+
+class _Stack:
+    """One matrix of all experts."""
+
+    def __init__(self, matrices: Sequence[Matrix]) -> None:
+        first = matrices[0]
+        assert isinstance(first, Plain | Quantised)
+        kinds: Any = [each for each in matrices if isinstance(each, type(first))]
+        weight = torch.stack([each.weight for each in kinds])
+        scales = weight if isinstance(first, Plain) else torch.stack([each.scales for each in kinds])
+        bias = weight if first.bias is None else torch.stack([each.bias for each in kinds])
+        self.inputs = int(first.shape[1])
+        self.tensors, self.strides = (weight, scales, bias), (weight.stride(0), scales.stride(0))
+        at_once = packed_at_once(self.inputs) if first.bits == 4 else min(128, self.inputs & -self.inputs)
+        self.options = {"BK": at_once, "BIAS": first.bias is not None, **first.options()}
+        biases = [None] * len(kinds) if first.bias is None else bias
+        self.each: list[Matrix] = [
+            Plain(w, b) if isinstance(first, Plain) else replace(first, weight=w, scales=s, bias=b)
+            for w, s, b in zip(weight, scales, biases, strict=True)
+        ]
