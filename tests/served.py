@@ -15,15 +15,18 @@ from typing import Any, Literal
 import httpx
 import openai
 
-from pearl.config import DecodingConfig, SamplingParams
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams, Settings
 from pearl.engine import Engine
 from pearl.server.app import App
 from pearl.server.listen import Door, Server, bind
+from pearl.server.requests import Setup
 from pearl.server.service import Service
+from pearl.text.tools import format_of
 from tests.conftest import BOUND, TOY, eventually
 
 MODEL = "toy-model"
 LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
+SETUP = Setup(MODEL, Settings(EngineConfig(), DecodingConfig(), SamplingParams()))
 SLOWLY: dict[str, Any] = {"target_pace": 0.15, "draft_pace": 0.05}  # so that `LONG` lasts on a busy machine, too
 JSON = {"content-type": "application/json"}
 
@@ -33,10 +36,12 @@ class Served:
 
     def __init__(self, engine: Engine, door: Door | None = None, method: Literal["auto", "pearl"] = "auto") -> None:
         door = door or bind("127.0.0.1:0", None, 8, None)
-        self.service = Service(engine, DecodingConfig(method=method), door.queue, MODEL)
+        self.service = Service(engine, door.queue, MODEL)
         self.url = door.url
         self.address: tuple[str, int] = door.bound.getsockname()[:2]
-        self.app = App(self.service, SamplingParams(), MODEL, door.access)
+        settings = Settings(engine.config, DecodingConfig(method=method), SamplingParams())
+        tools = format_of(engine.tokenizer, door.tool_parser)
+        self.app = App(self.service, Setup(MODEL, settings, tools, door.is_strict), door.access)
         self.server = Server(self.app, self.service)
         self._thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([door.bound])))
 
@@ -109,8 +114,10 @@ class Served:
 
 
 def body(path: str = "completions") -> dict[str, Any]:
-    prompt: dict[str, Any] = {"prompt": "123"} if path == "completions" else {"messages": [message("123")]}
-    return {"model": MODEL, "max_tokens": 8, "seed": 5, "temperature": 1.0, **prompt}
+    prompt: Any = {"completions": "123", "responses": "123"}.get(path, [message("123")])
+    names = {"completions": ("prompt", "max_tokens"), "responses": ("input", "max_output_tokens")}
+    prompt_field, limit = names.get(path, ("messages", "max_tokens"))
+    return {"model": MODEL, limit: 8, "seed": 5, "temperature": 1.0, prompt_field: prompt}
 
 
 def message(content: Any, role: str = "user") -> dict[str, Any]:

@@ -7,6 +7,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import httpx
@@ -21,8 +22,8 @@ from pearl.errors import ConfigError
 from pearl.server import limits
 from pearl.server.errors import ApiError
 from pearl.server.listen import bind, name_of
-from pearl.server.requests import read_request
-from tests.served import BOUND, MODEL, Served, body, message, serving
+from pearl.server.requests import Setup, read_request
+from tests.served import BOUND, MODEL, SETUP, Served, body, message, serving
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 2}}}
 
@@ -39,9 +40,12 @@ def served() -> Iterator[Served]:
         yield served
 
 
-def refusal(asked: dict[str, Any], is_chat: bool = False) -> ApiError | None:
+STRICT = replace(SETUP, is_strict=True)
+
+
+def refusal(asked: dict[str, Any], is_chat: bool = False, given: Setup = STRICT) -> ApiError | None:
     try:
-        read_request(asked, is_chat, MODEL, SamplingParams())
+        read_request(asked, is_chat, given)
     except ApiError as error:
         return error
     return None
@@ -53,9 +57,9 @@ SCHEMA = {"type": "json_schema"}
 REFUSED: dict[str, list[Any]] = {  # field -> its bad values
     "temperature": ["hot", True, -1, 1e-9],
     "top_p": [0],
-    "top_k": [1.5],
+    "top_k": [1.5, -2],
     "min_p": [2],
-    "seed": [-1, 2**64],
+    "seed": [-(2**63) - 1, 2**64, True],
     "max_tokens": [0],
     "n": [0, 1000, True],
     "stop": ["", 3, ["x"] * 65, "x" * 1001],
@@ -71,7 +75,11 @@ REFUSED: dict[str, list[Any]] = {  # field -> its bad values
     "logit_bias": [{"3": 101}, {"3": True}, {"x": 1}, {"3": 1, "03": 1}, {"9" * 5000: 1}, [3]],
     "response_format": [SCHEMA | {"json_schema": {"schema": {"type": "mouse"}}}],
     "structured_outputs": [{"regex": "("}, {"regex": 5}, {"regex": "a", "json": {}}],
-    "echo": [True],
+    "echo": ["yes"],
+    "stop_token_ids": [[-1], ["x"], [1] * 65],
+    "speculation": [{"method": "magic"}, {"off": True, "method": "sd"}],
+    "guided_json": [{}],
+    "truncate_prompt_tokens": [5],
     "suffix": ["x"],
     "best_of": [2],
     "temprature": [1],
@@ -89,6 +97,7 @@ NESTED = [  # bad fields, and what is named
     ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice"),
     ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
     ({"tools": [{}]}, "tools"),
+    ({"speculation": {"window": 0}}, "speculation.window"),
 ]
 IN_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"tools": {}}, "tools"),
@@ -100,6 +109,10 @@ IN_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function", "function": {"name": "f"}}] * 129}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"tool_choice": 3}, "tool_choice"),
+    ({"continue_final_message": True}, "continue_final_message"),
+    ({"add_generation_prompt": False}, "add_generation_prompt"),
+    ({"chat_template_kwargs": {"x": "\ud800"}}, "chat_template_kwargs"),
 ]
 MESSAGES: list[tuple[Any, str]] = [
     ([], "messages"),
@@ -116,7 +129,7 @@ MESSAGES: list[tuple[Any, str]] = [
     ([message("1"), message(None, "assistant")], "messages[1].content"),
     ([message([{"type": "image_url", "image_url": {"url": "x"}}])], "messages[0].content[0]"),
     ([message([{"type": "text"}])], "messages[0].content[0].text"),
-    ([message("1") | {"name": "me"}], "messages[0].name"),
+    ([message("1") | {"function_call": {}}], "messages[0].function_call"),
     ([message("1") | {"mood": "good"}], "messages[0].mood"),
     ([message("\ud800")], "messages[0].content"),
 ]
@@ -175,6 +188,7 @@ JSON = st.recursive(
     max_leaves=6,
 )
 FIELDS = [*body(), *body("chat/completions"), *REFUSED, "top_logprobs", "tools", "tool_choice", "user", "nonsense"]
+FIELDS += ["continue_final_message", "chat_template_kwargs", "reasoning_effort", "metadata"]
 
 
 @hypothesis.given(st.booleans(), st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4))
@@ -192,6 +206,8 @@ def test_values_without_an_effect_are_accepted(served: Served) -> None:
         **dict.fromkeys(("presence_penalty", "frequency_penalty"), 0),
         **dict.fromkeys(("stop", "functions"), None),
         **dict.fromkeys(("logprobs", "echo"), False),
+        "top_k": -1,
+        "metadata": {"x": "y"},
         "logit_bias": {},
         "response_format": {"type": "text"},
         "tools": [],
@@ -223,14 +239,15 @@ def test_tools_and_their_calls_reach_the_template() -> None:
         ({"tools": []}, wanted),
         ({"tools": [tool], "tool_choice": "none"}, wanted),
     ):
-        assert read_request(asked | tools, True, MODEL, SamplingParams()).prompts == (prompt,)
+        assert read_request(asked | tools, True, SETUP).prompts == (prompt,)
 
 
 def test_defaults_of_max_tokens(served: Served) -> None:
     """/v1/completions writes 16 tokens; a default gives way to the context, a limit set by the client does not."""
     asked: dict[str, Any] = {"model": MODEL, "prompt": "123", "ignore_eos": True}
-    assert read_request(asked, False, MODEL, SamplingParams()).params.max_tokens == 16
-    assert read_request(asked, False, MODEL, SamplingParams(max_tokens=30)).params.max_tokens == 30
+    longer = replace(SETUP.settings, sampling=SamplingParams(max_tokens=30))
+    assert read_request(asked, False, SETUP).params.max_tokens == 16
+    assert read_request(asked, False, replace(SETUP, settings=longer)).params.max_tokens == 30
     answer = served.send(json.dumps(asked | {"prompt": "1" * 505}).encode()).json()
     assert answer["usage"]["completion_tokens"] == 7
     error = served.post(max_tokens=510).json()["error"]
@@ -260,8 +277,8 @@ def test_what_is_accepted_is_described(served: Served) -> None:
     schemas = described["components"]["schemas"]
     fields = {each: schemas[each]["properties"] for each in ("ChatCompletionRequest", "CompletionRequest")}
     assert {"messages", "tools", "top_logprobs", "max_completion_tokens"} <= fields["ChatCompletionRequest"].keys()
-    assert {"prompt", "logprobs", "seed", "structured_outputs", "user"} <= fields["CompletionRequest"].keys()
-    assert {"echo", "best_of"}.isdisjoint(fields["CompletionRequest"])
+    assert {"prompt", "logprobs", "seed", "structured_outputs", "echo"} <= fields["CompletionRequest"].keys()
+    assert {"suffix", "best_of"}.isdisjoint(fields["CompletionRequest"])
     assert (fields["CompletionRequest"]["n"]["minimum"], fields["CompletionRequest"]["n"]["maximum"]) == (1, 128)
     assert set(re.findall('"#/components/schemas/(.+?)"', json.dumps(described))) == schemas.keys()
     for path, methods in described["paths"].items():

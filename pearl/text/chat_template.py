@@ -7,10 +7,11 @@ code, so it runs in jinja2's sandbox.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pearl.errors import RequestError
@@ -21,13 +22,23 @@ if TYPE_CHECKING:  # which takes a front 50 ms to import
     from pearl.text.stream import Tools
 
 
-def render(template: str, tools: Tools, special: dict[str, str], messages: list[dict[str, Any]]) -> str:
-    """The prompt for the next reply. `special`: the special tokens by name. Raises what the template raises."""
+def render(
+    template: str,
+    tools: Tools,
+    special: dict[str, str],
+    messages: list[dict[str, Any]],
+    variables: Mapping[str, Any] = MappingProxyType({}),
+) -> str:
+    """The prompt for the next reply. Raises what the template raises.
+
+    Args:
+        special: the special tokens by name.
+        variables: further ones of the template, such as enable_thinking.
+    """
     given = [{key: value for key, value in message.items() if value is not None} for message in messages]
     listed = None if tools is None else [*tools]
-    return _compiled(template).render(
-        messages=given, tools=listed, documents=None, add_generation_prompt=True, **special
-    )
+    ours = {"messages": given, "tools": listed, "documents": None, "add_generation_prompt": True}
+    return _compiled(template).render({**variables, **special, **ours})
 
 
 @cache
