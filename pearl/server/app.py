@@ -80,7 +80,8 @@ class App:
         ]
         own = checked(access.check_origin, access.check_key)
         # Outermost: it answers a browser's question whether a page may ask, which has no key.
-        shared = [Middleware(CORSMiddleware, allow_origins=[*access.origins], allow_headers=["*"])]
+        may: Any = {"allow_origins": [*access.origins], "allow_headers": ["*"], "allow_methods": ["GET", "POST"]}
+        shared = [Middleware(CORSMiddleware, **may)] if access.origins else []
         return Starlette(
             routes=[
                 Route("/", self._page),
@@ -91,7 +92,7 @@ class App:
                 Mount("/v1", routes=versioned, middleware=own),
                 Mount("/api", routes=of_ollama, middleware=own),
             ],
-            middleware=[*(shared if access.origins else ()), *checked(access.check_host)],
+            middleware=[*shared, *checked(access.check_host)],
             exception_handlers={ApiError: self._refuse, HTTPException: self._refuse, Exception: self._failed},
         )
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
-    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
     Tag,
     ValidationInfo,
-    WithJsonSchema,
     create_model,
     field_validator,
     model_validator,
@@ -19,7 +17,6 @@ from pydantic import (
 
 from pearl.config import DecodingConfig
 from pearl.config.sampling import LONGEST_STOP, MAX_BIASES, MAX_LOGPROBS, MOST_STOPS, SamplingParams
-from pearl.document import parse_json
 from pearl.errors import ConfigError
 from pearl.server.fields import Body, Text, Unserved, check_text, only_with
 from pearl.spec.methods import MAX_GAMMA, METHODS
@@ -49,13 +46,6 @@ _PICTURES = ("image_url", "input_image", "image", "input_audio", "video_url", "f
 # ---- chats ----
 
 
-def _arguments(value: Any) -> Any:
-    try:
-        return parse_json(value or "{}")
-    except (TypeError, ValueError):
-        raise ValueError("must be the text of a JSON object") from None
-
-
 class TextPart(Body):
     type: Literal["text"]
     text: Text
@@ -71,11 +61,7 @@ class TextPart(Body):
 class CalledFunction(Body):
     model_config = ConfigDict(extra="ignore")
     name: str
-    arguments: Annotated[
-        dict[str, Any],
-        BeforeValidator(_arguments),
-        WithJsonSchema({"type": "string", "contentMediaType": "application/json"}),
-    ] = Field(default_factory=dict)
+    arguments: str = Field(default="{}", description="JSON; where the model's text was cut, a part of it.")
 
 
 class ToolCall(Body):
@@ -90,8 +76,7 @@ class ToolCall(Body):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: the arguments are an object, not its JSON text."""
-        function = {"name": self.function.name, "arguments": self.function.arguments}
+        function = {"name": self.function.name, "arguments": self.function.arguments or "{}"}
         return {"type": "function", "function": function} | ({"id": self.id} if isinstance(self.id, str) else {})
 
 
@@ -282,6 +267,12 @@ class CompletionRequest(SharedRequest):
     echo: bool = Field(default=False, description="Begin the text with the prompt; not with logprobs.")
     prompt: _Prompt | Annotated[list[_Prompt], Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True)]
     logprobs: _Logprobs | None = None
+
+    @model_validator(mode="after")
+    def _echoes_text(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo is not supported with logprobs: a prompt's tokens have none here")
+        return self
 
 
 class ChatCompletionRequest(SharedRequest):

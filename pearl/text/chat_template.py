@@ -14,6 +14,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from pearl.document import parse_json
 from pearl.errors import RequestError
 
 if TYPE_CHECKING:  # which takes a front 50 ms to import
@@ -120,8 +121,8 @@ def _with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict
 
 
 def _parsed(arguments: Any) -> Any:
-    with suppress(TypeError, ValueError, RecursionError):
-        if isinstance(given := json.loads(arguments), dict):
+    with suppress(TypeError, ValueError):
+        if isinstance(given := parse_json(arguments), dict):
             return given
     return arguments
 
