@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx
@@ -23,11 +26,19 @@ from pearl.server.requests import Setup
 from pearl.server.service import Service
 from pearl.text.tools import format_of
 from tests.conftest import BOUND, TOY, eventually
+from tests.tiny import tiny_model
 
 MODEL = "toy-model"
 LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
 SETUP = Setup(MODEL, Settings(EngineConfig(), DecodingConfig(), SamplingParams()))
 SLOWLY: dict[str, Any] = {"target_pace": 0.15, "draft_pace": 0.05}  # so that `LONG` lasts on a busy machine, too
+# Tells of tools as Hermes' and Qwen's do.
+TOOL_TEMPLATE = (
+    "{% if tools %}<|start|>system\n{% for t in tools %}{{ t | tojson }}{% endfor %}"
+    "Write <tool_call>.<|end|>\n{% endif %}{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{{ mood }}{% endif %}"
+)
 JSON = {"content-type": "application/json"}
 
 
@@ -161,6 +172,23 @@ def chatting_engine(**settings: Any) -> Iterator[Engine]:
 def serving(queue: int = 8, **settings: Any) -> Iterator[Served]:
     with chatting_engine(**settings) as engine, Served(engine, bind("127.0.0.1:0", None, queue, None)) as served:
         yield served
+
+
+@contextmanager
+def serving_tools() -> Iterator[Served]:
+    """A tiny random pair whose template knows tools, with room for them."""
+    with tempfile.TemporaryDirectory() as directory:
+        models = [Path(directory, role) for role in ("target", "draft")]
+        for made, noise in zip(models, (0.0, 0.3), strict=True):
+            shutil.copytree(tiny_model(noise=noise, chat=True), made)
+            config = json.loads((made / "config.json").read_text())
+            (made / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+            (made / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+        with (
+            Engine(*map(str, models), startup_timeout=120) as engine,
+            Served(engine, bind("127.0.0.1:0", None, 8, None)) as served,
+        ):
+            yield served
 
 
 def target_of(engine: Engine) -> int:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,21 +11,12 @@ import openai
 import pytest
 
 from pearl.config import SamplingParams
-from pearl.engine import Engine
 from pearl.engine.request import Chat
 from pearl.server import responses
-from pearl.server.listen import bind
 from pearl.server.requests import read_request
 from pearl.text.tools import FORMATS, CallSplitter, forced_schema, format_of, in_words
-from tests.served import BOUND, MODEL, SETUP, Served, message
-from tests.tiny import tiny_model
+from tests.served import BOUND, MODEL, SETUP, Served, message, serving_tools
 
-TEMPLATE = (
-    "{% if tools %}<|start|>system\n{% for t in tools %}{{ t | tojson }}{% endfor %}"
-    "Write <tool_call>.<|end|>\n{% endif %}{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant\n{{ mood }}{% endif %}"
-)
 POINT = {"type": "object", "properties": {"y": {"type": "boolean"}}, "required": ["y"], "additionalProperties": False}
 ADD = {
     "name": "add",
@@ -47,25 +36,8 @@ WRITTEN = 'Well\n<tool_call>\n\\{"name": "add", "arguments": \\{"x": (1|22)\\}\\
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Target and draft, with a template that knows tools, and room for them."""
-    made = []
-    for noise in (0.0, 0.3):
-        directory = tmp_path_factory.mktemp("tools") / "tiny"
-        shutil.copytree(tiny_model(noise=noise, chat=True), directory)
-        config = json.loads((directory / "config.json").read_text())
-        (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
-        (directory / "chat_template.jinja").write_text(TEMPLATE)
-        made.append(directory)
-    return made[0], made[1]
-
-
-@pytest.fixture(scope="module")
-def served(models: tuple[Path, Path]) -> Iterator[Served]:
-    with (
-        Engine(*map(str, models), startup_timeout=120) as engine,
-        Served(engine, bind("127.0.0.1:0", None, 8, None)) as running,
-    ):
+def served() -> Iterator[Served]:
+    with serving_tools() as running:
         yield running
 
 
