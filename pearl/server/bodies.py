@@ -39,7 +39,7 @@ UNSERVED: Unserved = {
     **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors"), ([],)),
 }
 # Clients send back the messages that they received.
-_UNSERVED_IN_MESSAGE: Unserved = dict.fromkeys(("function_call", "audio"), ())
+_UNSERVED_IN_MESSAGE: Unserved = dict.fromkeys(("function_call", "audio", "images"), ([],))
 _PICTURES = ("image_url", "input_image", "image", "input_audio", "video_url", "file", "input_file")
 
 

@@ -33,7 +33,7 @@ def read(kind: str, setup: Setup, body: Any) -> tuple[TextRequest, Answer]:
         system = [{"role": "system", "content": body["system"]}] if body.get("system") else []
         messages = [*system, {"role": "user", "content": body.get("prompt")}]
     if isinstance(messages, list):
-        messages = [_message(number, one) if isinstance(one, dict) else one for number, one in enumerate(messages)]
+        messages = [_message(one) if isinstance(one, dict) else one for one in messages]
     asked |= {"messages": messages, "tools": body.get("tools"), "stream": body.get("stream", True)}
     return read_request(asked, True, setup), _OllamaAnswer(kind, setup.model)
 
@@ -58,10 +58,8 @@ def _options(body: dict[str, Any]) -> dict[str, Any]:
     return given | {"model": model.removesuffix(":latest") if isinstance(model, str) else model}
 
 
-def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
-    if message.get("images"):
-        raise ApiError(400, f"messages[{number}].images is not supported", param=f"messages[{number}].images")
-    made = {_MESSAGE.get(name, name): value for name, value in message.items() if name != "images"}
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    made = {_MESSAGE.get(name, name): value for name, value in message.items()}
     for call in calls if isinstance(calls := made.get("tool_calls"), list) else ():
         if isinstance(call, dict) and isinstance(function := call.get("function"), dict):
             call["type"] = "function"
@@ -80,10 +78,8 @@ class _OllamaAnswer(Answer):
         self._rest, self._reason = Delta(), ""
 
     def whole(self, results: Sequence[Result], usage: dict[str, Any]) -> bytes:
-        parts = self._parts[0]
-        parts.feed(results[0].text)
-        self.last(0, results[0])
-        return self._line(Delta(parts.reasoning, parts.content), usage)
+        self._reason = results[0].finish_reason
+        return self._line(self._parts[0].feed(results[0].text, True), usage)
 
     def first(self, index: int) -> Iterator[bytes]:
         return iter(())

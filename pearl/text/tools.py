@@ -11,7 +11,10 @@ import re
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
+
+from pearl.text.reasoning import decided
 
 if TYPE_CHECKING:
     from pearl.text.stream import Tokenizer
@@ -34,6 +37,7 @@ class Format:
         prefix: begins a reply that must be a call: behind it comes {"name": ..., `key`: ...}.
         leads: calls stand at the beginning of a text or nowhere, and name a function that the request has: `start` is
             no mark of calls alone.
+        is_python: arguments are Python's keywords, not JSON.
         shown: special tokens that are part of the format; they have no text otherwise.
     """
 
@@ -43,6 +47,7 @@ class Format:
     prefix: str = ""
     key: str = "arguments"
     leads: bool = False
+    is_python: bool = False
     shown: tuple[str, ...] = ()
 
 
@@ -62,7 +67,9 @@ FORMATS = {
         r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([^\s<]+)(?:<｜tool▁sep｜>|\s*```json)\s*(?=\{)",
         shown=_DEEPSEEK,
     ),
-    "pythonic": Format(("[func_name1(", "<|python_start|>"), "[", r"[\[,]\s*([A-Za-z_][\w.]*)(?=\()", leads=True),
+    "pythonic": Format(
+        ("[func_name1(", "<|python_start|>"), "[", r"[\[,]\s*([A-Za-z_][\w.]*)(?=\()", leads=True, is_python=True
+    ),
     "llama3": Format(("<|python_tag|>", '{"name": function name'), "{", key="parameters", leads=True),
 }
 _PROBE = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
@@ -100,23 +107,21 @@ def in_words(
     """The messages with tools, calls and results as text. `role`: whose message, the first one, has the tools."""
     told = _TOLD.format("\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
     made: list[dict[str, Any]] = []
-    for message in messages:
-        text = str(message.get("content") or "")
-        calls = [_written(call["function"]) for call in message.get("tool_calls") or ()]
-        if message["role"] != "tool":
-            rest = {key: value for key, value in message.items() if key != "tool_calls"}
-            made.append(rest | {"content": "\n".join((*([text] if text or not calls else []), *calls))})
-            continue
-        result = f"<tool_response>\n{text}\n</tool_response>"
-        if made and made[-1].get("is_result"):  # templates may want users and assistants in turns
-            made[-1]["content"] += f"\n{result}"
+    for is_result, group in groupby(messages, lambda message: message["role"] == "tool"):
+        if is_result:  # one message, for templates may want users and assistants in turns
+            results = (f"<tool_response>\n{message.get('content')}\n</tool_response>" for message in group)
+            made.append({"role": "user", "content": "\n".join(results)})
         else:
-            made.append({"role": "user", "content": result, "is_result": True})
-    made = [{key: value for key, value in message.items() if key != "is_result"} for message in made]
-    first = next((message for message in made[:1] if message["role"] == role), None)
-    if first is None:
+            made += [_with_calls_in_words(message) for message in group]
+    if not made or made[0]["role"] != role:
         return [{"role": role, "content": told}, *made]
-    return [{**first, "content": f"{told}\n\n{first['content']}"}, *made[1:]]
+    return [{**made[0], "content": f"{told}\n\n{made[0]['content']}"}, *made[1:]]
+
+
+def _with_calls_in_words(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = [_written(call["function"]) for call in message.get("tool_calls") or ()]
+    parts = filter(None, (message.get("content"), *calls))
+    return {**{name: value for name, value in message.items() if name != "tool_calls"}, "content": "\n".join(parts)}
 
 
 def _written(function: Mapping[str, Any]) -> str:
@@ -184,7 +189,7 @@ class CallSplitter:
         self._format, self._names, self._most = format, names, most
         self._head = re.compile(_NAMED if is_forced else format.head)
         self._step = self._find_head if is_forced else self._find_start
-        self._is_python = not is_forced and format.head.endswith(r"(?=\()")
+        self._is_python = format.is_python and not is_forced
         self._pending = ""  # text of which it is not known yet what it is
         self._text = ""
         self._calls: list[Call] = []  # parts that are known with this piece
@@ -200,24 +205,14 @@ class CallSplitter:
         return self._text, self._calls
 
     def _find_start(self, is_last: bool) -> bool:
-        start = self._format.start
-        if self._format.leads:
-            begins = self._pending.lstrip()
-            if not begins.startswith(start):
-                self._step = self._pass_on if begins or is_last else self._find_start
-                return bool(begins) or is_last
-            at = len(self._pending) - len(begins)
-        elif (at := self._pending.find(start)) < 0:
-            parts = () if is_last else range(len(start) - 1, 0, -1)
-            kept = next((size for size in parts if self._pending.endswith(start[:size])), 0)
-            # White space before a call belongs to it.
-            size = len(self._pending[: len(self._pending) - kept].rstrip()) if not is_last else len(self._pending)
-            self._text, self._pending = self._text + self._pending[:size], self._pending[size:]
-            return False
-        size = len(self._pending[:at].rstrip())
+        before, start, _ = self._pending.partition(self._format.start)
+        if self._format.leads and before.strip():
+            self._step = self._pass_on
+            return True
+        size = len(before.rstrip()) if start else len(before) if is_last else decided(before, self._format.start)
         self._text, self._pending = self._text + self._pending[:size], self._pending[size:]
-        self._step = self._find_head
-        return True
+        self._step = self._find_head if start else self._find_start
+        return bool(start)
 
     def _find_head(self, is_last: bool) -> bool:
         found = self._head.search(self._pending)
