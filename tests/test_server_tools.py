@@ -92,10 +92,9 @@ def split(splitter: CallSplitter, text: str, size: int) -> tuple[str, list[list[
         more, new = splitter.feed(text[at : at + size], at + size >= len(text))
         content += more
         for call in new:
-            if call.name:
-                assert call.id
-                calls.append([call.name, ""])
-            calls[call.index][1] += call.arguments
+            if call.get("id"):
+                calls.append([call["function"]["name"], ""])
+            calls[call["index"]][1] += call["function"]["arguments"]
     return content, calls
 
 
@@ -121,7 +120,7 @@ def test_arguments_come_as_they_are_written() -> None:
     """Not at their end, which may be a file's length away."""
     splitter = CallSplitter(FORMATS["hermes"], ["add"])
     parts = [splitter.feed(piece) for piece in ('<tool_call>{"name": "add", "arguments": {', '"x": "long', " text")]
-    assert [call.arguments for _, calls in parts for call in calls] == ["{", '"x": "long', " text"]
+    assert [call["function"]["arguments"] for _, calls in parts for call in calls] == ["{", '"x": "long', " text"]
 
 
 def test_a_template_shows_its_format(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

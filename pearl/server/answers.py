@@ -8,14 +8,13 @@ import time
 from codecs import IncrementalDecoder, getincrementaldecoder
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from pearl.engine import Piece, Result
 from pearl.protocol.messages import Logprobs
 from pearl.server.bodies import StreamOptions
 from pearl.text.reasoning import Splitter
-from pearl.text.tools import Call, CallSplitter
+from pearl.text.tools import CallSplitter
 
 DONE = b"data: [DONE]\n\n"
 _AT_ONCE = 64  # tokens whose log probabilities are written at once; this holds the GIL for 5 ms
@@ -30,60 +29,43 @@ def _written(data: Any) -> str:
     return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
 
 
-class Delta(NamedTuple):
-    """What a piece adds to a message."""
-
-    reasoning: str = ""
-    content: str = ""
-    calls: Sequence[Call] = ()
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """OpenAI's, without empty ones."""
-        given = {"reasoning_content": self.reasoning, "content": self.content}
-        given["tool_calls"] = [_call(call) for call in self.calls]  # type: ignore[assignment]
-        return {name: value for name, value in given.items() if value}
-
-
-def _call(call: Call) -> dict[str, Any]:
-    """A call, or a part of one without name and id."""
-    if not call.name:
-        return {"index": call.index, "function": {"arguments": call.arguments}}
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"index": call.index, "id": call.id, "type": "function", "function": function}
-
-
 class Parts:
-    """The message that a text is, as far as it is known: reasoning, content and calls of tools.
+    """A text as OpenAI's message: reasoning, content and calls of tools.
+
+    Attributes:
+        message: as far as it is known.
 
     Args:
-        reasoning: its splitter; None where the model does not think.
-        splits_calls: None where it cannot call.
+        thoughts: the splitter of its reasoning; None where the model does not think.
+        calls: that of its calls; None where there are none.
     """
 
-    def __init__(self, reasoning: Splitter | None = None, splits_calls: CallSplitter | None = None) -> None:
-        self._reasoning, self._splits_calls = reasoning, splits_calls
-        self.reasoning = self.content = ""
-        self.calls: list[Call] = []
+    def __init__(self, thoughts: Splitter | None = None, calls: CallSplitter | None = None) -> None:
+        self._thoughts, self._calls = thoughts, calls
+        self.message: dict[str, Any] = {"role": "assistant", "content": ""}
 
-    def feed(self, text: str, is_last: bool = False) -> Delta:
-        """The next piece of the text; what is known with it, nothing while it may be part of a tag."""
-        thought, content = self._reasoning.feed(text, is_last) if self._reasoning is not None else ("", text)
-        new: list[Call] = []
-        if self._splits_calls is not None:
-            content, new = self._splits_calls.feed(content, is_last)
-        self.reasoning, self.content = self.reasoning + thought, self.content + content
-        for call in new:
-            if call.name:
-                self.calls.append(replace(call))
+    def feed(self, text: str, is_last: bool = False) -> dict[str, Any]:
+        """The next piece of the text. Returns what is known with it as fields of a delta: text that may be part of a
+        tag waits.
+        """
+        thought, content = self._thoughts.feed(text, is_last) if self._thoughts is not None else ("", text)
+        content, calls = self._calls.feed(content, is_last) if self._calls is not None else (content, [])
+        delta = {"reasoning_content": thought, "content": content, "tool_calls": calls}
+        for name in ("reasoning_content", "content"):
+            if delta[name]:
+                self.message[name] = self.message.get(name, "") + delta[name]
+        for call in calls:
+            if "id" in call:
+                made = {"id": call["id"], "type": call["type"], "function": {**call["function"]}}
+                self.message.setdefault("tool_calls", []).append(made)
             else:
-                self.calls[call.index].arguments += call.arguments
-        return Delta(thought, content, new)
+                self.message["tool_calls"][-1]["function"]["arguments"] += call["function"]["arguments"]
+        return {name: value for name, value in delta.items() if value}
 
     def finish_reason(self, result: Result) -> str:
         """OpenAI's."""
         reason = finish_reason(result)
-        return "tool_calls" if self.calls and reason == "stop" else reason
+        return "tool_calls" if "tool_calls" in self.message and reason == "stop" else reason
 
 
 class Answer:
@@ -146,13 +128,10 @@ class Answer:
     def _text(self, index: int, text: str) -> dict[str, Any]:
         if not self._chat:
             return {"text": self.echo(index) + text}
-        fields = self._parts[index].feed(text, True).fields
-        for call in fields.get("tool_calls", ()):
-            del call["index"]
-        return {
-            "message": {"role": "assistant", "content": None if "tool_calls" in fields else "", "refusal": None}
-            | fields
-        }
+        self._parts[index].feed(text, True)
+        message = self._parts[index].message
+        content = message["content"] or (None if "tool_calls" in message else "")
+        return {"message": {"refusal": None, **message, "content": content}}
 
     def first(self, index: int) -> Iterator[bytes]:
         """The chunk before the first piece of a text."""
@@ -163,7 +142,7 @@ class Answer:
 
     def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
         """The chunk of a piece, if it has text or the client requested details of its tokens."""
-        fields = self._parts[index].feed(piece.text).fields if self._chat else {"text": piece.text}
+        fields = self._parts[index].feed(piece.text) if self._chat else {"text": piece.text}
         if any(fields.values()) or ((self._provenance or piece.logprobs) and piece.tokens):
             delta: dict[str, Any] = {"delta": fields or {"content": ""}} if self._chat else fields
             if self._provenance:
@@ -177,7 +156,7 @@ class Answer:
 
     def last(self, index: int, result: Result) -> bytes:
         """The chunk that ends a text."""
-        rest = {"delta": self._parts[index].feed("", True).fields} if self._chat else {"text": ""}
+        rest = {"delta": self._parts[index].feed("", True)} if self._chat else {"text": ""}
         return self._chunk(index, rest, self._parts[index].finish_reason(result))
 
     def usage(self, usage: dict[str, Any]) -> Iterator[bytes]:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from pearl.engine import Piece, Result
-from pearl.server.answers import Answer, Delta
+from pearl.server.answers import Answer
 from pearl.server.errors import ApiError
 from pearl.server.requests import Setup, TextRequest, read_request
 
@@ -75,7 +75,8 @@ class _OllamaAnswer(Answer):
     def __init__(self, kind: str, model: str) -> None:
         super().__init__(True, model, lambda _: b"")
         self._is_chat = kind == "chat"
-        self._rest, self._reason = Delta(), ""
+        self._rest: dict[str, Any] = {}
+        self._reason = ""
 
     def whole(self, results: Sequence[Result], usage: dict[str, Any]) -> bytes:
         self._reason = results[0].finish_reason
@@ -86,7 +87,7 @@ class _OllamaAnswer(Answer):
 
     def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
         delta = self._parts[0].feed(piece.text)
-        if delta.reasoning or delta.content:
+        if delta.keys() - {"tool_calls"}:
             yield self._line(delta)
 
     def last(self, index: int, result: Result) -> bytes:
@@ -99,16 +100,16 @@ class _OllamaAnswer(Answer):
     def error(self, body: dict[str, Any]) -> bytes:
         return json.dumps({"error": body["error"]["message"]}).encode() + b"\n"
 
-    def _line(self, delta: Delta, usage: dict[str, Any] | None = None) -> bytes:
+    def _line(self, delta: dict[str, Any], usage: dict[str, Any] | None = None) -> bytes:
         """With `usage` the last one."""
-        more: dict[str, Any] = {"thinking": delta.reasoning} if delta.reasoning else {}
+        content, thought = delta.get("content", ""), delta.get("reasoning_content")
+        more: dict[str, Any] = {"thinking": thought} if thought else {}
         if self._is_chat:
-            if usage is not None and (calls := self._parts[0].calls):
-                functions = ({"name": call.name, "arguments": _object(call.arguments)} for call in calls)
-                more["tool_calls"] = [{"function": function} for function in functions]
-            fields: dict[str, Any] = {"message": {"role": "assistant", "content": delta.content, **more}}
+            if usage is not None and (calls := self._parts[0].message.get("tool_calls")):
+                more["tool_calls"] = [{"function": _with_object(call["function"])} for call in calls]
+            fields: dict[str, Any] = {"message": {"role": "assistant", "content": content, **more}}
         else:
-            fields = {"response": delta.content, **more}
+            fields = {"response": content, **more}
         fields |= {"model": self._head["model"], "created_at": datetime.now(UTC).isoformat(), "done": usage is not None}
         if usage is not None:
             whole, first = usage["pearl"]["seconds"][0], usage["pearl"]["seconds_to_first_token"] or 0.0
@@ -119,9 +120,9 @@ class _OllamaAnswer(Answer):
         return json.dumps(fields, ensure_ascii=False).encode() + b"\n"
 
 
-def _object(arguments: str) -> dict[str, Any]:
-    """A call's arguments as an object; none where the text was cut within them."""
+def _with_object(function: dict[str, Any]) -> dict[str, Any]:
+    """A call with its arguments as an object; none where the text was cut within them."""
     try:
-        return dict(json.loads(arguments))
+        return function | {"arguments": dict(json.loads(function["arguments"]))}
     except (TypeError, ValueError):
-        return {}
+        return function | {"arguments": {}}

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from pearl.engine import Piece, Result
-from pearl.server.answers import Answer, Delta
+from pearl.server.answers import Answer
 from pearl.server.bodies import MOST_MESSAGES, MOST_TOOLS, UNSERVED, ChatCompletionRequest, SharedRequest
 from pearl.server.errors import ApiError
 from pearl.server.fields import Text, validate
@@ -219,14 +219,8 @@ class _ResponsesAnswer(Answer):
         return self._written("error", body["error"] | body)
 
     def _ended(self, usage: dict[str, Any]) -> dict[str, Any]:
-        parts = self._parts[0]
         if self._asked.store:
-            calls = [
-                {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
-                for call in parts.calls
-            ]
-            reply = {"role": "assistant", "content": parts.content, "reasoning_content": parts.reasoning or None}
-            self._keep(self._id, reply | ({"tool_calls": calls} if calls else {}))
+            self._keep(self._id, self._parts[0].message)
         tokens = {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],
@@ -269,20 +263,20 @@ class _ResponsesAnswer(Answer):
         """Which item an event is about: the last one."""
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
-    def _grown(self, delta: Delta) -> Iterator[bytes]:
-        for kind, text in (("reasoning", delta.reasoning), ("message", delta.content)):
-            if text:
+    def _grown(self, delta: dict[str, Any]) -> Iterator[bytes]:
+        for kind, field in (("reasoning", "reasoning_content"), ("message", "content")):
+            if text := delta.get(field):
                 if not self._is_open or self._items[-1]["type"] != kind:
                     yield from self._begun(kind)
                 self._items[-1]["content"][0]["text"] += text
                 at = self._at | {"content_index": 0} | ({"logprobs": []} if kind == "message" else {})
                 yield self._event(f"{_TEXTS[kind]}.delta", **at, delta=text)
-        for call in delta.calls:
-            if call.name:
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
                 yield from self._begun("function_call", call)
-            if call.arguments:
-                self._items[-1]["arguments"] += call.arguments
-                yield self._event("function_call_arguments.delta", **self._at, delta=call.arguments)
+            if arguments := call["function"]["arguments"]:
+                self._items[-1]["arguments"] += arguments
+                yield self._event("function_call_arguments.delta", **self._at, delta=arguments)
 
     def _begun(self, kind: str, call: Call | None = None) -> Iterator[bytes]:
         """A new item, after the end of the last."""
@@ -290,7 +284,7 @@ class _ResponsesAnswer(Answer):
         short = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
         item: dict[str, Any] = {"id": f"{short}_{secrets.token_hex(12)}", "type": kind, "status": "in_progress"}
         if call is not None:
-            item |= {"call_id": call.id, "name": call.name, "arguments": ""}
+            item |= {"call_id": call["id"], "name": call["function"]["name"], "arguments": ""}
         else:
             item |= {"role": "assistant", "content": []} if kind == "message" else {"summary": [], "content": []}
         self._items.append(item)

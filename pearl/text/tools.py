@@ -159,19 +159,7 @@ def _moved(schema: Any, to: str) -> Any:
 # ---- calls in a text ----
 
 
-@dataclass
-class Call:
-    """A call, or a part of one: only its first part has the name and the id.
-
-    Attributes:
-        index: among the calls of its text.
-        arguments: JSON, as the model wrote it.
-    """
-
-    index: int
-    arguments: str = ""
-    name: str = ""
-    id: str = ""
+Call = dict[str, Any]  # in OpenAI's notation; of a call that comes in parts only the first has its name and id
 
 
 class CallSplitter:
@@ -222,7 +210,9 @@ class CallSplitter:
             self._count += 1
             if self._is_wanted:
                 # Nine letters and digits: Mistral's templates take no other id.
-                self._calls.append(Call(self._count - 1, "", name, secrets.token_hex(5)[:9]))
+                id = secrets.token_hex(5)[:9]
+                function = {"name": name, "arguments": ""}
+                self._calls.append({"index": self._count - 1, "id": id, "type": "function", "function": function})
             return True
         if not found and not is_last and len(self._pending) <= _MOST_HEAD:
             return False
@@ -239,8 +229,8 @@ class CallSplitter:
             taken = _as_json(self._held) if end is not None or is_last else ""
         if taken and self._is_wanted:
             if not self._calls:
-                self._calls.append(Call(self._count - 1))
-            self._calls[-1].arguments += taken
+                self._calls.append({"index": self._count - 1, "function": {"arguments": ""}})
+            self._calls[-1]["function"]["arguments"] += taken
         if end is not None:
             self._step = self._find_head
         return end is not None
