@@ -73,7 +73,7 @@ REFUSED: dict[str, list[Any]] = {  # field -> its bad values
     "structured_outputs": [{"regex": "("}, {"regex": 5}, {"regex": "a", "json": {}}],
     "echo": ["yes"],
     "stop_token_ids": [[-1], ["x"], [1] * 65],
-    "speculation": [{"method": "magic"}, {"off": True, "method": "sd"}],
+    "speculation": [{"method": "magic"}, {"off": True, "method": "sd"}, {"off": True, "window": 2}],
     "guided_json": [{}],
     "truncate_prompt_tokens": [5],
     "suffix": ["x"],

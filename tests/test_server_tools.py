@@ -294,6 +294,9 @@ def test_a_response_calls_functions_and_is_continued(served: Served) -> None:
     assert continued.usage is not None
     assert again.usage is not None
     assert continued.usage.input_tokens == again.usage.input_tokens
+    message_first: list[Any] = [{"type": "reasoning", "summary": [{"text": "Hm"}]}, message("Well", "assistant")]
+    (one,) = responses._messages([*message_first, call.model_dump(), result])[:-1]
+    assert (one["reasoning_content"], one["content"], len(one["tool_calls"])) == ("Hm", "Well", 1)
     with client.stream(input="Hi", tool_choice="required", model=MODEL, tools=FUNCTIONS, temperature=1.0) as events:
         kinds = [event.type for event in events]
         (streamed,) = events.get_final_response().output
@@ -321,7 +324,7 @@ def test_responses_that_are_kept_are_bounded(served: Served, monkeypatch: pytest
     [
         ({"input": 3}, "input"),
         ({"input": [{"type": "image"}]}, "input[0]"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.content[0]"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"max_output_tokens": 10**6}, "max_output_tokens"),
         ({"background": True}, "background"),

@@ -71,12 +71,11 @@ class App:
             Route("/completions", self._posted(partial(self._openai, False)), methods=["POST"]),
             Route("/responses", self._posted(self._responses.read), methods=["POST"]),
         ]
+        setup = self._setup
         of_ollama = [
             Route("/tags", _json(ollama.tags(self._card))),
-            *(
-                Route(f"/{name}", self._posted(partial(ollama.read, name, self._setup)), methods=["POST"])
-                for name in ("chat", "generate")
-            ),
+            Route("/chat", self._posted(partial(ollama.read, "chat", setup)), methods=["POST"]),
+            Route("/generate", self._posted(partial(ollama.read, "generate", setup)), methods=["POST"]),
         ]
         own = checked(access.check_origin, access.check_key)
         # Outermost: it answers a browser's question whether a page may ask, which has no key.

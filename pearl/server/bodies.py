@@ -202,10 +202,12 @@ class Speculation(Body):
 
     def of(self, decoding: DecodingConfig) -> DecodingConfig:
         """These settings instead of a server's. Raises `ConfigError`."""
-        method = "ar" if self.off else self.method
-        if self.off and (self.method or self.window):
-            raise ConfigError("off leaves no method and no window to choose")
-        return decoding.switched(method, self.window)
+        if self.off and self.method is not None:
+            raise ConfigError("off leaves no method to choose")
+        made = decoding.switched("ar" if self.off else self.method, self.window)
+        if self.window is not None and not METHODS[made.method].drafts:
+            raise ConfigError(f"window is for methods with a draft, not {made.method}")
+        return made
 
 
 class StreamOptions(Body):

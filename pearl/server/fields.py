@@ -30,6 +30,7 @@ Unserved = dict[str, tuple[Any, ...]]  # fields that are not supported -> values
 # Fields that change nothing here, and need no warning.
 _NEUTRAL = {"user", "safety_identifier", "prompt_cache_key", "metadata", "store", "service_tier", "annotations"}
 _NEUTRAL |= {"prediction", "verbosity", "prompt_cache_retention", "include_obfuscation", "refusal", "cache_control"}
+_NEUTRAL.add("include")
 MOST_UNKNOWN = 8  # fields of a request that its warning names
 _warned: set[str] = set()  # unknown fields that the log has named
 _MOST_WARNED = 100  # clients choose these names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import threading
 import time
@@ -27,10 +28,13 @@ _NEITHER: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "top_logprobs": (0,),
     "truncation": ("disabled", "auto"),
-    "include": ([],),
 }
-# Fields of a chat -> what they are called here.
-_CALLED = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
+# Fields of a chat -> what they are called here. Messages have other numbers than items.
+_CALLED = {
+    re.compile(r"^messages(\[\d+\])?(?=\W|$)"): "input",
+    re.compile("^max_completion_tokens"): "max_output_tokens",
+    re.compile("^response_format"): "text.format",
+}
 
 
 class ResponsesRequest(SharedRequest):
@@ -50,8 +54,7 @@ class ResponsesRequest(SharedRequest):
 
     def chat(self, body: dict[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:
         """The body of the chat that is asked for. `messages`: those that come from `input` and before."""
-        renamed = {"tools", "tool_choice", "stream_options", "user"}
-        shared = self.model_fields_set & ChatCompletionRequest.known - renamed
+        shared = self.model_fields_set & ChatCompletionRequest.known - {"tools", "tool_choice", "stream_options"}
         format, choice = self.text.get("format") or {}, self.tool_choice
         if isinstance(format, dict) and format.get("type") == "json_schema":
             format = {"type": "json_schema", "json_schema": {k: v for k, v in format.items() if k != "type"}}
@@ -87,12 +90,13 @@ def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     for number, item in enumerate(items):
         match item.get("type", "message"):
             case "message" if item.get("role") == "assistant":
-                _assistant(made)["content"] = _content(item.get("content"))
+                _assistant(made, "content", "tool_calls")["content"] = _content(item.get("content"))
             case "message":
                 made.append({"role": item.get("role"), "content": _content(item.get("content"))})
             case "reasoning":
                 parts = (*_listed(item.get("content")), *_listed(item.get("summary")))
-                _assistant(made, "tool_calls")["reasoning_content"] = "\n".join(str(part.get("text")) for part in parts)
+                text = "\n".join(str(part.get("text")) for part in parts)
+                _assistant(made, "content", "tool_calls", "reasoning_content")["reasoning_content"] = text
             case "function_call":
                 function = {"name": item.get("name"), "arguments": item.get("arguments")}
                 call = {"type": "function", "id": item.get("call_id"), "function": function}
@@ -106,9 +110,9 @@ def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _assistant(made: list[dict[str, Any]], *ends: str) -> dict[str, Any]:
-    """The assistant's message that the next item is part of: the last one, unless it has content or one of `ends`."""
+    """The assistant's message that the next item is part of: the last one, unless it has one of these fields."""
     last = made[-1] if made else {}
-    if last.get("role") != "assistant" or (last.get("content") and not ends) or any(end in last for end in ends):
+    if last.get("role") != "assistant" or any(last.get(end) for end in ends):
         made.append({"role": "assistant", "content": ""})
     return made[-1]
 
@@ -143,14 +147,10 @@ class Responses:
             made = read_request(asked.chat(body, messages), True, self._setup)
         except ApiError as error:
             for name, here in _CALLED.items():
-                if (error.param or "").startswith(name):
-                    error.param = here + (error.param or "")[len(name) :]
-                    error.message = error.message.replace(name, here, 1)
+                error.param, error.message = (name.sub(here, text) for text in (error.param or "", error.message))
             raise
-        named = _CALLED["messages"], _CALLED["max_completion_tokens"]
-        return replace(made, named=named), _ResponsesAnswer(
-            self._setup.model, asked, body, lambda id, reply: self._keep(id, [*messages, reply])
-        )
+        answer = _ResponsesAnswer(asked, lambda id, reply: self._keep(id, [*messages, reply]))
+        return replace(made, named=("input", "max_output_tokens")), answer
 
     def _before(self, id: str | None) -> list[dict[str, Any]]:
         with self._lock:
@@ -180,11 +180,9 @@ class _ResponsesAnswer(Answer):
 
     done = b""
 
-    def __init__(
-        self, model: str, asked: ResponsesRequest, body: dict[str, Any], keep: Callable[[str, dict[str, Any]], None]
-    ) -> None:
-        super().__init__(True, model, lambda _: b"")
-        self._asked, self._keep, self._body = asked, keep, body
+    def __init__(self, asked: ResponsesRequest, keep: Callable[[str, dict[str, Any]], None]) -> None:
+        super().__init__(True, asked.model, lambda _: b"")
+        self._asked, self._keep = asked, keep
         self._id, self._created = f"resp_{secrets.token_hex(24)}", int(time.time())
         self._items: list[dict[str, Any]] = []
         self._is_open = False  # the last item
