@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -367,6 +368,25 @@ def test_ollamas_clients(served: Served) -> None:
 
 
 # ---- any body ----
+
+
+@pytest.mark.parametrize("depth", [100, 600, 5000])
+def test_values_may_be_nested_deep(depth: int) -> None:
+    """Python's own limit was an internal error."""
+    deep: dict[str, Any] = {}
+    for _ in range(depth):
+        deep = {"a": deep}
+    tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
+    called = message("", "assistant") | {"tool_calls": [{"function": {"name": "f", "arguments": deep}}]}
+    asked = {"model": MODEL, "messages": [message("Hi")]}
+    for read, body in (
+        (lambda body: read_request(body, True, SETUP), asked | {"tools": [tool], "tool_choice": "required"}),
+        (responses.Responses(SETUP).read, {"model": MODEL, "input": "Hi", "metadata": {"a": deep}, "text": deep}),
+        (lambda body: ollama.read("chat", SETUP, body), asked | {"messages": [called], "format": deep}),
+    ):
+        with suppress(ApiError):
+            read(body)
+
 
 VALUES = st.recursive(
     st.none()

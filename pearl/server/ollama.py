@@ -10,6 +10,7 @@ from typing import Any
 from pearl.engine import Piece, Result
 from pearl.server.answers import Answer
 from pearl.server.errors import ApiError
+from pearl.server.fields import check_text
 from pearl.server.requests import Setup, TextRequest, read_request
 
 _RENAMED = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
@@ -28,6 +29,10 @@ def read(kind: str, setup: Setup, body: Any) -> tuple[TextRequest, Answer]:
     """The checked request, and what writes its answer. Raises `ApiError`. `kind`: chat or generate."""
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
+    try:
+        check_text(body)
+    except ValueError as error:
+        raise ApiError(400, f"the body {error}") from None
     asked, messages = _options(body), body.get("messages")
     if kind == "generate":
         system = [{"role": "system", "content": body["system"]}] if body.get("system") else []

@@ -169,7 +169,10 @@ def _grammar(asked: Body, setup: Setup) -> dict[str, Any]:
     if len(grammars) > 1:
         raise ApiError(400, "response_format and structured_outputs are two grammars", param="structured_outputs")
     if isinstance(asked, ChatCompletionRequest) and (functions := asked.forced_functions):
-        schema = forced_schema([function.model_dump() for function in functions], setup.tools.key)
+        try:
+            schema = forced_schema([function.model_dump() for function in functions], setup.tools.key)
+        except RecursionError:
+            raise ApiError(400, "tools: are nested too deep", param="tools") from None
         grammars = {"tools": {"json_schema": schema}}
     for field, grammar in grammars.items():
         if asked.ignore_eos:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from pearl.engine import Piece, Result
 from pearl.server.answers import Answer
 from pearl.server.bodies import MOST_MESSAGES, MOST_TOOLS, UNSERVED, ChatCompletionRequest, SharedRequest
 from pearl.server.errors import ApiError
-from pearl.server.fields import Text, validate
+from pearl.server.fields import Text, check_text, validate
 from pearl.server.requests import Setup, TextRequest, read_request
 from pearl.text.tools import Call
 
@@ -51,6 +51,10 @@ class ResponsesRequest(SharedRequest):
     tools: list[dict[str, Any]] = Field(default=[], max_length=MOST_TOOLS, description="Of type function.")
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
+
+    _is_text = field_validator("input", "metadata", "reasoning", "text", "tools", "tool_choice", mode="before")(
+        check_text
+    )
 
     def chat(self, body: dict[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:
         """The body of the chat that is asked for. `messages`: those that come from `input` and before."""
