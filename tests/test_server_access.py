@@ -114,10 +114,11 @@ def test_a_request_is_a_line_in_the_log(served: Served, caplog: pytest.LogCaptur
     served.post(max_tokens=12, ignore_eos=True)
     served.events("chat/completions", max_tokens=12, ignore_eos=True)
     served.post(temperature=-1)
-    with served.connection() as client, served.held():
-        client.sendall(raw_post(body() | {"model": MODEL}))
-        served.until_running(1)
-    eventually(lambda: caplog.text.count("POST") == 4)
+    with served.held():
+        with served.connection() as client:
+            client.sendall(raw_post(body()))
+            served.until_running(1)
+        eventually(lambda: caplog.text.count("POST") == 4)
     lines = [record.getMessage() for record in caplog.records if record.name == "pearl.requests"]
     wanted = rf"model={MODEL} seconds=\S+ prompt=\d+ completion=12 tokens/s=\S+ ttft=\S+( acceptance=\S+)?"
     for line, path in zip(lines, ("completions", "chat/completions"), strict=False):
