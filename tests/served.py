@@ -5,26 +5,40 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx
 import openai
 
-from pearl.config import DecodingConfig, SamplingParams
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams, Settings
 from pearl.engine import Engine
 from pearl.server.app import App
 from pearl.server.listen import Door, Server, bind
+from pearl.server.requests import Setup
 from pearl.server.service import Service
+from pearl.text.tools import format_of
 from tests.conftest import BOUND, TOY, eventually
+from tests.tiny import tiny_model
 
 MODEL = "toy-model"
 LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
+SETUP = Setup(MODEL, Settings(EngineConfig(), DecodingConfig(), SamplingParams()))
 SLOWLY: dict[str, Any] = {"target_pace": 0.15, "draft_pace": 0.05}  # so that `LONG` lasts on a busy machine, too
+# Tells of tools as Hermes' and Qwen's do.
+TOOL_TEMPLATE = (
+    "{% if tools %}<|start|>system\n{% for t in tools %}{{ t | tojson }}{% endfor %}"
+    "Write <tool_call>.<|end|>\n{% endif %}{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{{ mood }}{% endif %}"
+)
 JSON = {"content-type": "application/json"}
 
 
@@ -33,10 +47,12 @@ class Served:
 
     def __init__(self, engine: Engine, door: Door | None = None, method: Literal["auto", "pearl"] = "auto") -> None:
         door = door or bind("127.0.0.1:0", None, 8, None)
-        self.service = Service(engine, DecodingConfig(method=method), door.queue, MODEL)
+        self.service = Service(engine, door.queue, MODEL)
         self.url = door.url
         self.address: tuple[str, int] = door.bound.getsockname()[:2]
-        self.app = App(self.service, SamplingParams(), MODEL, door.access)
+        settings = Settings(engine.config, DecodingConfig(method=method), SamplingParams())
+        tools = format_of(engine.tokenizer, door.tool_parser)
+        self.app = App(self.service, Setup(MODEL, settings, tools, door.is_strict), door.access)
         self.server = Server(self.app, self.service)
         self._thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([door.bound])))
 
@@ -109,8 +125,10 @@ class Served:
 
 
 def body(path: str = "completions") -> dict[str, Any]:
-    prompt: dict[str, Any] = {"prompt": "123"} if path == "completions" else {"messages": [message("123")]}
-    return {"model": MODEL, "max_tokens": 8, "seed": 5, "temperature": 1.0, **prompt}
+    prompt: Any = {"completions": "123", "responses": "123"}.get(path, [message("123")])
+    names = {"completions": ("prompt", "max_tokens"), "responses": ("input", "max_output_tokens")}
+    prompt_field, limit = names.get(path, ("messages", "max_tokens"))
+    return {"model": MODEL, limit: 8, "seed": 5, "temperature": 1.0, prompt_field: prompt}
 
 
 def message(content: Any, role: str = "user") -> dict[str, Any]:
@@ -154,6 +172,23 @@ def chatting_engine(**settings: Any) -> Iterator[Engine]:
 def serving(queue: int = 8, **settings: Any) -> Iterator[Served]:
     with chatting_engine(**settings) as engine, Served(engine, bind("127.0.0.1:0", None, queue, None)) as served:
         yield served
+
+
+@contextmanager
+def serving_tools() -> Iterator[Served]:
+    """A tiny random pair whose template knows tools, with room for them."""
+    with tempfile.TemporaryDirectory() as directory:
+        models = [Path(directory, role) for role in ("target", "draft")]
+        for made, noise in zip(models, (0.0, 0.3), strict=True):
+            shutil.copytree(tiny_model(noise=noise, chat=True), made)
+            config = json.loads((made / "config.json").read_text())
+            (made / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+            (made / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+        with (
+            Engine(*map(str, models), startup_timeout=120) as engine,
+            Served(engine, bind("127.0.0.1:0", None, 8, None)) as served,
+        ):
+            yield served
 
 
 def target_of(engine: Engine) -> int:

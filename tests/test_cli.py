@@ -143,7 +143,10 @@ def test_every_setting_is_a_flag_and_every_flag_a_setting() -> None:
     for name, more in {
         "generate": {"raw", "as_json", "connect"},
         "chat": {"raw", "question", "system", "show_draft", "markdown", "history", "connect"},
-        "serve": {"http", "api_key", "http_queue", "http_model"},
+        "serve": {
+            *("http", "api_key", "http_queue", "http_model"),
+            *("origins", "tool_parser", "is_strict", "log_requests"),
+        },
     }.items():
         command = cli.get_command(click.Context(cli), name)
         assert command is not None

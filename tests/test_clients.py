@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -9,15 +10,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import openai
 import pytest
 from pydantic import BaseModel
 
 from pearl import Engine
 from pearl.server.listen import bind
 from tests.conftest import TOY
-from tests.served import MODEL, Served
+from tests.served import MODEL, Served, serving_tools
+from tests.tiny import EOS_ID
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.xdist_group("test_clients")]
 
@@ -60,8 +63,101 @@ def test_langchain(served: Served, wanted: str) -> None:
     for method in ("json_schema", "json_mode"):
         made = asked.with_structured_output(Cat, method=method).invoke("Describe a cat as JSON with name and age.")
         assert isinstance(made, Cat)
-    with pytest.raises(Exception, match="does not tell it of tools"):
-        chat.bind_tools([Cat]).invoke("Describe a cat.")
+    called = asked.bind_tools([Cat], tool_choice="required").invoke("Describe a cat.")
+    assert [call["name"] for call in called.tool_calls] == ["Cat"]
+
+
+# ---- agents: a random model's first turn must be a call, its second is text ----
+
+
+SOON = {"seed": 1, "temperature": 1, "logit_bias": {str(EOS_ID): 6}}  # so that a random text ends
+
+
+@pytest.fixture(scope="module")
+def tooled() -> Iterator[Served]:
+    with serving_tools() as running:
+        yield running
+
+
+@pytest.fixture
+def added() -> list[int]:
+    """What a tool was called with."""
+    return []
+
+
+def test_langchains_agent(tooled: Served, added: list[int]) -> None:
+    langchain_openai = pytest.importorskip("langchain_openai")
+    agents = pytest.importorskip("langchain.agents")
+
+    def add(x: Literal[1, 22]) -> int:
+        """Add one."""
+        added.append(x)
+        return x + 1
+
+    given: dict[str, Any] = {"base_url": f"{tooled.url}/v1", "api_key": "none", "model": MODEL, "max_tokens": 300}
+    given["extra_body"] = SOON
+    for is_response in (False, True):
+        chat: Any = langchain_openai.ChatOpenAI(**given, use_responses_api=is_response)
+        (call,) = chat.bind_tools([add], tool_choice="required", strict=True).invoke("Hi").tool_calls
+        assert call["args"]["x"] in (1, 22)
+        pieces = list(chat.bind_tools([add], tool_choice="required", strict=True).stream("Hi"))
+        assert sum(pieces[1:], pieces[0]).tool_calls[0]["args"]["x"] in (1, 22)
+
+    class First(langchain_openai.ChatOpenAI):  # type: ignore[misc,name-defined]
+        """The agent leaves the choice to the model, and ours is random."""
+
+        def _get_request_payload(self, *given: Any, **named: Any) -> Any:
+            payload = super()._get_request_payload(*given, **named)
+            is_first = all(message["role"] != "tool" for message in payload["messages"])
+            return payload | {"tool_choice": "required" if is_first else "none"}
+
+    done = agents.create_agent(First(**given), [add]).invoke({"messages": [("user", "Hi")]})
+    assert [message.type for message in done["messages"]] == ["human", "ai", "tool", "ai"]
+    assert added
+
+
+@pytest.mark.parametrize("model", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
+def test_openais_agents(tooled: Served, added: list[int], model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which ask for a call once, and then leave the choice to the model."""
+    monkeypatch.setenv("OPENAI_AGENTS_DISABLE_TRACING", "1")
+    agents: Any = pytest.importorskip("agents")
+
+    @agents.function_tool  # type: ignore[untyped-decorator]
+    def add(x: Literal[1, 22]) -> int:
+        """Add one."""
+        added.append(x)
+        return x + 1
+
+    async def run() -> Any:
+        client = openai.AsyncOpenAI(base_url=f"{tooled.url}/v1", api_key="none")
+        settings = agents.ModelSettings(tool_choice="required", max_tokens=300, extra_body=SOON)
+        of = getattr(agents, model)(model=MODEL, openai_client=client)
+        agent = agents.Agent(name="A", instructions="Be brief.", tools=[add], model=of, model_settings=settings)
+        whole = await agents.Runner.run(agent, "Hi", max_turns=4)
+        streamed = agents.Runner.run_streamed(agent, "Hi", max_turns=4)
+        async for _ in streamed.stream_events():
+            pass
+        await client.close()
+        return whole, streamed
+
+    whole, streamed = asyncio.run(run())
+    assert whole.final_output == streamed.final_output
+    assert len(added) == 2
+
+
+@pytest.mark.parametrize("model", ["OpenAIChatModel", "OpenAIResponsesModel"])
+def test_pydantic_ai(tooled: Served, model: str) -> None:
+    """An object of a class is a call that must be made."""
+    pydantic_ai: Any = pytest.importorskip("pydantic_ai")
+    models: Any = pytest.importorskip("pydantic_ai.models.openai")
+    providers: Any = pytest.importorskip("pydantic_ai.providers.openai")
+
+    class Coin(BaseModel):
+        side: Literal["heads", "tails"]
+
+    of = getattr(models, model)(MODEL, provider=providers.OpenAIProvider(base_url=f"{tooled.url}/v1", api_key="none"))
+    settings = {"max_tokens": 300, "extra_body": SOON}
+    assert pydantic_ai.Agent(of, output_type=Coin, model_settings=settings).run_sync("Hi").output.side
 
 
 def test_litellm(served: Served, wanted: str) -> None:

@@ -21,13 +21,13 @@ from pearl.config import DecodingConfig, SamplingParams, Settings
 from pearl.engine import Piece, Result
 from pearl.engine.conversation import Conversation
 from pearl.protocol.messages import Provenance
-from pearl.server.answers import Answer
+from pearl.server.answers import Answer, Parts
 from pearl.server.errors import ApiError
 from pearl.server.requests import read_request
 from pearl.text import reasoning
 from pearl.text.chat_template import render
 from pearl.text.reasoning import Splitter, Tags, split, splitter_of, tags_of
-from tests.served import MODEL, Served, body, message, serving
+from tests.served import SETUP, Served, body, message, serving
 from tests.test_conversation import END, Characters
 
 THINK = Tags("<think>", "</think>")
@@ -195,7 +195,7 @@ def test_generate_prints_the_answer_and_shows_the_reasoning(
 
 def answer(is_chat: bool = True, thinks: bool = True) -> Answer:
     made = Answer(is_chat, "m", spell=lambda _: b"")
-    made.splits = lambda: Splitter(THINK) if thinks else None
+    made.new_parts = lambda: Parts(Splitter(THINK) if thinks else None)
     return made
 
 
@@ -233,9 +233,9 @@ def test_history_may_have_reasoning_of_the_assistant_only() -> None:
     asked = body("chat/completions")
     thought = message("Hello!", "assistant") | {"reasoning_content": THOUGHT}
     messages = [message("Hi"), thought, message("Bye")]
-    assert read_request(asked | {"messages": messages}, True, MODEL, SamplingParams()).prompts == (messages,)
+    assert read_request(asked | {"messages": messages}, True, SETUP).prompts == (messages,)
     with pytest.raises(ApiError, match="reasoning_content: is for role"):
-        read_request(asked | {"messages": [message("Hi") | {"reasoning_content": "x"}]}, True, MODEL, SamplingParams())
+        read_request(asked | {"messages": [message("Hi") | {"reasoning_content": "x"}]}, True, SETUP)
 
 
 @pytest.fixture(scope="module")

@@ -1,33 +1,30 @@
-"""What the HTTP server accepts and refuses by name: fields, messages, tools, bodies, keys, hosts and origins."""
+"""What the HTTP server accepts and refuses by name: fields, messages, tools and bodies."""
 
 from __future__ import annotations
 
 import json
 import re
-import socket
-import time
 from collections.abc import Iterator
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import httpx
 import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from pearl.config import SamplingParams, Settings
-from pearl.engine import Engine
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine.request import Chat
 from pearl.errors import ConfigError
 from pearl.server import limits
 from pearl.server.errors import ApiError
-from pearl.server.listen import bind, name_of
-from pearl.server.requests import read_request
-from tests.served import BOUND, MODEL, Served, body, message, serving
+from pearl.server.requests import Setup, read_request
+from tests.served import BOUND, MODEL, SETUP, Served, body, message, serving, text_of
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 2}}}
 
 
-def called(arguments: str) -> dict[str, Any]:
+def called(arguments: Any) -> dict[str, Any]:
     """An assistant's message that is a call, as clients send it back."""
     function = {"name": "f", "arguments": arguments}
     return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
@@ -39,9 +36,12 @@ def served() -> Iterator[Served]:
         yield served
 
 
-def refusal(asked: dict[str, Any], is_chat: bool = False) -> ApiError | None:
+STRICT = replace(SETUP, is_strict=True)
+
+
+def refusal(asked: dict[str, Any], is_chat: bool = False, given: Setup = STRICT) -> ApiError | None:
     try:
-        read_request(asked, is_chat, MODEL, SamplingParams())
+        read_request(asked, is_chat, given)
     except ApiError as error:
         return error
     return None
@@ -53,9 +53,9 @@ SCHEMA = {"type": "json_schema"}
 REFUSED: dict[str, list[Any]] = {  # field -> its bad values
     "temperature": ["hot", True, -1, 1e-9],
     "top_p": [0],
-    "top_k": [1.5],
+    "top_k": [1.5, -2],
     "min_p": [2],
-    "seed": [-1, 2**64],
+    "seed": [-(2**63) - 1, 2**64, True],
     "max_tokens": [0],
     "n": [0, 1000, True],
     "stop": ["", 3, ["x"] * 65, "x" * 1001],
@@ -71,7 +71,11 @@ REFUSED: dict[str, list[Any]] = {  # field -> its bad values
     "logit_bias": [{"3": 101}, {"3": True}, {"x": 1}, {"3": 1, "03": 1}, {"9" * 5000: 1}, [3]],
     "response_format": [SCHEMA | {"json_schema": {"schema": {"type": "mouse"}}}],
     "structured_outputs": [{"regex": "("}, {"regex": 5}, {"regex": "a", "json": {}}],
-    "echo": [True],
+    "echo": ["yes"],
+    "stop_token_ids": [[-1], ["x"], [1] * 65],
+    "speculation": [{"method": "magic"}, {"off": True, "method": "sd"}, {"off": True, "window": 2}],
+    "guided_json": [{}],
+    "truncate_prompt_tokens": [5],
     "suffix": ["x"],
     "best_of": [2],
     "temprature": [1],
@@ -89,6 +93,7 @@ NESTED = [  # bad fields, and what is named
     ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice"),
     ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
     ({"tools": [{}]}, "tools"),
+    ({"speculation": {"window": 0}}, "speculation.window"),
 ]
 IN_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"tools": {}}, "tools"),
@@ -100,6 +105,10 @@ IN_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function", "function": {"name": "f"}}] * 129}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"tool_choice": 3}, "tool_choice"),
+    ({"continue_final_message": True}, "continue_final_message"),
+    ({"add_generation_prompt": False}, "add_generation_prompt"),
+    ({"chat_template_kwargs": {"x": "\ud800"}}, "chat_template_kwargs"),
 ]
 MESSAGES: list[tuple[Any, str]] = [
     ([], "messages"),
@@ -110,13 +119,12 @@ MESSAGES: list[tuple[Any, str]] = [
     ([message("1") | {"tool_calls": [CALL]}], "messages[0].tool_calls"),
     ([message("1", "assistant") | {"tool_calls": ["f"]}], "messages[0].tool_calls[0]"),
     ([message("1", "assistant") | {"tool_calls": [CALL | {"type": "x"}]}], "messages[0].tool_calls[0]"),
-    ([called("[1]")], "messages[0].tool_calls[0].function.arguments"),
-    ([called("{")], "messages[0].tool_calls[0].function.arguments"),
-    ([called('{"x": "\\ud800"}')], "messages[0].tool_calls[0]"),
+    ([called(5)], "messages[0].tool_calls[0]"),
+    ([called("\ud800")], "messages[0].tool_calls[0]"),
     ([message("1"), message(None, "assistant")], "messages[1].content"),
     ([message([{"type": "image_url", "image_url": {"url": "x"}}])], "messages[0].content[0]"),
     ([message([{"type": "text"}])], "messages[0].content[0].text"),
-    ([message("1") | {"name": "me"}], "messages[0].name"),
+    ([message("1") | {"function_call": {}}], "messages[0].function_call"),
     ([message("1") | {"mood": "good"}], "messages[0].mood"),
     ([message("\ud800")], "messages[0].content"),
 ]
@@ -175,6 +183,7 @@ JSON = st.recursive(
     max_leaves=6,
 )
 FIELDS = [*body(), *body("chat/completions"), *REFUSED, "top_logprobs", "tools", "tool_choice", "user", "nonsense"]
+FIELDS += ["continue_final_message", "chat_template_kwargs", "reasoning_effort", "metadata"]
 
 
 @hypothesis.given(st.booleans(), st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4))
@@ -192,6 +201,8 @@ def test_values_without_an_effect_are_accepted(served: Served) -> None:
         **dict.fromkeys(("presence_penalty", "frequency_penalty"), 0),
         **dict.fromkeys(("stop", "functions"), None),
         **dict.fromkeys(("logprobs", "echo"), False),
+        "top_k": -1,
+        "metadata": {"x": "y"},
         "logit_bias": {},
         "response_format": {"type": "text"},
         "tools": [],
@@ -203,6 +214,77 @@ def test_values_without_an_effect_are_accepted(served: Served) -> None:
     assert served.post(**nothing).json()["choices"] == served.post().json()["choices"]
 
 
+def test_unknown_fields_are_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """At any depth, and once for each name; not those that would change the text."""
+    unknown = {"mood": "good", "messages": [message("1") | {"color": 3}], "prompt_tempo": {"x": 1}, "store": True}
+    for _ in range(2):
+        assert refusal(body("chat/completions") | unknown, True, SETUP) is None
+    for field in ("mood", "color", "prompt_tempo"):
+        assert caplog.text.count(repr(field)) == 1
+    assert "store" not in caplog.text
+    refused = refusal(body() | {"best_of": 2}, given=SETUP)
+    assert refused is not None
+    assert refused.code == "unsupported_parameter"
+    picture = {"type": "image_url", "image_url": {"url": "x"}}
+    refused = refusal(body("chat/completions") | {"messages": [message([picture])]}, True, SETUP)
+    assert refused is not None
+    assert "image_url is not supported" in refused.message
+    many = refusal(body() | {f"x{number}": 1 for number in range(100_000)}, given=SETUP)
+    assert many is None
+
+
+def test_seeds_and_stop_tokens_of_other_servers(served: Served) -> None:
+    """A negative seed is 64 bits; a text ends with any of the ids given, of which "4" is one."""
+    seeds = [served.post(seed=seed, max_tokens=40).json() for seed in (-3, 2**64 - 3)]
+    assert seeds[0]["choices"] == seeds[1]["choices"]
+    choice = served.post(max_tokens=40, ignore_eos=True, stop_token_ids=[4]).json()["choices"][0]
+    whole = served.post(max_tokens=40, ignore_eos=True).json()["choices"][0]["text"]
+    assert (choice["text"], choice["finish_reason"]) == (whole[: whole.index("4") + 1], "stop")
+
+
+def test_an_echo_is_the_prompt(served: Served) -> None:
+    asked: dict[str, Any] = {"prompt": ["12", [3, 4]], "n": 2}
+    plain = [choice["text"] for choice in served.post(**asked).json()["choices"]]
+    asked["echo"] = True
+    texts = [choice["text"] for choice in served.post(**asked).json()["choices"]]
+    assert texts == [prompt + text for prompt, text in zip(("12", "12", "34", "34"), plain, strict=True)]
+    chunks = served.events(**asked)
+    assert [text_of(chunks, index) for index in range(4)] == texts
+    assert served.post(echo=True, logprobs=1).json()["error"]["param"] == "echo"
+
+
+def test_a_request_chooses_its_speculation(served: Served) -> None:
+    """The text stays the same: auto has the rule that is drafter-invariant, and so has what replaces it."""
+    plain = served.post(max_tokens=40, ignore_eos=True)
+    for speculation in ({"off": True}, {"method": "sd", "window": 3}, {"method": "pearl"}, {"method": "ngram"}):
+        answer = served.post(max_tokens=40, ignore_eos=True, speculation=speculation).json()
+        assert answer["choices"] == plain.json()["choices"]
+        drafted = answer["usage"]["pearl"]["num_draft_tokens"]
+        assert drafted == 0 if "off" in speculation else drafted or speculation["method"] != "sd"
+    alone = replace(SETUP.settings, engine=EngineConfig(draft="none"), decoding=DecodingConfig(method="ar"))
+    refused = refusal(body() | {"speculation": {"method": "sd"}}, given=replace(SETUP, settings=alone))
+    assert refused is not None
+    assert (refused.param, "needs a draft model" in refused.message) == ("speculation", True)
+
+
+def test_a_rule_for_one_text(served: Served) -> None:
+    engine, params = served.service.engine, SamplingParams(temperature=1, seed=5, max_tokens=40, ignore_eos=True)
+    (plain,) = engine.generate("123", params, method="ar")
+    (coupled,) = engine.generate("123", params, method="sd", rule="coupled")
+    (ratio,) = engine.generate("123", params, method="sd")
+    assert coupled.text == plain.text != ratio.text
+    with pytest.raises(ConfigError, match="rule"):
+        engine.generate("123", params, rule="magic")
+
+
+def test_another_method_keeps_the_rule_and_drops_what_was_set_for_the_first() -> None:
+    base = DecodingConfig(method="pearl", rule="opt", epsilon=0.2, look_ahead=4, gamma=7)  # type: ignore[call-arg]
+    sd = base.switched("sd", 3)
+    assert (sd.method, sd.rule, sd.parameters, sd.gamma, sd.look_ahead) == ("sd", "opt", (("epsilon", 0.2),), 3, None)
+    assert base.switched(gamma=5) == base.model_copy(update={"gamma": 5})
+    assert DecodingConfig().switched("pearl").rule == DecodingConfig(method="ar").switched("pearl").rule == "coupled"
+
+
 def test_a_model_without_a_chat_template(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served.service.engine.tokenizer, "apply_chat", lambda messages: None)
     response = served.post("chat/completions")
@@ -211,26 +293,27 @@ def test_a_model_without_a_chat_template(served: Served, monkeypatch: pytest.Mon
 
 
 def test_tools_and_their_calls_reach_the_template() -> None:
-    """A call's arguments as an object: templates write JSON of them. Parts of a content are joined to one text."""
+    """Parts of a content are joined to one text."""
     function = {"name": "f", "description": "d", "parameters": {"type": "object"}}
     tool, strict = ({"type": "function", "function": function | more} for more in ({}, {"strict": True}))
     answer = {"role": "tool", "tool_call_id": "1", "content": "5"}
     parts = [{"type": "text", "text": part} for part in "12"]
     asked = body("chat/completions") | {"messages": [message(parts), called('{"x": 2}'), answer]}
-    wanted = [message("1\n2"), {"role": "assistant", "content": "", "tool_calls": [CALL]}, answer]
+    wanted = [message("1\n2"), called('{"x": 2}') | {"content": ""}, answer]
     for tools, prompt in (
         ({"tools": [strict]}, Chat(wanted, [tool])),
         ({"tools": []}, wanted),
         ({"tools": [tool], "tool_choice": "none"}, wanted),
     ):
-        assert read_request(asked | tools, True, MODEL, SamplingParams()).prompts == (prompt,)
+        assert read_request(asked | tools, True, SETUP).prompts == (prompt,)
 
 
 def test_defaults_of_max_tokens(served: Served) -> None:
     """/v1/completions writes 16 tokens; a default gives way to the context, a limit set by the client does not."""
     asked: dict[str, Any] = {"model": MODEL, "prompt": "123", "ignore_eos": True}
-    assert read_request(asked, False, MODEL, SamplingParams()).params.max_tokens == 16
-    assert read_request(asked, False, MODEL, SamplingParams(max_tokens=30)).params.max_tokens == 30
+    longer = replace(SETUP.settings, sampling=SamplingParams(max_tokens=30))
+    assert read_request(asked, False, SETUP).params.max_tokens == 16
+    assert read_request(asked, False, replace(SETUP, settings=longer)).params.max_tokens == 30
     answer = served.send(json.dumps(asked | {"prompt": "1" * 505}).encode()).json()
     assert answer["usage"]["completion_tokens"] == 7
     error = served.post(max_tokens=510).json()["error"]
@@ -260,8 +343,8 @@ def test_what_is_accepted_is_described(served: Served) -> None:
     schemas = described["components"]["schemas"]
     fields = {each: schemas[each]["properties"] for each in ("ChatCompletionRequest", "CompletionRequest")}
     assert {"messages", "tools", "top_logprobs", "max_completion_tokens"} <= fields["ChatCompletionRequest"].keys()
-    assert {"prompt", "logprobs", "seed", "structured_outputs", "user"} <= fields["CompletionRequest"].keys()
-    assert {"echo", "best_of"}.isdisjoint(fields["CompletionRequest"])
+    assert {"prompt", "logprobs", "seed", "structured_outputs", "echo"} <= fields["CompletionRequest"].keys()
+    assert {"suffix", "best_of"}.isdisjoint(fields["CompletionRequest"])
     assert (fields["CompletionRequest"]["n"]["minimum"], fields["CompletionRequest"]["n"]["maximum"]) == (1, 128)
     assert set(re.findall('"#/components/schemas/(.+?)"', json.dumps(described))) == schemas.keys()
     for path, methods in described["paths"].items():
@@ -309,97 +392,3 @@ def test_only_part_of_a_far_too_long_prompt_is_encoded(
     assert refused.status_code == 400
     assert "the context holds" in refused.json()["error"]["message"]
     assert max(seen) <= 1 << 16
-
-
-# ---- who may ask ----
-
-
-def test_a_key_is_required(served: Served) -> None:
-    with Served(served.service.engine, bind("127.0.0.1:0", "secret", 8, None)) as keyed:
-        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}):
-            for path in ("/v1/models", "/v1/timeline", "/v1/nothing"):
-                response = keyed.get(path, headers=headers)
-                assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
-        assert keyed.get("/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
-        assert keyed.client("secret").completions.create(model=MODEL, prompt="12", max_tokens=2).choices
-        assert keyed.get("/health").status_code == 200
-        assert keyed.figure("pearl:http_refused_total") == 9
-
-
-@pytest.mark.parametrize("key", [None, "secret"])
-def test_refusals_of_strangers_are_slowed_down_too(
-    served: Served, monkeypatch: pytest.MonkeyPatch, key: str | None
-) -> None:
-    """Wrong keys and wrong hosts were not delayed: 2000 a second took a third of a text's speed."""
-    monkeypatch.setattr(limits, "BURST", 2)
-    monkeypatch.setattr(limits, "A_SECOND", 5.0)
-    with Served(served.service.engine, bind("127.0.0.1:0", key, 8, None)) as other:
-        wrong = {"Authorization": "Bearer wrong"} if key else {"Host": "elsewhere.example"}
-        began = time.monotonic()
-        with httpx.Client(timeout=BOUND) as client:
-            codes = [client.get(f"{other.url}/v1/models", headers=wrong).status_code for _ in range(6)]
-        assert set(codes) == {401 if key else 403}
-        assert time.monotonic() - began > 0.7
-
-
-def test_a_web_page_cannot_reach_the_loopback(served: Served) -> None:
-    """Neither under a name of its own that leads here, nor with a form, which may not send JSON."""
-    for host, status in (("evil.example", 403), ("localhost", 200), ("127.0.0.1:1", 200), ("[::1]:8000", 200)):
-        assert served.get("/v1/models", headers={"host": host}).status_code == status
-    form = {"content-type": "text/plain"}
-    url = f"{served.url}/v1/completions"
-    assert httpx.post(url, content=b"{}", headers=form, timeout=BOUND).status_code == 415
-
-
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({"sec-fetch-site": "cross-site"}, 403),
-        ({"sec-fetch-site": "same-site", "origin": "http://127.0.0.1"}, 403),
-        ({"origin": "http://evil.example"}, 403),
-        ({"origin": "null"}, 403),
-        ({"origin": "http://[x"}, 403),
-        ({"origin": "http://127.0.0.1"}, 200),
-        ({"sec-fetch-site": "same-origin", "origin": "https://behind.a.proxy"}, 200),
-        ({"sec-fetch-site": "none"}, 200),
-        ({}, 200),
-    ],
-)
-def test_a_page_of_another_origin_gets_no_text_and_no_timeline(
-    served: Served, headers: dict[str, str], status: int
-) -> None:
-    """Frames on the timeline began it and took its viewers' places; only the host was looked at."""
-    headers = headers | {"host": "127.0.0.1"}
-    text = httpx.post(f"{served.url}/v1/completions", json=body(), headers=headers, timeout=BOUND)
-    with httpx.stream("GET", f"{served.url}/v1/timeline", headers=headers, timeout=BOUND) as timeline:
-        assert (text.status_code, timeline.status_code) == (status, status)
-    for response in (text, timeline, served.get("/", headers=headers)):
-        assert response.headers["cross-origin-resource-policy"] == "same-origin"
-        assert "frame-ancestors 'none'" in response.headers["content-security-policy"]
-
-
-def test_addresses() -> None:
-    with pytest.raises(ConfigError, match="takes an API key"):
-        bind("0.0.0.0:0", None, 1, None)
-    bind("0.0.0.0:0", "secret", 1, None).close()
-    for wrong in ("8000", "127.0.0.1", "127.0.0.1:99999", "::1:80", "a b:1"):
-        with pytest.raises(ConfigError, match="HOST:PORT"):
-            bind(wrong, None, 1, None)
-    for key in ("", "two words", "ümlaut"):
-        with pytest.raises(ConfigError, match="API key"):
-            bind("127.0.0.1:0", key, 1, None)
-    door = bind("localhost:0", None, 1, None)
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="cannot listen"):
-        bind(f"127.0.0.1:{taken.getsockname()[1]}", None, 1, None)
-    other = bind(f"127.0.0.1:{door.bound.getsockname()[1]}", None, 1, None)
-    door.bound.listen()
-    with pytest.raises(ConfigError, match="cannot listen"):
-        other.serve(cast(Engine, None), cast(Settings, None))
-    other.close()
-    door.close()
-
-
-def test_a_models_name_does_not_reveal_its_directory(tmp_path: Any) -> None:
-    (tmp_path / "llama").mkdir()
-    assert name_of(str(tmp_path / "llama")) == "llama"
-    assert name_of("someone/llama") == "someone/llama"

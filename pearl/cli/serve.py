@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from contextlib import closing, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,6 +17,7 @@ from pearl.config import Settings
 from pearl.engine import torchrun
 from pearl.errors import ConfigError
 from pearl.extras import installing
+from pearl.text.tools import FORMATS
 
 if TYPE_CHECKING:
     from pearl.server.listen import Door
@@ -40,9 +41,32 @@ _QUEUE = 32
     help=f"Requests that may wait; more get an error with Retry-After.  [default: {_QUEUE}]",
 )
 @click.option("--http-model", metavar="NAME", help="The model's name for clients; default: the target's.")
+@click.option(
+    "--cors",
+    "origins",
+    metavar="ORIGIN",
+    multiple=True,
+    help="Web pages of this origin may use the server, such as http://localhost:3000 (may be given several times).",
+)
+@click.option(
+    "--tool-parser",
+    type=click.Choice(["auto", *FORMATS]),
+    default="auto",
+    help="How the model writes calls of tools; auto: as its chat template shows.  [default: auto]",
+)
+@click.option("--strict", "is_strict", is_flag=True, help="Refuse requests with unknown fields, instead of a warning.")
+@click.option(
+    "--log-requests", type=click.Choice(["on", "off"]), default="on", help="A line for each request.  [default: on]"
+)
 @settings_options
 def serve(
-    settings: Settings, http: str | None, api_key: str | None, http_queue: int | None, http_model: str | None
+    settings: Settings,
+    http: str | None,
+    api_key: str | None,
+    http_queue: int | None,
+    http_model: str | None,
+    log_requests: str,
+    **more: Any,
 ) -> None:
     """Keep an engine running for others to connect to.
 
@@ -52,13 +76,14 @@ def serve(
     With --http it is also a server for every client of OpenAI's API, with the base URL http://HOST:PORT/v1. The
     sampling settings are defaults of its requests, the decoding settings hold for all of them.
     """
-    if http is None and (http_queue is not None or http_model is not None):
-        raise ConfigError("--http-queue and --http-model go with --http HOST:PORT")
+    if http is None and (http_queue is not None or http_model is not None or more["origins"] or more["is_strict"]):
+        raise ConfigError("--http-queue, --http-model, --cors and --strict go with --http HOST:PORT")
     if http is not None:
         settings.engine.check_decoding(settings.decoding)
     door = None
     if http is not None and not torchrun.rank():
-        door = _bind(http, api_key or None, _QUEUE if http_queue is None else http_queue, http_model)
+        more["logs_requests"] = log_requests == "on"
+        door = _bind(http, api_key or None, _QUEUE if http_queue is None else http_queue, http_model, **more)
     with closing(door) if door else nullcontext(), running(settings.engine, SafeConsole(stderr=True)) as engine:
         if engine is None:
             return
@@ -69,16 +94,17 @@ def serve(
                 engine.wait_until_lost()
             else:
                 say(f"OpenAI's API: {door.url}/v1")
+                say(f"model {door.model_name(engine)}; a page to chat with it: {door.url}/")
                 door.serve(engine, settings)
         except KeyboardInterrupt:
             click.echo("stopped", err=True)
 
 
-def _bind(address: str, key: str | None, queue: int, model: str | None) -> Door:
+def _bind(address: str, key: str | None, queue: int, model: str | None, **more: Any) -> Door:
     try:
         from pearl.server.listen import bind
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "h11", "prometheus_client"):
             raise
         raise ConfigError(f"--http needs the extra `server`: {installing('server')}") from None
-    return bind(address, key, queue, model)
+    return bind(address, key, queue, model, **more)

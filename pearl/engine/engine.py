@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Unpack
@@ -134,16 +134,18 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         method: str | None = None,
+        rule: str | None = None,
         decoding: DecodingConfig | None = None,
         preview: bool = False,
         raw: bool = True,
+        show: Collection[str] = (),
     ) -> Stream:
         """Generates one text, piece by piece.
 
         Args:
             prompt: text, token ids, or chat messages ({"role": ..., "content": ...}).
             params: how to sample; fields that are not set have the checkpoint's defaults.
-            method, decoding, preview, raw: see `Options`.
+            method, rule, decoding, preview, raw, show: see `Options`.
 
         Raises:
             ConfigError: an unknown option, or one that this engine cannot serve.
@@ -157,10 +159,10 @@ class Engine:
             self.context,
             (params or SamplingParams()).with_seed(),
             self.defaults,
-            self._decoding(method, decoding),
+            self._decoding(decoding, method=method, rule=rule),
             preview,
         )
-        return self.client.submit(Stream(self.client, self.tokenizer, submit), submit)
+        return self.client.submit(Stream(self.client, self.tokenizer, submit, show), submit)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **options: Unpack[Options]
@@ -186,9 +188,9 @@ class Engine:
         check_length(self.tokenizer, prompt, self.context)
         return encode(self.tokenizer, prompt, raw)
 
-    def _decoding(self, method: str | None, decoding: DecodingConfig | None) -> DecodingConfig:
+    def _decoding(self, decoding: DecodingConfig | None, **named: str | None) -> DecodingConfig:
         values = decoding.model_dump(exclude_unset=True) if decoding else {}
-        chosen = DecodingConfig(**(values | ({"method": method} if method else {})))
+        chosen = DecodingConfig(**(values | {name: value for name, value in named.items() if value}))
         self.config.check_decoding(chosen)
         return chosen
 

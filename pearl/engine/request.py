@@ -3,30 +3,44 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypedDict
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, TypedDict, TypeVar
 
 from pearl.config import DecodingConfig, SamplingParams
 from pearl.errors import RequestError
 from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling, Shaping
 from pearl.text.grammar import grammar_of
-from pearl.text.stream import Tokenizer
+from pearl.text.reasoning import tags_of
+from pearl.text.stream import Tokenizer, Tools
 from pearl.text.tokenizer import GenerationDefaults
+from pearl.text.tools import in_words, knows_tools
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages, and the tools that the model may call, both in OpenAI's format.
+    """Messages, and more for the chat template; all in OpenAI's format.
 
-    The text contains the model's calls as it writes them; the caller parses them.
+    The text contains the model's calls of tools as it writes them: `pearl.text.tools` reads them.
+
+    Attributes:
+        tools: that the model may call.
+        prefix: what the reply begins with: part of the prompt, not of the text.
+        variables: of the template, such as enable_thinking.
     """
 
     messages: Sequence[dict[str, Any]]
-    tools: Sequence[dict[str, Any]]
+    tools: Sequence[dict[str, Any]] = ()
+    prefix: str = ""
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
+log = logging.getLogger(__name__)
+
+_Made = TypeVar("_Made", str, list[int])
 _SHORT = 1 << 16  # characters of a prompt that is encoded without a check of its length
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | Chat
 _PROMPT = "a prompt is text, a list of chat messages, or a list of token ids"
@@ -38,12 +52,16 @@ class Options(TypedDict, total=False):
     method: shorthand for decoding=DecodingConfig(method=...).
     preview: also yield the draft's pending tokens.
     raw: take a text prompt as it is (the default); False applies the chat template, if there is one.
+    rule: shorthand for decoding=DecodingConfig(rule=...).
+    show: special tokens whose names are part of the text.
     """
 
     method: str | None
     decoding: DecodingConfig | None
     preview: bool
     raw: bool
+    rule: str | None
+    show: Collection[str]
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
@@ -67,11 +85,7 @@ def encode(tokenizer: Tokenizer, prompt: Prompt, raw: bool = True) -> list[int]:
         chat = None if raw else tokenizer.apply_chat(messages)
         return chat if chat is not None else tokenizer.encode(prompt)
     if isinstance(prompt, Chat):
-        messages = [*prompt.messages]
-        tokens = _templated(tokenizer.apply_chat(messages, prompt.tools))
-        if prompt.tools and tokens == tokenizer.apply_chat(messages):
-            raise RequestError("this model's chat template does not tell it of tools: leave tools out")
-        return tokens
+        return tokenizer.encode(_chat_text(tokenizer, prompt), special=False)  # the template writes its own
     if not isinstance(prompt, Iterable) or isinstance(prompt, Mapping):
         raise RequestError(f"{_PROMPT}; not {_named(prompt)}")
     items: list[Any] = list(prompt)
@@ -82,6 +96,28 @@ def encode(tokenizer: Tokenizer, prompt: Prompt, raw: bool = True) -> list[int]:
     if items and max(items) >= 2**31:
         raise RequestError("the prompt holds a token id of 2**31 or more, which no model has")
     return items
+
+
+def _chat_text(tokenizer: Tokenizer, chat: Chat) -> str:
+    def render(messages: Sequence[dict[str, Any]], tools: Tools = None) -> str | None:
+        return tokenizer.chat_text([*messages], tools, **chat.variables)
+
+    if not chat.tools or knows_tools(tokenizer):
+        text = render(chat.messages, chat.tools or None)
+    else:
+        _say_in_words()
+        try:
+            text = render(in_words(chat.messages, chat.tools))
+        except RequestError:  # of a template without system messages
+            text = render(in_words(chat.messages, chat.tools, "user"))
+    text = _templated(text)
+    tags = tags_of(tokenizer.chat_template) if chat.prefix else None
+    return text + (f"\n{tags.end}\n\n" if tags is not None and tags.are_open(text) else "") + chat.prefix
+
+
+@cache
+def _say_in_words() -> None:
+    log.warning("the chat template does not tell its model of tools: the system prompt does, in Hermes' format")
 
 
 def check_length(tokenizer: Tokenizer, prompt: Prompt, context: int) -> None:
@@ -99,7 +135,7 @@ def check_length(tokenizer: Tokenizer, prompt: Prompt, context: int) -> None:
 def _text(prompt: Any) -> str:
     """The text of a prompt, without the template's own."""
     if isinstance(prompt, Chat):
-        return _text(prompt.messages) + json.dumps([*prompt.tools])
+        return _text(prompt.messages) + json.dumps([*prompt.tools]) + prompt.prefix
     if isinstance(prompt, Sequence) and not isinstance(prompt, str):
         return "\n".join(
             f"{one.get('content')}{one.get('tool_calls') or ''}" for one in prompt if isinstance(one, Mapping)
@@ -107,10 +143,10 @@ def _text(prompt: Any) -> str:
     return prompt if isinstance(prompt, str) else ""
 
 
-def _templated(tokens: list[int] | None) -> list[int]:
-    if tokens is None:
+def _templated(made: _Made | None) -> _Made:
+    if made is None:
         raise RequestError("this model has no chat template: give the prompt as text or token ids")
-    return tokens
+    return made
 
 
 def _named(value: object) -> str:
@@ -154,7 +190,7 @@ def submission(
             stops=tuple(params.stop),
             logprobs=params.logprobs,
         ),
-        eos=() if params.ignore_eos else defaults.eos,
+        eos=tuple(dict.fromkeys((*(() if params.ignore_eos else defaults.eos), *params.stop_token_ids))),
         preview=preview,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
@@ -68,7 +68,7 @@ class Stream:
         listener: called in the reading thread whenever `next` would not wait.
     """
 
-    def __init__(self, client: Client, tokenizer: Tokenizer, submit: Submit) -> None:
+    def __init__(self, client: Client, tokenizer: Tokenizer, submit: Submit, show: Collection[str] = ()) -> None:
         self.request = submit.request
         self.inbox: deque[object] = deque()
         self.listener: Callable[[], None] | None = None
@@ -77,7 +77,7 @@ class Stream:
         self.result = Result(seed=submit.options.sampling.seed, prompt_tokens=list(submit.prompt))
         self._end = len(submit.prompt)  # position after the last token that has arrived
         self._client = client
-        self._text = TextStream(tokenizer, submit.prompt, submit.options.stops)
+        self._text = TextStream(tokenizer, submit.prompt, submit.options.stops, show)
 
     @property
     def is_ready(self) -> bool:

@@ -27,10 +27,12 @@ class Access:
         key: the API key of /v1; None: none is needed.
         hosts: names that the Host header may have, without a port; None: any. They keep out web pages that reach the
             user's loopback under a name of their own (DNS rebinding).
+        origins: of web pages that may ask, besides the server's own.
     """
 
     key: str | None = None
     hosts: frozenset[str] | None = None
+    origins: frozenset[str] = frozenset()
 
     def check_key(self, request: Request) -> None:
         """Without the API key: 401."""
@@ -47,17 +49,16 @@ class Access:
         if self.hosts is not None and host not in self.hosts:
             raise ApiError(403, f"this server answers to {', '.join(sorted(self.hosts))} only, not to {host[:100]!r}")
 
+    def check_origin(self, request: Request) -> None:
+        """From a web page of another origin: 403. It could not read the answer, which would cost as much to compute.
 
-def check_origin(request: Request) -> None:
-    """From a web page of another origin: 403. It could not read the answer, which would cost as much to compute.
-
-    Pages cannot change these headers; programs send none. A proxy may change the host, so Sec-Fetch-Site takes
-    precedence.
-    """
-    site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
-    is_own = origin is None or origin.partition("://")[2].lower() == request.headers.get("host", "").lower()
-    if not (is_own if site is None else site in ("same-origin", "none")):
-        raise ApiError(403, "web pages of other origins are not answered: use this server's own, or a program")
+        Pages cannot change these headers; programs send none. A proxy may change the host, so Sec-Fetch-Site takes
+        precedence.
+        """
+        site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
+        is_own = origin is None or origin.partition("://")[2].lower() == request.headers.get("host", "").lower()
+        if origin not in self.origins and not (is_own if site is None else site in ("same-origin", "none")):
+            raise ApiError(403, "web pages of other origins are not answered: name theirs with --cors")
 
 
 class Checked:

@@ -14,6 +14,7 @@ from pearl.engine import Piece, Result
 from pearl.protocol.messages import Logprobs
 from pearl.server.bodies import StreamOptions
 from pearl.text.reasoning import Splitter
+from pearl.text.tools import CallSplitter
 
 DONE = b"data: [DONE]\n\n"
 _AT_ONCE = 64  # tokens whose log probabilities are written at once; this holds the GIL for 5 ms
@@ -28,28 +29,76 @@ def _written(data: Any) -> str:
     return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
 
 
+class Parts:
+    """A text as OpenAI's message: reasoning, content and calls of tools.
+
+    Attributes:
+        message: as far as it is known.
+
+    Args:
+        thoughts: the splitter of its reasoning; None where the model does not think.
+        calls: that of its calls; None where there are none.
+    """
+
+    def __init__(self, thoughts: Splitter | None = None, calls: CallSplitter | None = None) -> None:
+        self._thoughts, self._calls = thoughts, calls
+        self.message: dict[str, Any] = {"role": "assistant", "content": ""}
+
+    def feed(self, text: str, is_last: bool = False) -> dict[str, Any]:
+        """The next piece of the text. Returns what is known with it as fields of a delta: text that may be part of a
+        tag waits.
+        """
+        thought, content = self._thoughts.feed(text, is_last) if self._thoughts is not None else ("", text)
+        content, calls = self._calls.feed(content, is_last) if self._calls is not None else (content, [])
+        delta = {"reasoning_content": thought, "content": content, "tool_calls": calls}
+        for name in ("reasoning_content", "content"):
+            if delta[name]:
+                self.message[name] = self.message.get(name, "") + delta[name]
+        for call in calls:
+            if "id" in call:
+                made = {"id": call["id"], "type": call["type"], "function": {**call["function"]}}
+                self.message.setdefault("tool_calls", []).append(made)
+            else:
+                self.message["tool_calls"][-1]["function"]["arguments"] += call["function"]["arguments"]
+        return {name: value for name, value in delta.items() if value}
+
+    def finish_reason(self, result: Result) -> str:
+        """OpenAI's."""
+        reason = finish_reason(result)
+        return "tool_calls" if "tool_calls" in self.message and reason == "stop" else reason
+
+
 class Answer:
     """The answer to one request: its objects share an id, a time and a model.
 
     Attributes:
-        splits: makes the splitter of a text; None where its model does not think.
+        media_type: of a streamed answer; `done`: what ends it.
+        new_parts: makes the `Parts` of a text.
+        echo: what stands before the text of an index.
 
     Args:
         spell: a token's bytes in UTF-8; for log probabilities.
     """
 
+    media_type, done = "text/event-stream; charset=utf-8", DONE
+
     def __init__(
-        self, is_chat: bool, model: str, spell: Callable[[int], bytes], options: StreamOptions | None = None
+        self,
+        is_chat: bool,
+        model: str,
+        spell: Callable[[int], bytes],
+        options: StreamOptions | None = None,
     ) -> None:
         self._chat, self._spell = is_chat, spell
+        self.echo: Callable[[int], str] = lambda index: ""
         self._include_usage = options is not None and options.include_usage  # each chunk then has a field `usage`
         self._provenance = options is not None and options.include_provenance
         self._offsets: defaultdict[int, int] = defaultdict(int)  # characters of each text so far
         self._decoders: defaultdict[int, IncrementalDecoder] = defaultdict(
             lambda: getincrementaldecoder("utf-8")("replace")
         )  # of each text: a character may be several tokens
-        self.splits: Callable[[], Splitter | None] = lambda: None
-        self._splitters: defaultdict[int, Splitter | None] = defaultdict(lambda: self.splits())
+        self.new_parts: Callable[[], Parts] = Parts
+        self._parts: defaultdict[int, Parts] = defaultdict(lambda: self.new_parts())
         self._head = {
             "id": ("chatcmpl-" if self._chat else "cmpl-") + secrets.token_hex(12),
             "created": int(time.time()),
@@ -60,7 +109,8 @@ class Answer:
         """All texts, prompt by prompt. Takes seconds for very many log probabilities: not for the event loop."""
         choices = []
         for index, result in enumerate(results):
-            choice = {"index": index, **self._text(index, result.text), "finish_reason": finish_reason(result)}
+            text = self._text(index, result.text)
+            choice = {"index": index, **text, "finish_reason": self._parts[index].finish_reason(result)}
             choices.append(f'{_written(choice)[:-1]},"logprobs":{self._all_logprobs(index, result)}}}')
         head = {**self._head, "object": self._object(""), "usage": usage}
         return f'{_written(head)[:-1]},"choices":[{",".join(choices)}]}}'.encode()
@@ -77,25 +127,22 @@ class Answer:
 
     def _text(self, index: int, text: str) -> dict[str, Any]:
         if not self._chat:
-            return {"text": text}
-        return {"message": {"role": "assistant", "content": "", "refusal": None} | self._fields(index, text, True)}
-
-    def _fields(self, index: int, text: str, is_last: bool = False) -> dict[str, str]:
-        """The next piece of a text as fields of a message; none while it may be part of a tag."""
-        if (splitter := self._splitters[index]) is None:
-            return {"content": text} if text else {}
-        reasoning, content = splitter.feed(text, is_last)
-        fields = {"reasoning_content": reasoning, "content": content}
-        return {name: text for name, text in fields.items() if text}
+            return {"text": self.echo(index) + text}
+        self._parts[index].feed(text, True)
+        message = self._parts[index].message
+        content = message["content"] or (None if "tool_calls" in message else "")
+        return {"message": {"refusal": None, **message, "content": content}}
 
     def first(self, index: int) -> Iterator[bytes]:
         """The chunk before the first piece of a text."""
         if self._chat:
             yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
+        elif echo := self.echo(index):
+            yield self._chunk(index, {"text": echo})
 
     def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
         """The chunk of a piece, if it has text or the client requested details of its tokens."""
-        fields = self._fields(index, piece.text) if self._chat else {"text": piece.text}
+        fields = self._parts[index].feed(piece.text) if self._chat else {"text": piece.text}
         if any(fields.values()) or ((self._provenance or piece.logprobs) and piece.tokens):
             delta: dict[str, Any] = {"delta": fields or {"content": ""}} if self._chat else fields
             if self._provenance:
@@ -103,10 +150,14 @@ class Answer:
                 delta["provenance"] = [{"text": text, "source": source.value} for text, source in origins]
             yield self._chunk(index, delta, logprobs=self._logprobs(index, piece.tokens, piece.logprobs))
 
+    def error(self, body: dict[str, Any]) -> bytes:
+        """The last chunk of a stream that fails."""
+        return event(body)
+
     def last(self, index: int, result: Result) -> bytes:
         """The chunk that ends a text."""
-        rest = {"delta": self._fields(index, "", True)} if self._chat else {"text": ""}
-        return self._chunk(index, rest, finish_reason(result))
+        rest = {"delta": self._parts[index].feed("", True)} if self._chat else {"text": ""}
+        return self._chunk(index, rest, self._parts[index].finish_reason(result))
 
     def usage(self, usage: dict[str, Any]) -> Iterator[bytes]:
         """The last chunk, if the client requested it."""

@@ -17,21 +17,25 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
-from pearl.config import SamplingParams
 from pearl.engine import Result
 from pearl.engine.asynchronous import AsyncStream
+from pearl.engine.request import Options
 from pearl.errors import PearlError
-from pearl.server import openapi
-from pearl.server.access import Access, Check, Checked, check_origin, not_embedded
-from pearl.server.answers import DONE, Answer, event, usage
+from pearl.server import ollama, openapi
+from pearl.server.access import Access, Check, Checked, not_embedded
+from pearl.server.answers import DONE, Answer, Parts, event, usage
+from pearl.server.bodies import CompletionRequest
 from pearl.server.errors import ApiError, of_engine
 from pearl.server.limits import Bodies, Refusals, client_of
-from pearl.server.requests import TextRequest, check_fits, read_request
+from pearl.server.request_log import DISCONNECTED, log_refused, log_request
+from pearl.server.requests import Setup, TextRequest, check_fits, read_request
+from pearl.server.responses import Responses
 from pearl.server.service import Service
 from pearl.server.timeline import MOST_VIEWERS, Event, Timeline
 from pearl.text.reasoning import splitter_of
@@ -39,24 +43,20 @@ from pearl.text.stream import token_bytes
 from pearl.version import __version__
 
 _LOOK_SECONDS = 1.0  # between two checks of an idle timeline whether the server ends
-_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 class App:
-    """The ASGI application, `asgi`.
+    """The ASGI application, `asgi`."""
 
-    Args:
-        sampling: for what requests do not set.
-        model: the name under which clients request the model.
-    """
-
-    def __init__(self, service: Service, sampling: SamplingParams, model: str, access: Access) -> None:
-        self._service, self._sampling, self._model = service, sampling, model
+    def __init__(self, service: Service, setup: Setup, access: Access) -> None:
+        self._service, self._setup, self._model = service, setup, setup.model
+        self._spell = partial(token_bytes, service.engine.tokenizer)
+        self._responses = Responses(setup)
         self.bodies, self._refusals = Bodies(), Refusals()
         self._timeline = Timeline(service.engine.directory)
         self._html = files("pearl.server").joinpath("page.html").read_text(encoding="utf-8")
         self._created = int(time.time())
-        self._described = openapi.document(model, keyed=access.key is not None)
+        self._described = openapi.document(setup.model, keyed=access.key is not None)
         self.asgi = not_embedded(self._routed(access))
 
     def _routed(self, access: Access) -> Starlette:
@@ -67,9 +67,20 @@ class App:
             Route("/timeline", self._live),
             Route("/models", self._models),
             Route("/models/{name:path}", self._one_model),
-            Route("/chat/completions", partial(self._complete, is_chat=True), methods=["POST"]),
-            Route("/completions", partial(self._complete, is_chat=False), methods=["POST"]),
+            Route("/chat/completions", self._posted(partial(self._openai, True)), methods=["POST"]),
+            Route("/completions", self._posted(partial(self._openai, False)), methods=["POST"]),
+            Route("/responses", self._posted(self._responses.read), methods=["POST"]),
         ]
+        setup = self._setup
+        of_ollama = [
+            Route("/tags", _json(ollama.tags(self._card))),
+            Route("/chat", self._posted(partial(ollama.read, "chat", setup)), methods=["POST"]),
+            Route("/generate", self._posted(partial(ollama.read, "generate", setup)), methods=["POST"]),
+        ]
+        own = checked(access.check_origin, access.check_key)
+        # Outermost: it answers a browser's question whether a page may ask, which has no key.
+        may: Any = {"allow_origins": [*access.origins], "allow_headers": ["*"], "allow_methods": ["GET", "POST"]}
+        shared = [Middleware(CORSMiddleware, **may)] if access.origins else []
         return Starlette(
             routes=[
                 Route("/", self._page),
@@ -77,9 +88,10 @@ class App:
                 Route("/metrics", self._metrics),
                 Route("/version", _json({"version": __version__})),
                 Route("/openapi.json", _json(self._described)),
-                Mount("/v1", routes=versioned, middleware=checked(check_origin, access.check_key)),
+                Mount("/v1", routes=versioned, middleware=own),
+                Mount("/api", routes=of_ollama, middleware=own),
             ],
-            middleware=checked(access.check_host),
+            middleware=[*shared, *checked(access.check_host)],
             exception_handlers={ApiError: self._refuse, HTTPException: self._refuse, Exception: self._failed},
         )
 
@@ -113,12 +125,21 @@ class App:
             raise ApiError(404, f"there is no model {name[:100]!r} here", param="model", code="model_not_found")
         return JSONResponse(self._card)
 
-    async def _complete(self, request: Request, is_chat: bool) -> Response:
-        arrived = time.monotonic()
-        async with self.bodies.read(request) as body:
-            # In a thread, for checking a schema may take long.
-            asked = await asyncio.to_thread(read_request, body, is_chat, self._model, self._sampling)
-        return _Reply(self._service, asked, self._model, arrived, client_of(request))
+    def _openai(self, is_chat: bool, body: Any) -> tuple[TextRequest, Answer]:
+        asked = read_request(body, is_chat, self._setup)
+        return asked, Answer(is_chat, self._model, self._spell, asked.body.stream_options)
+
+    def _posted(self, read: Callable[[Any], tuple[TextRequest, Answer]]) -> Callable[[Request], Awaitable[Response]]:
+        """An endpoint that answers with texts. `read`: the checked request of a body, and what writes its answer."""
+
+        async def answer(request: Request) -> Response:
+            arrived = time.monotonic()
+            async with self.bodies.read(request) as body:
+                # In a thread, for checking a schema may take long.
+                asked, written = await asyncio.to_thread(read, body)
+            return _Reply(self._service, asked, written, arrived, client_of(request))
+
+        return answer
 
     async def _refuse(self, request: Request, error: Exception) -> Response:
         headers: dict[str, str] = {}
@@ -127,7 +148,8 @@ class App:
             error = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
         assert isinstance(error, ApiError)
         self._service.figures.refused(error.status)
-        await self._refusals.wait()
+        if not await self._refusals.wait():  # a flood of them is not logged
+            log_refused(f"{request.method} {request.url.path}", error.status, error.message)
         return _ErrorResponse(error.body, error.status, error.headers | headers)
 
     async def _failed(self, request: Request, error: Exception) -> Response:
@@ -188,24 +210,38 @@ class _WhileConnected(Response):
 class _Reply(_WhileConnected):
     """The texts of one request, as a stream or all at once."""
 
-    def __init__(self, service: Service, asked: TextRequest, model: str, arrived: float, client: str) -> None:
+    def __init__(self, service: Service, asked: TextRequest, answer: Answer, arrived: float, client: str) -> None:
         self._service, self._asked, self._arrived, self._client = service, asked, arrived, client
+        self._answer = answer
         self._waits: dict[int, float] = {}  # index of a text -> seconds in the queue
-        spell = partial(token_bytes, service.engine.tokenizer)
-        self._answer = Answer(asked.is_chat, model, spell, asked.body.stream_options)
 
     async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._service.admitted(self._client):
-            prompts = [await self._encoded(prompt) for prompt in self._asked.prompts]
-            if self._asked.may_reason:
-                self._answer.splits = partial(splitter_of, self._service.engine.tokenizer, prompts[0])
-            if self._asked.body.stream:
-                await self._send_stream(prompts, send)
-                return
-            results = await self._generate(prompts, _read)
-            counted = usage(results, self._asked.body.n, self._waits)
-            whole = await asyncio.to_thread(self._answer.whole, results, counted)
-            await Response(whole, media_type="application/json")(scope, receive, send)
+        log_as = partial(log_request, f"{scope['method']} {scope['path']}", self._asked.body.model, self._arrived)
+        try:
+            with self._service.admitted(self._client):
+                prompts = [await self._encoded(prompt) for prompt in self._asked.prompts]
+                self._prepare(prompts)
+                if self._asked.body.stream:
+                    log_as(*await self._send_stream(prompts, send))
+                    return
+                results = await self._generate(prompts, _read)
+                counted = usage(results, self._asked.body.n, self._waits)
+                whole = await asyncio.to_thread(self._answer.whole, results, counted)
+                await Response(whole, media_type="application/json")(scope, receive, send)
+                log_as(200, counted)
+        except asyncio.CancelledError:
+            log_as(DISCONNECTED)
+            raise
+
+    def _prepare(self, prompts: list[list[int]]) -> None:
+        """What the answer needs to know of the prompts."""
+        tokenizer, asked = self._service.engine.tokenizer, self._asked
+        self._answer.new_parts = lambda: Parts(
+            splitter_of(tokenizer, prompts[0]) if asked.may_reason else None, asked.calls()
+        )
+        if isinstance(asked.body, CompletionRequest) and asked.body.echo:
+            given = [p if isinstance(p, str) else tokenizer.decode(p) for p in asked.prompts]
+            self._answer.echo = lambda index: given[index // asked.body.n]
 
     async def _encoded(self, prompt: Any) -> list[int]:
         with _errors_about(self._asked.prompt_field):
@@ -238,23 +274,31 @@ class _Reply(_WhileConnected):
     async def _text(self, tokens: list[int], number: int) -> AsyncIterator[AsyncStream]:
         with _errors_about(self._asked.prompt_field):
             params = self._asked.numbered(number, self._service.engine.context - len(tokens))
-            async with self._service.text(tokens, params, self._arrived, self._client) as text:
+            options = Options(decoding=self._asked.decoding)
+            if self._asked.format is not None:
+                options["show"] = self._asked.format.shown
+            async with self._service.text(tokens, params, options, self._arrived, self._client) as text:
                 yield text
 
-    async def _send_stream(self, prompts: list[list[int]], send: Send) -> None:
-        """The headers go out with the first piece, so that an earlier error can have its own status code."""
-        stream = _EventStream(send)
+    async def _send_stream(self, prompts: list[list[int]], send: Send) -> tuple[int, dict[str, Any]]:
+        """The headers go out with the first piece, so that an earlier error can have its own status code.
+
+        Returns the status and the usage.
+        """
+        stream = _EventStream(send, self._answer.media_type)
         try:
             results = await self._generate(prompts, partial(self._send_text, stream))
         except ApiError as error:
             if not stream.has_begun:
                 raise
             self._service.figures.refused(error.status)
-            await stream.send(event(error.body), more=False)
-            return
-        for chunk in self._answer.usage(usage(results, self._asked.body.n, self._waits)):
+            await stream.send(self._answer.error(error.body), more=False)
+            return error.status, {}
+        counted = usage(results, self._asked.body.n, self._waits)
+        for chunk in self._answer.usage(counted):
             await stream.send(chunk)
-        await stream.send(DONE, more=False)
+        await stream.send(self._answer.done, more=False)
+        return 200, counted
 
     async def _send_text(self, stream: _EventStream, index: int, text: AsyncStream) -> None:
         first = self._answer.first(index)
@@ -302,8 +346,9 @@ class _Live(_WhileConnected):
 class _EventStream:
     """Server-sent events of several texts, one at a time; the headers go out with the first."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, media_type: str = Answer.media_type) -> None:
         self._send = send
+        self._headers = [(b"content-type", media_type.encode()), (b"cache-control", b"no-cache")]
         self._sending = asyncio.Lock()
         self.has_begun = False
 
@@ -311,5 +356,5 @@ class _EventStream:
         async with self._sending:
             if not self.has_begun:
                 self.has_begun = True
-                await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+                await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
             await self._send({"type": "http.response.body", "body": chunk, "more_body": more})

@@ -1,131 +1,46 @@
-"""The bodies of requests as pydantic models, which also give /openapi.json. Raises `ApiError` that names the field.
-
-A field is honoured, ignored because it cannot change the text, or refused by name, so that no client believes that a
-setting had an effect which it had not.
-"""
+"""The bodies of requests as pydantic models, which also give /openapi.json."""
 
 from __future__ import annotations
 
-import json
-import re
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
     Tag,
-    ValidationError,
     ValidationInfo,
-    WithJsonSchema,
     create_model,
     field_validator,
     model_validator,
 )
 
+from pearl.config import DecodingConfig
 from pearl.config.sampling import LONGEST_STOP, MAX_BIASES, MAX_LOGPROBS, MOST_STOPS, SamplingParams
-from pearl.document import parse_json
-from pearl.server.errors import ApiError
+from pearl.errors import ConfigError
+from pearl.server.fields import Body, Text, Unserved, check_text, only_with
+from pearl.spec.methods import MAX_GAMMA, METHODS
 
 MOST_TEXTS = 128  # of one request: prompts times n
 MOST_MESSAGES = 4096
 MOST_TOOLS = 128
 
 # Fields that are not supported -> values that are accepted, for they have no effect. Null is, for every field.
-_Unserved = dict[str, tuple[Any, ...]]
-_UNSERVED: _Unserved = {
-    "parallel_tool_calls": (True, False),
+UNSERVED: Unserved = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
     "best_of": (1,),
     "suffix": ("",),
     "min_tokens": (0,),
-    "metadata": ({},),
-    **dict.fromkeys(("echo", "store"), (False,)),
-    **dict.fromkeys(("audio", "prediction", "reasoning_effort", "verbosity"), ()),
-    **dict.fromkeys(("web_search_options", "prompt_cache_retention"), ()),
+    "use_beam_search": (False,),
+    **dict.fromkeys(("audio", "web_search_options", "prompt_logprobs", "truncate_prompt_tokens"), ()),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar", "json_schema"), ()),
+    **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors"), ([],)),
 }
 # Clients send back the messages that they received.
-_UNSERVED_IN_MESSAGE: _Unserved = {
-    **dict.fromkeys(("name", "function_call", "refusal", "audio"), ()),
-    "annotations": ([],),
-}
-# Errors below one of these paths name this path.
-_WHOLE = re.compile(
-    r"^(prompt|stop|logit_bias|tools\[\d+\](?=\.type)|tools\[\d+\]\.function|structured_outputs(?=\.(?:json|regex)$)"
-    r"|response_format\.json_schema|messages\[\d+\]\.content\[\d+\](?=\.type)"
-    r"|messages\[\d+\]\.tool_calls\[\d+\](?!\.function\.arguments))(?!\w).*",
-    re.DOTALL,
-)
-
-
-class Body(BaseModel):
-    """A JSON object. Nulls count as missing."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    unserved: ClassVar[_Unserved] = {}
-    known: ClassVar[set[str]] = set()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_neutral(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            raise ValueError("must be an object")
-        kept, is_known = {}, True
-        for name, value in given.items():
-            if value is None or (name in cls.unserved and any(_same(value, one) for one in cls.unserved[name])):
-                continue
-            if name in cls.known:
-                kept[name] = value
-            elif is_known:  # the first unknown field only: pydantic would report each of very many
-                is_known = False
-                kept[name.encode(errors="backslashreplace").decode()] = value
-        return kept
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        cls.known = {field.alias or name for name, field in cls.model_fields.items()}
-
-
-def _same(value: Any, other: Any) -> bool:
-    return value == other and isinstance(value, bool) == isinstance(other, bool)
-
-
-def _check_text(value: Any) -> Any:
-    """JSON can hold half a surrogate pair, which tokenizers reject."""
-    try:
-        (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
-    except UnicodeEncodeError:
-        raise ValueError("holds half a surrogate pair, which is no character") from None
-    except RecursionError:
-        raise ValueError("is nested too deep") from None
-    return value
-
-
-Text = Annotated[str, AfterValidator(_check_text)]
-
-
-def _arguments(value: Any) -> Any:
-    try:
-        return parse_json(value or "{}")
-    except (TypeError, ValueError):
-        raise ValueError("must be the text of a JSON object") from None
-
-
-def _only_with(field: str, other: str, wanted: Any) -> Any:
-    """A validator: `field` is allowed only if the field `other`, declared before it, has this value."""
-
-    def check(cls: type[Body], value: Any, info: ValidationInfo) -> Any:
-        if value not in (None, [], 0) and info.data.get(other) != wanted:
-            raise ValueError(f"is for {other} {json.dumps(wanted)} only")
-        return value
-
-    return field_validator(field, mode="before")(classmethod(check))
+_UNSERVED_IN_MESSAGE: Unserved = dict.fromkeys(("function_call", "audio", "images"), ([],))
+_PICTURES = ("image_url", "input_image", "image", "input_audio", "video_url", "file", "input_file")
 
 
 # ---- chats ----
@@ -135,15 +50,18 @@ class TextPart(Body):
     type: Literal["text"]
     text: Text
 
+    @field_validator("type", mode="before")
+    @classmethod
+    def _is_no_picture(cls, value: Any) -> Any:
+        if value in _PICTURES:
+            raise ValueError(f"{value} is not supported: the model gets text alone")
+        return value
+
 
 class CalledFunction(Body):
     model_config = ConfigDict(extra="ignore")
     name: str
-    arguments: Annotated[
-        dict[str, Any],
-        BeforeValidator(_arguments),
-        WithJsonSchema({"type": "string", "contentMediaType": "application/json"}),
-    ] = Field(default_factory=dict)
+    arguments: str = Field(default="{}", description="JSON; where the model's text was cut, a part of it.")
 
 
 class ToolCall(Body):
@@ -154,18 +72,18 @@ class ToolCall(Body):
 
     @model_validator(mode="after")
     def _is_text(self) -> ToolCall:
-        _check_text([self.id, self.function.name, self.function.arguments])
+        check_text([self.id, self.function.name, self.function.arguments])
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: the arguments are an object, not its JSON text."""
-        function = {"name": self.function.name, "arguments": self.function.arguments}
+        function = {"name": self.function.name, "arguments": self.function.arguments or "{}"}
         return {"type": "function", "function": function} | ({"id": self.id} if isinstance(self.id, str) else {})
 
 
 class ChatMessage(Body):
     unserved: ClassVar = _UNSERVED_IN_MESSAGE
-    role: Literal["system", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    name: Text | None = Field(default=None, description="For the chat template.")
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] = Field(default=[], description="Of role assistant.")
     tool_call_id: str | None = Field(default=None, description="Of role tool.")
     content: (
@@ -178,9 +96,9 @@ class ChatMessage(Body):
 
     reasoning_content: Text | None = Field(default=None, description="Of role assistant; for the chat template.")
 
-    _of_assistant = _only_with("tool_calls", "role", "assistant")
-    _of_thinking = _only_with("reasoning_content", "role", "assistant")
-    _of_tool = _only_with("tool_call_id", "role", "tool")
+    _of_assistant = only_with("tool_calls", "role", "assistant")
+    _of_thinking = only_with("reasoning_content", "role", "assistant")
+    _of_tool = only_with("tool_call_id", "role", "tool")
 
     @field_validator("content")
     @classmethod
@@ -192,20 +110,19 @@ class ChatMessage(Body):
     def for_template(self) -> dict[str, Any]:
         text = self.content or ""
         made: dict[str, Any] = {
-            "role": self.role,
+            "role": "system" if self.role == "developer" else self.role,
             "content": text if isinstance(text, str) else "\n".join(part.text for part in text),
         }
         if self.tool_calls:
             made["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        if self.reasoning_content is not None:
-            made["reasoning_content"] = self.reasoning_content
-        return made if self.tool_call_id is None else made | {"tool_call_id": self.tool_call_id}
+        optional = {name: getattr(self, name) for name in ("name", "reasoning_content", "tool_call_id")}
+        return made | {name: value for name, value in optional.items() if value is not None}
 
 
 class Function(Body):
     name: str
     description: str = ""
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] = Field(default={})
     strict: Any = Field(default=None, description="Ignored.")
 
 
@@ -213,7 +130,16 @@ class Tool(Body):
     type: Literal["function"]
     function: Function
 
-    _is_text = model_validator(mode="before")(_check_text)
+    _is_text = model_validator(mode="before")(check_text)
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
 
 
 # ---- grammars and streams ----
@@ -227,6 +153,7 @@ class NamedSchema(Body):
 
 
 class ResponseFormat(Body):
+    unserved: ClassVar = {"schema": ()}
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = Field(default=None, validate_default=True)
 
@@ -248,6 +175,8 @@ class ResponseFormat(Body):
 class StructuredOutputs(Body):
     """vLLM's grammars; at most one of them."""
 
+    unserved: ClassVar = dict.fromkeys(("choice", "grammar", "structural_tag"), ())
+
     json_schema: dict[str, Any] | None = Field(default=None, alias="json")
     regex: str | None = Field(default=None, min_length=1)
     json_object: bool = False
@@ -264,8 +193,24 @@ class StructuredOutputs(Body):
         return {name: value for name, value in given.items() if value is not None}
 
 
+class Speculation(Body):
+    """How the draft takes part in this request; what is left out is as the server's settings say."""
+
+    method: str | None = Field(default=None, description=f"One of {', '.join(METHODS)}.")
+    window: int | None = Field(default=None, ge=1, le=MAX_GAMMA, description="Tokens, as --gamma.")
+    off: bool = Field(default=False, description="The target alone, as method ar.")
+
+    def of(self, decoding: DecodingConfig) -> DecodingConfig:
+        """These settings instead of a server's. Raises `ConfigError`."""
+        if self.off and self.method is not None:
+            raise ConfigError("off leaves no method to choose")
+        made = decoding.switched("ar" if self.off else self.method, self.window)
+        if self.window is not None and not METHODS[made.method].drafts:
+            raise ConfigError(f"window is for methods with a draft, not {made.method}")
+        return made
+
+
 class StreamOptions(Body):
-    unserved: ClassVar = {"include_obfuscation": (False,)}
     include_usage: bool = False
     include_provenance: bool = False
 
@@ -286,10 +231,10 @@ def _sampling(*names: str) -> dict[str, Any]:
     return {name: (SamplingParams.model_fields[name].annotation, SamplingParams.model_fields[name]) for name in names}
 
 
-class _Request(create_model("Sampling", __base__=Body, **_sampling(*SAMPLING))):  # type: ignore[misc]
+class SharedRequest(create_model("Sampling", __base__=Body, **_sampling(*SAMPLING))):  # type: ignore[misc]
     """The fields of both endpoints; those of `SamplingParams` have its bounds."""
 
-    unserved: ClassVar = _UNSERVED
+    unserved: ClassVar = UNSERVED
     model: str
     n: int = Field(default=1, ge=1, le=MOST_TEXTS)
     stream: bool = False
@@ -298,9 +243,16 @@ class _Request(create_model("Sampling", __base__=Body, **_sampling(*SAMPLING))):
     logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,20}$")], float] = Field(default={}, max_length=MAX_BIASES)
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    user: Any = Field(default=None, description="Ignored, as are safety_identifier and prompt_cache_key.")
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
+    stop_token_ids: Annotated[list[_TokenId], Field(max_length=MOST_STOPS, fail_fast=True)] = Field(default=[])
+    speculation: Speculation | None = None
+
+    @field_validator("top_k", "seed", mode="before")
+    @classmethod
+    def _as_elsewhere(cls, value: Any, info: ValidationInfo) -> Any:
+        """A top_k of -1 is off; negative seeds are 64 bits, too."""
+        if type(value) is not int or not -(2**63) <= value < 0:
+            return value
+        return value % 2**64 if info.field_name == "seed" else 0 if value == -1 else value
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -309,57 +261,69 @@ class _Request(create_model("Sampling", __base__=Body, **_sampling(*SAMPLING))):
             raise ValueError(f"takes at most {MAX_BIASES} token ids")
         return value
 
-    _of_stream = _only_with("stream_options", "stream", True)
+    _of_stream = only_with("stream_options", "stream", True)
 
 
-class CompletionRequest(_Request):
-    unserved: ClassVar = {**_UNSERVED, "tools": ([],), "tool_choice": ("none", "auto"), "logprobs": (False,)}
+class CompletionRequest(SharedRequest):
+    unserved: ClassVar = {**UNSERVED, "tools": ([],), "tool_choice": ("none", "auto"), "logprobs": (False,)}
+    echo: bool = Field(default=False, description="Begin the text with the prompt; not with logprobs.")
     prompt: _Prompt | Annotated[list[_Prompt], Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True)]
     logprobs: _Logprobs | None = None
 
+    @model_validator(mode="after")
+    def _echoes_text(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo is not supported with logprobs: a prompt's tokens have none here")
+        return self
 
-class ChatCompletionRequest(_Request):
+
+class ChatCompletionRequest(SharedRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     logprobs: bool = False
     top_logprobs: _Logprobs = 0
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] = Field(default=[])
-    tool_choice: Literal["none", "auto"] = "auto"
+    tool_choice: Annotated[
+        Annotated[Literal["none", "auto", "required"], Tag("|")] | Annotated[NamedTool, Tag("|named")],
+        Discriminator(lambda value: "|" if isinstance(value, str) else "|named"),
+    ] = "auto"
+    parallel_tool_calls: bool = Field(default=True, description="False: only the first call is returned.")
     max_completion_tokens: int | None = Field(default=None, ge=1)
+    reasoning_effort: Text | None = Field(default=None, description="For the chat template; none: enable_thinking off.")
+    chat_template_kwargs: dict[str, Any] = Field(default={}, description="Variables of the chat template.")
+    continue_final_message: bool = Field(default=False, description="Continue the last message, an assistant's.")
+    add_generation_prompt: bool = Field(default=True, description="False only with continue_final_message true.")
 
-    _of_logprobs = _only_with("top_logprobs", "logprobs", True)
+    _of_logprobs = only_with("top_logprobs", "logprobs", True)
+    _is_text = field_validator("chat_template_kwargs", mode="before")(check_text)
 
+    @field_validator("tool_choice")
+    @classmethod
+    def _is_listed(cls, value: Any, info: ValidationInfo) -> Any:
+        names = [tool.function.name for tool in info.data.get("tools", ())]
+        if isinstance(value, NamedTool) and value.function.name not in names:
+            raise ValueError(f"names the function {value.function.name[:100]!r}, which is not in tools")
+        if value == "required" and not names:
+            raise ValueError("required needs tools")
+        return value
 
-_Some = TypeVar("_Some", bound=_Request)
+    @model_validator(mode="after")
+    def _continues_an_assistant(self) -> ChatCompletionRequest:
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise ValueError("continue_final_message is for a last message of role assistant")
+        if not self.add_generation_prompt and not self.continue_final_message:
+            raise ValueError("add_generation_prompt false is for continue_final_message true only")
+        return self
 
+    @property
+    def forced_functions(self) -> list[Function]:
+        """The functions of which one must be called; none: the model may answer with text."""
+        if isinstance(self.tool_choice, NamedTool):
+            return [tool.function for tool in self.tools if tool.function.name == self.tool_choice.function.name]
+        return [tool.function for tool in self.tools] if self.tool_choice == "required" else []
 
-def validate(model: type[_Some], body: Any) -> _Some:
-    """The body as `model`. Raises `ApiError`."""
-    if not isinstance(body, dict):
-        raise ApiError(400, "the body must be a JSON object")
-    try:
-        return model.model_validate(body)
-    except ValidationError as error:
-        raise _refusal(error.errors(include_url=False, include_input=False), model) from None
-
-
-def _refusal(errors: list[Any], model: type[Body]) -> ApiError:
-    """For the first error, but preferably for an unknown field: it may be the misspelled name of a missing one."""
-    first = next((e for e in errors if e["type"] == "extra_forbidden" and len(e["loc"]) == 1), errors[0])
-    param = _path(first["loc"])
-    if first["type"] != "extra_forbidden":
-        param = "response_format.type" if param == "response_format" else _WHOLE.sub(r"\1", param)
-        # One error for each type that the field may have.
-        several = [e for e in errors if e["loc"][0] == param] if param in ("prompt", "stop") else [first]
-        messages = dict.fromkeys(re.sub("^(Value error, |Input )", "", e["msg"]) for e in several)
-        return ApiError(400, f"{param}: {' or '.join(messages)}", param=param)
-    name = str(first["loc"][-1])
-    unserved = {"messages": ChatMessage.unserved, "stream_options": StreamOptions.unserved}
-    if name in (model.unserved if len(first["loc"]) == 1 else unserved.get(first["loc"][0], ())):
-        return ApiError(400, f"{param} is not supported", param=param, code="unsupported_parameter")
-    return ApiError(400, f"unknown field {param!r}", param=param, code="unknown_parameter")
-
-
-def _path(loc: tuple[int | str, ...]) -> str:
-    """Such as messages[0].content; tags of unions begin with |."""
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part:.100}" for part in loc if str(part)[:1] != "|")
-    return "".join(parts).removeprefix(".")
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Of the chat template."""
+        effort = self.reasoning_effort
+        given = {} if effort is None else {"reasoning_effort": effort}
+        return given | ({"enable_thinking": False} if effort == "none" else {}) | self.chat_template_kwargs

@@ -39,11 +39,12 @@ class Refusals:
         self._clock, self._sleep = clock, sleep
         self._bucket = Bucket(BURST, A_SECOND, clock())
 
-    async def wait(self) -> None:
-        """Returns once one more refusal may be sent."""
+    async def wait(self) -> bool:
+        """Returns once one more refusal may be sent: whether it was delayed."""
         left = self._bucket.take(1, self._clock(), least=-LONGEST * A_SECOND)
         if left < 0:
             await self._sleep(min(LONGEST, -left / A_SECOND))
+        return left < 0
 
 
 def client_of(request: Request) -> str:

@@ -21,7 +21,10 @@ from pearl.errors import ConfigError, TargetLost
 from pearl.server.access import Access
 from pearl.server.app import App
 from pearl.server.connection import MOST_HEADER, BoundedProtocol
+from pearl.server.request_log import show_requests
+from pearl.server.requests import Setup
 from pearl.server.service import Service
+from pearl.text.tools import format_of
 from pearl.transport.descriptors import raise_limit
 
 LOST_SECONDS = 5.0  # of answers with 503 after the engine is lost
@@ -43,6 +46,10 @@ class Door:
         bound: a socket that does not listen yet, so connections are refused until the models are loaded.
         queue: requests that may wait besides those that are served.
         model: the name under which clients request the model; None: as it was loaded.
+        origins: of web pages that may ask, besides the server's own.
+        tool_parser: the format of the model's calls, of `pearl.text.tools`.
+        is_strict: unknown fields of requests are refused.
+        logs_requests: a line for each.
     """
 
     bound: socket.socket
@@ -50,6 +57,10 @@ class Door:
     key: str | None
     queue: int
     model: str | None
+    origins: tuple[str, ...] = ()
+    tool_parser: str = "auto"
+    is_strict: bool = False
+    logs_requests: bool = True
 
     @property
     def url(self) -> str:
@@ -63,7 +74,11 @@ class Door:
     def access(self) -> Access:
         """Without a key the Host header must be one of the server's own names."""
         names = {"localhost", "127.0.0.1", "[::1]", self._literal.lower()}
-        return Access(self.key, None if self.key else frozenset(names))
+        return Access(self.key, None if self.key else frozenset(names), frozenset(self.origins))
+
+    def model_name(self, engine: Engine) -> str:
+        """The model's name for clients."""
+        return self.model or name_of(engine.config.target)
 
     def close(self) -> None:
         self.bound.close()
@@ -78,9 +93,11 @@ class Door:
         asyncio.run(self._serve(engine, settings))
 
     async def _serve(self, engine: Engine, settings: Settings) -> None:
-        model = self.model or name_of(engine.config.target)
-        service = Service(engine, settings.decoding, self.queue, model)
-        app = App(service, settings.sampling, model, self.access)
+        model = self.model_name(engine)
+        service = Service(engine, self.queue, model)
+        show_requests(self.logs_requests)
+        setup = Setup(model, settings, format_of(engine.tokenizer, self.tool_parser), self.is_strict)
+        app = App(service, setup, self.access)
         server = Server(app, service)
         watching = asyncio.create_task(_end_when_lost(service, server))
         try:
@@ -152,10 +169,13 @@ def name_of(target: str) -> str:
     return Path(target).name if Path(target).exists() else target
 
 
-def bind(address: str, key: str | None, queue: int, model: str | None) -> Door:
-    """Binds HOST:PORT, port 0 a free one. Raises `ConfigError`."""
+def bind(address: str, key: str | None, queue: int, model: str | None, **more: Any) -> Door:
+    """Binds HOST:PORT, port 0 a free one. `more`: fields of `Door`. Raises `ConfigError`."""
     host, port = _split(address)
     _check_key(key)
+    for origin in more.get("origins", ()):
+        if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#]+", origin):
+            raise ConfigError(f"--cors {origin}: give an origin, such as https://example.com or http://localhost:3000")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
@@ -173,7 +193,7 @@ def bind(address: str, key: str | None, queue: int, model: str | None) -> Door:
     except OSError as error:
         bound.close()
         raise ConfigError(f"--http {address}: cannot listen there: {error.strerror}") from None
-    return Door(bound, host, key, queue, model)
+    return Door(bound, host, key, queue, model, **more)
 
 
 def _split(address: str) -> tuple[str, int]:

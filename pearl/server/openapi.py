@@ -9,6 +9,7 @@ from pydantic.json_schema import models_json_schema
 
 from pearl.server.bodies import ChatCompletionRequest, CompletionRequest
 from pearl.server.errors import Error
+from pearl.server.responses import ResponsesRequest
 from pearl.version import __version__
 
 _PROBLEMS = (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503)
@@ -36,10 +37,10 @@ def _posted(schema: str) -> dict[str, Any]:
 
 def document(model: str, keyed: bool) -> dict[str, Any]:
     """The whole document. `model`: the name of the model that is served; `keyed`: /v1 needs an API key."""
-    models = [(each, "validation") for each in (ChatCompletionRequest, CompletionRequest, Error)]
+    models = [(each, "validation") for each in (ChatCompletionRequest, CompletionRequest, ResponsesRequest, Error)]
     _, made = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     schemas = {**made["$defs"], "Model": {"type": "string", "enum": [model]}}
-    for request in ("ChatCompletionRequest", "CompletionRequest"):
+    for request in ("ChatCompletionRequest", "CompletionRequest", "ResponsesRequest"):
         schemas[request]["properties"]["model"] = _named("Model")
     name = {"name": "name", "in": "path", "required": True, "schema": _named("Model")}
     found: dict[str, Any] = {
@@ -50,6 +51,7 @@ def document(model: str, keyed: bool) -> dict[str, Any]:
             "/v1/models/{name}": {"get": {"parameters": [name], **_responses("A model.")}},
             "/v1/chat/completions": _posted("ChatCompletionRequest"),
             "/v1/completions": _posted("CompletionRequest"),
+            "/v1/responses": _posted("ResponsesRequest"),
             "/health": {"get": _responses("The engine runs.")},
             "/version": {"get": _responses("The server's version.")},
         },

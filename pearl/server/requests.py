@@ -6,16 +6,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pearl.config import SamplingParams
+from pearl.config import DecodingConfig, SamplingParams, Settings
 from pearl.engine.request import Chat, Prompt
 from pearl.errors import ConfigError, RequestError
-from pearl.server.bodies import MOST_TEXTS, SAMPLING, ChatCompletionRequest, CompletionRequest, validate
+from pearl.server.bodies import MOST_TEXTS, SAMPLING, ChatCompletionRequest, CompletionRequest, Function
 from pearl.server.errors import ApiError
+from pearl.server.fields import validate
 from pearl.text.grammar import grammar_of
+from pearl.text.tools import FORMATS, CallSplitter, Format, forced_schema
 
 LEGACY_MAX_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions
 
 Body = ChatCompletionRequest | CompletionRequest
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a server serves, and how.
+
+    Attributes:
+        model: the name under which clients request the model.
+        settings: sampling and decoding for what requests do not set; the engine's.
+        tools: how the model writes calls.
+        is_strict: unknown fields are refused.
+    """
+
+    model: str
+    settings: Settings
+    tools: Format = FORMATS["hermes"]
+    is_strict: bool = False
 
 
 @dataclass(frozen=True)
@@ -25,11 +44,17 @@ class TextRequest:
     Attributes:
         prompts: texts, token ids, or the messages of one chat.
         params: how to sample; `numbered` has them for each text.
+        decoding: how to decode.
+        format: of calls in the text; None: they are not looked for.
+        named: what the client calls the fields of the prompt and of a chat's limit.
     """
 
     body: Body
     prompts: tuple[Prompt, ...]
     params: SamplingParams
+    decoding: DecodingConfig
+    format: Format | None = None
+    named: tuple[str, str] = ("messages", "max_completion_tokens")
 
     @property
     def is_chat(self) -> bool:
@@ -40,15 +65,23 @@ class TextRequest:
         """Whether a thinking model can write tags around its reasoning: no grammar has them."""
         return self.is_chat and self.params.json_schema is None and self.params.regex is None
 
+    def calls(self) -> CallSplitter | None:
+        """Takes the calls out of one text; None: there are none."""
+        if self.format is None or not isinstance(self.body, ChatCompletionRequest):
+            return None
+        names = [tool.function.name for tool in self.body.tools]
+        most = None if self.body.parallel_tool_calls else 1
+        return CallSplitter(self.format, names, bool(self.body.forced_functions), most)
+
     @property
     def prompt_field(self) -> str:
-        return "messages" if self.is_chat else "prompt"
+        return self.named[0] if self.is_chat else "prompt"
 
     @property
     def limit_field(self) -> str:
         """The field that set max_tokens; empty if it is a default."""
-        given = self.body.model_fields_set
-        return next((name for name in ("max_completion_tokens", "max_tokens") if name in given), "")
+        names = {"max_completion_tokens": self.named[1], "max_tokens": "max_tokens"}
+        return next((named for name, named in names.items() if name in self.body.model_fields_set), "")
 
     def numbered(self, sample: int, room: int) -> SamplingParams:
         """The params of text number `sample`, from 0; all share one seed.
@@ -61,31 +94,46 @@ class TextRequest:
         return self.params.model_copy(update={"sample": sample, "max_tokens": bounded})
 
 
-def read_request(body: Any, is_chat: bool, model: str, defaults: SamplingParams) -> TextRequest:
-    """Check the parsed body.
-
-    Args:
-        is_chat: it was sent to /v1/chat/completions.
-        model: the name of the model that is served.
-        defaults: for what the request does not set.
-    """
-    asked: Body = validate(ChatCompletionRequest, body) if is_chat else validate(CompletionRequest, body)
-    if asked.model != model:
-        text = f"there is no model {asked.model[:100]!r} here, only {model!r}"
+def read_request(body: Any, is_chat: bool, setup: Setup) -> TextRequest:
+    """Check the parsed body. `is_chat`: it was sent to /v1/chat/completions."""
+    model = ChatCompletionRequest if is_chat else CompletionRequest
+    asked: Body = validate(model, body, setup.is_strict)
+    if asked.model != setup.model:
+        text = f"there is no model {asked.model[:100]!r} here, only {setup.model!r}"
         raise ApiError(404, text, param="model", code="model_not_found")
-    prompts = (_chat(asked, body),) if isinstance(asked, ChatCompletionRequest) else _prompts(asked)
+    prompts = (_chat(asked, body, setup),) if isinstance(asked, ChatCompletionRequest) else _prompts(asked)
     if asked.n * len(prompts) > MOST_TEXTS:
         raise ApiError(400, f"prompts times n may be at most {MOST_TEXTS} texts a request", param="n")
-    return TextRequest(asked, prompts, _params(asked, defaults).with_seed())
+    params = _params(asked, setup).with_seed()
+    may_call = isinstance(prompts[0], Chat) and bool(prompts[0].tools)
+    if isinstance(asked, ChatCompletionRequest) and not asked.forced_functions:
+        may_call = may_call and params.json_schema is None
+    return TextRequest(asked, prompts, params, _decoding(asked, setup.settings), setup.tools if may_call else None)
 
 
-def _chat(asked: ChatCompletionRequest, body: Mapping[str, Any]) -> Prompt:
+def _decoding(asked: Body, settings: Settings) -> DecodingConfig:
+    if asked.speculation is None:
+        return settings.decoding
+    try:
+        decoding = asked.speculation.of(settings.decoding)
+        settings.engine.check_decoding(decoding)
+    except ConfigError as error:
+        raise ApiError(400, f"speculation: {error}", param="speculation") from None
+    return decoding
+
+
+def _chat(asked: ChatCompletionRequest, body: Mapping[str, Any], setup: Setup) -> Prompt:
     messages = [message.for_template() for message in asked.messages]
-    if not asked.tools or asked.tool_choice == "none":
-        return messages
-    # From the body, for templates write the fields in the client's order.
-    functions = [{n: v for n, v in t["function"].items() if n != "strict" and v is not None} for t in body["tools"]]
-    return Chat(messages, [{"type": "function", "function": function} for function in functions])
+    prefix = messages.pop()["content"] if asked.continue_final_message else ""
+    tools: list[dict[str, Any]] = []
+    if asked.tools and asked.tool_choice != "none":
+        # From the body, for templates write the fields in the client's order.
+        known = Function.known - {"strict"}
+        functions = ({n: v for n, v in t["function"].items() if n in known and v is not None} for t in body["tools"])
+        tools = [{"type": "function", "function": function} for function in functions]
+    if asked.forced_functions:
+        prefix += setup.tools.prefix
+    return Chat(messages, tools, prefix, asked.variables) if tools or prefix or asked.variables else messages
 
 
 def _prompts(asked: CompletionRequest) -> tuple[Prompt, ...]:
@@ -93,8 +141,8 @@ def _prompts(asked: CompletionRequest) -> tuple[Prompt, ...]:
     return tuple(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else (prompt,)
 
 
-def _params(asked: Body, defaults: SamplingParams) -> SamplingParams:
-    given = asked.model_fields_set
+def _params(asked: Body, setup: Setup) -> SamplingParams:
+    given, defaults = asked.model_fields_set, setup.settings.sampling
     values = {name: getattr(asked, name) for name in SAMPLING if name in given}
     if isinstance(asked, CompletionRequest):
         values.setdefault("max_tokens", defaults.max_tokens or LEGACY_MAX_TOKENS)
@@ -103,20 +151,29 @@ def _params(asked: Body, defaults: SamplingParams) -> SamplingParams:
         logprobs = asked.top_logprobs if asked.logprobs else None
         more = {"max_tokens": asked.max_completion_tokens, "logprobs": logprobs, "stop": asked.stop}
     values |= {name: value for name, value in more.items() if value is not None}
+    if asked.stop_token_ids:
+        values["stop_token_ids"] = tuple(asked.stop_token_ids)
     if asked.logit_bias:
         values["logit_bias"] = tuple((int(token), bias) for token, bias in asked.logit_bias.items())
     try:
         SamplingParams(**values)
     except ConfigError as error:
         raise ApiError(400, str(error), param=str(error).partition(":")[0]) from None
-    return SamplingParams(**(defaults.model_dump(exclude_unset=True) | values | _grammar(asked)))
+    return SamplingParams(**(defaults.model_dump(exclude_unset=True) | values | _grammar(asked, setup)))
 
 
-def _grammar(asked: Body) -> dict[str, Any]:
+def _grammar(asked: Body, setup: Setup) -> dict[str, Any]:
+    """The fields of `SamplingParams` that keep the text to a grammar; calls that must be made have one, too."""
     formats = {"response_format": asked.response_format, "structured_outputs": asked.structured_outputs}
     grammars = {field: given.grammar for field, given in formats.items() if given is not None and given.grammar}
     if len(grammars) > 1:
         raise ApiError(400, "response_format and structured_outputs are two grammars", param="structured_outputs")
+    if isinstance(asked, ChatCompletionRequest) and (functions := asked.forced_functions):
+        try:
+            schema = forced_schema([function.model_dump() for function in functions], setup.tools.key)
+        except RecursionError:
+            raise ApiError(400, "tools: are nested too deep", param="tools") from None
+        grammars = {"tools": {"json_schema": schema}}
     for field, grammar in grammars.items():
         if asked.ignore_eos:
             raise ApiError(400, f"{field} ends a text where it is whole, which ignore_eos forbids", param="ignore_eos")

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from pearl.config import DecodingConfig, SamplingParams
+from pearl.config import SamplingParams
 from pearl.engine import Engine, Piece
 from pearl.engine.asynchronous import AsyncEngine, AsyncStream
 from pearl.engine.request import Options
@@ -23,9 +23,9 @@ class Service:
         most_waiting: requests that may wait besides those that are served.
     """
 
-    def __init__(self, engine: Engine, decoding: DecodingConfig, most_waiting: int, model: str) -> None:
+    def __init__(self, engine: Engine, most_waiting: int, model: str) -> None:
         self.engine = engine
-        self._decoding, self._most = decoding, most_waiting + engine.config.slots
+        self._most = most_waiting + engine.config.slots
         self._admitted = Shares()
         self.waiting = 0
         self.running: set[AsyncStream] = set()
@@ -77,11 +77,11 @@ class Service:
 
     @asynccontextmanager
     async def text(
-        self, tokens: list[int], params: SamplingParams, arrived: float, client: str
+        self, tokens: list[int], params: SamplingParams, options: Options, arrived: float, client: str
     ) -> AsyncIterator[AsyncStream]:
         """A text, which is queued once it is read; leaving it early cancels it. `arrived` is a time.monotonic()."""
         self.check()
-        text = _Text(self, self._async, tokens, params, {"decoding": self._decoding}, client, arrived)
+        text = _Text(self, self._async, tokens, params, options, client, arrived)
         self.waiting += 1
         try:
             yield text

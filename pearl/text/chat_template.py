@@ -7,12 +7,14 @@ code, so it runs in jinja2's sandbox.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from pearl.document import parse_json
 from pearl.errors import RequestError
 
 if TYPE_CHECKING:  # which takes a front 50 ms to import
@@ -21,13 +23,23 @@ if TYPE_CHECKING:  # which takes a front 50 ms to import
     from pearl.text.stream import Tools
 
 
-def render(template: str, tools: Tools, special: dict[str, str], messages: list[dict[str, Any]]) -> str:
-    """The prompt for the next reply. `special`: the special tokens by name. Raises what the template raises."""
+def render(
+    template: str,
+    tools: Tools,
+    special: dict[str, str],
+    messages: list[dict[str, Any]],
+    variables: Mapping[str, Any] = MappingProxyType({}),
+) -> str:
+    """The prompt for the next reply. Raises what the template raises.
+
+    Args:
+        special: the special tokens by name.
+        variables: further ones of the template, such as enable_thinking.
+    """
     given = [{key: value for key, value in message.items() if value is not None} for message in messages]
     listed = None if tools is None else [*tools]
-    return _compiled(template).render(
-        messages=given, tools=listed, documents=None, add_generation_prompt=True, **special
-    )
+    ours = {"messages": given, "tools": listed, "documents": None, "add_generation_prompt": True}
+    return _compiled(template).render({**variables, **special, **ours})
 
 
 @cache
@@ -109,8 +121,8 @@ def _with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict
 
 
 def _parsed(arguments: Any) -> Any:
-    with suppress(TypeError, ValueError, RecursionError):
-        if isinstance(given := json.loads(arguments), dict):
+    with suppress(TypeError, ValueError):
+        if isinstance(given := parse_json(arguments), dict):
             return given
     return arguments
 

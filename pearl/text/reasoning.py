@@ -101,12 +101,12 @@ class Splitter:
         if found:
             self._phase, self._pending = _Phase.CLOSED, behind
             return thought.rstrip()
-        known = len(thought) if is_last else _decided(thought, self.tags.end)
+        known = len(thought) if is_last else decided(thought, self.tags.end)
         self._pending = thought[known:]
         return thought[:known]
 
 
-def _decided(text: str, tag: str) -> int:
+def decided(text: str, tag: str) -> int:
     """The length of `text` without a part of `tag` at its end, and white space before that."""
     part = next((size for size in range(len(tag) - 1, 0, -1) if text.endswith(tag[:size])), 0)
     return len(text[: len(text) - part].rstrip())

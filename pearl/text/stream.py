@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from pearl.errors import RequestError
@@ -71,8 +71,8 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None) -> str | None:
-        """The prompt of `apply_chat` as text."""
+    def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None, **variables: Any) -> str | None:
+        """The prompt of `apply_chat` as text. `variables`: further ones of the template, such as enable_thinking."""
         ...
 
     def token(self, id: int) -> str | None:
@@ -228,10 +228,15 @@ class TextStream:
     `stopped` is true from the token on that completes a stop: the first with which the text (without an incomplete
     character at its end) contains one.  Text that the detokenizer holds back counts, so that no stop is found a token
     late.
+
+    Args:
+        show: special tokens whose names are part of the text; no stop is found in these.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stops = tokenizer, frozenset(stops)
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = (), show: Collection[str] = ()
+    ) -> None:
+        self._tokenizer, self._stops, self._show = tokenizer, frozenset(stops), frozenset(show)
         self._detokenizer = Detokenizer(tokenizer, prompt)
         self._matcher = StopMatcher(stops)
 
@@ -243,9 +248,13 @@ class TextStream:
         """Take the next committed token; return the text that may be shown for good."""
         if self.stopped:
             return ""
-        if self._stops and self._detokenizer.is_special(token):
+        if (self._stops or self._show) and self._detokenizer.is_special(token):
             name = self._tokenizer.token(token) or ""
-            return self._matcher.end(self._detokenizer.flush(), name) if name in self._stops else ""
+            if name in self._stops:
+                return self._matcher.end(self._detokenizer.flush(), name)
+            if name in self._show:
+                return self._matcher.push(self._detokenizer.flush()) + self._matcher.flush() + name
+            return ""
         shown = self._matcher.push(self._detokenizer.push(token))
         if self._matcher.completes(held := self._detokenizer.held):
             shown += self._matcher.push(held)

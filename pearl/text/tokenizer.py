@@ -110,11 +110,13 @@ class FileTokenizer:
         text = self.chat_text(messages, tools)
         return None if text is None else self.encode(text, special=False)  # the template writes its own
 
-    def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None) -> str | None:
+    def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None, **variables: Any) -> str | None:
         template = self._templates.get("default")
         if tools is not None:
             template = self._templates.get("tool_use", template)
-        return None if template is None else chat_prompt(partial(render, template, tools, self._special), messages)
+        if template is None:
+            return None
+        return chat_prompt(partial(render, template, tools, self._special, variables=variables), messages)
 
     def token(self, id: int) -> str | None:
         return self._pieces[id] if 0 <= id < self.vocab_size else None
@@ -171,14 +173,14 @@ class HFTokenizer:
         text = self.chat_text(messages, tools)
         return None if text is None else self.encode(text, special=False)  # the template writes its own
 
-    def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None) -> str | None:
+    def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None, **variables: Any) -> str | None:
         if self._tokenizer.chat_template is None:
             return None
         listed: Any = None if tools is None else [*tools]
 
         def render(given: list[dict[str, Any]]) -> str:
-            of = self._tokenizer
-            return str(of.apply_chat_template(given, tools=listed, add_generation_prompt=True, tokenize=False))
+            ours = {"tools": listed, "add_generation_prompt": True, "tokenize": False}
+            return str(self._tokenizer.apply_chat_template(given, **{**variables, **ours}))
 
         return chat_prompt(render, messages)
 

@@ -62,7 +62,7 @@ class ToyTokenizer:
     def apply_chat(self, messages: list[dict[str, Any]], tools: Tools = None) -> list[int] | None:
         return None
 
-    def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None) -> str | None:
+    def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None, **variables: Any) -> str | None:
         return None
 
     def token(self, id: int) -> str | None:

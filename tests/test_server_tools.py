@@ -1,0 +1,424 @@
+"""Calls of tools, /v1/responses and Ollama's API, against a tiny pair that grammars hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import hypothesis
+import openai
+import pytest
+from hypothesis import strategies as st
+
+from pearl.config import SamplingParams
+from pearl.engine.request import Chat
+from pearl.server import ollama, responses
+from pearl.server.errors import ApiError
+from pearl.server.requests import read_request
+from pearl.text.tools import FORMATS, CallSplitter, forced_schema, format_of, in_words
+from tests.served import BOUND, MODEL, SETUP, Served, message, serving_tools
+
+POINT = {"type": "object", "properties": {"y": {"type": "boolean"}}, "required": ["y"], "additionalProperties": False}
+ADD = {
+    "name": "add",
+    "parameters": {
+        "type": "object",
+        "properties": {"x": {"enum": [1, 22]}, "at": {"$ref": "#/$defs/Point"}},
+        "required": ["x", "at"],
+        "additionalProperties": False,
+        "$defs": {"Point": POINT},
+    },
+}
+STOP = {"name": "stop", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
+TOOLS: list[Any] = [{"type": "function", "function": ADD}, {"type": "function", "function": STOP}]
+NAMED = {"type": "function", "function": {"name": "add"}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
+WRITTEN = 'Well\n<tool_call>\n\\{"name": "add", "arguments": \\{"x": (1|22)\\}\\}\n</tool_call>'  # as an expression
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving_tools() as running:
+        yield running
+
+
+def asked(**fields: Any) -> dict[str, Any]:
+    given = {"messages": [message("Hi")], "tools": TOOLS, "max_tokens": 200, "temperature": 1.0, "seed": 3}
+    return given | fields
+
+
+def joined(chunks: list[Any]) -> list[dict[str, Any]]:
+    """The calls of a stream's deltas, as clients join them."""
+    calls: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        for part in chunk["choices"][0]["delta"].get("tool_calls", ()):
+            call = calls.setdefault(part["index"], {"function": {"name": "", "arguments": ""}})
+            call |= {name: part[name] for name in ("id", "type") if name in part}
+            for name, text in part["function"].items():
+                call["function"][name] += text
+    return [calls[index] for index in sorted(calls)]
+
+
+# ---- formats ----
+
+CALLS = [("add", {"x": 'a}"\\'}), ("stop", {})]
+TEXTS = {  # what models of each format write
+    "hermes": 'Sure, a < b.\n<tool_call>\n{"name": "add", "arguments": {"x": "a}\\"\\\\"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>',
+    "mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"x": "a}\\"\\\\"}, "id": "abc"}, '
+    '{"name": "stop", "arguments": {}}]',
+    "mistral since 2025": '[TOOL_CALLS]add[CALL_ID]abc[ARGS]{"x": "a}\\"\\\\"}[TOOL_CALLS]stop{}',
+    "deepseek": "Sure, a < b.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+    '{"x": "a}\\"\\\\"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>stop<｜tool▁sep｜>{}<｜tool▁call▁end｜>'
+    "<｜tool▁calls▁end｜>",
+    "llama3": '\n{"type": "function", "name": "add", "parameters": {"x": "a}\\"\\\\"}}; '
+    '{"name": "stop", "parameters": {}}',
+    "pythonic": "[add(x='a}\"\\\\'), stop()]",
+}
+NO_CALLS = {
+    "hermes": "a <tool_call> is {a tag} of some < models",
+    "mistral": "[TOOL_CALLS] is one, too",
+    "deepseek": "Hello! ",
+    "llama3": '{"name": "nobody", "parameters": {}} is JSON',
+    "pythonic": "[1, 2] or [f(x)]",
+}
+
+
+def split(splitter: CallSplitter, text: str, size: int) -> tuple[str, list[list[str]]]:
+    content, calls = "", []
+    for at in range(0, len(text), size):
+        more, new = splitter.feed(text[at : at + size], at + size >= len(text))
+        content += more
+        for call in new:
+            if call.get("id"):
+                calls.append([call["function"]["name"], ""])
+            calls[call["index"]][1] += call["function"]["arguments"]
+    return content, calls
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("name", TEXTS)
+def test_calls_are_taken_out_of_a_text(name: str, size: int) -> None:
+    """Whatever the size of its pieces; one call alone if no more are asked for."""
+    format = FORMATS[name.partition(" ")[0]]
+    content, calls = split(CallSplitter(format, ["add", "stop"]), TEXTS[name], size)
+    assert [(called, json.loads(arguments)) for called, arguments in calls] == CALLS
+    assert content.strip() == TEXTS[name].partition("<tool_call>")[0].partition("<｜")[0].strip() * ("Sure" in content)
+    assert split(CallSplitter(format, ["add", "stop"], most=1), TEXTS[name], size) == (content, calls[:1])
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize("name", NO_CALLS)
+def test_other_texts_stay_as_they_are(name: str, size: int) -> None:
+    for text in (NO_CALLS[name], NO_CALLS[name] + " and so on" * 100):
+        assert split(CallSplitter(FORMATS[name], ["add"]), text, size) == (text, [])
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    """Not at their end, which may be a file's length away."""
+    splitter = CallSplitter(FORMATS["hermes"], ["add"])
+    parts = [splitter.feed(piece) for piece in ('<tool_call>{"name": "add", "arguments": {', '"x": "long', " text")]
+    assert [call["function"]["arguments"] for _, calls in parts for call in calls] == ["{", '"x": "long', " text"]
+
+
+def test_a_template_shows_its_format(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = served.service.engine.tokenizer
+    assert format_of(tokenizer) is FORMATS["hermes"]
+    assert format_of(tokenizer, "llama3") is FORMATS["llama3"]
+    monkeypatch.setattr(tokenizer, "chat_template", "[AVAILABLE_TOOLS] and [TOOL_CALLS]")
+    assert format_of(tokenizer) is FORMATS["mistral"]
+
+
+def test_references_of_a_schema_lead_to_the_same_place() -> None:
+    (call,) = forced_schema([ADD], "arguments")["anyOf"]
+    moved = call["properties"]["arguments"]["properties"]["at"]["$ref"]
+    assert moved == "#/anyOf/0/properties/arguments/$defs/Point"
+    assert call["properties"]["arguments"]["$defs"]["Point"] == POINT
+
+
+# ---- chats ----
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_calls_that_must_be_made_fit_their_schema(served: Served, choice: Any) -> None:
+    """Whole and streamed; the model is random, so that only the grammar makes it so."""
+    names = set()
+    for seed in range(3):
+        fields = asked(seed=seed, tool_choice=choice)
+        (choice_made,) = served.post("chat/completions", **fields).json()["choices"]
+        assert choice_made["finish_reason"] == "tool_calls"
+        made = choice_made["message"]
+        assert made["content"] is None
+        (call,) = made["tool_calls"]
+        assert (call["type"], len(call["id"])) == ("function", 9)
+        arguments = json.loads(call["function"]["arguments"])
+        names.add(call["function"]["name"])
+        assert arguments == {} or (arguments["x"] in (1, 22) and arguments["at"]["y"] in (True, False))
+        chunks = served.events("chat/completions", **fields)
+        assert [call["function"] for call in joined(chunks)] == [call["function"]]
+        assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert names <= ({"add"} if choice is NAMED else {"add", "stop"})
+
+
+def test_calls_that_the_model_chooses_to_make(served: Served) -> None:
+    """Content before them; streamed as deltas that add up."""
+    fields = asked(structured_outputs={"regex": f"{WRITTEN}({WRITTEN[5:]})?"})
+    (choice,) = served.post("chat/completions", **fields).json()["choices"]
+    calls = choice["message"]["tool_calls"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("Well", "tool_calls")
+    assert {call["function"]["name"] for call in calls} == {"add"}
+    chunks = served.events("chat/completions", **fields)
+    assert [call["function"] for call in joined(chunks)] == [call["function"] for call in calls]
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "Well"
+    for other in ({"tool_choice": "none"}, {"tools": []}):
+        (choice,) = served.post("chat/completions", **fields | other).json()["choices"]
+        assert (choice["finish_reason"], "tool_calls" in choice["message"]) == ("stop", False)
+    (cut,) = served.post("chat/completions", **fields | {"max_tokens": 48}).json()["choices"]
+    assert cut["finish_reason"] == "length"
+
+
+def test_openais_client_runs_a_tool(served: Served) -> None:
+    """A call, its result, and the next call; as a stream, too."""
+    client = served.client().chat.completions
+    given: Any = {
+        "model": MODEL,
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "max_tokens": 200,
+        "temperature": 1,
+        "seed": 1,
+    }
+    history: list[Any] = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "Hi", "name": "Eva"},
+    ]
+    first = client.create(messages=history, **given).choices[0].message
+    assert first.tool_calls
+    result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "5"}
+    second = client.create(messages=[*history, first.model_dump(), result], parallel_tool_calls=False, **given)
+    assert second.choices[0].finish_reason == "tool_calls"
+    with client.stream(messages=history, **given) as events:
+        streamed = events.get_final_completion().choices[0].message.tool_calls
+    assert [call.function.arguments for call in streamed or []] == [first.tool_calls[0].function.arguments]
+    with pytest.raises(openai.BadRequestError, match="not in tools"):
+        client.create(messages=history, **given | {"tool_choice": {"type": "function", "function": {"name": "x"}}})
+    odd = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": 3}}}}]
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.create(messages=history, **given | {"tools": odd})
+    assert refused.value.param == "tools"
+
+
+def test_a_template_without_tools_gets_them_in_words(served: Served) -> None:
+    """In its system message; results of calls are a user's, and one message, for templates want turns."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
+    results = [{"role": "tool", "tool_call_id": "1", "content": text} for text in ("5", "6")]
+    history = [
+        message("Be brief.", "system"),
+        message("Hi"),
+        message("", "assistant") | {"tool_calls": [call]},
+        *results,
+    ]
+    system, user, assistant, told = in_words(history, TOOLS)
+    assert '"name": "add"' in system["content"]
+    assert system["content"].endswith("Be brief.")
+    assert (user, assistant["content"]) == (message("Hi"), CALL)
+    assert told == message("<tool_response>\n5\n</tool_response>\n<tool_response>\n6\n</tool_response>")
+    assert in_words([message("Hi")], TOOLS, "user")[0]["content"].endswith("Hi")
+
+
+def test_what_a_reply_begins_with_is_part_of_the_prompt(served: Served) -> None:
+    """A continued message, and variables of the template."""
+    encode, decode = served.service.engine.encode, served.service.engine.tokenizer.decode
+    body = {"model": MODEL, "messages": [message("Hi"), message("I am", "assistant")]}
+    (prompt,) = read_request(body | {"continue_final_message": True}, True, SETUP).prompts
+    assert decode(encode(prompt)).endswith("assistant\nI am")
+    (prompt,) = read_request(body | {"chat_template_kwargs": {"mood": "Joy"}}, True, SETUP).prompts
+    assert isinstance(prompt, Chat)
+    assert decode(encode(prompt)).endswith("assistant\nJoy")
+    (prompt,) = read_request(body | {"reasoning_effort": "none"}, True, SETUP).prompts
+    assert isinstance(prompt, Chat)
+    assert prompt.variables == {"reasoning_effort": "none", "enable_thinking": False}
+
+
+def test_special_tokens_of_a_format_are_part_of_the_text(served: Served) -> None:
+    """[TOOL_CALLS] is one in Mistral's vocabularies, and had no text."""
+    engine, params = served.service.engine, SamplingParams(temperature=1, seed=1, max_tokens=6, logit_bias={2: 100.0})
+    (hidden,) = engine.generate("ab", params)
+    (shown,) = engine.generate("ab", params, show=["<|start|>"])
+    assert hidden.tokens == shown.tokens == [2] * 6
+    assert (hidden.text, shown.text) == ("", "<|start|>" * 6)
+
+
+# ---- /v1/responses ----
+
+FUNCTIONS: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
+
+
+def test_a_response_and_its_events(served: Served) -> None:
+    """In OpenAI's order, numbered; their text is that of the whole response, and of a chat."""
+    client = served.client().responses
+    given: Any = {"model": MODEL, "input": "Hi", "max_output_tokens": 12, "temperature": 1.0, "extra_body": {"seed": 4}}
+    whole = client.create(**given, instructions="Be brief.", metadata={"a": "b"})
+    history = [message("Be brief.", "system"), message("Hi")]
+    chat = served.post("chat/completions", messages=history, max_tokens=12, temperature=1.0, seed=4)
+    assert whole.output_text == chat.json()["choices"][0]["message"]["content"]
+    assert (whole.status, whole.metadata, whole.instructions) == ("incomplete", {"a": "b"}, "Be brief.")
+    assert whole.usage is not None
+    assert whole.usage.output_tokens == 12
+    events = list(client.create(**given, instructions="Be brief.", stream=True))
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [f"response.{kind}" for kind in
+                         ("created", "in_progress", "output_item.added", "content_part.added")]  # fmt: skip
+    ends = ("output_text.done", "content_part.done", "output_item.done", "incomplete")
+    assert kinds[-4:] == [f"response.{kind}" for kind in ends]
+    assert set(kinds[4:-4]) == {"response.output_text.delta"}
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events[4:-4]) == whole.output_text  # type: ignore[union-attr]
+    assert events[-1].response.output_text == whole.output_text  # type: ignore[union-attr]
+
+
+def test_a_response_calls_functions_and_is_continued(served: Served) -> None:
+    client = served.client().responses
+    given: Any = {"model": MODEL, "tools": FUNCTIONS, "temperature": 1.0, "extra_body": {"seed": 4}}
+    first = client.create(input="Hi", tool_choice={"type": "function", "name": "add"}, **given)
+    (call,) = first.output
+    assert call.type == "function_call"
+    assert json.loads(call.arguments)["x"] in (1, 22)
+    assert first.status == "completed"
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "5"}
+    sent = {"tool_choice": "required", **given}
+    continued = client.create(input=[result], previous_response_id=first.id, **sent)
+    again = client.create(input=[message("Hi"), call.model_dump(), result], **sent)
+    assert continued.usage is not None
+    assert again.usage is not None
+    assert continued.usage.input_tokens == again.usage.input_tokens
+    message_first: list[Any] = [{"type": "reasoning", "summary": [{"text": "Hm"}]}, message("Well", "assistant")]
+    (one,) = responses._messages([*message_first, call.model_dump(), result])[:-1]
+    assert (one["reasoning_content"], one["content"], len(one["tool_calls"])) == ("Hm", "Well", 1)
+    with client.stream(input="Hi", tool_choice="required", model=MODEL, tools=FUNCTIONS, temperature=1.0) as events:
+        kinds = [event.type for event in events]
+        (streamed,) = events.get_final_response().output
+    assert streamed.type == "function_call"
+    json.loads(streamed.arguments)
+    assert kinds[2:4] == ["response.output_item.added", "response.function_call_arguments.delta"]
+    assert kinds[-3:] == [f"response.{end}" for end in
+                          ("function_call_arguments.done", "output_item.done", "completed")]  # fmt: skip
+
+
+def test_responses_that_are_kept_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses, "MOST_KEPT", 2)
+    client = served.client().responses
+    ids = [client.create(model=MODEL, input="Hi", max_output_tokens=2, store=number != 3).id for number in range(4)]
+    for id, is_kept in zip(ids, (False, True, True, False), strict=True):
+        status = served.post(
+            "responses", input="And?", previous_response_id=id, prompt=None, max_tokens=None
+        ).status_code
+        assert status == (200 if is_kept else 404)
+        monkeypatch.setattr(responses, "MOST_KEPT", 100)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": 3}, "input"),
+        ({"input": [{"type": "image"}]}, "input[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.content[0]"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"max_output_tokens": 10**6}, "max_output_tokens"),
+        ({"background": True}, "background"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"temperature": -1}, "temperature"),
+    ],
+)
+def test_what_responses_refuse_they_name(served: Served, fields: dict[str, Any], param: str) -> None:
+    refused = served.post("responses", **fields)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), refused.text
+
+
+# ---- Ollama's ----
+
+
+def test_ollamas_clients(served: Served) -> None:
+    def post(path: str, **fields: Any) -> httpx.Response:
+        options = {"num_predict": 200, "seed": 3, "temperature": 1.0, "num_ctx": 8}
+        sent = {"model": f"{MODEL}:latest", "options": options} | fields
+        return httpx.post(f"{served.url}/api/{path}", json=sent, timeout=BOUND)
+
+    assert [one["name"] for one in served.get("/api/tags").json()["models"]] == [MODEL]
+    lines = [json.loads(line) for line in post("generate", prompt="Hi", format="json").text.splitlines()]
+    whole = post("generate", prompt="Hi", format="json", stream=False).json()
+    assert isinstance(json.loads(whole["response"]), dict) or whole["done_reason"] == "length"
+    assert "".join(line["response"] for line in lines) == whole["response"]
+    assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+    assert lines[-1]["eval_count"] == whole["eval_count"] > 0
+    call = {"function": {"name": "add", "arguments": {"x": 1}}}
+    history = [message("Hi"), message("", "assistant") | {"tool_calls": [call]}, message("5", "tool")]
+    for stream in (True, False):
+        chat = post("chat", messages=history, tools=TOOLS, stream=stream)
+        assert chat.status_code == 200, chat.text
+        assert json.loads(chat.text.splitlines()[-1])["done"]
+    refused = post("generate", prompt="Hi", images=["x"])
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "images")
+    assert httpx.post(
+        f"{served.url}/api/chat", content="{", headers={"content-type": "application/json"}, timeout=BOUND
+    ).is_error
+
+
+# ---- any body ----
+
+
+@pytest.mark.parametrize("depth", [100, 600, 5000])
+def test_values_may_be_nested_deep(depth: int) -> None:
+    """Python's own limit was an internal error."""
+    deep: dict[str, Any] = {}
+    for _ in range(depth):
+        deep = {"a": deep}
+    tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
+    called = message("", "assistant") | {"tool_calls": [{"function": {"name": "f", "arguments": deep}}]}
+    asked = {"model": MODEL, "messages": [message("Hi")]}
+    for read, body in (
+        (lambda body: read_request(body, True, SETUP), asked | {"tools": [tool], "tool_choice": "required"}),
+        (responses.Responses(SETUP).read, {"model": MODEL, "input": "Hi", "metadata": {"a": deep}, "text": deep}),
+        (lambda body: ollama.read("chat", SETUP, body), asked | {"messages": [called], "format": deep}),
+    ):
+        with suppress(ApiError):
+            read(body)
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 3)
+    | st.sampled_from(["user", "assistant", "function", "json", "\ud800"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "name", "function", "format"]), inner)
+    ),
+    max_leaves=6,
+)
+ITEMS = st.lists(
+    st.dictionaries(st.sampled_from(["type", "role", "content", "output", "arguments", "tool_calls", "images"]), VALUES)
+    | st.fixed_dictionaries({"type": st.sampled_from(["reasoning", "function_call", "function_call_output"])})
+    | VALUES,
+    max_size=4,
+)
+FIELDS = ["input", "messages", "tools", "tool_choice", "text", "reasoning", "options", "format", "think", "system"]
+
+
+@hypothesis.given(
+    st.sampled_from(["responses", "chat", "generate"]),
+    st.dictionaries(st.sampled_from([*FIELDS, "prompt", "stream", "metadata", "previous_response_id"]), VALUES | ITEMS),
+)
+def test_any_body_is_accepted_or_refused(kind: str, fields: dict[str, Any]) -> None:
+    """With an error that can be sent; nothing else is raised."""
+    asked = {"model": MODEL, "input": "Hi", "prompt": "Hi", "messages": [message("Hi")]} if kind != "responses" else {}
+    asked |= {"model": MODEL} | ({"input": "Hi"} if kind == "responses" else {}) | fields
+    error: ApiError | None = None
+    try:
+        responses.Responses(SETUP).read(asked) if kind == "responses" else ollama.read(kind, SETUP, asked)
+    except ApiError as raised:
+        error = raised
+    assert error is None or (error.status in (400, 404) and json.dumps(error.body).encode("ascii"))
