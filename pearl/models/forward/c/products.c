@@ -8,6 +8,7 @@
 #include "native.h"
 
 #define BLOCK 32  // inputs whose sum is scaled at once; 16 where a group is 16
+#define AHEAD 4096  // bytes of weights that are fetched before they are needed: a page
 #define ROWS 64   // rows that share the unpacking of a block
 #if WIDE == 16
 #define TOGETHER 6  // rows whose sums fit the registers
@@ -228,6 +229,9 @@ INLINE void lanes_of(const Weights *w, int64_t lane, const X *x, const float *to
                 for (int row = 0; row < rows; row++) sums[row] += least * totals[row * groups + group];
             }
         }
+        // What comes next, perhaps of the next panel: memory is slower than one row's products.
+        for (int64_t i = 0; i < 2 * pairs * LANES * bits / 8; i += 64)
+            __builtin_prefetch(part.low + at * LANES * (bits < 8 ? 4 : 8) / 8 + AHEAD + i);
 #ifdef BF16
         rows_of_block(&part, at, bits, pairs, table, more, x, inputs, rows, scale, sums);
 #else
@@ -321,8 +325,10 @@ void pearl_multiply(const Weights *w, const void *x, int x_is_float32, const voi
     convert(x, given, rows * inputs, x_is_float32);
     if (w->least || w->zeros)
         for (int64_t i = 0; i < rows * groups; i++) {
-            float sum = 0;
-            for (int64_t j = 0; j < w->group; j++) sum += wide(given[i * w->group + j]);
+            float sums[16] = {0}, sum = 0;
+            for (int64_t j = 0; j < w->group; j += 16)
+                for (int64_t lane = 0; lane < 16; lane++) sums[lane] += wide(given[i * w->group + j + lane]);
+            for (int lane = 0; lane < 16; lane++) sum += sums[lane];
             totals[i] = sum;
         }
     const int64_t vectors = (w->outputs + WIDE - 1) / WIDE;
