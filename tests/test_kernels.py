@@ -140,7 +140,7 @@ def test_experts_of_a_model_that_our_other_kernels_do_not_fit_are_ours() -> None
 def test_products_of_experts(name: str, rounding: Rounding) -> None:
     """And padding asks for none of its own: the experts of 15 such rows would be most of what a token reads."""
     kind, config = MODELS[name][1], _SIZES | MODELS[name][2] | {"hidden_size": 64, "intermediate_size": 64}
-    one = partial(matrix, rounding=rounding, plain=True)
+    one = partial(matrix, dtype=torch.float32, rounding=rounding, plain=True)
     both = []
     for kernels_ in (True, False):
         torch.manual_seed(0)
@@ -279,20 +279,29 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from pearl.models.forward import expert_kernels as kernels
+from pearl.models.forward import expert_kernels, kernels
 
-kinds = {"ids": "*i64", "squares": "*fp32", "w_stride": "i32", "scales_stride": "i32", "alpha": "fp32", "limit": "fp32"}
-for bits, words in ((16, "*bf16"), (4, "*i16")):
-    sizes = {"K": 256, "N": 48, "H": 256, "TOP": 8, "BN": 32, "BK": 128, "BITS": bits, "BIAS": True, "CLAMPS": True}
-    for kernel in (kernels.expert_gate_up, kernels.expert_down, kernels.add_mixed)[: bits // 4]:
+TYPES = {"ids": "*i64", "counts": "*i32", "w_stride": "i32", "scales_stride": "i32"}
+TYPES |= {name: "*fp32" for name in ("squares", "x_squares", "sums")}
+TYPES |= {name: "fp32" for name in ("alpha", "limit", "eps")}
+SIZES = {"K": 512, "N": 48, "H": 256, "TOP": 8, "BN": 32, "PARTS": 2}
+SIZES |= {name: True for name in ("BIAS", "CLAMPS", "NORMS", "ADDS", "OVERLAPS")}
+for bits, words, group, extra in (
+    (16, "*bf16", 512, 0), (8, "*i8", 512, 0), (8, "*i8", 16, 1), (8, "*fp8e4nv", 128, 0),
+    (4, "*u8", 32, 1), (4, "*u8", 128, 2), (4, "*u8", 32, 0),
+):
+    sizes = SIZES | {"BITS": bits, "BK": 256 if bits == 4 else 128, "GROUP": group, "EXTRA": extra, "OFFSET": 8.0}
+    chosen = [kernels.multiply, kernels.gate_up, expert_kernels.expert_gate_up, expert_kernels.expert_down]
+    chosen += {4: [kernels.dequantise], 16: [expert_kernels.add_mixed]}.get(bits, [])
+    for kernel in chosen:
         known = {name: size for name, size in sizes.items() if name in kernel.arg_names}
-        types = {name: "constexpr" if name in known else kinds.get(name, "*bf16") for name in kernel.arg_names}
+        types = {name: "constexpr" if name in known else TYPES.get(name, "*bf16") for name in kernel.arg_names}
         types |= {"w": words} if "w" in types else {}
         triton.compile(ASTSource(kernel, types, known), target=GPUTarget("cuda", 90, 32))
 """
 
 
-def test_kernels_of_experts_compile_for_a_gpu() -> None:
+def test_kernels_compile_for_a_gpu() -> None:
     """Which needs none, and finds what the interpreter takes and the compiler does not."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ended = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
