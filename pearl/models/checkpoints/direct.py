@@ -134,9 +134,10 @@ def read_decoder(
         return None  # a head trained by itself: transformers ties only equal weights
     if found != {name: shape for name, shape in expected.items() if name not in quantised}:
         return None
-    if keeps_bits:
+    if keeps_bits or dtype == torch.float32:  # as converted they are rounded to bfloat16
         quantised |= formats.kept(directory)
-        own = "bfloat16" if quantised and own == "float16" else own  # the products' dtype
+    if keeps_bits and quantised and own == "float16":
+        own = "bfloat16"  # the products' dtype
     wanted = dtype or getattr(torch, own)
     decoder = _placed(config, source, quantised, expected, device, wanted, keeps_bits)
     decoder.place("model.rotary_emb", rope)
@@ -166,7 +167,7 @@ def _placed(
     for name in expected:
         module, _, kind = name.rpartition(".")
         if kind == "weight":
-            is_matrix = name in quantised and name != _EMBEDDING
+            is_matrix = name in quantised and not (keeps_bits and name == _EMBEDDING)
             bias = source.plain(f"{module}.bias", device, wanted) if f"{module}.bias" in expected else None
             decoder.place(module, Weight(matrix(name) if is_matrix else source.plain(name, device, wanted), bias))
         elif kind != "bias":
