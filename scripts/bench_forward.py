@@ -5,6 +5,7 @@ of a forward, which reads each weight once.
 
     OMP_NUM_THREADS=1 python scripts/bench_forward.py             # the embedded target on one core: about a minute
     python scripts/bench_forward.py --model 7b --dtype bfloat16   # random weights of that shape, for a GPU
+    python scripts/bench_forward.py --dtype auto --dtype bfloat16 --dtype int8 --dtype int4   # in turns
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
+from typing import get_args
 
 import click
 import torch
@@ -22,10 +24,13 @@ from random_models import SHAPES, random_model
 from rich.console import Console
 from rich.table import Table
 
+from pearl.config.engine import DType
 from pearl.drafting.model import ModelProposer
 from pearl.execution.ahead import Ahead
 from pearl.execution.draft import DraftExecutor
-from pearl.models.checkpoints.loading import load_model, load_runner
+from pearl.models.checkpoints.loading import load_runner
+from pearl.models.forward.matrices import Plain, Quantised, Rounding, SideBySide
+from pearl.models.forward.native import Native
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.hf import HFRunner
 from pearl.models.runner import ModelRunner, feed_chain
@@ -36,17 +41,21 @@ _STEPS, _WARM = 48, 8  # tokens drafted, and those of them before the clock is s
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 
 
-def load_runners(model: str, device: torch.device, dtype: str, context: int) -> dict[str, ModelRunner]:
-    """Ours, if there is one for this model, and transformers'."""
-    if model not in SHAPES:
-        return {
-            forwards: load_runner(model, device=device, dtype=dtype, max_context=context, forwards=forwards)
-            for forwards in ("auto", "transformers")
-        }
-    return {
-        "auto": ForwardRunner(random_model(model, device, _torch_dtype(dtype)), context),
-        "transformers": HFRunner(random_model(model, device, _torch_dtype(dtype)), context),
-    }
+def load_runners(model: str, device: torch.device, dtypes: Sequence[str], context: int) -> dict[str, ModelRunner]:
+    """Ours in each dtype, if there is one for this model, and transformers' in the first."""
+    found: dict[str, ModelRunner] = {}
+    for dtype, forwards in (*((dtype, "auto") for dtype in dtypes), (dtypes[0], "transformers")):
+        name = dtype if forwards == "auto" else forwards
+        if model not in SHAPES:
+            found[name] = load_runner(model, device=device, dtype=dtype, max_context=context, forwards=forwards)
+            continue
+        rounding: Rounding = dtype if dtype in ("int8", "int4") else ""  # type: ignore[assignment]
+        made = random_model(model, device, _torch_dtype("auto" if rounding else dtype))
+        if forwards == "auto":
+            found[name] = ForwardRunner(made, context, rounding=rounding)
+        else:
+            found[name] = HFRunner(made, context)
+    return found
 
 
 def _torch_dtype(dtype: str) -> torch.dtype:
@@ -90,13 +99,26 @@ def step_seconds(runner: ModelRunner, start: int, chains: bool) -> float:
         return (time.perf_counter() - began) / (_STEPS - _WARM)
 
 
-def weights_read(model: str, dtype: str) -> int:
-    """Bytes of weights that a forward reads: all but the embedding's rows of tokens that were not fed."""
-    meta = torch.device("meta")
-    found = random_model(model, meta, _torch_dtype(dtype)) if model in SHAPES else None
-    found = found or load_model(model, device=meta, dtype=dtype)
-    unread = 0 if found.config.tie_word_embeddings else found.get_input_embeddings().weight.numel()  # type: ignore[operator]
-    return (sum(p.numel() for p in found.parameters()) - unread) * next(found.parameters()).dtype.itemsize
+def weights_read(runner: ModelRunner) -> int:
+    """Bytes of the matrices that a forward of ours reads; 0 of transformers'."""
+    if not isinstance(runner, ForwardRunner):
+        return 0
+    layers = runner._layers
+    matrices = [layers.head]
+    for layer in layers.layers:
+        experts = layer.experts.each if layer.experts else [(layer.gate_up, layer.down)]
+        matrices += [layer.qkv, layer.out, *(each for both in experts for each in both)]
+    parts = [part for each in matrices for part in (each.parts if isinstance(each, SideBySide) else [each])]
+    return sum(bytes_of(each) for each in parts)
+
+
+def bytes_of(matrix: object) -> int:
+    """Of a matrix as it is multiplied."""
+    if isinstance(matrix, Native):
+        return matrix.nbytes
+    if isinstance(matrix, Plain | Quantised):
+        return matrix.weight.nbytes + (matrix.scales.nbytes if isinstance(matrix, Quantised) else 0)
+    return 0
 
 
 def forward_times(
@@ -120,34 +142,24 @@ def forward_times(
 @click.command()
 @click.option("--model", default="embedded", help=f"Any model that PEARL loads, or {', '.join(SHAPES)}.")
 @click.option("--device", "place", default=None, help="cpu or cuda:0; default: the GPU if there is one.")
-@click.option("--dtype", default="auto", type=click.Choice(["auto", "float32", "bfloat16", "float16"]))
+@click.option("--dtype", "dtypes", multiple=True, default=("auto",), type=click.Choice(get_args(DType)))
 @click.option("--context", default=256, help="Tokens in the cache.")
 @click.option("--repeats", default=9, help="Rounds; in each, every size three times on both.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def main(model: str, place: str | None, dtype: str, context: int, repeats: int, as_json: bool) -> None:
+def main(model: str, place: str | None, dtypes: tuple[str, ...], context: int, repeats: int, as_json: bool) -> None:
     """Prints milliseconds of a forward by the number of tokens fed."""
     device = torch.device(place or ("cuda:0" if torch.cuda.is_available() else "cpu"))
-    runners = load_runners(model, device, dtype, context + max(*SIZES, _STEPS))
+    runners = load_runners(model, device, dtypes, context + max(*SIZES, _STEPS))
     taken = forward_times(runners, device, context, repeats)
+    first = runners[dtypes[0]]
     ways = (False, True) if device.type == "cuda" else (False,)
-    steps = {chains: median(step_seconds(runners["auto"], context, chains) for _ in range(3)) for chains in ways}
-    moved, rate = weights_read(model, dtype), bandwidth(device)
-    rows = [
-        {
-            "n": n,
-            "seconds": taken["auto", n],
-            "transformers_seconds": taken["transformers", n],
-            "ratio_to_transformers": taken["auto", n] / taken["transformers", n],
-            "bandwidth_share": moved / taken["auto", n] / rate,
-        }
-        for n in SIZES
-    ]
+    steps = {chains: median(step_seconds(first, context, chains) for _ in range(3)) for chains in ways}
+    read, rate = {name: weights_read(runner) for name, runner in runners.items()}, bandwidth(device)
     about = {
         "model": model,
-        "runner": type(runners["auto"]).__name__,
-        "dtype": dtype,
+        "runner": type(first).__name__,
         "context": context,
-        "weights_bytes": moved,
+        "weights_bytes": read,
         "read_bytes_per_second": rate,
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
@@ -157,17 +169,20 @@ def main(model: str, place: str | None, dtype: str, context: int, repeats: int, 
         "draft_step_chained_seconds": steps.get(True),
     }
     if as_json:
-        click.echo(json.dumps({**about, "forwards": rows}))
+        forwards = [{"n": n, "seconds": {name: taken[name, n] for name in runners}} for n in SIZES]
+        click.echo(json.dumps({**about, "forwards": forwards}))
         return
     console = Console(soft_wrap=True, highlight=False)
-    table = Table("tokens fed", "ms", "transformers, ms", "ratio", "of the bandwidth")
-    for row in rows:
-        times = (f"{row[key] * 1e3:.1f}" for key in ("seconds", "transformers_seconds"))
-        table.add_row(str(row["n"]), *times, f"{row['ratio_to_transformers']:.2f}", f"{row['bandwidth_share']:.0%}")
+    table = Table("tokens fed", *(f"{name}, ms" for name in runners))
+    for n in SIZES:
+        table.add_row(str(n), *(f"{taken[name, n] * 1e3:.1f}" for name in runners))
+    shares = (f"{read[name] / taken[name, 1] / rate:.0%}" if read[name] else "" for name in runners)
+    table.add_row("MB of matrices", *(f"{read[name] / 1e6:.0f}" if read[name] else "" for name in runners))
+    table.add_row("of the bandwidth", *shares)
     console.print(table)
     console.print(
-        f"{about['runner']} of {model}, {dtype}, {context} tokens in the cache; {moved / 1e6:.0f} MB a forward; "
-        f"a streamed read: {rate / 1e9:.1f} GB/s; {about['threads']} threads; {about['device']}, torch {about['torch']}"
+        f"{about['runner']} of {model}, {context} tokens in the cache; a streamed read: {rate / 1e9:.1f} GB/s; "
+        f"{about['threads']} threads; {about['device']}, torch {about['torch']}"
     )
     drafted = ", ".join(
         f"{'chained' if chains else 'one by one'} {each * 1e3:.2f} ms" for chains, each in steps.items()

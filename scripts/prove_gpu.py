@@ -289,7 +289,7 @@ def speed(scale: Scale) -> Iterator[Figure]:
             times[fed].append(seconds(lambda: feed_chain(runner, tokens[:fed], fed), scale.device))  # noqa: B023
         one, eight, most_tokens = (median(some) * 1e3 for some in times.values())
         most = _MOST_MS.get(shape) if "H100" in gpu or "H200" in gpu else None
-        share = weights_read(shape, str(scale.dtype).removeprefix("torch.")) / one * 1e3 / rate
+        share = weights_read(runner) / one * 1e3 / rate
         must = f"at most {most} on this GPU" if most else ""
         yield Figure(f"{shape}: 1 token", one, "ms", must, not most or one <= most, f"{share:.0%} of the bandwidth")
         must = scale.bound(f"at most {_MOST_GROWTH}")

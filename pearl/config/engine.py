@@ -43,13 +43,13 @@ class EngineConfig(Section):
     )
     target_dtype: DType = Field(
         default="auto",
-        description="Weights of the target; auto: the checkpoint's; on a CPU 4 bits if the file has them so, and "
-        "float32 if the CPU has no instructions for bfloat16. int8 and int4 round them to another model.",
+        description="Weights of the target; auto: the checkpoint's, in its own bits if it is quantised; on a CPU "
+        "float32 if that has no instructions for bfloat16. int8 and int4 round them to another model.",
     )
     draft_dtype: DType = Field(
         default="auto",
         description="Of the draft. int8 and int4: slightly lower acceptance. auto is int4 on a CPU for a draft "
-        "of 100M weights or more, and int8 for others if the CPU has no instructions for bfloat16.",
+        "of 100M weights or more.",
     )
     target_tp: int = Field(
         default=1,
