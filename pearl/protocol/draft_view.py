@@ -204,9 +204,14 @@ class DraftView:
         request = self._request
         self._is_paused = message.paused
         request.counts.pauses += message.paused
-        request.propose(Proposal(message.start, message.tokens, message.rows, message.source))
+        request.propose(self._proposal(message))
         self._received = len(request.sequence.tokens)
         return Received.PENDING
+
+    def _proposal(self, message: DraftTokens, after: tuple[int, int] | None = None) -> Proposal:
+        start = message.start if after is None else after[0] + 1
+        seen = message.runners_up if self._request.takes_siblings else ()
+        return Proposal(start, message.tokens, message.rows, message.source, after, seen)
 
     def _compare(self, message: DraftTokens) -> Received:
         """Compare tokens that came too late to be judged with what the target has committed; append those beyond it."""
@@ -245,7 +250,7 @@ class DraftView:
         is_one_more = known is None and len(request.proposals.branches) >= MAX_BRANCHES
         if not (request.options.branches and is_open and is_next) or is_one_more:
             return self._drop()
-        request.proposals.add(Proposal(position + 1, message.tokens, message.rows, message.source, after))
+        request.proposals.add(self._proposal(message, after))
         return Received.NOTHING
 
     def _is_astray(self, message: DraftTokens) -> bool:
@@ -265,6 +270,6 @@ class DraftView:
 
 def _part(message: DraftTokens, start: int, end: int) -> DraftTokens:
     """The message with only its tokens [`start`:`end`]."""
-    tokens, rows = message.tokens[start:end], message.rows[start:end]
+    tokens, rows, seen = message.tokens[start:end], message.rows[start:end], message.runners_up[start:end]
     source = Source.LOOKUP if start and message.source is Source.MODEL else message.source
-    return message.changed(start=message.start + start, tokens=tokens, rows=rows, source=source)
+    return message.changed(start=message.start + start, tokens=tokens, rows=rows, source=source, runners_up=seen)
