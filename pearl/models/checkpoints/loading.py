@@ -99,12 +99,20 @@ def load_runner(
     from pearl.models.forward.runner import has_own_forward
 
     wanted = LoadOptions(**options)
+    keeps_bits = wanted.dtype == "auto" and group.size == 1
     plan_no_shapes(device)
     path = resolve_checkpoint(spec, progress, wanted.weights)
     if (files := Path(path) if Path(path).is_dir() else in_cache(path)) is not None:
         is_wide = device.type == "cpu" and wanted.forwards != "transformers"
         need = needed(
-            files, wanted.weights, wanted.max_context, DEFAULT_CONTEXT, group.size, wanted.slots, is_wide=is_wide
+            files,
+            wanted.weights,
+            wanted.max_context,
+            DEFAULT_CONTEXT,
+            group.size,
+            wanted.slots,
+            is_wide=is_wide,
+            keeps_bits=keeps_bits and wanted.reads_directly,
         )
         if told := check_room(spec, need, device, torch.cuda.device_count() if wanted.device_map is not None else 1):
             progress(told)
@@ -113,7 +121,6 @@ def load_runner(
     # (Where the dtype changes, and for other files, the whole passes through host memory.)
     place = torch.device("cpu") if group.size > 1 else device
     dtype = _dtype(path, place, wanted.weights, wanted)
-    keeps_bits = wanted.dtype == "auto" and group.size == 1
     model: PreTrainedModel | Decoder | None = None
     if wanted.reads_directly:
         with _explained(spec):
