@@ -238,7 +238,7 @@ def drafted_for(proposer: ModelProposer, request: int) -> Drafted:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_runners_up_are_the_next_of_the_row(temperature: float) -> None:
-    """The same whether forwards are chained (as on a GPU) or not, with branches or without; none where none are taken."""
+    """The same whether forwards are chained (as on a GPU) or not, with branches or without."""
     runner = ToyRunner(VOCAB, alpha_pair(VOCAB, 0.7)[1])
     found = []
     for chains, branches, rule in (
