@@ -177,7 +177,7 @@ FIGURES = (
     Figure("accepted of drafted", "draft_acceptance_rate", "{:.0%}"),
     Figure("tokens per run", "mean_run_length", "{:.1f}"),
     Figure("guessed", lambda s: s.provenance.get("guessed"), "{} tokens"),
-    Figure("committed of the runners-up fed", _siblings, "{}"),
+    Figure("runners-up", _siblings, "{} fed"),
     Figure("ways", lambda s: ", ".join(f"{way} {count}" for way, count in s.ways.items()) or None, "{}", True),
     Figure("window c", lambda s: s.window or None, "{}", True),
     Figure("target waited", lambda s: _share(s, _waited(s)), "{:.0%}", True),

@@ -34,7 +34,7 @@ _VERDICTS = {  # is it a rejection -> colour, meaning
 }
 _SOURCES = {  # of a committed token -> colour, meaning
     "accepted": (LOOKS["accepted"][0], "in the text: accepted from the draft"),
-    "guessed": ("#2f6fd0", "in the text: guessed without a model"),
+    "guessed": ("#2f6fd0", "in the text: guessed otherwise"),
     "corrected": (LOOKS["rejected"][0], "in the text: the target's correction"),
     "bonus": ("#b565c9", "in the text: bonus"),
     "direct": ("#34495e", "in the text: the target's own"),
