@@ -11,7 +11,7 @@ from typing import Any
 from pearl.protocol.events import Phase
 from pearl.protocol.messages import Provenance
 from pearl.protocol.request import Counts
-from pearl.protocol.speeds import Speeds
+from pearl.protocol.speeds import Profile, Speeds
 from pearl.spec.methods import METHODS
 
 
@@ -247,6 +247,11 @@ def _ratio(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
+def _times(profile: Profile) -> dict[str, Any]:
+    times = {"t_target": profile.t_target, "t_target_spread": profile.t_elsewhere}
+    return {name: {str(fed): seconds for fed, seconds in each} for name, each in times.items()}
+
+
 def fold(counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, window: int) -> Statistics:
     """The statistics of one finished request."""
     runs = sum(counts.provenance[p] for p in (Provenance.CORRECTED, Provenance.BONUS))
@@ -289,8 +294,7 @@ def fold(counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, w
         target_wait_seconds=watch.waits,
         draft_wait_seconds=watch.draft_waited,
         t_draft=speeds.t_draft,
-        t_target={str(n): t for n, t in speeds.profile.t_target},
-        t_target_spread={str(n): t for n, t in speeds.profile.t_elsewhere},
+        **_times(speeds.profile),
         speed_ratio=speeds.ratio,
         window=window if counts.drafted else 0,
         stale=counts.stale,

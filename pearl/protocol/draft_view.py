@@ -204,14 +204,9 @@ class DraftView:
         request = self._request
         self._is_paused = message.paused
         request.counts.pauses += message.paused
-        request.propose(self._proposal(message))
+        request.propose(_proposal(request, message))
         self._received = len(request.sequence.tokens)
         return Received.PENDING
-
-    def _proposal(self, message: DraftTokens, after: tuple[int, int] | None = None) -> Proposal:
-        start = message.start if after is None else after[0] + 1
-        seen = message.runners_up if self._request.takes_siblings else ()
-        return Proposal(start, message.tokens, message.rows, message.source, after, seen)
 
     def _compare(self, message: DraftTokens) -> Received:
         """Compare tokens that came too late to be judged with what the target has committed; append those beyond it."""
@@ -250,7 +245,7 @@ class DraftView:
         is_one_more = known is None and len(request.proposals.branches) >= MAX_BRANCHES
         if not (request.options.branches and is_open and is_next) or is_one_more:
             return self._drop()
-        request.proposals.add(self._proposal(message, after))
+        request.proposals.add(_proposal(request, message, after))
         return Received.NOTHING
 
     def _is_astray(self, message: DraftTokens) -> bool:
@@ -266,6 +261,12 @@ class DraftView:
     def _drop(self) -> Received:
         self._request.counts.stale += 1
         return Received.NOTHING
+
+
+def _proposal(request: Request, message: DraftTokens, after: tuple[int, int] | None = None) -> Proposal:
+    start = message.start if after is None else after[0] + 1
+    seen = message.runners_up if request.takes_siblings else ()
+    return Proposal(start, message.tokens, message.rows, message.source, after, seen)
 
 
 def _part(message: DraftTokens, start: int, end: int) -> DraftTokens:
