@@ -11,7 +11,7 @@ from typing import Any
 from pearl.protocol.events import Phase
 from pearl.protocol.messages import Provenance
 from pearl.protocol.request import Counts
-from pearl.protocol.speeds import Speeds
+from pearl.protocol.speeds import Profile, Speeds
 from pearl.spec.methods import METHODS
 
 
@@ -31,8 +31,9 @@ class Statistics:
             may last over many steps, so it is not vLLM's mean acceptance length: that is `tokens_per_step`.
         run_histogram: accepted tokens of a finished run -> number of such runs.
         provenance: committed tokens by where they came from.
-        num_guesses: guesses made without a model that the target was fed; those committed are `provenance`'s "guessed".
-        guessed_by_source: those committed by who guessed them, "n-gram" or "datastore": the surer where both did.
+        num_guesses: guesses that the target was fed; those committed are `provenance`'s "guessed".
+        num_siblings: the draft's runners-up among them.
+        guessed_by_source: those committed by who guessed them, "n-gram", "datastore" or "runner-up": the surer of two.
         accepted_by_source: accepted draft tokens by who drafted them: "model"; "lookup" where a guess that the draft
             confirmed saved it a forward; "branch" where they were prepared for the outcome of a rejection.
         num_draft_stops: windows that the stop policy ended before their bound.
@@ -81,6 +82,7 @@ class Statistics:
     run_histogram: dict[str, int] = field(default_factory=dict)
     provenance: dict[str, int] = field(default_factory=dict)
     num_guesses: int = 0
+    num_siblings: int = 0
     guessed_by_source: dict[str, int] = field(default_factory=dict)
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     num_draft_stops: int = 0
@@ -159,6 +161,10 @@ def _share(s: Statistics, seconds: float) -> float | None:
     return min(1.0, seconds / s.seconds) if s.seconds else None
 
 
+def _siblings(s: Statistics) -> str | None:
+    return f"{s.guessed_by_source.get('runner-up', 0)} of {s.num_siblings}" if s.num_siblings else None
+
+
 FIGURES = (
     Figure("first token", "seconds_to_first_token", "{:.2f} s", True),
     Figure("of it in the queue", "queue_seconds", "{:.2f} s"),
@@ -171,6 +177,7 @@ FIGURES = (
     Figure("accepted of drafted", "draft_acceptance_rate", "{:.0%}"),
     Figure("tokens per run", "mean_run_length", "{:.1f}"),
     Figure("guessed", lambda s: s.provenance.get("guessed"), "{} tokens"),
+    Figure("runners-up", _siblings, "{} fed"),
     Figure("ways", lambda s: ", ".join(f"{way} {count}" for way, count in s.ways.items()) or None, "{}", True),
     Figure("window c", lambda s: s.window or None, "{}", True),
     Figure("target waited", lambda s: _share(s, _waited(s)), "{:.0%}", True),
@@ -240,6 +247,11 @@ def _ratio(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
+def _times(profile: Profile) -> dict[str, Any]:
+    times = {"t_target": profile.t_target, "t_target_spread": profile.t_elsewhere}
+    return {name: {str(fed): seconds for fed, seconds in each} for name, each in times.items()}
+
+
 def fold(counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, window: int) -> Statistics:
     """The statistics of one finished request."""
     runs = sum(counts.provenance[p] for p in (Provenance.CORRECTED, Provenance.BONUS))
@@ -256,6 +268,7 @@ def fold(counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, w
         run_histogram={str(k): n for k, n in sorted(counts.runs.items())},
         provenance={p.value: n for p, n in counts.provenance.items() if n},
         num_guesses=counts.guesses,
+        num_siblings=counts.siblings,
         guessed_by_source={source.value: n for source, n in counts.guessed.items()},
         accepted_by_source={source.value: count for source, count in counts.sources.items()},
         num_draft_stops=counts.pauses,
@@ -281,8 +294,7 @@ def fold(counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, w
         target_wait_seconds=watch.waits,
         draft_wait_seconds=watch.draft_waited,
         t_draft=speeds.t_draft,
-        t_target={str(n): t for n, t in speeds.profile.t_target},
-        t_target_spread={str(n): t for n, t in speeds.profile.t_elsewhere},
+        **_times(speeds.profile),
         speed_ratio=speeds.ratio,
         window=window if counts.drafted else 0,
         stale=counts.stale,

@@ -346,7 +346,7 @@ def explore(
 ) -> int:
     """Explores one pair to the end, checks every way it can end; how many there are.
 
-    `ahead`: `look_ahead`, `branches` and `rule` of the request; `unguessed` and `trees` of `ScriptTarget`, `foresees`
+    `ahead`: what guesses and `rule` of the request; `unguessed` and `trees` of `ScriptTarget`, `foresees`
     and `stops` of `ScriptDraft`.  `origins`: takes the provenances of the texts.
     """
     target = {name: ahead.pop(name) for name in ("unguessed", "trees") if name in ahead}
@@ -360,7 +360,7 @@ def explore(
         assert final.done, f"deadlock: {final.coordinator.state}, {final.drafter and final.drafter.state}"
         result = final.results[1]
         assert tuple(result.tokens) == text[len(PROMPT) :]
-        check_counts(result, runs_ahead="look_ahead" in ahead)
+        check_counts(result, runs_ahead=bool({"look_ahead", "siblings"} & set(ahead)))
         if origins is not None:
             origins.add(tuple(result.provenance))
         assert faults or result.counts.resyncs == 0

@@ -21,6 +21,7 @@ from pearl.protocol.events import (
     Sampled,
     Spread,
 )
+from pearl.protocol.foresight import Seen
 from pearl.protocol.messages import Source, Submit
 from pearl.protocol.options import RequestOptions
 from pearl.protocol.proposals import Proposal
@@ -131,6 +132,7 @@ class ScriptTarget:
         tokens: list[int] = []
         parents: list[int] = []
         places = range(command.committed, len(text) + 1) if self.trees else [len(text)]
+        places = places if command.most else []
         for place in places:
             above, end = place - 1, min(command.limit, place + 2)
             right = [p for p in range(place, end) if self.unguessed.isdisjoint(range(place, p + 1))]
@@ -142,8 +144,17 @@ class ScriptTarget:
                 tokens.append(self.text[position])
                 parents.append(above)
                 above = len(text) + len(tokens) - 1
-        sources = (Source.NGRAM,) * len(tokens)
-        return Guessed(tuple(tokens), tuple(parents), (0.5,) * len(tokens), sources, request=command.request)
+        sources = [Source.NGRAM] * len(tokens)
+        for other in command.alternatives if self.trees else ():
+            above = other.position - 1
+            is_pending = other.tokens[0] == text[other.position]
+            for token in () if is_pending else other.tokens[: max(0, command.limit - other.position)]:
+                if (above, token) not in zip(parents, tokens, strict=True):
+                    tokens.append(token)
+                    parents.append(above)
+                    sources.append(Source.RUNNER_UP)
+                above = len(text) + list(zip(parents, tokens, strict=True)).index((above, token))
+        return Guessed(tuple(tokens), tuple(parents), (0.5,) * len(tokens), tuple(sources), request=command.request)
 
     def _sample(self, position: int, node: int, follow: bool, request: int) -> Sampled:
         says = [self._says(position, node)]
@@ -163,6 +174,8 @@ class ScriptDraft:
 
     `foresees`: positions for which it prepares another outcome: the right one, where what it drafts there is wrong.
     `stops`: positions behind which its stop policy ends drafting.
+
+    Its runner-up, where it says so, is the right token where its own is wrong.
     """
 
     def __init__(
@@ -178,10 +191,12 @@ class ScriptDraft:
         self.stops = frozenset(stops)
         self.cache = Cache()
         self.branches: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.ranks = False
 
     def execute(self, command: object) -> object | None:
         match command:
             case Open():
+                self.ranks = command.options.sends_runners_up
                 return None
             case Rollback(length):
                 self.cache.rollback(length)
@@ -196,7 +211,9 @@ class ScriptDraft:
                     return Drafted()
                 known = len(self.cache.tokens)
                 branches = self._prepared(known - pending, known + budget)
-                return Drafted((self._says(self.cache.tokens),), branches=branches, paused=known in self.stops)
+                said = self._says(self.cache.tokens)
+                seen = (Seen(3, (self.text[known] if said == WRONG else OTHER, LOST)),) if self.ranks else ()
+                return Drafted((said,), branches=branches, paused=known in self.stops, seen=seen)
         raise AssertionError(command)
 
     def _says(self, prefix: Sequence[int]) -> int:
@@ -222,4 +239,8 @@ class ScriptDraft:
             if after[0] + 1 + len(tokens) < until and len(tokens) < depth:
                 every[after] = (*tokens, self._says([*known[: after[0]], after[1], *tokens]))
         self.branches = every
-        return tuple(Proposal(after[0] + 1, tokens, after=after) for after, tokens in every.items() if tokens)
+        return tuple(
+            Proposal(after[0] + 1, tokens, after=after, seen=(Seen(7),) * len(tokens) if self.ranks else ())
+            for after, tokens in every.items()
+            if tokens
+        )

@@ -17,6 +17,7 @@ from pearl.execution.target import TargetExecutor
 from pearl.models.runner import Feed
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Open
+from pearl.protocol.foresight import Seen
 from pearl.protocol.messages import Begin, Committed, DraftTokens, Finished, Heartbeat, Message, Pong, Resync, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.speeds import Speeds
@@ -53,6 +54,7 @@ LIES: dict[str, DraftTokens | list[bytes]] = {
     "no msgpack": [b"\xc1"],
     "a future epoch": DraftTokens(0, 3, len(PROMPT), (1,)),
     "a token that is none": DraftTokens(0, 0, len(PROMPT), (100_000,), rows=(sparse([1], [1.0]),)),
+    "a runner-up that is none": DraftTokens(0, 0, len(PROMPT), (1,), runners_up=(Seen(3, (5, 100_000)),)),
     "no distribution": DraftTokens(0, 0, len(PROMPT), (1,)),
     "ids out of range": DraftTokens(0, 0, len(PROMPT), (1,), rows=(sparse([32], [1.0]),)),
     "NaN": DraftTokens(0, 0, len(PROMPT), (1,), rows=(sparse([1], [NAN]),)),

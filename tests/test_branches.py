@@ -10,6 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pearl.decoding.rules.direct import DirectDraw
+from pearl.decoding.sampling import read_draw
 from pearl.drafting.model import ModelProposer
 from pearl.lab.simulate import Outcome, Timing
 from pearl.models.checkpoints.loading import load_runner
@@ -232,3 +234,32 @@ def test_a_cache_that_has_moved_is_found_by_who_has_no_request() -> None:
 
 def drafted_for(proposer: ModelProposer, request: int) -> Drafted:
     return proposer.collect(proposer.launch(Draft(0, PROMPT, 8, 0, request=request)))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_runners_up_are_the_next_of_the_row(temperature: float) -> None:
+    """The same whether forwards are chained (as on a GPU) or not, with branches or without."""
+    runner = ToyRunner(VOCAB, alpha_pair(VOCAB, 0.7)[1])
+    found = []
+    for chains, branches, rule in (
+        (False, 0, "coupled"),
+        (True, 0, "coupled"),
+        (False, 4, "coupled"),
+        (False, 4, "ratio"),
+    ):
+        runner.rollback(0, 0)
+        proposer = ModelProposer(runner, VOCAB, chains=chains)
+        asked = RequestOptions(rule=rule, branches=branches, siblings=8, sampling=Sampling(temperature, seed=8))
+        proposer.open(Open(PROMPT, asked, request=1))
+        found.append(drafted(proposer, 0, PROMPT, 5, 0))
+    (token,), (seen,) = found[0].tokens, found[0].seen
+    assert [(each.tokens, each.seen) for each in found[1:3]] == [((token,), (seen,))] * 2
+    assert bool(found[3].seen) == (temperature == 0)
+    row = torch.softmax(runner._logits([list(PROMPT)])[0], -1)
+    draw = DirectDraw(Sampling(temperature, seed=8))
+    others = list(range(VOCAB))
+    for expected in (token, *seen.rivals):  # each wins among those that are left
+        left = torch.zeros(VOCAB)
+        left[others] = row[others]
+        assert read_draw(draw(left.log(), len(PROMPT))) == expected
+        others.remove(expected)

@@ -189,7 +189,7 @@ def test_a_chat_that_is_ended_puts_the_terminal_back(
 def test_the_draft_is_shown_ahead_in_colours_and_a_resize_leaves_one_whole_reply(
     home: dict[str, str], paced: list[str], toy: Engine
 ) -> None:
-    shown = ("--method", "pearl", "--look-ahead", "0", "--draft-lookup", "0", "--show-draft", "--no-markdown")
+    shown = ("--method", "pearl", "--look-ahead", "0", "--siblings", "0", "--show-draft", "--no-markdown")
     with chatting(home, *paced, *shown, "--temperature", "0", "--max-tokens", "40") as person:
         person.sees("/? for help")
         person.sees(">>>")
@@ -199,7 +199,7 @@ def test_the_draft_is_shown_ahead_in_colours_and_a_resize_leaves_one_whole_reply
             person.sees(part)
         reply = wanted("123", 40)
         colours = person.colours(reply)
-        words = "accepted", "corrected", "bonus", "guessed without a model"
+        words = "accepted", "corrected", "bonus", "guessed otherwise"
         assert [person.colours(word)[0] for word in words] == ["green", "brown", "cyan", "blue"], "a legend"
         guesses = {text for text in person.italics if text and " " not in text}  # not the legend
         person.send("/clear")

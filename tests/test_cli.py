@@ -64,7 +64,7 @@ def refused(pearl_here: Run) -> Callable[..., str]:
 
 def test_text_goes_to_stdout_and_all_else_to_stderr() -> None:
     run = pearl(
-        "generate", *SHORT, "--method", "pearl", "--look-ahead", "0", "-", stdin="123"
+        "generate", *SHORT, "--method", "pearl", "--look-ahead", "0", "--siblings", "0", "-", stdin="123"
     )  # a target that waits for its draft judges it
     assert run.returncode == 0, run.stderr
     assert run.stdout == WANTED + "\n"

@@ -17,6 +17,7 @@ from msgspec import inspect
 from pearl.decoding.distribution import PackedRow
 from pearl.errors import LocalProtocolError, RemoteProtocolError
 from pearl.protocol import messages as m
+from pearl.protocol.foresight import Seen
 from pearl.protocol.options import RequestOptions, Sampling, Shaping
 from pearl.transport import codec
 from pearl.transport.codec import TYPE_CODES, decode, encode
@@ -57,7 +58,7 @@ def test_enum_values_are_pinned() -> None:
     assert [e.value for e in m.Role] == ["front", "target", "draft"]
     assert [e.value for e in m.Provenance] == ["accepted", "corrected", "direct", "bonus", "guessed"]
     assert [e.value for e in m.FinishReason] == ["eos", "stop", "length", "cancelled"]
-    assert [e.value for e in m.Source] == ["model", "n-gram", "datastore", "branch", "lookup"]
+    assert [e.value for e in m.Source] == ["model", "n-gram", "datastore", "branch", "lookup", "runner-up"]
 
 
 def test_bytes_are_pinned() -> None:
@@ -192,7 +193,7 @@ EXAMPLES = (
     m.Preview(1, 0, (4,)),
     m.Finished(1, m.FinishReason.EOS, "{}"),
     m.Begin(1, 0, (1, 2), 10, 5, FULL),
-    replace(DRAFT, rows=(PackedRow(bytes(4), ids=bytes(4)),), after=(1, 5)),
+    replace(DRAFT, rows=(PackedRow(bytes(4), ids=bytes(4)),), after=(1, 5), runners_up=(Seen(7, (3, 4)),)),
     m.Verdict(1, 0, 1, (4,), 6, 7),
     m.Resync(1, 0),
     m.Finish(1),

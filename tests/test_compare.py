@@ -39,7 +39,7 @@ def test_a_row_is_a_method_and_its_settings() -> None:
             "draft_stop": "threshold",
             "confidence": 0.5,
         },
-        "published": {"method": "pearl", "look_ahead": 0, "draft_lookup": 0, "branches": 0},
+        "published": {"method": "pearl", "look_ahead": 0, "draft_lookup": 0, "branches": 0, "siblings": 0},
     }.items():
         assert parse_settings(text) == DecodingConfig(**settings)  # type: ignore[arg-type]
     assert parse_settings("pearl,branches=off").guesses[2] == 0

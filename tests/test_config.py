@@ -174,7 +174,7 @@ def test_seeds_are_drawn_only_where_none_was_given() -> None:
     assert 0 < max(drawn) < 2**53, "JavaScript, which reads usage.pearl.seed, has no other whole numbers"
 
 
-@pytest.mark.parametrize("name", ["look_ahead", "draft_lookup", "branches"])
+@pytest.mark.parametrize("name", ["look_ahead", "draft_lookup", "branches", "siblings"])
 def test_a_bound_is_a_number_or_a_word(name: str, tmp_path: Path) -> None:
     """YAML reads `off` as false."""
     path = tmp_path / "mine.yaml"

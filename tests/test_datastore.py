@@ -254,7 +254,7 @@ def test_lookups_in_nonsense_find_tokens_or_nothing(seed: int, wide: bool, far: 
         store = Datastore(directory, vocab, verified=True)
         text = chance.integers(0, VOCAB, 30).tolist()
         guesser = Guesser(text, store)
-        guesses, _, chances, _ = guess_tree(guesser, anchored(text, 30, 0.5), 64, 99)
+        guesses, _, chances, _ = guess_tree(guesser, anchored(text, 30, (0.5,) * (len(text) - 30)), 64, 99)
     assert all(0 <= token < vocab for token in guesses)
     assert all(0 <= each <= 1 for each in chances)
 
@@ -275,7 +275,7 @@ def test_a_tree_goes_on_by_both_sources(tmp_path: Path) -> None:
     """1 2 is followed by 3 4 in the text, by 3 5 in the datastore; by 0 in the datastore alone."""
     store = make(tmp_path, [[1, 2, 3, 5, 2]] * 9 + [[1, 2, 0]] * 9)
     index = Guesser([1, 2, 3, 4, 1, 2], store)
-    tokens, parents, _, sources = guess_tree(index, anchored(index.tokens, 6, 1.0), 40, 99)
+    tokens, parents, _, sources = guess_tree(index, anchored(index.tokens, 6, (1.0,) * (len(index) - 6)), 40, 99)
     nodes = list(zip(parents, tokens, strict=True))
     assert len(set(nodes)) == len(nodes), "the same token at the same place is one node"
     three = 6 + nodes.index((5, 3))

@@ -102,7 +102,9 @@ def test_rates_are_learned_from_the_text() -> None:
 def test_a_tree_has_its_parents_first_and_each_child_once(text: list[int], pending: int, most: int, room: int) -> None:
     committed = max(1, len(text) - pending)
     limit, end = len(text) + room, len(text)
-    tokens, parents, chances, _ = guess_tree(NgramIndex(text), anchored(text, committed, 0.7), most, limit)
+    tokens, parents, chances, _ = guess_tree(
+        NgramIndex(text), anchored(text, committed, (0.7,) * (len(text) - committed)), most, limit
+    )
     assert len(tokens) == len(parents) == len(chances) <= most
     assert chances == sorted(chances, reverse=True)
     seen = {(position - 1, text[position]) for position in range(committed, end)}

@@ -22,6 +22,7 @@ from pearl.errors import ProtocolError
 from pearl.protocol.draft_view import DraftView
 from pearl.protocol.drafter import DraftMachine
 from pearl.protocol.events import Drafted, Stalled
+from pearl.protocol.feeding import Feeding
 from pearl.protocol.messages import FinishReason, Provenance
 from pearl.protocol.request import Request
 from pearl.protocol.request_machine import RequestMachine
@@ -36,6 +37,7 @@ STOPPING = [name for name, method in METHODS.items() if method.takes_stops and n
 WINDOWS = [("fixed", 1), ("fixed", 2), ("stream", 1), ("stream", 2)]
 GUESSES = {"look_ahead": 16, "unguessed": (4,)}
 BRANCHES = {"branches": 8, "foresees": (3,)}
+SIBLINGS = {"rule": "coupled", "siblings": 16}
 DEPTH = {"rule": "joint", "parameters": (("depth", 2.0),)}
 # What each method may be combined with: settings of `explore`.
 SETTINGS: dict[str, tuple[list[str], list[dict[str, Any]]]] = {
@@ -47,9 +49,14 @@ SETTINGS: dict[str, tuple[list[str], list[dict[str, Any]]]] = {
         ["pearl", "ssd"],
         [{"rule": rule, "branches": 8, "foresees": at} for rule, at in (("ratio", DRAFTED), ("coupled", (3,)))],
     ),
+    "siblings": (["pearl"], [SIBLINGS, SIBLINGS | BRANCHES, SIBLINGS | {"trees": False}]),
     "all that guesses": (
         ["pearl"],
-        [BRANCHES | GUESSES | {"rule": "coupled", "stops": at} for at in ((), (2,), (3, 4))],
+        [
+            BRANCHES | GUESSES | {"rule": "coupled", "stops": at} | more
+            for at in ((), (2,), (3, 4))
+            for more in ({}, SIBLINGS)
+        ],
     ),
     "blocks": (
         ["pearl", "sd", "pearl-no-pre-verify", "pearl-no-post-verify"],
@@ -64,7 +71,7 @@ SETTINGS: dict[str, tuple[list[str], list[dict[str, Any]]]] = {
 @pytest.mark.parametrize(("what", "method"), [(what, method) for what, (all, _) in SETTINGS.items() for method in all])
 def test_every_interleaving_ends_with_the_right_text(combined: Callable[..., Any], what: str, method: str) -> None:
     """Whatever the draft gets wrong, and in whatever order things happen."""
-    if "guesses" in what or what == "branches":
+    if "guesses" in what or what in ("branches", "siblings"):
         windows, wrongs = (WINDOWS[:2] if method == "ssd" else WINDOWS[1:3]), [(3,), (2, 4)]
     else:
         windows, wrongs = WINDOWS, [(), (2,), (3,), (2, 4), (3, 4), (5,)]
@@ -95,6 +102,7 @@ def test_every_interleaving_survives_a_fault_at_any_time(faults: tuple[str, ...]
     assert explore("pearl", "fixed", 2, (), TEXT[:-1], faults) > 0
     assert explore("pearl", "stream", 2, (3,), TEXT[:-1], faults) > 0
     assert explore("pearl", "stream", 2, (3,), TEXT[:-1], faults, rule="coupled", **GUESSES) > 0
+    assert explore("pearl", "stream", 2, (3,), TEXT[:-1], faults, **SIBLINGS) > 0
 
 
 @pytest.mark.parametrize("faults", [("choke",), ("kill", "join"), ("repeat tokens",), ("lose to target",)], ids=str)
@@ -111,7 +119,7 @@ def test_every_interleaving_with_branches_survives_a_fault(
     method: str, window: str, more: dict[str, Any], fault: str
 ) -> None:
     faults = (fault, "join") if fault == "kill" else (fault,)
-    settings = {"rule": "coupled", "foresees": (3, 4), "branches": 8, **more}
+    settings = SIBLINGS | {"foresees": (3, 4), "branches": 8, **more}
     assert explore(method, window, 2, (3,), TEXT[:-1], faults, **settings) > 0
 
 
@@ -205,6 +213,14 @@ def hasty(self: DraftMachine, event: Drafted, do: Callable[[object], None]) -> N
         self.sequence.accept()
 
 
+def credulous(self: Feeding, tokens: tuple[int, ...], stops: list[bool]) -> None:
+    """Takes the last of the runners-up that were fed for the position."""
+    alternatives = self._alternatives(self._trust(len(self._sequence.pending)))
+    said = [other.tokens[0] for other in alternatives if other.position == self._sequence.committed]
+    _COMMIT(self, (*said[-1:], *tokens)[: len(tokens)], stops)
+
+
+_COMMIT = Feeding.commit_draws
 _DRAFTED, _GRANT = DraftMachine._drafted, DraftView._grant
 PLANTED: dict[str, tuple[object, object, Any, tuple[Any, ...]]] = {  # where, what, the bug; what is explored
     "the draft may draft one token less than the target waits for": (
@@ -219,6 +235,10 @@ PLANTED: dict[str, tuple[object, object, Any, tuple[Any, ...]]] = {  # where, wh
         *(DraftMachine.handlers, Drafted, hasty),
         ("pearl", "stream", 2, (2,)),
     ),
+    "a runner-up is committed though the target draws another token": (
+        *(Feeding, "commit_draws", credulous),
+        ("pearl", "stream", 2, (2,), TEXT, (), None),
+    ),
     "what was drafted before a rejection is kept, as if no epoch had begun": (
         *(Request, "discard_pending", keep_epoch),
         ("pearl", "stream", 2, (2,)),
@@ -231,4 +251,4 @@ def test_the_exploration_notices_planted_bugs(bug: str, monkeypatch: pytest.Monk
     where, what, planted, explored = PLANTED[bug]
     (monkeypatch.setitem if isinstance(where, dict) else monkeypatch.setattr)(where, what, planted)  # type: ignore
     with pytest.raises((AssertionError, ProtocolError)):
-        explore(*explored)
+        explore(*explored, **SIBLINGS if planted is credulous else {})

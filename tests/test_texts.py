@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from pearl.drafting.stops import make_policy
+from pearl.execution.target import TargetExecutor
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.runner import ModelRunner
-from pearl.models.toy import alpha_pair, coin_pair
-from pearl.protocol.events import Odds
-from pearl.protocol.messages import Submit
+from pearl.models.toy import ToyRunner, alpha_pair, coin_pair
+from pearl.protocol.events import Odds, Sample, Sampled
+from pearl.protocol.messages import Source, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec.methods import METHODS
 from pearl.spec.rules import RULES, Unit, find
@@ -59,7 +60,7 @@ def expected(rule: str, temperature: float) -> list[int]:
     ],
 )
 def test_a_text_depends_on_what_should_decide_it(method: str, rule: str, temperature: float, combined: Any) -> None:
-    """Seed, rule and models; not windows, timing, guesses, branches, stop policies, or whether a model takes trees."""
+    """Seed, rule and models; not windows, timing, what guesses, stop policies, or whether a model takes trees."""
     spec, seen = METHODS[method], Counter[str]()
     axes: list[Any] = [
         WINDOWS,
@@ -67,24 +68,49 @@ def test_a_text_depends_on_what_should_decide_it(method: str, rule: str, tempera
         (0, 8) if spec.look_ahead else (0,),
         (0, 8) if spec.drafts else (0,),
         (0, 7) if spec.branches else (0,),
+        (0, 16) if spec.siblings else (0,),
         STOPS if spec.takes_stops else ["fixed"],
         (Chains, lambda runner: runner),
     ]
-    for window, timing, ahead, lookup, branches, stop, wrap in combined(*axes):
-        asked = RequestOptions(
-            method, *window, rule, (), ahead, lookup, branches, draft_stop=stop, stop_parameters=STOPS[stop]
-        )
+    for window, timing, ahead, lookup, branches, siblings, stop, wrap in combined(*axes):
+        asked = RequestOptions(*(method, *window, rule, (), ahead, lookup, branches, siblings), stop, STOPS[stop])
         found = outcome(asked, temperature, timing, wrap=wrap)
         assert found.tokens == expected(rule, temperature), (asked, timing, wrap)
         counts = found.counts
         assert counts.resyncs == 0, "both sides always agreed on which continuation holds"
         assert branches or not counts.foreseen
+        assert siblings or not counts.siblings
         seen.update(accepted=counts.accepted, guesses=counts.guesses, foreseen=counts.foreseen, pauses=counts.pauses)
+        seen.update(siblings=counts.siblings, runners_up=counts.guessed.get(Source.RUNNER_UP, 0))
     assert bool(seen["accepted"]) == spec.drafts
     assert bool(seen["guesses"]) == bool(spec.look_ahead)
     assert not spec.takes_stops or seen["pauses"]
+    assert bool(seen["siblings"]) == (spec.siblings > 0 and (rule, temperature) in DIRECT)
     # A greedy text is a short loop, of which the draft is right or wrong for ever.
     assert not spec.branches or not temperature or seen["foreseen"]
+
+
+@pytest.mark.parametrize("branches", [0, 7])
+def test_runners_up_catch_rejections_and_change_nothing_else(branches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step earlier, where the target's rows cost nothing; none where each costs as much as a forward."""
+    asked = RequestOptions(rule="coupled", branches=branches)
+    plain, more = (outcome(asked.changed(siblings=most)) for most in (0, 16))
+    assert more.tokens == plain.tokens == expected("coupled", 1.0)
+    assert more.target_steps < plain.target_steps
+    assert more.counts.guessed[Source.RUNNER_UP] > 3
+    dear = Timing(1.0, lambda fed: 4.0 * fed)
+    pair = [ToyRunner(PAIR[1], each) for each in PAIR[0]]
+    submit = Submit(1, (1, 2, 0), 63, asked.changed(siblings=16, sampling=Sampling(1.0, seed=5)))
+    found = simulate(submit, *paired_executors(*pair), dear)
+    assert (found.tokens, found.counts.siblings) == (plain.tokens, 0)
+    real = TargetExecutor._sampled
+
+    def credulous(self: TargetExecutor, request: Any, command: Sample) -> Sampled:
+        fed = request.children().get(command.node, {})
+        return Sampled((list(fed)[-1],), request=command.request) if len(fed) > 1 else real(self, request, command)
+
+    monkeypatch.setattr(TargetExecutor, "_sampled", credulous)
+    assert outcome(asked.changed(siblings=16)).tokens != plain.tokens, "the last sibling, whatever the target draws"
 
 
 def test_another_seed_gives_another_text() -> None:
@@ -158,11 +184,13 @@ def decode_model(kind: str, decoding: RequestOptions, timing: Timing) -> Outcome
 @pytest.mark.parametrize(("rule", "temperature"), [("coupled", 0.0), ("coupled", 0.8), ("ratio", 0.8)])
 @pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.long) for kind in MORE)])
 def test_all_that_guesses_writes_one_text(kind: str, rule: str, temperature: float, combined: Any) -> None:
-    """Look-ahead, lookup and branches, with either window, and whatever forwards and messages take."""
+    """Look-ahead, lookup, branches and siblings, with either window, and whatever forwards and messages take."""
     plain = RequestOptions("pearl", "fixed", 3, rule, sampling=Sampling(temperature, top_k=5, seed=8))
     expected, seen = decode_model(kind, plain, TIMINGS[0]).tokens, Odds()
-    for ahead, lookup, branches, window, timing in combined((0, 8), (0, 4), (0, 4), ("stream", "fixed"), TIMINGS[:3]):
-        guessing = plain.changed(look_ahead=ahead, draft_lookup=lookup, branches=branches, window=window)
+    axes = (0, 8), (0, 4), (0, 4), (0, 16), ("stream", "fixed"), TIMINGS[:3]
+    for ahead, lookup, branches, siblings, window, timing in combined(*axes):
+        asked = {"look_ahead": ahead, "draft_lookup": lookup, "branches": branches, "siblings": siblings}
+        guessing = plain.changed(**asked, window=window)
         outcome = decode_model(kind, guessing, timing)
         assert (outcome.tokens, outcome.counts.resyncs) == (expected, 0), guessing
         seen += outcome.counts.odds or Odds()

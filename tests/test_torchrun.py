@@ -39,7 +39,7 @@ SEEDED = ["--target", SPEC, "--draft", SPEC, "--temperature", "1", "--seed", "5"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ROOT = Path(__file__).parent.parent
 ALONE = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "pearl", "generate"]
-PLAIN = ("--look-ahead", "0")  # otherwise the target would not wait for its draft
+PLAIN = ("--look-ahead", "0", "--siblings", "0")  # otherwise the target would not wait for its draft
 
 
 def plain(length: int) -> list[int]:

@@ -222,7 +222,7 @@ def compare(
     """Methods, rules and stop policies of your choice, in one table.
 
     Each row is a method and its settings, such as sd,draft_stop=threshold,confidence=0.4 or
-    pearl,rule=opt,epsilon=0.1; "published" is pearl without look-ahead, lookup and branches. The default is a dozen.
+    pearl,rule=opt,epsilon=0.1; "published" is pearl with none of its guesses. The default is a dozen.
     They take turns, text by text, beside ar, at temperature 1 unless --temperature is given. Perplexity is that of
     their texts under the target.
     """

@@ -30,7 +30,7 @@ STYLES = {
     Provenance.DIRECT: "",
 }
 PENDING = THOUGHT = "dim italic"
-_MEANINGS = ("accepted", "corrected", "bonus", "guessed without a model", "the target's own")  # of `STYLES`
+_MEANINGS = ("accepted", "corrected", "bonus", "guessed otherwise", "the target's own")  # of `STYLES`
 _FRAME_SECONDS = 0.04  # between two frames, at least: faster changes cannot be seen
 _REST_PER_FRAME = 3.0  # times the drawing time of the last frame: a long block must not keep a core busy
 # HTML is off: it would swallow text that looks like a tag, such as std::vector<int> or <think>.

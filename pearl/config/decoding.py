@@ -81,6 +81,13 @@ class DecodingConfig(Section):
         f"forwards. 0 or off: none, as published. Default, auto: {methods.BRANCHES} for pearl and ssd, else 0.",
     )
 
+    siblings: Guesses = Field(
+        default=None,
+        description="Most runners-up of the draft's tokens that the target verifies beside them in a forward, under "
+        "greedy decoding and rule coupled; of these as many as give the most tokens a second. 0 or off: none, as "
+        f"published. Default, auto: {methods.SIBLINGS} for pearl, which alone takes them.",
+    )
+
     @property
     def rule_in_use(self) -> str:
         """`rule`; by default method auto takes the one under which no choice of auto changes a text."""
@@ -112,12 +119,11 @@ class DecodingConfig(Section):
         return self.model_copy(update=chosen | values | check_stop(self.draft_stop).values(self.stop_parameters))
 
     @property
-    def guesses(self) -> tuple[int, int, int]:
-        """`look_ahead`, `draft_lookup` and `branches`, with their defaults."""
+    def guesses(self) -> tuple[int, ...]:
+        """The settings of `AS_PUBLISHED`, in that order, with their defaults."""
         method = METHODS[self.method]
         of = (self if getattr(self, name) is not None else method for name in AS_PUBLISHED)
-        look_ahead, draft_lookup, branches = (getattr(each, name) for each, name in zip(of, AS_PUBLISHED, strict=True))
-        return look_ahead, draft_lookup, branches
+        return tuple(getattr(each, name) for each, name in zip(of, AS_PUBLISHED, strict=True))
 
     @property
     def parameters(self) -> Parameters:
@@ -149,7 +155,7 @@ class DecodingConfig(Section):
     def _guess_problem(self) -> str | None:
         """Why these guesses do not fit the method."""
         method = METHODS[self.method]
-        for name in ("look_ahead", "branches"):
+        for name in ("look_ahead", "branches", "siblings"):
             if getattr(self, name) and not getattr(method, name):
                 takes = ", ".join(each for each, other in METHODS.items() if getattr(other, name))
                 return f"{name} is for methods {takes}, not {self.method}"

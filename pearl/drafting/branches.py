@@ -17,33 +17,13 @@ import torch
 from pearl.decoding.rules import DraftHalf
 from pearl.decoding.sampling import Shortlist, read_shortlist, shortlist
 from pearl.models.runner import ModelRunner
+from pearl.protocol.foresight import RIVALS, Foresight, Seen
 from pearl.protocol.proposals import Proposal
 from pearl.protocol.sequence import common_prefix
 
-RIVALS = 4  # tokens of a row that are considered beside the one drawn
-_RATE_WEIGHT = 0.03  # of a new outcome in a rate
 _LEAST_CHANCE = 0.005  # a continuation's next token that is less likely is not worth a row
 
-# Acceptance rate of a drafted token by its share among the likeliest of its row, in eighths; and how often, if it is
-# rejected, the target commits the best of the others, the second, and so on. Measured on answers of the embedded pair.
-_AGREED = (0.15, 0.15, 0.18, 0.24, 0.35, 0.43, 0.6, 0.75)
-_RIGHT = (0.22, 0.11, 0.07, 0.06)
-
 Outcome = tuple[int, int]  # (position, token): the target commits this token there
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """The draft's row about a token drawn from it.
-
-    Attributes:
-        share: probability of the token among the likeliest, in eighths.
-        rivals: the likeliest other tokens, the likeliest first.
-    """
-
-    token: int
-    share: int
-    rivals: tuple[int, ...]
 
 
 def see(
@@ -63,7 +43,7 @@ def see(
     likeliest, shares = half.likeliest(top, position, RIVALS + 1, is_root)
     if confidence is None:
         confidence = next((share for each, share in zip(likeliest, shares, strict=True) if each == token), 0.0)
-    return Seen(token, min(7, int(8 * confidence)), tuple(each for each in likeliest if each != token)[:RIVALS])
+    return Seen(min(7, int(8 * confidence)), tuple(each for each in likeliest if each != token)[:RIVALS])
 
 
 @dataclass(slots=True)
@@ -99,32 +79,8 @@ class Branch:
 
     @property
     def proposal(self) -> Proposal:
-        return Proposal(self.position + 1, tuple(self.tokens), tuple(self.rows), after=self.after)
-
-
-class Foresight:
-    """How often the target commits drafted tokens, and their rivals if not: learned while texts are written."""
-
-    def __init__(self) -> None:
-        self._agreed = list(_AGREED)
-        self._right = list(_RIGHT)
-
-    def learn(self, seen: Seen, committed: int) -> None:
-        """Take in that the target has decided on `committed` where `seen` was drafted."""
-        hit = committed == seen.token
-        self._agreed[seen.share] += _RATE_WEIGHT * (hit - self._agreed[seen.share])
-        if not hit:
-            for rank, rival in enumerate(seen.rivals):
-                self._right[rank] += _RATE_WEIGHT * ((rival == committed) - self._right[rank])
-
-    def agrees(self, seen: Seen) -> float:
-        """Probability that the target commits the drafted token, given all before it."""
-        return self._agreed[seen.share]
-
-    def others(self, seen: Seen) -> list[tuple[float, int]]:
-        """(probability, rival) for each rival."""
-        wrong = 1 - self.agrees(seen)
-        return [(wrong * right, rival) for right, rival in zip(self._right, seen.rivals, strict=False)]
+        rows, seen = tuple(self.rows), tuple(self.seen)
+        return Proposal(self.position + 1, tuple(self.tokens), rows, after=self.after, seen=seen)
 
 
 class Branches:
@@ -140,8 +96,8 @@ class Branches:
         self._free = list(slots)
         self._foresight = foresight
         self._shared = dict.fromkeys(self._free, 0)  # by slot: how many of its tokens are the text's
-        self._seen: dict[int, Seen] = {}  # by position: drafted tokens that the target has not judged
-        self._bonus: tuple[int, Seen] | None = None  # the position whose token the target draws itself
+        self._seen: dict[int, tuple[int, Seen]] = {}  # by position: drafted tokens that the target has not judged
+        self._bonus: tuple[int, int, Seen] | None = None  # the position whose token the target draws, the likeliest one
         self._live: dict[Outcome, Branch] = {}
 
     @property
@@ -167,9 +123,9 @@ class Branches:
     def settle(self, start: int, tokens: Sequence[int], committed: int) -> None:
         """Learn from the text, which goes on with `tokens` at `start`; its first `committed` tokens are committed."""
         for position in [position for position in self._seen if position < committed]:
-            seen = self._seen.pop(position)
+            token, seen = self._seen.pop(position)
             # A token that was fed before it was judged, and not rolled back since, was right.
-            self._foresight.learn(seen, tokens[position - start] if position >= start else seen.token)
+            self._foresight.learn(seen, token, tokens[position - start] if position >= start else token)
         if self._bonus is not None and self._bonus[0] < committed:
             self._bonus = None
         self._drop(branch for branch in self._live.values() if branch.position < committed)
@@ -183,8 +139,8 @@ class Branches:
         branch = self._live.get((start, tokens[0]))
         if branch is None or not branch.tokens:
             return slot, 0
-        known = [tokens[0], *branch.tokens[:-1]]
-        held = common_prefix(known, tokens[:-1])
+        before = [tokens[0], *branch.tokens[:-1]]
+        held = common_prefix(before, tokens[:-1])
         if held == 0:
             return slot, 0
         del self._live[branch.after]
@@ -193,7 +149,8 @@ class Branches:
         self._shared = {each: min(shared, start) for each, shared in self._shared.items()} | {slot: start}
         self._free.append(slot)
         drafted = common_prefix(branch.tokens, tokens[1:])
-        self._seen |= dict(enumerate(branch.seen[:drafted], start + 1))
+        known = list(zip(branch.tokens, branch.seen, strict=True))
+        self._seen |= dict(enumerate(known[:drafted], start + 1))
         return branch.slot, held
 
     # ---- going on ----
@@ -202,15 +159,15 @@ class Branches:
         """Take in logits [vocab] for `position`, whose token the target draws itself."""
         (top,) = read_shortlist(shortlist(logits))
         ids, shares = half.likeliest(top, position, RIVALS + 1)
-        self._bonus = position, Seen(ids[0], min(7, int(8 * shares[0])), tuple(ids[1:]))
+        self._bonus = position, ids[0], Seen(min(7, int(8 * shares[0])), tuple(ids[1:]))
 
-    def add_drafted(self, position: int, seen: Seen) -> None:
+    def add_drafted(self, position: int, token: int, seen: Seen) -> None:
         """Take in the next drafted token of the text."""
-        self._seen[position] = seen
+        self._seen[position] = token, seen
 
     def reach(self) -> float:
         """Probability that the target accepts all drafted tokens that it has not judged."""
-        return prod(map(self._foresight.agrees, self._seen.values()))
+        return prod(self._foresight.agrees(seen) for _, seen in self._seen.values())
 
     def worth(self, most: int, cached: int, until: int, depth: int = 1 << 31) -> list[tuple[float, Outcome]]:
         """Up to `most` outcomes for which to prepare one more token, with the probability that it is used; best first.
@@ -222,12 +179,12 @@ class Branches:
         """
         reached, ranked = 1.0, []
         for position in sorted(self._seen):
-            seen = self._seen[position]
+            _, seen = self._seen[position]
             ranked += [(reached * chance, (position, rival)) for chance, rival in self._foresight.others(seen)]
             reached *= self._foresight.agrees(seen)
         if self._bonus is not None:
-            position, seen = self._bonus
-            ranked.append((reached * self._foresight.agrees(seen), (position, seen.token)))
+            position, token, seen = self._bonus
+            ranked.append((reached * self._foresight.agrees(seen), (position, token)))
             ranked += [(reached * chance, (position, rival)) for chance, rival in self._foresight.others(seen)]
         ranked = sorted(ranked, reverse=True)[: len(self._shared)]  # one slot each
         kept = {after for _, after in ranked}

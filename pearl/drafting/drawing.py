@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from pearl.decoding.sampling import read_draw
+from pearl.decoding.sampling import read_draw, read_shortlist, shortlist
 from pearl.drafting.branch_steps import extend_branches
-from pearl.drafting.branches import Branch
+from pearl.drafting.branches import Branch, see
 from pearl.drafting.rows import Row, draw_rows, shape_of
 from pearl.drafting.step import PROMPT_PIECE, DraftModel, Step, Text
 from pearl.models.runner import Feed
 from pearl.protocol.events import Draft, Drafted
+from pearl.protocol.foresight import Seen
 from pearl.protocol.window import worthwhile
 
 
@@ -26,6 +27,7 @@ class DrawStep(Step):
     def __init__(self, model: DraftModel, text: Text, command: Draft, tokens: Sequence[int] | torch.Tensor) -> None:
         super().__init__(model, text, command, [Feed(tokens, 1, text.slot, prompt=command.prompt)])
         self._features: torch.Tensor | None = None
+        self._top: torch.Tensor | None = None
 
     def draw(self, logits: Sequence[torch.Tensor]) -> None:
         row, text = self.model.fit(logits[0][0]), self.text
@@ -34,6 +36,8 @@ class DrawStep(Step):
         ((draw, self._probs),) = text.half.draft([row], [self.end])
         if text.window is not None:
             self._features = self._launched(shape_of(row, draw[1:]))
+        if text.ranks:
+            self._top = self._launched(shortlist(row))
         if self.model.chains:
             # If logits are not finite the draw may be any number, and a wrong id would abort the process.
             self.following = draw[1:].long().clamp_(0, self.model.runner.vocab_size - 1)
@@ -50,7 +54,8 @@ class DrawStep(Step):
         if self._features is not None:
             assert text.window is not None
             is_paused = text.window.stops(self.end, token, self._features.tolist())
-        return Drafted((token,), rows=() if self._probs is None else (self._probs,), paused=is_paused)
+        seen = () if self._top is None else (see(read_shortlist(self._top)[0], self.end, token, text.half),)
+        return Drafted((token,), rows=() if self._probs is None else (self._probs,), paused=is_paused, seen=seen)
 
 
 class GuessStep(Step):
@@ -80,6 +85,7 @@ class GuessStep(Step):
         text, branches = self.text, self.text.branches
         is_root = text.last_drawn != (self.end - 1, self.command.tokens[-1])
         self._drafted: list[Row] = []
+        self._seen: list[Seen] = []
         self._is_paused = False
         for i, row in enumerate(self._rows(logits)):
             token, confidence = read_draw(row.draw), None
@@ -88,8 +94,10 @@ class GuessStep(Step):
                 confidence = None if row.top is None else text.window.confidence(row.position, features)
                 self._is_paused = text.window.stops(row.position, token, features)
             self._drafted.append(row)
+            if row.top is not None:
+                self._seen.append(row.see(token, text.half, is_root and i == 0, confidence))
             if branches is not None:
-                branches.add_drafted(row.position, row.see(token, text.half, is_root and i == 0, confidence))
+                branches.add_drafted(row.position, token, self._seen[-1])
             if self._is_paused or (i < len(self._guesses) and token != self._guesses[i]):
                 break
         text.last_drawn = self._drafted[-1].position, token
@@ -102,7 +110,7 @@ class GuessStep(Step):
         own, others = [self.model.fit(row) for row in logits[0]], [self.model.fit(row) for (row,) in logits[1:]]
         ends = [branch.end for branch in self._continued]
         count = len(own) if self.model.at_once else 1
-        is_ranked = self.text.branches is not None
+        is_ranked = self.text.branches is not None or self.text.ranks
         positions = range(self.end, self.end + len(own))
         rows = draw_rows(self.text.half, [*others, *own[:count]], [*ends, *positions[:count]], is_ranked)
         extend_branches(self.text, self._continued, rows[: len(others)])
@@ -117,6 +125,7 @@ class GuessStep(Step):
             cached=len(self._drafted) - 1,
             paused=self._is_paused,
             branches=self._proposals,
+            seen=tuple(self._seen) if self.text.ranks else (),
         )
 
 
@@ -143,6 +152,6 @@ def plan_draw(model: DraftModel, text: Text, command: Draft, beside: int) -> Ste
         continued = branches.make([after for chance, after in worth if chance >= least], text.slot)
     if not command.budget:
         return Step(model, text, command, [Feed(model.known(tokens), 0, text.slot, prompt=command.prompt)])
-    if guesses or branches is not None:
+    if guesses or branches is not None or (text.ranks and not model.chains):
         return GuessStep(model, text, command, tokens, guesses, continued)
     return DrawStep(model, text, command, model.known(tokens))

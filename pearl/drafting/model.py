@@ -11,7 +11,7 @@ from pearl.decoding.rules import make_block_half, make_draft_half, rule_in_force
 from pearl.decoding.shaping import MakeGuide, make_shaper
 from pearl.drafting.beams import LevelStep
 from pearl.drafting.branch_steps import BranchStep
-from pearl.drafting.branches import Branches, Foresight
+from pearl.drafting.branches import Branches
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.drawing import DrawStep, plan_draw
 from pearl.drafting.guesser import text_index
@@ -22,6 +22,7 @@ from pearl.errors import NumericalError
 from pearl.models.calibrate import calibrate_draft
 from pearl.models.runner import Feed, ModelRunner
 from pearl.protocol.events import Draft, Drafted, Open
+from pearl.protocol.foresight import Foresight
 from pearl.protocol.window import worthwhile
 from pearl.spec.rules import Unit
 
@@ -98,7 +99,7 @@ class ModelProposer:
         text.max_guesses = (
             min(options.draft_lookup, capabilities.tree_nodes - 1) if self.chains else options.draft_lookup
         )
-        text.max_branches = options.branches
+        text.max_branches, text.ranks = options.branches, options.sends_runners_up
         if options.branches and not self.chains and (spare := self._spare(text.slot)):
             text.branches = Branches(self.runner, spare, self._foresight)
 

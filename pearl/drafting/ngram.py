@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, replace
+from itertools import accumulate, count
+from operator import mul
 
+from pearl.protocol.events import Alternative
 from pearl.protocol.messages import Source
+from pearl.spec.methods import MAX_LOOK_AHEAD
 
 LONGEST = 4  # the longest indexed n-gram; a longer match is found by extending one token by token
 MOST_MATCHED = 12  # match lengths are counted up to here
@@ -21,6 +24,7 @@ RANKS = 3  # candidates per position
 _LEARN = 256  # rates are learned from this many tokens at the end of a prompt
 RATE_WEIGHT = 0.05  # weight of a new outcome in a rate's moving average
 _LEAST_CHANCE = 0.01  # less likely guesses do not enter the tree
+_OF_DRAFT = (Source.RUNNER_UP, Source.BRANCH)
 
 # Row k: probability that the k-th candidate is right if all before it are wrong, by match length (columns, from 1).
 # Measured on answers of SmolLM2-135M to HumanEval, GSM8K and MT-bench; each text adapts its own copy.
@@ -44,6 +48,7 @@ class Candidate:
         source: who guessed it.
         also: the same token as guessed by other sources.
         context: for `Habits`, which keep no positions: the last tokens, this one included. Else empty.
+        behind: what the draft has prepared behind it, with the chance of each token.
     """
 
     token: int
@@ -53,6 +58,7 @@ class Candidate:
     source: Source = Source.NGRAM
     also: tuple[Candidate, ...] = ()
     context: tuple[int, ...] = ()
+    behind: tuple[tuple[int, float], ...] = ()
 
     def with_chance(self, chance: float, also: tuple[Candidate, ...]) -> Candidate:
         return Candidate(self.token, chance, self.matched, self.occurrences, self.source, also, self.context)
@@ -169,27 +175,59 @@ class Anchor:
         chance: probability that all pending tokens before `end` will be accepted.
         taken: the draft's token at `end`, which is not guessed again; None at the text's end.
         trust: probability that `taken` is accepted if all tokens before it are.
+        others: the draft's, in place of `taken`.
     """
 
     end: int
     chance: float
     taken: int | None = None
     trust: float = 0.0
+    others: tuple[Alternative, ...] = ()
+
+    def beside(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        """The candidates of an index and the draft's others, each token once and the draft's own not at all."""
+        found: dict[int, Candidate] = {}
+        for candidate in candidates:
+            if candidate.token != self.taken:
+                # P(candidate right | `taken` wrong): both guess independently, and at most one can be right.
+                share = 1.0 if self.taken is None else (1 - self.trust) / (1 - candidate.chance * self.trust)
+                found[candidate.token] = candidate.with_chance(candidate.chance * share, candidate.also)
+        for other in self.others:
+            (token, *tokens), (chance, *chances) = other.tokens, other.chances
+            known = found.get(token, Candidate(token, 0.0, 0, (), Source.RUNNER_UP))
+            if token != self.taken and chance > known.chance:
+                behind = tuple(zip(tokens, chances, strict=True))
+                found[token] = replace(known, chance=chance, behind=behind)
+        return list(found.values())
 
 
-def anchored(text: Sequence[int], committed: int, acceptance: float) -> list[Anchor]:
-    """Anchors after the last committed token and after each pending one. `acceptance`: the draft's rate per token."""
-    reached = [acceptance**i for i in range(len(text) - committed + 1)]
-    taken = [*text[committed:], None]
-    return [Anchor(committed + i, reached[i], token, acceptance) for i, token in enumerate(taken)]
+def anchored(
+    text: Sequence[int], committed: int, trust: Sequence[float], others: Sequence[Alternative] = ()
+) -> list[Anchor]:
+    """Anchors after the last committed token and after each pending one, of which `trust` has the chances."""
+    reached = accumulate(trust, mul, initial=1.0)
+    pending = zip(text[committed:], trust, strict=True)
+    by_position: dict[int, list[Alternative]] = {}
+    for other in others:
+        by_position.setdefault(other.position, []).append(other)
+    return [
+        Anchor(end, chance, token, own, tuple(by_position.get(end, ())))
+        for end, (chance, (token, own)) in enumerate(zip(reached, [*pending, (None, 0.0)], strict=True), committed)
+    ]
 
 
 def guess_tree(
-    index: NgramIndex, anchors: Sequence[Anchor], most: int, limit: int, branches: bool = True
+    index: NgramIndex,
+    anchors: Sequence[Anchor],
+    most: int,
+    limit: int,
+    branches: bool = True,
+    nodes: int = MAX_LOOK_AHEAD,
 ) -> tuple[list[int], list[int], list[float], list[Source]]:
-    """A tree of up to `most` guesses after the anchors, likeliest first, so that parents come before children.
+    """A tree of up to `nodes` guesses after the anchors, likeliest first, so that parents come before children.
 
     Args:
+        most: of these that come from the index.
         limit: guesses are made for positions before this one.
         branches: whether a token may have several children; if not, only its likeliest candidate is used.
 
@@ -201,26 +239,33 @@ def guess_tree(
     ids = count()
     waiting: list[tuple[float, int, int, int, Candidate]] = []  # -chance, tie-break, parent, position, candidate
     for anchor in anchors:
-        for candidate in index.candidates(anchor.end)[:widest] if anchor.end < limit else ():
-            chance = candidate.chance
-            if anchor.taken is not None:
-                if candidate.token == anchor.taken:
-                    continue
-                # P(candidate right | `taken` wrong): both guess independently, and at most one can be right.
-                chance *= (1 - anchor.trust) / (1 - chance * anchor.trust)
-            heapq.heappush(waiting, (-anchor.chance * chance, next(ids), anchor.end - 1, anchor.end, candidate))
+        if anchor.end < limit:
+            for candidate in anchor.beside(index.candidates(anchor.end)[:widest] if most else ()):
+                chance = anchor.chance * candidate.chance
+                heapq.heappush(waiting, (-chance, next(ids), anchor.end - 1, anchor.end, candidate))
     tokens: list[int] = []
     parents: list[int] = []
     chances: list[float] = []
     sources: list[Source] = []
-    while waiting and len(tokens) < most and -waiting[0][0] >= _LEAST_CHANCE:
+    while waiting and len(tokens) < nodes and -waiting[0][0] >= _LEAST_CHANCE:
         negative, _, parent, position, candidate = heapq.heappop(waiting)
+        if candidate.source not in _OF_DRAFT:
+            if not most:
+                continue
+            most -= 1
         number = len(index) + len(tokens)
         tokens.append(candidate.token)
         parents.append(parent)
         chances.append(-negative)
         sources.append(candidate.source)
         if position + 1 < limit:
-            for below in index.following(candidate)[:widest]:
+            for below in _following(index, candidate)[:widest]:
                 heapq.heappush(waiting, (negative * below.chance, next(ids), number, position + 1, below))
     return tokens, parents, chances, sources
+
+
+def _following(index: NgramIndex, candidate: Candidate) -> list[Candidate]:
+    if candidate.behind:
+        ((token, chance), *behind) = candidate.behind
+        return [Candidate(token, chance, 0, (), Source.BRANCH, behind=tuple(behind))]
+    return index.following(candidate) if candidate.source not in _OF_DRAFT else []

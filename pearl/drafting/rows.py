@@ -9,8 +9,9 @@ import torch
 
 from pearl.decoding.rules import DraftHalf
 from pearl.decoding.sampling import Shortlist, on_host, read_shortlist, shortlist
-from pearl.drafting.branches import Seen, see
+from pearl.drafting.branches import see
 from pearl.drafting.proposer import TOP
+from pearl.protocol.foresight import Seen
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,7 @@ class Text:
         index: of the tokens fed, for guesses; None: no guesses.
         branches: prepared for other outcomes; None: none are.
         max_guesses, max_branches: in one forward.
+        ranks: whether the target is sent the runners-up of each token.
         last_drawn: (position, token) of the last token that was drawn for it.
         search: for its next block.
     """
@@ -114,6 +115,7 @@ class Text:
     branches: Branches | None = None
     max_guesses: int = 0
     max_branches: int = 0
+    ranks: bool = False
     last_drawn: tuple[int, int] | None = None
     search: Search | None = None
 

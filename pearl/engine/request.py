@@ -13,6 +13,7 @@ from pearl.config import DecodingConfig, SamplingParams
 from pearl.errors import RequestError
 from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling, Shaping
+from pearl.spec.methods import AS_PUBLISHED
 from pearl.text.grammar import grammar_of
 from pearl.text.reasoning import tags_of
 from pearl.text.stream import Tokenizer, Tools
@@ -183,9 +184,9 @@ def submission(
             decoding.gamma_in_use,
             decoding.rule_in_use,
             decoding.parameters,
-            *decoding.guesses,
-            decoding.draft_stop,
-            decoding.stop_parameters,
+            **dict(zip(AS_PUBLISHED, decoding.guesses, strict=True)),
+            draft_stop=decoding.draft_stop,
+            stop_parameters=decoding.stop_parameters,
             sampling=resolve_sampling(params, defaults, len(tokens)),
             stops=tuple(params.stop),
             logprobs=params.logprobs,

@@ -239,19 +239,16 @@ class TargetExecutor:
         index.cut(command.base)
         index.extend(command.tokens)
         index.learn(command.committed)
-        most, is_tree = self._most_guesses(command.most, len(index) - command.committed), self._takes_trees
-        anchors = anchored(index.tokens, command.committed, command.acceptance)
-        anchors = anchors if is_tree else anchors[-1:]
-        tokens, parents, chances, sources = guess_tree(index, anchors, most, command.limit, is_tree)
+        anchors = anchored(index.tokens, command.committed, command.trust, command.alternatives)
+        nodes, is_tree = self.runner.capabilities.tree_nodes - len(anchors), self._takes_trees
+        # In a tree the unfed tokens, the last committed one and the pending ones, are nodes too.
+        anchors, nodes = (anchors, nodes) if is_tree else (anchors[-1:], command.most)
+        tokens, parents, chances, sources = guess_tree(index, anchors, command.most, command.limit, is_tree, nodes)
         return Guessed(tuple(tokens), tuple(parents), tuple(chances), tuple(sources), request=command.request)
 
     @property
     def _takes_trees(self) -> bool:
         return self.runner.capabilities.tree_nodes > 0
-
-    def _most_guesses(self, most: int, pending: int) -> int:
-        """The most guesses in one forward. In a tree the unfed tokens, the last and `pending` more, are nodes too."""
-        return min(most, self.runner.capabilities.tree_nodes - (pending + 1)) if self._takes_trees else most
 
     def _forward(self, commands: Sequence[Forward]) -> list[Forwarded]:
         """One forward of all of them, each of another request."""

@@ -204,7 +204,7 @@ class DraftView:
         request = self._request
         self._is_paused = message.paused
         request.counts.pauses += message.paused
-        request.propose(Proposal(message.start, message.tokens, message.rows, message.source))
+        request.propose(_proposal(request, message))
         self._received = len(request.sequence.tokens)
         return Received.PENDING
 
@@ -245,7 +245,7 @@ class DraftView:
         is_one_more = known is None and len(request.proposals.branches) >= MAX_BRANCHES
         if not (request.options.branches and is_open and is_next) or is_one_more:
             return self._drop()
-        request.proposals.add(Proposal(position + 1, message.tokens, message.rows, message.source, after))
+        request.proposals.add(_proposal(request, message, after))
         return Received.NOTHING
 
     def _is_astray(self, message: DraftTokens) -> bool:
@@ -263,8 +263,14 @@ class DraftView:
         return Received.NOTHING
 
 
+def _proposal(request: Request, message: DraftTokens, after: tuple[int, int] | None = None) -> Proposal:
+    start = message.start if after is None else after[0] + 1
+    seen = message.runners_up if request.takes_siblings else ()
+    return Proposal(start, message.tokens, message.rows, message.source, after, seen)
+
+
 def _part(message: DraftTokens, start: int, end: int) -> DraftTokens:
     """The message with only its tokens [`start`:`end`]."""
-    tokens, rows = message.tokens[start:end], message.rows[start:end]
+    tokens, rows, seen = message.tokens[start:end], message.rows[start:end], message.runners_up[start:end]
     source = Source.LOOKUP if start and message.source is Source.MODEL else message.source
-    return message.changed(start=message.start + start, tokens=tokens, rows=rows, source=source)
+    return message.changed(start=message.start + start, tokens=tokens, rows=rows, source=source, runners_up=seen)

@@ -155,7 +155,7 @@ class DraftMachine(Machine):
             self._searched = 0.0
             tokens, rows, known = event.tokens, event.rows, self.sequence.committed
             drafted = DraftTokens(self.begun.request, self.epoch, start, tokens, seconds, rows, known=known)
-            do(Send(drafted.changed(paused=event.paused) if event.paused else drafted))
+            do(Send(drafted.changed(paused=event.paused, runners_up=event.seen)))
             self._prepare(event.branches, do)
         elif self._hedges:
             self._is_hedged = event.paused
@@ -181,7 +181,8 @@ class DraftMachine(Machine):
             self.counts.branched += len(new)
             start, rows = branch.start + len(sent), branch.rows[len(sent) :]
             message = DraftTokens(self.begun.request, self.epoch, start, new, 0.0, rows, source=Source.BRANCH)
-            do(Send(message.changed(after=branch.after, known=seq.committed)))
+            seen = branch.seen[len(sent) :] if self.begun.options.sends_runners_up else ()
+            do(Send(message.changed(after=branch.after, known=seq.committed, runners_up=seen)))
 
     def _follow(self, branches: tuple[Proposal, ...], do: Do) -> None:
         """Send the tokens that the last forward has added to a branch which has become the text since."""
@@ -198,7 +199,8 @@ class DraftMachine(Machine):
                 self.counts.drafted += len(new)
                 rows = branch.rows[have:end]
                 message = DraftTokens(self.begun.request, self.epoch, start, new, 0.0, rows, known=known)
-                do(Send(message.changed(source=Source.BRANCH)))
+                seen = branch.seen[have:end] if self.begun.options.sends_runners_up else ()
+                do(Send(message.changed(source=Source.BRANCH, runners_up=seen)))
 
     def _part(self) -> None:
         """The prefix has changed: drop the tokens being drafted, and the branches."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from pearl.protocol.foresight import Seen
 from pearl.protocol.messages import FinishReason, Message, Source
 from pearl.protocol.options import RequestOptions
 from pearl.protocol.proposals import Proposal
@@ -97,7 +98,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Guessed:
-    """Guesses made without a model: a tree, parents before children, the likeliest nodes first.
+    """Guesses for what may follow the text or replace pending tokens: a tree, parents before children, likeliest first.
 
     Attributes:
         parents: of each token: a position of the text, or from the text's length on the index of a guess.
@@ -165,6 +166,7 @@ class Drafted:
         paused: whether the stop policy ends drafting until these tokens are judged.
         branches: continuations for other outcomes as far as drafted, each whole from its outcome on.
         fed: tokens fed in the forward, those of other requests too; 0: unknown.
+        seen: as `DraftTokens.runners_up`.
     """
 
     tokens: tuple[int, ...] = ()
@@ -176,6 +178,7 @@ class Drafted:
     paused: bool = False
     branches: tuple[Proposal, ...] = ()
     fed: int = 0
+    seen: tuple[Seen, ...] = ()
     request: int = field(default=-1, kw_only=True)
 
 
@@ -217,24 +220,37 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
+class Alternative:
+    """Tokens of the draft that may stand in the text from `position` on, in place of its own.
+
+    `chances`: of each token, if those before it are right.
+    """
+
+    position: int
+    tokens: tuple[int, ...]
+    chances: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Guess:
-    """Guess, without a model, what may follow the text. Answer: Guessed.
+    """Guess, without a model, what may follow the text; `alternatives` are guesses too. Answer: Guessed.
 
     Attributes:
         base: length of the text that is as in the last `Guess` (at first: the prompt).
         tokens: the text's tokens from there on.
         committed: number of committed tokens; guesses may follow the last of them, and any token after it.
         limit: the first position that needs no guess.
-        acceptance: probability that a pending token is right if those before it are.
-        most: maximum number of guesses.
+        trust: of each pending token the probability that it is right if those before it are.
+        most: maximum number of guesses from the text.
     """
 
     base: int
     tokens: tuple[int, ...]
     committed: int
     limit: int
-    acceptance: float
+    trust: tuple[float, ...]
     most: int
+    alternatives: tuple[Alternative, ...] = ()
     request: int = field(default=-1, kw_only=True)
 
 

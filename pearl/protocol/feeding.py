@@ -6,12 +6,14 @@ Updates the sequence's fed and cached counts, and commits the target's draws.  S
 from __future__ import annotations
 
 from collections.abc import Sized
+from itertools import accumulate
+from operator import mul
 
 from pearl.protocol.draft_view import DraftView
-from pearl.protocol.events import Forward, Guess, Guessed, Judge, Keep, Phase, Rollback, Sample
+from pearl.protocol.events import Alternative, Forward, Guess, Guessed, Judge, Keep, Phase, Rollback, Sample
 from pearl.protocol.fed_tokens import FedTokens
 from pearl.protocol.machine import Do
-from pearl.protocol.messages import Provenance
+from pearl.protocol.messages import Provenance, Source
 from pearl.protocol.request import Request
 from pearl.protocol.scheduler import prefill_chunk
 from pearl.protocol.speeds import Speeds
@@ -75,13 +77,38 @@ class Feeding:
         return not self._draft.is_drafting or (self._request.method.bonus and not self._request.is_fresh)
 
     def guess(self, do: Do) -> None:
-        """Start looking up model-free guesses for what may follow the text."""
+        """Start looking for guesses of what may follow the text, or stand in place of what is pending."""
         request, seq, known = self._request, self._sequence, self._request.indexed
-        acceptance = self._speeds.acceptance if self._draft.is_drafting else 1.0
+        trust = self._trust(len(seq.pending))
         # No row follows the last position before `limit`, so a guess for it would not be fed.
         limit, most = request.submit.limit - 1, request.options.look_ahead
-        do(Guess(known, tuple(seq.tokens[known:]), seq.committed, limit, acceptance, most, request=request.number))
+        tokens, others = tuple(seq.tokens[known:]), self._alternatives(trust)
+        do(Guess(known, tokens, seq.committed, limit, trust, most, others, request=request.number))
         request.indexed = len(seq.tokens)
+
+    def _trust(self, pending: int) -> tuple[float, ...]:
+        """Of each of the first `pending` tokens the probability that it is right if those before it are."""
+        seen, speeds = self._request.proposals.seen[:pending], self._speeds
+        return tuple(speeds.acceptance if each is None else speeds.foresight.agrees(each) for each in seen)
+
+    def _alternatives(self, trust: tuple[float, ...]) -> tuple[Alternative, ...]:
+        """The likeliest runners-up of pending tokens, each with what the draft has prepared behind it."""
+        request, foresight = self._request, self._speeds.foresight
+        if not request.takes_siblings:
+            return ()
+        found: list[tuple[float, Alternative]] = []
+        reached = accumulate(trust, mul, initial=1.0)
+        for position, (chance, seen) in enumerate(
+            zip(reached, request.proposals.seen, strict=False), request.sequence.committed
+        ):
+            for share, rival in [] if seen is None else foresight.others(seen):
+                branch = request.proposals.branch(position, rival)
+                behind = branch.seen if branch is not None else ()
+                tokens = (rival, *(branch.tokens[: len(behind)] if branch is not None else ()))
+                chances = (share, *map(foresight.agrees, behind))
+                found.append((chance * share, Alternative(position, tokens, chances)))
+        found.sort(key=lambda each: -each[0])
+        return tuple(alternative for _, alternative in found[: request.options.siblings])
 
     def settle(self, do: Do) -> None:
         """Make the KV cache hold exactly the fed tokens: roll back, or keep one path of the last tree."""
@@ -110,6 +137,7 @@ class Feeding:
         self._fed = fed = FedTokens.of(start, tokens, guessed, guesses, len(seq.tokens))
         seq.cached = start + len(fed.tokens) if fed.parents is None else start  # of a tree, `settle` keeps one path
         self._request.counts.guesses += guesses
+        self._request.counts.siblings += guessed.sources[:guesses].count(Source.RUNNER_UP)
         self._request.counts.steps[phase] += 1
         rows = max(0, start + len(fed.tokens) + 1 - seq.committed)
         do(Forward(phase, start, fed.tokens, rows, fed.parents, request=self._request.number))
@@ -119,11 +147,10 @@ class Feeding:
         """How many guesses to feed together with `fed` tokens of the text."""
         if not guessed.tokens:
             return 0
-        chances, acceptance = guessed.chances, self._speeds.acceptance
+        chances, pending = guessed.chances, self._sequence.fed - self._sequence.committed
         if not self._request.runs_ahead:  # a guess helps only if the draft's own token turns out the same
-            chances = tuple(chance * acceptance for chance in chances)
-        pending = self._sequence.fed - self._sequence.committed
-        expected = sum(acceptance**i for i in range(pending + 1))
+            chances = tuple(chance * self._speeds.acceptance for chance in chances)
+        expected = sum(accumulate(self._trust(pending), mul, initial=1.0))
         return worthwhile(chances, fed + self._draft.beside, expected, self._speeds.target.hoped)
 
     def commit_draws(self, tokens: tuple[int, ...], stops: list[bool]) -> None:
@@ -136,6 +163,8 @@ class Feeding:
             if request.ending:
                 break
             pending = self._sequence.first_pending
+            if pending is not None and (seen := request.proposals.seen[0]) is not None:
+                self._speeds.foresight.learn(seen, pending, token)
             is_node = agreed + undrafted + is_wrong + 1 < len(tokens)
             if pending is None:
                 undrafted += 1

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import Meta
 
 from pearl.config.sampling import LEAST_LOGPROB, MAX_LOGPROBS
+from pearl.protocol.foresight import Seen
 from pearl.protocol.options import MAX_TEXT, Count, Ends, Name, Position, Record, RequestOptions, Word
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 MAX_FRAME = 16 << 20  # bytes
 MAX_TOKENS = 1 << 20  # in one list
@@ -45,7 +46,7 @@ class Provenance(Enum):
     CORRECTED = "corrected"  # in place of a rejected draft token: a sample of the residual
     DIRECT = "direct"  # the target's own draw where no draft token was due (ar, prefill in sd, going alone)
     BONUS = "bonus"  # the target's own draw after a fully accepted window (sd, pearl-no-post-verify)
-    GUESSED = "guessed"  # guessed without a model, and the target agreed
+    GUESSED = "guessed"  # fed beside or in place of draft tokens, and the target agreed
 
 
 class FinishReason(Enum):
@@ -63,6 +64,7 @@ class Source(Enum):
     DATASTORE = "datastore"
     BRANCH = "branch"
     LOOKUP = "lookup"  # the model, which confirmed a guess in the forward for the token before
+    RUNNER_UP = "runner-up"  # the model, which nearly drew it
 
 
 class SparseRow(Record, frozen=True):
@@ -187,6 +189,7 @@ class DraftTokens(Message, frozen=True, tag=8):
             committed at this position, where the main line has another. They continue what came for it before.
         paused: whether the draft's stop policy ends drafting until these tokens are judged.
         known: length of the prefix that the draft had when it drafted them.
+        runners_up: what the row of each token says of it and of others; empty if the target takes no siblings.
     """
 
     request: Count
@@ -200,6 +203,7 @@ class DraftTokens(Message, frozen=True, tag=8):
     after: tuple[Position, Position] | None = None
     paused: bool = False
     known: Position = 0
+    runners_up: Annotated[tuple[Seen, ...], Meta(max_length=MAX_RUN)] = ()
 
 
 class Verdict(Message, frozen=True, tag=9):

@@ -99,6 +99,7 @@ class RequestOptions(Record, frozen=True):
         look_ahead: most guesses, made without a model, that the target is fed in one forward; 0: none.
         draft_lookup: likewise of the draft.
         branches: most other outcomes that the draft prepares continuations for at a time.
+        siblings: most runners-up of the draft that the target is fed in one forward.
         draft_stop: the policy that ends the draft's windows before their bound; `stop_parameters`: its own.
         stops: strings that end the text.
         logprobs: number of alternatives to report beside each token's log probability; None: report none.
@@ -112,6 +113,7 @@ class RequestOptions(Record, frozen=True):
     look_ahead: Guesses = 0
     draft_lookup: Guesses = 0
     branches: Annotated[int, Meta(ge=0, le=MAX_BRANCHES)] = 0
+    siblings: Guesses = 0
     draft_stop: Name = FIXED
     stop_parameters: Parameters = ()
     sampling: Sampling = Sampling()
@@ -122,6 +124,16 @@ class RequestOptions(Record, frozen=True):
     def method_spec(self) -> Method:
         """The method's declaration."""
         return METHODS[self.method]
+
+    @property
+    def commits_draws(self) -> bool:
+        """Whether the target's own draw is always what is committed, so that proposals cannot change the text."""
+        return self.rule_spec.is_proposal_invariant or self.sampling.temperature == 0
+
+    @property
+    def sends_runners_up(self) -> bool:
+        """Whether the draft says which tokens were nearly drawn, for the target to verify them too."""
+        return self.siblings > 0 and self.method_spec.siblings > 0 and self.commits_draws
 
     @property
     def prepares_bonus(self) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pearl.protocol.foresight import Seen
 from pearl.protocol.messages import Source
 
 
@@ -21,6 +22,7 @@ class Proposal:
         rows: a draft distribution for each token, opaque here; None for each if the rule needs none.
         after: None for the main line; else the outcome (position, token) under which it holds: that this token is
             committed at this position, just before `start`, where the main line has another.
+        seen: what the draft's row says of each token and its runners-up; empty where it does not.
     """
 
     start: int
@@ -28,6 +30,7 @@ class Proposal:
     rows: tuple[Any, ...] = ()
     source: Source = Source.MODEL
     after: tuple[int, int] | None = None
+    seen: tuple[Seen, ...] = ()
 
     def __post_init__(self) -> None:
         assert not self.rows or len(self.rows) == len(self.tokens)
@@ -35,7 +38,8 @@ class Proposal:
 
     def followed_by(self, more: Proposal) -> Proposal:
         """This one and the tokens that continue it."""
-        return replace(self, tokens=self.tokens + more.tokens, rows=self.rows + more.rows)
+        seen = self.seen + more.seen
+        return replace(self, tokens=self.tokens + more.tokens, rows=self.rows + more.rows, seen=seen)
 
     @property
     def end(self) -> int:
@@ -55,6 +59,8 @@ class ProposalStore:
     def __init__(self) -> None:
         self._rows: list[Any] = []
         self._sources: list[Source] = []
+        #: What the draft says of each token of the main line; None where it says nothing.
+        self.seen: list[Seen | None] = []
         self._branches: dict[tuple[int, int], Proposal] = {}
 
     def __len__(self) -> int:
@@ -69,6 +75,7 @@ class ProposalStore:
             return
         self._rows.extend(proposal.rows or [None] * len(proposal.tokens))
         self._sources.extend(proposal.sources)
+        self.seen.extend(proposal.seen or [None] * len(proposal.tokens))
 
     def rows(self, count: int) -> tuple[Any, ...]:
         """The draft distributions of the first `count` tokens of the main line."""
@@ -82,6 +89,7 @@ class ProposalStore:
         if self._branches:
             self._branches = {after: each for after, each in self._branches.items() if after[0] >= committed}
         self._rows.pop(0)
+        self.seen.pop(0)
         return self._sources.pop(0)
 
     def branch(self, position: int, token: int) -> Proposal | None:
@@ -92,6 +100,7 @@ class ProposalStore:
     def clear(self) -> None:
         """Drop all of them."""
         self._rows.clear()
+        self.seen.clear()
         self._sources.clear()
         self._branches.clear()
 

@@ -30,7 +30,8 @@ class Counts:
     foreseen: int = 0  # rejections for which the draft had a branch ready
     foreseen_bonuses: int = 0  # bonus tokens for which the draft had a branch ready
     sources: dict[Source, int] = field(default_factory=dict)  # accepted draft tokens, by proposer
-    guesses: int = 0  # model-free guesses fed to the target
+    guesses: int = 0  # fed to the target, beside and behind the text
+    siblings: int = 0  # runners-up of the draft among them
     guessed: dict[Source, int] = field(default_factory=dict)  # committed guesses, by proposer
     ways: dict[str, int] = field(default_factory=dict)  # method auto: committed tokens by the way in use
     rates: dict[str, float] = field(default_factory=dict)  # method auto: tokens per second of each way, so far
@@ -88,13 +89,19 @@ class Request:
     @property
     def commits_draws(self) -> bool:
         """Whether the target's own draw is always what is committed, so that proposals cannot change the text."""
-        return self.options.rule_spec.is_proposal_invariant or self.options.sampling.temperature == 0
+        return self.options.commits_draws
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether model-free guesses are fed to the target. Not with a draft under a block rule: they fill no block."""
+        """Whether guesses are fed to the target. Not with a draft under a block rule: they fill no block."""
         is_of_use = self.block == 1 or not self.method.drafts
-        return self.options.look_ahead > 0 and self.method.look_ahead > 0 and is_of_use
+        has_index = self.options.look_ahead > 0 and self.method.look_ahead > 0
+        return (has_index and is_of_use) or self.takes_siblings
+
+    @property
+    def takes_siblings(self) -> bool:
+        """Whether the draft's runners-up are fed to the target too."""
+        return self.options.sends_runners_up and self.method.siblings > 0
 
     @property
     def runs_ahead(self) -> bool:

@@ -15,6 +15,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from pearl.protocol.auto import WAYS, Auto, Estimate
+from pearl.protocol.foresight import Foresight
 from pearl.protocol.window import expected_rate
 from pearl.spec.methods import MAX_WINDOW
 
@@ -167,6 +168,7 @@ class Speeds:
     Attributes:
         target: times on the cores that the target has now.
         elsewhere: times on the others: without the draft's cores, or with them; None: never measured.
+        foresight: which of the draft's tokens are right, as far as it tells more of them than that.
         is_spread: whether the target has the draft's cores now, because no text uses the draft.
     """
 
@@ -175,6 +177,7 @@ class Speeds:
     target: ForwardTimes = field(default_factory=ForwardTimes)
     elsewhere: ForwardTimes | None = None
     auto: Auto = field(default_factory=Auto)
+    foresight: Foresight = field(default_factory=Foresight)
     is_spread: bool = False
     _is_disturbed: bool = False  # the draft may not have left its cores yet: the next forward is not counted
 

@@ -11,6 +11,7 @@ MAX_LOOK_AHEAD = 256  # guesses in one forward
 MAX_BRANCHES = 64  # of one request, that wait for their outcome in the target
 BRANCHES = 8  # outcomes that a draft prepares for: its cache has room for as many sequences beside the text
 LOOK_AHEAD, DRAFT_LOOKUP = 16, 8  # default guesses in one forward of the target, and of the draft
+SIBLINGS = 16  # default runners-up of the draft in one forward of the target
 WINDOWS = ("stream", "fixed")
 
 
@@ -27,6 +28,7 @@ class Method:
             method takes none.
         draft_lookup: likewise of the draft; every method with a draft may set it.
         branches: default number of other outcomes that the draft prepares for; 0: the method takes none.
+        siblings: default number of the draft's runners-up that the target verifies in a forward; 0: it takes none.
         takes_stops: whether a stop policy may end the draft's windows. Not under ssd: the policy does not see branches.
             Not under pearl-no-post-verify: its windows, so its ratio text, would depend on timing.
         adapts: whether the way of decoding is chosen by measured speed (`pearl.protocol.auto`).
@@ -40,6 +42,7 @@ class Method:
     look_ahead: int = 0
     draft_lookup: int = 0
     branches: int = 0
+    siblings: int = 0
     takes_stops: bool = False
     adapts: bool = False
 
@@ -49,7 +52,12 @@ class Method:
         return not self.post_verify
 
 
-_GUESSES: dict[str, Any] = {"look_ahead": LOOK_AHEAD, "draft_lookup": DRAFT_LOOKUP, "branches": BRANCHES}
+_GUESSES: dict[str, Any] = {
+    "look_ahead": LOOK_AHEAD,
+    "draft_lookup": DRAFT_LOOKUP,
+    "branches": BRANCHES,
+    "siblings": SIBLINGS,
+}
 _ALONE: dict[str, Any] = {"drafts": False, "pre_verify": False, "post_verify": False}
 _IN_TURN: dict[str, Any] = {"pre_verify": False, "post_verify": False}
 
@@ -78,7 +86,7 @@ METHODS: dict[str, Method] = {
     )
 }
 DRAFTLESS = tuple(name for name, method in METHODS.items() if not method.drafts)
-AS_PUBLISHED: dict[str, int] = {"look_ahead": 0, "draft_lookup": 0, "branches": 0}  # the settings of the paper's PEARL
+AS_PUBLISHED: dict[str, int] = dict.fromkeys(_GUESSES, 0)  # the settings of the paper's PEARL
 
 
 def check_method(name: str) -> Method:

@@ -34,7 +34,7 @@ _VERDICTS = {  # is it a rejection -> colour, meaning
 }
 _SOURCES = {  # of a committed token -> colour, meaning
     "accepted": (LOOKS["accepted"][0], "in the text: accepted from the draft"),
-    "guessed": ("#2f6fd0", "in the text: guessed without a model"),
+    "guessed": ("#2f6fd0", "in the text: guessed otherwise"),
     "corrected": (LOOKS["rejected"][0], "in the text: the target's correction"),
     "bonus": ("#b565c9", "in the text: bonus"),
     "direct": ("#34495e", "in the text: the target's own"),
@@ -129,7 +129,7 @@ def same_time(traces: Sequence[Trace], seconds: float | None = None) -> list[Cha
 
 def _method(trace: Trace) -> str:
     """The method, and the guesses used with it if all requests use the same."""
-    known = {"look_ahead": "look-ahead", "draft_lookup": "lookup", "branches": "branches"}
+    known = {"look_ahead": "look-ahead", "draft_lookup": "lookup", "branches": "branches", "siblings": "siblings"}
     options = [request.args.get("options", {}) for request in trace.requests]
     used = {", ".join(word for name, word in known.items() if each.get(name)) for each in options}
     if len(used) > 1 or trace.method != "pearl":

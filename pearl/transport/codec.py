@@ -190,6 +190,8 @@ def _row_problems(message: DraftTokens, raw: Sequence[Frame]) -> Iterator[str]:
         yield "has no tokens"
     if rows and len(rows) != len(tokens):
         yield f"has {len(tokens)} tokens and {len(rows)} rows"
+    if message.runners_up and len(message.runners_up) != len(tokens):
+        yield f"has {len(tokens)} tokens, and runners-up of {len(message.runners_up)}"
     if message.after is not None and message.after[0] >= message.start:
         yield f"starts at {message.start} after an outcome at {message.after[0]}"
     if message.known > message.start:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 import torch
 
@@ -184,7 +185,8 @@ class DraftLink:
         if peer != self.peer:
             return _IGNORED
         vocab = self._settings.vocab_size
-        most = max((*message.tokens, *(message.after or ())[1:]), default=0)
+        rivals = chain.from_iterable(seen.rivals for seen in message.runners_up)
+        most = max((*message.tokens, *(message.after or ())[1:], *rivals), default=0)
         if most >= vocab:
             raise RemoteProtocolError(f"draft sent token {most}, the target has ids up to {vocab - 1}")
         is_small = len(message.rows) * 4 * vocab <= _UNPACKED_AT_ONCE

@@ -100,7 +100,7 @@ def replay(
         while committed < end:
             index.extend(text.tokens[len(index) : committed])
             index.learn(committed)
-            anchors = anchored(index.tokens, committed, 1.0)
+            anchors = anchored(index.tokens, committed, ())
             tokens, parents, chances, sources = guess_tree(index, anchors, most, end - 1)
             count = len(tokens) if seconds is None else worthwhile(chances, 1, 1.0, seconds)
             pairs = zip(parents[:count], tokens[:count], strict=True)
