@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from pearl.drafting.model import ModelProposer
 from pearl.drafting.proposer import Launched
 from pearl.drafting.step import Step
-from pearl.errors import DraftLost, TransportError
 from pearl.execution import ahead as module
 from pearl.execution.ahead import Ahead
 from pearl.execution.draft import DraftExecutor
@@ -115,17 +114,6 @@ def test_a_guess_that_failed_in_vain_is_no_failure(ahead: Ahead, runner: Watched
     runner.wait_for(3)
     ahead.execute(Rollback(1))
     drafted(ahead, 1, PROMPT[1:])
-
-
-@pytest.mark.parametrize("error", [DraftLost("out of step"), TransportError("rank 1 is gone")])
-def test_what_a_guess_has_broken_is_told_in_any_case(ahead: Ahead, runner: Watched, error: Exception) -> None:
-    """Of ranks that have lost each other amid a forward none may go on."""
-    runner.breaks, runner.error = 3, error
-    drafted(ahead, 0, PROMPT)
-    runner.wait_for(3)
-    ahead.execute(Rollback(1))
-    with pytest.raises(type(error)):
-        ahead.execute(Draft(1, PROMPT[1:], 1))
 
 
 def test_closing_does_not_wait_for_a_guess_that_hangs(runner: Watched, monkeypatch: pytest.MonkeyPatch) -> None:

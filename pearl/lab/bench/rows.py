@@ -79,7 +79,7 @@ def rows_for(config: EngineConfig, baselines: bool, rule: str = "ratio") -> list
     # auto picks the rule under which its choices change no text
     decodings = {name: DecodingConfig(**s, **({} if name == AUTO else {"rule": rule})) for name, s in methods.items()}
     rows = [Row(name, PAIR, _devices(one, target, both), one) for name, one in decodings.items()]
-    if both != target and not is_emulated(config):
+    if both != target and not both.gpus and not is_emulated(config):  # spread over more GPUs it is no faster
         rows += [Row(f"{name}, {ALL}", ALL, both, DecodingConfig(method=name)) for name in (AR, NGRAM)]
     if baselines:
         rows += [Row(GENERATE, "generate", both), Row(f"{GENERATE}, assisted", "assisted", both)]

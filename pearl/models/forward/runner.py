@@ -26,7 +26,6 @@ from pearl.models.forward.graphs import FED, PREFILL, Graphs, Piece, Record, end
 from pearl.models.forward.layers import DecoderLayers, Rope
 from pearl.models.forward.matrices import Rounding, packs
 from pearl.models.forward.probe import trees_are_chains
-from pearl.models.forward.shard import ALONE, Group
 from pearl.models.forward.slot_attention import FixedAttention, NativeAttention, SpanAttention
 from pearl.models.forward.slots import Slots, Tree
 from pearl.models.runner import Capabilities, check_feeds
@@ -66,8 +65,6 @@ def _has_plain_mlp(mlp: torch.nn.Module) -> bool:
 class ForwardRunner:
     """`ModelRunner` over the weights of `model`, a `Decoder` or one for which `has_own_forward` holds; takes them away.
 
-    In a `group` of several the model is this rank's part of it (`shard.cut`), and all ranks make the same calls.
-
     Args:
         slots: how many sequences the cache holds.
         records: whether forwards of up to `FED` tokens are recorded on a GPU, as CUDA graphs.
@@ -81,7 +78,6 @@ class ForwardRunner:
         self,
         model: PreTrainedModel | Decoder,
         context: int,
-        group: Group = ALONE,
         *,
         slots: int = 1,
         records: bool = True,
@@ -101,7 +97,7 @@ class ForwardRunner:
         cache_dtype = model.dtype if is_fixed else torch.float32
         is_invariant = True
         with torch.inference_mode():
-            self._layers = DecoderLayers(model, group, context, rounding, cache_dtype, plain=bool(kernels))
+            self._layers = DecoderLayers(model, context, rounding, cache_dtype, plain=bool(kernels))
             self.vocab_size, self.dtype, heads = self._layers.vocab_size, self._layers.dtype, self._layers.heads
             bits = " and ".join(map(str, self._layers.bits))
             self.weights = (
@@ -121,7 +117,7 @@ class ForwardRunner:
             self._is_native = not is_fixed and native.computes(self._layers.embedding) and widest <= native.WIDEST
             is_plain = not any(self._layers.scoring.windows) and not self._layers.scoring.sinks
             self._trees_at_once = not is_fixed and is_plain and trees_are_chains(heads, cache_dtype)
-            if kernels or (kernels is None and records and self.device.type == "cuda" and group.size == 1):
+            if kernels or (kernels is None and records and self.device.type == "cuda"):
                 self._decode = self._make_decode(record_on_gpu(self.device) if records and not record else record)
             if launches and self._decode is None:
                 self._record_all(slots)
