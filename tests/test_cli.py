@@ -386,9 +386,7 @@ def test_conflicts_are_told_before_any_process_starts(
     assert "alpha between 0 and 1" in refused("1", "--target", TOY, "--draft", "toy:alpha=2", code=3)
     assert "nccl is for two GPUs" in refused("1", *PAIR, "--tensors", "nccl", code=3)
     ours_alone = ("--forwards", "transformers")
-    assert "draft_dtype int8 is for models of our" in refused(
-        "1", "--draft-dtype", "int8", *ours_alone, code=3
-    )
+    assert "draft_dtype int8 is for models of our" in refused("1", "--draft-dtype", "int8", *ours_alone, code=3)
     assert "exact refuses" in refused("1", "--exact", *ours_alone, code=3)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     said = refused("1", "--target", "nobody/no-such-model", code=3)
