@@ -25,7 +25,6 @@ from pearl.models.forward.experts import computes_experts
 from pearl.models.forward.graphs import FED, PREFILL, Graphs, Piece, Record, ends, record_on_gpu
 from pearl.models.forward.layers import DecoderLayers, Rope
 from pearl.models.forward.matrices import Rounding, packs
-from pearl.models.forward.probe import trees_are_chains
 from pearl.models.forward.slot_attention import FixedAttention, NativeAttention, SpanAttention
 from pearl.models.forward.slots import Slots, Tree
 from pearl.models.runner import Capabilities, check_feeds
@@ -115,8 +114,6 @@ class ForwardRunner:
             self._slots = Slots(shape, cache_dtype, self.device)
             widest = heads.query * heads.dim  # what `attention.c` has room for
             self._is_native = not is_fixed and native.computes(self._layers.embedding) and widest <= native.WIDEST
-            is_plain = not any(self._layers.scoring.windows) and not self._layers.scoring.sinks
-            self._trees_at_once = not is_fixed and is_plain and trees_are_chains(heads, cache_dtype)
             if kernels or (kernels is None and records and self.device.type == "cuda"):
                 self._decode = self._make_decode(record_on_gpu(self.device) if records and not record else record)
             if launches and self._decode is None:
@@ -185,7 +182,7 @@ class ForwardRunner:
         if self._is_native:
             spans = NativeAttention(layout, self._slots, scoring, heads, self._layers.eps)
         else:
-            spans = SpanAttention(layout, self._slots, scoring, self._trees_at_once)
+            spans = SpanAttention(layout, self._slots, scoring)
             ropes = self._ropes_of(layout)
         hidden = self._layers.hidden_states(layout.ids, ropes, spans)
         for feed, rows in layout.trees:
