@@ -240,9 +240,9 @@ def test_while_no_text_uses_the_draft_its_cores_are_the_targets(
         assert (len(others), computing()) == (len(os.sched_getaffinity(0)) // 2, 0)
         with engine.stream([1, 2, 3], params, method="auto") as stream:
             assert {computing() for _ in stream} == {len(others)}
-        assert stream.result.statistics.num_tokens_without_draft == 150
+        assert stream.result.statistics.ways == {"ngram": 150}
         (after,) = engine.generate([[1, 2, 3]], params.model_copy(update={"max_tokens": 5}), method="pearl")
-        assert after.statistics.num_tokens_without_draft == 0
+        assert after.statistics.ways == {}
 
 
 # ---- real workers ----

@@ -299,7 +299,6 @@ class Simulation:
         event = self._executors[actor].execute(command)
         seconds = self._seconds(command)
         if isinstance(event, Forwarded):
-            self.outcome.watch.busy += seconds
             event = Forwarded(seconds, self._now + seconds, request=event.request)
         elif isinstance(event, Drafted):
             event = replace(event, seconds=seconds, draw=0.0)

@@ -305,13 +305,12 @@ class TargetWorker:
             case Forward():
                 self._forwards.append(command)
             case _:
-                request, began = getattr(command, "request", -1), time.monotonic()
+                request = getattr(command, "request", -1)
                 self._times.resume(request)
                 if isinstance(command, Open):
                     alone = self._settings.expects_draft and not self._coordinator.draft_context
                     self._times.begin(request, draft_lost=alone)
                 event = self._computed(command, request)
-                self._times.work([request], time.monotonic() - began)
                 if event is not None:
                     self._handle(event)
 
@@ -341,10 +340,9 @@ class TargetWorker:
         """One forward for all requests that are ready for one."""
         self._gather_until = 0.0
         commands, self._forwards = self._forwards, []
-        requests = [command.request for command in commands]
         began, fed = time.monotonic(), sum(len(command.tokens) for command in commands)
-        for request in requests:
-            self._times.resume(request)
+        for command in commands:
+            self._times.resume(command.request)
         is_long = max(len(command.tokens) for command in commands) > MAX_UNANNOUNCED
         if is_long:  # tell the fronts that wait how long they may hear nothing
             each = self._prefill_pace or self._coordinator.speeds.t_target(MAX_UNANNOUNCED) / MAX_UNANNOUNCED
@@ -352,7 +350,6 @@ class TargetWorker:
                 self._mail.send(Heartbeat(self._num_forwards, "prefill", fed, fed * each), peer)
         events = compute_together(commands, self._forward_together, lambda one: self._computed(one, one.request))
         seconds = time.monotonic() - began
-        self._times.work(requests, seconds)
         self._num_forwards += 1
         if is_long:
             self._prefill_pace = seconds / fed
