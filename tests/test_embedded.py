@@ -223,7 +223,8 @@ def test_the_draft_belongs_to_the_target(target: Path) -> None:
 
 @pytest.mark.slow
 def test_in_4_bits_the_target_says_what_it_says_in_float32(target: Path) -> None:
-    """Rounding must not swap near ties; the first words of a reply to "Hello" are one."""
+    """But at near ties: rows are rounded to bfloat16 where the CPU multiplies these. The reference is the file's own
+    numbers."""
     tokenizer = AutoTokenizer.from_pretrained(target)
     runners = [load_runner(str(target), device=CPU, dtype=dtype, max_context=512) for dtype in ("auto", "float32")]
     divergence = []
@@ -239,6 +240,7 @@ def test_in_4_bits_the_target_says_what_it_says_in_float32(target: Path) -> None
         runners[1].rollback(0)
         few, wanted = (feed_chain(runner, text, len(text) - prompt).log_softmax(-1) for runner in runners)
         divergence.append((wanted.exp() * (wanted - few)).sum(-1))
-        if said == "Hello":
-            assert few[:8].argmax(-1).tolist() == wanted[:8].argmax(-1).tolist()
+        (first, second), differs = wanted.topk(2).values.T, few.argmax(-1) != wanted.argmax(-1)
+        assert ((first - second)[differs] < 0.1).all()
+        assert differs.sum() <= 2
     assert float(torch.cat(divergence).mean()) < 8e-4

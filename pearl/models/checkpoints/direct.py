@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +40,7 @@ _NEEDED_BY_EXPERTS = ("layer_types", "num_local_experts", "num_experts_per_tok",
 _DTYPES = ("float32", "bfloat16", "float16")
 _MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BLOCKS, _SCALES = "_blocks", "_scales"  # behind the names of tensors in MXFP4
-_FILE, _EMBEDDING = "model.safetensors", "model.embed_tokens.weight"
+_FILE, _EMBEDDING, _HEAD = "model.safetensors", "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Weight(nn.Module):
@@ -125,73 +125,94 @@ def read_decoder(
     if forward.has_experts and not computes_experts(device):
         return None
     expected, is_tied = weight_shapes(forward, config), config["tie_word_embeddings"]
-    opened = {name: safe_open(directory / name, framework="pt") for name in set(files.values())}
-    get = _reader(directory, opened, files, progress)
-    quantised = formats.of_tool(scheme, files, get) if scheme else {}
+    source = _Source(directory, files, progress)
+    quantised = formats.of_tool(scheme, files, source.get) if scheme else {}
     if quantised is None:
         return None
-    found = {
-        name: tuple(opened[file].get_slice(name).get_shape())
-        for name, file in files.items()
-        if f"{name.rpartition('.')[0]}.weight" not in quantised or name.endswith(".bias")
-    }
-    for name in [name for name in found if name.endswith(_BLOCKS) and len(found[name]) == 4]:
-        experts, outputs, groups, _ = found.pop(name)
-        if found.pop(name.replace(_BLOCKS, _SCALES), None) == (experts, outputs, groups):
-            found[name.removesuffix(_BLOCKS)] = experts, 32 * groups, outputs
-    if is_tied and found.pop("lm_head.weight", None) is not None:
-        tied = [opened[files[name]].get_tensor(name) for name in ("lm_head.weight", "model.embed_tokens.weight")]
-        if not torch.equal(*tied):
-            return None  # a head trained by itself: transformers ties only equal weights
+    found = source.shapes(quantised)
+    if is_tied and found.pop(_HEAD, None) is not None and not torch.equal(source.get(_HEAD), source.get(_EMBEDDING)):
+        return None  # a head trained by itself: transformers ties only equal weights
     if found != {name: shape for name, shape in expected.items() if name not in quantised}:
         return None
-    if keeps_bits:
+    if keeps_bits or dtype == torch.float32:  # as converted they are rounded to bfloat16
         quantised |= formats.kept(directory)
-        own = "bfloat16" if quantised and own == "float16" else own  # the products' dtype
+    if keeps_bits and quantised and own == "float16":
+        own = "bfloat16"  # the products' dtype
+    wanted = dtype or getattr(torch, own)
+    decoder = _placed(config, source, quantised, expected, device, wanted, keeps_bits)
+    decoder.place("model.rotary_emb", rope)
+    return decoder
+
+
+def _placed(
+    config: dict[str, Any],
+    source: _Source,
+    quantised: Mapping[str, formats.Make],
+    expected: Mapping[str, tuple[int, ...]],
+    device: torch.device,
+    wanted: torch.dtype,
+    keeps_bits: bool,
+) -> Decoder:
+    """The weights that are expected, in their modules."""
     settings = SimpleNamespace(**config)
     settings.get_text_config = lambda decoder=True: settings
-    decoder, wanted = Decoder(settings), dtype or getattr(torch, own)
+    decoder = Decoder(settings)
 
-    def read(name: str) -> Weights:
-        if name not in quantised:
-            return get(name).to(device=device, dtype=wanted)
-        matrix = quantised[name]()
-        if matrix.shape != expected.get(name, matrix.shape):
-            raise ValueError(f"its weight {name} has the shape {list(matrix.shape)}")
-        return (
-            matrix.changed(lambda tensor: tensor.to(device)) if keeps_bits else matrix.dequantised().to(device, wanted)
-        )
+    def matrix(name: str) -> Weights:
+        made = quantised[name]()
+        if made.shape != expected.get(name, made.shape):
+            raise ValueError(f"its weight {name} has the shape {list(made.shape)}")
+        return made.changed(lambda tensor: tensor.to(device)) if keeps_bits else made.dequantised().to(device, wanted)
 
     for name in expected:
         module, _, kind = name.rpartition(".")
         if kind == "weight":
-            bias = get(f"{module}.bias").to(device=device, dtype=wanted) if f"{module}.bias" in expected else None
-            decoder.place(module, Weight(get(name).to(device, wanted) if name == _EMBEDDING else read(name), bias))
+            is_matrix = name in quantised and not (keeps_bits and name == _EMBEDDING)
+            bias = source.plain(f"{module}.bias", device, wanted) if f"{module}.bias" in expected else None
+            decoder.place(module, Weight(matrix(name) if is_matrix else source.plain(name, device, wanted), bias))
         elif kind != "bias":
-            parts = [name] if name in files else [name + _BLOCKS, name + _SCALES]
-            given = [get(part).to(device) for part in parts]
-            value = given[0] if name in files else dequantise_mxfp4(*given).mT
-            decoder.place(name, nn.Parameter(value.to(wanted), requires_grad=False))
-    decoder.place("model.rotary_emb", rope)
-    if is_tied:  # a module of its own: the runner takes the head's weight away
-        head = next((name for name in ("lm_head.weight", _EMBEDDING) if name in quantised), None)
-        decoder.place("lm_head", Weight(read(head) if head else decoder.model.embed_tokens.weight))
+            decoder.place(name, nn.Parameter(source.plain(name, device, wanted), requires_grad=False))
+    if config["tie_word_embeddings"]:  # a module of its own: the runner takes the head's weight away
+        head = next((name for name in (_HEAD, _EMBEDDING) if name in quantised), None)
+        decoder.place("lm_head", Weight(matrix(head) if head else decoder.model.embed_tokens.weight))
     return decoder
 
 
-def _reader(
-    directory: Path, opened: dict[str, Any], files: dict[str, str], progress: Progress
-) -> Callable[[str], torch.Tensor]:
-    begun: set[str] = set()
+class _Source:
+    """The tensors in a checkpoint's files. `files`: name of a tensor -> its file."""
 
-    def get(name: str) -> torch.Tensor:
-        if len(opened) > 1 and files[name] not in begun:
-            begun.add(files[name])
-            progress(f"loading {directory.name}: file {len(begun)} of {len(opened)}")
-        tensor: torch.Tensor = opened[files[name]].get_tensor(name)
+    def __init__(self, directory: Path, files: dict[str, str], progress: Progress) -> None:
+        self._directory, self._files, self._progress = directory, files, progress
+        self._opened = {name: safe_open(directory / name, framework="pt") for name in set(files.values())}
+        self._begun: set[str] = set()
+
+    def get(self, name: str) -> torch.Tensor:
+        """A tensor as it is in its file."""
+        file = self._files[name]
+        if len(self._opened) > 1 and file not in self._begun:
+            self._begun.add(file)
+            self._progress(f"loading {self._directory.name}: file {len(self._begun)} of {len(self._opened)}")
+        tensor: torch.Tensor = self._opened[file].get_tensor(name)
         return tensor
 
-    return get
+    def plain(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor; one in MXFP4 is dequantised."""
+        if name in self._files:
+            return self.get(name).to(device=device, dtype=dtype)
+        return dequantise_mxfp4(*(self.get(name + part).to(device) for part in (_BLOCKS, _SCALES))).mT.to(dtype)
+
+    def shapes(self, quantised: Collection[str]) -> dict[str, tuple[int, ...]]:
+        """The shapes of tensors, in MXFP4 those of the dequantised ones; without those of quantised modules."""
+        found = {
+            name: tuple(self._opened[file].get_slice(name).get_shape())
+            for name, file in self._files.items()
+            if f"{name.rpartition('.')[0]}.weight" not in quantised or name.endswith(".bias")
+        }
+        for name in [name for name in found if name.endswith(_BLOCKS) and len(found[name]) == 4]:
+            experts, outputs, groups, _ = found.pop(name)
+            if found.pop(name.replace(_BLOCKS, _SCALES), None) == (experts, outputs, groups):
+                found[name.removesuffix(_BLOCKS)] = experts, 32 * groups, outputs
+        return found
 
 
 def _config(directory: Path) -> dict[str, Any] | None:

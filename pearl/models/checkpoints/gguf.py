@@ -144,17 +144,16 @@ def _convert_here(file: Path, directory: Path, dtype: str) -> None:
         sys.exit(unfit)
     model.config.__dict__.pop("quantization_config", None)  # the weights are plain from here on
     _check_all_read(model, reader)
-    needed = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    needed = sum(weight.nbytes for weight in model.parameters())
     free = shutil.disk_usage(directory.parent).free
     if needed > free:
         sys.exit(f"its weights take {needed / 1e9:.1f} GB in {directory.parent}, where {free / 1e9:.1f} GB are free")
     model.save_pretrained(directory)
     keep(directory, dict(_rows(model, reader, architecture)))
     tokenizer.save_pretrained(directory)
-    if (file.parent / _GENERATION).is_file():
-        generation = transformers.GenerationConfig.from_pretrained(place)
-    else:  # the file's header names no other option
-        generation = transformers.GenerationConfig()
+    has_generation = (file.parent / _GENERATION).is_file()  # else the file's header names no option but ends
+    made = transformers.GenerationConfig
+    generation = made.from_pretrained(place) if has_generation else made()
     if generation.eos_token_id is None:
         generation.eos_token_id = ends or None
     generation.save_pretrained(directory)

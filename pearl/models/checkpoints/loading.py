@@ -96,16 +96,24 @@ def load_runner(spec: str, *, device: torch.device, progress: Progress = silent,
     from pearl.models.forward.runner import has_own_forward
 
     wanted = LoadOptions(**options)
+    keeps_bits = wanted.dtype == "auto"
     plan_no_shapes(device)
     path = resolve_checkpoint(spec, progress, wanted.weights)
     if (files := Path(path) if Path(path).is_dir() else in_cache(path)) is not None:
         is_wide = device.type == "cpu" and wanted.forwards != "transformers"
-        need = needed(files, wanted.weights, wanted.max_context, DEFAULT_CONTEXT, wanted.slots, is_wide=is_wide)
+        need = needed(
+            files,
+            wanted.weights,
+            wanted.max_context,
+            DEFAULT_CONTEXT,
+            wanted.slots,
+            is_wide=is_wide,
+            keeps_bits=keeps_bits and wanted.reads_directly,
+        )
         if told := check_room(spec, need, device, torch.cuda.device_count() if wanted.device_map is not None else 1):
             progress(told)
     progress(f"loading {spec}")
     dtype = _dtype(path, device, wanted.weights, wanted)
-    keeps_bits = wanted.dtype == "auto"
     model: PreTrainedModel | Decoder | None = None
     if wanted.reads_directly:
         with _explained(spec):

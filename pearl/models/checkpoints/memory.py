@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from pearl.errors import ModelError
+from pearl.models.checkpoints.formats import KEPT
 from pearl.models.families import OWN_FORWARD, TWINS
 from pearl.models.forward.graphs import FED, PREFILL
 
-_UNREAD = "consolidated", "quantised."
+_UNREAD = "consolidated", KEPT
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _ITEMS = {"float32": 4, "bfloat16": 2, "float16": 2}
 _REPORTED_FROM = 1e9  # bytes
@@ -79,6 +80,7 @@ def needed(
     most: int,
     slots: int = 1,
     is_wide: bool = False,
+    keeps_bits: bool = False,
 ) -> Need | None:
     """Estimate what the checkpoint in `directory` needs; None if its files do not say.
 
@@ -87,6 +89,7 @@ def needed(
         context: tokens; None: the model's maximum, but at most `most`.
         slots: sequences that the KV cache holds.
         is_wide: whether our own forward keeps its KV cache in float32, whatever the weights' dtype.
+        keeps_bits: whether our own forward keeps the matrices of a converted GGUF file as they were.
     """
     try:
         config = json.loads((directory / "config.json").read_text())
@@ -105,6 +108,8 @@ def needed(
     if isinstance(text := config.get("text_config"), dict):
         config, kind = text, str(text.get("model_type"))
         is_ours = TWINS.get(kind, kind) in (family.model_type for family in OWN_FORWARD.values())
+    if keeps_bits and is_ours and (directory / KEPT).is_file():
+        weights = (directory / KEPT).stat().st_size + config["vocab_size"] * config["hidden_size"] * item
     item = 4 if is_wide and is_ours else item
     context = context or min(most, config.get("max_position_embeddings") or most)
     need = of_shape(config, weights, item, context, slots)

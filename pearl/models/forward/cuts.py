@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -93,7 +93,8 @@ def candidates(name: str, shape: tuple[int, int], bits: int = 16) -> list[Cut]:
     fitting = [
         cut
         for cut in {4: _FOUR_BITS, 8: _EIGHT_BITS, 16: _CANDIDATES}[bits]
-        if inputs % (cut.inputs * cut.parts) == 0
+        if inputs % cut.inputs == 0
+        and inputs >= cut.inputs * cut.parts
         and (outputs % cut.columns == 0 or not adds)
         and (cut.parts == 1 or name in ("qkv", *ADDING))
     ]
@@ -106,9 +107,11 @@ def candidates(name: str, shape: tuple[int, int], bits: int = 16) -> list[Cut]:
     return fitting
 
 
-def choose(name: str, shape: tuple[int, int], bits: int, launch: Callable[[Cut], object], device: torch.device) -> Cut:
+def choose(
+    name: str, shape: tuple[int, int], kind: Mapping[str, Any], launch: Callable[[Cut], object], device: torch.device
+) -> Cut:
     """The fastest cut of a product, as timed here now or when a model of its shape was loaded before."""
-    fitting = candidates(name, shape, bits)
+    fitting = candidates(name, shape, kind["BITS"])
     if not fitting:
         raise ValueError(f"no cut fits a product of {shape[0]} outputs and {shape[1]} inputs")
     if device.type != "cuda" or len(fitting) == 1:
@@ -117,7 +120,8 @@ def choose(name: str, shape: tuple[int, int], bits: int, launch: Callable[[Cut],
     known: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         known = json.loads(path.read_text())
-    key = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {name} {shape[0]}x{shape[1]}, {bits} bits"
+    weights = ", ".join(f"{setting.lower()} {value:g}" for setting, value in kind.items())
+    key = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {name} {shape[0]}x{shape[1]}, {weights}"
     with suppress(KeyError, TypeError):
         if (cut := Cut(**known[key])) in fitting:
             return cut

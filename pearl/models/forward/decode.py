@@ -7,7 +7,7 @@ GPUs: a few are timed when a model is first loaded on a GPU, and the fastest kep
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,9 +31,8 @@ PRODUCTS = ("qkv", "out", "gate_up", "down", "head")
 _BESIDE_EXPERTS = ("qkv", "out", "head")
 _OVERLAPS_FROM = (9, 0)  # compute capability
 
-Choose = Callable[
-    [str, tuple[int, int], int, Callable[[Cut], object]], Cut
-]  # (product, shape, bits, launch with a cut)
+# (product, shape, kind of weights, launch with a cut) -> the cut
+Choose = Callable[[str, tuple[int, int], Mapping[str, Any], Callable[[Cut], object]], Cut]
 
 
 def make_decode(
@@ -106,7 +105,7 @@ class Decode:
         self._options: dict[str, bool] = {"OVERLAPS": overlaps, **({"launch_pdl": True} if overlaps else {})}
         self._cuts: dict[str, Cut] = {}
         for name in PRODUCTS if layers.layers[0].experts is None else _BESIDE_EXPERTS:
-            self._cuts[name] = choose(name, self.shape(name), self._matrix(name).bits, partial(self._each, name))
+            self._cuts[name] = choose(name, self.shape(name), self._matrix(name).options(), partial(self._each, name))
         self._replay = record(self._launch)
 
     def is_invariant(self) -> bool:

@@ -50,8 +50,9 @@ def expert_gate_up(
         w += expert * w_stride
         scales += expert * scales_stride
         zeros = tl.zeros((ROWS, BN), tl.float32)
-        gate = _multiply(zeros, x, x, w, scales, known, 0, K, K, 2 * N, BK, False, BITS, GROUP, EXTRA, OFFSET)
-        up = _multiply(zeros, x, x, w, scales, known + N, 0, K, K, 2 * N, BK, False, BITS, GROUP, EXTRA, OFFSET)
+        gate, up = _multiply(
+            zeros, zeros, x, x, w, scales, known, 0, K, K, 2 * N, BK, False, BITS, GROUP, EXTRA, OFFSET, N
+        )
         if BIAS:
             its = bias + expert * 2 * N + known
             gate += tl.load(its).to(tl.float32)[None, :]
@@ -78,8 +79,9 @@ def expert_down(
         w += expert * w_stride
         scales += expert * scales_stride
         zeros = tl.zeros((ROWS, BN), tl.float32)
-        found = _multiply(
-            zeros, act + pair * ROWS * K, act, w, scales, known, 0, K, K, N, BK, False, BITS, GROUP, EXTRA, OFFSET
+        rows_of_pair = act + pair * ROWS * K
+        found, _ = _multiply(
+            zeros, zeros, rows_of_pair, act, w, scales, known, 0, K, K, N, BK, False, BITS, GROUP, EXTRA, OFFSET, 0
         )
         if BIAS:
             found += tl.load(bias + expert * N + known).to(tl.float32)[None, :]

@@ -47,7 +47,7 @@ class Experts:
         biases = [getattr(experts, f"{name}_bias", [None] * len(down)) for name in ("gate_up_proj", "down_proj")]
         self._limits: tuple[float, float] | None = None
         if hasattr(experts, "gate_up_proj_bias"):  # gpt-oss's
-            self._limits = float(config.get("swiglu_alpha", 1.702)), float(config["swiglu_limit"])
+            self._limits = float(config.get("swiglu_alpha", 1.702)), float(config.get("swiglu_limit", 7.0))
             both, down = both.mT, down.mT
 
         def product(weight: torch.Tensor, bias: torch.Tensor | None, alternates: bool = False, **more: str) -> Matrix:

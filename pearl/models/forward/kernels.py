@@ -127,30 +127,52 @@ def _nibbles(bytes_, half: constexpr, kind: constexpr, OFFSET: constexpr):
 
 
 @triton.jit
-def _multiply(
-    found, x, norm, w, scales, columns, begin, end, K: constexpr, N: constexpr, BK: constexpr, NORMS: constexpr,
-    BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr,
+def _tile(
+    loaded, half: constexpr, scales, first, columns, K: constexpr, N: constexpr, LANES: constexpr, BITS: constexpr,
+    GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr, kind: constexpr,
 ):  # fmt: skip
-    """found [16, BN] plus x [16, K] times columns of w [N, K], over inputs from `begin` to `end`."""
+    """Weights [LANES, BN] of inputs from `first` on, in a half of what was loaded."""
+    steps = _nibbles(loaded, half, kind, OFFSET) if BITS == 4 else loaded.to(kind)
+    if BITS < 16 and GROUP < K:
+        steps = _weights_of(steps, scales, first, columns, K, N, LANES, GROUP, EXTRA)
+    return steps
+
+
+@triton.jit
+def _multiply(
+    found, other, x, norm, w, scales, columns, begin, end, K: constexpr, N: constexpr, BK: constexpr, NORMS: constexpr,
+    BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr, APART: constexpr,
+):  # fmt: skip
+    """found [16, BN] plus x [16, K] times columns of w [N, K], over inputs from `begin` to `end`.
+
+    APART: likewise `other`, of columns that are so far behind; 0: there is no other.
+    """
     kind: constexpr = x.dtype.element_ty
     LANES: constexpr = BK // 2 if BITS == 4 else BK
+    ROW: constexpr = K * LANES // BK  # of w, in its elements
     lanes = tl.arange(0, LANES)
     rows = x + tl.arange(0, ROWS)[:, None] * K
-    weights = w + columns[None, :].to(tl.int64) * (K * LANES // BK) + lanes[:, None]
+    weights = w + columns[None, :].to(tl.int64) * ROW + lanes[:, None]
     for i in range(begin, end, BK):
         loaded = tl.load(weights + i * LANES // BK)
+        behind = tl.load(weights + APART * ROW + i * LANES // BK) if APART else loaded
         for half in tl.static_range(BK // LANES):
             first = i + half * LANES
             some = tl.load(rows + (first + lanes)[None, :])
             if NORMS:
                 some = _weighted(some, tl.load(norm + first + lanes))
-            steps = _nibbles(loaded, half, kind, OFFSET) if BITS == 4 else loaded.to(kind)
-            if BITS < 16 and GROUP < K:
-                steps = _weights_of(steps, scales, first, columns, K, N, LANES, GROUP, EXTRA)
-            found = tl.dot(some, steps, found, input_precision="ieee")
+            tile = _tile(loaded, half, scales, first, columns, K, N, LANES, BITS, GROUP, EXTRA, OFFSET, kind)
+            found = tl.dot(some, tile, found, input_precision="ieee")
+            if APART:
+                tile = _tile(
+                    behind, half, scales, first, columns + APART, K, N, LANES, BITS, GROUP, EXTRA, OFFSET, kind
+                )
+                other = tl.dot(some, tile, other, input_precision="ieee")
     if BITS == 8 and GROUP == K:
         found *= tl.load(scales + columns).to(tl.float32)[None, :]
-    return found
+        if APART:
+            other *= tl.load(scales + APART + columns).to(tl.float32)[None, :]
+    return found, other
 
 
 @triton.jit
@@ -163,10 +185,10 @@ def multiply(
 
     NORMS: x is normalised first, by its sums of squares in `x_squares`. ADDS: the product is added to `out`, whose sums
     of squares are kept in `squares`. BIAS: `bias` [N] is added. BITS of a weight; if fewer than 16, see
-    `matrices.Quantised` for w and scales. PARTS of the inputs K are computed by programs of their own: their sums wait
-    in `sums`. counts [tiles] are zeros, and are left so.
+    `matrices.Quantised` for w and scales. PARTS of the inputs K, whole BK, are computed by programs of their own: their
+    sums wait in `sums`. counts [tiles] are zeros, and are left so.
     """
-    PART: constexpr = K // PARTS
+    PART: constexpr = (K // BK + PARTS - 1) // PARTS * BK
     tile, part, rows = tl.program_id(0), tl.program_id(1), tl.arange(0, ROWS)
     columns = tile * BN + tl.arange(0, BN)
     known = tl.minimum(columns, N - 1)
@@ -176,8 +198,10 @@ def multiply(
             w + known[None, :].to(tl.int64) * (K // (2 if BITS == 4 else 1)) + part * PART // (2 if BITS == 4 else 1),
             BN,
         )
-    found = _multiply(
-        found, x, norm, w, scales, known, part * PART, part * PART + PART, K, N, BK, NORMS, BITS, GROUP, EXTRA, OFFSET
+    begin = part * PART
+    end = tl.minimum(begin + PART, K)
+    found, _ = _multiply(
+        found, found, x, norm, w, scales, known, begin, end, K, N, BK, NORMS, BITS, GROUP, EXTRA, OFFSET, 0
     )
     if OVERLAPS:
         gdc_launch_dependents()
@@ -209,16 +233,7 @@ def gate_up(
     gate, up = tl.zeros((ROWS, BN), tl.float32), tl.zeros((ROWS, BN), tl.float32)
     if OVERLAPS:
         _await(w + known[None, :].to(tl.int64) * (K // (2 if BITS == 4 else 1)), BN)
-    if BITS == 16:
-        inputs = tl.arange(0, BK)
-        weights = w + known[None, :].to(tl.int64) * K + inputs[:, None]
-        for i in range(0, K, BK):
-            some = _weighted(tl.load(x + rows[:, None] * K + (inputs + i)[None, :]), tl.load(norm + inputs + i))
-            gate = tl.dot(some, tl.load(weights + i), gate, input_precision="ieee")
-            up = tl.dot(some, tl.load(weights + N * K + i), up, input_precision="ieee")
-    else:
-        gate = _multiply(gate, x, norm, w, scales, known, 0, K, K, 2 * N, BK, True, BITS, GROUP, EXTRA, OFFSET)
-        up = _multiply(up, x, norm, w, scales, known + N, 0, K, K, 2 * N, BK, True, BITS, GROUP, EXTRA, OFFSET)
+    gate, up = _multiply(gate, up, x, norm, w, scales, known, 0, K, K, 2 * N, BK, True, BITS, GROUP, EXTRA, OFFSET, N)
     if OVERLAPS:
         gdc_launch_dependents()
     scale = _scale(x_squares, eps, K)[:, None]

@@ -58,7 +58,7 @@ def library() -> ctypes.CDLL | None:
         for file in sorted(Path(__file__).parent.glob(f"{name}.*so")) if needed <= has else ():
             try:
                 return _opened(file)
-            except OSError as problem:
+            except (OSError, AttributeError) as problem:  # AttributeError: built from older sources
                 log.warning("%s does not load: %s", file, problem)
     log.info("our products for this processor are not built: torch's are used, which take more time and memory")
     return None
@@ -77,6 +77,7 @@ def _opened(file: Path) -> ctypes.CDLL:
     opened.pearl_normalise.argtypes = (pointer, flag, pointer, flag, number, count, count, pointer, pointer, flag)
     opened.pearl_gate.argtypes = (pointer, count, count, flag, flag, pointer)
     opened.pearl_attend.argtypes = (pointer,)
+    opened.pearl_pack.argtypes = (pointer, count, count, flag, flag, pointer)
     return opened
 
 
@@ -121,9 +122,9 @@ class Native:
             weights = weights.steps
         rows = panels(weights, _LANES)
         if given.bits < 8:
-            self._keep("low", _words(rows & 15, 4, 4))
+            self._keep("low", _words(rows, 0, 4))
             if given.bits > 4:
-                self._keep("high", _words(rows >> 4, 16 // (given.bits - 4), given.bits - 4))
+                self._keep("high", _words(rows, 4, given.bits - 4))
         else:
             self._keep("low", rows.view(len(rows), _LANES, -1, 2).transpose(1, 2))
         if bias is not None:
@@ -159,6 +160,14 @@ class Native:
             torch.get_num_threads(),
         )
         return out
+
+
+def _words(steps: torch.Tensor, shift: int, bits: int) -> torch.Tensor:
+    """Some bits of panels of steps [panels, 16, in], as many as 16 hold in a word: see `pearl_pack`."""
+    many, lanes, inputs = steps.shape
+    words = torch.empty(many, inputs * bits // 32, lanes, 2, dtype=torch.int16)
+    _loaded().pearl_pack(steps.contiguous().data_ptr(), many, inputs, shift, bits, words.data_ptr())
+    return words
 
 
 _rooms = threading.local()
@@ -223,13 +232,3 @@ class Attention(ctypes.Structure):
 def attend(given: Attention) -> None:
     """Fills `out`, `new_keys` and `new_values`, and the cached positions of chains."""
     _loaded().pearl_attend(ctypes.byref(given))
-
-
-def _words(steps: torch.Tensor, count: int, bits: int) -> torch.Tensor:
-    """Panels of steps of few bits, `count` of them in a word of 16 bits: [panels, in / 2 / count, lanes, 2]."""
-    many, lanes, inputs = steps.shape
-    parts = steps.view(many, lanes, inputs // 2 // count, count, 2).permute(3, 0, 2, 1, 4)
-    words = torch.zeros(parts.shape[1:], dtype=torch.int32)
-    for place, part in enumerate(parts):
-        words |= part.to(torch.int32) << bits * place
-    return words.to(torch.int16)  # of which the highest bit becomes the sign

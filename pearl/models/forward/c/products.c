@@ -306,6 +306,21 @@ static void store(const Weights *w, int64_t first, V sums, void *out, int out_is
         for (int64_t i = 0; i < many; i++) ((uint16_t *)out)[at + i] = to_bfloat16(found[i]);
 }
 
+// words [panels][inputs * bits / 32][16 lanes][2] of some bits of each step [panels][16 lanes][inputs], from `shift` on.
+// A word has those of every second input, the lowest first; the two words of a lane take turns.
+void pearl_pack(const uint8_t *steps, int64_t panels, int64_t inputs, int shift, int bits, uint16_t *words) {
+    const int64_t many = 16 / bits;
+    for (int64_t panel = 0; panel < panels; panel++)
+        for (int64_t word = 0; word < inputs / 2 / many; word++)
+            for (int64_t lane = 0; lane < LANES; lane++)
+                for (int odd = 0; odd < 2; odd++) {
+                    const uint8_t *some = steps + (panel * LANES + lane) * inputs + 2 * word * many + odd;
+                    uint32_t found = 0;
+                    for (int64_t i = 0; i < many; i++) found |= (uint32_t)(some[2 * i] >> shift & ((1 << bits) - 1)) << bits * i;
+                    *words++ = found;
+                }
+}
+
 // Whether x is rounded to bfloat16.
 int pearl_rounds(void) {
 #ifdef BF16
