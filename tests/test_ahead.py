@@ -35,7 +35,6 @@ class Watched(ToyRunner):
         super().__init__(VOCAB, alpha_pair(VOCAB, 0.5)[1])
         self.began: list[int] = []
         self.breaks = -1
-        self.error: Exception = ValueError("broken")
         self.hangs: threading.Event | None = None
         self.moved = threading.Condition()
 
@@ -46,7 +45,7 @@ class Watched(ToyRunner):
         if self.hangs is not None and self.length() == len(PROMPT):
             self.hangs.wait()
         if self.length() == self.breaks:
-            raise self.error
+            raise ValueError("broken")
         return super().forward(feeds)
 
     def wait_for(self, length: int) -> None:
