@@ -40,15 +40,6 @@ class Device:
         shown = name if len(name) < 80 else f"{name[:80]}..."
         raise ValueError(f"bad device {shown!r}: use auto, cpu, cpu:0, cpu:0-3, cpu:0,2, cuda, cuda:1 or cuda:0-1")
 
-    def part(self, rank: int, size: int) -> Device:
-        """The part of `rank` where `size` ranks share it equally; auto and cpu are not divided."""
-
-        def mine(numbers: tuple[int, ...]) -> tuple[int, ...]:
-            each = len(numbers) // size
-            return numbers[rank * each : (rank + 1) * each]
-
-        return Device(self.kind, mine(self.gpus), self.cores and mine(self.cores))
-
 
 def _numbers(text: str) -> tuple[int, ...]:
     """`0-2,5` -> (0, 1, 2, 5). Raises ValueError."""

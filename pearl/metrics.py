@@ -12,7 +12,6 @@ from pearl.protocol.events import Phase
 from pearl.protocol.messages import Provenance
 from pearl.protocol.request import Counts
 from pearl.protocol.speeds import Profile, Speeds
-from pearl.spec.methods import METHODS
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,6 @@ class Statistics:
             an exact rule.
         num_foreseen_rejections: rejections whose outcome the draft had prepared for, in time.
         num_foreseen_bonuses: bonus tokens that the draft had prepared for, in time (method ssd).
-        num_tokens_without_draft: method auto: tokens committed while the draft was not in use.
         ways: method auto: committed tokens by the way that was in use (`ngram`, `pearl`, `sd`, `ssd`).
         rates: method auto: tokens per second of each way as timed so far, in this and earlier texts.
         draft_speedup: method auto: how many times as fast the best way with a draft is as `ngram`, by its comparisons
@@ -59,7 +57,6 @@ class Statistics:
         itl_p50, itl_p99: inter-token latency, quantiles of the seconds between a token and the one before it; 0 where
             both came with one commit.
         tokens_per_second: of decoding: tokens after the first commit, over the time after it; 1 / TPOT.
-        target_busy_seconds: in forwards, judging and sampling.
         target_wait_seconds: cause -> seconds.
         draft_wait_seconds: for verdicts, as the draft told with its last tokens.
         t_draft, t_target: running estimates, seconds; t_target by number of fed tokens.
@@ -92,7 +89,6 @@ class Statistics:
     bias: float | None = None
     num_foreseen_rejections: int = 0
     num_foreseen_bonuses: int = 0
-    num_tokens_without_draft: int = 0
     ways: dict[str, int] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
     draft_speedup: float | None = None
@@ -104,7 +100,6 @@ class Statistics:
     itl_p50: float | None = None
     itl_p99: float | None = None
     tokens_per_second: float | None = None
-    target_busy_seconds: float = 0.0
     target_wait_seconds: dict[str, float] = field(default_factory=dict)
     draft_wait_seconds: float = 0.0
     t_draft: float = 0.0
@@ -201,7 +196,6 @@ class Stopwatch:
     first: float | None = None
     last: float = 0.0
     generated: int = 0
-    busy: float = 0.0
     waits: dict[str, float] = field(default_factory=dict)
     gaps: list[tuple[float, int]] = field(default_factory=list)
     draft_waited: float = 0.0
@@ -278,7 +272,6 @@ def fold(counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, w
         bias=counts.odds.bias if counts.odds else None,
         num_foreseen_rejections=counts.foreseen,
         num_foreseen_bonuses=counts.foreseen_bonuses,
-        num_tokens_without_draft=sum(n for way, n in counts.ways.items() if not METHODS[way].drafts),
         ways=counts.ways,
         rates=counts.rates,
         draft_speedup=counts.speedup,
@@ -290,7 +283,6 @@ def fold(counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, w
         itl_p50=watch.token_latency(0.5),
         itl_p99=watch.token_latency(0.99),
         tokens_per_second=watch.tokens_per_second,
-        target_busy_seconds=watch.busy,
         target_wait_seconds=watch.waits,
         draft_wait_seconds=watch.draft_waited,
         t_draft=speeds.t_draft,

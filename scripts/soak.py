@@ -34,7 +34,7 @@ from rich.table import Table
 
 from pearl import Engine, SamplingParams
 from pearl.engine.launcher import LocalLauncher
-from pearl.engine.processes import DraftKeeper, Ranks
+from pearl.engine.processes import DraftKeeper, Worker
 from pearl.errors import NumericalError, PearlError, TargetLost
 from pearl.models.toy import alpha_pair
 
@@ -53,7 +53,7 @@ PATIENCE = 60.0  # seconds for a draft to come back
 Fault = tuple[str, str]  # which, of whom
 
 
-def workers(engine: Engine) -> tuple[Ranks, DraftKeeper]:
+def workers(engine: Engine) -> tuple[Worker, DraftKeeper]:
     launcher = engine._launcher
     assert isinstance(launcher, LocalLauncher)
     assert launcher.target is not None

@@ -10,8 +10,8 @@ from pearl.decoding.rules import Judgement, ratio
 from pearl.decoding.rules.direct import DirectTarget
 from pearl.decoding.shaping import Shaper
 from pearl.execution.target import TargetExecutor
-from pearl.models.forward import attention
 from pearl.models.forward import runner as forward_runner
+from pearl.models.forward import slot_attention
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.forward.slots import Slots
 from pearl.protocol.messages import FinishReason
@@ -45,12 +45,12 @@ def rollback(plain: Any) -> Any:
     return one_too_many
 
 
-def paths(plain: Any) -> Any:
-    def sees_a_sibling(parents: Any) -> Any:
-        found = plain(parents)
-        for node, path in enumerate(found):
-            others = [i for i, parent in enumerate(parents[:node]) if len(path) > 1 and parent == parents[node]]
-            path[-2:-1] = others[-1:] or path[-2:-1]
+def parent_rows(plain: Any) -> Any:
+    def sees_a_sibling(parents: Any, rows: Any) -> Any:
+        found = plain(parents, rows)
+        for node, parent in enumerate(parents):
+            others = [i for i, one in enumerate(parents) if one == parent >= 0 and i != node]
+            found[node] = rows[others[-1]] if others else found[node]
         return found
 
     return sees_a_sibling
@@ -72,11 +72,11 @@ def keep(plain: Any) -> Any:
 
 def lay_out(plain: Any) -> Any:
     def too_far(*given: Any) -> Any:
-        layout, seen = plain(*given), set[int]()
+        layout = plain(*given)
+        behind = {row for _, rows in layout.trees for row in rows if row != min(rows)}
         for i, span in enumerate(layout.spans):
-            if span.tree in seen:
+            if span.row in behind:
                 layout.spans[i] = replace(span, start=span.start + 5)
-            seen |= {span.tree} - {-1}
         return layout
 
     return too_far
@@ -131,7 +131,7 @@ def plant(bug: str) -> None:
 BUGS = {
     "a KV prefix one too long on reuse": wrapped(TokenSequence, "restart", restart),
     "a rollback that clears one position too many": wrapped(Slots, "rollback", rollback),
-    "a tree's node that sees a sibling, not its parent": wrapped(attention, "paths", paths),
+    "a tree's node that sees a sibling, not its parent": wrapped(slot_attention, "parent_rows", parent_rows),
     "the wrong rows of a tree kept": wrapped(Slots, "keep", keep),
     "positions too far on behind a fork of a tree": wrapped(forward_runner, "lay_out", lay_out),
     "a bonus token from the row before": wrapped(TargetExecutor, "_sampled", sampled),

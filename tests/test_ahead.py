@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from pearl.drafting.model import ModelProposer
 from pearl.drafting.proposer import Launched
 from pearl.drafting.step import Step
-from pearl.errors import DraftLost, TransportError
 from pearl.execution import ahead as module
 from pearl.execution.ahead import Ahead
 from pearl.execution.draft import DraftExecutor
@@ -36,7 +35,6 @@ class Watched(ToyRunner):
         super().__init__(VOCAB, alpha_pair(VOCAB, 0.5)[1])
         self.began: list[int] = []
         self.breaks = -1
-        self.error: Exception = ValueError("broken")
         self.hangs: threading.Event | None = None
         self.moved = threading.Condition()
 
@@ -47,7 +45,7 @@ class Watched(ToyRunner):
         if self.hangs is not None and self.length() == len(PROMPT):
             self.hangs.wait()
         if self.length() == self.breaks:
-            raise self.error
+            raise ValueError("broken")
         return super().forward(feeds)
 
     def wait_for(self, length: int) -> None:
@@ -115,17 +113,6 @@ def test_a_guess_that_failed_in_vain_is_no_failure(ahead: Ahead, runner: Watched
     runner.wait_for(3)
     ahead.execute(Rollback(1))
     drafted(ahead, 1, PROMPT[1:])
-
-
-@pytest.mark.parametrize("error", [DraftLost("out of step"), TransportError("rank 1 is gone")])
-def test_what_a_guess_has_broken_is_told_in_any_case(ahead: Ahead, runner: Watched, error: Exception) -> None:
-    """Of ranks that have lost each other amid a forward none may go on."""
-    runner.breaks, runner.error = 3, error
-    drafted(ahead, 0, PROMPT)
-    runner.wait_for(3)
-    ahead.execute(Rollback(1))
-    with pytest.raises(type(error)):
-        ahead.execute(Draft(1, PROMPT[1:], 1))
 
 
 def test_closing_does_not_wait_for_a_guess_that_hangs(runner: Watched, monkeypatch: pytest.MonkeyPatch) -> None:

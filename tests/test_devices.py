@@ -1,4 +1,4 @@
-"""Devices: their names, each rank's part of one, and where `auto` puts a worker."""
+"""Devices: their names, and where `auto` puts a worker."""
 
 from __future__ import annotations
 
@@ -35,26 +35,10 @@ def test_device_names() -> None:
         EngineConfig(target_device="cpu:100000")
 
 
-def test_each_rank_has_its_part_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)))
-    for name, ranks, parts in (
-        ("cuda:0-1", 2, [Device("cuda", (0,)), Device("cuda", (1,))]),
-        ("cuda:2,5,7", 3, [Device("cuda", (2,)), Device("cuda", (5,)), Device("cuda", (7,))]),
-        ("cpu:0,1", 2, [Device("cpu", cores=(0,)), Device("cpu", cores=(1,))]),
-        ("cpu:0-3", 2, [Device("cpu", cores=(0, 1)), Device("cpu", cores=(2, 3))]),
-        ("cpu", 2, [Device("cpu"), Device("cpu")]),
-        ("auto", 2, [Device("auto"), Device("auto")]),
-    ):
-        for role in ("target", "draft"):
-            config = EngineConfig(**{f"{role}_device": name, f"{role}_tp": ranks})  # type: ignore[arg-type]
-            assert [config.model(role).part(rank) for rank in range(ranks)] == parts  # type: ignore[arg-type]
-    assert EngineConfig(target_device="cuda:0-1").model("target").part() == Device("cuda", (0, 1)), "layer by layer"
-    with pytest.raises(ConfigError, match="draft_tp: draft_device cuda:0-1: a draft is not spread"):
+def test_a_target_is_spread_and_a_draft_is_not() -> None:
+    assert EngineConfig(target_device="cuda:0-1").model("target").place == Device("cuda", (0, 1)), "layer by layer"
+    with pytest.raises(ConfigError, match="draft_device: cuda:0-1: a draft is not spread"):
         EngineConfig(draft_device="cuda:0-1")
-    for name in ("cuda", "cuda:0-2", "cuda:0-3", "cpu:0-2", "cpu:0"):
-        for role in ("target", "draft"):
-            with pytest.raises(ConfigError, match=rf"{role}_tp: {role}_device {name} cannot be shared.*got 2"):
-                EngineConfig(**{f"{role}_device": name, f"{role}_tp": 2})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -73,29 +57,25 @@ def test_workers_of_a_host_have_cores_of_their_own(cores: int, of: int, parts: l
 @pytest.mark.parametrize(
     ("gpus", "settings", "role", "expected"),
     [
-        (4, {"target_tp": 2}, "target", [0, 1]),
-        (4, {"target_tp": 2}, "draft", [2]),
-        (3, {"target_tp": 2}, "draft", [2]),
-        (2, {"target_tp": 2}, "draft", [1]),  # where none is left the draft shares the target's last
-        (4, {"target_tp": 2, "draft_tp": 2}, "draft", [2, 3]),
-        (4, {"target_device": "cpu", "draft_tp": 2}, "draft", [0, 1]),
-        (4, {"target_device": "cuda:1", "draft_tp": 3}, "draft", [0, 2, 3]),
-        (4, {"target_tp": 3, "draft_tp": 2, "control": "tcp://host:1", "keys": "k"}, "draft", [0, 1]),  # another host
-        (4, {"control": "tcp://host:1", "keys": "k"}, "draft", [1]),
-        (1, {"target_tp": 2}, "target", "target_tp 2 takes a GPU a rank, and torch sees 1 for it"),
-        (1, {"target_tp": 2}, "draft", [0]),  # it may be on another host, which has fewer
-        (1, {"draft_tp": 2}, "draft", "draft_tp 2 takes a GPU a rank, and torch sees 0 for it"),
+        (4, {}, "target", 0),
+        (4, {}, "draft", 1),
+        (4, {"target_device": "cuda:0-1"}, "draft", 2),
+        (2, {"target_device": "cuda:0-1"}, "draft", 1),  # where none is left the draft shares the last
+        (4, {"target_device": "cpu"}, "draft", 0),
+        (4, {"target_device": "cuda:1"}, "draft", 0),
+        (4, {"control": "tcp://host:1", "keys": "k"}, "draft", 1),
+        (1, {}, "draft", 0),  # it may be on another host, which has fewer
+        (1, {"target_device": "cuda:0-1"}, "target", "device cuda:0-1 is not there: torch sees 1 GPUs"),
     ],
 )
-def test_auto_gives_each_rank_a_gpu(
+def test_auto_gives_each_model_a_gpu(
     gpus: int, settings: dict[str, Any], role: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     monkeypatch.setattr("torch.cuda.set_device", lambda _: None)
     config = EngineConfig(**settings)
-    ranks = range(config.model(role).tp)
     if isinstance(expected, str):
         with pytest.raises(ModelError, match=expected):
-            place(config, role, 0)
+            place(config, role)
     else:
-        assert [place(config, role, rank).index for rank in ranks] == expected
+        assert place(config, role).index == expected

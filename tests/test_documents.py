@@ -26,7 +26,7 @@ from pearl.trace.recorder import FORMAT, part_path, part_paths
 DEEP = 200_000
 DIGITS = "9" * 5000
 SOUND = {"traceEvents": [], "distributedInfo": {"rank": 0}, "metadata": {"pearl_trace": 9, "config": {}, "workers": []}}
-COMMANDS = ("report", f"show --png {os.devnull}", "replay", "compare")
+COMMANDS = ("report", f"show --png {os.devnull}", "compare")
 
 
 def trace_of(*events: object, **metadata: object) -> str:
@@ -87,7 +87,7 @@ FIELDS = ("ph", "name", "cat", "pid", "tid", "ts", "dur", "args")
 
 
 @settings(max_examples=100)
-@given(st.sampled_from(FIELDS), json_values, st.sampled_from(COMMANDS[:3]))
+@given(st.sampled_from(FIELDS), json_values, st.sampled_from(COMMANDS[:2]))
 def test_any_value_in_any_field_of_a_trace(field: str, value: object, command: str) -> None:
     path = Path(os.environ.get("TMPDIR", "/tmp")) / f"pearl-test-{os.getpid()}.json"
     path.write_text(trace_of(*NAMES, event(**{field: value}), WHOLE), encoding="utf-8", errors="replace")
@@ -163,11 +163,11 @@ YAMLS = {
     "an anchor": "target: &t embedded\n",
     "a merge": "<<: {target: embedded}\n",
     "a tag": "target: !!python/object/apply:os.system [ls]\n",
-    "a known tag": "target_tp: !!int x\n",
+    "a known tag": "slots: !!int x\n",
     "a timestamp": "target: !!timestamp x\n",
-    "a date": "target_tp: 2020-01-01\n",
-    "no date": "target_tp: 2020-13-45\n",
-    "a long integer": f"target_tp: {DIGITS}\n",
+    "a date": "slots: 2020-01-01\n",
+    "no date": "slots: 2020-13-45\n",
+    "a long integer": f"slots: {DIGITS}\n",
     "a large number": "draft_timeout: 1e999\n",
     "nested": "target: " + "[" * DEEP,
     "nested a little": "target: " + "[" * 500 + "]" * 500,

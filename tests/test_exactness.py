@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +21,6 @@ from pearl.models.forward.probe import irregular, least_rows, probe_rows
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.hf import HFRunner
 from pearl.models.runner import Feed, ModelRunner, feed_chain
-from pearl.transport.torch_dist import RankGroup
 from tests.pairwise import pairwise
 from tests.planted import BUGS, LAW
 from tests.test_forward_runner import KINDS, replayed
@@ -198,21 +195,6 @@ def test_rounding_refuses_widths_that_its_kernel_cannot_take(rounding: Rounding)
     layer = torch.nn.Linear(36, 300, bias=False)
     with pytest.raises(ModelError, match=r"multiple of 32; one of this model takes 36"):
         matrix(layer, dtype=torch.float32, rounding=rounding)
-
-
-def test_sums_over_ranks_do_not_depend_on_the_number_of_rows(tmp_path: Path) -> None:
-    """An all-reduce of three or more ranks adds each part of the tensor in another order."""
-
-    def sum_rows(rank: int) -> bool:
-        group = RankGroup(tmp_path / "store", rank, 3, CPU, 60.0)
-        rows = irregular(3 * 12, 33, torch.float32).view(3, 12, 33)[rank]
-        together = group.sum(rows.clone())
-        apart = torch.cat([group.sum(rows[i : i + 1].clone()) for i in range(12)])
-        group.close()
-        return torch.equal(together, apart)
-
-    with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(sum_rows, range(3))) == [True] * 3
 
 
 # ---- whole pairs ----

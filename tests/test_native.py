@@ -185,7 +185,7 @@ def test_attention(heads: Heads, window: int, cap: float, sinks: int, monkeypatc
     other = slots()
     with monkeypatch.context() as plain:
         plain.setattr(native, "library", lambda: None)
-        spans = SpanAttention(lay_out(feeds, other.lengths), other, scoring, False)
+        spans = SpanAttention(lay_out(feeds, other.lengths), other, scoring)
         torch.testing.assert_close(found, spans.attend(0, *parts), rtol=1e-4, atol=1e-5)
     assert torch.equal(held.keys[0], other.keys[0]), "the chain is in its slot"
     layout = lay_out(feeds, [137, 60])

@@ -65,7 +65,7 @@ from pearl.engine import Engine
 endless = SamplingParams(temperature=0, max_tokens=500_000, ignore_eos=True)
 engine = Engine({arguments})
 target, draft = engine._launcher.target, engine._launcher.draft
-workers = [target, *target.followers, *([draft.worker] if draft else [])]
+workers = [target, *([draft.worker] if draft else [])]
 print(json.dumps([str(engine.directory), *[worker.pid for worker in workers]]), flush=True)
 del target, draft, workers
 sys.stdin.readline()

@@ -15,7 +15,6 @@ from pearl.errors import TraceError
 from pearl.protocol import messages
 from pearl.trace.reading import read
 from pearl.trace.recorder import Recorder
-from pearl.trace.replay import replay
 from pearl.trace.report import report
 from pearl.trace.tracer import Tracer
 from pearl.worker.recording import Recordings
@@ -46,7 +45,6 @@ def test_recordings_hold_what_was_asked_between_start_and_stop(toy: Engine, tmp_
             assert count == sum(s.run_histogram.get(str(length), 0) for s in statistics)
         assert found.recorder > 0
         assert ("consumer" in found.target.waits) == (len(methods) > 1)
-        assert replay(trace)
         assert trace.metadata["config"]["target"] == toy.config.target
         assert set(trace.metadata["versions"]) >= {"pearl", "torch", "python"}
         assert all(worker["ended"] for worker in trace.metadata["workers"])
@@ -65,14 +63,13 @@ def test_one_recording_at_a_time_into_what_can_be_written(toy: Engine, tmp_path:
         other.start_trace(tmp_path / "u.json")
     toy.generate([[1, 2, 3]], SHORT, method="pearl")
     toy.stop_trace()
-    assert replay(read(tmp_path / "t.json"))
 
 
 def recordings(directory: Path) -> tuple[Recordings, Tracer, list[Any]]:
     """With what it posts."""
     posted: list[Any] = []
     tracer = Tracer(None, lambda number: Recorder(directory / f"{number}.part", {"role": "target"}))
-    return Recordings(tracer, lambda message, peer: posted.append((message, peer)), lambda: None), tracer, posted
+    return Recordings(tracer, lambda message, peer: posted.append((message, peer))), tracer, posted
 
 
 def test_a_draft_that_never_answers_holds_up_no_recording(tmp_path: Path) -> None:

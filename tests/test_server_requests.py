@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import httpx
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine.request import Chat
 from pearl.errors import ConfigError
-from pearl.server import limits
+from pearl.server import limits, ollama, responses
 from pearl.server.errors import ApiError
 from pearl.server.requests import Setup, read_request
 from tests.served import BOUND, MODEL, SETUP, Served, body, message, serving, text_of
@@ -39,12 +40,16 @@ def served() -> Iterator[Served]:
 STRICT = replace(SETUP, is_strict=True)
 
 
-def refusal(asked: dict[str, Any], is_chat: bool = False, given: Setup = STRICT) -> ApiError | None:
+def refusal_of(read: Callable[[], object]) -> ApiError | None:
     try:
-        read_request(asked, is_chat, given)
+        read()
     except ApiError as error:
         return error
     return None
+
+
+def refusal(asked: dict[str, Any], is_chat: bool = False, given: Setup = STRICT) -> ApiError | None:
+    return refusal_of(lambda: read_request(asked, is_chat, given))
 
 
 # ---- fields ----
@@ -174,25 +179,45 @@ def test_a_schema_that_only_a_parser_finds_empty_is_the_clients_fault(served: Se
         assert (response.status_code, response.json()["error"]["code"]) == (400, code), response.text
 
 
+NAMES = ["role", "content", "type", "text", "name", "function", "format", "include_usage", "x"]
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["user", "\ud800"]),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "include_usage", "x"]), inner, max_size=3)
-    ),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(["user", "assistant", "function", "json", "\ud800"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=3),
     max_leaves=6,
 )
+ITEMS = st.lists(
+    st.dictionaries(st.sampled_from([*NAMES, "output", "arguments", "tool_calls", "images"]), JSON)
+    | st.fixed_dictionaries({"type": st.sampled_from(["reasoning", "function_call", "function_call_output"])})
+    | JSON,
+    max_size=4,
+)
 FIELDS = [*body(), *body("chat/completions"), *REFUSED, "top_logprobs", "tools", "tool_choice", "user", "nonsense"]
-FIELDS += ["continue_final_message", "chat_template_kwargs", "reasoning_effort", "metadata"]
+FIELDS += ["continue_final_message", "chat_template_kwargs", "reasoning_effort", "metadata", "previous_response_id"]
+FIELDS += ["input", "text", "reasoning", "options", "format", "think", "system", "stream"]
+READERS: dict[str, Callable[[Any], object]] = {
+    "completions": lambda asked: read_request(asked, False, STRICT),
+    "chat/completions": lambda asked: read_request(asked, True, STRICT),
+    "responses": lambda asked: responses.Responses(SETUP).read(asked),
+    "chat": partial(ollama.read, "chat", SETUP),
+    "generate": partial(ollama.read, "generate", SETUP),
+}
 
 
-@hypothesis.given(st.booleans(), st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4))
-def test_any_body_is_accepted_or_refused(is_chat: bool, fields: dict[str, Any]) -> None:
-    """With an error that names a field of it and can be sent; nothing else is raised."""
-    error = refusal(body("chat/completions" if is_chat else "completions") | fields, is_chat)
+@pytest.mark.parametrize("kind", READERS)
+@hypothesis.given(fields=st.dictionaries(st.sampled_from(FIELDS), JSON | ITEMS, max_size=4))
+def test_any_body_is_accepted_or_refused(kind: str, fields: dict[str, Any]) -> None:
+    """With an error that can be sent, and that names a field of OpenAI's; nothing else is raised."""
+    asked = body(kind) if "completions" in kind else {"model": MODEL, "input": "Hi"}
+    asked |= {"model": MODEL, "prompt": "Hi", "messages": [message("Hi")]} if kind in ("chat", "generate") else {}
+    error = refusal_of(lambda: READERS[kind](asked | fields))
     if error is not None:
         assert error.status in (400, 404)
-        assert error.param is not None
+        assert error.param is not None or "completions" not in kind
         assert json.dumps(error.body).encode("ascii")
 
 

@@ -8,10 +8,8 @@ from contextlib import suppress
 from typing import Any
 
 import httpx
-import hypothesis
 import openai
 import pytest
-from hypothesis import strategies as st
 
 from pearl.config import SamplingParams
 from pearl.engine.request import Chat
@@ -386,39 +384,3 @@ def test_values_may_be_nested_deep(depth: int) -> None:
     ):
         with suppress(ApiError):
             read(body)
-
-
-VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-2, 3)
-    | st.sampled_from(["user", "assistant", "function", "json", "\ud800"]),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "name", "function", "format"]), inner)
-    ),
-    max_leaves=6,
-)
-ITEMS = st.lists(
-    st.dictionaries(st.sampled_from(["type", "role", "content", "output", "arguments", "tool_calls", "images"]), VALUES)
-    | st.fixed_dictionaries({"type": st.sampled_from(["reasoning", "function_call", "function_call_output"])})
-    | VALUES,
-    max_size=4,
-)
-FIELDS = ["input", "messages", "tools", "tool_choice", "text", "reasoning", "options", "format", "think", "system"]
-
-
-@hypothesis.given(
-    st.sampled_from(["responses", "chat", "generate"]),
-    st.dictionaries(st.sampled_from([*FIELDS, "prompt", "stream", "metadata", "previous_response_id"]), VALUES | ITEMS),
-)
-def test_any_body_is_accepted_or_refused(kind: str, fields: dict[str, Any]) -> None:
-    """With an error that can be sent; nothing else is raised."""
-    asked = {"model": MODEL, "input": "Hi", "prompt": "Hi", "messages": [message("Hi")]} if kind != "responses" else {}
-    asked |= {"model": MODEL} | ({"input": "Hi"} if kind == "responses" else {}) | fields
-    error: ApiError | None = None
-    try:
-        responses.Responses(SETUP).read(asked) if kind == "responses" else ollama.read(kind, SETUP, asked)
-    except ApiError as raised:
-        error = raised
-    assert error is None or (error.status in (400, 404) and json.dumps(error.body).encode("ascii"))

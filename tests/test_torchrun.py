@@ -14,22 +14,18 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import torchrun
 from pearl.errors import ConfigError, StartError
 from pearl.lab.bench.runner import simulated
-from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import ToyTokenizer
-from pearl.models.runner import feed_chain
 from pearl.transport.address import private_directory
 from pearl.transport.keys import write_keys
 from pearl.transport.zeromq import new_keys
 from tests.conftest import eventually, greedy_text, started_in
 from tests.screen import home as temporary
 from tests.test_processes import gone
-from tests.tiny import tiny_model
 
 __all__ = ["temporary"]  # a fixture
 
@@ -131,42 +127,7 @@ def test_the_number_of_ranks_is_checked(monkeypatch: pytest.MonkeyPatch) -> None
         with pytest.raises(ConfigError, match=message):
             torchrun.check_world(EngineConfig(**settings))  # type: ignore[arg-type]
     monkeypatch.setenv("WORLD_SIZE", "2")
-    torchrun.check_world(EngineConfig(target_tp=2))
-
-
-# ---- a target of two ranks ----
-
-SHARED = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "pearl", "generate", "--target-tp", "2"]
-SHARED_DRAFT = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "pearl", "generate", "--draft-tp", "2"]
-RANKS = [pytest.param(SHARED, id="target"), pytest.param(SHARED_DRAFT, id="draft", marks=pytest.mark.long)]
-
-
-@pytest.fixture(scope="module")
-def tiny_pair() -> tuple[str, str]:
-    return str(tiny_model()), str(tiny_model(noise=0.3))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", RANKS)
-def test_two_ranks_of_a_model_write_what_one_would(
-    temporary: dict[str, str], tiny_pair: tuple[str, str], command: list[str]
-) -> None:
-    arguments = ["--target", tiny_pair[0], "--draft", tiny_pair[1], "--max-context", "128", "--raw", "--ignore-eos"]
-    asked = ["--method", "pearl", "--temperature", "0", "--max-tokens", "40", "--json", *PLAIN, "the inn"]
-    run = launch([*command, *arguments, *asked], temporary)
-    out, said = run.communicate(timeout=BOUND)
-    assert run.returncode == 0, said
-    document = json.loads(out)
-    assert document["tokens"] == greedy_alone(tiny_pair[0], document["prompt_tokens"], 40)
-    assert document["statistics"]["num_accepted_draft_tokens"] > 0
-    assert "Traceback" not in said
-
-
-def greedy_alone(path: str, prompt: list[int], tokens: int) -> list[int]:
-    runner, text = load_runner(path, device=torch.device("cpu"), max_context=128), list(prompt)
-    for _ in range(tokens):
-        text.append(int(feed_chain(runner, text[runner.length() :], 1).argmax()))
-    return text[len(prompt) :]
+    torchrun.check_world(EngineConfig())
 
 
 # ---- two hosts ----

@@ -77,11 +77,7 @@ def test_compare(run: tuple[Outcome, Path], sd: Path) -> None:
     assert set(json.loads(invoked("compare", "--json", str(sd), str(run[1])))) == {str(sd), str(run[1])}
 
 
-# ---- replay, merge ----
-
-
-def test_replay(run: tuple[Outcome, Path]) -> None:
-    assert "all the same" in invoked("replay", str(run[1]))
+# ---- merge ----
 
 
 def test_merge_of_what_a_killed_run_has_left(tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
-"""Runs in virtual time, t_draft 1 s, with their traces; and altered traces."""
+"""Runs in virtual time, t_draft 1 s, with their traces."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +98,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Path]:
     path = tmp_path_factory.mktemp("run") / "run.json"
     outcome, _ = recorded(path, RequestOptions("pearl"), alpha=0.8, tokens=400)
     return outcome, path
-
-
-def altered(path: Path, to: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    document = json.loads(path.read_text())
-    change(document)
-    to.write_text(json.dumps(document))
-    return to
 
 
 def check_sound(path: Path) -> None:

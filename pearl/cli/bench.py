@@ -69,7 +69,7 @@ def _prompt_options(limit: int) -> Callable[[_Command], _Command]:
 def bench(ctx: click.Context, settings: Settings, to: Path | None, **options: Any) -> None:
     """Compare all methods on the same prompts.
 
-    Methods take turns, unless --apart. ar runs on the target's device, and again on all devices that PEARL uses. sd
+    Methods take turns, unless --apart. ar runs on the target's device, and again on all cores that PEARL uses. sd
     runs with its fastest gamma. transformers' generate, with and without an assistant model, is an outside
     baseline. Decoding is greedy unless --temperature is given; only committed tokens up to EOS count.
     """
@@ -130,8 +130,8 @@ def _plan(
     known = rows_for(config, not no_baselines and not is_toy(config.target), settings.decoding.rule)
     wanted = {*rows, AR} if rows else {row.name for row in known}
     target, draft = devices_of(config)
-    if target == target | draft:
-        wanted -= {AR_ON_ALL, NGRAM_ON_ALL}  # ar and ngram already run on all devices
+    if target.gpus or draft.gpus or target == target | draft:
+        wanted -= {AR_ON_ALL, NGRAM_ON_ALL}  # see `rows_for`
     if unknown := wanted - {row.name for row in known}:
         raise ConfigError(f"no row {sorted(unknown)[0]!r}; there are {'; '.join(row.name for row in known)}")
     return Plan(

@@ -18,7 +18,6 @@ from pearl.trace.figures import REQUEST_COLUMNS, request_row, side_by_side
 from pearl.trace.gantt import chart, same_time
 from pearl.trace.gantt import png as draw
 from pearl.trace.reading import read, read_document
-from pearl.trace.replay import replay as run_again
 from pearl.trace.report import Report
 from pearl.trace.report import report as make_report
 
@@ -29,7 +28,7 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON obj
 @listed("See and check", "pearl trace compare sd.json pearl.json --png both.png")
 @click.group()
 def trace() -> None:
-    """Report, compare, draw or replay the recordings of --trace FILE.
+    """Report, compare or draw the recordings of --trace FILE.
 
     The file is a Chrome trace: ui.perfetto.dev opens it too.
     """
@@ -85,17 +84,6 @@ def show(file: Path, png: Path, start: float | None, seconds: float | None) -> N
         shown = chart(read(file), start, seconds)
         draw([shown], png)
     say(f"{png}: {shown.start:.3f} s to {shown.end:.3f} s of {file}")
-
-
-@trace.command()
-@_FILE
-def replay(file: Path) -> None:
-    """Check that fresh state machines decide as recorded.
-
-    Feed the recorded events into them and compare their commands with the recorded ones.
-    """
-    with damaged(file, TraceError):
-        click.echo(f"{run_again(read(file))} decisions, all the same")
 
 
 @trace.command()

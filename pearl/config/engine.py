@@ -38,9 +38,7 @@ class EngineConfig(Section):
     target_device: str = Field(
         default="auto", description="cuda:0, cuda:0-1 (spread over GPUs), cpu:0 or cpu:0-3 (pinned)."
     )
-    draft_device: str = Field(
-        default="auto", description="Likewise; a draft is shared by several GPUs (draft_tp), not spread."
-    )
+    draft_device: str = Field(default="auto", description="Likewise, but of GPUs one: a draft is not spread.")
     target_dtype: DType = Field(
         default="auto",
         description="Weights of the target; auto: the checkpoint's, in its own bits if it is quantised; on a CPU "
@@ -50,14 +48,6 @@ class EngineConfig(Section):
         default="auto",
         description="Of the draft. int8 and int4: slightly lower acceptance. auto is int4 on a CPU for a draft "
         "of 100M weights or more.",
-    )
-    target_tp: int = Field(
-        default=1,
-        ge=1,
-        description="Tensor parallelism: ranks that share the target, each on its part of target_device.",
-    )
-    draft_tp: int = Field(
-        default=1, ge=1, validate_default=True, description="Likewise, ranks that share the draft and draft_device."
     )
     target_device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] = Field(
         default="auto", description="How a target on several GPUs is spread over them."
@@ -136,22 +126,10 @@ class EngineConfig(Section):
 
     @field_validator("target_device", "draft_device")
     @classmethod
-    def _device(cls, value: str) -> str:
-        Device.parse(value)
-        return value
-
-    @field_validator("target_tp", "draft_tp")
-    @classmethod
-    def _equal_parts(cls, value: int, known: ValidationInfo) -> int:
-        of = str(known.field_name).replace("_tp", "_device")
-        name = known.data.get(of, "auto")  # a bad device has its own error
-        device = Device.parse(name)
-        if value == 1 < len(device.gpus) and of == "draft_device":
-            raise ValueError(f"{of} {name}: a draft is not spread; name one GPU, or share it with draft_tp")
-        if value > 1 and (len(device.gpus) not in (0, value) or len(device.cores or ()) % value):
-            raise ValueError(
-                f"{of} {name} cannot be shared: name as many GPUs as there are ranks, or as many cores each"
-            )
+    def _device(cls, value: str, known: ValidationInfo) -> str:
+        device = Device.parse(value)
+        if known.field_name == "draft_device" and len(device.gpus) > 1:
+            raise ValueError(f"{value}: a draft is not spread; name one GPU")
         return value
 
     @field_validator("control")
@@ -245,7 +223,7 @@ class ModelConfig:
 
     Attributes:
         spec: names the model, as `EngineConfig.target` does.
-        device: of all its ranks; `part`: of one.
+        device: as users name it; `place`: what that means.
         device_map: how it is spread over several GPUs; None for a draft, which is not spread.
     """
 
@@ -253,7 +231,6 @@ class ModelConfig:
     spec: str
     device: str
     dtype: DType
-    tp: int
     pace: float | None
     device_map: str | None
     forwards: str
@@ -262,9 +239,9 @@ class ModelConfig:
     slots: int
     trust_remote_code: bool
 
-    def part(self, rank: int = 0) -> Device:
-        """The device of one rank's worker."""
-        return Device.parse(self.device).part(rank, self.tp)
+    @property
+    def place(self) -> Device:
+        return Device.parse(self.device)
 
 
 def _on_one_host(known: ValidationInfo) -> bool:

@@ -13,7 +13,7 @@ from pearl.cache import Progress
 from pearl.config import EngineConfig
 from pearl.engine.card import write_card
 from pearl.engine.preflight import check
-from pearl.engine.processes import END_SECONDS, DraftKeeper, Ranks
+from pearl.engine.processes import END_SECONDS, DraftKeeper, Worker
 from pearl.engine.recording import logged_not_raised
 from pearl.errors import PearlError, StartError, TraceError, TransportError
 from pearl.trace.chrome import merge
@@ -96,7 +96,7 @@ class LocalLauncher(Launcher):
     def __init__(self, config: EngineConfig, draft_elsewhere: bool = False) -> None:
         super().__init__(config, private_directory())
         self._began = time.time()
-        self.target: Ranks | None = None
+        self.target: Worker | None = None
         self.draft: DraftKeeper | None = None
         self._draft_elsewhere = draft_elsewhere
         self._ending = threading.RLock()
@@ -119,7 +119,7 @@ class LocalLauncher(Launcher):
         keys = ensured_keys(config.control, config.keys, directory)
         check_bind(address, keys is not None)
         settings = WorkerSettings(role="target", config=config, address=address, directory=directory)
-        self.target = Ranks(settings, progress)
+        self.target = Worker(settings, progress)
         is_known = not address.endswith("*")  # else the target chooses a free port
         if is_known:
             self._launch_draft(address, progress)  # at once: both import torch meanwhile
@@ -150,7 +150,7 @@ class LocalLauncher(Launcher):
     def _check_others(self) -> None:
         """Raises why a draft that is elsewhere will not come."""
 
-    def _start_failure(self, target: Ranks, draft: Ranks) -> PearlError:
+    def _start_failure(self, target: Worker, draft: Worker) -> PearlError:
         """The draft's error, or the target's: a draft also ends because the target that it connects to failed."""
         draft.wait_for("gone", time.monotonic() + _EXIT_SECONDS)
         error = draft.exit_error()
@@ -159,7 +159,7 @@ class LocalLauncher(Launcher):
                 return self._final_error(target)
         return error
 
-    def _final_error(self, target: Ranks) -> PearlError:
+    def _final_error(self, target: Worker) -> PearlError:
         """Why the target is gone. Raises `StartError` if it is not."""
         target.wait_for("gone", time.monotonic() + _EXIT_SECONDS)
         return target.exit_error()

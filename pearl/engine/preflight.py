@@ -28,7 +28,7 @@ def check(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress
     classifier_of(config)
     for role in roles:
         _check_model(config.model(role), progress)
-    if config.tensors == "nccl" and any(config.model(role).part().kind == "cpu" or not _has_gpu() for role in roles):
+    if config.tensors == "nccl" and any(config.model(role).place.kind == "cpu" or not _has_gpu() for role in roles):
         raise ModelError("tensors nccl is for two GPUs: use auto, frames or gloo")
     trust = config.trust_remote_code
     if config.has_draft and (is_toy(config.target) or is_toy(config.draft)):
@@ -46,11 +46,9 @@ def check(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress
 
 
 def _check_model(model: ModelConfig, progress: Progress) -> None:
-    if model.part().kind == "cuda" and not _has_gpu():
+    if model.place.kind == "cuda" and not _has_gpu():
         raise ModelError(f"{model.role}: device {model.device} is not there: this machine shows no GPU")
     if is_toy(model.spec):
-        if model.tp > 1:
-            raise ModelError(f"ranks cannot share a toy model: it has no weights. Use {model.role}_tp 1.")
         if not is_replay(model.spec):
             toy_options(model.spec)
         return
@@ -65,10 +63,10 @@ def _has_gpu() -> bool:
 
 def _check_dtype(model: ModelConfig) -> None:
     """Only our own forward has rounded matrices, and logits that do not depend on the window."""
-    if model.dtype in ("int8", "int4") and (model.forwards == "transformers" or model.tp > 1):
+    if model.dtype in ("int8", "int4") and model.forwards == "transformers":
         raise ModelError(
-            f"{model.role}_dtype {model.dtype} is for one worker, and for models of our own forward with --forwards "
-            "auto or eager. Choose another dtype."
+            f"{model.role}_dtype {model.dtype} is for models of our own forward with --forwards auto or eager. Choose "
+            "another dtype."
         )
     if model.exact and model.forwards == "transformers":
         raise ModelError(

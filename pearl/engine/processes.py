@@ -1,6 +1,6 @@
 """Launching worker processes and watching them. Knows a worker's status lines, nothing of decoding.
 
-Used by the engine for both workers and, under torchrun, by each rank for its own.
+Used by the engine for both workers and, under torchrun, by each process for its own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 COMMAND = [sys.executable, "-m", "pearl.worker"]
 END_SECONDS = 8.0  # for a worker to end by itself; then it is killed
 _LOOK_SECONDS = 0.2  # between two checks of a draft
-_EXIT_SECONDS = 5.0  # for the last status lines of ranks that exit
 _MOST_BACK_OFF_SECONDS = 30.0  # before a restart: a draft that dies at once must not become a busy loop
 _SOUND_SECONDS = 600.0  # after a run this long, earlier restarts no longer count
 
@@ -53,7 +52,7 @@ class Worker:
     """One worker process. A thread reads its status lines; `wait_for` waits for them."""
 
     def __init__(self, settings: WorkerSettings, progress: Progress | None = None) -> None:
-        self.role = settings.name
+        self.role = settings.role
         self.address = ""  # the target's, once it is bound
         self.place: dict[str, str] = {}  # its device and dtype, once it is ready
         self.silence = Silence(_LOOK_SECONDS * 5)
@@ -67,7 +66,7 @@ class Worker:
             COMMAND,
             stdin=PIPE,
             stdout=PIPE,
-            env=_environment(settings.model.part(settings.rank)) | {DIRECTORY: str(settings.directory)},
+            env=_environment(settings.model.place) | {DIRECTORY: str(settings.directory)},
             start_new_session=True,  # Ctrl-C is for the front; a worker ends when its stdin closes
         )
         _workers.add(self)
@@ -182,62 +181,6 @@ class Worker:
             self._process.stdout.close()
 
 
-class Ranks(Worker):
-    """A model's worker and, if several ranks share the model, the other ranks' workers: all end with any of them."""
-
-    def __init__(self, settings: WorkerSettings, progress: Progress | None = None) -> None:
-        super().__init__(settings, progress)
-        self.followers: list[Worker] = []
-        try:
-            for rank in range(1, settings.model.tp):
-                self.followers.append(Worker(settings.model_copy(update={"rank": rank})))
-        except BaseException:
-            self.kill()  # first: a worker that ends by itself removes the directory, which may be in use
-            self.end()
-            raise
-
-    @property
-    def alive(self) -> bool:
-        return super().alive and all(worker.alive for worker in self.followers)
-
-    def wait_for(self, state: str, deadline: float) -> None:
-        """As a worker's. Once another rank is gone, no other state will be reached."""
-        if all(worker.alive for worker in self.followers) or self.reached(state):
-            super().wait_for(state, deadline)
-        elif state != "gone":
-            raise self.exit_error()
-
-    def exit_error(self) -> errors.PearlError:
-        """The error of the rank that went first; the other ranks only report that they lost it (`TransportError`)."""
-        found = [] if super().alive else [super().exit_error()]
-        has_lost_another = bool(found) and isinstance(found[0], errors.TransportError)
-        deadline = time.monotonic() + _EXIT_SECONDS
-        for worker in self.followers:
-            if has_lost_another or not worker.alive:
-                with contextlib.suppress(errors.PearlError):
-                    worker.wait_for("gone", deadline)
-                if not worker.alive:
-                    found.append(worker.exit_error())
-        found = found or [super().exit_error()]
-        return next((error for error in found if not isinstance(error, errors.TransportError)), found[0])
-
-    def kill(self) -> None:
-        super().kill()
-        for worker in self.followers:
-            worker.kill()
-
-    def close(self) -> None:
-        super().close()
-        for worker in self.followers:
-            worker.close()
-
-    def end(self, seconds: float = END_SECONDS) -> None:
-        deadline = time.monotonic() + seconds
-        super().end(seconds)
-        for worker in self.followers:
-            worker.end(max(0.0, deadline - time.monotonic()))
-
-
 class DraftKeeper:
     """Restarts a draft worker that dies or falls silent, with back-off, at most `config.draft_restarts` times in a row.
 
@@ -249,13 +192,11 @@ class DraftKeeper:
         self._settings = WorkerSettings(role="draft", config=config, address=address, directory=directory)
         self._closing = threading.Event()
         self._in_a_row = self.restarts = 0  # restarts since a sound run, and ever
-        self._starts = count()
         self.worker = self._launch(progress=progress)
         self._thread = threading.Thread(target=self._watch, daemon=True, name="draft-keeper")
 
-    def _launch(self, tensors: str | None = None, progress: Progress | None = None) -> Ranks:
-        settings = self._settings.model_copy(update={"tensors": tensors, "start": next(self._starts)})
-        return Ranks(settings, progress)
+    def _launch(self, tensors: str | None = None, progress: Progress | None = None) -> Worker:
+        return Worker(self._settings.model_copy(update={"tensors": tensors}), progress)
 
     def keep(self) -> None:
         """Starts watching; until then a failed draft stays down, so that its error can be reported."""

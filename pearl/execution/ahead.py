@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from pearl.drafting.proposer import Launched
-from pearl.errors import DraftLost, TransportError
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import Event
 from pearl.protocol.events import Draft, Drafted, Rollback
@@ -108,9 +107,7 @@ class Ahead:
         guess: Draft | None = None  # a forward started before it was requested; `outcome` is its result
         outcome: Event | list[Drafted] | _Launched | BaseException | None = None
         while (command := self._commands.get()) is not None:
-            # A guess that failed is discarded with its error, unless a rank is lost.
-            lasting = BaseException if guess is None else (DraftLost, TransportError)
-            failed = isinstance(outcome, lasting)
+            failed = guess is None and isinstance(outcome, BaseException)  # a guess's error is discarded with it
             if not failed and (guess is None or not _same(command, guess)):
                 outcome = self._attempt(command, guess)
             guess = None

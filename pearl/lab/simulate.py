@@ -43,7 +43,6 @@ from pearl.protocol.events import (
     Sample,
     Sampled,
     Send,
-    Spread,
     Wait,
 )
 from pearl.protocol.messages import Committed, Provenance, Submit
@@ -63,7 +62,6 @@ class Timing:
         delay: a message, one way.
         jitter: standard deviation of a forward's time, as a share of it.
         seed: of the jitter.
-        t_spread: `t_target` while the target also uses the draft's cores; None: the same.
     """
 
     t_draft: float
@@ -71,7 +69,6 @@ class Timing:
     delay: float = 0.0
     jitter: float = 0.0
     seed: int = 0
-    t_spread: Callable[[int], float] | None = None
 
 
 @dataclass
@@ -233,7 +230,6 @@ class Simulation:
         self._queue: list[tuple[float, int, bool, int, object]] = []  # time, actor, own forward, order
         self._order = count()
         self._now = 0.0
-        self._spread(self._coordinator.speeds.is_spread)  # as the request before has left it
         self._done = False
         self._waiting: list[tuple[Cause, float] | None] = [None, None]  # by actor: cause, since
         self.outcome = Outcome()
@@ -299,22 +295,15 @@ class Simulation:
         event = self._executors[actor].execute(command)
         seconds = self._seconds(command)
         if isinstance(event, Forwarded):
-            self.outcome.watch.busy += seconds
             event = Forwarded(seconds, self._now + seconds, request=event.request)
         elif isinstance(event, Drafted):
             event = replace(event, seconds=seconds, draw=0.0)
         return event, seconds
 
-    def _spread(self, everywhere: bool) -> None:
-        self._t_target = (everywhere and self._timing.t_spread) or self._timing.t_target
-
     def _seconds(self, command: object) -> float:
         match command:
             case Forward(tokens=tokens):
-                seconds = self._t_target(len(tokens))
-            case Spread(everywhere):
-                self._spread(everywhere)
-                return 0.0
+                seconds = self._timing.t_target(len(tokens))
             case Draft():
                 seconds = self._timing.t_draft
             case _:

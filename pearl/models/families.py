@@ -1,6 +1,6 @@
 """The model families, one record each: what our own forward pass computes, and which GGUF files are read. No torch.
 
-`runner`, `direct`, `shard` and `memory` read a family's `Forward`; `gguf` reads its `Gguf`.  To add a family whose
+`runner`, `direct` and `memory` read a family's `Forward`; `gguf` reads its `Gguf`.  To add a family whose
 layers have the shape of `MATRICES`, add its record.
 """
 

@@ -89,16 +89,12 @@ def is_path(parents: Sequence[int], path: Sequence[int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Rows of a forward that continue a slot as one chain: `size` rows from `row` on, at positions from `start` on.
-
-    `tree`: of which of the layout's trees it is a part; -1: of none.
-    """
+    """Rows of a forward that continue a slot as one chain: `size` rows from `row` on, at positions from `start` on."""
 
     slot: int
     start: int
     row: int
     size: int
-    tree: int = -1
 
     @property
     def at(self) -> slice:
@@ -142,7 +138,7 @@ def lay_out(feeds: Sequence[Feed], lengths: Sequence[int], least: int = 1) -> La
         else:
             depth, row = depths(feed.parents), count
             for chain in branches(feed.parents):
-                layout.spans.append(Span(feed.slot, start + depth[chain[0]], row, len(chain), len(layout.trees)))
+                layout.spans.append(Span(feed.slot, start + depth[chain[0]], row, len(chain)))
                 order[row - count : row - count + len(chain)] = chain
                 row += len(chain)
         row_of = {node: count + row for row, node in enumerate(order)}

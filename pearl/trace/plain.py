@@ -1,6 +1,6 @@
-"""Events, commands and messages as lists and dicts, for a file, and back. Distributions are left out.
+"""Events, commands and messages as lists and dicts, for a file. Distributions are left out.
 
-Encoding is written by hand, as microseconds count in a worker's loop; decoding uses msgspec.
+Written by hand, as microseconds count in a worker's loop.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 
 from pearl.decoding.distribution import AnnouncedRow, PackedRow
-from pearl.errors import TraceError
-from pearl.protocol import events, messages, options, request, speeds
+from pearl.protocol import events
 
 _SIMPLE = {int, float, str, bool, type(None)}
 
@@ -59,35 +57,3 @@ def _fields(kind: type) -> tuple[str, ...]:
         return kind.__struct_fields__
     assert is_dataclass(kind), kind
     return tuple(field.name for field in fields(kind))
-
-
-def from_plain(value: Any) -> Any:
-    """The inverse of `plain`, without distributions. Raises `TraceError` for an unknown type or other fields."""
-    try:
-        return msgspec.convert(_convertible(value), _KINDS[value["type"]], strict=False)
-    except (KeyError, TypeError, ValueError) as error:
-        raise TraceError(f"the trace holds an event unknown to this version: {value!r:.200} ({error})") from None
-
-
-def _convertible(value: Any) -> Any:
-    """The form that msgspec expects: a message is an array."""
-    if isinstance(value, list):
-        return [_convertible(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    given = {name: _convertible(item) for name, item in value.items() if name != "type"}
-    kind = _KINDS.get(value.get("type", ""))
-    if kind is None or not issubclass(kind, Struct):
-        return given
-    if unknown := given.keys() ^ set(kind.__struct_fields__):
-        raise ValueError(f"{kind.__name__} has other fields: {', '.join(sorted(unknown))}")
-    tag = kind.__struct_config__.tag
-    return [*([] if tag is None else [tag]), *(given[name] for name in kind.__struct_fields__)]
-
-
-_KINDS: dict[str, type] = {
-    name: kind
-    for module in (events, messages, options, request, speeds)
-    for name, kind in vars(module).items()
-    if isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, Struct))
-}

@@ -56,7 +56,6 @@ class Tracer:
         self._since = 0  # when the recording began
         self._beside = 0  # when the thread beside the loop last finished
         self._opened: dict[int, tuple[int, dict[str, Any]]] = {}  # running request -> since when, its arguments
-        self._first = True
 
     def start(self, number: int) -> None:
         """Begin recording `number`, between two requests and with a new state machine.
@@ -66,7 +65,7 @@ class Tracer:
         if self.recorder is not None or self._open_part is None:
             raise TraceError("this engine is recording a trace already")
         recorder = self._open_part(number)
-        self.cause, self._opened, self._first, self._since = CONSUMER, {}, True, recorder.clock()
+        self.cause, self._opened, self._since = CONSUMER, {}, recorder.clock()
         self.recorder, self.number = recorder, number
 
     def stop(self, number: int | None = None) -> None:
@@ -98,32 +97,29 @@ class Tracer:
     # ---- the state machine ----
 
     def deciding(self, machine: Coordinator | Drafter) -> Callable[[object], list[object]]:
-        """`machine.handle`, recorded with its event and commands: enough to replay the machine."""
+        """`machine.handle`, recorded with its event and commands."""
 
         def handle(event: object) -> list[object]:
             if self.recorder is None:
                 return machine.handle(event)
             start = self.clock()
-            before = plain(machine.speeds.profile) if self._first and isinstance(machine, Coordinator) else None
             try:
                 commands = machine.handle(event)
             except ProtocolError as error:
                 self.note("busy", "decide", start, event=event, error=type(error).__name__)
                 raise
-            self._decided(machine, event, commands, start, {"profile": before} if before is not None else {})
+            self._decided(machine, event, commands, start)
             return commands
 
         return handle
 
-    def _decided(
-        self, machine: Coordinator | Drafter, event: object, commands: list[object], start: int, more: dict[str, Any]
-    ) -> None:
+    def _decided(self, machine: Coordinator | Drafter, event: object, commands: list[object], start: int) -> None:
         assert self.recorder is not None
         end = self.clock()
         running = _running(machine)
         # of no request: the machine as a whole has the attributes of the request that was active last
         _, own = running.get(getattr(event, "request", None), (None, machine))
-        args = more | {
+        args: dict[str, Any] = {
             "event": event,
             # an ended request goes on counting stale messages: encode its counts now
             "commands": [plain(command) if type(command) is events.End else command for command in commands],
@@ -132,9 +128,6 @@ class Tracer:
         }
         if isinstance(machine, Coordinator):
             args |= {"window": machine.window, "acceptance": round(machine.speeds.acceptance, 4)}
-        if own.sequence.piece > 1:
-            args["piece"] = own.sequence.piece
-        self._first = False
         self.recorder.record(LOOP, "busy", "decide", start, end, args)
         self._follow_requests({number: begun for number, (begun, _) in running.items()}, start, end)
         causes = _TARGET_CAUSES if isinstance(machine, Coordinator) else _DRAFT_CAUSES

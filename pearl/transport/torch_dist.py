@@ -1,4 +1,4 @@
-"""Rows and sums over process groups, and torchrun's key-value store: the one file that imports torch.distributed.
+"""Rows over process groups, and torchrun's key-value store: the one file that imports torch.distributed.
 
 Knows rows and ranks, not their purpose. Groups are made directly from their backend; the process's default group, which
 belongs to its launcher, is not touched.
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Event, Thread
+from threading import Thread
 from typing import Any, Literal
 
 import torch
@@ -25,10 +25,6 @@ from pearl.transport.base import check_row
 _TAG = 0
 _NEVER = timedelta(days=1)  # a row may wait for its receiver as long as a request lasts
 _POLL = 0.0001  # seconds between two looks at a CUDA event
-_IDLE = timedelta(days=3650)  # a rank may wait for its leader's next order
-_WORDS = 63  # integers in the first message of `tell`; more take a second one
-_NAMING = 1.0  # seconds for `watch` to find which rank is gone
-_GATHERED_ROWS = 16  # most rows that `sum` adds up in a fixed order
 _STORE_POLL = 0.1  # seconds
 
 
@@ -115,28 +111,28 @@ def _meeting(store_path: Path, name: str) -> dist.Store:
     return dist.PrefixStore(name, dist.FileStore(str(store_path), -1))  # -1: keep the file for the next group
 
 
-def _gloo(store: dist.Store, rank: int, size: int, timeout: float) -> Any:
-    """A group over the loopback, for processes of one machine."""
+def _gloo(store: dist.Store, rank: int, timeout: float) -> Any:
+    """A group of two over the loopback, for processes of one machine."""
     backend: Any = dist.ProcessGroupGloo  # torch's own stubs lack its options
     options = backend._Options()
     options._devices = [backend.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=timeout)
-    return backend(store, rank, size, options)
+    return backend(store, rank, 2, options)
 
 
-def _nccl(store: dist.Store, rank: int, size: int, device: torch.device, timeout: float) -> Any:
-    """A group of GPUs of one machine, one a rank."""
+def _nccl(store: dist.Store, rank: int, device: torch.device, timeout: float) -> Any:
+    """A group of two GPUs of one machine."""
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # to meet; the data goes over links of its own
     # By default NCCL ends the process if an operation fails or its watchdog hangs, but the target must outlive its
-    # draft. Receives have a deadline of their own, and ranks watch each other over gloo.
+    # draft. Receives have a deadline of their own.
     for handling in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
         os.environ.setdefault(handling, "0")
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = _NEVER  # else NCCL's watchdog ends the process over a row that is never received
-    # NCCL's own rendezvous blocks without a deadline, so all ranks meet in the store first.
+    # NCCL's own rendezvous blocks without a deadline, so both ranks meet in the store first.
     store.set(f"rank{rank}", "here")
-    store.wait([f"rank{other}" for other in range(size)], timedelta(seconds=timeout))
-    group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+    store.wait(["rank0", "rank1"], timedelta(seconds=timeout))
+    group: Any = dist.ProcessGroupNCCL(store, rank, 2, options)
     group.eager_connect_single_device(device)
     return group
 
@@ -145,7 +141,7 @@ class _Gloo:
     """Through host memory, for two processes of one machine."""
 
     def __init__(self, store: dist.Store, rank: int, device: torch.device, timeout: float) -> None:
-        self._group = _gloo(store, rank, 2, timeout)
+        self._group = _gloo(store, rank, timeout)
         self.device, self._peer = torch.device("cpu"), 1 - rank
         self._error: RuntimeError | None = None
         # Gloo reads a row only when its receiver asks for it, and has no way to poll for that: a thread keeps each row
@@ -192,7 +188,7 @@ class _Nccl:
     def __init__(self, store: dist.Store, rank: int, device: torch.device, timeout: float) -> None:
         self.device, self._peer = device, 1 - rank
         self._stream = torch.cuda.Stream(device)
-        self._group = _nccl(store, rank, 2, device, timeout)
+        self._group = _nccl(store, rank, device, timeout)
 
     def send(self, row: torch.Tensor) -> None:
         row = row.to(self.device).contiguous()
@@ -220,116 +216,6 @@ class _Nccl:
 
 
 _BACKENDS: dict[str, type[_Gloo] | type[_Nccl]] = {"gloo": _Gloo, "nccl": _Nccl}
-
-
-class RankGroup:
-    """The ranks that share a model: their sums, and the orders of the first one, the leader.
-
-    Sums go over NCCL if the ranks have GPUs (unproven, as `_Nccl` is), else over gloo; orders go over gloo. Nothing
-    times out once the group is made, for an engine may be idle for days. A rank that ends breaks its connections, so
-    the others do not wait for it; its launcher deals with one that hangs.
-    """
-
-    def __init__(
-        self,
-        store_path: Path,
-        rank: int,
-        size: int,
-        device: torch.device,
-        timeout: float,
-        name: str = "target",
-        start: int = 0,
-    ) -> None:
-        """Waits for the other ranks; raises `TransportError` if one does not come within `timeout` seconds.
-
-        Args:
-            store_path: as of `ProcessGroupChannel`.
-            name: of the model.
-            start: different for each group of that name made over the same file.
-        """
-        self.rank, self.size, self._name = rank, size, name
-        self._lost, self._named, self._closing = "", Event(), False
-        try:
-            self._orders = _gloo(_meeting(store_path, f"{name}-{start}-orders"), rank, size, timeout)
-            self._orders._set_default_timeout(_IDLE)
-            self._sums = self._orders
-            if device.type == "cuda":
-                self._sums = _nccl(_meeting(store_path, f"{name}-{start}-sums"), rank, size, device, timeout)
-        except RuntimeError as error:
-            raise TransportError(f"the {size} ranks of the {name} have not found each other: {error}") from error
-
-    def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """The ranks' tensors added up; the same bits on every rank.
-
-        Few rows are gathered and added in the order of the ranks, so a row's sum does not depend on the number of rows:
-        an all-reduce adds each rank's part of the tensor in another order. Over NCCL many rows (a prompt's, always
-        `graphs.PREFILL`) are all-reduced, which sends less.
-        """
-        part = part.contiguous()
-        if len(part) > _GATHERED_ROWS and self._sums is not self._orders:
-            self._wait(lambda: self._sums.allreduce([part]))
-            return part
-        parts = part.new_empty(self.size, *part.shape)
-        self._wait(lambda: self._sums._allgather_base(parts.view(-1), part.view(-1)))
-        total = parts[0]
-        for other in parts[1:]:
-            total += other
-        return total
-
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """The ranks' tensors [rows, columns] side by side: [rows, size * columns]."""
-        parts = part.new_empty(self.size * len(part), part.shape[1])
-        self._wait(lambda: self._sums._allgather_base(parts, part.contiguous()))
-        return parts.view(self.size, *part.shape).transpose(0, 1).reshape(len(part), -1)
-
-    def tell(self, words: Sequence[int]) -> None:
-        """Send integers to all other ranks, which each must call `told`."""
-        head = torch.zeros(_WORDS + 1, dtype=torch.long)
-        head[0], first = len(words), words[:_WORDS]
-        head[1 : 1 + len(first)] = torch.tensor(first, dtype=torch.long)
-        self._broadcast(head)
-        if len(words) > _WORDS:
-            self._broadcast(torch.tensor(words[_WORDS:], dtype=torch.long))
-
-    def told(self) -> list[int]:
-        """The leader's next `tell`; waits without limit. Raises `TransportError` if the leader is gone."""
-        head = self._broadcast(torch.empty(_WORDS + 1, dtype=torch.long))
-        count = int(head[0])
-        words: list[int] = head[1 : 1 + count].tolist()
-        if count > _WORDS:
-            words += self._broadcast(torch.empty(count - _WORDS, dtype=torch.long)).tolist()
-        return words
-
-    def watch(self, lost: Callable[[str], None]) -> None:
-        """Call `lost` with an error text as soon as another rank is gone, even during a forward."""
-        for rank in range(self.size):
-            if rank != self.rank:
-                Thread(target=self._watch, args=(rank, lost), name=f"rank-{rank}", daemon=True).start()
-
-    def _watch(self, rank: int, lost: Callable[[str], None]) -> None:
-        try:
-            self._orders.recv([torch.empty(1)], rank, _TAG).wait(_IDLE)  # never sent: it ends when the rank is gone
-        except RuntimeError:
-            if not self._closing and not self._named.is_set():
-                self._lost = f"rank {rank} of the {self._name} is gone"
-                self._named.set()
-                lost(self._lost)
-
-    def close(self) -> None:
-        """Expect the other ranks to end from now on."""
-        self._closing = True
-
-    def _broadcast(self, words: torch.Tensor) -> torch.Tensor:
-        self._wait(lambda: self._orders.broadcast([words]))
-        return words
-
-    def _wait(self, begin: Callable[[], Any]) -> None:
-        try:
-            begin().wait()  # on a GPU the stream waits, not this thread
-        except RuntimeError as error:
-            self._named.wait(_NAMING)
-            lost = self._lost or f"the ranks of the {self._name} have lost each other: {error}"
-            raise TransportError(lost) from error
 
 
 class TorchrunStore:

@@ -21,7 +21,7 @@ from pearl.worker.startup import allow_expandable_segments
 def main() -> int:
     lifeline = Lifeline()
     settings = lifeline.settings
-    log_to_stderr(settings.config.log_level, settings.name)
+    log_to_stderr(settings.config.log_level, settings.role)
     lifeline.watch(settings.directory)
     allow_expandable_segments(os.environ)
     gc.disable()  # collecting amid the imports finds nothing, and is a tenth of their time
@@ -29,7 +29,7 @@ def main() -> int:
 
     gc.freeze()
     gc.enable()
-    run = build.run_follower if settings.rank else build.run_draft if settings.role == "draft" else build.run_target
+    run = build.run_draft if settings.role == "draft" else build.run_target
     try:
         run(settings, lifeline)
     except PearlError as error:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,13 +18,11 @@ from pearl.drafting.disco import classifier_of
 from pearl.drafting.habits import Habits
 from pearl.drafting.model import ModelProposer
 from pearl.drafting.stops import make_policy
-from pearl.errors import DraftLost, ModelError, TargetLost, TransportError
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.models.checkpoints.checkpoint import is_toy
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer, translation_of
-from pearl.models.forward.shard import ALONE
 from pearl.models.paced import PacedRunner
 from pearl.models.replay import load_scripted
 from pearl.models.runner import ModelRunner, dtype_of
@@ -47,18 +43,12 @@ from pearl.worker.lifeline import Lifeline
 from pearl.worker.placement import devices_of, occupy, pin, place, settled, shared_gpus, spreader
 from pearl.worker.profile import keeper
 from pearl.worker.profile import load as load_profile
-from pearl.worker.ranks import LeadingRunner, dismiss, follow
 from pearl.worker.rows import RowPacker
 from pearl.worker.settings import TargetSettings, WorkerSettings
 from pearl.worker.target import TargetWorker
 
-if TYPE_CHECKING:
-    from pearl.transport.torch_dist import RankGroup
-
 log = logging.getLogger(__name__)
 
-# What it means that the ranks of a model are out of step.
-_LOST: dict[str, type[TargetLost] | type[DraftLost]] = {"target": TargetLost, "draft": DraftLost}
 _FLUSH_SECONDS = 0.5  # for what is still queued when a worker ends
 
 
@@ -75,53 +65,41 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
         if warning := shared_gpus(config):
             log.warning("%s", warning)
         pin(config, model.role)  # from here on the draft's cores are none that we may use
-        with _leading(settings, device, lifeline) as group:
-            progress = lifeline.progress()
-            tokenizer = _tokenizer(model, progress)
-            digest = _expected_digest(config, tokenizer, progress) if config.has_draft else b""
-            runner = _loaded(tracer, model, device, progress, group)
-            worker = TargetWorker(
-                endpoint,
-                TargetExecutor(
-                    runner,
-                    partial(TextStream, tokenizer),
-                    _datastore(config, tokenizer, runner.vocab_size),
-                    spread,
-                    guides=_guides(model, runner.vocab_size),
-                    habits=Habits() if config.habits else None,
-                ),
-                TargetSettings(
-                    runner.vocab_size,
-                    runner.context,
-                    digest,
-                    config.draft_timeout,
-                    config.has_draft,
-                    config.slots,
-                    has_classifier=config.disco is not None,
-                ),
-                ready=partial(lifeline.tell, "ready", device=taken, dtype=dtype_of(runner)),
-                stopping=lifeline.closed.is_set,
-                tracer=tracer,
-                channel=partial(make_channel, runner.vocab_size) if make_channel else None,
-                profile=profile,
-                measured=keep,
-            )
-            with torch.inference_mode():
-                worker.run()
+        progress = lifeline.progress()
+        tokenizer = _tokenizer(model, progress)
+        digest = _expected_digest(config, tokenizer, progress) if config.has_draft else b""
+        runner = _loaded(tracer, model, device, progress)
+        worker = TargetWorker(
+            endpoint,
+            TargetExecutor(
+                runner,
+                partial(TextStream, tokenizer),
+                _datastore(config, tokenizer, runner.vocab_size),
+                spread,
+                guides=_guides(model, runner.vocab_size),
+                habits=Habits() if config.habits else None,
+            ),
+            TargetSettings(
+                runner.vocab_size,
+                runner.context,
+                digest,
+                config.draft_timeout,
+                config.has_draft,
+                config.slots,
+                has_classifier=config.disco is not None,
+            ),
+            ready=partial(lifeline.tell, "ready", device=taken, dtype=dtype_of(runner)),
+            stopping=lifeline.closed.is_set,
+            tracer=tracer,
+            channel=partial(make_channel, runner.vocab_size) if make_channel else None,
+            profile=profile,
+            measured=keep,
+        )
+        with torch.inference_mode():
+            worker.run()
     finally:
         endpoint.close(flush=_FLUSH_SECONDS)
         tracer.stop()
-
-
-def run_follower(settings: WorkerSettings, lifeline: Lifeline) -> None:
-    """Another rank of a model, from loading to its end. Raises `PearlError`s for what went wrong."""
-    device = place(settings.config, settings.role, settings.rank)
-    pin(settings.config, settings.role, settings.rank)
-    group = _group(settings, device)
-    assert group is not None
-    runner = make_runner(settings.model, device, silent, group)
-    with torch.inference_mode():
-        follow(runner, group)
 
 
 def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
@@ -134,43 +112,42 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
         taken = devices_of(config, model.role)
         cores = settled(config, model.role).cores
         pin(config, model.role)
-        with _leading(settings, device, lifeline) as group:
-            progress = lifeline.progress()
-            translation, tokenizer, spoken = _spoken(config, progress)  # first: it may refuse the pair
-            runner = _loaded(tracer, model, device, progress, group)
-            if translation is not None:
-                runner = TranslatedRunner(runner, translation, tokenizer.vocab_size)
-            digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)
-            store = _datastore(config, tokenizer, runner.vocab_size)
-            policies = partial(make_policy, classifier=classifier_of(config))
+        progress = lifeline.progress()
+        translation, tokenizer, spoken = _spoken(config, progress)  # first: it may refuse the pair
+        runner = _loaded(tracer, model, device, progress)
+        if translation is not None:
+            runner = TranslatedRunner(runner, translation, tokenizer.vocab_size)
+        digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)
+        store = _datastore(config, tokenizer, runner.vocab_size)
+        policies = partial(make_policy, classifier=classifier_of(config))
 
-            def welcomed(welcome: Welcome) -> tuple[DraftExecutor, RowPacker]:
-                packer = RowPacker(make_channel(welcome.vocab_size) if make_channel else None)
-                proposer = ModelProposer(
-                    runner,
-                    welcome.vocab_size,
-                    policies,
-                    texts=config.slots,
-                    datastore=store,
-                    guides=_guides(spoken, runner.vocab_size),
-                )
-                return DraftExecutor(proposer), packer
-
-            worker = DraftWorker(
-                endpoint,
-                Hello(PROTOCOL_VERSION, Role.DRAFT, runner.vocab_size, runner.context, digest),
-                welcomed,
-                ready=partial(lifeline.tell, "ready", device=taken, dtype=dtype_of(runner)),
-                stopping=lifeline.closed.is_set,
-                heartbeat_seconds=min(1.0, config.draft_timeout / 4),
-                tracer=tracer,
-                beat=lifeline.beat,
-                slots=config.slots,
-                piece=runner.capabilities.prompt_piece,
-                computes=lambda: None if cores is None else occupy(cores),
+        def welcomed(welcome: Welcome) -> tuple[DraftExecutor, RowPacker]:
+            packer = RowPacker(make_channel(welcome.vocab_size) if make_channel else None)
+            proposer = ModelProposer(
+                runner,
+                welcome.vocab_size,
+                policies,
+                texts=config.slots,
+                datastore=store,
+                guides=_guides(spoken, runner.vocab_size),
             )
-            with torch.inference_mode():
-                worker.run()
+            return DraftExecutor(proposer), packer
+
+        worker = DraftWorker(
+            endpoint,
+            Hello(PROTOCOL_VERSION, Role.DRAFT, runner.vocab_size, runner.context, digest),
+            welcomed,
+            ready=partial(lifeline.tell, "ready", device=taken, dtype=dtype_of(runner)),
+            stopping=lifeline.closed.is_set,
+            heartbeat_seconds=min(1.0, config.draft_timeout / 4),
+            tracer=tracer,
+            beat=lifeline.beat,
+            slots=config.slots,
+            piece=runner.capabilities.prompt_piece,
+            computes=lambda: None if cores is None else occupy(cores),
+        )
+        with torch.inference_mode():
+            worker.run()
     finally:
         endpoint.close(flush=_FLUSH_SECONDS)
         tracer.stop()
@@ -207,45 +184,9 @@ def _tracer(settings: WorkerSettings) -> Tracer:
     return Tracer(recorder(Path(whole)) if whole else None, open_part)
 
 
-def _group(settings: WorkerSettings, device: torch.device) -> RankGroup | None:
-    """The ranks that share this worker's model, once all are there; None where it is one's own."""
-    size, timeout = settings.model.tp, settings.config.startup_timeout
-    if size == 1:
-        return None
-    from pearl.transport.torch_dist import RankGroup
-
-    store = settings.directory / "group"
-    return RankGroup(store, settings.rank, size, device, timeout, settings.role, settings.start)
-
-
-@contextmanager
-def _leading(settings: WorkerSettings, device: torch.device, lifeline: Lifeline) -> Iterator[RankGroup | None]:
-    """The group that this process leads, if any. Its other ranks are dismissed where all went well; where it did not
-    they may be out of step, and end when this process does.
-    """
-
-    def give_up(why: str) -> None:
-        """At once: the main thread may be waiting for the rank that is gone, or for a request."""
-        lifeline.tell("failed", kind=TransportError.__name__, message=why)
-        os._exit(TransportError.exit_code)
-
-    group = _group(settings, device)
-    if group is None:
-        yield None
-        return
-    group.watch(give_up)
-    try:
-        yield group
-    finally:
-        group.close()
-    dismiss(group)
-
-
-def _loaded(
-    tracer: Tracer, model: ModelConfig, device: torch.device, progress: Progress, group: RankGroup | None
-) -> ModelRunner:
+def _loaded(tracer: Tracer, model: ModelConfig, device: torch.device, progress: Progress) -> ModelRunner:
     start = tracer.clock()
-    runner = make_runner(model, device, progress, group)
+    runner = make_runner(model, device, progress)
     tracer.note("busy", "load", start)
     return tracer.runner(runner)
 
@@ -277,14 +218,10 @@ def _expected_digest(config: EngineConfig, target: Tokenizer, progress: Progress
     return vocabulary_digest(spoken, spoken.vocab_size)
 
 
-def make_runner(
-    model: ModelConfig, device: torch.device, progress: Progress = silent, group: RankGroup | None = None
-) -> ModelRunner:
-    """Loads the model on `device`, or of one that `group` shares this rank's part. Raises `ModelError`."""
+def make_runner(model: ModelConfig, device: torch.device, progress: Progress = silent) -> ModelRunner:
+    """Loads the model on `device`. Raises `ModelError`."""
     runner: ModelRunner
     if is_toy(model.spec):
-        if group is not None:
-            raise ModelError(f"ranks cannot share a toy model: it has no weights. Use {model.role}_tp 1.")
         runner = load_scripted(model.spec, model.role, model.max_context, model.slots)
     else:
         runner = load_runner(
@@ -293,17 +230,14 @@ def make_runner(
             device=device,
             dtype=model.dtype,
             max_context=model.max_context,
-            device_map=model.device_map if len(model.part().gpus) > 1 else None,
+            device_map=model.device_map if len(model.place.gpus) > 1 else None,
             forwards=model.forwards,
             trust_remote_code=model.trust_remote_code,
             progress=progress,
-            group=group or ALONE,
             slots=model.slots,
             spare=BRANCHES if model.role == "draft" else 0,
             may_round=model.role == "draft",
         )
-        if group is not None and group.rank == 0:
-            runner = LeadingRunner(runner, group, _LOST[model.role])
     gc.collect()
     gc.freeze()  # a full collection would walk all that torch and the model made: tens of milliseconds, mid-step
     return PacedRunner(runner, model.pace) if model.pace else runner

@@ -15,7 +15,7 @@ from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import memory_errors
 from pearl.execution.together import compute_together
 from pearl.protocol.drafter import Drafter, State
-from pearl.protocol.events import Draft, Drafted, Open, Rollback, Send, Wait
+from pearl.protocol.events import Draft, Drafted, Open, Send, Wait
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
     Begin,
@@ -73,8 +73,8 @@ class DraftWorker:
         self._endpoint, self._hello, self._tracer = endpoint, hello, tracer
         self._welcomed, self._ready, self._stopping, self._computes = welcomed, ready, stopping, computes
         self._heartbeat_seconds, self._launcher_beat = heartbeat_seconds, beat
-        self._slots, self._piece = slots, piece
-        self._start()
+        self._drafter = Drafter(hello.context, slots, piece)
+        self._decide = tracer.deciding(self._drafter)
         self._executor: DraftExecutor | None = None
         self._packer: RowPacker | None = None
         self._commands: deque[object] = deque()
@@ -83,11 +83,6 @@ class DraftWorker:
         self._prefill_pace = 0.0  # seconds per token of the last long forward
         self._beat = 0.0  # when the last heartbeat was sent
         self._waited = 0.0  # seconds, in the current request
-
-    def _start(self) -> None:
-        """A new state machine."""
-        self._drafter = Drafter(self._hello.context, self._slots, self._piece)
-        self._decide = self._tracer.deciding(self._drafter)
 
     def run(self) -> None:
         """The loop. Raises `ModelError` if the target refuses this draft."""
@@ -151,12 +146,10 @@ class DraftWorker:
         self._ready()
 
     def _record(self, trace: Trace) -> None:
-        """Begin or end a recording between two requests, with a new state machine, so that it can be replayed."""
+        """Begin or end a recording between two requests."""
         try:
             if trace.on:
                 self._tracer.start(trace.number)
-                self._execute(Rollback(0))
-                self._start()
             else:
                 self._tracer.stop(trace.number)
         except TraceError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 
 from pearl.errors import ForwardError, RemoteProtocolError, RequestError
@@ -158,12 +158,6 @@ class Times:
             cause, since = self._waiting.pop(request)
             if request in self._running:
                 self._running[request].waited(cause, time.monotonic() - since)
-
-    def work(self, requests: Iterable[int], seconds: float) -> None:
-        """The target was busy for all of `requests`."""
-        for request in requests:
-            if request in self._running:
-                self._running[request].busy += seconds
 
     def commit(self, request: int, tokens: int) -> None:
         if request in self._running:

@@ -44,52 +44,48 @@ def _threads() -> set[int]:
     return {int(name) for name in os.listdir("/proc/self/task")}
 
 
-def place(config: EngineConfig, role: ModelRole, rank: int = 0) -> torch.device:
+def place(config: EngineConfig, role: ModelRole) -> torch.device:
     """The (first) device of this worker. Raises `ModelError` where it is not there."""
-    model, device, gpus = config.model(role), settled(config, role, rank), torch.cuda.device_count()
+    device, gpus = settled(config, role), torch.cuda.device_count()
     if device.kind == "cpu":
         return torch.device("cpu")
-    free = len(_free_gpus(config, role))
-    if model.part().kind == "auto" and 1 < model.tp > free:
-        raise ModelError(f"{role}_tp {model.tp} takes a GPU a rank, and torch sees {free} for it")
     index = 0 if len(device.gpus) > 1 else device.gpus[0]  # of several, the launcher made them the only visible ones
     if index >= gpus or len(device.gpus) > gpus:
-        raise ModelError(f"device {model.device} is not there: torch sees {gpus} GPUs")
+        raise ModelError(f"device {config.model(role).device} is not there: torch sees {gpus} GPUs")
     return _cuda(index)
 
 
-def settled(config: EngineConfig, role: ModelRole, rank: int = 0) -> Device:
+def settled(config: EngineConfig, role: ModelRole) -> Device:
     """What `auto` comes to on this host; other devices are themselves.
 
-    GPUs: one for each of the target's ranks, then the draft's; a draft of one shares the last where there are no more.
+    The target has the first GPU, the draft the first that the target leaves, or the last where it leaves none.
     Otherwise as many cores for each worker of this host.
     """
-    device = config.model(role).part(rank)
+    device = config.model(role).place
     if device.kind != "auto":
         return device
     if gpus := torch.cuda.device_count():
-        free = _free_gpus(config, role)
-        return Device("cuda", gpus=(free[rank] if rank < len(free) else gpus - 1,))
+        taken = () if role == "target" else settled(config, "target").gpus
+        left = [gpu for gpu in range(gpus) if gpu not in taken]
+        return Device("cuda", gpus=(left[0] if left else gpus - 1,))
     here = config.roles if config.one_host else (role,)
-    workers = [(each, which) for each in here for which in range(config.model(each).tp)]
-    cores = sorted(usable_cores())
-    return Device("cpu", cores=_equal_part(cores, workers.index((role, rank)), len(workers)))
+    return Device("cpu", cores=_equal_part(sorted(usable_cores()), here.index(role), len(here)))
 
 
 def devices_of(config: EngineConfig, role: ModelRole) -> str:
-    """The devices of all ranks of a model, as users name them. To be asked before this process is pinned."""
-    parts = [settled(config, role, rank) for rank in range(config.model(role).tp)]
-    numbers = sorted({number for part in parts for number in part.gpus or part.cores or ()})
+    """The devices of a model, as users name them. To be asked before this process is pinned."""
+    device = settled(config, role)
+    numbers = sorted(device.gpus or device.cores or ())
     is_range = len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1
     listed = f"{numbers[0]}-{numbers[-1]}" if is_range else ",".join(map(str, numbers))
-    return f"{parts[0].kind}:{listed}" if numbers else parts[0].kind
+    return f"{device.kind}:{listed}" if numbers else device.kind
 
 
 def shared_gpus(config: EngineConfig) -> str:
     """What it means that target and draft have a GPU in common; empty where they have none."""
     if not config.has_draft or not config.one_host:
         return ""
-    target, draft = (_gpus(config, role) for role in config.roles)
+    target, draft = ({*settled(config, role).gpus} for role in config.roles)
     if not (shared := sorted(target & draft)):
         return ""
     return (
@@ -99,35 +95,17 @@ def shared_gpus(config: EngineConfig) -> str:
     )
 
 
-def _gpus(config: EngineConfig, role: ModelRole) -> set[int]:
-    """Of all ranks of a model."""
-    return {gpu for rank in range(config.model(role).tp) for gpu in settled(config, role, rank).gpus}
-
-
-def _free_gpus(config: EngineConfig, role: ModelRole) -> list[int]:
-    """Those that `auto` may give to the ranks of `role`: of a draft those that the target leaves.
-
-    Where the two may be on two hosts, the draft's own has perhaps too few for that, and the target none of them.
-    """
-    every = list(range(torch.cuda.device_count()))
-    if role == "target":
-        return every
-    taken = {gpu for rank in range(config.target_tp) for gpu in settled(config, "target", rank).gpus}
-    left = [gpu for gpu in every if gpu not in taken]
-    return left if config.one_host or len(left) >= config.draft_tp else every
-
-
 def _cuda(index: int) -> torch.device:
     """Made the current device too: pinned memory would otherwise open a context on the first GPU, the other's."""
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
-def pin(config: EngineConfig, role: ModelRole, rank: int = 0) -> None:
+def pin(config: EngineConfig, role: ModelRole) -> None:
     """Pins this thread, and those it starts, to the cores of its device. Those that run already (of the sockets) stay
     unpinned.
     """
-    cores = settled(config, role, rank).cores
+    cores = settled(config, role).cores
     if cores is not None:
         occupy(cores)
 
@@ -139,7 +117,7 @@ def spreader(config: EngineConfig) -> Callable[[bool], None]:
     """
     own = settled(config, "target").cores
     theirs = settled(config, "draft").cores if config.has_draft and config.one_host else None
-    if own is None or theirs is None or config.target_tp > 1:
+    if own is None or theirs is None:
         return lambda everywhere: None
     every = (*own, *sorted({*theirs} - {*own}))
     return lambda everywhere: occupy(every if everywhere else own)

@@ -36,8 +36,6 @@ _SETTINGS = (  # those that speeds depend on
     "draft_device",
     "target_dtype",
     "draft_dtype",
-    "target_tp",
-    "draft_tp",
     "target_device_map",
     "forwards",
     "tensors",

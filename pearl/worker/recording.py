@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
 
 from pearl.errors import RemoteProtocolError, TraceError
 from pearl.protocol.messages import Error, Trace
@@ -24,11 +23,10 @@ class Recordings:
 
     Args:
         post: sends a message to a front.
-        renew: called when a recording begins, to make a new state machine, so that it can be replayed.
     """
 
-    def __init__(self, tracer: Tracer, post: Post, renew: Callable[[], None]) -> None:
-        self._tracer, self._post, self._renew = tracer, post, renew
+    def __init__(self, tracer: Tracer, post: Post) -> None:
+        self._tracer, self._post = tracer, post
         self._wishes: deque[tuple[Peer, Trace]] = deque()
         self._asked: tuple[Peer, Trace] | None = None  # the front that waits for our echo
         self._since = 0.0  # when the draft was asked for its part
@@ -72,7 +70,6 @@ class Recordings:
         try:
             if trace.on:
                 self._tracer.start(trace.number)
-                self._renew()
                 self.recorder = peer
             else:
                 self._tracer.stop(trace.number)

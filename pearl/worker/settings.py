@@ -35,18 +35,14 @@ class WorkerSettings(BaseModel):
     """What a launcher sends a worker process, as one line of JSON.
 
     Attributes:
-        rank: among the ranks that share the model; 0 leads.
-        start: how many workers of this role and rank came before it.
-        address: where the target listens or is to listen; ranks that only follow need none.
-        directory: the engine's: sockets, keys, the stores where ranks meet, parts of traces.
+        address: where the target listens or is to listen.
+        directory: the engine's: sockets, keys, the file through which a process group meets, parts of traces.
         tensors: how dense draft rows travel, if not as configured.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     role: ModelRole
-    rank: int = 0
-    start: int = 0
     config: EngineConfig
     address: str = ""
     directory: Path
@@ -55,11 +51,6 @@ class WorkerSettings(BaseModel):
     @property
     def model(self) -> ModelConfig:
         return self.config.model(self.role)
-
-    @property
-    def name(self) -> str:
-        """For users: target, or target rank 1."""
-        return f"{self.role} rank {self.rank}" if self.rank else self.role
 
     def to_json(self) -> bytes:
         """One line, without its end."""

@@ -27,7 +27,6 @@ from pearl.protocol.events import (
     Hold,
     Open,
     Send,
-    Spread,
     Wait,
 )
 from pearl.protocol.messages import (
@@ -89,14 +88,16 @@ class TargetWorker:
         self._endpoint, self._executor, self._settings, self._tracer = endpoint, executor, settings, tracer
         self._ready, self._stopping = ready, stopping
         self._measured = None if profile else measured
-        self._start(Speeds.of(profile) if profile else Speeds())
+        speeds = Speeds.of(profile) if profile else Speeds()
+        self._coordinator = Coordinator(speeds, settings.slots, executor.runner.capabilities.prompt_piece)
+        self._decide = tracer.deciding(self._coordinator)
         self._execute = tracer.computing(executor.execute)
         self._forward_together = tracer.computing(executor.forward)
         post: Post = lambda message, peer: self._mail.post(message, peer)  # noqa: E731
         self._fronts = Fronts(post, settings)
         self._times = self._fronts.times
         self._draft = DraftLink(settings, executor, channel)
-        self._recordings = Recordings(tracer, post, self._renew)
+        self._recordings = Recordings(tracer, post)
         self._notices = Notices(log)
         self._commands: deque[object] = deque()
         self._forwards: list[Forward] = []  # requested and not begun: one forward of the model is to do for all
@@ -106,12 +107,6 @@ class TargetWorker:
         self._gather_until = 0.0  # until when others may join the next forward; 0: none is due
         self._num_forwards = 0
         self._prefill_pace = 0.0  # seconds per token of the last long forward
-
-    def _start(self, speeds: Speeds) -> None:
-        """A new state machine."""
-        piece = self._executor.runner.capabilities.prompt_piece
-        self._coordinator = Coordinator(speeds, self._settings.slots, piece)
-        self._decide = self._tracer.deciding(self._coordinator)
 
     def run(self) -> None:
         """The loop. Between any two forwards it looks at its messages."""
@@ -283,19 +278,6 @@ class TargetWorker:
         if self._coordinator.scheduler.is_held != self._recordings.are_due:
             self._handle(Hold(self._recordings.are_due))
 
-    def _renew(self) -> None:
-        """Begin a recording with an empty cache and a new state machine, so that it can be replayed."""
-        for slot in range(self._settings.slots):
-            self._executor.runner.rollback(0, slot)
-        before = self._coordinator
-        if before.speeds.is_spread:
-            self._execute(Spread(False))
-        self._start(Speeds.of(before.speeds.profile))
-        if self._draft.peer is not None:
-            self._handle(DraftJoined(self._draft.context))
-        for submit in before.scheduler.waiting:
-            self._handle(submit)
-
     # ---- commands ----
 
     def _handle(self, event: object) -> None:
@@ -323,13 +305,12 @@ class TargetWorker:
             case Forward():
                 self._forwards.append(command)
             case _:
-                request, began = getattr(command, "request", -1), time.monotonic()
+                request = getattr(command, "request", -1)
                 self._times.resume(request)
                 if isinstance(command, Open):
                     alone = self._settings.expects_draft and not self._coordinator.draft_context
                     self._times.begin(request, draft_lost=alone)
                 event = self._computed(command, request)
-                self._times.work([request], time.monotonic() - began)
                 if event is not None:
                     self._handle(event)
 
@@ -359,10 +340,9 @@ class TargetWorker:
         """One forward for all requests that are ready for one."""
         self._gather_until = 0.0
         commands, self._forwards = self._forwards, []
-        requests = [command.request for command in commands]
         began, fed = time.monotonic(), sum(len(command.tokens) for command in commands)
-        for request in requests:
-            self._times.resume(request)
+        for command in commands:
+            self._times.resume(command.request)
         is_long = max(len(command.tokens) for command in commands) > MAX_UNANNOUNCED
         if is_long:  # tell the fronts that wait how long they may hear nothing
             each = self._prefill_pace or self._coordinator.speeds.t_target(MAX_UNANNOUNCED) / MAX_UNANNOUNCED
@@ -370,7 +350,6 @@ class TargetWorker:
                 self._mail.send(Heartbeat(self._num_forwards, "prefill", fed, fed * each), peer)
         events = compute_together(commands, self._forward_together, lambda one: self._computed(one, one.request))
         seconds = time.monotonic() - began
-        self._times.work(requests, seconds)
         self._num_forwards += 1
         if is_long:
             self._prefill_pace = seconds / fed

@@ -35,7 +35,7 @@ class Calibration:
     """The result of `calibrate`.
 
     Attributes:
-        rows: `ar`, the ways of method auto, and auto itself; without a draft also on all devices of the pair.
+        rows: `ar`, the ways of method auto, and auto itself; without a draft also on all cores of the pair.
         acceptance: accepted / judged draft tokens of `sd`. gamma: of `sd` and `ssd`. c: the window of `pearl`.
         advice, flags: the method to use, as a sentence and as command-line flags.
         profile: for engines started later; with the forward times, seconds.

@@ -56,8 +56,8 @@ class Row:
 def rows_for(config: EngineConfig, baselines: bool, rule: str = "ratio") -> list[Row]:
     """All rows that this pair can have.
 
-    `ar`, `ngram` and `generate` run on the target's devices; second rows run on all devices of the pair, if those are
-    more.
+    `ar`, `ngram` and `generate` run on the target's devices; second rows run on all cores of the pair, if those are
+    more; over more GPUs a target is spread layer by layer, which is no faster.
 
     Args:
         baselines: whether to add rows of `generate`, which cannot load toys.
@@ -79,7 +79,7 @@ def rows_for(config: EngineConfig, baselines: bool, rule: str = "ratio") -> list
     # auto picks the rule under which its choices change no text
     decodings = {name: DecodingConfig(**s, **({} if name == AUTO else {"rule": rule})) for name, s in methods.items()}
     rows = [Row(name, PAIR, _devices(one, target, both), one) for name, one in decodings.items()]
-    if both != target and not is_emulated(config):
+    if both != target and not both.gpus and not is_emulated(config):
         rows += [Row(f"{name}, {ALL}", ALL, both, DecodingConfig(method=name)) for name in (AR, NGRAM)]
     if baselines:
         rows += [Row(GENERATE, "generate", both), Row(f"{GENERATE}, assisted", "assisted", both)]

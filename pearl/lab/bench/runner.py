@@ -12,7 +12,7 @@ import torch
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine.conversation import Conversation
 from pearl.engine.request import submission
-from pearl.errors import ModelError, RequestError
+from pearl.errors import RequestError
 from pearl.lab import Watcher
 from pearl.lab.bench.rows import ALL, PAIR, PUBLISHED, SD, SSD, Row, is_emulated
 from pearl.lab.bench.systems import Decoded, Generate, OurSystem, System
@@ -127,17 +127,14 @@ class _Run:
         names = list(dict.fromkeys(row.system for row in self._rows))
         for group in [names] if self._plan.together else [[name] for name in names]:
             with ExitStack() as stack:
-                opened = {name: self._open_system(name, stack) for name in group}
-                systems = {name: system for name, system in opened.items() if system is not None}
-                if not systems:
-                    continue
+                systems = {name: self._open_system(name, stack) for name in group}
                 self._warm_up(systems)
                 if PAIR in systems:
                     self._choose_gamma(systems[PAIR])
                 self._take_turns(systems)
         return self._measured
 
-    def _open_system(self, name: str, stack: ExitStack) -> System | None:
+    def _open_system(self, name: str, stack: ExitStack) -> System:
         self._watcher.say(f"starting {'the pair' if name == PAIR else name}")
         config = self._plan.config.model_copy(update={"trace": None})
         devices = next(row.devices for row in self._rows if row.system == name)
@@ -145,13 +142,7 @@ class _Run:
         if name == PAIR:
             system = OurSystem(config)
         elif name == ALL:
-            ranks = {"target_tp": max(1, len(devices.gpus)), "draft_tp": 1}
-            wide = ranks | {"draft": "none", "target_device": devices.name}
-            try:
-                system = OurSystem(config.model_copy(update=wide))
-            except ModelError as error:  # the model cannot be split over that many GPUs
-                self._watcher.say(f"{name} is left out: {error}")
-                return None
+            system = OurSystem(config.model_copy(update={"draft": "none", "target_device": devices.name}))
         else:
             system = Generate(config, devices, self._defaults, name == "assisted", name == "lookup")
         stack.callback(system.close)

@@ -161,7 +161,7 @@ class Devices:
 
 
 def devices_of(config: EngineConfig) -> tuple[Devices, Devices]:
-    """(devices of the target, devices of the draft), over all ranks, as the workers resolve them."""
+    """(devices of the target, devices of the draft), as the workers resolve them."""
     target, draft = (
         _resolve_devices(config, role) if role in config.roles else Devices() for role in ("target", "draft")
     )
@@ -169,9 +169,8 @@ def devices_of(config: EngineConfig) -> tuple[Devices, Devices]:
 
 
 def _resolve_devices(config: EngineConfig, role: ModelRole) -> Devices:
-    devices = [settled(config, role, rank) for rank in range(config.model(role).tp)]
-    cores = [core for device in devices for core in device.cores or ()]
-    return Devices(tuple(sorted({*cores})), tuple(sorted({gpu for device in devices for gpu in device.gpus})))
+    device = settled(config, role)
+    return Devices(tuple(sorted(device.cores or ())), tuple(sorted(device.gpus)))
 
 
 def _loadable_dtype(dtype: str) -> str:

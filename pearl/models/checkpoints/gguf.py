@@ -144,10 +144,7 @@ def _convert_here(file: Path, directory: Path, dtype: str) -> None:
         sys.exit(unfit)
     model.config.__dict__.pop("quantization_config", None)  # the weights are plain from here on
     _check_all_read(model, reader)
-    needed = sum(weight.nbytes for weight in model.parameters())
-    free = shutil.disk_usage(directory.parent).free
-    if needed > free:
-        sys.exit(f"its weights take {needed / 1e9:.1f} GB in {directory.parent}, where {free / 1e9:.1f} GB are free")
+    _check_disk(model, directory)
     model.save_pretrained(directory)
     keep(directory, dict(_rows(model, reader, architecture)))
     tokenizer.save_pretrained(directory)
@@ -157,6 +154,14 @@ def _convert_here(file: Path, directory: Path, dtype: str) -> None:
     if generation.eos_token_id is None:
         generation.eos_token_id = ends or None
     generation.save_pretrained(directory)
+
+
+def _check_disk(model: Any, directory: Path) -> None:
+    """Exit where the weights would not fit."""
+    needed = sum(weight.nbytes for weight in model.parameters())
+    free = shutil.disk_usage(directory.parent).free
+    if needed > free:
+        sys.exit(f"its weights take {needed / 1e9:.1f} GB in {directory.parent}, where {free / 1e9:.1f} GB are free")
 
 
 def _rows(model: Any, reader: Any, architecture: str) -> Iterator[tuple[str, tuple[str, Any]]]:

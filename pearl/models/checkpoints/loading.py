@@ -30,7 +30,6 @@ from pearl.models.checkpoints.memory import (
 from pearl.models.checkpoints.wrappers import LANGUAGE_MODEL, language_model_of
 from pearl.models.forward.attention import plan_no_shapes, whole_blocks
 from pearl.models.forward.matrices import Rounding, multiplies_bf16, rounding_for
-from pearl.models.forward.shard import ALONE, Group, cut
 from pearl.models.runner import ModelRunner
 from pearl.printable import cause_of
 
@@ -88,10 +87,8 @@ class LoadOptions:
         return self.forwards != "transformers" and self.device_map is None and not self.trust_remote_code
 
 
-def load_runner(
-    spec: str, *, device: torch.device, progress: Progress = silent, group: Group = ALONE, **options: Any
-) -> ModelRunner:
-    """Load the model named `spec` (see `resolve_checkpoint`) on `device`, or in a `group` of ranks this rank's part.
+def load_runner(spec: str, *, device: torch.device, progress: Progress = silent, **options: Any) -> ModelRunner:
+    """Load the model named `spec` (see `resolve_checkpoint`) on `device`.
 
     `options`: see `LoadOptions`. Raises `ModelError`.
     """
@@ -99,7 +96,7 @@ def load_runner(
     from pearl.models.forward.runner import has_own_forward
 
     wanted = LoadOptions(**options)
-    keeps_bits = wanted.dtype == "auto" and group.size == 1
+    keeps_bits = wanted.dtype == "auto"
     plan_no_shapes(device)
     path = resolve_checkpoint(spec, progress, wanted.weights)
     if (files := Path(path) if Path(path).is_dir() else in_cache(path)) is not None:
@@ -109,7 +106,6 @@ def load_runner(
             wanted.weights,
             wanted.max_context,
             DEFAULT_CONTEXT,
-            group.size,
             wanted.slots,
             is_wide=is_wide,
             keeps_bits=keeps_bits and wanted.reads_directly,
@@ -117,28 +113,23 @@ def load_runner(
         if told := check_room(spec, need, device, torch.cuda.device_count() if wanted.device_map is not None else 1):
             progress(told)
     progress(f"loading {spec}")
-    # Ranks load the whole on the CPU and cut it: safetensors are mapped, so a rank reads only its part.
-    # (Where the dtype changes, and for other files, the whole passes through host memory.)
-    place = torch.device("cpu") if group.size > 1 else device
-    dtype = _dtype(path, place, wanted.weights, wanted)
+    dtype = _dtype(path, device, wanted.weights, wanted)
     model: PreTrainedModel | Decoder | None = None
     if wanted.reads_directly:
         with _explained(spec):
-            model = read_decoder(Path(path), dtype, place, progress, keeps_bits)
+            model = read_decoder(Path(path), dtype, device, progress, keeps_bits)
     is_ours = model is not None
     if model is None:
-        model = _load(spec, path, place, dtype, wanted)
+        model = _load(spec, path, device, dtype, wanted)
         is_ours = wanted.forwards != "transformers" and has_own_forward(model)
-    _check_takes(spec, model, is_ours, wanted, device, group)
+    _check_takes(spec, model, is_ours, wanted)
     with _explained(spec):
         if is_ours:
             split_fused(model, described(model)[0])
-        if group.size > 1:
-            cut(model, group, device)
         rounding = wanted.rounding
         if wanted.may_round and keeps_bits and is_ours and device.type == "cpu" and (rounding := rounding_for(model)):
             model = model.to(torch.bfloat16)  # type: ignore[arg-type]
-        runner = _make_runner(spec, model, is_ours, rounding, wanted, group)
+        runner = _make_runner(spec, model, is_ours, rounding, wanted)
         if wanted.exact:
             _check_exact(spec, model, runner, is_ours, wanted.weights)
         return runner
@@ -150,7 +141,6 @@ def _make_runner(
     is_ours: bool,
     rounding: Rounding,
     wanted: LoadOptions,
-    group: Group,
 ) -> ModelRunner:
     context = _context(spec, model, wanted.max_context)
     if not is_ours:
@@ -172,28 +162,20 @@ def _make_runner(
     return ForwardRunner(
         model,
         context,
-        group,
         slots=wanted.slots + (min(wanted.spare, left // 2) if model.device.type == "cpu" else 0),
         records=wanted.forwards == "auto",
         rounding=rounding,
     )
 
 
-def _check_takes(
-    spec: str, model: object, is_ours: bool, wanted: LoadOptions, device: torch.device, group: Group
-) -> None:
+def _check_takes(spec: str, model: object, is_ours: bool, wanted: LoadOptions) -> None:
     """Raise `ModelError` for what only our own forward does, where the model has another."""
-    if wanted.rounding and (not is_ours or group.size > 1):
+    if wanted.rounding and not is_ours:
         raise ModelError(
-            f"Model {spec!r} cannot have its weights in {wanted.rounding}: that is for one worker, and for models of "
-            "our own forward with --forwards auto or eager. Choose another dtype."
+            f"Model {spec!r} cannot have its weights in {wanted.rounding}: that is for models of our own forward with "
+            "--forwards auto or eager. Choose another dtype."
         )
     theirs = f"Model {spec!r} ({type(model).__name__}) runs through transformers"
-    if group.size > 1 and not is_ours:
-        raise ModelError(
-            f"{theirs}, and ranks can share only what our own forward pass computes. Leave target_tp and draft_tp at "
-            "1; a target can be spread: --target-device cuda:0-1."
-        )
     if wanted.slots > 1 and not is_ours:
         raise ModelError(f"{theirs}, whose cache holds one sequence: leave slots at 1.")
 

@@ -35,7 +35,7 @@ _MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Need:
-    """The memory that one rank of a model needs, in bytes.
+    """The memory that a model needs, in bytes.
 
     Attributes:
         weights: in the dtype in which they will be loaded.
@@ -78,7 +78,6 @@ def needed(
     dtype: str,
     context: int | None,
     most: int,
-    ranks: int = 1,
     slots: int = 1,
     is_wide: bool = False,
     keeps_bits: bool = False,
@@ -88,7 +87,6 @@ def needed(
     Args:
         dtype: the weights' dtype once loaded; "auto": as in the checkpoint. Quantised weights are not converted.
         context: tokens; None: the model's maximum, but at most `most`.
-        ranks: tensor-parallel ranks; the estimate is for one of them.
         slots: sequences that the KV cache holds.
         is_wide: whether our own forward keeps its KV cache in float32, whatever the weights' dtype.
         keeps_bits: whether our own forward keeps the matrices of a converted GGUF file as they were.
@@ -114,7 +112,7 @@ def needed(
         weights = (directory / KEPT).stat().st_size + config["vocab_size"] * config["hidden_size"] * item
     item = 4 if is_wide and is_ours else item
     context = context or min(most, config.get("max_position_embeddings") or most)
-    need = of_shape(config, weights, item, context, ranks, slots)
+    need = of_shape(config, weights, item, context, slots)
     if is_ours or weights < _MEASURED_FROM or (sizes := _sizes(directory, item)) is None:
         return need
     return replace(need, cache=context * sizes[0], context=context, states=(1 + SNAPSHOTS) * sizes[1])
@@ -154,26 +152,23 @@ def _sizes(directory: Path, item: int) -> tuple[int, int] | None:
     return None
 
 
-def of_shape(config: Mapping[str, Any], weights: int, item: int, context: int, ranks: int = 1, slots: int = 1) -> Need:
-    """The need of one of `ranks` tensor-parallel ranks.
+def of_shape(config: Mapping[str, Any], weights: int, item: int, context: int, slots: int = 1) -> Need:
+    """The need of a model of this shape.
 
     Args:
         config: as in config.json.
-        weights: bytes of all ranks' weights together.
+        weights: their bytes.
         item: bytes per number in the KV cache.
     """
     if not all(isinstance(config.get(name), int) for name in _SHAPE):
-        return Need(weights // ranks)
+        return Need(weights)
     hidden, vocab, heads = config["hidden_size"], config["vocab_size"], config["num_attention_heads"]
-    whole = min(weights, vocab * hidden * item) if ranks > 1 else 0  # the embedding is replicated on every rank
     positions = context + PREFILL  # padding rows are written after the text
-    shared = slots * _cache_bytes(config, positions, item) // min(ranks, config.get("num_key_value_heads") or heads)
-    inner, heads = config["intermediate_size"] // ranks, heads // ranks
     # A prefill chunk: activations, and the attention mask of a group of heads. The largest CUDA graph: attention scores
     # before and after the softmax, and logits.
-    piece = PREFILL * (4 * hidden + 3 * inner + max(heads // FED, 1) * positions) * item
+    piece = PREFILL * (4 * hidden + 3 * config["intermediate_size"] + max(heads // FED, 1) * positions) * item
     recorded = FED * (2 * heads * positions * item + 2 * vocab * item + 4 * vocab)
-    return Need((weights - whole) // ranks + whole, shared, piece + recorded, context, slots)
+    return Need(weights, slots * _cache_bytes(config, positions, item), piece + recorded, context, slots)
 
 
 def _cache_bytes(config: Mapping[str, Any], positions: int, item: int) -> int:
@@ -199,8 +194,8 @@ def check_room(spec: str, need: Need | None, device: torch.device, gpus: int = 1
     there = f"{gigabytes(room)} {'are free' if device.type == 'cuda' else 'is all there is'} {where}"
     if need.lasting > room:
         advice = (
-            "Lower max_context, use a smaller model, a smaller dtype or a 4-bit checkpoint, or spread it over more "
-            "GPUs: --target-tp N --target-device cuda:0-M; of a draft --draft-tp and --draft-device."
+            "Lower max_context, use a smaller model, a smaller dtype or a 4-bit checkpoint, or spread a target over "
+            "more GPUs: --target-device cuda:0-1."
             if device.type == "cuda"
             else "Lower max_context, or use a smaller model or dtype."
         )

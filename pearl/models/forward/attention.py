@@ -4,8 +4,7 @@ A query's result is a sum over the keys up to its position.  Three things fix th
 
 * keys are taken in blocks of `BLOCK` positions, counted from position 0, and the blocks are added one by one.
   A block beyond the query adds exactly zero;
-* each product has at least `ROWS` rows, and for a tree's nodes `COLUMNS` columns and terms: with fewer, libraries use
-  kernels that sum in another order;
+* each product has at least `ROWS` rows: with fewer, libraries use kernels that sum in another order;
 * a query's softmax runs over whole blocks, whose tail is exactly zero.
 
 `probe` checks at load time that this suffices on the CPU at hand.
@@ -13,17 +12,13 @@ A query's result is a sum over the keys up to its position.  Three things fix th
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 BLOCK = 128  # positions
 ROWS = 4
-COLUMNS = 16
 _SERIAL = 16384  # elements; see `matrices.gated`
-TOGETHER = 64  # most nodes of a tree at once: with more beside a block of keys, some kernels split a sum in two
 
 
 class Scoring(NamedTuple):
@@ -77,7 +72,7 @@ def masks(start: int, count: int, dtype: torch.dtype, window: int = 0) -> torch.
 
 
 def cap_scores(scores: torch.Tensor, cap: float) -> torch.Tensor:
-    """cap * tanh(scores / cap), in place; 0: as they are. On a CPU of whole blocks of positions, or of `COLUMNS`.
+    """cap * tanh(scores / cap), in place; 0: as they are. On a CPU of whole blocks of positions.
 
     In pieces that torch does not split between threads: all elements are then part of a vector.
     """
@@ -100,98 +95,6 @@ def weigh(scores: torch.Tensor, n: int, sinks: torch.Tensor | None) -> torch.Ten
     beside = scores.new_full((kv_heads, rows, BLOCK), -torch.inf)
     beside[:, : group * n, 0] = sinks.view(kv_heads, group, 1).expand(-1, -1, n).flatten(1)
     return torch.cat((scores, beside), -1).softmax(-1)[..., :-BLOCK]
-
-
-class TreePlace(NamedTuple):
-    """The positions of a tree's nodes, and what each sees.
-
-    Attributes:
-        start, end: nodes are at positions from `start` on; `end` is the end of a block, after all of them.
-        order: [nodes], by depth, so that numbers rise along each path.
-        path: [nodes, depth], the nodes that each sees, itself last, as indices in `order`; padded with the number of
-            nodes.
-        mask: [nodes, depth], added to scores: 0 where `path` names a node, else minus infinity.
-        within: number of nodes in each block from that of `start` on; they are adjacent in `order`.
-    """
-
-    start: int
-    end: int
-    order: torch.Tensor
-    path: torch.Tensor
-    mask: torch.Tensor
-    within: tuple[int, ...]
-
-
-def tree_place(start: int, parents: Sequence[int], dtype: torch.dtype) -> TreePlace:
-    """For a tree after a slot's `start` tokens. `parents`: each node's, by index; -1: it follows the slot's last."""
-    all_paths = paths(parents)
-    n, longest = len(all_paths), max(map(len, all_paths))
-    order = sorted(range(n), key=lambda node: len(all_paths[node]))
-    place = {node: at for at, node in enumerate(order)}
-    path = torch.tensor([[*(place[node] for node in each), *[n] * (longest - len(each))] for each in all_paths])
-    mask = torch.zeros(path.shape, dtype=dtype).masked_fill_(path == n, -torch.inf)
-    blocks = Counter((start + len(each) - 1) // BLOCK for each in all_paths)
-    end = whole_blocks(start + longest)
-    within = tuple(blocks[at] for at in range(start // BLOCK, end // BLOCK))
-    return TreePlace(start, end, torch.tensor(order), path, mask, within)
-
-
-def paths(parents: Sequence[int]) -> list[list[int]]:
-    """Each node's ancestors, from the first on, and itself."""
-    found: list[list[int]] = []
-    for node, parent in enumerate(parents):
-        found.append([*(found[parent] if parent >= 0 else []), node])
-    return found
-
-
-def attend_tree(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    own: tuple[torch.Tensor, torch.Tensor],
-    place: TreePlace,
-    cap: float = 0.0,
-) -> torch.Tensor:
-    """Like `attend`, for all nodes of a tree at once: the bits that each node's path gives when it is fed as a chain.
-
-    A node's scores have the positions that they have in its chain, so its softmax is the same. In the sum of values,
-    a block's nodes follow the tokens before them, by depth: those on a node's path in the order of its chain, the
-    others with weight zero, which changes no sum.
-
-    Args:
-        queries: [nodes, heads, head_dim], scaled.
-        keys, values: [kv_heads, positions up to `place.end`, head_dim], of the slot; finite.
-        own: keys and values of the nodes, [nodes, kv_heads, head_dim] each.
-        cap: of scores.
-    """
-    n, heads, head_dim = queries.shape
-    kv_heads, start, end = len(keys), place.start, place.end
-    group, longest = heads // kv_heads, place.path.shape[1]
-    stacked = _stacked(queries, kv_heads)
-    room = -(-n // COLUMNS) * COLUMNS
-    own_keys, own_values = (states.new_zeros(kv_heads, room, head_dim) for states in own)
-    for padded, states in zip((own_keys, own_values), own, strict=True):
-        padded[:, :n] = states.index_select(0, place.order).transpose(0, 1)
-    whole = whole_blocks(start)
-    scores = queries.new_full((kv_heads, stacked.shape[1], end), -torch.inf)
-    scores[..., :start] = cap_scores(torch.bmm(stacked, keys[:, :whole].transpose(1, 2)), cap)[..., :start]
-    each = cap_scores(torch.bmm(stacked, own_keys.transpose(1, 2)), cap)[:, : group * n].unflatten(1, (group, n))
-    path = place.path.expand(kv_heads, group, n, longest)
-    found = each.gather(-1, path.clamp_max(n - 1)).add_(place.mask)
-    scores[:, : group * n, start : start + longest] = found.flatten(1, 2)
-    weights = scores.softmax(-1)
-    of_nodes = queries.new_zeros(kv_heads, stacked.shape[1], room + 1)
-    seen = weights[:, : group * n, start : start + longest].unflatten(1, (group, n))
-    of_nodes[:, : group * n].unflatten(1, (group, n)).scatter_(-1, path, seen)
-    mixed, done = queries.new_empty(0), 0
-    for at in range(0, end, BLOCK):
-        some, there = weights[..., at : min(at + BLOCK, start)], values[:, at : min(at + BLOCK, start)]
-        if at + BLOCK > start:
-            nodes = slice(done, room if at + BLOCK == end else done + place.within[at // BLOCK - start // BLOCK])
-            some, there = torch.cat((some, of_nodes[..., nodes]), -1), torch.cat((there, own_values[:, nodes]), 1)
-            done = nodes.stop
-        mixed = torch.baddbmm(mixed, some, there) if at else torch.bmm(some, there)
-    return _unstacked(mixed, n, heads)
 
 
 def _stacked(queries: torch.Tensor, kv_heads: int) -> torch.Tensor:

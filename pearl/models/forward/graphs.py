@@ -6,8 +6,7 @@ numbers, a prompt's at all up to its end.  Rows beyond the tokens are padding, d
 see are masked.  So the same kernels compute a token's row
 over the same shapes in every forward, and its logits are the same bits.  A forward that crosses a limit is split there.
 
-What differs between replays (the tokens and their position) is in a buffer that each forward fills.  Ranks that share a
-model record their exchanges too, all of them at the same forward.
+What differs between replays (the tokens and their position) is in a buffer that each forward fills.
 """
 
 from __future__ import annotations

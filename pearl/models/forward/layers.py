@@ -32,7 +32,6 @@ from pearl.models.forward.experts import Experts
 from pearl.models.forward.matrices import Matrix, Rounding, gated, matrix, normalise
 from pearl.models.forward.probe import Heads, attention_is_invariant, least_rows, probe_rows
 from pearl.models.forward.quantised import QuantisedMatrix, Weights
-from pearl.models.forward.shard import Group
 from pearl.models.forward.slot_attention import NativeAttention
 
 if TYPE_CHECKING:
@@ -136,8 +135,7 @@ class DecoderLayers:
     """The weights of `model`, which it takes away, and what they compute.
 
     Attributes:
-        heads: of this rank's part, where a `group` of several ranks shares the model.
-        bits: of quantised matrices, in ascending order.
+        weights: their dtype or, of quantised matrices, bits.
         embedding: [vocab, hidden]. norm: the weights of the last norm.
         scoring: with a window for each layer.
         is_plain: whether the kernels of `decode` compute the layers: Llama's, perhaps with norms of each head, and with
@@ -152,7 +150,6 @@ class DecoderLayers:
     def __init__(
         self,
         model: PreTrainedModel | Decoder,
-        group: Group,
         context: int,
         rounding: Rounding,
         cache_dtype: torch.dtype,
@@ -164,7 +161,7 @@ class DecoderLayers:
         width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
         self.heads = Heads(heads, int(config.num_key_value_heads), width)
         self.vocab_size, self.dtype = int(config.vocab_size), model.dtype
-        self._group, self.eps, self._cache_dtype = group, float(config.rms_norm_eps), cache_dtype
+        self.eps, self._cache_dtype = float(config.rms_norm_eps), cache_dtype
         self._rotated = rotated(forward, settings, width)
         self._scales = Scales.of(forward, settings, width, model.dtype)
         self._gate: Literal["silu", "gelu"] = "silu" if activation_of(settings) in ("silu", "swish") else "gelu"
@@ -172,8 +169,9 @@ class DecoderLayers:
         # Rounded matrices round each result once more: sums over the layers in float32 make up for half of that.
         self.embedding = inner.embed_tokens.weight
         split_fused(model, forward)
-        self.bits = bits_of(model, rounding)
-        self._residual = torch.float32 if self.bits else model.dtype
+        bits = bits_of(model, rounding)
+        self.weights = f"{' and '.join(map(str, bits))} bits" if bits else str(model.dtype).removeprefix("torch.")
+        self._residual = torch.float32 if bits else model.dtype
         pair_up(model, forward, self._rotated, width)
         kinds = layer_kinds(forward, settings)
         windows = tuple(0 if kind.window >= context else kind.window for kind in kinds)
@@ -239,7 +237,7 @@ class DecoderLayers:
         slots: Attends | NativeAttention,
         is_fed: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The last layer's states [n, hidden] of `ids` [n], on every rank. is_fed: see `Experts`."""
+        """The last layer's states [n, hidden] of `ids` [n]. is_fed: see `Experts`."""
         hidden = self.embedding[ids]
         if self._scales.embedding != 1:
             hidden = hidden * self._scales.embedding
@@ -261,7 +259,7 @@ class DecoderLayers:
             head = head * self._scales.logits
         for row in head if self._scales.logits_cap else ():  # one by one: the last elements of a row are no vector
             cap_scores(row, self._scales.logits_cap)
-        return self._group.gather(head)[:, : self.vocab_size]
+        return head
 
     def _normalise(self, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         return x.to(self.dtype) if norm is None else normalise(x, norm, self.eps, self.dtype)
@@ -269,9 +267,8 @@ class DecoderLayers:
     def _add(self, hidden: torch.Tensor, product: Matrix, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         """`hidden` plus the product of x, after its norm and multiplier."""
         if norm is None and self._scales.residual == 1:
-            # Only one rank adds the hidden state, for the sum must contain it once.
-            return self._group.sum(product(x, hidden if self._group.rank == 0 else None))
-        part = self._group.sum(product(x, None))
+            return product(x, hidden)
+        part = product(x, None)
         part = part if norm is None else self._normalise(part, norm)
         return hidden + (part if self._scales.residual == 1 else part * self._scales.residual)
 
@@ -283,7 +280,7 @@ class DecoderLayers:
         ropes: Mapping[str, Rope],
         slots: Attends | NativeAttention,
     ) -> torch.Tensor:
-        """The attention output of each row, over this rank's heads: [n, heads * head_dim]."""
+        """The attention output of each row, [n, heads * head_dim]."""
         n, heads, both, dim = len(hidden), self.heads.query, self.heads.query + self.heads.kv, self.heads.dim
         states = layer.qkv(self._normalise(hidden, layer.attention_norm), None).view(n, -1, dim)
         if isinstance(slots, NativeAttention):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from pearl.models.forward.probe import Heads
 from pearl.models.forward.quantised import QuantisedMatrix, Weights, panels
 
 log = logging.getLogger(__name__)
@@ -18,7 +19,7 @@ _LANES = 16  # outputs of a panel
 _LEAST = 8  # bfloat16 inputs are a multiple of this
 _SUPER = 256  # inputs that share a scale of scales
 _FLOAT8 = 9
-WIDEST = 4096  # queries of a row that are normalised together
+_WIDEST, _MOST_TOGETHER = 4096, 64  # numbers of a row's queries; query heads of a key-value head
 _BUILT = (  # in this folder: name, flags of /proc/cpuinfo that it takes
     ("_native_bf16", {"avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}),
     ("_native_v4", {"avx512bw", "avx512vl", "avx512dq"}),
@@ -192,6 +193,11 @@ def computes(*tensors: torch.Tensor) -> bool:
     return library() is not None and all(
         each.is_cpu and each.dtype in (torch.float32, torch.bfloat16) for each in tensors
     )
+
+
+def attends(heads: Heads) -> bool:
+    """Whether `attention.c` has room for these."""
+    return heads.query * heads.dim <= _WIDEST and heads.query // heads.kv <= _MOST_TOGETHER
 
 
 def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:

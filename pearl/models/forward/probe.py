@@ -5,7 +5,7 @@ Which kernel serves a shape differs between instruction sets.  Must not know mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -66,35 +66,3 @@ def attention_is_invariant(heads: Heads, sinks: torch.Tensor | None = None) -> b
         return attention.attend(x.view(len(x), -1, heads.dim), keys, values, mask, sinks=sinks)
 
     return least_rows(product, probe_rows(heads.query * heads.dim, torch.float32)) == 1
-
-
-def trees_are_chains(heads: Heads, dtype: torch.dtype) -> bool:
-    """Whether tree nodes that are attended to at once get the bits that their paths get as chains."""
-    most, positions = attention.TOGETHER, 3 * attention.BLOCK
-    shared = irregular(2 * heads.kv, positions * heads.dim, dtype).view(2, heads.kv, positions, heads.dim)
-    own = irregular(2 * most, heads.kv * heads.dim, dtype).view(2, most, heads.kv, -1)
-    queries = irregular(most, heads.query * heads.dim, dtype).view(most, -1, heads.dim)
-    few = (-1, 0, 0, 1, 1, 2, 3, 5)
-    many = [-1, *(max(0, node - 1 - node % 3) for node in range(1, most))]
-    near = attention.BLOCK - 2  # the tree crosses the end of a block
-    trees = [(1, few), (near, few), (2 * attention.BLOCK + 5, few), (near, few[:1]), (near, few[:3]), (near, many)]
-    return all(
-        _tree_is_chains(queries[: len(nodes)], shared, own[:, : len(nodes)], start, nodes) for start, nodes in trees
-    )
-
-
-def _tree_is_chains(
-    queries: torch.Tensor, shared: torch.Tensor, own: torch.Tensor, start: int, parents: Sequence[int]
-) -> bool:
-    """One tree behind `start` tokens. shared, own: keys and values of the slot and of the nodes; see `attend_tree`."""
-    place = attention.tree_place(start, parents, queries.dtype)
-    keys, values = shared[:, :, : place.end]
-    found = attention.attend_tree(queries, keys, values, (own[0], own[1]), place)
-    for node, path in enumerate(attention.paths(parents)):
-        end = start + len(path)
-        chain = shared[:, :, : attention.whole_blocks(end)].clone()
-        chain[:, :, start:end] = own[:, path].transpose(1, 2)
-        alone = attention.attend(queries[path], chain[0], chain[1], attention.masks(start, len(path), queries.dtype))
-        if not torch.equal(alone[-1], found[node]):
-            return False
-    return True

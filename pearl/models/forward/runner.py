@@ -25,8 +25,6 @@ from pearl.models.forward.experts import computes_experts
 from pearl.models.forward.graphs import FED, PREFILL, Graphs, Piece, Record, ends, record_on_gpu
 from pearl.models.forward.layers import DecoderLayers, Rope
 from pearl.models.forward.matrices import Rounding, packs
-from pearl.models.forward.probe import trees_are_chains
-from pearl.models.forward.shard import ALONE, Group
 from pearl.models.forward.slot_attention import FixedAttention, NativeAttention, SpanAttention
 from pearl.models.forward.slots import Slots, Tree
 from pearl.models.runner import Capabilities, check_feeds
@@ -66,8 +64,6 @@ def _has_plain_mlp(mlp: torch.nn.Module) -> bool:
 class ForwardRunner:
     """`ModelRunner` over the weights of `model`, a `Decoder` or one for which `has_own_forward` holds; takes them away.
 
-    In a `group` of several the model is this rank's part of it (`shard.cut`), and all ranks make the same calls.
-
     Args:
         slots: how many sequences the cache holds.
         records: whether forwards of up to `FED` tokens are recorded on a GPU, as CUDA graphs.
@@ -81,7 +77,6 @@ class ForwardRunner:
         self,
         model: PreTrainedModel | Decoder,
         context: int,
-        group: Group = ALONE,
         *,
         slots: int = 1,
         records: bool = True,
@@ -101,12 +96,9 @@ class ForwardRunner:
         cache_dtype = model.dtype if is_fixed else torch.float32
         is_invariant = True
         with torch.inference_mode():
-            self._layers = DecoderLayers(model, group, context, rounding, cache_dtype, plain=bool(kernels))
+            self._layers = DecoderLayers(model, context, rounding, cache_dtype, plain=bool(kernels))
             self.vocab_size, self.dtype, heads = self._layers.vocab_size, self._layers.dtype, self._layers.heads
-            bits = " and ".join(map(str, self._layers.bits))
-            self.weights = (
-                f"{bits} bits" if bits and not rounding else rounding or str(self.dtype).removeprefix("torch.")
-            )
+            self.weights = rounding or self._layers.weights
             is_packed = packs(self._layers.embedding) and not native.takes(self._layers.embedding)
             self._least_rows = _FAST_ROWS if is_packed and self.dtype == torch.bfloat16 else 1
             if not is_fixed:
@@ -117,11 +109,8 @@ class ForwardRunner:
             self._ropes = self._layers.angles(rotary, self._positions.clamp_max(context - 1))
             shape = (slots, len(self._layers), heads.kv, self._room, heads.dim)
             self._slots = Slots(shape, cache_dtype, self.device)
-            widest = heads.query * heads.dim  # what `attention.c` has room for
-            self._is_native = not is_fixed and native.computes(self._layers.embedding) and widest <= native.WIDEST
-            is_plain = not any(self._layers.scoring.windows) and not self._layers.scoring.sinks
-            self._trees_at_once = not is_fixed and is_plain and trees_are_chains(heads, cache_dtype)
-            if kernels or (kernels is None and records and self.device.type == "cuda" and group.size == 1):
+            self._is_native = not is_fixed and native.computes(self._layers.embedding) and native.attends(heads)
+            if kernels or (kernels is None and records and self.device.type == "cuda"):
                 self._decode = self._make_decode(record_on_gpu(self.device) if records and not record else record)
             if launches and self._decode is None:
                 self._record_all(slots)
@@ -189,7 +178,7 @@ class ForwardRunner:
         if self._is_native:
             spans = NativeAttention(layout, self._slots, scoring, heads, self._layers.eps)
         else:
-            spans = SpanAttention(layout, self._slots, scoring, self._trees_at_once)
+            spans = SpanAttention(layout, self._slots, scoring)
             ropes = self._ropes_of(layout)
         hidden = self._layers.hidden_states(layout.ids, ropes, spans)
         for feed, rows in layout.trees:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,43 +16,28 @@ from pearl.models.forward.slots import Slots
 
 
 class SpanAttention:
-    """The rows of a `layout`, span by span. Trees of several chains are attended to at once where `trees_at_once`.
-
-    Otherwise a tree's chains are attended to one after the other, each at the positions after its ancestors.
-
-    Args:
-        trees_at_once: only where no layer has a window, or sinks.
+    """The rows of a `layout`, span by span: a tree's chains one after the other, each after its ancestors.
 
     Attributes:
         states: collects (keys, values) of every layer where there are trees.
     """
 
-    def __init__(self, layout: Layout, slots: Slots, scoring: attention.Scoring, trees_at_once: bool) -> None:
+    def __init__(self, layout: Layout, slots: Slots, scoring: attention.Scoring) -> None:
         self._slots, self._scoring = slots, scoring
-        self._parts: list[tuple[Span, Mapping[int, torch.Tensor] | attention.TreePlace]] = []  # masks by window
+        self._parts: list[tuple[Span, Mapping[int, torch.Tensor]]] = []  # masks by window
         self.states: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if layout.trees else None
-        for tree, group in groupby(layout.spans, attrgetter("tree")):
-            spans = list(group)
-            if tree >= 0 and len(spans) > 1 and trees_at_once and len(layout.trees[tree][1]) <= attention.TOGETHER:
-                self._parts.append(_whole_tree(layout, tree, slots.lengths, slots.dtype))
-            else:
-                for span in spans:
-                    given = span.start, span.size, slots.dtype
-                    masks = {window: attention.masks(*given, window) for window in {*scoring.windows}}
-                    self._parts.append((span, masks))
+        for span in layout.spans:
+            given = span.start, span.size, slots.dtype
+            self._parts.append((span, {window: attention.masks(*given, window) for window in {*scoring.windows}}))
 
     def attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """See `layers.Attends`."""
         if self.states is not None:
             self.states.append((keys, values))
-        mixed, dtype, cap, queries = [], self._slots.dtype, self._scoring.cap, queries * self._scoring.scale
-        for span, sees in self._parts:
+        mixed, cap, queries = [], self._scoring.cap, queries * self._scoring.scale
+        for span, masks in self._parts:
             all_keys, all_values = self._slots.keys[span.slot, layer], self._slots.values[span.slot, layer]
-            if isinstance(sees, attention.TreePlace):
-                own = keys[span.rows].to(dtype), values[span.rows].to(dtype)
-                mixed.append(attention.attend_tree(queries[span.rows], all_keys, all_values, own, sees, cap))
-                continue
-            seen, mask = attention.whole_blocks(span.at.stop), sees[self._scoring.windows[layer]]
+            seen, mask = attention.whole_blocks(span.at.stop), masks[self._scoring.windows[layer]]
             all_keys[:, span.at] = keys[span.rows].transpose(0, 1)
             all_values[:, span.at] = values[span.rows].transpose(0, 1)
             given, sinks = (queries[span.rows], all_keys[:, :seen], all_values[:, :seen]), self._scoring.sinks_of(layer)
@@ -65,17 +48,9 @@ class SpanAttention:
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
 
-def _whole_tree(
-    layout: Layout, tree: int, lengths: Sequence[int], dtype: torch.dtype
-) -> tuple[Span, attention.TreePlace]:
-    """A tree's rows as one span, with their place."""
-    feed, rows = layout.trees[tree]
-    assert feed.parents is not None
-    slot, first = feed.slot, min(rows)
-    nodes = sorted(range(len(rows)), key=rows.__getitem__)  # in the order of their rows
-    parents = [feed.parents[node] for node in nodes]
-    above = [rows[parent] - first if parent >= 0 else -1 for parent in parents]
-    return Span(slot, lengths[slot], first, len(rows), tree), attention.tree_place(lengths[slot], above, dtype)
+def parent_rows(parents: Sequence[int], rows: Sequence[int]) -> list[int]:
+    """The row of the parent of each node of a tree; -1: it follows the slot's sequence. `rows`: of the nodes."""
+    return [rows[parent] if parent >= 0 else -1 for parent in parents]
 
 
 class NativeAttention:
@@ -94,7 +69,7 @@ class NativeAttention:
         for feed, rows in layout.trees:
             assert feed.parents is not None
             table[rows, 2] = slots.lengths[feed.slot]
-            table[rows, 3] = torch.tensor([rows[parent] if parent >= 0 else -1 for parent in feed.parents])
+            table[rows, 3] = torch.tensor(parent_rows(feed.parents, rows))
         threads, rows_ = torch.get_num_threads(), len(table)
         positions = attention.whole_blocks(int(table[:, 1].max()) + 1)
         self._kept = (
