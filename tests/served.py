@@ -32,7 +32,7 @@ MODEL = "toy-model"
 LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
 SETUP = Setup(MODEL, Settings(EngineConfig(), DecodingConfig(), SamplingParams()))
 SLOWLY: dict[str, Any] = {"target_pace": 0.15, "draft_pace": 0.05}  # so that `LONG` lasts on a busy machine, too
-# Tells of tools as Hermes' and Qwen's do.
+# Renders tools as the chat templates of Hermes and Qwen do.
 TOOL_TEMPLATE = (
     "{% if tools %}<|start|>system\n{% for t in tools %}{{ t | tojson }}{% endfor %}"
     "Write <tool_call>.<|end|>\n{% endif %}{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}"

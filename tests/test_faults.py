@@ -75,7 +75,7 @@ TABLE = cells()
 
 
 def those(faults: tuple[str, ...]) -> list[Any]:
-    """All cells. One for each fault and role, amid a text or at the start, runs daily; the others are marked long."""
+    """Every fault, role and moment. One moment of each fault and role runs daily; the others are marked long."""
     found = [Cell(*where, said) for where, said in TABLE.items() if where[0] in faults and said in OUTCOMES]
     usual = {(cell.fault, cell.of): cell for cell in found if cell.phase in ("start-up", "drafting")}
     usual["one that does not start", ""] = next(cell for cell in found if cell.outcome == "refused")

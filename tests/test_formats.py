@@ -161,6 +161,15 @@ def test_other_tools_files_run_at_their_own_bits(tool: str, tmp_path: Path) -> N
     torch.testing.assert_close(feed_chain(wide, tokens, 40), wanted, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize(("weight", "scales"), [((192, 256), (2, 3)), ((128, 192), (1, 2)), ((128, 192), (2, 1))])
+def test_blocks_of_another_size_are_refused(weight: tuple[int, int], scales: tuple[int, int]) -> None:
+    """And not read as groups of 96, which 192 inputs have two of."""
+    from pearl.models.checkpoints import formats
+
+    with pytest.raises(ValueError, match="not read"):
+        formats._float8(torch.zeros(weight).to(torch.float8_e4m3fn), torch.ones(scales))
+
+
 @pytest.mark.parametrize(
     "scheme",
     [

@@ -259,7 +259,7 @@ def test_unknown_fields_are_ignored_with_a_warning(caplog: pytest.LogCaptureFixt
 
 
 def test_seeds_and_stop_tokens_of_other_servers(served: Served) -> None:
-    """A negative seed is 64 bits; a text ends with any of the ids given, of which "4" is one."""
+    """A negative seed is taken as 64 bits. A text ends at any of the given ids; here one is the id of "4"."""
     seeds = [served.post(seed=seed, max_tokens=40).json() for seed in (-3, 2**64 - 3)]
     assert seeds[0]["choices"] == seeds[1]["choices"]
     choice = served.post(max_tokens=40, ignore_eos=True, stop_token_ids=[4]).json()["choices"][0]

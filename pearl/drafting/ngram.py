@@ -204,7 +204,7 @@ class Anchor:
 def anchored(
     text: Sequence[int], committed: int, trust: Sequence[float], others: Sequence[Alternative] = ()
 ) -> list[Anchor]:
-    """Anchors after the last committed token and after each pending one, of which `trust` has the chances."""
+    """Anchors after the last committed token and after each pending one. `trust`: acceptance chances of the latter."""
     reached = accumulate(trust, mul, initial=1.0)
     pending = zip(text[committed:], trust, strict=True)
     by_position: dict[int, list[Alternative]] = {}

@@ -316,7 +316,7 @@ class ChatCompletionRequest(SharedRequest):
 
     @property
     def forced_functions(self) -> list[Function]:
-        """The functions of which one must be called; none: the model may answer with text."""
+        """Functions, one of which must be called; empty if the model may answer with text."""
         if isinstance(self.tool_choice, NamedTool):
             return [tool.function for tool in self.tools if tool.function.name == self.tool_choice.function.name]
         return [tool.function for tool in self.tools] if self.tool_choice == "required" else []

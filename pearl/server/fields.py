@@ -145,7 +145,7 @@ def _refusal(errors: list[Any]) -> ApiError:
         # One error for each type that the field may have.
         several = [e for e in errors if e["loc"][0] == param] if param in ("prompt", "input", "stop") else [first]
         messages = dict.fromkeys(re.sub("^(Value error, |Input )", "", e["msg"]) for e in several)
-        if not param:  # of two fields that do not go together, of which the text names one first
+        if not param:  # two fields contradict each other: the message names the one to report first
             text = next(iter(messages))
             return ApiError(400, text, param=text.partition(" ")[0])
         return ApiError(400, f"{param}: {' or '.join(messages)}", param=param)

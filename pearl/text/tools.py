@@ -1,6 +1,7 @@
 """Calls of tools in a model's text: the formats that models write, and a splitter that takes calls out of a text.
 
-A chat template that tells its model of tools shows the model's format, too. Other models are told in words of ours.
+A chat template that renders tools shows which format its model writes. For other templates the tools are described in
+the system prompt, in Hermes' format.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ class CallSplitter:
         self._head = re.compile(_NAMED if is_forced else format.head)
         self._step = self._find_head if is_forced else self._find_start
         self._is_python = format.is_python and not is_forced
-        self._pending = ""  # text of which it is not known yet what it is
+        self._pending = ""  # text that may be the beginning of a call
         self._text = ""
         self._calls: list[Call] = []  # parts that are known with this piece
         self._count = 0  # of calls so far

@@ -15,8 +15,11 @@ from safetensors.torch import save_file
 from pearl.models.forward.quantised import QuantisedMatrix
 
 
-class _Unknown(Exception):
+class _Unknown(ValueError):
     """Quantised in a way that is not read here."""
+
+    def __init__(self) -> None:
+        super().__init__("its quantised weights have a shape or an option that is not read")
 
 
 Get = Callable[[str], torch.Tensor]  # a tensor of a module by the last part of its name
@@ -61,7 +64,7 @@ def _q8_0(block: torch.Tensor) -> QuantisedMatrix:
 
 
 def _k(bits: int) -> Callable[[torch.Tensor], QuantisedMatrix]:
-    """Q4_K and Q5_K: groups of 32, of which 8 share what scales and least weights are multiplied by."""
+    """Q4_K and Q5_K: groups of 32 weights; 8 groups share a factor of their scales, and one of their least weights."""
 
     def read(block: torch.Tensor) -> QuantisedMatrix:
         first, second, third = block[..., 4:16].split(4, -1)
@@ -79,7 +82,7 @@ def _k(bits: int) -> Callable[[torch.Tensor], QuantisedMatrix]:
 
 
 def _q6_k(block: torch.Tensor) -> QuantisedMatrix:
-    """Groups of 16, of which 16 share what their scales are multiplied by."""
+    """Groups of 16 weights; 16 groups share a factor of their scales."""
     low = _nibbles(block[..., :128].unflatten(-1, (2, 64)))  # [out, blocks, 2, 128]
     high = block[..., 128:192].unflatten(-1, (2, 1, 32)) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None] & 3
     scales = block[..., 192:208].contiguous().view(torch.int8).flatten(1)
@@ -138,19 +141,26 @@ def _gptq(get: Get, config: Mapping[str, Any]) -> QuantisedMatrix:
     )
 
 
+_FP8_BLOCK = 128
+
+
 def _float8(weight: torch.Tensor, scales: torch.Tensor) -> QuantisedMatrix:
     """With a scale for all, for each row, or for each block of 128 by 128."""
     outputs, inputs = weight.shape
     scales = scales.float().reshape(1, 1) if scales.numel() == 1 else scales.float()
-    if scales.dim() != 2 or weight.dtype != torch.float8_e4m3fn or inputs % scales.shape[1]:
+    if scales.dim() != 2 or weight.dtype != torch.float8_e4m3fn:
         raise _Unknown
-    rows = -(-outputs // scales.shape[0])
-    if scales.shape[0] > 1 and rows > 1:
-        rows = 128
+    down, across = scales.shape
+    rows = {1: outputs, outputs: 1}.get(down, _FP8_BLOCK)
+    # A last block that is not whole would be a group of another size.
+    if down != -(-outputs // rows) or across not in (1, inputs / _FP8_BLOCK):
+        raise _Unknown
     return QuantisedMatrix(weight, 8, scales.repeat_interleave(rows, 0)[:outputs].contiguous())
 
 
 def _fp8(get: Get, config: Mapping[str, Any]) -> QuantisedMatrix:
+    if config.get("weight_block_size") not in (None, [_FP8_BLOCK, _FP8_BLOCK]):
+        raise _Unknown
     return _float8(get("weight"), get("weight_scale_inv"))
 
 

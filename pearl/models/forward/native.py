@@ -175,7 +175,7 @@ _rooms = threading.local()
 
 
 def _scratch(floats: int) -> int:
-    """The address of room for so many, until this thread asks again."""
+    """Address of a buffer for that many floats; the thread's next call may free it."""
     room: torch.Tensor | None = getattr(_rooms, "room", None)
     if room is None or len(room) < floats:
         room = _rooms.room = torch.empty(floats)

@@ -2,7 +2,7 @@
 //
 // Reading the weights is what a forward of few rows spends its time on, so weights stay in the bits that they have in
 // a file and become numbers in registers.  A panel is 16 outputs, one a lane; a lane adds its inputs in one order,
-// whatever the number of rows and threads.  See `native.py` for the layout and `native.Weights` for the fields.
+// whatever the number of rows and threads.  The fields of `Weights` are laid out by `native.Native`.
 //
 // Built several times, for instruction sets of x86 and without any; `native.py` loads the best for the processor.
 #include "native.h"
