@@ -62,7 +62,7 @@ class Person:
         self._master, slave = pty.openpty()
         os.set_blocking(self._master, False)
         self._screen = _Screen(columns, rows, history=5000, ratio=1.0)
-        self._screen.answer = self.type
+        self._screen.answer = self._answer
         self._stream = pyte.ByteStream(self._screen)
         self._began = self._written = self._unsent = b""
         self.frames, self.italics = 0, set[str]()
@@ -88,13 +88,23 @@ class Person:
         os.close(self._master)
 
     def type(self, text: str) -> None:
-        """Also what the terminal answers: as a terminal does, it sends that behind what it has begun to send."""
         self._unsent += text.encode()
+        while self._write():  # the program has not read it yet, and may wait for its own output to be read
+            self.read(0.01)
+
+    def _answer(self, text: str) -> None:
+        """What the terminal itself sends, behind what it has begun to send; never reads: it is called by `read`."""
+        self._unsent += text.encode()
+        self._write()
+
+    def _write(self) -> bool:
+        """Write what the program's side takes now; whether anything is left."""
         while self._unsent:
             try:
                 self._unsent = self._unsent[os.write(self._master, self._unsent[:4096]) :]
-            except BlockingIOError:  # the program has not read it yet, and may wait for its own output to be read
-                self.read(0.01)
+            except BlockingIOError:
+                return True
+        return False
 
     def send(self, text: str) -> None:
         """A line."""
@@ -110,6 +120,7 @@ class Person:
 
     def read(self, seconds: float) -> bool:
         """Whether the program has written anything."""
+        self._write()
         if not select.select([self._master], [], [], seconds)[0]:
             return False
         try:
