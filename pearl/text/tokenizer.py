@@ -271,7 +271,7 @@ def _defaults(directory: Path, tokenizer_eos: int | None) -> GenerationDefaults:
         max_tokens=taken["max_tokens"] and int(taken["max_tokens"]),
         eos=_ids(_first(config["eos_token_id"], tokenizer_eos)),
         ignored=(
-            *_ignored(config, samples),
+            *unsupported_options(config, samples),
             *(f"{name} {value}" for name, value in invalid.items()),
             *(f"eos_token_id {token!r}" for token in _listed(config["eos_token_id"]) if not _is_whole(token)),
         ),
@@ -310,6 +310,6 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
 
 
-def _ignored(config: dict[str, Any], samples: bool) -> tuple[str, ...]:
+def unsupported_options(config: Mapping[str, Any], samples: bool) -> tuple[str, ...]:
     known = (*_UNSUPPORTED, *(_UNSUPPORTED_SAMPLING if samples else ()))
     return tuple(name for name in known if config.get(name) not in _NEUTRAL)
