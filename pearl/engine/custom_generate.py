@@ -7,18 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig
-from transformers.generation import (
-    EosTokenCriteria,
-    GenerateDecoderOnlyOutput,
-    MaxLengthCriteria,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, PreTrainedModel, generation
 
 from pearl.config import DecodingConfig, SamplingParams
 from pearl.engine.request import submission
@@ -29,51 +23,41 @@ from pearl.models.hf import HFRunner
 from pearl.protocol.messages import Submit
 from pearl.text.tokenizer import GenerationDefaults, unsupported_options
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-    from transformers.generation.streamers import BaseStreamer
-
-METHODS = ("ar", "ngram", "sd")
+_METHODS = ("ar", "ngram", "sd")
 _TAKEN = {"inputs", "input_ids", "attention_mask", "generation_config", "stopping_criteria", *vars(GenerationConfig())}
-_OF_LOADING = ("revision", "token", "cache_dir", "local_files_only")  # of this code, for transformers
 _REFUSED = (
     *("output_scores", "output_logits", "output_attentions", "output_hidden_states", "prompt_lookup_num_tokens"),
     *("cache_implementation", "renormalize_logits", "remove_invalid_values"),
 )
-_tried: WeakSet[PreTrainedModel] = WeakSet()
+_tried: WeakSet[PreTrainedModel] = WeakSet()  # a trial takes several forwards
 
 
 def generate(
     model: PreTrainedModel,
     assistant_model: PreTrainedModel | None = None,
-    streamer: BaseStreamer | None = None,
+    streamer: Any = None,
     method: str | None = None,
-    rule: str = "coupled",
     gamma: int | None = None,
     seed: int | None = None,
     **given: Any,
 ) -> Any:
-    """What `model.generate` calls with its own arguments; returns what it would.
+    """What `model.generate` calls with its own arguments, `given`; returns what it would.
 
     Args:
-        method: ar, ngram, or sd, which needs an assistant; default: sd where there is one, else ngram.
-        rule: how drafts are accepted under sampling; coupled, the default, gives one text a seed whatever the method.
-        gamma: draft tokens a step; default: chosen by the measured speeds.
-        seed: of sampled texts; default: drawn from torch's generator. Rows of a batch are its samples 0, 1, ...
-        given: those of `generate`, which transformers prepares.
+        method: ar, ngram (the default without an assistant), or sd.
+        gamma: draft tokens a step; default: by the measured speeds.
+        seed: one sampled text a seed, whatever the method; default: torch's generator. Rows of a batch are its samples.
 
-    Raises:
-        ConfigError: an argument is not supported.
-        ModelError: a model cannot be rolled back, or its context is too short.
+    Raises `ConfigError` for an argument that is not supported, `ModelError` for a model or a length.
     """
-    given = {name: value for name, value in given.items() if value is not None and name not in _OF_LOADING}
+    given = {name: value for name, value in given.items() if value is not None}
     if refused := [*sorted(given.keys() - _TAKEN), *unsupported_options(given, True)]:
         raise ConfigError(f"pearl's custom_generate does not take {', '.join(refused)}")
-    method = method or ("ngram" if assistant_model is None else "sd")
-    if method not in METHODS or (method == "sd" and assistant_model is None):
-        raise ConfigError(f"method {method!r} is not one of {', '.join(METHODS)}, or sd without an assistant_model")
-    decoding = DecodingConfig(method=method, rule=rule, gamma=gamma)
-    models = [model] if method != "sd" or assistant_model is None else [model, assistant_model]
+    models = [model] if assistant_model is None or method in ("ar", "ngram") else [model, assistant_model]
+    method = method or _METHODS[len(models)]
+    if method not in _METHODS[: len(models) + 1]:
+        raise ConfigError(f"method {method!r} is not ar, ngram, or sd with an assistant_model")
+    decoding = DecodingConfig(method=method, rule="coupled", gamma=gamma)
     modes = [each.training for each in models]
     try:
         run: Any = model.generate
@@ -104,14 +88,14 @@ class _Call:
 
     models: Sequence[PreTrainedModel]
     decoding: DecodingConfig
-    streamer: BaseStreamer | None
+    streamer: Any
     seed: int | None
 
     def decode(
         self,
         model: PreTrainedModel,
         input_ids: torch.Tensor,
-        stopping_criteria: StoppingCriteriaList,
+        stopping_criteria: generation.StoppingCriteriaList,
         generation_config: GenerationConfig,
         **prepared: Any,
     ) -> Any:
@@ -121,11 +105,13 @@ class _Call:
         params, limit = _params(generation_config, self.seed), int(generation_config.max_length)
         contexts = [context_of(type(model).__name__, model, limit)]
         contexts += [min(limit, context_of(type(each).__name__, each, None)) for each in self.models[1:]]
-        runners = [_runner(*each) for each in zip(self.models, contexts, strict=True)]
+        pairs = zip(self.models, contexts, strict=True)
+        runners = [HFRunner(each, context, is_tried=each in _tried) for each, context in pairs]
+        _tried.update(self.models)
         eos, pad = (getattr(generation_config, f"_{name}_token_tensor", None) for name in ("eos", "pad"))
         defaults = GenerationDefaults(eos=() if eos is None else tuple(eos.flatten().tolist()))
-        ours = MaxLengthCriteria, EosTokenCriteria
-        criteria = StoppingCriteriaList(each for each in stopping_criteria if not isinstance(each, ours))
+        ours = generation.MaxLengthCriteria, generation.EosTokenCriteria
+        criteria = generation.StoppingCriteriaList(each for each in stopping_criteria if not isinstance(each, ours))
         mask, rows = prepared.get("attention_mask"), []
         for sample, ids in enumerate(input_ids):
             given = {"sample": sample, "max_tokens": limit - len(ids)}
@@ -133,10 +119,14 @@ class _Call:
             submit = submission(1, prompt, limit, params.model_copy(update=given), defaults, self.decoding)
             rows.append(self._text(ids, submit, runners, criteria))
         found: Any = pad_sequence(rows, batch_first=True, padding_value=0 if pad is None else int(pad))
-        return GenerateDecoderOnlyOutput(sequences=found) if generation_config.return_dict_in_generate else found
+        return (
+            generation.GenerateDecoderOnlyOutput(sequences=found)
+            if generation_config.return_dict_in_generate
+            else found
+        )
 
     def _text(
-        self, ids: torch.Tensor, submit: Submit, runners: Sequence[HFRunner], criteria: StoppingCriteriaList
+        self, ids: torch.Tensor, submit: Submit, runners: Sequence[HFRunner], criteria: generation.StoppingCriteriaList
     ) -> torch.Tensor:
         """`ids` [n], and what is generated behind them."""
         for runner in runners:
@@ -150,10 +140,3 @@ class _Call:
         if self.streamer is not None:
             self.streamer.end()
         return ids
-
-
-def _runner(model: PreTrainedModel, context: int) -> HFRunner:
-    """Tries each model once: each `generate` makes a runner, whose trial takes several forwards."""
-    runner = HFRunner(model, context, is_tried=model in _tried)
-    _tried.add(model)
-    return runner

@@ -12,13 +12,13 @@ from pearl.models.runner import ModelRunner
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import Deliver, DraftDropped, DraftJoined, End, Send, Wait
-from pearl.protocol.messages import Committed, DraftTokens, Submit
+from pearl.protocol.messages import Committed, Submit
 
 
 def decode(submit: Submit, target: ModelRunner, draft: ModelRunner | None = None) -> Iterator[Committed]:
-    """Decode one request, from empty caches, with speeds learned from it alone; yields what is committed.
+    """Yield what is committed. Caches must be empty; speeds are learned from this request alone.
 
-    Raises `ForwardError`.
+    On devices of two kinds only for rules that take no distributions. Raises `ForwardError`.
     """
     coordinator, drafter = Coordinator(piece=target.capabilities.prompt_piece), Drafter(0)
     executors: list[TargetExecutor | DraftExecutor] = [TargetExecutor(target)]
@@ -33,7 +33,7 @@ def decode(submit: Submit, target: ModelRunner, draft: ModelRunner | None = None
         for command in (coordinator, drafter)[actor].handle(event):
             match command:
                 case Send(message):
-                    events.append((1 - actor, _moved(message, target)))
+                    events.append((1 - actor, message))
                 case Deliver(Committed() as message):
                     yield message
                 case End():
@@ -43,10 +43,3 @@ def decode(submit: Submit, target: ModelRunner, draft: ModelRunner | None = None
                 case _:
                     if (answer := executors[actor].execute(command)) is not None:
                         events.append((actor, answer))
-
-
-def _moved(message: object, target: ModelRunner) -> object:
-    """The message with distributions on the target's device."""
-    if isinstance(message, DraftTokens) and message.rows:
-        return message.changed(rows=tuple(row.to(target.device) for row in message.rows))
-    return message

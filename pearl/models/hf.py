@@ -33,10 +33,7 @@ class HFRunner:
     """`ModelRunner` over a loaded model, which stays where it was loaded, on one device or several.
 
     Raises `ModelError` at construction where a trial fails or finds that logits depend on how a text is cut into
-    forwards.
-
-    Args:
-        is_tried: whether an earlier runner has tried this model. One with recurrent layers is tried all the same.
+    forwards. `is_tried`: an earlier runner has tried this model; one with recurrent layers is tried all the same.
     """
 
     capabilities = Capabilities()  # one chain; its kernels are chosen by the number of rows

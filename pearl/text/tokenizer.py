@@ -24,7 +24,7 @@ from pearl.text.stream import Tokenizer, Tools, check_characters
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FILES = (  # of a tokenizer, and of how to sample
+FILES = (  # of a tokenizer, and of how to sample
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken"),
     *("chat_template*", "additional_chat_templates/*", "generation_config.json"),
 )
@@ -234,13 +234,13 @@ def _directory(path: str) -> Path:
         return Path(path)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(path, allow_patterns=["config.json", *_FILES]))
+    return Path(snapshot_download(path, allow_patterns=["config.json", *FILES]))
 
 
 def copy_tokenizer(path: str, directory: Path) -> None:
     """Copy what a checkpoint says of its tokenizer and of how to sample it. Raises `OSError`."""
     source = _directory(path)
-    for file in (file for pattern in _FILES for file in source.glob(pattern) if file.is_file()):
+    for file in (file for pattern in FILES for file in source.glob(pattern) if file.is_file()):
         (copy := directory / file.relative_to(source)).parent.mkdir(exist_ok=True)
         shutil.copyfile(file, copy)
 
