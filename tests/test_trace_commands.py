@@ -10,12 +10,13 @@ import pytest
 from click.testing import CliRunner
 
 from pearl.cli import cli
+from pearl.colours import WORK
 from pearl.errors import ConfigError
 from pearl.lab.simulate import Outcome
 from pearl.protocol.messages import Provenance
 from pearl.protocol.options import RequestOptions
 from pearl.trace import chrome
-from pearl.trace.gantt import LOOKS, chart, same_time
+from pearl.trace.gantt import chart, same_time
 from pearl.trace.reading import read
 from pearl.trace.recorder import part_paths
 from pearl.trace.report import report
@@ -99,7 +100,7 @@ def test_a_chart_has_the_bars_of_both_workers(run: tuple[Outcome, Path]) -> None
         ("prefill", 0.0, 5.0),
         ("post-verify", 5.0, 10.0),
     ]
-    assert {"accepted", "rejected"} < {bar.look for bar in draft} < set(LOOKS)
+    assert {"accepted", "rejected"} < {bar.look for bar in draft} < set(WORK)
     part = chart(read(run[1]), start=10.0, seconds=5.0)
     assert (part.start, part.end) == (10.0, 15.0)
     assert chart(read(run[1])).end < 70

@@ -18,19 +18,13 @@ from rich.markdown import Markdown
 from rich.segment import Segment
 from rich.text import Text
 
+from pearl.colours import SOURCES
 from pearl.printable import printable
 from pearl.protocol.messages import Provenance
 from pearl.text.reasoning import Splitter
 
-STYLES = {
-    Provenance.ACCEPTED: "green",
-    Provenance.CORRECTED: "bold yellow",
-    Provenance.BONUS: "cyan",
-    Provenance.GUESSED: "blue",
-    Provenance.DIRECT: "",
-}
+STYLES = {Provenance(source): colour if source != "direct" else "" for source, (colour, _) in SOURCES.items()}
 PENDING = THOUGHT = "dim italic"
-_MEANINGS = ("accepted", "corrected", "bonus", "guessed otherwise", "the target's own")  # of `STYLES`
 _FRAME_SECONDS = 0.04  # between two frames, at least: faster changes cannot be seen
 _REST_PER_FRAME = 3.0  # times the drawing time of the last frame: a long block must not keep a core busy
 # HTML is off: it would swallow text that looks like a tag, such as std::vector<int> or <think>.
@@ -41,7 +35,7 @@ _BEGIN_FRAME, _END_FRAME = "\x1b[?2026h", "\x1b[?2026l"  # synchronized output: 
 
 def legend() -> Text:
     """The meaning of the colours of `TokenReply`."""
-    words = [Text(meaning, f"dim {style}") for meaning, style in zip(_MEANINGS, STYLES.values(), strict=True)]
+    words = [Text(meaning, f"dim {STYLES[Provenance(source)]}") for source, (_, meaning) in SOURCES.items()]
     return Text(" · ", "dim").join([*words, Text("not judged yet", PENDING)])
 
 
