@@ -29,7 +29,7 @@ class EngineConfig(Section):
 
     target: str = Field(
         default="embedded",
-        description="Target model: embedded, directory, hub id, .gguf file, ID:FILE of the hub's, toy:vocab=32,alpha=0.8, or replay:FILE, "
+        description="Target model: embedded, directory, hub id, .gguf file, toy:vocab=32,alpha=0.8, or replay:FILE, "
         "recorded texts (see pearl simulate record --help).",
     )
     draft: str = Field(
