@@ -35,36 +35,31 @@ class Hub(BaseHTTPRequestHandler):
 
     repositories: dict[str, dict[str, bytes]]
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
     def do_GET(self) -> None:
         path = self.path.partition("?")[0].removeprefix("/api/models").strip("/")
         name = "/".join(path.split("/")[:2])
         files = self.repositories.get(name)
         if files is None:
-            return self._refuse(401, "RepoNotFound")
-        if "/revision/" in path and path.rpartition("/")[2] not in ("main", COMMIT):
-            return self._refuse(404, "RevisionNotFound")
-        if "/tree/" in path:
+            self._send(401, code="RepoNotFound")
+        elif "/revision/" in path and path.rpartition("/")[2] not in ("main", COMMIT):
+            self._send(404, code="RevisionNotFound")
+        elif "/tree/" in path:
             entries = [{"type": "file", "path": n, "size": len(b), "oid": _digest(b)} for n, b in files.items()]
-            return self._send(json.dumps(entries).encode())
-        if "/resolve/" not in path:
+            self._send(200, json.dumps(entries).encode())
+        elif "/resolve/" not in path:
             siblings = [{"rfilename": n, "size": len(b), "blobId": _digest(b)} for n, b in files.items()]
-            return self._send(json.dumps({"id": name, "sha": COMMIT, "siblings": siblings}).encode())
-        if name == "some/gated":
-            return self._refuse(403, "GatedRepo")
-        return self._send(files[path.split("/", 4)[4]])
+            self._send(200, json.dumps({"id": name, "sha": COMMIT, "siblings": siblings}).encode())
+        elif name == "some/gated":
+            self._send(403, code="GatedRepo")
+        else:
+            self._send(200, files[path.split("/", 4)[4]])
 
-    def _refuse(self, status: int, code: str) -> None:
+    do_HEAD = do_GET
+
+    def _send(self, status: int, body: bytes = b"", code: str = "") -> None:
         self.send_response(status)
-        self.send_header("X-Error-Code", code)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def _send(self, body: bytes) -> None:
-        self.send_response(200)
-        for header, value in (("ETag", f'"{_digest(body)}"'), ("X-Repo-Commit", COMMIT), ("Content-Length", len(body))):
+        headers = {"ETag": f'"{_digest(body)}"', "X-Repo-Commit": COMMIT, "Content-Length": len(body)}
+        for header, value in (headers | ({"X-Error-Code": code} if code else {})).items():
             self.send_header(header, str(value))
         self.end_headers()
         if self.command == "GET":
@@ -127,14 +122,12 @@ def test_a_model_is_pulled_shown_and_removed(caches: None, pull: Run, pearl_here
     """Only the files that are loaded; it is there without the network."""
     assert names(pearl_here) == []
     pulled = pull("some/model")
-    assert pulled.returncode == 0, pulled.stderr
     assert " in 6 files, " in pulled.stderr.splitlines()[0], "before the download"
     directory = Path(pulled.stdout.strip())
     assert {file.name for file in directory.iterdir()} == {file.name for file in tiny_model(chat=True).iterdir()}
     assert " in 6 files, 0.0 MB to download" in pull("some/model@main").stderr
     (row,) = json.loads(pearl_here("list", "--json").stdout)
     assert (row["name"], row["weights"], row["forward"]) == ("some/model", "float32", "own")
-    assert row["size"] == sum(file.stat().st_size for file in directory.iterdir())
     assert re.search(r"\nsome/model +0\.2 MB +\d{4}-\d\d-\d\d +float32 +own", pearl_here("list").stdout)
     shown = json.loads(pearl_here("show", "some/model", "--json").stdout)
     assert shown["path"] == str(directory)
@@ -156,7 +149,6 @@ def test_a_gguf_file_is_named_by_a_part_of_its_name_and_removed_with_what_was_ma
     caches: None, pull: Run, pearl_here: Run
 ) -> None:
     pulled = pull("some/ggufs:q8_0")
-    assert pulled.returncode == 0, pulled.stderr
     file = Path(pulled.stdout.strip())
     assert file.name == "tiny-Q8_0.gguf"
     shown = pearl_here("show", "some/ggufs:q8_0")
@@ -166,8 +158,8 @@ def test_a_gguf_file_is_named_by_a_part_of_its_name_and_removed_with_what_was_ma
     assert sorted(names(pearl_here)) == sorted(["some/ggufs", made.name])
     assert "LlamaForCausalLM" in pearl_here("show", made.name).stdout, "by its name in the list"
     assert "some/ggufs:FILE" in pearl_here("show", "some/ggufs").stderr
-    assert "pearl rm some/ggufs" in pearl_here("rm", "some/ggufs:q8_0", "--yes").stderr
-    assert pearl_here("rm", "some/ggufs", "--yes").returncode == 0
+    assert "`pearl rm some/ggufs`" in pearl_here("rm", "some/ggufs:q8_0", "--yes").stderr
+    pearl_here("rm", "some/ggufs", "--yes")
     assert not file.exists()
     assert names(pearl_here) == []
 
@@ -182,12 +174,10 @@ def test_a_gguf_file_is_named_by_a_part_of_its_name_and_removed_with_what_was_ma
         ("some/ggufs:Q2", "tiny-F16.gguf, tiny-Q8_0.gguf: name one"),
         ("a b", "is no hub id"),
         ("offline/model", "Check the network"),
-        ("closed/model", "Check the network"),
     ],
 )
 def test_what_cannot_be_pulled_is_one_line_with_what_to_do(pull: Run, model: str, words: str) -> None:
-    more = {"offline": {"HF_HUB_OFFLINE": "1"}, "closed": {"HF_ENDPOINT": "http://127.0.0.1:9"}}
-    done = pull(model, **more.get(model.partition("/")[0], {}))
+    done = pull(model, **({"HF_HUB_OFFLINE": "1"} if model == "offline/model" else {}))
     assert done.returncode == 3
     assert words in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
@@ -200,8 +190,7 @@ def test_show_says_which_forward_computes_a_model(kind: str) -> None:
     runner = load_runner(str(directory), device=torch.device("cpu"), max_context=32)
     assert (about["forward"] == "own") == isinstance(runner, ForwardRunner)
     assert (about["why"] is None) == isinstance(runner, ForwardRunner)
-    model = AutoModelForCausalLM.from_pretrained(directory)
-    assert about["parameters"] == sum(weight.numel() for weight in model.parameters())
+    assert about["parameters"] == AutoModelForCausalLM.from_pretrained(directory).num_parameters()
 
 
 def test_the_quantised_weights_that_are_read_are_listed_once() -> None:

@@ -13,6 +13,7 @@ from pearl.cli.tables import print_table
 from pearl.printable import printable
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
+_WORDS = {"None": "-", "True": "yes", "False": "no"}
 _MODEL = click.argument("model")
 
 
@@ -66,7 +67,7 @@ def show(model: str, as_json: bool) -> None:
         click.echo(json.dumps(about, indent=2))
         return
     for name, value in about.items():
-        text = "-" if value is None else f"{value:,}" if type(value) is int else str(value)
+        text = f"{value:,}" if type(value) is int else _WORDS.get(str(value), str(value))
         click.echo(f"{name.replace('_', ' '):14} {printable(text)}")
 
 

@@ -133,7 +133,9 @@ def pull(spec: str, progress: Progress) -> Path:
         files = _wanted(name, sizes)
         there = {file for file in files if isinstance(try_to_load_from_cache(name.repo, file, revision=info.sha), str)}
         total, missing = (sum(sizes[file] for file in some) for some in (files, files - there))
-        progress(f"{spec}: {size_text(total)} in {len(files)} files, {size_text(missing)} to download")
+        progress(
+            f"{spec}: {size_text(total)} in {len(files)} file{'s' * (len(files) > 1)}, {size_text(missing)} to download"
+        )
         directory = Path(snapshot_download(name.repo, revision=name.revision, allow_patterns=[*files]))
         return directory / next((file for file in files if file.endswith(".gguf")), "")
     except ModelError:
