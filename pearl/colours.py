@@ -7,7 +7,7 @@ SOURCES = {
     "accepted": ("#2a9d4a", "drafted, accepted"),
     "corrected": ("#d97706", "corrected"),
     "guessed": ("#2f7fd6", "guessed otherwise"),
-    "bonus": ("#a35bd1", "bonus"),
+    "bonus": ("#b848b8", "bonus"),
     "direct": ("#7d868f", "the target's own"),
 }
 # Kind of work, or outcome of a draft token -> colour, meaning.

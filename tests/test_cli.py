@@ -143,9 +143,9 @@ def test_every_setting_is_a_flag_and_every_flag_a_setting() -> None:
     for name, more in {
         "generate": {"raw", "as_json", "stats", "connect"},
         "chat": {
-                *("raw", "question", "system", "load", "goes_on"),
-                *("show_draft", "markdown", "history", "stats", "connect"),
-            },
+            *("raw", "question", "system", "load", "goes_on"),
+            *("show_draft", "markdown", "history", "stats", "connect"),
+        },
         "serve": {
             *("http", "api_key", "http_queue", "http_model"),
             *("origins", "tool_parser", "is_strict", "log_requests"),
