@@ -238,11 +238,12 @@ def _row(axes: Any, bars: Sequence[Bar], at: float, seconds: float) -> None:
         form = {"linewidth": 0} if look in ("other", "wait") else _EDGE
         _draw(axes, (bar for bar in joined if bar.look == look), (at - _HALF, 2 * _HALF), WORK[look], **form)
     for bar in (each for each in joined if each.look == "wait"):
-        place, form = ((bar.start + bar.end) / 2, at), {"ha": "center", "va": "center", "color": "#555555"}
+        place = (bar.start + bar.end) / 2, at
+        middle: dict[str, Any] = {"ha": "center", "va": "center", "color": "#555555"}
         if bar.seconds / seconds > _CHARACTER * max(len(bar.cause), len("waits for")):
-            axes.text(*place, f"waits for\n{bar.cause}", fontsize=8, **form)
+            axes.text(*place, f"waits for\n{bar.cause}", fontsize=8, **middle)
         elif bar.seconds / seconds > 2 * _CHARACTER:
-            axes.text(*place, bar.cause, fontsize=6.5, rotation=90, **form)
+            axes.text(*place, bar.cause, fontsize=6.5, rotation=90, **middle)
 
 
 def _text(axes: Any, commits: list[tuple[float, list[str]]], seconds: float, ground: float, height: float) -> None:
