@@ -62,7 +62,7 @@ def test_channels_whose_special_tokens_have_no_text() -> None:
         "Look.",
         "to=functions.f json{}",
     )
-    assert split("commentary to=functions.f json{}", HARMONY) == ("", "to=functions.f json{}")
+    assert split("commentary " + called, HARMONY) == ("", called)
     splitter = Splitter(HARMONY)
     assert [splitter.feed(piece) for piece in ("fi", "nal", "Hi", " final")] == [("", "")] * 2 + [
         ("", "Hi"),
