@@ -58,10 +58,8 @@ def test_channels_whose_special_tokens_have_no_text() -> None:
     assert split("finalHello! finally", HARMONY) == ("", "Hello! finally")
     assert split("They greet.assistantfinalHello!", HARMONY, is_open=True) == ("They greet.", "Hello!")
     assert split("fin", HARMONY) == ("", "fin")
-    assert split("analysisLook.assistantcommentary to=functions.f json{}", HARMONY) == (
-        "Look.",
-        "to=functions.f json{}",
-    )
+    called = "to=functions.f json{}"
+    assert split("analysisLook.assistantcommentary " + called, HARMONY) == ("Look.", called)
     assert split("commentary " + called, HARMONY) == ("", called)
     splitter = Splitter(HARMONY)
     assert [splitter.feed(piece) for piece in ("fi", "nal", "Hi", " final")] == [("", "")] * 2 + [
