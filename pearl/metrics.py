@@ -59,6 +59,8 @@ class Statistics:
         tokens_per_second: of decoding: tokens after the first commit, over the time after it; 1 / TPOT.
         target_wait_seconds: cause -> seconds.
         draft_wait_seconds: for verdicts, as the draft told with its last tokens.
+        speedup: tokens_per_second times t_target(1): how many times as fast as the target alone, by the measured time
+            of its forwards of one token; None where that time is not known.
         t_draft, t_target: running estimates, seconds; t_target by number of fed tokens.
         t_target_spread: likewise, while the target has the draft's cores too.
         speed_ratio: t_target(1) / t_draft.
@@ -102,6 +104,7 @@ class Statistics:
     tokens_per_second: float | None = None
     target_wait_seconds: dict[str, float] = field(default_factory=dict)
     draft_wait_seconds: float = 0.0
+    speedup: float | None = None
     t_draft: float = 0.0
     t_target: dict[str, float] = field(default_factory=dict)
     t_target_spread: dict[str, float] = field(default_factory=dict)
@@ -161,23 +164,31 @@ def _siblings(s: Statistics) -> str | None:
 
 
 FIGURES = (
-    Figure("first token", "seconds_to_first_token", "{:.2f} s", True),
-    Figure("of it in the queue", "queue_seconds", "{:.2f} s"),
     Figure("tokens/s", "tokens_per_second", "{:.1f}", True),
+    Figure("tokens a step", "tokens_per_step", "{:.2f}", True),
+    Figure("times the target alone", "speedup", "{:.2f}", True),
+    Figure("first token", "seconds_to_first_token", "{:.2f} s"),
+    Figure("of it in the queue", "queue_seconds", "{:.2f} s"),
     Figure("next tokens (TPOT)", lambda s: s.tokens_per_second and 1e3 / s.tokens_per_second, "{:.1f} ms"),
     Figure("ITL p50", "itl_p50", "{:.0f} ms", scale=1e3),
-    Figure("ITL p99", "itl_p99", "{:.0f} ms", True, scale=1e3),
-    Figure("tokens a step", "tokens_per_step", "{:.2f}", True),
-    Figure("accepted of judged", "acceptance_rate", "{:.0%}", True),
+    Figure("ITL p99", "itl_p99", "{:.0f} ms", scale=1e3),
+    Figure("accepted of judged", "acceptance_rate", "{:.0%}"),
     Figure("accepted of drafted", "draft_acceptance_rate", "{:.0%}"),
     Figure("tokens per run", "mean_run_length", "{:.1f}"),
     Figure("guessed", lambda s: s.provenance.get("guessed"), "{} tokens"),
     Figure("runners-up", _siblings, "{} fed"),
-    Figure("ways", lambda s: ", ".join(f"{way} {count}" for way, count in s.ways.items()) or None, "{}", True),
-    Figure("window c", lambda s: s.window or None, "{}", True),
-    Figure("target waited", lambda s: _share(s, _waited(s)), "{:.0%}", True),
-    Figure("draft waited", lambda s: _share(s, s.draft_wait_seconds) if s.num_draft_tokens else None, "{:.0%}", True),
+    Figure("ways", lambda s: ", ".join(f"{way} {count}" for way, count in s.ways.items()) or None, "{}"),
+    Figure("window c", lambda s: s.window or None, "{}"),
+    Figure("target waited", lambda s: _share(s, _waited(s)), "{:.0%}"),
+    Figure("draft waited", lambda s: _share(s, s.draft_wait_seconds) if s.num_draft_tokens else None, "{:.0%}"),
 )
+
+
+def brief(s: Statistics) -> str:
+    """One line: tokens, tokens/s, tokens a step and, where known, how many times as fast as the target alone."""
+    parts = [f"{s.num_generated_tokens} tokens"]
+    parts += [f"{text} {each.name}" for each in FIGURES if each.is_brief and (text := each.text(s)) is not None]
+    return " · ".join(parts)
 
 
 @dataclass
@@ -248,6 +259,7 @@ def _times(profile: Profile) -> dict[str, Any]:
 
 def fold(counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, window: int) -> Statistics:
     """The statistics of one finished request."""
+    alone = dict(speeds.profile.t_target).get(1)
     runs = sum(counts.provenance[p] for p in (Provenance.CORRECTED, Provenance.BONUS))
     return Statistics(
         num_prompt_tokens=prompt_tokens,
@@ -285,6 +297,7 @@ def fold(counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, w
         tokens_per_second=watch.tokens_per_second,
         target_wait_seconds=watch.waits,
         draft_wait_seconds=watch.draft_waited,
+        speedup=alone and watch.tokens_per_second and watch.tokens_per_second * alone,
         t_draft=speeds.t_draft,
         **_times(speeds.profile),
         speed_ratio=speeds.ratio,

@@ -32,6 +32,7 @@ LAYERS: list[set[str]] = [
     {"pearl.config"},
     {"pearl.spec"},
     {"pearl.device", "pearl.document"},
+    {"pearl.colours"},
     {"pearl.errors", "pearl.extras", "pearl.printable", "pearl.quota", "pearl.silence", "pearl.version"},
 ]
 SHELLS = {"pearl", "pearl.lab"}  # packages whose rooms are in layers of their own

@@ -86,7 +86,7 @@ def flags(command: click.Command) -> set[str]:
 
 def test_every_flag_named_is_a_flag() -> None:
     torchrun = {"--nproc-per-node", "--master-port", "--rdzv-endpoint"}
-    scripts = {"--help", "--dry-run", "--model", "--run", "--faults", "--rehearse"}
+    scripts = {"--help", "--help-all", "--dry-run", "--model", "--run", "--faults", "--rehearse"}
     known = flags(cli) | torchrun | scripts
     wrong = [one for one in named(r"(?<![\w-])--[a-z][a-z-]+") if one[1] not in known]
     assert not wrong, wrong

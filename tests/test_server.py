@@ -336,6 +336,11 @@ def test_the_page_runs_in_a_browser(tmp_path: Path) -> None:
         browser.run("$('look').click()")
         browser.sees("looking && $('looking').textContent === ''")
         assert browser.run("$('live').hidden") is False
+        browser.run("new Reply().text = '# One\\n- **two** `3`\\n```py\\n<b>4</b>\\n```\\n'; replies[0].draw()")
+        assert browser.run("replies[0].box.innerText.split(/\\s+/).join(' ')") == "One two 3 <b>4</b> Copy"
+        assert browser.run("replies[0].box.querySelectorAll('h1, li strong, li code, pre code').length") == 4
+        browser.run("$('clear').click(); $('system').value = 'Be brief.'")
+        assert browser.run("request('hello')[1].messages.map((one) => one.role).join()") == "system,user"
         browser.run("$('plain').checked = true; $('text').value = '123'; $('most').value = 200; $('send').click()")
         first = browser.sees("document.querySelector('.assistant').textContent.length")
         assert browser.sees("document.querySelector('.assistant').textContent.length", lambda now: now > first)
@@ -349,6 +354,15 @@ def test_the_page_runs_in_a_browser(tmp_path: Path) -> None:
             browser.sees("performance.now() > 6000")
             browser.screenshot(Path(kept))
         browser.sees("!running")
+        assert "times the target alone" in browser.run("document.querySelector('.figures').textContent")
+        browser.run("$('coloured').click()")
+        assert browser.run("document.querySelectorAll('.coloured span[title]').length") == browser.run(
+            "Number($('tokens').textContent)"
+        )
+        browser.run("$('text').value = '1'; $('most').value = 3; $('send').click()")
+        browser.sees("!running && replies[1].mark.startsWith('cut at max tokens')")
+        browser.run("$('text').value = '12'; $('send').click(); $('stop').click()")
+        assert browser.sees("replies[2].mark") == "stopped"
         assert browser.run("$('waiting').textContent") in ("0", "-")
         browser.run("$('look').click()")
         browser.sees("!looking && $('live').hidden")

@@ -10,27 +10,23 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from typing import ClassVar
 
 from markdown_it import MarkdownIt
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
-from rich.markdown import Markdown
+from rich.markdown import CodeBlock, Markdown
 from rich.segment import Segment
+from rich.syntax import Syntax
 from rich.text import Text
 
+from pearl.colours import SOURCES
 from pearl.printable import printable
 from pearl.protocol.messages import Provenance
 from pearl.text.reasoning import Splitter
 
-STYLES = {
-    Provenance.ACCEPTED: "green",
-    Provenance.CORRECTED: "bold yellow",
-    Provenance.BONUS: "cyan",
-    Provenance.GUESSED: "blue",
-    Provenance.DIRECT: "",
-}
+STYLES = {Provenance(source): colour if source != "direct" else "" for source, (colour, _) in SOURCES.items()}
 PENDING = THOUGHT = "dim italic"
-_MEANINGS = ("accepted", "corrected", "bonus", "guessed otherwise", "the target's own")  # of `STYLES`
 _FRAME_SECONDS = 0.04  # between two frames, at least: faster changes cannot be seen
 _REST_PER_FRAME = 3.0  # times the drawing time of the last frame: a long block must not keep a core busy
 # HTML is off: it would swallow text that looks like a tag, such as std::vector<int> or <think>.
@@ -41,7 +37,7 @@ _BEGIN_FRAME, _END_FRAME = "\x1b[?2026h", "\x1b[?2026l"  # synchronized output: 
 
 def legend() -> Text:
     """The meaning of the colours of `TokenReply`."""
-    words = [Text(meaning, f"dim {style}") for meaning, style in zip(_MEANINGS, STYLES.values(), strict=True)]
+    words = [Text(meaning, f"dim {STYLES[Provenance(source)]}") for source, (_, meaning) in SOURCES.items()]
     return Text(" · ", "dim").join([*words, Text("not judged yet", PENDING)])
 
 
@@ -222,9 +218,20 @@ def _finished_blocks(source: str) -> tuple[str, str]:
     return "\n".join(lines[: starts[-1]]), "\n".join(lines[starts[-1] :])
 
 
+class _Code(CodeBlock):
+    """Without rich's blank before each line, which would be copied with the code."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Syntax(str(self.text).rstrip(), self.lexer_name, theme=self.theme, word_wrap=True, padding=(1, 0))
+
+
+class _Markdown(Markdown):
+    elements: ClassVar = {**Markdown.elements, "fence": _Code, "code_block": _Code}
+
+
 def _markdown(source: str) -> Markdown:
     """Render Markdown. Shows the target of each link, which a text must not hide; keeps the model's line breaks."""
-    rendered = Markdown("", hyperlinks=False, code_theme="ansi_dark")
+    rendered = _Markdown("", hyperlinks=False, code_theme="ansi_dark")
     rendered.parsed = _PARSER.parse(source)
     for token in rendered.parsed:
         for child in token.children or ():

@@ -259,6 +259,8 @@ def usage(results: Sequence[Result], n: int, waits: Mapping[int, float]) -> dict
             "queue_seconds": [waits.get(at, 0.0) + one.queue_seconds for at, one in enumerate(statistics)],
             "seconds": [one.seconds - one.queue_seconds for one in statistics],
             "tokens_per_second": [one.tokens_per_second for one in statistics],
+            "tokens_per_step": [one.tokens_per_step for one in statistics],
+            "speedup": [one.speedup for one in statistics],
         },
     }
 

@@ -23,6 +23,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
+from pearl.colours import style_sheet
 from pearl.engine import Result
 from pearl.engine.asynchronous import AsyncStream
 from pearl.engine.request import Options
@@ -54,7 +55,8 @@ class App:
         self._responses = Responses(setup)
         self.bodies, self._refusals = Bodies(), Refusals()
         self._timeline = Timeline(service.engine.directory)
-        self._html = files("pearl.server").joinpath("page.html").read_text(encoding="utf-8")
+        html = files("pearl.server").joinpath("page.html").read_text(encoding="utf-8")
+        self._html = html.replace("/* colours */", style_sheet())
         self._created = int(time.time())
         self._described = openapi.document(setup.model, keyed=access.key is not None)
         self.asgi = not_embedded(self._routed(access))

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from pearl.colours import SOURCES, WORK
 from pearl.errors import ConfigError, TraceError
 from pearl.extras import installing
 from pearl.trace.chrome import committed
@@ -15,30 +16,12 @@ from pearl.trace.reading import VERIFICATIONS, Arrow, Slice, Trace
 
 _STEPS = 12  # verification forwards shown by default
 _PAUSE = 1e-3  # seconds: shorter work (a heartbeat, say) is too short to see and does not split a wait
-LOOKS = {  # kind of work -> colour, meaning
-    "prefill": ("#7b6fc4", "reading the prompt (prefill)"),
-    "pre-verify": ("#5aa9e6", "target forward without draft tokens (pre-verify)"),
-    "post-verify": ("#1f6fb2", "target forward over draft tokens (post-verify)"),
-    "accepted": ("#3fa34d", "draft token, accepted"),
-    "rejected": ("#d1495b", "draft token, rejected"),
-    "discarded": ("#e0a458", "draft token after a rejected one, discarded"),
-    "prepare": ("#c9b458", "draft forward for other outcomes alone (branches)"),
-    "draft": ("#9a9a9a", "draft forward that a verdict made useless"),
-    "other": ("#6b6b6b", "judging, sampling, messages"),
-    "wait": ("#ececec", "waiting"),
-}
 _FORESEEN = ("#2fb5a0", "a branch drafted here was accepted")
 _VERDICTS = {  # is it a rejection -> colour, meaning
     False: ("#333333", "verdict: all accepted"),
-    True: (LOOKS["rejected"][0], "verdict: a draft token rejected"),
+    True: (WORK["rejected"][0], "verdict: a draft token rejected"),
 }
-_SOURCES = {  # of a committed token -> colour, meaning
-    "accepted": (LOOKS["accepted"][0], "in the text: accepted from the draft"),
-    "guessed": ("#2f6fd0", "in the text: guessed otherwise"),
-    "corrected": (LOOKS["rejected"][0], "in the text: the target's correction"),
-    "bonus": ("#b565c9", "in the text: bonus"),
-    "direct": ("#34495e", "in the text: the target's own"),
-}
+_IN_TEXT = {source: (colour, f"in the text: {meaning}") for source, (colour, meaning) in SOURCES.items()}
 # Measures of a picture, in units of its vertical axis; `_CHARACTER` is a share of the horizontal one.
 _HALF = 0.36  # half the height of a worker's row
 _STRIP = 0.2  # height of the marks of accepted branches
@@ -79,6 +62,15 @@ class Chart:
     foreseen: list[Bar]
     method: str
     models: str
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(sources) for _, sources in self.commits)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of the time shown, the prefill included."""
+        return self.tokens / (self.end - self.start)
 
     def shares(self, row: str) -> tuple[float, float]:
         """Shares of the time shown that a worker worked and waited."""
@@ -148,7 +140,7 @@ def _bars(one: Slice, zero: float) -> list[Bar]:
     """The bars of a slice: a forward that drafted several tokens has one for each."""
     if one.kind == "wait":
         return [Bar(one.start - zero, one.end - zero, "wait", one.name.removeprefix("wait: "))]
-    look = one.args.get("fate", one.name if one.name in LOOKS else "other")
+    look = one.args.get("fate", one.name if one.name in WORK else "other")
     looks = one.args.get("fates", [look])
     ends = [one.start - zero + one.seconds * i / len(looks) for i in range(len(looks) + 1)]
     return [Bar(*span, each) for span, each in zip(pairwise(ends), looks, strict=True)]
@@ -188,13 +180,13 @@ def png(charts: Sequence[Chart], path: Path) -> None:
     most = max((len(sources) for chart in charts for _, sources in chart.commits), default=1)
     legend: dict[str, Any] = {}
     for axes, chart in zip(figure.subplots(len(charts), squeeze=False)[:, 0], charts, strict=True):
-        _panel(axes, chart, seconds, most)
+        _panel(axes, chart, seconds, most, charts[0])
         legend |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     legend |= {label: Line2D([], [], color=colour, marker="v", markersize=5) for colour, label in _VERDICTS.values()}
     axes.set_xlabel("seconds since the request began")
     title = "\n".join(dict.fromkeys(chart.models for chart in charts))
     form = {"frameon": False, "fontsize": 8.5, "title": title, "title_fontsize": 8}
-    labels = [label for _, label in (*LOOKS.values(), _FORESEEN, *_VERDICTS.values(), *_SOURCES.values())]
+    labels = [label for _, label in (*WORK.values(), _FORESEEN, *_VERDICTS.values(), *_IN_TEXT.values())]
     labels = [label for label in labels if label in legend]
     figure.legend([legend[label] for label in labels], labels, loc="outside lower center", ncols=4, **form)
     try:
@@ -203,11 +195,12 @@ def png(charts: Sequence[Chart], path: Path) -> None:
         raise TraceError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _panel(axes: Any, chart: Chart, seconds: float, most: int) -> None:
+def _panel(axes: Any, chart: Chart, seconds: float, most: int, first: Chart) -> None:
     """A row for each worker, arrows of verdicts between them, and below the tokens that each step committed.
 
     Args:
         most: tokens of the largest step of the picture.
+        first: the chart of the first panel, whose rate that of the others is compared with.
     """
     for row, bars in enumerate(chart.rows.values()):
         _row(axes, bars, row * _STEP, seconds)
@@ -227,8 +220,9 @@ def _panel(axes: Any, chart: Chart, seconds: float, most: int) -> None:
     axes.set_xlim(chart.start, chart.start + seconds)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    tokens = sum(len(sources) for _, sources in chart.commits)
-    title = f"{chart.method}: {tokens} tokens in {chart.end - chart.start:.2f} s"
+    title = f"{chart.method}: {chart.tokens} tokens in {chart.end - chart.start:.2f} s"
+    if chart is not first and first.tokens:
+        title += f", {chart.rate / first.rate:.2f} times as fast as {first.method}"
     axes.set_title(title, loc="left", fontsize=12, weight="bold")
 
 
@@ -238,15 +232,18 @@ def _draw(axes: Any, bars: Iterable[Bar], place: tuple[float, float], look: tupl
 
 
 def _row(axes: Any, bars: Sequence[Bar], at: float, seconds: float) -> None:
-    """A worker's bars; a wait that is long enough names its cause."""
+    """A worker's bars; a wait names its cause: upright where it is short, not at all where it is very short."""
     joined = _joined(bars)
     for look in dict.fromkeys(bar.look for bar in joined):
         form = {"linewidth": 0} if look in ("other", "wait") else _EDGE
-        _draw(axes, (bar for bar in joined if bar.look == look), (at - _HALF, 2 * _HALF), LOOKS[look], **form)
-    for bar in joined:
-        if bar.look == "wait" and bar.seconds / seconds > _CHARACTER * len(bar.cause):
-            place = (bar.start + bar.end) / 2, at
-            axes.text(*place, f"waits for\n{bar.cause}", ha="center", va="center", fontsize=8, color="#555555")
+        _draw(axes, (bar for bar in joined if bar.look == look), (at - _HALF, 2 * _HALF), WORK[look], **form)
+    for bar in (each for each in joined if each.look == "wait"):
+        place = (bar.start + bar.end) / 2, at
+        middle: dict[str, Any] = {"ha": "center", "va": "center", "color": "#555555"}
+        if bar.seconds / seconds > _CHARACTER * max(len(bar.cause), len("waits for")):
+            axes.text(*place, f"waits for\n{bar.cause}", fontsize=8, **middle)
+        elif bar.seconds / seconds > 2 * _CHARACTER:
+            axes.text(*place, bar.cause, fontsize=6.5, rotation=90, **middle)
 
 
 def _text(axes: Any, commits: list[tuple[float, list[str]]], seconds: float, ground: float, height: float) -> None:
@@ -255,7 +252,7 @@ def _text(axes: Any, commits: list[tuple[float, list[str]]], seconds: float, gro
     for time, sources in commits:
         for i, source in enumerate(sources):
             box = Bar(time, time + 1.6 * _CHARACTER * seconds, source)
-            _draw(axes, [box], (ground - (i + 1) * height, height), _SOURCES[source], edgecolor="white", linewidth=0.5)
+            _draw(axes, [box], (ground - (i + 1) * height, height), _IN_TEXT[source], edgecolor="white", linewidth=0.5)
         if has_room:
             place = time + 0.8 * _CHARACTER * seconds, ground - len(sources) * height - 0.03
             axes.text(*place, f"+{len(sources)}", ha="center", va="bottom", fontsize=8, color="#333333")
