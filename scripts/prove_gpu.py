@@ -43,7 +43,7 @@ from pearl.execution.draft import DraftExecutor
 from pearl.lab.bench.exactness import check_texts, compare_cuts
 from pearl.lab.bench.machine import hardware, in_words
 from pearl.lab.bench.rows import PUBLISHED
-from pearl.models.forward.graphs import FED, Record, ends, record_on_gpu
+from pearl.models.forward.graphs import FED, Record, Rows, ends, record_on_gpu
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.hf import HFRunner
 from pearl.models.runner import Feed, ModelRunner, feed_chain
@@ -161,7 +161,7 @@ def recordings(scale: Scale) -> Iterator[Figure]:
     made: list[tuple[float, float]] = []
     plain = scale.record or record_on_gpu(scale.device)
 
-    def record(work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def record(work: Callable[[], Rows]) -> Callable[[], Rows]:
         before, began = _reserved(scale), time.perf_counter()
         replay = plain(work)
         synchronize(scale.device)

@@ -13,7 +13,7 @@ from pearl.config.decoding import DecodingConfig, wide_window
 from pearl.config.section import Section, check_utf8
 from pearl.device import Device
 from pearl.errors import ConfigError
-from pearl.spec.methods import DRAFTLESS, MAX_WINDOW
+from pearl.spec.methods import DRAFTLESS, MAX_WINDOW, METHODS
 from pearl.spec.stops import STOPS
 from pearl.spec.transports import is_control, is_on_one_host
 
@@ -69,6 +69,11 @@ class EngineConfig(Section):
         ge=1,
         le=MAX_SLOTS,
         description="Requests decoded side by side, each in a KV cache of its own; others wait.",
+    )
+    head: str | None = Field(
+        default=None,
+        description="Head of the target (EAGLE-3), a directory or hub id: method head verifies its guesses; auto and "
+        "pearl take them too.",
     )
     datastore: str | None = Field(
         default=None,
@@ -192,6 +197,8 @@ class EngineConfig(Section):
         if method not in (*DRAFTLESS, "auto") and not self.has_draft:
             use = " or ".join(DRAFTLESS)
             raise ConfigError(f"method {method} needs a draft model and this engine has none; use method {use}")
+        if METHODS[method].needs_head and self.head is None:
+            raise ConfigError(f"method {method} needs a head of the target: name one with --head")
 
     def check_decoding(self, decoding: DecodingConfig) -> None:
         """Raises `ConfigError` if method, window or stop policy need what this engine does not have."""

@@ -1,4 +1,4 @@
-"""Guesses from the text itself, a datastore and habits, fused.
+"""Guesses from the text itself, a datastore, habits and a head, fused.
 
 A place has one candidate a token, even if several sources have it, so the tree that `guess_tree` grows has one node for
 it.  Source: the fused tree of SSSD (Marzollo et al. 2024).
@@ -7,21 +7,28 @@ it.  Source: the fused tree of SSSD (Marzollo et al. 2024).
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import nlargest
 from itertools import chain
 
 from pearl.drafting.datastore import BINS, DAMPING, RATES, Datastore, Occurrence
 from pearl.drafting.habits import CONTEXT, Habits
+from pearl.drafting.heads import HeadGuesses
 from pearl.drafting.ngram import MOST_MATCHED, RANKS, RATE_WEIGHT, Candidate, NgramIndex
 from pearl.protocol.messages import Source
+
+MakeHead = Callable[[Sequence[int]], HeadGuesses]  # of a text that is only read
 
 _LEARN = 64  # tokens at the end of a prompt that rates are learned from; each costs a lookup
 
 
-def text_index(tokens: Sequence[int], store: Datastore | None, habits: Habits | None = None) -> NgramIndex:
-    """The index that guesses for one text come from: its own n-grams and, if given, a datastore and habits."""
-    return NgramIndex(tokens) if store is None and habits is None else Guesser(tokens, store, habits)
+def text_index(
+    tokens: Sequence[int], store: Datastore | None, habits: Habits | None = None, head: MakeHead | None = None
+) -> NgramIndex:
+    """The index that guesses for one text come from: its own n-grams and, if given, a datastore, habits and a head."""
+    if store is None and habits is None and head is None:
+        return NgramIndex(tokens)
+    return Guesser(tokens, store, habits, head)
 
 
 class StoreGuesses:
@@ -98,15 +105,25 @@ class Guesser(NgramIndex):
 
     Args:
         habits: of the target; they learn from tokens that are committed behind `tokens`.
+        head: makes the guesses of the target's head.
     """
 
-    def __init__(self, tokens: Sequence[int], store: Datastore | None = None, habits: Habits | None = None) -> None:
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        store: Datastore | None = None,
+        habits: Habits | None = None,
+        head: MakeHead | None = None,
+    ) -> None:
         self._store: StoreGuesses | None = None
+        self._head: HeadGuesses | None = None
         self._habits, self._counted = habits, len(tokens)
         super().__init__(tokens)
         if store is not None:
             self._store = StoreGuesses(store, self.tokens, max(0, len(tokens) - _LEARN))
             self._store.learn(len(tokens))
+        if head is not None:
+            self._head = head(self.tokens)
 
     def cut(self, length: int) -> None:
         super().cut(length)
@@ -121,6 +138,8 @@ class Guesser(NgramIndex):
             for position in range(max(1, self._counted), committed):
                 self._habits.learn(self._before(position), self.tokens[position])
             self._counted = max(self._counted, committed)
+        if self._head is not None:
+            self._head.learn(committed)
 
     def candidates(self, position: int) -> list[Candidate]:
         found = [super().candidates(position)]
@@ -128,6 +147,8 @@ class Guesser(NgramIndex):
             found.append(self._store.candidates(position))
         if self._habits is not None:
             found.append(self._habits.candidates(self._before(position)))
+        if self._head is not None:
+            found.append(self._head.candidates(position))
         return fused(*found)
 
     def following(self, candidate: Candidate) -> list[Candidate]:
@@ -140,6 +161,9 @@ class Guesser(NgramIndex):
             return self._habits.candidates(candidate.context)
         if candidate.source is Source.NGRAM:
             return super().following(candidate)
+        if candidate.source is Source.HEAD:
+            assert self._head is not None
+            return self._head.following(candidate)
         assert self._store is not None
         return self._store.following(candidate)
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -18,11 +19,13 @@ from pearl.decoding.shaping import MakeGuide, Shaper, make_shaper
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.guesser import text_index
 from pearl.drafting.habits import Habits
+from pearl.drafting.heads import HeadGuesses, HeadText
 from pearl.drafting.ngram import NgramIndex, anchored, guess_tree
 from pearl.errors import NumericalError, OutOfMemory
 from pearl.models.checkpoints.memory import is_of_memory
 from pearl.models.feeds import depths
-from pearl.models.runner import Feed, ModelRunner
+from pearl.models.head import Head
+from pearl.models.runner import Feed, ModelRunner, unwrapped
 from pearl.protocol.events import (
     Drafted,
     Forward,
@@ -40,6 +43,7 @@ from pearl.protocol.events import (
     Spread,
 )
 from pearl.protocol.messages import Logprobs
+from pearl.spec.methods import METHODS
 from pearl.spec.rules import Needs, RuleSpec
 from pearl.text.stream import TextStream
 
@@ -78,6 +82,7 @@ class _Request:
         launched: results for these rows that judging needs, launched with the forward; None if it was not.
         draws: [rows, 2], the target's own draws, likewise.
         fed: that forward.
+        takes_head: whether the target's head guesses.
         logprobs: see `RequestOptions`. raw: as `logits`, before the shaper.
         said: log probabilities of decided tokens by position, until delivered.
     """
@@ -94,6 +99,7 @@ class _Request:
     launched: torch.Tensor | None = None
     draws: torch.Tensor | None = None
     fed: Forward | None = None
+    takes_head: bool = False
     logprobs: int | None = None
     raw: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     said: dict[int, Logprobs] = field(default_factory=dict)
@@ -142,6 +148,7 @@ class TargetExecutor:
             without waiting for the host. None: on every device but the host, where it would compute draws that a
             rejection makes needless.
         guides: make the guides of grammars.
+        head: guesses too, for methods that take its guesses; the runner keeps features for it.
     """
 
     def __init__(
@@ -153,8 +160,11 @@ class TargetExecutor:
         launches: bool | None = None,
         guides: MakeGuide | None = None,
         habits: Habits | None = None,
+        head: Head | None = None,
     ) -> None:
         self.runner, self._guides = runner, guides
+        self._head_texts = [] if head is None else [HeadText(head, slot) for slot in range(runner.capabilities.slots)]
+        self._head = head
         self._launches = runner.device.type != "cpu" if launches is None else launches
         self._datastore, self._habits = datastore, habits
         self._uploads = torch.cuda.Stream(runner.device) if runner.device.type == "cuda" else None
@@ -200,7 +210,10 @@ class TargetExecutor:
             case Open():
                 self._open(command)
             case Rollback(length):
-                self.runner.rollback(length, self._requests[command.request].slot)
+                slot = self._requests[command.request].slot
+                self.runner.rollback(length, slot)
+                for text in self._head_texts[slot : slot + 1]:
+                    text.rollback(length)
             case Guess():
                 return self._guess(command)
             case Spread(everywhere):
@@ -227,14 +240,23 @@ class TargetExecutor:
         direct = DirectDraw(command.options.sampling)
         shaper = make_shaper(command.options.sampling.shaping, command.prompt, self._guides)
         self._requests[command.request] = _Request(
-            command.slot, rule, direct, spec, text, command.prompt, shaper, logprobs=command.options.logprobs
+            command.slot,
+            rule,
+            direct,
+            spec,
+            text,
+            command.prompt,
+            shaper,
+            takes_head=METHODS[command.options.method].takes_head,
+            logprobs=command.options.logprobs,
         )
 
     def _guess(self, command: Guess) -> Guessed:
         """See `Guess`. A runner that takes no trees gets a chain behind the text."""
         request = self._requests[command.request]
         if request.index is None:
-            request.index = text_index(request.prompt, self._datastore, self._habits)
+            head = partial(self._head_guesses, request) if self._head is not None and request.takes_head else None
+            request.index = text_index(request.prompt, self._datastore, self._habits, head)
         index = request.index
         index.cut(command.base)
         index.extend(command.tokens)
@@ -245,6 +267,19 @@ class TargetExecutor:
         anchors, nodes = (anchors, nodes) if is_tree else (anchors[-1:], command.most)
         tokens, parents, chances, sources = guess_tree(index, anchors, command.most, command.limit, is_tree, nodes)
         return Guessed(tuple(tokens), tuple(parents), tuple(chances), tuple(sources), request=command.request)
+
+    def _head_guesses(self, request: _Request, tokens: Sequence[int]) -> HeadGuesses:
+        assert self._head is not None
+        ids, vocab = self._head.ids, self.runner.vocab_size
+
+        def draw(logits: torch.Tensor, position: int) -> int:
+            if request.direct.sampling.temperature == 0:
+                return int(ids[logits.argmax()])
+            every = logits.new_full((vocab,), -torch.inf)
+            every[ids] = logits
+            return read_draw(request.direct(every, position))
+
+        return HeadGuesses(self._head_texts[request.slot], tokens, draw)
 
     @property
     def _takes_trees(self) -> bool:
@@ -263,6 +298,8 @@ class TargetExecutor:
         logits = self.runner.forward(feeds)
         for command, request, rows in zip(commands, requests, logits, strict=True):
             request.raw, request.fed, request.launched, request.draws = rows, command, None, None
+            if self._head_texts and command.parents is None:
+                self._head_texts[request.slot].extend(command.start, unwrapped(self.runner).features(request.slot))
             request.logits = _shaped(request.shaper, command, rows)
             if self._launches and command.rows:
                 self._launch(request)
@@ -287,7 +324,11 @@ class TargetExecutor:
             request.draws = request.direct.rows(request.logits, positions).to("cpu", non_blocking=True)
 
     def _keep(self, path: Sequence[int], request: _Request) -> None:
+        start = self.runner.length(request.slot)
         self.runner.keep(path, request.slot)
+        if self._head_texts:
+            states = unwrapped(self.runner).features(request.slot)
+            self._head_texts[request.slot].extend(start, states[list(path)])
         if request.shaper is not None:
             assert request.fed is not None
             request.shaper.extend(request.fed.tokens[node] for node in path)

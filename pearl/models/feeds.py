@@ -113,12 +113,14 @@ class Layout:
     Attributes:
         ids: [rows], token ids.
         spans: in the order in which they must be computed; a tree has one for each of its `branches`.
+        fed: for each feed, the row of each of its tokens.
         asked: for each feed, the rows whose logits are returned.
         trees: for each feed that is a tree, the feed and the row of each node.
     """
 
     ids: torch.Tensor
     spans: list[Span] = field(default_factory=list)
+    fed: list[list[int]] = field(default_factory=list)
     asked: list[list[int]] = field(default_factory=list)
     trees: list[tuple[Feed, list[int]]] = field(default_factory=list)
 
@@ -143,9 +145,10 @@ def lay_out(feeds: Sequence[Feed], lengths: Sequence[int], least: int = 1) -> La
                 row += len(chain)
         row_of = {node: count + row for row, node in enumerate(order)}
         ids.append(torch.as_tensor(feed.tokens) if feed.parents is None else torch.as_tensor(feed.tokens)[order])
+        layout.fed.append([row_of[node] for node in range(fed)])
         if feed.parents is not None:
-            layout.trees.append((feed, [row_of[node] for node in range(fed)]))
-        layout.asked.append([row_of[node] for node in range(fed - feed.rows, fed)])
+            layout.trees.append((feed, layout.fed[-1]))
+        layout.asked.append(layout.fed[-1][fed - feed.rows :])
         count += fed
     padding = torch.zeros(max(0, least - count), dtype=torch.long)
     layout.ids = torch.cat([*ids, padding]) if len(ids) > 1 or len(padding) else ids[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -24,6 +24,7 @@ class Capabilities:
         launches: whether a forward of few tokens returns before it is done, so that it accepts tokens not yet drawn.
         row_invariant: whether the bits of a position's logits depend neither on how its sequence was cut into chains
             nor on the other feeds of the forward.
+        features: numbers of hidden states that it keeps of each token fed, for a head; 0: none. See `ForwardRunner`.
         prompt_piece: positions of a prompt that are computed together. Another text can reuse the cache of a prompt in
             whole pieces only, for later positions have other bits; 1: up to any position.
     """
@@ -32,6 +33,7 @@ class Capabilities:
     tree_nodes: int = 0
     launches: bool = False
     row_invariant: bool = False
+    features: int = 0
     prompt_piece: int = 1
 
 
@@ -129,11 +131,16 @@ def check_feeds(feeds: Sequence[Feed], runner: ModelRunner, name: str) -> None:
     assert len({feed.slot for feed in feeds}) == len(feeds), "one feed a slot"
 
 
-def dtype_of(runner: ModelRunner) -> str:
-    """The type of the weights: float32, bfloat16, int8 ...; empty for a model without weights."""
+def unwrapped(runner: ModelRunner) -> Any:
+    """The runner inside of `WrappedRunner`s, with what it has beyond `ModelRunner`."""
     while isinstance(runner, WrappedRunner):
         runner = runner._runner
-    return str(getattr(runner, "weights", ""))
+    return runner
+
+
+def dtype_of(runner: ModelRunner) -> str:
+    """The type of the weights: float32, bfloat16, int8 ...; empty for a model without weights."""
+    return str(getattr(unwrapped(runner), "weights", ""))
 
 
 class WrappedRunner:

@@ -65,6 +65,7 @@ class Source(Enum):
     BRANCH = "branch"
     LOOKUP = "lookup"  # the model, which confirmed a guess in the forward for the token before
     RUNNER_UP = "runner-up"  # the model, which nearly drew it
+    HEAD = "head"  # of the target
 
 
 class SparseRow(Record, frozen=True):

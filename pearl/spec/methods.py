@@ -31,6 +31,7 @@ class Method:
         siblings: default number of the draft's runners-up that the target verifies in a forward; 0: it takes none.
         takes_stops: whether a stop policy may end the draft's windows. Not under ssd: the policy does not see branches.
             Not under pearl-no-post-verify: its windows, so its ratio text, would depend on timing.
+        takes_head: whether the target's head guesses too, if there is one; `needs_head`: refused without one.
         adapts: whether the way of decoding is chosen by measured speed (`pearl.protocol.auto`).
     """
 
@@ -44,6 +45,8 @@ class Method:
     branches: int = 0
     siblings: int = 0
     takes_stops: bool = False
+    takes_head: bool = False
+    needs_head: bool = False
     adapts: bool = False
 
     @property
@@ -69,13 +72,22 @@ METHODS: dict[str, Method] = {
             "the fastest of the ways below, by measured speed",
             **_GUESSES,
             takes_stops=True,
+            takes_head=True,
             adapts=True,
         ),
         Method("ar", "the target alone", **_ALONE),
         Method("ngram", "the target alone, verifying n-grams of the text so far", **_ALONE, look_ahead=LOOK_AHEAD),
+        Method(
+            "head",
+            "the target alone, verifying what its head and n-grams guess",
+            **_ALONE,
+            look_ahead=LOOK_AHEAD,
+            takes_head=True,
+            needs_head=True,
+        ),
         Method("sd", "draft and target in turn", **_IN_TURN, takes_stops=True),
         Method("ssd", "sd whose draft prepares meanwhile for other outcomes", **_IN_TURN, branches=BRANCHES),
-        Method("pearl", "draft and target at once", **_GUESSES, takes_stops=True),
+        Method("pearl", "draft and target at once", **_GUESSES, takes_stops=True, takes_head=True),
         Method(
             "pearl-no-pre-verify",
             "ablation: the target idles while the first window is drafted",

@@ -21,6 +21,7 @@ from pearl.drafting.stops import make_policy
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.models.checkpoints.checkpoint import is_toy
+from pearl.models.checkpoints.heads import load_head
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer, translation_of
 from pearl.models.paced import PacedRunner
@@ -68,7 +69,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
         progress = lifeline.progress()
         tokenizer = _tokenizer(model, progress)
         digest = _expected_digest(config, tokenizer, progress) if config.has_draft else b""
-        runner = _loaded(tracer, model, device, progress)
+        runner = _loaded(tracer, model, device, progress, features=config.head is not None)
         worker = TargetWorker(
             endpoint,
             TargetExecutor(
@@ -78,6 +79,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
                 spread,
                 guides=_guides(model, runner.vocab_size),
                 habits=Habits() if config.habits else None,
+                head=None if config.head is None else load_head(config.head, runner, progress),
             ),
             TargetSettings(
                 runner.vocab_size,
@@ -185,9 +187,11 @@ def _tracer(settings: WorkerSettings) -> Tracer:
     return Tracer(recorder(Path(whole)) if whole else None, open_part)
 
 
-def _loaded(tracer: Tracer, model: ModelConfig, device: torch.device, progress: Progress) -> ModelRunner:
+def _loaded(
+    tracer: Tracer, model: ModelConfig, device: torch.device, progress: Progress, features: bool = False
+) -> ModelRunner:
     start = tracer.clock()
-    runner = make_runner(model, device, progress)
+    runner = make_runner(model, device, progress, features)
     tracer.note("busy", "load", start)
     return tracer.runner(runner)
 
@@ -219,8 +223,10 @@ def _expected_digest(config: EngineConfig, target: Tokenizer, progress: Progress
     return vocabulary_digest(spoken, spoken.vocab_size)
 
 
-def make_runner(model: ModelConfig, device: torch.device, progress: Progress = silent) -> ModelRunner:
-    """Loads the model on `device`. Raises `ModelError`."""
+def make_runner(
+    model: ModelConfig, device: torch.device, progress: Progress = silent, features: bool = False
+) -> ModelRunner:
+    """Loads the model on `device`. `features`: see `LoadOptions`. Raises `ModelError`."""
     runner: ModelRunner
     if is_toy(model.spec):
         runner = load_scripted(model.spec, model.role, model.max_context, model.slots)
@@ -238,6 +244,7 @@ def make_runner(model: ModelConfig, device: torch.device, progress: Progress = s
             slots=model.slots,
             spare=BRANCHES if model.role == "draft" else 0,
             may_round=model.role == "draft",
+            features=features,
         )
     gc.collect()
     gc.freeze()  # a full collection would walk all that torch and the model made: tens of milliseconds, mid-step

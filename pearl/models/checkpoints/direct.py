@@ -117,7 +117,7 @@ def read_decoder(
     if config is None or files is None:
         return None
     scheme = config.pop("quantization_config", None)
-    rope = _rope(config)
+    rope = rope_of(config)
     forward = forward_of(config["architectures"][0], config)
     own = config.get("dtype") or config.get("torch_dtype")
     if forward is None or not forward.reads_directly or rope is None or own not in _DTYPES:
@@ -233,6 +233,14 @@ def _config(directory: Path) -> dict[str, Any] | None:
     # Code of its own; a scaling or a length that transformers reads before that of the rope.
     if "auto_map" in config or "original_max_position_embeddings" in config:
         return None
+    if (rope := parameters_of_rope(config)) is None:
+        return None
+    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return {**config, "rope_parameters": rope, "head_dim": width}
+
+
+def parameters_of_rope(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """`rope_parameters`, of the notation before transformers 5 too; None where both are given."""
     rope, scaling = config.get("rope_parameters"), config.get("rope_scaling")
     if rope and scaling:
         return None
@@ -240,12 +248,11 @@ def _config(directory: Path) -> dict[str, Any] | None:
         scaling = scaling or {}
         rope = {"rope_theta": config.get("rope_theta"), **scaling}
         rope["rope_type"] = scaling.get("rope_type", scaling.get("type", "default"))
-    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return {**config, "rope_parameters": rope, "head_dim": width}
+    return dict(rope)
 
 
-def _rope(config: dict[str, Any]) -> Rope | None:
-    """None for an unknown one."""
+def rope_of(config: dict[str, Any]) -> Rope | None:
+    """`config`: with `rope_parameters` and `head_dim`. None for an unknown one."""
     rope, dim = config["rope_parameters"], config["head_dim"]
     needed = _ROPES.get(str(rope.get("rope_type"))) if isinstance(rope, dict) else None
     if needed is None or not all(isinstance(rope.get(name), int | float) for name in ("rope_theta", *needed)):

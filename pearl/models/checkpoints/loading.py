@@ -60,6 +60,7 @@ class LoadOptions:
         exact: refuse a runner that is not row-invariant.
         slots: sequences to hold side by side.
         spare: further slots, on a CPU and as far as memory allows.
+        features: keep hidden states for a head; only our own forward does.
     """
 
     dtype: str = "auto"
@@ -71,6 +72,7 @@ class LoadOptions:
     exact: bool = False
     slots: int = 1
     spare: int = 0
+    features: bool = False
 
     @property
     def rounding(self) -> Rounding:
@@ -165,6 +167,7 @@ def _make_runner(
         slots=wanted.slots + (min(wanted.spare, left // 2) if model.device.type == "cpu" else 0),
         records=wanted.forwards == "auto",
         rounding=rounding,
+        features=wanted.features,
     )
 
 
@@ -176,6 +179,8 @@ def _check_takes(spec: str, model: object, is_ours: bool, wanted: LoadOptions) -
             "--forwards auto or eager. Choose another dtype."
         )
     theirs = f"Model {spec!r} ({type(model).__name__}) runs through transformers"
+    if wanted.features and not is_ours:
+        raise ModelError(f"{theirs}, which keeps no hidden states for a head: leave --head away.")
     if wanted.slots > 1 and not is_ours:
         raise ModelError(f"{theirs}, whose cache holds one sequence: leave slots at 1.")
 

@@ -18,7 +18,7 @@ from pearl.models.forward import cuts, kernels
 from pearl.models.forward.cuts import ADDING, Cut
 from pearl.models.forward.expert_kernels import add_mixed
 from pearl.models.forward.experts import Experts
-from pearl.models.forward.graphs import Record
+from pearl.models.forward.graphs import Record, Rows
 from pearl.models.forward.layers import DecoderLayers, Layer
 from pearl.models.forward.matrices import Plain, Quantised, normalise
 from pearl.models.forward.row_table import MOST_PARTS, NUMBERS, ROWS, lay_tables, numbers
@@ -96,6 +96,7 @@ class Decode:
         self._x, self._qkv = room(ROWS, self._hidden), room(ROWS, self._width)
         self._mixed, self._act = room(ROWS, self._outputs), room(ROWS, self._inner)
         self._logits = room(ROWS, layers.vocab_size, dtype=torch.float32)
+        self._features = room(ROWS, len(layers.taps) * self._hidden) if layers.taps else None
         self._squares = room(2, self._hidden // _SQUARED, ROWS, dtype=torch.float32)  # before qkv, before gate-up
         widest = max(self._width, self._hidden) + 256  # columns, of a last tile too
         parts = ROWS * MOST_PARTS * hq * ROWS
@@ -113,11 +114,11 @@ class Decode:
         vocab, slot = self._layers.vocab_size, self._slots
         slot.rollback(0, 0)
         tokens = tuple((7 + 11 * i) % vocab for i in range(ROWS))
-        together = self.forward([Feed(tokens, ROWS)])[0].clone()
+        together = self.forward([Feed(tokens, ROWS)])[0][0].clone()
         apart = []
         for begin, end in ((0, 1), (1, 4), (4, ROWS)):
             slot.lengths[0] = begin
-            apart.append(self.forward([Feed(tokens[begin:end], end - begin)])[0].clone())
+            apart.append(self.forward([Feed(tokens[begin:end], end - begin)])[0][0].clone())
         slot.wrote(0, ROWS)
         slot.lengths[0] = ROWS
         slot.rollback(0, 0)
@@ -131,23 +132,26 @@ class Decode:
     def _matrix(self, name: str, layer: Layer | None = None) -> Plain | Quantised:
         return _kernels(self._layers.head if name == "head" else getattr(layer or self._layers.layers[0], name))
 
-    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        """Logits of each feed [rows, vocab], perhaps in a buffer that the next forward overwrites, in float32.
+    def forward(self, feeds: Sequence[Feed]) -> list[Rows]:
+        """What each feed asks for, perhaps in buffers that the next forward overwrites; logits in float32.
 
         Writes keys and values, but does not change the slots' lengths.
         """
         found: list[list[torch.Tensor]] = [[] for _ in feeds]
+        seen: list[list[torch.Tensor]] = [[] for _ in feeds]
         tables = lay_tables(feeds, self._slots.lengths)
         for number, pieces in enumerate(tables):
             self._fill(feeds, pieces)
-            logits = self._replay()
+            logits, features = self._replay()
             for piece in pieces:
                 feed, stop = feeds[piece.feed], piece.row + piece.end - piece.begin
                 asked = max(0, piece.end - max(piece.begin, len(feed.tokens) - feed.rows))
                 if asked or piece.end == len(feed.tokens):
                     rows = logits[stop - asked : stop]
                     found[piece.feed].append(rows.clone() if number + 1 < len(tables) else rows)
-        return [each[0] if len(each) == 1 else torch.cat(each) for each in found]
+                if features is not None:
+                    seen[piece.feed].append(features[piece.row : stop].clone())
+        return [(torch.cat(rows), torch.cat(more) if more else None) for rows, more in zip(found, seen, strict=True)]
 
     def _fill(self, feeds: Sequence[Feed], pieces: Sequence[Any]) -> None:
         given = torch.tensor(numbers(feeds, pieces), pin_memory=self._device.type == "cuda")
@@ -158,11 +162,14 @@ class Decode:
                 begin = 1 + piece.row
                 self._table[begin : begin + piece.end - piece.begin] = tokens[piece.begin : piece.end]
 
-    def _launch(self) -> torch.Tensor:
+    def _launch(self) -> Rows:
         kernels.embed[(self._hidden // _SQUARED,)](
             self._table, self._layers.embedding, self._x, self._squares[0], self._hidden, _SQUARED, **self._options
         )
         for number, layer in enumerate(self._layers.layers):
+            if self._features is not None and number in self._layers.taps:
+                at = self._layers.taps.index(number) * self._hidden
+                self._features[:, at : at + self._hidden] = self._x
             self._product("qkv", layer, self._cuts["qkv"])
             self._attend(number, layer)
             for name in ("out", "gate_up", "down") if layer.experts is None else ("out",):
@@ -170,7 +177,7 @@ class Decode:
             if layer.experts is not None:
                 self._mix(layer.experts, layer.mlp_norm)
         self._product("head", None, self._cuts["head"])
-        return self._logits
+        return self._logits, self._features
 
     def _each(self, name: str, cut: Cut) -> None:
         """A product of every layer: for timing."""

@@ -41,8 +41,9 @@ class Piece(NamedTuple):
     sees: torch.Tensor | None
 
 
-Step = Callable[[Piece, int, int, int], torch.Tensor]  # (piece, slot, end, rows) -> logits [rows, vocab]
-Record = Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]  # work -> its replay, in the same buffers
+Rows = tuple[torch.Tensor, torch.Tensor | None]  # logits [rows, vocab], and features of every token fed, if any
+Step = Callable[[Piece, int, int, int], Rows]  # (piece, slot, end, rows) -> logits of the first rows, all features
+Record = Callable[[Callable[[], Rows]], Callable[[], Rows]]  # work -> its replay, in the same buffers
 
 
 def visible(position: int) -> int:
@@ -78,30 +79,32 @@ class Graphs:
 
     def __init__(self, step: Step, room: int, record: Record) -> None:
         self._step, self._room, self._record = step, room, record
-        self._known: dict[tuple[int, int], tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}  # by slot and end
+        self._known: dict[tuple[int, int], tuple[torch.Tensor, Callable[[], Rows]]] = {}  # by slot and end
 
-    def forward(self, feed: Feed, start: int, device: torch.device) -> tuple[torch.Tensor, int]:
-        """Logits [rows, vocab] of a feed, perhaps in a buffer that the next forward overwrites; and the end of the
-        positions that were written to the cache.
+    def forward(self, feed: Feed, start: int, device: torch.device) -> tuple[Rows, int]:
+        """What a feed asks for, perhaps in buffers that the next forward overwrites; and the end of the positions that
+        were written to the cache.
         """
         end = start + len(feed.tokens)
         if feed.parents is not None:
-            return self._few(feed, start, visible(end - 1), device)[-feed.rows :], start + FED
-        found, written, size = [], 0, PREFILL if feed.prompt else FED
+            logits, features = self._few(feed, start, visible(end - 1), device)
+            return (logits[-feed.rows :], features), start + FED
+        found, seen, written, size = [], list[torch.Tensor](), 0, PREFILL if feed.prompt else FED
         for begin, stop in pieces(start, len(feed.tokens), size):
             rows = min(stop - begin, max(0, stop - (end - feed.rows)))
             piece = replace(feed, tokens=feed.tokens[begin - start : stop - start], rows=rows)
             if size == FED:
-                logits = self._few(piece, begin, visible(begin), device)
+                logits, features = self._few(piece, begin, visible(begin), device)
             else:
-                logits = self._many(piece, begin, device)
+                logits, features = self._many(piece, begin, device)
             logits = logits[stop - begin - rows :]
             found.append(logits.clone() if stop < end else logits)
+            seen += [] if features is None else [features.clone() if stop < end else features]
             written = begin + size
-        return (found[0] if len(found) == 1 else torch.cat(found)), written
+        return (torch.cat(found) if len(found) > 1 else found[0], torch.cat(seen) if seen else None), written
 
-    def _few(self, feed: Feed, start: int, end: int, device: torch.device) -> torch.Tensor:
-        """Logits of every token of a chain or tree of at most `FED`, recorded."""
+    def _few(self, feed: Feed, start: int, end: int, device: torch.device) -> Rows:
+        """Of every token of a chain or tree of at most `FED`, recorded."""
         count, end = len(feed.tokens), min(end, self._room)
         known = [0] * count if isinstance(feed.tokens, torch.Tensor) else list(feed.tokens)
         depth = list(range(FED)) if feed.parents is None else depths(feed.parents)
@@ -114,10 +117,11 @@ class Graphs:
         buffer.copy_(given, non_blocking=True)
         if isinstance(feed.tokens, torch.Tensor):
             buffer[1 : 1 + count] = feed.tokens
-        return replay()[:count]
+        logits, features = replay()
+        return logits[:count], None if features is None else features[:count]
 
-    def _many(self, feed: Feed, start: int, device: torch.device) -> torch.Tensor:
-        """Logits of every token of a chain of at most `PREFILL` tokens; no logits where the feed asks for none."""
+    def _many(self, feed: Feed, start: int, device: torch.device) -> Rows:
+        """Of every token of a chain of at most `PREFILL` tokens; no logits where the feed asks for none."""
         count = len(feed.tokens)
         known = [0] * count if isinstance(feed.tokens, torch.Tensor) else list(feed.tokens)
         given = torch.tensor([start, *known, *[0] * (PREFILL - count)], pin_memory=device.type == "cuda")
@@ -126,8 +130,9 @@ class Graphs:
             buffer[1 : 1 + count] = feed.tokens
         piece = Piece(buffer[:1], buffer[1:], buffer[1:], None)
         rows = count if feed.rows else 0
-        logits = self._step(piece, feed.slot, start + PREFILL, rows)
-        return logits if rows else logits.new_empty(count, logits.shape[-1])[:count]
+        logits, features = self._step(piece, feed.slot, start + PREFILL, rows)
+        features = None if features is None else features[:count]
+        return (logits if rows else logits.new_empty(count, logits.shape[-1])[:count]), features
 
     def record(self, slot: int, end: int, device: torch.device) -> None:
         """Record the forward that looks at `end` positions of a slot. Writes to its first `FED` positions.
@@ -137,7 +142,7 @@ class Graphs:
         buffer = torch.zeros(1 + 3 * FED, dtype=torch.long, device=device)
         piece = Piece(buffer[:1], *buffer[1:].split(FED))
 
-        def work() -> torch.Tensor:
+        def work() -> Rows:
             return self._step(piece, slot, end, FED)
 
         self._known[slot, end] = buffer, self._record(work)
@@ -151,7 +156,7 @@ def record_on_gpu(device: torch.device) -> Record:
     """
     pool, aside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
-    def record(work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def record(work: Callable[[], Rows]) -> Callable[[], Rows]:
         graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
         with torch.cuda.device(device):
             aside.wait_stream(now)
@@ -159,11 +164,11 @@ def record_on_gpu(device: torch.device) -> Record:
                 work()  # libraries set themselves up at the first call, which must not be recorded
             now.wait_stream(aside)
             with torch.cuda.graph(graph, pool=pool, stream=aside, capture_error_mode="thread_local"):  # others go on
-                logits = work()
+                rows = work()
 
-        def replay() -> torch.Tensor:
+        def replay() -> Rows:
             graph.replay()
-            return logits
+            return rows
 
         return replay
 

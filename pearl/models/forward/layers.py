@@ -137,6 +137,8 @@ class DecoderLayers:
     Attributes:
         weights: their dtype or, of quantised matrices, bits.
         embedding: [vocab, hidden]. norm: the weights of the last norm.
+        taps: layers whose inputs `features` has.
+        features: of the last forward [n, len(taps) * hidden].
         scoring: with a window for each layer.
         is_plain: whether the kernels of `decode` compute the layers: Llama's, perhaps with norms of each head, and with
             biases of all matrices but gate and up.
@@ -183,6 +185,8 @@ class DecoderLayers:
             for layer, kind in zip(inner.layers, kinds, strict=True)
         ]
         self.norm = norm_weights(inner.norm, forward)
+        self.taps: tuple[int, ...] = ()
+        self.features: torch.Tensor | None = None
         self.head = one(model.lm_head, wide=True)
         self.is_plain = (
             not any(windows)
@@ -242,7 +246,10 @@ class DecoderLayers:
         if self._scales.embedding != 1:
             hidden = hidden * self._scales.embedding
         hidden = hidden.to(self._residual)
+        tapped: dict[int, torch.Tensor] = {}
         for number, layer in enumerate(self.layers):
+            if number in self.taps:
+                tapped[number] = hidden.to(self.dtype, copy=True)
             mixed = self._attend(layer, number, hidden, ropes, slots)
             hidden = self._add(hidden, layer.out, mixed, layer.after_attention)
             fed = self._normalise(hidden, layer.mlp_norm)
@@ -250,6 +257,7 @@ class DecoderLayers:
                 hidden = hidden + layer.experts(fed, is_fed)
             else:
                 hidden = self._add(hidden, layer.down, gated(layer.gate_up(fed, None), self._gate), layer.after_mlp)
+        self.features = torch.cat([tapped[number] for number in self.taps], -1) if self.taps else None
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

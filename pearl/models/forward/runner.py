@@ -22,7 +22,7 @@ from pearl.models.families import forward_of
 from pearl.models.feeds import Feed, Layout, lay_out
 from pearl.models.forward import attention, native
 from pearl.models.forward.experts import computes_experts
-from pearl.models.forward.graphs import FED, PREFILL, Graphs, Piece, Record, ends, record_on_gpu
+from pearl.models.forward.graphs import FED, PREFILL, Graphs, Piece, Record, Rows, ends, record_on_gpu
 from pearl.models.forward.layers import DecoderLayers, Rope
 from pearl.models.forward.matrices import Rounding, packs
 from pearl.models.forward.slot_attention import FixedAttention, NativeAttention, SpanAttention
@@ -39,6 +39,11 @@ log = logging.getLogger(__name__)
 
 _TREE_NODES = 256  # most nodes of a tree, on a CPU
 _FAST_ROWS = 4  # packed bf16 matrices multiply three to six rows in less time than one or two
+
+
+def tapped(layers: int) -> tuple[int, ...]:
+    """The layers, of so many, whose inputs a head reads: EAGLE-3's choice."""
+    return tuple(min(max(number, 0), layers - 1) for number in (2, layers // 2, layers - 3))
 
 
 def has_own_forward(model: PreTrainedModel) -> bool:
@@ -71,6 +76,7 @@ class ForwardRunner:
         rounding: how matrices are rounded: see `quantised.rounded`.
         kernels: whether tokens that are no prompt's are computed by our own kernels (`decode`); None: on a GPU, if
             forwards are recorded, Triton is installed and they fit the model.
+        features: whether hidden states are kept for a head.
     """
 
     def __init__(
@@ -83,6 +89,7 @@ class ForwardRunner:
         record: Record | None = None,
         rounding: Rounding = "",
         kernels: bool | None = None,
+        features: bool = False,
     ) -> None:
         self.context, self.device, rotary = context, model.device, model.model.rotary_emb
         launches = record is not None or (records and self.device.type == "cuda")
@@ -97,6 +104,9 @@ class ForwardRunner:
         is_invariant = True
         with torch.inference_mode():
             self._layers = DecoderLayers(model, context, rounding, cache_dtype, plain=bool(kernels))
+            if features:
+                self._layers.taps = tapped(len(self._layers))
+            self._seen: dict[int, torch.Tensor] = {}  # features of each slot's last feed
             self.vocab_size, self.dtype, heads = self._layers.vocab_size, self._layers.dtype, self._layers.heads
             self.weights = rounding or self._layers.weights
             is_packed = packs(self._layers.embedding) and not native.takes(self._layers.embedding)
@@ -119,6 +129,7 @@ class ForwardRunner:
             tree_nodes=FED if is_fixed else _TREE_NODES,
             launches=launches,
             row_invariant=is_invariant,
+            features=len(self._layers.taps) * self._layers.embedding.shape[1],
             prompt_piece=PREFILL if is_fixed else 1,
         )
 
@@ -148,9 +159,18 @@ class ForwardRunner:
             self._slots.wrote(slot, FED)
             self._slots.rollback(0, slot)
 
+    @property
+    def embedding(self) -> torch.Tensor:
+        """[vocab, hidden]"""
+        return self._layers.embedding
+
     def length(self, slot: int = 0) -> int:
         """See `ModelRunner.length`."""
         return self._slots.lengths[slot]
+
+    def features(self, slot: int = 0) -> torch.Tensor:
+        """Hidden states of the tokens that the slot was fed last [n, capabilities.features], in their order."""
+        return self._seen[slot]
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         """See `ModelRunner.forward`. Without our kernels a GPU computes feeds one after the other."""
@@ -184,6 +204,9 @@ class ForwardRunner:
         for feed, rows in layout.trees:
             assert feed.parents is not None
             self._slots.hold(feed.slot, Tree(feed.parents, rows, spans.states))
+        if self._layers.features is not None:
+            for feed, fed in zip(feeds, layout.fed, strict=True):
+                self._seen[feed.slot] = self._layers.features[fed]
         return self._asked(hidden, layout.asked)
 
     def _ropes_of(self, layout: Layout) -> dict[str, Rope]:
@@ -214,8 +237,11 @@ class ForwardRunner:
     def _tabled(self, decode: Decode, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         """Prompts one after the other, all other feeds together."""
         few = [feed for feed in feeds if not feed.prompt or feed.parents is not None]
-        found = dict(zip(map(id, few), decode.forward(few), strict=True)) if few else {}
-        for feed in few:
+        found: dict[int, torch.Tensor] = {}
+        for feed, (logits, features) in zip(few, decode.forward(few) if few else [], strict=True):
+            found[id(feed)] = logits
+            if features is not None:
+                self._seen[feed.slot] = features
             self._slots.wrote(feed.slot, self._slots.lengths[feed.slot] + len(feed.tokens))
             if feed.parents is not None:
                 self._slots.hold(feed.slot, Tree(feed.parents))
@@ -224,14 +250,16 @@ class ForwardRunner:
     def _replayed(self, feed: Feed) -> torch.Tensor:
         assert self._graphs is not None
         start = self._slots.lengths[feed.slot]
-        logits, written = self._graphs.forward(feed, start, self.device)
+        (logits, features), written = self._graphs.forward(feed, start, self.device)
+        if features is not None:
+            self._seen[feed.slot] = features.clone()
         self._slots.wrote(feed.slot, written)
         if feed.parents is not None:
             self._slots.hold(feed.slot, Tree(feed.parents))
         return logits
 
-    def _fixed(self, piece: Piece, slot: int, end: int, rows: int) -> torch.Tensor:
-        """Logits [rows, vocab] of the first `rows` tokens of a piece; only the sizes decide what is computed.
+    def _fixed(self, piece: Piece, slot: int, end: int, rows: int) -> Rows:
+        """Logits of the first `rows` tokens of a piece; only the sizes decide what is computed.
 
         Args:
             end: how many positions are looked at; a prompt's piece ends there.
@@ -244,7 +272,7 @@ class ForwardRunner:
         attends = FixedAttention(self._slots, slot, at, end, masks, scoring)
         is_fed = None if piece.sees is None else piece.sees != 0
         hidden = self._layers.hidden_states(piece.ids, ropes, attends, is_fed)
-        return self._layers.logits(hidden[:rows])
+        return self._layers.logits(hidden[:rows]), self._layers.features
 
     def _mask(self, piece: Piece, standing: torch.Tensor, end: int, window: int) -> torch.Tensor | None:
         """The mask [n, end] of a piece whose rows have the positions `standing`; None: see `FixedAttention`."""

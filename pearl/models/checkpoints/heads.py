@@ -1,0 +1,108 @@
+"""Heads from their published checkpoints: EAGLE-3's layout, and that of vLLM's speculators."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from pearl.cache import Progress
+from pearl.errors import ModelError
+from pearl.models.checkpoints.checkpoint import in_cache, resolve_checkpoint
+from pearl.models.checkpoints.direct import parameters_of_rope, rope_of
+from pearl.models.head import Head, HeadShape
+from pearl.models.runner import ModelRunner, unwrapped
+
+_LAYER = "midlayer."
+_NEEDED = (
+    *("fc.weight", "lm_head.weight", "norm.weight"),
+    *(f"{_LAYER}{name}.weight" for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")),
+    *(f"{_LAYER}self_attn.{name}_proj.weight" for name in "qkvo"),
+    *(f"{_LAYER}mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+)
+_OTHERS = {  # what a tensor's name has -> what the checkpoint is
+    "eh_proj": "a layer for multi-token prediction, as DeepSeek-V3, GLM and Qwen3-Next have",
+    "medusa": "Medusa heads",
+    "lm_head.0": "Medusa heads",
+    "mask_hidden": "a block drafter",
+    "model.layers.1.": "a whole model: use it as --draft",
+}
+
+
+def load_head(spec: str, runner: ModelRunner, progress: Progress) -> Head:
+    """The head named `spec`, a directory or a hub id, for the model of `runner`, which keeps features.
+
+    Raises `ModelError` for a checkpoint of another layout, or of another model.
+    """
+    path = resolve_checkpoint(spec, progress)
+    directory = Path(path) if Path(path).is_dir() else in_cache(path)
+    if directory is None:
+        raise ModelError(f"Head {spec!r} could not be loaded: no such directory or hub id.")
+    own = unwrapped(runner)
+    if not own.capabilities.features:
+        raise ModelError(f"Head {spec!r} needs a target of our own forward pass, which keeps hidden states.")
+    try:
+        config = json.loads((directory / "config.json").read_text())
+        weights = _weights(directory)
+        if problem := _problem(weights, own):
+            raise ModelError(f"Head {spec!r} could not be loaded: {problem}.")
+        return _made(config, weights, own)
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
+        raise ModelError(f"Head {spec!r} could not be loaded: {error}.") from error
+
+
+def _weights(directory: Path) -> dict[str, torch.Tensor]:
+    files = sorted(directory.glob("*.safetensors"))
+    found: dict[str, torch.Tensor] = {}
+    for file in files:
+        found |= load_file(file)
+    if not files:
+        found = torch.load(directory / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    return {name.replace("layers.0.", _LAYER, 1): tensor for name, tensor in found.items()}
+
+
+def _problem(weights: dict[str, torch.Tensor], target: Any) -> str:
+    """Why this is no head for the target; "" if it is one."""
+    for part, what in _OTHERS.items():
+        if any(part in name for name in weights):
+            return f"it is {what}, not an EAGLE-3 head"
+    if missing := [name for name in _NEEDED if name not in weights]:
+        seen = ", ".join(sorted(weights)[:3])
+        return f"it is no EAGLE-3 head: it has no {missing[0]}, but {len(weights)} tensors such as {seen}"
+    hidden, width = target.embedding.shape[1], target.capabilities.features
+    fused = tuple(weights["fc.weight"].shape)
+    if fused == (hidden, 2 * hidden):
+        return "it is an EAGLE head of the first or second version, not of the third"
+    if fused != (hidden, width):
+        return f"it reads {fused[1]} numbers and its target has {width} hidden states: it is of another model"
+    known = len(weights["lm_head.weight"])
+    if "d2t" not in weights and known != target.vocab_size:
+        return f"it knows {known} tokens and its target {target.vocab_size}, and nothing says which (d2t)"
+    return ""
+
+
+def _made(config: dict[str, Any], weights: dict[str, torch.Tensor], target: Any) -> Head:
+    inner = config.get("transformer_layer_config") or config  # speculators
+    heads, hidden = int(inner["num_attention_heads"]), target.embedding.shape[1]
+    dim = int(inner.get("head_dim") or hidden // heads)
+    shape = HeadShape(
+        heads,
+        int(inner.get("num_key_value_heads") or heads),
+        dim,
+        float(inner.get("rms_norm_eps", 1e-6)),
+        bool(config.get("norm_before_residual")),
+    )
+    parameters = parameters_of_rope({"rope_theta": 1e4, **inner})
+    if parameters is None or (rope := rope_of({"rope_parameters": parameters, "head_dim": dim})) is None:
+        raise ValueError("its rope is not computed")
+    like = torch.empty(0, dtype=torch.float32, device=target.device)
+    cos, sin = (each[0] for each in rope(like, torch.arange(target.context, device=target.device)[None]))
+    placed = {
+        name: tensor.to(target.device, None if name == "d2t" else target.dtype)
+        for name, tensor in weights.items()
+        if name != "t2d"
+    }
+    return Head(placed, shape, target.embedding, cos, sin, target.capabilities.slots)
