@@ -48,7 +48,7 @@ def distill(config: DistillConfig, resume: bool, answers_only: bool) -> None:
 
     The target answers prompts, which it invents itself or which you give; the draft learns the target's distribution
     on them. --resume continues a killed run from its last checkpoint, or goes on to learn after --answers-only. The
-    draft is OUT/draft, an ordinary checkpoint.
+    draft is OUT/draft, an ordinary checkpoint; with --head it is OUT/head, a head for --head of other commands.
     """
     from pearl.lab.distill.run import Distillation
 

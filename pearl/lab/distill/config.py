@@ -35,6 +35,8 @@ class DistillConfig(Section):
     out: str = Field(description="Directory of the run: answers, checkpoints, log, and the draft itself.")
     init_from: str | None = Field(None, description="Draft to train further; default: made of the target's own layers.")
     layers: tuple[int, ...] = Field((0, 1), description="The target's layers that a new draft starts from, from 0.")
+    head: bool = Field(False, description="Make a head of the target (EAGLE-3) instead of a draft model.")
+    head_tokens: int = Field(8192, ge=0, description="Tokens that a head knows, the likeliest ones; 0: all.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of all random numbers.")
     device: str = Field("auto", description="auto, cpu or cuda:N.")
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Of forwards; trained weights are float32.")
@@ -87,6 +89,8 @@ class DistillConfig(Section):
             raise ConfigError("warmup and decay are shares of one run: together at most 1")
         if self.init_from is not None and "layers" in self.model_fields_set:
             raise ConfigError("init_from brings its own layers: leave them out")
+        if self.head and (self.init_from is not None or "layers" in self.model_fields_set):
+            raise ConfigError("a head begins anew: leave init_from and layers out")
         return self
 
 

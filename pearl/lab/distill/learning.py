@@ -6,9 +6,10 @@ Everything random is keyed by the seed and the place in the run.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 from pearl.errors import DistillError
 from pearl.lab.distill.answers import Answer
 from pearl.lab.distill.config import DistillConfig
-from pearl.lab.distill.draft import embeddings, head, hidden_states, trainable_parameters
+from pearl.lab.distill.draft import embeddings, export, head, hidden_states, trainable_parameters
 from pearl.lab.distill.loss import head_loss
 
 _BATCHES_PER_SORT = 64  # answers are sorted by length within groups of so many batches: little padding, mostly random
@@ -84,24 +85,52 @@ def rate(config: DistillConfig, progress: float) -> float:
     return max(0.01, min(1.0, rising, falling))
 
 
-def optimizers_of(draft: PreTrainedModel, config: DistillConfig) -> list[Optimizer]:
+class Optimizers:
     """AdamW, or Muon for the layers' matrices and AdamW for all else.
 
     Muon (Jordan et al. 2024) makes each matrix's step orthogonal.  Its steps are scaled to the size of AdamW's (Liu et
     al. 2025, "Muon is scalable for LLM training"), so one learning rate serves both.
+
+    Args:
+        weights: what learns, by name. tables: those of them whose rows are tokens.
     """
-    weights = list(trainable_parameters(draft).values())
-    tables = {id(embeddings(draft)), id(head(draft))}  # their rows are tokens
-    matrices = [w for w in weights if config.optimizer == "muon" and w.ndim == 2 and id(w) not in tables]
-    taken = {id(weight) for weight in matrices}
-    others = [weight for weight in weights if id(weight) not in taken]
-    rate, decay = config.learning_rate, config.weight_decay
-    found: list[Optimizer] = []
-    if others:
-        found.append(torch.optim.AdamW(others, lr=rate, betas=_ADAM_BETAS, weight_decay=decay))
-    if matrices:
-        found.append(torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
-    return found
+
+    def __init__(
+        self, weights: Mapping[str, torch.nn.Parameter], tables: Collection[str], config: DistillConfig
+    ) -> None:
+        self._weights, self._config = list(weights.values()), config
+        is_muon = config.optimizer == "muon"
+        matrices = [each for name, each in weights.items() if is_muon and each.ndim == 2 and name not in tables]
+        others = [each for each in self._weights if not any(each is one for one in matrices)]
+        rate, decay = config.learning_rate, config.weight_decay
+        self._each: list[Optimizer] = []
+        if others:
+            self._each.append(torch.optim.AdamW(others, lr=rate, betas=_ADAM_BETAS, weight_decay=decay))
+        if matrices:
+            self._each.append(torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
+
+    def state(self) -> list[Any]:
+        return [optimizer.state_dict() for optimizer in self._each]
+
+    def restore(self, state: Sequence[Any]) -> None:
+        for optimizer, own in zip(self._each, state, strict=True):
+            optimizer.load_state_dict(own)
+
+    def step(self, loss: torch.Tensor, progress: float, step: int) -> None:
+        """Raises `DistillError` if loss or gradient is not finite. progress, step: see `Learner.step`."""
+        for optimizer in self._each:
+            for group in optimizer.param_groups:
+                group["lr"] = self._config.learning_rate * rate(self._config, progress)
+            optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self._weights, self._config.clip)
+        if not torch.isfinite(loss + norm):
+            raise DistillError(
+                f"the loss is {loss.item()} and the gradient's norm {norm.item()} at step {step}. The last good "
+                "checkpoint is kept; begin anew in another directory with a lower learning_rate"
+            )
+        for optimizer in self._each:
+            optimizer.step()
 
 
 # ---- steps ----
@@ -135,14 +164,16 @@ class Learner:
 
     def __init__(self, config: DistillConfig, draft: PreTrainedModel) -> None:
         self._config, self.draft = config, draft
-        self.optimizers = optimizers_of(draft, config)
+        tables = {id(embeddings(draft)), id(head(draft))}
+        weights = trainable_parameters(draft)
+        self._optimizers = Optimizers(weights, {name for name, each in weights.items() if id(each) in tables}, config)
         self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         self._fixed_head = None if head(draft).requires_grad else head(draft).to(self._dtype)
 
     def state(self) -> dict[str, Any]:
         """The trained weights and the optimizers, for `restore`."""
         weights = {name: weight.detach() for name, weight in trainable_parameters(self.draft).items()}
-        return {"weights": weights, "optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+        return {"weights": weights, "optimizers": self._optimizers.state()}
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -152,8 +183,7 @@ class Learner:
             raise DistillError("the checkpoint belongs to another draft than these settings describe")
         for name, weight in parameters.items():
             weight.copy_(state["weights"][name])
-        for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(own)
+        self._optimizers.restore(state["optimizers"])
 
     def step(self, answers: Sequence[Answer], progress: float, step: int) -> tuple[float, int]:
         """Make one optimizer step; return (loss, tokens). Raises `DistillError` if loss or gradient is not finite.
@@ -163,10 +193,6 @@ class Learner:
             step: number of steps before this one.
         """
         batch = batch_of(answers, self.draft.device)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self._config.learning_rate * rate(self._config, progress)
-            optimizer.zero_grad(set_to_none=True)
         loss = head_loss(
             self._states(batch),
             head(self.draft) if self._fixed_head is None else self._fixed_head,
@@ -175,15 +201,7 @@ class Learner:
             negatives=self._config.negatives,
             generator=generator(self._config.seed, step, "negatives"),
         )
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(trainable_parameters(self.draft).values(), self._config.clip)
-        if not torch.isfinite(loss + norm):
-            raise DistillError(
-                f"the loss is {loss.item()} and the gradient's norm {norm.item()} at step {step}. The last good "
-                "checkpoint is kept; begin anew in another directory with a lower learning_rate"
-            )
-        for optimizer in self.optimizers:
-            optimizer.step()
+        self._optimizers.step(loss, progress, step)
         return loss.item(), len(batch.rows)
 
     def _states(self, batch: Batch) -> torch.Tensor:
@@ -191,6 +209,10 @@ class Learner:
         with torch.autocast(self.draft.device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16):
             states = hidden_states(self.draft, batch.ids)
         return states.flatten(0, 1)[batch.rows].to(self._dtype)
+
+    def export(self, target: str, directory: Path, about: dict[str, Any]) -> None:
+        """Write the draft. Raises `DistillError`."""
+        export(self.draft, target, directory, about)
 
     @torch.no_grad()
     def agreement(self, answers: Sequence[Answer]) -> float:

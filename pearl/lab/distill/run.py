@@ -25,7 +25,8 @@ from pearl.errors import ConfigError, DistillError
 from pearl.lab import Watcher
 from pearl.lab.distill.answers import Answer, answer
 from pearl.lab.distill.config import DistillConfig
-from pearl.lab.distill.draft import export, head, new_draft
+from pearl.lab.distill.draft import head, new_draft
+from pearl.lab.distill.head import HeadLearner
 from pearl.lab.distill.learning import Learner, generator, plan
 from pearl.lab.distill.prompts import attempts, invent, training_prompts
 from pearl.lab.distill.teacher import choose_device, load_teacher
@@ -64,12 +65,16 @@ class Distillation:
             progress=watcher.say,
         )
         self._answered = self._settle(resume)
-        self._learner = Learner(config, new_draft(config, self._teacher))
         self._place = Place()
-        saved = _read(self._directory / "checkpoint.pt", "Remove it; --resume then learns anew from the answers")
-        if saved is not None:
-            self._place = Place(**saved["place"])
-            self._learner.restore(saved)
+        self._saved = _read(self._directory / "checkpoint.pt", "Remove it; --resume then learns anew from the answers")
+        if not config.head:  # whose vocabulary comes from answers
+            self._begin(Learner(config, new_draft(config, self._teacher)))
+
+    def _begin(self, learner: Learner | HeadLearner) -> None:
+        self._learner = learner
+        if self._saved is not None:
+            self._place = Place(**self._saved["place"])
+            self._learner.restore(self._saved)
 
     def _settle(self, resume: bool) -> dict[str, Any]:
         """The contents of answers.pt: the settings, and by round its prompts and the answers so far.
@@ -96,6 +101,9 @@ class Distillation:
         config = self._config
         with _locked(self._directory):
             held_out, pool = self._answers(HELD_OUT, config.held_out), list[Answer]()
+            if config.head:
+                first = self._answers("round-000", config.answers_per_round)
+                self._begin(HeadLearner(config, self._teacher, first))
             if not (self._directory / "log.jsonl").exists():
                 self._log(held_out)
             for round in range(config.rounds):
@@ -128,8 +136,8 @@ class Distillation:
 
     def _export(self) -> Path:
         about = {"target_digest": self._teacher.digest, "tokens_seen": self._place.tokens}
-        path = self._directory / "draft"
-        export(self._learner.draft, self._config.target, path, about | {"settings": _settings(self._config)})
+        path = self._directory / ("head" if self._config.head else "draft")
+        self._learner.export(self._config.target, path, about | {"settings": _settings(self._config)})
         return path
 
     def _log(self, held_out: Sequence[Answer]) -> None:
