@@ -96,7 +96,7 @@ class Decode:
         self._x, self._qkv = room(ROWS, self._hidden), room(ROWS, self._width)
         self._mixed, self._act = room(ROWS, self._outputs), room(ROWS, self._inner)
         self._logits = room(ROWS, layers.vocab_size, dtype=torch.float32)
-        self._features = room(ROWS, len(layers.taps) * self._hidden) if layers.taps else None
+        self._features = room(ROWS, len(layers.taps) * self._hidden)
         self._squares = room(2, self._hidden // _SQUARED, ROWS, dtype=torch.float32)  # before qkv, before gate-up
         widest = max(self._width, self._hidden) + 256  # columns, of a last tile too
         parts = ROWS * MOST_PARTS * hq * ROWS
@@ -167,9 +167,9 @@ class Decode:
             self._table, self._layers.embedding, self._x, self._squares[0], self._hidden, _SQUARED, **self._options
         )
         for number, layer in enumerate(self._layers.layers):
-            if self._features is not None and number in self._layers.taps:
-                at = self._layers.taps.index(number) * self._hidden
-                self._features[:, at : at + self._hidden] = self._x
+            for place, tap in enumerate(self._layers.taps):
+                if tap == number:
+                    self._features[:, place * self._hidden : (place + 1) * self._hidden] = self._x
             self._product("qkv", layer, self._cuts["qkv"])
             self._attend(number, layer)
             for name in ("out", "gate_up", "down") if layer.experts is None else ("out",):
@@ -177,7 +177,7 @@ class Decode:
             if layer.experts is not None:
                 self._mix(layer.experts, layer.mlp_norm)
         self._product("head", None, self._cuts["head"])
-        return self._logits, self._features
+        return self._logits, self._features if self._layers.taps else None
 
     def _each(self, name: str, cut: Cut) -> None:
         """A product of every layer: for timing."""
