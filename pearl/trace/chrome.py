@@ -35,8 +35,8 @@ def merge(trace: Path, recorded: Path | None = None) -> None:
     """Make the file `trace` from the parts beside it, and remove them.
 
     `recorded`: the path that the parts are named after, if not `trace`. Only the latest run is merged; the parts of
-    earlier ones and foreign files stay, and so does the target's until the draft's
-    comes from its host. Raises `TraceError` if there are no parts, or the file cannot be written.
+    earlier ones and foreign files stay, and so does the target's until the draft's comes from its host. Raises
+    `TraceError` if there are no parts, or the file cannot be written.
     """
     with damaged(recorded or trace, TraceError):
         _merge(trace, recorded)
@@ -55,10 +55,10 @@ def _merge(trace: Path, recorded: Path | None) -> None:
         raise TraceError(f"there is nothing to make {trace} of: {why}")
     last = max(targets, key=lambda part: int(part.header["opened"]))
     parts = [part for part in parts if part.header["run"] == last.header["run"]]
+    is_half = lacks_draft(last.header["config"], [part.header["role"] for part in parts])
     write(trace, parts)
-    if not lacks_draft(last.header["config"], [part.header["role"] for part in parts]):
-        for part in parts:
-            part.path.unlink(missing_ok=True)
+    for part in [] if is_half else parts:
+        part.path.unlink(missing_ok=True)
 
 
 def lacks_draft(config: Any, roles: list[str]) -> bool:
