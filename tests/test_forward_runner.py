@@ -63,8 +63,8 @@ def toy_distribution(tokens: tuple[int, ...]) -> torch.Tensor:
 
 def into_one_buffer(work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     """As a graph: each replay writes its logits where those of the last stand."""
-    kept = work().clone()
-    return lambda: kept.copy_(work())
+    kept = work()[0].clone()
+    return lambda: (kept.copy_(work()[0]), None)
 
 
 def replayed(kind: str, dtype: str = "float32") -> ForwardRunner:
