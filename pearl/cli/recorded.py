@@ -34,11 +34,11 @@ t_target_option = click.option(
 @click.option("--raw", is_flag=True, help="Take prompts as they are: no chat template.")
 @settings_options
 def record(settings: Settings, prompts: tuple[Path, ...], out: Path, limit: int | None, raw: bool) -> None:
-    """Record answers of the target, with the draft's likeliest tokens at each position.
+    """Record answers of the target, and what the draft draws at each position.
 
     PROMPTS are files as pearl bench reads them (.jsonl with prompt, question or turns; or a line each). Greedy unless
-    --temperature is above 0; then the texts are those of the coupled rule. A recording can be replayed at any speed: by
-    pearl simulate --texts FILE, and in real processes as the models replay:FILE.
+    --temperature is above 0; then the texts are those of the coupled rule. pearl simulate --texts FILE decodes them
+    again, at any speed.
     """
     from pearl.engine.request import resolve_sampling
     from pearl.lab.experiments import texts as study

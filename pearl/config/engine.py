@@ -29,8 +29,7 @@ class EngineConfig(Section):
 
     target: str = Field(
         default="embedded",
-        description="Target model: embedded, directory, hub id, .gguf file, toy:vocab=32,alpha=0.8, or replay:FILE, "
-        "recorded texts (see pearl simulate record --help).",
+        description="Target model: embedded, directory, hub id, .gguf file, or toy:vocab=32,alpha=0.8.",
     )
     draft: str = Field(
         default="embedded-draft", description="Draft model, named likewise; 'none' for methods ar and ngram."

@@ -24,8 +24,8 @@ from pearl.models.checkpoints.checkpoint import is_toy
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer, translation_of
 from pearl.models.paced import PacedRunner
-from pearl.models.replay import load_scripted
 from pearl.models.runner import ModelRunner, dtype_of
+from pearl.models.toy import load_toy
 from pearl.models.translated import TranslatedRunner
 from pearl.protocol.messages import PROTOCOL_VERSION, Hello, Role, Welcome
 from pearl.spec.methods import BRANCHES
@@ -222,7 +222,7 @@ def make_runner(model: ModelConfig, device: torch.device, progress: Progress = s
     """Loads the model on `device`. Raises `ModelError`."""
     runner: ModelRunner
     if is_toy(model.spec):
-        runner = load_scripted(model.spec, model.role, model.max_context, model.slots)
+        runner = load_toy(model.spec, model.role, model.max_context, model.slots)
     else:
         runner = load_runner(
             model.spec,

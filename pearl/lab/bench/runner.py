@@ -21,7 +21,7 @@ from pearl.lab.simulate import Outcome, Timing, interpolated, paired_executors, 
 from pearl.lab.theory import MOST_GAMMA, sd_best_gamma
 from pearl.metrics import Statistics
 from pearl.models.checkpoints.tokenizers import load_tokenizer
-from pearl.models.replay import load_scripted
+from pearl.models.toy import load_toy
 from pearl.protocol.events import Phase
 from pearl.spec.stops import FIXED as FIXED_STOP
 
@@ -314,8 +314,8 @@ def simulated(config: EngineConfig, decoding: DecodingConfig, prompt: Sequence[i
     torch to one thread: with a vocabulary of a few tokens, several threads take five times as long.
     """
     torch.set_num_threads(1)
-    target = load_scripted(config.target, "target", config.max_context)
-    draft = load_scripted(config.draft, "draft")
+    target = load_toy(config.target, "target", config.max_context)
+    draft = load_toy(config.draft, "draft")
     _, defaults = load_tokenizer(config.target)
     submit = submission(1, prompt, target.context, params, defaults, decoding)
     return simulate(submit, *paired_executors(target, draft), paced(config))
