@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec import convert
 
 from pearl.config import EngineConfig
 from pearl.lab.bench.tasks import Task
 from pearl.lab.papers import emulate, study
-from pearl.lab.papers.pearl import OTHERS, TABLES, Pair, Run, pairs, wanted
+from pearl.lab.papers.pearl import OTHERS, TABLES, Pair, Run, cells_of, pairs
 from pearl.lab.papers.studies import STUDIES
 from tests.conftest import TOY, Quiet
 from tests.test_bench import pearl
@@ -40,7 +41,7 @@ def test_the_pairs_are_the_papers() -> None:
 
 
 def test_each_table_has_the_cells_of_the_paper() -> None:
-    cells = {name: [cell for pair in pairs() for cell in wanted(pair, name)] for name in TABLES}
+    cells = {name: [cell for pair in pairs() for cell in cells_of(pair, name)] for name in TABLES}
     known = {name: sum(cell.paper is not None for cell in some) for name, some in cells.items()}
     # Table 1 has no row for its first, 1.00; PEARL's figure stands beside fixed and beside stream. Table 4's stands
     # beside either way to count.
@@ -68,7 +69,7 @@ def test_closed_form_simulator_and_runtime_agree(tmp_path: Path, monkeypatch: py
             "idle": {"draft": 0.004, "target": 0.004},
         },
     }
-    monkeypatch.setattr("pearl.cli.paper.pairs", lambda: [Pair.model_validate(small)])
+    monkeypatch.setattr("pearl.cli.paper.pairs", lambda: [convert(small, Pair)])
     arguments = ("--tokens", 50, "--repeats", 1, "--json", out)
     done = pearl("bench", "paper", *arguments)
     assert done.exit_code == 0, done.output

@@ -105,7 +105,7 @@ def _run(found: Sequence[Pair], wanted: Sequence[str], settings: dict[str, Any])
     clock.stop()
     names = [name for name in TABLES if any(cells.get(name) for cells, _ in done)]
     about = {"kind": "paper", "emulated": True, "settings": settings} | clock.as_dict()
-    tables = {name: [asdict(cell) for cells, _ in done for cell in cells[name]] for name in names}
+    tables = {name: [{"pair": one["title"], **asdict(c)} for cells, one in done for c in cells[name]] for name in names}
     result: dict[str, Any] = json.loads(json.dumps(about | {"tables": tables, "pairs": [one for _, one in done]}))
     return result
 
