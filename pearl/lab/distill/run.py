@@ -26,6 +26,7 @@ from pearl.lab import Watcher
 from pearl.lab.distill.answers import Answer, answer
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.draft import export, head, new_draft
+from pearl.lab.distill.evaluate import figures, observe
 from pearl.lab.distill.learning import Learner, generator, plan
 from pearl.lab.distill.prompts import attempts, invent, training_prompts
 from pearl.lab.distill.teacher import choose_device, load_teacher
@@ -134,7 +135,8 @@ class Distillation:
 
     def _log(self, held_out: Sequence[Answer]) -> None:
         """Measure, report, and append to the log. Raises `DistillError`."""
-        agreement, tokens = self._learner.agreement(held_out), self._place.tokens
+        seen, tokens = observe(self._teacher.model, self._learner.draft, held_out), self._place.tokens
+        agreement = figures(seen)["agreement"]
         self._watcher.say(f"{tokens:,} tokens seen: agreement on held-out answers {agreement:.3f}")
         entry = {"step": self._place.step, "tokens": tokens, "held_out_agreement": agreement}
         with _explained(self._directory / "log.jsonl") as path, path.open("a") as file:
