@@ -6,14 +6,12 @@ import itertools
 import logging
 import string
 from collections.abc import Sequence
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from pearl.cache import Progress, silent
 from pearl.config.sampling import MOST_EOS
 from pearl.errors import ModelError
-from pearl.models.checkpoints.checkpoint import in_cache, is_toy, resolve_checkpoint, toy_options
+from pearl.models.checkpoints.checkpoint import is_toy, resolve_checkpoint, toy_options
 from pearl.text.stream import REPLACEMENT, Tokenizer, Tools
 from pearl.text.tokenizer import GenerationDefaults, have_same_vocabulary, load
 from pearl.text.translation import Translation
@@ -22,7 +20,6 @@ log = logging.getLogger(__name__)
 
 TOY_LIMIT = 140_000  # there are more printable characters than that, and no vocabulary that we emulate is larger
 _LEAST_SHARED = 0.05  # share of the target's tokens that a draft must have
-_FOR_SENTENCEPIECE = {"sentencepiece": "sentencepiece", "protobuf": "google"}  # package -> what is imported
 
 
 class ToyTokenizer:
@@ -73,11 +70,11 @@ def load_tokenizer(
     try:
         tokenizer, defaults = load(checkpoint, trust_remote_code)
     except Exception as error:  # files, their readers and a model's own code raise anything
-        cause = _unread_format(checkpoint) or " ".join(str(error).split()) or type(error).__name__
+        cause = " ".join(str(error).split()) or type(error).__name__
         raise ModelError(
             f"The tokenizer of {spec!r} could not be loaded: {cause.rstrip('.')}. A directory needs "
-            "config.json and tokenizer.json (or what its tokenizer class reads), a hub id the network or a "
-            "filled cache."
+            "config.json and tokenizer.json (or what its tokenizer class reads: that of a sentencepiece model takes "
+            "pip install sentencepiece protobuf), a hub id the network or a filled cache."
         ) from error
     if len(defaults.eos) > MOST_EOS:
         raise ModelError(
@@ -112,15 +109,3 @@ def _toy(spec: str) -> tuple[ToyTokenizer, GenerationDefaults]:
     options = toy_options(spec)
     eos = (options["eos"],) if "eos" in options else ()
     return ToyTokenizer(options["vocab"]), GenerationDefaults(eos=eos)
-
-
-def _unread_format(checkpoint: str) -> str:
-    """What to do about tokens that only a sentencepiece model or tekken.json has; transformers' messages mislead."""
-    directory = Path(checkpoint) if Path(checkpoint).is_dir() else in_cache(checkpoint)
-    if directory is None or (directory / "tokenizer.json").is_file():
-        return ""
-    if (directory / "tekken.json").is_file():
-        return "it has tekken.json alone, which is not read: take a copy of the model that has tokenizer.json"
-    models = [path for path in directory.glob("*.model") if path.read_bytes()[:1] == b"\n"]  # tiktoken's are text
-    missing = [name for name, module in _FOR_SENTENCEPIECE.items() if find_spec(module) is None]
-    return f"{models[0].name} is sentencepiece's: pip install {' '.join(missing)}" if models and missing else ""
