@@ -122,7 +122,7 @@ class _Model:
 
         from pearl.models.checkpoints.loading import load_model
 
-        self._model = load_model(name, device=torch.device(device), dtype=dtype, device_map=None).eval()
+        self._model = load_model(name, device=torch.device(device), dtype=dtype).eval()
         self.device = self._model.device
 
     def __call__(self, input_ids: Any, past_key_values: Any = None, use_cache: bool = True) -> Any:

@@ -48,9 +48,6 @@ class EngineConfig(Section):
         description="Of the draft. int8 and int4: slightly lower acceptance. auto is int4 on a CPU for a draft "
         "of 100M weights or more.",
     )
-    target_device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] = Field(
-        default="auto", description="How a target on several GPUs is spread over them."
-    )
     forwards: Literal["auto", "eager", "transformers"] = Field(
         default="auto",
         description="auto: our own forward pass if it supports the model; eager: on a GPU neither captured in CUDA "
@@ -223,7 +220,6 @@ class ModelConfig:
     Attributes:
         spec: names the model, as `EngineConfig.target` does.
         device: as users name it; `place`: what that means.
-        device_map: how it is spread over several GPUs; None for a draft, which is not spread.
     """
 
     role: ModelRole
@@ -231,7 +227,6 @@ class ModelConfig:
     device: str
     dtype: DType
     pace: float | None
-    device_map: str | None
     forwards: str
     exact: bool
     max_context: int | None

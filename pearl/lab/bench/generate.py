@@ -34,9 +34,9 @@ def load(settings: dict[str, Any], cores: Sequence[int], gpus: Sequence[int]) ->
         occupy(cores)
     device = torch.device("cuda:0" if gpus else "cpu")
     for role in ("target", "assistant"):
-        spread = "auto" if len(gpus) > 1 and role == "target" else None
+        is_spread = len(gpus) > 1 and role == "target"
         _loaded[role] = settings[role] and load_model(
-            settings[role], device=device, dtype=settings[f"{role}_dtype"], device_map=spread
+            settings[role], device=device, dtype=settings[f"{role}_dtype"], is_spread=is_spread
         )
 
 
