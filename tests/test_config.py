@@ -361,7 +361,7 @@ def test_an_engine_begins_with_it(cache: Path, tmp_path: Path) -> None:
     s = result.statistics
     assert "ngram" not in s.ways
     assert s.draft_speedup == pytest.approx(1.649, abs=0.01)
-    assert s.t_target["200"] == 0.25
+    assert s.t_target[200] == 0.25
 
 
 def test_what_a_start_has_measured_the_next_one_does_not(cache: Path) -> None:

@@ -107,9 +107,8 @@ def test_as_published_a_simulation_is_the_run(both: RecordedTexts, window: str) 
     decoding = replace(PEARL, window=window)
     real = [decoded(both, number, decoding) for number in range(1, 4)]
     coins = run_coins(texts.workload(both, TIMING), decoding)
-    assert coins.accepted == sum(one.counts.accepted for one in real)
-    assert coins.judged == sum(one.counts.judged for one in real)
-    assert coins.whole == pytest.approx(sum(one.seconds for one in real))
+    for name in ("num_accepted_draft_tokens", "num_judged_draft_tokens", "seconds"):
+        assert coins.total(name) == pytest.approx(sum(getattr(one.statistics, name) for one in real)), name
 
 
 # ---- the file ----

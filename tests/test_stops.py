@@ -296,4 +296,4 @@ def test_under_sd_no_policy_is_faster_than_the_oracle(length: int, noise: float)
     others = [each for each in done if each.name.startswith("sd, ") and each is not oracle]
     assert len(others) > 4
     assert max(each.speed for each in others) < oracle.speed
-    assert min(each.totals.steps for each in others) >= oracle.totals.steps
+    assert min(each.totals.total("steps") for each in others) >= oracle.totals.total("steps")

@@ -106,11 +106,11 @@ def stops(texts: Path, classifier: Path | None, t_draft: float | None, t_target:
     print_columns(
         [
             ("method, policy", lambda one: one.name),
-            ("target\ncalls", lambda one: f"{100 * one.totals.steps / one.totals.tokens:.1f}"),
-            ("draft\ncalls", lambda one: f"{100 * one.drafted / one.totals.tokens:.1f}"),
+            ("target\ncalls", lambda one: f"{100 / one.totals.tokens_per_step:.1f}"),
+            ("draft\ncalls", lambda one: f"{100 * one.drafted / one.totals.total('late_tokens'):.1f}"),
             ("tokens\na step", lambda one: f"{one.totals.tokens_per_step:.3f}"),
             ("accepted", lambda one: shown(one.totals.acceptance_rate, 3)),
-            ("wasted", lambda one: f"{1 - one.totals.accepted / one.drafted:.1%}" if one.drafted else "-"),
+            ("wasted", lambda one: "-" if one.wasted is None else f"{one.wasted:.1%}"),
             ("over ar, 95%", lambda one: str(speedup(one.totals, ar, 1))),
         ],
         done,

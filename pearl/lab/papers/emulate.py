@@ -24,6 +24,7 @@ from pearl.lab.bench.tasks import Task
 from pearl.lab.experiments.workload import Totals, independent, run
 from pearl.lab.papers.pearl import TABLES, Cell, Pair, Run, Unit, cells_of
 from pearl.lab.simulate import Timing
+from pearl.metrics import Sums
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.protocol.options import RequestOptions
 from pearl.trace.reading import read
@@ -105,7 +106,8 @@ def _typical_prompt(pair: Pair, number: int, tokens: int) -> str:
 
     def error(prompt: str) -> float:
         counts = simulated(config, decoding, tokenizer.encode(prompt), params).counts
-        return abs(counts.accepted / counts.judged - acceptance) if counts.judged else 1.0
+        judged = counts.num_judged_draft_tokens
+        return abs(counts.num_accepted_draft_tokens / judged - acceptance) if judged else 1.0
 
     return min((f"text {number}, {variant}" for variant in range(_PROMPTS)), key=error)
 
@@ -153,14 +155,14 @@ class _Sources:
         if decoding not in self._done:
             self._done[decoding] = run(self._workload, decoding)
         totals = self._done[decoding]
-        idle = totals.draft_waits / totals.steps, sum(totals.target_waits.values()) / totals.steps
+        waits = totals.total("draft_wait_seconds"), sum(sum(s.target_wait_seconds.values()) for s in totals.texts)
+        idle = waits[0] / totals.total("steps"), waits[1] / totals.total("steps")
         return _figures(totals.tokens_per_second, self.pair.target_speed, totals.accepted_per_run or 0.0, idle)
 
     def runtime(self, one: Run) -> _Figures:
         samples = self.samples(one)
         rates, alone = ([s.rate for s in some if s.rate] for some in (samples, self.samples(_ALONE)))
-        runs = sum(s.runs for s in samples)
-        accepted = sum(s.accepted for s in samples) / runs if runs else None
+        accepted = Sums(texts=[text for s in samples for text in s.texts]).accepted_per_run
         return _figures(median(rates) if rates else None, median(alone) if alone else 1.0, accepted, self._idle)
 
     def samples(self, one: Run) -> list[Sample]:

@@ -56,9 +56,8 @@ def run_study(
         surprise = Surprise(config, runner)
         more = _joint_rows(runner, prompts, study.joint, tokens, eos, watcher)
     found = {one.name: one for one in figures(plan, measured, surprise)}
-    statistics = {row.label: [t.statistics for t in measured.texts if t.row == row.label] for row in study.rows}
-    known = {label: [one for one in some if one is not None] for label, some in statistics.items()}
-    return [row_document(row, found[row.label], known[row.label]) for row in study.rows if row.label in found] + more
+    texts = {row.label: [t.statistics for t in measured.texts if t.row == row.label] for row in study.rows}
+    return [row_document(row, found[row.label], texts[row.label]) for row in study.rows if row.label in found] + more
 
 
 def _joint_rows(
@@ -87,7 +86,7 @@ def _joint_rows(
 def row_document(row: StudyRow, found: Figures, texts: Sequence[Statistics]) -> dict[str, Any]:
     """Rejections, their expected number and its standard deviation are sums over the texts; bias is per position."""
     judged = sum(one.num_judged_draft_tokens for one in texts)
-    lengths = [int(k) for one in texts for k, n in one.run_histogram.items() for _ in range(n)]
+    lengths = [k for one in texts for k, n in one.run_histogram.items() for _ in range(n)]
     known = [one for one in texts if one.expected_rejections is not None]
     return {
         "label": row.label,
