@@ -25,6 +25,7 @@ from pearl.text.tokenizer import (
     copy_tokenizer,
     vocabulary_digest,
 )
+from tests.replace import replace
 from tests.test_text import byte_fallback, byte_level
 from tests.tiny import CHAT_TEMPLATE
 
@@ -345,7 +346,7 @@ class TestDefaults:
             ({"eos_token_id": -1}, {}),
             ({"eos_token_id": [2, -1, None, 2**40]}, {"eos": (2,)}),
             # `generate` ends at 2.0 as at 2, and refuses the others.
-            ({"eos_token_id": [2.0, 2.5, "3"]}, {"eos": (2,)}),
+            ({"eos_token_id": [2.0, 2.5, "3"]}, {"eos": (2,), "ignored": ("eos_token_id 2.5", "eos_token_id '3'")}),
         ]
         for options, wanted in cases:
             assert defaults(checkpoint, **options) == GenerationDefaults(**wanted), options
@@ -376,15 +377,24 @@ class TestDefaults:
         params = SamplingParams(seed=1, max_tokens=asked)
         assert submission(1, [1] * tokens, 64, params, found, DecodingConfig()).limit == limit
 
+    def test_what_is_not_supported_is_named(self, checkpoint: Path) -> None:
+        """Qwen2.5's repetition_penalty of 1.05 is honoured; 1.0 or what only sampling reads changes nothing."""
+        penalties = {"repetition_penalty": 1.05, "suppress_tokens": [3], "min_length": 0}
+        found = defaults(checkpoint, typical_p=0.9, **penalties)
+        assert (found.repetition_penalty, found.ignored) == (1.05, ("suppress_tokens",))
+        found = defaults(checkpoint, do_sample=True, repetition_penalty=1.0, typical_p=0.9)
+        assert found.ignored == ("typical_p",)
+
     def test_what_cannot_be_is_as_if_it_were_not_set(self, checkpoint: Path) -> None:
-        """Every request was refused as a bug of ours, greedy ones too."""
+        """It is named. Every request was refused as a bug of ours, greedy ones too."""
         for name, value in [
             *(("top_k", -1), ("top_k", 2**40), ("top_p", 0.0), ("min_p", 1.5)),
             *(("repetition_penalty", -1.0), ("repetition_penalty", 500.0), ("temperature", -2.0)),
         ]:
             for samples in (False, True):
                 found = defaults(checkpoint, do_sample=samples, **{"top_k": 0, name: value})
-                assert found == defaults(checkpoint, do_sample=samples, top_k=0)
+                wanted = defaults(checkpoint, do_sample=samples, top_k=0)
+                assert found == replace(wanted, ignored=(f"{name} {value}",))
 
     def test_ids_that_end_a_text_are_counted_once_and_bounded(self, checkpoint: Path) -> None:
         """With more of them no request could be sent."""

@@ -5,6 +5,7 @@ In this process's background run only the threads that watch the workers and rea
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -21,6 +22,8 @@ from pearl.errors import PearlError
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.protocol.messages import Welcome
 from pearl.text.tokenizer import GenerationDefaults
+
+log = logging.getLogger(__name__)
 
 _AHEAD = 2  # times the slots: requests that `generate` submits before the first of them has ended
 
@@ -217,4 +220,6 @@ def _load_tokenizer(config: EngineConfig, progress: Progress) -> tuple[Any, Gene
     tokenizer, defaults = load_tokenizer(config.target, trust_remote_code=trust, progress=progress)
     with suppress(Exception):  # imports what a template needs, while the workers load
         tokenizer.chat_text([{"role": "user", "content": "Hello"}])
+    if defaults.ignored:
+        log.warning("the checkpoint asks for %s, which is not supported: ignored", ", ".join(defaults.ignored))
     return tokenizer, defaults

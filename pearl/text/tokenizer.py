@@ -29,7 +29,16 @@ _FILES = (  # of a tokenizer, and of how to sample
     *("chat_template*", "additional_chat_templates/*", "generation_config.json"),
 )
 
-# Options of generation_config.json, and their values where they are not set.
+# Options that change which tokens come out, if not one of `_NEUTRAL`; and those that do so under sampling.
+_UNSUPPORTED = (
+    *("encoder_repetition_penalty", "num_beams", "guidance_scale", "no_repeat_ngram_size", "min_length"),
+    *("encoder_no_repeat_ngram_size", "min_new_tokens", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens"),
+    *("stop_strings", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"),
+    *("dola_layers", "watermarking_config", "penalty_alpha", "token_healing", "sequence_bias"),
+)
+_UNSUPPORTED_SAMPLING = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
+_NEUTRAL: tuple[object, ...] = (None, 0, 1, [], {})
+# Supported options, and their values where they are not set.
 _SETTINGS: Mapping[str, float] = {
     "temperature": 1.0,
     "top_k": 0,
@@ -44,7 +53,8 @@ class GenerationDefaults:
     """The generation settings of a checkpoint, the defaults of a request.
 
     temperature 0: greedy. top_k 0, top_p 1, min_p 0, repetition_penalty 1: off. max_tokens None: up to the context.
-    Options of a generation_config.json that are not supported, or have values such as a top_k of -1, count as unset.
+    `ignored` names options of its generation_config.json that would change the text but are not supported, or whose
+    values are invalid, such as a top_k of -1.
     """
 
     temperature: float = 0.0
@@ -52,6 +62,7 @@ class GenerationDefaults:
     top_p: float = 1.0
     min_p: float = 0.0
     eos: tuple[int, ...] = ()
+    ignored: tuple[str, ...] = ()
     repetition_penalty: float = 1.0
     max_tokens: int | None = None
 
@@ -249,8 +260,8 @@ def _defaults(directory: Path, tokenizer_eos: int | None) -> GenerationDefaults:
     given = {name: config.get(name) for name in (*_SETTINGS, "max_new_tokens")}
     unset = {**_SETTINGS, "top_k": 50 if samples and given["top_k"] is None else 0}
     given["max_tokens"] = given.pop("max_new_tokens")
-    valid = {name: value if value is not None and _is_valid(name, value) else None for name, value in given.items()}
-    taken = {name: _first(value, unset.get(name)) for name, value in valid.items()}
+    invalid = {name: value for name, value in given.items() if value is not None and not _is_valid(name, value)}
+    taken = {name: _first(value, unset.get(name)) for name, value in (given | dict.fromkeys(invalid)).items()}
     return GenerationDefaults(
         temperature=float(taken["temperature"]) if samples else 0.0,
         top_k=int(taken["top_k"]),
@@ -259,6 +270,11 @@ def _defaults(directory: Path, tokenizer_eos: int | None) -> GenerationDefaults:
         repetition_penalty=float(taken["repetition_penalty"]),
         max_tokens=taken["max_tokens"] and int(taken["max_tokens"]),
         eos=_ids(_first(config["eos_token_id"], tokenizer_eos)),
+        ignored=(
+            *_ignored(config, samples),
+            *(f"{name} {value}" for name, value in invalid.items()),
+            *(f"eos_token_id {token!r}" for token in _listed(config["eos_token_id"]) if not _is_whole(token)),
+        ),
     )
 
 
@@ -292,3 +308,8 @@ def _listed(eos: Any) -> list[Any]:
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+
+
+def _ignored(config: dict[str, Any], samples: bool) -> tuple[str, ...]:
+    known = (*_UNSUPPORTED, *(_UNSUPPORTED_SAMPLING if samples else ()))
+    return tuple(name for name in known if config.get(name) not in _NEUTRAL)
