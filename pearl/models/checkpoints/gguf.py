@@ -7,6 +7,7 @@ dequantised block by block), and every process of a run would do it.  What a fil
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import shutil
@@ -40,12 +41,9 @@ def directory_of(file: Path, dtype: str, progress: Progress) -> Path:
     `ModelError`.
     """
     _check_magic(file)
-    beside = file.parent / _GENERATION
-    stem = re.sub(r"[^\w.-]", "_", file.stem)[:80]
-    name = f"{stem}-{stamp([file, *([beside] if beside.is_file() else [])])}"
+    name = _name(file)
     if dtype == "any":
-        made = (cache_directory() / CONVERTED).glob(f"{name}-*")
-        dtype = next((path.name.rpartition("-")[2] for path in sorted(made) if path.is_dir()), "bfloat16")
+        dtype = next((path.name.rpartition("-")[2] for path in conversions(file)), "bfloat16")
     elif dtype not in ("float32", "float16"):
         dtype = "bfloat16"
 
@@ -55,6 +53,18 @@ def directory_of(file: Path, dtype: str, progress: Progress) -> Path:
         convert(file, building, dtype)
 
     return converted(f"{name}-{dtype}", build, progress)
+
+
+def _name(file: Path) -> str:
+    beside = file.parent / _GENERATION
+    stem = re.sub(r"[^\w.-]", "_", file.stem)[:80]
+    return f"{stem}-{stamp([file, *([beside] if beside.is_file() else [])])}"
+
+
+def conversions(file: Path) -> list[Path]:
+    """The directories that `file` has been converted to."""
+    found = (cache_directory() / CONVERTED).glob(f"{glob.escape(_name(file))}-*")
+    return sorted(path for path in found if path.is_dir())
 
 
 def _check_magic(file: Path) -> None:
