@@ -105,7 +105,7 @@ def _figures(
         by_set={name: speedup for name, speedup in by_set.items() if speedup},
         first_seconds=median(s.texts[0].seconds_to_first_token - s.texts[0].queue_seconds for s in samples),
         itl_p50=_median(_median(text.itl_p50 for text in s.texts) for s in samples),
-        itl_p99=_median(max(text.itl_p99 or 0.0 for text in s.texts) for s in samples),
+        itl_p99=_median(max((t.itl_p99 for t in s.texts if t.itl_p99 is not None), default=None) for s in samples),
         acceptance=together.acceptance_rate,
         tokens_per_run=together.mean_run_length,
         tokens_per_step=tokens / steps if steps else None,
