@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pearl.lab.simulate import CoinDraft, CoinTarget, Executor, Timing, known_speeds, simulate
@@ -110,7 +110,9 @@ class Totals(Sums):
 
     def as_dict(self) -> dict[str, Any]:
         names = ["name", "tokens_per_second", "tokens_per_step", "acceptance_rate", "mean_run_length", "window"]
-        return {name: getattr(self, name) for name in names} | {"texts": [asdict(one) for one in self.texts]}
+        sums = {"tokens": "late_tokens", "seconds": "late_seconds", "steps": "steps", "whole": "seconds"}
+        sums |= {"judged": "num_judged_draft_tokens", "accepted": "num_accepted_draft_tokens"}
+        return {name: getattr(self, name) for name in names} | {key: self.total(name) for key, name in sums.items()}
 
 
 def run(
