@@ -271,10 +271,13 @@ def check_counts(result: Result, runs_ahead: bool = False) -> None:
     for kind in Provenance:
         assert counts.provenance[kind] == result.provenance.count(kind), kind
     assert sum(counts.provenance.values()) == len(result.tokens)
-    assert counts.accepted - counts.late == counts.provenance[Provenance.ACCEPTED]
-    wrong, corrected = counts.judged - counts.accepted, counts.provenance[Provenance.CORRECTED]
+    assert counts.num_accepted_draft_tokens - counts.late == counts.provenance[Provenance.ACCEPTED]
+    wrong, corrected = (
+        counts.num_judged_draft_tokens - counts.num_accepted_draft_tokens,
+        counts.provenance[Provenance.CORRECTED],
+    )
     assert wrong == corrected or (runs_ahead and wrong > corrected)  # drafted wrongly, and committed before that came
-    assert counts.judged <= counts.drafted
+    assert counts.num_judged_draft_tokens <= counts.num_draft_tokens
 
 
 def make_pair(method: str = "pearl", wrong: tuple[int, ...] = (), **settings: Any) -> Pair:

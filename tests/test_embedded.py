@@ -18,6 +18,7 @@ from pearl.models.checkpoints import embedded
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
+from scripts.embed_draft import pack_layers
 
 CPU = torch.device("cpu")
 
@@ -51,7 +52,7 @@ def test_layers_survive_being_packed() -> None:
     matrix *= torch.tensor([1e-3, 1, 9, 1e3, 0, 1])[:, None]
     matrix[5, :32] = 0.75
     given = {"layer.weight": matrix.bfloat16(), "norm.weight": torch.rand(40).bfloat16()}
-    packed = embedded.pack_layers(given)
+    packed = pack_layers(given)
     assert sum(tensor.nbytes for tensor in packed.values()) == 6 * 64 // 2 + 2 * 2 * 12 + 80
     found = embedded.unpack_layers(packed)
     assert set(found) == set(given)
@@ -60,7 +61,7 @@ def test_layers_survive_being_packed() -> None:
     step = (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / 15
     error = (found["layer.weight"].float().view_as(groups) - groups).abs()
     assert (error <= 0.51 * step + groups.abs().amax(-1, keepdim=True) * 2.0**-6).all()
-    again = embedded.unpack_layers(embedded.pack_layers(found))
+    again = embedded.unpack_layers(pack_layers(found))
     assert all(torch.equal(again[name], found[name]) for name in found)
 
 

@@ -120,7 +120,7 @@ def test_a_branch_for_another_outcome_is_dropped_and_counted(stale: DraftTokens)
     coordinator.handle(replace(stale, epoch=1))
     assert coordinator.sequence.tokens == [3, 1, 8, 20]
     assert coordinator.counts.stale == 2
-    assert coordinator.counts.foreseen == 0
+    assert coordinator.counts.num_foreseen_rejections == 0
 
 
 def test_branches_are_bounded() -> None:

@@ -79,7 +79,7 @@ class AutoText:
             auto.end()
             self.is_timed = False
         if self._is_open:
-            counts.rates, counts.speedup = dict(auto.rates), auto.speedup
+            counts.rates, counts.draft_speedup = dict(auto.rates), auto.speedup
 
     def _use(self, way: str, do: Do) -> None:
         self._request.use(way)

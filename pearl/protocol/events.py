@@ -7,7 +7,7 @@ Messages (`protocol/messages.py`) are events too. A worker carries out commands 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any
 
 from pearl.protocol.foresight import Seen
@@ -16,7 +16,7 @@ from pearl.protocol.options import RequestOptions
 from pearl.protocol.proposals import Proposal
 
 
-class Phase(Enum):
+class Phase(StrEnum):
     """What a target forward is for (DESIGN section 2)."""
 
     PREFILL = "prefill"

@@ -134,7 +134,7 @@ class RequestMachine(Machine):
         self._speeds.observe_judgement(event.accepted, judged)
         if event.odds is not None:
             request.counts.odds = event.odds + (request.counts.odds or Odds())
-            request.counts.rejected += event.token is not None and not event.is_candidate
+            request.counts.num_rejections += event.token is not None and not event.is_candidate
         for i in range(event.accepted):
             request.commit(None, Provenance.ACCEPTED, event.stop_after == i + 1)
         if event.token is not None:
@@ -180,7 +180,7 @@ class RequestMachine(Machine):
     def _draft_gone(self, event: DraftGone, do: Do) -> None:
         if event.request is not None and self.draft.is_lost:
             return
-        self.request.counts.draft_lost = event.reason
+        self.request.counts.loss = event.reason
         if event.request is None:
             self.draft.context = self.draft.known = 0
             self.auto.lose_draft()

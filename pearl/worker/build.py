@@ -24,8 +24,8 @@ from pearl.models.checkpoints.checkpoint import is_toy
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer, translation_of
 from pearl.models.paced import PacedRunner
-from pearl.models.replay import load_scripted
 from pearl.models.runner import ModelRunner, dtype_of
+from pearl.models.toy import load_toy
 from pearl.models.translated import TranslatedRunner
 from pearl.protocol.messages import PROTOCOL_VERSION, Hello, Role, Welcome
 from pearl.spec.methods import BRANCHES
@@ -223,7 +223,7 @@ def make_runner(model: ModelConfig, device: torch.device, progress: Progress = s
     """Loads the model on `device`. Raises `ModelError`."""
     runner: ModelRunner
     if is_toy(model.spec):
-        runner = load_scripted(model.spec, model.role, model.max_context, model.slots)
+        runner = load_toy(model.spec, model.role, model.max_context, model.slots)
     else:
         runner = load_runner(
             model.spec,
@@ -231,7 +231,7 @@ def make_runner(model: ModelConfig, device: torch.device, progress: Progress = s
             device=device,
             dtype=model.dtype,
             max_context=model.max_context,
-            device_map=model.device_map if len(model.place.gpus) > 1 else None,
+            is_spread=len(model.place.gpus) > 1,
             forwards=model.forwards,
             trust_remote_code=model.trust_remote_code,
             progress=progress,

@@ -96,6 +96,11 @@ class Stopped:
     def speed(self) -> float:
         return self.totals.tokens_per_second
 
+    @property
+    def wasted(self) -> float | None:
+        """Share of the drafted tokens that were not accepted."""
+        return 1 - self.totals.total("num_accepted_draft_tokens") / self.drafted if self.drafted else None
+
 
 def stopped(
     recorded: RecordedTexts,
