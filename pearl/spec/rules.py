@@ -183,26 +183,6 @@ def named_parameters(specs: Iterable[Declared]) -> dict[str, dict[str, Parameter
     return found
 
 
-def markdown_table() -> str:
-    """The README's table of rules."""
-    lines = [
-        "| `--rule` | under sampling | exact | text depends on drafts | judged by | sent per token | parameters |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for i, spec in enumerate(RULES.values()):
-        cells = [
-            f"`{spec.name}`",
-            spec.description + (" (default)" if i == 0 else ""),
-            "yes" if spec.is_exact else "no",
-            "no" if spec.is_proposal_invariant else "yes",
-            spec.unit.value,
-            spec.needs.value,
-            ", ".join(map(str, spec.parameters)) or "none",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 for _spec in (
     RuleSpec(
         "ratio",
