@@ -15,7 +15,6 @@ from pearl.protocol.auto import Auto
 from pearl.protocol.auto_text import AutoText
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.draft_view import DraftView
-from pearl.protocol.drafter import Counts as DraftCounts
 from pearl.protocol.drafter import Drafter, DraftMachine
 from pearl.protocol.events import Drafted
 from pearl.protocol.fed_tokens import FedTokens
@@ -23,8 +22,7 @@ from pearl.protocol.feeding import Feeding
 from pearl.protocol.messages import Cancel, DraftTokens, Provenance, Resync, Source, Verdict
 from pearl.protocol.options import Sampling
 from pearl.protocol.proposals import ProposalStore
-from pearl.protocol.request import Counts as TargetCounts
-from pearl.protocol.request import Request
+from pearl.protocol.request import Counts, Request
 from pearl.protocol.request_machine import RequestMachine
 from pearl.protocol.scheduler import Scheduler
 from pearl.protocol.sequence import TokenSequence
@@ -42,9 +40,9 @@ OPEN_UP = (
     *(ScriptTarget, ScriptDraft, Cache, Pair),
 )
 # With a fixed window, and without a clock, these never decide what happens next.
-INDIFFERENT = (TargetCounts, DraftCounts, Speeds, Auto)
+INDIFFERENT = (Counts, Speeds, Auto)
 # What was, and references to machines that the coordinator or the drafter has, and to a request that its machine has.
-_LEFT_OUT = ("log", "results", "_story", "_running", "_machines", "_request", "_draft", "_sequence")
+_LEFT_OUT = ("log", "stale", "results", "_story", "_running", "_machines", "_request", "_draft", "_sequence")
 
 
 def freeze(value: object) -> object:
