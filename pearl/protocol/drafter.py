@@ -126,7 +126,7 @@ class DraftMachine(Machine):
         if event.failure:
             self._give_up(event.failure, do)
         elif self._overtaken:
-            self._follow(event.branches, do)
+            pass  # what it drafted would continue an outdated prefix
         elif event.tokens:
             assert self.begun is not None
             start = len(self.sequence.tokens)
@@ -165,23 +165,6 @@ class DraftMachine(Machine):
             message = DraftTokens(self.begun.request, self.epoch, start, new, 0.0, rows, source=Source.BRANCH)
             seen = branch.seen[len(sent) :] if self.begun.options.sends_runners_up else ()
             do(Send(message.changed(after=branch.after, known=seq.committed, runners_up=seen)))
-
-    def _follow(self, branches: tuple[Proposal, ...], do: Do) -> None:
-        """Send the tokens that the last forward has added to a branch which has become the text since."""
-        seq = self.sequence
-        for branch in branches:
-            if self.begun is None or branch.after != self._followed:
-                continue
-            have = len(seq.tokens) - branch.start
-            end = max(have, self._until - branch.start)
-            new = branch.tokens[have:end]
-            if new and list(branch.tokens[:have]) == seq.tokens[branch.start :]:
-                start, known = len(seq.tokens), seq.committed
-                seq.extend(new)
-                rows = branch.rows[have:end]
-                message = DraftTokens(self.begun.request, self.epoch, start, new, 0.0, rows, known=known)
-                seen = branch.seen[have:end] if self.begun.options.sends_runners_up else ()
-                do(Send(message.changed(source=Source.BRANCH, runners_up=seen)))
 
     def _part(self) -> None:
         """The prefix has changed: drop the tokens being drafted, and the branches."""
