@@ -28,10 +28,9 @@ from pearl.protocol.events import (
     Failed,
     Open,
     Send,
-    Stalled,
     Wait,
 )
-from pearl.protocol.messages import Begin, Committed, Error, Preview, Provenance, Submit, Verdict
+from pearl.protocol.messages import Begin, Committed, Error, Preview, Provenance, Resync, Submit, Verdict
 from pearl.protocol.options import RequestOptions
 from pearl.protocol.request import Counts
 from pearl.protocol.sequence import extend_digest
@@ -139,10 +138,14 @@ class Pair:
                 self.tell_draft(answer)
             case "stall":
                 self.stalls += 1
-                self.tell_target(Stalled(request=self.working))
+                self.stall()
             case _:
                 raise AssertionError(move)
         self.check_invariants()
+
+    def stall(self) -> None:
+        """The target sees that both wait: a message was lost."""
+        self.tell_target(Resync(self.working, self.coordinator.running[self.working].epoch))
 
     @property
     def working(self) -> int:

@@ -34,7 +34,6 @@ from pearl.protocol.events import (
     Open,
     Phase,
     Sampled,
-    Stalled,
     Wait,
 )
 from pearl.protocol.feeding import Feeding
@@ -170,12 +169,12 @@ class RequestMachine(Machine):
             case Received.GAP if self.state in COMPUTING:
                 self._deferred.append(message)
             case Received.GAP:
-                self._resynchronise(message, do)
+                self._resynchronise(do)
 
     def _draft_joined(self, event: DraftJoined, do: Do) -> None:
         self.draft.context = event.context
         if not self.request.ending:
-            self._resynchronise(event, do)
+            self._resynchronise(do)
 
     def _draft_gone(self, event: DraftGone, do: Do) -> None:
         if event.request is not None and self.draft.is_lost:
@@ -200,7 +199,7 @@ class RequestMachine(Machine):
         elif self.state in COMPUTING:
             self._deferred.append(message)
         else:
-            self._resynchronise(message, do)
+            self._resynchronise(do)
 
     # ---- what to do next ----
 
@@ -253,7 +252,7 @@ class RequestMachine(Machine):
         if self.sequence.pending:
             self.request.preview(do)
 
-    def _resynchronise(self, _: object, do: Do) -> None:
+    def _resynchronise(self, do: Do) -> None:
         """Give the draft the whole prefix again, in a new epoch."""
         self.request.counts.resyncs += 1
         self.request.discard_pending()
@@ -279,7 +278,6 @@ RequestMachine.handlers = {
     Cancel: RequestMachine._cancel,
     Forwarded: RequestMachine._forwarded,
     Failed: RequestMachine._failed,
-    Stalled: RequestMachine._resynchronise,
     Guessed: RequestMachine._guessed,
     Judged: RequestMachine._judged,
     Sampled: RequestMachine._sampled,
