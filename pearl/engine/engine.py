@@ -16,7 +16,7 @@ from pearl.cache import Progress, silent
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine.client import Client
 from pearl.engine.launcher import Launcher, LocalLauncher
-from pearl.engine.request import Options, Prompt, as_prompts, check_length, encode, submission
+from pearl.engine.request import Options, Prompt, as_prompts, encode, submission
 from pearl.engine.stream import Result, Stream
 from pearl.errors import PearlError
 from pearl.models.checkpoints.tokenizers import load_tokenizer
@@ -185,8 +185,7 @@ class Engine:
 
     def encode(self, prompt: Prompt, *, raw: bool = True) -> list[int]:
         """The tokens of a prompt; see `stream`. Raises `RequestError`."""
-        check_length(self.tokenizer, prompt, self.context)
-        return encode(self.tokenizer, prompt, raw)
+        return encode(self.tokenizer, prompt, raw, self.context)
 
     def _decoding(self, decoding: DecodingConfig | None, **named: str | None) -> DecodingConfig:
         values = decoding.model_dump(exclude_unset=True) if decoding else {}
