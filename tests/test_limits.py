@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -26,10 +25,8 @@ from pearl.transport.codec import decode, encode
 from pearl.transport.gate import AT_ONCE, Account
 from pearl.transport.keys import OWN_KEYS, read_keys
 from pearl.worker import admission
-from pearl.worker import notices as notices_module
 from pearl.worker.admission import Admission
 from pearl.worker.fronts import Fronts
-from pearl.worker.notices import Notices
 from pearl.worker.settings import TargetSettings
 from tests.conftest import greedy_text
 from tests.replace import replace
@@ -137,26 +134,6 @@ def test_fronts_take_turns() -> None:
     assert [fronts.ahead(peer, scheduler.waiting) for peer in (b"a", b"b", b"c")] == [0, 2, 3], (
         "cancelled ones end later"
     )
-
-
-# ---- what is logged of it ----
-
-
-def test_of_one_peer_a_line_is_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
-    """With how many there were between; another peer's first is said at once; and neither memory nor log grows."""
-    now = 0.0
-    notices = Notices(logging.getLogger("test"), lambda: now)
-    for _ in range(1000):
-        notices.warn(b"a", "dropped: %s", "x")
-    notices.warn(b"b", "dropped: %s", "y")
-    assert caplog.messages == ["dropped: x", "dropped: y"]
-    now = notices_module.PERIOD + 1
-    notices.warn(b"a", "dropped: %s", "z")
-    assert caplog.messages[2:] == ["dropped: z (and 999 more of this peer's)"]
-    for number in range(10_000):
-        notices.warn(str(number).encode(), "dropped: %s", "x")
-    assert len(caplog.messages) < 3 + 2 * notices_module._MANY
-    assert len(notices._peers) <= notices_module._MANY + 1
 
 
 # ---- a real one, flooded ----
