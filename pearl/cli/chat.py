@@ -109,7 +109,7 @@ class Chat:
         result = stream.result
         if result.finish_reason == "cancelled":
             result.statistics = _statistics_until_stopped(result, watch)
-        self.conversation.add(message, prompt, result.text, result.tokens, result.finish_reason)
+        self.conversation.add(message, result.text)
         answer = Answer(result, room - len(result.tokens))
         if result.finish_reason != "cancelled":
             self.done.setdefault(self.decoding.method, []).append(answer)
