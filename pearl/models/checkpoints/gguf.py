@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pearl.cache import CONVERTED, Progress, cache_directory, converted, stamp
+from pearl.cache import Progress, built_once, cache_directory, stamp
 from pearl.errors import ModelError
 from pearl.models.families import GGUF
 
@@ -43,8 +43,9 @@ def directory_of(file: Path, dtype: str, progress: Progress) -> Path:
     beside = file.parent / _GENERATION
     stem = re.sub(r"[^\w.-]", "_", file.stem)[:80]
     name = f"{stem}-{stamp([file, *([beside] if beside.is_file() else [])])}"
+    root = cache_directory() / "converted"
     if dtype == "any":
-        made = (cache_directory() / CONVERTED).glob(f"{name}-*")
+        made = root.glob(f"{name}-*")
         dtype = next((path.name.rpartition("-")[2] for path in sorted(made) if path.is_dir()), "bfloat16")
     elif dtype not in ("float32", "float16"):
         dtype = "bfloat16"
@@ -54,7 +55,7 @@ def directory_of(file: Path, dtype: str, progress: Progress) -> Path:
         progress(f"converting {file.name} to {dtype} (once, about a minute for a billion weights)")
         convert(file, building, dtype)
 
-    return converted(f"{name}-{dtype}", build, progress)
+    return built_once(f"{name}-{dtype}", build, progress, root)
 
 
 def _check_magic(file: Path) -> None:
