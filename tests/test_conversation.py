@@ -268,7 +268,7 @@ def test_what_is_wrong_with_them_is_refused(damage: object) -> None:
     good = m.Committed(1, 0, (4, 5), provenance, (m.Logprobs(-0.5, ((7, -0.25),)), m.Logprobs(-1.0, ((8, 0.0),))))
     assert decode(encode(good)) == good
     fields = msgpack.unpackb(encode(good)[0])
-    with pytest.raises(RemoteProtocolError, match="Committed"):
+    with pytest.raises(RemoteProtocolError, match=r"no message|Committed"):
         decode([msgpack.packb([*fields[:-1], damage])])
 
 

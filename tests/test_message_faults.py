@@ -78,9 +78,9 @@ CHOSEN: dict[str, dict[str, Chosen]] = {
     },
 }
 REFUSALS = {
-    "garbage": "no msgpack",
+    "garbage": "no message that version",
     "oversize": "is gone",
-    "truncated": "no msgpack",
+    "truncated": "no message that version",
     "wrong version": r"speaks version|version \d",
     "wrong vocabulary": "does not fit the target",
 }
@@ -115,7 +115,7 @@ class Tampered:
         header = encode(message)[0]
         match self._fault:
             case "garbage":
-                self._raw(b"\xc1 is no msgpack", peer)
+                self._raw(b"\xc1 is no message that version", peer)
             case "oversize":
                 self._raw(bytes(MAX_FRAME + 1), peer)
             case "truncated":
