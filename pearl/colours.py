@@ -4,10 +4,10 @@ from __future__ import annotations
 
 # Source of a committed token, as `pearl.protocol.messages.Provenance` names it -> colour, meaning.
 SOURCES = {
-    "accepted": ("#2a9d4a", "accepted from the draft"),
-    "corrected": ("#d97706", "the target's correction of a draft token"),
-    "guessed": ("#2f7fd6", "guessed otherwise (n-grams, runners-up)"),
-    "bonus": ("#a35bd1", "bonus of the target"),
+    "accepted": ("#2a9d4a", "drafted, accepted"),
+    "corrected": ("#d97706", "corrected"),
+    "guessed": ("#2f7fd6", "guessed otherwise"),
+    "bonus": ("#b848b8", "bonus"),
     "direct": ("#7d868f", "the target's own"),
 }
 # Kind of work, or outcome of a draft token -> colour, meaning.

@@ -79,7 +79,7 @@ def main() -> None:
             console.print(Text(f">>> {question}"))
             answer = chat.answer(question)
             if chat.frozen_at is None:
-                console.print(status(answer, engine.context))
+                console.print(status(answer, engine.context, False))
                 console.print()
     # No fonts from the network: a page that shows the picture may forbid them, and any monospaced font will do.
     frame = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)

@@ -19,6 +19,7 @@ import pytest
 
 from pearl import SamplingParams
 from pearl.cli.commands import COMMANDS
+from pearl.colours import SOURCES
 from pearl.engine import Engine
 from pearl.engine.attach import attach
 from pearl.trace.reading import read
@@ -31,7 +32,7 @@ __all__ = ["home"]  # a fixture
 TOYS = ["--target", TOY, "--draft", TOY, "--raw", "--ignore-eos"]
 CHARACTERS = "0123456789abcdefghijklmnopqrstuv"
 SLOW = [*TOYS, "--target-pace", "0.05", "--draft-pace", "0.01"]
-STATUS = "first token"
+STATUS = "tokens/s"
 
 
 def target(environment: dict[str, str]) -> psutil.Process:
@@ -75,7 +76,7 @@ def test_ctrl_c_ends_the_reply_and_a_wait_for_another_client_is_shown(home: dict
         person.sees("stopped after")
         person.sees(STATUS)
         text = " ".join(person.text.split())
-        said = re.search(r"stopped after (\d+) tokens · first token [\d.]+ s · tokens/s ([\d.]+)", text)
+        said = re.search(r"stopped after (\d+) tokens · ([\d.]+) tokens/s", text)
         assert said is not None
         assert int(said[1]) >= 10
         assert 1 < float(said[2]) < 60, "a forward of the target lasts 0.05 s"
@@ -164,7 +165,7 @@ def test_a_target_killed_amid_a_reply_is_a_named_error_and_the_conversation_is_s
         assert person.leaves() == 4
         text = " ".join(person.text.split())
         assert "error: target worker was killed by signal 9" in text
-        assert "last-chat.json; /load continues it" in text
+        assert "pearl chat --continue goes on with this conversation" in text
         assert "Traceback" not in text
         assert person.echoes
     kept = json.loads(Path(home["XDG_STATE_HOME"], "pearl", "last-chat.json").read_text())
@@ -189,7 +190,7 @@ def test_a_chat_that_is_ended_puts_the_terminal_back(
 def test_the_draft_is_shown_ahead_in_colours_and_a_resize_leaves_one_whole_reply(
     home: dict[str, str], paced: list[str], toy: Engine
 ) -> None:
-    shown = ("--method", "pearl", "--look-ahead", "0", "--siblings", "0", "--show-draft", "--no-markdown")
+    shown = ("--method", "pearl", "--look-ahead", "0", "--siblings", "0", "--show-draft", "--no-markdown", "--stats")
     with chatting(home, *paced, *shown, "--temperature", "0", "--max-tokens", "40") as person:
         person.sees("/? for help")
         person.sees(">>>")
@@ -199,8 +200,8 @@ def test_the_draft_is_shown_ahead_in_colours_and_a_resize_leaves_one_whole_reply
             person.sees(part)
         reply = wanted("123", 40)
         colours = person.colours(reply)
-        words = "accepted", "corrected", "bonus", "guessed otherwise"
-        assert [person.colours(word)[0] for word in words] == ["green", "brown", "cyan", "blue"], "a legend"
+        meant = {source: person.colours(meaning)[0] for source, (_, meaning) in SOURCES.items()}
+        assert len({*meant.values()}) == len(SOURCES), "a legend"
         guesses = {text for text in person.italics if text and " " not in text}  # not the legend
         person.send("/clear")
         person.send("/set max_tokens 150")
@@ -215,7 +216,7 @@ def test_the_draft_is_shown_ahead_in_colours_and_a_resize_leaves_one_whole_reply
         assert person.text.count("not judged yet") <= 1, "said once"
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     (same,) = toy.generate([[1, 2, 3]], params, decoding=AS_PUBLISHED)
-    assert colours == [{"accepted": "green", "corrected": "brown"}[source.value] for source in same.provenance]
+    assert colours == [meant[source.value] for source in same.provenance]
     assert any(guess in reply for guess in guesses)
     assert any(guess not in reply for guess in guesses), "half of what the draft says is refused"
 
@@ -234,8 +235,12 @@ def test_commands_and_what_they_say_of_mistakes(home: dict[str, str], attached: 
             ("/frobnicate", "unknown command /frobnicate"),
             ("/set temperature hot", "temperature: "),
             ("/set top_p 0.5", "top_p 0.5"),
-            ("/set top_p default", "top_p default"),
-            ("/set rule", "rule default (coupled)"),
+            ("/set top_p default", "top_p 1.0 (default)"),
+            ("/set rule", "rule coupled (default)"),
+            ("/set parameter min_p 0.1", "min_p 0.1"),
+            ("/set system Be terse.", "system prompt: Be terse."),
+            ("/file /nowhere", "cannot read /nowhere: No such file"),
+            ("/model other", "cannot load another model"),
             ("/set nonsense", "no setting 'nonsense'"),
             ("/method sad", "(got 'sad')"),
             ("/system Be brief.", "system prompt: Be brief."),
@@ -353,6 +358,54 @@ def test_several_lines_long_pastes_history_and_a_full_context(home: dict[str, st
     history = Path(home["XDG_STATE_HOME"], "pearl", "history")
     assert history.stat().st_mode & 0o077 == 0
     assert "/clear" in history.read_text()
+
+
+def test_files_an_editor_completion_other_models_and_the_last_conversation(
+    home: dict[str, str], tmp_path: Path
+) -> None:
+    """The next message has the file, what follows a command is completed, and --continue goes on where a chat ended."""
+    editor, code, other = tmp_path / "editor", tmp_path / "abc.txt", "toy:vocab=32,alpha=0.5,context=512"
+    editor.write_text('#!/bin/sh\necho 12 > "$1"\n')
+    editor.chmod(0o755)
+    code.write_text("7\n")
+    arguments = [*TOYS, "--temperature", "0", "--max-tokens", "5"]
+    with chatting(home | {"EDITOR": str(editor)}, *arguments, columns=120) as person:
+        person.sees(">>>")
+        person.send(f"/model {other}")
+        person.sees(f"{other} with none")
+        person.send("/model /nowhere")
+        person.sees(f"back to {other}")
+        person.sees("/? for help", 3)
+        person.send("/edit")
+        person.sees(STATUS)
+        for typed, seen in (("/set ru", "rule"), ("/metho", "show the method"), ("/method sd", "ssd")):
+            person.type(typed)
+            person.sees(seen)
+            person.type(CTRL_C)
+        person.type(f"/file {tmp_path}/ab\t")
+        person.sees(f"/file {code}")
+        person.type("\r")
+        person.sees("abc.txt, 1 lines: your next message has it")
+        person.send("9")
+        person.sees(STATUS, 2)
+        person.send("/bye")
+        assert person.leaves() == 0
+    last = Path(home["XDG_STATE_HOME"], "pearl", "last-chat.json")
+    assert last.stat().st_mode & 0o077 == 0
+    turns = json.loads(last.read_text())["turns"]
+    assert [turn["user"] for turn in turns] == ["12", "abc.txt:\n```\n7\n```\n\n9"]
+    for how in (["--continue"], ["--load", str(last)]):
+        with chatting(home, *arguments, "--target", other, *how) as person:
+            person.sees(">>>")
+            person.send("/show")
+            person.sees("2 turns")
+            person.send("/bye")
+            assert person.leaves() == 0
+    last.unlink()
+    run = subprocess.run(
+        [sys.executable, "-m", "pearl", "chat", "--continue"], capture_output=True, text=True, env=home, check=False
+    )
+    assert (run.returncode, "no conversation to go on with" in run.stderr) == (2, True)
 
 
 # ---- no terminal ----

@@ -64,7 +64,7 @@ def refused(pearl_here: Run) -> Callable[..., str]:
 
 def test_text_goes_to_stdout_and_all_else_to_stderr() -> None:
     run = pearl(
-        "generate", *SHORT, "--method", "pearl", "--look-ahead", "0", "--siblings", "0", "-", stdin="123"
+        "generate", *SHORT, "--method", "pearl", "--look-ahead", "0", "--siblings", "0", "--stats", "-", stdin="123"
     )  # a target that waits for its draft judges it
     assert run.returncode == 0, run.stderr
     assert run.stdout == WANTED + "\n"
@@ -141,8 +141,11 @@ def test_mistakes_are_refused_with_what_to_do(refused: Callable[..., str], tmp_p
 def test_every_setting_is_a_flag_and_every_flag_a_setting() -> None:
     fields = {name for section in SECTIONS for name in section.model_fields}
     for name, more in {
-        "generate": {"raw", "as_json", "connect"},
-        "chat": {"raw", "question", "system", "show_draft", "markdown", "history", "connect"},
+        "generate": {"raw", "as_json", "stats", "connect"},
+        "chat": {
+            *("raw", "question", "system", "load", "goes_on"),
+            *("show_draft", "markdown", "history", "stats", "connect"),
+        },
         "serve": {
             *("http", "api_key", "http_queue", "http_model"),
             *("origins", "tool_parser", "is_strict", "log_requests"),

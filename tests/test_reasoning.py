@@ -31,7 +31,7 @@ from tests.served import SETUP, Served, body, message, serving
 from tests.test_conversation import END, Characters
 
 THINK = Tags("<think>", "</think>")
-HARMONY = Tags("analysis", "assistantfinal", "final")
+HARMONY = Tags("analysis", "assistantfinal", ("final", "commentary"), "assistantcommentary")
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,9 @@ def test_channels_whose_special_tokens_have_no_text() -> None:
     assert split("finalHello! finally", HARMONY) == ("", "Hello! finally")
     assert split("They greet.assistantfinalHello!", HARMONY, is_open=True) == ("They greet.", "Hello!")
     assert split("fin", HARMONY) == ("", "fin")
+    called = "to=functions.f json{}"
+    assert split("analysisLook.assistantcommentary " + called, HARMONY) == ("Look.", called)
+    assert split("commentary " + called, HARMONY) == ("", called)
     splitter = Splitter(HARMONY)
     assert [splitter.feed(piece) for piece in ("fi", "nal", "Hi", " final")] == [("", "")] * 2 + [
         ("", "Hi"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -74,6 +75,7 @@ TEXTS = {  # what models of each format write
     "<｜tool▁calls▁end｜>",
     "llama3": '\n{"type": "function", "name": "add", "parameters": {"x": "a}\\"\\\\"}}; '
     '{"name": "stop", "parameters": {}}',
+    "harmony": 'Sure, a < b.\nto=functions.add json{"x": "a}\\"\\\\"}to=functions.stopcommentary json{}',
     "pythonic": "[add(x='a}\"\\\\'), stop()]",
 }
 NO_CALLS = {
@@ -104,7 +106,7 @@ def test_calls_are_taken_out_of_a_text(name: str, size: int) -> None:
     format = FORMATS[name.partition(" ")[0]]
     content, calls = split(CallSplitter(format, ["add", "stop"]), TEXTS[name], size)
     assert [(called, json.loads(arguments)) for called, arguments in calls] == CALLS
-    assert content.strip() == TEXTS[name].partition("<tool_call>")[0].partition("<｜")[0].strip() * ("Sure" in content)
+    assert content.strip() == re.split("<tool_call>|<｜|to=", TEXTS[name])[0].strip() * ("Sure" in content)
     assert split(CallSplitter(format, ["add", "stop"], most=1), TEXTS[name], size) == (content, calls[:1])
 
 

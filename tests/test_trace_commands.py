@@ -126,8 +126,8 @@ def test_two_runs_in_one_picture(run: tuple[Outcome, Path], sd: Path, tmp_path: 
     assert [(c.start, c.end) for c in charts] == [(0.0, pytest.approx(charts[0].end))] * 2
     assert charts[0].shares("target")[1] > 0.3 > 0.1 > charts[1].shares("target")[1]
     assert {bar.cause for bar in charts[0].rows["target"] if bar.look == "wait"} == {"draft tokens"}
-    tokens = [sum(len(sources) for _, sources in c.commits) for c in charts]
-    assert tokens[0] <= tokens[1]
+    assert charts[0].tokens <= charts[1].tokens
+    assert charts[1].rate == pytest.approx(charts[1].tokens / charts[1].end)
     for command in (("show", str(run[1])), ("compare", str(sd), str(run[1]), "--seconds", "30")):
         invoked(*command, "--png", str(tmp_path / "g.png"))
         assert (tmp_path / "g.png").read_bytes().startswith(b"\x89PNG")

@@ -9,6 +9,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, islice
+from pathlib import Path
 
 import click
 from rich.console import Console
@@ -16,18 +17,18 @@ from rich.logging import RichHandler
 from rich.text import Text
 
 from pearl.cli import listed
-from pearl.cli.commands import COMMANDS, Leave, run_command
+from pearl.cli.commands import COMMANDS, TAKE_FILES, TAKE_WORDS, Leave, Switch, run_command
 from pearl.cli.console import SafeConsole, text_input
 from pearl.cli.launch import connect_option, running
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.cli.reply import MarkdownReply, Reply, TokenReply, legend
 from pearl.cli.terminal import KeyWatcher, LineReader, ended_by_signals, raw_keys, state_directory
-from pearl.config import DecodingConfig, SamplingParams, Settings
-from pearl.engine import Engine
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams, Settings
+from pearl.engine import Engine, torchrun
 from pearl.engine.conversation import Conversation
 from pearl.engine.stream import Piece, Result, Stream
-from pearl.errors import EngineClosed, PearlError, RequestError, TargetLost
-from pearl.metrics import FIGURES, Statistics, Stopwatch
+from pearl.errors import ConfigError, EngineClosed, PearlError, RequestError, TargetLost
+from pearl.metrics import FIGURES, Statistics, Stopwatch, brief
 from pearl.printable import printable
 from pearl.protocol.messages import Provenance
 from pearl.text.reasoning import Splitter, splitter_of
@@ -69,6 +70,10 @@ class Chat:
         keys: whether Ctrl-C is read as a key, which ends a reply; otherwise it is a signal, which ends the program.
         done: method -> its finished replies.
         has_legend: whether the meaning of the colours has been printed.
+        stats: whether all figures stand below a reply, rather than one line.
+        attached: files for the next message.
+        is_attached: whether the engine was started by another program, or under torchrun.
+        remembers: whether the conversation is saved when the chat ends.
     """
 
     engine: Engine
@@ -81,6 +86,10 @@ class Chat:
     console: Console = field(default_factory=SafeConsole)
     done: dict[str, list[Answer]] = field(default_factory=dict)
     has_legend: bool = False
+    stats: bool = False
+    attached: list[str] = field(default_factory=list)
+    is_attached: bool = False
+    remembers: bool = True
 
     @property
     def is_greedy(self) -> bool:
@@ -181,12 +190,13 @@ def _preview_text(engine: Engine, result: Result, pending: tuple[int, ...]) -> s
     return engine.tokenizer.decode([*before, *pending])[len(shown) :].rstrip(REPLACEMENT)
 
 
-def status(answer: Answer, context: int) -> Text:
-    """The line of figures below a reply, and warnings below it."""
+def status(answer: Answer, context: int, stats: bool) -> Text:
+    """The line of figures below a reply, all figures with `stats`, and warnings below them."""
     s, result = answer.result.statistics, answer.result
-    stopped = [f"stopped after {len(result.tokens)} tokens"] if result.finish_reason == "cancelled" else []
-    figures = ((figure.name, figure.text(s)) for figure in FIGURES if figure.is_brief)
-    line = Text(" · ".join([*stopped, *(f"{name} {text}" for name, text in figures if text is not None)]), "dim")
+    line = Text(f"stopped after {brief(s)}" if result.finish_reason == "cancelled" else brief(s), "dim")
+    if stats:
+        texts = ((figure.name, figure.text(s)) for figure in FIGURES if not figure.is_brief)
+        line.append("\n" + " · ".join(f"{name} {text}" for name, text in texts if text is not None))
     if s.draft_lost:
         line.append("\nthe draft was lost during the reply; the target went on alone", "yellow")
     if result.finish_reason == "length" and answer.room <= 0:
@@ -203,46 +213,86 @@ def status(answer: Answer, context: int) -> Text:
 @click.command(cls=SettingsCommand)
 @click.option("-q", "--question", help="Ask one question, print the answer and leave.")
 @click.option("--system", default="", help="System prompt.")
+@click.option("--load", type=click.Path(dir_okay=False, path_type=Path), help="Go on with a conversation of /save.")
+@click.option("--continue", "goes_on", is_flag=True, help="Go on with the last conversation.")
 @click.option("--raw", is_flag=True, help="No chat template: the model continues your input.")
 @click.option("--show-draft", is_flag=True, help="Show the draft's guesses, and which of them the target accepted.")
 @click.option("--markdown/--no-markdown", default=True, help="Render replies as Markdown.  [default: markdown]")
-@click.option("--history/--no-history", default=True, help="Keep your input for the arrow keys.  [default: history]")
+@click.option(
+    "--history/--no-history",
+    default=True,
+    help="Keep your input for the arrow keys, and the last conversation for --continue.  [default: history]",
+)
+@click.option("--stats", is_flag=True, help="Show all figures below each reply.")
 @connect_option
 @settings_options
 def chat(
     settings: Settings,
     question: str | None,
     system: str,
+    load: Path | None,
+    goes_on: bool,
     raw: bool,
     show_draft: bool,
     markdown: bool,
     history: bool,
+    stats: bool,
     connect: str | None,
 ) -> None:
     """Talk with the model. In the chat, /? lists its commands.
 
     If standard input is not a terminal, each of its lines is a message, and only the replies are printed.
     """
-    config = settings.engine
+    saved = _saved_chat(load, goes_on)
+    config, before = settings.engine, None
     if "log_level" not in config.model_fields_set and sys.stdin.isatty():
         config = config.model_copy(update={"log_level": "error"})  # a warning would break the display
-    with running(config, SafeConsole(stderr=True), connect) as engine:
-        if engine is None:
-            return
-        conversation = Conversation(engine.tokenizer, raw, system)
-        decoding = settings.decoding
-        if not engine.config.has_draft and "method" not in decoding.model_fields_set:
-            decoding = decoding.model_copy(update={"method": "ar"})
-        talk = Chat(engine, settings.sampling, decoding, conversation, show_draft, markdown)
-        if question is not None:
-            talk.answer(question)
-        elif sys.stdin.isatty() and sys.stdout.isatty():
-            with raw_keys(), ended_by_signals():
-                _run_interactive(talk, LineReader(COMMANDS, remember=history))
-        else:
-            for line in text_input("replace", newline=None):
-                if line.strip():
-                    talk.answer(line.rstrip("\n"))
+    while True:
+        try:
+            with running(config, SafeConsole(stderr=True), connect) as engine:
+                if engine is None:
+                    return None
+                before = None
+                conversation = Conversation(engine.tokenizer, raw, system)
+                if saved is not None:
+                    conversation.load(saved)
+                talk = Chat(engine, settings.sampling, settings.decoding, conversation, show_draft, markdown)
+                talk.stats, talk.remembers = stats, history
+                talk.is_attached = connect is not None or torchrun.rank() is not None
+                return _talk(talk, question)
+        except Switch as wanted:
+            given, before = config.model_dump(exclude_unset=True), config
+            config, saved = EngineConfig(**given | {"target": wanted.target, "draft": wanted.draft}), wanted.saved
+        except PearlError as error:
+            if before is None:
+                raise
+            SafeConsole(stderr=True).print(Text(f"{error}; back to {before.target}", "red"))
+            config, before = before, None
+
+
+def _saved_chat(load: Path | None, goes_on: bool) -> str | None:
+    """The text of a saved conversation. Raises `ConfigError`."""
+    path = load or (_last_chat() if goes_on else None)
+    try:
+        return None if path is None else path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"no conversation to go on with: {path}: {error.strerror}") from None
+
+
+def _talk(chat: Chat, question: str | None) -> None:
+    if question is not None:
+        chat.answer(question)
+    elif sys.stdin.isatty() and sys.stdout.isatty():
+        reader = LineReader(COMMANDS, chat.remembers, TAKE_WORDS, TAKE_FILES)
+        with raw_keys(), ended_by_signals():
+            try:
+                _run_interactive(chat, reader)
+            finally:
+                _save_last_chat(chat)
+    else:
+        for line in text_input("replace", newline=None):
+            if line.strip():
+                chat.answer(line.rstrip("\n"))
 
 
 def _run_interactive(chat: Chat, reader: LineReader) -> None:
@@ -262,25 +312,31 @@ def _run_interactive(chat: Chat, reader: LineReader) -> None:
         except (EOFError, Leave):
             return
         except (TargetLost, EngineClosed):
-            _save_last_chat(chat)
+            if chat.conversation.turns and chat.remembers:
+                chat.console.print(Text("pearl chat --continue goes on with this conversation", "yellow"))
             raise
         except PearlError as error:
             chat.console.print(Text(printable(str(error)), "red"))
 
 
+def _last_chat() -> Path:
+    return state_directory() / "last-chat.json"
+
+
 def _save_last_chat(chat: Chat) -> None:
-    """Save the conversation, if any, to a file, as the engine is gone. Ignores errors of the file system."""
-    if chat.conversation.turns:
+    """Save the conversation, if any, for --continue. Ignores errors of the file system."""
+    if chat.conversation.turns and chat.remembers:
         with contextlib.suppress(OSError, RuntimeError):
-            path = state_directory() / "last-chat.json"
+            path = _last_chat()
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.touch(mode=0o600)
             path.write_text(chat.conversation.saved(chat.engine.config.target), encoding="utf-8")
-            chat.console.print(Text(f"the conversation is in {path}; /load continues it", "yellow"))
 
 
 def _exchange(chat: Chat, reader: LineReader, message: str) -> None:
     """Answer one message. If the context is full, offer to drop the oldest turns first."""
+    message = "".join(chat.attached) + message
+    chat.attached.clear()
     try:
         answer = chat.answer(message)
     except ContextFull as full:
@@ -293,4 +349,4 @@ def _exchange(chat: Chat, reader: LineReader, message: str) -> None:
             return
         chat.conversation.forget_oldest(count)
         answer = chat.answer(message)
-    chat.console.print(status(answer, chat.engine.context))
+    chat.console.print(status(answer, chat.engine.context, chat.stats))

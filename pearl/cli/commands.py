@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median_low
@@ -13,12 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from pearl.cli.reply import legend
+from pearl.cli.terminal import edited
 from pearl.config import DecodingConfig, ModelRole, SamplingParams
 from pearl.engine.card import read_card
 from pearl.engine.request import with_defaults
 from pearl.errors import RequestError
 from pearl.metrics import FIGURES, Figure, Statistics
 from pearl.printable import printable
+from pearl.spec.methods import METHODS
 
 if TYPE_CHECKING:
     from pearl.cli.chat import Chat
@@ -29,13 +31,25 @@ _HINTS = [
     ("Ctrl-C", "ends a reply and keeps what there is of it"),
     ("Enter", "during a reply: the line is read when the reply is done"),
 ]
-_DISPLAY_SETTINGS = {"draft": "show_draft", "markdown": "markdown"}  # setting -> attribute of the chat
+_DISPLAY_SETTINGS = {
+    "draft": "show_draft",
+    "markdown": "markdown",
+    "stats": "stats",
+}  # setting -> attribute of the chat
+_MOST_FILE = 1 << 20  # bytes of a file in a message: more than any context holds
 _SAMPLING = tuple(SamplingParams.model_fields)
 _DECODING = tuple(name for name in DecodingConfig.model_fields if name != "method")
 
 
 class Leave(Exception):
     """Ends the chat."""
+
+
+class Switch(Exception):
+    """Goes on with other models. `saved`: the conversation; `draft`: "none" for none."""
+
+    def __init__(self, target: str, draft: str, saved: str) -> None:
+        self.target, self.draft, self.saved = target, draft, saved
 
 
 def run_command(chat: Chat, line: str) -> str | None:
@@ -71,9 +85,12 @@ def _system(chat: Chat, text: str) -> None:
 
 
 def _set(chat: Chat, rest: str) -> None:
-    """show the settings, or change one: /set temperature 0.7; /set temperature default"""
-    name, _, value = rest.partition(" ")
+    """show the settings in use, or change one: /set temperature 0.7; /set temperature default"""
+    name, _, value = rest.removeprefix("parameter ").strip().partition(" ")  # as in ollama: /set parameter NAME VALUE
     name, value = name.replace("-", "_"), value.strip()
+    if name == "system":
+        _system(chat, value)
+        return
     if value:
         _change(chat, name, value)
     _print_settings(chat, name)
@@ -113,29 +130,33 @@ def _changed(section: Any, name: str, value: str) -> Any:
 
 
 def _print_settings(chat: Chat, only: str) -> None:
-    values: dict[str, Any] = {name: getattr(chat.sampling, name) for name in _SAMPLING}
-    values |= {name: getattr(chat.decoding, name) for name in _DECODING}
     in_use = with_defaults(chat.sampling, chat.engine.defaults) | chat.decoding.in_use().model_dump()
-    set_ = chat.sampling.model_fields_set | chat.decoding.model_fields_set
-    values |= {n: f"default ({in_use[n]})" for n in values if n not in set_ and in_use.get(n) is not None}
-    values |= {name: "on" if getattr(chat, of) else "off" for name, of in _DISPLAY_SETTINGS.items()}
-    if only and only not in values:
+    given = chat.sampling.model_fields_set | chat.decoding.model_fields_set
+    values = {name: getattr(chat.sampling, name) for name in _SAMPLING}
+    values |= {name: in_use.get(name, getattr(chat.decoding, name)) for name in _DECODING}
+    values |= {name: in_use[name] for name in _SAMPLING if name in in_use}
+    shown = {name: _in_use(name, value) + ("" if name in given else " (default)") for name, value in values.items()}
+    shown |= {name: "on" if getattr(chat, of) else "off" for name, of in _DISPLAY_SETTINGS.items()}
+    if only and only not in shown:
         raise _unknown_setting(only)
-    shown = {only: values[only]} if only else values
-    _print_pairs(chat, [(name, "default" if value in (None, ()) else str(value)) for name, value in shown.items()])
+    _print_pairs(chat, [(only, shown[only])] if only else [*shown.items()])
+
+
+def _in_use(name: str, value: Any) -> str:
+    if value in (None, (), {}):
+        return {"seed": "drawn for each reply", "max_tokens": "as the context has room"}.get(name, "none")
+    return str(value)
 
 
 def _show(chat: Chat, _: str) -> None:
     """the models, the engine and how full the context is"""
     engine, welcome = chat.engine, chat.engine.welcome
-    config = engine.config
     used = chat.conversation.length
     times = ", ".join(f"{n}: {t * 1e3:.1f}" for n, t in welcome.t_target)
     _print_pairs(
         chat,
         [
-            ("target", _placed(chat, "target")),
-            ("draft", _placed(chat, "draft") if config.has_draft else "none"),
+            *_models(chat),
             ("method", chat.decoding.method),
             ("system prompt", chat.conversation.system or "none"),
             ("conversation", f"{len(chat.conversation.turns)} turns, {used:,} of {engine.context:,} tokens"),
@@ -143,6 +164,11 @@ def _show(chat: Chat, _: str) -> None:
             ("engine", f"{engine.directory}   (pearl chat --connect)"),
         ],
     )
+
+
+def _models(chat: Chat) -> list[tuple[str, str]]:
+    draft = _placed(chat, "draft") if chat.engine.config.has_draft else "none"
+    return [("target", _placed(chat, "target")), ("draft", draft)]
 
 
 def _placed(chat: Chat, role: ModelRole) -> str:
@@ -163,13 +189,14 @@ def _stats(chat: Chat, _: str) -> None:
     table.add_row("replies", *(str(len(of)) for of in replies))
     table.add_row("tokens", *(str(sum(one.num_generated_tokens for one in of)) for of in replies))
     for figure in FIGURES:
-        if figure.is_brief:
-            table.add_row(figure.name, *(_median(figure, of) for of in replies))
+        medians = [_median(figure, of) for of in replies]
+        if any(each != "-" for each in medians):
+            table.add_row(figure.name, *medians)
     chat.console.print(table)
 
 
 def _median(figure: Figure, replies: list[Statistics]) -> str:
-    values = sorted(value for one in replies if (value := figure.value(one)) is not None)
+    values = sorted(value for one in replies if isinstance(value := figure.value(one), int | float))
     return figure.form.format(median_low(values)) if values else "-"
 
 
@@ -210,6 +237,38 @@ def _file_errors(what: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, RuntimeError) as error:
         raise RequestError(f"{what}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _file(chat: Chat, rest: str) -> None:
+    """put a text file into your next message: /file FILE"""
+    path = _path(rest, "/file FILE")
+    with _file_errors(f"cannot read {path}"):
+        with path.open("rb") as file:
+            data = file.read(_MOST_FILE + 1)
+        if len(data) > _MOST_FILE:
+            raise RequestError(f"{path} has more than {_MOST_FILE:,} bytes")
+        text = data.decode("utf-8").replace("\r\n", "\n")
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    chat.attached.append(f"{path.name}:\n{fence}\n{text.rstrip()}\n{fence}\n\n")
+    _say(chat, f"{path.name}, {len(text.splitlines()):,} lines: your next message has it")
+
+
+def _edit(chat: Chat, _: str) -> str:
+    """write a message in $EDITOR"""
+    return edited()
+
+
+def _model(chat: Chat, rest: str) -> None:
+    """show the models, or go on with others: /model TARGET [DRAFT]"""
+    if not rest:
+        _print_pairs(chat, _models(chat))
+        return
+    if chat.is_attached:
+        raise RequestError("this chat did not start its engine, so it cannot load another model")
+    target, _, draft = rest.partition(" ")
+    raise Switch(target, draft.strip() or "none", chat.conversation.saved(chat.engine.config.target))
 
 
 def _regen(chat: Chat, _: str) -> str | None:
@@ -271,14 +330,29 @@ _HANDLERS: dict[str, Callable[[Chat, str], str | None]] = {
         _stats,
         _save,
         _load,
+        _file,
+        _edit,
         _regen,
         _undo,
         _trace,
         _method,
+        _model,
         _bye,
     )
 }
 COMMANDS = {name: handler.__doc__ or "" for name, handler in _HANDLERS.items()}
+TAKE_FILES = ("/save", "/load", "/file", "/trace", "/model")
+_SETTINGS: Mapping[str, tuple[str, ...]] = {
+    name: ("on", "off") if name in _DISPLAY_SETTINGS else ("default",)
+    for name in (*_SAMPLING, *_DECODING, *_DISPLAY_SETTINGS)
+}
+# Words that may follow a command, and those that may follow these.
+TAKE_WORDS: Mapping[str, Mapping[str, Any]] = {
+    "/method": dict.fromkeys(METHODS),
+    "/set": {name: dict.fromkeys(values) for name, values in {**_SETTINGS, "system": ()}.items()},
+    "/trace": {"off": None},
+    "/system": {"none": None},
+}
 
 
 def _say(chat: Chat, text: str) -> None:

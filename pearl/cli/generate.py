@@ -10,6 +10,7 @@ from itertools import chain
 import click
 from msgspec import structs
 from rich.table import Table
+from rich.text import Text
 
 from pearl import __version__
 from pearl.cli import listed
@@ -20,7 +21,7 @@ from pearl.config import Settings
 from pearl.engine import Engine, Result, Stream, torchrun
 from pearl.engine.request import with_defaults
 from pearl.errors import ConfigError
-from pearl.metrics import FIGURES
+from pearl.metrics import FIGURES, brief
 from pearl.printable import printable
 from pearl.spec.methods import DRAFTLESS
 from pearl.spec.rules import find
@@ -32,10 +33,13 @@ from pearl.text.reasoning import Splitter, split, splitter_of
 @click.command(cls=SettingsCommand)
 @click.argument("prompt", required=False)
 @click.option("--raw", is_flag=True, help="Take the prompt as it is: no chat template.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text and summary.")
+@click.option("--stats", is_flag=True, help="Print all figures below the text.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text and figures.")
 @connect_option
 @settings_options
-def generate(settings: Settings, prompt: str | None, raw: bool, as_json: bool, connect: str | None) -> None:
+def generate(
+    settings: Settings, prompt: str | None, raw: bool, stats: bool, as_json: bool, connect: str | None
+) -> None:
     """Generate one text from a prompt.
 
     Without PROMPT (or with -) the prompt is read from standard input. The text goes to standard output, all else to
@@ -56,7 +60,8 @@ def generate(settings: Settings, prompt: str | None, raw: bool, as_json: bool, c
     if as_json:
         click.echo(json.dumps(_document(settings, engine, result, splitter)))
     else:
-        console.print(summary(settings, result))
+        console.print()
+        console.print(summary(settings, result) if stats else Text(brief(result.statistics), "dim"))
 
 
 def _prompt(prompt: str | None, raw: bool) -> str:
@@ -120,7 +125,7 @@ def _document(settings: Settings, engine: Engine, result: Result, splitter: Spli
 
 
 def summary(settings: Settings, result: Result) -> Table:
-    """The figures printed below a finished text."""
+    """All figures of a finished text."""
     s, decoding = result.statistics, settings.decoding
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim")

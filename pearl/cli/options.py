@@ -48,19 +48,49 @@ def field_options(fields: Mapping[str, FieldInfo], about: str) -> Callable[[Any]
 _TITLES = dict(zip(SECTIONS, ("The pair, and where it runs", "How it is decoded", "How tokens are drawn"), strict=True))
 
 
+# Settings that --help of a command lists; --help-all lists every one.
+_USUAL = ("target", "draft", "temperature", "max_tokens", "method", "seed", "config")
+
+
 class SettingsCommand(click.Command):
-    """A command with `settings_options`: lists its own options first, then those of each section of the settings."""
+    """A command with `settings_options`: its help has its own options and the usual settings; --help-all every one."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        return [*super().get_params(ctx), _HELP_ALL]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         titles = {name: title for section, title in _TITLES.items() for name in section.model_fields}
-        listed: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Options", *_TITLES.values())}
+        order = ["Options", *titles.values()]
+        if not ctx.meta.get(_ALL):
+            titles = dict.fromkeys(titles, "") | dict.fromkeys(_USUAL, "Settings used most")
+            order = ["Settings used most", "Options", ""]
+        listed: dict[str, list[tuple[str, str]]] = {title: [] for title in order}
         for option in self.get_params(ctx):
             record = option.get_help_record(ctx) if isinstance(option, click.Option) else None
             if record is not None:
                 listed[titles.get(str(option.name), "Options")].append(record)
         for title, records in listed.items():
-            with formatter.section(title):
-                formatter.write_dl(records)
+            if title:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+def _print_all(ctx: click.Context, _: click.Parameter, is_given: bool) -> None:
+    if is_given and not ctx.resilient_parsing:
+        ctx.meta[_ALL] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+
+_ALL = "pearl.help_all"
+_HELP_ALL = click.Option(
+    ["--help-all"],
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_all,
+    help="Every setting, in groups.",
+)
 
 
 class SettingsGroup(SettingsCommand, click.Group):

@@ -10,12 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from typing import ClassVar
 
 from markdown_it import MarkdownIt
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
-from rich.markdown import Markdown
+from rich.markdown import CodeBlock, Markdown
 from rich.segment import Segment
+from rich.syntax import Syntax
 from rich.text import Text
 
 from pearl.colours import SOURCES
@@ -216,9 +218,20 @@ def _finished_blocks(source: str) -> tuple[str, str]:
     return "\n".join(lines[: starts[-1]]), "\n".join(lines[starts[-1] :])
 
 
+class _Code(CodeBlock):
+    """Without rich's blank before each line, which would be copied with the code."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Syntax(str(self.text).rstrip(), self.lexer_name, theme=self.theme, word_wrap=True, padding=(1, 0))
+
+
+class _Markdown(Markdown):
+    elements: ClassVar = {**Markdown.elements, "fence": _Code, "code_block": _Code}
+
+
 def _markdown(source: str) -> Markdown:
     """Render Markdown. Shows the target of each link, which a text must not hide; keeps the model's line breaks."""
-    rendered = Markdown("", hyperlinks=False, code_theme="ansi_dark")
+    rendered = _Markdown("", hyperlinks=False, code_theme="ansi_dark")
     rendered.parsed = _PARSER.parse(source)
     for token in rendered.parsed:
         for child in token.children or ():

@@ -13,12 +13,23 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
+import click
 from prompt_toolkit import PromptSession, prompt
 from prompt_toolkit.application import get_app_session
-from prompt_toolkit.completion import WordCompleter
+from prompt_toolkit.completion import (
+    CompleteEvent,
+    Completer,
+    Completion,
+    NestedCompleter,
+    PathCompleter,
+    merge_completers,
+)
+from prompt_toolkit.document import Document
 from prompt_toolkit.formatted_text import HTML
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
@@ -66,6 +77,12 @@ def ended_by_signals() -> Iterator[None]:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def edited() -> str:
+    """A text that the user writes in $EDITOR, or else in an editor that is there; "" if it was not saved."""
+    with get_app_session().input.cooked_mode():
+        return (click.edit() or "").rstrip("\n")
 
 
 class KeyWatcher:
@@ -116,6 +133,33 @@ class KeyWatcher:
             self._keys += [press for press in keys if press.key != Keys.ControlC]
 
 
+class _Commands(Completer):
+    """Completes commands, and behind a command its words or files."""
+
+    def __init__(
+        self, commands: Mapping[str, str], words: Mapping[str, Mapping[str, Any]], files: Collection[str]
+    ) -> None:
+        self._commands = commands
+        self._next = {
+            name: merge_completers(
+                [
+                    *([NestedCompleter.from_nested_dict(dict(words[name]))] if name in words else []),
+                    *([PathCompleter(expanduser=True)] if name in files else []),
+                ]
+            )
+            for name in commands
+        }
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+        name, space, rest = document.text_before_cursor.partition(" ")
+        if space and name in self._next:
+            yield from self._next[name].get_completions(Document(rest), complete_event)
+        elif not space and name.startswith("/"):
+            for each, about in self._commands.items():
+                if each.startswith(name):
+                    yield Completion(each, -len(name), display_meta=about)
+
+
 class LineReader:
     """Reads messages from a terminal, with editing, history and completion of commands.
 
@@ -123,17 +167,25 @@ class LineReader:
 
     Args:
         commands: command -> description.
+        words: command -> words that may follow it -> words that may follow these, and so on.
+        files: commands that a file may follow.
     """
 
-    def __init__(self, commands: Mapping[str, str], remember: bool) -> None:
+    def __init__(
+        self,
+        commands: Mapping[str, str],
+        remember: bool,
+        words: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+        files: Collection[str] = (),
+    ) -> None:
         self._pastes: dict[str, str] = {}
         self._session: PromptSession[str] = PromptSession(
             history=_history() if remember else InMemoryHistory(),
-            completer=WordCompleter([*commands], meta_dict=commands, sentence=True),
+            completer=_Commands(commands, words, files),
             complete_while_typing=True,
             key_bindings=self._key_bindings(),
             style=Style.from_dict({"placeholder": "ansibrightblack", "prompt": "bold"}),
-            enable_open_in_editor=False,
+            enable_open_in_editor=True,  # Ctrl-X Ctrl-E
             reserve_space_for_menu=4,
         )
 

@@ -229,7 +229,16 @@ FAMILIES = (
     Family("starcoder2", gguf={"starcoder2": Gguf({_NORM: "norm_epsilon"})}),
 )
 OWN_FORWARD = {family.architecture: family for family in FAMILIES if family.forward is not None}
+QUANTISED = ("awq", "gptq", "fp8", "compressed-tensors", "mxfp4")  # methods whose weights our own forward reads
 GGUF = {name: gguf for family in FAMILIES for name, gguf in family.gguf.items()}
+
+
+def is_of_own_forward(config: Mapping[str, Any]) -> bool:
+    """Whether the model of a config.json, or its language model, is of a family in `OWN_FORWARD`."""
+    if not isinstance(text := config.get("text_config"), dict):
+        return bool(OWN_FORWARD.keys() & (config.get("architectures") or ()))
+    kind = str(text.get("model_type"))
+    return TWINS.get(kind, kind) in (family.model_type for family in OWN_FORWARD.values())
 
 
 def forward_of(architecture: str, config: Mapping[str, Any]) -> Forward | None:

@@ -33,12 +33,12 @@ class HFRunner:
     """`ModelRunner` over a loaded model, which stays where it was loaded, on one device or several.
 
     Raises `ModelError` at construction where a trial fails or finds that logits depend on how a text is cut into
-    forwards.
+    forwards. `is_tried`: an earlier runner has tried this model; one with recurrent layers is tried all the same.
     """
 
     capabilities = Capabilities()  # one chain; its kernels are chosen by the number of rows
 
-    def __init__(self, model: PreTrainedModel, context: int) -> None:
+    def __init__(self, model: PreTrainedModel, context: int, is_tried: bool = False) -> None:
         self._model = model.eval()
         config = model.config.get_text_config(decoder=True)
         layers = _layers(model, context)
@@ -59,7 +59,8 @@ class HFRunner:
         self._takes_rows = "logits_to_keep" in accepted
         self.cache_bytes = 0  # of keys and values for the whole context, and of recurrent states with their copies
         self._is_single = False  # whether tokens that follow others must be fed one by one
-        self._try()
+        if self._states or not is_tried:
+            self._try()
         if kinds := sorted({type(layer).__name__ for layer in self._states.unknown}):
             log.warning(
                 "%s cannot roll its cache back (%s): after a rejected token all tokens are fed again. Use --method ar",

@@ -19,11 +19,17 @@ _TAIL = 16  # tokens of a prompt that may hold an opening tag at its end
 
 @dataclass(frozen=True)
 class Tags:
-    """What stands before and behind the reasoning in a text, and before an answer without any."""
+    """What stands before and behind the reasoning in a text, and before an answer without any.
+
+    Attributes:
+        other_end: also ends the reasoning; what follows calls a tool.
+        plain: what a text may begin with instead of `start`.
+    """
 
     start: str
     end: str
-    plain: str = ""
+    plain: tuple[str, ...] = ()
+    other_end: str = ""
 
     def are_open(self, prompt: str) -> bool:
         """Whether the text behind this prompt begins with reasoning."""
@@ -32,7 +38,8 @@ class Tags:
 
 _TAGS = {  # what a chat template has -> its tags
     "</think>": Tags("<think>", "</think>"),
-    "<|channel|>analysis": Tags("analysis", "assistantfinal", "final"),  # gpt-oss: its special tokens have no text
+    # gpt-oss: its special tokens have no text.
+    "<|channel|>analysis": Tags("analysis", "assistantfinal", ("final", "commentary"), "assistantcommentary"),
 }
 
 
@@ -84,12 +91,13 @@ class Splitter:
     def _has_begun(self, is_last: bool) -> bool:
         """Whether what the text begins with is known."""
         start, text = self.tags.start, self._pending.lstrip()
-        plain = "" if self.is_open else self.tags.plain
+        plain = () if self.is_open else self.tags.plain
+        said = next((one for one in plain if text.startswith(one)), "")
         if text.startswith(start):
             self._phase, self._pending = _Phase.OPENED, text[len(start) :]
-        elif plain and text.startswith(plain):
-            self._phase, self._pending = _Phase.CLOSED, text[len(plain) :]
-        elif is_last or not (start.startswith(text) or plain.startswith(text)):
+        elif said:
+            self._phase, self._pending = _Phase.CLOSED, text[len(said) :]
+        elif is_last or not any(one.startswith(text) for one in (start, *plain)):
             self._phase = _Phase.OPENED if self.is_open else _Phase.ANSWER
         return self._phase is not _Phase.START
 
@@ -97,13 +105,15 @@ class Splitter:
         if self._phase is _Phase.OPENED:
             self._pending = self._pending.lstrip()
             self._phase = _Phase.THINKING if self._pending else _Phase.OPENED
-        thought, found, behind = self._pending.partition(self.tags.end)
+        text, ends = self._pending, [end for end in (self.tags.end, self.tags.other_end) if end]
+        found = [(text.index(end), len(end)) for end in ends if end in text]
         if found:
-            self._phase, self._pending = _Phase.CLOSED, behind
-            return thought.rstrip()
-        known = len(thought) if is_last else decided(thought, self.tags.end)
-        self._pending = thought[known:]
-        return thought[:known]
+            at, size = min(found)
+            self._phase, self._pending = _Phase.CLOSED, text[at + size :]
+            return text[:at].rstrip()
+        known = len(text) if is_last else min(decided(text, end) for end in ends)
+        self._pending = text[known:]
+        return text[:known]
 
 
 def decided(text: str, tag: str) -> int:

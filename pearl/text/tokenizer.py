@@ -24,7 +24,7 @@ from pearl.text.stream import Tokenizer, Tools, check_characters
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FILES = (  # of a tokenizer, and of how to sample
+FILES = (  # of a tokenizer, and of how to sample
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken"),
     *("chat_template*", "additional_chat_templates/*", "generation_config.json"),
 )
@@ -234,13 +234,13 @@ def _directory(path: str) -> Path:
         return Path(path)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(path, allow_patterns=["config.json", *_FILES]))
+    return Path(snapshot_download(path, allow_patterns=["config.json", *FILES]))
 
 
 def copy_tokenizer(path: str, directory: Path) -> None:
     """Copy what a checkpoint says of its tokenizer and of how to sample it. Raises `OSError`."""
     source = _directory(path)
-    for file in (file for pattern in _FILES for file in source.glob(pattern) if file.is_file()):
+    for file in (file for pattern in FILES for file in source.glob(pattern) if file.is_file()):
         (copy := directory / file.relative_to(source)).parent.mkdir(exist_ok=True)
         shutil.copyfile(file, copy)
 
@@ -271,7 +271,7 @@ def _defaults(directory: Path, tokenizer_eos: int | None) -> GenerationDefaults:
         max_tokens=taken["max_tokens"] and int(taken["max_tokens"]),
         eos=_ids(_first(config["eos_token_id"], tokenizer_eos)),
         ignored=(
-            *_ignored(config, samples),
+            *unsupported_options(config, samples),
             *(f"{name} {value}" for name, value in invalid.items()),
             *(f"eos_token_id {token!r}" for token in _listed(config["eos_token_id"]) if not _is_whole(token)),
         ),
@@ -310,6 +310,6 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
 
 
-def _ignored(config: dict[str, Any], samples: bool) -> tuple[str, ...]:
+def unsupported_options(config: Mapping[str, Any], samples: bool) -> tuple[str, ...]:
     known = (*_UNSUPPORTED, *(_UNSUPPORTED_SAMPLING if samples else ()))
     return tuple(name for name in known if config.get(name) not in _NEUTRAL)

@@ -71,6 +71,10 @@ FORMATS = {
     "pythonic": Format(
         ("[func_name1(", "<|python_start|>"), "[", r"[\[,]\s*([A-Za-z_][\w.]*)(?=\()", leads=True, is_python=True
     ),
+    # gpt-oss; its special tokens have no text, and `pearl.text.reasoning` takes the channel's name.
+    "harmony": Format(
+        ("to=functions.",), "to=functions.", r"to=functions\.([\w.-]+?)(?:\s*commentary)?\s*(?:json|code)?\s*(?=\{)"
+    ),
     "llama3": Format(("<|python_tag|>", '{"name": function name'), "{", key="parameters", leads=True),
 }
 _PROBE = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}

@@ -63,6 +63,15 @@ class Chart:
     method: str
     models: str
 
+    @property
+    def tokens(self) -> int:
+        return sum(len(sources) for _, sources in self.commits)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of the time shown, the prefill included."""
+        return self.tokens / (self.end - self.start)
+
     def shares(self, row: str) -> tuple[float, float]:
         """Shares of the time shown that a worker worked and waited."""
         wait = sum(bar.seconds for bar in self.rows[row] if bar.look == "wait")
@@ -171,7 +180,7 @@ def png(charts: Sequence[Chart], path: Path) -> None:
     most = max((len(sources) for chart in charts for _, sources in chart.commits), default=1)
     legend: dict[str, Any] = {}
     for axes, chart in zip(figure.subplots(len(charts), squeeze=False)[:, 0], charts, strict=True):
-        _panel(axes, chart, seconds, most)
+        _panel(axes, chart, seconds, most, charts[0])
         legend |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     legend |= {label: Line2D([], [], color=colour, marker="v", markersize=5) for colour, label in _VERDICTS.values()}
     axes.set_xlabel("seconds since the request began")
@@ -186,11 +195,12 @@ def png(charts: Sequence[Chart], path: Path) -> None:
         raise TraceError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _panel(axes: Any, chart: Chart, seconds: float, most: int) -> None:
+def _panel(axes: Any, chart: Chart, seconds: float, most: int, first: Chart) -> None:
     """A row for each worker, arrows of verdicts between them, and below the tokens that each step committed.
 
     Args:
         most: tokens of the largest step of the picture.
+        first: the chart of the first panel, whose rate that of the others is compared with.
     """
     for row, bars in enumerate(chart.rows.values()):
         _row(axes, bars, row * _STEP, seconds)
@@ -210,8 +220,9 @@ def _panel(axes: Any, chart: Chart, seconds: float, most: int) -> None:
     axes.set_xlim(chart.start, chart.start + seconds)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    tokens = sum(len(sources) for _, sources in chart.commits)
-    title = f"{chart.method}: {tokens} tokens in {chart.end - chart.start:.2f} s"
+    title = f"{chart.method}: {chart.tokens} tokens in {chart.end - chart.start:.2f} s"
+    if chart is not first and first.tokens:
+        title += f", {chart.rate / first.rate:.2f} times as fast as {first.method}"
     axes.set_title(title, loc="left", fontsize=12, weight="bold")
 
 
@@ -221,15 +232,18 @@ def _draw(axes: Any, bars: Iterable[Bar], place: tuple[float, float], look: tupl
 
 
 def _row(axes: Any, bars: Sequence[Bar], at: float, seconds: float) -> None:
-    """A worker's bars; a wait that is long enough names its cause."""
+    """A worker's bars; a wait names its cause: upright where it is short, not at all where it is very short."""
     joined = _joined(bars)
     for look in dict.fromkeys(bar.look for bar in joined):
         form = {"linewidth": 0} if look in ("other", "wait") else _EDGE
         _draw(axes, (bar for bar in joined if bar.look == look), (at - _HALF, 2 * _HALF), WORK[look], **form)
-    for bar in joined:
-        if bar.look == "wait" and bar.seconds / seconds > _CHARACTER * len(bar.cause):
-            place = (bar.start + bar.end) / 2, at
-            axes.text(*place, f"waits for\n{bar.cause}", ha="center", va="center", fontsize=8, color="#555555")
+    for bar in (each for each in joined if each.look == "wait"):
+        place = (bar.start + bar.end) / 2, at
+        middle: dict[str, Any] = {"ha": "center", "va": "center", "color": "#555555"}
+        if bar.seconds / seconds > _CHARACTER * max(len(bar.cause), len("waits for")):
+            axes.text(*place, f"waits for\n{bar.cause}", fontsize=8, **middle)
+        elif bar.seconds / seconds > 2 * _CHARACTER:
+            axes.text(*place, bar.cause, fontsize=6.5, rotation=90, **middle)
 
 
 def _text(axes: Any, commits: list[tuple[float, list[str]]], seconds: float, ground: float, height: float) -> None:

@@ -7,6 +7,7 @@ dequantised block by block), and every process of a run would do it.  What a fil
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import shutil
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pearl.cache import Progress, built_once, cache_directory, stamp
+from pearl.cache import CONVERTED, Progress, built_once, cache_directory, stamp
 from pearl.errors import ModelError
 from pearl.models.families import GGUF
 
@@ -40,13 +41,9 @@ def directory_of(file: Path, dtype: str, progress: Progress) -> Path:
     `ModelError`.
     """
     _check_magic(file)
-    beside = file.parent / _GENERATION
-    stem = re.sub(r"[^\w.-]", "_", file.stem)[:80]
-    name = f"{stem}-{stamp([file, *([beside] if beside.is_file() else [])])}"
-    root = cache_directory() / "converted"
+    name = _name(file)
     if dtype == "any":
-        made = root.glob(f"{name}-*")
-        dtype = next((path.name.rpartition("-")[2] for path in sorted(made) if path.is_dir()), "bfloat16")
+        dtype = next((path.name.rpartition("-")[2] for path in conversions(file)), "bfloat16")
     elif dtype not in ("float32", "float16"):
         dtype = "bfloat16"
 
@@ -55,7 +52,19 @@ def directory_of(file: Path, dtype: str, progress: Progress) -> Path:
         progress(f"converting {file.name} to {dtype} (once, about a minute for a billion weights)")
         convert(file, building, dtype)
 
-    return built_once(f"{name}-{dtype}", build, progress, root)
+    return built_once(f"{name}-{dtype}", build, progress, cache_directory() / CONVERTED)
+
+
+def _name(file: Path) -> str:
+    beside = file.parent / _GENERATION
+    stem = re.sub(r"[^\w.-]", "_", file.stem)[:80]
+    return f"{stem}-{stamp([file, *([beside] if beside.is_file() else [])])}"
+
+
+def conversions(file: Path) -> list[Path]:
+    """The directories that `file` has been converted to."""
+    found = (cache_directory() / CONVERTED).glob(f"{glob.escape(_name(file))}-*")
+    return sorted(path for path in found if path.is_dir())
 
 
 def _check_magic(file: Path) -> None:

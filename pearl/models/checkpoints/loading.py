@@ -142,7 +142,7 @@ def _make_runner(
     rounding: Rounding,
     wanted: LoadOptions,
 ) -> ModelRunner:
-    context = _context(spec, model, wanted.max_context)
+    context = context_of(spec, model, wanted.max_context)
     if not is_ours:
         from pearl.models.hf import HFRunner
 
@@ -281,7 +281,7 @@ def _advice(error: Exception) -> str:
     return "Check that the files are complete and belong to a causal language model."
 
 
-def _context(spec: str, model: PreTrainedModel | Decoder, wanted: int | None) -> int:
+def context_of(spec: str, model: PreTrainedModel | Decoder, wanted: int | None) -> int:
     """Return the number of tokens that the cache holds. A model that names no limit gets the default."""
     config = model.config.get_text_config(decoder=True)
     limit = min((named for name in _POSITIONS if (named := getattr(config, name, None))), default=None)

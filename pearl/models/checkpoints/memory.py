@@ -15,7 +15,7 @@ import torch
 
 from pearl.errors import ModelError
 from pearl.models.checkpoints.formats import KEPT
-from pearl.models.families import OWN_FORWARD, TWINS
+from pearl.models.families import is_of_own_forward
 from pearl.models.forward.graphs import FED, PREFILL
 
 _UNREAD = "consolidated", KEPT
@@ -104,10 +104,8 @@ def needed(
     own = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     item = _ITEMS.get(own if dtype == "auto" else dtype, 2)
     weights = size if "quantization_config" in config else size * item // _ITEMS.get(own, item)
-    is_ours = bool(OWN_FORWARD.keys() & (config.get("architectures") or ()))
-    if isinstance(text := config.get("text_config"), dict):
-        config, kind = text, str(text.get("model_type"))
-        is_ours = TWINS.get(kind, kind) in (family.model_type for family in OWN_FORWARD.values())
+    is_ours = is_of_own_forward(config)
+    config = text if isinstance(text := config.get("text_config"), dict) else config
     if keeps_bits and is_ours and (directory / KEPT).is_file():
         weights = (directory / KEPT).stat().st_size + config["vocab_size"] * config["hidden_size"] * item
     item = 4 if is_wide and is_ours else item

@@ -1,0 +1,89 @@
+"""`pearl list`, `pearl pull`, `pearl show` and `pearl rm`: models on this machine's disk. Arguments and output only."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+
+import click
+
+from pearl.cli import listed
+from pearl.cli.console import say
+from pearl.cli.tables import print_table
+from pearl.printable import printable
+
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
+_WORDS = {"None": "-", "True": "yes", "False": "no"}
+_MODEL = click.argument("model")
+
+
+@listed("Use it", "pearl list")
+@click.command("list")
+@_JSON
+def list_models(as_json: bool) -> None:
+    """List the models on this machine's disk.
+
+    Those in the hub's cache, and what was made of GGUF files. forward: by the model's family; pearl show is exact.
+    """
+    from pearl.models.checkpoints.stored import size_text, stored
+
+    found = stored()
+    if as_json:
+        click.echo(json.dumps([each._asdict() for each in found], indent=2))
+        return
+    days = (f"{datetime.fromtimestamp(each.used):%Y-%m-%d}" for each in found)
+    rows = ((one.name, size_text(one.size), day, *one[4:]) for one, day in zip(found, days, strict=True))
+    print_table(("name", "size", "last used", "weights", "forward"), rows)
+    say(f"{len(found)} models, {size_text(sum(each.size for each in found))}")
+
+
+@listed("Use it", "pearl pull Qwen/Qwen3-0.6B")
+@click.command()
+@_MODEL
+def pull(model: str) -> None:
+    """Download a model from the hub into its cache.
+
+    MODEL is ID, ID@REVISION, or ID:FILE for a GGUF file, where a part of its name is enough: Q4_K_M. Takes only the
+    files that are loaded, and prints their path.
+    """
+    from pearl.models.checkpoints import stored
+
+    click.echo(stored.pull(model, say))
+
+
+@listed("Use it", "pearl show Qwen/Qwen3-0.6B")
+@click.command()
+@_MODEL
+@_JSON
+def show(model: str, as_json: bool) -> None:
+    """Show what a model is, and how it would run here.
+
+    MODEL is a directory, a GGUF file, embedded, or a name in the caches. Loads no weights.
+    """
+    from pearl.models.checkpoints.description import describe
+
+    about = describe(model, say)
+    if as_json:
+        click.echo(json.dumps(about, indent=2))
+        return
+    for name, value in about.items():
+        text = f"{value:,}" if type(value) is int else _WORDS.get(str(value), str(value))
+        click.echo(f"{name.replace('_', ' '):14} {printable(text)}")
+
+
+@listed("Use it", "pearl rm Qwen/Qwen3-0.6B")
+@click.command()
+@_MODEL
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def rm(model: str, yes: bool) -> None:
+    """Remove a model from the caches.
+
+    MODEL is ID, ID@REVISION, or another name of pearl list. What was made of its GGUF files is removed too.
+    """
+    from pearl.models.checkpoints.stored import removal, size_text
+
+    size, remove = removal(model)
+    if not yes:
+        click.confirm(f"remove {model}, {size_text(size)}?", abort=True, err=True)
+    remove()
+    say(f"removed {model}: {size_text(size)} are free")

@@ -1,0 +1,45 @@
+"""Target and draft in one process, in turn: the workers' state machines and executors, without processes or clocks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from pearl.drafting.model import ModelProposer
+from pearl.execution.draft import DraftExecutor
+from pearl.execution.target import TargetExecutor
+from pearl.models.runner import ModelRunner
+from pearl.protocol.coordinator import Coordinator
+from pearl.protocol.drafter import Drafter
+from pearl.protocol.events import Deliver, DraftDropped, DraftJoined, End, Send, Wait
+from pearl.protocol.messages import Committed, Submit
+
+
+def decode(submit: Submit, target: ModelRunner, draft: ModelRunner | None = None) -> Iterator[Committed]:
+    """Yield what is committed. Caches must be empty; speeds are learned from this request alone.
+
+    On devices of two kinds only for rules that take no distributions. Raises `ForwardError`.
+    """
+    coordinator, drafter = Coordinator(piece=target.capabilities.prompt_piece), Drafter(0)
+    executors: list[TargetExecutor | DraftExecutor] = [TargetExecutor(target)]
+    events: deque[tuple[int, object]] = deque()  # (0: the target's, 1: the draft's; event)
+    if draft is not None:
+        drafter = Drafter(draft.context, piece=draft.capabilities.prompt_piece)
+        executors.append(DraftExecutor(ModelProposer(draft, target.vocab_size)))
+        events.append((0, DraftJoined(draft.context)))
+    events.append((0, submit))
+    while True:
+        actor, event = events.popleft()
+        for command in (coordinator, drafter)[actor].handle(event):
+            match command:
+                case Send(message):
+                    events.append((1 - actor, message))
+                case Deliver(Committed() as message):
+                    yield message
+                case End():
+                    return
+                case Deliver() | Wait() | DraftDropped():
+                    pass
+                case _:
+                    if (answer := executors[actor].execute(command)) is not None:
+                        events.append((actor, answer))

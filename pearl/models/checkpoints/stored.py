@@ -1,0 +1,167 @@
+"""Models on this machine's disk, in the hub's cache and in ours: list, fetch and remove them. Must not import torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Collection
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pearl.cache import CONVERTED, Progress, cache_directory
+from pearl.errors import ModelError
+from pearl.models.checkpoints.checkpoint import HubName
+from pearl.models.checkpoints.gguf import conversions
+from pearl.models.families import QUANTISED, is_of_own_forward
+from pearl.printable import cause_of
+from pearl.text.tokenizer import FILES
+
+_WEIGHTS = (  # the first of these that a repository has are loaded
+    ("model.safetensors",),
+    ("model-*.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model.bin",),
+    ("pytorch_model-*.bin", "pytorch_model.bin.index.json"),
+)
+_GGUF_KIND = re.compile(r"(?i)(?<![a-z0-9])(I?Q\d\w*?|MXFP4|BF16|F16|F32)(?=[.-]|$)")
+
+
+class Stored(NamedTuple):
+    """A model on disk. size: bytes of all revisions; path: one of them; used: seconds since the epoch; "": unknown."""
+
+    name: str
+    path: str
+    size: int
+    used: float
+    weights: str
+    forward: str
+
+
+def stored() -> list[Stored]:
+    """The models in both caches, the last used one first."""
+    found = []
+    for repo in _repositories():
+        place = max(repo.revisions, key=lambda each: ("main" in each.refs, each.last_modified)).snapshot_path
+        found.append(Stored(repo.repo_id, str(place), repo.size_on_disk, repo.last_accessed, *kind_of(place)))
+    found += [Stored(p.name, str(p), _size(p), p.stat().st_mtime, *kind_of(p)) for p in _made()]
+    return sorted(found, key=lambda each: -each.used)
+
+
+def _repositories() -> list[Any]:
+    """The hub's models in its cache, as `huggingface_hub.CachedRepoInfo`."""
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        return [repo for repo in scan_cache_dir().repos if repo.repo_type == "model" and repo.revisions]
+    except CacheNotFound:
+        return []
+
+
+def _made() -> list[Path]:
+    """What we have made of GGUF files, and the embedded pair."""
+    root = cache_directory()
+    return [file.parent for name in (f"{CONVERTED}/*", "smollm2-*") for file in root.glob(f"{name}/config.json")]
+
+
+def _size(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+
+
+def kind_of(directory: Path) -> tuple[str, str]:
+    """The dtype or quantisation of the weights, and the forward of its family, "own" or "transformers"."""
+    names = [directory.name, *(file.name for file in directory.rglob("*.gguf"))]
+    kinds = sorted({found[1].upper() for name in names if (found := _GGUF_KIND.search(name))})
+    try:
+        config = json.loads((directory / "config.json").read_text())
+        scheme = config.get("quantization_config") or {}
+        method, bits = scheme.get("quant_method", ""), scheme.get("bits")
+        own = config.get("dtype") or config.get("torch_dtype") or ""
+        is_own = is_of_own_forward(config) and method in ("", *QUANTISED)
+    except (OSError, ValueError, AttributeError):
+        return ", ".join(kinds), ""
+    told = f"{method} {bits} bits" if bits else method
+    return told or ", ".join(kinds) or str(own), "own" if is_own else "transformers"
+
+
+def removal(name: str) -> tuple[int, Callable[[], None]]:
+    """The bytes that removing a model frees, and what removes it: the hub's copy, or a revision, and ours.
+
+    Raises `ModelError` where it is in neither cache.
+    """
+    from huggingface_hub import scan_cache_dir
+
+    made = [place for place in _made() if place.name == name]
+    repo, revision, file = HubName.parse(name) or ("", None, "")
+    every = [each for one in _repositories() if one.repo_id == repo and not file for each in one.revisions]
+    revisions = [each for each in every if not revision or revision in (*each.refs, each.commit_hash)]
+    hashes = [each.commit_hash for each in revisions]
+    files = [each.file_path for one in revisions for each in one.files if each.file_path.suffix == ".gguf"]
+    made += [place for each in files for place in conversions(each)]
+    if not made and not hashes:
+        whole = (
+            f"a repository's files are removed together, with `pearl rm {repo}`"
+            if file
+            else "it is in no cache, see `pearl list`"
+        )
+        raise ModelError(f"{name!r} cannot be removed: {whole}.")
+    strategy = scan_cache_dir().delete_revisions(*hashes) if hashes else None
+
+    def remove() -> None:
+        if strategy is not None:
+            strategy.execute()
+        for place in made:
+            shutil.rmtree(place)
+            place.with_name(f"{place.name}.lock").unlink(missing_ok=True)
+
+    return (strategy.expected_freed_size if strategy is not None else 0) + sum(map(_size, made)), remove
+
+
+def pull(spec: str, progress: Progress) -> Path:
+    """Fetch from the hub what we load of `spec`, a `HubName`, and return its directory, or its GGUF file.
+
+    Reports the size before it begins. Raises `ModelError`.
+    """
+    from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    if (name := HubName.parse(spec)) is None:
+        raise ModelError(f"{spec!r} is no hub id: give ID, ID@REVISION or ID:FILE, with an ID such as Qwen/Qwen3-0.6B.")
+    try:
+        info = HfApi().model_info(name.repo, revision=name.revision, files_metadata=True)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+        files = _wanted(name, sizes)
+        there = {file for file in files if isinstance(try_to_load_from_cache(name.repo, file, revision=info.sha), str)}
+        total, missing = (sum(sizes[file] for file in some) for some in (files, files - there))
+        progress(
+            f"{spec}: {size_text(total)} in {len(files)} file{'s' * (len(files) > 1)}, {size_text(missing)} to download"
+        )
+        directory = Path(snapshot_download(name.repo, revision=name.revision, allow_patterns=[*files]))
+        return directory / next((file for file in files if file.endswith(".gguf")), "")
+    except ModelError:
+        raise
+    except Exception as error:  # the network, a proxy, the disk: no common base
+        cause = f"{cause_of(error)}. Check the network, $HF_ENDPOINT and $HF_HUB_OFFLINE"
+        if isinstance(error, GatedRepoError):
+            cause = f"it is gated: accept its terms at https://huggingface.co/{name.repo}, then `hf auth login`"
+        elif isinstance(error, RepositoryNotFoundError):
+            cause = "the hub has no such model that you may read. Check the name; a private one needs `hf auth login`"
+        elif isinstance(error, RevisionNotFoundError):
+            cause = f"it has no revision {name.revision}"
+        raise ModelError(f"{name.repo} was not fetched: {cause}.") from error
+
+
+def _wanted(name: HubName, files: Collection[str]) -> set[str]:
+    """Config, tokenizer and weights; or a GGUF file, and how to sample."""
+
+    def matching(*patterns: str) -> set[str]:
+        return {f for f in files for p in patterns if fnmatch(f, p) and f.count("/") == p.count("/")}
+
+    weights = next((found for patterns in _WEIGHTS if (found := matching(*patterns))), None)
+    if name.file or weights is None:  # without a file's name it is refused, with the names of those that there are
+        return {name.gguf(files), *matching("generation_config.json")}
+    return weights | matching("config.json", *FILES)
+
+
+def size_text(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -1,0 +1,197 @@
+"""`pearl list`, `pull`, `show` and `rm`: a hub of our own on this machine, and caches in a temporary directory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pearl.models.checkpoints import formats
+from pearl.models.checkpoints.checkpoint import resolve_checkpoint
+from pearl.models.checkpoints.description import describe
+from pearl.models.checkpoints.loading import load_runner
+from pearl.models.families import QUANTISED
+from pearl.models.forward.runner import ForwardRunner
+from tests.test_gguf import _write_gguf
+from tests.tiny import VOCAB_SIZE, tiny_model
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+COMMIT = "0123456789012345678901234567890123456789"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The few requests that a download makes. `repositories`: id -> name of a file -> its bytes."""
+
+    repositories: dict[str, dict[str, bytes]]
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0].removeprefix("/api/models").strip("/")
+        name = "/".join(path.split("/")[:2])
+        files = self.repositories.get(name)
+        if files is None:
+            self._send(401, code="RepoNotFound")
+        elif "/revision/" in path and path.rpartition("/")[2] not in ("main", COMMIT):
+            self._send(404, code="RevisionNotFound")
+        elif "/tree/" in path:
+            entries = [{"type": "file", "path": n, "size": len(b), "oid": _digest(b)} for n, b in files.items()]
+            self._send(200, json.dumps(entries).encode())
+        elif "/resolve/" not in path:
+            siblings = [{"rfilename": n, "size": len(b), "blobId": _digest(b)} for n, b in files.items()]
+            self._send(200, json.dumps({"id": name, "sha": COMMIT, "siblings": siblings}).encode())
+        elif name == "some/gated":
+            self._send(403, code="GatedRepo")
+        else:
+            self._send(200, files[path.split("/", 4)[4]])
+
+    do_HEAD = do_GET
+
+    def _send(self, status: int, body: bytes = b"", code: str = "") -> None:
+        self.send_response(status)
+        headers = {"ETag": f'"{_digest(body)}"', "X-Repo-Commit": COMMIT, "Content-Length": len(body)}
+        for header, value in (headers | ({"X-Error-Code": code} if code else {})).items():
+            self.send_header(header, str(value))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    model, more = files_of(tiny_model(chat=True)), dict.fromkeys(("pytorch_model.bin", "README.md"), b"x" * 99)
+    more |= {"original/params.json": b"{}", "original/tokenizer.model": b"x", "onnx/model.onnx": b"x"}
+    gguf = tmp_path_factory.mktemp("gguf") / "tiny-Q8_0.gguf"
+    _write_gguf(gguf, tiny_model())
+    Hub.repositories = {
+        "some/model": model | more,
+        "some/gated": model,
+        "some/ggufs": {"tiny-Q8_0.gguf": gguf.read_bytes(), "tiny-F16.gguf": b"GGUF"},
+    }
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this test alone, and no network in this process."""
+    monkeypatch.setenv("PEARL_CACHE", str(tmp_path / "ours"))
+    for name in ("constants", "utils._cache_manager"):
+        monkeypatch.setattr(f"huggingface_hub.{name}.HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def pull(hub: str, tmp_path: Path) -> Run:
+    def run(model: str, **more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "pearl", "pull", model]
+        env = os.environ | {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "hf")} | more
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=180, check=False)
+
+    return run
+
+
+def names(run: Run) -> list[str]:
+    return [each["name"] for each in json.loads(run("list", "--json").stdout)]
+
+
+def test_a_model_is_pulled_shown_and_removed(caches: None, pull: Run, pearl_here: Run) -> None:
+    """Only the files that are loaded; it is there without the network."""
+    assert names(pearl_here) == []
+    pulled = pull("some/model")
+    assert " in 6 files, " in pulled.stderr.splitlines()[0], "before the download"
+    directory = Path(pulled.stdout.strip())
+    assert {file.name for file in directory.iterdir()} == {file.name for file in tiny_model(chat=True).iterdir()}
+    assert " in 6 files, 0.0 MB to download" in pull("some/model@main").stderr
+    (row,) = json.loads(pearl_here("list", "--json").stdout)
+    assert (row["name"], row["weights"], row["forward"]) == ("some/model", "float32", "own")
+    assert re.search(r"\nsome/model +0\.2 MB +\d{4}-\d\d-\d\d +float32 +own", pearl_here("list").stdout)
+    shown = json.loads(pearl_here("show", "some/model", "--json").stdout)
+    assert shown["path"] == str(directory)
+    assert (shown["architecture"], shown["vocabulary"], shown["context"]) == ("LlamaForCausalLM", VOCAB_SIZE, 256)
+    assert (shown["chat_template"], shown["tools"], shown["reasoning"]) == (True, None, False)
+    assert resolve_checkpoint("some/model") == resolve_checkpoint("some/model@main") == str(directory)
+    asked = pearl_here("rm", "some/model")
+    assert (asked.returncode, names(pearl_here)) == (130, ["some/model"]), "nobody has said yes"
+    assert "remove some/model, 0.2 MB?" in asked.stderr
+    assert pearl_here("rm", f"some/model@{COMMIT}", "--yes").returncode == 0
+    assert not directory.exists()
+    assert names(pearl_here) == []
+    for again in (pearl_here("rm", "some/model", "--yes"), pearl_here("show", "some/model")):
+        assert again.returncode == 3
+        assert "is in no cache" in again.stderr or "pearl pull some/model" in again.stderr
+
+
+def test_a_gguf_file_is_named_by_a_part_of_its_name_and_removed_with_what_was_made_of_it(
+    caches: None, pull: Run, pearl_here: Run
+) -> None:
+    pulled = pull("some/ggufs:q8_0")
+    file = Path(pulled.stdout.strip())
+    assert file.name == "tiny-Q8_0.gguf"
+    shown = pearl_here("show", "some/ggufs:q8_0")
+    assert "LlamaForCausalLM" in shown.stdout, shown.stderr
+    assert "converting tiny-Q8_0.gguf" in shown.stderr
+    made = Path(resolve_checkpoint("some/ggufs:q8_0"))
+    assert sorted(names(pearl_here)) == sorted(["some/ggufs", made.name])
+    assert "LlamaForCausalLM" in pearl_here("show", made.name).stdout, "by its name in the list"
+    assert "some/ggufs:FILE" in pearl_here("show", "some/ggufs").stderr
+    assert "`pearl rm some/ggufs`" in pearl_here("rm", "some/ggufs:q8_0", "--yes").stderr
+    pearl_here("rm", "some/ggufs", "--yes")
+    assert not file.exists()
+    assert names(pearl_here) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("some/gated", "is gated: accept its terms at https://huggingface.co/some/gated, then `hf auth login`"),
+        ("no/such", "no such model that you may read"),
+        ("some/model@v9", "it has no revision v9"),
+        ("some/ggufs", "tiny-F16.gguf, tiny-Q8_0.gguf: name one"),
+        ("some/ggufs:Q2", "tiny-F16.gguf, tiny-Q8_0.gguf: name one"),
+        ("a b", "is no hub id"),
+        ("offline/model", "Check the network"),
+    ],
+)
+def test_what_cannot_be_pulled_is_one_line_with_what_to_do(pull: Run, model: str, words: str) -> None:
+    done = pull(model, **({"HF_HUB_OFFLINE": "1"} if model == "offline/model" else {}))
+    assert done.returncode == 3
+    assert words in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3-short", "phi3-long", "gpt2", "falcon", "gpt-oss", "llama-dynamic"])
+def test_show_says_which_forward_computes_a_model(kind: str) -> None:
+    directory = tiny_model(kind)
+    about = describe(str(directory), print)
+    runner = load_runner(str(directory), device=torch.device("cpu"), max_context=32)
+    assert (about["forward"] == "own") == isinstance(runner, ForwardRunner)
+    assert (about["why"] is None) == isinstance(runner, ForwardRunner)
+    assert about["parameters"] == AutoModelForCausalLM.from_pretrained(directory).num_parameters()
+
+
+def test_the_quantised_weights_that_are_read_are_listed_once() -> None:
+    assert set(QUANTISED) == {*formats.TOOLS, "mxfp4"}
