@@ -14,7 +14,6 @@ import zmq
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.decoding.distribution import PackedRow
 from pearl.engine import Engine
-from pearl.engine.attach import attach
 from pearl.errors import ConfigError, ProtocolError, RemoteProtocolError, RequestError
 from pearl.protocol.messages import PROTOCOL_VERSION, DraftTokens, Error, Hello, Role, Submit, Trace, Welcome
 from pearl.protocol.options import RequestOptions, Sampling
@@ -204,7 +203,7 @@ def test_a_front_that_floods_costs_bounded_memory_and_others_are_served(engine: 
         time.sleep(0.05)
     assert most - before < 400 * MIB, f"{(most - before) / MIB:.0f} MiB more"
     hostile.close()
-    with attach(engine.directory) as other:
+    with Engine.attach(engine.directory) as other:
         assert other.generate([[1, 2, 3]], GREEDY, method="ar")[0].tokens == greedy_text([1, 2, 3], 60)
 
 
