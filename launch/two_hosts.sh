@@ -12,6 +12,7 @@
 # neither, so let no stranger reach PORT (see SECURITY.md). It is static, for torchrun's other ones unpickle what they
 # receive. Both hosts must find the models under the same names.
 set -euo pipefail
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}  # else torchrun warns of every address without a name
 python=${PYTHON:-$(cd "$(dirname "$0")/.." && pwd)/.venv/bin/python}
 dry=; if [ "${1:-}" = --dry-run ]; then dry=1; shift; fi
 : "${RANK:?0 on the first host, 1 on the second}" "${HOST:?the address of the first host}" "${KEYS:?made by: pearl keys FILE}"

@@ -128,7 +128,8 @@ STALLING: dict[str, tuple[float, Callable[[int], list[Message]]]] = {  # draft_t
     "asks for the prefix": (BOUND, lambda number: [Resync(1, number)]),
     "leaves gaps": (BOUND, lambda number: [DraftTokens(1, number, 3, (1,)), DraftTokens(1, number, 6, (1,))]),
     "joins": (BOUND, lambda _: [Heartbeat(0, "calibrated", 1, 1e-3)]),
-    "rests": (BOUND, lambda _: [*[Heartbeat(0, "waiting", 0)] * 2, DraftTokens(77, 0, 3, (1,))]),
+    "rests": (BOUND, lambda _: [Pong(1 << 62, 0), *[Heartbeat(0, "waiting", 0)] * 2, DraftTokens(77, 0, 3, (1,))]),
+    "rests and answers no ping": (0.05, lambda _: [Heartbeat(0, "waiting", 0)]),
 }
 
 

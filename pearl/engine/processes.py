@@ -164,9 +164,11 @@ class DraftKeeper:
     The target watches for silence only during requests; here it is watched always, and a draft that hangs is killed.
     """
 
-    def __init__(self, config: EngineConfig, address: str, directory: Path, progress: Progress | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, address: str, directory: Path, progress: Progress | None = None, run: str = ""
+    ) -> None:
         self._config = config
-        self._settings = WorkerSettings(role="draft", config=config, address=address, directory=directory)
+        self._settings = WorkerSettings(role="draft", config=config, address=address, directory=directory, run=run)
         self._closing = threading.Event()
         self._in_a_row = self.restarts = 0  # restarts since a sound run, and ever
         self.worker = self._launch(progress=progress)

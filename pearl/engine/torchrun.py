@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import shutil
 import signal
 import threading
@@ -117,7 +118,8 @@ def serve(config: EngineConfig, progress: Progress) -> None:
             read_keys(Path(config.keys))  # fails now rather than after rank 0 has loaded its model
         address = store.get(_ADDRESS, config.startup_timeout)
         with _directory(config, store, address) as directory:
-            keeper = DraftKeeper(config, address, directory, progress)
+            run = store.get(_DIRECTORY, config.startup_timeout)
+            keeper = DraftKeeper(config, address, directory, progress, run)
             try:
                 _wait_until_ready(keeper, store, config)
                 keeper.keep()
@@ -136,8 +138,9 @@ def _reported_to_rank_0(store: TorchrunStore, config: EngineConfig) -> Iterator[
     try:
         yield
     except PearlError as error:
+        where = "" if config.one_host else f"on the draft's host, {platform.node()}: "
         with suppress(TransportError):
-            store.set(_FAILED, f"{type(error).__name__}:{error}")
+            store.set(_FAILED, f"{type(error).__name__}:{where}{error}")
             if config.one_host:
                 log.info("%s", error)
                 raise SystemExit(0) from None

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from pearl.document import damaged
 from pearl.errors import TraceError
+from pearl.spec.transports import is_on_one_host
 from pearl.trace.outcomes import ACCEPTED, DISCARDED, REJECTED, Outcomes
 from pearl.trace.recorder import BESIDE, LOOP, TRACKS, TRANSPORT, Part, Record, part_paths
 
@@ -34,7 +35,8 @@ def merge(trace: Path, recorded: Path | None = None) -> None:
     """Make the file `trace` from the parts beside it, and remove them.
 
     `recorded`: the path that the parts are named after, if not `trace`. Only the latest run is merged; the parts of
-    earlier ones and foreign files stay. Raises `TraceError` if there are no parts, or the file cannot be written.
+    earlier ones and foreign files stay, and so does the target's until the draft's
+    comes from its host. Raises `TraceError` if there are no parts, or the file cannot be written.
     """
     with damaged(recorded or trace, TraceError):
         _merge(trace, recorded)
@@ -54,8 +56,14 @@ def _merge(trace: Path, recorded: Path | None) -> None:
     last = max(targets, key=lambda part: int(part.header["opened"]))
     parts = [part for part in parts if part.header["run"] == last.header["run"]]
     write(trace, parts)
-    for part in parts:
-        part.path.unlink(missing_ok=True)
+    if not lacks_draft(last.header["config"], [part.header["role"] for part in parts]):
+        for part in parts:
+            part.path.unlink(missing_ok=True)
+
+
+def lacks_draft(config: Any, roles: list[str]) -> bool:
+    """Whether the draft wrote its part on another host, and none has been copied here yet."""
+    return "draft" not in roles and config["draft"] != "none" and not is_on_one_host(config["control"])
 
 
 def write(trace: Path, parts: list[Part]) -> None:

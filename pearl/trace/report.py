@@ -14,7 +14,7 @@ from statistics import median, median_low, quantiles
 from typing import Any
 
 from pearl.metrics import Stopwatch
-from pearl.trace.chrome import committed, incident
+from pearl.trace.chrome import committed, incident, lacks_draft
 from pearl.trace.reading import FORWARDS, VERIFICATIONS, Slice, Trace
 from pearl.trace.recorder import DRAFT, HELD_ROW, TRANSPORT
 
@@ -337,6 +337,11 @@ def _notes(trace: Trace, *shares: Worker | None) -> list[str]:
         for w in workers
         if w["clock_uncertainty_ns"]
     ]
+    if lacks_draft(trace.metadata["config"], [w["role"] for w in workers]):
+        notes.append(
+            f"the draft's half is on its host, so waits for the draft include the way of its messages: copy "
+            f"{trace.path.name}.draft-*.part here and `pearl trace merge {trace.path}`"
+        )
     for one in _between(trace.target, trace.start, trace.end):
         if one.name == "decide" and (note := incident(one.args["event"])):
             notes.append(f"at {one.end - trace.start:.3f} s: {note}")

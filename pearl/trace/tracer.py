@@ -34,8 +34,10 @@ _Event = TypeVar("_Event")
 
 
 def identity(message: object) -> list[Any]:
-    """The identity of a message: its type, request, epoch and start."""
-    return [type(message).__name__, *(getattr(message, name, None) for name in ("request", "epoch", "start"))]
+    """The identity of a message: its type (and for a branch the outcome that it follows), request, epoch and start."""
+    after = getattr(message, "after", None)
+    name = type(message).__name__ if after is None else f"{type(message).__name__} after {after}"
+    return [name, *(getattr(message, name, None) for name in ("request", "epoch", "start"))]
 
 
 class Tracer:

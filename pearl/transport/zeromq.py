@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 _QUEUE = 1 << 16  # messages queued to send, or for a front: more than a text has, so a front may read slowly
 _LISTENER_QUEUE = 16  # messages of one peer that a listener queues, 256 MiB at most; the rest waits with the peer
 _HANDSHAKE_SECONDS = 30  # for a peer to prove its key: a worker that loads its model may be slow
+_CONNECT_SECONDS = 5  # for one attempt to connect: the kernel's own come a minute apart after a long outage
+_LOST_SECONDS = 15  # without an acknowledgement by the peer's kernel: the link is cut, or its host is gone
 _MAX_TAKEN = 16 << 20  # bytes that one `receive` takes, or one message: decoded they may be 15 times as many
 _DROPPED_AT_ONCE = 4096  # frames of a refused message; each takes 1 us and the interpreter lock twice
 _PAUSE_SECONDS = 1e-3  # after these, for other threads: no other message can be read before the last of them
@@ -340,6 +342,8 @@ class ZmqConnection(_Socket):
             self._socket.curve_serverkey, self._socket.curve_publickey = public
             self._socket.curve_secretkey = keys.client.encode()
         self._socket.setsockopt(zmq.IPV6, "[" in address)
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_SECONDS * 1000)
+        self._socket.setsockopt(zmq.TCP_MAXRT, _LOST_SECONDS * 1000)  # the kernel would try for a quarter of an hour
         # A DEALER queues for a peer that is gone as for one that is slow; its monitor tells the two apart.
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED)
         self._monitor.setsockopt(zmq.LINGER, 0)

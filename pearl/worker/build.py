@@ -174,7 +174,8 @@ def _tracer(settings: WorkerSettings) -> Tracer:
     """
 
     def recorder(trace: Path) -> Recorder:
-        header = settings.model_dump(mode="json", include={"role", "config"}) | {"run": str(settings.directory)}
+        run = settings.run or str(settings.directory)
+        header = settings.model_dump(mode="json", include={"role", "config"}) | {"run": run}
         return Recorder(part_path(trace, settings.role, os.getpid()), header | where_and_what())
 
     def open_part(number: int) -> Recorder:

@@ -22,6 +22,7 @@ from pearl.protocol.messages import (
     Hello,
     Message,
     Ping,
+    Pong,
     Resync,
 )
 from pearl.trace.tracer import Tracer
@@ -64,6 +65,7 @@ class DraftLink:
         self.health = DraftHealth(settings.draft_timeout)
         self._channel: TensorChannel | None = None
         self._probed = 0.0
+        self._sent_ns = self._answered_ns = 0  # our last message to it; the last ping that it has answered
 
     # ---- connecting ----
 
@@ -97,6 +99,7 @@ class DraftLink:
     def send(self, message: Message) -> None:
         """Send at once, if there is a draft."""
         if self.peer is not None:
+            self._sent_ns = time.monotonic_ns()
             self.mail.send(message, self.peer)
 
     def post(self, message: Message) -> None:
@@ -140,7 +143,9 @@ class DraftLink:
             self.health.announced(heartbeat.seconds)
         waiting = list(coordinator.waiting)
         neglected = self.health.neglected(waiting)
-        if self.health.stalled(heartbeat.work, bool(waiting)):
+        # Over a slow link a heartbeat may be older than our last message; it is not once a later ping was answered.
+        is_news = self._answered_ns > self._sent_ns
+        if self.health.stalled(heartbeat.work, bool(waiting) and is_news):
             log.warning("draft and target wait for each other: a message was lost; giving the draft the whole prefix")
             neglected = waiting
         elif neglected:
@@ -163,6 +168,9 @@ class DraftLink:
             self.post(Ping(time.monotonic_ns()))
         for number in self.health.overdue(coordinator.waiting, now):
             yield DraftGone("nothing has come of it for too long", number)
+
+    def answered(self, pong: Pong) -> None:
+        self._answered_ns = pong.sent
 
     def compare_clocks(self, tracer: Tracer) -> None:
         """For a trace, if one is recorded."""

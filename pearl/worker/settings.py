@@ -38,6 +38,7 @@ class WorkerSettings(BaseModel):
         address: where the target listens or is to listen.
         directory: the engine's: sockets, keys, the file through which a process group meets, parts of traces.
         tensors: how dense draft rows travel, if not as configured.
+        run: names the run in traces, if `directory` is not the target's: the target's directory on its own host.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -47,6 +48,7 @@ class WorkerSettings(BaseModel):
     address: str = ""
     directory: Path
     tensors: Literal["frames"] | None = None
+    run: str = ""
 
     @property
     def model(self) -> ModelConfig:

@@ -179,6 +179,7 @@ class TargetWorker:
             case Ping(sent):
                 self._mail.post(Pong(sent, time.monotonic_ns()), peer)
             case Pong() if is_draft:
+                self._draft.answered(message)
                 self._tracer.pong(message)
             case Submit() if is_front:
                 self._handle(self._fronts.number(peer, message))
