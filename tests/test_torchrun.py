@@ -216,7 +216,7 @@ def test_a_rank_on_another_host_is_at_home_in_a_directory_of_its_own(tmp_path: P
 
 # ---- launchers ----
 
-LAUNCHERS = sorted(path for path in (ROOT / "launch").iterdir() if os.access(path, os.X_OK))
+LAUNCHERS = sorted(path for path in (ROOT / "launch").iterdir() if path.is_file() and os.access(path, os.X_OK))
 
 
 def dry(launcher: Path, **environment: str) -> str:

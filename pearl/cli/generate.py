@@ -62,6 +62,8 @@ def generate(
     else:
         console.print()
         console.print(summary(settings, result) if stats else Text(brief(result.statistics), "dim"))
+        if result.statistics.draft_lost:
+            console.print("the draft was lost during the text; the target went on alone", style="yellow")
 
 
 def _prompt(prompt: str | None, raw: bool) -> str:
@@ -152,6 +154,4 @@ def summary(settings: Settings, result: Result) -> Table:
             table.add_row(name, ", ".join(f"{n}: {t * 1e3:.1f}" for n, t in measured.items()) + " ms")
     waits = ", ".join(f"{cause} {t:.2f} s" for cause, t in s.target_wait_seconds.items() if cause != "idle")
     table.add_row("target waited for", waits or "nothing")
-    if s.draft_lost:
-        table.add_row("draft", "lost during the text; the target went on alone")
     return table
