@@ -229,8 +229,9 @@ def test_flags_win_over_the_file_and_are_not_mixed_up_with_it(tmp_path: Path) ->
     path.write_text("gamma: 3\ntemperature: 0.5\n")
     settings = load_settings(path, {"gamma": 5})
     assert (settings.decoding.gamma, settings.sampling.temperature) == (5, 0.5)
-    with pytest.raises(ConfigError, match=r"mine.yaml and flags: gamma: .*-1"):
+    with pytest.raises(ConfigError) as caught:
         load_settings(path, {"gamma": -1})
+    assert str(path) not in str(caught.value)
     path.write_text("target_device: cpu:100000\n")
     assert load_settings(path, {"target_device": "cpu"}).engine.target_device == "cpu"
     path.write_text("")

@@ -286,7 +286,7 @@ def test_a_request_chooses_its_speculation(served: Served) -> None:
         assert answer["choices"] == plain.json()["choices"]
         drafted = answer["usage"]["pearl"]["num_draft_tokens"]
         assert drafted == 0 if "off" in speculation else drafted or speculation["method"] != "sd"
-    alone = SETUP.settings._replace(engine=EngineConfig(draft="none"), decoding=DecodingConfig(method="ar"))
+    alone = replace(SETUP.settings, engine=EngineConfig(draft="none"), decoding=DecodingConfig(method="ar"))
     refused = refusal(body() | {"speculation": {"method": "sd"}}, given=replace(SETUP, settings=alone))
     assert refused is not None
     assert (refused.param, "needs a draft model" in refused.message) == ("speculation", True)
@@ -336,7 +336,7 @@ def test_tools_and_their_calls_reach_the_template() -> None:
 def test_defaults_of_max_tokens(served: Served) -> None:
     """/v1/completions writes 16 tokens; a default gives way to the context, a limit set by the client does not."""
     asked: dict[str, Any] = {"model": MODEL, "prompt": "123", "ignore_eos": True}
-    longer = SETUP.settings._replace(sampling=SamplingParams(max_tokens=30))
+    longer = replace(SETUP.settings, sampling=SamplingParams(max_tokens=30))
     assert read_request(asked, False, SETUP).params.max_tokens == 16
     assert read_request(asked, False, replace(SETUP, settings=longer)).params.max_tokens == 30
     answer = served.send(json.dumps(asked | {"prompt": "1" * 505}).encode()).json()

@@ -7,8 +7,9 @@ keys and bad values are refused by name. Must not know models, sockets or proces
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 from pearl.config.decoding import DecodingConfig
 from pearl.config.engine import EngineConfig, ModelConfig, ModelRole
@@ -25,10 +26,9 @@ __all__ += ["SECTIONS", "UNSUPPORTED", "load_settings", "read_file"]
 _OWN = {"toy": Path(__file__).with_name("toy.yaml")}  # configurations of the package, by name
 SECTIONS: tuple[type[Section], ...] = (EngineConfig, DecodingConfig, SamplingParams)
 
-_Part = TypeVar("_Part", bound=Section)
 
-
-class Settings(NamedTuple):
+@dataclass(frozen=True)
+class Settings:
     """A whole run: the three sections."""
 
     engine: EngineConfig
@@ -46,7 +46,9 @@ def load_settings(path: Path | None, overrides: Mapping[str, Any]) -> Settings:
         _refuse_unread(overrides if "method" in overrides else merged)
         return settings
     except ConfigError as error:
-        raise ConfigError(f"{path}{' and flags' if overrides else ''}: {error}" if path else str(error)) from None
+        if path is None or _is_valid(values):
+            raise
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def _refuse_unread(values: Mapping[str, Any]) -> None:
@@ -57,13 +59,21 @@ def _refuse_unread(values: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name} is for methods with a draft, and {method} has none: leave it out")
 
 
+def _is_valid(values: Mapping[str, Any]) -> bool:
+    try:
+        _settings(values)
+    except ConfigError:
+        return False
+    return True
+
+
 def _settings(values: Mapping[str, Any]) -> Settings:
     refuse_unknown(values, {name: field for section in SECTIONS for name, field in section.model_fields.items()})
-
-    def part(section: type[_Part]) -> _Part:
-        return section(**{name: value for name, value in values.items() if name in section.model_fields})
-
-    return Settings(part(EngineConfig), part(DecodingConfig), part(SamplingParams))
+    engine, decoding, sampling = (s(**{k: v for k, v in values.items() if k in s.model_fields}) for s in SECTIONS)
+    assert isinstance(engine, EngineConfig)
+    assert isinstance(decoding, DecodingConfig)
+    assert isinstance(sampling, SamplingParams)
+    return Settings(engine, decoding, sampling)
 
 
 def read_file(path: Path) -> dict[str, Any]:
