@@ -146,42 +146,6 @@ def test_a_killed_build_is_never_used(cache: Path, tmp_path: Path) -> None:
     assert made(cache) == ["model"]
 
 
-def convert_as(cache: Path, name: str, content: str = "weights") -> tuple[Path, bool]:
-    """Where a conversion stands, and whether it had to be made."""
-    made_now = []
-
-    def build(building: Path, progress: kept.Progress) -> None:
-        building.mkdir()
-        (building / "weights").write_text(content)
-        made_now.append(True)
-
-    return kept.converted(name, build, kept.silent), bool(made_now)
-
-
-def test_a_conversion_is_kept_and_made_anew_where_it_is_damaged(cache: Path) -> None:
-    directory = cache / "converted" / "one"
-    assert [convert_as(cache, "one") for _ in range(2)] == [(directory, True), (directory, False)]
-    for file, content in (("weights", "weig"), ("weights", None), ("sizes.json", "{")):
-        (directory / file).unlink()
-        if content is not None:
-            (directory / file).write_text(content)
-        assert convert_as(cache, "one") == (directory, True)
-        assert (directory / "weights").read_text() == "weights"
-
-
-def test_what_was_not_used_for_longest_makes_room(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is made stays, though it alone takes more than all may."""
-    for age, name in enumerate(["lately", "before", "long-ago"]):
-        directory, _ = convert_as(cache, name, "0123456789")
-        os.utime(directory, (1e9 - age, 1e9 - age))
-    convert_as(cache, "before")  # used again
-    monkeypatch.setenv("PEARL_CACHE_GB", "25e-9")
-    convert_as(cache, "new", "0123456789")
-    assert made(cache / "converted") == ["before", "new"]
-    convert_as(cache, "large", "0123456789" * 3)
-    assert made(cache / "converted") == ["large"]
-
-
 def test_a_stamp_changes_with_the_file(tmp_path: Path) -> None:
     file, stamps = tmp_path / "file", []
     for content, seconds in (("1", 1), ("1", 1), ("1", 2), ("22", 2)):

@@ -10,7 +10,6 @@ import pytest
 
 from pearl.config import SamplingParams
 from pearl.engine import Engine
-from pearl.engine.attach import attach
 from pearl.errors import TraceError
 from pearl.protocol import messages
 from pearl.trace.reading import read
@@ -59,7 +58,7 @@ def test_one_recording_at_a_time_into_what_can_be_written(toy: Engine, tmp_path:
     toy.start_trace(tmp_path / "t.json")
     with pytest.raises(TraceError, match="already"):
         toy.start_trace(tmp_path / "u.json")
-    with attach(toy.directory) as other, pytest.raises(TraceError, match="already"):
+    with Engine.attach(toy.directory) as other, pytest.raises(TraceError, match="already"):
         other.start_trace(tmp_path / "u.json")
     toy.generate([[1, 2, 3]], SHORT, method="pearl")
     toy.stop_trace()

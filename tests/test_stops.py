@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from pearl.cli import cli
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.drafting.disco import FARTHEST, INPUTS, Classifier, classifier_of, inputs, read_classifier
-from pearl.drafting.proposer import Features
+from pearl.drafting.proposer import Features, StopPolicy
 from pearl.drafting.stops import Doubtful, Heuristic, StopWindow, Threshold, make_policy
 from pearl.engine.request import submission as submit_from
 from pearl.errors import ConfigError, RequestError
@@ -121,7 +121,7 @@ def test_disco_goes_by_confidence_and_cap() -> None:
     assert classifier(out_bias=-1e6).confidence(unsure) == 0
 
 
-class Noted:
+class Noted(StopPolicy):
     """Stops behind windows of `most`; notes what it is asked and told."""
 
     def __init__(self, most: int = 99) -> None:
@@ -130,8 +130,6 @@ class Noted:
     def stop(self, features: Features) -> bool:
         self.asked.append((features.position, features.index))
         return features.index + 1 == self.most
-
-    def confidence(self, features: Features) -> None: ...
 
     def end_window(self, accepted: int) -> None:
         self.heard.append(accepted)

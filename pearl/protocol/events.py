@@ -137,13 +137,6 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
-class Stalled:
-    """Target and draft wait for each other: a message was lost."""
-
-    request: int = field(default=-1, kw_only=True)
-
-
-@dataclass(frozen=True, slots=True)
 class Failed:
     """A command's result cannot be used. Ends only this request."""
 

@@ -206,7 +206,7 @@ def _datastore(config: EngineConfig, tokenizer: Tokenizer, vocab_size: int) -> D
     """The one that guesses come from, for a model of so many ids. Raises `ConfigError`."""
     if config.datastore is None:
         return None
-    store = Datastore(Path(config.datastore), vocab_size, verified=True)
+    store = Datastore(Path(config.datastore), vocab_size)
     if tokenizer.vocab_size >= store.header.vocab_size:  # a draft may have fewer: they are compared with the target's
         check_tokenizer(store.header, tokenizer, store.directory)
     return store

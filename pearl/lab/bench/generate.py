@@ -7,8 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from pearl.worker.startup import allow_expandable_segments
-
 _loaded: dict[str, Any] = {}  # the model, and the assistant or None
 
 
@@ -21,7 +19,7 @@ def load(settings: dict[str, Any], cores: Sequence[int], gpus: Sequence[int]) ->
         os.sched_setaffinity(0, cores)
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-    allow_expandable_segments(os.environ)  # as our own workers
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as our own workers
 
     import torch
     import transformers

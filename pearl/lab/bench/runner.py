@@ -237,9 +237,7 @@ class _Run:
             if number == 1:  # an earlier row has decoded the same prompt
                 system.forget(decoding, prompt)
             decoded = system.decode(decoding, prompt, params)
-            ended = bool(decoded.tokens) and decoded.tokens[-1] in self._defaults.eos
-            reply = self._tokenizer.decode(decoded.tokens)
-            conversation.add(turn, prompt, reply, decoded.tokens, "eos" if ended else "length")
+            conversation.add(turn, self._tokenizer.decode(decoded.tokens))
             yield replace(decoded, prompt=tuple(prompt))
 
     def _seeded(self, params: SamplingParams, task: Task, repeat: int) -> SamplingParams:

@@ -57,7 +57,7 @@ def record(
             text = _record_one(target, draft, prompt, header.sampling(len(seen)), header)
             tick(f"prompt {number}: {len(text.answer)} tokens")
             yield text
-            conversation.add(turn, prompt, tokenizer.decode(text.answer), text.answer, "length")
+            conversation.add(turn, tokenizer.decode(text.answer))
 
 
 @torch.inference_mode()

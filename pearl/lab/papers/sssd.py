@@ -65,7 +65,7 @@ def measure_guesses(config: EngineConfig, tasks: Sequence[Task], tokens: int, wa
     store = None
     if config.datastore is not None:
         directory = Path(config.datastore)
-        store = Datastore(directory, target.vocab_size, verified=True)
+        store = Datastore(directory, target.vocab_size)
         check_tokenizer(store.header, tokenizer, directory)
     raw = tokenizer.apply_chat([{"role": "user", "content": "."}]) is None
     prompts = [Conversation(tokenizer, raw).prompt(task.turns[0]) for task in tasks]
