@@ -377,7 +377,7 @@ def test_files_an_editor_completion_other_models_and_the_last_conversation(
         person.sees("/? for help", 3)
         person.send("/edit")
         person.sees(STATUS)
-        for typed, seen in (("/set ru", "rule"), ("/metho", "show the method"), ("/method sd", "ssd")):
+        for typed, seen in (("/set ru", "rule"), ("/metho", "show the method"), ("/method s", "ssd")):
             person.type(typed)
             person.sees(seen)
             person.type(CTRL_C)
