@@ -2,54 +2,34 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from math import ceil, sqrt
 from typing import Any
 
-from pearl.protocol.events import Phase
+import msgspec
+
 from pearl.protocol.messages import Provenance
-from pearl.protocol.request import Counts
-from pearl.protocol.speeds import Profile, Speeds
+from pearl.protocol.request import Counts, Tally
+from pearl.protocol.speeds import Speeds
 
 
-@dataclass(frozen=True)
-class Statistics:
+@dataclass
+class Statistics(Tally):
     """One request. Names as vLLM's where they mean what vLLM means by them; only committed tokens count.
 
     Attributes:
         num_prompt_tokens, num_generated_tokens: tokens; generated ones include an EOS.
-        num_cached_tokens: prompt tokens whose KV was reused from the request before.
-        num_draft_tokens: draft tokens that reached the target, judged or not.
-        num_judged_draft_tokens: those that were accepted or corrected; the rest was discarded by an earlier rejection.
-        num_accepted_draft_tokens: those accepted.
         draft_acceptance_rate: accepted / drafted, as vLLM's; a token that an earlier rejection discarded counts too.
         acceptance_rate: accepted / judged: the alpha of the papers.
         mean_run_length: committed tokens a run, its correction (or bonus) included: 1 / (1 - alpha) in theory. A run
             may last over many steps, so it is not vLLM's mean acceptance length: that is `tokens_per_step`.
-        run_histogram: accepted tokens of a finished run -> number of such runs.
-        provenance: committed tokens by where they came from.
-        num_guesses: guesses that the target was fed; those committed are `provenance`'s "guessed".
-        num_siblings: the draft's runners-up among them.
-        guessed_by_source: those committed by who guessed them, "n-gram", "datastore" or "runner-up": the surer of two.
-        accepted_by_source: accepted draft tokens by who drafted them: "model"; "lookup" where a guess that the draft
-            confirmed saved it a forward; "branch" where they were prepared for the outcome of a rejection.
-        num_draft_stops: windows that the stop policy ended before their bound.
-        num_rejections: draft tokens corrected, where the rule knows the draft's distributions (rule coupled does not).
         expected_rejections: the sum of the chances, at each position judged, that its token is rejected: for rule ratio
             of the total variation distances between draft and target. None where nothing was judged so.
         expected_rejections_sd: the standard deviation of `num_rejections` from that.
         bias: of a rule that is not exact the sum over these positions of the total variation distance between the
             target's distribution and the one that is committed by: the text's own distance is at most its mean. 0 for
             an exact rule.
-        num_foreseen_rejections: rejections whose outcome the draft had prepared for, in time.
-        num_foreseen_bonuses: bonus tokens that the draft had prepared for, in time (method ssd).
-        ways: method auto: committed tokens by the way that was in use (`ngram`, `pearl`, `sd`, `ssd`).
-        rates: method auto: tokens per second of each way as timed so far, in this and earlier texts.
-        draft_speedup: method auto: how many times as fast the best way with a draft is as `ngram`, by its comparisons
-            in this and earlier texts; None: not compared yet.
-        target_steps: forwards by phase.
         tokens_per_step: generated tokens over forwards after the prefill.
         queue_seconds: from the submission to the start of the prefill: other requests came first.
         seconds: from the submission to the last commit.
@@ -65,36 +45,17 @@ class Statistics:
         t_target_spread: likewise, while the target has the draft's cores too.
         speed_ratio: t_target(1) / t_draft.
         window: c as last used; 0 without a draft.
-        stale, duplicate, resyncs: draft messages dropped, and whole prefixes sent again.
         draft_lost: whether the draft was lost during the request.
     """
 
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_draft_tokens: int = 0
-    num_judged_draft_tokens: int = 0
-    num_accepted_draft_tokens: int = 0
     draft_acceptance_rate: float | None = None
     acceptance_rate: float | None = None
     mean_run_length: float | None = None
-    run_histogram: dict[str, int] = field(default_factory=dict)
-    provenance: dict[str, int] = field(default_factory=dict)
-    num_guesses: int = 0
-    num_siblings: int = 0
-    guessed_by_source: dict[str, int] = field(default_factory=dict)
-    accepted_by_source: dict[str, int] = field(default_factory=dict)
-    num_draft_stops: int = 0
-    num_rejections: int = 0
     expected_rejections: float | None = None
     expected_rejections_sd: float | None = None
     bias: float | None = None
-    num_foreseen_rejections: int = 0
-    num_foreseen_bonuses: int = 0
-    ways: dict[str, int] = field(default_factory=dict)
-    rates: dict[str, float] = field(default_factory=dict)
-    draft_speedup: float | None = None
-    target_steps: dict[str, int] = field(default_factory=dict)
     tokens_per_step: float | None = None
     queue_seconds: float = 0.0
     seconds: float = 0.0
@@ -106,23 +67,61 @@ class Statistics:
     draft_wait_seconds: float = 0.0
     speedup: float | None = None
     t_draft: float = 0.0
-    t_target: dict[str, float] = field(default_factory=dict)
-    t_target_spread: dict[str, float] = field(default_factory=dict)
+    t_target: dict[int, float] = field(default_factory=dict)
+    t_target_spread: dict[int, float] = field(default_factory=dict)
     speed_ratio: float = 0.0
     window: int = 0
-    stale: int = 0
-    duplicate: int = 0
-    resyncs: int = 0
     draft_lost: bool = False
 
+    @property
+    def late_seconds(self) -> float:
+        """After the first commit."""
+        return max(0.0, self.seconds - self.seconds_to_first_token)
+
+    @property
+    def late_tokens(self) -> int:
+        """Of these seconds."""
+        return round((self.tokens_per_second or 0.0) * self.late_seconds)
+
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return msgspec.json.encode(self).decode()
 
     @staticmethod
     def from_json(text: str) -> Statistics:
         """What this version knows of them: the target that wrote them may be a newer one."""
-        values = json.loads(text)
-        return Statistics(**{f.name: values[f.name] for f in fields(Statistics) if f.name in values})
+        return msgspec.json.decode(text, type=Statistics)
+
+
+@dataclass
+class Sums:
+    """Some texts taken together. `texts`: of each."""
+
+    texts: list[Statistics] = field(default_factory=list, kw_only=True)
+
+    def total(self, name: str) -> Any:
+        """The sum of an attribute of `Statistics`."""
+        return sum(getattr(one, name) for one in self.texts)
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens per second after the first commits."""
+        seconds = self.total("late_seconds")
+        return self.total("late_tokens") / seconds if seconds else None
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return _ratio(self.total("num_accepted_draft_tokens"), self.total("num_judged_draft_tokens"))
+
+    @property
+    def accepted_per_run(self) -> float | None:
+        """Of finished runs."""
+        runs = [item for one in self.texts for item in one.run_histogram.items()]
+        return _ratio(sum(length * n for length, n in runs), sum(n for _, n in runs))
+
+    @property
+    def mean_run_length(self) -> float | None:
+        """Committed tokens per run, its correction or bonus included."""
+        return None if self.accepted_per_run is None else 1 + self.accepted_per_run
 
 
 @dataclass(frozen=True)
@@ -252,43 +251,24 @@ def _ratio(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
-def _times(profile: Profile) -> dict[str, Any]:
-    times = {"t_target": profile.t_target, "t_target_spread": profile.t_elsewhere}
-    return {name: {str(fed): seconds for fed, seconds in each} for name, each in times.items()}
-
-
 def fold(counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, window: int) -> Statistics:
     """The statistics of one finished request."""
     alone = dict(speeds.profile.t_target).get(1)
     runs = sum(counts.provenance[p] for p in (Provenance.CORRECTED, Provenance.BONUS))
+    known = {each.name: getattr(counts, each.name) for each in fields(Tally)}
+    known["run_histogram"] = dict(sorted(counts.run_histogram.items()))
+    known["provenance"] = {source: n for source, n in counts.provenance.items() if n}
     return Statistics(
+        **known,
         num_prompt_tokens=prompt_tokens,
         num_generated_tokens=watch.generated,
-        num_cached_tokens=counts.cached,
-        num_draft_tokens=counts.drafted,
-        num_judged_draft_tokens=counts.judged,
-        num_accepted_draft_tokens=counts.accepted,
-        draft_acceptance_rate=_ratio(counts.accepted, counts.drafted),
-        acceptance_rate=_ratio(counts.accepted, counts.judged),
-        mean_run_length=_ratio(counts.accepted + runs, runs),
-        run_histogram={str(k): n for k, n in sorted(counts.runs.items())},
-        provenance={p.value: n for p, n in counts.provenance.items() if n},
-        num_guesses=counts.guesses,
-        num_siblings=counts.siblings,
-        guessed_by_source={source.value: n for source, n in counts.guessed.items()},
-        accepted_by_source={source.value: count for source, count in counts.sources.items()},
-        num_draft_stops=counts.pauses,
-        num_rejections=counts.rejected,
+        draft_acceptance_rate=_ratio(counts.num_accepted_draft_tokens, counts.num_draft_tokens),
+        acceptance_rate=_ratio(counts.num_accepted_draft_tokens, counts.num_judged_draft_tokens),
+        mean_run_length=_ratio(counts.num_accepted_draft_tokens + runs, runs),
         expected_rejections=counts.odds.rejections if counts.odds else None,
         expected_rejections_sd=sqrt(counts.odds.variance) if counts.odds else None,
         bias=counts.odds.bias if counts.odds else None,
-        num_foreseen_rejections=counts.foreseen,
-        num_foreseen_bonuses=counts.foreseen_bonuses,
-        ways=counts.ways,
-        rates=counts.rates,
-        draft_speedup=counts.speedup,
-        target_steps={phase.value: counts.steps[phase] for phase in Phase},
-        tokens_per_step=_ratio(watch.generated, sum(counts.steps.values()) - counts.steps[Phase.PREFILL]),
+        tokens_per_step=_ratio(watch.generated, counts.steps),
         queue_seconds=max(0.0, watch.begun - watch.submitted),
         seconds=max(0.0, watch.last - watch.submitted),
         seconds_to_first_token=max(0.0, (watch.first or watch.begun) - watch.submitted),
@@ -299,11 +279,9 @@ def fold(counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, w
         draft_wait_seconds=watch.draft_waited,
         speedup=alone and watch.tokens_per_second and watch.tokens_per_second * alone,
         t_draft=speeds.t_draft,
-        **_times(speeds.profile),
+        t_target=dict(speeds.profile.t_target),
+        t_target_spread=dict(speeds.profile.t_elsewhere),
         speed_ratio=speeds.ratio,
-        window=window if counts.drafted else 0,
-        stale=counts.stale,
-        duplicate=counts.duplicate,
-        resyncs=counts.resyncs,
-        draft_lost=watch.draft_lost or bool(counts.draft_lost),
+        window=window if counts.num_draft_tokens else 0,
+        draft_lost=watch.draft_lost or bool(counts.loss),
     )

@@ -50,7 +50,7 @@ def main(target: str, draft: str, turns: int, conversations: int, tokens: int) -
                     for _ in stream:
                         pass
                 result = stream.result
-                conversation.add(message, prompt, result.text, result.tokens, result.finish_reason)
+                conversation.add(message, result.text)
                 if i >= 0:
                     seconds[turn].append(first)
                     new[turn].append(len(prompt) - result.statistics.num_cached_tokens)

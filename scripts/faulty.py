@@ -103,13 +103,13 @@ def inflicted(role: str, name: str, once: object = "") -> Iterator[None]:
 def make_faulty() -> None:
     """Have this process's worker fail as the environment says."""
     of, name, once = os.environ[_FAULT].split(" ", 2)
-    load = build.load_scripted
+    load = build.load_toy
 
     def load_faulty(spec: str, role: str, *how: Any) -> ModelRunner:
         runner = load(spec, role, *how)
         return FaultyRunner(runner, name, role, once) if role == of else runner
 
-    build.load_scripted = load_faulty  # type: ignore[assignment]
+    build.load_toy = load_faulty  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ class _Model:
 
         from pearl.models.checkpoints.loading import load_model
 
-        self._model = load_model(name, device=torch.device(device), dtype=dtype, device_map=None).eval()
+        self._model = load_model(name, device=torch.device(device), dtype=dtype).eval()
         self.device = self._model.device
 
     def __call__(self, input_ids: Any, past_key_values: Any = None, use_cache: bool = True) -> Any:
@@ -245,7 +245,8 @@ def measure(
             for name, decoding in ours.items():
                 system.forget(decoding, prompt)
                 decoded = system.decode(decoding, prompt, params)
-                texts[f"ours: {name}"] = list(decoded.tokens), decoded.seconds
+                known = decoded.statistics
+                texts[f"ours: {name}"] = list(decoded.tokens), known.seconds - known.queue_seconds
             for loop, group in {"large": one, "sd": one, "para_sd": two}.items():
                 texts[f"theirs: {loop}"] = group.decode(loop, prompt, limit)
             expected = texts["ours: ar"][0]

@@ -23,10 +23,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pearl.worker.startup import allow_expandable_segments
-
 if __name__ == "__main__":
-    allow_expandable_segments(os.environ)  # as in a worker; before torch is imported
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as in a worker; before torch is imported
 
 import click
 import torch

@@ -12,10 +12,8 @@ from io import BytesIO
 from typing import Any, NamedTuple
 
 from pearl.protocol.auto import Auto
-from pearl.protocol.auto_text import AutoText
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.draft_view import DraftView
-from pearl.protocol.drafter import Counts as DraftCounts
 from pearl.protocol.drafter import Drafter, DraftMachine
 from pearl.protocol.events import Drafted
 from pearl.protocol.fed_tokens import FedTokens
@@ -23,8 +21,7 @@ from pearl.protocol.feeding import Feeding
 from pearl.protocol.messages import Cancel, DraftTokens, Provenance, Resync, Source, Verdict
 from pearl.protocol.options import Sampling
 from pearl.protocol.proposals import ProposalStore
-from pearl.protocol.request import Counts as TargetCounts
-from pearl.protocol.request import Request
+from pearl.protocol.request import Counts, Request
 from pearl.protocol.request_machine import RequestMachine
 from pearl.protocol.scheduler import Scheduler
 from pearl.protocol.sequence import TokenSequence
@@ -36,15 +33,15 @@ from tests.scripted import LOST, PROMPT, Cache, ScriptDraft, ScriptTarget, scrip
 TEXT = script(len(PROMPT) + 4)
 DRAFTED = tuple(range(len(PROMPT), len(TEXT)))
 OPEN_UP = (
-    *(Coordinator, RequestMachine, Request, DraftView, AutoText, Feeding, FedTokens, Scheduler, ProposalStore),
+    *(Coordinator, RequestMachine, Request, DraftView, Feeding, FedTokens, Scheduler, ProposalStore),
     *(Drafter, DraftMachine),
     TokenSequence,
     *(ScriptTarget, ScriptDraft, Cache, Pair),
 )
 # With a fixed window, and without a clock, these never decide what happens next.
-INDIFFERENT = (TargetCounts, DraftCounts, Speeds, Auto)
+INDIFFERENT = (Counts, Speeds, Auto)
 # What was, and references to machines that the coordinator or the drafter has, and to a request that its machine has.
-_LEFT_OUT = ("log", "results", "_story", "_running", "_machines", "_request", "_draft", "_sequence")
+_LEFT_OUT = ("log", "stale", "results", "_story", "_running", "_machines", "_request", "_draft", "_sequence")
 
 
 def freeze(value: object) -> object:

@@ -28,10 +28,9 @@ from pearl.protocol.events import (
     Failed,
     Open,
     Send,
-    Stalled,
     Wait,
 )
-from pearl.protocol.messages import Begin, Committed, Error, Preview, Provenance, Submit, Verdict
+from pearl.protocol.messages import Begin, Committed, Error, Preview, Provenance, Resync, Submit, Verdict
 from pearl.protocol.options import RequestOptions
 from pearl.protocol.request import Counts
 from pearl.protocol.sequence import extend_digest
@@ -139,35 +138,41 @@ class Pair:
                 self.tell_draft(answer)
             case "stall":
                 self.stalls += 1
-                self.tell_target(Stalled(request=self.working))
+                self.stall()
             case _:
                 raise AssertionError(move)
         self.check_invariants()
 
+    def stall(self) -> None:
+        """The target sees that both wait: a message was lost."""
+        self.tell_target(Resync(self.working, self.coordinator.running[self.working].epoch))
+
     @property
     def working(self) -> int:
         """The number of the request that is worked on."""
-        assert self.coordinator.request is not None
-        return self.coordinator.request.request
+        (number,) = self.coordinator.running
+        return number
 
     def check_invariants(self) -> None:
         """What holds between any two moves (DESIGN section 3)."""
-        target = self.coordinator
-        for sequence in [target.sequence] + ([self.drafter.sequence] if self.drafter else []):
+        running = list(self.coordinator.running.values())
+        (text,) = self.coordinator.scheduler.sequences
+        draft = self.drafter.machines[0] if self.drafter else None
+        for sequence in [text] + ([draft.sequence] if draft else []):
             # What the cache lacks waits in a tree, whose path the next forward begins by keeping.
-            waits = sequence is target.sequence and any(m._feeding._fed.has_guesses for m in target.running.values())
+            waits = sequence is text and any(machine._feeding._fed.has_guesses for machine in running)
             assert sequence.fed >= 0
             assert sequence.fed <= sequence.cached or waits, "a rollback only shortens"
             assert sequence.committed <= len(sequence.tokens)
             assert sequence.digest == extend_digest(0, sequence.tokens[: sequence.committed])
-        if self.drafter is not None and self.drafter.begun is not None and target.request is not None:
-            theirs = self.drafter.begun.request, self.drafter.epoch
-            ours = target.request.request, target.epoch
+        if draft is not None and draft.begun is not None and running:
+            theirs = draft.begun.request, draft.epoch
+            ours = running[0].request.number, running[0].epoch
             assert theirs <= ours, "a draft ahead of its target"
-            prefix = self.drafter.sequence.tokens[: self.drafter.sequence.committed]
-            if theirs[0] == ours[0] and self.drafter.state is not DraftState.LOST:
-                assert target.sequence.tokens[: len(prefix)] == prefix, "only what the target committed is final"
-                assert len(prefix) <= target.sequence.committed
+            prefix = draft.sequence.tokens[: draft.sequence.committed]
+            if theirs[0] == ours[0] and draft.state is not DraftState.LOST:
+                assert text.tokens[: len(prefix)] == prefix, "only what the target committed is final"
+                assert len(prefix) <= text.committed
 
     def run(self, pick: Callable[[list[str]], str], limit: int = 20_000) -> None:
         """Makes moves until every request has ended. Fails where nothing can move any more: a deadlock."""
@@ -271,10 +276,13 @@ def check_counts(result: Result, runs_ahead: bool = False) -> None:
     for kind in Provenance:
         assert counts.provenance[kind] == result.provenance.count(kind), kind
     assert sum(counts.provenance.values()) == len(result.tokens)
-    assert counts.accepted - counts.late == counts.provenance[Provenance.ACCEPTED]
-    wrong, corrected = counts.judged - counts.accepted, counts.provenance[Provenance.CORRECTED]
+    assert counts.num_accepted_draft_tokens - counts.late == counts.provenance[Provenance.ACCEPTED]
+    wrong, corrected = (
+        counts.num_judged_draft_tokens - counts.num_accepted_draft_tokens,
+        counts.provenance[Provenance.CORRECTED],
+    )
     assert wrong == corrected or (runs_ahead and wrong > corrected)  # drafted wrongly, and committed before that came
-    assert counts.judged <= counts.drafted
+    assert counts.num_judged_draft_tokens <= counts.num_draft_tokens
 
 
 def make_pair(method: str = "pearl", wrong: tuple[int, ...] = (), **settings: Any) -> Pair:

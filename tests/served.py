@@ -164,7 +164,7 @@ def chatting_engine(**settings: Any) -> Iterator[Engine]:
     """A toy pair whose tokenizer has a chat template: the texts, one after the other."""
     with Engine(TOY, TOY, startup_timeout=120, **settings) as engine:
         tokenizer = engine.tokenizer
-        tokenizer.apply_chat = lambda messages: tokenizer.encode("".join(m["role"][0] + m["content"] for m in messages))
+        tokenizer.chat_text = lambda messages, *_, **__: "".join(m["role"][0] + m["content"] for m in messages)
         yield engine
 
 

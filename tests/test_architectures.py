@@ -80,7 +80,7 @@ def test_greedy_texts_of_every_method_equal_generate(kind: str) -> None:
         submit = Submit(1, tuple(PROMPT), len(PROMPT) + 24, options)
         outcome = simulate(submit, *paired_executors(target, draft), Timing(1.0, lambda _: 4.0))
         assert outcome.tokens == expected, method
-        rejected += outcome.counts.judged - outcome.counts.accepted
+        rejected += outcome.counts.num_judged_draft_tokens - outcome.counts.num_accepted_draft_tokens
     assert rejected > 1
 
 

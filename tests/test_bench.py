@@ -106,8 +106,8 @@ def test_generate_decodes_the_texts_of_ours(tiny_pair: EngineConfig, system: Our
         try:
             found = other.decode(DecodingConfig(), prompt, params)
             assert list(found.tokens) == wanted
-            assert 0 < found.late_tokens < len(wanted)
-            assert min(found.first_seconds, found.late_seconds) > 0
+            assert 0 < found.statistics.late_tokens < len(wanted)
+            assert min(found.statistics.seconds_to_first_token, found.statistics.late_seconds) > 0
             sampled = params.model_copy(update={"temperature": 1.0, "top_k": 5})
             drawn = [other.decode(DecodingConfig(), prompt, sampled).tokens for _ in range(2)]
             assert drawn[0] == drawn[1]
@@ -131,6 +131,13 @@ def test_a_row_does_not_profit_from_the_cache_of_the_one_before(system: OurSyste
 # ---- the order of work, with fake systems ----
 
 
+def statistics_of(tokens: int, rate: float, **more: Any) -> Statistics:
+    """Of a text whose first token came after 0.1 s."""
+    seconds = 0.1 + (tokens - 1) / rate
+    times = {"seconds": seconds, "seconds_to_first_token": 0.1, "tokens_per_second": rate}
+    return Statistics(num_generated_tokens=tokens, **times, **more)
+
+
 class FakeSystem:
     """Decodes at given speeds: sd by its gamma, the others 20 tokens per second."""
 
@@ -148,15 +155,9 @@ class FakeSystem:
         self.log.append((decoding.method, decoding.gamma, params.seed or 0))
         self.prompts.append(list(prompt))
         rate = self.gammas.get(decoding.gamma or 0, 1.0) if decoding.method == "sd" else 20.0
-        statistics = Statistics(
-            acceptance_rate=0.8,
-            num_judged_draft_tokens=10,
-            num_accepted_draft_tokens=8,
-            run_histogram={"4": 2},
-            t_draft=0.01,
-            t_target={"1": 0.05},
-        )
-        return Decoded(tuple(range(5, 5 + 11)), 0.1, 10, 10 / rate, statistics)
+        more = {"num_judged_draft_tokens": 10, "num_accepted_draft_tokens": 8, "run_histogram": {4: 2}}
+        statistics = statistics_of(11, rate, acceptance_rate=0.8, t_draft=0.01, t_target={1: 0.05}, **more)
+        return Decoded(tuple(range(5, 5 + 11)), statistics)
 
     def forget(self, decoding: DecodingConfig, prompt: Sequence[int]) -> None:
         pass
@@ -227,8 +228,9 @@ def test_a_later_turn_continues_from_the_reply_and_is_summed_up(fake: type[FakeS
     assert second[: len(first) + 11] == [*first, *range(5, 16)]
     assert len(second) == len(first) + 11 + 2
     (one,) = found.samples
-    assert (one.tokens, one.late_tokens, one.judged) == (22, 20, 20)
-    assert one.late_seconds == pytest.approx(1.0)
+    sums = [one.total(name) for name in ("num_generated_tokens", "late_tokens", "num_judged_draft_tokens")]
+    assert sums == [one.tokens, 20, 20] == [22, 20, 20]
+    assert one.total("late_seconds") == pytest.approx(1.0)
     assert one.rate == pytest.approx(20)
 
 
@@ -236,17 +238,17 @@ def test_a_later_turn_continues_from_the_reply_and_is_summed_up(fake: type[FakeS
 
 
 def sample(row: str, task: int, rate: float, of: str = "x", **more: Any) -> Sample:
-    return Sample(row, of, task, 0, 101, 10.0, 0.1, 100, 100 / rate, **more)
+    return Sample(row, of, task, 0, texts=[statistics_of(101, rate, **more)])
 
 
 def test_speedups_are_ratios_over_the_same_text() -> None:
     """Texts of very different speeds: the ratio of medians would be another. A row may have another base."""
     rows = [row_of(AR), row_of(PEARL), Row("again", "pair", TWO, base=PEARL)]
+    drafted = {"num_judged_draft_tokens": 10, "num_accepted_draft_tokens": 6, "run_histogram": {3: 2}}
+    drafted["target_steps"] = {"prefill": 1, "post-verify": 50}
     samples = [sample(AR, i, rate) for i, rate in enumerate((10.0, 100.0, 1000.0))]
     samples += [
-        sample(name, i, rate, judged=10, accepted=6, runs=2, steps=50)
-        for name in (PEARL, "again")
-        for i, rate in enumerate((20.0, 200.0, 1500.0))
+        sample(name, i, rate, **drafted) for name in (PEARL, "again") for i, rate in enumerate((20.0, 200.0, 1500.0))
     ]
     plain, fast, again = figures(plan_of(rows), Measured(samples))
     assert plain.speedup is not None
@@ -302,7 +304,8 @@ def test_bench_on_prompts(tiny_pair: EngineConfig, tmp_path: Path) -> None:
     made = json.loads((tmp_path / "it.json").read_text())
     assert [row["name"] for row in made["rows"]] == list(rows)
     for of in ("one", "b"):
-        assert len({text["tokens"] for text in made["texts"] if text["set"] == of}) == 1
+        texts = [text["texts"] for text in made["texts"] if text["set"] == of]
+        assert len({sum(turn["num_generated_tokens"] for turn in turns) for turns in texts}) == 1
     assert made["gamma"]["best"] == int(max(made["gamma"]["tried"], key=made["gamma"]["tried"].get))
     assert made["rows"][0]["speedup"]["value"] == 1
 

@@ -16,7 +16,6 @@ import pytest
 
 from pearl import SamplingParams
 from pearl.engine import Engine
-from pearl.engine.attach import attach
 from pearl.engine.card import find_card, leftovers, read_card, running_engines, stop, table
 from pearl.errors import ConfigError, TargetLost
 from pearl.models.checkpoints.tokenizers import ToyTokenizer
@@ -56,7 +55,7 @@ def test_what_another_user_could_have_left_is_no_engine(toy: Engine, tmp_path: P
 
 def test_an_attached_front_is_told_when_the_engine_goes() -> None:
     with Engine(TOY, TOY) as engine:
-        other = attach(engine.directory)
+        other = Engine.attach(engine.directory)
         stream = other.stream([1, 2, 3], SamplingParams(max_tokens=400, ignore_eos=True))
         next(stream)
     began = time.monotonic()

@@ -21,7 +21,6 @@ from pearl import SamplingParams
 from pearl.cli.commands import COMMANDS
 from pearl.colours import SOURCES
 from pearl.engine import Engine
-from pearl.engine.attach import attach
 from pearl.trace.reading import read
 from pearl.trace.report import report
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text, started_in
@@ -84,7 +83,7 @@ def test_ctrl_c_ends_the_reply_and_a_wait_for_another_client_is_shown(home: dict
         person.sees("1 turns")
         person.send("/set max_tokens 5")
         person.sees("max_tokens 5")
-        with attach(Path(paced[1])) as other:
+        with Engine.attach(Path(paced[1])) as other:
             params = SamplingParams(temperature=0, max_tokens=480, ignore_eos=True)
             with other.stream("9", params, method="ar") as first:  # 24 s: it is still there when the message comes
                 next(first)
@@ -378,7 +377,7 @@ def test_files_an_editor_completion_other_models_and_the_last_conversation(
         person.sees("/? for help", 3)
         person.send("/edit")
         person.sees(STATUS)
-        for typed, seen in (("/set ru", "rule"), ("/metho", "show the method"), ("/method sd", "ssd")):
+        for typed, seen in (("/set ru", "rule"), ("/metho", "show the method"), ("/method s", "ssd")):
             person.type(typed)
             person.sees(seen)
             person.type(CTRL_C)

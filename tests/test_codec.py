@@ -235,16 +235,14 @@ def test_a_damaged_message_is_refused_or_read(message: m.Message, data: st.DataO
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
-def test_a_field_out_of_range_is_refused_by_name(message: m.Message) -> None:
+def test_a_field_out_of_range_is_refused(message: m.Message) -> None:
     """Each value of a message in turn, at any depth, is one that its type does not allow."""
     tried = 0
     for path, kind in places(inspect.type_info(type(message))):
         for value in bad_values(kind) if path else ():
             if (frames := placed(message, path, value)) is not None:
-                field = f"{type(message).__name__}.{type(message).__struct_fields__[path[0] - 1]}"
-                with pytest.raises(RemoteProtocolError) as caught:
+                with pytest.raises(RemoteProtocolError):
                     decode(frames)
-                assert field in str(caught.value), (path, value, str(caught.value))
                 tried += 1
     assert tried >= 5 * len(type(message).__struct_fields__)
 
@@ -317,12 +315,12 @@ def test_raw_frames_are_one_row_a_token_of_one_length() -> None:
 def test_the_largest_prompt_and_statistics_pass_and_more_is_refused() -> None:
     prompt, statistics = replace(SUBMIT, prompt=(9,) * m.MAX_TOKENS), "x" * m.MAX_STATISTICS
     finished = m.Finished(1, m.FinishReason.EOS, statistics)
-    for message, larger, field in (
-        (prompt, replace(prompt, prompt=(9,) * (m.MAX_TOKENS + 1)), r"Submit\.prompt"),
-        (finished, replace(finished, statistics=statistics + "x"), r"Finished\.statistics"),
+    for message, larger in (
+        (prompt, replace(prompt, prompt=(9,) * (m.MAX_TOKENS + 1))),
+        (finished, replace(finished, statistics=statistics + "x")),
     ):
         assert decode(encode(message)) == message
-        with pytest.raises(RemoteProtocolError, match=field):
+        with pytest.raises(RemoteProtocolError, match="length"):
             decode(encode(larger))
 
 
@@ -358,9 +356,9 @@ def test_an_error_too_long_to_send_is_cut() -> None:
     assert read.message.startswith("ééé")
 
 
-def test_a_hello_of_another_version_is_named_as_such() -> None:
-    """Its fields may differ, and `Hello has 5 fields, not 6` tells nobody to update."""
-    with pytest.raises(RemoteProtocolError, match="version 999"):
+def test_what_another_version_sends_is_refused_with_ours() -> None:
+    """`meet` refuses a Hello of the same shape, and names both versions."""
+    with pytest.raises(RemoteProtocolError, match=f"version {m.PROTOCOL_VERSION} of the wire"):
         decode([msgpack.packb([1, 999, "something", "new"])])
 
 

@@ -16,6 +16,7 @@ from pearl.errors import ConfigError
 from pearl.lab.bench.figures import Surprise
 from pearl.lab.bench.rows import COMPARED, named_rows, parse_settings
 from pearl.lab.bench.systems import Decoded
+from pearl.metrics import Statistics
 from pearl.models.toy import ToyRunner, alpha_pair
 from tests.conftest import TOY
 
@@ -80,8 +81,8 @@ def test_a_surprise_is_the_targets_own_probability() -> None:
         tokens.append(int(torch.multinomial(target([*prompt, *tokens]), 1, generator=generator)))
     wanted = -sum(math.log(target([*prompt, *tokens[:i]])[token]) for i, token in enumerate(tokens))
     surprise = Surprise(EngineConfig(target=TOY, draft=TOY), ToyRunner(16, target))
-    assert surprise(Decoded(tuple(tokens), 0.0, 0, 0.0, prompt=prompt)) == pytest.approx(wanted, rel=1e-4)
-    assert surprise(Decoded(tuple(tokens[:1]), 0.0, 0, 0.0, prompt=prompt[:1])) == pytest.approx(
+    assert surprise(Decoded(tuple(tokens), Statistics(), prompt)) == pytest.approx(wanted, rel=1e-4)
+    assert surprise(Decoded(tuple(tokens[:1]), Statistics(), prompt[:1])) == pytest.approx(
         -math.log(target([1])[tokens[0]])
     )
 

@@ -193,12 +193,12 @@ def test_a_model_has_the_settings_of_its_role_and_those_of_both(tmp_path: Path) 
     own = {"device": "cpu", "dtype": "int8", "pace": 0.1}
     both = {"forwards": "eager", "exact": True, "max_context": 7, "slots": 3, "trust_remote_code": True}
     named = {f"draft_{name}": value for name, value in own.items()}
-    config = EngineConfig(draft="toy", target_device_map="balanced", **named, **both)  # type: ignore[arg-type]
+    config = EngineConfig(draft="toy", **named, **both)  # type: ignore[arg-type]
     settings = WorkerSettings(role="draft", config=config, address="a", directory=tmp_path)
     assert WorkerSettings.from_json(settings.to_json()) == settings
-    assert asdict(settings.model) == {"role": "draft", "spec": "toy", "device_map": None, **own, **both}
+    assert asdict(settings.model) == {"role": "draft", "spec": "toy", **own, **both}
     target = {"device": "auto", "dtype": "auto", "pace": None}
-    expected = {"role": "target", "spec": "embedded", "device_map": "balanced", **target, **both}
+    expected = {"role": "target", "spec": "embedded", **target, **both}
     assert asdict(config.model("target")) == expected
 
 
@@ -361,7 +361,7 @@ def test_an_engine_begins_with_it(cache: Path, tmp_path: Path) -> None:
     s = result.statistics
     assert "ngram" not in s.ways
     assert s.draft_speedup == pytest.approx(1.649, abs=0.01)
-    assert s.t_target["200"] == 0.25
+    assert s.t_target[200] == 0.25
 
 
 def test_what_a_start_has_measured_the_next_one_does_not(cache: Path) -> None:

@@ -18,6 +18,7 @@ from pearl.models.checkpoints import embedded
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
+from scripts.embed_draft import pack_layers
 
 CPU = torch.device("cpu")
 
@@ -51,7 +52,7 @@ def test_layers_survive_being_packed() -> None:
     matrix *= torch.tensor([1e-3, 1, 9, 1e3, 0, 1])[:, None]
     matrix[5, :32] = 0.75
     given = {"layer.weight": matrix.bfloat16(), "norm.weight": torch.rand(40).bfloat16()}
-    packed = embedded.pack_layers(given)
+    packed = pack_layers(given)
     assert sum(tensor.nbytes for tensor in packed.values()) == 6 * 64 // 2 + 2 * 2 * 12 + 80
     found = embedded.unpack_layers(packed)
     assert set(found) == set(given)
@@ -60,7 +61,7 @@ def test_layers_survive_being_packed() -> None:
     step = (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / 15
     error = (found["layer.weight"].float().view_as(groups) - groups).abs()
     assert (error <= 0.51 * step + groups.abs().amax(-1, keepdim=True) * 2.0**-6).all()
-    again = embedded.unpack_layers(embedded.pack_layers(found))
+    again = embedded.unpack_layers(pack_layers(found))
     assert all(torch.equal(again[name], found[name]) for name in found)
 
 
@@ -143,42 +144,6 @@ def test_a_killed_build_is_never_used(cache: Path, tmp_path: Path) -> None:
     _, errors = lives.communicate(timeout=120)
     assert lives.returncode == 0, errors
     assert made(cache) == ["model"]
-
-
-def convert_as(cache: Path, name: str, content: str = "weights") -> tuple[Path, bool]:
-    """Where a conversion stands, and whether it had to be made."""
-    made_now = []
-
-    def build(building: Path, progress: kept.Progress) -> None:
-        building.mkdir()
-        (building / "weights").write_text(content)
-        made_now.append(True)
-
-    return kept.converted(name, build, kept.silent), bool(made_now)
-
-
-def test_a_conversion_is_kept_and_made_anew_where_it_is_damaged(cache: Path) -> None:
-    directory = cache / "converted" / "one"
-    assert [convert_as(cache, "one") for _ in range(2)] == [(directory, True), (directory, False)]
-    for file, content in (("weights", "weig"), ("weights", None), ("sizes.json", "{")):
-        (directory / file).unlink()
-        if content is not None:
-            (directory / file).write_text(content)
-        assert convert_as(cache, "one") == (directory, True)
-        assert (directory / "weights").read_text() == "weights"
-
-
-def test_what_was_not_used_for_longest_makes_room(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is made stays, though it alone takes more than all may."""
-    for age, name in enumerate(["lately", "before", "long-ago"]):
-        directory, _ = convert_as(cache, name, "0123456789")
-        os.utime(directory, (1e9 - age, 1e9 - age))
-    convert_as(cache, "before")  # used again
-    monkeypatch.setenv("PEARL_CACHE_GB", "25e-9")
-    convert_as(cache, "new", "0123456789")
-    assert made(cache / "converted") == ["before", "new"]
-    convert_as(cache, "large", "0123456789" * 3)
-    assert made(cache / "converted") == ["large"]
 
 
 def test_a_stamp_changes_with_the_file(tmp_path: Path) -> None:

@@ -143,8 +143,8 @@ def test_nothing_changes_where_all_rows_of_a_draft_are_drawn_from_at_once(rule: 
         target, draft = paired_executors(*(ToyRunner(32, each) for each in alpha_pair(32, 0.7)))
         draft.proposer.model.at_once = at_once  # type: ignore[attr-defined]
         done.append(simulate(submit, target, draft, Timing(1.0, lambda fed: 3.0)))
-    assert Source.LOOKUP in done[0].counts.sources
-    assert Source.BRANCH in done[0].counts.sources
+    assert Source.LOOKUP in done[0].counts.accepted_by_source
+    assert Source.BRANCH in done[0].counts.accepted_by_source
     assert done[0] == done[1]
 
 

@@ -56,8 +56,8 @@ def test_a_replay_feeds_and_accepts_what_decoding_does(slope: float) -> None:
     outcome = simulate(submit, *executors, Timing(1.0, seconds))
     replayed = replay([text], None, 8, seconds=seconds)
     assert tuple(outcome.tokens) == text.tokens[3:]
-    assert (replayed.steps, dict(replayed.accepted)) == (outcome.target_steps, outcome.counts.guessed)
-    assert sum((size - 1) * count for size, count in replayed.fed.items()) == outcome.counts.guesses
+    assert (replayed.steps, dict(replayed.accepted)) == (outcome.target_steps, outcome.counts.guessed_by_source)
+    assert sum((size - 1) * count for size, count in replayed.fed.items()) == outcome.counts.num_guesses
     assert slope < 5 or replayed.fed == {1: replayed.steps}
 
 

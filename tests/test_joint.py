@@ -209,4 +209,4 @@ def test_a_draft_that_takes_no_trees_finds_the_same(shaping: Shaping | None) -> 
     decoding = RequestOptions("pearl", "stream", 4, "joint", parameters())
     found, other = (decode(decoding, shaping=shaping, wrap=wrap) for wrap in (lambda runner: runner, Chains))
     assert found.tokens == other.tokens
-    assert found.counts.accepted == other.counts.accepted
+    assert found.counts.num_accepted_draft_tokens == other.counts.num_accepted_draft_tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ import zmq
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.decoding.distribution import PackedRow
 from pearl.engine import Engine
-from pearl.engine.attach import attach
 from pearl.errors import ConfigError, ProtocolError, RemoteProtocolError, RequestError
 from pearl.protocol.messages import PROTOCOL_VERSION, DraftTokens, Error, Hello, Role, Submit, Trace, Welcome
 from pearl.protocol.options import RequestOptions, Sampling
@@ -26,10 +24,8 @@ from pearl.transport.codec import decode, encode
 from pearl.transport.gate import AT_ONCE, Account
 from pearl.transport.keys import OWN_KEYS, read_keys
 from pearl.worker import admission
-from pearl.worker import notices as notices_module
 from pearl.worker.admission import Admission
 from pearl.worker.fronts import Fronts
-from pearl.worker.notices import Notices
 from pearl.worker.settings import TargetSettings
 from tests.conftest import greedy_text
 from tests.replace import replace
@@ -139,26 +135,6 @@ def test_fronts_take_turns() -> None:
     )
 
 
-# ---- what is logged of it ----
-
-
-def test_of_one_peer_a_line_is_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
-    """With how many there were between; another peer's first is said at once; and neither memory nor log grows."""
-    now = 0.0
-    notices = Notices(logging.getLogger("test"), lambda: now)
-    for _ in range(1000):
-        notices.warn(b"a", "dropped: %s", "x")
-    notices.warn(b"b", "dropped: %s", "y")
-    assert caplog.messages == ["dropped: x", "dropped: y"]
-    now = notices_module.PERIOD + 1
-    notices.warn(b"a", "dropped: %s", "z")
-    assert caplog.messages[2:] == ["dropped: z (and 999 more of this peer's)"]
-    for number in range(10_000):
-        notices.warn(str(number).encode(), "dropped: %s", "x")
-    assert len(caplog.messages) < 3 + 2 * notices_module._MANY
-    assert len(notices._peers) <= notices_module._MANY + 1
-
-
 # ---- a real one, flooded ----
 
 
@@ -227,7 +203,7 @@ def test_a_front_that_floods_costs_bounded_memory_and_others_are_served(engine: 
         time.sleep(0.05)
     assert most - before < 400 * MIB, f"{(most - before) / MIB:.0f} MiB more"
     hostile.close()
-    with attach(engine.directory) as other:
+    with Engine.attach(engine.directory) as other:
         assert other.generate([[1, 2, 3]], GREEDY, method="ar")[0].tokens == greedy_text([1, 2, 3], 60)
 
 

@@ -112,7 +112,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_loaded(large: Path) -> No
 def test_over_two_gpus_it_fits_and_that_is_said_first(large: Path) -> None:
     said: list[str] = []
     with pytest.raises(ModelError, match="could not be loaded"):  # there are only holes in its files
-        load_runner(str(large), device=GPU, device_map="auto", progress=said.append)
+        load_runner(str(large), device=GPU, is_spread=True, progress=said.append)
     assert re.fullmatch(r".* needs 144.* forwards; 168\.0 GB are free on 2 GPUs", said[0])
     assert said[1] == f"loading {large}"
 

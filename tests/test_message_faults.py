@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import shutil
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 
 from pearl.config import EngineConfig
 from pearl.engine import Engine
-from pearl.engine.launcher import Launcher
+from pearl.engine.card import write_card
 from pearl.errors import PearlError, StartError, TargetLost
 from pearl.protocol.messages import (
     Begin,
@@ -32,7 +30,7 @@ from pearl.transport.address import bind_address, private_directory
 from pearl.transport.base import Endpoint, Peer
 from pearl.transport.codec import MAX_FRAME, encode
 from pearl.transport.zeromq import ZmqConnection, ZmqListener
-from tests.conftest import BOUND, TOY, eventually
+from tests.conftest import TOY, eventually
 from tests.loops import Loops
 from tests.replace import replace
 from tests.test_faults import MESSAGE_FAULTS, Cell, nothing_left, text, those
@@ -78,9 +76,9 @@ CHOSEN: dict[str, dict[str, Chosen]] = {
     },
 }
 REFUSALS = {
-    "garbage": "no msgpack",
+    "garbage": "no message that version",
     "oversize": "is gone",
-    "truncated": "no msgpack",
+    "truncated": "no message that version",
     "wrong version": r"speaks version|version \d",
     "wrong vocabulary": "does not fit the target",
 }
@@ -115,7 +113,7 @@ class Tampered:
         header = encode(message)[0]
         match self._fault:
             case "garbage":
-                self._raw(b"\xc1 is no msgpack", peer)
+                self._raw(b"\xc1 is no message that version", peer)
             case "oversize":
                 self._raw(bytes(MAX_FRAME + 1), peer)
             case "truncated":
@@ -150,6 +148,7 @@ class FaultyLoops(Loops):
 
     def __init__(self, directory: Path, cell: Cell) -> None:
         self.ended: list[BaseException] = []
+        self.directory = directory
         listener = ZmqListener(bind_address("ipc", directory))
         self.address = listener.address
         chosen = CHOSEN[cell.of][cell.phase]
@@ -176,30 +175,18 @@ class FaultyLoops(Loops):
         return super()._start(guarded)
 
 
-class RunningLoops(Launcher):
-    """The launcher of a front whose target is a loop that runs already."""
-
-    def __init__(self, address: str) -> None:
-        super().__init__(EngineConfig(target=TOY, draft=TOY, target_timeout=4.0), private_directory())
-        self._address = address
-
-    def launch(self, progress: Callable[[str], None]) -> str:
-        return self._address
-
-    def wait_until_ready(self) -> float:
-        return time.monotonic() + BOUND
-
-    def lose(self) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
-
-    close = lose
+def front_of(pair: FaultyLoops) -> Engine:
+    """A front of a target that is a loop and runs already."""
+    config = EngineConfig(target=TOY, draft=TOY, target_timeout=4.0).model_dump(mode="json")
+    write_card(pair.directory, pair.address, config, {})
+    return Engine.attach(pair.directory)
 
 
 def check_refused(cell: Cell, pair: FaultyLoops) -> None:
     if cell.of == "target to front":
         pair.wait_ready()
         with pytest.raises(StartError, match=REFUSALS[cell.fault]):
-            Engine.launched_by(RunningLoops(pair.address))
+            front_of(pair)
     else:
         eventually(lambda: bool(pair.ended), "the draft has ended, with an error")
         assert re.search(REFUSALS[cell.fault], str(pair.ended[0])), pair.ended
@@ -208,7 +195,7 @@ def check_refused(cell: Cell, pair: FaultyLoops) -> None:
 
 def check_served(cell: Cell, pair: FaultyLoops) -> None:
     pair.wait_ready()
-    with Engine.launched_by(RunningLoops(pair.address)) as engine:
+    with front_of(pair) as engine:
         if cell.outcome == "TargetLost":
             with pytest.raises(TargetLost, match="Start an engine again"):
                 text(engine)
@@ -230,5 +217,6 @@ def test_message_fault(cell: Cell, temporary: Path) -> None:
             assert pair.tampered.struck.is_set()
         finally:
             pair.close()
+            (directory / "engine.json").unlink(missing_ok=True)
             directory.rmdir()
         assert not pair.errors

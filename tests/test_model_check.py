@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from pearl.errors import ProtocolError
 from pearl.protocol.draft_view import DraftView
 from pearl.protocol.drafter import DraftMachine
-from pearl.protocol.events import Drafted, Stalled
+from pearl.protocol.events import Drafted
 from pearl.protocol.feeding import Feeding
-from pearl.protocol.messages import FinishReason, Provenance
+from pearl.protocol.messages import FinishReason, Provenance, Resync
 from pearl.protocol.request import Request
 from pearl.protocol.request_machine import RequestMachine
 from pearl.spec.methods import METHODS
@@ -228,7 +228,7 @@ PLANTED: dict[str, tuple[object, object, Any, tuple[Any, ...]]] = {  # where, wh
         ("pearl", "fixed", 1, ()),
     ),
     "a target that is told that both wait does nothing about it": (
-        *(RequestMachine.handlers, Stalled, lambda self, event, do: None),
+        *(RequestMachine.handlers, Resync, lambda self, event, do: None),
         ("pearl", "fixed", 1, (), TEXT[:-1], ("lose to target",)),
     ),
     "the draft takes what it drafted for final before it is told": (

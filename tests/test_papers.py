@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec import convert
 
 from pearl.config import EngineConfig
 from pearl.lab.bench.tasks import Task
-from pearl.lab.papers import emulate, mjsd, study
-from pearl.lab.papers.pearl import OTHERS, TABLES, Pair, Run, pairs, wanted
+from pearl.lab.papers import emulate, study
+from pearl.lab.papers.pearl import OTHERS, TABLES, Pair, Run, cells_of, pairs
+from pearl.lab.papers.studies import STUDIES
 from tests.conftest import TOY, Quiet
 from tests.test_bench import pearl
 
@@ -39,7 +41,7 @@ def test_the_pairs_are_the_papers() -> None:
 
 
 def test_each_table_has_the_cells_of_the_paper() -> None:
-    cells = {name: [cell for pair in pairs() for cell in wanted(pair, name)] for name in TABLES}
+    cells = {name: [cell for pair in pairs() for cell in cells_of(pair, name)] for name in TABLES}
     known = {name: sum(cell.paper is not None for cell in some) for name, some in cells.items()}
     # Table 1 has no row for its first, 1.00; PEARL's figure stands beside fixed and beside stream. Table 4's stands
     # beside either way to count.
@@ -67,7 +69,7 @@ def test_closed_form_simulator_and_runtime_agree(tmp_path: Path, monkeypatch: py
             "idle": {"draft": 0.004, "target": 0.004},
         },
     }
-    monkeypatch.setattr("pearl.cli.paper.pairs", lambda: [Pair.model_validate(small)])
+    monkeypatch.setattr("pearl.cli.paper.pairs", lambda: [convert(small, Pair)])
     arguments = ("--tokens", 50, "--repeats", 1, "--json", out)
     done = pearl("bench", "paper", *arguments)
     assert done.exit_code == 0, done.output
@@ -99,17 +101,18 @@ def test_simulating_alone_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_studies_of_rejections_and_of_perplexity() -> None:
     """On a pair of toys; the first has a coin, so that no token is impossible."""
     config, tasks = EngineConfig(target=TOY + ",coin=1", draft=TOY + ",coin=1"), [Task("x", 1, ("hello",))]
-    found = study.run_study(study.load("theory"), tasks, 60, Quiet(), config)
-    assert [one["label"] for one in found] == [row.label for row in study.load("theory").rows]
+    found = study.run_study(STUDIES["theory"], tasks, 60, Quiet(), config)
+    assert [one["label"] for one in found] == [row.label for row in STUDIES["theory"].rows]
     ar, ratio, *relaxed = found
     assert ar["speedup"] == [1.0, 1.0, 1.0]
     assert ar["expected"] is None
     assert ratio["bias"] == 0
     assert ratio["tokens_per_step"] > 1
     assert all((one["bias"] > 0) == (not one["label"].startswith("batch")) for one in relaxed)
-    found = study.run_study(mjsd.STUDY, tasks, 24, Quiet(), EngineConfig(target=TOY, draft=TOY))
-    assert len(found) == len(mjsd.STUDY.rows) + len(mjsd.JOINT)
+    mjsd = STUDIES["mjsd"]
+    found = study.run_study(mjsd, tasks, 24, Quiet(), EngineConfig(target=TOY, draft=TOY))
+    assert len(found) == len(mjsd.rows) + len(mjsd.joint)
     assert all(one["perplexity"] >= 1 for one in found)
-    ar, joint = found[0], found[-len(mjsd.JOINT) :]
+    ar, joint = found[0], found[-len(mjsd.joint) :]
     assert all(one["perplexity"] < ar["perplexity"] for one in joint), "sampling is no search"
-    assert {len(words) for words in study.in_words(mjsd.STUDY, found).rows} == {len(study.COLUMNS)}
+    assert {len(words) for words in study.in_words(mjsd, found).rows} == {len(study.COLUMNS)}

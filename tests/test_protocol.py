@@ -71,12 +71,12 @@ def test_a_draft_prepares_no_further_than_it_may_draft(branches: int) -> None:
     request = pair.coordinator.running[1]
     assert request.draft._furthest == 2
     request.sequence.extend((9, 9))
-    stale = pair.coordinator.counts.stale
+    stale = request.request.counts.stale
     for start in range(3, 9):
         pair.coordinator.handle(DraftTokens(1, 0, start, (7,), known=2, after=(2, 8)))
     pair.coordinator.handle(DraftTokens(1, 0, 3, (7,) * 5, known=2, after=(2, 6)))
     assert [branch.tokens for branch in request.request.proposals.branches] == ([(7, 7)] if branches else [])
-    assert pair.coordinator.counts.stale - stale == (5 if branches else 7)
+    assert request.request.counts.stale - stale == (5 if branches else 7)
 
 
 def test_a_begin_that_contradicts_itself_is_refused() -> None:
@@ -102,7 +102,8 @@ def test_a_resync_that_a_rejection_has_overtaken_is_answered() -> None:
     commands = machine.handle(Verdict(1, 0, 2, (7,), 5, digest=1))
     assert Send(Resync(1, 0)) in commands
     pair = until(
-        make_pair(wrong=(2,)), lambda p: p.coordinator.state is target_side.State.HELD and p.coordinator.epoch == 1
+        make_pair(wrong=(2,)),
+        lambda p: p.coordinator.state is target_side.State.HELD and p.coordinator.running[1].epoch == 1,
     )
     answer = pair.coordinator.handle(Resync(1, 0))
     again = machine.handle(Verdict(1, 1, 3, (8,), 6, digest=2))

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
 from pearl import errors
 from pearl.cli import cli
 from pearl.errors import PearlError
-from pearl.protocol.diagram import section
-from pearl.spec.methods import methods_table
-from pearl.spec.rules import markdown_table
-from pearl.spec.stops import stops_table
+from pearl.protocol import drafter, request_machine
+from pearl.spec.methods import METHODS
+from pearl.spec.rules import RULES
+from pearl.spec.stops import STOPS
 from tests.test_imports import LAYERS
 
 ROOT = Path(__file__).parent.parent
@@ -38,6 +39,72 @@ def named(pattern: str) -> list[tuple[str, str]]:
     return sorted({(page, one) for page, text in TEXTS.items() for one in re.findall(pattern, text)})
 
 
+# ---- what the pages show of the code ----
+
+
+def mermaid(table: Mapping[Any, Mapping[type, frozenset[Any]]]) -> str:
+    """A Mermaid state diagram: an arrow for each event that leads from one state to another (or back to itself)."""
+    arrows: dict[tuple[str, str], list[str]] = {}
+    for state, events in table.items():
+        for event, followers in events.items():
+            for follower in sorted(followers, key=list(table).index):
+                arrows.setdefault((state.name, follower.name), []).append(event.__name__)
+    first = next(iter(table)).name
+    lines = ["stateDiagram-v2", f"    [*] --> {first}"]
+    lines += [f"    {a} --> {b}: {', '.join(events)}" for (a, b), events in arrows.items()]
+    return "\n".join(lines)
+
+
+def section() -> str:
+    """Both diagrams as the README's Markdown."""
+    parts = (("The target", request_machine.TRANSITIONS), ("The draft", drafter.TRANSITIONS))
+    return "\n\n".join(f"{title}:\n\n```mermaid\n{mermaid(table)}\n```" for title, table in parts)
+
+
+def methods_table() -> str:
+    """The methods as the command line page's table."""
+    lines = ["| `--method` | | takes guesses without a model | branches | stop policies |", "|---|---|---|---|---|"]
+    for i, method in enumerate(METHODS.values()):
+        guesses = [who for who, most in (("target", method.look_ahead), ("draft", method.draft_lookup)) if most]
+        takes = [
+            " and ".join(guesses) or "no",
+            *("yes" if has else "no" for has in (method.branches, method.takes_stops)),
+        ]
+        description = method.description + (" (default)" if i == 0 else "")
+        lines.append(f"| `{method.name}` | {description} | {' | '.join(takes)} |")
+    return "\n".join(lines)
+
+
+def rules_table() -> str:
+    """The README's table of rules."""
+    lines = [
+        "| `--rule` | under sampling | exact | text depends on drafts | judged by | sent per token | parameters |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for i, spec in enumerate(RULES.values()):
+        cells = [
+            f"`{spec.name}`",
+            spec.description + (" (default)" if i == 0 else ""),
+            "yes" if spec.is_exact else "no",
+            "no" if spec.is_proposal_invariant else "yes",
+            spec.unit.value,
+            spec.needs.value,
+            ", ".join(map(str, spec.parameters)) or "none",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def stops_table() -> str:
+    """The policies as the README's table."""
+    lines = ["| `--draft-stop` | ends a window | looks at | parameters |", "|---|---|---|---|"]
+    for i, spec in enumerate(STOPS.values()):
+        takes = ", ".join(map(str, spec.parameters)) or ("a file, `--disco FILE`" if spec.is_trained else "none")
+        what = spec.description + (" (default)" if i == 0 else "")
+        lines.append(f"| `{spec.name}` | {what} | {spec.looks_at} | {takes} |")
+    return "\n".join(lines)
+
+
 # ---- the first page ----
 
 
@@ -57,7 +124,7 @@ def test_the_methods_are_listed_from_their_declarations() -> None:
 
 def test_the_diagrams_are_drawn_from_the_tables() -> None:
     shown = MECHANISM.read_text().split("<!-- diagram -->")[1].split("<!-- /diagram -->")[0].strip()
-    assert shown == section(), f"{MECHANISM} is stale: put in what `python -m pearl.protocol.diagram` prints"
+    assert shown == section(), f"{MECHANISM} is stale: put in\n{section()}"
 
 
 def test_the_house_has_the_rooms_that_the_layers_have() -> None:
@@ -70,10 +137,10 @@ def test_the_house_has_the_rooms_that_the_layers_have() -> None:
 
 
 def test_rules_and_stop_policies_are_listed_from_their_registries() -> None:
-    for room, name, table in (("decoding", "rules", markdown_table), ("drafting", "stops", stops_table)):
+    for room, name, table in (("decoding", "rules", rules_table), ("drafting", "stops", stops_table)):
         page = f"pearl/{room}/README.md"
         shown = TEXTS[page].split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0].strip()
-        assert shown == table(), f"{page} is stale: put in what pearl.spec.{name}.{table.__name__}() returns"
+        assert shown == table(), f"{page} is stale: put in\n{table()}"
 
 
 def flags(command: click.Command) -> set[str]:

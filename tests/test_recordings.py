@@ -10,7 +10,6 @@ import pytest
 
 from pearl.config import SamplingParams
 from pearl.engine import Engine
-from pearl.engine.attach import attach
 from pearl.errors import TraceError
 from pearl.protocol import messages
 from pearl.trace.reading import read
@@ -42,7 +41,7 @@ def test_recordings_hold_what_was_asked_between_start_and_stop(toy: Engine, tmp_
         assert found.accepted == sum(s.num_accepted_draft_tokens for s in statistics)
         assert found.steps == {kind: sum(s.target_steps[kind] for s in statistics) for kind in found.steps}
         for length, count in found.histogram.items():
-            assert count == sum(s.run_histogram.get(str(length), 0) for s in statistics)
+            assert count == sum(s.run_histogram.get(length, 0) for s in statistics)
         assert found.recorder > 0
         assert ("consumer" in found.target.waits) == (len(methods) > 1)
         assert trace.metadata["config"]["target"] == toy.config.target
@@ -59,7 +58,7 @@ def test_one_recording_at_a_time_into_what_can_be_written(toy: Engine, tmp_path:
     toy.start_trace(tmp_path / "t.json")
     with pytest.raises(TraceError, match="already"):
         toy.start_trace(tmp_path / "u.json")
-    with attach(toy.directory) as other, pytest.raises(TraceError, match="already"):
+    with Engine.attach(toy.directory) as other, pytest.raises(TraceError, match="already"):
         other.start_trace(tmp_path / "u.json")
     toy.generate([[1, 2, 3]], SHORT, method="pearl")
     toy.stop_trace()

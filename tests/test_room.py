@@ -97,10 +97,10 @@ def test_a_branch_that_the_verdict_has_overtaken_still_counts() -> None:
     coordinator.handle(DraftTokens(1, 0, 2, (8, 9, 10)))
     rejected_at_3(coordinator)
     coordinator.handle(branch())
-    assert coordinator.sequence.tokens == [3, 1, 8, 20, 21, 22]
+    assert coordinator.running[1].sequence.tokens == [3, 1, 8, 20, 21, 22]
     coordinator.handle(branch())  # comes twice
-    assert coordinator.sequence.tokens == [3, 1, 8, 20, 21, 22]
-    assert coordinator.counts.duplicate == 1
+    assert coordinator.running[1].sequence.tokens == [3, 1, 8, 20, 21, 22]
+    assert coordinator.running[1].request.counts.duplicate == 1
 
 
 @pytest.mark.parametrize(
@@ -118,9 +118,9 @@ def test_a_branch_for_another_outcome_is_dropped_and_counted(stale: DraftTokens)
     rejected_at_3(coordinator)
     coordinator.handle(stale)
     coordinator.handle(replace(stale, epoch=1))
-    assert coordinator.sequence.tokens == [3, 1, 8, 20]
-    assert coordinator.counts.stale == 2
-    assert coordinator.counts.foreseen == 0
+    assert coordinator.running[1].sequence.tokens == [3, 1, 8, 20]
+    assert coordinator.running[1].request.counts.stale == 2
+    assert coordinator.running[1].request.counts.num_foreseen_rejections == 0
 
 
 def test_branches_are_bounded() -> None:
@@ -148,9 +148,9 @@ def test_a_branch_that_the_verdict_has_overtaken_is_no_longer_than_one_that_wait
     for size in (1, 40, 1, 40):
         start = len(request.sequence.tokens)
         coordinator.handle(replace(branch(tokens=(21,) * size), start=start))
-    assert coordinator.sequence.tokens == [3, 1, 8, 20, 21, 21]
+    assert coordinator.running[1].sequence.tokens == [3, 1, 8, 20, 21, 21]
     assert len(request.sequence.tokens) <= request.sequence.committed + request.draft._furthest
-    assert coordinator.counts.stale == 2
+    assert coordinator.running[1].request.counts.stale == 2
 
 
 def test_what_a_draft_repeats_beside_a_branch_that_came_is_not_put_behind_it() -> None:
@@ -160,7 +160,7 @@ def test_what_a_draft_repeats_beside_a_branch_that_came_is_not_put_behind_it() -
     coordinator.handle(branch(after=(2, 20), tokens=(21,) * 9))
     coordinator.handle(Sampled((20,), request=1))
     expected = [3, 1, 20, *(21,) * 9]
-    assert coordinator.sequence.tokens == expected
+    assert coordinator.running[1].sequence.tokens == expected
     coordinator.handle(DraftTokens(1, 1, 2, (20, 40, 41), known=2))
-    assert coordinator.sequence.tokens == expected
-    assert coordinator.counts.duplicate == 1
+    assert coordinator.running[1].sequence.tokens == expected
+    assert coordinator.running[1].request.counts.duplicate == 1

@@ -284,7 +284,7 @@ def page(figures: Figures) -> str:
 
 def test_accepted_tokens_are_counted_by_their_place_in_a_run() -> None:
     figures = Figures("m", restarts=lambda: 3)
-    for runs in ({"0": 2, "1": 1, "3": 2}, {"40": 1}):
+    for runs in ({0: 2, 1: 1, 3: 2}, {40: 1}):
         result = Result(seed=1, finish_reason="length", statistics=Statistics(run_histogram=runs))
         figures.ended(result, 1.0, 1.0)
     found = re.findall(r'pearl:accepted_tokens_per_position_total.*position="(.*?)".*? (\S+)$', page(figures), re.M)

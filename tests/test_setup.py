@@ -86,12 +86,8 @@ def test_extras_are_installed_once_and_where_type_checkers_find_them(tmp_path: P
     assert "no extra 'plots'" in refused.stderr
 
 
-def test_what_is_missing_can_be_installed_as_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_can_be_installed_as_told() -> None:
     """`pip install 'pearl-runtime[plot]'` works nowhere: no index has the package."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))
-    assert extras.installing("plot") == "scripts/setup plot"
-    monkeypatch.setattr(sys, "prefix", "/usr")
-    assert re.fullmatch(r"pip install 'matplotlib[^']+'", extras.installing("plot"))
+    assert "`scripts/setup plot`" in extras.installing("plot")
     for path in (ROOT / "pearl").rglob("*.py"):
         assert "pip install 'pearl-runtime[" not in path.read_text(), path

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from pearl.cli import cli
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.drafting.disco import FARTHEST, INPUTS, Classifier, classifier_of, inputs, read_classifier
-from pearl.drafting.proposer import Features
+from pearl.drafting.proposer import Features, StopPolicy
 from pearl.drafting.stops import Doubtful, Heuristic, StopWindow, Threshold, make_policy
 from pearl.engine.request import submission as submit_from
 from pearl.errors import ConfigError, RequestError
@@ -121,7 +121,7 @@ def test_disco_goes_by_confidence_and_cap() -> None:
     assert classifier(out_bias=-1e6).confidence(unsure) == 0
 
 
-class Noted:
+class Noted(StopPolicy):
     """Stops behind windows of `most`; notes what it is asked and told."""
 
     def __init__(self, most: int = 99) -> None:
@@ -130,8 +130,6 @@ class Noted:
     def stop(self, features: Features) -> bool:
         self.asked.append((features.position, features.index))
         return features.index + 1 == self.most
-
-    def confidence(self, features: Features) -> None: ...
 
     def end_window(self, accepted: int) -> None:
         self.heard.append(accepted)
@@ -259,8 +257,7 @@ def learnable(count: int = 12, length: int = 60, noise: float = 0.1) -> Recorded
         drawn = np.where(right, answer, (answer + 1) % 40)
         shape = np.zeros((length, 12), np.float32)
         shape[:, 0], shape[:, 10], shape[:, 11] = top, 1 - top, top
-        ids, logits = np.stack((answer, drawn), 1).astype(np.int32), np.zeros((length, 2), np.float32)
-        made.append(RecordedText((1, 2), tuple(answer.tolist()), ids, logits, shape))
+        made.append(RecordedText((1, 2), tuple(answer.tolist()), drawn.astype(np.int32), shape))
     header = Header(
         target="embedded", draft="embedded-draft", vocab_size=40, eos=(), temperature=0.0, seed=1, max_tokens=60
     )
@@ -297,4 +294,4 @@ def test_under_sd_no_policy_is_faster_than_the_oracle(length: int, noise: float)
     others = [each for each in done if each.name.startswith("sd, ") and each is not oracle]
     assert len(others) > 4
     assert max(each.speed for each in others) < oracle.speed
-    assert min(each.totals.steps for each in others) >= oracle.totals.steps
+    assert min(each.totals.total("steps") for each in others) >= oracle.totals.total("steps")

@@ -16,7 +16,7 @@ from pearl.protocol import drafter as draft_side
 from pearl.protocol import request_machine as target_side
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
-from pearl.protocol.events import Drafted, DraftGone, DraftJoined, Failed, Forwarded, Guessed, Judged, Sampled, Stalled
+from pearl.protocol.events import Drafted, DraftGone, DraftJoined, Failed, Forwarded, Guessed, Judged, Sampled
 from pearl.protocol.messages import Begin, Cancel, DraftTokens, Finish, Resync, Submit, Verdict
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.sequence import extend_digest
@@ -37,7 +37,6 @@ TARGET_EVENTS = {
     DraftJoined: DraftJoined(100),
     DraftGone: DraftGone("test"),
     Failed: Failed("test", request=1),
-    Stalled: Stalled(request=1),
     Resync: Resync(9, 0),
 }
 MACHINES = {target_side: target_side.RequestMachine, draft_side: draft_side.DraftMachine}
@@ -141,7 +140,7 @@ def eventful_run(seed: int) -> None:
         elif fault < 0.32 and pair.target_answer:
             pair.fail_target()
         elif fault < 0.5 and pair.drafter and pair.coordinator.state in WAITING:
-            pair.tell_target(Stalled(request=pair.working))
+            pair.stall()
         else:
             pair.move(picker(pair.moves))
 

@@ -78,10 +78,15 @@ def test_a_text_depends_on_what_should_decide_it(method: str, rule: str, tempera
         assert found.tokens == expected(rule, temperature), (asked, timing, wrap)
         counts = found.counts
         assert counts.resyncs == 0, "both sides always agreed on which continuation holds"
-        assert branches or not counts.foreseen
-        assert siblings or not counts.siblings
-        seen.update(accepted=counts.accepted, guesses=counts.guesses, foreseen=counts.foreseen, pauses=counts.pauses)
-        seen.update(siblings=counts.siblings, runners_up=counts.guessed.get(Source.RUNNER_UP, 0))
+        assert branches or not counts.num_foreseen_rejections
+        assert siblings or not counts.num_siblings
+        seen.update(
+            accepted=counts.num_accepted_draft_tokens,
+            guesses=counts.num_guesses,
+            foreseen=counts.num_foreseen_rejections,
+            pauses=counts.num_draft_stops,
+        )
+        seen.update(siblings=counts.num_siblings, runners_up=counts.guessed_by_source.get(Source.RUNNER_UP, 0))
     assert bool(seen["accepted"]) == spec.drafts
     assert bool(seen["guesses"]) == bool(spec.look_ahead)
     assert not spec.takes_stops or seen["pauses"]
@@ -97,12 +102,12 @@ def test_runners_up_catch_rejections_and_change_nothing_else(branches: int, monk
     plain, more = (outcome(asked.changed(siblings=most)) for most in (0, 16))
     assert more.tokens == plain.tokens == expected("coupled", 1.0)
     assert more.target_steps < plain.target_steps
-    assert more.counts.guessed[Source.RUNNER_UP] > 3
+    assert more.counts.guessed_by_source[Source.RUNNER_UP] > 3
     dear = Timing(1.0, lambda fed: 4.0 * fed)
     pair = [ToyRunner(PAIR[1], each) for each in PAIR[0]]
     submit = Submit(1, (1, 2, 0), 63, asked.changed(siblings=16, sampling=Sampling(1.0, seed=5)))
     found = simulate(submit, *paired_executors(*pair), dear)
-    assert (found.tokens, found.counts.siblings) == (plain.tokens, 0)
+    assert (found.tokens, found.counts.num_siblings) == (plain.tokens, 0)
     real = TargetExecutor._sampled
 
     def credulous(self: TargetExecutor, request: Any, command: Sample) -> Sampled:
@@ -128,7 +133,7 @@ def test_under_ratio_the_text_of_sd_is_one_of_seed_window_and_policy(gamma: int,
         found = outcome(asked.changed(method="ssd", branches=7) if ssd else asked, timing=timing, pair=pair)
         assert (found.tokens, found.provenance) == (plain.tokens, plain.provenance)
         assert found.target_steps == plain.target_steps, "the same windows, only sooner"
-        foreseen, bonuses = foreseen + found.counts.foreseen, bonuses + found.counts.foreseen_bonuses
+        foreseen, bonuses = foreseen + found.counts.num_foreseen_rejections, bonuses + found.counts.num_foreseen_bonuses
     if stop != "fixed":
         assert plain.tokens != outcome(asked.changed(draft_stop="fixed", stop_parameters=()), pair=pair).tokens
     else:
@@ -150,8 +155,8 @@ def test_a_pair_of_coins_has_its_rate_under_every_rule(rule: str, name: str) -> 
     """Of 4,000 positions judged: four standard deviations are 0.019."""
     decoding = RequestOptions("pearl", "fixed", 4, rule)
     counts = decoded(coin_pair(64, 0.9), 64, decoding, SAMPLINGS[name], 4000, prompt=(1, 2, 3)).counts
-    assert counts.judged > 3900
-    assert counts.accepted / counts.judged == pytest.approx(0.9, abs=0.019)
+    assert counts.num_judged_draft_tokens > 3900
+    assert counts.num_accepted_draft_tokens / counts.num_judged_draft_tokens == pytest.approx(0.9, abs=0.019)
 
 
 # ---- look-ahead, lookup and branches on models ----

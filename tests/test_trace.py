@@ -153,11 +153,11 @@ def test_a_trace_is_sound_and_says_what_happened(tmp_path: Path, method: str) ->
         check_sound(trace.path)
         found, counts = report(trace), outcome.counts
         assert found.tokens == len(outcome.tokens) == 120
-        assert (found.judged, found.accepted) == (counts.judged, counts.accepted)
-        assert found.rejected == counts.judged - counts.accepted
-        assert found.drafted + found.prepared >= counts.drafted
-        assert method != "ssd" or found.prepared > counts.sources[Source.BRANCH] > 0
-        assert found.histogram == counts.runs
+        assert (found.judged, found.accepted) == (counts.num_judged_draft_tokens, counts.num_accepted_draft_tokens)
+        assert found.rejected == counts.num_judged_draft_tokens - counts.num_accepted_draft_tokens
+        assert found.drafted + found.prepared >= counts.num_draft_tokens
+        assert method != "ssd" or found.prepared > counts.accepted_by_source[Source.BRANCH] > 0
+        assert found.histogram == counts.run_histogram
         assert sum(found.steps.values()) == sum(found.owners.values()) == outcome.target_steps
         assert found.target.uncovered == pytest.approx(0.0, abs=1e-6)
         assert (found.draft is None) == (method == "ar")
@@ -184,7 +184,7 @@ def test_flows_counters_and_tracks_of_a_run(run: tuple[Outcome, Path]) -> None:
     outcome, path = run
     events = json.loads(path.read_text())["traceEvents"]
     starts = [e["name"] for e in events if e["ph"] == "s"]
-    assert starts.count("token") == outcome.counts.judged
+    assert starts.count("token") == outcome.counts.num_judged_draft_tokens
     assert starts.count(chrome.REJECTION) == outcome.counts.provenance[Provenance.CORRECTED] > 10
     assert {e["name"] for e in events if e["ph"] == "C"} == {"pending", "epoch", "window", "acceptance"}
     named = {(e["pid"], e["tid"]) for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
@@ -299,7 +299,7 @@ def test_two_hosts_are_brought_to_one_clock(tmp_path: Path, offset: int) -> None
     assert abs(worker["clock_offset_ns"] + offset) <= worker["clock_uncertainty_ns"] == 200
     after = report(trace)
     assert after.overlap == pytest.approx(before.overlap, abs=1e-6)
-    assert after.judged == outcome.counts.judged
+    assert after.judged == outcome.counts.num_judged_draft_tokens
 
 
 # ---- real processes ----

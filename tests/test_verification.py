@@ -323,7 +323,7 @@ def rejections(decoding: RequestOptions) -> float:
     for seed in range(6):
         counts = run(decoding, seed, 600).counts
         assert counts.odds is not None
-        found, odds = found + counts.rejected, odds + counts.odds
+        found, odds = found + counts.num_rejections, odds + counts.odds
     return (found - odds.rejections) / odds.variance**0.5
 
 

@@ -118,7 +118,7 @@ class Chat:
         result = stream.result
         if result.finish_reason == "cancelled":
             result.statistics = _statistics_until_stopped(result, watch)
-        self.conversation.add(message, prompt, result.text, result.tokens, result.finish_reason)
+        self.conversation.add(message, result.text)
         answer = Answer(result, room - len(result.tokens))
         if result.finish_reason != "cancelled":
             self.done.setdefault(self.decoding.method, []).append(answer)
@@ -255,7 +255,7 @@ def chat(
                 before = None
                 conversation = Conversation(engine.tokenizer, raw, system)
                 if saved is not None:
-                    conversation.load(saved, engine.config.target)
+                    conversation.load(saved)
                 talk = Chat(engine, settings.sampling, settings.decoding, conversation, show_draft, markdown)
                 talk.stats, talk.remembers = stats, history
                 talk.is_attached = connect is not None or torchrun.rank() is not None

@@ -215,7 +215,7 @@ def _load(chat: Chat, rest: str) -> None:
     path = _path(rest, "/load FILE")
     with _file_errors(f"cannot read {path}"):
         text = path.read_text(encoding="utf-8", errors="replace")
-    chat.conversation.load(text, chat.engine.config.target)
+    chat.conversation.load(text)
     _say(chat, f"{len(chat.conversation.turns)} turns from {path}")
 
 

@@ -14,7 +14,6 @@ from rich.text import Text
 
 from pearl.config import EngineConfig
 from pearl.engine import Engine, Progress, torchrun
-from pearl.engine.attach import attach
 from pearl.engine.card import find_card
 from pearl.engine.launcher import LocalLauncher
 from pearl.errors import ConfigError, TraceError
@@ -47,7 +46,7 @@ def running(config: EngineConfig, console: Console, connect: str | None = None) 
             raise ConfigError("--connect does not work under torchrun: the engine is already running")
         directory = Path(find_card(connect).directory)
         with _show_progress(console, f"connecting to {directory}") as progress:
-            engine = attach(directory, progress)
+            engine = Engine.attach(directory, progress)
     else:
         if rank is not None:
             torchrun.check_world(config)

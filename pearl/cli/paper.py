@@ -16,9 +16,9 @@ from pearl.config import EngineConfig
 from pearl.errors import ConfigError
 from pearl.lab.bench.machine import Conditions
 from pearl.lab.bench.tasks import HUMANEVAL, Task
-from pearl.lab.papers import STUDIES
 from pearl.lab.papers.page import EXPLAINED, Table, conditions, pair_lines, tables
 from pearl.lab.papers.pearl import TABLES, Pair, pairs
+from pearl.lab.papers.studies import STUDIES
 
 _COUNT = click.IntRange(min=1)
 _SETS = (HUMANEVAL, "edits")
@@ -46,7 +46,7 @@ _EMBEDDED, _EMBEDDED_QUICK = {"tokens": 96, "texts": 4}, {"tokens": 48, "texts":
 @click.option(
     "--paper",
     "other",
-    type=click.Choice(STUDIES),
+    type=click.Choice(list(STUDIES)),
     help="Another paper: its tables, as far as the embedded pair can fill them, with --prompts.",
 )
 @click.option(
@@ -105,7 +105,7 @@ def _run(found: Sequence[Pair], wanted: Sequence[str], settings: dict[str, Any])
     clock.stop()
     names = [name for name in TABLES if any(cells.get(name) for cells, _ in done)]
     about = {"kind": "paper", "emulated": True, "settings": settings} | clock.as_dict()
-    tables = {name: [asdict(cell) for cells, _ in done for cell in cells[name]] for name in names}
+    tables = {name: [{"pair": one["title"], **asdict(c)} for cells, one in done for c in cells[name]] for name in names}
     result: dict[str, Any] = json.loads(json.dumps(about | {"tables": tables, "pairs": [one for _, one in done]}))
     return result
 
@@ -126,7 +126,7 @@ def _study(
     """`guessed`: prompts for the tables of guesses, which need more texts; none: no such tables."""
     from pearl.lab.papers import sssd, study
 
-    clock, about = Conditions(), study.load(name)
+    clock, about = Conditions(), STUDIES[name]
     config = EngineConfig(datastore=None if datastore is None else str(datastore))
     with Bars() as bars:
         found = study.run_study(about, tasks, tokens, bars, config)

@@ -34,11 +34,11 @@ t_target_option = click.option(
 @click.option("--raw", is_flag=True, help="Take prompts as they are: no chat template.")
 @settings_options
 def record(settings: Settings, prompts: tuple[Path, ...], out: Path, limit: int | None, raw: bool) -> None:
-    """Record answers of the target, with the draft's likeliest tokens at each position.
+    """Record answers of the target, and what the draft draws at each position.
 
     PROMPTS are files as pearl bench reads them (.jsonl with prompt, question or turns; or a line each). Greedy unless
-    --temperature is above 0; then the texts are those of the coupled rule. A recording can be replayed at any speed: by
-    pearl simulate --texts FILE, and in real processes as the models replay:FILE.
+    --temperature is above 0; then the texts are those of the coupled rule. pearl simulate --texts FILE decodes them
+    again, at any speed.
     """
     from pearl.engine.request import resolve_sampling
     from pearl.lab.experiments import texts as study
@@ -106,11 +106,11 @@ def stops(texts: Path, classifier: Path | None, t_draft: float | None, t_target:
     print_columns(
         [
             ("method, policy", lambda one: one.name),
-            ("target\ncalls", lambda one: f"{100 * one.totals.steps / one.totals.tokens:.1f}"),
-            ("draft\ncalls", lambda one: f"{100 * one.drafted / one.totals.tokens:.1f}"),
+            ("target\ncalls", lambda one: f"{100 / one.totals.tokens_per_step:.1f}"),
+            ("draft\ncalls", lambda one: f"{100 * one.drafted / one.totals.total('late_tokens'):.1f}"),
             ("tokens\na step", lambda one: f"{one.totals.tokens_per_step:.3f}"),
             ("accepted", lambda one: shown(one.totals.acceptance_rate, 3)),
-            ("wasted", lambda one: f"{1 - one.totals.accepted / one.drafted:.1%}" if one.drafted else "-"),
+            ("wasted", lambda one: "-" if one.wasted is None else f"{one.wasted:.1%}"),
             ("over ar, 95%", lambda one: str(speedup(one.totals, ar, 1))),
         ],
         done,

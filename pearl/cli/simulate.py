@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from pearl.lab.experiments.estimate import Estimate, speedup
 
 if TYPE_CHECKING:
     from pearl.lab.experiments.workload import Totals, Workload
+    from pearl.metrics import Statistics
 
 _BLOCK = 20  # texts whose luck is drawn together
 _MOST = 1e6  # of what would be infinite
@@ -118,6 +119,9 @@ def _print(workload: Workload, done: Sequence[Totals], seconds: float) -> None:
     def over_ar(one: Totals) -> Estimate:
         return speedup(one, done[0], workload.block)
 
+    def waited(one: Totals, seconds: Callable[[Statistics], float]) -> str:
+        return f"{sum(map(seconds, one.texts)) / one.total('seconds'):.1%}"
+
     columns: list[Column[Totals]] = [
         ("method", lambda one: one.name),
         # tokens/s is about ten times as large as over_ar
@@ -126,8 +130,11 @@ def _print(workload: Workload, done: Sequence[Totals], seconds: float) -> None:
         ("tokens\na step", lambda one: f"{one.tokens_per_step:.{over_ar(one).digits}f}"),
         ("accepted", lambda one: shown(one.acceptance_rate, 3)),
         ("tokens\na run", lambda one: shown(one.mean_run_length)),
-        ("target\nwaits", lambda one: f"{sum(one.target_waits.values()) / one.whole:.1%}"),
-        ("draft\nwaits", lambda one: "-" if one.acceptance_rate is None else f"{one.draft_waits / one.whole:.1%}"),
+        ("target\nwaits", lambda one: waited(one, lambda s: sum(s.target_wait_seconds.values()))),
+        (
+            "draft\nwaits",
+            lambda one: waited(one, lambda s: s.draft_wait_seconds) if one.acceptance_rate else "-",
+        ),
     ]
     is_unknown = len(workload.texts) <= workload.block
     print_columns(

@@ -29,8 +29,7 @@ class EngineConfig(Section):
 
     target: str = Field(
         default="embedded",
-        description="Target model: embedded, directory, hub id, .gguf file, toy:vocab=32,alpha=0.8, or replay:FILE, "
-        "recorded texts (see pearl simulate record --help).",
+        description="Target model: embedded, directory, hub id, .gguf file, or toy:vocab=32,alpha=0.8.",
     )
     draft: str = Field(
         default="embedded-draft", description="Draft model, named likewise; 'none' for methods ar and ngram."
@@ -48,9 +47,6 @@ class EngineConfig(Section):
         default="auto",
         description="Of the draft. int8 and int4: slightly lower acceptance. auto is int4 on a CPU for a draft "
         "of 100M weights or more.",
-    )
-    target_device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] = Field(
-        default="auto", description="How a target on several GPUs is spread over them."
     )
     forwards: Literal["auto", "eager", "transformers"] = Field(
         default="auto",
@@ -231,7 +227,6 @@ class ModelConfig:
     Attributes:
         spec: names the model, as `EngineConfig.target` does.
         device: as users name it; `place`: what that means.
-        device_map: how it is spread over several GPUs; None for a draft, which is not spread.
     """
 
     role: ModelRole
@@ -239,7 +234,6 @@ class ModelConfig:
     device: str
     dtype: DType
     pace: float | None
-    device_map: str | None
     forwards: str
     exact: bool
     max_context: int | None

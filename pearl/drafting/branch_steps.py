@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from pearl.decoding.sampling import read_draw
-from pearl.drafting.branches import Branch
+from pearl.drafting.branches import Branch, see
 from pearl.drafting.rows import Row, draw_rows
 from pearl.drafting.step import DraftModel, Step, Text
 from pearl.errors import NumericalError
@@ -61,6 +61,7 @@ def extend_branches(text: Text, branches: Sequence[Branch], rows: Sequence[Row])
             text.branches.end(branch)
             continue
         confidence = None if text.window is None else text.window.confidence(row.position, row.features)
-        branch.seen.append(row.see(token, text.half, confidence=confidence))
+        assert row.top is not None
+        branch.seen.append(see(row.top, row.position, token, text.half, confidence=confidence))
         branch.tokens.append(token)
         branch.rows += [] if row.probs is None else [row.probs]

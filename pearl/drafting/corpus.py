@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from pearl.document import parse_json
-from pearl.drafting.datastore import HEADER, Header, locked, width_of, write
+from pearl.drafting.datastore import Header, check_free, width_of, write
 from pearl.errors import ConfigError
 from pearl.text.stream import Tokenizer
 from pearl.text.tokenizer import vocabulary_digest
@@ -171,22 +171,14 @@ def build(directory: Path, names: Sequence[str], spec: str, tokenizer: Tokenizer
     if not tokens:
         raise ConfigError(f"there is no text in {', '.join(names)[:200]}")
     watcher.begin("sorting", 1)
-    with locked(directory):
-        check_free(directory)  # another process may have been faster
-        header = write(
-            directory,
-            tokens,
-            tokenizer=spec,
-            digest=vocabulary_digest(tokenizer, size).hex(),
-            vocab_size=size,
-            width=width_of(size),
-            documents=count,
-        )
+    header = write(
+        directory,
+        tokens,
+        tokenizer=spec,
+        digest=vocabulary_digest(tokenizer, size).hex(),
+        vocab_size=size,
+        width=width_of(size),
+        documents=count,
+    )
     watcher.advance(1)
     return header
-
-
-def check_free(directory: Path) -> None:
-    """Raises `ConfigError` if there is a datastore already."""
-    if (directory / HEADER).exists():
-        raise ConfigError(f"{directory} holds a datastore: name another directory")

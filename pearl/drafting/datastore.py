@@ -1,36 +1,32 @@
 """A datastore: the tokens of many texts, indexed by a suffix array, on disk and mapped into memory.
 
-A directory holds a header, `datastore.json`, and two files that it names.  `tokens-*.bin`: the tokens of all documents
-in reverse, each as its id + 1 in `width` bytes, big-endian, with a 0 between documents.  `order-*.bin`: the suffix
-array, the start of each suffix of these tokens in lexicographic order, as little-endian uint32.
+A directory holds a header, `datastore.json`, and two files.  `tokens.bin`: the tokens of all documents in reverse,
+each as its id + 1 in `width` bytes, big-endian, with a 0 between documents.  `order.bin`: the suffix array, the start
+of each suffix of these tokens in lexicographic order, as little-endian uint32.
 
 Comparing bytes compares tokens, and no match crosses the end of a document.  Tokens are in reverse, so a suffix is the
 context of a place, nearest token first: a binary search finds the places with the longest matching context, and places
 that match less lie around them.
 
-The header is written last and atomically, so a killed build leaves the previous datastore, or none.  Files are not
-trusted: sizes are checked on opening, contents against checksums on request, and lookups in invalid data find nothing.
+The directory gets its name once it is whole, so a killed build leaves no datastore.  Files are not trusted: sizes are
+checked on opening, and lookups in invalid data find nothing.
 Source: SSSD (Marzollo et al. 2024), which improves on REST (He et al. 2023).  Reads no texts: see `corpus`.
 """
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
-import secrets
 import sys
-import zlib
+import tempfile
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, Field
 
-from pearl.document import parse_json
+from pearl.document import damaged
 from pearl.drafting.ngram import MOST_MATCHED
 from pearl.errors import ConfigError
 from pearl.extras import installing
@@ -44,7 +40,6 @@ FEW = 8  # with fewer occurrences than this, those of shorter suffixes are added
 # Inner bounds of the bins of a candidate's share: the weight of its occurrences over that of all, plus one more of the
 # longest match. So it is near 1 only with many.
 BINS = (0.1, 0.25, 0.4, 0.6, 0.8, 0.93)
-_VERSION = 1
 _MAX_HEADER = 1 << 24  # bytes
 _MAX_TOKENS = 2**32 - 1
 _MAX_IDS = 2**24 - 2
@@ -72,26 +67,21 @@ class Header(BaseModel):
         tokenizer: name of the model whose tokenizer was used.
         digest: `vocabulary_digest` of that tokenizer's first `vocab_size` ids, in hex.
         tokens: number of tokens with the ends of documents.
-        build: part of the names of the two files.
-        checksums: CRC-32 of tokens and order.
     """
 
     model_config = ConfigDict(frozen=True, strict=True)
 
-    pearl_datastore: Literal[1] = 1
+    pearl_datastore: Literal[2] = 2
     tokenizer: str
     digest: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
     vocab_size: Annotated[int, Field(ge=1, le=_MAX_IDS)]
     tokens: Annotated[int, Field(ge=1, le=_MAX_TOKENS)]
     documents: Annotated[int, Field(ge=1)]
     width: Literal[2, 3]
-    build: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
-    checksums: tuple[int, int]
 
     def files(self, directory: Path) -> tuple[tuple[Path, int], tuple[Path, int]]:
         """The files of tokens and order, each with its size in bytes."""
-        tokens, order = (directory / f"{name}-{self.build}.bin" for name in ("tokens", "order"))
-        return (tokens, self.tokens * self.width), (order, self.tokens * 4)
+        return (directory / "tokens.bin", self.tokens * self.width), (directory / "order.bin", self.tokens * 4)
 
 
 def width_of(vocab_size: int) -> int:
@@ -112,7 +102,8 @@ def read_header(directory: Path) -> Header:
             raise ConfigError(f"{directory} is no datastore: it has no {HEADER}; `pearl datastore build` makes one")
         if path.stat().st_size > _MAX_HEADER:
             raise ConfigError(f"datastore {directory} is damaged: {HEADER} is too large")
-        header = _parsed(directory, path.read_text(encoding="utf-8-sig", errors="replace"))
+        with damaged(f"datastore {directory}", ConfigError):
+            header = Header.model_validate_json(path.read_text(encoding="utf-8-sig", errors="replace"))
         for file, size in header.files(directory):
             if not file.is_file() or file.stat().st_size != size:
                 raise ConfigError(f"datastore {directory} is damaged: {file.name} should have {size:,} bytes")
@@ -121,30 +112,13 @@ def read_header(directory: Path) -> Header:
     return header
 
 
-def _parsed(directory: Path, text: str) -> Header:
-    try:
-        version = parse_json(text)["pearl_datastore"]
-        if version != _VERSION:
-            raise ConfigError(
-                f"datastore {directory} has format {_line(version)[:20]}, this PEARL reads {_VERSION}: build it anew"
-            )
-        return Header.model_validate_json(text)
-    except (ValueError, KeyError, TypeError, IndexError) as error:  # a ValidationError is a ValueError
-        raise ConfigError(f"datastore {directory} is damaged: {HEADER}: {_line(error)}") from None
-
-
-def _line(value: object) -> str:
-    """A value from a file, as part of a one-line message."""
-    return " ".join(str(value).split())[:200]
-
-
 def check_tokenizer(header: Header, tokenizer: Tokenizer, directory: Path) -> None:
     """Raises `ConfigError` unless the datastore's ids are the tokenizer's, which may have more."""
     size = header.vocab_size
     if tokenizer.vocab_size < size or vocabulary_digest(tokenizer, size).hex() != header.digest:
+        whose = " ".join(header.tokenizer.split())[:200]
         raise ConfigError(
-            f"datastore {directory} was built with another tokenizer, that of {_line(header.tokenizer)}: "
-            "build one with this model's"
+            f"datastore {directory} was built with another tokenizer, that of {whose}: build one with this model's"
         )
 
 
@@ -153,25 +127,17 @@ class Datastore:
 
     Args:
         vocab_size: larger ids are never returned; None: all are.
-        verified: compare the contents with their checksums, which reads all of them.
 
     Raises `ConfigError` for files that are missing, damaged or of another format.
     """
 
-    def __init__(self, directory: Path, vocab_size: int | None = None, verified: bool = False) -> None:
+    def __init__(self, directory: Path, vocab_size: int | None = None) -> None:
         assert sys.byteorder == "little"
         self.directory, self.header = directory, read_header(directory)
         self.width = self.header.width
         self._num_ids = min(self.header.vocab_size, vocab_size or self.header.vocab_size)
         (tokens, _), (order, _) = self.header.files(directory)
-        self.tokens, mapped_order = _mapped(tokens), _mapped(order)
-        self.order = memoryview(mapped_order).cast("I")
-        if verified:
-            for path, data, known in zip(
-                (tokens, order), (self.tokens, mapped_order), self.header.checksums, strict=True
-            ):
-                if zlib.crc32(data) != known:
-                    raise ConfigError(f"datastore {directory} is damaged: {path.name} differs from its checksum")
+        self.tokens, self.order = _mapped(tokens), memoryview(_mapped(order)).cast("I")
 
     def __len__(self) -> int:
         return self.header.tokens
@@ -266,58 +232,33 @@ def _suffix_array(tokens: bytearray, width: int) -> Any:
     return order.astype("<u4")
 
 
-@contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Make `directory` if needed, and keep other writers out of it. Raises `ConfigError`."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(directory / ".lock")
-        lock.acquire()
-    except OSError as error:
-        raise ConfigError(f"cannot write the datastore {directory}: {error.strerror}") from None
-    try:
-        yield
-    finally:
-        lock.release()
+def check_free(directory: Path) -> None:
+    """Raises `ConfigError` if there is something already."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(f"{directory} is there already: name another directory")
 
 
 def write(directory: Path, tokens: bytearray, **described: Any) -> Header:
-    """Make a datastore of packed documents, in place of an earlier one; the caller holds `locked`.
+    """Make a datastore of packed documents.
 
     Args:
         described: the other fields of the header.
 
-    Raises `ConfigError`, and then leaves the earlier one as it was.
+    Raises `ConfigError`, and then leaves nothing; also if another process was faster.
     """
     if len(tokens) // described["width"] > _MAX_TOKENS:
         raise ConfigError(f"a datastore holds at most {_MAX_TOKENS:,} tokens: make several of these files")
     order = _suffix_array(tokens, described["width"])
-    checksums = zlib.crc32(tokens), zlib.crc32(order)
-    header = Header(tokens=len(order), build=secrets.token_hex(8), checksums=checksums, **described)
-    named = [path for path, _ in header.files(directory)]
-    new = directory / f"{HEADER}.new"
+    header = Header(tokens=len(order), **described)
     try:
-        for path, data in zip(named, (tokens, order), strict=True):
-            _save(path, data)
-        _save(new, json.dumps(header.model_dump(), indent=1).encode())
-        os.replace(new, directory / HEADER)
-    except BaseException:
-        for path in (*named, new):
-            path.unlink(missing_ok=True)
-        raise
-    entry = os.open(directory, os.O_RDONLY)
-    os.fsync(entry)
-    os.close(entry)
-    for path in {*directory.glob("tokens-*.bin"), *directory.glob("order-*.bin")} - set(named):
-        path.unlink(missing_ok=True)  # of an earlier or a killed build
-    return header
-
-
-def _save(path: Path, data: Any) -> None:
-    try:
-        with path.open("wb") as file:
-            file.write(memoryview(data).cast("B"))
-            file.flush()
-            os.fsync(file.fileno())
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as scratch:
+            building = Path(scratch) / directory.name
+            building.mkdir()
+            for (path, _), data in zip(header.files(building), (tokens, order), strict=True):
+                path.write_bytes(data)
+            (building / HEADER).write_text(header.model_dump_json(indent=1), encoding="utf-8")
+            os.replace(building, directory)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+        raise ConfigError(f"cannot write the datastore {directory}: {error.strerror}") from None
+    return header

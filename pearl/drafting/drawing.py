@@ -95,7 +95,7 @@ class GuessStep(Step):
                 self._is_paused = text.window.stops(row.position, token, features)
             self._drafted.append(row)
             if row.top is not None:
-                self._seen.append(row.see(token, text.half, is_root and i == 0, confidence))
+                self._seen.append(see(row.top, row.position, token, text.half, is_root and i == 0, confidence))
             if branches is not None:
                 branches.add_drafted(row.position, token, self._seen[-1])
             if self._is_paused or (i < len(self._guesses) and token != self._guesses[i]):

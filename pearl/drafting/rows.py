@@ -9,9 +9,7 @@ import torch
 
 from pearl.decoding.rules import DraftHalf
 from pearl.decoding.sampling import Shortlist, on_host, read_shortlist, shortlist
-from pearl.drafting.branches import see
 from pearl.drafting.proposer import TOP
-from pearl.protocol.foresight import Seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +31,6 @@ class Row:
     @property
     def features(self) -> list[float]:
         return shape_of(self.logits, self.draw[1:].to(self.logits.device)).tolist()
-
-    def see(self, token: int, half: DraftHalf, is_root: bool = False, confidence: float | None = None) -> Seen:
-        """See `see`; the row has a shortlist."""
-        assert self.top is not None
-        return see(self.top, self.position, token, half, is_root, confidence)
 
 
 def draw_rows(half: DraftHalf, rows: Sequence[torch.Tensor], positions: Sequence[int], is_ranked: bool) -> list[Row]:

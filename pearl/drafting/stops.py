@@ -19,17 +19,7 @@ from pearl.spec.stops import FIXED, find_stop
 _FIRST_WINDOW = 5  # tokens; as in transformers, and in the DISCO paper's use of it
 
 
-class Policy:
-    """Base of the policies that have no opinion about single tokens, and learn nothing from a window."""
-
-    def confidence(self, features: Features) -> float | None:
-        return None
-
-    def end_window(self, accepted: int) -> None:
-        pass
-
-
-class Threshold(Policy):
+class Threshold(StopPolicy):
     """Stops behind a token to which the draft gave a probability below `confidence`."""
 
     def __init__(self, confidence: float) -> None:
@@ -39,7 +29,7 @@ class Threshold(Policy):
         return features.chosen < self._confidence
 
 
-class Heuristic(Policy):
+class Heuristic(StopPolicy):
     """A window of 5 at first: 2 more once all of it is accepted, otherwise 1 fewer. As `transformers` does it."""
 
     def __init__(self) -> None:
@@ -52,7 +42,7 @@ class Heuristic(Policy):
         self.window = self.window + 2 if accepted >= self.window else max(1, self.window - 1)
 
 
-class Doubtful(Policy):
+class Doubtful(StopPolicy):
     """DISCO: stops where the classifier's confidence is at most its threshold, or at its cap."""
 
     def __init__(self, classifier: Classifier) -> None:

@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
+from pathlib import Path
 from weakref import WeakValueDictionary, ref
 
-from pearl.engine.launcher import Launcher
+from pearl.config import EngineConfig
+from pearl.engine.launcher import LocalLauncher
 from pearl.engine.recording import Recording, logged_not_raised
 from pearl.engine.stream import Stream
 from pearl.errors import EngineClosed, PearlError, StartError, TargetLost, TraceError, TransportError, error_named
@@ -49,7 +51,9 @@ class Client:
 
     Args:
         address: where the target listens.
-        launcher: of the target. `close` closes it too, and so does dropping the client and its streams.
+        directory: the engine's.
+        launcher: of the target; None: another process launched it. `close` closes it too, and so does dropping the
+            client and its streams.
 
     Attributes:
         ahead: requests of other clients that come before ours, as last reported.
@@ -57,8 +61,10 @@ class Client:
         trace_errors: why no trace was written at the end.
     """
 
-    def __init__(self, address: str, launcher: Launcher) -> None:
-        self._launcher, self._timeout = launcher, launcher.config.target_timeout
+    def __init__(
+        self, address: str, config: EngineConfig, directory: Path, launcher: LocalLauncher | None = None
+    ) -> None:
+        self._launcher, self._timeout = launcher, config.target_timeout
         self._owner = os.getpid()
         self._changed = threading.Condition(threading.RLock())  # something has arrived, or is over
         self._waiting = 0  # threads in `wait_until`
@@ -72,8 +78,8 @@ class Client:
         self.ahead = 0
         self.welcome: Welcome | None = None
         self.trace_errors: list[PearlError] = []
-        self.recording = Recording(self, launcher.directory, is_taken=launcher.config.trace is not None)
-        self.endpoint = connect(address, channel_keys(launcher.config.keys, launcher.directory))
+        self.recording = Recording(self, directory, is_taken=config.trace is not None)
+        self.endpoint = connect(address, channel_keys(config.keys, directory))
         self._reader = threading.Thread(target=_read, args=(ref(self), self.endpoint), daemon=True, name="pearl-text")
 
     def meet(self, deadline: float) -> None:
@@ -117,7 +123,8 @@ class Client:
             self._reader.join(2 * _READ_SECONDS)  # else it would use a closed socket
         self.endpoint.close()
         self.tell()
-        self._launcher.close()
+        if self._launcher is not None:
+            self._launcher.close()
 
     @property
     def _is_ours(self) -> bool:
@@ -180,7 +187,7 @@ class Client:
         try:
             self.endpoint.send(message)
         except TransportError as error:
-            self._lose(self._launcher.exit_cause(str(error)))
+            self._lose(self._exit_cause(str(error)))
             raise TargetLost(self.lost) from None
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
@@ -209,8 +216,9 @@ class Client:
         """Passes on what has arrived. Too long a silence during a text is a loss, and so is a process that is gone."""
         if received or not self._streams:
             self._silence.heard(max((m.seconds * SLACK for _, m in received if isinstance(m, Heartbeat)), default=0.0))
-        if not received and not self._launcher.alive(self.endpoint.connected):
-            self._lose(self._launcher.exit_cause("the target is gone"))
+        alive = self.endpoint.connected if self._launcher is None else self._launcher.alive
+        if not received and not alive:
+            self._lose(self._exit_cause("the target is gone"))
         elif self._silence.seconds > self._timeout:
             self._lose(f"the target has been silent for {self._timeout:.0f} s")
         for _, message in received:
@@ -230,10 +238,15 @@ class Client:
 
         Later callers get the same error, for the target is then dead because it was ended here.
         """
-        self._launcher.lose()
-        self.lost = self.lost or f"{why}; the text ends here. {self._launcher.remedy}"
+        if self._launcher is not None:
+            self._launcher.lose()
+        remedy = "Make a new engine" if self._launcher else "Start an engine again, with `pearl serve` for example"
+        self.lost = self.lost or f"{why}; the text ends here. {remedy}"
         with self._changed:
             self._changed.notify_all()
+
+    def _exit_cause(self, otherwise: str) -> str:
+        return otherwise if self._launcher is None else self._launcher.exit_cause(otherwise)
 
     def tell(self) -> None:
         """Wakes who waits, and calls the listeners: in the reading thread, or the one that closes the engine."""

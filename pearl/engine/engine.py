@@ -6,6 +6,7 @@ In this process's background run only the threads that watch the workers and rea
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -14,11 +15,12 @@ from typing import Any, Unpack
 
 from pearl.cache import Progress, silent
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.engine.card import read_card
 from pearl.engine.client import Client
-from pearl.engine.launcher import Launcher, LocalLauncher
-from pearl.engine.request import Options, Prompt, as_prompts, check_length, encode, submission
+from pearl.engine.launcher import LocalLauncher
+from pearl.engine.request import Options, Prompt, as_prompts, encode, submission
 from pearl.engine.stream import Result, Stream
-from pearl.errors import PearlError
+from pearl.errors import ConfigError, PearlError
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.protocol.messages import Welcome
 from pearl.text.tokenizer import GenerationDefaults
@@ -61,29 +63,50 @@ class Engine:
         given = {"target": target, "draft": draft, **settings}
         base = config.model_dump() if config else {}
         config = EngineConfig(**{**base, **{k: v for k, v in given.items() if v is not None}})
-        self._start(LocalLauncher(config), progress)
+        self._launch(LocalLauncher(config), progress)
 
     @classmethod
-    def launched_by(cls, launcher: Launcher, progress: Progress = silent) -> Engine:
-        """An engine whose workers another launcher starts, or which run already. Raises as the constructor does."""
+    def launched_by(cls, launcher: LocalLauncher, progress: Progress = silent) -> Engine:
+        """An engine whose workers another launcher starts. Raises as the constructor does."""
         engine = cls.__new__(cls)
-        engine._start(launcher, progress)
+        engine._launch(launcher, progress)
         return engine
 
-    def _start(self, launcher: Launcher, progress: Progress) -> None:
-        client = None
+    @classmethod
+    def attach(cls, directory: Path, progress: Progress = silent) -> Engine:
+        """Another front, in another process of the same user, of the engine in `directory`.
+
+        Closing it does not end that engine. Raises `ConfigError`, `StartError`.
+        """
+        card = read_card(directory)
+        if card is None:
+            raise ConfigError(f"{directory} holds no running engine")
+        engine, config = cls.__new__(cls), EngineConfig(**card.config | {"trace": None})
+        engine.tokenizer, engine.defaults = _load_tokenizer(config, progress)
+        engine._meet(Client(card.address, config, directory), time.monotonic() + config.target_timeout)
+        engine._launcher, engine.config, engine.directory = None, config, directory
+        return engine
+
+    def _launch(self, launcher: LocalLauncher, progress: Progress) -> None:
+        self._launcher: LocalLauncher | None = launcher
+        self.config, self.directory = launcher.config, launcher.directory
         try:
             address = launcher.launch(progress)
-            self.tokenizer, self.defaults = _load_tokenizer(launcher.config, progress)
+            self.tokenizer, self.defaults = _load_tokenizer(self.config, progress)
             deadline = launcher.wait_until_ready()
-            client = Client(address, launcher)
-            client.meet(deadline)
+            self._meet(Client(address, self.config, self.directory, launcher), deadline)
             launcher.keep()
         except BaseException:
-            (client or launcher).close()
+            launcher.close()
             raise
-        self._launcher, self.client = launcher, client
-        self.config, self.directory = launcher.config, launcher.directory
+
+    def _meet(self, client: Client, deadline: float) -> None:
+        self.client = client
+        try:
+            client.meet(deadline)
+        except BaseException:
+            client.close()
+            raise
 
     def close(self) -> None:
         """Ends the workers and removes their files; a second time it does nothing, nor in a forked process.
@@ -121,12 +144,12 @@ class Engine:
     @property
     def draft_pid(self) -> int | None:
         """Process id of the draft worker on this host; None if there is none now."""
-        return self._launcher.draft_pid
+        return None if self._launcher is None else self._launcher.draft_pid
 
     @property
     def draft_restarts(self) -> int:
         """How often a lost draft was restarted, if this process launched it."""
-        return self._launcher.draft_restarts
+        return 0 if self._launcher is None else self._launcher.draft_restarts
 
     def stream(
         self,
@@ -185,8 +208,7 @@ class Engine:
 
     def encode(self, prompt: Prompt, *, raw: bool = True) -> list[int]:
         """The tokens of a prompt; see `stream`. Raises `RequestError`."""
-        check_length(self.tokenizer, prompt, self.context)
-        return encode(self.tokenizer, prompt, raw)
+        return encode(self.tokenizer, prompt, raw, self.context)
 
     def _decoding(self, decoding: DecodingConfig | None, **named: str | None) -> DecodingConfig:
         values = decoding.model_dump(exclude_unset=True) if decoding else {}
@@ -208,7 +230,7 @@ class Engine:
     @property
     def trace_errors(self) -> list[PearlError]:
         """Of a closed engine: why the trace that it should write is missing."""
-        return [*self.client.trace_errors, *self._launcher.trace_errors]
+        return [*self.client.trace_errors, *([] if self._launcher is None else self._launcher.trace_errors)]
 
     def wait_until_lost(self) -> None:
         """Never returns. Raises `TargetLost` once the target is gone; for a process that only keeps an engine alive."""

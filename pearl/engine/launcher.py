@@ -1,4 +1,4 @@
-"""Launching an engine's workers and ending them: here, under torchrun (`torchrun`), or not at all (`attach`)."""
+"""Launching an engine's workers and ending them: here, or under torchrun (`torchrun`)."""
 
 from __future__ import annotations
 
@@ -27,74 +27,24 @@ _EXIT_SECONDS = 5.0  # for the last status line of a worker that exits
 _LOOK_SECONDS = 0.1  # between two checks whether a trace is still being written
 
 
-class Launcher:
-    """Starts what an engine needs, by its methods in this order; `close` is called whatever fails.
+class LocalLauncher:
+    """Starts what an engine needs, as children of this process, by its methods in this order.
 
-    As it stands: for an engine of another process, which runs already. Nothing is launched, ended or removed.
+    `close` is called whatever fails.
+
+    Args:
+        draft_elsewhere: another process launches the draft.
 
     Attributes:
         directory: the engine's, of sockets and keys, accessible to this user only.
-        address: where the target listens, once it is known.
-        remedy: what a user can do once the target is lost.
         draft_pid: process id of the draft worker on this host; None if there is none now.
         draft_restarts: how often this process restarted a lost draft.
         trace_errors: why the trace of the workers' whole run was not written.
     """
 
-    remedy = "Start an engine again, with `pearl serve` for example"
-
-    def __init__(self, config: EngineConfig, directory: Path, address: str = "") -> None:
-        self.config, self.directory, self.address = config, directory, address
-        self.trace_errors: list[PearlError] = []
-
-    @property
-    def draft_pid(self) -> int | None:
-        return None
-
-    @property
-    def draft_restarts(self) -> int:
-        return 0
-
-    def launch(self, progress: Progress) -> str:
-        """Starts the workers; returns the address where the target listens while they load their models."""
-        return self.address
-
-    def wait_until_ready(self) -> float:
-        """Returns once models are loaded: the time.monotonic() by which the target must have answered.
-
-        Raises the worker's own error if it fails, `StartError` if it is late.
-        """
-        return time.monotonic() + self.config.target_timeout
-
-    def keep(self) -> None:
-        """The engine is ready: from now on a failed draft is restarted, and other fronts can find the engine."""
-
-    def alive(self, connected: bool) -> bool:
-        """Whether the target runs. `connected`: whether the connection to it is up."""
-        return connected
-
-    def exit_cause(self, otherwise: str) -> str:
-        """Why the target is gone: its own last error, or `otherwise`."""
-        return otherwise
-
-    def lose(self) -> None:
-        """The target cannot be used any more: ends at once what was launched. From any thread, and repeatedly."""
-
-    def close(self) -> None:
-        """Ends what was launched and removes its files, also after `lose`."""
-
-
-class LocalLauncher(Launcher):
-    """The workers are children of this process, in a directory of its own.
-
-    Args:
-        draft_elsewhere: another process launches the draft.
-    """
-
-    remedy = "Make a new engine"
-
     def __init__(self, config: EngineConfig, draft_elsewhere: bool = False) -> None:
-        super().__init__(config, private_directory())
+        self.config, self.directory = config, private_directory()
+        self.trace_errors: list[PearlError] = []
         self._began = time.time()
         self.target: Worker | None = None
         self.draft: DraftKeeper | None = None
@@ -112,6 +62,7 @@ class LocalLauncher(Launcher):
         return self.draft.restarts if self.draft else 0
 
     def launch(self, progress: Progress) -> str:
+        """Starts the workers; returns the address where the target listens while they load their models."""
         config, directory = self.config, self.directory
         check(config, ("target",) if self._draft_elsewhere else config.roles, progress)
         self._deadline = time.monotonic() + config.startup_timeout
@@ -133,6 +84,10 @@ class LocalLauncher(Launcher):
             self.draft = DraftKeeper(self.config, address, self.directory, progress)
 
     def wait_until_ready(self) -> float:
+        """Returns once models are loaded: the time.monotonic() by which the target must have answered.
+
+        Raises the worker's own error if it fails, `StartError` if it is late.
+        """
         assert self.target is not None
         while not self.target.reached("ready"):
             self._check_others()
@@ -165,6 +120,7 @@ class LocalLauncher(Launcher):
         return target.exit_error()
 
     def keep(self) -> None:
+        """The engine is ready: from now on a failed draft is restarted, and other fronts can find the engine."""
         assert self.target is not None
         if self.draft:
             self.draft.keep()
@@ -175,22 +131,26 @@ class LocalLauncher(Launcher):
         places = {role: worker.place for role, worker in workers.items()}
         write_card(self.directory, self.target.address, config, places)
 
-    def alive(self, connected: bool) -> bool:
+    @property
+    def alive(self) -> bool:
+        """Whether the target runs."""
         return self.target is not None and self.target.alive
 
     def exit_cause(self, otherwise: str) -> str:
+        """Why the target is gone: its own last error, or `otherwise`."""
         with contextlib.suppress(StartError):
             return str(self._final_error(self.target)) if self.target is not None else otherwise
         return otherwise
 
     def lose(self) -> None:
+        """The target cannot be used any more: ends at once what was launched. From any thread, and repeatedly."""
         with self._ending:
             if self.target is not None:
                 self.target.kill()
         self._end(_DRAFT_END_SECONDS)
 
     def close(self) -> None:
-        """Also writes the trace of the workers' whole run, if the configuration asks for one."""
+        """Ends what was launched and removes its files, also after `lose`; writes the trace of the whole run."""
         self._end(END_SECONDS)
         if self.config.trace:
             path, deadline = Path(self.config.trace), time.monotonic() + _EXIT_SECONDS

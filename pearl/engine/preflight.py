@@ -12,7 +12,7 @@ from pearl.cache import Progress, silent
 from pearl.config import EngineConfig, ModelConfig, ModelRole
 from pearl.drafting.disco import classifier_of
 from pearl.errors import ModelError
-from pearl.models.checkpoints.checkpoint import is_replay, is_toy, resolve_checkpoint, toy_options
+from pearl.models.checkpoints.checkpoint import is_toy, resolve_checkpoint, toy_options
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.text.tokenizer import check_same_vocabulary
 from pearl.worker.profile import load
@@ -49,8 +49,7 @@ def _check_model(model: ModelConfig, progress: Progress) -> None:
     if model.place.kind == "cuda" and not _has_gpu():
         raise ModelError(f"{model.role}: device {model.device} is not there: this machine shows no GPU")
     if is_toy(model.spec):
-        if not is_replay(model.spec):
-            toy_options(model.spec)
+        toy_options(model.spec)
         return
     _check_dtype(model)
     if not model.spec.startswith("embedded"):

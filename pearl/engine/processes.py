@@ -17,7 +17,6 @@ from itertools import count
 from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any
-from weakref import WeakSet
 
 from pearl import errors
 from pearl.cache import Progress
@@ -34,18 +33,6 @@ END_SECONDS = 8.0  # for a worker to end by itself; then it is killed
 _LOOK_SECONDS = 0.2  # between two checks of a draft
 _MOST_BACK_OFF_SECONDS = 30.0  # before a restart: a draft that dies at once must not become a busy loop
 _SOUND_SECONDS = 600.0  # after a run this long, earlier restarts no longer count
-
-
-_workers: WeakSet[Worker] = WeakSet()
-
-
-def _disown_workers() -> None:
-    """In a forked process, which must not hold the workers' stdin open: its end tells them to end."""
-    for worker in _workers:
-        worker.disown()
-
-
-os.register_at_fork(after_in_child=_disown_workers)
 
 
 class Worker:
@@ -69,7 +56,6 @@ class Worker:
             env=_environment(settings.model.place) | {DIRECTORY: str(settings.directory)},
             start_new_session=True,  # Ctrl-C is for the front; a worker ends when its stdin closes
         )
-        _workers.add(self)
         self._write(settings.to_json() + b"\n")
         self._reader = threading.Thread(target=self._read, daemon=True, name=f"{self.role}-status")
         self._reader.start()
@@ -152,20 +138,11 @@ class Worker:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Closes the worker's stdin, which makes it end. Does not wait."""
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError):  # it has ended already
-                self._process.stdin.close()
-
-    def disown(self) -> None:
-        """Leaves the worker to the process that started it."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError, ValueError):  # it was closed already
-                if pipe is not None:
-                    # The descriptor stays in use, since this process's copy of `pipe` will close it.
-                    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-                    os.dup2(null, pipe.fileno(), inheritable=False)
-                    os.close(null)
+        """Makes the worker end, by a byte and the end of its stdin, which a fork of this process may hold open too."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # it has ended already, or this was called before
+            self._process.stdin.write(b"\n")
+            self._process.stdin.close()
 
     def end(self, seconds: float = END_SECONDS) -> None:
         """Waits until it has ended, and kills it if it does not."""

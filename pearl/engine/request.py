@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, TypedDict, TypeVar
+from math import inf
+from typing import Any, TypedDict
 
 from pearl.config import DecodingConfig, SamplingParams
 from pearl.errors import RequestError
@@ -41,8 +41,7 @@ class Chat:
 
 log = logging.getLogger(__name__)
 
-_Made = TypeVar("_Made", str, list[int])
-_SHORT = 1 << 16  # characters of a prompt that is encoded without a check of its length
+_MOST_CHARACTERS = 32  # of a prompt for each token of the context: texts have 2 to 5
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | Chat
 _PROMPT = "a prompt is text, a list of chat messages, or a list of token ids"
 
@@ -75,23 +74,24 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     return [prompts] if prompts and isinstance(prompts[0], (int, dict)) else prompts
 
 
-def encode(tokenizer: Tokenizer, prompt: Prompt, raw: bool = True) -> list[int]:
+def encode(tokenizer: Tokenizer, prompt: Prompt, raw: bool = True, context: float = inf) -> list[int]:
     """The tokens of a prompt: text, token ids, or chat messages.
 
     Args:
         raw: take text as it is; False applies the chat template, if there is one.
+        context: tokens that the model holds.
     """
     if isinstance(prompt, str):
-        messages = [{"role": "user", "content": prompt}]
-        chat = None if raw else tokenizer.apply_chat(messages)
-        return chat if chat is not None else tokenizer.encode(prompt)
+        chat = None if raw else tokenizer.chat_text([{"role": "user", "content": prompt}])
+        return _encoded(tokenizer, prompt if chat is None else chat, context, special=chat is None)
     if isinstance(prompt, Chat):
-        return tokenizer.encode(_chat_text(tokenizer, prompt), special=False)  # the template writes its own
+        text = _chat_text(tokenizer, prompt)
+        return _encoded(tokenizer, text, context, special=False)  # the template writes its own
     if not isinstance(prompt, Iterable) or isinstance(prompt, Mapping):
         raise RequestError(f"{_PROMPT}; not {_named(prompt)}")
     items: list[Any] = list(prompt)
     if items and all(isinstance(item, dict) for item in items):
-        return _templated(tokenizer.apply_chat(items))
+        return encode(tokenizer, Chat(items), raw, context)
     if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items):
         raise RequestError(_PROMPT)
     if items and max(items) >= 2**31:
@@ -121,33 +121,17 @@ def _say_in_words() -> None:
     log.warning("the chat template does not tell its model of tools: the system prompt does, in Hermes' format")
 
 
-def check_length(tokenizer: Tokenizer, prompt: Prompt, context: int) -> None:
-    """Raises `RequestError` if part of the text already has over twice the tokens that the context holds.
-
-    Encoding all of it may take seconds, during which other requests wait. Twice: a template may leave something out.
-    """
-    text, size = _text(prompt), _SHORT
-    while size < len(text):
-        if len(tokenizer.encode(text[:size], special=False)) > 2 * context:
-            raise RequestError(f"the context holds {context} tokens; the prompt has more than {2 * context}")
-        size *= 2
+def _encoded(tokenizer: Tokenizer, text: str, context: float, *, special: bool) -> list[int]:
+    """Refuses a text that cannot fit before encoding it: that takes seconds, in which other requests wait."""
+    if len(text) > _MOST_CHARACTERS * context:
+        raise RequestError(f"the context holds {context} tokens; the prompt has {len(text)} characters")
+    return tokenizer.encode(text, special=special)
 
 
-def _text(prompt: Any) -> str:
-    """The text of a prompt, without the template's own."""
-    if isinstance(prompt, Chat):
-        return _text(prompt.messages) + json.dumps([*prompt.tools]) + prompt.prefix
-    if isinstance(prompt, Sequence) and not isinstance(prompt, str):
-        return "\n".join(
-            f"{one.get('content')}{one.get('tool_calls') or ''}" for one in prompt if isinstance(one, Mapping)
-        )
-    return prompt if isinstance(prompt, str) else ""
-
-
-def _templated(made: _Made | None) -> _Made:
-    if made is None:
+def _templated(text: str | None) -> str:
+    if text is None:
         raise RequestError("this model has no chat template: give the prompt as text or token ids")
-    return made
+    return text
 
 
 def _named(value: object) -> str:

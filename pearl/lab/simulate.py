@@ -24,7 +24,7 @@ from pearl.drafting.proposer import Launched
 from pearl.drafting.step import Step
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import Event, TargetExecutor
-from pearl.metrics import Stopwatch
+from pearl.metrics import Statistics, Stopwatch, fold
 from pearl.models.runner import Feed, ModelRunner, WrappedRunner
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
@@ -39,7 +39,6 @@ from pearl.protocol.events import (
     Forwarded,
     Judge,
     Judged,
-    Phase,
     Sample,
     Sampled,
     Send,
@@ -77,18 +76,21 @@ class Outcome:
 
     Attributes:
         seconds: virtual time of the last commit.
-        target_steps: target forwards after the prefill.
         watch: times as a worker measures them.
-        window: the window (c or gamma) last used.
+        statistics: as the front of a real request gets them.
     """
 
     tokens: list[int] = field(default_factory=list)
     provenance: list[Provenance] = field(default_factory=list)
     seconds: float = 0.0
-    target_steps: int = 0
     counts: Counts = field(default_factory=Counts)
     watch: Stopwatch = field(default_factory=Stopwatch)
-    window: int = 0
+    statistics: Statistics = field(default_factory=Statistics)
+
+    @property
+    def target_steps(self) -> int:
+        """Target forwards after the prefill."""
+        return self.counts.steps
 
 
 class Executor(Protocol):
@@ -222,7 +224,8 @@ class Simulation:
         draft_context: int,
         speeds: Speeds | None,
     ) -> None:
-        self._coordinator = Coordinator(speeds or known_speeds(timing))
+        self._speeds = speeds or known_speeds(timing)
+        self._coordinator = Coordinator(self._speeds)
         self._drafter = Drafter(draft_context)
         self._executors = (target, draft)
         self._timing = timing
@@ -230,7 +233,7 @@ class Simulation:
         self._queue: list[tuple[float, int, bool, int, object]] = []  # time, actor, own forward, order
         self._order = count()
         self._now = 0.0
-        self._done = False
+        self._done, self._window = False, 0
         self._waiting: list[tuple[Cause, float] | None] = [None, None]  # by actor: cause, since
         self.outcome = Outcome()
 
@@ -243,9 +246,8 @@ class Simulation:
             for command in self._handle(actor, event):
                 self._carry_out(actor, command)
         self._end_wait(1)
-        self.outcome.target_steps = sum(
-            n for phase, n in self.outcome.counts.steps.items() if phase is not Phase.PREFILL
-        )
+        counts, watch = self.outcome.counts, self.outcome.watch
+        self.outcome.statistics = fold(counts, watch, self._speeds, len(submit.prompt), self._window)
         return self.outcome
 
     def _handle(self, actor: int, event: object) -> list[object]:
@@ -264,7 +266,7 @@ class Simulation:
         elif kind is Deliver:
             self._deliver(command.message)  # type: ignore[attr-defined]
         elif kind is End:
-            self.outcome.counts, self.outcome.window = command.counts, command.window  # type: ignore[attr-defined]
+            self.outcome.counts, self._window = command.counts, command.window  # type: ignore[attr-defined]
             self._done = True
         else:
             self._waiting[actor] = None

@@ -1,13 +1,11 @@
-"""The file format of recorded texts: a target's answers and the draft's distribution at every position. No torch.
+"""The file format of recorded texts: a target's answers and what the draft draws at every position. No torch.
 
 A file is a zip of numpy arrays (npz), each with the zip's checksum:
 
     header    uint8: JSON, see `Header`
     tokens    int32 [n]: prompt and answer of each text, concatenated
     lengths   int64 [texts, 2]: tokens of each prompt and of each answer
-    ids       int32 [answer tokens, top]: the draft's likeliest tokens at each position of the answers, and last in each
-              row the token that the draft draws there
-    logits    float32 [answer tokens, top]: their logits, before the temperature
+    drawn     int32 [answer tokens]: the token that the draft draws at each position of the answers
     features  float32 [answer tokens, 12]: the ten largest probabilities of the draft's whole row at temperature 1, its
               entropy in nats, and the probability of the token that it draws
 """
@@ -36,8 +34,7 @@ _DTYPES = {
     "header": "uint8",
     "tokens": "int32",
     "lengths": "int64",
-    "ids": "int32",
-    "logits": "float32",
+    "drawn": "int32",
     "features": "float32",
 }
 _Ints = npt.NDArray[np.int32]
@@ -57,7 +54,7 @@ class Header(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    pearl_texts: Literal[1] = 1
+    pearl_texts: Literal[2] = 2
     target: str
     draft: str
     vocab_size: Annotated[int, Field(ge=2, le=2**31 - 1)]
@@ -76,18 +73,17 @@ class Header(BaseModel):
 
 @dataclass(frozen=True, eq=False)
 class RecordedText:
-    """One text. Row i of `ids` and `logits` [answer, top] and of `features` [answer, FEATURES] belongs to answer[i]."""
+    """One text. drawn[i] of `drawn` [answer] and row i of `features` [answer, FEATURES] belong to answer[i]."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
-    ids: _Ints
-    logits: _Floats
+    drawn: _Ints
     features: _Floats
 
     @property
     def right(self) -> list[bool]:
         """For each token of the answer, whether the draft draws it too."""
-        return [drawn == token for drawn, token in zip(self.ids[:, -1].tolist(), self.answer, strict=True)]
+        return [drawn == token for drawn, token in zip(self.drawn.tolist(), self.answer, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -102,8 +98,7 @@ def write_texts(path: Path, header: Header, texts: Sequence[RecordedText]) -> No
         "header": np.frombuffer(header.model_dump_json().encode(), np.uint8),
         "tokens": np.array([token for text in texts for token in (*text.prompt, *text.answer)], np.int32),
         "lengths": np.array([(len(text.prompt), len(text.answer)) for text in texts], np.int64).reshape(-1, 2),
-        "ids": np.concatenate([text.ids for text in texts]),
-        "logits": np.concatenate([text.logits for text in texts]),
+        "drawn": np.concatenate([text.drawn for text in texts]),
         "features": np.concatenate([text.features for text in texts]),
     }
     building = path.with_name(f".{path.name}.{os.getpid()}")
@@ -150,24 +145,22 @@ def _checked(arrays: dict[str, Any]) -> RecordedTexts:
     for name, dtype in _DTYPES.items():
         _require(isinstance(arrays[name], np.ndarray) and arrays[name].dtype == dtype, f"{name} is not of {dtype}")
     header = Header.model_validate_json(json.dumps(parse_json(arrays["header"].tobytes().decode())))
-    tokens, lengths, ids, logits = (arrays[name] for name in ("tokens", "lengths", "ids", "logits"))
+    tokens, lengths, drawn = (arrays[name] for name in ("tokens", "lengths", "drawn"))
     features, most = arrays["features"], header.vocab_size
     _require(
         lengths.ndim == 2 and lengths.shape[1:] == (2,) and len(lengths) > 0 and lengths.min() > 0,
         "a text has no prompt or no answer",
     )
     _require(tokens.ndim == 1 and lengths.sum() == len(tokens), "tokens and lengths differ")
-    _require(ids.ndim == 2 and ids.shape == logits.shape and ids.shape[1] > 0, "ids and logits differ")
-    _require(len(ids) == lengths[:, 1].sum(), "its rows are not as many as its answers have tokens")
-    for each in (tokens, ids, np.array([0, *header.eos])):
+    _require(drawn.shape == (lengths[:, 1].sum(),), "its draws are not as many as its answers have tokens")
+    for each in (tokens, drawn, np.array([0, *header.eos])):
         _require(each.min() >= 0 and each.max() < most, f"a token lies outside the vocabulary of {most}")
-    _require(np.isfinite(logits).all(), "a logit is not finite")
-    _require(features.shape == (len(ids), FEATURES), "features has a wrong shape")
+    _require(features.shape == (len(drawn), FEATURES), "features has a wrong shape")
     _require(features.min() >= 0 and features.max() < 1e3, "a feature is no probability or entropy")
     texts, start, row = [], 0, 0
     for prompt, answer in lengths.tolist():
         whole, rows = tuple(tokens[start : start + prompt + answer].tolist()), slice(row, row + answer)
-        texts.append(RecordedText(whole[:prompt], whole[prompt:], ids[rows], logits[rows], features[rows]))
+        texts.append(RecordedText(whole[:prompt], whole[prompt:], drawn[rows], features[rows]))
         start, row = start + prompt + answer, row + answer
     return RecordedTexts(header, tuple(texts))
 

@@ -18,6 +18,7 @@ import torch
 from pearl.models.checkpoints.checkpoint import toy_options
 from pearl.models.feeds import Feed, is_path
 from pearl.models.runner import Capabilities, ModelRunner, check_feeds
+from pearl.spec.methods import BRANCHES
 
 NextToken = Callable[[Sequence[int]], torch.Tensor]  # the tokens so far -> probabilities of the next [vocab_size]
 
@@ -146,8 +147,8 @@ def coin_pair(vocab_size: int, alpha: float, seed: int = 0, order: int = 8) -> t
     return target, draft
 
 
-def load_toy(spec: str, role: str, max_context: int | None, slots: int) -> ModelRunner:
-    """A runner of `slots` sequences, from `toy` or `toy:vocab=32,alpha=0.8,seed=1,context=4096`.
+def load_toy(spec: str, role: str, max_context: int | None = None, texts: int = 1) -> ModelRunner:
+    """A runner from `toy` or `toy:vocab=32,alpha=0.8,seed=1,context=4096`, of `texts` sequences and a draft's branches.
 
     `role`: "target" or "draft". `coin=1`: one of `coin_pair`. Raises `ModelError` for an unknown key or a bad value.
     """
@@ -155,4 +156,4 @@ def load_toy(spec: str, role: str, max_context: int | None, slots: int) -> Model
     vocab = int(values["vocab"])
     pair = (coin_pair if values["coin"] else alpha_pair)(vocab, values["alpha"], int(values["seed"]))
     context = min(int(values["context"]), max_context or 1 << 20)
-    return ToyRunner(vocab, pair[role == "draft"], context, slots)
+    return ToyRunner(vocab, pair[role == "draft"], context, texts + BRANCHES)

@@ -11,7 +11,6 @@ from pearl.protocol.messages import Cancel, DraftTokens, FinishReason, Resync, S
 from pearl.protocol.request import Counts
 from pearl.protocol.request_machine import RequestMachine
 from pearl.protocol.scheduler import Scheduler
-from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.speeds import Speeds
 from pearl.protocol.target_states import WAITING, State
 
@@ -30,7 +29,8 @@ class Coordinator:
         self.draft_context = 0  # 0: no draft
         self.running: dict[int, RequestMachine] = {}
         self.scheduler = Scheduler(slots, piece)
-        self._last: RequestMachine | None = None  # begun last
+        self.window = 0  # c as last used
+        self.stale = 0  # messages of the draft dropped because their request is over
 
     def handle(self, event: object) -> list[object]:
         """Take one event, for the request that it names or for all; return the commands it leads to, in order.
@@ -53,14 +53,14 @@ class Coordinator:
                 self.scheduler.is_held = is_held
                 return self._admit()
             case DraftTokens() | Resync():
-                self.counts.stale += 1
+                self.stale += 1
                 return []
             case DraftGone(request=int()):
                 return []
             case DraftJoined() | DraftGone():
                 return self._change_draft(event)
         raise LocalProtocolError(
-            f"target in state {self.state.value} (epoch {self.epoch}) cannot take {event!r}: "
+            f"target in state {self.state.value} cannot take {event!r}: "
             f"running are {list(self.running) or 'no requests'}"
         )
 
@@ -78,6 +78,7 @@ class Coordinator:
 
     def _release(self, machine: RequestMachine) -> list[object]:
         del self.running[machine.request.number]
+        self.window = machine.draft.window
         self.scheduler.release(machine.slot)
         return self._admit()
 
@@ -88,9 +89,8 @@ class Coordinator:
             submit, slot = admitted
             sequence = self.scheduler.sequences[slot]
             known = self.speeds, self.draft_context, self.window
-            self._last = RequestMachine(submit, sequence, slot, *known, self.running)
-            self.running[submit.request] = self._last
-            commands += self._last.handle(submit)
+            machine = self.running[submit.request] = RequestMachine(submit, sequence, slot, *known, self.running)
+            commands += machine.handle(submit)
         return commands
 
     @property
@@ -99,30 +99,7 @@ class Coordinator:
         texts = {number: machine.sequence for number, machine in self.running.items() if machine.state in WAITING}
         return {number: (text.committed, len(text.tokens)) for number, text in texts.items()}
 
-    # ---- snapshots of the request that began last ----
-
     @property
     def state(self) -> State:
-        return self._last.state if self._last else State.IDLE
-
-    @property
-    def request(self) -> Submit | None:
-        """None where none runs."""
-        return self._last.request.submit if self._last and self._last.state is not State.IDLE else None
-
-    @property
-    def sequence(self) -> TokenSequence:
-        return self._last.sequence if self._last else self.scheduler.sequences[0]
-
-    @property
-    def counts(self) -> Counts:
-        return self._last.request.counts if self._last else Counts()
-
-    @property
-    def epoch(self) -> int:
-        return self._last.epoch if self._last else 0
-
-    @property
-    def window(self) -> int:
-        """c as last used."""
-        return self._last.draft.window if self._last else 0
+        """That of the request which began last."""
+        return next(reversed(self.running.values())).state if self.running else State.IDLE

@@ -203,7 +203,7 @@ class DraftView:
     def _append(self, message: DraftTokens) -> Received:
         request = self._request
         self._is_paused = message.paused
-        request.counts.pauses += message.paused
+        request.counts.num_draft_stops += message.paused
         request.propose(_proposal(request, message))
         self._received = len(request.sequence.tokens)
         return Received.PENDING
@@ -219,9 +219,9 @@ class DraftView:
         own = seq.tokens[message.start : seq.committed]
         agreed = common_prefix(own, message.tokens)
         is_wrong = agreed < min(len(own), len(message.tokens))
-        counts.drafted += agreed + is_wrong
-        counts.judged += agreed + is_wrong
-        counts.accepted += agreed
+        counts.num_draft_tokens += agreed + is_wrong
+        counts.num_judged_draft_tokens += agreed + is_wrong
+        counts.num_accepted_draft_tokens += agreed
         counts.late += agreed
         self._speeds.observe_judgement(agreed, agreed + is_wrong)
         self._received = message.start + agreed + is_wrong

@@ -6,7 +6,6 @@ They decide nothing about the text, never wait while they may draft, and send dr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -48,18 +47,6 @@ TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
 ANYTIME = (Begin, Verdict, Finish)
 
 
-@dataclass
-class Counts:
-    """Over the draft's whole life, in tokens and messages."""
-
-    drafted: int = 0
-    stale: int = 0  # verdicts of another request or an older epoch
-    wasted: int = 0  # drafted tokens that a verdict overtook
-    resyncs: int = 0
-    branched: int = 0  # tokens drafted for other outcomes
-    foreseen: int = 0  # of these, those sent for the outcome that came
-
-
 class DraftMachine(Machine):
     """Drafts for one request after the other, in one slot.
 
@@ -73,7 +60,7 @@ class DraftMachine(Machine):
     transitions: ClassVar[Table[Any]] = TRANSITIONS
     anytime: ClassVar[tuple[type, ...]] = ANYTIME
 
-    def __init__(self, slot: int, context: int, counts: Counts, machines: Sequence[DraftMachine], piece: int) -> None:
+    def __init__(self, slot: int, context: int, machines: Sequence[DraftMachine], piece: int) -> None:
         super().__init__()
         self.slot, self.context, self._machines = slot, context, machines
         self.state = State.IDLE
@@ -82,7 +69,6 @@ class DraftMachine(Machine):
         self.computing = -1  # the request that the running forward is for, should another have begun meanwhile
         self.epoch = 0
         self.draft_until = 0
-        self.counts = counts
         self._lost = False
         self._paused = False  # the stop policy has ended drafting until all drafted tokens are judged
         self._is_hedged = False  # no more branches are worth a forward until the next verdict
@@ -115,7 +101,6 @@ class DraftMachine(Machine):
             self._lose(verdict, do)
             return
         if old or self._lost or verdict.start < seq.committed:
-            self.counts.stale += 1
             return
         if verdict.start > seq.committed or not self._apply(verdict):
             self._lose(verdict, do)
@@ -141,14 +126,12 @@ class DraftMachine(Machine):
         if event.failure:
             self._give_up(event.failure, do)
         elif self._overtaken:
-            self.counts.wasted += len(event.tokens)
-            self._follow(event.branches, do)
+            pass  # what it drafted would continue an outdated prefix
         elif event.tokens:
             assert self.begun is not None
             start = len(self.sequence.tokens)
             self.sequence.extend(event.tokens)
             self.sequence.feed(event.cached)
-            self.counts.drafted += len(event.tokens)
             self._paused = event.paused
             # The forward of a whole prefix is no measure of a token's time.
             seconds = (self._searched + event.seconds) / len(event.tokens) if self._in_flight == 1 else 0.0
@@ -178,29 +161,10 @@ class DraftMachine(Machine):
             if not new or not is_open or branch.tokens[: len(sent)] != sent:
                 continue
             self._branches[branch.after] = branch.tokens
-            self.counts.branched += len(new)
             start, rows = branch.start + len(sent), branch.rows[len(sent) :]
             message = DraftTokens(self.begun.request, self.epoch, start, new, 0.0, rows, source=Source.BRANCH)
             seen = branch.seen[len(sent) :] if self.begun.options.sends_runners_up else ()
             do(Send(message.changed(after=branch.after, known=seq.committed, runners_up=seen)))
-
-    def _follow(self, branches: tuple[Proposal, ...], do: Do) -> None:
-        """Send the tokens that the last forward has added to a branch which has become the text since."""
-        seq = self.sequence
-        for branch in branches:
-            if self.begun is None or branch.after != self._followed:
-                continue
-            have = len(seq.tokens) - branch.start
-            end = max(have, self._until - branch.start)
-            new = branch.tokens[have:end]
-            if new and list(branch.tokens[:have]) == seq.tokens[branch.start :]:
-                start, known = len(seq.tokens), seq.committed
-                seq.extend(new)
-                self.counts.drafted += len(new)
-                rows = branch.rows[have:end]
-                message = DraftTokens(self.begun.request, self.epoch, start, new, 0.0, rows, known=known)
-                seen = branch.seen[have:end] if self.begun.options.sends_runners_up else ()
-                do(Send(message.changed(source=Source.BRANCH, runners_up=seen)))
 
     def _part(self) -> None:
         """The prefix has changed: drop the tokens being drafted, and the branches."""
@@ -298,7 +262,6 @@ class DraftMachine(Machine):
                 if prepared:
                     seq.extend(prepared)
                     self._followed = outcome
-                    self.counts.foreseen += len(prepared)
         if verdict.epoch > self.epoch:  # the target has discarded what else we drafted
             self.epoch = verdict.epoch
             self._overtaken = True
@@ -311,7 +274,6 @@ class DraftMachine(Machine):
 
     def _lose(self, verdict: Verdict, do: Do) -> None:
         assert self.begun is not None
-        self.counts.resyncs += 1
         self._lost = True
         self._part()
         self._paused = False
@@ -340,10 +302,9 @@ class Drafter:
 
     def __init__(self, context: int, slots: int = 1, piece: int = 1) -> None:
         self.context, self.piece = context, piece
-        self.counts = Counts()
         self.machines: list[DraftMachine] = []
         for slot in range(slots):
-            self.machines.append(DraftMachine(slot, context, self.counts, self.machines, piece))
+            self.machines.append(DraftMachine(slot, context, self.machines, piece))
         self._turn = 0  # of the slot that a request takes where none is free
 
     def handle(self, event: object) -> list[object]:
@@ -382,21 +343,6 @@ class Drafter:
         """The state of the busiest slot."""
         states = [machine.state for machine in self.machines]
         return next(one for one in _BUSIEST if one in states)
-
-    # ---- snapshots, where there is one slot ----
-
-    @property
-    def sequence(self) -> TokenSequence:
-        return self.machines[0].sequence
-
-    @property
-    def begun(self) -> Begin | None:
-        """The request that is drafted for."""
-        return self.machines[0].begun
-
-    @property
-    def epoch(self) -> int:
-        return self.machines[0].epoch
 
 
 _BUSIEST = (State.DRAFTING, State.LOST, State.WAITING, State.IDLE)

@@ -7,7 +7,7 @@ Messages (`protocol/messages.py`) are events too. A worker carries out commands 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any
 
 from pearl.protocol.foresight import Seen
@@ -16,7 +16,7 @@ from pearl.protocol.options import RequestOptions
 from pearl.protocol.proposals import Proposal
 
 
-class Phase(Enum):
+class Phase(StrEnum):
     """What a target forward is for (DESIGN section 2)."""
 
     PREFILL = "prefill"
@@ -134,13 +134,6 @@ class Hold:
     """Begin no more requests, as a recording begins or ends between two; or begin those that wait."""
 
     is_held: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Stalled:
-    """Target and draft wait for each other: a message was lost."""
-
-    request: int = field(default=-1, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,9 +136,9 @@ class Feeding:
         guesses = self._num_worthwhile(guessed, len(tokens))
         self._fed = fed = FedTokens.of(start, tokens, guessed, guesses, len(seq.tokens))
         seq.cached = start + len(fed.tokens) if fed.parents is None else start  # of a tree, `settle` keeps one path
-        self._request.counts.guesses += guesses
-        self._request.counts.siblings += guessed.sources[:guesses].count(Source.RUNNER_UP)
-        self._request.counts.steps[phase] += 1
+        self._request.counts.num_guesses += guesses
+        self._request.counts.num_siblings += guessed.sources[:guesses].count(Source.RUNNER_UP)
+        self._request.counts.target_steps[phase] += 1
         rows = max(0, start + len(fed.tokens) + 1 - seq.committed)
         do(Forward(phase, start, fed.tokens, rows, fed.parents, request=self._request.number))
         return phase
@@ -174,10 +174,10 @@ class Feeding:
                 request.commit(None, Provenance.ACCEPTED, stop)
             else:
                 is_wrong = True
-                counts.judged += is_node
+                counts.num_judged_draft_tokens += is_node
                 request.commit(token, Provenance.GUESSED if is_node else Provenance.CORRECTED, stop)
             if guesser is not None and pending != token:
-                counts.guessed[guesser] = counts.guessed.get(guesser, 0) + 1
+                counts.guessed_by_source[guesser] = counts.guessed_by_source.get(guesser, 0) + 1
         self._speeds.observe_judgement(agreed, agreed + is_wrong)
         # One token ahead of a draft that was right so far is still the same window.
         request.is_fresh = is_wrong or not agreed or undrafted > 1

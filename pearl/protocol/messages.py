@@ -6,7 +6,7 @@ Draft distributions are opaque here: see `pearl.decoding.distribution`.
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta
@@ -39,7 +39,7 @@ class Role(Enum):
     DRAFT = "draft"
 
 
-class Provenance(Enum):
+class Provenance(StrEnum):
     """Where a committed token came from."""
 
     ACCEPTED = "accepted"  # drafted, and the target agreed
@@ -56,7 +56,7 @@ class FinishReason(Enum):
     CANCELLED = "cancelled"
 
 
-class Source(Enum):
+class Source(StrEnum):
     """Who guessed a token."""
 
     MODEL = "model"

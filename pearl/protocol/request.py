@@ -1,6 +1,6 @@
 """One request in the target: its text, the proposals for it, and what its client (front) has received.
 
-Only the request's `RequestMachine` and its parts (`AutoText`, `DraftView`, `Feeding`) change a `Request`.
+Only the request's `RequestMachine` and its parts (`DraftView`, `Feeding`) change a `Request`.
 """
 
 from __future__ import annotations
@@ -17,34 +17,78 @@ from pearl.spec.methods import METHODS, Method
 
 
 @dataclass
-class Counts:
-    """Counters of one request; `pearl.metrics` turns them into statistics."""
+class Tally:
+    """What is counted of one request. `pearl.metrics.Statistics` adds times and rates.
 
-    cached: int = 0  # prompt tokens found in the slot's KV cache (prefix caching)
-    drafted: int = 0  # draft tokens received and used: not stale, not duplicate
-    judged: int = 0
-    accepted: int = 0
-    stale: int = 0  # messages dropped: from an older epoch, or not usable any more
-    duplicate: int = 0  # messages dropped: their tokens had come before
+    Attributes:
+        num_cached_tokens: prompt tokens whose KV was reused from the request before.
+        num_draft_tokens: draft tokens that reached the target, judged or not.
+        num_judged_draft_tokens: those that were accepted or corrected; the rest was discarded by an earlier rejection.
+        num_accepted_draft_tokens: those accepted.
+        run_histogram: accepted tokens of a finished run -> number of such runs.
+        provenance: committed tokens by where they came from.
+        num_guesses: guesses that the target was fed; those committed are `provenance`'s "guessed".
+        num_siblings: the draft's runners-up among them.
+        guessed_by_source: those committed by who guessed them, "n-gram", "datastore" or "runner-up": the surer of two.
+        accepted_by_source: accepted draft tokens by who drafted them: "model"; "lookup" where a guess that the draft
+            confirmed saved it a forward; "branch" where they were prepared for the outcome of a rejection.
+        num_draft_stops: windows that the stop policy ended before their bound.
+        num_rejections: draft tokens corrected, where the rule knows the draft's distributions (rule coupled does not).
+        num_foreseen_rejections: rejections whose outcome the draft had prepared for, in time.
+        num_foreseen_bonuses: bonus tokens that the draft had prepared for, in time (method ssd).
+        ways: method auto: committed tokens by the way that was in use (`ngram`, `pearl`, `sd`, `ssd`).
+        rates: method auto: tokens per second of each way as timed so far, in this and earlier texts.
+        draft_speedup: method auto: how many times as fast the best way with a draft is as `ngram`, by its comparisons
+            in this and earlier texts; None: not compared yet.
+        target_steps: forwards by phase.
+        stale, duplicate, resyncs: draft messages dropped, and whole prefixes sent again.
+    """
+
+    num_cached_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_judged_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    run_histogram: dict[int, int] = field(default_factory=dict)
+    provenance: dict[str, int] = field(default_factory=dict)
+    num_guesses: int = 0
+    num_siblings: int = 0
+    guessed_by_source: dict[str, int] = field(default_factory=dict)
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
+    num_draft_stops: int = 0
+    num_rejections: int = 0
+    num_foreseen_rejections: int = 0
+    num_foreseen_bonuses: int = 0
+    ways: dict[str, int] = field(default_factory=dict)
+    rates: dict[str, float] = field(default_factory=dict)
+    draft_speedup: float | None = None
+    target_steps: dict[str, int] = field(default_factory=dict)
+    stale: int = 0
+    duplicate: int = 0
     resyncs: int = 0
-    foreseen: int = 0  # rejections for which the draft had a branch ready
-    foreseen_bonuses: int = 0  # bonus tokens for which the draft had a branch ready
-    sources: dict[Source, int] = field(default_factory=dict)  # accepted draft tokens, by proposer
-    guesses: int = 0  # fed to the target, beside and behind the text
-    siblings: int = 0  # runners-up of the draft among them
-    guessed: dict[Source, int] = field(default_factory=dict)  # committed guesses, by proposer
-    ways: dict[str, int] = field(default_factory=dict)  # method auto: committed tokens by the way in use
-    rates: dict[str, float] = field(default_factory=dict)  # method auto: tokens per second of each way, so far
-    speedup: float | None = None  # method auto: speed of the best way with a draft over ngram
-    rejected: int = 0  # rejections, among the judgements summed in `odds`
-    odds: Odds | None = None  # summed over judgements that report them
-    pauses: int = 0  # windows that the draft's stop policy ended early
-    late: int = 0  # draft tokens that agree, but came after the target had committed its own draw
-    draft_lost: str = ""  # why the draft was lost mid-request; empty: it was not
-    steps: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(Phase, 0))
-    provenance: dict[Provenance, int] = field(default_factory=lambda: dict.fromkeys(Provenance, 0))
-    runs: dict[int, int] = field(default_factory=dict)  # accepted length -> how often
-    run: int = 0  # accepted tokens since the last correction or bonus
+
+    @property
+    def steps(self) -> int:
+        """Target forwards after the prefill."""
+        return sum(self.target_steps.values()) - self.target_steps.get(Phase.PREFILL, 0)
+
+
+@dataclass
+class Counts(Tally):
+    """The counters of a running request.
+
+    Attributes:
+        odds: summed over the judgements that report them.
+        late: draft tokens that agree, but came after the target had committed its own draw.
+        loss: why the draft was lost; empty: it was not.
+        run: accepted tokens since the last correction or bonus.
+    """
+
+    provenance: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Provenance, 0))
+    target_steps: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Phase, 0))
+    odds: Odds | None = None
+    late: int = 0
+    loss: str = ""
+    run: int = 0
 
 
 class Request:
@@ -117,7 +161,7 @@ class Request:
     def begin(self) -> None:
         """Begin with the prompt; a prefix of it may be in the KV cache already."""
         self.sequence.restart(self.submit.prompt)
-        self.counts.cached = self.sequence.fed
+        self.counts.num_cached_tokens = self.sequence.fed
         self._delivered = self.indexed = self.sequence.committed
 
     def end(self, reason: FinishReason) -> None:
@@ -127,7 +171,7 @@ class Request:
         """Append draft tokens to the text, as pending."""
         self.sequence.extend(proposal.tokens)
         self.proposals.add(proposal)
-        self.counts.drafted += len(proposal.tokens)
+        self.counts.num_draft_tokens += len(proposal.tokens)
 
     def commit(self, token: int | None, provenance: Provenance, is_stop: bool) -> None:
         """Commit `token`; None: accept the first pending token. Does nothing once the request is ending."""
@@ -142,7 +186,7 @@ class Request:
             self.counts.run += provenance is Provenance.GUESSED
         else:
             self._correct(token, provenance)
-        self.counts.judged += provenance in (Provenance.ACCEPTED, Provenance.CORRECTED)
+        self.counts.num_judged_draft_tokens += provenance in (Provenance.ACCEPTED, Provenance.CORRECTED)
         if self.submit.options.method_spec.adapts:
             self.counts.ways[self.method.name] = self.counts.ways.get(self.method.name, 0) + 1
         self._undelivered.append(provenance)
@@ -163,20 +207,20 @@ class Request:
         self.sequence.correct(token)
         if foreseen is not None:
             is_bonus = provenance is Provenance.BONUS
-            self.counts.foreseen += not is_bonus
-            self.counts.foreseen_bonuses += is_bonus
+            self.counts.num_foreseen_rejections += not is_bonus
+            self.counts.num_foreseen_bonuses += is_bonus
             self.propose(foreseen)
             self.foreseen_end = foreseen.end
         if provenance is Provenance.ACCEPTED:  # one of several candidates, but not the one that the draft continued
             self._count_accepted(Source.MODEL)
             return
         if provenance is not Provenance.DIRECT:  # a correction or bonus token: count the accepted length
-            self.counts.runs[self.counts.run] = self.counts.runs.get(self.counts.run, 0) + 1
+            self.counts.run_histogram[self.counts.run] = self.counts.run_histogram.get(self.counts.run, 0) + 1
         self.counts.run = 0
 
     def _count_accepted(self, source: Source) -> None:
-        self.counts.sources[source] = self.counts.sources.get(source, 0) + 1
-        self.counts.accepted += 1
+        self.counts.accepted_by_source[source] = self.counts.accepted_by_source.get(source, 0) + 1
+        self.counts.num_accepted_draft_tokens += 1
         self.counts.run += 1
 
     def discard_pending(self) -> None:

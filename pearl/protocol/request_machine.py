@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pearl.errors import RemoteProtocolError
-from pearl.protocol.auto_text import AutoText
 from pearl.protocol.draft_view import DraftView, Received
 from pearl.protocol.events import (
     Cause,
@@ -34,7 +33,7 @@ from pearl.protocol.events import (
     Open,
     Phase,
     Sampled,
-    Stalled,
+    Spread,
     Wait,
 )
 from pearl.protocol.feeding import Feeding
@@ -76,7 +75,10 @@ class RequestMachine(Machine):
         self.sequence, self.slot, self._speeds = sequence, slot, speeds
         self.request = Request(submit, sequence)
         self.draft = DraftView(self.request, speeds, draft_context, window)
-        self.auto = AutoText(self.request, self.draft, speeds, running)
+        self._running = running
+        #: Whether method auto chooses this text's way of decoding: where no choice can change the text.
+        self._adapts = self.request.method.adapts and self.request.commits_draws
+        self._timed = 0  # committed tokens, prompt included, at the last forward that auto timed
         self._feeding = Feeding(self.request, self.draft, speeds, running)
         self._deferred: list[object] = []
 
@@ -104,7 +106,7 @@ class RequestMachine(Machine):
     def _submit(self, submit: Submit, do: Do) -> None:
         self.request.begin()
         do(Open(submit.prompt, submit.options, self.slot, request=submit.request))
-        self.auto.begin(do)
+        self._choose_way(do)
         self.draft.begin(do)
         self._forward(Phase.PREFILL, do)
 
@@ -118,7 +120,7 @@ class RequestMachine(Machine):
             if event.beside is not None:
                 self.draft.beside = event.beside
                 self._speeds.observe_target(self._feeding.num_fed + event.beside, event.seconds)
-            self.auto.step(event.at, do)
+            self._time_way(event.at, do)
         if self.state is State.PREFILL and self.sequence.fed < self.sequence.committed and not self.request.ending:
             self._forward(Phase.PREFILL, do)
         else:
@@ -134,7 +136,7 @@ class RequestMachine(Machine):
         self._speeds.observe_judgement(event.accepted, judged)
         if event.odds is not None:
             request.counts.odds = event.odds + (request.counts.odds or Odds())
-            request.counts.rejected += event.token is not None and not event.is_candidate
+            request.counts.num_rejections += event.token is not None and not event.is_candidate
         for i in range(event.accepted):
             request.commit(None, Provenance.ACCEPTED, event.stop_after == i + 1)
         if event.token is not None:
@@ -170,20 +172,22 @@ class RequestMachine(Machine):
             case Received.GAP if self.state in COMPUTING:
                 self._deferred.append(message)
             case Received.GAP:
-                self._resynchronise(message, do)
+                self._resynchronise(do)
 
     def _draft_joined(self, event: DraftJoined, do: Do) -> None:
         self.draft.context = event.context
         if not self.request.ending:
-            self._resynchronise(event, do)
+            self._resynchronise(do)
 
     def _draft_gone(self, event: DraftGone, do: Do) -> None:
         if event.request is not None and self.draft.is_lost:
             return
-        self.request.counts.draft_lost = event.reason
+        self.request.counts.loss = event.reason
         if event.request is None:
             self.draft.context = self.draft.known = 0
-            self.auto.lose_draft()
+            self._stop_timing()
+            if self._adapts:
+                self.request.use("ngram")  # even if another draft joins
         else:
             self.draft.is_lost = True
             self.draft.finish(do)  # it may have been given the prefix again since
@@ -200,7 +204,7 @@ class RequestMachine(Machine):
         elif self.state in COMPUTING:
             self._deferred.append(message)
         else:
-            self._resynchronise(message, do)
+            self._resynchronise(do)
 
     # ---- what to do next ----
 
@@ -244,6 +248,56 @@ class RequestMachine(Machine):
     def _forward(self, phase: Phase, do: Do, guessed: Guessed | None = None) -> None:
         self.state = RUNNING[self._feeding.forward(phase, do, guessed)]
 
+    # ---- method auto ----
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether auto times ways of decoding on this text: one at a time. The others use the best way so far."""
+        return self._speeds.auto.timed == self.request.number
+
+    def _choose_way(self, do: Do) -> None:
+        auto, submit = self._speeds.auto, self.request.submit
+        if not self._adapts:
+            self._place(do)
+        elif self.draft.context:
+            way = auto.best
+            if auto.timed is None:
+                auto.timed, self._timed = submit.request, len(submit.prompt)
+                t_target = self._speeds.t_target(1)
+                way = auto.begin(submit.limit - len(submit.prompt), 1 / t_target if t_target else 0.0)
+            self._use(way, do)
+
+    def _time_way(self, at: float, do: Do) -> None:
+        """A forward ended at `at` seconds (0: unknown): time it, and perhaps change to another way."""
+        committed = self.sequence.committed
+        if not self.is_timed or not self.draft.context or self.draft.is_lost or not at:
+            return
+        new, self._timed = committed - self._timed, committed
+        way = self._speeds.auto.step(at, new, self.request.submit.limit - committed, self.draft.has_sent)
+        if way is None:
+            return
+        self.draft.finish(do)
+        self._use(way, do)
+        if self.request.method.drafts:
+            self.request.discard_pending()
+            self.draft.begin(do)
+
+    def _use(self, way: str, do: Do) -> None:
+        self.request.use(way)
+        self.draft.has_sent = False
+        self._place(do)
+
+    def _place(self, do: Do) -> None:
+        """Let the target use the draft's cores while no running request drafts; else give them back."""
+        everywhere = self._adapts and not any(other.draft.is_drafting for other in self._running.values())
+        if self._speeds.is_spread != everywhere:
+            self._speeds.spread(everywhere)
+            do(Spread(everywhere, request=self.request.number))
+
+    def _stop_timing(self) -> None:
+        if self.is_timed:
+            self._speeds.auto.end()
+
     # ---- the end, and beginning again ----
 
     def _announce(self, do: Do) -> None:
@@ -253,7 +307,7 @@ class RequestMachine(Machine):
         if self.sequence.pending:
             self.request.preview(do)
 
-    def _resynchronise(self, _: object, do: Do) -> None:
+    def _resynchronise(self, do: Do) -> None:
         """Give the draft the whole prefix again, in a new epoch."""
         self.request.counts.resyncs += 1
         self.request.discard_pending()
@@ -263,7 +317,10 @@ class RequestMachine(Machine):
         request = self.request
         request.deliver(do)
         self.draft.finish(do)
-        self.auto.end()
+        self._stop_timing()
+        if self._adapts:
+            counts, auto = self.request.counts, self._speeds.auto
+            counts.rates, counts.draft_speedup = dict(auto.rates), auto.speedup
         assert request.ending is not None
         do(End(request.number, request.ending, len(request.submit.prompt), request.counts, self.draft.window))
         self.sequence.drop_pending()
@@ -279,7 +336,6 @@ RequestMachine.handlers = {
     Cancel: RequestMachine._cancel,
     Forwarded: RequestMachine._forwarded,
     Failed: RequestMachine._failed,
-    Stalled: RequestMachine._resynchronise,
     Guessed: RequestMachine._guessed,
     Judged: RequestMachine._judged,
     Sampled: RequestMachine._sampled,

@@ -13,7 +13,6 @@ from pearl.protocol.events import (
     Judged,
     Phase,
     Sampled,
-    Stalled,
 )
 from pearl.protocol.messages import Cancel, DraftTokens, Resync, Submit
 
@@ -55,13 +54,11 @@ TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
     State.HELD: {
         DraftTokens: frozenset({State.JUDGING}),
         DraftGone: frozenset({State.SAMPLING}),
-        Stalled: frozenset({State.HELD}),
         Cancel: _ENDED,
     },
     State.GATHERING: {
         DraftTokens: frozenset({State.PRE_VERIFY, State.POST_VERIFY, State.GUESSING}),
         DraftGone: frozenset({State.PRE_VERIFY, State.GUESSING}),
-        Stalled: frozenset({State.GATHERING}),
         Cancel: _ENDED,
     },
     State.GUESSING: {Guessed: _ENDED | {State.PRE_VERIFY, State.POST_VERIFY}, Failed: _ENDED},

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from codecs import IncrementalDecoder, getincrementaldecoder
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+from msgspec.json import encode
 
 from pearl.engine import Piece, Result
 from pearl.protocol.messages import Logprobs
@@ -17,16 +18,11 @@ from pearl.text.reasoning import Splitter
 from pearl.text.tools import CallSplitter
 
 DONE = b"data: [DONE]\n\n"
-_AT_ONCE = 64  # tokens whose log probabilities are written at once; this holds the GIL for 5 ms
 
 
 def event(data: Any) -> bytes:
     """A server-sent event."""
-    return b"data: " + _written(data).encode() + b"\n\n"
-
-
-def _written(data: Any) -> str:
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return b"data: " + encode(data) + b"\n\n"
 
 
 class Parts:
@@ -106,24 +102,17 @@ class Answer:
         }
 
     def whole(self, results: Sequence[Result], usage: dict[str, Any]) -> bytes:
-        """All texts, prompt by prompt. Takes seconds for very many log probabilities: not for the event loop."""
-        choices = []
-        for index, result in enumerate(results):
-            text = self._text(index, result.text)
-            choice = {"index": index, **text, "finish_reason": self._parts[index].finish_reason(result)}
-            choices.append(f'{_written(choice)[:-1]},"logprobs":{self._all_logprobs(index, result)}}}')
-        head = {**self._head, "object": self._object(""), "usage": usage}
-        return f'{_written(head)[:-1]},"choices":[{",".join(choices)}]}}'.encode()
-
-    def _all_logprobs(self, index: int, result: Result) -> str:
-        """`_logprobs` of all tokens as JSON, written a few at a time for the sake of other threads."""
-        parts: dict[str, list[str]] = {}
-        for at in range(0, len(result.logprobs), _AT_ONCE):
-            part = slice(at, at + _AT_ONCE)
-            for name, value in (self._logprobs(index, result.tokens[part], result.logprobs[part]) or {}).items():
-                parts.setdefault(name, []).append(_written(value))
-        joined = [f'"{name}":{_joined(written)}' for name, written in parts.items()]
-        return f"{{{','.join(joined)}}}" if joined else "null"
+        """All texts, prompt by prompt. Not for the event loop: very many log probabilities take long."""
+        choices = [
+            {
+                "index": index,
+                **self._text(index, result.text),
+                "finish_reason": self._parts[index].finish_reason(result),
+                "logprobs": self._logprobs(index, result.tokens, result.logprobs),
+            }
+            for index, result in enumerate(results)
+        ]
+        return encode({**self._head, "object": self._object(""), "usage": usage, "choices": choices})
 
     def _text(self, index: int, text: str) -> dict[str, Any]:
         if not self._chat:
@@ -219,11 +208,6 @@ class Answer:
 
     def _object(self, chunk: str) -> str:
         return f"chat.completion{chunk}" if self._chat else "text_completion"
-
-
-def _joined(written: Sequence[str]) -> str:
-    """One JSON list of several, none of them empty; null if one of them is."""
-    return "null" if "null" in written else f"[{','.join(each[1:-1] for each in written)}]"
 
 
 def finish_reason(result: Result) -> str:

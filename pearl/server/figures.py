@@ -117,7 +117,7 @@ class Figures:
         self._of["lost"].inc(result.statistics.draft_lost)
         for run, count in result.statistics.run_histogram.items():
             self._of["runs"].inc(count)
-            for position in range(int(run)):
+            for position in range(run):
                 place = str(position) if position < _POSITIONS else f"{_POSITIONS} and more"
                 self._of["positions"](place).inc(count)
         for cause, waited in result.statistics.target_wait_seconds.items():

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from pearl.engine import Engine
-from pearl.engine.attach import attach
 from pearl.errors import PearlError
 from pearl.quota import Shares
 from pearl.trace.recorder import LOOP, Record, part_paths, records_since, role_of
@@ -92,7 +91,7 @@ class Timeline:
         """Record while there are viewers."""
         while self._viewers:
             try:
-                front = await asyncio.to_thread(attach, self._directory)
+                front = await asyncio.to_thread(Engine.attach, self._directory)
                 try:
                     await self._record(front)
                 finally:

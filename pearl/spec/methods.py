@@ -1,4 +1,4 @@
-"""Every decoding method, declared once. Configuration, protocol, wire, help and README tables read it from here."""
+"""Every decoding method, declared once. Configuration, protocol, wire, help and the README's table read it here."""
 
 from __future__ import annotations
 
@@ -106,17 +106,3 @@ def check_method(name: str) -> Method:
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}; choose one of {', '.join(METHODS)}")
     return METHODS[name]
-
-
-def methods_table() -> str:
-    """The methods as the command line page's table."""
-    lines = ["| `--method` | | takes guesses without a model | branches | stop policies |", "|---|---|---|---|---|"]
-    for i, method in enumerate(METHODS.values()):
-        guesses = [who for who, most in (("target", method.look_ahead), ("draft", method.draft_lookup)) if most]
-        takes = [
-            " and ".join(guesses) or "no",
-            *("yes" if has else "no" for has in (method.branches, method.takes_stops)),
-        ]
-        description = method.description + (" (default)" if i == 0 else "")
-        lines.append(f"| `{method.name}` | {description} | {' | '.join(takes)} |")
-    return "\n".join(lines)

@@ -147,25 +147,6 @@ _DEPTH = Parameter(BLOCK_LENGTH, int, 1, 8, 4, "tokens are a block")
 _WIDTH = Parameter("width", int, 1, 16, 8, "sequences are kept while the draft searches for the likeliest block")
 _EPSILON = Parameter("epsilon", float, 0.0, 1.0, 0.05, "is added to the target's probability of a draft token")
 
-RULES: dict[str, RuleSpec] = {}  # by name, the default first
-
-
-def register(spec: RuleSpec) -> RuleSpec:
-    """Add a rule. Raises ValueError if its name is taken, or its parameters do not fit the wire or the command line."""
-    if spec.name in RULES:
-        raise ValueError(f"rule {spec.name!r} is registered already")
-    names = [parameter.name for parameter in spec.parameters]
-    if len(set(names)) != len(names) or len(names) > MAX_PARAMETERS:
-        raise ValueError(f"rule {spec.name!r}: at most {MAX_PARAMETERS} parameters, each with a name of its own")
-    if (spec.unit is Unit.BLOCK) != (BLOCK_LENGTH in names):
-        raise ValueError(f"rule {spec.name!r}: {BLOCK_LENGTH} says how long blocks are, where blocks are judged")
-    for parameter in spec.parameters:
-        for other in named_parameters(RULES.values()).get(parameter.name, {}).values():
-            if other.kind is not parameter.kind:
-                raise ValueError(f"rule {spec.name!r}: {parameter.name} is a {other.kind.__name__} in other rules")
-    RULES[spec.name] = spec
-    return spec
-
 
 def find(name: str) -> RuleSpec:
     """The rule of this name. Raises ValueError if there is none; the message lists all."""
@@ -183,27 +164,7 @@ def named_parameters(specs: Iterable[Declared]) -> dict[str, dict[str, Parameter
     return found
 
 
-def markdown_table() -> str:
-    """The README's table of rules."""
-    lines = [
-        "| `--rule` | under sampling | exact | text depends on drafts | judged by | sent per token | parameters |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for i, spec in enumerate(RULES.values()):
-        cells = [
-            f"`{spec.name}`",
-            spec.description + (" (default)" if i == 0 else ""),
-            "yes" if spec.is_exact else "no",
-            "no" if spec.is_proposal_invariant else "yes",
-            spec.unit.value,
-            spec.needs.value,
-            ", ".join(map(str, spec.parameters)) or "none",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-for _spec in (
+_RULES = (
     RuleSpec(
         "ratio",
         "accept with probability min(1, target/draft), else correct from the residual",
@@ -267,5 +228,5 @@ for _spec in (
         is_exact=False,
         parameters=(_TAU, _DEPTH, _WIDTH),
     ),
-):
-    register(_spec)
+)
+RULES: dict[str, RuleSpec] = {spec.name: spec for spec in _RULES}  # by name, the default first

@@ -84,13 +84,3 @@ def check_stop(name: str) -> StopSpec:
         known = ", ".join(each for each, other in STOPS.items() if not other.is_simulated)
         raise ValueError(f"draft_stop {name} needs the recorded text, so only pearl simulate has it; choose {known}")
     return spec
-
-
-def stops_table() -> str:
-    """The policies as the README's table."""
-    lines = ["| `--draft-stop` | ends a window | looks at | parameters |", "|---|---|---|---|"]
-    for i, spec in enumerate(STOPS.values()):
-        takes = ", ".join(map(str, spec.parameters)) or ("a file, `--disco FILE`" if spec.is_trained else "none")
-        what = spec.description + (" (default)" if i == 0 else "")
-        lines.append(f"| `{spec.name}` | {what} | {spec.looks_at} | {takes} |")
-    return "\n".join(lines)

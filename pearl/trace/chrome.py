@@ -256,7 +256,7 @@ def incident(event: dict[str, Any]) -> str | None:
             return f"{'the draft cannot go on with this request' if alone else 'draft lost'}: {event['reason']}"
         case "DraftJoined":
             return "a draft joins"
-        case "Stalled":
+        case "Resync":
             return "a message was lost: the draft gets the whole prefix"
         case "Failed":
             return f"the request fails: {event['reason']}"

@@ -34,7 +34,8 @@ class Outcomes:
         args = record.args
         match record.name:
             case "decide":
-                self._epochs[args["event"].get("request")] = args["epoch"]
+                if "epoch" in args:
+                    self._epochs[args["event"]["request"]] = args["epoch"]
                 self._learn_event(args["event"])
             case "sample" if args["request"] in self._drawn:
                 for position, token in enumerate(args["tokens"], args["start"]):

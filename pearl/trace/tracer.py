@@ -19,7 +19,7 @@ from pearl.protocol import events
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.messages import Begin, Message, Pong, Submit
-from pearl.trace.plain import plain
+from pearl.protocol.request_machine import RequestMachine
 from pearl.trace.recorder import AHEAD, CONSUMER, DRAFT, GPU, HELD_ROW, LOOP, MAIL, START_UP, VERDICT, Recorder
 from pearl.transport.base import Endpoint, Fault, Peer, Received, TensorChannel
 from pearl.transport.mailbox import Mailbox
@@ -104,32 +104,31 @@ class Tracer:
         def handle(event: object) -> list[object]:
             if self.recorder is None:
                 return machine.handle(event)
-            start = self.clock()
+            start, before = self.clock(), _running(machine)
             try:
                 commands = machine.handle(event)
             except ProtocolError as error:
                 self.note("busy", "decide", start, event=event, error=type(error).__name__)
                 raise
-            self._decided(machine, event, commands, start)
+            self._decided(machine, event, commands, start, before)
             return commands
 
         return handle
 
-    def _decided(self, machine: Coordinator | Drafter, event: object, commands: list[object], start: int) -> None:
+    def _decided(
+        self, machine: Coordinator | Drafter, event: object, commands: list[object], start: int, before: _Running
+    ) -> None:
         assert self.recorder is not None
         end = self.clock()
         running = _running(machine)
-        # of no request: the machine as a whole has the attributes of the request that was active last
-        _, own = running.get(getattr(event, "request", None), (None, machine))
-        args: dict[str, Any] = {
-            "event": event,
-            # an ended request goes on counting stale messages: encode its counts now
-            "commands": [plain(command) if type(command) is events.End else command for command in commands],
-            "pending": len(own.sequence.tokens) - own.sequence.committed,
-            "epoch": own.epoch,
-        }
+        _, own = (before | running).get(getattr(event, "request", None), (None, None))
+        args: dict[str, Any] = {"event": event, "commands": commands}
+        if own is not None:
+            args |= {"pending": len(own.sequence.tokens) - own.sequence.committed, "epoch": own.epoch}
+        if isinstance(own, RequestMachine):
+            args["window"] = own.draft.window
         if isinstance(machine, Coordinator):
-            args |= {"window": machine.window, "acceptance": round(machine.speeds.acceptance, 4)}
+            args["acceptance"] = round(machine.speeds.acceptance, 4)
         self.recorder.record(LOOP, "busy", "decide", start, end, args)
         self._follow_requests({number: begun for number, (begun, _) in running.items()}, start, end)
         causes = _TARGET_CAUSES if isinstance(machine, Coordinator) else _DRAFT_CAUSES
@@ -243,7 +242,10 @@ class Tracer:
         return result
 
 
-def _running(machine: Coordinator | Drafter) -> dict[Any, tuple[Submit | Begin, Any]]:
+_Running = dict[Any, tuple[Submit | Begin, Any]]
+
+
+def _running(machine: Coordinator | Drafter) -> _Running:
     """The message that began each running request, and the request's own state machine."""
     if isinstance(machine, Coordinator):
         return {number: (one.request.submit, one) for number, one in machine.running.items()}

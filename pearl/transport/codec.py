@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from operator import or_
@@ -45,9 +44,6 @@ Frame = bytes | bytearray | memoryview
 
 MAX_FRAMES = 1 + MAX_RUN
 TYPE_CODES: dict[type, int] = {kind: int(str(kind.__struct_config__.tag)) for kind in Message.__subclasses__()}
-_KINDS = {code: kind for kind, code in TYPE_CODES.items()}
-_SHORT_ARRAYS = range(0x91, 0xA0)  # first byte of a msgpack array of 1 to 15 values: every message is one
-_PLACE = re.compile(r"at `\$\[(\d+)\]")
 _OF_TARGET = (Welcome, Committed, Preview, Finished, Begin, Verdict, Finish)
 _ERRORS = frozenset(
     name for name, value in vars(pearl.errors).items() if isinstance(value, type) and issubclass(value, PearlError)
@@ -63,19 +59,12 @@ def _wire_row(row: object) -> WireRow:
     raise TypeError("a distribution was not packed")
 
 
-class _Version(msgspec.Struct, array_like=True, tag=1):
-    """The first field of a Hello, the same in all versions of the protocol; later fields may differ."""
-
-    version: int
-
-
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(reduce(or_, TYPE_CODES))
 # The target rejects messages that only targets send before decoding them: they may be very long.
 _to_target: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
     reduce(or_, [kind for kind in TYPE_CODES if kind not in _OF_TARGET])
 )
-_version = msgspec.msgpack.Decoder(_Version)
 
 
 def encode(message: Message) -> list[bytes]:
@@ -114,13 +103,11 @@ def decode(frames: Sequence[Frame], to_target: bool = False) -> Message:
             raise RemoteProtocolError(f"a frame of more than {MAX_FRAME} bytes")
     try:
         message: Message = (_to_target if to_target else _decoder).decode(frames[0])
-    except msgspec.ValidationError as error:
-        kind = _kind(frames[0])
-        if to_target and kind in _OF_TARGET:
-            raise RemoteProtocolError(f"target does not expect {kind.__name__} from a peer") from None
-        raise RemoteProtocolError(f"{_where(kind, str(error))}: {error}{_version_hint(frames[0])}") from None
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise RemoteProtocolError(f"a header that is no msgpack: {error}") from None
+        code = bytes(frames[0][1:2]).hex()
+        raise RemoteProtocolError(
+            f"no message that version {PROTOCOL_VERSION} of the wire has for this side (type code {code}): {error}"
+        ) from None
     if problem := next(_problems(message, frames[1:]), None):
         raise RemoteProtocolError(f"{type(message).__name__} {problem}")
     return _with_rows(message, frames[1:]) if isinstance(message, DraftTokens) and message.rows else message
@@ -132,30 +119,6 @@ def received(frames: Sequence[Frame], to_target: bool = False) -> Message | Remo
         return decode(frames, to_target)
     except RemoteProtocolError as error:
         return error
-
-
-def _kind(header: Frame) -> Any:
-    """The message type that a header names; None if there is no such type."""
-    return _KINDS.get(header[1]) if len(header) > 1 and header[0] in _SHORT_ARRAYS else None
-
-
-def _where(kind: Any, error: str) -> str:
-    """The message and field that a msgspec error is about; msgspec itself gives only an array index."""
-    if kind is None:
-        return "a header that is no message of this wire"
-    place = _PLACE.search(error)
-    names, index = kind.__struct_fields__, int(place[1]) - 1 if place else -1
-    return f"{kind.__name__}.{names[index]}" if 0 <= index < len(names) else kind.__name__
-
-
-def _version_hint(header: Frame) -> str:
-    try:
-        version = _version.decode(header).version
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return ""
-    if version == PROTOCOL_VERSION:
-        return ""
-    return f" (the peer speaks version {version} of the wire, this side version {PROTOCOL_VERSION})"
 
 
 def _problems(message: Message, raw: Sequence[Frame]) -> Iterator[str]:

@@ -9,13 +9,10 @@ import gc
 import logging
 import os
 import sys
-from pathlib import Path
-from typing import Any
 
 from pearl.errors import PearlError
 from pearl.printable import log_to_stderr
 from pearl.worker.lifeline import Lifeline
-from pearl.worker.startup import allow_expandable_segments
 
 
 def main() -> int:
@@ -23,7 +20,9 @@ def main() -> int:
     settings = lifeline.settings
     log_to_stderr(settings.config.log_level, settings.role)
     lifeline.watch(settings.directory)
-    allow_expandable_segments(os.environ)
+    # Our forward copies weights layer by layer: in blocks of fixed sizes that leaves gigabytes of holes on a GPU.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its name before torch 2.9, read still
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     gc.disable()  # collecting amid the imports finds nothing, and is a tenth of their time
     from pearl.worker import build  # torch only now: the lifeline must hold from the first moment on
 
@@ -37,22 +36,11 @@ def main() -> int:
         return error.exit_code
     except Exception as error:
         logging.getLogger(__name__).debug("worker failed", exc_info=True)
-        lifeline.tell("failed", kind="StartError", message=_described(error))
+        lifeline.tell("failed", kind="StartError", message=f"{type(error).__name__}: {error}")
         return 1
     finally:
         lifeline.end()
     return 0
-
-
-def _described(error: Exception) -> str:
-    """An error nobody foresaw, with the place where it happened: one line to put into a bug report."""
-    frames: list[Any] = []
-    trace = error.__traceback__
-    while trace is not None:
-        frames.append(trace)
-        trace = trace.tb_next
-    where = frames[-1].tb_frame.f_code
-    return f"{type(error).__name__}: {error} ({Path(where.co_filename).name}:{frames[-1].tb_lineno} {where.co_name})"
 
 
 if __name__ == "__main__":

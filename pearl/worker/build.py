@@ -25,8 +25,8 @@ from pearl.models.checkpoints.heads import load_head
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer, translation_of
 from pearl.models.paced import PacedRunner
-from pearl.models.replay import load_scripted
 from pearl.models.runner import ModelRunner, dtype_of
+from pearl.models.toy import load_toy
 from pearl.models.translated import TranslatedRunner
 from pearl.protocol.messages import PROTOCOL_VERSION, Hello, Role, Welcome
 from pearl.spec.methods import BRANCHES
@@ -210,7 +210,7 @@ def _datastore(config: EngineConfig, tokenizer: Tokenizer, vocab_size: int) -> D
     """The one that guesses come from, for a model of so many ids. Raises `ConfigError`."""
     if config.datastore is None:
         return None
-    store = Datastore(Path(config.datastore), vocab_size, verified=True)
+    store = Datastore(Path(config.datastore), vocab_size)
     if tokenizer.vocab_size >= store.header.vocab_size:  # a draft may have fewer: they are compared with the target's
         check_tokenizer(store.header, tokenizer, store.directory)
     return store
@@ -229,7 +229,7 @@ def make_runner(
     """Loads the model on `device`. `features`: see `LoadOptions`. Raises `ModelError`."""
     runner: ModelRunner
     if is_toy(model.spec):
-        runner = load_scripted(model.spec, model.role, model.max_context, model.slots)
+        runner = load_toy(model.spec, model.role, model.max_context, model.slots)
     else:
         runner = load_runner(
             model.spec,
@@ -237,7 +237,7 @@ def make_runner(
             device=device,
             dtype=model.dtype,
             max_context=model.max_context,
-            device_map=model.device_map if len(model.place.gpus) > 1 else None,
+            is_spread=len(model.place.gpus) > 1,
             forwards=model.forwards,
             trust_remote_code=model.trust_remote_code,
             progress=progress,

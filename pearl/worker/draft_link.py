@@ -13,7 +13,7 @@ from pearl.decoding.distribution import AnnouncedRow, PackedRow, are_probabiliti
 from pearl.errors import DraftLost, RemoteProtocolError
 from pearl.execution.target import TargetExecutor
 from pearl.protocol.coordinator import Coordinator
-from pearl.protocol.events import DraftGone, DraftJoined, Stalled
+from pearl.protocol.events import DraftGone, DraftJoined
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
     DraftTokens,
@@ -151,7 +151,7 @@ class DraftLink:
         elif neglected:
             log.warning("the draft goes on without %d that wait for it: a message was lost; likewise", len(neglected))
         for number in neglected:
-            yield Stalled(request=number)
+            yield Resync(number, coordinator.running[number].epoch)
         if heartbeat.work == "calibrated":
             yield DraftJoined(self.context, heartbeat.seconds)
 

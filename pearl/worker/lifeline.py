@@ -1,7 +1,8 @@
 """A worker's connection to its launcher: settings come in, status goes out, and the worker ends with its launcher.
 
 The launcher holds the other end of the worker's stdin while it lives, so end-of-file means that it is gone, for
-whatever reason. The parent's id is checked too, as a child forked by the launcher may hold that end as well.
+whatever reason. A child forked by the launcher may hold that end as well: so any input ends the worker too, and the
+parent's id is checked.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Lifeline:
         self._watcher.start()
 
     def _watch(self, directory: Path) -> None:
-        while os.getppid() == self._launcher and not (select.select([0], [], [], 1.0)[0] and not os.read(0, 1024)):
+        while os.getppid() == self._launcher and not select.select([0], [], [], 1.0)[0]:
             pass
         self.closed.set()
         ended = self._ended.wait(_GRACE_SECONDS)

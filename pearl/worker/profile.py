@@ -36,7 +36,6 @@ _SETTINGS = (  # those that speeds depend on
     "draft_device",
     "target_dtype",
     "draft_dtype",
-    "target_device_map",
     "forwards",
     "tensors",
     "target_pace",

@@ -49,12 +49,12 @@ from pearl.protocol.messages import (
 )
 from pearl.protocol.scheduler import seconds_to_gather
 from pearl.protocol.speeds import Profile, Speeds
+from pearl.quota import Bucket
 from pearl.trace.tracer import Tracer
 from pearl.transport.base import Fault, Listener, Peer, TensorChannel
 from pearl.worker.draft import MAX_UNANNOUNCED
 from pearl.worker.draft_link import PROBE_SECONDS, DraftLink, weigh
 from pearl.worker.fronts import Fronts, Post
-from pearl.worker.notices import Notices
 from pearl.worker.recording import Recordings
 from pearl.worker.settings import TargetSettings
 
@@ -62,6 +62,7 @@ log = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 0.2  # longest sleep of the loop, so that closing is noticed
 _FRONT_SECONDS = 2.0  # between signs of life to fronts
+_WARNINGS, _WARNINGS_PER_SECOND = 3, 0.1  # lines about peers and their requests: at once, and from then on
 
 
 class TargetWorker:
@@ -98,7 +99,7 @@ class TargetWorker:
         self._times = self._fronts.times
         self._draft = DraftLink(settings, executor, channel)
         self._recordings = Recordings(tracer, post)
-        self._notices = Notices(log)
+        self._warnings = Bucket(_WARNINGS, _WARNINGS_PER_SECOND, time.monotonic())
         self._commands: deque[object] = deque()
         self._forwards: list[Forward] = []  # requested and not begun: one forward of the model is to do for all
         self._failures: dict[int, ForwardError] = {}  # request -> what ends it
@@ -154,7 +155,7 @@ class TargetWorker:
                     self._commands.extend(map(Cancel, self._fronts.lose(peer)))
                     self._hold()
                 else:
-                    self._notices.warn(peer, "dropped a message: %s", error)
+                    self._warn("dropped a message of a peer: %s", error)
                     self._mail.post(Error(-1, type(error).__name__, str(error)), peer)
             except RequestError as error:
                 request = message.request if isinstance(message, Submit) else -1
@@ -279,6 +280,11 @@ class TargetWorker:
         if self._coordinator.scheduler.is_held != self._recordings.are_due:
             self._handle(Hold(self._recordings.are_due))
 
+    def _warn(self, text: str, why: object) -> None:
+        """Now and then: a peer may send faults as fast as it likes."""
+        if self._warnings.take(1, time.monotonic(), least=0) >= 0:
+            log.warning(text, why)
+
     # ---- commands ----
 
     def _handle(self, event: object) -> None:
@@ -296,9 +302,8 @@ class TargetWorker:
                 self._fronts.deliver(message)
             case Wait(cause, request=request):
                 self._times.wait(request, cause.value)
-            case DraftDropped(reason, request=request):
-                text = "the draft cannot go on with this request: %s; the target goes on alone"
-                self._notices.warn(self._fronts.owner(request), text, reason)
+            case DraftDropped(reason):
+                self._warn("the draft cannot go on with this request: %s; the target goes on alone", reason)
             case End(request):
                 self._fronts.end(command, self._failures.pop(request, None), self._coordinator.speeds)
             case Cancel():

@@ -81,7 +81,7 @@ def _not_shared(config: EngineConfig, texts: Sequence[Sequence[int]]) -> str:
 
 def _profile(last: Statistics, acceptance: float) -> Profile:
     """What the engine has measured. `last`: of its last text, by method auto."""
-    here, there = (tuple((int(n), t) for n, t in times.items()) for times in (last.t_target, last.t_target_spread))
+    here, there = (tuple(times.items()) for times in (last.t_target, last.t_target_spread))
     ways = tuple((way, log(rate), 1) for way, rate in last.rates.items())
     best = max(last.rates, key=lambda way: last.rates[way], default=NGRAM)
     return Profile(last.t_draft, acceptance, here, there, best, ways)

@@ -17,6 +17,7 @@ from pearl.lab.bench.runner import Measured, Plan, Sample
 from pearl.lab.bench.systems import Decoded
 from pearl.lab.experiments.estimate import Estimate, bootstrap
 from pearl.lab.experiments.texts import rows_along
+from pearl.metrics import Sums
 from pearl.models.runner import ModelRunner
 from pearl.spec.rules import RULES
 from pearl.worker.build import make_runner
@@ -88,9 +89,8 @@ def _figures(
 ) -> Figures:
     """`read`: surprise and length of each text."""
     rule, drafts = RULES[row.decoding.rule_in_use], row.decoding.method not in (AR, NGRAM)
-    judged, accepted, runs, steps = (
-        sum(getattr(s, n) for s in samples) for n in ("judged", "accepted", "runs", "steps")
-    )
+    together = Sums(texts=[text for s in samples for text in s.texts])
+    tokens, steps = together.total("num_generated_tokens"), together.total("steps")
     sets = dict.fromkeys(s.set for s in samples)
     by_set = {name: _speedup([s for s in samples if s.set == name], base_rates) for name in sets}
     return Figures(
@@ -99,19 +99,19 @@ def _figures(
         rule=rule.name if drafts else "",
         exact=rule.is_exact or not drafts,
         texts=len(samples),
-        tokens=sum(s.tokens for s in samples),
+        tokens=tokens,
         rate=_interval(s.rate for s in samples),
         speedup=_speedup(samples, base_rates),
         by_set={name: speedup for name, speedup in by_set.items() if speedup},
-        first_seconds=median(s.first_seconds for s in samples),
-        itl_p50=_median(s.itl_p50 for s in samples),
-        itl_p99=_median(s.itl_p99 for s in samples),
-        acceptance=accepted / judged if judged else None,
-        tokens_per_run=1 + accepted / runs if runs else None,
-        tokens_per_step=sum(s.tokens for s in samples) / steps if steps else None,
-        window=samples[-1].window,
+        first_seconds=median(s.texts[0].seconds_to_first_token - s.texts[0].queue_seconds for s in samples),
+        itl_p50=_median(_median(text.itl_p50 for text in s.texts) for s in samples),
+        itl_p99=_median(max((t.itl_p99 for t in s.texts if t.itl_p99 is not None), default=None) for s in samples),
+        acceptance=together.acceptance_rate,
+        tokens_per_run=together.mean_run_length,
+        tokens_per_step=tokens / steps if steps else None,
+        window=samples[-1].texts[-1].window,
         of_simulated=_interval(s.of_simulated for s in samples),
-        bias=bootstrap([(s.bias, s.tokens) for s in samples], _per_token),
+        bias=bootstrap([(sum(text.bias or 0.0 for text in s.texts), s.tokens) for s in samples], _per_token),
         perplexity=bootstrap(read, lambda items: math.exp(_per_token(items))) if read else None,
     )
 

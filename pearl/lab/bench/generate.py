@@ -7,8 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from pearl.worker.startup import allow_expandable_segments
-
 _loaded: dict[str, Any] = {}  # the model, and the assistant or None
 
 
@@ -21,7 +19,7 @@ def load(settings: dict[str, Any], cores: Sequence[int], gpus: Sequence[int]) ->
         os.sched_setaffinity(0, cores)
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-    allow_expandable_segments(os.environ)  # as our own workers
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as our own workers
 
     import torch
     import transformers
@@ -34,9 +32,9 @@ def load(settings: dict[str, Any], cores: Sequence[int], gpus: Sequence[int]) ->
         occupy(cores)
     device = torch.device("cuda:0" if gpus else "cpu")
     for role in ("target", "assistant"):
-        spread = "auto" if len(gpus) > 1 and role == "target" else None
+        is_spread = len(gpus) > 1 and role == "target"
         _loaded[role] = settings[role] and load_model(
-            settings[role], device=device, dtype=settings[f"{role}_dtype"], device_map=spread
+            settings[role], device=device, dtype=settings[f"{role}_dtype"], is_spread=is_spread
         )
 
 
@@ -57,7 +55,9 @@ def generate(prompt: Sequence[int], max_tokens: int, seed: int, sampling: dict[s
     """The fields of a `systems.Decoded`."""
     import torch
 
-    from pearl.metrics import Stopwatch
+    from pearl.metrics import Stopwatch, fold
+    from pearl.protocol.request import Counts
+    from pearl.protocol.speeds import Speeds
 
     ids = torch.tensor([prompt], device=_loaded["target"].device)
     clock = _ArrivalTimes()
@@ -72,15 +72,8 @@ def generate(prompt: Sequence[int], max_tokens: int, seed: int, sampling: dict[s
         streamer=clock,
         **sampling,
     )
-    watch = Stopwatch()
+    watch = Stopwatch(submitted=began, begun=began)
     for now, count in clock.arrivals[1:]:  # the first entry is the prompt
         watch.committed(count, now)
-    assert watch.first is not None
-    return {
-        "tokens": tuple(output[0, len(prompt) :].tolist()),
-        "first_seconds": watch.first - began,
-        "late_seconds": watch.last - watch.first,
-        "late_tokens": watch.generated - watch.in_first,
-        "itl_p50": watch.token_latency(0.5),
-        "itl_p99": watch.token_latency(0.99),
-    }
+    tokens = tuple(output[0, len(prompt) :].tolist())
+    return {"tokens": tokens, "statistics": fold(Counts(), watch, Speeds(), len(prompt), 0)}

@@ -128,7 +128,7 @@ def _number(text: str) -> int | float | str:
 
 
 def is_emulated(config: EngineConfig) -> bool:
-    """Whether the pair is toys or recorded texts with given forward times, which can be simulated too."""
+    """Whether the pair is toys with given forward times, which can be simulated too."""
     return bool(is_toy(config.target) and is_toy(config.draft) and config.target_pace and config.draft_pace)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from statistics import median
 
 import torch
 
@@ -19,56 +18,33 @@ from pearl.lab.bench.systems import Decoded, Generate, OurSystem, System
 from pearl.lab.bench.tasks import Task
 from pearl.lab.simulate import Outcome, Timing, interpolated, paired_executors, simulate
 from pearl.lab.theory import MOST_GAMMA, sd_best_gamma
-from pearl.metrics import Statistics
+from pearl.metrics import Statistics, Sums
 from pearl.models.checkpoints.tokenizers import load_tokenizer
-from pearl.models.replay import load_scripted
-from pearl.protocol.events import Phase
+from pearl.models.toy import load_toy
 from pearl.spec.stops import FIXED as FIXED_STOP
 
 _WARM_UP = 16  # tokens
 _GAMMA_TASKS = 3  # decoded to find the gamma of sd
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One task, decoded once by one row. Counts and times are sums over its turns, except `first_seconds`.
+@dataclass
+class Sample(Sums):
+    """One task, decoded once by one row. `texts`: of its turns.
 
     Attributes:
         task: number within the set, from 1.
-        first_seconds: from the start of the first turn's prefill to its first commit.
-        late_tokens, late_seconds: after each turn's first commit.
-        judged, accepted: draft tokens.
-        runs: number of sequences committed up to a correction or bonus.
-        steps: target forwards after the prefill.
-        window: the window c at the end.
-        itl_p50, itl_p99: inter-token latency, seconds; of several turns the median, and the largest.
         of_simulated: speed / speed of the same text in virtual time, both with the prefill; emulated pairs only.
-        bias: see `Statistics`; 0 for an exact rule.
     """
 
     row: str
     set: str
     task: int
     repeat: int
-    tokens: int
-    seconds: float
-    first_seconds: float
-    late_tokens: int
-    late_seconds: float
-    judged: int = 0
-    accepted: int = 0
-    runs: int = 0
-    steps: int = 0
-    window: int = 0
-    itl_p50: float | None = None
-    itl_p99: float | None = None
     of_simulated: float | None = None
-    bias: float = 0.0
 
     @property
-    def rate(self) -> float | None:
-        """Tokens per second after the first commit."""
-        return self.late_tokens / self.late_seconds if self.late_tokens and self.late_seconds else None
+    def tokens(self) -> int:
+        return int(self.total("num_generated_tokens"))
 
 
 @dataclass(frozen=True)
@@ -186,14 +162,12 @@ class _Run:
         if is_emulated(self._plan.config):
             timing = paced(self._plan.config)
             return sd_best_gamma(acceptance, timing.t_draft, timing.t_target)
-        times = interpolated({int(fed): seconds for fed, seconds in s.t_target.items()})
-        return sd_best_gamma(acceptance, s.t_draft, times)
+        return sd_best_gamma(acceptance, s.t_draft, interpolated(s.t_target))
 
     def _decode_one_turn(self, pair: System) -> Statistics:
         """The statistics of the first turn that fits the context. Raises `RequestError` if none does."""
         for task in self._plan.tasks:
             for decoded in self._decode_turns(pair, DecodingConfig(**PUBLISHED), task, 0, self._plan.params):
-                assert decoded.statistics is not None
                 return decoded.statistics
         raise RequestError("no prompt fits the context: shorten them, lower max_tokens, or raise max_context")
 
@@ -210,8 +184,8 @@ class _Run:
                 for g in new:
                     decoding = DecodingConfig(method="sd", gamma=g)
                     for decoded in self._decode_turns(pair, decoding, task, 0, self._plan.params):
-                        totals[g][0] += decoded.late_tokens
-                        totals[g][1] += decoded.late_seconds
+                        totals[g][0] += decoded.statistics.late_tokens
+                        totals[g][1] += decoded.statistics.late_seconds
             rates |= {g: tokens / seconds if seconds else 0.0 for g, (tokens, seconds) in totals.items()}
             self._watcher.say(f"sd's gamma: {', '.join(f'{g}: {r:.1f} tokens/s' for g, r in sorted(rates.items()))}")
             top = max(rates, key=lambda g: rates[g])
@@ -240,13 +214,15 @@ class _Run:
         turns = list(self._decode_turns(system, row.decoding, task, repeat, params))
         if not turns:
             return None
-        sample = make_sample(row, task, repeat, turns)
+        sample = Sample(row.name, task.set, task.number, repeat, texts=[turn.statistics for turn in turns])
         self._measured.texts += [replace(turn, row=row.name) for turn in turns]
-        if turns[0].statistics is None or not is_emulated(self._plan.config):
+        if not is_emulated(self._plan.config):
             return sample
         seeded = self._seeded(params, task, repeat)
         virtual = simulated(self._plan.config, row.decoding, turns[0].prompt, seeded)
-        return replace(sample, of_simulated=sample.tokens / sample.seconds * virtual.seconds / len(virtual.tokens))
+        seconds = sample.total("seconds") - sample.total("queue_seconds")
+        sample.of_simulated = sample.tokens / seconds * virtual.seconds / len(virtual.tokens)
+        return sample
 
     def _decode_turns(
         self, system: System, decoding: DecodingConfig, task: Task, repeat: int, params: SamplingParams
@@ -261,9 +237,7 @@ class _Run:
             if number == 1:  # an earlier row has decoded the same prompt
                 system.forget(decoding, prompt)
             decoded = system.decode(decoding, prompt, params)
-            ended = bool(decoded.tokens) and decoded.tokens[-1] in self._defaults.eos
-            reply = self._tokenizer.decode(decoded.tokens)
-            conversation.add(turn, prompt, reply, decoded.tokens, "eos" if ended else "length")
+            conversation.add(turn, self._tokenizer.decode(decoded.tokens))
             yield replace(decoded, prompt=tuple(prompt))
 
     def _seeded(self, params: SamplingParams, task: Task, repeat: int) -> SamplingParams:
@@ -276,34 +250,6 @@ class _Run:
             self._watcher.say(f"{what} does not fit the context: left out")
 
 
-def make_sample(row: Row, task: Task, repeat: int, turns: Sequence[Decoded]) -> Sample:
-    known = [t.statistics for t in turns if t.statistics is not None]
-    return Sample(
-        row=row.name,
-        set=task.set,
-        task=task.number,
-        repeat=repeat,
-        tokens=sum(len(t.tokens) for t in turns),
-        seconds=sum(t.seconds for t in turns),
-        first_seconds=turns[0].first_seconds,
-        late_tokens=sum(t.late_tokens for t in turns),
-        late_seconds=sum(t.late_seconds for t in turns),
-        judged=sum(s.num_judged_draft_tokens for s in known),
-        accepted=sum(s.num_accepted_draft_tokens for s in known),
-        runs=sum(sum(s.run_histogram.values()) for s in known),
-        steps=sum(map(target_steps, known)),
-        window=known[-1].window if known else 0,
-        itl_p50=median(latencies) if (latencies := [t.itl_p50 for t in turns if t.itl_p50 is not None]) else None,
-        itl_p99=max((t.itl_p99 for t in turns if t.itl_p99 is not None), default=None),
-        bias=sum(s.bias or 0.0 for s in known),
-    )
-
-
-def target_steps(statistics: Statistics) -> int:
-    """Target forwards after the prefill."""
-    return sum(n for phase, n in statistics.target_steps.items() if phase != Phase.PREFILL.value)
-
-
 # ---- emulated pairs ----
 
 
@@ -314,8 +260,8 @@ def simulated(config: EngineConfig, decoding: DecodingConfig, prompt: Sequence[i
     torch to one thread: with a vocabulary of a few tokens, several threads take five times as long.
     """
     torch.set_num_threads(1)
-    target = load_scripted(config.target, "target", config.max_context)
-    draft = load_scripted(config.draft, "draft")
+    target = load_toy(config.target, "target", config.max_context)
+    draft = load_toy(config.draft, "draft")
     _, defaults = load_tokenizer(config.target)
     submit = submission(1, prompt, target.context, params, defaults, decoding)
     return simulate(submit, *paired_executors(target, draft), paced(config))

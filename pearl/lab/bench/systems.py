@@ -26,26 +26,14 @@ class Decoded:
 
     Attributes:
         tokens: committed tokens, up to and including EOS.
-        first_seconds: from the start of the prefill to the first commit.
-        late_tokens, late_seconds: from the first commit to the last; for our engine by the target worker's clock.
-        itl_p50, itl_p99: inter-token latency, seconds, as `Statistics` defines it; None where one commit was all.
-        statistics: None for `generate`.
+        statistics: of `generate` its times alone.
         prompt: the tokens before them. row: that decoded it.
     """
 
     tokens: tuple[int, ...]
-    first_seconds: float
-    late_tokens: int
-    late_seconds: float
-    statistics: Statistics | None = None
-    itl_p50: float | None = None
-    itl_p99: float | None = None
+    statistics: Statistics
     prompt: tuple[int, ...] = ()
     row: str = ""
-
-    @property
-    def seconds(self) -> float:
-        return self.first_seconds + self.late_seconds
 
 
 class OurSystem:
@@ -61,11 +49,7 @@ class OurSystem:
 
     def decode(self, decoding: DecodingConfig, prompt: Sequence[int], params: SamplingParams) -> Decoded:
         (result,) = self.engine.generate(list(prompt), params, decoding=decoding)
-        s = result.statistics
-        late = max(0.0, s.seconds - s.seconds_to_first_token)
-        late_tokens = round((s.tokens_per_second or 0.0) * late)
-        first = s.seconds_to_first_token - s.queue_seconds
-        return Decoded(tuple(result.tokens), first, late_tokens, late, s, s.itl_p50, s.itl_p99)
+        return Decoded(tuple(result.tokens), result.statistics)
 
     def close(self) -> None:
         self.engine.close()

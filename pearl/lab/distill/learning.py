@@ -24,7 +24,6 @@ from pearl.lab.distill.loss import head_loss
 
 _BATCHES_PER_SORT = 64  # answers are sorted by length within groups of so many batches: little padding, mostly random
 _ADAM_BETAS = (0.9, 0.95)
-_AGREEMENT_TOKENS = 2048  # of a batch when measuring
 
 
 def generator(seed: int, *place: object) -> torch.Generator:
@@ -213,15 +212,3 @@ class Learner:
     def export(self, target: str, directory: Path, about: dict[str, Any]) -> None:
         """Write the draft. Raises `DistillError`."""
         export(self.draft, target, directory, about)
-
-    @torch.no_grad()
-    def agreement(self, answers: Sequence[Answer]) -> float:
-        """Share of answer tokens for which the draft's likeliest token is the target's."""
-        agreed = total = 0
-        weight = head(self.draft).to(self._dtype)
-        for numbers in packed(range(len(answers)), [a.length for a in answers], _AGREEMENT_TOKENS):
-            batch = batch_of([answers[i] for i in numbers], self.draft.device)
-            best = torch.cat([(rows @ weight.T).argmax(-1) for rows in self._states(batch).split(512)])
-            agreed += int((best == batch.top_ids[:, 0]).sum())
-            total += len(best)
-        return agreed / total

@@ -26,6 +26,7 @@ from pearl.lab import Watcher
 from pearl.lab.distill.answers import Answer, answer
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.draft import head, new_draft
+from pearl.lab.distill.evaluate import figures, observe
 from pearl.lab.distill.head import HeadLearner
 from pearl.lab.distill.learning import Learner, generator, plan
 from pearl.lab.distill.prompts import attempts, invent, training_prompts
@@ -66,7 +67,7 @@ class Distillation:
         )
         self._answered = self._settle(resume)
         self._place = Place()
-        self._saved = _read(self._directory / "checkpoint.pt", "Remove it; --resume then learns anew from the answers")
+        self._saved = _read(self._directory / "checkpoint.pt")
         if not config.head:  # whose vocabulary comes from answers
             self._begin(Learner(config, new_draft(config, self._teacher)))
 
@@ -82,8 +83,8 @@ class Distillation:
         Raises `ConfigError` if the directory holds a run and `resume` is False, or a run with other settings.
         """
         path = self._directory / "answers.pt"
-        before = _read(path, "Remove it; --resume then answers anew")
-        settings = _settings(self._config) | {"target_digest": self._teacher.digest, "format": _FORMAT}
+        before = _read(path)
+        settings = _settings(self._config) | {"format": _FORMAT}
         if before is None:
             return {"settings": settings, "rounds": {}}
         if not resume:
@@ -135,25 +136,29 @@ class Distillation:
         _write(self._directory / "checkpoint.pt", {"place": asdict(self._place), **self._learner.state()})
 
     def _export(self) -> Path:
-        about = {"target_digest": self._teacher.digest, "tokens_seen": self._place.tokens}
+        about = {"tokens_seen": self._place.tokens, "settings": _settings(self._config)}
         path = self._directory / ("head" if self._config.head else "draft")
-        self._learner.export(self._config.target, path, about | {"settings": _settings(self._config)})
+        self._learner.export(self._config.target, path, about)
         return path
 
     def _log(self, held_out: Sequence[Answer]) -> None:
-        """Measure, report, and append to the log. Raises `DistillError`."""
-        agreement, tokens = self._learner.agreement(held_out), self._place.tokens
+        """Measure, report, and append to the log."""
+        tokens, learner = self._place.tokens, self._learner
+        if isinstance(learner, HeadLearner):
+            agreement = learner.agreement(held_out)
+        else:
+            agreement = figures(observe(self._teacher.model, learner.draft, held_out))["agreement"]
         self._watcher.say(f"{tokens:,} tokens seen: agreement on held-out answers {agreement:.3f}")
         entry = {"step": self._place.step, "tokens": tokens, "held_out_agreement": agreement}
-        with _explained(self._directory / "log.jsonl") as path, path.open("a") as file:
+        with (self._directory / "log.jsonl").open("a") as file:
             file.write(json.dumps(entry | {"unix_time": round(time.time(), 1)}) + "\n")
 
     # Answering
 
     def answer(self) -> Path:
         """Answer the prompts of all rounds and learn nothing; return a file with a line {"prompt", "text"} for each."""
-        lines = list[str]()
-        with _locked(self._directory), _explained(self._directory / "answers.jsonl") as path:
+        lines, path = list[str](), self._directory / "answers.jsonl"
+        with _locked(self._directory):
             for name in [f"round-{round:03d}" for round in range(self._config.rounds)]:
                 answers = self._answers(name, self._config.answers_per_round)
                 for prompt, one in zip(self._answered["rounds"][name]["prompts"], answers, strict=True):
@@ -224,45 +229,35 @@ def _settings(config: DistillConfig) -> dict[str, Any]:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Keep other processes out of a run. Raises `DistillError` if one is at work in it, or there can be no lock."""
+    """Keep other processes out of a run. Raises `DistillError` if one is at work in it, or a file cannot be written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        held = FileLock(directory / ".lock").acquire(blocking=False)
+        with FileLock(directory / ".lock").acquire(blocking=False):
+            yield
     except Timeout:
         raise DistillError(f"another process works in {directory}") from None
     except OSError as error:
-        raise DistillError(f"cannot write in {directory}: {error}") from error
-    with held:
-        yield
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[Path]:
-    """Raises `DistillError` if there is no room or no permission."""
-    try:
-        yield path
-    except OSError as error:
         raise DistillError(
-            f"cannot write {path}: {error}. Nothing that was saved before is lost: make room, and go on with --resume"
+            f"cannot write in {directory}: {error}. Nothing that was saved before is lost: make room, and go on with "
+            "--resume"
         ) from error
 
 
 def _write(path: Path, state: Any) -> None:
-    """Write a file of PyTorch atomically. Raises `DistillError`, and then leaves it as it was."""
+    """Write a file of PyTorch atomically. Raises `OSError`, and then leaves it as it was."""
     content, building = io.BytesIO(), path.with_name(f".{path.name}.building")
     torch.save(state, content)
-    with _explained(path):
-        try:
-            with building.open("wb") as file:
-                file.write(content.getbuffer())
-                os.fsync(file.fileno())
-            os.replace(building, path)
-        finally:
-            building.unlink(missing_ok=True)
+    try:
+        with building.open("wb") as file:
+            file.write(content.getbuffer())
+            os.fsync(file.fileno())
+        os.replace(building, path)
+    finally:
+        building.unlink(missing_ok=True)
 
 
-def _read(path: Path, advice: str) -> Any:
-    """What `_write` wrote; None if there is no file. Raises `DistillError` with `advice` if it is damaged."""
+def _read(path: Path) -> Any:
+    """What `_write` wrote; None if there is no file. Raises `DistillError` if it is damaged."""
     if not path.exists():
         return None
     try:
@@ -270,5 +265,6 @@ def _read(path: Path, advice: str) -> Any:
             if (bad := file.testzip()) is not None:
                 raise ValueError(f"{bad} has a wrong checksum")
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, ValueError, RuntimeError, EOFError, LookupError, zipfile.BadZipFile) as error:
-        raise DistillError(f"{path} is damaged: {str(error).partition(chr(10))[0]}. {advice}") from error
+    except Exception as error:  # PyTorch, its reader of zips and pickle have no common base
+        cause = str(error).partition("\n")[0]
+        raise DistillError(f"{path} is damaged: {cause}. Remove it; --resume then makes it anew") from error

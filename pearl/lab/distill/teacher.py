@@ -1,8 +1,7 @@
-"""The target as a teacher: its model and tokenizer, its digest, and how it encodes prompts."""
+"""The target as a teacher: its model and tokenizer, and how it encodes prompts."""
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,11 +29,6 @@ class Teacher:
     @property
     def device(self) -> torch.device:
         return self.model.device
-
-    @cached_property
-    def digest(self) -> str:
-        """A hash of all parameters' names, shapes, dtypes and sampled values. Takes about 1 s."""
-        return model_digest(self.model)
 
     @cached_property
     def turn_start(self) -> str:
@@ -68,16 +62,6 @@ def load_teacher(
         raise ModelError(f"Model {name!r} names no end-of-sequence token: its answers would never end.")
     model = load_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code, progress=progress)
     return Teacher(name, model.eval().requires_grad_(False), tokenizer, defaults.eos)
-
-
-def model_digest(model: PreTrainedModel) -> str:
-    """See `Teacher.digest`."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, weight in sorted(model.named_parameters()):
-        flat = weight.detach().flatten()
-        sample = flat[:: max(1, len(flat) // 4096)].float().cpu().numpy().tobytes()
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + sample)
-    return digest.hexdigest()
 
 
 def choose_device(name: str) -> torch.device:

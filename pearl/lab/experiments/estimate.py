@@ -67,7 +67,7 @@ def speedup(totals: Totals, other: Totals, block: int) -> Estimate:
     Args:
         block: texts of a block.
     """
-    pairs = list(zip(totals.texts, other.texts, strict=True))
+    pairs = list(zip(*([(s.late_tokens, s.late_seconds) for s in one.texts] for one in (totals, other)), strict=True))
     blocks = [pairs[i : i + block] for i in range(0, len(pairs), block)]
     value, count = _ratio(pairs), len(blocks)
     if count < 2:

@@ -38,7 +38,7 @@ _QUANTILES = tuple(number / 20 for number in range(1, 20))  # of the confidences
 Policies = Callable[[RecordedText], StopPolicy | None]
 
 
-class Oracle:
+class Oracle(StopPolicy):
     """Stops behind a wrong token, before one, and where the target's own token ends the text.
 
     So the target needs as few forwards as with endless windows, and no draft token follows a wrong one: where a draft
@@ -51,12 +51,6 @@ class Oracle:
     def stop(self, features: Features) -> bool:
         drawn = features.position
         return drawn + 2 >= len(self._right) or not (self._right[drawn] and self._right[drawn + 1])
-
-    def confidence(self, features: Features) -> None:
-        pass
-
-    def end_window(self, accepted: int) -> None:
-        pass
 
 
 class StoppingDraft:
@@ -95,6 +89,11 @@ class Stopped:
     @property
     def speed(self) -> float:
         return self.totals.tokens_per_second
+
+    @property
+    def wasted(self) -> float | None:
+        """Share of the drafted tokens that were not accepted."""
+        return 1 - self.totals.total("num_accepted_draft_tokens") / self.drafted if self.drafted else None
 
 
 def stopped(

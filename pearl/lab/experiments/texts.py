@@ -12,13 +12,12 @@ import numpy as np
 import torch
 
 from pearl.decoding.rules.direct import DirectDraw
-from pearl.decoding.sampling import SHORTLIST, read_draw
+from pearl.decoding.sampling import read_draw
 from pearl.drafting.rows import shape_of
 from pearl.engine.conversation import Conversation
 from pearl.lab.experiments.workload import Text, Workload
 from pearl.lab.simulate import Timing
 from pearl.models.recorded import FEATURES, Header, RecordedText, RecordedTexts
-from pearl.models.replay import faint
 from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.protocol.options import Sampling
 from pearl.text.stream import Tokenizer
@@ -58,7 +57,7 @@ def record(
             text = _record_one(target, draft, prompt, header.sampling(len(seen)), header)
             tick(f"prompt {number}: {len(text.answer)} tokens")
             yield text
-            conversation.add(turn, prompt, tokenizer.decode(text.answer), text.answer, "length")
+            conversation.add(turn, tokenizer.decode(text.answer))
 
 
 @torch.inference_mode()
@@ -110,18 +109,13 @@ def _record_one(
 ) -> RecordedText:
     (answer,) = answers(target, [prompt], [sampling], header.eos, header.max_tokens)
     draw, known = DirectDraw(sampling), min(draft.vocab_size, header.vocab_size)  # further ids are padding
-    ids, logits, features = [], [], []
+    drawn, features = [], []
     rows = (row for piece in rows_along(draft, prompt, answer) for row in piece[:, :known])
     for position, row in enumerate(rows, len(prompt)):
-        drawn = torch.tensor([read_draw(draw(row, position))], device=row.device)
-        top = torch.cat((row.topk(min(SHORTLIST, known)).indices, drawn))
-        values = row[top].cpu().numpy()
-        ids.append(top.cpu().numpy())
-        logits.append(np.maximum(values, values.max() - faint(header.temperature)))
-        *largest, entropy, chosen = shape_of(row, drawn).tolist()
+        drawn.append(read_draw(draw(row, position)))
+        *largest, entropy, chosen = shape_of(row, torch.tensor(drawn[-1:], device=row.device)).tolist()
         features.append([*largest, *[0.0] * (FEATURES - 2 - len(largest)), entropy, chosen])
-    rows_of = np.array(ids, np.int32), np.array(logits, np.float32), np.array(features, np.float32)
-    return RecordedText(tuple(prompt), tuple(answer), *rows_of)
+    return RecordedText(tuple(prompt), tuple(answer), np.array(drawn, np.int32), np.array(features, np.float32))
 
 
 def workload(recorded: RecordedTexts, timing: Timing, seed: int = 0) -> Workload:

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
 
-from pearl.lab.simulate import CoinDraft, CoinTarget, Executor, Outcome, Timing, known_speeds, simulate
+from pearl.lab.simulate import CoinDraft, CoinTarget, Executor, Timing, known_speeds, simulate
 from pearl.lab.theory import sd_best_gamma
-from pearl.protocol.messages import Provenance, Submit
+from pearl.metrics import Sums
+from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling
 
 Coin = Callable[[float, int, Mapping[int, bool]], Executor]
-_Key = TypeVar("_Key")
-_Number = TypeVar("_Number", int, float)
 _JITTER_SEED = 1 << 32  # added to seeds of jitter, which must differ from seeds of coins
 
 
@@ -81,49 +80,15 @@ def _hypercube(luck: random.Random, acceptance: float, texts: int, tokens: int) 
 
 
 @dataclass
-class Totals:
-    """Sums over all requests of a workload, decoded by one method. Times are virtual seconds.
-
-    Attributes:
-        tokens, seconds: after each request's first commit.
-        texts: (tokens, seconds) of each request.
-        steps: target forwards after the prefill.
-        runs: accepted tokens of a run that ended in a correction or bonus -> number of such runs.
-        target_waits: cause -> seconds. draft_waits: seconds waiting for verdicts.
-        whole: seconds with prefills: the base of the waits' shares.
-        window: c or gamma as last used.
-    """
+class Totals(Sums):
+    """All requests of a workload, decoded by one method. Times are virtual seconds."""
 
     decoding: RequestOptions
-    requests: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    steps: int = 0
-    judged: int = 0
-    accepted: int = 0
-    corrected: int = 0
-    runs: dict[int, int] = field(default_factory=dict)
-    target_waits: dict[str, float] = field(default_factory=dict)
-    draft_waits: float = 0.0
-    whole: float = 0.0
-    window: int = 0
-    texts: list[tuple[int, float]] = field(default_factory=list)
 
-    def add(self, outcome: Outcome) -> None:
-        watch, counts = outcome.watch, outcome.counts
-        self.requests += 1
-        self.texts.append((watch.generated - watch.in_first, watch.last - (watch.first or 0.0)))
-        self.tokens += self.texts[-1][0]
-        self.seconds += self.texts[-1][1]
-        self.steps += outcome.target_steps
-        self.judged += counts.judged
-        self.accepted += counts.accepted
-        self.corrected += counts.provenance[Provenance.CORRECTED]
-        _add(self.runs, counts.runs)
-        _add(self.target_waits, watch.waits)
-        self.draft_waits += watch.draft_waited
-        self.whole += watch.last
-        self.window = outcome.window
+    @property
+    def window(self) -> int:
+        """c or gamma as last used."""
+        return self.texts[-1].window
 
     @property
     def name(self) -> str:
@@ -137,34 +102,17 @@ class Totals:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
+        return self.rate or 0.0
 
     @property
     def tokens_per_step(self) -> float:
-        return self.tokens / self.steps
-
-    @property
-    def acceptance_rate(self) -> float | None:
-        return self.accepted / self.judged if self.judged else None
-
-    @property
-    def accepted_per_run(self) -> float | None:
-        runs = sum(self.runs.values())
-        return sum(length * n for length, n in self.runs.items()) / runs if runs else None
-
-    @property
-    def mean_run_length(self) -> float | None:
-        """Committed tokens per run, its correction or bonus included."""
-        return None if self.accepted_per_run is None else 1 + self.accepted_per_run
+        return float(self.total("late_tokens") / self.total("steps"))
 
     def as_dict(self) -> dict[str, Any]:
-        names = ["name", "tokens_per_second", "tokens_per_step", "acceptance_rate", "mean_run_length"]
-        return {name: getattr(self, name) for name in names} | asdict(self)
-
-
-def _add(totals: dict[_Key, _Number], more: Mapping[_Key, _Number]) -> None:
-    for key, value in more.items():
-        totals[key] = totals.get(key, 0) + value
+        names = ["name", "tokens_per_second", "tokens_per_step", "acceptance_rate", "mean_run_length", "window"]
+        sums = {"tokens": "late_tokens", "seconds": "late_seconds", "steps": "steps", "whole": "seconds"}
+        sums |= {"judged": "num_judged_draft_tokens", "accepted": "num_accepted_draft_tokens"}
+        return {name: getattr(self, name) for name in names} | {key: self.total(name) for key, name in sums.items()}
 
 
 def run(
@@ -177,7 +125,7 @@ def run(
         submit = Submit(number, (0,) * text.prompt, text.prompt + text.tokens, decoding.changed(sampling=Sampling()))
         target = coin(workload.acceptance, seed, text.right)
         timing = replace(workload.timing, seed=_JITTER_SEED + seed)
-        totals.add(simulate(submit, target, draft(), timing, speeds=speeds))
+        totals.texts.append(simulate(submit, target, draft(), timing, speeds=speeds).statistics)
     return totals
 
 

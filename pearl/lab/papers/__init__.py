@@ -1,7 +1,5 @@
-"""Tables of the papers, filled by real runs on this machine: one module per paper, with its tables as data.
+"""Tables of the papers, filled by real runs on this machine, with the tables as data.
 
-`pearl` emulates its pairs; the others are studies of the embedded pair, see `study`.  Simulated tables and figures are
-in `pearl.lab.experiments`.
+`pearl` emulates its pairs; `studies` are of the embedded pair, run by `study`.  Simulated tables and figures are in
+`pearl.lab.experiments`.
 """
-
-STUDIES = ("theory", "disco", "sssd", "mjsd")  # modules with a `STUDY`; importing them takes torch

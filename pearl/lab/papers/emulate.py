@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,8 +22,9 @@ from pearl.lab.bench.runner import Measured, Plan, Sample, measure, simulated
 from pearl.lab.bench.systems import devices_of
 from pearl.lab.bench.tasks import Task
 from pearl.lab.experiments.workload import Totals, independent, run
-from pearl.lab.papers.pearl import TABLES, Pair, Run, Unit, Wanted, wanted
+from pearl.lab.papers.pearl import TABLES, Cell, Pair, Run, Unit, cells_of
 from pearl.lab.simulate import Timing
+from pearl.metrics import Sums
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.protocol.options import RequestOptions
 from pearl.trace.reading import read
@@ -35,33 +37,9 @@ _IDLE = ("draft idle", "target idle")
 _ALONE = Run(AR)
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One figure from each of four sources; None if a source does not have it.
-
-    Attributes:
-        paper: the published figure.
-        theory: by the closed form.
-        simulator: in virtual time, over many texts.
-        runtime: measured, median over the texts; mean accepted tokens and idle times over all of them together.
-        ratio: runtime / paper.
-        of_simulated: runtime speed / simulated speed of the same text: (median, minimum, maximum).
-    """
-
-    pair: str
-    label: str
-    unit: str
-    paper: float | None
-    theory: float | None = None
-    simulator: float | None = None
-    runtime: float | None = None
-    ratio: float | None = None
-    of_simulated: tuple[float, float, float] | None = None
-
-
 def runs_of(pair: Pair, tables: Sequence[str]) -> list[Run]:
     """The runs that these tables need, each once; `ar` first, the base of every speedup."""
-    cells = [cell for name in TABLES if name in tables for cell in wanted(pair, name)]
+    cells = [cell for name in TABLES if name in tables for cell in cells_of(pair, name)]
     found = [cell.run for cell in cells if cell.run is not None and cell.unit not in _IDLE]
     return list(dict.fromkeys([_ALONE, *found])) if found else []
 
@@ -79,7 +57,7 @@ def emulate(
     """
     runs = runs_of(pair, tables)
     measured = measure(_plan(pair, runs, tokens, texts, seed), watcher) if runtime and runs else Measured()
-    cells = {name: wanted(pair, name) for name in TABLES if name in tables}
+    cells = {name: cells_of(pair, name) for name in TABLES if name in tables}
     traced = next((cell.run for some in cells.values() for cell in some if cell.unit in _IDLE), None)
     idle = idle_times(pair, traced.decoding(), tokens) if runtime and traced else (None, None)
     sources = _Sources(pair, seed, measured.samples, idle)
@@ -94,7 +72,9 @@ def emulate(
         "acceptance_from": origin,
         "texts": [asdict(sample) for sample in measured.samples],
     }
-    return {name: [_cell(sources, cell) for cell in cells[name]] for name in cells}, about
+    for cell in chain.from_iterable(cells.values()):
+        _fill(cell, sources)
+    return cells, about
 
 
 def engine_config(pair: Pair) -> EngineConfig:
@@ -126,7 +106,8 @@ def _typical_prompt(pair: Pair, number: int, tokens: int) -> str:
 
     def error(prompt: str) -> float:
         counts = simulated(config, decoding, tokenizer.encode(prompt), params).counts
-        return abs(counts.accepted / counts.judged - acceptance) if counts.judged else 1.0
+        judged = counts.num_judged_draft_tokens
+        return abs(counts.num_accepted_draft_tokens / judged - acceptance) if judged else 1.0
 
     return min((f"text {number}, {variant}" for variant in range(_PROMPTS)), key=error)
 
@@ -174,38 +155,30 @@ class _Sources:
         if decoding not in self._done:
             self._done[decoding] = run(self._workload, decoding)
         totals = self._done[decoding]
-        idle = totals.draft_waits / totals.steps, sum(totals.target_waits.values()) / totals.steps
+        waits = totals.total("draft_wait_seconds"), sum(sum(s.target_wait_seconds.values()) for s in totals.texts)
+        idle = waits[0] / totals.total("steps"), waits[1] / totals.total("steps")
         return _figures(totals.tokens_per_second, self.pair.target_speed, totals.accepted_per_run or 0.0, idle)
 
     def runtime(self, one: Run) -> _Figures:
         samples = self.samples(one)
         rates, alone = ([s.rate for s in some if s.rate] for some in (samples, self.samples(_ALONE)))
-        runs = sum(s.runs for s in samples)
-        accepted = sum(s.accepted for s in samples) / runs if runs else None
+        accepted = Sums(texts=[text for s in samples for text in s.texts]).accepted_per_run
         return _figures(median(rates) if rates else None, median(alone) if alone else 1.0, accepted, self._idle)
 
     def samples(self, one: Run) -> list[Sample]:
         return [sample for sample in self._samples if sample.row == one.label]
 
 
-def _cell(sources: _Sources, cell: Wanted) -> Cell:
-    title = sources.pair.title
+def _fill(cell: Cell, sources: _Sources) -> None:
     if cell.run is None:
-        return Cell(title, cell.label, cell.unit, cell.paper)
-    runtime = sources.runtime(cell.run)[cell.unit]
+        return
     samples = [] if cell.unit in _IDLE else sources.samples(cell.run)
     shares = sorted(s.of_simulated for s in samples if s.of_simulated is not None)
-    return Cell(
-        pair=title,
-        label=cell.label,
-        unit=cell.unit,
-        paper=cell.paper,
-        theory=sources.closed_form(cell.run)[cell.unit],
-        simulator=sources.simulator(cell.run)[cell.unit],
-        runtime=runtime,
-        ratio=runtime / cell.paper if runtime is not None and cell.paper else None,
-        of_simulated=(median(shares), shares[0], shares[-1]) if shares else None,
+    cell.theory, cell.simulator, cell.runtime = (
+        source(cell.run)[cell.unit] for source in (sources.closed_form, sources.simulator, sources.runtime)
     )
+    cell.ratio = cell.runtime / cell.paper if cell.runtime is not None and cell.paper else None
+    cell.of_simulated = (median(shares), shares[0], shares[-1]) if shares else None
 
 
 def idle_times(pair: Pair, decoding: DecodingConfig, tokens: int) -> tuple[float, float]:

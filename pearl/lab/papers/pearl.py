@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from msgspec import Struct, yaml
 
 from pearl.config import DecodingConfig
-from pearl.document import parse_yaml
 from pearl.errors import ConfigError
 from pearl.lab import theory
 from pearl.spec.methods import AS_PUBLISHED
@@ -34,33 +33,23 @@ TABLES = {
 }
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Idle(_Strict):
-    """Seconds of a step of sd: the draft's idle time while the target verifies, and the target's meanwhile."""
-
-    draft: float = Field(gt=0)
-    target: float = Field(gt=0)
-
-
-class Published(_Strict):
+class Published(Struct, frozen=True, forbid_unknown_fields=True):
     """The paper's figures of one pair on one benchmark, where it has them.
 
     Attributes:
         speedup: method -> speedup over the target alone. Methods: sd, pearl, the two ablations, and `OTHERS`.
         mean_accepted: method (sd, pearl) -> mean accepted tokens.
         windows: window -> tokens per second of PEARL.
+        idle: seconds of a step of sd: "draft", while the target verifies, and "target" meanwhile.
     """
 
     speedup: dict[str, float] = {}
     mean_accepted: dict[str, float] = {}
     windows: dict[int, float] = {}
-    idle: Idle | None = None
+    idle: dict[str, float] = {}
 
 
-class Pair(_Strict):
+class Pair(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One pair of the paper on one benchmark.
 
     Attributes:
@@ -77,11 +66,11 @@ class Pair(_Strict):
     set: str = HUMANEVAL
     tables: list[str] = []
     config: str
-    vocabulary: int = Field(default=32000, ge=2)
-    draft_speed: float = Field(gt=0)
-    target_speed: float = Field(gt=0)
-    window: int = Field(ge=1)
-    gamma: int = Field(ge=1)
+    vocabulary: int = 32000
+    draft_speed: float
+    target_speed: float
+    window: int
+    gamma: int
     published: Published = Published()
 
     @property
@@ -128,8 +117,7 @@ def _fit_rate(curve: Callable[[float], float], value: float) -> float:
 
 def pairs() -> list[Pair]:
     """The pairs of the paper."""
-    known = (files("pearl.lab.papers") / "paper.yaml").read_text(encoding="utf-8")
-    return TypeAdapter(list[Pair]).validate_python(parse_yaml(known))
+    return yaml.decode((files("pearl.lab.papers") / "paper.yaml").read_bytes(), type=list[Pair])
 
 
 @dataclass(frozen=True)
@@ -169,31 +157,47 @@ class Run:
         return 1.0 if self.method == "ar" else None
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """A cell to be filled. `run`: None if there are only the paper's figures. `label`: of its row."""
+@dataclass
+class Cell:
+    """One figure from each of four sources; None if a source does not have it (yet).
+
+    Attributes:
+        run: None if there are only the paper's figures.
+        label: of its row.
+        paper: the published figure.
+        theory: by the closed form.
+        simulator: in virtual time, over many texts.
+        runtime: measured, median over the texts; mean accepted tokens and idle times over all of them together.
+        ratio: runtime / paper.
+        of_simulated: runtime speed / simulated speed of the same text: (median, minimum, maximum).
+    """
 
     run: Run | None
     label: str
     unit: Unit
     paper: float | None = None
+    theory: float | None = None
+    simulator: float | None = None
+    runtime: float | None = None
+    ratio: float | None = None
+    of_simulated: tuple[float, float, float] | None = None
 
 
-def wanted(pair: Pair, table: str) -> list[Wanted]:
-    """The cells of a pair in a table; none if it is not in it."""
+def cells_of(pair: Pair, table: str) -> list[Cell]:
+    """The cells of a pair in a table, to be filled; none if it is not in it."""
     known, sd = pair.published, Run("sd", pair.gamma)
     fixed, stream = Run("pearl", pair.window), Run("pearl")
     match table if table in {*pair.tables, "7"} else None:
         case "1" | "2":
             cells = [_speed(one, known.speedup.get(one.method)) for one in (sd, fixed, stream)]
-            return [*cells, *(Wanted(None, n, "speed-up", known.speedup[n]) for n in OTHERS if n in known.speedup)]
+            return [*cells, *(Cell(None, n, "speed-up", known.speedup[n]) for n in OTHERS if n in known.speedup)]
         case "3":
             ablations = [Run(f"pearl-no-{half}-verify", pair.window) for half in ("pre", "post")]
             return [_speed(one, known.speedup.get(one.method)) for one in (*ablations, fixed)]
         case "4":  # as the authors count, without the correction or bonus, and as their theorem 2 does, with it
             units: list[tuple[Unit, str]] = [("accepted", "accepted"), ("run", "correction included")]
             return [
-                Wanted(one, f"{one.label}, {words}", unit, known.mean_accepted.get(one.method))
+                Cell(one, f"{one.label}, {words}", unit, known.mean_accepted.get(one.method))
                 for one in (sd, fixed)
                 for unit, words in units
             ]
@@ -204,11 +208,11 @@ def wanted(pair: Pair, table: str) -> list[Wanted]:
         case "figure 2a":
             idle = known.idle
             return [
-                Wanted(sd, "the draft idles", "draft idle", idle.draft if idle else None),
-                Wanted(sd, "the target idles", "target idle", idle.target if idle else None),
+                Cell(sd, "the draft idles", "draft idle", idle.get("draft")),
+                Cell(sd, "the target idles", "target idle", idle.get("target")),
             ]
     return []
 
 
-def _speed(run: Run, paper: float | None = None, unit: Unit = "speed-up") -> Wanted:
-    return Wanted(run, run.label, unit, paper)
+def _speed(run: Run, paper: float | None = None, unit: Unit = "speed-up") -> Cell:
+    return Cell(run, run.label, unit, paper)

@@ -16,18 +16,17 @@ from typing import Any
 
 import torch
 
-from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.config import EngineConfig, SamplingParams
 from pearl.drafting.datastore import Datastore, check_tokenizer
 from pearl.engine.conversation import Conversation
 from pearl.engine.request import resolve_sampling
 from pearl.lab import Watcher
-from pearl.lab.bench.rows import AR, NGRAM
 from pearl.lab.bench.tasks import Task
 from pearl.lab.experiments.estimate import Estimate, bootstrap
 from pearl.lab.experiments.guessing import Generated, Replayed, replay, store_alone
 from pearl.lab.experiments.texts import answers
 from pearl.lab.papers.page import Table
-from pearl.lab.papers.study import Study, StudyRow
+from pearl.lab.papers.studies import FILTERED
 from pearl.lab.simulate import interpolated
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.runner import ModelRunner, feed_chain
@@ -38,7 +37,6 @@ from pearl.worker.placement import place
 
 SIZES = (1, 2, 4, 8, 16, 32)  # tokens in a forward, the last committed one included: the paper's speculation length
 TEMPERATURES = (0.0, 0.4, 0.7, 1.0, 2.0)
-FILTERED: dict[str, Any] = {"top_k": 50, "top_p": 0.7}  # as in the paper
 _AT_ONCE = 8  # texts decoded together
 _CONTEXT = 256  # tokens in the cache while forwards are timed
 _ROUNDS = 9  # of all sizes
@@ -50,21 +48,6 @@ PAPER = {  # section 4 of the paper
     1.0: "-1 to -2%",
     2.0: "around -20%",
 }
-_WARM: dict[str, Any] = {"temperature": 1.0, **FILTERED}
-_AR, _NGRAM = DecodingConfig(method=AR), DecodingConfig(method=NGRAM)
-STUDY = Study(
-    "SSSD (Marzollo et al. 2024), prose: guesses without a draft model, one request at a time",
-    [
-        StudyRow(AR, _AR, paper="1.00"),
-        StudyRow(NGRAM, _NGRAM, paper="2.05 to 2.61"),
-        StudyRow("ar, temperature 1", _AR, _WARM, base="ar, temperature 1"),
-        StudyRow("ngram, temperature 1", _NGRAM, _WARM, "ar, temperature 1", "acceptance 1 to 2% lower"),
-    ],
-    "Theirs are Llama 2 7B and Llama 3 8B on an Ascend 910B4 with a datastore of conversations; ours is the embedded "
-    "target on one core, guessing from prompt and own text, and from --datastore if given. Top-k 50 and top-p 0.7, as "
-    "theirs.",
-    "Batches of 8 to 64 requests.",
-)
 
 
 def measure_guesses(config: EngineConfig, tasks: Sequence[Task], tokens: int, watcher: Watcher) -> dict[str, Any]:
@@ -82,7 +65,7 @@ def measure_guesses(config: EngineConfig, tasks: Sequence[Task], tokens: int, wa
     store = None
     if config.datastore is not None:
         directory = Path(config.datastore)
-        store = Datastore(directory, target.vocab_size, verified=True)
+        store = Datastore(directory, target.vocab_size)
         check_tokenizer(store.header, tokenizer, directory)
     raw = tokenizer.apply_chat([{"role": "user", "content": "."}]) is None
     prompts = [Conversation(tokenizer, raw).prompt(task.turns[0]) for task in tasks]

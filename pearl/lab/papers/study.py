@@ -1,74 +1,36 @@
-"""Studies: tables of other papers, as far as existing rules and methods fill them, in real runs of the embedded pair.
-
-The papers' models and data are not here.  So compare their figures with ours in kind, not in size; each study says what
-differs and what is left out.
-"""
+"""Runs the studies of other papers (`studies`) and puts their rows in words."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
-from importlib import import_module
-from math import sqrt
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, replace
+from math import exp, sqrt
 from statistics import fmean, pstdev
 from typing import Any
 
-from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+import torch
+
+from pearl.config import EngineConfig, SamplingParams
 from pearl.lab import Watcher
 from pearl.lab.bench.figures import Figures, Surprise, figures
 from pearl.lab.bench.rows import PAIR, Row
 from pearl.lab.bench.runner import Plan, measure
 from pearl.lab.bench.systems import devices_of
 from pearl.lab.bench.tasks import Task
+from pearl.lab.experiments import mjgd
 from pearl.lab.experiments.estimate import Estimate
 from pearl.lab.papers.page import Table
+from pearl.lab.papers.studies import Study, StudyRow
 from pearl.metrics import Statistics
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.runner import ModelRunner
 from pearl.worker.build import make_runner
 from pearl.worker.placement import place
 
-GREEDY: dict[str, Any] = {"temperature": 0.0}
-MoreRows = Callable[[ModelRunner, Sequence[Sequence[int]], int, Sequence[int], Watcher], list[dict[str, Any]]]
 COLUMNS = (
     *("row", "theirs", "over ar", "tokens a step", "accepted", "tokens a run", "rejected: expected", "bias"),
     "perplexity",
 )
-
-
-@dataclass(frozen=True)
-class StudyRow:
-    """A way to decode. `base`: label of the row that it is compared with; `paper`: the paper's figure or claim."""
-
-    label: str
-    decoding: DecodingConfig
-    sampling: Mapping[str, Any] = field(default_factory=lambda: GREEDY)
-    base: str = "ar"
-    paper: str = ""
-
-
-@dataclass(frozen=True)
-class Study:
-    """A table of a paper.
-
-    Attributes:
-        differs: differences from the paper's setting, in words. left_out: what cannot be filled here.
-        more_rows: decodes the same prompts with the target alone (runner, prompts, max tokens, EOS, watcher), and
-            returns further rows; with it all rows have a perplexity.
-    """
-
-    title: str
-    rows: Sequence[StudyRow]
-    differs: str
-    left_out: str
-    more_rows: MoreRows | None = None
-
-
-def load(name: str) -> Study:
-    """The study of a paper, one of `papers.STUDIES`."""
-    found = import_module(f"pearl.lab.papers.{name}").STUDY
-    assert isinstance(found, Study)
-    return found
 
 
 def run_study(
@@ -88,20 +50,43 @@ def run_study(
     plan = Plan(config, rows, tasks, SamplingParams(seed=0, max_tokens=tokens))
     measured = measure(plan, watcher)
     surprise, more = None, list[dict[str, Any]]()
-    if study.more_rows is not None:
+    if study.joint:
         runner, eos = make_runner(config.model("target"), place(config, "target")), load_tokenizer(config.target)[1].eos
         prompts = list(dict.fromkeys(text.prompt for text in measured.texts))
-        surprise, more = Surprise(config, runner), study.more_rows(runner, prompts, tokens, eos, watcher)
+        surprise = Surprise(config, runner)
+        more = _joint_rows(runner, prompts, study.joint, tokens, eos, watcher)
     found = {one.name: one for one in figures(plan, measured, surprise)}
-    statistics = {row.label: [t.statistics for t in measured.texts if t.row == row.label] for row in study.rows}
-    known = {label: [one for one in some if one is not None] for label, some in statistics.items()}
-    return [row_document(row, found[row.label], known[row.label]) for row in study.rows if row.label in found] + more
+    texts = {row.label: [t.statistics for t in measured.texts if t.row == row.label] for row in study.rows}
+    return [row_document(row, found[row.label], texts[row.label]) for row in study.rows if row.label in found] + more
+
+
+def _joint_rows(
+    runner: ModelRunner,
+    prompts: Sequence[Sequence[int]],
+    counts: Sequence[int],
+    tokens: int,
+    eos: Sequence[int],
+    watcher: Watcher,
+) -> list[dict[str, Any]]:
+    """Rows of the target alone by joint greedy decoding, `counts` tokens a step, with the perplexity of its texts."""
+    watcher.begin("joint greedy decoding", len(counts) * len(prompts))
+    rows = []
+    for count in counts:
+        label, texts = f"joint greedy, {count} a step", []
+        for prompt in prompts:
+            with torch.inference_mode():
+                texts.append(mjgd.decode(runner, prompt, tokens, count, eos))
+            watcher.advance(1, label)
+        surprise, length = sum(one.surprise for one in texts), sum(len(one.tokens) for one in texts)
+        perplexity = exp(surprise / length) if length else None
+        rows.append({"label": label, "paper": "falls with the number", "texts": len(texts), "perplexity": perplexity})
+    return rows
 
 
 def row_document(row: StudyRow, found: Figures, texts: Sequence[Statistics]) -> dict[str, Any]:
     """Rejections, their expected number and its standard deviation are sums over the texts; bias is per position."""
     judged = sum(one.num_judged_draft_tokens for one in texts)
-    lengths = [int(k) for one in texts for k, n in one.run_histogram.items() for _ in range(n)]
+    lengths = [k for one in texts for k, n in one.run_histogram.items() for _ in range(n)]
     known = [one for one in texts if one.expected_rejections is not None]
     return {
         "label": row.label,
@@ -121,7 +106,7 @@ def row_document(row: StudyRow, found: Figures, texts: Sequence[Statistics]) -> 
 
 
 def in_words(study: Study, found: Sequence[Mapping[str, Any]]) -> Table:
-    """The rows of a study as a table. Rows of `more_rows` may lack keys."""
+    """The rows of a study as a table. Rows of joint greedy decoding lack keys."""
     return Table(study.title, COLUMNS, [_words(one) for one in found], [study.differs, f"Left out: {study.left_out}"])
 
 

@@ -44,8 +44,8 @@ class HubName(NamedTuple):
 
 
 def is_toy(spec: str) -> bool:
-    """Whether `spec` names a model without weights: "toy", "toy:KEY=VALUE,...", or recorded texts."""
-    return spec.partition(":")[0] == "toy" or is_replay(spec)
+    """Whether `spec` names a model without weights: "toy" or "toy:KEY=VALUE,..."."""
+    return spec.partition(":")[0] == "toy"
 
 
 def toy_options(spec: str) -> dict[str, Any]:
@@ -67,15 +67,6 @@ def toy_options(spec: str) -> dict[str, Any]:
     if values["vocab"] < 2 or not 0 <= values["alpha"] <= 1:
         raise ModelError(f"toy model {spec!r}: vocab must be at least 2 and alpha between 0 and 1")
     return values
-
-
-def is_replay(spec: str) -> bool:
-    """Whether `spec` names recorded texts, "replay:FILE": see `pearl.models.replay`."""
-    return spec.startswith("replay:")
-
-
-def replayed_file(spec: str) -> str:
-    return spec.removeprefix("replay:")
 
 
 def resolve_checkpoint(spec: str, progress: Progress = silent, dtype: str = "any") -> str:

@@ -99,53 +99,14 @@ def check_sha256(path: Path, expected: str) -> None:
         )
 
 
-_GROUP, _STEPS, _LOW, _WIDTH = 32, ".steps", ".low", ".width"
-_SHARES = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82)  # of a group's range that its steps may be spread over
-
-
-def pack_layers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors as they are shipped: matrices in 4 bits, in which the forward also runs, and the rest in bfloat16.
-
-    Each 32 weights of a row are 16 steps, as in a Q4_1 file, over the share of their range that minimises the squared
-    error. A matrix NAME [rows, columns] becomes NAME.steps [rows, columns / 2] (two to a byte, the first in the lower
-    half), and NAME.low and NAME.width [rows, columns / 32] in bfloat16.
-    """
-    import torch
-
-    packed = {}
-    for name, tensor in tensors.items():
-        if tensor.ndim != 2:
-            packed[name] = tensor.bfloat16()
-            continue
-        groups = tensor.float().view(len(tensor), -1, _GROUP)
-        tried = [_in_steps(groups, share) for share in _SHARES]
-        errors = torch.stack([(low + steps * width - groups).square().sum(-1) for steps, low, width in tried])
-        best = errors.argmin(0)[..., None]
-        steps, low, width = (torch.stack(kind).take_along_dim(best[None], 0)[0] for kind in zip(*tried, strict=True))
-        pairs = steps.byte().view(len(tensor), -1, 2)
-        packed[name + _STEPS] = pairs[..., 0] | pairs[..., 1] << 4
-        packed |= {name + _LOW: low[..., 0].bfloat16(), name + _WIDTH: width[..., 0].bfloat16()}
-    return packed
-
-
-def _in_steps(groups: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(steps [..., 32], lowest [..., 1], width [..., 1]) of groups [..., 32], over a share of their range."""
-    import torch
-
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    cut = (high - low) * (1 - share) / 2
-    low = (low + cut).bfloat16().float()
-    width = ((high - cut - low) / 15).bfloat16().float().clamp_min(torch.finfo(torch.bfloat16).tiny)
-    return ((groups - low) / width).round().clamp(0, 15), low, width
-
-
 def unpack_layers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The inverse of `pack_layers`, in bfloat16, up to half a step."""
+    """The inverse of `pack_layers` in scripts/embed_draft.py, in bfloat16, up to half a step."""
     from pearl.models.checkpoints.formats import packed
 
-    whole = {name: tensors[name] for name in tensors if not name.endswith((_STEPS, _LOW, _WIDTH))}
-    for name in [name.removesuffix(_STEPS) for name in tensors if name.endswith(_STEPS)]:
-        whole[name] = packed(*(tensors[name + part] for part in (_STEPS, _LOW, _WIDTH))).dequantised().bfloat16()
+    parts = (".steps", ".low", ".width")
+    whole = {name: tensors[name] for name in tensors if not name.endswith(parts)}
+    for name in [name.removesuffix(parts[0]) for name in tensors if name.endswith(parts[0])]:
+        whole[name] = packed(*(tensors[name + part] for part in parts)).dequantised().bfloat16()
     return whole
 
 

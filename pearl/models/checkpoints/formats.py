@@ -231,7 +231,7 @@ def keep(directory: Path, rows: Mapping[str, tuple[str, torch.Tensor]]) -> None:
 
 
 def kept(directory: Path) -> dict[str, Make]:
-    """What makes each matrix that `keep` has written there, or that `pack_layers` has."""
+    """What makes each matrix that `keep` has written there, or that `scripts/embed_draft.py` has."""
     if not (directory / KEPT).is_file():
         return {}
     file = safe_open(directory / KEPT, framework="pt")

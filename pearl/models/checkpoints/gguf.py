@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pearl.cache import CONVERTED, Progress, cache_directory, converted, stamp
+from pearl.cache import CONVERTED, Progress, built_once, cache_directory, stamp
 from pearl.errors import ModelError
 from pearl.models.families import GGUF
 
@@ -52,7 +52,7 @@ def directory_of(file: Path, dtype: str, progress: Progress) -> Path:
         progress(f"converting {file.name} to {dtype} (once, about a minute for a billion weights)")
         convert(file, building, dtype)
 
-    return converted(f"{name}-{dtype}", build, progress)
+    return built_once(f"{name}-{dtype}", build, progress, cache_directory() / CONVERTED)
 
 
 def _name(file: Path) -> str:

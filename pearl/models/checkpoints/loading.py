@@ -54,7 +54,7 @@ class LoadOptions:
             weights are float32 where there are no instructions for bfloat16.
         may_round: "auto" may also be "int4" where that is faster; see `rounding_for`.
         max_context: in tokens; None: the model's own, at most `DEFAULT_CONTEXT`.
-        device_map: spread over GPUs, as in transformers.
+        is_spread: over all GPUs, as accelerate does it.
         forwards: "transformers": never our own forward; "eager": our own without recordings; "auto".
         trust_remote_code: load code that the checkpoint brings.
         exact: refuse a runner that is not row-invariant.
@@ -66,7 +66,7 @@ class LoadOptions:
     dtype: str = "auto"
     may_round: bool = False
     max_context: int | None = None
-    device_map: str | dict[str, Any] | None = None
+    is_spread: bool = False
     forwards: str = "auto"
     trust_remote_code: bool = False
     exact: bool = False
@@ -86,7 +86,7 @@ class LoadOptions:
     @property
     def reads_directly(self) -> bool:
         """Whether a checkpoint may be read without transformers."""
-        return self.forwards != "transformers" and self.device_map is None and not self.trust_remote_code
+        return self.forwards != "transformers" and not self.is_spread and not self.trust_remote_code
 
 
 def load_runner(spec: str, *, device: torch.device, progress: Progress = silent, **options: Any) -> ModelRunner:
@@ -112,7 +112,7 @@ def load_runner(spec: str, *, device: torch.device, progress: Progress = silent,
             is_wide=is_wide,
             keeps_bits=keeps_bits and wanted.reads_directly,
         )
-        if told := check_room(spec, need, device, torch.cuda.device_count() if wanted.device_map is not None else 1):
+        if told := check_room(spec, need, device, torch.cuda.device_count() if wanted.is_spread else 1):
             progress(told)
     progress(f"loading {spec}")
     dtype = _dtype(path, device, wanted.weights, wanted)
@@ -217,7 +217,7 @@ def _dtype(path: str, device: torch.device, dtype: str, wanted: LoadOptions) -> 
     if dtype != "auto":
         found: torch.dtype = getattr(torch, dtype)
         return found
-    is_slow = device.type == "cpu" and not wanted.device_map and not multiplies_bf16()
+    is_slow = device.type == "cpu" and not wanted.is_spread and not multiplies_bf16()
     return torch.float32 if is_slow and fits_in_float32(Path(path)) else None
 
 
@@ -242,7 +242,7 @@ def _load(
             output_loading_info=True,
             ignore_mismatched_sizes=True,
             dtype=dtype or "auto",
-            device_map=wanted.device_map or {"": device},
+            device_map="auto" if wanted.is_spread else {"": device},
             trust_remote_code=wanted.trust_remote_code,
         )
         model: PreTrainedModel
@@ -274,7 +274,7 @@ def _explained(spec: str) -> Iterator[None]:
 def _advice(error: Exception) -> str:
     text = str(error).lower()
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "alloc" in text or "out of memory" in text:
-        return "Memory ran out: take a smaller model, dtype or max_context, or spread it with device_map auto."
+        return "Memory ran out: take a smaller model, dtype or max_context, or spread the target over GPUs."
     if "configuration class" in text or "unrecognized model" in text or "model type" in text:
         return "It is not a causal language model that the installed transformers knows."
     if "connect" in text or "offline" in text or "resolve" in text:

@@ -1,4 +1,4 @@
-"""Tokenizers by the name of their model: checkpoints, toy models and recorded texts. Must not load weights."""
+"""Tokenizers by the name of their model: checkpoints and toy models. Must not load weights."""
 
 from __future__ import annotations
 
@@ -6,33 +6,20 @@ import itertools
 import logging
 import string
 from collections.abc import Sequence
-from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pearl.cache import Progress, silent
 from pearl.config.sampling import MOST_EOS
-from pearl.errors import ModelError, RequestError
-from pearl.models.checkpoints.checkpoint import (
-    in_cache,
-    is_replay,
-    is_toy,
-    replayed_file,
-    resolve_checkpoint,
-    toy_options,
-)
+from pearl.errors import ModelError
+from pearl.models.checkpoints.checkpoint import is_toy, resolve_checkpoint, toy_options
 from pearl.text.stream import REPLACEMENT, Tokenizer, Tools
 from pearl.text.tokenizer import GenerationDefaults, have_same_vocabulary, load
 from pearl.text.translation import Translation
-
-if TYPE_CHECKING:
-    from pearl.models.recorded import RecordedTexts
 
 log = logging.getLogger(__name__)
 
 TOY_LIMIT = 140_000  # there are more printable characters than that, and no vocabulary that we emulate is larger
 _LEAST_SHARED = 0.05  # share of the target's tokens that a draft must have
-_FOR_SENTENCEPIECE = {"sentencepiece": "sentencepiece", "protobuf": "google"}  # package -> what is imported
 
 
 class ToyTokenizer:
@@ -69,41 +56,25 @@ class ToyTokenizer:
         return self._characters[id] if 0 <= id < self.vocab_size else None
 
 
-class ReplayTokenizer(ToyTokenizer):
-    """For recorded texts, which have no other prompts than their own: "7" is the prompt of the seventh."""
-
-    def __init__(self, recorded: RecordedTexts) -> None:
-        super().__init__(recorded.header.vocab_size)
-        self._prompts = [text.prompt for text in recorded.texts]
-
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        number = int(text) if text.isdecimal() and text.isascii() else 0
-        if not 1 <= number <= len(self._prompts):
-            raise RequestError(f"a prompt of recorded texts is the number of one, 1 to {len(self._prompts)}")
-        return list(self._prompts[number - 1])
-
-
 def load_tokenizer(
     spec: str, *, trust_remote_code: bool = False, progress: Progress = silent
 ) -> tuple[Tokenizer, GenerationDefaults]:
     """The tokenizer of the model named `spec`, and its generation defaults.
 
-    `spec`: as for `resolve_checkpoint`, or "toy:vocab=32,eos=5" (a toy's other options are the runner's), or
-    "replay:FILE". Raises `ModelError`.
+    `spec`: as for `resolve_checkpoint`, or "toy:vocab=32,eos=5" (a toy's other options are the runner's).
+    Raises `ModelError`.
     """
-    if is_replay(spec):
-        return _replay(spec)
     if is_toy(spec):
         return _toy(spec)
     checkpoint = resolve_checkpoint(spec, progress=progress)
     try:
         tokenizer, defaults = load(checkpoint, trust_remote_code)
     except Exception as error:  # files, their readers and a model's own code raise anything
-        cause = _unread_format(checkpoint) or " ".join(str(error).split()) or type(error).__name__
+        cause = " ".join(str(error).split()) or type(error).__name__
         raise ModelError(
             f"The tokenizer of {spec!r} could not be loaded: {cause.rstrip('.')}. A directory needs "
-            "config.json and tokenizer.json (or what its tokenizer class reads), a hub id the network or a "
-            "filled cache."
+            "config.json and tokenizer.json (or what its tokenizer class reads: that of a sentencepiece model takes "
+            "pip install sentencepiece protobuf), a hub id the network or a filled cache."
         ) from error
     if len(defaults.eos) > MOST_EOS:
         raise ModelError(
@@ -138,24 +109,3 @@ def _toy(spec: str) -> tuple[ToyTokenizer, GenerationDefaults]:
     options = toy_options(spec)
     eos = (options["eos"],) if "eos" in options else ()
     return ToyTokenizer(options["vocab"]), GenerationDefaults(eos=eos)
-
-
-def _replay(spec: str) -> tuple[ReplayTokenizer, GenerationDefaults]:
-    from pearl.models.recorded import read_texts  # which takes NumPy
-
-    recorded = read_texts(Path(replayed_file(spec)))
-    given = recorded.header
-    defaults = GenerationDefaults(given.temperature, given.top_k, given.top_p, given.min_p, given.eos)
-    return ReplayTokenizer(recorded), defaults
-
-
-def _unread_format(checkpoint: str) -> str:
-    """What to do about tokens that only a sentencepiece model or tekken.json has; transformers' messages mislead."""
-    directory = Path(checkpoint) if Path(checkpoint).is_dir() else in_cache(checkpoint)
-    if directory is None or (directory / "tokenizer.json").is_file():
-        return ""
-    if (directory / "tekken.json").is_file():
-        return "it has tekken.json alone, which is not read: take a copy of the model that has tokenizer.json"
-    models = [path for path in directory.glob("*.model") if path.read_bytes()[:1] == b"\n"]  # tiktoken's are text
-    missing = [name for name, module in _FOR_SENTENCEPIECE.items() if find_spec(module) is None]
-    return f"{models[0].name} is sentencepiece's: pip install {' '.join(missing)}" if models and missing else ""

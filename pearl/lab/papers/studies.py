@@ -1,0 +1,138 @@
+"""Studies: tables of other papers, as far as existing rules and methods fill them, in real runs of the embedded pair.
+
+The papers' models and data are not here.  So compare their figures with ours in kind, not in size; each study says what
+differs and what is left out.  Data alone, without torch: `study` runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pearl.config import DecodingConfig
+from pearl.spec.methods import AS_PUBLISHED
+
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+FILTERED: dict[str, Any] = {"top_k": 50, "top_p": 0.7}  # as SSSD's paper has it
+_WARM: dict[str, Any] = {"temperature": 1.0}
+_SSSD: dict[str, Any] = _WARM | FILTERED
+_MJSD: dict[str, Any] = _WARM | {"top_k": 20, "top_p": 0.9}
+_PUBLISHED: dict[str, Any] = {"method": "pearl", **AS_PUBLISHED}
+_AR, _NGRAM = DecodingConfig(method="ar"), DecodingConfig(method="ngram")
+
+
+@dataclass(frozen=True)
+class StudyRow:
+    """A way to decode. `base`: label of the row that it is compared with; `paper`: the paper's figure or claim."""
+
+    label: str
+    decoding: DecodingConfig
+    sampling: Mapping[str, Any] = field(default_factory=lambda: GREEDY)
+    base: str = "ar"
+    paper: str = ""
+
+
+@dataclass(frozen=True)
+class Study:
+    """A table of a paper.
+
+    Attributes:
+        differs: differences from the paper's setting, in words. left_out: what cannot be filled here.
+        joint: further rows, the target alone by joint greedy decoding of so many tokens a step; with these all rows
+            have a perplexity.
+    """
+
+    title: str
+    rows: Sequence[StudyRow]
+    differs: str
+    left_out: str
+    joint: Sequence[int] = ()
+
+
+def _row(label: str, paper: str, sampling: Mapping[str, Any] = GREEDY, **settings: Any) -> StudyRow:
+    return StudyRow(label, DecodingConfig(**settings), sampling, paper=paper)
+
+
+def _rule(label: str, paper: str, **settings: Any) -> StudyRow:
+    return _row(label, paper, _WARM, **_PUBLISHED | settings)
+
+
+def _mjsd(label: str, paper: str, **settings: Any) -> StudyRow:
+    return _row(f"sd, {label}", paper, _MJSD, **{"method": "sd", "gamma": 4} | settings)
+
+
+STUDIES = {
+    "theory": Study(
+        "Yin et al. 2024, theorem 1 and figure 4: rejections and bias of rules that relax acceptance",
+        [
+            StudyRow("ar", _AR, _WARM),
+            _rule("ratio", "bias 0, rejections: the sum of TVs", rule="ratio"),
+            *(
+                _rule(f"batch, {m} candidates", "bias 0, fewer rejections", rule="batch", candidates=float(m))
+                for m in (2, 4, 8)
+            ),
+            *(
+                _rule(f"opt, epsilon {e:g}", "bias + rejected = TV a position", rule="opt", epsilon=e)
+                for e in (0.02, 0.1, 0.3)
+            ),
+            _rule("uno, epsilon 0.1", "more bias than opt", rule="uno", epsilon=0.1),
+        ],
+        "Theirs are Markov chains without printed values; ours is the embedded pair at temperature 1, in which the "
+        "text, and with it the TV, depends on the rule.",
+        "Tables 1 and 2 (win rates) need reward models; figures 2 to 4, on chains: the tests compare them with theory.",
+    ),
+    "disco": Study(
+        "DISCO (Mamou et al. 2024), tables 1 and 2, HumanEval: static speculation lengths, and the oracle's",
+        [
+            StudyRow("ar", _AR, paper="1.00"),
+            _row("sd, gamma 5", "static SL-5: 1.63", method="sd", gamma=5),
+            *(_row(f"sd, gamma {gamma}", "static SL-opt: 1.63", method="sd", gamma=gamma) for gamma in (1, 2, 3)),
+            _row("sd, heuristic", "dynHeur: less than SL-5", method="sd", draft_stop="heuristic"),
+            _row("sd, threshold 0.4", "", method="sd", draft_stop="threshold"),
+            _row("pearl, runs", "oracle SL: 14.7 tokens, sd 42.6", **_PUBLISHED),
+        ],
+        "Theirs are StarCoder 15B with 168M on one A100; ours is the embedded pair, greedy, whose best length is one "
+        "of 1 to 3. An oracle drafts what is accepted between two rejections: the tokens of a run.",
+        "DISCO's classifier, trained for a pair, and the oracle, on recorded texts: pearl simulate stops has both.",
+    ),
+    "sssd": Study(
+        "SSSD (Marzollo et al. 2024), prose: guesses without a draft model, one request at a time",
+        [
+            StudyRow("ar", _AR, paper="1.00"),
+            StudyRow("ngram", _NGRAM, paper="2.05 to 2.61"),
+            StudyRow("ar, temperature 1", _AR, _SSSD, base="ar, temperature 1"),
+            StudyRow("ngram, temperature 1", _NGRAM, _SSSD, "ar, temperature 1", "acceptance 1 to 2% lower"),
+        ],
+        "Theirs are Llama 2 7B and Llama 3 8B on an Ascend 910B4 with a datastore of conversations; ours is the "
+        "embedded target on one core, guessing from prompt and own text, and from --datastore if given. Top-k 50 and "
+        "top-p 0.7, as theirs.",
+        "Batches of 8 to 64 requests.",
+    ),
+    "mjsd": Study(
+        "MJSD (Qin et al. 2024), table 2: speed and perplexity; and joint greedy decoding of the target alone",
+        [
+            StudyRow("ar", _AR, _MJSD, paper="greedy: 1.00; perplexity 3.74, 2.11, 2.88"),
+            _mjsd("gamma 4", "1.63, 1.43, 1.41; 3.64, 2.13, 2.87"),
+            _mjsd(
+                *("bild, threshold 0.4", "1.52, 1.31, 1.41; 3.15, 1.95, 2.93"),
+                rule="bild",
+                draft_stop="threshold",
+                gamma=10,
+            ),
+            _mjsd("spectr, 4 candidates", "1.99, 1.26, 1.15; 3.64, 2.15, 3.06", rule="spectr"),
+            _mjsd("joint", "2.78, 2.00, 2.04; 2.06, 1.88, 2.63", rule="joint"),
+            _mjsd("joint, 2 beams", "table 3: 0.91 of 8 beams' speed", rule="joint", width=2),
+            *(
+                StudyRow(f"pearl, {rule}", DecodingConfig(**_PUBLISHED, rule=rule), _MJSD)
+                for rule in ("ratio", "joint")
+            ),
+        ],
+        "Theirs are Llama 68M with Llama 2 13B on an L40 (and OPT 125M with 13B), on ChatGPT-Prompt, ChatAlpaca and "
+        "CNN-Dailymail; ours is the embedded pair. Top-k 20, then top-p 0.9, blocks of 4, 8 beams, tau 0.1, as theirs. "
+        "Their SpecTr drafts several whole sequences; ours several tokens where the text has left what was drafted. "
+        "Perplexity is by the target's own rows, unfiltered.",
+        "OPT's columns; energy.",
+        joint=(1, 2, 3),
+    ),
+}
