@@ -144,10 +144,11 @@ class Distillation:
     def _log(self, held_out: Sequence[Answer]) -> None:
         """Measure, report, and append to the log."""
         tokens, learner = self._place.tokens, self._learner
-        if isinstance(learner, HeadLearner):
-            agreement = learner.agreement(held_out)
-        else:
-            agreement = figures(observe(self._teacher.model, learner.draft, held_out))["agreement"]
+        agreement = (
+            learner.agreement(held_out)
+            if isinstance(learner, HeadLearner)
+            else figures(observe(self._teacher.model, learner.draft, held_out))["agreement"]
+        )
         self._watcher.say(f"{tokens:,} tokens seen: agreement on held-out answers {agreement:.3f}")
         entry = {"step": self._place.step, "tokens": tokens, "held_out_agreement": agreement}
         with (self._directory / "log.jsonl").open("a") as file:
