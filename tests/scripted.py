@@ -173,7 +173,7 @@ class ScriptDraft:
     """A draft that writes the same text, but for the positions in `wrong`.
 
     `foresees`: positions for which it prepares another outcome: the right one, where what it drafts there is wrong.
-    `stops`: positions behind which its stop policy ends drafting.
+    `stops`: positions behind which its stop policy ends drafting; where it withholds tokens, those that it withholds.
 
     Its runner-up, where it says so, is the right token where its own is wrong.
     """
@@ -191,12 +191,12 @@ class ScriptDraft:
         self.stops = frozenset(stops)
         self.cache = Cache()
         self.branches: dict[tuple[int, int], tuple[int, ...]] = {}
-        self.ranks = False
+        self.ranks = self.withholds = False
 
     def execute(self, command: object) -> object | None:
         match command:
             case Open():
-                self.ranks = command.options.sends_runners_up
+                self.ranks, self.withholds = command.options.sends_runners_up, command.options.withholds
                 return None
             case Rollback(length):
                 self.cache.rollback(length)
@@ -210,6 +210,8 @@ class ScriptDraft:
                 if not budget:
                     return Drafted()
                 known = len(self.cache.tokens)
+                if self.withholds and known in self.stops:
+                    return Drafted(paused=True)
                 branches = self._prepared(known - pending, known + budget)
                 said = self._says(self.cache.tokens)
                 seen = (Seen(3, (self.text[known] if said == WRONG else OTHER, LOST)),) if self.ranks else ()

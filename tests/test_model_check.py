@@ -38,6 +38,7 @@ WINDOWS = [("fixed", 1), ("fixed", 2), ("stream", 1), ("stream", 2)]
 GUESSES = {"look_ahead": 16, "unguessed": (4,)}
 BRANCHES = {"branches": 8, "foresees": (3,)}
 SIBLINGS = {"rule": "coupled", "siblings": 16}
+BILD = {"rule": "bild", "draft_stop": "threshold"}
 DEPTH = {"rule": "joint", "parameters": (("depth", 2.0),)}
 # What each method may be combined with: settings of `explore`.
 SETTINGS: dict[str, tuple[list[str], list[dict[str, Any]]]] = {
@@ -63,6 +64,8 @@ SETTINGS: dict[str, tuple[list[str], list[dict[str, Any]]]] = {
         [{"rule": "joint", "parameters": (("depth", depth),)} for depth in (2.0, 3.0)],
     ),
     # No policy goes with them; a draft that pauses all the same makes no target wait or compute for ever.
+    "withheld": (STOPPING, [BILD | {"stops": stops} for stops in ((2,), (3, 4), DRAFTED)]),
+    "withheld among guesses": (["pearl"], [BILD | GUESSES | {"stops": stops} for stops in ((2,), (3, 4), DRAFTED)]),
     "blocks and pauses": (["pearl", "sd"], [DEPTH | {"stops": stops} for stops in ((2,), (3,), DRAFTED)]),
 }
 
@@ -79,7 +82,7 @@ def test_every_interleaving_ends_with_the_right_text(combined: Callable[..., Any
         origins: set[tuple[Provenance, ...]] = set()
         assert explore(method, window, gamma, wrong, origins=origins, **settings) > 0
         # Under these the text depends on what is judged together: not on when tokens come.
-        assert len(origins) == 1 or not (what == "blocks" or (what, method) == ("stops", "sd"))
+        assert len(origins) == 1 or not (what in ("blocks", "withheld") or (what, method) == ("stops", "sd"))
 
 
 LOSSES = [("lose to target",), ("lose to draft",), ("lose to target", "lose two to target")]
@@ -103,6 +106,8 @@ def test_every_interleaving_survives_a_fault_at_any_time(faults: tuple[str, ...]
     assert explore("pearl", "stream", 2, (3,), TEXT[:-1], faults) > 0
     assert explore("pearl", "stream", 2, (3,), TEXT[:-1], faults, rule="coupled", **GUESSES) > 0
     assert explore("pearl", "stream", 2, (3,), TEXT[:-1], faults, **SIBLINGS) > 0
+    for method in ("sd", "pearl"):
+        assert explore(method, "stream", 2, (2,), TEXT[:-1], faults, stops=(3,), **BILD) > 0
 
 
 @pytest.mark.parametrize("faults", [("choke",), ("kill", "join"), ("repeat tokens",), ("lose to target",)], ids=str)

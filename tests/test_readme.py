@@ -85,7 +85,7 @@ def rules_table() -> str:
         cells = [
             f"`{spec.name}`",
             spec.description + (" (default)" if i == 0 else ""),
-            "yes" if spec.is_exact else "no",
+            "yes" if spec.is_exact else "no" if spec.greedy else "at temperature 0",
             "no" if spec.is_proposal_invariant else "yes",
             spec.unit.value,
             spec.needs.value,

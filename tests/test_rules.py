@@ -188,13 +188,15 @@ def test_halves_and_needs_are_as_declared(name: str) -> None:
     executor.execute(Open((0,), RequestOptions(rule=name, sampling=WARM)))
     assert executor.needs_rows(-1) == (find(name).needs is not Needs.NOTHING)
     executor.execute(Open((0,), RequestOptions(rule=name)))
-    assert not executor.needs_rows(-1), "greedy decoding needs none"
+    assert executor.needs_rows(-1) == (name == "joint"), "greedy decoding needs none"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_proposal_invariance_is_as_declared(name: str) -> None:
     assert (text(name) == text(name, draft=1)) == find(name).is_proposal_invariant
-    assert text(name, sampling=Sampling()) == text(name, sampling=Sampling(), draft=1), "greedy: under every rule"
+    is_greedy = text(name, sampling=Sampling()) == text(name, sampling=Sampling(), draft=1)
+    assert is_greedy == (find(name).greedy is None) == find(name).at(0).is_exact
+    assert find(name).label(0) == name + (" (not exact)" if find(name).greedy else "")
 
 
 # ---- configuration and flags ----

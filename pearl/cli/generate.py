@@ -27,6 +27,7 @@ from pearl.spec.methods import DRAFTLESS
 from pearl.spec.rules import find
 from pearl.spec.stops import FIXED
 from pearl.text.reasoning import Splitter, split, splitter_of
+from pearl.text.tokenizer import GenerationDefaults
 
 
 @listed("Use it", 'pearl generate "Explain the tides to a child." --temperature 0 --max-tokens 100')
@@ -61,7 +62,7 @@ def generate(
         click.echo(json.dumps(_document(settings, engine, result, splitter)))
     else:
         console.print()
-        console.print(summary(settings, result) if stats else Text(brief(result.statistics), "dim"))
+        console.print(summary(settings, result, engine.defaults) if stats else Text(brief(result.statistics), "dim"))
         if result.statistics.draft_lost:
             console.print("the draft was lost during the text; the target went on alone", style="yellow")
 
@@ -126,16 +127,17 @@ def _document(settings: Settings, engine: Engine, result: Result, splitter: Spli
     }
 
 
-def summary(settings: Settings, result: Result) -> Table:
+def summary(settings: Settings, result: Result, defaults: GenerationDefaults) -> Table:
     """All figures of a finished text."""
     s, decoding = result.statistics, settings.decoding
+    rule = find(decoding.rule_in_use).label(with_defaults(settings.sampling, defaults)["temperature"])
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     window = f", window {decoding.window}" if decoding.method not in DRAFTLESS else ""
     if decoding.draft_stop != FIXED:
         window += f", stopped by {decoding.draft_stop} {s.num_draft_stops} times"
-    table.add_row("method", f"{decoding.method}{window}, rule {find(decoding.rule_in_use).label}, seed {result.seed}")
+    table.add_row("method", f"{decoding.method}{window}, rule {rule}, seed {result.seed}")
     lengths = f"{s.num_generated_tokens} tokens after a prompt of {s.num_prompt_tokens}"
     table.add_row("text", f"{lengths}, ended by {result.finish_reason}")
     for figure in FIGURES:

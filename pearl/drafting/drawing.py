@@ -54,6 +54,8 @@ class DrawStep(Step):
         if self._features is not None:
             assert text.window is not None
             is_paused = text.window.stops(self.end, token, self._features.tolist())
+            if is_paused and text.withholds:
+                return Drafted(paused=True)
         seen = () if self._top is None else (see(read_shortlist(self._top)[0], self.end, token, text.half),)
         return Drafted((token,), rows=() if self._probs is None else (self._probs,), paused=is_paused, seen=seen)
 
@@ -119,9 +121,10 @@ class GuessStep(Step):
             yield from draw_rows(self.text.half, [row], [position], is_ranked)
 
     def collect(self) -> Drafted:
+        proposed = self._drafted[: len(self._drafted) - (self._is_paused and self.text.withholds)]
         return Drafted(
-            tuple(read_draw(row.draw) for row in self._drafted),
-            rows=tuple(row.probs for row in self._drafted if row.probs is not None),
+            tuple(read_draw(row.draw) for row in proposed),
+            rows=tuple(row.probs for row in proposed if row.probs is not None),
             cached=len(self._drafted) - 1,
             paused=self._is_paused,
             branches=self._proposals,

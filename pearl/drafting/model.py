@@ -86,7 +86,7 @@ class ModelProposer:
         slot = self._slots.get(command.slot, command.slot)
         self._texts = {number: each for number, each in self._texts.items() if each.slot != slot}
         shaper = make_shaper(sampling.shaping, command.prompt, self._guides)
-        text = Text(command.slot, slot, rule, block, shaper, window)
+        text = Text(command.slot, slot, rule, block, shaper, window, withholds=options.withholds)
         if shaper is None and not is_block:  # shaped rows depend on the text up to them, blocks are searched for
             self._prepare_guesses(text, command)
         self._texts[command.request] = text
@@ -100,7 +100,7 @@ class ModelProposer:
             min(options.draft_lookup, capabilities.tree_nodes - 1) if self.chains else options.draft_lookup
         )
         text.max_branches, text.ranks = options.branches, options.sends_runners_up
-        if options.branches and not self.chains and (spare := self._spare(text.slot)):
+        if options.branches and not (self.chains or text.withholds) and (spare := self._spare(text.slot)):
             text.branches = Branches(self.runner, spare, self._foresight)
 
     @property
@@ -133,7 +133,7 @@ class ModelProposer:
 
     def chained(self, request: int) -> bool:
         text = self._texts[request]
-        return self.chains and text.shaper is None and text.block is None
+        return self.chains and text.shaper is None and text.block is None and not text.withholds
 
     def awaits(self, command: Draft, delay: float) -> bool:
         self.model.delay = delay

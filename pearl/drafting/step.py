@@ -101,6 +101,7 @@ class Text:
         branches: prepared for other outcomes; None: none are.
         max_guesses, max_branches: in one forward.
         ranks: whether the target is sent the runners-up of each token.
+        withholds: whether the token that ends a window is not proposed.
         last_drawn: (position, token) of the last token that was drawn for it.
         search: for its next block.
     """
@@ -116,6 +117,7 @@ class Text:
     max_guesses: int = 0
     max_branches: int = 0
     ranks: bool = False
+    withholds: bool = False
     last_drawn: tuple[int, int] | None = None
     search: Search | None = None
 

@@ -2,8 +2,8 @@
 
 A decision depends on rows of the draft and on the text, never on time, so that one seed gives one text.  It may depend
 on the token drawn, because that token is sent and judged like any other: the policy decides only whether the *next*
-position is drafted too, which an exact rule decides in any case.  (To withhold the token that the policy has seen would
-bias the text.)
+position is drafted too, which an exact rule decides in any case.  To withhold the token that the policy has seen would
+bias the text, so only a rule that is not exact does: see `RuleSpec.withholds`.
 """
 
 from __future__ import annotations

@@ -56,6 +56,7 @@ class DraftView:
         self._epoch = 0
         self._until = 0  # the draft may draft positions before this one
         self._is_paused = False  # by its stop policy, the draft sends no more until all pending tokens are judged
+        self._withheld = -1  # the position for which the draft sends no token
         self._received = 0  # end of the tokens received, used or not
         self._diverged = -1  # first position where the draft diverged and no verdict has reported it; -1: none
 
@@ -74,6 +75,11 @@ class DraftView:
         return self._is_paused and self._epoch == self._request.epoch
 
     @property
+    def withholds(self) -> bool:
+        """Whether the draft sends no token for the position behind what is pending, by its stop policy."""
+        return self._withheld == len(self._request.sequence.tokens) and self._epoch == self._request.epoch
+
+    @property
     def resyncs_too_often(self) -> bool:
         """Whether the draft was resynced more often than is allowed, so that this request drops it."""
         written = self._request.sequence.committed - len(self._request.submit.prompt)
@@ -88,7 +94,7 @@ class DraftView:
         if request.block > 1:
             return 1 + self.next_block if self.is_paused else min(self._bounds.needed, 1 + most)
         can_come = min(request.submit.limit - request.sequence.committed, 1 + max(0, most))
-        return 1 if self.is_paused else min(self._bounds.needed, can_come)
+        return 1 if self.is_paused or self.withholds else min(self._bounds.needed, can_come)
 
     @property
     def next_block(self) -> int:
@@ -131,7 +137,7 @@ class DraftView:
 
     def _enter_epoch(self) -> None:
         if self._epoch != self._request.epoch:
-            self._epoch, self._until, self._is_paused = self._request.epoch, 0, False
+            self._epoch, self._until, self._is_paused, self._withheld = self._request.epoch, 0, False, -1
             self._received, self._diverged = self._request.foreseen_end, -1
 
     # ---- what the draft is sent ----
@@ -142,7 +148,7 @@ class DraftView:
             return
         request, seq = self._request, self._request.sequence
         self._enter_epoch()
-        self.known, self._is_paused, self.has_sent = seq.committed, False, False
+        self.known, self._is_paused, self._withheld, self.has_sent = seq.committed, False, -1, False
         prefix = tuple(seq.tokens[: seq.committed])
         do(Send(Begin(request.number, request.epoch, prefix, self._grant(), seq.digest, request.options)))
 
@@ -175,6 +181,8 @@ class DraftView:
         if request.ending or is_old or not request.method.drafts:
             return self._drop()
         self._enter_epoch()
+        if not message.tokens and not request.options.withholds:
+            raise RemoteProtocolError("draft sent no tokens, though the rule withholds none")
         end, limit = message.start + len(message.tokens), request.submit.limit
         if message.epoch > request.epoch or (message.after is None and end > self._until):
             raise RemoteProtocolError(
@@ -202,9 +210,13 @@ class DraftView:
 
     def _append(self, message: DraftTokens) -> Received:
         request = self._request
-        self._is_paused = message.paused
         request.counts.num_draft_stops += message.paused
-        request.propose(_proposal(request, message))
+        if message.tokens:
+            request.propose(_proposal(request, message))
+        if request.options.withholds:
+            self._withheld = len(request.sequence.tokens) if message.paused else -1
+        else:
+            self._is_paused = message.paused
         self._received = len(request.sequence.tokens)
         return Received.PENDING
 

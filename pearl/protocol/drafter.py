@@ -71,6 +71,7 @@ class DraftMachine(Machine):
         self.draft_until = 0
         self._lost = False
         self._paused = False  # the stop policy has ended drafting until all drafted tokens are judged
+        self._withheld = -1  # the position for which a token was drafted and not sent
         self._is_hedged = False  # no more branches are worth a forward until the next verdict
         self._in_flight = 0  # tokens that the running forward was fed
         self._searched = 0.0  # seconds of the forwards that have searched for the next block so far
@@ -127,14 +128,17 @@ class DraftMachine(Machine):
             self._give_up(event.failure, do)
         elif self._overtaken:
             pass  # what it drafted would continue an outdated prefix
-        elif event.tokens:
+        elif event.tokens or (event.paused and not self._hedges):
             assert self.begun is not None
             start = len(self.sequence.tokens)
             self.sequence.extend(event.tokens)
             self.sequence.feed(event.cached)
-            self._paused = event.paused
+            if self.begun.options.withholds:
+                self._withheld = start + len(event.tokens) if event.paused else -1
+            else:
+                self._paused = event.paused
             # The forward of a whole prefix is no measure of a token's time.
-            seconds = (self._searched + event.seconds) / len(event.tokens) if self._in_flight == 1 else 0.0
+            seconds = (self._searched + event.seconds) / max(1, len(event.tokens)) if self._in_flight == 1 else 0.0
             self._searched = 0.0
             tokens, rows, known = event.tokens, event.rows, self.sequence.committed
             drafted = DraftTokens(self.begun.request, self.epoch, start, tokens, seconds, rows, known=known)
@@ -168,7 +172,7 @@ class DraftMachine(Machine):
 
     def _part(self) -> None:
         """The prefix has changed: drop the tokens being drafted, and the branches."""
-        self._overtaken, self._paused, self._searched = True, False, 0.0
+        self._overtaken, self._paused, self._withheld, self._searched = True, False, -1, 0.0
         self._branches.clear()
         self._followed = None
 
@@ -193,7 +197,7 @@ class DraftMachine(Machine):
             do(Wait(Cause.IDLE))
         elif self._may_hedge:
             self._hedge(do)
-        elif len(seq.tokens) >= self._until or self._paused:
+        elif len(seq.tokens) >= self._until or self._paused or len(seq.tokens) == self._withheld:
             self.state = State.WAITING
             do(Wait(Cause.WINDOW))
         else:

@@ -156,7 +156,7 @@ class Drafted:
         draw: seconds of drawing them.
         failure: why none could be drawn: the logits are not finite. Ends only this request's drafting.
         cached: how many of `tokens`, from the first on, the KV cache holds already.
-        paused: whether the stop policy ends drafting until these tokens are judged.
+        paused: whether the stop policy ends drafting until these tokens are judged; with none: it withholds one.
         branches: continuations for other outcomes as far as drafted, each whole from its outcome on.
         fed: tokens fed in the forward, those of other requests too; 0: unknown.
         seen: as `DraftTokens.runners_up`.

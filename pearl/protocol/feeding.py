@@ -51,7 +51,9 @@ class Feeding:
     def sample(self, do: Do) -> None:
         """Start drawing the next token from the target's row, and those after it while the draw was fed as a guess."""
         (node,) = self._fed.nodes(self._sequence.committed, 1)
-        do(Sample(self._sequence.committed, node, self._request.looks_ahead, request=self._request.number))
+        # In place of a withheld token comes one token: the draft proposes those behind it.
+        follow = self._request.looks_ahead and not self._draft.withholds
+        do(Sample(self._sequence.committed, node, follow, request=self._request.number))
 
     @property
     def num_judged(self) -> int:
@@ -73,8 +75,10 @@ class Feeding:
 
     @property
     def row_is_direct(self) -> bool:
-        """Whether the next row judges no draft token but is drawn from: without a drafting draft, or for a bonus."""
-        return not self._draft.is_drafting or (self._request.method.bonus and not self._request.is_fresh)
+        """Whether the next row judges no draft token but is drawn from: for a bonus, or where none will come."""
+        has_bonus = self._request.method.bonus and not self._request.is_fresh
+        is_withheld = self._draft.withholds and not self._sequence.pending
+        return not self._draft.is_drafting or has_bonus or is_withheld
 
     def guess(self, do: Do) -> None:
         """Start looking for guesses of what may follow the text, or stand in place of what is pending."""

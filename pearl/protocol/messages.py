@@ -188,7 +188,8 @@ class DraftTokens(Message, frozen=True, tag=8):
         source: who guessed them.
         after: None for the main line; else the outcome (position, token) under which they hold: that this token is
             committed at this position, where the main line has another. They continue what came for it before.
-        paused: whether the draft's stop policy ends drafting until these tokens are judged.
+        paused: whether the draft's stop policy ends drafting until these tokens are judged; where the draft withholds
+            a token, until the target has committed its own for the position behind them.
         known: length of the prefix that the draft had when it drafted them.
         runners_up: what the row of each token says of it and of others; empty if the target takes no siblings.
     """

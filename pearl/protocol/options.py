@@ -27,7 +27,7 @@ from pearl.config.sampling import (
 from pearl.spec.methods import MAX_BRANCHES, MAX_GAMMA, MAX_LOOK_AHEAD, METHODS, WINDOWS, Method
 from pearl.spec.problems import decoding_problem
 from pearl.spec.rules import MAX_PARAMETERS, RuleSpec, find
-from pearl.spec.stops import FIXED
+from pearl.spec.stops import FIXED, THRESHOLD
 
 MAX_TEXT = 1 << 16  # bytes of UTF-8: an error message, a stop string
 _LARGEST = sys.float_info.max
@@ -128,7 +128,7 @@ class RequestOptions(Record, frozen=True):
     @property
     def commits_draws(self) -> bool:
         """Whether the target's own draw is always what is committed, so that proposals cannot change the text."""
-        return self.rule_spec.is_proposal_invariant or self.sampling.temperature == 0
+        return self.rule_in_force.is_proposal_invariant
 
     @property
     def sends_runners_up(self) -> bool:
@@ -141,8 +141,14 @@ class RequestOptions(Record, frozen=True):
         return self.branches > 0 and self.method_spec.bonus
 
     @property
-    def rule_spec(self) -> RuleSpec:
-        return find(self.rule)
+    def rule_in_force(self) -> RuleSpec:
+        """The rule that decides at this temperature."""
+        return find(self.rule).at(self.sampling.temperature)
+
+    @property
+    def withholds(self) -> bool:
+        """Whether the draft keeps back the token that ends its window; the target's own draw takes its place."""
+        return self.draft_stop == THRESHOLD and self.rule_in_force.withholds
 
     def problem(self) -> str | None:
         """Why no engine can serve this, though each field is in its range."""

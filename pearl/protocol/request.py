@@ -119,10 +119,8 @@ class Request:
         self.indexed = 0
         #: The finish reason once the request is to end; nothing is committed after that.
         self.ending: FinishReason | None = None
-        #: Block length: tokens that the rule judges as a whole. 1 except for block rules, and under greedy decoding.
-        self.block = (
-            1 if submit.options.sampling.temperature == 0 else self.options.rule_spec.block(self.options.parameters)
-        )
+        #: Block length: tokens that the rule judges as a whole. 1 except for block rules.
+        self.block = self.options.rule_in_force.block(self.options.parameters)
         self._delivered = 0  # length of the prefix that the front has
         self._undelivered: list[Provenance] = []
 

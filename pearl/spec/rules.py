@@ -7,13 +7,14 @@ only the standard library, because the command line starts without torch: halves
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import isfinite
 from typing import Protocol
 
 MAX_PARAMETERS = 8  # of one rule
 BLOCK_LENGTH = "depth"  # name of the parameter that sets the block length, in tokens
+GREEDY = "coupled"  # the rule that most rules are at temperature 0: the target's likeliest token, and only that
 Parameters = tuple[tuple[str, float], ...]  # (name, value); omitted parameters take their defaults
 
 
@@ -105,6 +106,9 @@ class RuleSpec:
         is_exact: whether committed tokens have the target's distribution.
         is_proposal_invariant: whether the text is the same whatever was drafted.
         parameters: must include `BLOCK_LENGTH` if `unit` is BLOCK.
+        greedy: what it is at temperature 0; None: greedy decoding, which is exact.
+        withholds: whether the draft, under stop policy threshold, keeps back the token that ends its window, and the
+            target's own takes its place.
     """
 
     name: str
@@ -116,11 +120,16 @@ class RuleSpec:
     is_exact: bool = False
     is_proposal_invariant: bool = False
     parameters: tuple[Parameter, ...] = ()
+    greedy: RuleSpec | None = None
+    withholds: bool = False
 
-    @property
-    def label(self) -> str:
-        """The name for display; marks rules that are not exact."""
-        return self.name if self.is_exact else f"{self.name} (not exact)"
+    def at(self, temperature: float) -> RuleSpec:
+        """What decides at this temperature."""
+        return self if temperature else self.greedy or RULES[GREEDY]
+
+    def label(self, temperature: float = 1.0) -> str:
+        """The name for display; marks rules that are not exact at this temperature."""
+        return self.name if self.at(temperature).is_exact else f"{self.name} (not exact)"
 
     def values(self, parameters: Parameters) -> dict[str, float]:
         """As `checked_values`."""
@@ -164,6 +173,25 @@ def named_parameters(specs: Iterable[Declared]) -> dict[str, dict[str, Parameter
     return found
 
 
+_BILD = RuleSpec(
+    "bild",
+    "accept the draft's likeliest token if the target finds it likely enough, by rollback, else take the target's "
+    "likeliest; with draft_stop threshold also where the draft's is less likely than confidence, and is not sent",
+    target="pearl.decoding.rules.biased:GreedyBildTarget",
+    draft="pearl.decoding.rules.direct:DirectDraft",
+    needs=Needs.NOTHING,
+    parameters=(_ROLLBACK,),
+    withholds=True,
+)
+_JOINT = RuleSpec(
+    "joint",
+    "as under sampling, by unfiltered probabilities; then go on with the target's likeliest token",
+    draft="pearl.decoding.rules.joint:JointDraft",
+    target="pearl.decoding.rules.joint:JointTarget",
+    needs=Needs.SCALARS,
+    unit=Unit.BLOCK,
+    parameters=(_TAU, _DEPTH, _WIDTH),
+)
 _RULES = (
     RuleSpec(
         "ratio",
@@ -217,16 +245,13 @@ _RULES = (
         target="pearl.decoding.rules.biased:BildTarget",
         is_exact=False,
         parameters=(_ROLLBACK,),
+        greedy=_BILD,
     ),
-    RuleSpec(
-        "joint",
-        "accept the longest part of a block whose joint ratio target/draft exceeds tau, then go on from the target",
-        draft="pearl.decoding.rules.joint:JointDraft",
-        target="pearl.decoding.rules.joint:JointTarget",
-        needs=Needs.SCALARS,
-        unit=Unit.BLOCK,
-        is_exact=False,
-        parameters=(_TAU, _DEPTH, _WIDTH),
+    replace(
+        _JOINT,
+        description="accept the longest part of a block whose joint ratio target/draft exceeds tau, then go on from "
+        "the target",
+        greedy=_JOINT,
     ),
 )
 RULES: dict[str, RuleSpec] = {spec.name: spec for spec in _RULES}  # by name, the default first

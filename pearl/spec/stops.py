@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pearl.spec.rules import Parameter, Parameters, checked_values
 
 FIXED = "fixed"  # no policy: the window alone
+THRESHOLD = "threshold"
 CAP = 16  # tokens: default window of methods that wait for the draft, if a policy ends it
 
 
@@ -44,7 +45,7 @@ STOPS: dict[str, StopSpec] = {  # by name, the default first
     for spec in (
         StopSpec(FIXED, "at the window's end", "nothing"),
         StopSpec(
-            "threshold",
+            THRESHOLD,
             "behind a token that the draft gave a probability below confidence",
             "the draft's probability of its token",
             (_CONFIDENCE,),

@@ -149,7 +149,7 @@ def _problems(message: Message, raw: Sequence[Frame]) -> Iterator[str]:
 
 def _row_problems(message: DraftTokens, raw: Sequence[Frame]) -> Iterator[str]:
     rows, tokens = message.rows, message.tokens
-    if not tokens:  # even with `paused` set: the target would have nothing to verify
+    if not tokens and (not message.paused or message.after is not None):
         yield "has no tokens"
     if rows and len(rows) != len(tokens):
         yield f"has {len(tokens)} tokens and {len(rows)} rows"

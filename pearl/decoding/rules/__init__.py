@@ -22,8 +22,6 @@ from pearl.protocol.events import Odds
 from pearl.protocol.options import Sampling
 from pearl.spec.rules import Parameters, RuleSpec, find
 
-_GREEDY = "coupled"  # at temperature 0 every rule is this one: accept the target's likeliest token, and only that
-
 Drafted = tuple[Tensor, Tensor | None]  # a draw, and what the target needs to judge it
 Tops = Sequence[Shortlist]
 
@@ -116,15 +114,14 @@ class TargetHalf(Protocol):
 
 
 def rule_in_force(name: str, sampling: Sampling) -> RuleSpec:
-    """The rule that decides under this sampling: at temperature 0 the direct one, whichever was asked for.
+    """The rule that decides under this sampling: at temperature 0 mostly the direct one; see `RuleSpec.at`.
 
     Raises `RequestError` for a name that is not registered.
     """
     try:
-        asked = find(name)
+        return find(name).at(sampling.temperature)
     except ValueError as error:
         raise RequestError(str(error)) from None
-    return find(_GREEDY) if sampling.temperature == 0 else asked
 
 
 def make_draft_half(name: str, sampling: Sampling, parameters: Parameters = ()) -> DraftHalf:

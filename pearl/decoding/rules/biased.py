@@ -10,18 +10,23 @@ Source: Yin et al. 2024, section 4.2.  For uno the paper's printed code draws fr
 from the target's; this follows the text.
 
 Bild accepts a token wherever the target finds it not too unlikely, whatever the draft's probability of it was.  Source:
-Kim et al. 2023 (BiLD), rollback policy; its fallback policy is the draft's: `--draft-stop threshold`.
+Kim et al. 2023 (BiLD), rollback policy; its fallback policy is the draft's: `--draft-stop threshold`.  Theirs is greedy
+decoding, as here at temperature 0: the draft's likeliest token, or the target's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import exp
 
 import torch
 from torch import Tensor
 
+from pearl.decoding.rules import Judgement
 from pearl.decoding.rules.ratio import accepts, residual
 from pearl.decoding.rules.tokenwise import TokenTarget
+from pearl.decoding.sampling import greedy, read_draw
+from pearl.protocol.events import Odds
 from pearl.protocol.options import Sampling
 
 
@@ -71,3 +76,26 @@ class BildTarget(UnoTarget):
 
     def accepted(self, target: Tensor, draft: Tensor) -> Tensor:
         return torch.where(target >= self._min_prob, draft, 0.0)
+
+
+class GreedyBildTarget:
+    """Bild at temperature 0: corrects to the target's likeliest token."""
+
+    def __init__(self, sampling: Sampling, rollback: float) -> None:
+        self._rollback = rollback
+
+    def launch(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
+        return torch.log_softmax(logits.float(), -1)
+
+    def judge(
+        self, logits: Tensor, tokens: Sequence[int], rows: Sequence[Tensor], start: int, launched: Tensor | None = None
+    ) -> Judgement:
+        """The bias is the number of accepted tokens that are not the target's likeliest."""
+        scores = self.launch(logits, ()) if launched is None else launched
+        own = scores.gather(1, torch.tensor(tokens, device=scores.device).unsqueeze(1)).squeeze(1)
+        odds = Odds(0.0, 0.0, 0.0)
+        for i, (score, best) in enumerate(zip(own.tolist(), scores.amax(-1).tolist(), strict=True)):
+            if not -score <= self._rollback:  # nor where it is no number
+                return Judgement(i, read_draw(greedy(logits[i])), odds + Odds(1.0, 0.0, 0.0))
+            odds += Odds(0.0, 0.0, float(score < best))
+        return Judgement(len(tokens), None, odds)

@@ -4,6 +4,8 @@ The draft searches for the likeliest block of `depth` tokens.  The target scores
 longest part whose joint ratio, the product of target / draft over its tokens, exceeds tau, even where a shorter part
 does not pass; then it draws one token.  So an unlikely token is accepted where what follows makes up for it.
 
+At temperature 0 that token is the target's likeliest, and the text a function of the two models.
+
 Not exact, on purpose: it prefers texts that are likely as a whole.  Source: Qin et al. 2024, multi-token joint
 speculative decoding, algorithm 2.
 """
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from pearl.decoding.keys import DrawKeys, Purpose
 from pearl.decoding.rules import Judgement
-from pearl.decoding.sampling import pick, probabilities, read_draw
+from pearl.decoding.sampling import greedy, pick, probabilities, read_draw
 from pearl.protocol.events import Odds
 from pearl.protocol.options import Sampling
 
@@ -26,7 +28,7 @@ class JointDraft:
     """What a search for a block goes by; see `pearl.decoding.rules.BlockHalf`."""
 
     def __init__(self, sampling: Sampling, depth: int, width: int) -> None:
-        self.sampling, self.depth, self.width = sampling, depth, width
+        self.sampling, self.depth, self.width = unwarped(sampling), depth, width
 
     def score(self, logits: Tensor) -> Tensor:
         return probabilities(logits, self.sampling)
@@ -39,8 +41,9 @@ class JointTarget:
         tau: the joint ratio that must be exceeded; 0 accepts all that the target allows, 1 nothing.
     """
 
-    def __init__(self, sampling: Sampling, tau: float) -> None:
-        self.sampling, self._tau = sampling, tau
+    def __init__(self, sampling: Sampling, tau: float, depth: int) -> None:
+        self.sampling, self._tau, self._is_greedy = unwarped(sampling), tau, sampling.temperature == 0
+        self._is_by_token = depth == 1  # then several blocks are judged at a time
         self._keys = DrawKeys(sampling)
 
     def launch(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
@@ -52,7 +55,7 @@ class JointTarget:
         """`tokens` are a block; `rows` are 0 but at their tokens, where they have the draft's probability.
 
         A block follows from the text before it, without a draw.  So only one token could be committed at an accepted
-        position, at a distance of 1 - target from the target's distribution.
+        position, at a distance of 1 - target from the target's distribution; at temperature 0 that is 0 or 1.
         """
         target = probabilities(logits, self.sampling) if launched is None else launched
         ids = torch.tensor(tokens, device=target.device).unsqueeze(1)
@@ -60,13 +63,27 @@ class JointTarget:
         draft_probs = [row[token].item() for row, token in zip(rows, tokens, strict=True)]
         accepted, ratio = 0, 1.0
         for count, (own, other) in enumerate(zip(target_probs, draft_probs, strict=True), start=1):
+            if self._is_by_token:
+                ratio = 1.0
+                if accepted < count - 1:
+                    break
             # A broken draft's probabilities can make the ratio infinite, and infinity times 0 is NaN, which would pass.
             ratio = ratio * own / other if own and other else 0.0
             if min(1.0, ratio) > self._tau:
                 accepted = count
-        is_whole, bias = accepted == len(tokens), sum(max(0.0, 1 - own) for own in target_probs[:accepted])
-        odds = Odds(float(not is_whole), 0.0, bias)
+        off = [max(0.0, 1 - own) for own in target_probs]
+        if self._is_greedy:
+            off = [float(own < most) for own, most in zip(target_probs, target.amax(-1).tolist(), strict=True)]
+        is_whole = accepted == len(tokens)
+        odds = Odds(float(not is_whole), 0.0, sum(off[:accepted]))
         if is_whole:
             return Judgement(accepted, None, odds)
+        if self._is_greedy:
+            return Judgement(accepted, read_draw(greedy(logits[accepted])), odds)
         own = pick(target[accepted], self._keys(start + accepted, Purpose.CORRECTION))
         return Judgement(accepted, read_draw(own), odds)
+
+
+def unwarped(sampling: Sampling) -> Sampling:
+    """At temperature 0, which has no distribution, the models' own, unfiltered; any other as it is."""
+    return sampling if sampling.temperature else Sampling(1.0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pearl.config import EngineConfig
+from pearl.config import EngineConfig, SamplingParams
 from pearl.lab.bench.machine import Conditions
 from pearl.lab.bench.rows import AR, NGRAM, Row
 from pearl.lab.bench.runner import Measured, Plan, Sample
@@ -80,12 +80,16 @@ def figures(plan: Plan, measured: Measured, surprise: Callable[[Decoded], float]
         texts = [text for text in measured.texts if text.row == row.name and text.tokens]
         read = [(surprise(text), len(text.tokens)) for text in texts] if surprise else []
         if samples:
-            found.append(_figures(row, samples, base_rates, read))
+            found.append(_figures(row, row.params or plan.params, samples, base_rates, read))
     return found
 
 
 def _figures(
-    row: Row, samples: Sequence[Sample], base_rates: Mapping[_TextKey, float], read: Sequence[tuple[float, int]]
+    row: Row,
+    params: SamplingParams,
+    samples: Sequence[Sample],
+    base_rates: Mapping[_TextKey, float],
+    read: Sequence[tuple[float, int]],
 ) -> Figures:
     """`read`: surprise and length of each text."""
     rule, drafts = RULES[row.decoding.rule_in_use], row.decoding.method not in (AR, NGRAM)
@@ -97,7 +101,7 @@ def _figures(
         name=row.name,
         devices=row.devices.in_words(),
         rule=rule.name if drafts else "",
-        exact=rule.is_exact or not drafts,
+        exact=rule.at(1.0 if params.temperature is None else params.temperature).is_exact or not drafts,
         texts=len(samples),
         tokens=tokens,
         rate=_interval(s.rate for s in samples),

@@ -62,6 +62,10 @@ def _mjsd(label: str, paper: str, **settings: Any) -> StudyRow:
     return _row(f"sd, {label}", paper, _MJSD, **{"method": "sd", "gamma": 4} | settings)
 
 
+def _greedy(label: str, **settings: Any) -> StudyRow:
+    return StudyRow(f"{label}, greedy", DecodingConfig(**settings), base="ar, greedy")
+
+
 STUDIES = {
     "theory": Study(
         "Yin et al. 2024, theorem 1 and figure 4: rejections and bias of rules that relax acceptance",
@@ -127,10 +131,16 @@ STUDIES = {
                 StudyRow(f"pearl, {rule}", DecodingConfig(**_PUBLISHED, rule=rule), _MJSD)
                 for rule in ("ratio", "joint")
             ),
+            _greedy("ar", method="ar"),
+            _greedy("sd, gamma 4", method="sd", gamma=4),
+            _greedy("sd, bild", method="sd", gamma=10, rule="bild", draft_stop="threshold"),
+            _greedy("sd, joint", method="sd", gamma=4, rule="joint"),
+            _greedy("pearl, bild", **_PUBLISHED, rule="bild", draft_stop="threshold"),
+            _greedy("pearl, joint", **_PUBLISHED, rule="joint"),
         ],
         "Theirs are Llama 68M with Llama 2 13B on an L40 (and OPT 125M with 13B), on ChatGPT-Prompt, ChatAlpaca and "
         "CNN-Dailymail; ours is the embedded pair. Top-k 20, then top-p 0.9, blocks of 4, 8 beams, tau 0.1, as theirs. "
-        "Their SpecTr drafts several whole sequences; ours several tokens where the text has left what was drafted. "
+        "Greedy: at temperature 0, over greedy ar; joint greedy is MJGD, exactly. Their SpecTr drafts several whole sequences; ours several tokens where the text has left what was drafted. "
         "Perplexity is by the target's own rows, unfiltered.",
         "OPT's columns; energy.",
         joint=(1, 2, 3),
