@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from pearl.cli.numbers import STDOUT, json_option, read_sets, write_json
-from pearl.cli.tables import Bars, print_table
+from pearl.cli.tables import Bars, print_lines, print_table
 from pearl.config import EngineConfig
 from pearl.errors import ConfigError
 from pearl.lab.bench.machine import Conditions
@@ -116,8 +116,7 @@ def _show(result: dict[str, Any], to: Path | None) -> None:
     if to != STDOUT:
         for table in tables(result):
             _print(table)
-        for line in (*pair_lines(result), EXPLAINED, conditions(result)):
-            click.echo(line)
+        print_lines(*pair_lines(result), EXPLAINED, conditions(result))
 
 
 def _study(
@@ -140,7 +139,7 @@ def _study(
     if to != STDOUT:
         _print(study.in_words(about, found), words=2)
         sets = ", ".join(dict.fromkeys(task.set for task in tasks))
-        click.echo(f"{len(tasks)} prompts ({sets}), up to {tokens} tokens; {clock}\n")
+        print_lines(f"{len(tasks)} prompts ({sets}), up to {tokens} tokens; {clock}", "")
         for table in sssd.in_words(guesses) if guesses else ():
             _print(table)
 

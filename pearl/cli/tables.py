@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -65,6 +67,34 @@ class Bars:
         self._console.print(message, soft_wrap=True)
 
 
+def print_lines(*lines: str, more_width: int = 0) -> None:
+    """Print lines, broken between words where the width is known: on a terminal, or with COLUMNS set."""
+    console, is_known = _console(more_width)
+    for line in lines:
+        console.print(line, soft_wrap=not is_known)
+
+
+def _console(more_width: int) -> tuple[Console, bool]:
+    """For standard output; and whether its width is known."""
+    is_known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(highlight=False, width=None if is_known else _WIDTH + more_width), is_known
+
+
+def _parts(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[list[int]]:
+    """The columns of each table that fits `width`: the first, and others as fit with no line of a cell broken."""
+    needed = [
+        1 + max(map(cell_len, [*column.split(), *(line for row in rows for line in row[i].split("\n"))]), default=0)
+        for i, column in enumerate(columns)
+    ]
+    part = [0]
+    for i in (i for i in range(1, len(columns)) if not rows or any(row[i] for row in rows)):
+        if len(part) > 1 and sum(needed[each] for each in (*part, i)) > width:
+            yield part
+            part = [0]
+        part.append(i)
+    yield part
+
+
 def print_table(
     columns: Sequence[str],
     rows: Iterable[Sequence[str]],
@@ -73,22 +103,24 @@ def print_table(
     title: str | None = None,
     more_width: int = 0,
 ) -> None:
-    """Print a table and notes below it.
+    """Print a table and notes below it; one that is too wide, as several that begin with the same column.
 
     Args:
         notes: empty ones are left out.
         words: number of leading columns that are text, aligned to the left.
         more_width: columns beyond `_WIDTH` if the output is not a terminal.
     """
-    table = Table(box=None, padding=(0, 1, 0, 0), title=title, title_justify="left")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < words else "right", no_wrap=number < words)
-    for row in rows:
-        table.add_row(*row)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH + more_width)
-    console.print(table, "")
-    for note in filter(None, notes):
-        console.print(note, soft_wrap=True)
+    console, cells = _console(more_width)[0], [*rows]
+    for number, part in enumerate(_parts(columns, cells, console.width)):
+        if title and not number:
+            print_lines(title, more_width=more_width)
+        table = Table(box=None, padding=(0, 1, 0, 0))
+        for i in part:
+            table.add_column(columns[i], justify="left" if i < words else "right", no_wrap=i == 0)
+        for row in cells:
+            table.add_row(*(row[i] for i in part))
+        console.print(table, "")
+    print_lines(*filter(None, notes), more_width=more_width)
 
 
 def print_columns(columns: Sequence[Column[_Row]], found: Iterable[_Row], *notes: str, **options: Any) -> None:

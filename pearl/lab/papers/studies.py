@@ -140,7 +140,8 @@ STUDIES = {
         ],
         "Theirs are Llama 68M with Llama 2 13B on an L40 (and OPT 125M with 13B), on ChatGPT-Prompt, ChatAlpaca and "
         "CNN-Dailymail; ours is the embedded pair. Top-k 20, then top-p 0.9, blocks of 4, 8 beams, tau 0.1, as theirs. "
-        "Greedy: at temperature 0, over greedy ar; joint greedy is MJGD, exactly. Their SpecTr drafts several whole sequences; ours several tokens where the text has left what was drafted. "
+        "Greedy: at temperature 0, over greedy ar; joint greedy is MJGD, by a search that is exact. "
+        "Their SpecTr drafts several whole sequences; ours several tokens where the text has left what was drafted. "
         "Perplexity is by the target's own rows, unfiltered.",
         "OPT's columns; energy.",
         joint=(1, 2, 3),
