@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec import convert
 
+from pearl.cli.tables import print_table
 from pearl.config import EngineConfig
 from pearl.lab.bench.tasks import Task
 from pearl.lab.papers import emulate, study
@@ -92,6 +93,25 @@ def test_simulating_alone_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     made = json.loads(done.stdout)
     assert [cell["runtime"] for cell in made["tables"]["1"]] == [None] * 5
     assert [cell["simulator"] is None for cell in made["tables"]["1"]] == [False, False, False, True, True]
+
+
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_tables_fit_the_terminal_and_cut_no_word(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were squeezed into columns of a few letters, with an ellipsis for the rest."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    columns, row = (
+        ["row", *study.COLUMNS[1:]],
+        ["sd, joint, 2 beams", "", "0.391 (0.386-0.4)", "22: 22.0, sd 0.1, of 85"],
+    )
+    rows = [[*row, *(f"{i}.{i}, sd 1.{i}" for i in range(len(columns) - len(row)))]] * 3
+    print_table(columns, rows, "A note of several words. " * 9, words=2, title="A title of several words. " * 5)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    assert "\u2026" not in "".join(lines)
+    assert all(sum(cell in line for line in lines) >= 3 for cell in rows[0])
+    assert not any("theirs" in line for line in lines), "no cell"
 
 
 # ---- studies of other papers ----

@@ -54,7 +54,7 @@ def check_bits(settings: Settings, prompts: Path | None, limit: int, kill: bool,
     findings: list[Finding] = []
     with Bars() as bars:
         bars.step("loading the models")
-        for finding in check_pair(config, asked, params, kill=kill):
+        for finding in check_pair(config, asked, params, kill=kill, tick=bars.step):
             findings.append(finding)
             bars.step(f"{finding.what}: {finding.equal} of {finding.count}")
     if to is not None:

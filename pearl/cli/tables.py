@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -80,15 +80,19 @@ def _console(more_width: int) -> tuple[Console, bool]:
     return Console(highlight=False, width=None if is_known else _WIDTH + more_width), is_known
 
 
-def _parts(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[list[int]]:
-    """The columns of each table that fits `width`: the first, and others as fit with no line of a cell broken."""
-    needed = [
-        1 + max(map(cell_len, [*column.split(), *(line for row in rows for line in row[i].split("\n"))]), default=0)
-        for i, column in enumerate(columns)
+def _widths(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+    """Of each column, where only its header is broken, between words."""
+    cells = [
+        [*column.split(), *(line for row in rows for line in row[i].split("\n"))] for i, column in enumerate(columns)
     ]
+    return [max(map(cell_len, each), default=0) for each in cells]
+
+
+def _parts(wanted: Iterable[int], widths: Sequence[int], width: int) -> Iterator[list[int]]:
+    """Of each table the columns: the first, and as many of those wanted as fit beside it."""
     part = [0]
-    for i in (i for i in range(1, len(columns)) if not rows or any(row[i] for row in rows)):
-        if len(part) > 1 and sum(needed[each] for each in (*part, i)) > width:
+    for i in wanted:
+        if len(part) > 1 and sum(1 + widths[each] for each in (*part, i)) > width:
             yield part
             part = [0]
         part.append(i)
@@ -103,7 +107,8 @@ def print_table(
     title: str | None = None,
     more_width: int = 0,
 ) -> None:
-    """Print a table and notes below it; one that is too wide, as several that begin with the same column.
+    """Print a table and notes below it; one that is too wide, as several with the same first column. Leaves out columns
+    without a cell.
 
     Args:
         notes: empty ones are left out.
@@ -111,12 +116,15 @@ def print_table(
         more_width: columns beyond `_WIDTH` if the output is not a terminal.
     """
     console, cells = _console(more_width)[0], [*rows]
-    for number, part in enumerate(_parts(columns, cells, console.width)):
+    widths, wanted = _widths(columns, cells), range(1, len(columns))
+    filled = [i for i in wanted if not cells or any(row[i] for row in cells)]
+    for number, part in enumerate(_parts(filled, widths, console.width)):
         if title and not number:
             print_lines(title, more_width=more_width)
-        table = Table(box=None, padding=(0, 1, 0, 0))
+        table, fits = Table(box=None, padding=(0, 1, 0, 0)), sum(1 + widths[i] for i in part) <= console.width
         for i in part:
-            table.add_column(columns[i], justify="left" if i < words else "right", no_wrap=i == 0)
+            justify: Literal["left", "right"] = "left" if i < words else "right"
+            table.add_column(columns[i], justify=justify, no_wrap=i == 0, min_width=widths[i] if fits else None)
         for row in cells:
             table.add_row(*(row[i] for i in part))
         console.print(table, "")

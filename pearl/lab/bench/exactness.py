@@ -14,7 +14,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple
@@ -84,9 +84,17 @@ References = dict[str, list[list[int]]]  # the target's own texts, by rule
 
 
 def check_pair(
-    config: EngineConfig, asked: Sequence[Prompt], params: SamplingParams, *, kill: bool
+    config: EngineConfig,
+    asked: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    kill: bool,
+    tick: Callable[[str], None] = lambda what: None,
 ) -> Iterator[Finding]:
-    """All that `pearl check` compares, one finding each; arguments as of `check_texts`."""
+    """All that `pearl check` compares, one finding each; arguments as of `check_texts`.
+
+    `tick`: told of each text of the target alone, which take most of the time before the first comparison of texts.
+    """
     plain, shaped, has_slots = list[Reference](), list[Reference](), False
     for role in config.roles:
         runner = make_runner(config.model(role), place(config, role))
@@ -94,7 +102,7 @@ def check_pair(
         yield compare_cuts(runner, role, min(_ROWS, runner.context), piece=piece)
         if role == "target":
             has_slots = runner.capabilities.row_invariant
-            plain, shaped = TargetAlone(config, runner).references(asked, params)
+            plain, shaped = TargetAlone(config, runner, tick).references(asked, params)
             asked = plain[0].prompts
         del runner  # a GPU may have no room for it beside the engine's
     known = {reference.name: reference.texts for reference in plain}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -45,10 +45,11 @@ class TargetAlone:
     """The target in this process, one token a forward, from an empty cache.
 
     Shares only the runner, the draw and the shaper with the engine, so other bugs change its texts in another way.
+    `tick`: told of each text.
     """
 
-    def __init__(self, config: EngineConfig, runner: ModelRunner) -> None:
-        self._runner, self._is_toy = runner, is_toy(config.target)
+    def __init__(self, config: EngineConfig, runner: ModelRunner, tick: Callable[[str], None]) -> None:
+        self._runner, self._is_toy, self._tick = runner, is_toy(config.target), tick
         self._tokenizer, self._defaults = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
 
     def references(self, asked: Sequence[Prompt], params: SamplingParams) -> tuple[list[Reference], list[Reference]]:
@@ -91,6 +92,7 @@ class TargetAlone:
             if tokens[-1] in submit.eos or stream.stopped:
                 break
         runner.rollback(0)
+        self._tick("the target alone")
         return tokens[len(prompt) :]
 
 
