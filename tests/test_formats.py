@@ -80,6 +80,19 @@ def packed(weight: torch.Tensor) -> Written:
     return parts, (steps * scales.float()[..., None]).view(weight.shape)
 
 
+def packed_with_zeros(weight: torch.Tensor) -> Written:
+    """Zero points are packed along the outputs."""
+    steps, zeros, scales = in_groups(weight, torch.arange(weight.shape[1]) // GROUP)
+    parts = {
+        "weight_packed": words(steps),
+        "weight_scale": scales,
+        "weight_zero_point": words(zeros.T).T.contiguous(),
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    of = torch.arange(weight.shape[1]) // GROUP
+    return parts, torch.from_numpy(steps - zeros[:, of.numpy()]) * scales.float()[:, of]
+
+
 def bytes_(weight: torch.Tensor) -> Written:
     scales = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
     steps = (weight / scales.float()).round().clamp(-127, 127)
@@ -115,6 +128,11 @@ TOOLS: dict[str, tuple[Callable[[torch.Tensor], Written], dict[str, Any], str]] 
         "4 bits",
     ),
     "pack-quantized": (packed, compressed("pack-quantized", num_bits=4, group_size=GROUP), "4 bits"),
+    "pack-quantized with zero points": (
+        packed_with_zeros,
+        compressed("pack-quantized", num_bits=4, group_size=GROUP, symmetric=False),
+        "4 bits",
+    ),
     "int-quantized": (bytes_, compressed("int-quantized", num_bits=8), "8 bits"),
     "float-quantized": (floats, compressed("float-quantized", num_bits=8, type="float"), "8 bits"),
     "fp8": (blocks, {"quant_method": "fp8", "weight_block_size": [128, 128]}, "8 bits"),
@@ -175,7 +193,7 @@ def test_blocks_of_another_size_are_refused(weight: tuple[int, int], scales: tup
     [
         {"quant_method": "awq", "bits": 4, "version": "gemv"},
         {"quant_method": "gptq", "bits": 3},
-        compressed("pack-quantized", num_bits=4, symmetric=False),
+        compressed("pack-quantized", num_bits=8, symmetric=False),
         {"quant_method": "unheard-of"},
     ],
     ids=str,

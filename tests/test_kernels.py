@@ -196,10 +196,9 @@ def test_kernels_whose_bits_depend_on_the_cut_are_refused(
 ) -> None:
     true = decode.Decode.forward
 
-    def planted(self: decode.Decode, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        return [
-            rows * (1 + 1e-6 * (len(feed.tokens) == 1)) for rows, feed in zip(true(self, feeds), feeds, strict=True)
-        ]
+    def planted(self: decode.Decode, feeds: Sequence[Feed]) -> list[Any]:
+        found = zip(true(self, feeds), feeds, strict=True)
+        return [(rows * (1 + 1e-6 * (len(feed.tokens) == 1)), more) for (rows, more), feed in found]
 
     monkeypatch.setattr(decode.Decode, "forward", planted)
     assert runner_of("one layer")._decode is None

@@ -168,7 +168,9 @@ def on_one_host(length: int, spec: str = SPEC, rule: str = "coupled", temperatur
     return ToyTokenizer(int(spec.partition("vocab=")[2].partition(",")[0])).decode(tokens) + "\n"
 
 
-@pytest.mark.parametrize(("rule", "temperature"), [("coupled", 0.0), ("coupled", 1.0), ("ratio", 1.0)])
+@pytest.mark.parametrize(
+    ("rule", "temperature"), [*(pytest.param("coupled", t, marks=pytest.mark.long) for t in (0.0, 1.0)), ("ratio", 1.0)]
+)
 def test_texts_are_those_of_one_host(hosts: Hosts, rule: str, temperature: float) -> None:
     hosts.connect()
     hosts.run(*PAIR, "--rule", rule, "--temperature", str(temperature), "--seed", "5", "--max-tokens", "80")
@@ -176,7 +178,7 @@ def test_texts_are_those_of_one_host(hosts: Hosts, rule: str, temperature: float
     assert "lost" not in hosts.said(0)
 
 
-@pytest.mark.parametrize("has_keys", [True, False])
+@pytest.mark.parametrize("has_keys", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_draft_without_the_keys_is_refused_in_one_line(hosts: Hosts, tmp_path: Path, has_keys: bool) -> None:
     """On both hosts; the target's says on which the fault is."""
     hosts.connect()
@@ -190,7 +192,13 @@ def test_a_draft_without_the_keys_is_refused_in_one_line(hosts: Hosts, tmp_path:
         assert ("on the draft's host, " in error) == (number == 0)
 
 
-@pytest.mark.parametrize(("delay", "length"), [(None, 700), (0.0, 1300)], ids=["interface down", "packets lost"])
+@pytest.mark.parametrize(
+    ("delay", "length"),
+    [
+        pytest.param(None, 700, id="interface down"),
+        pytest.param(0.0, 1300, id="packets lost", marks=pytest.mark.long),
+    ],
+)
 def test_a_cut_link_costs_the_draft_until_it_is_back(hosts: Hosts, delay: float | None, length: int) -> None:
     """Where packets are lost without a word, the kernel's own attempts come ever more rarely: minutes went by."""
     hosts.connect(delay)
@@ -220,6 +228,7 @@ def test_the_trace_names_the_way_of_messages_over_a_slow_link(hosts: Hosts) -> N
     assert [*hosts.homes[0].glob("it.json*")] == [path]
 
 
+@pytest.mark.long
 def test_rows_that_take_seconds_are_no_lost_message(hosts: Hosts) -> None:
     """Heartbeats that waited behind them told of a draft at rest, and it got the whole prefix again and again."""
     hosts.connect(0.01, 10e6 / 8)

@@ -20,6 +20,7 @@ from pearl.drafting.datastore import Datastore
 from pearl.drafting.guesser import text_index
 from pearl.drafting.habits import Habits
 from pearl.drafting.heads import HeadGuesses, HeadText
+from pearl.drafting.jacobi import COLUMNS, LEVELS, JacobiIndex, Window
 from pearl.drafting.ngram import NgramIndex, anchored, guess_tree
 from pearl.errors import NumericalError, OutOfMemory
 from pearl.models.checkpoints.memory import is_of_memory
@@ -43,7 +44,7 @@ from pearl.protocol.events import (
     Spread,
 )
 from pearl.protocol.messages import Logprobs
-from pearl.spec.methods import METHODS
+from pearl.spec.methods import METHODS, Method
 from pearl.spec.rules import Needs, RuleSpec
 from pearl.text.stream import TextStream
 
@@ -82,7 +83,6 @@ class _Request:
         launched: results for these rows that judging needs, launched with the forward; None if it was not.
         draws: [rows, 2], the target's own draws, likewise.
         fed: that forward.
-        takes_head: whether the target's head guesses.
         logprobs: see `RequestOptions`. raw: as `logits`, before the shaper.
         said: log probabilities of decided tokens by position, until delivered.
     """
@@ -94,12 +94,12 @@ class _Request:
     text: TextStream | None
     prompt: tuple[int, ...]
     shaper: Shaper | None
+    method: Method
     index: NgramIndex | None = None
     logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     launched: torch.Tensor | None = None
     draws: torch.Tensor | None = None
     fed: Forward | None = None
-    takes_head: bool = False
     logprobs: int | None = None
     raw: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     said: dict[int, Logprobs] = field(default_factory=dict)
@@ -247,7 +247,7 @@ class TargetExecutor:
             text,
             command.prompt,
             shaper,
-            takes_head=METHODS[command.options.method].takes_head,
+            METHODS[command.options.method],
             logprobs=command.options.logprobs,
         )
 
@@ -255,8 +255,7 @@ class TargetExecutor:
         """See `Guess`. A runner that takes no trees gets a chain behind the text."""
         request = self._requests[command.request]
         if request.index is None:
-            head = partial(self._head_guesses, request) if self._head is not None and request.takes_head else None
-            request.index = text_index(request.prompt, self._datastore, self._habits, head)
+            request.index = self._make_index(request)
         index = request.index
         index.cut(command.base)
         index.extend(command.tokens)
@@ -267,6 +266,13 @@ class TargetExecutor:
         anchors, nodes = (anchors, nodes) if is_tree else (anchors[-1:], command.most)
         tokens, parents, chances, sources = guess_tree(index, anchors, command.most, command.limit, is_tree, nodes)
         return Guessed(tuple(tokens), tuple(parents), tuple(chances), tuple(sources), request=command.request)
+
+    def _make_index(self, request: _Request) -> NgramIndex:
+        if request.method.iterates:
+            return JacobiIndex(request.prompt)
+        takes_head = self._head is not None and request.method.takes_head
+        head = partial(self._head_guesses, request) if takes_head else None
+        return text_index(request.prompt, self._datastore, self._habits, head)
 
     def _head_guesses(self, request: _Request, tokens: Sequence[int]) -> HeadGuesses:
         assert self._head is not None
@@ -291,12 +297,17 @@ class TargetExecutor:
         for command, request in zip(commands, requests, strict=True):
             assert self.runner.length(request.slot) == command.start, (self.runner.length(request.slot), command)
         began = time.perf_counter()
+        windows = [self._window(command, request) for command, request in zip(commands, requests, strict=True)]
         feeds = [
             Feed(command.tokens, command.rows, request.slot, command.parents, command.phase is Phase.PREFILL)
-            for command, request in zip(commands, requests, strict=True)
+            if window is None
+            else _with_window(command, request.slot, window)
+            for command, request, window in zip(commands, requests, windows, strict=True)
         ]
         logits = self.runner.forward(feeds)
-        for command, request, rows in zip(commands, requests, logits, strict=True):
+        for command, request, window, rows in zip(commands, requests, windows, logits, strict=True):
+            if window is not None:
+                rows = self._take_window(command, request, window, rows)
             request.raw, request.fed, request.launched, request.draws = rows, command, None, None
             if self._head_texts and command.parents is None:
                 self._head_texts[request.slot].extend(command.start, unwrapped(self.runner).features(request.slot))
@@ -311,6 +322,26 @@ class TargetExecutor:
             Forwarded(now - began, now, None if has_prompts else fed - len(command.tokens), request=command.request)
             for command in commands
         ]
+
+    def _window(self, command: Forward, request: _Request) -> Window | None:
+        """What is fed beside the text for Lookahead decoding."""
+        if not isinstance(request.index, JacobiIndex) or not command.rows or command.phase is Phase.PREFILL:
+            return None
+        window = request.index.window(self.runner.capabilities.tree_nodes - len(command.tokens))
+        # Beyond the context there is no place for it.
+        fits = command.start + COLUMNS + LEVELS < self.runner.context
+        return window if fits else None
+
+    def _take_window(self, command: Forward, request: _Request, window: Window, rows: torch.Tensor) -> torch.Tensor:
+        """Give the window its draws; the rows of the text."""
+        assert isinstance(request.index, JacobiIndex)
+        if command.parents is None:  # a chain continues the text at once
+            self.runner.keep(range(len(command.tokens)), request.slot)
+        last = command.start + LEVELS  # of column 0; the row is for the position behind it
+        positions = [last + 1 + column for column in range(window.columns)]
+        draws = request.direct.rows(rows[-window.columns :], positions).cpu()
+        request.index.take([read_draw(draw) for draw in draws])
+        return rows[: command.rows]
 
     def _launch(self, request: _Request) -> None:
         """Launch what judging needs, and the target's own draws."""
@@ -405,6 +436,14 @@ class TargetExecutor:
                 if request.text.stopped:
                     return count
         return None
+
+
+def _with_window(command: Forward, slot: int, window: Window) -> Feed:
+    """The tokens of a forward, and a window behind the first of them, as one tree."""
+    own = len(command.tokens)
+    parents = tuple(range(-1, own - 1)) if command.parents is None else command.parents
+    more = tuple(0 if parent < 0 else own + parent for parent in window.parents)
+    return Feed((*command.tokens, *window.tokens), command.rows + len(window.tokens), slot, (*parents, *more))
 
 
 def _shaped(shaper: Shaper | None, fed: Forward, logits: torch.Tensor) -> torch.Tensor:

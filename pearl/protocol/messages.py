@@ -66,6 +66,7 @@ class Source(StrEnum):
     LOOKUP = "lookup"  # the model, which confirmed a guess in the forward for the token before
     RUNNER_UP = "runner-up"  # the model, which nearly drew it
     HEAD = "head"  # of the target
+    JACOBI = "jacobi"  # the target, from a wrong beginning
 
 
 class SparseRow(Record, frozen=True):

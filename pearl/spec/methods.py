@@ -32,6 +32,7 @@ class Method:
         takes_stops: whether a stop policy may end the draft's windows. Not under ssd: the policy does not see branches.
             Not under pearl-no-post-verify: its windows, so its ratio text, would depend on timing.
         takes_head: whether the target's head guesses too, if there is one; `needs_head`: refused without one.
+        iterates: whether guesses come from the target's Jacobi iterations alone.
         adapts: whether the way of decoding is chosen by measured speed (`pearl.protocol.auto`).
     """
 
@@ -47,6 +48,7 @@ class Method:
     takes_stops: bool = False
     takes_head: bool = False
     needs_head: bool = False
+    iterates: bool = False
     adapts: bool = False
 
     @property
@@ -77,6 +79,13 @@ METHODS: dict[str, Method] = {
         ),
         Method("ar", "the target alone", **_ALONE),
         Method("ngram", "the target alone, verifying n-grams of the text so far", **_ALONE, look_ahead=LOOK_AHEAD),
+        Method(
+            "lookahead",
+            "the target alone, guessing from its own Jacobi iterations (Lookahead decoding)",
+            **_ALONE,
+            look_ahead=LOOK_AHEAD,
+            iterates=True,
+        ),
         Method(
             "head",
             "the target alone, verifying what its head and n-grams guess",

@@ -61,6 +61,7 @@ from pearl.worker.settings import TargetSettings
 log = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 0.2  # longest sleep of the loop, so that closing is noticed
+_LOSS_SECONDS = 0.5  # until a lost draft is reported: a front that ends closes both workers, and the draft may be first
 _FRONT_SECONDS = 2.0  # between signs of life to fronts
 _WARNINGS, _WARNINGS_PER_SECOND = 3, 0.1  # lines about peers and their requests: at once, and from then on
 
@@ -104,6 +105,7 @@ class TargetWorker:
         self._forwards: list[Forward] = []  # requested and not begun: one forward of the model is to do for all
         self._failures: dict[int, ForwardError] = {}  # request -> what ends it
         self._is_ready = False
+        self._loss: tuple[str, float] | None = None  # why and when the draft was lost, until it is reported
         self._reassured = self._looked = 0.0
         self._gather_until = 0.0  # until when others may join the next forward; 0: none is due
         self._num_forwards = 0
@@ -244,6 +246,7 @@ class TargetWorker:
                 if not self._is_ready:
                     self._become_ready()
                 elif is_news:
+                    self._report_loss()
                     log.warning("a draft has joined")
                 self._draft.compare_clocks(self._tracer)
 
@@ -252,13 +255,20 @@ class TargetWorker:
         if self._stopping():
             self._draft.close()
             return
-        log.warning("draft lost: %s; the target goes on alone", why)
+        self._loss = why, time.monotonic()
         self._draft.lose(why)
         self._handle(DraftGone(why))
         self._recordings.done()
 
+    def _report_loss(self) -> None:
+        if self._loss is not None:
+            log.warning("draft lost: %s; the target goes on alone", self._loss[0])
+            self._loss = None
+
     def _look_after_peers(self) -> None:
         self._looked = now = time.monotonic()
+        if self._loss is not None and now - self._loss[1] > _LOSS_SECONDS:
+            self._report_loss()
         if self._draft.peer is not None and self._is_ready and self._coordinator.running:
             try:
                 for event in self._draft.overdue(self._coordinator, now):

@@ -18,7 +18,11 @@ from pearl.errors import ConfigError
 from pearl.lab import theory
 from pearl.spec.methods import AS_PUBLISHED
 
-OTHERS = ("ouroboros", "lookahead", "distillspec")  # baselines that we cannot run: the paper's figures only
+OTHERS = (
+    "ouroboros",
+    "lookahead",
+    "distillspec",
+)  # the paper's figures only: not built, or without guesses on emulated models
 HUMANEVAL = "HumanEval"
 Unit = Literal["speed-up", "tokens/s", "accepted", "run", "draft idle", "target idle"]
 TABLES = {

@@ -174,7 +174,8 @@ def _compressed(get: Get, config: Mapping[str, Any]) -> QuantisedMatrix:
     scales = get("weight_scale")
     if kind == "int-quantized" and bits == 8 and weights.get("symmetric"):
         return QuantisedMatrix(get("weight"), 8, scales)
-    if kind != "pack-quantized" or not weights.get("symmetric") or weights.get("actorder") not in (None, "static"):
+    is_symmetric = bool(weights.get("symmetric"))
+    if kind != "pack-quantized" or weights.get("actorder") not in (None, "static") or (bits == 8 and not is_symmetric):
         raise _Unknown
     outputs, inputs = get("weight_shape").tolist()
     steps = _fields(get("weight_packed"), bits)[:outputs, :inputs].contiguous()
@@ -182,7 +183,10 @@ def _compressed(get: Get, config: Mapping[str, Any]) -> QuantisedMatrix:
         return QuantisedMatrix((steps.to(torch.int16) - 128).to(torch.int8), 8, scales)
     if bits != 4:
         raise _Unknown
-    return QuantisedMatrix(steps, 4, scales, offset=8.0)
+    if is_symmetric:
+        return QuantisedMatrix(steps, 4, scales, offset=8.0)
+    zeros = _fields(get("weight_zero_point").T.contiguous(), 4)[:, :outputs].T.contiguous()
+    return QuantisedMatrix(steps, 4, scales, zeros=zeros)
 
 
 TOOLS: Mapping[str, tuple[str, Callable[[Get, Mapping[str, Any]], QuantisedMatrix]]] = {

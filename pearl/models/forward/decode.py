@@ -151,7 +151,8 @@ class Decode:
                     found[piece.feed].append(rows.clone() if number + 1 < len(tables) else rows)
                 if features is not None:
                     seen[piece.feed].append(features[piece.row : stop].clone())
-        return [(torch.cat(rows), torch.cat(more) if more else None) for rows, more in zip(found, seen, strict=True)]
+        whole = [rows[0] if len(rows) == 1 else torch.cat(rows) for rows in found]
+        return [(rows, torch.cat(more) if more else None) for rows, more in zip(whole, seen, strict=True)]
 
     def _fill(self, feeds: Sequence[Feed], pieces: Sequence[Any]) -> None:
         given = torch.tensor(numbers(feeds, pieces), pin_memory=self._device.type == "cuda")
