@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import product
 from math import log, prod
 from typing import Any
@@ -11,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from pearl.decoding.rules.biased import GreedyBildTarget
-from pearl.decoding.rules.joint import JointTarget
+from pearl.decoding.rules import biased
+from pearl.decoding.rules import joint as joint_rule
 from pearl.lab.simulate import Outcome
 from pearl.protocol.messages import Provenance
 from pearl.protocol.options import RequestOptions, Sampling
-from pearl.spec.rules import RULES
 from tests.loops import MakeLoops, loops, simulated, submission
 from tests.virtual import TIMINGS, Chains, decoded
 
@@ -74,21 +72,20 @@ def bild_text(method: str, rollback: float, confidence: float, gamma: int) -> li
     return text[len(PROMPT) :][:TOKENS]
 
 
-def bild(method: str, rollback: float, confidence: float, gamma: int, **more: Any) -> RequestOptions:
-    stop = ("threshold", (("confidence", confidence),)) if confidence else ("fixed", ())
-    how = method, more.pop("window", "stream"), gamma, "bild", (("rollback", rollback),)
-    return RequestOptions(*how, draft_stop=stop[0], stop_parameters=stop[1])
+def bild(method: str, rollback: float, confidence: float, gamma: int, window: str = "stream") -> RequestOptions:
+    how = method, window, gamma, "bild", (("rollback", rollback),), 0, 0, 0, 0
+    return RequestOptions(*how, *(("threshold", (("confidence", confidence),)) if confidence else ()))
 
 
 @pytest.mark.parametrize("gamma", [1, 4])
 @pytest.mark.parametrize("method", ["sd", "pearl", "pearl-no-pre-verify"])
-def test_bild_falls_back_and_rolls_back_as_in_its_paper(method: str, gamma: int) -> None:
+def test_bild_is_as_in_its_paper(method: str, gamma: int) -> None:
     """Whatever the timing and window."""
     found = set()
     for rollback, confidence in product(ROLLBACKS, CONFIDENCES):
         expected = bild_text(method, rollback, confidence, gamma)
         for window, timing in [("stream", 0), ("stream", 1), ("fixed", 2)]:
-            run = decode(bild(method, rollback, confidence, gamma, window=window), timing, TOKENS + gamma)
+            run = decode(bild(method, rollback, confidence, gamma, window), timing, TOKENS + gamma)
             assert run.tokens[:TOKENS] == expected, (rollback, confidence, window, timing)
             assert bool(run.counts.num_draft_stops) == (confidence > 0)
             assert run.counts.resyncs == 0
@@ -129,12 +126,9 @@ def joint_text(method: str, tau: float, depth: int, until: int) -> list[int]:
         whole = (*text, *block)
         return [table[state(whole[: len(text) + i])][token] for i, token in enumerate(block)]
 
-    text, known = list(PROMPT), dict[int, tuple[int, ...]]()
+    text = list(PROMPT)
     while len(text) < until + len(PROMPT):
-        every = product(range(VOCAB), repeat=depth)
-        if state(text) not in known:
-            known[state(text)] = max(every, key=lambda block: prod(chances(TABLES[1], text, block)))
-        block = known[state(text)]
+        block = max(product(range(VOCAB), repeat=depth), key=lambda block: prod(chances(TABLES[1], text, block)))
         pairs = list(zip(*(chances(table, text, block) for table in TABLES), strict=True))
         passed = [i for i in range(1, depth + 1) if min(1.0, prod(p / q for p, q in pairs[:i])) > tau]
         text += block[: max(passed, default=0)]
@@ -151,7 +145,7 @@ def joint(method: str, tau: float, depth: int, window: str = "stream") -> Reques
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("method", ["sd", "pearl"])
-def test_joint_takes_the_joint_argmax_and_accepts_by_joint_likelihood(method: str, depth: int) -> None:
+def test_joint_is_as_in_its_paper(method: str, depth: int) -> None:
     """Whatever the timing. At the end of a text blocks are shorter, so it is compared up to there."""
     found = set()
     for tau in TAUS:
@@ -163,66 +157,26 @@ def test_joint_takes_the_joint_argmax_and_accepts_by_joint_likelihood(method: st
     assert tuple(decode(RequestOptions("ar")).tokens[: TOKENS - depth]) in found, "at tau 1 nothing passes"
 
 
-def test_filters_are_of_no_account_at_temperature_0() -> None:
-    for options in (bild("sd", 2.0, 0.4, 4), joint("sd", 0.1, 3)):
-        assert decode(options, sampling=Sampling(0.0, 1, 0.2, 0.5)).tokens == decode(options).tokens
-
-
-# ---- what it all is good for, and what it is called ----
-
-
 def test_the_bias_is_the_number_of_tokens_that_are_not_the_targets() -> None:
     for options in (bild("pearl", 2.0, 0.4, 4), joint("pearl", 0.0, 3)):
         run, text = decode(options, tokens=61), list(PROMPT)
-        off = 0
-        for token in run.tokens:
-            off += token != likeliest(TABLES[0][state(text)])
-            text.append(token)
+        off = sum(token != likeliest(TABLES[0][state(text + run.tokens[:i])]) for i, token in enumerate(run.tokens))
         assert run.counts.odds is not None
         assert off - 3 <= run.counts.odds.bias <= off + 3, "a block may end behind the text's end"
         assert off > 5
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_other_rules_are_greedy_decoding(rule: str) -> None:
-    is_greedy = decode(RequestOptions("pearl", rule=rule)).tokens == decode(RequestOptions("ar")).tokens
-    assert is_greedy == RULES[rule].at(0).is_exact == (rule not in ("bild", "joint"))
-    assert RequestOptions("pearl", rule=rule).commits_draws == is_greedy
-
-
 # ---- planted bugs ----
 
-
-def by_token(self: JointTarget, *given: Any) -> Any:
-    """Ends a block at the first part that does not pass."""
-    judged = _JOINT(self, *given)
-    logits, tokens, rows, start = given[:4]
-    for count in range(1, judged.accepted):
-        if _JOINT(self, logits[:count], tokens[:count], rows[:count], start).accepted < count:
-            return _JOINT(self, logits[:count], tokens[:count], rows[:count], start)
-    return judged
-
-
-def by_argmax(self: GreedyBildTarget, *given: Any) -> Any:
-    self._rollback = 0.0
-    return _BILD(self, *given)
-
-
-_JOINT, _BILD = JointTarget.judge, GreedyBildTarget.judge
-PLANTED: dict[str, tuple[type, str, Any]] = {
-    "a part that fails ends the block": (JointTarget, "judge", by_token),
-    "greedy decoding after all": (GreedyBildTarget, "judge", by_argmax),
+PLANTED: dict[str, tuple[object, str, Any]] = {
+    "likelihoods at another temperature": (joint_rule, "unwarped", lambda _: Sampling(0.5)),
+    "greedy decoding after all": (biased.GreedyBildTarget, "launch", lambda self, logits, _: 99 * logits),
     "the unsure token is sent": (RequestOptions, "withholds", False),
 }
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_bugs_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    where, what, bug = PLANTED[name]
-    monkeypatch.setattr(where, what, bug)
-    if where is JointTarget:
-        test: Any = partial(test_joint_takes_the_joint_argmax_and_accepts_by_joint_likelihood, "pearl", 3)
-    else:
-        test = partial(test_bild_falls_back_and_rolls_back_as_in_its_paper, "sd", 4)
+    monkeypatch.setattr(*PLANTED[name])
     with pytest.raises(AssertionError):
-        test()
+        [test_bild_is_as_in_its_paper("sd", 4), test_joint_is_as_in_its_paper("pearl", 3)]

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from pearl.engine.request import Prompt
     from pearl.lab.bench.exactness import Finding
 
-_TOKENS = 48
+_TOKENS = 16  # of a text; with two prompts the embedded pair takes minutes
 
 
 @listed("See and check", "pearl check --target my-model --draft my-small-model")
 @click.command("check", cls=SettingsCommand)
 @click.option("--prompts", type=click.Path(path_type=Path), help="File of prompts to decode.  [default: three of ours]")
-@click.option("--limit", type=click.IntRange(min=1), default=4, show_default=True, metavar="N", help="Prompts of it.")
+@click.option("--limit", type=click.IntRange(min=1), default=2, show_default=True, metavar="N", help="Prompts of it.")
 @click.option("--kill/--no-kill", default=True, show_default=True, help="Also kill the draft in the middle of texts.")
 @json_option
 @settings_options
@@ -39,7 +39,7 @@ def check_bits(settings: Settings, prompts: Path | None, limit: int, kill: bool,
     with penalties, with a grammar (extra structured), and several texts at once in slots. They are compared with the
     target alone, decoded from an empty cache with the same seed; under the ratio rule with each other. This does not
     check that sampled texts have the target's distribution; the project's tests do.
-    Texts have up to --max-tokens, 48 by default. With --datastore, method ngram is compared with and without it.
+    Texts have up to --max-tokens, 16 by default: a first look; --limit 4 --max-tokens 48 is thorough. With --datastore, method ngram is compared with and without it.
     """
     from pearl.lab.bench.exactness import check_pair
     from pearl.lab.bench.reference import PROMPTS
