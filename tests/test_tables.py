@@ -105,7 +105,7 @@ def garble(message: object) -> object:
     return replace(message, digest=message.digest ^ 1) if isinstance(message, Verdict) else message
 
 
-def eventful_run(seed: int) -> None:
+def eventful_run(seed: int, withholds: bool = False) -> None:
     """A random method, window and text, with random faults, for up to 600 steps."""
     chance = random.Random(seed)
     often = chance.choice((0.1, 0.6))
@@ -115,16 +115,25 @@ def eventful_run(seed: int) -> None:
     branches = chance.choice((0, 8))
     has_blocks = chance.random() < 0.3
     rule, parameters = ("joint", (("depth", chance.choice((2.0, 3.0))),)) if has_blocks else ("ratio", ())
+    if not sampling.temperature:
+        rule, parameters = "ratio", ()
     garbled = 0.5 if has_blocks else 0.3  # up to this chance a message to the draft has a wrong digest
     foresees = tuple(p for p in range(len(TEXT)) if chance.random() < 0.5)
     options = {"window": window, "look_ahead": look_ahead, "branches": branches, "sampling": sampling}
     options |= {"rule": rule, "parameters": parameters}
+    if withholds:
+        options |= {"rule": "bild", "parameters": (), "draft_stop": "threshold", "sampling": Sampling()}
     submits = [
         submission(TEXT, method, gamma=chance.choice((1, 2, 5)), **options, request=i, limit=chance.randint(3, 30))
         for i in range(2)
     ]
     target = ScriptTarget(TEXT, chance.choice(((), (6, 7, 12))), trees=chance.random() < 0.5)
-    pair = Pair(submits, target, partial(ScriptDraft, TEXT, wrong, foresees), chance.choice((2, 7, 1000, None)))
+    pair = Pair(
+        submits,
+        target,
+        partial(ScriptDraft, TEXT, wrong, foresees, foresees * withholds),
+        chance.choice((2, 7, 1000, None)),
+    )
     picker, calm = at_random(seed), chance.choice((1.0, 3.0, 10.0))
     for _ in range(600):
         if pair.done or not pair.moves:
@@ -162,6 +171,8 @@ def reached() -> Reached:
                 patch.setattr(module, "PREFILL_CHUNK", 1)
         for seed in (*range(1500), 2344, 3185, 4858, 17335, 22907):  # the last ones take the rarest arrows
             eventful_run(seed)
+        for seed in range(60):
+            eventful_run(seed, withholds=True)
         # pearl-no-post-verify with windows of one: between two of them a prefix comes with nothing to draft
         draft_in(draft_side.State.WAITING).handle(Begin(1, 3, (5,), 1, extend_digest(0, (5,)), RequestOptions()))
     return target, draft

@@ -39,7 +39,8 @@ def check_bits(settings: Settings, prompts: Path | None, limit: int, kill: bool,
     with penalties, with a grammar (extra structured), and several texts at once in slots. They are compared with the
     target alone, decoded from an empty cache with the same seed; under the ratio rule with each other. This does not
     check that sampled texts have the target's distribution; the project's tests do.
-    Texts have up to --max-tokens, 16 by default: a first look; --limit 4 --max-tokens 48 is thorough. With --datastore, method ngram is compared with and without it.
+    Texts have up to --max-tokens, 16 by default: a first look; --limit 4 --max-tokens 48 is thorough. With --datastore,
+    method ngram is compared with and without it.
     """
     from pearl.lab.bench.exactness import check_pair
     from pearl.lab.bench.reference import PROMPTS

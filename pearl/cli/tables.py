@@ -121,10 +121,13 @@ def print_table(
     for number, part in enumerate(_parts(filled, widths, console.width)):
         if title and not number:
             print_lines(title, more_width=more_width)
-        table, fits = Table(box=None, padding=(0, 1, 0, 0)), sum(1 + widths[i] for i in part) <= console.width
+        table, room = Table(box=None, padding=(0, 1, 0, 0)), console.width - sum(1 + widths[i] for i in part)
         for i in part:
+            more = max(0, min(room, max(map(cell_len, columns[i].split("\n"))) - widths[i]))
             justify: Literal["left", "right"] = "left" if i < words else "right"
-            table.add_column(columns[i], justify=justify, no_wrap=i == 0, min_width=widths[i] if fits else None)
+            width = widths[i] + more if room >= 0 else None  # rich would break the widest cells, not the headers
+            table.add_column(columns[i], justify=justify, no_wrap=i == 0, width=width)
+            room -= more
         for row in cells:
             table.add_row(*(row[i] for i in part))
         console.print(table, "")

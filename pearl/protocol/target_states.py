@@ -50,8 +50,8 @@ TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
         Judged: _DECIDED | {State.POST_VERIFY, State.JUDGING, State.SAMPLING, State.HELD},
         Failed: _ENDED,
     },
-    # Held: the token taken in place of a withheld one was fed as a guess.
-    State.SAMPLING: {Sampled: _DECIDED | {State.POST_VERIFY, State.HELD}, Failed: _ENDED},
+    # The last two: the token taken in place of a withheld one was fed as a guess, so that the next row is there.
+    State.SAMPLING: {Sampled: _DECIDED | {State.POST_VERIFY, State.HELD, State.SAMPLING}, Failed: _ENDED},
     State.HELD: {
         DraftTokens: frozenset({State.JUDGING, State.SAMPLING}),  # the latter where the draft withholds its token
         DraftGone: frozenset({State.SAMPLING}),
