@@ -26,7 +26,8 @@ _Decoding = TypeVar("_Decoding", bound="DecodingConfig")
 def with_registered_rules(section: type[_Decoding]) -> type[_Decoding]:
     """The section with the registered methods, rules and stop policies, and an optional field for each parameter."""
     summaries = "; ".join(f"{spec.label}: {spec.description}" for spec in RULES.values())
-    choice = Field(default=next(iter(RULES)), description=f"Acceptance rule under sampling. {summaries}.")
+    about = f"Acceptance rule under sampling; auto takes coupled by default. {summaries}."
+    choice = Field(default=next(iter(RULES)), description=about)
     takes = ", ".join(name for name, method in METHODS.items() if method.takes_stops)
     policies = "; ".join(f"{spec.name}: {spec.description}" for spec in STOPS.values())
     stop = Field(
