@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -288,6 +290,10 @@ def test_bench_on_an_emulated_pair(tmp_path: Path) -> None:
     made = json.loads(path.read_text())
     assert [row["name"] for row in made["rows"]] == METHODS
     assert all(0 < row["of_simulated"]["value"] <= 1.01 for row in made["rows"])
+    demo = Path("scripts/demo").read_text()
+    (tmp_path / "demo.py").write_text(demo.partition("<<'PYTHON'\n")[2].partition("\nPYTHON\n")[0])
+    run = subprocess.run([sys.executable, tmp_path / "demo.py", path], capture_output=True, text=True, check=True)
+    assert "times on the same texts" in run.stdout
 
 
 @pytest.mark.slow

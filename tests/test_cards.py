@@ -137,6 +137,7 @@ def test_a_damaged_card_hides_no_other(toy: Engine, runtime: Path) -> None:
 def test_an_engine_of_another_program_is_not_stopped_with_all(toy: Engine, runtime: Path, pearl_here: Run) -> None:
     """This one's: the program would end."""
     put_card(runtime, "12345678", (toy.directory / "engine.json").read_text())
-    run = pearl_here("stop", "--all")
-    assert run.returncode == 2
-    assert f"left alone: PID {os.getpid()}" in run.stderr
+    for arguments in (["stop"], ["stop", "--all"]):
+        run = pearl_here(*arguments)
+        assert run.returncode == 2
+        assert f"left alone: PID {os.getpid()}" in run.stderr

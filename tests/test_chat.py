@@ -407,7 +407,7 @@ def test_files_an_editor_completion_other_models_and_the_last_conversation(
     run = subprocess.run(
         [sys.executable, "-m", "pearl", "chat", "--continue"], capture_output=True, text=True, env=home, check=False
     )
-    assert (run.returncode, "no conversation to go on with" in run.stderr) == (2, True)
+    assert (run.returncode, "there is no conversation to go on with" in run.stderr) == (2, True)
 
 
 # ---- no terminal ----
@@ -440,7 +440,7 @@ def test_what_cannot_be_is_one_line_and_an_exit_code(
         (["stop", "/nowhere"], 2, "no running engine of yours is named /nowhere"),
         (["stop", "1", "--all"], 2, "not both"),
         ([*question, "--connect"], 2, "no engine is running"),
-        (["stop"], 2, "no engine is running"),
+        (["stop"], 2, "no engine of pearl serve is running"),
         (["stop", "--all"], 2, "no engine of pearl serve is running"),
     ):
         if "is running" in why:

@@ -86,7 +86,7 @@ def test_what_is_returned_and_streamed_and_left_as_it_was() -> None:
         ({"generation_config": GenerationConfig(no_repeat_ngram_size=2)}, "no_repeat_ngram_size"),
         ({"cache": 1}, "cache"),
         ({"method": "pearl"}, "method 'pearl'"),
-        ({"method": "sd"}, "sd with an assistant_model"),
+        ({"method": "sd"}, "sd needs an assistant_model"),
         ({"inputs": BATCH, "streamer": SimpleNamespace(put=len)}, "streamer"),
         ({"do_sample": True, "min_p": 2.0}, "min_p"),
         ({"max_new_tokens": 300}, "256 positions"),

@@ -135,8 +135,8 @@ def test_a_model_is_pulled_shown_and_removed(caches: None, pull: Run, pearl_here
     assert (shown["chat_template"], shown["tools"], shown["reasoning"]) == (True, None, False)
     assert resolve_checkpoint("some/model") == resolve_checkpoint("some/model@main") == str(directory)
     asked = pearl_here("rm", "some/model")
-    assert (asked.returncode, names(pearl_here)) == (130, ["some/model"]), "nobody has said yes"
-    assert "remove some/model, 0.2 MB?" in asked.stderr
+    assert (asked.returncode, names(pearl_here)) == (2, ["some/model"]), "nobody can be asked"
+    assert "this would free 0.2 MB: give --yes" in asked.stderr
     assert pearl_here("rm", f"some/model@{COMMIT}", "--yes").returncode == 0
     assert not directory.exists()
     assert names(pearl_here) == []

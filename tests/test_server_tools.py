@@ -361,7 +361,7 @@ def test_ollamas_clients(served: Served) -> None:
         assert chat.status_code == 200, chat.text
         assert json.loads(chat.text.splitlines()[-1])["done"]
     refused = post("generate", prompt="Hi", images=["x"])
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "images")
+    assert (refused.status_code, "images" in refused.json()["error"]) == (400, True), "Ollama's shape: a text"
     assert httpx.post(
         f"{served.url}/api/chat", content="{", headers={"content-type": "application/json"}, timeout=BOUND
     ).is_error

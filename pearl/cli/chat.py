@@ -12,6 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 import click
+from pydantic import ValidationError
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.text import Text
@@ -25,7 +26,7 @@ from pearl.cli.reply import MarkdownReply, Reply, TokenReply, legend
 from pearl.cli.terminal import KeyWatcher, LineReader, ended_by_signals, raw_keys, state_directory
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams, Settings
 from pearl.engine import Engine, torchrun
-from pearl.engine.conversation import Conversation
+from pearl.engine.conversation import Conversation, Saved
 from pearl.engine.stream import Piece, Result, Stream
 from pearl.errors import ConfigError, EngineClosed, PearlError, RequestError, TargetLost
 from pearl.metrics import FIGURES, Statistics, Stopwatch, brief
@@ -273,10 +274,16 @@ def chat(
 def _saved_chat(load: Path | None, goes_on: bool) -> str | None:
     """The text of a saved conversation. Raises `ConfigError`."""
     path = load or (_last_chat() if goes_on else None)
+    if path is None:
+        return None
     try:
-        return None if path is None else path.read_text(encoding="utf-8", errors="replace")
+        text = path.read_text(encoding="utf-8", errors="replace")
+        Saved.model_validate_json(text)
     except OSError as error:
-        raise ConfigError(f"no conversation to go on with: {path}: {error.strerror}") from None
+        raise ConfigError(f"there is no conversation to go on with: {path}: {error.strerror}") from None
+    except ValidationError:
+        raise ConfigError(f"{path} is no saved conversation") from None
+    return text
 
 
 def _talk(chat: Chat, question: str | None) -> None:
@@ -299,8 +306,11 @@ def _run_interactive(chat: Chat, reader: LineReader) -> None:
     """Read and answer messages until the user leaves. Raises `TargetLost` and `EngineClosed`; survives other errors."""
     logging.root.handlers = [RichHandler(console=chat.console, show_time=False, show_path=False)]
     chat.keys = True
-    config = chat.engine.config
+    config, turns = chat.engine.config, len(chat.conversation.turns)
     chat.console.print(Text(f"{config.target} with {config.draft}, method {chat.decoding.method}. /? for help", "dim"))
+    if turns:
+        last = chat.conversation.turns[-1].user.splitlines() or [""]
+        chat.console.print(Text(printable(f"going on after {turns} turns, the last: {last[0][:60]}"), "dim"))
     while True:
         try:
             line = reader.read()

@@ -135,6 +135,8 @@ def _print_settings(chat: Chat, only: str) -> None:
     values = {name: getattr(chat.sampling, name) for name in _SAMPLING}
     values |= {name: in_use.get(name, getattr(chat.decoding, name)) for name in _DECODING}
     values |= {name: in_use[name] for name in _SAMPLING if name in in_use}
+    if not only:  # parameters of other rules and stop policies
+        values = {name: value for name, value in values.items() if value is not None or name in _SAMPLING}
     shown = {name: _in_use(name, value) + ("" if name in given else " (default)") for name, value in values.items()}
     shown |= {name: "on" if getattr(chat, of) else "off" for name, of in _DISPLAY_SETTINGS.items()}
     if only and only not in shown:
@@ -145,7 +147,7 @@ def _print_settings(chat: Chat, only: str) -> None:
 def _in_use(name: str, value: Any) -> str:
     if value in (None, (), {}):
         return {"seed": "drawn for each reply", "max_tokens": "as the context has room"}.get(name, "none")
-    return str(value)
+    return " ".join(map(repr, value)) if isinstance(value, tuple) else str(value)
 
 
 def _show(chat: Chat, _: str) -> None:
@@ -257,7 +259,9 @@ def _file(chat: Chat, rest: str) -> None:
 
 def _edit(chat: Chat, _: str) -> str:
     """write a message in $EDITOR"""
-    return edited()
+    text = edited()
+    _say(chat, text)
+    return text
 
 
 def _model(chat: Chat, rest: str) -> None:

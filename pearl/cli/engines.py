@@ -46,16 +46,17 @@ def ps(as_json: bool) -> None:
 def stop(engine: str, every: bool) -> None:
     """Stop an engine of yours on this machine.
 
-    Name it by its PID or directory, as listed by pearl ps; the name may be left out if there is only one. The program
-    that owns the engine gets SIGTERM and ends its workers. --all does not stop engines of other programs.
+    Name it by its PID or directory, as listed by pearl ps. Without a name it is the one engine of pearl serve: those of
+    other programs end only by name, and --all leaves them alone. The program that owns the engine gets SIGTERM and ends
+    its workers.
     """
     if engine and every:
         raise ConfigError("name an engine or give --all, not both")
-    if not every:
-        _stop(card.find_card(engine))
-        return
     running = card.running_engines()
     served = [each for each in running if each.program == _SERVED]
+    if engine or (len(served) > 1 and not every):
+        _stop(card.find_card(engine))
+        return
     for each in running:
         if each not in served:
             say(f"left alone: PID {each.pid}, the engine of {each.program}")

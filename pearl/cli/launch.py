@@ -47,6 +47,7 @@ def running(config: EngineConfig, console: Console, connect: str | None = None) 
         directory = Path(find_card(connect).directory)
         with _show_progress(console, f"connecting to {directory}") as progress:
             engine = Engine.attach(directory, progress)
+        _check_same(config, engine)
     else:
         if rank is not None:
             torchrun.check_world(config)
@@ -62,6 +63,15 @@ def running(config: EngineConfig, console: Console, connect: str | None = None) 
         yield engine
     if engine.trace_errors:  # they are in the log; the command prints its text first
         click.get_current_context().call_on_close(lambda: sys.exit(TraceError.exit_code))
+
+
+def _check_same(config: EngineConfig, engine: Engine) -> None:
+    """Raise `ConfigError` for a setting that the running engine has otherwise."""
+    ours, theirs = config.model_dump(), engine.config.model_dump()
+    for name in sorted(config.model_fields_set - {"log_level", "trace"}):
+        if ours[name] != theirs[name]:
+            engine.close()
+            raise ConfigError(f"the running engine has {name} {theirs[name]}, not {ours[name]}: leave that out")
 
 
 @contextmanager

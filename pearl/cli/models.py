@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from datetime import datetime
 
 import click
@@ -10,6 +11,7 @@ import click
 from pearl.cli import listed
 from pearl.cli.console import say
 from pearl.cli.tables import print_table
+from pearl.errors import ConfigError
 from pearl.printable import printable
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
@@ -34,7 +36,7 @@ def list_models(as_json: bool) -> None:
     days = (f"{datetime.fromtimestamp(each.used):%Y-%m-%d}" for each in found)
     rows = ((one.name, size_text(one.size), day, *one[4:]) for one, day in zip(found, days, strict=True))
     print_table(("name", "size", "last used", "weights", "forward"), rows)
-    say(f"{len(found)} models, {size_text(sum(each.size for each in found))}")
+    say(f"{len(found)} model{'s' * (len(found) != 1)}, {size_text(sum(each.size for each in found))}")
 
 
 @listed("Use it", "pearl pull Qwen/Qwen3-0.6B")
@@ -83,6 +85,8 @@ def rm(model: str, yes: bool) -> None:
     from pearl.models.checkpoints.stored import removal, size_text
 
     size, remove = removal(model)
+    if not yes and not sys.stdin.isatty():
+        raise ConfigError(f"this would free {size_text(size)}: give --yes where nobody can be asked")
     if not yes:
         click.confirm(f"remove {model}, {size_text(size)}?", abort=True, err=True)
     remove()

@@ -27,8 +27,9 @@ def with_registered_rules(section: type[_Decoding]) -> type[_Decoding]:
     """The section with the registered methods, rules and stop policies, and an optional field for each parameter."""
     summaries = "; ".join(f"{spec.label()}: {spec.description}" for spec in RULES.values())
     own = "; ".join(f"{spec.label(0)}: {spec.greedy.description}" for spec in RULES.values() if spec.greedy)
-    described = f"Acceptance rule under sampling. {summaries}. At temperature 0 all are greedy decoding but {own}."
-    choice = Field(default=next(iter(RULES)), description=described)
+    about = f"Acceptance rule under sampling; auto takes coupled by default. {summaries}."
+    about += f" At temperature 0 all are greedy decoding but {own}."
+    choice = Field(default=next(iter(RULES)), description=about)
     takes = ", ".join(name for name, method in METHODS.items() if method.takes_stops)
     policies = "; ".join(f"{spec.name}: {spec.description}" for spec in STOPS.values())
     stop = Field(

@@ -56,7 +56,7 @@ def generate(
     models = [model] if assistant_model is None or method in ("ar", "ngram") else [model, assistant_model]
     method = method or _METHODS[len(models)]
     if method not in _METHODS[: len(models) + 1]:
-        raise ConfigError(f"method {method!r} is not ar, ngram, or sd with an assistant_model")
+        raise ConfigError(f"method {method!r} is not ar, ngram, or sd; sd needs an assistant_model")
     decoding = DecodingConfig(method=method, rule="coupled", gamma=gamma)
     modes = [each.training for each in models]
     try:

@@ -34,6 +34,10 @@ def check(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress
     if config.has_draft and (is_toy(config.target) or is_toy(config.draft)):
         target, draft = (load_tokenizer(spec, trust_remote_code=trust)[0] for spec in (config.target, config.draft))
         check_same_vocabulary(target, draft, config.target, config.draft)
+    if config.head is not None and "target" in roles:
+        files = Path(resolve_checkpoint(config.head, progress))
+        if files.is_dir() and not (files / "config.json").is_file():
+            raise ModelError(f"Head {config.head!r} could not be loaded: {files} has no config.json.")
     if config.profile not in ("auto", "none"):
         load(config)
     if config.datastore is not None:

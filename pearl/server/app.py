@@ -152,7 +152,8 @@ class App:
         self._service.figures.refused(error.status)
         if not await self._refusals.wait():  # a flood of them is not logged
             log_refused(f"{request.method} {request.url.path}", error.status, error.message)
-        return _ErrorResponse(error.body, error.status, error.headers | headers)
+        body = {"error": error.message} if request.url.path.startswith("/api/") else error.body  # Ollama's shape
+        return _ErrorResponse(body, error.status, error.headers | headers)
 
     async def _failed(self, request: Request, error: Exception) -> Response:
         self._service.figures.refused(500)

@@ -188,5 +188,8 @@ def document(
         "gamma": {"best": measured.gamma, "tried": measured.gammas},
         "skipped": measured.skipped,
         "rows": [asdict(row) for row in found],
-        "texts": [asdict(sample) for sample in measured.samples],
+        "texts": [
+            asdict(each) | {name: each.total(name) for name in ("late_tokens", "late_seconds")}
+            for each in measured.samples
+        ],
     }
