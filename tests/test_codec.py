@@ -58,7 +58,16 @@ def test_enum_values_are_pinned() -> None:
     assert [e.value for e in m.Role] == ["front", "target", "draft"]
     assert [e.value for e in m.Provenance] == ["accepted", "corrected", "direct", "bonus", "guessed"]
     assert [e.value for e in m.FinishReason] == ["eos", "stop", "length", "cancelled"]
-    assert [e.value for e in m.Source] == ["model", "n-gram", "datastore", "branch", "lookup", "runner-up"]
+    assert [e.value for e in m.Source] == [
+        "model",
+        "n-gram",
+        "datastore",
+        "branch",
+        "lookup",
+        "runner-up",
+        "head",
+        "jacobi",
+    ]
 
 
 def test_bytes_are_pinned() -> None:

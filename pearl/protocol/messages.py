@@ -15,7 +15,7 @@ from pearl.config.sampling import LEAST_LOGPROB, MAX_LOGPROBS
 from pearl.protocol.foresight import Seen
 from pearl.protocol.options import MAX_TEXT, Count, Ends, Name, Position, Record, RequestOptions, Word
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 
 MAX_FRAME = 16 << 20  # bytes
 MAX_TOKENS = 1 << 20  # in one list
