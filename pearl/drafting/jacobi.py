@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pearl.drafting.ngram import RATE_WEIGHT, Candidate, NgramIndex
+from pearl.models.feeds import Feed
 from pearl.protocol.messages import Source
 
 COLUMNS, LEVELS, KEPT = 15, 4, 15
@@ -28,6 +29,13 @@ class Window:
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     columns: int
+
+    def behind(self, fed: Feed) -> Feed:
+        """A feed whose first token is the text's last, and this window, as one tree."""
+        own = len(fed.tokens)
+        parents = tuple(range(-1, own - 1)) if fed.parents is None else fed.parents
+        more = tuple(0 if parent < 0 else own + parent for parent in self.parents)
+        return Feed((*fed.tokens, *self.tokens), fed.rows + len(self.tokens), fed.slot, (*parents, *more))
 
 
 class JacobiIndex(NgramIndex):

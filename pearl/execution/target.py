@@ -301,7 +301,7 @@ class TargetExecutor:
         feeds = [
             Feed(command.tokens, command.rows, request.slot, command.parents, command.phase is Phase.PREFILL)
             if window is None
-            else _with_window(command, request.slot, window)
+            else window.behind(Feed(command.tokens, command.rows, request.slot, command.parents))
             for command, request, window in zip(commands, requests, windows, strict=True)
         ]
         logits = self.runner.forward(feeds)
@@ -436,14 +436,6 @@ class TargetExecutor:
                 if request.text.stopped:
                     return count
         return None
-
-
-def _with_window(command: Forward, slot: int, window: Window) -> Feed:
-    """The tokens of a forward, and a window behind the first of them, as one tree."""
-    own = len(command.tokens)
-    parents = tuple(range(-1, own - 1)) if command.parents is None else command.parents
-    more = tuple(0 if parent < 0 else own + parent for parent in window.parents)
-    return Feed((*command.tokens, *window.tokens), command.rows + len(window.tokens), slot, (*parents, *more))
 
 
 def _shaped(shaper: Shaper | None, fed: Forward, logits: torch.Tensor) -> torch.Tensor:
