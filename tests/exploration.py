@@ -12,6 +12,7 @@ from io import BytesIO
 from typing import Any, NamedTuple
 
 from pearl.protocol.auto import Auto
+from pearl.protocol.auto_text import AutoText
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.draft_view import DraftView
 from pearl.protocol.drafter import Drafter, DraftMachine
@@ -33,7 +34,7 @@ from tests.scripted import LOST, PROMPT, Cache, ScriptDraft, ScriptTarget, scrip
 TEXT = script(len(PROMPT) + 4)
 DRAFTED = tuple(range(len(PROMPT), len(TEXT)))
 OPEN_UP = (
-    *(Coordinator, RequestMachine, Request, DraftView, Feeding, FedTokens, Scheduler, ProposalStore),
+    *(Coordinator, RequestMachine, Request, DraftView, AutoText, Feeding, FedTokens, Scheduler, ProposalStore),
     *(Drafter, DraftMachine),
     TokenSequence,
     *(ScriptTarget, ScriptDraft, Cache, Pair),

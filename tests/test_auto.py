@@ -191,13 +191,13 @@ def test_a_text_whose_draft_was_lost_is_timed_no_longer() -> None:
     coordinator.handle(DraftJoined(1000))
     coordinator.handle(asked("auto", 200))
     (machine,) = coordinator.running.values()
-    assert (machine.request.method.name, machine.is_timed) == ("pearl", True)
+    assert (machine.request.method.name, machine.auto.is_timed) == ("pearl", True)
     coordinator.handle(DraftGone("lost"))
     coordinator.handle(DraftJoined(1000))
-    assert (machine.request.method.name, machine.is_timed) == ("ngram", False)
+    assert (machine.request.method.name, machine.auto.is_timed) == ("ngram", False)
     other = Coordinator()
     other.handle(asked("auto", 200))
-    assert not other.running[1].is_timed, "there is nothing to choose without a draft"
+    assert not other.running[1].auto.is_timed, "there is nothing to choose without a draft"
 
 
 # ---- the target's cores ----

@@ -23,7 +23,8 @@ from pearl.lab.distill.run import Distillation
 from pearl.models.checkpoints.heads import load_head
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.feeds import Feed
-from pearl.models.forward.runner import ForwardRunner, tapped
+from pearl.models.forward.layers import tapped
+from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from tests.conftest import Quiet
 from tests.tiny import tiny_model

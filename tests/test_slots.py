@@ -219,7 +219,7 @@ def test_only_one_text_at_a_time_compares_with_and_without_the_draft() -> None:
     for number in (1, 2):
         coordinator.handle(Submit(number, (1, 2), 90, auto))
     one, other = coordinator.running.values()
-    assert (one.is_timed, other.is_timed) == (True, False)
+    assert (one.auto.is_timed, other.auto.is_timed) == (True, False)
     assert (one.request.method.name, other.request.method.name) == ("pearl", "ngram"), "one trial, of a way unknown"
     coordinator.handle(Submit(3, (1, 2), 90, auto))
     third = coordinator.running[3]

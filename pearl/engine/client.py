@@ -187,7 +187,7 @@ class Client:
         try:
             self.endpoint.send(message)
         except TransportError as error:
-            self._lose(self._exit_cause(str(error)))
+            self._lose(str(error))
             raise TargetLost(self.lost) from None
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
@@ -218,7 +218,7 @@ class Client:
             self._silence.heard(max((m.seconds * SLACK for _, m in received if isinstance(m, Heartbeat)), default=0.0))
         alive = self.endpoint.connected if self._launcher is None else self._launcher.alive
         if not received and not alive:
-            self._lose(self._exit_cause("the target is gone"))
+            self._lose("the target is gone")
         elif self._silence.seconds > self._timeout:
             self._lose(f"the target has been silent for {self._timeout:.0f} s")
         for _, message in received:
@@ -239,14 +239,12 @@ class Client:
         Later callers get the same error, for the target is then dead because it was ended here.
         """
         if self._launcher is not None:
+            why = self._launcher.exit_cause(why)
             self._launcher.lose()
         remedy = "Make a new engine" if self._launcher else "Start an engine again, with `pearl serve` for example"
         self.lost = self.lost or f"{why}; the text ends here. {remedy}"
         with self._changed:
             self._changed.notify_all()
-
-    def _exit_cause(self, otherwise: str) -> str:
-        return otherwise if self._launcher is None else self._launcher.exit_cause(otherwise)
 
     def tell(self) -> None:
         """Wakes who waits, and calls the listeners: in the reading thread, or the one that closes the engine."""

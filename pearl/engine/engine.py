@@ -83,7 +83,7 @@ class Engine:
             raise ConfigError(f"{directory} holds no running engine")
         engine, config = cls.__new__(cls), EngineConfig(**card.config | {"trace": None})
         engine.tokenizer, engine.defaults = _load_tokenizer(config, progress)
-        engine._meet(Client(card.address, config, directory), time.monotonic() + config.target_timeout)
+        engine.client = _met(Client(card.address, config, directory), time.monotonic() + config.target_timeout)
         engine._launcher, engine.config, engine.directory = None, config, directory
         return engine
 
@@ -94,18 +94,10 @@ class Engine:
             address = launcher.launch(progress)
             self.tokenizer, self.defaults = _load_tokenizer(self.config, progress)
             deadline = launcher.wait_until_ready()
-            self._meet(Client(address, self.config, self.directory, launcher), deadline)
+            self.client = _met(Client(address, self.config, self.directory, launcher), deadline)
             launcher.keep()
         except BaseException:
             launcher.close()
-            raise
-
-    def _meet(self, client: Client, deadline: float) -> None:
-        self.client = client
-        try:
-            client.meet(deadline)
-        except BaseException:
-            client.close()
             raise
 
     def close(self) -> None:
@@ -182,7 +174,7 @@ class Engine:
             self.context,
             (params or SamplingParams()).with_seed(),
             self.defaults,
-            self._decoding(decoding, method=method, rule=rule),
+            _decoding(self.config, decoding, method=method, rule=rule),
             preview,
         )
         return self.client.submit(Stream(self.client, self.tokenizer, submit, show), submit)
@@ -209,12 +201,6 @@ class Engine:
     def encode(self, prompt: Prompt, *, raw: bool = True) -> list[int]:
         """The tokens of a prompt; see `stream`. Raises `RequestError`."""
         return encode(self.tokenizer, prompt, raw, self.context)
-
-    def _decoding(self, decoding: DecodingConfig | None, **named: str | None) -> DecodingConfig:
-        values = decoding.model_dump(exclude_unset=True) if decoding else {}
-        chosen = DecodingConfig(**(values | {name: value for name, value in named.items() if value}))
-        self.config.check_decoding(chosen)
-        return chosen
 
     def start_trace(self, path: str | Path) -> None:
         """Records what both workers do until `stop_trace`; only between two requests.
@@ -245,3 +231,21 @@ def _load_tokenizer(config: EngineConfig, progress: Progress) -> tuple[Any, Gene
     if defaults.ignored:
         log.warning("the checkpoint asks for %s, which is not supported: ignored", ", ".join(defaults.ignored))
     return tokenizer, defaults
+
+
+def _decoding(config: EngineConfig, decoding: DecodingConfig | None, **named: str | None) -> DecodingConfig:
+    """What a request asks for: `decoding`, and settings that were named."""
+    values = decoding.model_dump(exclude_unset=True) if decoding else {}
+    chosen = DecodingConfig(**(values | {name: value for name, value in named.items() if value}))
+    config.check_decoding(chosen)
+    return chosen
+
+
+def _met(client: Client, deadline: float) -> Client:
+    """The client, once the target has answered it; it is closed where it does not."""
+    try:
+        client.meet(deadline)
+    except BaseException:
+        client.close()
+        raise
+    return client

@@ -135,6 +135,26 @@ class _Request:
             found.setdefault(parent, {}).setdefault(tokens[node], node)
         return found
 
+    def say(self, position: int, tokens: Sequence[int], rows: Sequence[int]) -> None:
+        """Keep the log probabilities of decided tokens from `position` on, from `rows` of the last forward."""
+        if self.logprobs is None or not tokens:
+            return
+        logits = self.raw[list(rows)].float()
+        own = torch.tensor(tokens, device=logits.device).unsqueeze(1)
+        every = torch.log_softmax(logits, -1).clamp_(LEAST_LOGPROB, 0.0)
+        top, ids = every.topk(min(self.logprobs, logits.shape[-1]))
+        found = zip(every.gather(1, own).squeeze(1).tolist(), ids.tolist(), top.tolist(), strict=True)
+        for at, (logprob, likeliest, values) in enumerate(found, position):
+            self.said[at] = Logprobs(logprob, tuple(zip(likeliest, values, strict=True)))
+
+    def stop_after(self, tokens: Sequence[int]) -> int | None:
+        if self.text is not None:
+            for count, token in enumerate(tokens, start=1):
+                self.text.push(token)
+                if self.text.stopped:
+                    return count
+        return None
+
 
 class TargetExecutor:
     """Computes for the coordinator.
@@ -261,7 +281,7 @@ class TargetExecutor:
         index.extend(command.tokens)
         index.learn(command.committed)
         anchors = anchored(index.tokens, command.committed, command.trust, command.alternatives)
-        nodes, is_tree = self.runner.capabilities.tree_nodes - len(anchors), self._takes_trees
+        nodes, is_tree = self.runner.capabilities.tree_nodes - len(anchors), self.runner.capabilities.tree_nodes > 0
         # In a tree the unfed tokens, the last committed one and the pending ones, are nodes too.
         anchors, nodes = (anchors, nodes) if is_tree else (anchors[-1:], command.most)
         tokens, parents, chances, sources = guess_tree(index, anchors, command.most, command.limit, is_tree, nodes)
@@ -286,10 +306,6 @@ class TargetExecutor:
             return read_draw(request.direct(every, position))
 
         return HeadGuesses(self._head_texts[request.slot], tokens, draw)
-
-    @property
-    def _takes_trees(self) -> bool:
-        return self.runner.capabilities.tree_nodes > 0
 
     def _forward(self, commands: Sequence[Forward]) -> list[Forwarded]:
         """One forward of all of them, each of another request."""
@@ -383,8 +399,8 @@ class TargetExecutor:
         new = list(command.tokens[: verdict.accepted])
         if verdict.token is not None:
             new.append(verdict.token)
-        self._say(request, command.start, new, [request.row(node) for node in command.nodes[: len(new)]])
-        stop_after = self._stop_after(request, new)
+        request.say(command.start, new, [request.row(node) for node in command.nodes[: len(new)]])
+        stop_after = request.stop_after(new)
         found = verdict.accepted, verdict.token, stop_after, verdict.odds, verdict.is_candidate
         return Judged(*found, request=command.request)
 
@@ -407,20 +423,8 @@ class TargetExecutor:
                 draw = request.draws[rows[-1]]
             tokens.append(read_draw(draw))
             at = children.get(at, {}).get(tokens[-1])
-        self._say(request, command.position, tokens, rows)
-        return Sampled(tuple(tokens), self._stop_after(request, tokens), request=command.request)
-
-    def _say(self, request: _Request, position: int, tokens: Sequence[int], rows: Sequence[int]) -> None:
-        """Keep the log probabilities of decided tokens from `position` on, from `rows` of the last forward."""
-        if request.logprobs is None or not tokens:
-            return
-        logits = request.raw[list(rows)].float()
-        own = torch.tensor(tokens, device=logits.device).unsqueeze(1)
-        every = torch.log_softmax(logits, -1).clamp_(LEAST_LOGPROB, 0.0)
-        top, ids = every.topk(min(request.logprobs, logits.shape[-1]))
-        found = zip(every.gather(1, own).squeeze(1).tolist(), ids.tolist(), top.tolist(), strict=True)
-        for at, (logprob, likeliest, values) in enumerate(found, position):
-            request.said[at] = Logprobs(logprob, tuple(zip(likeliest, values, strict=True)))
+        request.say(command.position, tokens, rows)
+        return Sampled(tuple(tokens), request.stop_after(tokens), request=command.request)
 
     def logprobs(self, request: int, start: int, count: int) -> tuple[Logprobs, ...]:
         """Log probabilities of `count` decided tokens from `start` on, once; empty if the request wants none."""
@@ -428,14 +432,6 @@ class TargetExecutor:
         if found is None or found.logprobs is None:
             return ()
         return tuple(found.said.pop(at) for at in range(start, start + count))
-
-    def _stop_after(self, request: _Request, tokens: Sequence[int]) -> int | None:
-        if request.text is not None:
-            for count, token in enumerate(tokens, start=1):
-                request.text.push(token)
-                if request.text.stopped:
-                    return count
-        return None
 
 
 def _shaped(shaper: Shaper | None, fed: Forward, logits: torch.Tensor) -> torch.Tensor:

@@ -47,14 +47,12 @@ class Auto:
         best: the best way so far, used for all stretches that are not trials.
         way: the way in use.
         rates: running mean of the tokens per second of each way's stretches.
-        timed: the request on whose text ways are timed; None: no text is.
     """
 
     def __init__(self, best: str = WAYS[0], estimates: Iterable[tuple[str, Estimate]] = ()) -> None:
         self.best = self.way = best
         self.estimates = dict.fromkeys(WAYS, Estimate()) | dict(estimates)
         self.rates: dict[str, float] = {}
-        self.timed: int | None = None
         self._since_trial = _PATIENCE[0]  # tokens since the last trial of any way
         self._waited = dict.fromkeys(WAYS, 0)  # tokens since the last trial of each way
         self._has_drafted = False  # in this text: the draft's KV cache holds most of it
@@ -121,7 +119,7 @@ class Auto:
             self._end_stretch()
         if self._trial is not None and self._usual:
             self._compare(*self._trial, self._reference or self._usual)
-        self._trial = self.timed = None
+        self._trial = None
         self._restart()
 
     def _start(self) -> None:

@@ -179,7 +179,7 @@ class DraftView:
         request = self._request
         is_old = message.epoch < request.epoch and not self._is_foreseen(message)
         if request.ending or is_old or not request.method.drafts:
-            return self._drop()
+            return _dropped(self._request)
         self._enter_epoch()
         if not message.tokens and not request.options.withholds:
             raise RemoteProtocolError("draft sent no tokens, though the rule withholds none")
@@ -190,12 +190,12 @@ class DraftView:
                 f"allowed: up to {self._until} in epoch {request.epoch}"
             )
         if message.start >= limit:
-            return self._drop()
+            return _dropped(self._request)
         if end > limit:  # only a branch: the main line ends at `_until`, the draft does not know `limit`
             message = _part(message, 0, limit - message.start)
         # A branch may exceed `_until`: its length counts from its outcome.
         if message.after is not None and end > message.after[0] + 1 + self._furthest:
-            return self._drop()
+            return _dropped(self._request)
         self._speeds.observe_draft(message.seconds)
         self.has_sent = True
         if message.after is not None and message.epoch == request.epoch:
@@ -224,7 +224,7 @@ class DraftView:
         """Compare tokens that came too late to be judged with what the target has committed; append those beyond it."""
         request, counts, seq = self._request, self._request.counts, self._request.sequence
         if self._is_astray(message):
-            return self._drop()
+            return _dropped(self._request)
         if message.start < self._received:
             counts.duplicate += 1
             return Received.NOTHING
@@ -248,7 +248,7 @@ class DraftView:
         request, (position, token) = self._request, after
         tokens, committed = request.sequence.tokens, request.sequence.committed
         if position == self._diverged and tokens[position] == token:
-            return self._compare(message) if message.start <= len(tokens) else self._drop()
+            return self._compare(message) if message.start <= len(tokens) else _dropped(self._request)
         known = request.proposals.branch(position, token)
         is_bonus = request.method.bonus and position == len(tokens)
         is_other = position < len(tokens) and tokens[position] != token
@@ -256,7 +256,7 @@ class DraftView:
         is_next = message.start == (position + 1 if known is None else known.end)
         is_one_more = known is None and len(request.proposals.branches) >= MAX_BRANCHES
         if not (request.options.branches and is_open and is_next) or is_one_more:
-            return self._drop()
+            return _dropped(self._request)
         request.proposals.add(_proposal(request, message, after))
         return Received.NOTHING
 
@@ -270,10 +270,6 @@ class DraftView:
         is_before = message.epoch == self._request.epoch - 1
         return message.after is not None and is_before and message.after == self._request.opened_by
 
-    def _drop(self) -> Received:
-        self._request.counts.stale += 1
-        return Received.NOTHING
-
 
 def _proposal(request: Request, message: DraftTokens, after: tuple[int, int] | None = None) -> Proposal:
     start = message.start if after is None else after[0] + 1
@@ -286,3 +282,8 @@ def _part(message: DraftTokens, start: int, end: int) -> DraftTokens:
     tokens, rows, seen = message.tokens[start:end], message.rows[start:end], message.runners_up[start:end]
     source = Source.LOOKUP if start and message.source is Source.MODEL else message.source
     return message.changed(start=message.start + start, tokens=tokens, rows=rows, source=source, runners_up=seen)
+
+
+def _dropped(request: Request) -> Received:
+    request.counts.stale += 1
+    return Received.NOTHING

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pearl.errors import RemoteProtocolError
+from pearl.protocol.auto_text import AutoText
 from pearl.protocol.draft_view import DraftView, Received
 from pearl.protocol.events import (
     Cause,
@@ -33,7 +34,6 @@ from pearl.protocol.events import (
     Open,
     Phase,
     Sampled,
-    Spread,
     Wait,
 )
 from pearl.protocol.feeding import Feeding
@@ -75,10 +75,7 @@ class RequestMachine(Machine):
         self.sequence, self.slot, self._speeds = sequence, slot, speeds
         self.request = Request(submit, sequence)
         self.draft = DraftView(self.request, speeds, draft_context, window)
-        self._running = running
-        #: Whether method auto chooses this text's way of decoding: where no choice can change the text.
-        self._adapts = self.request.method.adapts and self.request.commits_draws
-        self._timed = 0  # committed tokens, prompt included, at the last forward that auto timed
+        self.auto = AutoText(self.request, self.draft, speeds, running)
         self._feeding = Feeding(self.request, self.draft, speeds, running)
         self._deferred: list[object] = []
 
@@ -106,7 +103,7 @@ class RequestMachine(Machine):
     def _submit(self, submit: Submit, do: Do) -> None:
         self.request.begin()
         do(Open(submit.prompt, submit.options, self.slot, request=submit.request))
-        self._choose_way(do)
+        self.auto.begin(do)
         self.draft.begin(do)
         self._forward(Phase.PREFILL, do)
 
@@ -120,7 +117,7 @@ class RequestMachine(Machine):
             if event.beside is not None:
                 self.draft.beside = event.beside
                 self._speeds.observe_target(self._feeding.num_fed + event.beside, event.seconds)
-            self._time_way(event.at, do)
+            self.auto.step(event.at, do)
         if self.state is State.PREFILL and self.sequence.fed < self.sequence.committed and not self.request.ending:
             self._forward(Phase.PREFILL, do)
         else:
@@ -185,9 +182,7 @@ class RequestMachine(Machine):
         self.request.counts.loss = event.reason
         if event.request is None:
             self.draft.context = self.draft.known = 0
-            self._stop_timing()
-            if self._adapts:
-                self.request.use("ngram")  # even if another draft joins
+            self.auto.lose_draft()
         else:
             self.draft.is_lost = True
             self.draft.finish(do)  # it may have been given the prefix again since
@@ -248,56 +243,6 @@ class RequestMachine(Machine):
     def _forward(self, phase: Phase, do: Do, guessed: Guessed | None = None) -> None:
         self.state = RUNNING[self._feeding.forward(phase, do, guessed)]
 
-    # ---- method auto ----
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether auto times ways of decoding on this text: one at a time. The others use the best way so far."""
-        return self._speeds.auto.timed == self.request.number
-
-    def _choose_way(self, do: Do) -> None:
-        auto, submit = self._speeds.auto, self.request.submit
-        if not self._adapts:
-            self._place(do)
-        elif self.draft.context:
-            way = auto.best
-            if auto.timed is None:
-                auto.timed, self._timed = submit.request, len(submit.prompt)
-                t_target = self._speeds.t_target(1)
-                way = auto.begin(submit.limit - len(submit.prompt), 1 / t_target if t_target else 0.0)
-            self._use(way, do)
-
-    def _time_way(self, at: float, do: Do) -> None:
-        """A forward ended at `at` seconds (0: unknown): time it, and perhaps change to another way."""
-        committed = self.sequence.committed
-        if not self.is_timed or not self.draft.context or self.draft.is_lost or not at:
-            return
-        new, self._timed = committed - self._timed, committed
-        way = self._speeds.auto.step(at, new, self.request.submit.limit - committed, self.draft.has_sent)
-        if way is None:
-            return
-        self.draft.finish(do)
-        self._use(way, do)
-        if self.request.method.drafts:
-            self.request.discard_pending()
-            self.draft.begin(do)
-
-    def _use(self, way: str, do: Do) -> None:
-        self.request.use(way)
-        self.draft.has_sent = False
-        self._place(do)
-
-    def _place(self, do: Do) -> None:
-        """Let the target use the draft's cores while no running request drafts; else give them back."""
-        everywhere = self._adapts and not any(other.draft.is_drafting for other in self._running.values())
-        if self._speeds.is_spread != everywhere:
-            self._speeds.spread(everywhere)
-            do(Spread(everywhere, request=self.request.number))
-
-    def _stop_timing(self) -> None:
-        if self.is_timed:
-            self._speeds.auto.end()
-
     # ---- the end, and beginning again ----
 
     def _announce(self, do: Do) -> None:
@@ -317,10 +262,7 @@ class RequestMachine(Machine):
         request = self.request
         request.deliver(do)
         self.draft.finish(do)
-        self._stop_timing()
-        if self._adapts:
-            counts, auto = self.request.counts, self._speeds.auto
-            counts.rates, counts.draft_speedup = dict(auto.rates), auto.speedup
+        self.auto.end()
         assert request.ending is not None
         do(End(request.number, request.ending, len(request.submit.prompt), request.counts, self.draft.window))
         self.sequence.drop_pending()

@@ -25,7 +25,7 @@ from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.draft import embeddings
 from pearl.lab.distill.learning import Batch, Optimizers, batch_of, packed
 from pearl.lab.distill.teacher import Teacher
-from pearl.models.forward.runner import tapped
+from pearl.models.forward.layers import tapped
 
 _DEPTHS = 4  # steps that are learned
 _NORMS = ("hidden_norm", "input_layernorm", "post_attention_layernorm")  # of the layer

@@ -101,6 +101,11 @@ class Layer:
         )
 
 
+def tapped(layers: int) -> tuple[int, ...]:
+    """The layers, of so many, whose inputs a head reads: EAGLE-3's choice."""
+    return tuple(min(max(number, 0), layers - 1) for number in (2, layers // 2, layers - 3))
+
+
 def norm_weights(norm: Any, forward: Forward) -> torch.Tensor:
     weight: torch.Tensor = norm.weight.detach()
     return weight if forward.norm_shift is None else weight.float() + forward.norm_shift
@@ -147,6 +152,7 @@ class DecoderLayers:
         context: a window at least as long is none.
         cache_dtype: of keys and values, and so of queries.
         plain: for the kernels of `decode`: see `matrices.matrix`.
+        features: whether to keep `features`.
     """
 
     def __init__(
@@ -156,6 +162,7 @@ class DecoderLayers:
         rounding: Rounding,
         cache_dtype: torch.dtype,
         plain: bool = False,
+        features: bool = False,
     ) -> None:
         config, inner = model.config, model.model
         forward, settings = described(model)
@@ -179,13 +186,12 @@ class DecoderLayers:
         windows = tuple(0 if kind.window >= context else kind.window for kind in kinds)
         sinks = tuple(each.self_attn.sinks.detach().to(cache_dtype) for each in inner.layers if forward.has_sinks)
         self.scoring = Scoring(windows, self._scales.attention, self._scales.attention_cap, sinks)
-        kernels = plain or self.embedding.device.type == "cuda"
         self.layers = [
-            Layer.of(layer, kind, forward, settings, one, kernels)
+            Layer.of(layer, kind, forward, settings, one, plain or self.embedding.is_cuda)
             for layer, kind in zip(inner.layers, kinds, strict=True)
         ]
         self.norm = norm_weights(inner.norm, forward)
-        self.taps: tuple[int, ...] = ()
+        self.taps = tapped(len(self.layers)) if features else ()
         self.features: torch.Tensor | None = None
         self.head = one(model.lm_head, wide=True)
         self.is_plain = (

@@ -41,11 +41,6 @@ _TREE_NODES = 256  # most nodes of a tree, on a CPU
 _FAST_ROWS = 4  # packed bf16 matrices multiply three to six rows in less time than one or two
 
 
-def tapped(layers: int) -> tuple[int, ...]:
-    """The layers, of so many, whose inputs a head reads: EAGLE-3's choice."""
-    return tuple(min(max(number, 0), layers - 1) for number in (2, layers // 2, layers - 3))
-
-
 def has_own_forward(model: PreTrainedModel) -> bool:
     """Whether `ForwardRunner` computes what this model does."""
     linears = [part for part in model.modules() if isinstance(part, torch.nn.Linear)]
@@ -100,12 +95,9 @@ class ForwardRunner:
         self._graphs = self._make_graphs(record, records) if is_fixed else None
         self._decode: Decode | None = None
         # Products of bfloat16 take a CPU two to four times as long: it would lay the keys out anew for each of them.
-        cache_dtype = model.dtype if is_fixed else torch.float32
-        is_invariant = True
+        cache_dtype, is_invariant = model.dtype if is_fixed else torch.float32, True
         with torch.inference_mode():
-            self._layers = DecoderLayers(model, context, rounding, cache_dtype, plain=bool(kernels))
-            if features:
-                self._layers.taps = tapped(len(self._layers))
+            self._layers = DecoderLayers(model, context, rounding, cache_dtype, bool(kernels), features)
             self._seen: dict[int, torch.Tensor] = {}  # features of each slot's last feed
             self.vocab_size, self.dtype, heads = self._layers.vocab_size, self._layers.dtype, self._layers.heads
             self.weights = rounding or self._layers.weights

@@ -1,0 +1,94 @@
+"""Method auto for one request: which way it decodes with, and whether the target may use the draft's cores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from pearl.protocol.draft_view import DraftView
+from pearl.protocol.events import Spread
+from pearl.protocol.machine import Do
+from pearl.protocol.request import Request
+from pearl.protocol.speeds import Speeds
+
+
+class Running(Protocol):
+    """A running request."""
+
+    draft: DraftView
+    auto: AutoText
+
+
+class AutoText:
+    """Chooses the way of one text, and times it for `Auto`.
+
+    Makes no choice for a method other than auto, or under a rule whose text depends on what was proposed; then it only
+    gives the draft its cores back.
+
+    Args:
+        running: all running requests, this one included.
+
+    Attributes:
+        is_timed: whether ways are timed on this text: one text at a time. The others use the best way so far.
+    """
+
+    def __init__(self, request: Request, draft: DraftView, speeds: Speeds, running: Mapping[int, Running]) -> None:
+        self._request, self._draft, self._speeds, self._running = request, draft, speeds, running
+        self._is_open = request.method.adapts and request.commits_draws
+        self.is_timed: bool = self._is_open and not any(other.auto.is_timed for other in running.values())
+        self._committed = 0  # committed tokens, prompt included, at the last timed forward
+
+    def begin(self, do: Do) -> None:
+        """Choose the way to begin with."""
+        auto, submit = self._speeds.auto, self._request.submit
+        self._committed = len(submit.prompt)
+        self.is_timed = self.is_timed and self._draft.context > 0
+        if not self._is_open:
+            self._place(do)
+        elif self._draft.context:
+            left, t_target = submit.limit - len(submit.prompt), self._speeds.t_target(1)
+            self._use(auto.begin(left, 1 / t_target if t_target else 0.0) if self.is_timed else auto.best, do)
+
+    def step(self, at: float, do: Do) -> None:
+        """A forward ended at `at` seconds (0: unknown); time it, and perhaps change to another way."""
+        committed = self._request.sequence.committed
+        if not self.is_timed or not self._draft.context or self._draft.is_lost or not at:
+            return
+        new, self._committed = committed - self._committed, committed
+        way = self._speeds.auto.step(at, new, self._request.submit.limit - committed, self._draft.has_sent)
+        if way is None:
+            return
+        self._draft.finish(do)
+        self._use(way, do)
+        if self._request.method.drafts:
+            self._request.discard_pending()
+            self._draft.begin(do)
+
+    def lose_draft(self) -> None:
+        """The draft is gone: go on with guesses alone, untimed, even if another draft joins."""
+        if self.is_timed:
+            self._speeds.auto.end()
+            self.is_timed = False
+        if self._is_open:
+            self._request.use("ngram")
+
+    def end(self) -> None:
+        """Close the timing, and put the measured rates into the request's counts."""
+        auto, counts = self._speeds.auto, self._request.counts
+        if self.is_timed:
+            auto.end()
+            self.is_timed = False
+        if self._is_open:
+            counts.rates, counts.draft_speedup = dict(auto.rates), auto.speedup
+
+    def _use(self, way: str, do: Do) -> None:
+        self._request.use(way)
+        self._draft.has_sent = False
+        self._place(do)
+
+    def _place(self, do: Do) -> None:
+        """Let the target use the draft's cores while no running request drafts; else give them back."""
+        everywhere = self._is_open and not any(other.draft.is_drafting for other in self._running.values())
+        if self._speeds.is_spread != everywhere:
+            self._speeds.spread(everywhere)
+            do(Spread(everywhere, request=self._request.number))
