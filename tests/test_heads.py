@@ -228,13 +228,13 @@ def test_no_text_changes(engine: Engine, temperature: float) -> None:
 
 
 def test_a_head_saves_forwards(engine: Engine, trained: Path) -> None:
-    """On a text that it has learned: several tokens a step, where n-grams make hardly any."""
+    """On texts that it has learned, over n-grams alone."""
     answers = torch.load(trained.parent / "answers.pt", weights_only=True)["rounds"]["round-000"]["answers"]
-    one = max(answers, key=lambda each: len(set(each["tokens"])))
-    params = SamplingParams(temperature=0, max_tokens=len(one["tokens"]))
-    steps = {}
-    for method in ("ngram", "head"):
-        (found,) = engine.generate([one["prompt"]], params, method=method)
-        assert found.tokens == one["tokens"]
-        steps[method] = found.statistics.tokens_per_step
-    assert steps["head"] > 1.3 * steps["ngram"]
+    steps = dict.fromkeys(("ngram", "head"), 0)
+    for one in answers:
+        params = SamplingParams(temperature=0, max_tokens=len(one["tokens"]))
+        for method in steps:
+            (found,) = engine.generate([one["prompt"]], params, method=method)
+            assert found.tokens == one["tokens"]
+            steps[method] += found.statistics.steps
+    assert steps["head"] < 0.9 * steps["ngram"]

@@ -28,7 +28,7 @@ from pearl.text import reasoning
 from pearl.text.chat_template import render
 from pearl.text.reasoning import Splitter, Tags, split, splitter_of, tags_of
 from tests.served import SETUP, Served, body, message, serving
-from tests.test_conversation import END, Characters
+from tests.test_conversation import Characters
 
 THINK = Tags("<think>", "</think>")
 HARMONY = Tags("analysis", "assistantfinal", ("final", "commentary"), "assistantcommentary")
@@ -121,7 +121,7 @@ class Thinking(Characters):
 def prompt_after(template: str, reply: str) -> str:
     tokenizer = Thinking(template)
     conversation = Conversation(tokenizer)
-    conversation.add("Hi", conversation.prompt("Hi"), reply, [*tokenizer.encode(reply, special=False), END], "eos")
+    conversation.add("Hi", reply)
     return tokenizer.decode(conversation.prompt("Bye"))
 
 
@@ -137,12 +137,13 @@ def test_a_reply_that_was_cut_while_it_thought_has_no_answer(cut: str) -> None:
     assert THOUGHT not in prompt_after(QWEN3 + opens(opening), cut)
 
 
-def test_a_template_that_keeps_the_reasoning_leaves_the_tokens_as_generated() -> None:
+def test_a_template_that_keeps_the_reasoning_sends_it_back() -> None:
     tokenizer = Thinking(KEEPING)
     conversation = Conversation(tokenizer)
     before = conversation.prompt("Hi")
-    conversation.add("Hi", before, REPLY, tokens := [*tokenizer.encode(REPLY, special=False), END], "eos")
-    assert conversation.prompt("Bye")[: len(before) + len(tokens)] == [*before, *tokens]
+    conversation.add("Hi", REPLY)
+    written = [*before, *tokenizer.encode(REPLY, special=False)]
+    assert conversation.prompt("Bye")[: len(written)] == written, "and what was generated is in the cache"
 
 
 def test_the_prompt_says_whether_reasoning_is_open() -> None:
