@@ -165,6 +165,7 @@ def chatting_engine(**settings: Any) -> Iterator[Engine]:
     with Engine(TOY, TOY, startup_timeout=120, **settings) as engine:
         tokenizer = engine.tokenizer
         tokenizer.chat_text = lambda messages, *_, **__: "".join(m["role"][0] + m["content"] for m in messages)
+        tokenizer.apply_chat = lambda messages, *_: tokenizer.encode(tokenizer.chat_text(messages))
         yield engine
 
 
