@@ -17,9 +17,9 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 from pearl.cli.chat import Chat, status
-from pearl.cli.reply import PENDING, STYLES, Reply
+from pearl.cli.reply import PENDING, STYLES, Reply, legend
 from pearl.config import DecodingConfig, SamplingParams
-from pearl.engine import Engine
+from pearl.engine import Engine, Piece, Stream
 from pearl.engine.conversation import Conversation
 from pearl.protocol.messages import Provenance
 from pearl.text.reasoning import Splitter
@@ -58,6 +58,9 @@ class Still(Reply):
 class Pictured(Chat):
     frozen_at: int | None = None
 
+    def _await_first(self, stream: Stream) -> list[Piece]:
+        return []  # a recorded line would stay
+
     def _display(self, splitter: Splitter | None) -> Reply:
         return Still(self.console, self.frozen_at)
 
@@ -70,12 +73,20 @@ def main() -> None:
     with Engine() as engine:
         sampling = SamplingParams(temperature=0, max_tokens=96)
         chat = Pictured(
-            engine, sampling, DecodingConfig(gamma=4), Conversation(engine.tokenizer, False, ""), True, False
+            engine,
+            sampling,
+            DecodingConfig(method="pearl", rule="coupled", gamma=4),
+            Conversation(engine.tokenizer, False, ""),
+            True,
+            False,
         )
         chat.console = console
         engine.generate(QUESTIONS[0], sampling)
         for question in QUESTIONS:
             chat.frozen_at = FROZEN_AT if question == QUESTIONS[-1] else None
+            if not chat.has_legend:
+                console.print(legend())
+                chat.has_legend = True
             console.print(Text(f">>> {question}"))
             answer = chat.answer(question)
             if chat.frozen_at is None:
