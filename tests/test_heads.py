@@ -130,7 +130,7 @@ def test_a_head_computes_what_it_has_learned(trained: Path) -> None:
 
 
 def test_what_is_read_follows_the_cache(trained: Path) -> None:
-    """Rolled back, it reads on where states are known; where they are not, it begins anew."""
+    """After a rollback the head continues from states that it kept, and starts over where it kept none."""
     own = runner()
     text = HeadText(load_head(str(trained), own, lambda what: None), 0)
     draw = lambda logits, position: int(text._head.ids[logits.argmax()])  # noqa: E731

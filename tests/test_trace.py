@@ -327,7 +327,7 @@ def test_a_killed_target_leaves_a_trace(tmp_path: Path) -> None:
 
 
 def test_a_draft_that_was_started_again_is_a_process_of_its_own(tmp_path: Path) -> None:
-    """Amid a text, where it gets "record" and "begin" at once: else the text's begin would be missing."""
+    """Started again within a text, it gets "record" and "begin" together; its trace must hold the "begin"."""
     path = tmp_path / "t.json"
     with Engine(TOY, TOY, target_pace=0.02, draft_pace=0.004) as engine:
         assert engine._launcher.draft is not None

@@ -54,7 +54,7 @@ class HeadText:
 
     def rollback(self, length: int) -> None:
         """The slot holds only the first `length` tokens."""
-        if length < self._read:  # the states of what comes next are gone
+        if length < self._read:  # into what was read, whose inputs are gone: start over here
             self._first, self._waiting, self._output = length, [], None
             self._head.lengths[self._slot] = 0
         elif length < self._end:

@@ -102,7 +102,7 @@ class Layer:
 
 
 def tapped(layers: int) -> tuple[int, ...]:
-    """The layers, of so many, whose inputs a head reads: EAGLE-3's choice."""
+    """Numbers of the layers whose inputs a head reads, for a model of `layers` layers; as in EAGLE-3."""
     return tuple(min(max(number, 0), layers - 1) for number in (2, layers // 2, layers - 3))
 
 
