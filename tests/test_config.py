@@ -92,7 +92,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         for way in ("nccl", "gloo")
     ),
     *(
-        ({"method": method, "look_ahead": 4}, f"auto, ngram, lookahead, head, pearl, not {method}")
+        ({"method": method, "look_ahead": 4}, f"ouroboros, pearl, not {method}")
         for method in ("ar", "sd")
     ),
     ({"method": "ngram", "look_ahead": 0}, "is method ar"),
