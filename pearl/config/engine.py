@@ -17,7 +17,7 @@ from pearl.spec.methods import DRAFTLESS, MAX_WINDOW, METHODS
 from pearl.spec.stops import STOPS
 from pearl.spec.transports import is_control, is_on_one_host
 
-MAX_SLOTS = 32  # requests side by side: half as many as one front may have waiting
+MAX_SLOTS = 64  # requests side by side: half as many as one front may have waiting
 
 Seconds = Annotated[float, Field(gt=0)]
 ModelRole = Literal["target", "draft"]

@@ -19,8 +19,8 @@ from pearl.protocol.messages import Source
 
 MakeIndex = Callable[[Sequence[int], Datastore | None, Habits | None, MakeHead | None], NgramIndex]
 
-# SSSD's weights are not printed. These dampings are the best of a grid of 5 by 4 over 36 greedy answers (3,398 tokens) of
-# SmolLM2-135M to HumanEval, GSM8K and MT-bench. Guesses are then right 1.06 times as often as they say: so no factor.
+# SSSD's weights are not printed. These dampings are the best of a grid of 5 by 4 over 36 greedy answers (3,398 tokens)
+# of SmolLM2-135M to HumanEval, GSM8K and MT-bench. Guesses are then right 1.06 times as often as they say.
 INPUT_FACTOR, SHORT_DAMPING, DEPTH_DAMPING = 1.0, 0.65, 0.9
 _WIDEST = 8  # children of a node
 _FIRST = 5000  # REST's continuations
