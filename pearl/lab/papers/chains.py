@@ -148,9 +148,9 @@ def _running(chains: Chains, counted: dict[int, list[int]]) -> Figure:
     for candidates, found in counted.items():
         means = [(n, fmean(found[:n])) for n in range(1, len(found) + 1)]
         expected = expected_rejections(chains, candidates)
-        lines[f"simulated, {candidates} candidates"] = means
-        lines[f"theorem, {candidates} candidates"] = [(1, expected), (len(found), expected)]
-    title = "Mean rejections by texts, and by theorems 1 and 3 (figures 2a, 2b)"
+        lines[f"simulated, M = {candidates}"] = means
+        lines[f"theorem, M = {candidates}"] = [(1, expected), (len(found), expected)]
+    title = "Mean rejections by texts and by theorems 1 and 3, M candidates (figures 2a, 2b)"
     return Figure("theory-rejections", title, "simulated texts", "rejections a text", lines)
 
 

@@ -66,7 +66,7 @@ def _draw(figure: Figure, path: Path) -> Path:
     axes.set_xlabel(figure.x)
     axes.set_ylabel(figure.y)
     axes.grid(alpha=0.3)
-    if len(figure.bars) + len(figure.lines) + len(figure.dots) > 1:
+    if not figure.y or len(figure.bars) + len(figure.lines) + len(figure.dots) > 1:
         axes.legend(fontsize=8)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
