@@ -20,7 +20,7 @@ from pearl.errors import ConfigError
 from pearl.server import limits, ollama, responses
 from pearl.server.errors import ApiError
 from pearl.server.requests import Setup, read_request
-from tests.served import BOUND, MODEL, SETUP, Served, body, message, serving, text_of
+from tests.served import BOUND, MODEL, SETUP, Served, body, message, serving
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 2}}}
 
@@ -37,9 +37,6 @@ def served() -> Iterator[Served]:
         yield served
 
 
-STRICT = replace(SETUP, is_strict=True)
-
-
 def refusal_of(read: Callable[[], object]) -> ApiError | None:
     try:
         read()
@@ -48,7 +45,7 @@ def refusal_of(read: Callable[[], object]) -> ApiError | None:
     return None
 
 
-def refusal(asked: dict[str, Any], is_chat: bool = False, given: Setup = STRICT) -> ApiError | None:
+def refusal(asked: dict[str, Any], is_chat: bool = False, given: Setup = SETUP) -> ApiError | None:
     return refusal_of(lambda: read_request(asked, is_chat, given))
 
 
@@ -69,26 +66,22 @@ REFUSED: dict[str, list[Any]] = {  # field -> its bad values
     "ignore_eos": [1],
     "model": [3],
     "logprobs": [21, -1, True, 1.0],
-    "top_logprobs": [1],
     "presence_penalty": [2.1],
     "frequency_penalty": [False],
     "repetition_penalty": [0],
     "logit_bias": [{"3": 101}, {"3": True}, {"x": 1}, {"3": 1, "03": 1}, {"9" * 5000: 1}, [3]],
     "response_format": [SCHEMA | {"json_schema": {"schema": {"type": "mouse"}}}],
     "structured_outputs": [{"regex": "("}, {"regex": 5}, {"regex": "a", "json": {}}],
-    "echo": ["yes"],
+    "echo": ["yes", True],
     "stop_token_ids": [[-1], ["x"], [1] * 65],
     "speculation": [{"method": "magic"}, {"off": True, "method": "sd"}, {"off": True, "window": 2}],
     "guided_json": [{}],
     "truncate_prompt_tokens": [5],
     "suffix": ["x"],
     "best_of": [2],
-    "temprature": [1],
     "prompt": ["", [], {}, [1, "x"], [-1]],
-    "messages": [[]],
 }
 NESTED = [  # bad fields, and what is named
-    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
     ({"response_format": "json"}, "response_format.type"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
@@ -105,7 +98,6 @@ IN_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{}]}, "tools[0]"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 1}}]}, "tools[0].function"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "color": 1}}]}, "tools[0].function.color"),
     ({"tools": [{"type": "function", "function": {"name": "\ud800"}}]}, "tools[0]"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}] * 129}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
@@ -130,7 +122,6 @@ MESSAGES: list[tuple[Any, str]] = [
     ([message([{"type": "image_url", "image_url": {"url": "x"}}])], "messages[0].content[0]"),
     ([message([{"type": "text"}])], "messages[0].content[0].text"),
     ([message("1") | {"function_call": {}}], "messages[0].function_call"),
-    ([message("1") | {"mood": "good"}], "messages[0].mood"),
     ([message("\ud800")], "messages[0].content"),
 ]
 
@@ -200,8 +191,8 @@ FIELDS = [*body(), *body("chat/completions"), *REFUSED, "top_logprobs", "tools",
 FIELDS += ["continue_final_message", "chat_template_kwargs", "reasoning_effort", "metadata", "previous_response_id"]
 FIELDS += ["input", "text", "reasoning", "options", "format", "think", "system", "stream"]
 READERS: dict[str, Callable[[Any], object]] = {
-    "completions": lambda asked: read_request(asked, False, STRICT),
-    "chat/completions": lambda asked: read_request(asked, True, STRICT),
+    "completions": lambda asked: read_request(asked, False, SETUP),
+    "chat/completions": lambda asked: read_request(asked, True, SETUP),
     "responses": lambda asked: responses.Responses(SETUP).read(asked),
     "chat": partial(ollama.read, "chat", SETUP),
     "generate": partial(ollama.read, "generate", SETUP),
@@ -265,17 +256,6 @@ def test_seeds_and_stop_tokens_of_other_servers(served: Served) -> None:
     choice = served.post(max_tokens=40, ignore_eos=True, stop_token_ids=[4]).json()["choices"][0]
     whole = served.post(max_tokens=40, ignore_eos=True).json()["choices"][0]["text"]
     assert (choice["text"], choice["finish_reason"]) == (whole[: whole.index("4") + 1], "stop")
-
-
-def test_an_echo_is_the_prompt(served: Served) -> None:
-    asked: dict[str, Any] = {"prompt": ["12", [3, 4]], "n": 2}
-    plain = [choice["text"] for choice in served.post(**asked).json()["choices"]]
-    asked["echo"] = True
-    texts = [choice["text"] for choice in served.post(**asked).json()["choices"]]
-    assert texts == [prompt + text for prompt, text in zip(("12", "12", "34", "34"), plain, strict=True)]
-    chunks = served.events(**asked)
-    assert [text_of(chunks, index) for index in range(4)] == texts
-    assert served.post(echo=True, logprobs=1).json()["error"]["param"] == "echo"
 
 
 def test_a_request_chooses_its_speculation(served: Served) -> None:
@@ -368,7 +348,7 @@ def test_what_is_accepted_is_described(served: Served) -> None:
     schemas = described["components"]["schemas"]
     fields = {each: schemas[each]["properties"] for each in ("ChatCompletionRequest", "CompletionRequest")}
     assert {"messages", "tools", "top_logprobs", "max_completion_tokens"} <= fields["ChatCompletionRequest"].keys()
-    assert {"prompt", "logprobs", "seed", "structured_outputs", "echo"} <= fields["CompletionRequest"].keys()
+    assert {"prompt", "logprobs", "seed", "structured_outputs"} <= fields["CompletionRequest"].keys()
     assert {"suffix", "best_of"}.isdisjoint(fields["CompletionRequest"])
     assert (fields["CompletionRequest"]["n"]["minimum"], fields["CompletionRequest"]["n"]["maximum"]) == (1, 128)
     assert set(re.findall('"#/components/schemas/(.+?)"', json.dumps(described))) == schemas.keys()

@@ -62,7 +62,7 @@ class Access:
 
 
 class Checked:
-    """Middleware: `refuse` answers what `check` raises, at its limited rate."""
+    """Middleware: `refuse` answers what `check` raises."""
 
     def __init__(self, app: ASGIApp, check: Check, refuse: Refuse) -> None:
         self._app, self._check, self._refuse = app, check, refuse

@@ -31,9 +31,8 @@ from pearl.errors import PearlError
 from pearl.server import ollama, openapi
 from pearl.server.access import Access, Check, Checked, not_embedded
 from pearl.server.answers import DONE, Answer, Parts, event, usage
-from pearl.server.bodies import CompletionRequest
 from pearl.server.errors import ApiError, of_engine
-from pearl.server.limits import Bodies, Refusals, client_of
+from pearl.server.limits import Bodies, client_of
 from pearl.server.request_log import DISCONNECTED, log_refused, log_request
 from pearl.server.requests import Setup, TextRequest, check_fits, read_request
 from pearl.server.responses import Responses
@@ -53,7 +52,7 @@ class App:
         self._service, self._setup, self._model = service, setup, setup.model
         self._spell = partial(token_bytes, service.engine.tokenizer)
         self._responses = Responses(setup)
-        self.bodies, self._refusals = Bodies(), Refusals()
+        self._bodies = Bodies()
         self._timeline = Timeline(service.engine.directory)
         html = files("pearl.server").joinpath("page.html").read_text(encoding="utf-8")
         self._html = html.replace("/* colours */", style_sheet())
@@ -105,7 +104,7 @@ class App:
         return JSONResponse({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(await self._service.figures.page(), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(self._service.figures.page(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _live(self, request: Request) -> Response:
         if not self._timeline.fits(client := client_of(request)):
@@ -136,7 +135,7 @@ class App:
 
         async def answer(request: Request) -> Response:
             arrived = time.monotonic()
-            async with self.bodies.read(request) as body:
+            async with self._bodies.read(request) as body:
                 # In a thread, for checking a schema may take long.
                 asked, written = await asyncio.to_thread(read, body)
             return _Reply(self._service, asked, written, arrived, client_of(request))
@@ -150,8 +149,7 @@ class App:
             error = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
         assert isinstance(error, ApiError)
         self._service.figures.refused(error.status)
-        if not await self._refusals.wait():  # a flood of them is not logged
-            log_refused(f"{request.method} {request.url.path}", error.status, error.message)
+        log_refused(f"{request.method} {request.url.path}", error.status, error.message)
         body = {"error": error.message} if request.url.path.startswith("/api/") else error.body  # Ollama's shape
         return _ErrorResponse(body, error.status, error.headers | headers)
 
@@ -242,9 +240,6 @@ class _Reply(_WhileConnected):
         self._answer.new_parts = lambda: Parts(
             splitter_of(tokenizer, prompts[0]) if asked.may_reason else None, asked.calls()
         )
-        if isinstance(asked.body, CompletionRequest) and asked.body.echo:
-            given = [p if isinstance(p, str) else tokenizer.decode(p) for p in asked.prompts]
-            self._answer.echo = lambda index: given[index // asked.body.n]
 
     async def _encoded(self, prompt: Any) -> list[int]:
         with _errors_about(self._asked.prompt_field):

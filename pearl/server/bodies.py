@@ -265,16 +265,15 @@ class SharedRequest(create_model("Sampling", __base__=Body, **_sampling(*SAMPLIN
 
 
 class CompletionRequest(SharedRequest):
-    unserved: ClassVar = {**UNSERVED, "tools": ([],), "tool_choice": ("none", "auto"), "logprobs": (False,)}
-    echo: bool = Field(default=False, description="Begin the text with the prompt; not with logprobs.")
+    unserved: ClassVar = {
+        **UNSERVED,
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "logprobs": (False,),
+        "echo": (False,),
+    }
     prompt: _Prompt | Annotated[list[_Prompt], Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True)]
     logprobs: _Logprobs | None = None
-
-    @model_validator(mode="after")
-    def _echoes_text(self) -> CompletionRequest:
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo is not supported with logprobs: a prompt's tokens have none here")
-        return self
 
 
 class ChatCompletionRequest(SharedRequest):

@@ -28,13 +28,11 @@ class Setup:
         model: the name under which clients request the model.
         settings: sampling and decoding for what requests do not set; the engine's.
         tools: how the model writes calls.
-        is_strict: unknown fields are refused.
     """
 
     model: str
     settings: Settings
     tools: Format = FORMATS["hermes"]
-    is_strict: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ class TextRequest:
 def read_request(body: Any, is_chat: bool, setup: Setup) -> TextRequest:
     """Check the parsed body. `is_chat`: it was sent to /v1/chat/completions."""
     model = ChatCompletionRequest if is_chat else CompletionRequest
-    asked: Body = validate(model, body, setup.is_strict)
+    asked: Body = validate(model, body)
     if asked.model != setup.model:
         text = f"there is no model {asked.model[:100]!r} here, only {setup.model!r}"
         raise ApiError(404, text, param="model", code="model_not_found")
