@@ -20,7 +20,6 @@ from pearl.config import DecodingConfig, SamplingParams, Settings
 from pearl.errors import ConfigError
 from pearl.lab.bench.machine import Conditions
 from pearl.lab.experiments.estimate import Estimate
-from pearl.models.checkpoints.checkpoint import is_toy
 from pearl.printable import log_to_stderr
 
 if TYPE_CHECKING:
@@ -62,16 +61,14 @@ def _prompt_options(limit: int) -> Callable[[_Command], _Command]:
 @click.group(invoke_without_command=True, cls=SettingsGroup)
 @_prompt_options(4)
 @click.option("--rows", multiple=True, metavar="NAME", help="Only this row and ar. Repeatable; a wrong name lists all.")
-@click.option("--no-baselines", is_flag=True, help="Leave transformers' generate out.")
 @json_option
 @settings_options
 @click.pass_context
 def bench(ctx: click.Context, settings: Settings, to: Path | None, **options: Any) -> None:
     """Compare all methods on the same prompts.
 
-    Methods take turns, unless --apart. ar runs on the target's device, and again on all cores that PEARL uses. sd
-    runs with its fastest gamma. transformers' generate, with and without an assistant model, is an outside
-    baseline. Decoding is greedy unless --temperature is given; only committed tokens up to EOS count.
+    Methods take turns. ar runs on the target's device, and again on all cores that PEARL uses. sd runs with its fastest
+    gamma. Decoding is greedy unless --temperature is given; only committed tokens up to EOS count.
     """
     if ctx.invoked_subcommand is not None:
         refuse_options(ctx)
@@ -114,7 +111,6 @@ def _plan(
     limit: int | None,
     repeats: int,
     rows: Sequence[str],
-    no_baselines: bool,
     raw: bool,
 ) -> Plan:
     from pearl.lab.bench.rows import AR, AR_ON_ALL, NGRAM_ON_ALL, check_comparable, is_emulated, rows_for
@@ -127,7 +123,7 @@ def _plan(
         raise ConfigError("--draft none: there is nothing to compare with ar")
     toys = is_emulated(config)
     texts, tokens = _EMULATED if toys else _DEFAULT
-    known = rows_for(config, not no_baselines and not is_toy(config.target), settings.decoding.rule)
+    known = rows_for(config, settings.decoding.rule)
     wanted = {*rows, AR} if rows else {row.name for row in known}
     target, draft = devices_of(config)
     if target.gpus or draft.gpus or target == target | draft:

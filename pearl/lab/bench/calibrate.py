@@ -54,7 +54,7 @@ def calibrate(config: EngineConfig, prompts: Sequence[str], params: SamplingPara
     """Raises `RequestError` if the texts are too short to measure, and whatever starting an engine raises."""
     config = config.model_copy(update={"profile": "none"})
     tasks = [Task("prompts", number, (prompt,)) for number, prompt in enumerate(prompts, 1)]
-    rows = [row for row in rows_for(config, baselines=False) if row.name in _ROWS]
+    rows = [row for row in rows_for(config) if row.name in _ROWS]
     plan = Plan(config, rows, tasks, params, together=False)
     measured = measure(plan, watcher)
     found = {one.name: one for one in figures(plan, measured)}

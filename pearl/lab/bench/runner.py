@@ -14,7 +14,7 @@ from pearl.engine.request import submission
 from pearl.errors import RequestError
 from pearl.lab import Watcher
 from pearl.lab.bench.rows import ALL, PAIR, PUBLISHED, SD, SSD, Row, is_emulated
-from pearl.lab.bench.systems import Decoded, Generate, OurSystem, System
+from pearl.lab.bench.systems import Decoded, System
 from pearl.lab.bench.tasks import Task
 from pearl.lab.simulate import Outcome, Timing, interpolated, paired_executors, simulate
 from pearl.lab.theory import MOST_GAMMA, sd_best_gamma
@@ -93,11 +93,10 @@ def measure(plan: Plan, watcher: Watcher) -> Measured:
 class _Run:
     def __init__(self, plan: Plan, watcher: Watcher) -> None:
         self._plan, self._watcher = plan, watcher
-        self._tokenizer, self._defaults = load_tokenizer(plan.config.target)
+        self._tokenizer, _ = load_tokenizer(plan.config.target)
         self._raw = plan.raw or self._tokenizer.apply_chat([{"role": "user", "content": "."}]) is None
         self._rows = list(plan.rows)
         self._measured = Measured()
-        self._context: int | None = None  # tokens, the same for all engines
 
     def run(self) -> Measured:
         names = list(dict.fromkeys(row.system for row in self._rows))
@@ -113,17 +112,11 @@ class _Run:
     def _open_system(self, name: str, stack: ExitStack) -> System:
         self._watcher.say(f"starting {'the pair' if name == PAIR else name}")
         config = self._plan.config.model_copy(update={"trace": None})
-        devices = next(row.devices for row in self._rows if row.system == name)
-        system: System
-        if name == PAIR:
-            system = OurSystem(config)
-        elif name == ALL:
-            system = OurSystem(config.model_copy(update={"draft": "none", "target_device": devices.name}))
-        else:
-            system = Generate(config, devices, self._defaults, name == "assisted", name == "lookup")
+        if name == ALL:
+            devices = next(row.devices for row in self._rows if row.system == name)
+            config = config.model_copy(update={"draft": "none", "target_device": devices.name})
+        system = System(config)
         stack.callback(system.close)
-        if isinstance(system, OurSystem):
-            self._context = system.engine.context
         return system
 
     def _warm_up(self, systems: Mapping[str, System]) -> None:
@@ -231,7 +224,7 @@ class _Run:
         conversation, params = Conversation(self._tokenizer, self._raw), self._seeded(params, task, repeat)
         for number, turn in enumerate(task.turns, 1):
             prompt = conversation.prompt(turn)
-            if self._context is not None and len(prompt) + (params.max_tokens or 1) > self._context:
+            if len(prompt) + (params.max_tokens or 1) > system.engine.context:
                 self._skip(f"{task.set} {task.number}, turn {number}")
                 return
             if number == 1:  # an earlier row has decoded the same prompt
