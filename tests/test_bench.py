@@ -27,7 +27,7 @@ from pearl.lab.bench.rows import AR, AR_ON_ALL, AUTO, PEARL, SD, Row, rows_for
 from pearl.lab.bench.runner import Measured, Plan, Sample, measure, simulated
 from pearl.lab.bench.systems import Decoded, Devices, System, devices_of
 from pearl.lab.bench.tasks import OURS, Task, read_tasks
-from pearl.lab.experiments.estimate import about
+from pearl.lab.experiments.estimate import Estimate
 from pearl.metrics import Statistics
 from pearl.protocol.auto import WAYS
 from pearl.protocol.speeds import Profile
@@ -366,7 +366,8 @@ def test_advice_names_the_fastest_and_what_ties_with_it() -> None:
         names = {"pearl": "pearl, ahead", "wide": "ar, all devices"}
         rows = [row_of(AR), *(row_of("ar", names.get(name, name)) for name in speedups)]
         plain = figures(plan_of(rows), Measured([sample(row.name, i, 10.0) for row in rows for i in range(2)]))
-        found = [replace(one, speedup=about(*speed)) for one, speed in zip(plain[1:], speedups.values(), strict=True)]
+        estimates = (Estimate(value, value - margin, value + margin) for value, margin in speedups.values())
+        found = [replace(one, speedup=speed) for one, speed in zip(plain[1:], estimates, strict=True)]
         return advise([plain[0], *found], 3, EngineConfig())
 
     words, flags = advice(pearl=(1.1, 0.05), wide=(1.5, 0.05))
