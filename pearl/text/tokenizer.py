@@ -67,7 +67,7 @@ class GenerationDefaults:
     max_tokens: int | None = None
 
 
-class FileTokenizer:
+class FileTokenizer(Tokenizer):
     """The tokenizer of a directory with tokenizer.json, as the `tokenizers` library reads it.
 
     transformers' settings add special tokens and chat templates, one of which may be for tools ("tool_use").
@@ -106,10 +106,6 @@ class FileTokenizer:
         known = [id for id in ids if self.token(id) is not None]  # a model's padding ids mean nothing
         return str(self._tokenizer.decode(known, skip_special_tokens=True))
 
-    def apply_chat(self, messages: list[dict[str, Any]], tools: Tools = None) -> list[int] | None:
-        text = self.chat_text(messages, tools)
-        return None if text is None else self.encode(text, special=False)  # the template writes its own
-
     def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None, **variables: Any) -> str | None:
         template = self._templates.get("default")
         if tools is not None:
@@ -144,7 +140,7 @@ def _templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-class HFTokenizer:
+class HFTokenizer(Tokenizer):
     """A tokenizer of transformers behind our interface: of code in a checkpoint, or made of sentencepiece's files."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -168,10 +164,6 @@ class HFTokenizer:
         known = [id for id in ids if self.token(id) is not None]  # a model's padding ids mean nothing
         text = self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return str(text)
-
-    def apply_chat(self, messages: list[dict[str, Any]], tools: Tools = None) -> list[int] | None:
-        text = self.chat_text(messages, tools)
-        return None if text is None else self.encode(text, special=False)  # the template writes its own
 
     def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None, **variables: Any) -> str | None:
         if self._tokenizer.chat_template is None:

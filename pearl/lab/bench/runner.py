@@ -94,7 +94,7 @@ class _Run:
     def __init__(self, plan: Plan, watcher: Watcher) -> None:
         self._plan, self._watcher = plan, watcher
         self._tokenizer, _ = load_tokenizer(plan.config.target)
-        self._raw = plan.raw or self._tokenizer.apply_chat([{"role": "user", "content": "."}]) is None
+        self._raw = plan.raw or not self._tokenizer.chat_template
         self._rows = list(plan.rows)
         self._measured = Measured()
 
