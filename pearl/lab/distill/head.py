@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from pearl.errors import DistillError
 from pearl.lab.distill.answers import Answer
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.draft import embeddings
-from pearl.lab.distill.learning import Batch, Optimizers, batch_of, packed
+from pearl.lab.distill.learning import Batch, Learner, batch_of
 from pearl.lab.distill.teacher import Teacher
 from pearl.models.forward.layers import tapped
 
@@ -31,7 +31,6 @@ _DEPTHS = 4  # steps that are learned
 _NORMS = ("hidden_norm", "input_layernorm", "post_attention_layernorm")  # of the layer
 _LATER = 0.8  # weight of a step's loss over that of the step before
 _LAYER = "midlayer."
-_MEASURED = 2048  # tokens of a batch when measuring
 
 
 class HeadModel(nn.Module):
@@ -136,12 +135,12 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
-class HeadLearner:
-    """A head that learns; as `Learner`."""
+class HeadLearner(Learner):
+    """A head that learns."""
 
     def __init__(self, config: DistillConfig, teacher: Teacher, answers: Iterable[Answer]) -> None:
         """`answers`: whose likeliest tokens are the head's vocabulary."""
-        self._config, self._target = config, teacher.model
+        self._target = teacher.model
         table = embeddings(teacher.model).detach()
         vocab, wanted = len(table), config.head_tokens or len(table)
         counts = torch.zeros(vocab, dtype=torch.float64)
@@ -151,24 +150,9 @@ class HeadLearner:
         self._place = torch.full((vocab,), -1, device=table.device)
         self._place[ids] = torch.arange(len(ids), device=table.device)
         self.head = HeadModel(teacher.model.config, table.float(), ids, config.seed)
-        self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        self._optimizers = Optimizers(dict(self.head.weights.items()), {_key("lm_head")}, config)
-
-    def state(self) -> dict[str, Any]:
-        return {"weights": self.head.named(), "ids": self.head.ids, "optimizers": self._optimizers.state()}
-
-    @torch.no_grad()
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Raises `DistillError` for the state of another head."""
-        own = self.head.named()
-        if own.keys() != state["weights"].keys() or not torch.equal(self.head.ids.cpu(), state["ids"].cpu()):
-            raise DistillError("the checkpoint belongs to another head than these settings describe")
-        for name, weight in own.items():
-            weight.copy_(state["weights"][name])
-        self._optimizers.restore(state["optimizers"])
+        super().__init__(config, dict(self.head.weights.items()), {_key("lm_head")})
 
     def step(self, answers: Sequence[Answer], progress: float, step: int) -> tuple[float, int]:
-        """See `Learner.step`."""
         batch = batch_of(answers, self.head.ids.device)
         losses, weight = [], 1.0
         for logits, ids, probs in self._judged(batch):
@@ -198,18 +182,13 @@ class HeadLearner:
                 rows = outputs[of[has], at[has]]
                 yield self.head.logits(rows), self._place[batch.top_ids[has]], batch.top_probs[has]
 
-    @torch.no_grad()
-    def agreement(self, answers: Sequence[Answer]) -> float:
-        """Share of answer tokens for which the head's likeliest token, of its first step, is the target's."""
-        agreed = total = 0
-        for numbers in packed(range(len(answers)), [one.length for one in answers], _MEASURED):
-            logits, ids, _ = next(self._judged(batch_of([answers[i] for i in numbers], self.head.ids.device)))
-            agreed += int((logits.argmax(-1) == ids[:, 0]).sum())
-            total += len(ids)
-        return agreed / total
+    def _agreed(self, answers: Sequence[Answer]) -> torch.Tensor:
+        """Of the head's first step."""
+        logits, ids, _ = next(self._judged(batch_of(answers, self.head.ids.device)))
+        return logits.argmax(-1) == ids[:, 0]
 
     def export(self, target: str, directory: Path, about: dict[str, Any]) -> None:
-        """Write the head in bfloat16. Raises `DistillError`."""
+        """In bfloat16."""
         config, head = self._target.config, self.head
         own = torch.arange(len(head.ids), device=head.ids.device)
         tensors = {name: weight.to(torch.bfloat16).contiguous() for name, weight in head.named().items()}

@@ -6,6 +6,7 @@ Everything random is keyed by the seed and the place in the run.
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -19,11 +20,13 @@ from transformers import PreTrainedModel
 from pearl.errors import DistillError
 from pearl.lab.distill.answers import Answer
 from pearl.lab.distill.config import DistillConfig
-from pearl.lab.distill.draft import embeddings, export, head, hidden_states, trainable_parameters
+from pearl.lab.distill.draft import embeddings, export, head, hidden_states
 from pearl.lab.distill.loss import head_loss
 
 _BATCHES_PER_SORT = 64  # answers are sorted by length within groups of so many batches: little padding, mostly random
 _ADAM_BETAS = (0.9, 0.95)
+_MEASURED = 4096  # tokens of a batch when measuring, padding included
+_LOGIT_ROWS = 256  # rows of logits in memory at a time when measuring
 
 
 def generator(seed: int, *place: object) -> torch.Generator:
@@ -158,32 +161,35 @@ def batch_of(answers: Sequence[Answer], device: torch.device) -> Batch:
     return Batch(*(tensor.to(device) for tensor in moved))
 
 
-class Learner:
-    """A draft that learns."""
+class Learner(ABC):
+    """What learns in a run, with its optimizers.
 
-    def __init__(self, config: DistillConfig, draft: PreTrainedModel) -> None:
-        self._config, self.draft = config, draft
-        tables = {id(embeddings(draft)), id(head(draft))}
-        weights = trainable_parameters(draft)
-        self._optimizers = Optimizers(weights, {name for name, each in weights.items() if id(each) in tables}, config)
+    Args:
+        weights: what learns, by name. tables: see `Optimizers`.
+    """
+
+    def __init__(
+        self, config: DistillConfig, weights: Mapping[str, torch.nn.Parameter], tables: Collection[str]
+    ) -> None:
+        self._config, self._weights = config, weights
+        self._optimizers = Optimizers(weights, tables, config)
         self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        self._fixed_head = None if head(draft).requires_grad else head(draft).to(self._dtype)
 
     def state(self) -> dict[str, Any]:
         """The trained weights and the optimizers, for `restore`."""
-        weights = {name: weight.detach() for name, weight in trainable_parameters(self.draft).items()}
+        weights = {name: weight.detach() for name, weight in self._weights.items()}
         return {"weights": weights, "optimizers": self._optimizers.state()}
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Raises `DistillError` for the state of another draft."""
-        parameters = trainable_parameters(self.draft)
-        if set(state["weights"]) != set(parameters):
+        """Raises `DistillError` for the state of another learner."""
+        if state["weights"].keys() != self._weights.keys():
             raise DistillError("the checkpoint belongs to another draft than these settings describe")
-        for name, weight in parameters.items():
+        for name, weight in self._weights.items():
             weight.copy_(state["weights"][name])
         self._optimizers.restore(state["optimizers"])
 
+    @abstractmethod
     def step(self, answers: Sequence[Answer], progress: float, step: int) -> tuple[float, int]:
         """Make one optimizer step; return (loss, tokens). Raises `DistillError` if loss or gradient is not finite.
 
@@ -191,10 +197,40 @@ class Learner:
             progress: see `rate`.
             step: number of steps before this one.
         """
-        batch = batch_of(answers, self.draft.device)
+
+    @torch.no_grad()
+    def agreement(self, answers: Sequence[Answer]) -> float:
+        """Share of answer tokens for which the learner's likeliest token is the target's."""
+        agreed = total = 0
+        for numbers in packed(range(len(answers)), [one.length for one in answers], _MEASURED):
+            found = self._agreed([answers[number] for number in numbers])
+            agreed, total = agreed + int(found.sum()), total + len(found)
+        return agreed / total
+
+    @abstractmethod
+    def _agreed(self, answers: Sequence[Answer]) -> torch.Tensor:
+        """For each answer token, whether the likeliest token is the target's."""
+
+    @abstractmethod
+    def export(self, target: str, directory: Path, about: dict[str, Any]) -> None:
+        """Write what has been learned. Raises `DistillError`."""
+
+
+class DraftLearner(Learner):
+    """A draft that learns."""
+
+    def __init__(self, config: DistillConfig, draft: PreTrainedModel) -> None:
+        self._draft = draft
+        tables = {id(embeddings(draft)), id(head(draft))}
+        weights = {name: weight for name, weight in draft.named_parameters() if weight.requires_grad}
+        super().__init__(config, weights, {name for name, each in weights.items() if id(each) in tables})
+        self._fixed_head = None if head(draft).requires_grad else head(draft).to(self._dtype)
+
+    def step(self, answers: Sequence[Answer], progress: float, step: int) -> tuple[float, int]:
+        batch = batch_of(answers, self._draft.device)
         loss = head_loss(
             self._states(batch),
-            head(self.draft) if self._fixed_head is None else self._fixed_head,
+            head(self._draft) if self._fixed_head is None else self._fixed_head,
             batch.top_ids,
             batch.top_probs,
             negatives=self._config.negatives,
@@ -205,10 +241,15 @@ class Learner:
 
     def _states(self, batch: Batch) -> torch.Tensor:
         """The draft's last states that predict the answer tokens [tokens, width]."""
-        with torch.autocast(self.draft.device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16):
-            states = hidden_states(self.draft, batch.ids)
+        with torch.autocast(self._draft.device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16):
+            states = hidden_states(self._draft, batch.ids)
         return states.flatten(0, 1)[batch.rows].to(self._dtype)
 
+    def _agreed(self, answers: Sequence[Answer]) -> torch.Tensor:
+        batch = batch_of(answers, self._draft.device)
+        states = hidden_states(self._draft, batch.ids).flatten(0, 1)[batch.rows]
+        chosen = [(some @ head(self._draft).T).argmax(-1) for some in states.split(_LOGIT_ROWS)]
+        return torch.cat(chosen) == batch.top_ids[:, 0]
+
     def export(self, target: str, directory: Path, about: dict[str, Any]) -> None:
-        """Write the draft. Raises `DistillError`."""
-        export(self.draft, target, directory, about)
+        export(self._draft, target, directory, about)
