@@ -18,7 +18,6 @@ from pearl.cli.numbers import read_sets
 from pearl.config import DecodingConfig, EngineConfig
 from pearl.engine import Engine
 from pearl.errors import ConfigError
-from pearl.lab import theory
 from pearl.lab.bench import machine, runner
 from pearl.lab.bench.calibrate import Calibration, advise
 from pearl.lab.bench.figures import figures
@@ -190,11 +189,10 @@ def test_rows_take_turns_and_the_first_place_goes_round(fake: type[FakeSystem]) 
     assert len(set.union(*seeds.values())) == 6
 
 
-def test_gamma_is_found_by_climbing(fake: type[FakeSystem]) -> None:
-    """Theory starts at 4 for these speeds; measured, 6 is the best. Rows with a gamma or a stop policy keep theirs."""
-    assert theory.sd_best_gamma(0.8, 0.01, lambda _: 0.05) == 4
+def test_gamma_is_found_by_trying(fake: type[FakeSystem]) -> None:
+    """Up to where the next two are slower. Rows with a gamma or a stop policy keep theirs."""
     found = measure(plan_of([row_of(SD)], ABC), Quiet())
-    assert (found.gamma, set(found.gammas), fake.log[-1][:2]) == (6, {3, 4, 5, 6, 7}, ("sd", 6))
+    assert (found.gamma, set(found.gammas), fake.log[-1][:2]) == (6, {*range(1, 9)}, ("sd", 6))
     given = measure(plan_of([row_of(SD)], ABC, gamma=2), Quiet())
     assert (given.gamma, fake.log[-1][:2]) == (2, ("sd", 2))
     rows = [row_of(SD), row_of(SD, "3", gamma=3), row_of(SD, "stops", draft_stop="heuristic")]
