@@ -32,7 +32,7 @@ from pearl.server import ollama, openapi
 from pearl.server.access import Access, Check, Checked, not_embedded
 from pearl.server.answers import DONE, Answer, Parts, event, usage
 from pearl.server.errors import ApiError, of_engine
-from pearl.server.limits import Bodies, client_of
+from pearl.server.limits import client_of, read_body
 from pearl.server.request_log import DISCONNECTED, log_refused, log_request
 from pearl.server.requests import Setup, TextRequest, check_fits, read_request
 from pearl.server.responses import Responses
@@ -52,7 +52,6 @@ class App:
         self._service, self._setup, self._model = service, setup, setup.model
         self._spell = partial(token_bytes, service.engine.tokenizer)
         self._responses = Responses(setup)
-        self._bodies = Bodies()
         self._timeline = Timeline(service.engine.directory)
         html = files("pearl.server").joinpath("page.html").read_text(encoding="utf-8")
         self._html = html.replace("/* colours */", style_sheet())
@@ -135,9 +134,9 @@ class App:
 
         async def answer(request: Request) -> Response:
             arrived = time.monotonic()
-            async with self._bodies.read(request) as body:
-                # In a thread, for checking a schema may take long.
-                asked, written = await asyncio.to_thread(read, body)
+            body = await read_body(request)
+            # In a thread, for checking a schema may take long.
+            asked, written = await asyncio.to_thread(read, body)
             return _Reply(self._service, asked, written, arrived, client_of(request))
 
         return answer
