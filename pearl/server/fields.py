@@ -124,14 +124,22 @@ def _refusal(errors: list[Any]) -> ApiError:
     param = _path(first["loc"])
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{param} is not supported", param=param, code="unsupported_parameter")
+    if first["type"] == "missing":
+        first["msg"] = "is missing" if _WHOLE.sub(r"\1", param) == param else f"{first['loc'][-1]} is missing"
     param = "response_format.type" if param == "response_format" else _WHOLE.sub(r"\1", param)
     # One error for each type that the field may have.
     several = [e for e in errors if e["loc"][0] == param] if param in ("prompt", "input", "stop") else [first]
-    messages = dict.fromkeys(re.sub("^(Value error, |Input )", "", e["msg"]) for e in several)
+    messages = dict.fromkeys(_in_words(e["msg"]) for e in several)
     if not param:  # two fields contradict each other: the message names the one to report first
         text = next(iter(messages))
         return ApiError(400, text, param=text.partition(" ")[0])
     return ApiError(400, f"{param}: {' or '.join(messages)}", param=param)
+
+
+def _in_words(message: str) -> str:
+    """Pydantic's message without its own terms."""
+    message = re.sub("^(Value error, |(Input|String|List|Value|Dictionary) (?=should ))", "", message)
+    return re.sub(" after validation, not [0-9]+$", "", message)
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
