@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.config import SamplingParams
 from pearl.engine.request import Chat
 from pearl.errors import ConfigError
 from pearl.server import limits, ollama, responses
@@ -74,7 +74,6 @@ REFUSED: dict[str, list[Any]] = {  # field -> its bad values
     "structured_outputs": [{"regex": "("}, {"regex": 5}, {"regex": "a", "json": {}}],
     "echo": ["yes", True],
     "stop_token_ids": [[-1], ["x"], [1] * 65],
-    "speculation": [{"method": "magic"}, {"off": True, "method": "sd"}, {"off": True, "window": 2}],
     "guided_json": [{}],
     "truncate_prompt_tokens": [5],
     "suffix": ["x"],
@@ -91,7 +90,6 @@ NESTED = [  # bad fields, and what is named
     ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice"),
     ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
     ({"tools": [{}]}, "tools"),
-    ({"speculation": {"window": 0}}, "speculation.window"),
 ]
 IN_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"tools": {}}, "tools"),
@@ -272,20 +270,6 @@ def test_seeds_and_stop_tokens_of_other_servers(served: Served) -> None:
     assert (choice["text"], choice["finish_reason"]) == (whole[: whole.index("4") + 1], "stop")
 
 
-def test_a_request_chooses_its_speculation(served: Served) -> None:
-    """The text stays the same: auto has the rule that is drafter-invariant, and so has what replaces it."""
-    plain = served.post(max_tokens=40, ignore_eos=True)
-    for speculation in ({"off": True}, {"method": "sd", "window": 3}, {"method": "pearl"}, {"method": "ngram"}):
-        answer = served.post(max_tokens=40, ignore_eos=True, speculation=speculation).json()
-        assert answer["choices"] == plain.json()["choices"]
-        drafted = answer["usage"]["pearl"]["num_draft_tokens"]
-        assert drafted == 0 if "off" in speculation else drafted or speculation["method"] != "sd"
-    alone = replace(SETUP.settings, engine=EngineConfig(draft="none"), decoding=DecodingConfig(method="ar"))
-    refused = refusal(body() | {"speculation": {"method": "sd"}}, given=replace(SETUP, settings=alone))
-    assert refused is not None
-    assert (refused.param, "needs a draft model" in refused.message) == ("speculation", True)
-
-
 def test_a_rule_for_one_text(served: Served) -> None:
     engine, params = served.service.engine, SamplingParams(temperature=1, seed=5, max_tokens=40, ignore_eos=True)
     (plain,) = engine.generate("123", params, method="ar")
@@ -294,14 +278,6 @@ def test_a_rule_for_one_text(served: Served) -> None:
     assert coupled.text == plain.text != ratio.text
     with pytest.raises(ConfigError, match="rule"):
         engine.generate("123", params, rule="magic")
-
-
-def test_another_method_keeps_the_rule_and_drops_what_was_set_for_the_first() -> None:
-    base = DecodingConfig(method="pearl", rule="opt", epsilon=0.2, look_ahead=4, gamma=7)  # type: ignore[call-arg]
-    sd = base.switched("sd", 3)
-    assert (sd.method, sd.rule, sd.parameters, sd.gamma, sd.look_ahead) == ("sd", "opt", (("epsilon", 0.2),), 3, None)
-    assert base.switched(gamma=5) == base.model_copy(update={"gamma": 5})
-    assert DecodingConfig().switched("pearl").rule == DecodingConfig(method="ar").switched("pearl").rule == "coupled"
 
 
 def test_a_model_without_a_chat_template(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

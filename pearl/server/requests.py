@@ -106,18 +106,7 @@ def read_request(body: Any, is_chat: bool, setup: Setup) -> TextRequest:
     may_call = isinstance(prompts[0], Chat) and bool(prompts[0].tools)
     if isinstance(asked, ChatCompletionRequest) and not asked.forced_functions:
         may_call = may_call and params.json_schema is None
-    return TextRequest(asked, prompts, params, _decoding(asked, setup.settings), setup.tools if may_call else None)
-
-
-def _decoding(asked: Body, settings: Settings) -> DecodingConfig:
-    if asked.speculation is None:
-        return settings.decoding
-    try:
-        decoding = asked.speculation.of(settings.decoding)
-        settings.engine.check_decoding(decoding)
-    except ConfigError as error:
-        raise ApiError(400, f"speculation: {error}", param="speculation") from None
-    return decoding
+    return TextRequest(asked, prompts, params, setup.settings.decoding, setup.tools if may_call else None)
 
 
 def _chat(asked: ChatCompletionRequest, body: Mapping[str, Any], setup: Setup) -> Prompt:
