@@ -37,7 +37,7 @@ from pearl.server.request_log import DISCONNECTED, log_refused, log_request
 from pearl.server.requests import Setup, TextRequest, check_fits, read_request
 from pearl.server.responses import Responses
 from pearl.server.service import Service
-from pearl.server.timeline import MOST_VIEWERS, Event, Timeline
+from pearl.server.timeline import MOST_VIEWERS, Timeline
 from pearl.text.reasoning import splitter_of
 from pearl.text.stream import token_bytes
 from pearl.version import __version__
@@ -106,9 +106,9 @@ class App:
         return Response(self._service.figures.page(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _live(self, request: Request) -> Response:
-        if not self._timeline.fits(client := client_of(request)):
+        if self._timeline.is_full:
             raise ApiError(429, f"the timeline has {MOST_VIEWERS} viewers already; try again later", retry_after=10)
-        return _Live(self._service, self._timeline, client)
+        return _Live(self._service, self._timeline)
 
     @property
     def _card(self) -> dict[str, Any]:
@@ -323,20 +323,16 @@ def _errors_about(param: str) -> Iterator[None]:
 class _Live(_WhileConnected):
     """What both workers do, as server-sent events, until the server ends."""
 
-    def __init__(self, service: Service, timeline: Timeline, client: str) -> None:
-        self._service, self._timeline, self._client = service, timeline, client
+    def __init__(self, service: Service, timeline: Timeline) -> None:
+        self._service, self._timeline = service, timeline
 
     async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
         stream = _EventStream(send)
-        async with self._timeline.viewed(self._client) as viewer:
-            with suppress(ApiError):
-                while True:
-                    self._service.check()
-                    events: list[Event] = []
-                    with suppress(TimeoutError):
-                        events = await asyncio.wait_for(viewer.events(), _LOOK_SECONDS)
-                    for each in events:
-                        await stream.send(event(each))
+        with self._timeline.viewed() as viewer, suppress(ApiError):
+            while True:
+                self._service.check()
+                with suppress(TimeoutError):
+                    await stream.send(event(await asyncio.wait_for(viewer.get(), _LOOK_SECONDS)))
         await stream.send(DONE, more=False)
 
 
