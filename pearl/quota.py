@@ -65,16 +65,14 @@ class Shares:
         if not self._held[client]:
             del self._held[client]
 
-    def give_back(self, client: object, amount: int) -> None:
-        self.take(client, -amount)
-
     @contextmanager
-    def held(self, client: object, amount: int = 1) -> Iterator[None]:
-        self.take(client, amount)
+    def held(self, client: object) -> Iterator[None]:
+        """While the client holds one."""
+        self.take(client, 1)
         try:
             yield
         finally:
-            self.give_back(client, amount)
+            self.take(client, -1)
 
 
 class FairSemaphore:
