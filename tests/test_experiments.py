@@ -109,10 +109,10 @@ def test_table_and_json_agree(tmp_path: Path) -> None:
     assert document["settings"]["t_target"] == pytest.approx(times)
     for method in document["methods"]:
         (row,) = [line for line in shown.splitlines() if line.startswith(method["name"] + " ")]
-        over = Estimate(method["speedup"], method["speedup_low"], method["speedup_high"])
+        over = Estimate(**method["speedup"])
         assert str(over) in row
         assert f"{method['tokens_per_second']:.{max(0, over.digits - 1)}f}" in row
-    assert document["methods"][0]["speedup"] == 1
+    assert document["methods"][0]["speedup"]["value"] == 1
 
 
 @pytest.mark.parametrize(

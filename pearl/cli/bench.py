@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from pearl.cli import listed
-from pearl.cli.numbers import STDOUT, json_option, read_sets, refuse_options, write_json
+from pearl.cli.numbers import STDOUT, json_option, read_sets, refuse_options, sampling_of, write_json
 from pearl.cli.options import SettingsCommand, SettingsGroup, settings_options
 from pearl.cli.paper import paper
 from pearl.cli.tables import Bars, Column, print_columns, shown
-from pearl.config import DecodingConfig, SamplingParams, Settings
+from pearl.config import DecodingConfig, Settings
 from pearl.errors import ConfigError
 from pearl.lab.bench.machine import Conditions
 from pearl.lab.experiments.estimate import Estimate
@@ -134,18 +134,12 @@ def _plan(
         config,
         [row for row in known if row.name in wanted],
         read_sets(prompts, limit or texts, toys),
-        _sampling(settings.sampling, tokens, 1.0 if toys else 0.0),  # a toy's acceptance rate is that under sampling
+        sampling_of(settings.sampling, tokens, 1.0 if toys else 0.0),  # a toy's acceptance rate is that under sampling
         raw=raw,
         repeats=repeats,
         together=not target.gpus,
         gamma=settings.decoding.gamma,
     )
-
-
-def _sampling(given: SamplingParams, max_tokens: int, temperature: float) -> SamplingParams:
-    """With these defaults."""
-    defaults = {"temperature": temperature, "seed": 0, "max_tokens": max_tokens}
-    return given.model_copy(update={name: value for name, value in defaults.items() if getattr(given, name) is None})
 
 
 def _bench_columns(plan: Plan, measured: Measured, found: Sequence[Figures]) -> tuple[list[Column[Figures]], list[str]]:
@@ -245,7 +239,7 @@ def _compared(
         config,
         rows,
         read_sets(prompts, limit or 2, is_emulated(config)),
-        _sampling(settings.sampling, 96, 1.0),
+        sampling_of(settings.sampling, 96, 1.0),
         raw=raw,
         repeats=repeats,
         together=not devices_of(config)[0].gpus,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pearl.cli import listed
-from pearl.cli.numbers import STDOUT, json_option, write_json
+from pearl.cli.numbers import STDOUT, json_option, sampling_of, write_json
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.cli.tables import Bars, Column, print_columns, shown
 from pearl.config import Settings
@@ -48,9 +48,8 @@ def calibrate_pair(settings: Settings, prompts: Path | None, limit: int, to: Pat
         raise ConfigError("--draft none: there is no pair to measure")
     check_comparable(settings.engine)
     log_to_stderr(settings.engine.log_level, "front")
-    given, toys = settings.sampling, is_emulated(settings.engine)
-    defaults = {"temperature": 1.0 if toys else 0.0, "max_tokens": _TOKENS, "seed": 0}
-    params = given.model_copy(update={k: v for k, v in defaults.items() if getattr(given, k) is None})
+    toys = is_emulated(settings.engine)
+    params = sampling_of(settings.sampling, _TOKENS, 1.0 if toys else 0.0)
     asked = read_prompts(prompts, limit) if prompts else ["hello"] * limit if toys else list(PROMPTS[:limit])
     conditions = Conditions()
     with Bars() as bars:

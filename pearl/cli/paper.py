@@ -20,9 +20,8 @@ from pearl.lab.papers.page import EXPLAINED, Table, conditions, pair_lines, tabl
 from pearl.lab.papers.pearl import TABLES, Pair, pairs
 from pearl.lab.papers.studies import STUDIES
 
-_COUNT = click.IntRange(min=1)
 _SETS = (HUMANEVAL, "edits")
-_QUICK = {"tokens": 60, "texts": 1}
+_EMULATED, _QUICK = {"tokens": 250, "texts": 2}, {"tokens": 60, "texts": 1}  # texts of each row
 _GUESSES = "sssd"  # the paper with tables by source, number and temperature of guesses
 _GUESSED, _GUESSED_QUICK = 12, 2  # texts of each set of prompts for these
 _EMBEDDED, _EMBEDDED_QUICK = {"tokens": 96, "texts": 4}, {"tokens": 48, "texts": 1}  # texts of each set of prompts
@@ -31,8 +30,6 @@ _EMBEDDED, _EMBEDDED_QUICK = {"tokens": 96, "texts": 4}, {"tokens": 48, "texts":
 @click.command()
 @click.option("--pair", "names", multiple=True, metavar="NAME", help="Only pairs whose name holds this. Repeatable.")
 @click.option("--table", "wanted", multiple=True, type=click.Choice(list(TABLES)), help="Only this one. Repeatable.")
-@click.option("--tokens", type=click.IntRange(min=50), default=250, show_default=True, metavar="N", help="Of a text.")
-@click.option("--repeats", type=_COUNT, default=2, show_default=True, metavar="N", help="Texts for each row.")
 @click.option(
     "--quick", is_flag=True, help="One text of 60 tokens: a first look, in 8 minutes; with --paper one prompt."
 )
@@ -54,19 +51,15 @@ _EMBEDDED, _EMBEDDED_QUICK = {"tokens": 96, "texts": 4}, {"tokens": 48, "texts":
     type=click.Path(file_okay=False, path_type=Path),
     help="With --paper sssd: a datastore for guesses; see pearl datastore.",
 )
-@click.option("--seed", type=int, default=0, metavar="N")
 @json_option
 def paper(
     names: tuple[str, ...],
     wanted: tuple[str, ...],
-    tokens: int,
-    repeats: int,
     quick: bool,
     simulate_only: bool,
     prompts: tuple[str, ...],
     other: str | None,
     datastore: Path | None,
-    seed: int,
     to: Path | None,
 ) -> None:
     """The paper's tables from this runtime, by EMULATION of its pairs.
@@ -77,12 +70,11 @@ def paper(
     if datastore is not None and other != _GUESSES:
         raise ConfigError(f"--datastore is for --paper {_GUESSES}")
     embedded = _EMBEDDED_QUICK if quick else _EMBEDDED
-    tokens, repeats = (_QUICK["tokens"], _QUICK["texts"]) if quick else (tokens, repeats)
     if other is not None:
         guessed = read_sets(prompts, _GUESSED_QUICK if quick else _GUESSED, default=_SETS) if other == _GUESSES else []
         _study(other, read_sets(prompts, embedded["texts"], default=_SETS), embedded["tokens"], guessed, datastore, to)
     else:
-        settings = {"tokens": tokens, "texts": repeats, "seed": seed, "runtime": not simulate_only}
+        settings = (_QUICK if quick else _EMULATED) | {"seed": 0, "runtime": not simulate_only}
         _show(_run(_pairs(names), wanted or tuple(TABLES), settings), to)
 
 
