@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def test_every_method_meets_the_same_luck() -> None:
     expected = sum(sum(text.right.values()) for text in work.texts)
     for decoding in (STREAM, FIXED, RequestOptions("pearl", "fixed", 2), RequestOptions("pearl-no-pre-verify")):
         for timing in ({}, {"delay": 2.0}, {"jitter": 0.4}):
-            done = run(work.at(**timing), decoding)
+            done = run(replace(work, timing=replace(STEADY, **timing)), decoding)
             sums = [done.total(f"num_{kind}_draft_tokens") for kind in ("judged", "accepted")]
             assert sums == [1200, expected]
 

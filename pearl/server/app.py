@@ -29,7 +29,7 @@ from pearl.engine.asynchronous import AsyncStream
 from pearl.engine.request import Options
 from pearl.errors import PearlError
 from pearl.server import ollama, openapi
-from pearl.server.access import Access, Check, Checked, not_embedded
+from pearl.server.access import Access, Check, Checked
 from pearl.server.answers import DONE, Answer, Parts, event, usage
 from pearl.server.errors import ApiError, of_engine
 from pearl.server.limits import client_of, read_body
@@ -57,7 +57,7 @@ class App:
         self._html = html.replace("/* colours */", style_sheet())
         self._created = int(time.time())
         self._described = openapi.document(setup.model, keyed=access.key is not None)
-        self.asgi = not_embedded(self._routed(access))
+        self.asgi = self._routed(access)
 
     def _routed(self, access: Access) -> Starlette:
         def checked(*checks: Check) -> list[Middleware]:

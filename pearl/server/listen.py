@@ -16,7 +16,7 @@ import uvicorn
 from pearl.config import Settings
 from pearl.engine import Engine
 from pearl.errors import ConfigError, TargetLost
-from pearl.server.access import Access
+from pearl.server.access import NOT_EMBEDDED, Access
 from pearl.server.app import App
 from pearl.server.connection import MOST_HEADER, BoundedProtocol
 from pearl.server.request_log import show_requests
@@ -128,6 +128,7 @@ def _uvicorn_config(app: App) -> uvicorn.Config:
         backlog=_BACKLOG,
         proxy_headers=False,
         server_header=False,
+        headers=NOT_EMBEDDED,
         timeout_keep_alive=_IDLE_SECONDS,
         timeout_graceful_shutdown=_CUT_SECONDS,
         h11_max_incomplete_event_size=MOST_HEADER,
