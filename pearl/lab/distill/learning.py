@@ -25,6 +25,8 @@ from pearl.lab.distill.loss import head_loss
 
 _BATCHES_PER_SORT = 64  # answers are sorted by length within groups of so many batches: little padding, mostly random
 _ADAM_BETAS = (0.9, 0.95)
+_WARMUP, _DECAY = 0.03, 0.4  # shares of a run in which the learning rate rises, and falls
+_CLIP = 1.0  # largest norm of a gradient
 _MEASURED = 4096  # tokens of a batch when measuring, padding included
 _LOGIT_ROWS = 256  # rows of logits in memory at a time when measuring
 
@@ -74,7 +76,7 @@ def packed(numbers: Sequence[int], lengths: Sequence[int], most: int) -> list[li
     return batches
 
 
-def rate(config: DistillConfig, progress: float) -> float:
+def rate(progress: float) -> float:
     """The learning rate as a share of the highest: a linear rise, a plateau, and a linear fall to a hundredth.
 
     Args:
@@ -82,9 +84,7 @@ def rate(config: DistillConfig, progress: float) -> float:
 
     Source: "Scaling laws and compute-optimal training beyond fixed training durations", Hägele et al. 2024.
     """
-    rising = progress / config.warmup if config.warmup else 1.0
-    falling = (1 - progress) / config.decay if config.decay else 1.0
-    return max(0.01, min(1.0, rising, falling))
+    return max(0.01, min(1.0, progress / _WARMUP, (1 - progress) / _DECAY))
 
 
 class Optimizers:
@@ -104,12 +104,12 @@ class Optimizers:
         is_muon = config.optimizer == "muon"
         matrices = [each for name, each in weights.items() if is_muon and each.ndim == 2 and name not in tables]
         others = [each for each in self._weights if not any(each is one for one in matrices)]
-        rate, decay = config.learning_rate, config.weight_decay
+        rate = config.learning_rate
         self._each: list[Optimizer] = []
         if others:
-            self._each.append(torch.optim.AdamW(others, lr=rate, betas=_ADAM_BETAS, weight_decay=decay))
+            self._each.append(torch.optim.AdamW(others, lr=rate, betas=_ADAM_BETAS, weight_decay=0.0))
         if matrices:
-            self._each.append(torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
+            self._each.append(torch.optim.Muon(matrices, lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
 
     def state(self) -> list[Any]:
         return [optimizer.state_dict() for optimizer in self._each]
@@ -122,10 +122,10 @@ class Optimizers:
         """Raises `DistillError` if loss or gradient is not finite. progress, step: see `Learner.step`."""
         for optimizer in self._each:
             for group in optimizer.param_groups:
-                group["lr"] = self._config.learning_rate * rate(self._config, progress)
+                group["lr"] = self._config.learning_rate * rate(progress)
             optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self._weights, self._config.clip)
+        norm = torch.nn.utils.clip_grad_norm_(self._weights, _CLIP)
         if not torch.isfinite(loss + norm):
             raise DistillError(
                 f"the loss is {loss.item()} and the gradient's norm {norm.item()} at step {step}. The last good "

@@ -203,7 +203,6 @@ class Distillation:
                 self._teacher,
                 wanted,
                 openings=config.openings,
-                plain=config.plain,
                 limit=config.max_prompt_tokens,
                 batch=config.answer_batch,
                 generator=generator(config.seed, name, "prompts"),
