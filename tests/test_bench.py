@@ -351,7 +351,6 @@ def test_a_calibration_on_a_busy_machine_is_not_kept(
     monkeypatch.setenv("PEARL_CACHE", str(tmp_path))
     known = Calibration((), 0.9, 3, 5, "words", "flags", Profile(acceptance=0.9))
     monkeypatch.setattr("pearl.lab.bench.calibrate.calibrate", lambda *_: known)
-    monkeypatch.setattr("pearl.lab.bench.rows.check_comparable", lambda _: None)
     monkeypatch.setattr(machine.Conditions, "stop", lambda self: setattr(self, "load", ForeignLoad(0.0, others)))
     done = pearl("calibrate", "--target", str(tmp_path), "--draft", str(tmp_path))
     assert done.exit_code == 0, done.output

@@ -113,12 +113,11 @@ def _plan(
     rows: Sequence[str],
     raw: bool,
 ) -> Plan:
-    from pearl.lab.bench.rows import AR, AR_ON_ALL, NGRAM_ON_ALL, check_comparable, is_emulated, rows_for
+    from pearl.lab.bench.rows import AR, AR_ON_ALL, NGRAM_ON_ALL, is_emulated, rows_for
     from pearl.lab.bench.runner import Plan
     from pearl.lab.bench.systems import devices_of
 
     config = settings.engine
-    check_comparable(config)
     if not config.has_draft:
         raise ConfigError("--draft none: there is nothing to compare with ar")
     toys = is_emulated(config)
@@ -226,12 +225,11 @@ def compare(
 def _compared(
     settings: Settings, ways: Sequence[str], prompts: Sequence[str], limit: int | None, repeats: int, raw: bool
 ) -> Plan:
-    from pearl.lab.bench.rows import COMPARED, check_comparable, is_emulated, named_rows
+    from pearl.lab.bench.rows import COMPARED, is_emulated, named_rows
     from pearl.lab.bench.runner import Plan
     from pearl.lab.bench.systems import devices_of
 
     config = settings.engine
-    check_comparable(config)
     rows = named_rows(config, ways or [name for name in COMPARED if config.has_draft or name == "ngram"])
     if not config.has_draft and (drafted := [row.name for row in rows if row.decoding.method not in ("ar", "ngram")]):
         raise ConfigError(f"--draft none: {drafted[0]!r} needs a draft")

@@ -41,11 +41,10 @@ def calibrate_pair(settings: Settings, prompts: str | None, limit: int, to: Path
     machine start with these figures, unless the machine was too busy to measure.
     """
     from pearl.lab.bench.calibrate import calibrate
-    from pearl.lab.bench.rows import check_comparable, is_emulated
+    from pearl.lab.bench.rows import is_emulated
 
     if not settings.engine.has_draft:
         raise ConfigError("--draft none: there is no pair to measure")
-    check_comparable(settings.engine)
     log_to_stderr(settings.engine.log_level, "front")
     toys = is_emulated(settings.engine)
     params = sampling_of(settings.sampling, _TOKENS, 1.0 if toys else 0.0)

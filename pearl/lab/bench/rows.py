@@ -123,9 +123,3 @@ def _number(text: str) -> int | float | str:
 def is_emulated(config: EngineConfig) -> bool:
     """Whether the pair is toys with given forward times, which can be simulated too."""
     return bool(is_toy(config.target) and is_toy(config.draft) and config.target_pace and config.draft_pace)
-
-
-def check_comparable(config: EngineConfig) -> None:
-    """Raises `ConfigError` if rows would learn the texts from the rows before them."""
-    if config.habits:
-        raise ConfigError("--habits: here the same texts are decoded again and again, and would be known: leave it out")

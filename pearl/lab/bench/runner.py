@@ -12,6 +12,7 @@ import torch
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine.conversation import Conversation
 from pearl.engine.request import submission
+from pearl.errors import ConfigError
 from pearl.lab import Watcher
 from pearl.lab.bench.rows import ALL, PAIR, PUBLISHED, SD, SSD, Row, is_emulated
 from pearl.lab.bench.systems import Decoded, System
@@ -86,7 +87,9 @@ class Measured:
 
 
 def measure(plan: Plan, watcher: Watcher) -> Measured:
-    """Run the benchmark. Raises whatever starting an engine or decoding raises."""
+    """Run the benchmark. Raises `ConfigError`, and whatever starting an engine or decoding raises."""
+    if plan.config.habits:
+        raise ConfigError("--habits: here the same texts are decoded again and again, and would be known: leave it out")
     return _Run(plan, watcher).run()
 
 
