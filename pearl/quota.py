@@ -82,10 +82,6 @@ class FairSemaphore:
         self._free = places
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the next client first
 
-    def locked(self) -> bool:
-        """Whether `acquire` would wait."""
-        return not self._free
-
     async def acquire(self, client: str = "") -> None:
         if self._free:  # then nobody waits
             self._free -= 1

@@ -332,7 +332,7 @@ async def order(*comers: str) -> str:
         served.append(client)
 
     await semaphore.acquire("first")
-    assert semaphore.locked()
+    assert not semaphore._free
     tasks = []
     for comer in comers:
         tasks.append(asyncio.create_task(come(comer[-1])))
@@ -344,7 +344,7 @@ async def order(*comers: str) -> str:
         semaphore.release()
         await asyncio.sleep(0)
     await asyncio.wait(tasks)
-    while semaphore.locked():
+    while not semaphore._free:
         semaphore.release()
     assert not semaphore._waiting
     return "".join(served)
