@@ -236,11 +236,6 @@ class Stopwatch:
         return 0.0 if tokens else None
 
     @property
-    def in_first(self) -> int:
-        """Tokens of the first commit."""
-        return self.generated - sum(tokens for _, tokens in self.gaps)
-
-    @property
     def tokens_per_second(self) -> float | None:
         """Tokens after the first commit over the time after it."""
         seconds = sum(gap for gap, _ in self.gaps)

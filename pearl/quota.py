@@ -65,16 +65,14 @@ class Shares:
         if not self._held[client]:
             del self._held[client]
 
-    def give_back(self, client: object, amount: int) -> None:
-        self.take(client, -amount)
-
     @contextmanager
-    def held(self, client: object, amount: int = 1) -> Iterator[None]:
-        self.take(client, amount)
+    def held(self, client: object) -> Iterator[None]:
+        """While the client holds one."""
+        self.take(client, 1)
         try:
             yield
         finally:
-            self.give_back(client, amount)
+            self.take(client, -1)
 
 
 class FairSemaphore:
@@ -83,10 +81,6 @@ class FairSemaphore:
     def __init__(self, places: int) -> None:
         self._free = places
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the next client first
-
-    def locked(self) -> bool:
-        """Whether `acquire` would wait."""
-        return not self._free
 
     async def acquire(self, client: str = "") -> None:
         if self._free:  # then nobody waits

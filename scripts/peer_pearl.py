@@ -41,7 +41,7 @@ from pearl.cli.tables import print_table
 from pearl.config import DecodingConfig, EngineConfig
 from pearl.errors import ConfigError, StartError
 from pearl.lab.bench.machine import Conditions
-from pearl.lab.bench.systems import OurSystem, devices_of
+from pearl.lab.bench.systems import System, devices_of
 from pearl.lab.bench.tasks import HUMANEVAL, OURS, read_tasks
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.spec.methods import AS_PUBLISHED
@@ -231,7 +231,7 @@ def measure(
     alone = [{"roles": ["draft", "target"], "cores": sorted({*cores["target"], *cores["draft"]})}]
     samples = []
     with ExitStack() as stack:
-        system = OurSystem(config)
+        system = System(config)
         stack.callback(system.close)
         one = Peers(settings | {"eval_mode": "sd"}, alone)
         stack.callback(one.close)

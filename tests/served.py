@@ -52,7 +52,7 @@ class Served:
         self.address: tuple[str, int] = door.bound.getsockname()[:2]
         settings = Settings(engine.config, DecodingConfig(method=method), SamplingParams())
         tools = format_of(engine.tokenizer, door.tool_parser)
-        self.app = App(self.service, Setup(MODEL, settings, tools, door.is_strict), door.access)
+        self.app = App(self.service, Setup(MODEL, settings, tools), door.access)
         self.server = Server(self.app, self.service)
         self._thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([door.bound])))
 

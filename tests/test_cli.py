@@ -148,7 +148,7 @@ def test_every_setting_is_a_flag_and_every_flag_a_setting() -> None:
         },
         "serve": {
             *("http", "api_key", "http_queue", "http_model"),
-            *("origins", "tool_parser", "is_strict", "log_requests"),
+            *("origins", "tool_parser", "log_requests"),
         },
     }.items():
         command = cli.get_command(click.Context(cli), name)

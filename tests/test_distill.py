@@ -307,7 +307,6 @@ def test_ordinary_prompts_are_not(tmp_path: Path) -> None:
     [
         ({"epochs": 3}, "unknown setting 'epochs'"),
         ({"rounds": 0}, "rounds"),
-        ({"warmup": 0.7, "decay": 0.7}, "together at most 1"),
         ({"init_from": "x", "layers": [1]}, "brings its own layers"),
         ({"temperatures": [-1.0]}, "none of them negative"),
     ],

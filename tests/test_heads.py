@@ -112,8 +112,8 @@ def test_a_head_computes_what_it_has_learned(trained: Path) -> None:
     head = load_head(str(trained), own, lambda what: None)
     weights = load_file(trained / "model.safetensors")
     model = HeadModel(AutoModelForCausalLM.from_pretrained(target()).config, own.embedding, head.ids, 0)
-    for name, weight in model.named().items():
-        weight.copy_(weights[name])
+    for name, weight in model.weights.items():
+        weight.detach().copy_(weights[f"{name}.weight"])
     feed_chain(own, TEXT, 1)
     features, ids = own.features(), torch.tensor(TEXT)
     turns = torch.stack((head._cos, head._sin))[:, : len(TEXT)]

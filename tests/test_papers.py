@@ -72,7 +72,7 @@ def test_closed_form_simulator_and_runtime_agree(tmp_path: Path, monkeypatch: py
         },
     }
     monkeypatch.setattr("pearl.cli.paper.pairs", lambda: [convert(small, Pair)])
-    arguments = ("--tokens", 50, "--repeats", 1, "--json", out)
+    arguments = ("--quick", "--json", out)
     done = pearl("paper", "pearl", *arguments)
     assert done.exit_code == 0, done.output
     made = json.loads(out.read_text())

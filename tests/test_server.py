@@ -11,7 +11,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
 
 from pearl.config import SamplingParams
 from pearl.engine import Engine, Result
@@ -279,7 +278,7 @@ def test_figures(served: Served) -> None:
 
 
 def page(figures: Figures) -> str:
-    return asyncio.run(figures.page()).decode()
+    return figures.page().decode()
 
 
 def test_accepted_tokens_are_counted_by_their_place_in_a_run() -> None:
@@ -293,29 +292,6 @@ def test_accepted_tokens_are_counted_by_their_place_in_a_run() -> None:
     )
     assert 'pearl:runs_total{model_name="m"} 6.0' in page(figures)
     assert 'pearl:draft_restarts{model_name="m"} 3.0' in page(figures)
-
-
-def test_concurrent_scrapes_share_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Made anew for each, pages polled by fifty clients held up a text for a second."""
-    made = 0
-
-    def counted(registry: CollectorRegistry) -> bytes:
-        nonlocal made
-        made += 1
-        return generate_latest(registry)
-
-    async def scrape(figures: Figures) -> list[bytes]:
-        first = await asyncio.gather(*(figures.page() for _ in range(50)))
-        figures.refused(429)
-        second = asyncio.gather(*(figures.page() for _ in range(50)))
-        await asyncio.sleep(0)
-        figures.refused(429)  # while they wait: this is in it too
-        return [*first, *await second]
-
-    monkeypatch.setattr("pearl.server.figures.generate_latest", counted)
-    pages = asyncio.run(scrape(Figures("m")))
-    assert made == len(set(pages)) == 2
-    assert b'pearl:http_refused_total{model_name="m",status="429"} 2.0' in pages[-1]
 
 
 def test_the_page_asks_nobody_else(served: Served) -> None:
@@ -435,21 +411,16 @@ def test_a_timeline_begins_though_texts_follow_each_other(monkeypatch: pytest.Mo
         eventually(lambda: not list(served.service.engine.directory.glob("trace-*")))
 
 
-def test_the_number_of_viewers_is_bounded_and_shared(
-    served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_number_of_viewers_is_bounded(served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async def look() -> None:
         timeline = Timeline(tmp_path)  # no engine runs there: viewers get a problem
-        async with AsyncExitStack() as stack:
+        with ExitStack() as stack:
             for _ in range(MOST_VIEWERS):
-                assert timeline.fits("greedy")
-                await stack.enter_async_context(timeline.viewed("greedy"))
-            assert not timeline.fits("greedy")
-            assert timeline.fits("other")
-            await stack.enter_async_context(timeline.viewed("other"))
-            assert not timeline.fits("greedy")
-        assert timeline.fits("greedy")
-        await timeline.close()
+                assert not timeline.is_full
+                viewer = stack.enter_context(timeline.viewed())
+            assert timeline.is_full
+            assert "problem" in await asyncio.wait_for(viewer.get(), BOUND)
+        assert not timeline.is_full
 
     asyncio.run(look())
     monkeypatch.setattr("pearl.server.timeline.MOST_VIEWERS", 0)

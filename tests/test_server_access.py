@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import time
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -14,7 +13,6 @@ import pytest
 from pearl.config import Settings
 from pearl.engine import Engine
 from pearl.errors import ConfigError
-from pearl.server import limits
 from pearl.server.listen import bind, name_of
 from pearl.server.request_log import show_requests
 from tests.conftest import eventually
@@ -37,22 +35,6 @@ def test_a_key_is_required(served: Served) -> None:
         assert keyed.client("secret").completions.create(model=MODEL, prompt="12", max_tokens=2).choices
         assert keyed.get("/health").status_code == 200
         assert keyed.figure("pearl:http_refused_total") == 9
-
-
-@pytest.mark.parametrize("key", [None, "secret"])
-def test_refusals_of_strangers_are_slowed_down_too(
-    served: Served, monkeypatch: pytest.MonkeyPatch, key: str | None
-) -> None:
-    """Wrong keys and wrong hosts were not delayed: 2000 a second took a third of a text's speed."""
-    monkeypatch.setattr(limits, "BURST", 2)
-    monkeypatch.setattr(limits, "A_SECOND", 5.0)
-    with Served(served.service.engine, bind("127.0.0.1:0", key, 8, None)) as other:
-        wrong = {"Authorization": "Bearer wrong"} if key else {"Host": "elsewhere.example"}
-        began = time.monotonic()
-        with httpx.Client(timeout=BOUND) as client:
-            codes = [client.get(f"{other.url}/v1/models", headers=wrong).status_code for _ in range(6)]
-        assert set(codes) == {401 if key else 403}
-        assert time.monotonic() - began > 0.7
 
 
 def test_a_web_page_cannot_reach_the_loopback(served: Served) -> None:

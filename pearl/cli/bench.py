@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from pearl.cli import listed
-from pearl.cli.numbers import STDOUT, json_option, read_sets, refuse_options, write_json
+from pearl.cli.numbers import STDOUT, json_option, read_sets, refuse_options, sampling_of, write_json
 from pearl.cli.options import SettingsCommand, SettingsGroup, settings_options
 from pearl.cli.tables import Bars, Column, print_columns, shown
-from pearl.config import DecodingConfig, SamplingParams, Settings
+from pearl.config import DecodingConfig, Settings
 from pearl.errors import ConfigError
 from pearl.lab.bench.machine import Conditions
 from pearl.lab.experiments.estimate import Estimate
-from pearl.models.checkpoints.checkpoint import is_toy
 from pearl.printable import log_to_stderr
 
 if TYPE_CHECKING:
@@ -61,16 +60,14 @@ def _prompt_options(limit: int) -> Callable[[_Command], _Command]:
 @click.group(invoke_without_command=True, cls=SettingsGroup)
 @_prompt_options(4)
 @click.option("--rows", multiple=True, metavar="NAME", help="Only this row and ar. Repeatable; a wrong name lists all.")
-@click.option("--no-baselines", is_flag=True, help="Leave transformers' generate out.")
 @json_option
 @settings_options
 @click.pass_context
 def bench(ctx: click.Context, settings: Settings, to: Path | None, **options: Any) -> None:
     """Compare all methods on the same prompts.
 
-    Methods take turns, unless --apart. ar runs on the target's device, and again on all cores that PEARL uses. sd
-    runs with its fastest gamma. transformers' generate, with and without an assistant model, is an outside
-    baseline. Decoding is greedy unless --temperature is given; only committed tokens up to EOS count.
+    Methods take turns. ar runs on the target's device, and again on all cores that PEARL uses. sd runs with its fastest
+    gamma. Decoding is greedy unless --temperature is given; only committed tokens up to EOS count.
     """
     if ctx.invoked_subcommand is not None:
         refuse_options(ctx)
@@ -113,20 +110,18 @@ def _plan(
     limit: int | None,
     repeats: int,
     rows: Sequence[str],
-    no_baselines: bool,
     raw: bool,
 ) -> Plan:
-    from pearl.lab.bench.rows import AR, AR_ON_ALL, NGRAM_ON_ALL, check_comparable, is_emulated, rows_for
+    from pearl.lab.bench.rows import AR, AR_ON_ALL, NGRAM_ON_ALL, is_emulated, rows_for
     from pearl.lab.bench.runner import Plan
     from pearl.lab.bench.systems import devices_of
 
     config = settings.engine
-    check_comparable(config)
     if not config.has_draft:
         raise ConfigError("--draft none: there is nothing to compare with ar")
     toys = is_emulated(config)
     texts, tokens = _EMULATED if toys else _DEFAULT
-    known = rows_for(config, not no_baselines and not is_toy(config.target), settings.decoding.rule)
+    known = rows_for(config, settings.decoding.rule)
     wanted = {*rows, AR} if rows else {row.name for row in known}
     target, draft = devices_of(config)
     if target.gpus or draft.gpus or target == target | draft:
@@ -137,18 +132,12 @@ def _plan(
         config,
         [row for row in known if row.name in wanted],
         read_sets(prompts, limit or texts, toys),
-        _sampling(settings.sampling, tokens, 1.0 if toys else 0.0),  # a toy's acceptance rate is that under sampling
+        sampling_of(settings.sampling, tokens, 1.0 if toys else 0.0),  # a toy's acceptance rate is that under sampling
         raw=raw,
         repeats=repeats,
         together=not target.gpus,
         gamma=settings.decoding.gamma,
     )
-
-
-def _sampling(given: SamplingParams, max_tokens: int, temperature: float) -> SamplingParams:
-    """With these defaults."""
-    defaults = {"temperature": temperature, "seed": 0, "max_tokens": max_tokens}
-    return given.model_copy(update={name: value for name, value in defaults.items() if getattr(given, name) is None})
 
 
 def _bench_columns(plan: Plan, measured: Measured, found: Sequence[Figures]) -> tuple[list[Column[Figures]], list[str]]:
@@ -235,12 +224,11 @@ def compare(
 def _compared(
     settings: Settings, ways: Sequence[str], prompts: Sequence[str], limit: int | None, repeats: int, raw: bool
 ) -> Plan:
-    from pearl.lab.bench.rows import COMPARED, check_comparable, is_emulated, named_rows
+    from pearl.lab.bench.rows import COMPARED, is_emulated, named_rows
     from pearl.lab.bench.runner import Plan
     from pearl.lab.bench.systems import devices_of
 
     config = settings.engine
-    check_comparable(config)
     rows = named_rows(config, ways or [name for name in COMPARED if config.has_draft or name == "ngram"])
     if not config.has_draft and (drafted := [row.name for row in rows if row.decoding.method not in ("ar", "ngram")]):
         raise ConfigError(f"--draft none: {drafted[0]!r} needs a draft")
@@ -248,7 +236,7 @@ def _compared(
         config,
         rows,
         read_sets(prompts, limit or 2, is_emulated(config)),
-        _sampling(settings.sampling, 96, 1.0),
+        sampling_of(settings.sampling, 96, 1.0),
         raw=raw,
         repeats=repeats,
         together=not devices_of(config)[0].gpus,

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 import click
 
 from pearl.cli import listed
-from pearl.cli.numbers import STDOUT, json_option, write_json
+from pearl.cli.numbers import STDOUT, json_option, read_sets, sampling_of, write_json
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.cli.tables import Bars, Column, print_columns, shown
 from pearl.config import Settings
 from pearl.errors import ConfigError
 from pearl.lab.bench.machine import Conditions
-from pearl.lab.distill.prompts import read_prompts
 from pearl.printable import log_to_stderr
 from pearl.worker import profile
 
@@ -29,32 +28,30 @@ _TOKENS = 64
 @listed("Measure", "pearl calibrate --target my-model --draft my-small-model")
 @click.command("calibrate", cls=SettingsCommand)
 @click.option(
-    "--prompts", type=click.Path(path_type=Path), help="File of prompts to measure on.  [default: four of ours]"
+    "--prompts", metavar="[NAME=]FILE", help="Prompts to measure on, as of pearl bench.  [default: questions]"
 )
 @click.option("--limit", type=click.IntRange(min=1), default=4, show_default=True, metavar="N", help="Prompts of it.")
 @json_option
 @settings_options
-def calibrate_pair(settings: Settings, prompts: Path | None, limit: int, to: Path | None) -> None:
+def calibrate_pair(settings: Settings, prompts: str | None, limit: int, to: Path | None) -> None:
     """Measure a pair on this machine: which method to use.
 
     Decodes a few texts (up to --max-tokens, 64 by default) with the target alone and with each method that auto chooses
     from, in turns. Says whether speculation pays, and names the fastest method. Later engines of this pair on this
     machine start with these figures, unless the machine was too busy to measure.
     """
-    from pearl.lab.bench.calibrate import PROMPTS, calibrate
-    from pearl.lab.bench.rows import check_comparable, is_emulated
+    from pearl.lab.bench.calibrate import calibrate
+    from pearl.lab.bench.rows import is_emulated
 
     if not settings.engine.has_draft:
         raise ConfigError("--draft none: there is no pair to measure")
-    check_comparable(settings.engine)
     log_to_stderr(settings.engine.log_level, "front")
-    given, toys = settings.sampling, is_emulated(settings.engine)
-    defaults = {"temperature": 1.0 if toys else 0.0, "max_tokens": _TOKENS, "seed": 0}
-    params = given.model_copy(update={k: v for k, v in defaults.items() if getattr(given, k) is None})
-    asked = read_prompts(prompts, limit) if prompts else ["hello"] * limit if toys else list(PROMPTS[:limit])
+    toys = is_emulated(settings.engine)
+    params = sampling_of(settings.sampling, _TOKENS, 1.0 if toys else 0.0)
+    tasks = read_sets([prompts] if prompts else [], limit, toys, default=("questions",))
     conditions = Conditions()
     with Bars() as bars:
-        found = calibrate(settings.engine, asked, params, bars)
+        found = calibrate(settings.engine, tasks, params, bars)
     conditions.stop()
     is_saved = not toys and not conditions.load.is_too_much
     saved = profile.save(settings.engine, found.profile) if is_saved else None

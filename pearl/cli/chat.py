@@ -29,9 +29,11 @@ from pearl.engine import Engine, torchrun
 from pearl.engine.conversation import Conversation, Saved
 from pearl.engine.stream import Piece, Result, Stream
 from pearl.errors import ConfigError, EngineClosed, PearlError, RequestError, TargetLost
-from pearl.metrics import FIGURES, Statistics, Stopwatch, brief
+from pearl.metrics import FIGURES, Statistics, Stopwatch, brief, fold
 from pearl.printable import printable
 from pearl.protocol.messages import Provenance
+from pearl.protocol.request import Counts
+from pearl.protocol.speeds import Speeds
 from pearl.text.reasoning import Splitter, splitter_of
 from pearl.text.stream import CONTEXT, REPLACEMENT
 
@@ -55,21 +57,13 @@ class ContextFull(RequestError):
     """Conversation and message leave no room for a reply."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """One reply. `room`: tokens left in the context after it."""
-
-    result: Result
-    room: int
-
-
 @dataclass
 class Chat:
     """A conversation with an engine, and its settings, which the slash commands change.
 
     Attributes:
         keys: whether Ctrl-C is read as a key, which ends a reply; otherwise it is a signal, which ends the program.
-        done: method -> its finished replies.
+        done: method -> the figures of its finished replies.
         has_legend: whether the meaning of the colours has been printed.
         stats: whether all figures stand below a reply, rather than one line.
         attached: files for the next message.
@@ -85,7 +79,7 @@ class Chat:
     markdown: bool = True
     keys: bool = False
     console: Console = field(default_factory=SafeConsole)
-    done: dict[str, list[Answer]] = field(default_factory=dict)
+    done: dict[str, list[Statistics]] = field(default_factory=dict)
     has_legend: bool = False
     stats: bool = False
     attached: list[str] = field(default_factory=list)
@@ -97,7 +91,7 @@ class Chat:
         temperature = self.sampling.temperature
         return (self.engine.defaults.temperature if temperature is None else temperature) == 0
 
-    def answer(self, message: str) -> Answer:
+    def answer(self, message: str) -> Result:
         """Send a message and show the reply as it comes. Ctrl-C ends the reply and keeps what there is of it.
 
         Raises `ContextFull` or another `RequestError`, and then leaves the conversation unchanged.
@@ -112,18 +106,18 @@ class Chat:
         sampling = self.sampling
         if sampling.max_tokens and sampling.max_tokens > room:
             sampling = sampling.model_copy(update={"max_tokens": room})  # the context is the tighter limit
-        watch = Stopwatch(submitted=time.monotonic())
+        now = time.monotonic()
+        watch = Stopwatch(submitted=now, begun=now)
         stream = self.engine.stream(prompt, sampling, decoding=self.decoding, preview=self.show_draft)
         splitter = None if self.conversation.is_raw else splitter_of(self.engine.tokenizer, prompt)
         self._show(stream, splitter, watch)
         result = stream.result
         if result.finish_reason == "cancelled":
             result.statistics = _statistics_until_stopped(result, watch)
+        else:
+            self.done.setdefault(self.decoding.method, []).append(result.statistics)
         self.conversation.add(message, result.text)
-        answer = Answer(result, room - len(result.tokens))
-        if result.finish_reason != "cancelled":
-            self.done.setdefault(self.decoding.method, []).append(answer)
-        return answer
+        return result
 
     def _show(self, stream: Stream, splitter: Splitter | None, watch: Stopwatch) -> None:
         """Show the reply, with its reasoning dimmed, and note in `watch` when its tokens arrive."""
@@ -170,18 +164,9 @@ class Chat:
 
 def _statistics_until_stopped(result: Result, watch: Stopwatch) -> Statistics:
     """The statistics of a stopped reply as far as the chat knows them: the target sends none."""
-    accepted = result.provenance.count(Provenance.ACCEPTED)
-    judged = accepted + result.provenance.count(Provenance.CORRECTED)
-    return Statistics(
-        num_generated_tokens=watch.generated,
-        seconds_to_first_token=(watch.first or time.monotonic()) - watch.submitted,
-        num_judged_draft_tokens=judged,
-        num_accepted_draft_tokens=accepted,
-        acceptance_rate=accepted / judged if judged else None,
-        tokens_per_second=watch.tokens_per_second,
-        itl_p50=watch.token_latency(0.5),
-        itl_p99=watch.token_latency(0.99),
-    )
+    accepted, corrected = map(result.provenance.count, (Provenance.ACCEPTED, Provenance.CORRECTED))
+    counts = Counts(num_judged_draft_tokens=accepted + corrected, num_accepted_draft_tokens=accepted)
+    return fold(counts, watch, Speeds(), len(result.prompt_tokens), 0)
 
 
 def _preview_text(engine: Engine, result: Result, pending: tuple[int, ...]) -> str:
@@ -191,16 +176,16 @@ def _preview_text(engine: Engine, result: Result, pending: tuple[int, ...]) -> s
     return engine.tokenizer.decode([*before, *pending])[len(shown) :].rstrip(REPLACEMENT)
 
 
-def status(answer: Answer, context: int, stats: bool) -> Text:
+def status(result: Result, context: int, stats: bool) -> Text:
     """The line of figures below a reply, all figures with `stats`, and warnings below them."""
-    s, result = answer.result.statistics, answer.result
+    s = result.statistics
     line = Text(f"stopped after {brief(s)}" if result.finish_reason == "cancelled" else brief(s), "dim")
     if stats:
         texts = ((figure.name, figure.text(s)) for figure in FIGURES if not figure.is_brief)
         line.append("\n" + " · ".join(f"{name} {text}" for name, text in texts if text is not None))
     if s.draft_lost:
         line.append("\nthe draft was lost during the reply; the target went on alone", "yellow")
-    if result.finish_reason == "length" and answer.room <= 0:
+    if result.finish_reason == "length" and len(result.prompt_tokens) + len(result.tokens) >= context:
         line.append(
             f"\nthe reply was cut: the context of {context:,} tokens is full; /undo, /clear, or go on and drop turns",
             "yellow",

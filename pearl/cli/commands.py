@@ -186,7 +186,7 @@ def _stats(chat: Chat, _: str) -> None:
     if not chat.done:
         _say(chat, "nothing has been measured yet")
         return
-    replies = [[answer.result.statistics for answer in answers] for answers in chat.done.values()]
+    replies = chat.done.values()
     table = Table("", *chat.done, box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_row("replies", *(str(len(of)) for of in replies))
     table.add_row("tokens", *(str(sum(one.num_generated_tokens for one in of)) for of in replies))

@@ -26,6 +26,7 @@ from pearl.printable import printable
 from pearl.spec.methods import DRAFTLESS
 from pearl.spec.rules import find
 from pearl.spec.stops import FIXED
+from pearl.text.grammar import grammar_of
 from pearl.text.reasoning import Splitter, split, splitter_of
 from pearl.text.tokenizer import GenerationDefaults
 
@@ -47,7 +48,9 @@ def generate(
     standard error, a model's reasoning too. A chat template of the model is applied; see --raw.
     """
     console = SafeConsole(stderr=True)
-    text = "" if torchrun.rank() else _prompt(prompt, raw)  # before loading models; torchrun's other ranks need none
+    # Before models are loaded. torchrun's other ranks need no prompt.
+    text = "" if torchrun.rank() else _prompt(prompt, raw)
+    grammar_of(settings.sampling.json_schema, settings.sampling.regex)
     if connect is None:
         settings.engine.check_decoding(settings.decoding)
     with running(settings.engine, console, connect) as engine:

@@ -11,6 +11,7 @@ from typing import Any
 import click
 from msgspec import structs
 
+from pearl.config import SamplingParams
 from pearl.errors import ConfigError
 from pearl.lab.bench.tasks import HUMANEVAL, OURS, Task, read_tasks
 
@@ -68,6 +69,12 @@ def read_sets(prompts: Sequence[str], limit: int, toys: bool = False, default: S
             raise ConfigError(f"two sets of prompts are called {name!r}: write NAME=FILE")
         found += read_tasks(name, path, limit)
     return found
+
+
+def sampling_of(given: SamplingParams, max_tokens: int, temperature: float) -> SamplingParams:
+    """With these defaults, and seed 0."""
+    defaults = {"temperature": temperature, "seed": 0, "max_tokens": max_tokens}
+    return given.model_copy(update={name: value for name, value in defaults.items() if getattr(given, name) is None})
 
 
 def write_json(path: Path, document: object) -> None:

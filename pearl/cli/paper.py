@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _COUNT = click.IntRange(min=1)
 _SETS = (HUMANEVAL, "edits")
-_QUICK_PEARL = {"tokens": 60, "texts": 1}
+_EMULATED, _EMULATED_QUICK = {"tokens": 250, "texts": 2}, {"tokens": 60, "texts": 1}  # texts of each row
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 figures_option = click.option(
@@ -96,20 +96,14 @@ def paper() -> None:
 @paper.command("pearl")
 @click.option("--pair", "names", multiple=True, metavar="NAME", help="Only pairs whose name holds this. Repeatable.")
 @click.option("--table", "wanted", multiple=True, type=click.Choice(list(TABLES)), help="Only this one. Repeatable.")
-@click.option("--tokens", type=click.IntRange(min=50), default=250, show_default=True, metavar="N", help="Of a text.")
-@click.option("--repeats", type=_COUNT, default=2, show_default=True, metavar="N", help="Texts for each row.")
 @click.option("--simulate-only", is_flag=True, help="No real processes: closed forms and simulator alone.")
-@click.option("--seed", type=int, default=0, metavar="N")
 @quick_option
 @figures_option
 @json_option
 def of_pearl(
     names: tuple[str, ...],
     wanted: tuple[str, ...],
-    tokens: int,
-    repeats: int,
     simulate_only: bool,
-    seed: int,
     quick: bool,
     figures: Path | None,
     to: Path | None,
@@ -121,8 +115,8 @@ def of_pearl(
     """
     if figures is not None:
         check_drawing()
-    sizes = _QUICK_PEARL if quick else {"tokens": tokens, "texts": repeats}
-    result = _emulated(_pairs(names), wanted or tuple(TABLES), {**sizes, "seed": seed, "runtime": not simulate_only})
+    settings = (_EMULATED_QUICK if quick else _EMULATED) | {"seed": 0, "runtime": not simulate_only}
+    result = _emulated(_pairs(names), wanted or tuple(TABLES), settings)
     if to is not None:
         write_json(to, result)
     if to != STDOUT:

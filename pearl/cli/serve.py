@@ -54,7 +54,6 @@ _QUEUE = 32
     default="auto",
     help="How the model writes calls of tools; auto: as its chat template shows.  [default: auto]",
 )
-@click.option("--strict", "is_strict", is_flag=True, help="Refuse requests with unknown fields, instead of a warning.")
 @click.option(
     "--log-requests", type=click.Choice(["on", "off"]), default="on", help="A line for each request.  [default: on]"
 )
@@ -76,8 +75,8 @@ def serve(
     With --http it is also a server for every client of OpenAI's API, with the base URL http://HOST:PORT/v1. The
     sampling settings are defaults of its requests, the decoding settings hold for all of them.
     """
-    if http is None and (http_queue is not None or http_model is not None or more["origins"] or more["is_strict"]):
-        raise ConfigError("--http-queue, --http-model, --cors and --strict go with --http HOST:PORT")
+    if http is None and (http_queue is not None or http_model is not None or more["origins"]):
+        raise ConfigError("--http-queue, --http-model and --cors go with --http HOST:PORT")
     if http is not None:
         settings.engine.check_decoding(settings.decoding)
     door = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,11 +106,7 @@ def _document(workload: Workload, done: Sequence[Totals]) -> dict[str, Any]:
         "tokens": workload.tokens,
         "seed": workload.seed,
     }
-    over = [speedup(totals, done[0], workload.block) for totals in done]
-    methods = [
-        totals.as_dict() | {"speedup": one.value, "speedup_low": one.low, "speedup_high": one.high}
-        for totals, one in zip(done, over, strict=True)
-    ]
+    methods = [one.as_dict() | {"speedup": asdict(speedup(one, done[0], workload.block))} for one in done]
     return {"settings": settings, "methods": methods}
 
 

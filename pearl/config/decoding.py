@@ -96,19 +96,6 @@ class DecodingConfig(Section):
         """`rule`; by default method auto takes the one under which no choice of auto changes a text."""
         return "coupled" if self.method == "auto" and "rule" not in self.model_fields_set else self.rule
 
-    def switched(self, method: str | None = None, gamma: int | None = None) -> Self:
-        """For one request: another method or window; under the same rule, so that a seed gives the same text.
-
-        What was set for the method before does not hold for another one.
-        """
-        kept = self.model_dump(include=self.model_fields_set | {"rule"}) | {"rule": self.rule_in_use}
-        if method is not None and method != self.method:
-            named = ("rule", *named_parameters(RULES.values()))
-            kept = {name: value for name, value in kept.items() if name in named} | {"method": method}
-            if METHODS[self.method].drafts is False and "rule" not in self.model_fields_set:
-                kept["rule"] = "coupled"  # whose text is that of the target alone
-        return type(self)(**kept | ({"gamma": gamma} if gamma is not None else {}))
-
     def in_use(self, window: int = 0) -> Self:
         """A copy with every default that a text depends on resolved: with it a seed gives the same text again.
 

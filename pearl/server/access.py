@@ -8,13 +8,17 @@ import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pearl.server.errors import ApiError
 
+# Pages of other origins cannot embed the answers as a frame, an image or a script.
+NOT_EMBEDDED = [
+    ("cross-origin-resource-policy", "same-origin"),
+    ("content-security-policy", "frame-ancestors 'none'"),
+]
 Check = Callable[[Request], None]  # raises `ApiError`
 Refuse = Callable[[Request, Exception], Awaitable[Response]]
 
@@ -62,7 +66,7 @@ class Access:
 
 
 class Checked:
-    """Middleware: `refuse` answers what `check` raises, at its limited rate."""
+    """Middleware: `refuse` answers what `check` raises."""
 
     def __init__(self, app: ASGIApp, check: Check, refuse: Refuse) -> None:
         self._app, self._check, self._refuse = app, check, refuse
@@ -76,19 +80,3 @@ class Checked:
                 await refusal(scope, receive, send)
                 return
         await self._app(scope, receive, send)
-
-
-def not_embedded(app: ASGIApp) -> ASGIApp:
-    """Pages of other origins cannot embed the answers as a frame, an image or a script."""
-
-    async def with_headers(scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                headers.setdefault("cross-origin-resource-policy", "same-origin")
-                headers.setdefault("content-security-policy", "frame-ancestors 'none'")
-            await send(message)
-
-        await app(scope, receive, send_with_headers)
-
-    return with_headers

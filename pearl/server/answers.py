@@ -70,7 +70,6 @@ class Answer:
     Attributes:
         media_type: of a streamed answer; `done`: what ends it.
         new_parts: makes the `Parts` of a text.
-        echo: what stands before the text of an index.
 
     Args:
         spell: a token's bytes in UTF-8; for log probabilities.
@@ -86,7 +85,6 @@ class Answer:
         options: StreamOptions | None = None,
     ) -> None:
         self._chat, self._spell = is_chat, spell
-        self.echo: Callable[[int], str] = lambda index: ""
         self._include_usage = options is not None and options.include_usage  # each chunk then has a field `usage`
         self._provenance = options is not None and options.include_provenance
         self._offsets: defaultdict[int, int] = defaultdict(int)  # characters of each text so far
@@ -116,7 +114,7 @@ class Answer:
 
     def _text(self, index: int, text: str) -> dict[str, Any]:
         if not self._chat:
-            return {"text": self.echo(index) + text}
+            return {"text": text}
         self._parts[index].feed(text, True)
         message = self._parts[index].message
         content = message["content"] or (None if "tool_calls" in message else "")
@@ -126,8 +124,6 @@ class Answer:
         """The chunk before the first piece of a text."""
         if self._chat:
             yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
-        elif echo := self.echo(index):
-            yield self._chunk(index, {"text": echo})
 
     def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
         """The chunk of a piece, if it has text or the client requested details of its tokens."""

@@ -29,16 +29,15 @@ from pearl.engine.asynchronous import AsyncStream
 from pearl.engine.request import Options
 from pearl.errors import PearlError
 from pearl.server import ollama, openapi
-from pearl.server.access import Access, Check, Checked, not_embedded
+from pearl.server.access import Access, Check, Checked
 from pearl.server.answers import DONE, Answer, Parts, event, usage
-from pearl.server.bodies import CompletionRequest
 from pearl.server.errors import ApiError, of_engine
-from pearl.server.limits import Bodies, Refusals, client_of
+from pearl.server.limits import client_of, read_body
 from pearl.server.request_log import DISCONNECTED, log_refused, log_request
 from pearl.server.requests import Setup, TextRequest, check_fits, read_request
 from pearl.server.responses import Responses
 from pearl.server.service import Service
-from pearl.server.timeline import MOST_VIEWERS, Event, Timeline
+from pearl.server.timeline import MOST_VIEWERS, Timeline
 from pearl.text.reasoning import splitter_of
 from pearl.text.stream import token_bytes
 from pearl.version import __version__
@@ -53,13 +52,12 @@ class App:
         self._service, self._setup, self._model = service, setup, setup.model
         self._spell = partial(token_bytes, service.engine.tokenizer)
         self._responses = Responses(setup)
-        self.bodies, self._refusals = Bodies(), Refusals()
         self._timeline = Timeline(service.engine.directory)
         html = files("pearl.server").joinpath("page.html").read_text(encoding="utf-8")
         self._html = html.replace("/* colours */", style_sheet())
         self._created = int(time.time())
         self._described = openapi.document(setup.model, keyed=access.key is not None)
-        self.asgi = not_embedded(self._routed(access))
+        self.asgi = self._routed(access)
 
     def _routed(self, access: Access) -> Starlette:
         def checked(*checks: Check) -> list[Middleware]:
@@ -105,12 +103,12 @@ class App:
         return JSONResponse({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(await self._service.figures.page(), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(self._service.figures.page(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _live(self, request: Request) -> Response:
-        if not self._timeline.fits(client := client_of(request)):
+        if self._timeline.is_full:
             raise ApiError(429, f"the timeline has {MOST_VIEWERS} viewers already; try again later", retry_after=10)
-        return _Live(self._service, self._timeline, client)
+        return _Live(self._service, self._timeline)
 
     @property
     def _card(self) -> dict[str, Any]:
@@ -136,9 +134,9 @@ class App:
 
         async def answer(request: Request) -> Response:
             arrived = time.monotonic()
-            async with self.bodies.read(request) as body:
-                # In a thread, for checking a schema may take long.
-                asked, written = await asyncio.to_thread(read, body)
+            body = await read_body(request)
+            # In a thread, for checking a schema may take long.
+            asked, written = await asyncio.to_thread(read, body)
             return _Reply(self._service, asked, written, arrived, client_of(request))
 
         return answer
@@ -150,8 +148,7 @@ class App:
             error = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
         assert isinstance(error, ApiError)
         self._service.figures.refused(error.status)
-        if not await self._refusals.wait():  # a flood of them is not logged
-            log_refused(f"{request.method} {request.url.path}", error.status, error.message)
+        log_refused(f"{request.method} {request.url.path}", error.status, error.message)
         body = {"error": error.message} if request.url.path.startswith("/api/") else error.body  # Ollama's shape
         return _ErrorResponse(body, error.status, error.headers | headers)
 
@@ -242,9 +239,6 @@ class _Reply(_WhileConnected):
         self._answer.new_parts = lambda: Parts(
             splitter_of(tokenizer, prompts[0]) if asked.may_reason else None, asked.calls()
         )
-        if isinstance(asked.body, CompletionRequest) and asked.body.echo:
-            given = [p if isinstance(p, str) else tokenizer.decode(p) for p in asked.prompts]
-            self._answer.echo = lambda index: given[index // asked.body.n]
 
     async def _encoded(self, prompt: Any) -> list[int]:
         with _errors_about(self._asked.prompt_field):
@@ -329,20 +323,16 @@ def _errors_about(param: str) -> Iterator[None]:
 class _Live(_WhileConnected):
     """What both workers do, as server-sent events, until the server ends."""
 
-    def __init__(self, service: Service, timeline: Timeline, client: str) -> None:
-        self._service, self._timeline, self._client = service, timeline, client
+    def __init__(self, service: Service, timeline: Timeline) -> None:
+        self._service, self._timeline = service, timeline
 
     async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
         stream = _EventStream(send)
-        async with self._timeline.viewed(self._client) as viewer:
-            with suppress(ApiError):
-                while True:
-                    self._service.check()
-                    events: list[Event] = []
-                    with suppress(TimeoutError):
-                        events = await asyncio.wait_for(viewer.events(), _LOOK_SECONDS)
-                    for each in events:
-                        await stream.send(event(each))
+        with self._timeline.viewed() as viewer, suppress(ApiError):
+            while True:
+                self._service.check()
+                with suppress(TimeoutError):
+                    await stream.send(event(await asyncio.wait_for(viewer.get(), _LOOK_SECONDS)))
         await stream.send(DONE, more=False)
 
 

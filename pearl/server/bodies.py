@@ -15,11 +15,8 @@ from pydantic import (
     model_validator,
 )
 
-from pearl.config import DecodingConfig
 from pearl.config.sampling import LONGEST_STOP, MAX_BIASES, MAX_LOGPROBS, MOST_STOPS, SamplingParams
-from pearl.errors import ConfigError
 from pearl.server.fields import Body, Text, Unserved, check_text, only_with
-from pearl.spec.methods import MAX_GAMMA, METHODS
 
 MOST_TEXTS = 128  # of one request: prompts times n
 MOST_MESSAGES = 4096
@@ -193,23 +190,6 @@ class StructuredOutputs(Body):
         return {name: value for name, value in given.items() if value is not None}
 
 
-class Speculation(Body):
-    """How the draft takes part in this request; what is left out is as the server's settings say."""
-
-    method: str | None = Field(default=None, description=f"One of {', '.join(METHODS)}.")
-    window: int | None = Field(default=None, ge=1, le=MAX_GAMMA, description="Tokens, as --gamma.")
-    off: bool = Field(default=False, description="The target alone, as method ar.")
-
-    def of(self, decoding: DecodingConfig) -> DecodingConfig:
-        """These settings instead of a server's. Raises `ConfigError`."""
-        if self.off and self.method is not None:
-            raise ConfigError("off leaves no method to choose")
-        made = decoding.switched("ar" if self.off else self.method, self.window)
-        if self.window is not None and not METHODS[made.method].drafts:
-            raise ConfigError(f"window is for methods with a draft, not {made.method}")
-        return made
-
-
 class StreamOptions(Body):
     include_usage: bool = False
     include_provenance: bool = False
@@ -244,7 +224,6 @@ class SharedRequest(create_model("Sampling", __base__=Body, **_sampling(*SAMPLIN
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=MOST_STOPS, fail_fast=True)] = Field(default=[])
-    speculation: Speculation | None = None
 
     @field_validator("top_k", "seed", mode="before")
     @classmethod
@@ -265,16 +244,15 @@ class SharedRequest(create_model("Sampling", __base__=Body, **_sampling(*SAMPLIN
 
 
 class CompletionRequest(SharedRequest):
-    unserved: ClassVar = {**UNSERVED, "tools": ([],), "tool_choice": ("none", "auto"), "logprobs": (False,)}
-    echo: bool = Field(default=False, description="Begin the text with the prompt; not with logprobs.")
+    unserved: ClassVar = {
+        **UNSERVED,
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "logprobs": (False,),
+        "echo": (False,),
+    }
     prompt: _Prompt | Annotated[list[_Prompt], Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True)]
     logprobs: _Logprobs | None = None
-
-    @model_validator(mode="after")
-    def _echoes_text(self) -> CompletionRequest:
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo is not supported with logprobs: a prompt's tokens have none here")
-        return self
 
 
 class ChatCompletionRequest(SharedRequest):

@@ -1,50 +1,15 @@
-"""uvicorn's connection with limits that uvicorn lacks: on slow clients, on header lines, and per address."""
+"""uvicorn's connection with limits that uvicorn lacks: on slow clients, and per address."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import h11
-from h11._receivebuffer import ReceiveBuffer  # only it sees header lines before they are parsed
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MOST_HEADER = 32 << 10  # bytes of a request line and headers
-MOST_LINES = 128  # of headers, and of trailers after a body; each takes 3 us, and 32 KiB could hold 7,000
-FEW_CHUNKS = 256  # chunks of a body that may have any size; each takes 10 us of the event loop
-LEAST_CHUNK = 256  # bytes per chunk, on average, of a body with more chunks
 
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-
-
-class _Lines(ReceiveBuffer):
-    """Refuses very many lines before they are parsed."""
-
-    def maybe_extract_lines(self) -> list[bytearray] | None:
-        lines = super().maybe_extract_lines()
-        if lines is not None and len(lines) > MOST_LINES:
-            raise h11.RemoteProtocolError("too many headers")
-        return lines
-
-
-class _Connection(h11.Connection):
-    """Refuses very many headers, and a body in very many very small chunks."""
-
-    _chunks = _size = 0
-
-    def __init__(self) -> None:
-        super().__init__(h11.SERVER, MOST_HEADER)
-        self._receive_buffer = _Lines()
-
-    def next_event(self) -> Any:
-        event = super().next_event()
-        if isinstance(event, h11.Request):
-            self._chunks = self._size = 0
-        elif isinstance(event, h11.Data):
-            self._chunks, self._size = self._chunks + event.chunk_start, self._size + len(event.data)
-            if self._chunks > FEW_CHUNKS and self._size < self._chunks * LEAST_CHUNK:
-                raise h11.RemoteProtocolError("a body in too many chunks")
-        return event
 
 
 class BoundedProtocol(H11Protocol):
@@ -55,10 +20,6 @@ class BoundedProtocol(H11Protocol):
     most_connections = 512  # one address may hold at most seven eighths of them
     _header_timer: asyncio.TimerHandle | None = None
     _take_timer: asyncio.TimerHandle | None = None
-
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
-        self.conn = _Connection()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -1,7 +1,7 @@
 """What all bodies of requests share: which fields are known, and errors that name the field. Raises `ApiError`.
 
 A field is honoured, refused by name if it would change the text and is not supported, or ignored: unknown fields with
-a warning in the log, so that clients of other servers need no change. A strict server refuses those, too.
+a warning in the log, so that clients of other servers need no change.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
@@ -44,48 +43,31 @@ _WHOLE = re.compile(
 )
 
 
-@dataclass
-class Unknown:
-    """What becomes of fields that are not known: their names, or an error if `is_strict`."""
-
-    is_strict: bool = False
-    names: list[str] = field(default_factory=list)
-
-
 class Body(BaseModel):
-    """A JSON object. Nulls count as missing. The context of its validation is an `Unknown`."""
+    """A JSON object. Nulls count as missing. The context of its validation takes the names of unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     unserved: ClassVar[Unserved] = {}
     known: ClassVar[set[str]] = set()
-    every_unserved: ClassVar[set[str]] = set()  # of all bodies
 
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, given: Any, info: ValidationInfo) -> Any:
         if not isinstance(given, dict):
             raise ValueError("must be an object")
-        unknown = info.context or Unknown()
-        kept, is_first = {}, True
+        kept, unknown = {}, set() if info.context is None else info.context
         for name, value in given.items():
             if value is None or (name in cls.unserved and any(_same(value, one) for one in cls.unserved[name])):
                 continue
-            if name in cls.known:
+            if name in cls.known or name in cls.unserved:  # pydantic refuses the latter
                 kept[name] = value
-            elif name in _NEUTRAL and name not in cls.unserved:
-                continue
-            elif name not in cls.unserved and not unknown.is_strict:
-                if len(unknown.names) < MOST_UNKNOWN:
-                    unknown.names.append(name[:50])
-            elif is_first:  # pydantic would report each of very many
-                is_first = False
-                kept[name.encode(errors="backslashreplace").decode()] = value
+            elif name not in _NEUTRAL and len(unknown) < MOST_UNKNOWN:
+                unknown.add(name[:50])
         return kept
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         cls.known = {field.alias or name for name, field in cls.model_fields.items()}
-        Body.every_unserved.update(cls.unserved)
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -120,16 +102,16 @@ def only_with(field: str, other: str, wanted: Any) -> Any:
 _Some = TypeVar("_Some", bound=Body)
 
 
-def validate(model: type[_Some], body: Any, is_strict: bool = False) -> _Some:
+def validate(model: type[_Some], body: Any) -> _Some:
     """The body as `model`. Raises `ApiError`."""
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
-    unknown = Unknown(is_strict)
+    unknown = set[str]()
     try:
         made = model.model_validate(body, context=unknown)
     except ValidationError as error:
         raise _refusal(error.errors(include_url=False, include_input=False)) from None
-    for name in sorted({*unknown.names} - _warned):
+    for name in sorted(unknown - _warned):
         if len(_warned) < _MOST_WARNED:
             _warned.add(name)
             log.warning("requests have the field %r, which is not known and ignored", name)
@@ -137,22 +119,27 @@ def validate(model: type[_Some], body: Any, is_strict: bool = False) -> _Some:
 
 
 def _refusal(errors: list[Any]) -> ApiError:
-    """For the first error, but preferably for an unknown field: it may be the misspelled name of a missing one."""
-    first = next((e for e in errors if e["type"] == "extra_forbidden" and len(e["loc"]) == 1), errors[0])
+    """For the first error."""
+    first = errors[0]
     param = _path(first["loc"])
-    if first["type"] != "extra_forbidden":
-        param = "response_format.type" if param == "response_format" else _WHOLE.sub(r"\1", param)
-        # One error for each type that the field may have.
-        several = [e for e in errors if e["loc"][0] == param] if param in ("prompt", "input", "stop") else [first]
-        messages = dict.fromkeys(re.sub("^(Value error, |Input )", "", e["msg"]) for e in several)
-        if not param:  # two fields contradict each other: the message names the one to report first
-            text = next(iter(messages))
-            return ApiError(400, text, param=text.partition(" ")[0])
-        return ApiError(400, f"{param}: {' or '.join(messages)}", param=param)
-    name = str(first["loc"][-1])
-    if name in Body.every_unserved:
+    if first["type"] == "extra_forbidden":
         return ApiError(400, f"{param} is not supported", param=param, code="unsupported_parameter")
-    return ApiError(400, f"unknown field {param!r}", param=param, code="unknown_parameter")
+    if first["type"] == "missing":
+        first["msg"] = "is missing" if _WHOLE.sub(r"\1", param) == param else f"{first['loc'][-1]} is missing"
+    param = "response_format.type" if param == "response_format" else _WHOLE.sub(r"\1", param)
+    # One error for each type that the field may have.
+    several = [e for e in errors if e["loc"][0] == param] if param in ("prompt", "input", "stop") else [first]
+    messages = dict.fromkeys(_in_words(e["msg"]) for e in several)
+    if not param:  # two fields contradict each other: the message names the one to report first
+        text = next(iter(messages))
+        return ApiError(400, text, param=text.partition(" ")[0])
+    return ApiError(400, f"{param}: {' or '.join(messages)}", param=param)
+
+
+def _in_words(message: str) -> str:
+    """Pydantic's message without its own terms."""
+    message = re.sub("^(Value error, |(Input|String|List|Value|Dictionary) (?=should ))", "", message)
+    return re.sub(" after validation, not [0-9]+$", "", message)
 
 
 def _path(loc: tuple[int | str, ...]) -> str:

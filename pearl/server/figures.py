@@ -5,9 +5,7 @@ Series that mean the same as vLLM's have vLLM's names, so that its dashboards sh
 
 from __future__ import annotations
 
-import asyncio
 import math
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,7 +18,6 @@ from pearl.server.answers import finish_reason, sources
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)  # seconds between tokens
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _POSITIONS = 32  # of an accepted run that have a series of their own
-_REST, _RESTS = 0.1, 20  # least pause between two pages: seconds, and as a multiple of the time to make one
 _WEIGHT = 0.2  # of the latest text in the moving average of seconds per text
 _ENDED = ", of texts that came to their end."
 _SERIES: dict[str, tuple[type[Any], str, str, str]] = {  # key here -> kind, name, help, label
@@ -55,8 +52,6 @@ class Figures:
     def __init__(self, model: str, **gauges: Callable[[], int]) -> None:
         self._registry = CollectorRegistry()
         self._mean = 1.0
-        self._next: asyncio.Future[bytes] | None = None  # the page that callers wait for
-        self._next_at = 0.0  # earliest time to make it
         self._of: dict[str, Any] = {}  # with a label, a function from the label's value to its series
         for key, (kind, name, about, label) in _SERIES.items():
             more = {"buckets": _SHORT if key == "between" else _LONG} if kind is Histogram else {}
@@ -65,23 +60,9 @@ class Figures:
         for key, now in gauges.items():
             self._of[key].set_function(now)
 
-    async def page(self) -> bytes:
-        """All series, no older than this call.
-
-        Making a page blocks the event loop for milliseconds, so concurrent callers share one, and a pause follows.
-        """
-        if self._next is None:
-            self._next = asyncio.ensure_future(self._make_page())
-        return await asyncio.shield(self._next)
-
-    async def _make_page(self) -> bytes:
-        await asyncio.sleep(max(0.0, self._next_at - time.monotonic()))
-        self._next = None  # later callers get a later page
-        began = time.monotonic()
-        page = generate_latest(self._registry)
-        ended = time.monotonic()
-        self._next_at = ended + max(_REST, _RESTS * (ended - began))
-        return page
+    def page(self) -> bytes:
+        """All series."""
+        return generate_latest(self._registry)
 
     def refused(self, status: int) -> None:
         self._of["refused"](str(status)).inc()

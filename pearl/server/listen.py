@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-import math
 import re
 import socket
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import uvicorn
 from pearl.config import Settings
 from pearl.engine import Engine
 from pearl.errors import ConfigError, TargetLost
-from pearl.server.access import Access
+from pearl.server.access import NOT_EMBEDDED, Access
 from pearl.server.app import App
 from pearl.server.connection import MOST_HEADER, BoundedProtocol
 from pearl.server.request_log import show_requests
@@ -32,7 +30,6 @@ STOP_SECONDS = 2.0  # for running requests to end after the signal
 _CUT_SECONDS = 5  # until open connections are closed
 _IDLE_SECONDS = 15  # that a connection may be idle between two requests
 _LOOK_SECONDS = 0.2
-_LOG_SECONDS = 60.0  # between two log lines about refused connections
 _BACKLOG = 128  # connections waiting to be accepted; asyncio accepts all of them in a row
 
 log = logging.getLogger(__name__)
@@ -48,7 +45,6 @@ class Door:
         model: the name under which clients request the model; None: as it was loaded.
         origins: of web pages that may ask, besides the server's own.
         tool_parser: the format of the model's calls, of `pearl.text.tools`.
-        is_strict: unknown fields of requests are refused.
         logs_requests: a line for each.
     """
 
@@ -59,7 +55,6 @@ class Door:
     model: str | None
     origins: tuple[str, ...] = ()
     tool_parser: str = "auto"
-    is_strict: bool = False
     logs_requests: bool = True
 
     @property
@@ -96,7 +91,7 @@ class Door:
         model = self.model_name(engine)
         service = Service(engine, self.queue, model)
         show_requests(self.logs_requests)
-        setup = Setup(model, settings, format_of(engine.tokenizer, self.tool_parser), self.is_strict)
+        setup = Setup(model, settings, format_of(engine.tokenizer, self.tool_parser))
         app = App(service, setup, self.access)
         server = Server(app, service)
         watching = asyncio.create_task(_end_when_lost(service, server))
@@ -116,27 +111,9 @@ class Server(uvicorn.Server):
         super().__init__(_uvicorn_config(app))
         self._service = service
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(_AcceptErrors())
-        await super().startup(sockets)
-
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().call_later(STOP_SECONDS, self._service.stop)
         await super().shutdown(sockets)
-
-
-class _AcceptErrors:
-    """Logs a line a minute while no connection can be accepted; asyncio would log a traceback for each attempt."""
-
-    def __init__(self) -> None:
-        self._logged = -math.inf
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if not str(context.get("message")).startswith("socket.accept()"):
-            loop.default_exception_handler(context)
-        elif (now := time.monotonic()) - self._logged > _LOG_SECONDS:
-            self._logged = now
-            log.error("no connection can be accepted: %s. Raise the limit (ulimit -n)", context.get("exception"))
 
 
 def _uvicorn_config(app: App) -> uvicorn.Config:
@@ -151,6 +128,7 @@ def _uvicorn_config(app: App) -> uvicorn.Config:
         backlog=_BACKLOG,
         proxy_headers=False,
         server_header=False,
+        headers=NOT_EMBEDDED,
         timeout_keep_alive=_IDLE_SECONDS,
         timeout_graceful_shutdown=_CUT_SECONDS,
         h11_max_incomplete_event_size=MOST_HEADER,

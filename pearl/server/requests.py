@@ -28,13 +28,11 @@ class Setup:
         model: the name under which clients request the model.
         settings: sampling and decoding for what requests do not set; the engine's.
         tools: how the model writes calls.
-        is_strict: unknown fields are refused.
     """
 
     model: str
     settings: Settings
     tools: Format = FORMATS["hermes"]
-    is_strict: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ class TextRequest:
 def read_request(body: Any, is_chat: bool, setup: Setup) -> TextRequest:
     """Check the parsed body. `is_chat`: it was sent to /v1/chat/completions."""
     model = ChatCompletionRequest if is_chat else CompletionRequest
-    asked: Body = validate(model, body, setup.is_strict)
+    asked: Body = validate(model, body)
     if asked.model != setup.model:
         text = f"there is no model {asked.model[:100]!r} here, only {setup.model!r}"
         raise ApiError(404, text, param="model", code="model_not_found")
@@ -108,18 +106,7 @@ def read_request(body: Any, is_chat: bool, setup: Setup) -> TextRequest:
     may_call = isinstance(prompts[0], Chat) and bool(prompts[0].tools)
     if isinstance(asked, ChatCompletionRequest) and not asked.forced_functions:
         may_call = may_call and params.json_schema is None
-    return TextRequest(asked, prompts, params, _decoding(asked, setup.settings), setup.tools if may_call else None)
-
-
-def _decoding(asked: Body, settings: Settings) -> DecodingConfig:
-    if asked.speculation is None:
-        return settings.decoding
-    try:
-        decoding = asked.speculation.of(settings.decoding)
-        settings.engine.check_decoding(decoding)
-    except ConfigError as error:
-        raise ApiError(400, f"speculation: {error}", param="speculation") from None
-    return decoding
+    return TextRequest(asked, prompts, params, setup.settings.decoding, setup.tools if may_call else None)
 
 
 def _chat(asked: ChatCompletionRequest, body: Mapping[str, Any], setup: Setup) -> Prompt:

@@ -145,7 +145,7 @@ class Responses:
 
     def read(self, body: Any) -> tuple[TextRequest, Answer]:
         """The checked request, and what writes its answer. Raises `ApiError`."""
-        asked = validate(ResponsesRequest, body, self._setup.is_strict)
+        asked = validate(ResponsesRequest, body)
         messages = [*self._before(asked.previous_response_id), *_messages(asked.input)]
         try:
             made = read_request(asked.chat(body, messages), True, self._setup)

@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pearl.engine import Engine
 from pearl.errors import PearlError
-from pearl.quota import Shares
 from pearl.trace.recorder import LOOP, Record, part_paths, records_since, role_of
 
 log = logging.getLogger(__name__)
@@ -29,27 +27,7 @@ _SHORTEST = 100_000  # nanoseconds; shorter spans are left out
 _MOST_HELD = 5000  # events queued for a slow viewer; then the oldest are dropped
 
 Event = dict[str, Any]
-
-
-class Viewer:
-    """The events not yet sent to one viewer."""
-
-    def __init__(self) -> None:
-        self._held: deque[Event] = deque(maxlen=_MOST_HELD)
-        self._more = asyncio.Event()
-
-    def put(self, events: Iterable[Event]) -> None:
-        self._held.extend(events)
-        if self._held:
-            self._more.set()
-
-    async def events(self) -> list[Event]:
-        """Wait for events, and take all."""
-        await self._more.wait()
-        self._more.clear()
-        events = [*self._held]
-        self._held.clear()
-        return events
+Viewer = asyncio.Queue[Event]  # what has not been sent to it
 
 
 class Timeline:
@@ -58,34 +36,29 @@ class Timeline:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._viewers: set[Viewer] = set()
-        self._shares = Shares()
         self._working: asyncio.Task[None] | None = None
 
-    def fits(self, client: str) -> bool:
-        """Whether `client` may have one more viewer."""
-        return self._shares.fits(client, 1, MOST_VIEWERS)
+    @property
+    def is_full(self) -> bool:
+        return len(self._viewers) >= MOST_VIEWERS
 
-    @contextlib.asynccontextmanager
-    async def viewed(self, client: str) -> AsyncIterator[Viewer]:
-        viewer = Viewer()
+    @contextlib.contextmanager
+    def viewed(self) -> Iterator[Viewer]:
+        viewer: Viewer = asyncio.Queue(_MOST_HELD)
         self._viewers.add(viewer)
         try:
             if self._working is None or self._working.done():
                 self._working = asyncio.create_task(self._work())
-            with self._shares.held(client):
-                yield viewer
+            yield viewer
         finally:
             self._viewers.discard(viewer)
 
-    async def close(self) -> None:
-        """End the recording, if there is one."""
-        self._viewers.clear()
-        if self._working is not None:
-            await asyncio.wait({self._working})
-
     def _send(self, *events: Event) -> None:
         for viewer in self._viewers:
-            viewer.put(events)
+            for event in events:
+                if viewer.full():
+                    viewer.get_nowait()
+                viewer.put_nowait(event)
 
     async def _work(self) -> None:
         """Record while there are viewers."""

@@ -69,7 +69,8 @@ class Tokenizer(Protocol):
 
         Raises `RequestError` where the template refuses these messages.
         """
-        ...
+        text = self.chat_text(messages, tools)
+        return None if text is None else self.encode(text, special=False)  # the template writes its own
 
     def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None, **variables: Any) -> str | None:
         """The prompt of `apply_chat` as text. `variables`: further ones of the template, such as enable_thinking."""

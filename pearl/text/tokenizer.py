@@ -38,14 +38,7 @@ _UNSUPPORTED = (
 )
 _UNSUPPORTED_SAMPLING = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 _NEUTRAL: tuple[object, ...] = (None, 0, 1, [], {})
-# Supported options, and their values where they are not set.
-_SETTINGS: Mapping[str, float] = {
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-}
+_SUPPORTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -67,7 +60,7 @@ class GenerationDefaults:
     max_tokens: int | None = None
 
 
-class FileTokenizer:
+class FileTokenizer(Tokenizer):
     """The tokenizer of a directory with tokenizer.json, as the `tokenizers` library reads it.
 
     transformers' settings add special tokens and chat templates, one of which may be for tools ("tool_use").
@@ -106,10 +99,6 @@ class FileTokenizer:
         known = [id for id in ids if self.token(id) is not None]  # a model's padding ids mean nothing
         return str(self._tokenizer.decode(known, skip_special_tokens=True))
 
-    def apply_chat(self, messages: list[dict[str, Any]], tools: Tools = None) -> list[int] | None:
-        text = self.chat_text(messages, tools)
-        return None if text is None else self.encode(text, special=False)  # the template writes its own
-
     def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None, **variables: Any) -> str | None:
         template = self._templates.get("default")
         if tools is not None:
@@ -144,7 +133,7 @@ def _templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-class HFTokenizer:
+class HFTokenizer(Tokenizer):
     """A tokenizer of transformers behind our interface: of code in a checkpoint, or made of sentencepiece's files."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -168,10 +157,6 @@ class HFTokenizer:
         known = [id for id in ids if self.token(id) is not None]  # a model's padding ids mean nothing
         text = self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return str(text)
-
-    def apply_chat(self, messages: list[dict[str, Any]], tools: Tools = None) -> list[int] | None:
-        text = self.chat_text(messages, tools)
-        return None if text is None else self.encode(text, special=False)  # the template writes its own
 
     def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None, **variables: Any) -> str | None:
         if self._tokenizer.chat_template is None:
@@ -257,25 +242,22 @@ def _defaults(directory: Path, tokenizer_eos: int | None) -> GenerationDefaults:
         found = (one.get("eos_token_id") for one in (model, model.get("text_config") or {}))
         config["eos_token_id"] = next((eos for eos in found if eos is not None), None)
     samples = bool(config.get("do_sample"))
-    given = {name: config.get(name) for name in (*_SETTINGS, "max_new_tokens")}
-    unset = {**_SETTINGS, "top_k": 50 if samples and given["top_k"] is None else 0}
-    given["max_tokens"] = given.pop("max_new_tokens")
-    invalid = {name: value for name, value in given.items() if value is not None and not _is_valid(name, value)}
-    taken = {name: _first(value, unset.get(name)) for name, value in (given | dict.fromkeys(invalid)).items()}
-    return GenerationDefaults(
-        temperature=float(taken["temperature"]) if samples else 0.0,
-        top_k=int(taken["top_k"]),
-        top_p=float(taken["top_p"]),
-        min_p=float(taken["min_p"]),
-        repetition_penalty=float(taken["repetition_penalty"]),
-        max_tokens=taken["max_tokens"] and int(taken["max_tokens"]),
-        eos=_ids(_first(config["eos_token_id"], tokenizer_eos)),
-        ignored=(
-            *unsupported_options(config, samples),
-            *(f"{name} {value}" for name, value in invalid.items()),
-            *(f"eos_token_id {token!r}" for token in _listed(config["eos_token_id"]) if not _is_whole(token)),
-        ),
+    named = {name: config.get(name) for name in _SUPPORTED} | {"max_tokens": config.get("max_new_tokens")}
+    given = {name: value for name, value in named.items() if value is not None}
+    invalid = {name: value for name, value in given.items() if not _is_valid(name, value)}
+    unset = {"temperature": 1.0, "top_k": 0 if "top_k" in given else 50} if samples else {}
+    taken = {name: value for name, value in given.items() if name not in invalid}
+    numbers: dict[str, Any] = {
+        name: int(value) if name in ("top_k", "max_tokens") else float(value) for name, value in (unset | taken).items()
+    }
+    ignored = (
+        *unsupported_options(config, samples),
+        *(f"{name} {value}" for name, value in invalid.items()),
+        *(f"eos_token_id {token!r}" for token in _listed(config["eos_token_id"]) if not _is_whole(token)),
     )
+    eos = tokenizer_eos if config["eos_token_id"] is None else config["eos_token_id"]
+    greedy = {} if samples else {"temperature": 0.0}
+    return GenerationDefaults(**numbers | greedy, eos=_ids(eos), ignored=ignored)
 
 
 def _is_valid(name: str, value: Any) -> bool:
@@ -290,10 +272,6 @@ def _is_valid(name: str, value: Any) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def _first(value: Any, otherwise: Any) -> Any:
-    return otherwise if value is None else value
 
 
 def _ids(eos: Any) -> tuple[int, ...]:

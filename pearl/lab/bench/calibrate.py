@@ -20,12 +20,6 @@ from pearl.protocol.speeds import Profile
 from pearl.spec.methods import DRAFTLESS
 from pearl.worker.placement import shared_gpus
 
-PROMPTS = (
-    "Explain gravity to a beginner.",
-    "Write a Python function that reverses a linked list.",
-    "Give three tips for staying healthy.",
-    "What is the difference between a list and a tuple?",
-)
 _ROWS = (AR, NGRAM, SD, SSD, AHEAD, AUTO, AR_ON_ALL, NGRAM_ON_ALL)
 _MIN_SPEEDUP = 1.02  # over ar, for a method to pay: less may be noise of a busy machine
 
@@ -50,11 +44,10 @@ class Calibration:
     profile: Profile
 
 
-def calibrate(config: EngineConfig, prompts: Sequence[str], params: SamplingParams, watcher: Watcher) -> Calibration:
+def calibrate(config: EngineConfig, tasks: Sequence[Task], params: SamplingParams, watcher: Watcher) -> Calibration:
     """Raises `RequestError` if the texts are too short to measure, and whatever starting an engine raises."""
     config = config.model_copy(update={"profile": "none"})
-    tasks = [Task("prompts", number, (prompt,)) for number, prompt in enumerate(prompts, 1)]
-    rows = [row for row in rows_for(config, baselines=False) if row.name in _ROWS]
+    rows = [row for row in rows_for(config) if row.name in _ROWS]
     plan = Plan(config, rows, tasks, params, together=False)
     measured = measure(plan, watcher)
     found = {one.name: one for one in figures(plan, measured)}

@@ -12,7 +12,6 @@ import contextlib
 import os
 import random
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,6 @@ from pearl.config import EngineConfig, SamplingParams
 from pearl.engine import Engine
 from pearl.engine.request import Prompt
 from pearl.engine.stream import Stream
-from pearl.errors import DraftLost
 from pearl.lab.bench.reference import Reference, TargetAlone, direct_rules
 from pearl.lab.bench.rows import parse_settings
 from pearl.metrics import Statistics
@@ -34,7 +32,6 @@ from pearl.models.runner import ModelRunner, feed_chain
 from pearl.worker.build import make_runner
 from pearl.worker.placement import place
 
-_PATIENCE_SECONDS = 300.0  # for a draft that was killed, with its back-off and a slow start on a busy machine
 _ROWS = 300  # tokens whose logits are compared
 _SLOTS = 3
 _REFERENCE_PIECE = 512  # tokens per forward of the reference
@@ -109,10 +106,10 @@ def check_pair(
     if config.datastore is not None:
         with Engine(config=config.model_copy(update={"datastore": None})) as engine:
             for rule, sampling in direct_rules(params).items():
-                yield _Texts(engine, asked, sampling, rule).check("ngram", known.get(rule))
+                yield _Texts(engine, asked, sampling, rule).check("ngram", known[rule])
     with Engine(config=config) as engine:
-        yield from check_texts(engine, asked, params, kill=kill, known=known)
         yield from _check_some(engine, shaped)
+        yield from check_texts(engine, asked, params, kill=kill, known=known)
     if has_slots:
         with Engine(config=config.model_copy(update={"slots": max(_SLOTS, config.slots)})) as engine:
             yield from _check_some(engine, plain, together=True)
@@ -171,19 +168,20 @@ def check_texts(
         kill: also decode texts during which the draft process is killed.
         known: the target's own texts; missing ones are decoded with `ar` by this engine.
     """
-    has_draft, known = engine.config.has_draft, known or {}
-    for rule, sampling in direct_rules(params).items():
-        texts = _Texts(engine, prompts, sampling, rule)
-        wanted = known.get(rule) or texts.tokens("ar")
+    has_draft, wanted = engine.config.has_draft, dict(known or {})
+    direct = {rule: _Texts(engine, prompts, sampling, rule) for rule, sampling in direct_rules(params).items()}
+    for rule, texts in direct.items():
+        wanted[rule] = wanted.get(rule) or texts.tokens("ar")
         for settings in ("ar", "ngram", *(_DIRECT if has_draft else ())):
-            yield texts.check(settings, wanted)
-        if has_draft and kill:
-            yield texts.check("pearl", wanted, kill=True)
+            yield texts.check(settings, wanted[rule])
     if has_draft:
-        texts = _Texts(engine, prompts, params, "ratio")
-        wanted = texts.tokens("pearl")
+        ratio = _Texts(engine, prompts, params, "ratio")
+        reference = ratio.tokens("pearl")
         for settings in _RATIO:
-            yield texts.check(settings, wanted, "pearl")
+            yield ratio.check(settings, reference, "pearl")
+    if has_draft and kill:  # last: without its draft a text of the ratio rule has the same distribution only
+        for rule, texts in direct.items():
+            yield texts.check("pearl", wanted[rule], kill=True)
 
 
 def _check_some(engine: Engine, references: Sequence[Reference], *, together: bool = False) -> Iterator[Finding]:
@@ -207,64 +205,37 @@ class _Texts:
 
     def __init__(self, engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, name: str) -> None:
         self._engine, self._prompts, self._params, self._name = engine, prompts, params, name
-        self._is_ratio = name == "ratio"
 
     def tokens(self, settings: str) -> list[list[int]]:
-        return [text.tokens for text in self._decode(settings)]
+        return [_read(self._start(prompt, settings)).tokens for prompt in self._prompts]
 
     def check(
         self,
         settings: str,
-        wanted: list[list[int]] | None = None,
+        wanted: list[list[int]],
         reference: str = _TARGET,
         *,
         kill: bool = False,
         together: bool = False,
     ) -> Finding:
-        """Compare the texts of a method with `wanted`; None: with those of `ar`.
+        """Compare the texts of a method with `wanted`.
 
         Args:
             kill: kill the draft's process after three pieces of each text.
             together: submit all prompts at once.
         """
-        wanted = self.tokens("ar") if wanted is None else wanted
-        if together:
-            streams = [self._start(prompt, settings) for prompt in self._prompts]
-            written = [_read(stream) for stream in streams]
-        else:
-            written = list(self._decode(settings, kill))
+        streams: Iterable[Stream] = (self._start(prompt, settings) for prompt in self._prompts)
+        streams = [*streams] if together else streams
+        written = [_read(stream, self._engine if kill else None) for stream in streams]
         struck = ", draft killed" if kill else ""
         several = f", {len(written)} texts in {self._engine.config.slots} slots" if together else ""
         store = ", datastore" if settings == "ngram" and self._engine.config.datastore is not None else ""
         return _compare(f"{self._name}: {settings}{store}{struck}{several}", reference, written, wanted)
 
-    def _decode(self, settings: str, kill: bool = False) -> Iterator[Written]:
-        for prompt in self._prompts:
-            yield (
-                self.drafted(prompt, settings)
-                if self._is_ratio
-                else _read(self._start(prompt, settings), self._engine if kill else None)
-            )
-
     def _start(self, prompt: Prompt, settings: str) -> Stream:
-        rule = "ratio" if self._is_ratio else "coupled"
+        rule = "ratio" if self._name == "ratio" else "coupled"
         decoding = parse_settings(f"{settings},rule={rule}")
         return self._engine.stream(prompt, self._params, decoding=decoding)
-
-    def drafted(self, prompt: Prompt, settings: str) -> Written:
-        """A text whose every token was decoded with the draft: without it only the distribution is the same.
-
-        Waits for a lost draft, which is restarted with back-off.
-
-        Raises:
-            DraftLost: it has not come back in `_PATIENCE_SECONDS`, or was lost in every text.
-        """
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while (written := _read(self._start(prompt, settings))).statistics.draft_lost:
-            if time.monotonic() > deadline:
-                raise DraftLost(f"in {_PATIENCE_SECONDS:.0f} s no text of the ratio rule had its draft from end to end")
-            time.sleep(0.2)
-        return written
 
 
 def _read(stream: Stream, kill_in: Engine | None = None) -> Written:

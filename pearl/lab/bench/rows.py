@@ -14,7 +14,6 @@ from pearl.spec.methods import AS_PUBLISHED
 
 AR, SD, SSD, PEARL, FIXED = "ar", "sd", "ssd", "pearl", "pearl, fixed"
 NGRAM, AHEAD, AUTO = "ngram", "pearl, ahead", "auto"
-GENERATE, LOOKUP = "generate", "generate, prompt lookup"
 PAIR, ALL = "pair", "all devices"  # systems
 AR_ON_ALL, NGRAM_ON_ALL = f"{AR}, {ALL}", f"{NGRAM}, {ALL}"
 PUBLISHED: dict[str, Any] = {"method": "pearl", **AS_PUBLISHED}
@@ -40,7 +39,7 @@ class Row:
     """One row of a benchmark.
 
     Attributes:
-        system: name of the system that decodes it. `generate` ignores `decoding`.
+        system: name of the engine that decodes it.
         params: how this row samples, its seed excepted; None: as the plan says.
         base: name of the row that its speedup is over.
     """
@@ -53,14 +52,11 @@ class Row:
     base: str = AR
 
 
-def rows_for(config: EngineConfig, baselines: bool, rule: str = "ratio") -> list[Row]:
+def rows_for(config: EngineConfig, rule: str = "ratio") -> list[Row]:
     """All rows that this pair can have.
 
-    `ar`, `ngram` and `generate` run on the target's devices; second rows run on all cores of the pair, if those are
-    more; over more GPUs a target is spread layer by layer, which is no faster.
-
-    Args:
-        baselines: whether to add rows of `generate`, which cannot load toys.
+    `ar` and `ngram` run on the target's devices; second rows run on all cores of the pair, if those are more; over more
+    GPUs a target is spread layer by layer, which is no faster.
     """
     target, draft = devices_of(config)
     both = target | draft
@@ -81,9 +77,6 @@ def rows_for(config: EngineConfig, baselines: bool, rule: str = "ratio") -> list
     rows = [Row(name, PAIR, _devices(one, target, both), one) for name, one in decodings.items()]
     if both != target and not both.gpus and not is_emulated(config):
         rows += [Row(f"{name}, {ALL}", ALL, both, DecodingConfig(method=name)) for name in (AR, NGRAM)]
-    if baselines:
-        rows += [Row(GENERATE, "generate", both), Row(f"{GENERATE}, assisted", "assisted", both)]
-        rows.append(Row(LOOKUP, "lookup", both))
     return rows
 
 
@@ -130,9 +123,3 @@ def _number(text: str) -> int | float | str:
 def is_emulated(config: EngineConfig) -> bool:
     """Whether the pair is toys with given forward times, which can be simulated too."""
     return bool(is_toy(config.target) and is_toy(config.draft) and config.target_pace and config.draft_pace)
-
-
-def check_comparable(config: EngineConfig) -> None:
-    """Raises `ConfigError` if rows would learn the texts from the rows before them."""
-    if config.habits:
-        raise ConfigError("--habits: here the same texts are decoded again and again, and would be known: leave it out")

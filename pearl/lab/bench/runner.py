@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine.conversation import Conversation
 from pearl.engine.request import submission
-from pearl.errors import RequestError
+from pearl.errors import ConfigError
 from pearl.lab import Watcher
 from pearl.lab.bench.rows import ALL, PAIR, PUBLISHED, SD, SSD, Row, is_emulated
-from pearl.lab.bench.systems import Decoded, Generate, OurSystem, System
+from pearl.lab.bench.systems import Decoded, System
 from pearl.lab.bench.tasks import Task
-from pearl.lab.simulate import Outcome, Timing, interpolated, paired_executors, simulate
+from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.lab.theory import MOST_GAMMA, sd_best_gamma
-from pearl.metrics import Statistics, Sums
+from pearl.metrics import Sums
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.toy import load_toy
 from pearl.spec.stops import FIXED as FIXED_STOP
@@ -86,18 +87,19 @@ class Measured:
 
 
 def measure(plan: Plan, watcher: Watcher) -> Measured:
-    """Run the benchmark. Raises whatever starting an engine or decoding raises."""
+    """Run the benchmark. Raises `ConfigError`, and whatever starting an engine or decoding raises."""
+    if plan.config.habits:
+        raise ConfigError("--habits: here the same texts are decoded again and again, and would be known: leave it out")
     return _Run(plan, watcher).run()
 
 
 class _Run:
     def __init__(self, plan: Plan, watcher: Watcher) -> None:
         self._plan, self._watcher = plan, watcher
-        self._tokenizer, self._defaults = load_tokenizer(plan.config.target)
-        self._raw = plan.raw or self._tokenizer.apply_chat([{"role": "user", "content": "."}]) is None
+        self._tokenizer, _ = load_tokenizer(plan.config.target)
+        self._raw = plan.raw or not self._tokenizer.chat_template
         self._rows = list(plan.rows)
         self._measured = Measured()
-        self._context: int | None = None  # tokens, the same for all engines
 
     def run(self) -> Measured:
         names = list(dict.fromkeys(row.system for row in self._rows))
@@ -113,17 +115,11 @@ class _Run:
     def _open_system(self, name: str, stack: ExitStack) -> System:
         self._watcher.say(f"starting {'the pair' if name == PAIR else name}")
         config = self._plan.config.model_copy(update={"trace": None})
-        devices = next(row.devices for row in self._rows if row.system == name)
-        system: System
-        if name == PAIR:
-            system = OurSystem(config)
-        elif name == ALL:
-            system = OurSystem(config.model_copy(update={"draft": "none", "target_device": devices.name}))
-        else:
-            system = Generate(config, devices, self._defaults, name == "assisted", name == "lookup")
+        if name == ALL:
+            devices = next(row.devices for row in self._rows if row.system == name)
+            config = config.model_copy(update={"draft": "none", "target_device": devices.name})
+        system = System(config)
         stack.callback(system.close)
-        if isinstance(system, OurSystem):
-            self._context = system.engine.context
         return system
 
     def _warm_up(self, systems: Mapping[str, System]) -> None:
@@ -145,51 +141,36 @@ class _Run:
         needs = [each.method in (SD, SSD) and not each.gamma and each.draft_stop == FIXED_STOP for each in chosen]
         if not any(needs):
             return
-        if self._plan.gamma is None and is_emulated(self._plan.config):
-            best = self._theoretical_gamma(pair)  # exact for an emulated pair
-        else:
-            best = self._plan.gamma or self._fastest_gamma(pair, self._theoretical_gamma(pair))
-        self._measured.gamma = best
+        find = self._theoretical_gamma if is_emulated(self._plan.config) else self._fastest_gamma
+        self._measured.gamma = best = self._plan.gamma or find(pair)
         self._rows = [
             replace(row, decoding=row.decoding.model_copy(update={"gamma": best})) if needs_one else row
             for row, needs_one in zip(self._rows, needs, strict=True)
         ]
 
     def _theoretical_gamma(self, pair: System) -> int:
-        """The best gamma by theory, for the speeds and the acceptance rate of one text."""
-        s = self._decode_one_turn(pair)
-        acceptance = s.acceptance_rate or 0.0
-        if is_emulated(self._plan.config):
-            timing = paced(self._plan.config)
-            return sd_best_gamma(acceptance, timing.t_draft, timing.t_target)
-        return sd_best_gamma(acceptance, s.t_draft, interpolated(s.t_target))
+        """The best for the acceptance rate of one text: exact for an emulated pair."""
+        timing, text = paced(self._plan.config), self._tried(pair, self._plan.tasks[:1], **PUBLISHED)
+        return sd_best_gamma(text.acceptance_rate or 0.0, timing.t_draft, timing.t_target)
 
-    def _decode_one_turn(self, pair: System) -> Statistics:
-        """The statistics of the first turn that fits the context. Raises `RequestError` if none does."""
-        for task in self._plan.tasks:
-            for decoded in self._decode_turns(pair, DecodingConfig(**PUBLISHED), task, 0, self._plan.params):
-                return decoded.statistics
-        raise RequestError("no prompt fits the context: shorten them, lower max_tokens, or raise max_context")
-
-    def _fastest_gamma(self, pair: System, start: int) -> int:
-        """The gamma found by hill climbing from `start` over measured tokens per second."""
+    def _fastest_gamma(self, pair: System) -> int:
+        """The fastest of 1, 2, ... up to where the next two are slower."""
         count = max(_GAMMA_TASKS, len({task.set for task in self._plan.tasks}))
         tasks = sorted(self._plan.tasks, key=lambda task: task.number)[:count]  # the first of each set come first
-        rates, top, before = self._measured.gammas, start, 0
-        while top != before:
-            before = top
-            new = [g for g in (top - 1, top, top + 1) if 1 <= g <= MOST_GAMMA and g not in rates]
-            totals = {g: [0, 0.0] for g in new}
-            for task in tasks:  # the candidates take turns too
-                for g in new:
-                    decoding = DecodingConfig(method="sd", gamma=g)
-                    for decoded in self._decode_turns(pair, decoding, task, 0, self._plan.params):
-                        totals[g][0] += decoded.statistics.late_tokens
-                        totals[g][1] += decoded.statistics.late_seconds
-            rates |= {g: tokens / seconds if seconds else 0.0 for g, (tokens, seconds) in totals.items()}
-            self._watcher.say(f"sd's gamma: {', '.join(f'{g}: {r:.1f} tokens/s' for g, r in sorted(rates.items()))}")
-            top = max(rates, key=lambda g: rates[g])
-        return top
+        rates, best = self._measured.gammas, 1
+        for gamma in range(1, MOST_GAMMA + 1):
+            rates[gamma] = self._tried(pair, tasks, method="sd", gamma=gamma).rate or 0.0
+            self._watcher.say(f"sd, gamma {gamma}: {rates[gamma]:.1f} tokens/s")
+            best = max(rates, key=lambda each: rates[each])
+            if gamma == best + 2:
+                break
+        return best
+
+    def _tried(self, pair: System, tasks: Sequence[Task], **settings: Any) -> Sums:
+        """The tasks' texts. `settings`: of `DecodingConfig`."""
+        decoding, params = DecodingConfig(**settings), self._plan.params
+        turns = (turn for task in tasks for turn in self._decode_turns(pair, decoding, task, 0, params))
+        return Sums(texts=[turn.statistics for turn in turns])
 
     # ---- the measurement ----
 
@@ -231,7 +212,7 @@ class _Run:
         conversation, params = Conversation(self._tokenizer, self._raw), self._seeded(params, task, repeat)
         for number, turn in enumerate(task.turns, 1):
             prompt = conversation.prompt(turn)
-            if self._context is not None and len(prompt) + (params.max_tokens or 1) > self._context:
+            if len(prompt) + (params.max_tokens or 1) > system.engine.context:
                 self._skip(f"{task.set} {task.number}, turn {number}")
                 return
             if number == 1:  # an earlier row has decoded the same prompt

@@ -1,22 +1,13 @@
-"""The systems of a benchmark: our engine, and `transformers`' `generate` in a process of its own."""
+"""An engine as a benchmark uses it, and the devices of its workers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing import get_context
-from typing import Any
 
 from pearl.config import DecodingConfig, EngineConfig, ModelRole, SamplingParams
 from pearl.engine import Engine
-from pearl.engine.request import resolve_sampling
-from pearl.errors import ConfigError, PearlError, StartError
-from pearl.lab.bench.generate import generate, load
 from pearl.metrics import Statistics
-from pearl.protocol.options import Shaping
-from pearl.text.tokenizer import GenerationDefaults
 from pearl.worker.placement import settled
 
 
@@ -26,7 +17,6 @@ class Decoded:
 
     Attributes:
         tokens: committed tokens, up to and including EOS.
-        statistics: of `generate` its times alone.
         prompt: the tokens before them. row: that decoded it.
     """
 
@@ -36,8 +26,8 @@ class Decoded:
     row: str = ""
 
 
-class OurSystem:
-    """Our engine."""
+class System:
+    """An engine that decodes one text after the other."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.engine = Engine(config=config)
@@ -53,73 +43,6 @@ class OurSystem:
 
     def close(self) -> None:
         self.engine.close()
-
-
-LOOKUP_TOKENS = 10  # candidates a step of `generate`'s prompt lookup: what its documentation shows
-
-
-class Generate:
-    """`generate` in a process. Raises `StartError` if the process cannot load its models, or has ended.
-
-    Args:
-        assisted: whether the draft is its assistant.
-        lookup: whether it looks for candidates in the text so far (`prompt_lookup_num_tokens`).
-    """
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        devices: Devices,
-        defaults: GenerationDefaults,
-        assisted: bool = False,
-        lookup: bool = False,
-    ) -> None:
-        self._defaults = defaults
-        self._options = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if lookup else {}
-        self._process = ProcessPoolExecutor(1, get_context("spawn"))
-        settings = {
-            "target": config.target,
-            "assistant": config.draft if assisted else None,
-            "target_dtype": _loadable_dtype(config.target_dtype),
-            "assistant_dtype": _loadable_dtype(config.draft_dtype),
-        }
-        self._ask(load, settings, devices.cores, devices.gpus)
-
-    def forget(self, decoding: DecodingConfig, prompt: Sequence[int]) -> None:
-        """`generate` keeps no cache between texts."""
-
-    def decode(self, decoding: DecodingConfig, prompt: Sequence[int], params: SamplingParams) -> Decoded:
-        sampling = _generate_options(params, self._defaults) | self._options
-        return Decoded(**self._ask(generate, list(prompt), params.max_tokens, params.seed, sampling))
-
-    def _ask(self, do: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return self._process.submit(do, *arguments).result()
-        except BrokenProcessPool:
-            raise StartError("transformers' process has ended; its error message stands above") from None
-        except PearlError as error:
-            self.close()
-            raise StartError(f"transformers' process: {error}") from None
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.shutdown()
-
-
-System = OurSystem | Generate
-
-
-def _generate_options(params: SamplingParams, defaults: GenerationDefaults) -> dict[str, Any]:
-    """The sampling settings as keyword arguments of `generate`."""
-    sampling = resolve_sampling(params, defaults, 0)
-    shaping = sampling.shaping or Shaping(0)
-    if shaping != Shaping(0, shaping.repetition_penalty):
-        raise ConfigError("transformers has a repetition_penalty, none of the other penalties, and other biases")
-    penalty = {"repetition_penalty": shaping.repetition_penalty}
-    if sampling.temperature == 0:
-        return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None, **penalty}
-    filters = {"top_k": sampling.top_k or None, "top_p": sampling.top_p, "min_p": sampling.min_p or None}
-    return {"do_sample": True, "temperature": sampling.temperature, **filters, **penalty}
 
 
 @dataclass(frozen=True)
@@ -155,8 +78,3 @@ def devices_of(config: EngineConfig) -> tuple[Devices, Devices]:
 def _resolve_devices(config: EngineConfig, role: ModelRole) -> Devices:
     device = settled(config, role)
     return Devices(tuple(sorted(device.cores or ())), tuple(sorted(device.gpus)))
-
-
-def _loadable_dtype(dtype: str) -> str:
-    """A dtype that `generate` can load: int8 and int4 are formats of ours."""
-    return "bfloat16" if dtype in ("int8", "int4") else dtype

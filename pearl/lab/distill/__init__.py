@@ -1,4 +1,4 @@
-"""Train and evaluate a draft: distillation on the target's own answers, and the acceptance rate to expect.
+"""Train a draft: distillation on the target's own answers.
 
     config       every setting of a run
     teacher      the loaded target: its model, tokenizer, and how it encodes prompts
@@ -9,7 +9,6 @@
     loss         the training loss
     learning     batches, schedules, optimizers and the training step
     run          the rounds of answering and learning, and its files
-    evaluate     compares a draft with the target on the target's answers
 
 It must not know processes, windows or the protocol: the draft is an ordinary checkpoint.
 """

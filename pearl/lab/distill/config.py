@@ -11,7 +11,6 @@ from pydantic import Field, field_validator, model_validator
 from pearl.config import Section, read_file
 from pearl.errors import ConfigError
 
-Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 
 # Beginnings of user requests: stories, questions, code, arithmetic. The target writes the rest.
@@ -44,7 +43,6 @@ class DistillConfig(Section):
 
     prompts: tuple[str, ...] = Field((), description="Files of prompts, .jsonl or a line each (may be given again).")
     openings: tuple[str, ...] = Field(OPENINGS, description="Starts of user turns, which the target continues.")
-    plain: Share = Field(0.3, description="Share of invented prompts with no opening at all.")
     held_out: Count = Field(64, description="Invented prompts kept for measuring, never trained on.")
     rounds: Count = Field(8, description="Rounds of answering, then learning.")
     answers_per_round: Count = Field(512, description="Answers that each round adds.")
@@ -65,10 +63,6 @@ class DistillConfig(Section):
         "adamw", description="muon: for the layers' matrices, AdamW for all else; learns more of as many tokens."
     )
     learning_rate: float = Field(1e-3, gt=0, description="Highest learning rate.")
-    warmup: Share = Field(0.02, description="Share of the run, at its start, in which the learning rate rises.")
-    decay: Share = Field(0.4, description="Share of the run, at its end, in which the rate falls to a hundredth.")
-    weight_decay: float = Field(0.0, ge=0, description="Of AdamW and Muon.")
-    clip: float = Field(1.0, gt=0, description="Largest norm of a gradient.")
     checkpoint_steps: Count = Field(200, description="Steps between two checkpoints; the end of a round has its own.")
 
     @field_validator("prompts", "openings", "layers", "temperatures", mode="before")
@@ -85,8 +79,6 @@ class DistillConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> DistillConfig:
-        if self.warmup + self.decay > 1:
-            raise ConfigError("warmup and decay are shares of one run: together at most 1")
         if self.init_from is not None and "layers" in self.model_fields_set:
             raise ConfigError("init_from brings its own layers: leave them out")
         if self.head and (self.init_from is not None or "layers" in self.model_fields_set):

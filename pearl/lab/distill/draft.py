@@ -91,11 +91,6 @@ def head(model: PreTrainedModel) -> torch.Tensor:
     return matrix
 
 
-def trainable_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
-    """By name."""
-    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-
-
 @torch.no_grad()
 def check_head(model: PreTrainedModel) -> None:
     """Raise `ModelError` unless logits are states times head: `head_loss` supports no scale, cap or bias."""

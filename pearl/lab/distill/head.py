@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from pearl.errors import DistillError
 from pearl.lab.distill.answers import Answer
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.draft import embeddings
-from pearl.lab.distill.learning import Batch, Optimizers, batch_of, packed
+from pearl.lab.distill.learning import Batch, Learner, batch_of
 from pearl.lab.distill.teacher import Teacher
 from pearl.models.forward.layers import tapped
 
@@ -31,14 +31,12 @@ _DEPTHS = 4  # steps that are learned
 _NORMS = ("hidden_norm", "input_layernorm", "post_attention_layernorm")  # of the layer
 _LATER = 0.8  # weight of a step's loss over that of the step before
 _LAYER = "midlayer."
-_MEASURED = 2048  # tokens of a batch when measuring
 
 
-class HeadModel(nn.Module):
+class HeadModel:
     """The weights of a head by their names in checkpoints, and its steps. `ids`: of its vocabulary, [tokens]."""
 
     def __init__(self, config: Any, embedding: torch.Tensor, ids: torch.Tensor, seed: int) -> None:
-        super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.dim = getattr(config, "head_dim", None) or hidden // self.heads
@@ -48,7 +46,7 @@ class HeadModel(nn.Module):
         def matrix(outputs: int, inputs: int) -> nn.Parameter:
             return nn.Parameter((torch.randn(outputs, inputs, generator=random) * 0.02).to(embedding.device))
 
-        self.weights = nn.ParameterDict()
+        self.weights: dict[str, nn.Parameter] = {}
         queries, keys = self.heads * self.dim, self.kv_heads * self.dim
         shapes = {"fc": (hidden, 3 * hidden), "lm_head": (len(ids), hidden)}
         for name, outputs in (("q", queries), ("k", keys), ("v", keys)):
@@ -57,21 +55,14 @@ class HeadModel(nn.Module):
         shapes |= {f"{_LAYER}mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")}
         shapes[f"{_LAYER}mlp.down_proj"] = (hidden, inner)
         for name, shape in shapes.items():
-            self.weights[_key(name)] = matrix(*shape)
+            self.weights[name] = matrix(*shape)
         for name in ("norm", *(f"{_LAYER}{each}" for each in _NORMS)):
-            self.weights[_key(name)] = nn.Parameter(torch.ones(hidden, device=embedding.device))
+            self.weights[name] = nn.Parameter(torch.ones(hidden, device=embedding.device))
         with torch.no_grad():
-            self.weights[_key("lm_head")].copy_(embedding[ids])
-
-    def named(self) -> dict[str, torch.Tensor]:
-        """The weights by their names in checkpoints."""
-        return {name.replace("/", ".") + ".weight": weight.detach() for name, weight in self.weights.items()}
-
-    def _of(self, name: str) -> torch.Tensor:
-        return self.weights[_key(name)]
+            self.weights["lm_head"].copy_(embedding[ids])
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return rms_norm(x.float(), x.shape[-1:], self._of(name).float(), self.eps)
+        return rms_norm(x.float(), x.shape[-1:], self.weights[name].float(), self.eps)
 
     def steps(self, features: torch.Tensor, ids: torch.Tensor, turns: torch.Tensor) -> Iterator[torch.Tensor]:
         """The outputs [batch, n - 1 - depth, hidden] of each step: item i of step d is for position i + 2 + d.
@@ -81,7 +72,7 @@ class HeadModel(nn.Module):
             turns: cosines and sines of positions, [2, n, dim].
         """
         count = ids.shape[1] - 1
-        states = linear(features[:, :count], self._of("fc"))
+        states = linear(features[:, :count], self.weights["fc"])
         seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values of the steps before
         for depth in range(_DEPTHS):
             if count - depth < 1:
@@ -102,7 +93,7 @@ class HeadModel(nn.Module):
         x = torch.cat(read, -1)
 
         def part(name: str, heads: int) -> torch.Tensor:
-            found = linear(x, self._of(f"{_LAYER}self_attn.{name}_proj"))
+            found = linear(x, self.weights[f"{_LAYER}self_attn.{name}_proj"])
             return found.view(batch, n, heads, self.dim).transpose(1, 2)
 
         cos, sin = turns[:, depth : depth + n]
@@ -118,17 +109,13 @@ class HeadModel(nn.Module):
         mixed = shares[..., :n] @ first_values
         for number, (_, values) in enumerate(seen[1:]):
             mixed = mixed + shares[..., n + number, None] * values[:, :, :n]
-        states = states + linear(mixed.transpose(1, 2).reshape(batch, n, -1), self._of(f"{_LAYER}self_attn.o_proj"))
+        states = states + linear(mixed.transpose(1, 2).reshape(batch, n, -1), self.weights[f"{_LAYER}self_attn.o_proj"])
         fed = self._norm(states, f"{_LAYER}post_attention_layernorm")
-        gate, up = (linear(fed, self._of(f"{_LAYER}mlp.{name}_proj")) for name in ("gate", "up"))
-        return states + linear(silu(gate) * up, self._of(f"{_LAYER}mlp.down_proj"))
+        gate, up = (linear(fed, self.weights[f"{_LAYER}mlp.{name}_proj"]) for name in ("gate", "up"))
+        return states + linear(silu(gate) * up, self.weights[f"{_LAYER}mlp.down_proj"])
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
-        return linear(self._norm(outputs, "norm"), self._of("lm_head")).float()
-
-
-def _key(name: str) -> str:
-    return name.replace(".", "/")  # a ParameterDict takes no dots
+        return linear(self._norm(outputs, "norm"), self.weights["lm_head"]).float()
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -136,12 +123,12 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
-class HeadLearner:
-    """A head that learns; as `Learner`."""
+class HeadLearner(Learner):
+    """A head that learns."""
 
     def __init__(self, config: DistillConfig, teacher: Teacher, answers: Iterable[Answer]) -> None:
         """`answers`: whose likeliest tokens are the head's vocabulary."""
-        self._config, self._target = config, teacher.model
+        self._target = teacher.model
         table = embeddings(teacher.model).detach()
         vocab, wanted = len(table), config.head_tokens or len(table)
         counts = torch.zeros(vocab, dtype=torch.float64)
@@ -151,24 +138,9 @@ class HeadLearner:
         self._place = torch.full((vocab,), -1, device=table.device)
         self._place[ids] = torch.arange(len(ids), device=table.device)
         self.head = HeadModel(teacher.model.config, table.float(), ids, config.seed)
-        self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        self._optimizers = Optimizers(dict(self.head.weights.items()), {_key("lm_head")}, config)
-
-    def state(self) -> dict[str, Any]:
-        return {"weights": self.head.named(), "ids": self.head.ids, "optimizers": self._optimizers.state()}
-
-    @torch.no_grad()
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Raises `DistillError` for the state of another head."""
-        own = self.head.named()
-        if own.keys() != state["weights"].keys() or not torch.equal(self.head.ids.cpu(), state["ids"].cpu()):
-            raise DistillError("the checkpoint belongs to another head than these settings describe")
-        for name, weight in own.items():
-            weight.copy_(state["weights"][name])
-        self._optimizers.restore(state["optimizers"])
+        super().__init__(config, self.head.weights, {"lm_head"})
 
     def step(self, answers: Sequence[Answer], progress: float, step: int) -> tuple[float, int]:
-        """See `Learner.step`."""
         batch = batch_of(answers, self.head.ids.device)
         losses, weight = [], 1.0
         for logits, ids, probs in self._judged(batch):
@@ -198,21 +170,17 @@ class HeadLearner:
                 rows = outputs[of[has], at[has]]
                 yield self.head.logits(rows), self._place[batch.top_ids[has]], batch.top_probs[has]
 
-    @torch.no_grad()
-    def agreement(self, answers: Sequence[Answer]) -> float:
-        """Share of answer tokens for which the head's likeliest token, of its first step, is the target's."""
-        agreed = total = 0
-        for numbers in packed(range(len(answers)), [one.length for one in answers], _MEASURED):
-            logits, ids, _ = next(self._judged(batch_of([answers[i] for i in numbers], self.head.ids.device)))
-            agreed += int((logits.argmax(-1) == ids[:, 0]).sum())
-            total += len(ids)
-        return agreed / total
+    def _agreed(self, answers: Sequence[Answer]) -> torch.Tensor:
+        """Of the head's first step."""
+        logits, ids, _ = next(self._judged(batch_of(answers, self.head.ids.device)))
+        return logits.argmax(-1) == ids[:, 0]
 
     def export(self, target: str, directory: Path, about: dict[str, Any]) -> None:
-        """Write the head in bfloat16. Raises `DistillError`."""
+        """In bfloat16."""
         config, head = self._target.config, self.head
         own = torch.arange(len(head.ids), device=head.ids.device)
-        tensors = {name: weight.to(torch.bfloat16).contiguous() for name, weight in head.named().items()}
+        weights = head.weights.items()
+        tensors = {f"{name}.weight": weight.detach().to(torch.bfloat16).contiguous() for name, weight in weights}
         written = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "hidden_size": config.hidden_size,

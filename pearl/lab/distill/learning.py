@@ -6,6 +6,7 @@ Everything random is keyed by the seed and the place in the run.
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -19,11 +20,15 @@ from transformers import PreTrainedModel
 from pearl.errors import DistillError
 from pearl.lab.distill.answers import Answer
 from pearl.lab.distill.config import DistillConfig
-from pearl.lab.distill.draft import embeddings, export, head, hidden_states, trainable_parameters
+from pearl.lab.distill.draft import embeddings, export, head, hidden_states
 from pearl.lab.distill.loss import head_loss
 
 _BATCHES_PER_SORT = 64  # answers are sorted by length within groups of so many batches: little padding, mostly random
 _ADAM_BETAS = (0.9, 0.95)
+_WARMUP, _DECAY = 0.03, 0.4  # shares of a run in which the learning rate rises, and falls
+_CLIP = 1.0  # largest norm of a gradient
+_MEASURED = 4096  # tokens of a batch when measuring, padding included
+_LOGIT_ROWS = 256  # rows of logits in memory at a time when measuring
 
 
 def generator(seed: int, *place: object) -> torch.Generator:
@@ -71,7 +76,7 @@ def packed(numbers: Sequence[int], lengths: Sequence[int], most: int) -> list[li
     return batches
 
 
-def rate(config: DistillConfig, progress: float) -> float:
+def rate(progress: float) -> float:
     """The learning rate as a share of the highest: a linear rise, a plateau, and a linear fall to a hundredth.
 
     Args:
@@ -79,9 +84,7 @@ def rate(config: DistillConfig, progress: float) -> float:
 
     Source: "Scaling laws and compute-optimal training beyond fixed training durations", Hägele et al. 2024.
     """
-    rising = progress / config.warmup if config.warmup else 1.0
-    falling = (1 - progress) / config.decay if config.decay else 1.0
-    return max(0.01, min(1.0, rising, falling))
+    return max(0.01, min(1.0, progress / _WARMUP, (1 - progress) / _DECAY))
 
 
 class Optimizers:
@@ -101,12 +104,12 @@ class Optimizers:
         is_muon = config.optimizer == "muon"
         matrices = [each for name, each in weights.items() if is_muon and each.ndim == 2 and name not in tables]
         others = [each for each in self._weights if not any(each is one for one in matrices)]
-        rate, decay = config.learning_rate, config.weight_decay
+        rate = config.learning_rate
         self._each: list[Optimizer] = []
         if others:
-            self._each.append(torch.optim.AdamW(others, lr=rate, betas=_ADAM_BETAS, weight_decay=decay))
+            self._each.append(torch.optim.AdamW(others, lr=rate, betas=_ADAM_BETAS, weight_decay=0.0))
         if matrices:
-            self._each.append(torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
+            self._each.append(torch.optim.Muon(matrices, lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
 
     def state(self) -> list[Any]:
         return [optimizer.state_dict() for optimizer in self._each]
@@ -119,10 +122,10 @@ class Optimizers:
         """Raises `DistillError` if loss or gradient is not finite. progress, step: see `Learner.step`."""
         for optimizer in self._each:
             for group in optimizer.param_groups:
-                group["lr"] = self._config.learning_rate * rate(self._config, progress)
+                group["lr"] = self._config.learning_rate * rate(progress)
             optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self._weights, self._config.clip)
+        norm = torch.nn.utils.clip_grad_norm_(self._weights, _CLIP)
         if not torch.isfinite(loss + norm):
             raise DistillError(
                 f"the loss is {loss.item()} and the gradient's norm {norm.item()} at step {step}. The last good "
@@ -158,32 +161,35 @@ def batch_of(answers: Sequence[Answer], device: torch.device) -> Batch:
     return Batch(*(tensor.to(device) for tensor in moved))
 
 
-class Learner:
-    """A draft that learns."""
+class Learner(ABC):
+    """What learns in a run, with its optimizers.
 
-    def __init__(self, config: DistillConfig, draft: PreTrainedModel) -> None:
-        self._config, self.draft = config, draft
-        tables = {id(embeddings(draft)), id(head(draft))}
-        weights = trainable_parameters(draft)
-        self._optimizers = Optimizers(weights, {name for name, each in weights.items() if id(each) in tables}, config)
+    Args:
+        weights: what learns, by name. tables: see `Optimizers`.
+    """
+
+    def __init__(
+        self, config: DistillConfig, weights: Mapping[str, torch.nn.Parameter], tables: Collection[str]
+    ) -> None:
+        self._config, self._weights = config, weights
+        self._optimizers = Optimizers(weights, tables, config)
         self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        self._fixed_head = None if head(draft).requires_grad else head(draft).to(self._dtype)
 
     def state(self) -> dict[str, Any]:
         """The trained weights and the optimizers, for `restore`."""
-        weights = {name: weight.detach() for name, weight in trainable_parameters(self.draft).items()}
+        weights = {name: weight.detach() for name, weight in self._weights.items()}
         return {"weights": weights, "optimizers": self._optimizers.state()}
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Raises `DistillError` for the state of another draft."""
-        parameters = trainable_parameters(self.draft)
-        if set(state["weights"]) != set(parameters):
+        """Raises `DistillError` for the state of another learner."""
+        if state["weights"].keys() != self._weights.keys():
             raise DistillError("the checkpoint belongs to another draft than these settings describe")
-        for name, weight in parameters.items():
+        for name, weight in self._weights.items():
             weight.copy_(state["weights"][name])
         self._optimizers.restore(state["optimizers"])
 
+    @abstractmethod
     def step(self, answers: Sequence[Answer], progress: float, step: int) -> tuple[float, int]:
         """Make one optimizer step; return (loss, tokens). Raises `DistillError` if loss or gradient is not finite.
 
@@ -191,10 +197,40 @@ class Learner:
             progress: see `rate`.
             step: number of steps before this one.
         """
-        batch = batch_of(answers, self.draft.device)
+
+    @torch.no_grad()
+    def agreement(self, answers: Sequence[Answer]) -> float:
+        """Share of answer tokens for which the learner's likeliest token is the target's."""
+        agreed = total = 0
+        for numbers in packed(range(len(answers)), [one.length for one in answers], _MEASURED):
+            found = self._agreed([answers[number] for number in numbers])
+            agreed, total = agreed + int(found.sum()), total + len(found)
+        return agreed / total
+
+    @abstractmethod
+    def _agreed(self, answers: Sequence[Answer]) -> torch.Tensor:
+        """For each answer token, whether the likeliest token is the target's."""
+
+    @abstractmethod
+    def export(self, target: str, directory: Path, about: dict[str, Any]) -> None:
+        """Write what has been learned. Raises `DistillError`."""
+
+
+class DraftLearner(Learner):
+    """A draft that learns."""
+
+    def __init__(self, config: DistillConfig, draft: PreTrainedModel) -> None:
+        self._draft = draft
+        tables = {id(embeddings(draft)), id(head(draft))}
+        weights = {name: weight for name, weight in draft.named_parameters() if weight.requires_grad}
+        super().__init__(config, weights, {name for name, each in weights.items() if id(each) in tables})
+        self._fixed_head = None if head(draft).requires_grad else head(draft).to(self._dtype)
+
+    def step(self, answers: Sequence[Answer], progress: float, step: int) -> tuple[float, int]:
+        batch = batch_of(answers, self._draft.device)
         loss = head_loss(
             self._states(batch),
-            head(self.draft) if self._fixed_head is None else self._fixed_head,
+            head(self._draft) if self._fixed_head is None else self._fixed_head,
             batch.top_ids,
             batch.top_probs,
             negatives=self._config.negatives,
@@ -205,10 +241,15 @@ class Learner:
 
     def _states(self, batch: Batch) -> torch.Tensor:
         """The draft's last states that predict the answer tokens [tokens, width]."""
-        with torch.autocast(self.draft.device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16):
-            states = hidden_states(self.draft, batch.ids)
+        with torch.autocast(self._draft.device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16):
+            states = hidden_states(self._draft, batch.ids)
         return states.flatten(0, 1)[batch.rows].to(self._dtype)
 
+    def _agreed(self, answers: Sequence[Answer]) -> torch.Tensor:
+        batch = batch_of(answers, self._draft.device)
+        states = hidden_states(self._draft, batch.ids).flatten(0, 1)[batch.rows]
+        chosen = [(some @ head(self._draft).T).argmax(-1) for some in states.split(_LOGIT_ROWS)]
+        return torch.cat(chosen) == batch.top_ids[:, 0]
+
     def export(self, target: str, directory: Path, about: dict[str, Any]) -> None:
-        """Write the draft. Raises `DistillError`."""
-        export(self.draft, target, directory, about)
+        export(self._draft, target, directory, about)

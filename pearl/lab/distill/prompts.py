@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pearl.lab.distill.teacher import Teacher
 
 _TEMPERATURE, _TOP = 1.0, 64  # of sampling invented prompts, among the _TOP likeliest tokens
+_PLAIN = 0.3  # share of invented prompts without an opening
 _TURNS_PER_PROMPT = 1.15  # invented: some are empty, duplicates or benchmark prompts
 
 
@@ -80,7 +81,6 @@ def invent(
     count: int,
     *,
     openings: Sequence[str],
-    plain: float,
     limit: int,
     batch: int,
     generator: torch.Generator,
@@ -91,7 +91,6 @@ def invent(
     Leaves out benchmark prompts, which the target may have memorised.
 
     Args:
-        plain: share of prompts without an opening, in [0, 1].
         batch: prompts generated at once.
         tick: see `answer`.
 
@@ -107,7 +106,7 @@ def invent(
     draw = random.Random(int(torch.randint(2**62, (), generator=generator)))
     bare = bool(teacher.encode_start(""))
     starts = [
-        "" if bare and (not openings or draw.random() < plain) else draw.choice(openings)
+        "" if bare and (not openings or draw.random() < _PLAIN) else draw.choice(openings)
         for _ in range(attempts(count))
     ]
     turns: list[Answer] = []

@@ -26,14 +26,13 @@ from pearl.lab import Watcher
 from pearl.lab.distill.answers import Answer, answer
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.draft import head, new_draft
-from pearl.lab.distill.evaluate import figures, observe
 from pearl.lab.distill.head import HeadLearner
-from pearl.lab.distill.learning import Learner, generator, plan
+from pearl.lab.distill.learning import DraftLearner, Learner, generator, plan
 from pearl.lab.distill.prompts import attempts, invent, training_prompts
 from pearl.lab.distill.teacher import choose_device, load_teacher
 
 HELD_OUT = "held-out"
-_FORMAT = 3  # of the files of a run
+_FORMAT = 4  # of the files of a run
 
 
 @dataclass(frozen=True)
@@ -69,9 +68,9 @@ class Distillation:
         self._place = Place()
         self._saved = _read(self._directory / "checkpoint.pt")
         if not config.head:  # whose vocabulary comes from answers
-            self._begin(Learner(config, new_draft(config, self._teacher)))
+            self._begin(DraftLearner(config, new_draft(config, self._teacher)))
 
-    def _begin(self, learner: Learner | HeadLearner) -> None:
+    def _begin(self, learner: Learner) -> None:
         self._learner = learner
         if self._saved is not None:
             self._place = Place(**self._saved["place"])
@@ -143,12 +142,7 @@ class Distillation:
 
     def _log(self, held_out: Sequence[Answer]) -> None:
         """Measure, report, and append to the log."""
-        tokens, learner = self._place.tokens, self._learner
-        agreement = (
-            learner.agreement(held_out)
-            if isinstance(learner, HeadLearner)
-            else figures(observe(self._teacher.model, learner.draft, held_out))["agreement"]
-        )
+        tokens, agreement = self._place.tokens, self._learner.agreement(held_out)
         self._watcher.say(f"{tokens:,} tokens seen: agreement on held-out answers {agreement:.3f}")
         entry = {"step": self._place.step, "tokens": tokens, "held_out_agreement": agreement}
         with (self._directory / "log.jsonl").open("a") as file:
@@ -209,7 +203,6 @@ class Distillation:
                 self._teacher,
                 wanted,
                 openings=config.openings,
-                plain=config.plain,
                 limit=config.max_prompt_tokens,
                 batch=config.answer_batch,
                 generator=generator(config.seed, name, "prompts"),

@@ -45,7 +45,7 @@ def record(
     """
     seen: set[tuple[int, ...]] = set()
     most = min(target.context, draft.context) - header.max_tokens
-    raw = raw or tokenizer.apply_chat([{"role": "user", "content": "."}]) is None
+    raw = raw or not tokenizer.chat_template
     for number, turns in enumerate(conversations, 1):
         conversation = Conversation(tokenizer, raw)
         for turn in turns:

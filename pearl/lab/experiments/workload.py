@@ -54,10 +54,6 @@ class Workload:
     def tokens(self) -> int:
         return sum(text.tokens for text in self.texts)
 
-    def at(self, **timing: Any) -> Workload:
-        """The same texts at other times."""
-        return replace(self, timing=replace(self.timing, **timing))
-
 
 def independent(
     timing: Timing, acceptance: float, requests: int, tokens: int, seed: int = 0, block: int | None = None

@@ -82,7 +82,7 @@ def measure_guesses(
         directory = Path(config.datastore)
         store = Datastore(directory, target.vocab_size)
         check_tokenizer(store.header, tokenizer, directory)
-    raw = tokenizer.apply_chat([{"role": "user", "content": "."}]) is None
+    raw = not tokenizer.chat_template
     prompt_of = Conversation(tokenizer, raw).prompt
     prompts = [prompt_of(task.turns[0]) for task in tasks]
 

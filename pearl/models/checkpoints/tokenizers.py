@@ -22,7 +22,7 @@ TOY_LIMIT = 140_000  # there are more printable characters than that, and no voc
 _LEAST_SHARED = 0.05  # share of the target's tokens that a draft must have
 
 
-class ToyTokenizer:
+class ToyTokenizer(Tokenizer):
     """One printable character per token, for toy models: 0-9, a-z, A-Z, then those from U+0100 on.
 
     Other characters are encoded as their code point modulo vocab_size, so that every text can be a prompt;
@@ -45,9 +45,6 @@ class ToyTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(self.token(id) or "" for id in ids)
-
-    def apply_chat(self, messages: list[dict[str, Any]], tools: Tools = None) -> list[int] | None:
-        return None
 
     def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None, **variables: Any) -> str | None:
         return None

@@ -1,22 +1,18 @@
-"""What is measured of a draft, against the same computed the long way; and the pieces that learning stands on."""
+"""The pieces that learning stands on, and what is measured of a draft, against the same computed the long way."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from pearl.cli import cli
 from pearl.errors import ModelError
 from pearl.lab.distill.answers import Answer, answer
+from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.draft import check_head
-from pearl.lab.distill.evaluate import evaluate, observe
-from pearl.lab.distill.learning import generator
+from pearl.lab.distill.learning import DraftLearner, generator
 from pearl.lab.distill.loss import head_loss
-from pearl.lab.distill.teacher import load_teacher
 from pearl.models.checkpoints.loading import load_model, load_runner
 from pearl.models.runner import feed_chain
 from tests.tiny import EOS_ID, tiny_model
@@ -100,48 +96,24 @@ def test_a_head_that_does_more_is_refused() -> None:
         check_head(loaded)
 
 
-# ---- figures ----
+# ---- agreement ----
 
 
-def test_observations_are_what_a_look_at_each_token_says() -> None:
-    """Brute force: both models on each prefix alone, sums over the vocabulary in Python."""
-    target, draft = model(), model(noise=0.6)
-    answers = [[11, 12, 13, 14, 15], [21], [31, 32, 33]]
+def test_agreement_is_what_a_look_at_each_token_says(tmp_path: Path) -> None:
+    """Brute force: the draft on each prefix alone."""
+    draft = model(noise=0.6)
+    learner = DraftLearner(DistillConfig(out=str(tmp_path)), draft)
+
+    def answered(prompt: list[int], tokens: list[int]) -> Answer:
+        return Answer(prompt, tokens, torch.tensor(tokens)[:, None], torch.ones(len(tokens), 1))
+
+    def likeliest(prefix: list[int]) -> int:
+        return int(draft(torch.tensor([prefix])).logits[0, -1].argmax())
+
     given = [
-        Answer(prompt, tokens, torch.tensor(tokens)[:, None], torch.ones(len(tokens), 1))
-        for prompt, tokens in zip(PROMPTS, answers, strict=True)
+        answered(prompt, [likeliest(prompt), *tokens])
+        for prompt, tokens in zip(PROMPTS, ([12, 13, 14, 15], [], [32, 33]), strict=True)
     ]
-    seen = observe(target, draft, given)
-    expected = []
-    for prompt, tokens in zip(PROMPTS, answers, strict=True):
-        for i, token in enumerate(tokens):
-            prefix = torch.tensor([[*prompt, *tokens[:i]]])
-            theirs, ours = (m(prefix).logits[0, -1].softmax(-1).tolist() for m in (target, draft))
-            overlap = sum(min(a, b) for a, b in zip(theirs, ours, strict=True))
-            expected.append((overlap, max(ours) == ours[token]))
-    found = sorted(zip(seen.overlap.tolist(), seen.agreed.tolist(), strict=True))
-    for (overlap, agreed), wanted in zip(found, sorted(expected), strict=True):
-        assert overlap == pytest.approx(wanted[0], abs=1e-5)
-        assert agreed == wanted[1]
-
-
-def test_the_target_is_its_own_best_draft() -> None:
-    teacher = load_teacher(str(tiny_model("llama", chat=True)), CPU, "float32")
-    found = evaluate(teacher, teacher.model, {"a": ["hello", "you"], "b": ["there"]}, limit=20, batch=2)
-    assert list(found) == ["a", "b", "all"]
-    assert found["all"]["agreement"] == 1.0
-    assert found["all"]["overlap"] == pytest.approx(1, abs=1e-5)
-
-
-def test_the_command(tmp_path: Path) -> None:
-    pair = [str(tiny_model("llama", chat=True, noise=0.3)), "--target", str(tiny_model("llama", chat=True))]
-    prompts = tmp_path / "some.jsonl"
-    prompts.write_text('{"question": "the end"}\n{"question": "and then"}\n')
-    common = ["evaluate-draft", *pair, str(prompts), "--max-tokens", "20", "--device", "cpu"]
-    done = CliRunner().invoke(cli, [*common, "--json"])
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)["sets"]["some"]
-    assert 0 < found["tokens"] <= 40
-    assert 0 <= found["agreement"] <= 1
-    table = CliRunner().invoke(cli, common).stdout
-    assert f"{found['agreement']:.3f}" in table
+    agreed = [likeliest(one.prompt + one.tokens[:i]) == one.tokens[i] for one in given for i in range(len(one.tokens))]
+    assert learner.agreement(given) == sum(agreed) / len(agreed) >= 3 / 9
+    assert learner.agreement(given[1:2]) == 1.0
