@@ -24,7 +24,7 @@ from pearl.lab.distill.prompts import training_prompts
 from pearl.lab.distill.run import Distillation, _locked
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer
-from pearl.models.runner import feed_chain
+from pearl.models.runner import ModelRunner, feed_chain
 from pearl.text.tokenizer import check_same_vocabulary
 from tests.conftest import Quiet
 from tests.tiny import VOCAB_SIZE, tiny_model
@@ -138,6 +138,31 @@ def test_learning_makes_it_agree_more(optimizer: str, tmp_path: Path) -> None:
     copied = tmp_path / "copied"
     run(settings(copied, layers=(0, 1, 2), rounds=1, learning_rate=1e-9))
     assert agreements(copied)[0] == 1.0
+
+
+def test_a_draft_learns_from_texts_of_its_own(tmp_path: Path) -> None:
+    """The first half of each batch is the draft's, as it was when the round began, with the target's rows along it."""
+    config = settings(tmp_path / "own", on_policy=0.5, temperatures=(0.0,), divergence="jsd")
+    run(config)
+    found = answered(tmp_path / "own")
+    loaded = load_runner(target(), device=CPU, dtype="float32")
+    first = found["round-000"]["answers"]
+    for number, one in enumerate(first):
+        rows = [feed_chain_anew(loaded, [*one["prompt"], *one["tokens"][:i]]) for i in range(len(one["tokens"]))]
+        likeliest = [int(row.argmax()) for row in rows]
+        assert likeliest == one["top_ids"][:, 0].tolist(), "the target's, along either's text"
+        assert (likeliest == one["tokens"]) == (number % 4 >= 2), "the draft's text is another"
+    assert agreements(tmp_path / "own")[-1] > agreements(tmp_path / "own")[0]
+    run(settings(tmp_path / "all", on_policy=1.0))
+    with pytest.raises(ConfigError, match="on_policy"):
+        Distillation(settings(tmp_path / "x", on_policy=0.5), Silent()).answer()
+    with pytest.raises(ConfigError, match="forward KL"):
+        settings(tmp_path / "x", head=True, divergence="tvd")
+
+
+def feed_chain_anew(runner: ModelRunner, tokens: list[int]) -> torch.Tensor:
+    runner.rollback(0)
+    return feed_chain(runner, tokens, 1)[0]
 
 
 def test_answers_alone_are_a_file_and_what_is_learnt_from_them_later_is_the_same(whole: Path, tmp_path: Path) -> None:

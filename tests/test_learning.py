@@ -12,7 +12,7 @@ from pearl.lab.distill.answers import Answer, answer
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.draft import check_head
 from pearl.lab.distill.learning import DraftLearner, generator
-from pearl.lab.distill.loss import head_loss
+from pearl.lab.distill.loss import DIVERGENCES, head_loss
 from pearl.models.checkpoints.loading import load_model, load_runner
 from pearl.models.runner import feed_chain
 from tests.tiny import EOS_ID, tiny_model
@@ -63,25 +63,40 @@ def test_drawn_tokens_have_the_recorded_frequencies() -> None:
 # ---- loss ----
 
 
-def reference(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-    """The same cross-entropy by autograd, row by row."""
+def divergence(p: torch.Tensor, q: torch.Tensor, name: str) -> torch.Tensor:
+    """Of two distributions, by definition; fkl without the first one's entropy."""
+    middle = (p + q) / 2
+    found = {
+        "fkl": -(p * q.log()).sum(),
+        "rkl": (q * (q / p).log()).sum(),
+        "jsd": ((p * (p / middle).log()).sum() + (q * (q / middle).log()).sum()) / 2,
+        "tvd": (p - q).abs().sum() / 2,
+    }
+    return found[name]
+
+
+def reference(
+    hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor, name: str
+) -> torch.Tensor:
+    """The same by autograd, row by row."""
     total = torch.zeros(())
     for row, kinds, theirs in zip(hidden, ids, probs, strict=True):
         ours = (weight @ row).softmax(-1)
         rest = torch.ones(len(weight), dtype=torch.bool)
         rest[kinds] = False
-        total = total - (theirs * ours[kinds].log()).sum() - (1 - theirs.sum()) * ours[rest].sum().log()
+        all_theirs = torch.cat((theirs, 1 - theirs.sum(0, keepdim=True)))
+        total = total + divergence(all_theirs, torch.cat((ours[kinds], ours[rest].sum(0, keepdim=True))), name)
     return total / len(hidden)
 
 
-@pytest.mark.parametrize("rows", [7, 1100])  # one chunk, several
-def test_the_loss_and_its_gradients(rows: int) -> None:
+@pytest.mark.parametrize(("rows", "name"), [(1100, "fkl"), *((7, name) for name in DIVERGENCES)])  # chunks, or one
+def test_the_loss_and_its_gradients(rows: int, name: str) -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(rows, 6, requires_grad=True), torch.randn(20, 6, requires_grad=True)
     probs, ids = (torch.randn(rows, 20) * 2).softmax(-1).topk(4)
-    wanted = reference(hidden, weight, ids, probs)
+    wanted = reference(hidden, weight, ids, probs, name)
     gradients = torch.autograd.grad(wanted, (hidden, weight))
-    found = head_loss(hidden, weight, ids, probs)
+    found = head_loss(hidden, weight, ids, probs, divergence=name)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)  # what is left over is a difference
     for ours, theirs in zip(torch.autograd.grad(found, (hidden, weight)), gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

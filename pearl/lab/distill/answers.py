@@ -7,7 +7,7 @@ the random numbers are the same on every device.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -102,6 +102,21 @@ def answer(
         tick(sum(rows[i].is_finished for i in going))
         batch.feed(chosen)
     return [row.answer for row in every]
+
+
+@torch.inference_mode()
+def along(model: PreTrainedModel, texts: Sequence[Answer], top: int) -> list[Answer]:
+    """The same texts with what `model` finds likeliest at each place, `top` tokens of it."""
+    head: torch.Tensor = model.get_output_embeddings().weight
+    found = []
+    for text in texts:
+        ids = torch.tensor([[*text.prompt, *text.tokens]], device=model.device)[:, :-1]
+        states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, len(text.prompt) - 1 :]
+        logits = (states @ head.T).float()
+        best = logits.topk(top)
+        probs = torch.exp(best.values - logits.logsumexp(-1, keepdim=True))
+        found.append(replace(text, top_ids=best.indices.int().cpu(), top_probs=probs.half().cpu()))
+    return found
 
 
 def _sample(

@@ -54,6 +54,12 @@ class DistillConfig(Section):
         32, ge=1, le=1024, description="Likeliest tokens recorded for each position; samples are of these."
     )
 
+    on_policy: float = Field(
+        0.0, ge=0, le=1, description="Share of answers that the draft writes, and the target judges (DistillSpec)."
+    )
+    divergence: Literal["fkl", "rkl", "jsd", "tvd"] = Field(
+        "fkl", description="Of target and draft: forward or reverse KL, Jensen-Shannon, total variation."
+    )
     passes: Count = Field(4, description="Tokens learnt from in a round, as a multiple of the tokens it added.")
     batch_tokens: Count = Field(2048, description="Tokens of a training batch, padding included.")
     negatives: int = Field(
@@ -83,6 +89,10 @@ class DistillConfig(Section):
             raise ConfigError("init_from brings its own layers: leave them out")
         if self.head and (self.init_from is not None or "layers" in self.model_fields_set):
             raise ConfigError("a head begins anew: leave init_from and layers out")
+        if self.head and (self.on_policy or self.divergence != "fkl"):
+            raise ConfigError(
+                "a head learns by forward KL from the target's own texts: leave on_policy and divergence out"
+            )
         return self
 
 

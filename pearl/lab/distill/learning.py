@@ -220,36 +220,37 @@ class DraftLearner(Learner):
     """A draft that learns."""
 
     def __init__(self, config: DistillConfig, draft: PreTrainedModel) -> None:
-        self._draft = draft
+        self.draft = draft
         tables = {id(embeddings(draft)), id(head(draft))}
         weights = {name: weight for name, weight in draft.named_parameters() if weight.requires_grad}
         super().__init__(config, weights, {name for name, each in weights.items() if id(each) in tables})
         self._fixed_head = None if head(draft).requires_grad else head(draft).to(self._dtype)
 
     def step(self, answers: Sequence[Answer], progress: float, step: int) -> tuple[float, int]:
-        batch = batch_of(answers, self._draft.device)
+        batch = batch_of(answers, self.draft.device)
         loss = head_loss(
             self._states(batch),
-            head(self._draft) if self._fixed_head is None else self._fixed_head,
+            head(self.draft) if self._fixed_head is None else self._fixed_head,
             batch.top_ids,
             batch.top_probs,
             negatives=self._config.negatives,
             generator=generator(self._config.seed, step, "negatives"),
+            divergence=self._config.divergence,
         )
         self._optimizers.step(loss, progress, step)
         return loss.item(), len(batch.rows)
 
     def _states(self, batch: Batch) -> torch.Tensor:
         """The draft's last states that predict the answer tokens [tokens, width]."""
-        with torch.autocast(self._draft.device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16):
-            states = hidden_states(self._draft, batch.ids)
+        with torch.autocast(self.draft.device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16):
+            states = hidden_states(self.draft, batch.ids)
         return states.flatten(0, 1)[batch.rows].to(self._dtype)
 
     def _agreed(self, answers: Sequence[Answer]) -> torch.Tensor:
-        batch = batch_of(answers, self._draft.device)
-        states = hidden_states(self._draft, batch.ids).flatten(0, 1)[batch.rows]
-        chosen = [(some @ head(self._draft).T).argmax(-1) for some in states.split(_LOGIT_ROWS)]
+        batch = batch_of(answers, self.draft.device)
+        states = hidden_states(self.draft, batch.ids).flatten(0, 1)[batch.rows]
+        chosen = [(some @ head(self.draft).T).argmax(-1) for some in states.split(_LOGIT_ROWS)]
         return torch.cat(chosen) == batch.top_ids[:, 0]
 
     def export(self, target: str, directory: Path, about: dict[str, Any]) -> None:
-        export(self._draft, target, directory, about)
+        export(self.draft, target, directory, about)

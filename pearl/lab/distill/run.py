@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
+from transformers import PreTrainedModel
 
 from pearl.errors import ConfigError, DistillError
 from pearl.lab import Watcher
-from pearl.lab.distill.answers import Answer, answer
+from pearl.lab.distill.answers import Answer, along, answer
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.draft import head, new_draft
 from pearl.lab.distill.head import HeadLearner
@@ -152,6 +153,8 @@ class Distillation:
 
     def answer(self) -> Path:
         """Answer the prompts of all rounds and learn nothing; return a file with a line {"prompt", "text"} for each."""
+        if self._config.on_policy:
+            raise ConfigError("answers alone are the target's: leave on_policy out")
         lines, path = list[str](), self._directory / "answers.jsonl"
         with _locked(self._directory):
             for name in [f"round-{round:03d}" for round in range(self._config.rounds)]:
@@ -181,17 +184,28 @@ class Distillation:
 
     def _generate(self, batch: str, prompts: Sequence[str]) -> list[Answer]:
         config, is_held_out = self._config, batch.startswith(HELD_OUT)
-        return answer(
-            self._teacher.model,
-            [self._teacher.encode_prompt(prompt) for prompt in prompts],
-            limit=config.max_answer_tokens,
-            eos=self._teacher.eos,
-            temperatures=(0.0,) if is_held_out else config.temperatures,
-            top=min(config.top, len(head(self._teacher.model))),
-            allow_loops=is_held_out,
-            generator=generator(config.seed, batch, "answers"),
-            tick=self._watcher.advance,
-        )
+        drafted = 0 if is_held_out else round(config.on_policy * len(prompts))
+        asked = [self._teacher.encode_prompt(prompt) for prompt in prompts]
+        target, top = self._teacher.model, min(config.top, len(head(self._teacher.model)))
+
+        def written(writer: PreTrainedModel, some: Sequence[Sequence[int]], whose: str) -> list[Answer]:
+            return answer(
+                writer,
+                some,
+                limit=config.max_answer_tokens,
+                eos=self._teacher.eos,
+                temperatures=(0.0,) if is_held_out else config.temperatures,
+                top=top,
+                allow_loops=is_held_out,
+                generator=generator(config.seed, batch, whose),
+                tick=self._watcher.advance,
+            )
+
+        found = written(target, asked[drafted:], "answers") if drafted < len(asked) else []
+        if drafted:
+            assert isinstance(self._learner, DraftLearner)
+            found = along(target, written(self._learner.draft, asked[:drafted], "drafted"), top) + found
+        return found
 
     def _prompts(self, name: str, count: int) -> list[str]:
         """Up to `count` prompts: a share of the given ones, and invented ones for the rest."""
