@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from pearl.decoding.rules import Judgement, ratio
@@ -19,6 +18,7 @@ from pearl.protocol.request import Request
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.speeds import ForwardTimes
 from pearl.text.grammar import Guide
+from tests.replace import replace
 
 LAW = "a correction from the target, not the residual"
 

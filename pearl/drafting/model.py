@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
+from msgspec.structs import replace
 
 from pearl.decoding.rules import make_block_half, make_draft_half, rule_in_force
 from pearl.decoding.shaping import MakeGuide, make_shaper

@@ -7,15 +7,16 @@ proposals; a `ProposalStore` keeps those of one request.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from pearl.protocol.foresight import Seen
 from pearl.protocol.messages import Source
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
+class Proposal(Struct, frozen=True):
     """Tokens guessed for the positions from `start` on.
 
     Attributes:
