@@ -203,10 +203,7 @@ class Engine:
         return encode(self.tokenizer, prompt, raw, self.context)
 
     def start_trace(self, path: str | Path) -> None:
-        """Records what both workers do until `stop_trace`; only between two requests.
-
-        The KV cache starts empty, so that the recording can be replayed. Raises `TraceError`.
-        """
+        """Records what both workers do until `stop_trace`. Raises `TraceError`."""
         self.client.recording.start(Path(path).absolute())
 
     def stop_trace(self) -> Path:

@@ -125,12 +125,6 @@ class DraftGone(Struct, frozen=True):
     request: int | None = None
 
 
-class Hold(Struct, frozen=True):
-    """Begin no more requests, as a recording begins or ends between two; or begin those that wait."""
-
-    is_held: bool
-
-
 class Failed(OfRequest, frozen=True):
     """A command's result cannot be used. Ends only this request."""
 

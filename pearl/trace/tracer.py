@@ -60,7 +60,7 @@ class Tracer:
         self._opened: dict[int, tuple[int, dict[str, Any]]] = {}  # running request -> since when, its arguments
 
     def start(self, number: int) -> None:
-        """Begin recording `number`, between two requests and with a new state machine.
+        """Begin recording `number`. Of requests that run already it has what is left.
 
         Raises `TraceError` during another recording, or if the file cannot be created.
         """
@@ -73,6 +73,7 @@ class Tracer:
     def stop(self, number: int | None = None) -> None:
         """End and complete the recording if there is one (and it is `number`)."""
         if self.recorder is not None and number in (None, self.number):
+            self._follow_requests({}, self.clock(), self.clock())
             recorder, self.recorder, self.number = self.recorder, None, 0
             recorder.close()
 
@@ -84,8 +85,9 @@ class Tracer:
         self, track: int, kind: str, name: str, start: int, end: int, args: dict[str, Any] | None = None
     ) -> None:
         """Record what lasted from `start` to `end`, and the time that recording takes. Thread-safe."""
-        if self.recorder is not None and end >= self._since:
-            self.recorder.record(track, kind, name, max(start, self._since), end, args)
+        recorder = self.recorder  # the loop may end the recording meanwhile
+        if recorder is not None and end >= self._since:
+            recorder.record(track, kind, name, max(start, self._since), end, args)
             self._spent_since(end)
 
     def _spent_since(self, end: int) -> None:

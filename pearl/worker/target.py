@@ -24,7 +24,6 @@ from pearl.protocol.events import (
     End,
     Failed,
     Forward,
-    Hold,
     Open,
     Send,
     Wait,
@@ -130,14 +129,6 @@ class TargetWorker:
             if not self._gathers():
                 self._forward()
         else:
-            if self._recordings.are_due and not self._coordinator.running:
-                trace = self._recordings.begin_or_end()
-                if trace is not None and self._draft.peer is not None:
-                    self._draft.post(trace)
-                    self._draft.compare_clocks(self._tracer)
-                elif trace is not None:
-                    self._recordings.done()
-                self._hold()
             self._receive(PROBE_SECONDS if self._coordinator.running else _IDLE_SECONDS)
             self._look_after_peers()
 
@@ -153,9 +144,8 @@ class TargetWorker:
                 if peer == self._draft.peer:
                     self._lose_draft(str(error))
                 elif isinstance(error, TransportError):
-                    self._recordings.lose(peer)
+                    self._record(self._recordings.lose(peer))
                     self._commands.extend(map(Cancel, self._fronts.lose(peer)))
-                    self._hold()
                 else:
                     self._warn("dropped a message of a peer: %s", error)
                     self._mail.post(Error(-1, type(error).__name__, str(error)), peer)
@@ -188,8 +178,7 @@ class TargetWorker:
             case Cancel(request) if is_front:
                 self._commands.extend(map(Cancel, self._fronts.numbers(peer, request)))
             case Trace() if is_front:
-                self._recordings.wish(peer, message)
-                self._hold()
+                self._record(self._recordings.ask(peer, message))
             case Trace() if is_draft:
                 self._recordings.done(message)
             case Resync() | Heartbeat() | Error() if is_draft:
@@ -275,7 +264,6 @@ class TargetWorker:
                     self._handle(event)
             except DraftLost as lost:
                 self._lose_draft(str(lost))
-        self._recordings.look(now)
         if now - self._reassured > _FRONT_SECONDS:
             self._reassured = now
             for peer in self._fronts.to_reassure | self._recordings.fronts:
@@ -283,12 +271,14 @@ class TargetWorker:
                 work = "queued" if ahead else self._coordinator.state.value
                 self._mail.post(Heartbeat(self._num_forwards, work, ahead), peer)
 
-    # ---- recording ----
-
-    def _hold(self) -> None:
-        """Begin no more requests while a recording is to begin or end; else those that wait."""
-        if self._coordinator.scheduler.is_held != self._recordings.are_due:
-            self._handle(Hold(self._recordings.are_due))
+    def _record(self, trace: Trace | None) -> None:
+        """A recording has begun or ended here: the draft is to do likewise."""
+        if trace is None:
+            return
+        if self._draft.peer is None:
+            self._recordings.done()
+        self._draft.post(trace)
+        self._draft.compare_clocks(self._tracer)
 
     def _warn(self, text: str, why: object) -> None:
         """Now and then: a peer may send faults as fast as it likes."""
