@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from pearl.document import damaged
 from pearl.errors import TraceError
 from pearl.spec.transports import is_on_one_host
-from pearl.trace.outcomes import ACCEPTED, DISCARDED, REJECTED, Outcomes
+from pearl.trace.outcomes import ACCEPTED, DISCARDED, REJECTED, Outcomes, messages
 from pearl.trace.recorder import BESIDE, LOOP, TRACKS, TRANSPORT, Part, Record, part_paths
 
 VERSION = 9  # of the metadata under "pearl_trace"
@@ -109,7 +109,7 @@ class _Merged:
                 self._sent[tuple(args["message"])] = record.start
         elif is_target and "error" not in args:
             if record.name == "decide" and is_rejection(args):
-                verdicts = _sent(args, "Verdict")
+                verdicts = messages(args, "Send", "Verdict")
                 self._rejections |= {("Verdict", m["request"], m["epoch"], m["start"]) for m in verdicts}
             self._outcomes.learn(record)
 
@@ -180,7 +180,7 @@ class _Merged:
     def _drafted(self, forward: Record, decision: dict[str, Any]) -> tuple[Record, list[int]]:
         """A forward with the outcomes of the tokens drafted in it, and when they were judged after it."""
         args, judged = dict(forward.args), []
-        for message in _sent(decision, "DraftTokens"):
+        for message in messages(decision, "Send", "DraftTokens"):
             outcomes = self._outcomes.of(message)
             fates = [fate for fate, _ in outcomes]
             if message["after"] is not None:
@@ -263,16 +263,9 @@ def incident(event: dict[str, Any]) -> str | None:
     return None
 
 
-def _sent(decision: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
-    """Messages of a kind that a decision sends to the other worker."""
-    messages = (command["message"] for command in decision.get("commands", ()) if command["type"] == "Send")
-    return (message for message in messages if message["type"] == kind)
-
-
 def committed(decision: dict[str, Any]) -> list[tuple[int, list[str]]]:
     """The tokens that a decision of the target commits: each request, and the source of each of its tokens."""
-    messages = (c["message"] for c in decision.get("commands", ()) if c["type"] == "Deliver")
-    return [(m["request"], m["provenance"]) for m in messages if m["type"] == "Committed"]
+    return [(m["request"], m["provenance"]) for m in messages(decision, "Deliver", "Committed")]
 
 
 def is_rejection(decision: dict[str, Any]) -> bool:

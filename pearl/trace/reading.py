@@ -57,7 +57,6 @@ class Trace:
         target: what its loop did: the outermost slices, without requests.
         drafts: the same of each draft: there are several if one was lost and restarted.
         requests: the target's.
-        counters: name -> (time, value).
     """
 
     path: Path
@@ -66,7 +65,6 @@ class Trace:
     drafts: list[list[Slice]] = field(default_factory=list)
     requests: list[Slice] = field(default_factory=list)
     verdicts: list[Arrow] = field(default_factory=list)
-    counters: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
     @property
     def draft(self) -> list[Slice]:
@@ -132,10 +130,7 @@ def _sort(events: list[Event], trace: Trace) -> None:
     fates = set(DRAFTED.values())
     sent: dict[Any, float] = {}
     for event in events:
-        if event["ph"] == "C":
-            series = trace.counters.setdefault(event["name"], [])
-            series.append((event["ts"] / 1e6, event["args"][event["name"]]))
-        elif event["ph"] == "s" and event["name"] in (VERDICT, REJECTION):
+        if event["ph"] == "s" and event["name"] in (VERDICT, REJECTION):
             sent[event["id"]] = event["ts"] / 1e6
         elif event["ph"] == "f" and event["id"] in sent:
             read_at, is_rejection = event["ts"] / 1e6, event["name"] == REJECTION

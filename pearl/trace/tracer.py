@@ -14,13 +14,12 @@ from typing import Any, TypeVar
 import torch
 
 from pearl.errors import ProtocolError, TraceError
-from pearl.models.runner import Feed, ModelRunner, WrappedRunner
 from pearl.protocol import events
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.messages import Begin, Message, Pong, Submit
 from pearl.protocol.request_machine import RequestMachine
-from pearl.trace.recorder import AHEAD, CONSUMER, DRAFT, GPU, HELD_ROW, LOOP, MAIL, START_UP, VERDICT, Recorder
+from pearl.trace.recorder import AHEAD, CONSUMER, DRAFT, HELD_ROW, LOOP, MAIL, START_UP, VERDICT, Recorder
 from pearl.transport.base import Endpoint, Fault, Peer, Received, TensorChannel
 from pearl.transport.mailbox import Mailbox
 
@@ -213,10 +212,6 @@ class Tracer:
             drawn = {"start": command.start + tokens, "tokens": list(event.tokens)}
             record(LOOP, "busy", "sample", done, end, drawn)
 
-    def runner(self, runner: ModelRunner) -> ModelRunner:
-        """On a GPU, record its time there too; on a CPU the forward's own slice has it."""
-        return _TimedOnGpu(runner, self) if runner.device.type == "cuda" else runner
-
     # ---- communication and waiting ----
 
     def mailbox(self, endpoint: Endpoint, **hooks: Callable[..., Any]) -> Mailbox:
@@ -347,34 +342,3 @@ class _TracedChannel:
     def receive(self, count: int) -> torch.Tensor:
         rows: torch.Tensor = self._tracer.communicated("receive rows", self._channel.receive, count)
         return rows
-
-
-class _TimedOnGpu(WrappedRunner):
-    """Brackets each forward with two CUDA events, and reads them where the loop waits for the device anyway.
-
-    Chained forwards, for which the loop does not wait, are on the track of the thread beside it.
-    """
-
-    def __init__(self, runner: ModelRunner, tracer: Tracer, event: Callable[[], Any] | None = None) -> None:
-        super().__init__(runner)
-        self._tracer = tracer
-        self._event = event or (lambda: torch.cuda.Event(enable_timing=True))
-        self._running: tuple[Any, Any] | None = None
-
-    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        if self._tracer.recorder is None:
-            return self._runner.forward(feeds)
-        began, ended = self._event(), self._event()
-        began.record()
-        logits = self._runner.forward(feeds)
-        ended.record()
-        self._running = (began, ended)
-        return logits
-
-    def synchronize(self) -> None:
-        super().synchronize()
-        if self._running is not None:
-            (began, ended), self._running = self._running, None
-            now = self._tracer.clock()
-            start = now - round(began.elapsed_time(ended) * 1e6)  # milliseconds
-            self._tracer.record(GPU, "busy", "forward", start, now)

@@ -193,7 +193,7 @@ def _loaded(
     start = tracer.clock()
     runner = make_runner(model, device, progress, features)
     tracer.note("busy", "load", start)
-    return tracer.runner(runner)
+    return runner
 
 
 def _tokenizer(model: ModelConfig, progress: Progress) -> Tokenizer:
