@@ -12,7 +12,7 @@ import torch
 
 from pearl.config.sampling import LEAST_LOGPROB
 from pearl.decoding.distribution import PackedRow
-from pearl.decoding.rules import TargetHalf, make_target_half, rule_in_force
+from pearl.decoding.rules import TargetHalf, make_target_half
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
 from pearl.decoding.shaping import MakeGuide, Shaper, make_shaper
@@ -252,23 +252,20 @@ class TargetExecutor:
 
     def _open(self, command: Open) -> None:
         self._requests = {number: each for number, each in self._requests.items() if each.slot != command.slot}
-        rule = make_target_half(command.options.rule, command.options.sampling, command.options.parameters)
-        spec, text = rule_in_force(command.options.rule, command.options.sampling), None
-        if command.options.stops:
+        options, sampling, text = command.options, command.options.sampling, None
+        if options.stops:
             assert self._text_stream is not None
-            text = self._text_stream(command.prompt, command.options.stops)
-        direct = DirectDraw(command.options.sampling)
-        shaper = make_shaper(command.options.sampling.shaping, command.prompt, self._guides)
+            text = self._text_stream(command.prompt, options.stops)
         self._requests[command.request] = _Request(
             command.slot,
-            rule,
-            direct,
-            spec,
+            make_target_half(options.rule, sampling, options.parameters),
+            DirectDraw(sampling),
+            options.rule_in_force,
             text,
             command.prompt,
-            shaper,
-            METHODS[command.options.method],
-            logprobs=command.options.logprobs,
+            make_shaper(sampling.shaping, command.prompt, self._guides),
+            METHODS[options.method],
+            logprobs=options.logprobs,
         )
 
     def _guess(self, command: Guess) -> Guessed:

@@ -20,7 +20,7 @@ from pearl.decoding.sampling import Shortlist
 from pearl.errors import RequestError
 from pearl.protocol.events import Odds
 from pearl.protocol.options import Sampling
-from pearl.spec.rules import Parameters, RuleSpec, find
+from pearl.spec.rules import Parameters, find
 
 Drafted = tuple[Tensor, Tensor | None]  # a draw, and what the target needs to judge it
 Tops = Sequence[Shortlist]
@@ -113,17 +113,6 @@ class TargetHalf(Protocol):
         ...
 
 
-def rule_in_force(name: str, sampling: Sampling) -> RuleSpec:
-    """The rule that decides under this sampling: at temperature 0 mostly the direct one; see `RuleSpec.at`.
-
-    Raises `RequestError` for a name that is not registered.
-    """
-    try:
-        return find(name).at(sampling.temperature)
-    except ValueError as error:
-        raise RequestError(str(error)) from None
-
-
 def make_draft_half(name: str, sampling: Sampling, parameters: Parameters = ()) -> DraftHalf:
     """Of a rule that judges tokens. Raises `RequestError` for an unknown rule or a parameter that it does not take."""
     half: DraftHalf = _make("draft", name, sampling, parameters)
@@ -144,9 +133,8 @@ def make_target_half(name: str, sampling: Sampling, parameters: Parameters = ())
 
 def _make(side: str, name: str, sampling: Sampling, parameters: Parameters) -> Any:
     """A half, with those of the rule's parameters that it takes."""
-    spec = rule_in_force(name, sampling)
     try:
-        values = find(name).values(parameters)
+        spec, values = find(name).at(sampling.temperature), find(name).values(parameters)
     except ValueError as error:
         raise RequestError(str(error)) from None
     module, _, factory = getattr(spec, side).partition(":")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pearl.decoding.keys import DrawKeys, Purpose, exponentials
+from pearl.decoding.keys import Purpose, draw_key, exponentials
 from pearl.decoding.rules import Drafted, Judgement, Tops
 from pearl.decoding.sampling import (
     Shortlist,
@@ -34,7 +34,6 @@ class DirectDraw:
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
-        self._keys = DrawKeys(sampling)
         self.is_filtered = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
 
     def __call__(self, logits: Tensor, position: int, top: Shortlist | None = None) -> Tensor:
@@ -55,7 +54,7 @@ class DirectDraw:
         return race_rows(probabilities(logits, self.sampling), keys)
 
     def key(self, position: int) -> int:
-        return self._keys(position, Purpose.DIRECT)
+        return draw_key(self.sampling, position, Purpose.DIRECT)
 
 
 class DirectDraft:

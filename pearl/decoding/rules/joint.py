@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pearl.decoding.keys import DrawKeys, Purpose
+from pearl.decoding.keys import Purpose, draw_key
 from pearl.decoding.rules import Judgement
 from pearl.decoding.sampling import greedy, pick, probabilities, read_draw
 from pearl.protocol.events import Odds
@@ -44,7 +44,6 @@ class JointTarget:
     def __init__(self, sampling: Sampling, tau: float, depth: int) -> None:
         self.sampling, self._tau, self._is_greedy = unwarped(sampling), tau, sampling.temperature == 0
         self._is_by_token = depth == 1  # then several blocks are judged at a time
-        self._keys = DrawKeys(sampling)
 
     def launch(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
         return probabilities(logits, self.sampling)
@@ -80,7 +79,7 @@ class JointTarget:
             return Judgement(accepted, None, odds)
         if self._is_greedy:
             return Judgement(accepted, read_draw(greedy(logits[accepted])), odds)
-        own = pick(target[accepted], self._keys(start + accepted, Purpose.CORRECTION))
+        own = pick(target[accepted], draw_key(self.sampling, start + accepted, Purpose.CORRECTION))
         return Judgement(accepted, read_draw(own), odds)
 
 

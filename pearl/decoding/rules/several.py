@@ -81,7 +81,7 @@ class BatchTarget(RatioTarget):
             chosen, rest, rejected = self._choose(position, drawn, target, draft)
             sums.append((1 - rejected, 0.0))
             if chosen is None:
-                correction = pick(rest, self._key(position, Purpose.CORRECTION), otherwise=target)
+                correction = pick(rest, draw_key(self.sampling, position, Purpose.CORRECTION), otherwise=target)
                 return Judgement(i, read_draw(correction), odds_of(sums))
             own = drawn[chosen]
             self._next, self._sequences = position + 1, self._going_on(own, drawn)
@@ -120,8 +120,6 @@ class BatchTarget(RatioTarget):
         return 1
 
     def _uniform(self, position: int, number: int) -> float:
-        if number == 0:
-            return uniform(self._key(position, Purpose.ACCEPT))
         return uniform(draw_key(self.sampling, position, Purpose.ACCEPT, number))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pearl.decoding.keys import DrawKeys, Purpose, uniform
+from pearl.decoding.keys import Purpose, draw_key, uniform
 from pearl.decoding.rules import Drafted, Judgement, Tops
 from pearl.decoding.sampling import Shortlist, pick, probabilities, read_draw, shares
 from pearl.protocol.events import Odds
@@ -22,11 +22,10 @@ class SampledDraft:
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
-        self._keys = DrawKeys(sampling)
 
     def draft(self, logits: Sequence[Tensor], positions: Sequence[int], tops: Tops = ()) -> list[Drafted]:
         every = [probabilities(row, self.sampling) for row in logits]
-        keys = [self._keys(position, Purpose.DRAFT) for position in positions]
+        keys = [draw_key(self.sampling, position, Purpose.DRAFT) for position in positions]
         return [(pick(probs, key), probs) for probs, key in zip(every, keys, strict=True)]
 
     def likeliest(
@@ -42,7 +41,6 @@ class TokenTarget:
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
-        self._keys = DrawKeys(sampling)
 
     def accepts(self, u: float, target_prob: float, draft_prob: float) -> bool:
         """Whether a token with these probabilities is accepted, given a uniform u in [0, 1)."""
@@ -80,9 +78,10 @@ class TokenTarget:
             for i, (target_prob, draft_prob, *both) in enumerate(self._facts(target, draft, tokens[part])):
                 position = start + first + i
                 sums.append((both[0], sum(both[1:])))
-                if not self.accepts(uniform(self._key(position, Purpose.ACCEPT)), target_prob, draft_prob):
+                if not self.accepts(uniform(draw_key(self.sampling, position, Purpose.ACCEPT)), target_prob, draft_prob):
                     rest = self.replacement(target[i], draft[i])
-                    token = read_draw(pick(rest, self._key(position, Purpose.CORRECTION), otherwise=target[i]))
+                    key = draw_key(self.sampling, position, Purpose.CORRECTION)
+                    token = read_draw(pick(rest, key, otherwise=target[i]))
                     return Judgement(first + i, token, odds_of(sums))
         return Judgement(len(tokens), None, odds_of(sums))
 
@@ -100,9 +99,6 @@ class TokenTarget:
             columns.append(bias)
         facts: list[list[float]] = torch.cat(columns, 1).tolist()
         return facts
-
-    def _key(self, position: int, purpose: Purpose) -> int:
-        return self._keys(position, purpose)
 
 
 def odds_of(sums: Sequence[tuple[float, float]]) -> Odds:
