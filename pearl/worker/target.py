@@ -96,7 +96,6 @@ class TargetWorker:
         self._forward_together = tracer.computing(executor.forward)
         post: Post = lambda message, peer: self._mail.post(message, peer)  # noqa: E731
         self._fronts = Fronts(post, settings)
-        self._times = self._fronts.times
         self._draft = DraftLink(settings, executor, channel)
         self._recordings = Recordings(tracer, post)
         self._warnings = Bucket(_WARNINGS, _WARNINGS_PER_SECOND, time.monotonic())
@@ -157,7 +156,8 @@ class TargetWorker:
         is_draft, is_front = peer == self._draft.peer, peer in self._fronts
         match message:
             case DraftTokens() if is_draft:  # first: these come between two forwards
-                self._times.draft_waited(message.request, message.waited)
+                watch = self._fronts.watch(message.request)
+                watch.draft_waited = max(watch.draft_waited, message.waited)
                 self._on_draft(message)
             case ProtocolError() | TransportError():
                 raise message
@@ -293,7 +293,7 @@ class TargetWorker:
     def _carry_out(self, command: object) -> None:
         match command:
             case Send(message):
-                self._times.resume(getattr(message, "request", -1))
+                self._fronts.watch(getattr(message, "request", -1)).resume(time.monotonic())
                 self._draft.send(message)
             case Deliver(Committed() as message):
                 logprobs = self._executor.logprobs(message.request, message.start, len(message.tokens))
@@ -301,7 +301,7 @@ class TargetWorker:
             case Deliver(Preview() as message):
                 self._fronts.deliver(message)
             case Wait(cause, request=request):
-                self._times.wait(request, cause.value)
+                self._fronts.watch(request).wait(cause.value, time.monotonic())
             case DraftDropped(reason):
                 self._warn("the draft cannot go on with this request: %s; the target goes on alone", reason)
             case End(request):
@@ -311,11 +311,12 @@ class TargetWorker:
             case Forward():
                 self._forwards.append(command)
             case _:
-                request = getattr(command, "request", -1)
-                self._times.resume(request)
+                request, now = getattr(command, "request", -1), time.monotonic()
+                watch = self._fronts.watch(request)
+                watch.resume(now)
                 if isinstance(command, Open):
-                    alone = self._settings.expects_draft and not self._coordinator.draft_context
-                    self._times.begin(request, draft_lost=alone)
+                    watch.begun = now
+                    watch.draft_lost = self._settings.expects_draft and not self._coordinator.draft_context
                 event = self._computed(command, request)
                 if event is not None:
                     self._handle(event)
@@ -330,7 +331,7 @@ class TargetWorker:
 
     def _gathers(self) -> bool:
         """Whether to wait for requests that wait for their draft, so that one forward does for them too."""
-        others = self._times.waiting - {command.request for command in self._forwards}
+        others = self._fronts.held_up - {command.request for command in self._forwards}
         if not others:
             return False
         now = time.monotonic()
@@ -348,7 +349,7 @@ class TargetWorker:
         commands, self._forwards = self._forwards, []
         began, fed = time.monotonic(), sum(len(command.tokens) for command in commands)
         for command in commands:
-            self._times.resume(command.request)
+            self._fronts.watch(command.request).resume(began)
         is_long = max(len(command.tokens) for command in commands) > MAX_UNANNOUNCED
         if is_long:  # tell the fronts that wait how long they may hear nothing
             each = self._prefill_pace or self._coordinator.speeds.t_target(MAX_UNANNOUNCED) / MAX_UNANNOUNCED

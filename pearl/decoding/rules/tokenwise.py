@@ -78,7 +78,8 @@ class TokenTarget:
             for i, (target_prob, draft_prob, *both) in enumerate(self._facts(target, draft, tokens[part])):
                 position = start + first + i
                 sums.append((both[0], sum(both[1:])))
-                if not self.accepts(uniform(draw_key(self.sampling, position, Purpose.ACCEPT)), target_prob, draft_prob):
+                u = uniform(draw_key(self.sampling, position, Purpose.ACCEPT))
+                if not self.accepts(u, target_prob, draft_prob):
                     rest = self.replacement(target[i], draft[i])
                     key = draw_key(self.sampling, position, Purpose.CORRECTION)
                     token = read_draw(pick(rest, key, otherwise=target[i]))
