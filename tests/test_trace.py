@@ -176,14 +176,13 @@ def test_a_trace_is_sound_and_says_what_happened(tmp_path: Path, method: str) ->
 # ---- the file ----
 
 
-def test_flows_counters_and_tracks_of_a_run(run: tuple[Outcome, Path]) -> None:
+def test_flows_and_tracks_of_a_run(run: tuple[Outcome, Path]) -> None:
     """A flow for each judged token and each rejection."""
     outcome, path = run
     events = json.loads(path.read_text())["traceEvents"]
     starts = [e["name"] for e in events if e["ph"] == "s"]
     assert starts.count("token") == outcome.counts.num_judged_draft_tokens
     assert starts.count(chrome.REJECTION) == outcome.counts.provenance[Provenance.CORRECTED] > 10
-    assert {e["name"] for e in events if e["ph"] == "C"} == {"pending", "epoch", "window", "acceptance"}
     named = {(e["pid"], e["tid"]) for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
     assert named == {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"}
 

@@ -242,10 +242,14 @@ class TargetExecutor:
                 self._keep(path, self._requests[command.request])
             case Forward():
                 return self._forward([command])[0]
-            case Judge():
-                return self._judge(command)
-            case Sample():
-                return self._sample(command)
+            case Judge() | Sample():
+                request = self._requests[command.request]
+                with request.blamed():
+                    return (
+                        self._judged(request, command)
+                        if isinstance(command, Judge)
+                        else self._sampled(request, command)
+                    )
             case _:
                 raise AssertionError(command)
         return None
@@ -377,11 +381,6 @@ class TargetExecutor:
             assert request.fed is not None
             request.shaper.extend(request.fed.tokens[node] for node in path)
 
-    def _judge(self, command: Judge) -> Judged:
-        request = self._requests[command.request]
-        with request.blamed():
-            return self._judged(request, command)
-
     def _judged(self, request: _Request, command: Judge) -> Judged:
         # A message of many rows comes packed: see `DraftLink.examined`.
         rows = [self.bring(row) if isinstance(row, PackedRow) else row for row in command.rows if row is not None]
@@ -400,11 +399,6 @@ class TargetExecutor:
         stop_after = request.stop_after(new)
         found = verdict.accepted, verdict.token, stop_after, verdict.odds, verdict.is_candidate
         return Judged(*found, request=command.request)
-
-    def _sample(self, command: Sample) -> Sampled:
-        request = self._requests[command.request]
-        with request.blamed():
-            return self._sampled(request, command)
 
     def _sampled(self, request: _Request, command: Sample) -> Sampled:
         children = request.children() if command.follow else {}

@@ -1,7 +1,7 @@
 """From the workers' parts to one Chrome Trace Event file.
 
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU, as ui.perfetto.dev reads it
-(complete events "X" that nest within a track, flows "s" and "f" bound to slices, counters "C", metadata "M"), with the
+(complete events "X" that nest within a track, flows "s" and "f" bound to slices, metadata "M"), with the
 `distributedInfo` that Holistic Trace Analysis asks for.
 """
 
@@ -22,7 +22,6 @@ from pearl.trace.outcomes import ACCEPTED, DISCARDED, REJECTED, Outcomes, messag
 from pearl.trace.recorder import BESIDE, LOOP, TRACKS, TRANSPORT, Part, Record, part_paths
 
 VERSION = 9  # of the metadata under "pearl_trace"
-_COUNTERS = ("pending", "epoch", "window", "acceptance")
 # Perfetto ignores colours in a file ("cname") and derives a slice's hue from its name: here green, red and orange.
 DRAFTED = {ACCEPTED: "draft token accepted", REJECTED: "draft token rejected", DISCARDED: "draft token unused"}
 _MAX_HELD = 1000  # records of one wait
@@ -134,19 +133,12 @@ class _Merged:
                 yield record
 
     def _target_events(self) -> Iterator[Event]:
-        counters: dict[str, Any] = {}
         for record in self._records(0):
             yield self._slice(record, 1)
             if record.name != "decide":
                 continue
-            now = {"pid": 1, "tid": LOOP, "ts": self._us(record.end)}
             if trouble := incident(record.args["event"]):
-                yield {"ph": "i", "s": "g", "name": trouble, **now}
-            for name in _COUNTERS:
-                value = record.args.get(name)
-                if value is not None and counters.get(name) != value:
-                    counters[name] = value
-                    yield {"ph": "C", "name": name, **now, "tid": 0, "args": {name: value}}
+                yield {"ph": "i", "s": "g", "name": trouble, "pid": 1, "tid": LOOP, "ts": self._us(record.end)}
 
     def _draft_events(self, number: int) -> Iterator[Event]:
         process = number + 1

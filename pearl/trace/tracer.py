@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +18,6 @@ from pearl.protocol import events
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.messages import Begin, Message, Pong, Submit
-from pearl.protocol.request_machine import RequestMachine
 from pearl.trace.recorder import AHEAD, CONSUMER, DRAFT, HELD_ROW, LOOP, MAIL, START_UP, VERDICT, Recorder
 from pearl.transport.base import Endpoint, Fault, Peer, Received, TensorChannel
 from pearl.transport.mailbox import Mailbox
@@ -105,40 +104,29 @@ class Tracer:
         def handle(event: object) -> list[object]:
             if self.recorder is None:
                 return machine.handle(event)
-            start, before = self.clock(), _running(machine)
+            start = self.clock()
             try:
                 commands = machine.handle(event)
             except ProtocolError as error:
                 self.note("busy", "decide", start, event=event, error=type(error).__name__)
                 raise
-            self._decided(machine, event, commands, start, before)
+            self._decided(machine, event, commands, start)
             return commands
 
         return handle
 
-    def _decided(
-        self, machine: Coordinator | Drafter, event: object, commands: list[object], start: int, before: _Running
-    ) -> None:
+    def _decided(self, machine: Coordinator | Drafter, event: object, commands: list[object], start: int) -> None:
         assert self.recorder is not None
         end = self.clock()
-        running = _running(machine)
-        _, own = (before | running).get(getattr(event, "request", None), (None, None))
-        args: dict[str, Any] = {"event": event, "commands": commands}
-        if own is not None:
-            args |= {"pending": len(own.sequence.tokens) - own.sequence.committed, "epoch": own.epoch}
-        if isinstance(own, RequestMachine):
-            args["window"] = own.draft.window
-        if isinstance(machine, Coordinator):
-            args["acceptance"] = round(machine.speeds.acceptance, 4)
-        self.recorder.record(LOOP, "busy", "decide", start, end, args)
-        self._follow_requests({number: begun for number, (begun, _) in running.items()}, start, end)
+        self.recorder.record(LOOP, "busy", "decide", start, end, {"event": event, "commands": commands})
+        self._follow_requests(_running(machine), start, end)
         causes = _TARGET_CAUSES if isinstance(machine, Coordinator) else _DRAFT_CAUSES
         for command in commands:
             if type(command) is events.Wait:
                 self.cause = causes[command.cause]
         self._spent_since(end)
 
-    def _follow_requests(self, running: dict[Any, Submit | Begin], start: int, end: int) -> None:
+    def _follow_requests(self, running: Mapping[int, Submit | Begin], start: int, end: int) -> None:
         """Record requests that have ended, and note the start of new ones."""
         assert self.recorder is not None
         for number in [number for number in self._opened if number not in running]:
@@ -239,14 +227,11 @@ class Tracer:
         return result
 
 
-_Running = dict[Any, tuple[Submit | Begin, Any]]
-
-
-def _running(machine: Coordinator | Drafter) -> _Running:
-    """The message that began each running request, and the request's own state machine."""
+def _running(machine: Coordinator | Drafter) -> dict[int, Submit | Begin]:
+    """The message that began each running request."""
     if isinstance(machine, Coordinator):
-        return {number: (one.request.submit, one) for number, one in machine.running.items()}
-    return {one.begun.request: (one.begun, one) for one in machine.machines if one.begun is not None}
+        return {number: one.request.submit for number, one in machine.running.items()}
+    return {one.begun.request: one.begun for one in machine.machines if one.begun is not None}
 
 
 def _work(command: object, event: object) -> tuple[str, dict[str, Any]] | None:
@@ -285,13 +270,23 @@ def _identified(message: Message, peer: Peer | None) -> dict[str, Any]:
 class _TracedMailbox(Mailbox):
     def __init__(self, tracer: Tracer, endpoint: Endpoint, **hooks: Callable[..., Any]) -> None:
         self._tracer = tracer
-        self._traced = _TracedEndpoint(endpoint, tracer)
-        super().__init__(self._traced, **hooks)
+        self._read_by_loop = 0  # when the loop itself last read a message
+        super().__init__(endpoint, **hooks)
+
+    def _read(self) -> list[Received]:
+        start = self._tracer.clock()
+        got = super()._read()
+        if got and self._tracer.recorder is not None:
+            messages = [identity(message) for _, message in got if not isinstance(message, Exception)]
+            self._tracer.note("communication", "read", start, messages=messages)
+            if self._tracer.track == LOOP:
+                self._read_by_loop = self._tracer.clock()
+        return got
 
     def _checked(self, peer: Peer, message: Message | Fault) -> Message | Fault:
         found = super()._checked(peer, message)
         if self._tracer.recorder is not None and self._tracer.track == LOOP:
-            self._traced.read_by_loop = self._tracer.clock()  # the wait for its rows has a record of its own
+            self._read_by_loop = self._tracer.clock()  # the wait for its rows has a record of its own
         return found
 
     def send(self, message: Message, peer: Peer | None = None) -> None:
@@ -308,26 +303,9 @@ class _TracedMailbox(Mailbox):
         if timeout > 0:
             by = got[0][1] if got and not isinstance(got[0][1], Exception) else None
             # Time that the loop spent reading was no wait.
-            self._tracer.waited(max(start, self._traced.read_by_loop), self._tracer.clock(), by)
+            self._tracer.waited(max(start, self._read_by_loop), self._tracer.clock(), by)
         else:
             self._tracer.note("communication", "receive", start)
-        return got
-
-
-class _TracedEndpoint:
-    def __init__(self, endpoint: Endpoint, tracer: Tracer) -> None:
-        self._endpoint, self._tracer = endpoint, tracer
-        self.read_by_loop = 0  # when the loop itself last read a message
-        self.send, self.wait, self.wake, self.close = endpoint.send, endpoint.wait, endpoint.wake, endpoint.close
-
-    def receive(self, timeout: float) -> list[Received]:
-        start = self._tracer.clock()
-        got = self._endpoint.receive(timeout)
-        if got and self._tracer.recorder is not None:
-            messages = [identity(message) for _, message in got if not isinstance(message, Exception)]
-            self._tracer.note("communication", "read", start, messages=messages)
-            if self._tracer.track == LOOP:
-                self.read_by_loop = self._tracer.clock()
         return got
 
 

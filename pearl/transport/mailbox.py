@@ -123,8 +123,11 @@ class Mailbox:
         with self._receiving:
             self._decode()
             if not self._undecoded and not self._is_full:
-                self._undecoded.extend(self._endpoint.receive(0))
+                self._undecoded.extend(self._read())
                 self._decode()
+
+    def _read(self) -> list[Received]:
+        return self._endpoint.receive(0)
 
     def _decode(self) -> None:
         while self._undecoded and not self._is_full:
