@@ -242,14 +242,10 @@ class TargetExecutor:
                 self._keep(path, self._requests[command.request])
             case Forward():
                 return self._forward([command])[0]
-            case Judge() | Sample():
-                request = self._requests[command.request]
-                with request.blamed():
-                    return (
-                        self._judged(request, command)
-                        if isinstance(command, Judge)
-                        else self._sampled(request, command)
-                    )
+            case Judge():
+                return self._judged(self._requests[command.request], command)
+            case Sample():
+                return self._sampled(self._requests[command.request], command)
             case _:
                 raise AssertionError(command)
         return None
@@ -391,7 +387,8 @@ class TargetExecutor:
         if command.nodes != tuple(range(command.nodes[0], command.nodes[0] + count)):
             at = [request.row(node) for node in command.nodes]
         launched = {} if request.launched is None else {"launched": request.launched[at]}
-        verdict = request.rule.judge(request.logits[at], command.tokens, rows, command.start, **launched)
+        with request.blamed():
+            verdict = request.rule.judge(request.logits[at], command.tokens, rows, command.start, **launched)
         new = list(command.tokens[: verdict.accepted])
         if verdict.token is not None:
             new.append(verdict.token)
@@ -412,7 +409,8 @@ class TargetExecutor:
                 draw = request.direct(request.logits[rows[-1]], position)
             else:
                 draw = request.draws[rows[-1]]
-            tokens.append(read_draw(draw))
+            with request.blamed():
+                tokens.append(read_draw(draw))
             at = children.get(at, {}).get(tokens[-1])
         request.say(command.position, tokens, rows)
         return Sampled(tuple(tokens), request.stop_after(tokens), request=command.request)
