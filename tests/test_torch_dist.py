@@ -241,7 +241,6 @@ class TestTorchrunStore:
     def test_what_one_rank_sets_the_other_gets(self, environment: dict[str, str]) -> None:
         """Now or later, and until it is set not for ever; a restarted run must not see the keys of this one."""
         one, other = TorchrunStore(environment | {"RANK": "0"}), TorchrunStore(environment)
-        assert (one.rank, other.rank, other.world_size) == (0, 1, 2)
         one.set("address", "ipc:///tmp/é")
         assert other.get("address", WAIT) == "ipc:///tmp/é"
         with pytest.raises(TransportError, match="late"):

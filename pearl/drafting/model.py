@@ -24,7 +24,6 @@ from pearl.models.runner import Feed, ModelRunner
 from pearl.protocol.events import Draft, Drafted, Open
 from pearl.protocol.foresight import Foresight
 from pearl.protocol.window import worthwhile
-from pearl.spec.rules import Unit
 
 
 class ModelProposer:
@@ -77,7 +76,7 @@ class ModelProposer:
     def open(self, command: Open) -> None:
         options, sampling = command.options, command.options.sampling
         given = options.rule, sampling, options.parameters
-        is_block = options.rule_in_force.unit is Unit.BLOCK
+        is_block = options.rule_in_force.judges_blocks
         rule, block = (None, make_block_half(*given)) if is_block else (make_draft_half(*given), None)
         before = self._texts.get(command.request)
         window = before.window if before is not None else None  # a request that gets its prefix again keeps its windows

@@ -83,7 +83,7 @@ class Engine:
             raise ConfigError(f"{directory} holds no running engine")
         engine, config = cls.__new__(cls), EngineConfig(**card.config | {"trace": None})
         engine.tokenizer, engine.defaults = _load_tokenizer(config, progress)
-        engine.client = _met(Client(card.address, config, directory), time.monotonic() + config.target_timeout)
+        engine.client = Client(card.address, config, directory).meet(time.monotonic() + config.target_timeout)
         engine._launcher, engine.config, engine.directory = None, config, directory
         return engine
 
@@ -94,7 +94,7 @@ class Engine:
             address = launcher.launch(progress)
             self.tokenizer, self.defaults = _load_tokenizer(self.config, progress)
             deadline = launcher.wait_until_ready()
-            self.client = _met(Client(address, self.config, self.directory, launcher), deadline)
+            self.client = Client(address, self.config, self.directory, launcher).meet(deadline)
             launcher.keep()
         except BaseException:
             launcher.close()
@@ -236,13 +236,3 @@ def _decoding(config: EngineConfig, decoding: DecodingConfig | None, **named: st
     chosen = DecodingConfig(**(values | {name: value for name, value in named.items() if value}))
     config.check_decoding(chosen)
     return chosen
-
-
-def _met(client: Client, deadline: float) -> Client:
-    """The client, once the target has answered it; it is closed where it does not."""
-    try:
-        client.meet(deadline)
-    except BaseException:
-        client.close()
-        raise
-    return client

@@ -51,23 +51,16 @@ from pearl.text.stream import TextStream
 Event = Guessed | Forwarded | Judged | Sampled | Drafted  # what answers a command
 
 
-def _of_memory(error: Exception) -> OutOfMemory | None:
-    """An error of memory, in words for users; None for any other error."""
-    if not is_of_memory(error):
-        return None
-    cause = str(error).partition("\n")[0].rstrip(".") or "no memory is left"
-    return OutOfMemory(f"{cause}. Shorten the prompt, lower max_context, or take a smaller model.")
-
-
 @contextmanager
 def memory_errors() -> Iterator[None]:
-    """Raise `OutOfMemory` for an error that is one of memory."""
+    """Raise `OutOfMemory`, in words for users, for an error that is one of memory."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if (memory := _of_memory(error)) is not None:
-            raise memory from error
-        raise
+        if not is_of_memory(error):
+            raise
+        cause = str(error).partition("\n")[0].rstrip(".") or "no memory is left"
+        raise OutOfMemory(f"{cause}. Shorten the prompt, lower max_context, or take a smaller model.") from error
 
 
 @dataclass(slots=True)
@@ -212,20 +205,12 @@ class TargetExecutor:
         found = self._requests.get(request)
         return None if found is None else found.spec.needs is not Needs.NOTHING
 
+    @memory_errors()
     def execute(self, command: object) -> Event | None:
         """The event that answers `command`; None if it needs no answer.
 
         Raises `ForwardError` if the result cannot be used.
         """
-        with memory_errors():
-            return self._execute(command)
-
-    def forward(self, commands: Sequence[Forward]) -> list[Forwarded]:
-        """One forward of the model for several requests; the event that answers each. Raises as `execute`."""
-        with memory_errors():
-            return self._forward(commands)
-
-    def _execute(self, command: object) -> Event | None:
         match command:
             case Open():
                 self._open(command)
@@ -241,7 +226,7 @@ class TargetExecutor:
             case Keep(path):
                 self._keep(path, self._requests[command.request])
             case Forward():
-                return self._forward([command])[0]
+                return self.forward([command])[0]
             case Judge():
                 return self._judged(self._requests[command.request], command)
             case Sample():
@@ -304,8 +289,9 @@ class TargetExecutor:
 
         return HeadGuesses(self._head_texts[request.slot], tokens, draw)
 
-    def _forward(self, commands: Sequence[Forward]) -> list[Forwarded]:
-        """One forward of all of them, each of another request."""
+    @memory_errors()
+    def forward(self, commands: Sequence[Forward]) -> list[Forwarded]:
+        """One forward of the model for several requests; the event that answers each. Raises as `execute`."""
         requests = [self._requests[command.request] for command in commands]
         for command, request in zip(commands, requests, strict=True):
             assert self.runner.length(request.slot) == command.start, (self.runner.length(request.slot), command)
