@@ -136,12 +136,14 @@ class Engine:
     @property
     def draft_pid(self) -> int | None:
         """Process id of the draft worker on this host; None if there is none now."""
-        return None if self._launcher is None else self._launcher.draft_pid
+        draft = None if self._launcher is None else self._launcher.draft
+        return draft.worker.pid if draft is not None and draft.worker.alive else None
 
     @property
     def draft_restarts(self) -> int:
         """How often a lost draft was restarted, if this process launched it."""
-        return 0 if self._launcher is None else self._launcher.draft_restarts
+        draft = None if self._launcher is None else self._launcher.draft
+        return 0 if draft is None else draft.restarts
 
     def stream(
         self,

@@ -106,7 +106,7 @@ class _Merged:
         if record.name in ("send", "post"):
             if args["message"][1] is not None:  # the message of a request: its identity is unique
                 self._sent[tuple(args["message"])] = record.start
-        elif is_target and "error" not in args:
+        elif is_target:
             if record.name == "decide" and is_rejection(args):
                 verdicts = messages(args, "Send", "Verdict")
                 self._rejections |= {("Verdict", m["request"], m["epoch"], m["start"]) for m in verdicts}

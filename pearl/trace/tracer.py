@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from pearl.errors import ProtocolError, TraceError
+from pearl.errors import TraceError
 from pearl.protocol import events
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
@@ -105,11 +105,7 @@ class Tracer:
             if self.recorder is None:
                 return machine.handle(event)
             start = self.clock()
-            try:
-                commands = machine.handle(event)
-            except ProtocolError as error:
-                self.note("busy", "decide", start, event=event, error=type(error).__name__)
-                raise
+            commands = machine.handle(event)
             self._decided(machine, event, commands, start)
             return commands
 
@@ -202,12 +198,6 @@ class Tracer:
 
     # ---- communication and waiting ----
 
-    def mailbox(self, endpoint: Endpoint, **hooks: Callable[..., Any]) -> Mailbox:
-        return _TracedMailbox(self, endpoint, **hooks)
-
-    def channel(self, channel: TensorChannel) -> TensorChannel:
-        return _TracedChannel(channel, self)
-
     def waited(self, start: int, end: int, by: object) -> None:
         """Record a wait of the loop, for the cause last named; the message `by` may have ended it."""
         self.record(LOOP, "wait", self.cause, start, end, {"by": identity(by)} if by is not None else {})
@@ -267,7 +257,9 @@ def _identified(message: Message, peer: Peer | None) -> dict[str, Any]:
     return {"message": identity(message)}
 
 
-class _TracedMailbox(Mailbox):
+class TracedMailbox(Mailbox):
+    """Records what its loop and its own thread send, read and wait for."""
+
     def __init__(self, tracer: Tracer, endpoint: Endpoint, **hooks: Callable[..., Any]) -> None:
         self._tracer = tracer
         self._read_by_loop = 0  # when the loop itself last read a message
@@ -309,7 +301,9 @@ class _TracedMailbox(Mailbox):
         return got
 
 
-class _TracedChannel:
+class TracedChannel:
+    """Records the rows that pass."""
+
     def __init__(self, channel: TensorChannel, tracer: Tracer) -> None:
         self._channel, self._tracer = channel, tracer
         self.close = channel.close

@@ -10,15 +10,14 @@ Without keys ZeroMQ authenticates nobody, and the address protects an engine (se
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from errno import ENODEV
 from math import ceil
 from pathlib import Path
@@ -239,18 +238,6 @@ def _authenticator(context: zmq.Context[zmq.Socket[bytes]], admitted: bytes) -> 
     return authenticator
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Postpone garbage collections: their time depends on this process's size, not on the peer's message."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 class ZmqListener(_Socket):
     """The end that others connect to. A peer is named by its ZeroMQ identity, new with every connection."""
 
@@ -302,11 +289,9 @@ class ZmqListener(_Socket):
                 return []
         except RemoteProtocolError as error:
             return [(peer, error)]
-        with _no_collection():
-            began = time.thread_time()
-            message = received(frames, to_target=True)
-            took = time.thread_time() - began
-        self._gate.decoded(peer, took, isinstance(message, Exception))
+        began = time.thread_time()
+        message = received(frames, to_target=True)
+        self._gate.decoded(peer, time.thread_time() - began, isinstance(message, Exception))
         return [(peer, message)]
 
     def _most_frames(self, first: bytes) -> int:

@@ -33,7 +33,7 @@ from pearl.protocol.messages import (
     Welcome,
 )
 from pearl.silence import SLACK
-from pearl.trace.tracer import Tracer
+from pearl.trace.tracer import TracedMailbox, Tracer
 from pearl.transport.base import Endpoint, Fault
 from pearl.worker.rows import RowPacker, packed
 
@@ -88,7 +88,7 @@ class DraftWorker:
         """The loop. Raises `ModelError` if the target refuses this draft."""
         with ExitStack() as self._open:
             self._mail = self._open.enter_context(
-                self._tracer.mailbox(self._endpoint, outgoing=lambda message: packed(message, self._waited))
+                TracedMailbox(self._tracer, self._endpoint, outgoing=lambda message: packed(message, self._waited))
             )
             self._mail.send(self._hello)
             while not self._stopping():

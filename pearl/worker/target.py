@@ -49,7 +49,7 @@ from pearl.protocol.messages import (
 from pearl.protocol.scheduler import seconds_to_gather
 from pearl.protocol.speeds import Profile, Speeds
 from pearl.quota import Bucket
-from pearl.trace.tracer import Tracer
+from pearl.trace.tracer import TracedMailbox, Tracer
 from pearl.transport.base import Fault, Listener, Peer, TensorChannel
 from pearl.worker.draft import MAX_UNANNOUNCED
 from pearl.worker.draft_link import PROBE_SECONDS, DraftLink, weigh
@@ -111,7 +111,8 @@ class TargetWorker:
 
     def run(self) -> None:
         """The loop. Between any two forwards it looks at its messages."""
-        with self._tracer.mailbox(self._endpoint, incoming=self._draft.examined, weigh=weigh) as self._mail:
+        mailbox = TracedMailbox(self._tracer, self._endpoint, incoming=self._draft.examined, weigh=weigh)
+        with mailbox as self._mail:
             self._draft.mail = self._mail
             try:
                 if not self._settings.expects_draft:
