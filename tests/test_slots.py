@@ -144,7 +144,7 @@ def test_a_recording_of_several_tells_them_apart(tmp_path: Path) -> None:
     assert [each.tokens_per_step for each in found] == pytest.approx(steps)
     together = [one.args["requests"] for one in trace.target if "requests" in one.args]
     assert max(map(len, together)) == 3
-    fates = [fate for one in trace.draft for fate in one.args.get("fates", [one.args.get("fate")]) if fate]
+    fates = [fate for one in trace.draft for fate in one.args.get("fates", ())]
     judged = sum(fate in ("accepted", "rejected") for fate in fates)
     assert judged == sum(result.statistics.num_judged_draft_tokens for result in results)
 

@@ -192,7 +192,7 @@ def test_flows_and_tracks_of_a_run(run: tuple[Outcome, Path]) -> None:
 
 def test_a_broken_file_is_named_for_what_it_is(run: tuple[Outcome, Path], tmp_path: Path) -> None:
     path, whole = tmp_path / "t.json", run[1].read_bytes()
-    rank = b'{"traceEvents": [], "distributedInfo": {"rank": 0}, "metadata": {"pearl_trace": 9'
+    rank = b'{"traceEvents": [], "distributedInfo": {"rank": 0}, "metadata": {"pearl_trace": 10'
     contents = {
         b"": "is empty",
         b" \n": "is empty",
@@ -202,7 +202,7 @@ def test_a_broken_file_is_named_for_what_it_is(run: tuple[Outcome, Path], tmp_pa
         b"{}": "no traceEvents",
         b'{"traceEvents": []}': "not one of ours",
         b'{"traceEvents": [], "metadata": {"pearl_trace": 99}}': "format 99",
-        b'{"traceEvents": [5], "metadata": {"pearl_trace": 9}}': "damaged",
+        b'{"traceEvents": [5], "metadata": {"pearl_trace": 10}}': "damaged",
         rank + b"}}": "lacks config",
         rank + b', "config": {}, "workers": []}}': "holds no request",
     } | {whole[: int(len(whole) * share)]: "is no trace" for share in (0.1, 0.5, 0.999)}

@@ -204,7 +204,7 @@ def _pace(target: Worker) -> dict[str, float]:
 
 def _outcomes(draft: Sequence[Slice]) -> dict[str, int]:
     """Counts of draft tokens, by the name of their field in `Report`."""
-    counts = Counter(fate for s in draft if "fate" in s.args for fate in s.args.get("fates", [s.args["fate"]]))
+    counts = Counter(fate for s in draft for fate in s.args.get("fates", ()))
     prepared = Counter(fate for s in draft for fate in s.args.get("branches", ()))
     counts += Counter({fate: count for fate, count in prepared.items() if fate != "discarded"})
     judged = counts["accepted"] + counts["rejected"]
@@ -250,7 +250,7 @@ def _drafting(draft: Sequence[Slice]) -> float:
     seconds = 0.0
     for one, following in pairwise([*draft, None]):
         assert one is not None
-        if one.name in ("draft", "prefill") and one.args.get("fate") != "discarded":
+        if one.name in ("draft", "prefill") and one.args.get("fates", [""])[0] != "discarded":
             seconds += one.ran
             if following is not None and following.name == "sample":
                 seconds += following.seconds
