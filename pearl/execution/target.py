@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from msgspec.structs import replace
 
 from pearl.config.sampling import LEAST_LOGPROB
 from pearl.decoding.distribution import PackedRow
@@ -379,9 +380,7 @@ class TargetExecutor:
         if verdict.token is not None:
             new.append(verdict.token)
         request.say(command.start, new, [request.row(node) for node in command.nodes[: len(new)]])
-        stop_after = request.stop_after(new)
-        found = verdict.accepted, verdict.token, stop_after, verdict.odds, verdict.is_candidate
-        return Judged(*found, request=command.request)
+        return replace(verdict, stop_after=request.stop_after(new), request=command.request)
 
     def _sampled(self, request: _Request, command: Sample) -> Sampled:
         children = request.children() if command.follow else {}

@@ -156,7 +156,7 @@ class DraftLink:
 
         Raises `DraftLost` if it has been silent for too long.
         """
-        silent = self.health.silent
+        silent = self.health.silence.seconds
         if silent > self._settings.draft_timeout:
             raise DraftLost(f"silent for {silent:.1f} s")
         if silent > PROBE_SECONDS and now - self._probed > PROBE_SECONDS:

@@ -23,7 +23,7 @@ class DraftHealth:
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
-        self._silence = Silence()
+        self.silence = Silence()
         self._usual_pace = 0.0  # seconds per token, measured when it joined
         self.joined()
 
@@ -33,7 +33,7 @@ class DraftHealth:
         self._stalled_beats = 0
         self._reached: dict[int, tuple[tuple[int, int], float]] = {}  # waiting request -> its lengths, since when
         self._slow: dict[int, tuple[int, float]] = {}  # request -> its slow tokens in a row, their seconds
-        self._silence.heard()
+        self.silence.heard()
 
     def calibrated(self, seconds: float) -> bool:
         """Note the seconds per token of a draft that joins; whether it is the first time since it connected."""
@@ -41,17 +41,9 @@ class DraftHealth:
         self._usual_pace = seconds
         return is_news
 
-    def heard(self) -> None:
-        self._silence.heard()
-
     def announced(self, seconds: float) -> None:
         """Allow silence for work that should take `seconds`: four times as long, at most ten times `timeout`."""
-        self._silence.heard(min(SLACK * seconds, _MOST_ALLOWED * self._timeout))
-
-    @property
-    def silent(self) -> float:
-        """Seconds since the last sign of life, less the allowed ones."""
-        return self._silence.seconds
+        self.silence.heard(min(SLACK * seconds, _MOST_ALLOWED * self._timeout))
 
     def drafted(self) -> None:
         """Tokens have come, so nothing is stalled."""

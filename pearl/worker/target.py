@@ -137,7 +137,7 @@ class TargetWorker:
     def _receive(self, timeout: float) -> None:
         for peer, message in self._mail.receive(timeout):
             if peer == self._draft.peer:
-                self._draft.health.heard()
+                self._draft.health.silence.heard()
             try:
                 self._on_message(peer, message)
             except (ProtocolError, TransportError, DraftLost) as error:

@@ -9,7 +9,6 @@ A rule whose draft reads the target's hidden states would get them through its `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
 from typing import Any, Protocol
@@ -18,27 +17,12 @@ from torch import Tensor
 
 from pearl.decoding.sampling import Shortlist
 from pearl.errors import RequestError
-from pearl.protocol.events import Odds
+from pearl.protocol.events import Judged
 from pearl.protocol.options import Sampling
 from pearl.spec.rules import Parameters, find
 
 Drafted = tuple[Tensor, Tensor | None]  # a draw, and what the target needs to judge it
 Tops = Sequence[Shortlist]
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """The first `accepted` tokens are accepted; `token` is the correction for the next, None if all were accepted.
-
-    Attributes:
-        odds: of the positions judged; None where the rule does not know the draft's distributions.
-        is_candidate: whether `token` was accepted too, as another draw from the draft's distribution.
-    """
-
-    accepted: int
-    token: int | None
-    odds: Odds | None = None
-    is_candidate: bool = False
 
 
 class DraftHalf(Protocol):
@@ -100,7 +84,7 @@ class TargetHalf(Protocol):
 
     def judge(
         self, logits: Tensor, tokens: Sequence[int], rows: Sequence[Tensor], start: int, launched: Tensor | None = None
-    ) -> Judgement:
+    ) -> Judged:
         """Judge `tokens` from position `start` on against the target's logits [len(tokens), vocab].
 
         Args:

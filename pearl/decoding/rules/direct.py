@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pearl.decoding.keys import Purpose, draw_key, exponentials
-from pearl.decoding.rules import Drafted, Judgement, Tops
+from pearl.decoding.rules import Drafted, Tops
 from pearl.decoding.sampling import (
     Shortlist,
     greedy,
@@ -26,6 +26,7 @@ from pearl.decoding.sampling import (
     read_draw,
     shares,
 )
+from pearl.protocol.events import Judged
 from pearl.protocol.options import Sampling
 
 
@@ -93,10 +94,10 @@ class DirectTarget:
 
     def judge(
         self, logits: Tensor, tokens: Sequence[int], rows: Sequence[Tensor], start: int, launched: Tensor | None = None
-    ) -> Judgement:
+    ) -> Judged:
         # The host draws none behind a rejection.
         draws = (self._draw(row, start + i) for i, row in enumerate(logits)) if launched is None else iter(launched)
         for i, (token, draw) in enumerate(zip(tokens, draws, strict=True)):
             if (own := read_draw(draw)) != token:
-                return Judgement(i, own)
-        return Judgement(len(tokens), None)
+                return Judged(i, own)
+        return Judged(len(tokens), None)

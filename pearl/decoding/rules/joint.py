@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from pearl.decoding.keys import Purpose, draw_key
-from pearl.decoding.rules import Judgement
 from pearl.decoding.sampling import greedy, pick, probabilities, read_draw
-from pearl.protocol.events import Odds
+from pearl.protocol.events import Judged, Odds
 from pearl.protocol.options import Sampling
 
 
@@ -50,7 +49,7 @@ class JointTarget:
 
     def judge(
         self, logits: Tensor, tokens: Sequence[int], rows: Sequence[Tensor], start: int, launched: Tensor | None = None
-    ) -> Judgement:
+    ) -> Judged:
         """`tokens` are a block; `rows` are 0 but at their tokens, where they have the draft's probability.
 
         A block follows from the text before it, without a draw.  So only one token could be committed at an accepted
@@ -76,11 +75,11 @@ class JointTarget:
         is_whole = accepted == len(tokens)
         odds = Odds(float(not is_whole), 0.0, sum(off[:accepted]))
         if is_whole:
-            return Judgement(accepted, None, odds)
+            return Judged(accepted, None, odds=odds)
         if self._is_greedy:
-            return Judgement(accepted, read_draw(greedy(logits[accepted])), odds)
+            return Judged(accepted, read_draw(greedy(logits[accepted])), odds=odds)
         own = pick(target[accepted], draw_key(self.sampling, start + accepted, Purpose.CORRECTION))
-        return Judgement(accepted, read_draw(own), odds)
+        return Judged(accepted, read_draw(own), odds=odds)
 
 
 def unwarped(sampling: Sampling) -> Sampling:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from pearl.decoding.keys import Purpose, draw_key, uniform
-from pearl.decoding.rules import Drafted, Judgement, Tops
+from pearl.decoding.rules import Drafted, Tops
 from pearl.decoding.sampling import Shortlist, pick, probabilities, read_draw, shares
-from pearl.protocol.events import Odds
+from pearl.protocol.events import Judged, Odds
 from pearl.protocol.options import Sampling
 
 
@@ -67,7 +67,7 @@ class TokenTarget:
 
     def judge(
         self, logits: Tensor, tokens: Sequence[int], rows: Sequence[Tensor], start: int, launched: Tensor | None = None
-    ) -> Judgement:
+    ) -> Judged:
         # The host computes nothing behind a rejection; another device computes all at once and is waited for once.
         step = 1 if logits.is_cpu else len(tokens)
         sums: list[tuple[float, float]] = []
@@ -83,8 +83,8 @@ class TokenTarget:
                     rest = self.replacement(target[i], draft[i])
                     key = draw_key(self.sampling, position, Purpose.CORRECTION)
                     token = read_draw(pick(rest, key, otherwise=target[i]))
-                    return Judgement(first + i, token, odds_of(sums))
-        return Judgement(len(tokens), None, odds_of(sums))
+                    return Judged(first + i, token, odds=odds_of(sums))
+        return Judged(len(tokens), None, odds=odds_of(sums))
 
     def _facts(self, target: Tensor, draft: Tensor, tokens: Sequence[int]) -> list[list[float]]:
         """Of each row [n, vocab]: the token's probability with target and draft, acceptance mass, bias if any."""
