@@ -19,7 +19,7 @@ from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.messages import Begin, Message, Pong, Submit
 from pearl.trace.recorder import AHEAD, CONSUMER, DRAFT, HELD_ROW, LOOP, MAIL, START_UP, VERDICT, Recorder
-from pearl.transport.base import Endpoint, Fault, Peer, Received, TensorChannel
+from pearl.transport.base import Endpoint, Peer, Received, TensorChannel
 from pearl.transport.mailbox import Mailbox
 
 _TARGET_CAUSES = {events.Cause.HELD_ROW: HELD_ROW, events.Cause.WINDOW: DRAFT, events.Cause.IDLE: CONSUMER}
@@ -262,7 +262,6 @@ class TracedMailbox(Mailbox):
 
     def __init__(self, tracer: Tracer, endpoint: Endpoint, **hooks: Callable[..., Any]) -> None:
         self._tracer = tracer
-        self._read_by_loop = 0  # when the loop itself last read a message
         super().__init__(endpoint, **hooks)
 
     def _read(self) -> list[Received]:
@@ -271,15 +270,7 @@ class TracedMailbox(Mailbox):
         if got and self._tracer.recorder is not None:
             messages = [identity(message) for _, message in got if not isinstance(message, Exception)]
             self._tracer.note("communication", "read", start, messages=messages)
-            if self._tracer.track == LOOP:
-                self._read_by_loop = self._tracer.clock()
         return got
-
-    def _checked(self, peer: Peer, message: Message | Fault) -> Message | Fault:
-        found = super()._checked(peer, message)
-        if self._tracer.recorder is not None and self._tracer.track == LOOP:
-            self._read_by_loop = self._tracer.clock()  # the wait for its rows has a record of its own
-        return found
 
     def send(self, message: Message, peer: Peer | None = None) -> None:
         self._tracer.communicated("send", super().send, message, peer, describe=_identified)
@@ -294,8 +285,7 @@ class TracedMailbox(Mailbox):
             return got
         if timeout > 0:
             by = got[0][1] if got and not isinstance(got[0][1], Exception) else None
-            # Time that the loop spent reading was no wait.
-            self._tracer.waited(max(start, self._read_by_loop), self._tracer.clock(), by)
+            self._tracer.waited(start, self._tracer.clock(), by)
         else:
             self._tracer.note("communication", "receive", start)
         return got
