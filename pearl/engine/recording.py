@@ -41,7 +41,8 @@ class Recording:
 
     @property
     def is_active(self) -> bool:
-        return self._number > 0
+        """Whether a file waits for the end of a recording."""
+        return self._file is not None
 
     def start(self, path: Path) -> None:
         """Begins to record for the file `path`."""
@@ -77,7 +78,7 @@ class Recording:
 
     def _begin(self) -> Path:
         """Begins a recording; the path that names its parts."""
-        if self._is_taken or self.is_active:
+        if self._is_taken or self._number:
             raise TraceError("this engine is recording a trace already")
         number = secrets.randbits(62) + 1
         try:

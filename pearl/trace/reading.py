@@ -55,21 +55,16 @@ class Trace:
 
     Attributes:
         target: what its loop did: the outermost slices, without requests.
-        drafts: the same of each draft: there are several if one was lost and restarted.
+        draft: the same of all drafts: there are several if one was lost and restarted.
         requests: the target's.
     """
 
     path: Path
     metadata: dict[str, Any]
     target: list[Slice] = field(default_factory=list)
-    drafts: list[list[Slice]] = field(default_factory=list)
+    draft: list[Slice] = field(default_factory=list)
     requests: list[Slice] = field(default_factory=list)
     verdicts: list[Arrow] = field(default_factory=list)
-
-    @property
-    def draft(self) -> list[Slice]:
-        """What all drafts did."""
-        return sorted((one for draft in self.drafts for one in draft), key=lambda s: s.start)
 
     @property
     def method(self) -> str:
@@ -151,7 +146,7 @@ def _sort(events: list[Event], trace: Trace) -> None:
     trace.requests.sort(key=lambda s: s.start)
     trace.verdicts.sort(key=lambda v: v.sent)
     trace.target = _outermost(loops.pop(1))
-    trace.drafts = [_outermost(loops[process]) for process in sorted(loops)]
+    trace.draft = sorted((one for loop in loops.values() for one in _outermost(loop)), key=lambda s: s.start)
 
 
 def _outermost(slices: list[Slice]) -> list[Slice]:
