@@ -91,13 +91,11 @@ class _Socket:
         os.set_blocking(self._wakeup, False)
         os.set_blocking(self._waker, False)
         self._is_woken = False
-        self._has_more = False  # something can be read
         self._is_dropping = False  # the rest of a refused message has to be read and dropped
         self._lock = threading.Lock()  # the socket itself is for one thread at a time
-        self._glance, self._poll = select.poll(), select.poll()  # a thread inside `poll` blocks others from that object
-        for poll in (self._glance, self._poll):
-            poll.register(self._wakeup, select.POLLIN)
-            poll.register(int(self._socket.getsockopt(zmq.FD)), select.POLLIN)
+        self._poll = select.poll()
+        self._poll.register(self._wakeup, select.POLLIN)
+        self._poll.register(int(self._socket.getsockopt(zmq.FD)), select.POLLIN)
 
     def _send(self, frames: Sequence[bytes]) -> None:
         with self._lock:
@@ -127,10 +125,6 @@ class _Socket:
             time.sleep(_PAUSE_SECONDS)
         with self._lock:
             self._check_open()
-            if not self._has_more and not self._glance.poll(
-                0
-            ):  # the common case between two forwards: a fifth of the time
-                return messages
             size = 0
             if self._is_dropping:
                 self._drop()
@@ -185,9 +179,8 @@ class _Socket:
             raise TransportError("this end of the control channel was closed")
 
     def _pass_on(self) -> None:
-        """Note whether more can be read, and wake the waiting thread: the file descriptor signals it only once."""
-        self._has_more = _is_readable(self._socket)
-        if self._has_more:
+        """Wake the waiting thread if more can be read: the file descriptor signals it only once."""
+        if _is_readable(self._socket):
             self._rouse()
 
     def wait(self, timeout: float) -> None:
