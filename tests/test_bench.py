@@ -322,8 +322,6 @@ def test_bench_on_prompts(tiny_pair: EngineConfig, tmp_path: Path) -> None:
         (("--draft", "none"), "nothing to compare"),
         (("--rows", "fast"), "there are ar; sd"),
         (("--prompts", "a=/x", "--prompts", "a=/y"), "/x"),
-        (("--limit", "1", "paper"), "go behind it: pearl bench paper"),
-        (("paper", "--pair", "GPT"), "no pair is called 'GPT'"),
     ],
 )
 def test_wrong_input_is_refused(arguments: tuple[str, ...], message: str) -> None:

@@ -155,11 +155,17 @@ def test_the_study_of_a_toy(tmp_path: Path) -> None:
     directory = tmp_path / "store"
     make(directory, [[1, 2, 3, *greedy_text([1, 2, 3], 60)]] * 3, 32)
     config = EngineConfig(target=TOY, draft="none", datastore=str(directory))
-    found = guesses.measure_guesses(config, [Task("x", 1, ("123",)), Task("x", 2, ("321",))], 20, Quiet())
+    asked = [Task("x", 1, ("123",)), Task("x", 2, ("321",))]
+    measured = guesses.measure_guesses(config, asked, 20, Quiet(), most_batch=2, most_context=300)
+    found = measured.document
     json.dumps(found)
     assert found["datastore"] == [str(directory), len(Datastore(directory))]
     assert all(row["store"] >= 1 and row["speedup"] > 0 for row in found["sizes"])
     assert [row["temperature"] for row in found["temperatures"]] == list(guesses.TEMPERATURES)
-    for table in guesses.in_words(found):
-        assert {len(row) for row in table.rows} == {len(table.columns)}
-    assert "datastore" in table.notes[0]
+    for table in measured.tables:
+        assert {len(row) for row in table.rows} <= {len(table.columns)}
+    assert "datastore" in measured.tables[1].notes[0]
+    beside = {row[0]: [float(tokens) for tokens in row[1:]] for row in measured.tables[2].rows}
+    assert list(beside) == ["pld", "llma", "rest", "sssd", "ngram"]
+    assert all(tokens[0] == 1 and tokens[-1] >= 1 for tokens in beside.values())
+    assert [row[0] for row in measured.tables[-1].rows] == ["1", "2"], "batches"

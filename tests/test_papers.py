@@ -73,7 +73,7 @@ def test_closed_form_simulator_and_runtime_agree(tmp_path: Path, monkeypatch: py
     }
     monkeypatch.setattr("pearl.cli.paper.pairs", lambda: [convert(small, Pair)])
     arguments = ("--tokens", 50, "--repeats", 1, "--json", out)
-    done = pearl("bench", "paper", *arguments)
+    done = pearl("paper", "pearl", *arguments)
     assert done.exit_code == 0, done.output
     made = json.loads(out.read_text())
     assert made["emulated"] is True
@@ -89,7 +89,7 @@ def test_closed_form_simulator_and_runtime_agree(tmp_path: Path, monkeypatch: py
 
 def test_simulating_alone_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emulate, "measure", None)
-    done = pearl("bench", "paper", "--simulate-only", "--pair", "7B & 34B", "--table", "1", "--json", "-")
+    done = pearl("paper", "pearl", "--simulate-only", "--pair", "7B & 34B", "--table", "1", "--json", "-")
     assert done.exit_code == 0, done.output
     made = json.loads(done.stdout)
     assert [cell["runtime"] for cell in made["tables"]["1"]] == [None] * 5

@@ -40,7 +40,7 @@ TARGET_EVENTS = {
     Resync: Resync(9, 0),
 }
 MACHINES = {target_side: target_side.RequestMachine, draft_side: draft_side.DraftMachine}
-DIFFERENT = [name for name, each in METHODS.items() if not each.needs_head and not each.iterates]  # for the protocol
+DIFFERENT = [name for name, each in METHODS.items() if not each.needs and not each.guesses]  # for the protocol
 WAITING = (target_side.State.HELD, target_side.State.GATHERING)
 DRAFT_EVENTS = {
     Begin: Begin(9, 0, (1,), 5, extend_digest(0, (1,)), RequestOptions()),

@@ -14,7 +14,6 @@ import click
 from pearl.cli import listed
 from pearl.cli.numbers import STDOUT, json_option, read_sets, refuse_options, write_json
 from pearl.cli.options import SettingsCommand, SettingsGroup, settings_options
-from pearl.cli.paper import paper
 from pearl.cli.tables import Bars, Column, print_columns, shown
 from pearl.config import DecodingConfig, SamplingParams, Settings
 from pearl.errors import ConfigError
@@ -274,6 +273,3 @@ def _compare_columns(
         "over ar: median over texts of the ratio on the same text; 95%: bootstrap over texts"
         + ("; perplexity of the texts under the target, at temperature 1" if has_perplexity else ""),
     ]
-
-
-bench.add_command(paper)

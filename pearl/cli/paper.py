@@ -1,89 +1,138 @@
-"""`pearl bench paper`: the papers' tables. Arguments and tables; `pearl.lab.papers` measures."""
+"""`pearl paper`: tables and figures of the five papers. Arguments and output; `pearl.lab.papers` measures."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from pearl.cli import listed
 from pearl.cli.numbers import STDOUT, json_option, read_sets, write_json
 from pearl.cli.tables import Bars, print_lines, print_table
 from pearl.config import EngineConfig
 from pearl.errors import ConfigError
 from pearl.lab.bench.machine import Conditions
 from pearl.lab.bench.tasks import HUMANEVAL, Task
+from pearl.lab.papers.figures import Figure, check_drawing, draw
 from pearl.lab.papers.page import EXPLAINED, Table, conditions, pair_lines, tables
 from pearl.lab.papers.pearl import TABLES, Pair, pairs
 from pearl.lab.papers.studies import STUDIES
 
+if TYPE_CHECKING:
+    from pearl.models.recorded import RecordedTexts
+
 _COUNT = click.IntRange(min=1)
 _SETS = (HUMANEVAL, "edits")
-_QUICK = {"tokens": 60, "texts": 1}
-_GUESSES = "sssd"  # the paper with tables by source, number and temperature of guesses
-_GUESSED, _GUESSED_QUICK = 12, 2  # texts of each set of prompts for these
-_EMBEDDED, _EMBEDDED_QUICK = {"tokens": 96, "texts": 4}, {"tokens": 48, "texts": 1}  # texts of each set of prompts
+_QUICK_PEARL = {"tokens": 60, "texts": 1}
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+figures_option = click.option(
+    "--figures",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Draw the paper's figures there, as SVG; needs matplotlib.",
+)
+quick_option = click.option("--quick", is_flag=True, help="Fewer and shorter texts: a first look.")
 
 
-@click.command()
+@dataclass(frozen=True)
+class _Asked:
+    """What the commands on a real pair have in common."""
+
+    config: EngineConfig
+    tasks: list[Task]
+    tokens: int
+    quick: bool
+    figures: Path | None
+    to: Path | None
+
+
+def _on_a_pair(command: _Command) -> _Command:
+    """The options of `_Asked`."""
+    options = (
+        click.option("--target", default=None, metavar="MODEL", help="[default: embedded]"),
+        click.option("--draft", default=None, metavar="MODEL", help="[default: embedded-draft]"),
+        click.option(
+            "--prompts",
+            multiple=True,
+            metavar="[NAME=]FILE",
+            help="As those of pearl bench. Repeatable.  [default: humaneval, edits]",
+        ),
+        quick_option,
+        figures_option,
+        json_option,
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _asked(
+    given: dict[str, Any], texts: int = 4, tokens: int = 96, quick: tuple[int, int] = (1, 48), **settings: Any
+) -> _Asked:
+    """`texts`: prompts of each set; `quick`: texts and tokens with --quick."""
+    if given["figures"] is not None:
+        check_drawing()
+    names = {name: given[name] for name in ("target", "draft") if given[name] is not None}
+    texts, tokens = quick if given["quick"] else (texts, tokens)
+    tasks = read_sets(given["prompts"], texts, default=_SETS)
+    return _Asked(EngineConfig(**names, **settings), tasks, tokens, given["quick"], given["figures"], given["to"])
+
+
+@listed("Measure", "pearl paper theory --figures theory/")
+@click.group()
+def paper() -> None:
+    """Tables and figures of the five papers, by runs of this runtime.
+
+    The page pearl/lab/papers/README.md has each of the papers' items, and what differs.
+    """
+
+
+@paper.command("pearl")
 @click.option("--pair", "names", multiple=True, metavar="NAME", help="Only pairs whose name holds this. Repeatable.")
 @click.option("--table", "wanted", multiple=True, type=click.Choice(list(TABLES)), help="Only this one. Repeatable.")
 @click.option("--tokens", type=click.IntRange(min=50), default=250, show_default=True, metavar="N", help="Of a text.")
 @click.option("--repeats", type=_COUNT, default=2, show_default=True, metavar="N", help="Texts for each row.")
-@click.option(
-    "--quick", is_flag=True, help="One text of 60 tokens: a first look, in 8 minutes; with --paper one prompt."
-)
 @click.option("--simulate-only", is_flag=True, help="No real processes: closed forms and simulator alone.")
-@click.option(
-    "--prompts",
-    multiple=True,
-    metavar="[NAME=]FILE",
-    help="For --paper: as those of pearl bench. Repeatable.  [default: humaneval, edits]",
-)
-@click.option(
-    "--paper",
-    "other",
-    type=click.Choice(list(STUDIES)),
-    help="Another paper: its tables, as far as the embedded pair can fill them, with --prompts.",
-)
-@click.option(
-    "--datastore",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="With --paper sssd: a datastore for guesses; see pearl datastore.",
-)
 @click.option("--seed", type=int, default=0, metavar="N")
+@quick_option
+@figures_option
 @json_option
-def paper(
+def of_pearl(
     names: tuple[str, ...],
     wanted: tuple[str, ...],
     tokens: int,
     repeats: int,
-    quick: bool,
     simulate_only: bool,
-    prompts: tuple[str, ...],
-    other: str | None,
-    datastore: Path | None,
     seed: int,
+    quick: bool,
+    figures: Path | None,
     to: Path | None,
 ) -> None:
-    """The paper's tables from this runtime, by EMULATION of its pairs.
+    """PEARL's tables, by EMULATION of its pairs.
 
     Toys stand in for the models, with the pair's vocabulary, forward times and acceptance rate. Two real processes
-    decode, so the figures include the runtime's own cost.
+    decode, so the figures include the runtime's own cost. --quick: 8 minutes; everything: half an hour.
     """
-    if datastore is not None and other != _GUESSES:
-        raise ConfigError(f"--datastore is for --paper {_GUESSES}")
-    embedded = _EMBEDDED_QUICK if quick else _EMBEDDED
-    tokens, repeats = (_QUICK["tokens"], _QUICK["texts"]) if quick else (tokens, repeats)
-    if other is not None:
-        guessed = read_sets(prompts, _GUESSED_QUICK if quick else _GUESSED, default=_SETS) if other == _GUESSES else []
-        _study(other, read_sets(prompts, embedded["texts"], default=_SETS), embedded["tokens"], guessed, datastore, to)
-    else:
-        settings = {"tokens": tokens, "texts": repeats, "seed": seed, "runtime": not simulate_only}
-        _show(_run(_pairs(names), wanted or tuple(TABLES), settings), to)
+    if figures is not None:
+        check_drawing()
+    sizes = _QUICK_PEARL if quick else {"tokens": tokens, "texts": repeats}
+    result = _emulated(_pairs(names), wanted or tuple(TABLES), {**sizes, "seed": seed, "runtime": not simulate_only})
+    if to is not None:
+        write_json(to, result)
+    if to != STDOUT:
+        for table in tables(result):
+            _print(table)
+        print_lines(*pair_lines(result), EXPLAINED, conditions(result))
+    if figures is not None:
+        from pearl.lab.papers.emulate import window_figures
+
+        _draw([*window_figures(result), *_optimal_lengths()], figures)
 
 
 def _pairs(names: Sequence[str]) -> list[Pair]:
@@ -94,7 +143,7 @@ def _pairs(names: Sequence[str]) -> list[Pair]:
     return found
 
 
-def _run(found: Sequence[Pair], wanted: Sequence[str], settings: dict[str, Any]) -> dict[str, Any]:
+def _emulated(found: Sequence[Pair], wanted: Sequence[str], settings: dict[str, Any]) -> dict[str, Any]:
     from pearl.lab.papers import emulate
 
     clock, done = Conditions(), []
@@ -110,38 +159,123 @@ def _run(found: Sequence[Pair], wanted: Sequence[str], settings: dict[str, Any])
     return result
 
 
-def _show(result: dict[str, Any], to: Path | None) -> None:
-    if to is not None:
-        write_json(to, result)
-    if to != STDOUT:
-        for table in tables(result):
-            _print(table)
-        print_lines(*pair_lines(result), EXPLAINED, conditions(result))
+def _optimal_lengths() -> list[Figure]:
+    """Figure 2b, of the embedded pair."""
+    from pearl.lab.papers.lengths import step_by_step
+
+    with Bars() as bars:
+        recorded, _ = _recorded(_Asked(EngineConfig(), read_sets((), 1, default=_SETS[1:]), 96, True, None, None), bars)
+    title = "The optimal draft length changes from step to step (figure 2b)"
+    return [step_by_step(recorded.texts[0], "pearl-lengths", title)]
+
+
+def _recorded(asked: _Asked, bars: Bars) -> tuple[RecordedTexts, list[str]]:
+    """Greedy answers with the draft's tokens, and the set of each."""
+    from pearl.lab.papers.lengths import record_pair
+
+    bars.begin("recording", len(asked.tasks))
+    return record_pair(asked.config, asked.tasks, asked.tokens, lambda note: bars.advance(1, note))
+
+
+# ---- on a real pair ----
+
+
+@paper.command()
+@_on_a_pair
+@click.option("--texts", type=_COUNT, default=100, show_default=True, metavar="N", help="Simulated on Markov chains.")
+def theory(texts: int, **given: Any) -> None:
+    """Yin et al.: rejections and bias, on Markov chains by theorem and simulation, and on a pair."""
+    from pearl.lab.papers import chains
+
+    asked = _asked(given)
+    with Bars() as bars:
+        table, figures = chains.measure(10 if asked.quick else texts, bars)
+    _study("theory", asked, [table], figures)
+
+
+@paper.command()
+@_on_a_pair
+@click.option(
+    "--t-draft", type=float, default=5.0, show_default=True, metavar="MS", help="To train the classifier for."
+)
+@click.option("--t-target", type=float, default=40.0, show_default=True, metavar="MS", help="Likewise.")
+def disco(t_draft: float, t_target: float, **given: Any) -> None:
+    """DISCO: static and dynamic speculation lengths, the oracle's lengths, and the classifier's F1."""
+    from pearl.lab.papers import lengths
+    from pearl.lab.simulate import timing_of
+
+    asked = _asked(given, quick=(2, 48))
+    with Bars() as bars:
+        recorded, sets = _recorded(asked, bars)
+        found, figures = lengths.measure(recorded, timing_of(t_draft, {1: t_target}), sets)
+    _study("disco", asked, found, figures)
+
+
+@paper.command()
+@_on_a_pair
+@click.option("--datastore", type=click.Path(file_okay=False), help="For guesses; see pearl datastore.")
+@click.option("--most-batch", type=click.IntRange(1, 64), default=64, show_default=True, metavar="N")
+@click.option("--most-context", type=_COUNT, default=8192, show_default=True, metavar="N", help="Tokens in a cache.")
+def sssd(datastore: str | None, most_batch: int, most_context: int, **given: Any) -> None:
+    """SSSD: guesses without a draft by source, number, temperature, batch and context, beside other papers'."""
+    from pearl.lab.papers import sssd as guesses
+
+    asked = _asked(given, datastore=datastore)
+    if asked.quick:
+        most_batch, most_context = min(most_batch, 4), min(most_context, 1000)
+    prompts = read_sets(given["prompts"], 2 if asked.quick else 12, default=_SETS)
+    with Bars() as bars:
+        found = guesses.measure_guesses(asked.config, prompts, asked.tokens, bars, most_batch, most_context)
+    _study("sssd", asked, found.tables, found.figures, {"guesses": found.document})
+
+
+@paper.command()
+@_on_a_pair
+def mjsd(**given: Any) -> None:
+    """MJSD: joint decoding, its thresholds, beams and lengths, speed and perplexity, and energy by batch."""
+    from pearl.lab.papers import energy
+
+    asked = _asked(given)
+    with Bars() as bars:
+        table = energy.measure(asked.config, bars)
+    _study("mjsd", asked, [table], [])
 
 
 def _study(
-    name: str, tasks: Sequence[Task], tokens: int, guessed: Sequence[Task], datastore: Path | None, to: Path | None
+    name: str,
+    asked: _Asked,
+    more: Sequence[Table],
+    figures: Sequence[Figure],
+    measured: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """`guessed`: prompts for the tables of guesses, which need more texts; none: no such tables."""
-    from pearl.lab.papers import sssd, study
+    """Run the study; print it and `more`, and draw the figures. `measured`: for JSON."""
+    from pearl.lab.papers import study
 
     clock, about = Conditions(), STUDIES[name]
-    config = EngineConfig(datastore=None if datastore is None else str(datastore))
     with Bars() as bars:
-        found = study.run_study(about, tasks, tokens, bars, config)
-        guesses = sssd.measure_guesses(config, guessed, tokens, bars) if guessed else None
+        found = study.run_study(about, asked.tasks, asked.tokens, bars, asked.config)
     clock.stop()
-    if to is not None:
-        settings = {"paper": name, "tokens": tokens, "texts": len(tasks)}
+    figures = [*figures, *study.sweeps(name, found)]
+    if asked.to is not None:
+        settings = {"paper": name, "tokens": asked.tokens, "texts": len(asked.tasks)}
         words = {"title": about.title, "differs": about.differs, "left_out": about.left_out}
-        document = {"kind": "study", "settings": settings, **words, **clock.as_dict()}
-        write_json(to, document | {"rows": found, "guesses": guesses})
-    if to != STDOUT:
-        _print(study.in_words(about, found), words=2)
-        sets = ", ".join(dict.fromkeys(task.set for task in tasks))
-        print_lines(f"{len(tasks)} prompts ({sets}), up to {tokens} tokens; {clock}", "")
-        for table in sssd.in_words(guesses) if guesses else ():
+        document = {"kind": "study", "settings": settings, **words, **clock.as_dict(), "rows": found}
+        write_json(
+            asked.to, document | {**measured, "tables": [*map(asdict, more)], "figures": [*map(asdict, figures)]}
+        )
+    if asked.to != STDOUT:
+        for table in more:
             _print(table)
+        _print(study.in_words(about, found), words=2)
+        sets = ", ".join(dict.fromkeys(task.set for task in asked.tasks))
+        print_lines(f"{len(asked.tasks)} prompts ({sets}), up to {asked.tokens} tokens; {clock}", "")
+    if asked.figures is not None:
+        _draw(figures, asked.figures)
+
+
+def _draw(figures: Sequence[Figure], directory: Path) -> None:
+    for path in draw(figures, directory):
+        click.echo(f"drawn: {path}", err=True)
 
 
 def _print(table: Table, words: int = 1) -> None:

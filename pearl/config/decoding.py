@@ -71,7 +71,7 @@ class DecodingConfig(Section):
         default=None,
         description="Most n-grams of the text so far that the target verifies in a forward beside draft tokens; of "
         "these as many as give the most tokens a second. 0 or off: none, as published. Default, auto: "
-        f"{methods.LOOK_AHEAD} for ngram and pearl, which alone take them.",
+        f"{methods.LOOK_AHEAD} for ngram and pearl; some of the papers' methods have more.",
     )
     draft_lookup: Guesses = Field(
         default=None,

@@ -17,7 +17,7 @@ from pearl.spec.methods import DRAFTLESS, MAX_WINDOW, METHODS
 from pearl.spec.stops import STOPS
 from pearl.spec.transports import is_control, is_on_one_host
 
-MAX_SLOTS = 32  # requests side by side: half as many as one front may have waiting
+MAX_SLOTS = 64  # requests side by side: half as many as one front may have waiting
 
 Seconds = Annotated[float, Field(gt=0)]
 ModelRole = Literal["target", "draft"]
@@ -186,12 +186,12 @@ class EngineConfig(Section):
         return ("target", "draft") if self.has_draft else ("target",)
 
     def check_method(self, method: str) -> None:
-        """Raises `ConfigError` if the method needs a draft and there is none."""
+        """Raises `ConfigError` if the method needs a draft, or another setting, that this engine does not have."""
         if method not in (*DRAFTLESS, "auto") and not self.has_draft:
             use = " or ".join(DRAFTLESS)
             raise ConfigError(f"method {method} needs a draft model and this engine has none; use method {use}")
-        if METHODS[method].needs_head and self.head is None:
-            raise ConfigError(f"method {method} needs a head of the target: name one with --head")
+        if (needed := METHODS[method].needs) and not getattr(self, needed):
+            raise ConfigError(f"method {method} needs --{needed}")
 
     def check_decoding(self, decoding: DecodingConfig) -> None:
         """Raises `ConfigError` if method, window or stop policy need what this engine does not have."""

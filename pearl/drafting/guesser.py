@@ -76,8 +76,11 @@ class StoreGuesses:
     def _occurrences(self, position: int) -> list[Occurrence]:
         if (found := self._found.get(position)) is None:
             last = self._text[max(0, position - MOST_MATCHED) : position]
-            found = self._found[position] = self._store.occurrences(last)
+            found = self._found[position] = self._lookup(last)
         return found
+
+    def _lookup(self, last: Sequence[int]) -> list[Occurrence]:
+        return self._store.occurrences(last)
 
     def _ranked(self, occurrences: Sequence[Occurrence]) -> list[tuple[Candidate, int]]:
         """The candidates of the most weight; see `shares`."""
@@ -120,10 +123,13 @@ class Guesser(NgramIndex):
         self._habits, self._counted = habits, len(tokens)
         super().__init__(tokens)
         if store is not None:
-            self._store = StoreGuesses(store, self.tokens, max(0, len(tokens) - _LEARN))
+            self._store = self._make_store(store, max(0, len(tokens) - _LEARN))
             self._store.learn(len(tokens))
         if head is not None:
             self._head = head(self.tokens)
+
+    def _make_store(self, store: Datastore, learn_from: int) -> StoreGuesses:
+        return StoreGuesses(store, self.tokens, learn_from)
 
     def cut(self, length: int) -> None:
         super().cut(length)
@@ -134,12 +140,15 @@ class Guesser(NgramIndex):
         super().learn(committed)
         if self._store is not None:
             self._store.learn(committed)
+        self._learn_habits(committed)
+        if self._head is not None:
+            self._head.learn(committed)
+
+    def _learn_habits(self, committed: int) -> None:
         if self._habits is not None:
             for position in range(max(1, self._counted), committed):
                 self._habits.learn(self._before(position), self.tokens[position])
             self._counted = max(self._counted, committed)
-        if self._head is not None:
-            self._head.learn(committed)
 
     def candidates(self, position: int) -> list[Candidate]:
         found = [super().candidates(position)]

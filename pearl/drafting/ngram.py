@@ -19,7 +19,6 @@ from pearl.spec.methods import MAX_LOOK_AHEAD
 
 LONGEST = 4  # the longest indexed n-gram; a longer match is found by extending one token by token
 MOST_MATCHED = 12  # match lengths are counted up to here
-_OCCURRENCES = 16  # earlier occurrences considered, longest matches first, then most recent
 RANKS = 3  # candidates per position
 _LEARN = 256  # rates are learned from this many tokens at the end of a prompt
 RATE_WEIGHT = 0.05  # weight of a new outcome in a rate's moving average
@@ -67,9 +66,15 @@ class Candidate:
 class NgramIndex:
     """The end positions of each n-gram of one text, for n up to `LONGEST`. Adding or removing a token is O(1).
 
+    Attributes:
+        most_occurrences: earlier ones considered at a position, longest matches first, then most recent.
+        ranks: most candidates for a position.
+
     Args:
         tokens: the text so far; rates are learned from its last `_LEARN` tokens.
     """
+
+    most_occurrences, ranks = 16, RANKS
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         self.tokens: list[int] = []
@@ -129,17 +134,17 @@ class NgramIndex:
                 if end >= position or end in matches:
                     continue
                 matches[end] = self._matched(end, position, n)
-                if len(matches) == _OCCURRENCES:
+                if len(matches) == self.most_occurrences:
                     break
-            if len(matches) == _OCCURRENCES:
+            if len(matches) == self.most_occurrences:
                 break
-        return self._ranked(matches.items())
+        return self._ranked(list(matches.items()))
 
     def following(self, candidate: Candidate) -> list[Candidate]:
         """Candidates for the position after `candidate`: the tokens that followed its occurrences."""
-        return self._ranked((end + 1, min(MOST_MATCHED, matched + 1)) for end, matched in candidate.occurrences)
+        return self._ranked([(end + 1, min(MOST_MATCHED, matched + 1)) for end, matched in candidate.occurrences])
 
-    def _ranked(self, occurrences: Iterable[tuple[int, int]]) -> list[Candidate]:
+    def _ranked(self, occurrences: Sequence[tuple[int, int]]) -> list[Candidate]:
         weights: dict[int, float] = {}
         found: dict[int, list[tuple[int, int]]] = {}
         text, last = self.tokens, len(self.tokens)
@@ -235,7 +240,7 @@ def guess_tree(
         (tokens, parents, chances, sources). A parent below `len(index)` is a position of the text; `len(index)` + i is
         guess i. A chance is the probability of the whole path from the anchor on, times the anchor's.
     """
-    widest = RANKS if branches else 1
+    widest = index.ranks if branches else 1
     ids = count()
     waiting: list[tuple[float, int, int, int, Candidate]] = []  # -chance, tie-break, parent, position, candidate
     for anchor in anchors:

@@ -23,6 +23,7 @@ from pearl.drafting.habits import Habits
 from pearl.drafting.heads import HeadGuesses, HeadText
 from pearl.drafting.jacobi import COLUMNS, LEVELS, JacobiIndex, Window
 from pearl.drafting.ngram import NgramIndex, anchored, guess_tree
+from pearl.drafting.published import INDEXES, PhraseIndex
 from pearl.errors import NumericalError, OutOfMemory
 from pearl.models.checkpoints.memory import is_of_memory
 from pearl.models.feeds import depths
@@ -271,11 +272,10 @@ class TargetExecutor:
         return Guessed(tuple(tokens), tuple(parents), tuple(chances), tuple(sources), request=command.request)
 
     def _make_index(self, request: _Request) -> NgramIndex:
-        if request.method.iterates:
-            return JacobiIndex(request.prompt)
         takes_head = self._head is not None and request.method.takes_head
         head = partial(self._head_guesses, request) if takes_head else None
-        return text_index(request.prompt, self._datastore, self._habits, head)
+        make = INDEXES.get(request.method.guesses, text_index)
+        return make(request.prompt, self._datastore, self._habits, head)
 
     def _head_guesses(self, request: _Request, tokens: Sequence[int]) -> HeadGuesses:
         assert self._head is not None
@@ -376,11 +376,20 @@ class TargetExecutor:
         launched = {} if request.launched is None else {"launched": request.launched[at]}
         with request.blamed():
             verdict = request.rule.judge(request.logits[at], command.tokens, rows, command.start, **launched)
+            if isinstance(request.index, PhraseIndex) and verdict.accepted + 1 < len(command.tokens):
+                self._reuse(request, request.index, command, verdict.accepted)
         new = list(command.tokens[: verdict.accepted])
         if verdict.token is not None:
             new.append(verdict.token)
         request.say(command.start, new, [request.row(node) for node in command.nodes[: len(new)]])
         return replace(verdict, stop_after=request.stop_after(new), request=command.request)
+
+    def _reuse(self, request: _Request, index: PhraseIndex, command: Judge, accepted: int) -> None:
+        """Give the index the tokens that are discarded, and the target's draws behind them but the last."""
+        rows = [request.row(node) for node in command.nodes[accepted + 1 :]]
+        positions = [command.start + number for number in range(accepted + 1, len(command.tokens))]
+        draws = request.direct.rows(request.logits[rows], positions).cpu()
+        index.discarded(command.tokens[accepted:-1], [read_draw(draw) for draw in draws])
 
     def _sampled(self, request: _Request, command: Sample) -> Sampled:
         children = request.children() if command.follow else {}

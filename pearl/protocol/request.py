@@ -143,7 +143,8 @@ class Request:
     @property
     def runs_ahead(self) -> bool:
         """Whether the target commits its own draws right away instead of waiting for the draft's tokens."""
-        return self.looks_ahead and (self.options.commits_draws or not self.method.drafts)
+        overlaps = self.method.pre_verify or self.method.post_verify
+        return self.looks_ahead and ((self.options.commits_draws and overlaps) or not self.method.drafts)
 
     def use(self, way: str) -> None:
         """Method auto: decode with `way` from here on."""

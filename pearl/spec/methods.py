@@ -31,8 +31,9 @@ class Method:
         siblings: default number of the draft's runners-up that the target verifies in a forward; 0: it takes none.
         takes_stops: whether a stop policy may end the draft's windows. Not under ssd: the policy does not see branches.
             Not under pearl-no-post-verify: its windows, so its ratio text, would depend on timing.
-        takes_head: whether the target's head guesses too, if there is one; `needs_head`: refused without one.
-        iterates: whether guesses come from the target's Jacobi iterations alone.
+        takes_head: whether the target's head guesses too, if there is one.
+        guesses: how guesses are made, a name in `pearl.drafting.published`; empty: as this project makes them.
+        needs: the setting of the engine without which the method is refused; empty: none.
         adapts: whether the way of decoding is chosen by measured speed (`pearl.protocol.auto`).
     """
 
@@ -47,8 +48,8 @@ class Method:
     siblings: int = 0
     takes_stops: bool = False
     takes_head: bool = False
-    needs_head: bool = False
-    iterates: bool = False
+    guesses: str = ""
+    needs: str = ""
     adapts: bool = False
 
     @property
@@ -84,7 +85,7 @@ METHODS: dict[str, Method] = {
             "the target alone, guessing from its own Jacobi iterations (Lookahead decoding)",
             **_ALONE,
             look_ahead=LOOK_AHEAD,
-            iterates=True,
+            guesses="jacobi",
         ),
         Method(
             "head",
@@ -92,9 +93,29 @@ METHODS: dict[str, Method] = {
             **_ALONE,
             look_ahead=LOOK_AHEAD,
             takes_head=True,
-            needs_head=True,
+            needs="head",
         ),
+        Method("pld", "ngram as Prompt Lookup Decoding has it", **_ALONE, look_ahead=10, guesses="pld"),
+        Method("llma", "ngram as LLMA has it: copies from the prompt alone", **_ALONE, look_ahead=19, guesses="llma"),
+        Method("pia", "ngram as PIA has it, with --habits", **_ALONE, look_ahead=30, guesses="pia", needs="habits"),
+        Method(
+            "rest",
+            "ngram as REST has it: guesses from --datastore alone",
+            **_ALONE,
+            look_ahead=64,
+            guesses="rest",
+            needs="datastore",
+        ),
+        Method("sssd", "ngram with the counts and damping that SSSD prints", **_ALONE, look_ahead=30, guesses="sssd"),
         Method("sd", "draft and target in turn", **_IN_TURN, takes_stops=True),
+        Method(
+            "ouroboros",
+            "sd whose windows are lengthened by phrases, among them discarded ones (Ouroboros)",
+            **_IN_TURN,
+            look_ahead=LOOK_AHEAD,
+            draft_lookup=DRAFT_LOOKUP,
+            guesses="phrases",
+        ),
         Method("ssd", "sd whose draft prepares meanwhile for other outcomes", **_IN_TURN, branches=BRANCHES),
         Method("pearl", "draft and target at once", **_GUESSES, takes_stops=True, takes_head=True),
         Method(

@@ -17,7 +17,7 @@ from pearl.transport.base import Peer
 from pearl.worker.settings import TargetSettings
 
 MAX_FRONTS = 256
-MAX_REQUESTS = 64  # of one front, running ones included
+MAX_REQUESTS = 128  # of one front, running ones included
 MAX_HELD = 1 << 21  # tokens, and characters of stop strings and grammars, in the requests of all fronts
 MAX_SHARE = MAX_HELD // MAX_FRONTS  # what a front may hold however much the others do
 REQUEST = 1 << 10  # tokens that a request counts beside its own

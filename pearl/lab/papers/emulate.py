@@ -7,7 +7,7 @@ else of a model matters to the runtime.  So each cell comes from four sources: p
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -22,6 +22,7 @@ from pearl.lab.bench.runner import Measured, Plan, Sample, measure, simulated
 from pearl.lab.bench.systems import devices_of
 from pearl.lab.bench.tasks import Task
 from pearl.lab.experiments.workload import Totals, independent, run
+from pearl.lab.papers.figures import Figure
 from pearl.lab.papers.pearl import TABLES, Cell, Pair, Run, Unit, cells_of
 from pearl.lab.simulate import Timing
 from pearl.metrics import Sums
@@ -196,3 +197,18 @@ def idle_times(pair: Pair, decoding: DecodingConfig, tokens: int) -> tuple[float
         for worker in (found.draft, found.target)
     )
     return draft, target
+
+
+def window_figures(result: Mapping[str, Any]) -> list[Figure]:
+    """Tables 5 and 6 as pictures, from a result as JSON: tokens per second by window."""
+    found = []
+    for name, about in (("5", "pair"), ("6", "benchmark")):
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for cell in result["tables"].get(name, ()):
+            for source in ("paper", "simulator", "runtime"):
+                if cell[source] is not None:
+                    lines.setdefault(f"{cell['pair']}: {source}", []).append((cell["run"]["window"], cell[source]))
+        if lines:
+            title = f"Windows by {about} (table {name}, emulated)"
+            found.append(Figure(f"pearl-windows-{about}", title, "window", "tokens/s", lines))
+    return found

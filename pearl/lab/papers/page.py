@@ -1,4 +1,4 @@
-"""One run of `pearl bench paper` in words: tables for a terminal, made from the run's JSON document."""
+"""One run of `pearl paper pearl` in words: tables for a terminal, made from the run's JSON document."""
 
 from __future__ import annotations
 

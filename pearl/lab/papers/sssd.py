@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +25,7 @@ from pearl.lab.bench.tasks import Task
 from pearl.lab.experiments.estimate import Estimate, bootstrap
 from pearl.lab.experiments.guessing import Generated, Replayed, replay, store_alone
 from pearl.lab.experiments.texts import answers
+from pearl.lab.papers.figures import Figure
 from pearl.lab.papers.page import Table
 from pearl.lab.papers.studies import FILTERED
 from pearl.lab.simulate import interpolated
@@ -39,7 +40,7 @@ SIZES = (1, 2, 4, 8, 16, 32)  # tokens in a forward, the last committed one incl
 TEMPERATURES = (0.0, 0.4, 0.7, 1.0, 2.0)
 _AT_ONCE = 8  # texts decoded together
 _CONTEXT = 256  # tokens in the cache while forwards are timed
-_ROUNDS = 9  # of all sizes
+_ROUNDS = 5  # of all sizes
 PAPER = {  # section 4 of the paper
     "speedup": "2.05 to 2.61 at batch 1, s at most 30",
     "sources": "almost add up perfectly",
@@ -50,25 +51,40 @@ PAPER = {  # section 4 of the paper
 }
 
 
-def measure_guesses(config: EngineConfig, tasks: Sequence[Task], tokens: int, watcher: Watcher) -> dict[str, Any]:
-    """All figures, for JSON: see `by_size` and `by_temperature`.
+@dataclass(frozen=True)
+class Found:
+    """`document`: the figures by size and by temperature, for JSON: see `by_size` and `by_temperature`."""
+
+    document: dict[str, Any]
+    tables: list[Table]
+    figures: list[Figure]
+
+
+def measure_guesses(
+    config: EngineConfig, tasks: Sequence[Task], tokens: int, watcher: Watcher, most_batch: int, most_context: int
+) -> Found:
+    """Everything but the study's rows.
 
     Args:
         config: of the target, and of the datastore if there is one.
         tasks: the first turn of each is answered.
         tokens: the most of an answer.
+        most_batch, most_context: requests at a time, and tokens in a cache.
     """
+    from pearl.lab.papers import batches
+
     slots, room = min(_AT_ONCE, len(tasks)), config.max_context or 8192
-    config = config.model_copy(update={"slots": slots, "max_context": min(room, 2048)})
+    several = config.model_copy(update={"slots": slots, "max_context": min(room, 2048)})
     tokenizer, defaults = load_tokenizer(config.target)
-    target = make_runner(config.model("target"), place(config, "target"))
+    target = make_runner(several.model("target"), place(several, "target"))
     store = None
     if config.datastore is not None:
         directory = Path(config.datastore)
         store = Datastore(directory, target.vocab_size)
         check_tokenizer(store.header, tokenizer, directory)
     raw = tokenizer.apply_chat([{"role": "user", "content": "."}]) is None
-    prompts = [Conversation(tokenizer, raw).prompt(task.turns[0]) for task in tasks]
+    prompt_of = Conversation(tokenizer, raw).prompt
+    prompts = [prompt_of(task.turns[0]) for task in tasks]
 
     def decode(temperature: float) -> list[Generated]:
         params = SamplingParams(temperature=temperature, min_p=0.0, repetition_penalty=1.0, seed=0, **FILTERED)
@@ -79,9 +95,8 @@ def measure_guesses(config: EngineConfig, tasks: Sequence[Task], tokens: int, wa
         return [Generated((*p, *a), len(p)) for p, a in zip(prompts, found, strict=True)]
 
     texts = {temperature: decode(temperature) for temperature in TEMPERATURES}
-    greedy = texts[0.0]
-    times = measure_times(target, watcher)
-    return {
+    greedy, times = texts[0.0], measure_times(target, watcher)
+    document: dict[str, Any] = {
         "sizes": by_size(greedy, store, times),
         "chosen": fastest(greedy, store, times),
         "temperatures": by_temperature(texts, store),
@@ -91,20 +106,45 @@ def measure_guesses(config: EngineConfig, tasks: Sequence[Task], tokens: int, wa
         "threads": torch.get_num_threads(),
         "t_one": times[1],
     }
+    beside, drawn = batches.baselines(greedy, store)
+    virtual, by_batch = batches.roofline_speedups({row["size"]: row["both"] for row in document["sizes"]})
+    target = make_runner(config.model("target"), place(config, "target"))  # of one slot, and the whole context
+    tables = [*in_words(document), beside, batches.free_tokens(target, watcher, most_context), virtual]
+    tables.append(
+        batches.long_prompts(target, tokenizer, prompt_of, defaults.eos, tokens, store, watcher, most_context)
+    )
+    sizes = [batch for batch in batches.BATCHES if batch <= most_batch]
+    tables.append(batches.by_batch(config, prompts, tokens, sizes, watcher))
+    return Found(document, tables, [_by_length(document), drawn, by_batch])
+
+
+def _by_length(document: dict[str, Any]) -> Figure:
+    """Figure 2: tokens a step, the cost of a forward, and their quotient."""
+    lines = {
+        "tokens a step": [(row["size"], row["both"]) for row in document["sizes"]],
+        "t(s) / t(1)": [(row["size"], row["time"]) for row in document["sizes"]],
+        "times as fast as ar": [(row["size"], row["speedup"]) for row in document["sizes"]],
+    }
+    return Figure("sssd-length", "Speculation length: gain and cost (figure 2)", "s", "", lines, log="x")
 
 
 # ---- the duration of a forward ----
 
 
-def measure_times(target: ModelRunner, watcher: Watcher) -> dict[int, float]:
-    """Seconds of a forward by tokens fed: medians over rounds in which all sizes take turns."""
-    base = max(1, min(_CONTEXT, target.context - max(SIZES)))
+def measure_times(
+    target: ModelRunner, watcher: Watcher, sizes: Sequence[int] = SIZES, context: int = _CONTEXT
+) -> dict[int, float]:
+    """Seconds of a forward by tokens fed: medians over rounds in which all sizes take turns.
+
+    `context`: tokens in the cache, if there is room for them.
+    """
+    base = max(1, min(context, target.context - max(sizes)))
     target.rollback(0)
     feed_chain(target, [(7 + 5 * i) % target.vocab_size for i in range(base)], 0)
-    taken: dict[int, list[float]] = {fed: [] for fed in SIZES}
-    watcher.begin("forward times", _ROUNDS)
+    taken: dict[int, list[float]] = {fed: [] for fed in sizes}
+    watcher.begin(f"forward times, {base} tokens in the cache", _ROUNDS)
     for round_ in range(_ROUNDS + 1):  # the first warms up
-        for fed in SIZES:
+        for fed in sizes:
             target.rollback(base)
             target.synchronize()
             began = time.perf_counter()

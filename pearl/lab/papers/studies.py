@@ -84,7 +84,7 @@ STUDIES = {
         ],
         "Theirs are Markov chains without printed values; ours is the embedded pair at temperature 1, in which the "
         "text, and with it the TV, depends on the rule.",
-        "Tables 1 and 2 (win rates) need reward models; figures 2 to 4, on chains: the tests compare them with theory.",
+        "Tables 1 and 2 (win rates) need reward models.",
     ),
     "disco": Study(
         "DISCO (Mamou et al. 2024), tables 1 and 2, HumanEval: static speculation lengths, and the oracle's",
@@ -98,7 +98,7 @@ STUDIES = {
         ],
         "Theirs are StarCoder 15B with 168M on one A100; ours is the embedded pair, greedy, whose best length is one "
         "of 1 to 3. An oracle drafts what is accepted between two rejections: the tokens of a run.",
-        "DISCO's classifier, trained for a pair, and the oracle, on recorded texts: pearl simulate stops has both.",
+        "DISCO's classifier and the oracle decode recorded texts: pearl simulate stops has both.",
     ),
     "sssd": Study(
         "SSSD (Marzollo et al. 2024), prose: guesses without a draft model, one request at a time",
@@ -111,7 +111,7 @@ STUDIES = {
         "Theirs are Llama 2 7B and Llama 3 8B on an Ascend 910B4 with a datastore of conversations; ours is the "
         "embedded target on one core, guessing from prompt and own text, and from --datastore if given. Top-k 50 and "
         "top-p 0.7, as theirs.",
-        "Batches of 8 to 64 requests.",
+        "Their datastores, and PG-19.",
     ),
     "mjsd": Study(
         "MJSD (Qin et al. 2024), table 2: speed and perplexity; and joint greedy decoding of the target alone",
@@ -126,7 +126,12 @@ STUDIES = {
             ),
             _mjsd("spectr, 4 candidates", "1.99, 1.26, 1.15; 3.64, 2.15, 3.06", rule="spectr"),
             _mjsd("joint", "2.78, 2.00, 2.04; 2.06, 1.88, 2.63", rule="joint"),
-            _mjsd("joint, 2 beams", "table 3: 0.91 of 8 beams' speed", rule="joint", width=2),
+            *(_mjsd(f"joint, tau {tau:g}", "", rule="joint", tau=tau) for tau in (0.0, 0.3, 0.6, 0.9)),
+            *(
+                _mjsd(f"joint, {width} beams", f"table 3: {share} of 8 beams' speed", rule="joint", width=width)
+                for width, share in ((2, 0.91), (4, 0.98), (6, 0.98))
+            ),
+            *(_mjsd(f"joint, blocks of {depth}", "", rule="joint", depth=depth) for depth in (2, 6, 8)),
             *(
                 StudyRow(f"pearl, {rule}", DecodingConfig(**_PUBLISHED, rule=rule), _MJSD)
                 for rule in ("ratio", "joint")
@@ -143,7 +148,7 @@ STUDIES = {
         "Greedy: at temperature 0, over greedy ar; joint greedy is MJGD, by a search that is exact. "
         "Their SpecTr drafts several whole sequences; ours several tokens where the text has left what was drafted. "
         "Perplexity is by the target's own rows, unfiltered.",
-        "OPT's columns; energy.",
+        "OPT's columns. Energy by batch is measured where the machine has a meter.",
         joint=(1, 2, 3),
     ),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from math import exp, sqrt
@@ -19,6 +20,7 @@ from pearl.lab.bench.systems import devices_of
 from pearl.lab.bench.tasks import Task
 from pearl.lab.experiments import mjgd
 from pearl.lab.experiments.estimate import Estimate
+from pearl.lab.papers.figures import Figure
 from pearl.lab.papers.page import Table
 from pearl.lab.papers.studies import Study, StudyRow
 from pearl.metrics import Statistics
@@ -103,6 +105,32 @@ def row_document(row: StudyRow, found: Figures, texts: Sequence[Statistics]) -> 
         "bias": sum(one.bias or 0.0 for one in known) / judged if known and judged else None,
         "perplexity": found.perplexity and found.perplexity.value,
     }
+
+
+_SWEEPS = {  # label of a row of MJSD's study, with its value; what the value is; that of the row without one
+    r"sd, joint(?:, tau ([\d.]+))?": ("tau", 0.1),
+    r"sd, joint(?:, (\d+) beams)?": ("beams", 8.0),
+    r"sd, joint(?:, blocks of (\d+))?": ("block length", 4.0),
+    r"joint greedy, (\d+) a step": ("tokens decoded jointly", 0.0),
+}
+
+
+def sweeps(name: str, found: Sequence[Mapping[str, Any]]) -> list[Figure]:
+    """Of MJSD's study: perplexity and speed by what is varied (its table 3 and its figures of tau, and of MJGD)."""
+    drawn = []
+    for pattern, (what, usual) in _SWEEPS.items() if name == "mjsd" else ():
+        lines: dict[str, list[tuple[float, float]]] = {"perplexity": [], "times as fast as ar": []}
+        for one in found:
+            if (match := re.fullmatch(pattern, one["label"])) is None:
+                continue
+            value = float(match[1] or usual)
+            if one.get("perplexity") is not None:
+                lines["perplexity"].append((value, one["perplexity"]))
+            if one.get("speedup"):
+                lines["times as fast as ar"].append((value, one["speedup"][0]))
+        shown = {label: sorted(points) for label, points in lines.items() if points}
+        drawn.append(Figure(f"mjsd-{what.replace(' ', '-')}", f"Joint decoding by {what}", what, "", shown))
+    return drawn
 
 
 def in_words(study: Study, found: Sequence[Mapping[str, Any]]) -> Table:

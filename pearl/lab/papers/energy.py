@@ -1,0 +1,98 @@
+"""MJSD's table 1: time and energy of a forward by batch. Source: Qin et al. 2024, section 4."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+
+from pearl.config import EngineConfig
+from pearl.lab import Watcher
+from pearl.lab.papers.page import Table
+from pearl.models.runner import Feed, ModelRunner, feed_chain
+from pearl.worker.build import make_runner
+from pearl.worker.placement import place
+
+BATCHES = (1, 2, 4, 8, 16)
+_CONTEXT, _SECONDS = 64, 3.0  # tokens in each cache; how long each batch is repeated
+_RAPL = "/sys/class/powercap/intel-rapl:?"  # a counter of microjoules for each processor
+_SMI = ("nvidia-smi", "--query-gpu=power.draw", "--format=csv,noheader,nounits")
+PAPER = {1: 14.1, 2: 16.5, 4: 17.7, 8: 19.7, 16: 24.7}  # joules a forward, OPT-13B on two A10
+
+
+def measure(config: EngineConfig, watcher: Watcher) -> Table:
+    """Load the target, and measure it: see `by_batch`."""
+    several = config.model_copy(update={"slots": max(BATCHES), "max_context": 1024})
+    return by_batch(make_runner(several.model("target"), place(several, "target")), watcher)
+
+
+def by_batch(target: ModelRunner, watcher: Watcher, directory: str = _RAPL) -> Table:
+    """A row for each batch that the target has slots for."""
+    batches = [batch for batch in BATCHES if batch <= target.capabilities.slots]
+    watcher.begin("energy by batch", len(batches))
+    for slot in range(max(batches)):
+        target.rollback(0, slot)
+        feed_chain(target, [(1 + slot) % target.vocab_size] * _CONTEXT, 0, slot)
+    meter = _gpu if target.device.type == "cuda" else _counters(directory)
+    rows = []
+    for batch in batches:
+        count, seconds, joules = _repeated(target, batch, meter)
+        energy = ["", ""] if joules is None else [f"{joules / count:.2f}", f"{joules / count / batch:.2f}"]
+        rows.append(
+            [
+                str(batch),
+                f"{1e3 * seconds / count:.1f}",
+                f"{1e3 * seconds / count / batch:.1f}",
+                *energy,
+                f"{PAPER[batch]}",
+            ]
+        )
+        watcher.advance(1, f"batch {batch}")
+    columns = ("batch", "ms a run", "ms an input", "J a run", "J an input", "theirs:\nJ a run")
+    notes = [] if rows and rows[0][3] else ["This machine has no meter that can be read: no energy."]
+    return Table("Time and energy of the target's forwards by batch (table 1)", columns, rows, notes)
+
+
+def _repeated(
+    target: ModelRunner, batch: int, meter: Callable[[], tuple[str, float] | None]
+) -> tuple[int, float, float | None]:
+    """(forwards, seconds, joules or None): forwards of one token a sequence, for `_SECONDS`."""
+    began, first, count, powers = time.monotonic(), meter(), 0, list[float]()
+    asked = began
+    while (now := time.monotonic()) < began + _SECONDS:
+        target.forward([Feed([7], 1, slot) for slot in range(batch)])
+        target.synchronize()
+        for slot in range(batch):
+            target.rollback(_CONTEXT, slot)
+        count += 1
+        if now > asked + 1 and first is not None and first[0] == "W":
+            asked, powers = now, [*powers, (meter() or first)[1]]
+    seconds, last = time.monotonic() - began, meter()
+    if first is None or last is None:
+        return count, seconds, None
+    return count, seconds, last[1] - first[1] if first[0] == "J" else fmean([*powers, last[1]]) * seconds
+
+
+def _counters(directory: str) -> Callable[[], tuple[str, float] | None]:
+    """The processors' energy so far; None where it cannot be read."""
+
+    def read() -> tuple[str, float] | None:
+        root = Path(directory)
+        try:
+            found = [int((path / "energy_uj").read_text()) for path in root.parent.glob(root.name)]
+        except (OSError, ValueError):
+            return None
+        return ("J", sum(found) / 1e6) if found else None
+
+    return read
+
+
+def _gpu() -> tuple[str, float] | None:
+    """The GPUs' power, as the paper has it. Untested on a GPU."""
+    try:
+        done = subprocess.run(_SMI, capture_output=True, text=True, timeout=5, check=True)
+        return "W", sum(map(float, done.stdout.split()))
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
