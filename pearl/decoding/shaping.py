@@ -55,8 +55,9 @@ class Shaper:
         self._shaping, self._prompt = shaping, prompt
         self._guide: Guide | None = None
         self._broken: GrammarError | None = None  # why its grammar has no guide: only this request is to fail
-        if shaping.grammar:
-            assert guides is not None
+        if shaping.grammar and guides is None:
+            self._broken = GrammarError("texts are held to no grammar here")
+        elif guides is not None and shaping.grammar:
             try:
                 self._guide = guides(shaping.grammar, shaping.ends)
             except GrammarError as error:
