@@ -199,6 +199,7 @@ class Stopwatch:
         begun: when work on it began.
         first, last: its first and its last commit.
         gaps: (seconds since the commit before, tokens) of each commit but the first.
+        waiting: what it waits for, and since when; None: it does not wait.
     """
 
     submitted: float = 0.0
@@ -210,6 +211,7 @@ class Stopwatch:
     gaps: list[tuple[float, int]] = field(default_factory=list)
     draft_waited: float = 0.0
     draft_lost: bool = False
+    waiting: tuple[str, float] | None = None
 
     def committed(self, tokens: int, now: float) -> None:
         if self.first is None:
@@ -221,6 +223,17 @@ class Stopwatch:
 
     def waited(self, cause: str, seconds: float) -> None:
         self.waits[cause] = self.waits.get(cause, 0.0) + seconds
+
+    def wait(self, cause: str, now: float) -> None:
+        """It waits from now on, if it does not already."""
+        self.waiting = self.waiting or (cause, now)
+
+    def resume(self, now: float) -> None:
+        """It waits no longer."""
+        if self.waiting is not None:
+            cause, since = self.waiting
+            self.waited(cause, now - since)
+            self.waiting = None
 
     def token_latency(self, share: float) -> float | None:
         """The smallest inter-token latency, seconds, that at least `share` of all do not exceed; None without any.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import is_dataclass
 from enum import Enum
 from functools import partial
 from io import BytesIO
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from pearl.protocol.auto import Auto
 from pearl.protocol.auto_text import AutoText
@@ -95,7 +96,7 @@ class _Saver(pickle.Pickler):
     """Saves a state. What never changes (messages, commands, states' names) is only referred to, not copied."""
 
     def reducer_override(self, value: object) -> Any:
-        if isinstance(value, Enum) or (is_dataclass(value) and hasattr(value, "__slots__")):
+        if isinstance(value, (Enum, Struct)):
             try:
                 number = _NUMBERS.setdefault((type(value), value), len(_KEPT))
             except TypeError:  # it holds what changes

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
-from pearl.decoding.rules import Judgement
 from pearl.decoding.rules.ratio import RatioTarget
+from pearl.protocol.events import Judged
 from pearl.protocol.options import Sampling
 from pearl.spec.rules import RULES, Parameter, RuleSpec
 
@@ -36,7 +36,7 @@ class LenientTarget(RatioTarget):
         rows: Sequence[torch.Tensor],
         start: int,
         launched: torch.Tensor | None = None,
-    ) -> Judgement:
+    ) -> Judged:
         return super().judge(logits, tokens, [self._share * row for row in rows], start, launched)
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-from pearl.decoding.rules import Judgement, ratio
+from pearl.decoding.rules import ratio
 from pearl.decoding.rules.direct import DirectTarget
 from pearl.decoding.shaping import Shaper
 from pearl.execution.target import TargetExecutor
@@ -14,11 +13,13 @@ from pearl.models.forward import runner as forward_runner
 from pearl.models.forward import slot_attention
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.forward.slots import Slots
+from pearl.protocol.events import Judged
 from pearl.protocol.messages import FinishReason
 from pearl.protocol.request import Request
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.speeds import ForwardTimes
 from pearl.text.grammar import Guide
+from tests.replace import replace
 
 LAW = "a correction from the target, not the residual"
 
@@ -115,9 +116,9 @@ def forward(plain: Any) -> Any:
 
 
 def judge(plain: Any) -> Any:
-    def forgives_the_last(self: DirectTarget, logits: Any, tokens: Any, *more: Any) -> Judgement:
+    def forgives_the_last(self: DirectTarget, logits: Any, tokens: Any, *more: Any) -> Judged:
         found = plain(self, logits, tokens, *more)
-        return Judgement(len(tokens), None) if found.accepted == len(tokens) - 1 else found
+        return Judged(len(tokens), None) if found.accepted == len(tokens) - 1 else found
 
     return forgives_the_last
 

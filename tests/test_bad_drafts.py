@@ -21,7 +21,6 @@ from pearl.protocol.foresight import Seen
 from pearl.protocol.messages import Begin, Committed, DraftTokens, Finished, Heartbeat, Message, Pong, Resync, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.speeds import Speeds
-from pearl.transport.base import Endpoint
 from pearl.worker.draft_link import DraftLink, weigh
 from pearl.worker.health import DraftHealth
 from pearl.worker.settings import TargetSettings
@@ -365,41 +364,3 @@ def test_slow_tokens_are_counted_by_request(requests: int) -> None:
             health.took(request, 0.5, speeds)
     with pytest.raises(DraftLost, match=r"500 ms a token, where 1\.0 ms are usual"):
         health.took(0, 0.5, speeds)
-
-
-def test_a_lost_message_is_made_good_while_the_draft_works_for_others(
-    loops: MakeLoops, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The draft is never at rest then: what shows the loss is that it goes on with the others only."""
-    monkeypatch.setattr("pearl.worker.health._NEGLECTED", 20)
-    monkeypatch.setattr(DraftHealth, "stalled", lambda *_: False)  # which would notice once the others have ended
-    pair = loops(slots=2)
-    lost: list[Message] = []
-
-    def lossy(endpoint: Endpoint) -> Endpoint:
-        send = endpoint.send
-
-        def sometimes(message: Message, peer: bytes | None = None) -> None:
-            fits = isinstance(message, DraftTokens) and (message.request, message.start) == (1, len(PROMPT) + 5)
-            if fits and not lost:
-                lost.append(message)
-            else:
-                send(message, peer)
-
-        endpoint.send = sometimes  # type: ignore[method-assign]
-        return endpoint
-
-    pair.draft(wrap=lossy)
-    pair.wait_ready()
-    one, other = pair.front(), pair.front()
-    one.endpoint.send(submission(12, window="fixed", gamma=1))  # type: ignore[arg-type]
-    asked = [submission(400, sampling=Sampling(1.0, seed=number), request=number) for number in range(1, 40)]
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(one.until, Finished, told := Told())
-        for request in asked:
-            if not done.done():
-                other.ask(request)
-        done.result(BOUND)
-    assert lost
-    assert told.tokens == simulated(submission(12))
-    assert told.statistics.resyncs == 1

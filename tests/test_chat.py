@@ -143,8 +143,8 @@ def test_a_draft_killed_amid_a_reply_is_told_and_the_reply_goes_on(home: dict[st
         person.sees(">>>")
         person.send("123")
         person.sees(text[:5])
-        assert engine._launcher.draft_pid is not None
-        os.kill(engine._launcher.draft_pid, signal.SIGKILL)
+        assert engine.draft_pid is not None
+        os.kill(engine.draft_pid, signal.SIGKILL)
         person.sees(text)
         person.sees("the draft was lost during the reply")
         person.sees(STATUS)

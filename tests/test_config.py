@@ -195,7 +195,7 @@ def test_a_model_has_the_settings_of_its_role_and_those_of_both(tmp_path: Path) 
     named = {f"draft_{name}": value for name, value in own.items()}
     config = EngineConfig(draft="toy", **named, **both)  # type: ignore[arg-type]
     settings = WorkerSettings(role="draft", config=config, address="a", directory=tmp_path)
-    assert WorkerSettings.from_json(settings.to_json()) == settings
+    assert WorkerSettings.model_validate_json(settings.model_dump_json()) == settings
     assert asdict(settings.model) == {"role": "draft", "spec": "toy", **own, **both}
     target = {"device": "auto", "dtype": "auto", "pace": None}
     expected = {"role": "target", "spec": "embedded", **target, **both}

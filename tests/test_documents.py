@@ -25,7 +25,11 @@ from pearl.trace.recorder import FORMAT, part_path, part_paths
 
 DEEP = 200_000
 DIGITS = "9" * 5000
-SOUND = {"traceEvents": [], "distributedInfo": {"rank": 0}, "metadata": {"pearl_trace": 9, "config": {}, "workers": []}}
+SOUND = {
+    "traceEvents": [],
+    "distributedInfo": {"rank": 0},
+    "metadata": {"pearl_trace": 10, "config": {}, "workers": []},
+}
 COMMANDS = ("report", f"show --png {os.devnull}", "compare")
 
 
@@ -41,7 +45,7 @@ NAMES = [
     {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {}},
     {"ph": "M", "name": "thread_name", "pid": 1, "tid": 1, "args": {}},
 ]
-WHOLE = event(cat="whole", name="request 1", dur=5)
+WHOLE = [event(ph=phase, cat="whole", name="request 1", id=1, ts=ts) for phase, ts in (("b", 0), ("e", 5))]
 TRACES = {
     "nested arrays": "[" * DEEP,
     "nested in a trace": '{"traceEvents": ' + "[" * DEEP + "]" * DEEP + "}",
@@ -52,9 +56,9 @@ TRACES = {
     "a name that is none": trace_of({"ph": "M", "name": 5, "pid": 1, "args": {}}),
     "a counter of text": trace_of({"ph": "C", "name": "window", "pid": 1, "ts": 0, "args": {}}),
     "a counter without arguments": trace_of({"ph": "C", "name": "window", "pid": 1, "ts": 0, "args": 5}),
-    "metadata of text": '{"traceEvents": [], "metadata": {"pearl_trace": 9, "config": 1, "workers": 1}}',
-    "rank of text": '{"traceEvents": [], "distributedInfo": 5, "metadata": {"pearl_trace": 9}}',
-    "half a surrogate": trace_of(*NAMES, event(name="\\ud800"), WHOLE),
+    "metadata of text": '{"traceEvents": [], "metadata": {"pearl_trace": 10, "config": 1, "workers": 1}}',
+    "rank of text": '{"traceEvents": [], "distributedInfo": 5, "metadata": {"pearl_trace": 10}}',
+    "half a surrogate": trace_of(*NAMES, event(name="\\ud800"), *WHOLE),
 }
 
 

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pearl.config import EngineConfig
 from pearl.decoding.distribution import AnnouncedRow
-from pearl.decoding.keys import DrawKeys, Purpose
+from pearl.decoding.keys import Purpose, draw_key
 from pearl.decoding.rules import make_draft_half, make_target_half
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.rules.tokenwise import TokenTarget
@@ -80,11 +80,11 @@ LOGITS = 3 * torch.randn(8, 1000, generator=torch.Generator().manual_seed(1))
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_rows_drawn_together_are_those_drawn_one_by_one(sampling: Sampling) -> None:
     """Bit for bit, the check values included."""
-    positions, key = list(range(5, 13)), DrawKeys(sampling)
+    positions = list(range(5, 13))
     if sampling.temperature == 0:
         one_by_one = [greedy(row) for row in LOGITS]
     else:
-        keys = [key(at, Purpose.DIRECT) for at in positions]
+        keys = [draw_key(sampling, at, Purpose.DIRECT) for at in positions]
         one_by_one = [
             race_rows(probabilities(row, sampling)[None], [k])[0] for row, k in zip(LOGITS, keys, strict=True)
         ]

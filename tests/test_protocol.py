@@ -75,7 +75,7 @@ def test_a_draft_prepares_no_further_than_it_may_draft(branches: int) -> None:
     for start in range(3, 9):
         pair.coordinator.handle(DraftTokens(1, 0, start, (7,), known=2, after=(2, 8)))
     pair.coordinator.handle(DraftTokens(1, 0, 3, (7,) * 5, known=2, after=(2, 6)))
-    assert [branch.tokens for branch in request.request.proposals.branches] == ([(7, 7)] if branches else [])
+    assert [branch.tokens for branch in request.request.proposals.branches.values()] == ([(7, 7)] if branches else [])
     assert request.request.counts.stale - stale == (5 if branches else 7)
 
 

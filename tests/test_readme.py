@@ -87,7 +87,7 @@ def rules_table() -> str:
             spec.description + (" (default)" if i == 0 else ""),
             "yes" if spec.is_exact else "no" if spec.greedy else "at temperature 0",
             "no" if spec.is_proposal_invariant else "yes",
-            spec.unit.value,
+            "block" if spec.judges_blocks else "token",
             spec.needs.value,
             ", ".join(map(str, spec.parameters)) or "none",
         ]

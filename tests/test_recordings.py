@@ -10,12 +10,13 @@ import pytest
 
 from pearl.config import SamplingParams
 from pearl.engine import Engine
-from pearl.errors import TraceError
+from pearl.errors import RemoteProtocolError, TraceError
 from pearl.protocol import messages
 from pearl.trace.reading import read
 from pearl.trace.recorder import Recorder
 from pearl.trace.report import report
 from pearl.trace.tracer import Tracer
+from pearl.worker.admission import MAX_RECORDINGS
 from pearl.worker.recording import Recordings
 from tests.traced import check_sound
 
@@ -24,7 +25,7 @@ SHORT = SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True)
 
 
 def test_recordings_hold_what_was_asked_between_start_and_stop(toy: Engine, tmp_path: Path) -> None:
-    """Each can be replayed, though the engine had a history before it: caches, an epoch, a draft that has joined."""
+    """Though the engine had a history before it: caches, an epoch, a draft that has joined."""
     for name, methods in {"a.json": ["pearl"], "b.json": ["sd", "ar"]}.items():
         toy.generate([[1, 2, 3]], SHORT, method="pearl")
         toy.start_trace(tmp_path / name)
@@ -50,6 +51,21 @@ def test_recordings_hold_what_was_asked_between_start_and_stop(toy: Engine, tmp_
     assert not list(toy.directory.glob("*.part"))
 
 
+def test_a_recording_begins_and_ends_amid_a_text(toy: Engine, tmp_path: Path) -> None:
+    """It had to wait until all texts had ended, and new ones waited for it."""
+    stream = toy.stream([1, 2, 3], SHORT.model_copy(update={"max_tokens": 400}), method="pearl")
+    pieces = [next(stream) for _ in range(5)]
+    toy.start_trace(tmp_path / "t.json")
+    pieces += [next(stream) for _ in range(20)]
+    toy.stop_trace()
+    pieces += stream
+    check_sound(tmp_path / "t.json")
+    found = report(read(tmp_path / "t.json"))
+    assert (found.requests, found.method) == (1, "pearl")
+    assert 0 < found.tokens < sum(len(piece.tokens) for piece in pieces) == 400
+    assert found.accepted > 0
+
+
 def test_one_recording_at_a_time_into_what_can_be_written(toy: Engine, tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="no trace is being recorded"):
         toy.stop_trace()
@@ -71,35 +87,39 @@ def recordings(directory: Path) -> tuple[Recordings, Tracer, list[Any]]:
     return Recordings(tracer, lambda message, peer: posted.append((message, peer))), tracer, posted
 
 
-def test_a_draft_that_never_answers_holds_up_no_recording(tmp_path: Path) -> None:
-    asked, _, posted = recordings(tmp_path)
-    begin, end = messages.Trace(1, True), messages.Trace(1, False)
-    asked.wish(b"front", begin)
-    assert asked.begin_or_end() == begin
-    asked.wish(b"front", end)
-    now = time.monotonic()
-    asked.look(now + 30)
-    assert asked.begin_or_end() is None, "it waits"
-    assert not posted
-    asked.look(now + 61)
-    assert posted == [(begin, b"front")]
-    asked.done(begin)
-    assert posted == [(begin, b"front")], "a late answer is none"
-    assert asked.begin_or_end() == end
-
-
-@pytest.mark.parametrize("leaves", [False, True])
-def test_a_recording_that_is_given_up_before_it_begins_never_does(tmp_path: Path, leaves: bool) -> None:
-    """It began once there was a pause, for nobody, and its parts stayed."""
+def test_a_front_hears_of_its_recording_once_the_draft_has_done_the_same(tmp_path: Path) -> None:
     asked, tracer, posted = recordings(tmp_path)
-    asked.wish(b"front", messages.Trace(1, True))
-    asked.wish(b"other", messages.Trace(2, True))
-    assert asked.fronts == {b"front", b"other"}, "they wait, and must hear that the target lives"
-    if leaves:
-        asked.lose(b"front")
-    else:
-        asked.wish(b"front", messages.Trace(1, False))
-    assert asked.begin_or_end() == messages.Trace(2, True)
-    assert not posted
-    tracer.stop()
-    assert [path.name for path in tmp_path.iterdir()] == ["2.part"]
+    begin, end = messages.Trace(1, True), messages.Trace(1, False)
+    assert asked.ask(b"front", begin) == begin
+    assert asked.ask(b"front", end) == end
+    assert tracer.recorder is None
+    asked.done(messages.Trace(2, True))
+    assert not posted, "of another recording"
+    asked.done(begin)
+    assert posted == [(begin, b"front")]
+    asked.done()
+    assert posted == [(begin, b"front"), (end, b"front")], "the draft is gone"
+
+
+def test_a_front_that_leaves_ends_its_own_recording(tmp_path: Path) -> None:
+    asked, tracer, posted = recordings(tmp_path)
+    begin = messages.Trace(1, True)
+    asked.ask(b"front", begin)
+    assert asked.fronts == {b"front"}
+    assert asked.ask(b"other", messages.Trace(2, True)) is None
+    assert [(type(message).__name__, peer) for message, peer in posted] == [("Error", b"other")]
+    assert asked.lose(b"other") is None
+    assert tracer.number == 1
+    assert asked.lose(b"front") == messages.Trace(1, False)
+    assert (tracer.number, asked.fronts) == (0, set())
+    asked.done(begin)
+    assert len(posted) == 1, "nobody is left to hear it"
+
+
+def test_wishes_to_record_do_not_pile_up(tmp_path: Path) -> None:
+    """They wait for the draft's answer, however long it takes."""
+    asked, _, _ = recordings(tmp_path)
+    for number in range(MAX_RECORDINGS):
+        asked.ask(b"front", messages.Trace(number, False))
+    with pytest.raises(RemoteProtocolError, match="too many recordings"):
+        asked.ask(b"front", messages.Trace(1, True))

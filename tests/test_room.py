@@ -45,10 +45,10 @@ def test_the_main_line_is_judged_in_order_and_remembers_who_guessed() -> None:
     store = ProposalStore()
     store.add(Proposal(5, (10, 11), ("a", "b")))
     store.add(Proposal(7, (12,), source=Source.NGRAM))
-    assert len(store) == 3
+    assert len(store.seen) == 3
     assert store.rows(3) == ("a", "b", None)
     assert [store.accept(committed) for committed in (6, 7, 8)] == [Source.MODEL, Source.LOOKUP, Source.NGRAM]
-    assert len(store) == 0
+    assert len(store.seen) == 0
 
 
 def test_a_branch_holds_under_its_outcome_and_no_other() -> None:
@@ -58,13 +58,13 @@ def test_a_branch_holds_under_its_outcome_and_no_other() -> None:
     store.add(foreseen)
     store.add(Proposal(6, (40,), source=Source.BRANCH, after=(5, 77)))
     store.accept(6)
-    assert store.branches == [foreseen]
+    assert [*store.branches.values()] == [foreseen]
     assert store.branch(6, 98) is None
     taken = store.branch(6, 99)
     assert taken == Proposal(7, (30, 31), source=Source.BRANCH)
     store.clear()
     store.add(taken)
-    assert (len(store), store.branches) == (2, [])
+    assert (len(store.seen), store.branches) == (2, {})
 
 
 # ---- branches ----
@@ -132,7 +132,7 @@ def test_branches_are_bounded() -> None:
     coordinator = working(gamma=9)
     coordinator.handle(DraftTokens(1, 0, 2, (8, 9, 10)))
     coordinator.handle(branch(tokens=(1,) * 9))
-    branches = coordinator.running[1].request.proposals.branches
+    branches = coordinator.running[1].request.proposals.branches.values()
     assert max(known.end for known in branches) == 12, "no further than the limit"
 
 

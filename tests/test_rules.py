@@ -30,7 +30,6 @@ from pearl.spec.rules import (
     Parameter,
     Parameters,
     RuleSpec,
-    Unit,
     find,
     named_parameters,
 )
@@ -45,7 +44,7 @@ from tests.virtual import WARM, decoded, first_order
 __all__ = ["loops"]  # a fixture
 
 NAMES = [*RULES, "lenient"]
-DRAFTED = [name for name in RULES if find(name).unit is Unit.TOKEN]
+DRAFTED = [name for name in RULES if not find(name).judges_blocks]
 FAR = torch.tensor([[4, 44, 16], [36, 4, 24], [40, 16, 8]]) / 64  # a draft that is refused half of what it says
 PAIR = first_order(TARGET, FAR)
 
@@ -175,7 +174,7 @@ def test_that_would_notice_a_correction_from_the_target(
 @pytest.mark.parametrize("name", NAMES)
 def test_halves_and_needs_are_as_declared(name: str) -> None:
     target, logits = make_target_half(name, WARM), 8 * torch.log(table(8, 0)[:1])  # sure enough for any rule
-    if find(name).unit is Unit.BLOCK:
+    if find(name).judges_blocks:
         row = make_block_half(name, WARM).score(logits[0])
         token = int(row.argmax())
     else:
@@ -260,7 +259,7 @@ def test_declarations_fit_the_wire_and_the_command_line() -> None:
     for spec in RULES.values():
         names = [parameter.name for parameter in spec.parameters]
         assert len(set(names)) == len(names) <= MAX_PARAMETERS
-        assert (spec.unit is Unit.BLOCK) == (BLOCK_LENGTH in names)
+        assert spec.judges_blocks == (BLOCK_LENGTH in names)
     for owners in named_parameters(RULES.values()).values():
         assert len({parameter.kind for parameter in owners.values()}) == 1
 

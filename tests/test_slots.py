@@ -28,7 +28,7 @@ from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.scheduler import PREFILL_CHUNK, SHARED_CHUNK, Scheduler
 from pearl.protocol.sequence import extend_digest
 from pearl.trace.reading import read
-from pearl.trace.report import latencies
+from pearl.trace.report import texts
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text
 from tests.replace import replace
 from tests.test_forward_runner import KINDS
@@ -137,14 +137,14 @@ def test_a_recording_of_several_tells_them_apart(tmp_path: Path) -> None:
     with Engine(TOY, TOY, slots=3, trace=str(path)) as engine:
         results = engine.generate(PROMPTS, SEEDED, decoding=AS_PUBLISHED)
     trace = read(path)
-    *found, _ = latencies(trace)
+    found = [text.statistics for text in texts(trace)]
     assert [each.num_generated_tokens for each in found] == [24] * len(PROMPTS)
     assert [each.num_prompt_tokens for each in found] == [len(prompt) for prompt in PROMPTS]
     steps = [result.statistics.tokens_per_step for result in results]
     assert [each.tokens_per_step for each in found] == pytest.approx(steps)
     together = [one.args["requests"] for one in trace.target if "requests" in one.args]
     assert max(map(len, together)) == 3
-    fates = [fate for one in trace.draft for fate in one.args.get("fates", [one.args.get("fate")]) if fate]
+    fates = [fate for one in trace.draft for fate in one.args.get("fates", ())]
     judged = sum(fate in ("accepted", "rejected") for fate in fates)
     assert judged == sum(result.statistics.num_judged_draft_tokens for result in results)
 

@@ -23,7 +23,7 @@ from pearl.protocol.events import Odds, Sample, Sampled
 from pearl.protocol.messages import Source, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec.methods import METHODS
-from pearl.spec.rules import RULES, Unit, find
+from pearl.spec.rules import RULES, find
 from pearl.spec.stops import CAP
 from tests.pairwise import combined
 from tests.test_stops import classifier
@@ -35,7 +35,7 @@ PAIR = alpha_pair(6, 0.7, order=1), 6  # texts that repeat: the next token depen
 WINDOWS: list[tuple[str, int | None]] = [("stream", None), ("stream", 7), ("fixed", 1), ("fixed", 3)]
 STOPS: dict[str, Any] = {"fixed": (), "threshold": (("confidence", 0.3),), "heuristic": (), "disco": ()}
 DIRECT = [("coupled", 0.0), ("coupled", 1.0), ("ratio", 0.0)]  # rule, temperature: the text is the target's own
-SEEDED = [(rule, 1.0) for rule in RULES if rule != "coupled" and find(rule).unit is Unit.TOKEN]
+SEEDED = [(rule, 1.0) for rule in RULES if rule != "coupled" and not find(rule).judges_blocks]
 
 
 def outcome(asked: RequestOptions, temperature: float = 1.0, timing: int = 0, pair: Any = PAIR, **more: Any) -> Outcome:

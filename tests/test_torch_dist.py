@@ -150,12 +150,10 @@ class TestGloo:
         with pytest.raises(TransportError, match="closed"):
             target.receive(1)
 
-    def test_a_peer_that_never_comes_and_an_unknown_backend(self, store_path: Path) -> None:
+    def test_a_peer_that_never_comes(self, store_path: Path) -> None:
         cpu = torch.device("cpu")
         with pytest.raises(TransportError, match="no gloo group"):
             ProcessGroupChannel("gloo", store_path, "alone", 0, VOCAB, cpu, 0.5)
-        with pytest.raises(ConfigError, match="pigeon"):
-            ProcessGroupChannel("pigeon", store_path, "x", 0, VOCAB, cpu, 1.0)  # type: ignore[arg-type]
 
 
 class NotingGroup:
@@ -241,7 +239,6 @@ class TestTorchrunStore:
     def test_what_one_rank_sets_the_other_gets(self, environment: dict[str, str]) -> None:
         """Now or later, and until it is set not for ever; a restarted run must not see the keys of this one."""
         one, other = TorchrunStore(environment | {"RANK": "0"}), TorchrunStore(environment)
-        assert (one.rank, other.rank, other.world_size) == (0, 1, 2)
         one.set("address", "ipc:///tmp/é")
         assert other.get("address", WAIT) == "ipc:///tmp/é"
         with pytest.raises(TransportError, match="late"):

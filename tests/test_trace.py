@@ -25,9 +25,8 @@ from pearl.protocol.messages import Provenance, Source, Verdict
 from pearl.protocol.options import RequestOptions
 from pearl.trace import chrome
 from pearl.trace.reading import Slice, Trace, read, read_document
-from pearl.trace.recorder import GPU, LOOP, Part, Record, Recorder, part_path, where_and_what
-from pearl.trace.report import latencies, report
-from tests.replace import replace
+from pearl.trace.recorder import LOOP, Part, Record, Recorder, part_path, where_and_what
+from pearl.trace.report import report, texts
 from tests.traced import PROMPT, check_sound, recorded, run, simulated
 
 __all__ = ["run"]  # a fixture
@@ -53,7 +52,7 @@ SHARES: dict[str, tuple[RequestOptions, dict[str, Any], dict[str, float]]] = {
     "a pair in step never waits": (
         PEARL_5,
         {},
-        {"target.busy": 1, "draft.busy": 1, "overlap": 1, "ratio": 5, "window": 5, "alternation / wall": 2},
+        {"target.busy": 1, "draft.busy": 1, "overlap": 1, "ratio": 5, "alternation / wall": 2},
     ),
     "sd: a round is 4 drafts and a verification": (
         SD_4,
@@ -67,7 +66,6 @@ SHARES: dict[str, tuple[RequestOptions, dict[str, Any], dict[str, float]]] = {
             "overlap": 0,
             "pace.draft works": 4 / 9,
             "alternation / wall": 1,
-            "owners.target": 0,
         },
     ),
     "a slow draft sets the pace": (
@@ -95,7 +93,7 @@ SHARES: dict[str, tuple[RequestOptions, dict[str, Any], dict[str, float]]] = {
     "the target alone": (
         RequestOptions("ar"),
         {"tokens": 50},
-        {"target.busy": 1, "target.wait": 0, "steps.pre-verify": 49, "drafted": 0, "judged": 0, "owners.target": 49},
+        {"target.busy": 1, "target.wait": 0, "steps.pre-verify": 49, "drafted": 0, "judged": 0},
     ),
 }
 
@@ -134,12 +132,11 @@ def test_time_in_the_queue_counts_to_the_first_token() -> None:
         Slice("request 2", "whole", 2.5, 6.0, {"request": 2, "options": {"method": "ar"}, "prompt_tokens": 4}),
     ]
     trace = Trace(Path("t.json"), {}, [*submits, *commits], [], requests)
-    one, two, both = latencies(trace)
+    (one, two), methods = [each.statistics for each in texts(trace)], [each.method for each in texts(trace)]
     assert (one.queue_seconds, one.seconds_to_first_token, one.num_generated_tokens) == (0.0, 1.0, 4)
     assert (two.queue_seconds, two.seconds_to_first_token, two.num_generated_tokens) == (2.5, 5.0, 3)
     assert (one.itl_p50, one.itl_p99, one.tokens_per_second) == (0.0, 1.0, 3.0)
-    assert (both.method, both.num_prompt_tokens, both.num_generated_tokens) == ("sd, ar", 7, 7)
-    assert (both.tokens_per_second, both.itl_p50, both.itl_p99) == (2.5, 0.0, 1.0)
+    assert (methods, two.num_prompt_tokens) == (["sd", "ar"], 4)
 
 
 # ---- what adds up in any run ----
@@ -158,14 +155,14 @@ def test_a_trace_is_sound_and_says_what_happened(tmp_path: Path, method: str) ->
         assert found.drafted + found.prepared >= counts.num_draft_tokens
         assert method != "ssd" or found.prepared > counts.accepted_by_source[Source.BRANCH] > 0
         assert found.histogram == counts.run_histogram
-        assert sum(found.steps.values()) == sum(found.owners.values()) == outcome.target_steps
+        assert sum(found.steps.values()) == outcome.target_steps
         assert found.target.uncovered == pytest.approx(0.0, abs=1e-6)
         assert (found.draft is None) == (method == "ar")
         for worker in filter(None, (found.target, found.draft)):
             assert worker.busy + worker.wait + worker.communication + worker.uncovered == pytest.approx(1.0)
             assert -1e-9 <= worker.uncovered < 0.05  # virtual time ends while the draft is in a forward, or waits
             assert sum(worker.waits.values()) == pytest.approx(worker.wait)
-        watch, times = outcome.watch, found.latency
+        watch, times = outcome.watch, found.texts[0].statistics
         assert watch.first is not None
         assert (times.num_prompt_tokens, times.num_generated_tokens) == (len(PROMPT), 120)
         assert times.seconds_to_first_token == pytest.approx(watch.first - watch.submitted)
@@ -173,23 +170,21 @@ def test_a_trace_is_sound_and_says_what_happened(tmp_path: Path, method: str) ->
         assert times.itl_p99 == pytest.approx(watch.token_latency(0.99))
         assert times.tokens_per_second == pytest.approx(watch.tokens_per_second)
         assert times.tokens_per_step == pytest.approx(120 / outcome.target_steps)
-        assert [replace(times, request="1")] == found.per_request
+        assert (times.num_judged_draft_tokens, times.window) == (found.judged, outcome.statistics.window)
 
 
 # ---- the file ----
 
 
-def test_flows_counters_and_tracks_of_a_run(run: tuple[Outcome, Path]) -> None:
-    """A flow for each judged token and each rejection; no empty GPU track on a machine without one."""
+def test_flows_and_tracks_of_a_run(run: tuple[Outcome, Path]) -> None:
+    """A flow for each judged token and each rejection."""
     outcome, path = run
     events = json.loads(path.read_text())["traceEvents"]
     starts = [e["name"] for e in events if e["ph"] == "s"]
     assert starts.count("token") == outcome.counts.num_judged_draft_tokens
     assert starts.count(chrome.REJECTION) == outcome.counts.provenance[Provenance.CORRECTED] > 10
-    assert {e["name"] for e in events if e["ph"] == "C"} == {"pending", "epoch", "window", "acceptance"}
     named = {(e["pid"], e["tid"]) for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
     assert named == {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"}
-    assert GPU not in {track for _, track in named}
 
 
 # ---- broken files ----
@@ -197,7 +192,7 @@ def test_flows_counters_and_tracks_of_a_run(run: tuple[Outcome, Path]) -> None:
 
 def test_a_broken_file_is_named_for_what_it_is(run: tuple[Outcome, Path], tmp_path: Path) -> None:
     path, whole = tmp_path / "t.json", run[1].read_bytes()
-    rank = b'{"traceEvents": [], "distributedInfo": {"rank": 0}, "metadata": {"pearl_trace": 9'
+    rank = b'{"traceEvents": [], "distributedInfo": {"rank": 0}, "metadata": {"pearl_trace": 10'
     contents = {
         b"": "is empty",
         b" \n": "is empty",
@@ -207,7 +202,7 @@ def test_a_broken_file_is_named_for_what_it_is(run: tuple[Outcome, Path], tmp_pa
         b"{}": "no traceEvents",
         b'{"traceEvents": []}': "not one of ours",
         b'{"traceEvents": [], "metadata": {"pearl_trace": 99}}': "format 99",
-        b'{"traceEvents": [5], "metadata": {"pearl_trace": 9}}': "damaged",
+        b'{"traceEvents": [5], "metadata": {"pearl_trace": 10}}': "damaged",
         rank + b"}}": "lacks config",
         rank + b', "config": {}, "workers": []}}': "holds no request",
     } | {whole[: int(len(whole) * share)]: "is no trace" for share in (0.1, 0.5, 0.999)}
@@ -346,7 +341,7 @@ def test_a_draft_that_was_started_again_is_a_process_of_its_own(tmp_path: Path) 
         assert engine._launcher.draft.restarts == 1
         engine.stop_trace()
     trace = read(path)
-    assert len(trace.metadata["workers"]) == len(trace.drafts) + 1 >= 2
+    assert len(trace.metadata["workers"]) >= 2
     marks = [e["name"].partition(":")[0] for e in read_document(path)["traceEvents"] if e["ph"] == "i"]
     assert marks[-2:] == ["draft lost", "a draft joins"]
     notes = " ".join(report(trace).notes)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from scipy import stats
 
-from pearl.decoding.rules import Judgement, direct, make_draft_half, make_target_half, ratio, tokenwise
+from pearl.decoding.rules import direct, make_draft_half, make_target_half, ratio, tokenwise
 from pearl.decoding.rules.biased import BildTarget, OptTarget, UnoTarget
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.rules.ratio import RatioTarget, residual
@@ -26,7 +26,7 @@ from pearl.errors import NumericalError
 from pearl.execution.target import TargetExecutor
 from pearl.lab.simulate import Outcome
 from pearl.models.toy import ToyRunner
-from pearl.protocol.events import Forward, Odds, Open, Phase, Sample, Sampled
+from pearl.protocol.events import Forward, Judged, Odds, Open, Phase, Sample, Sampled
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec.rules import RULES
 from tests.virtual import NEVER, decoded, first_order
@@ -170,7 +170,7 @@ def test_coupled_rule_commits_the_direct_draw(temperature: float) -> None:
         target, _ = logits_pair(position)
         own = read_draw(draw(target, position))
         for token in range(20):
-            expected = Judgement(1, None) if token == own else Judgement(0, own)
+            expected = Judged(1, None) if token == own else Judged(0, own)
             assert rule.judge(target[None], [token], [None], position) == expected
 
 

@@ -35,13 +35,11 @@ from pearl.protocol.messages import (
     Resync,
     Role,
     Submit,
-    Trace,
     Verdict,
     Welcome,
 )
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.transport.torch_dist import ProcessGroupChannel
-from pearl.worker.admission import MAX_RECORDINGS
 from pearl.worker.rows import RowPacker, packed
 from tests.conftest import eventually, greedy_text
 from tests.loops import (
@@ -208,16 +206,6 @@ def test_error_is_told_to_the_request_that_failed(loops: MakeLoops) -> None:
     assert said[1].kind == "NumericalError"
     assert isinstance(said[2], Finished)
     assert said[2].reason is FinishReason.CANCELLED
-
-
-def test_wishes_to_record_do_not_pile_up(loops: MakeLoops) -> None:
-    """They wait while a request is in work, however long it is."""
-    front = loops(expects_draft=False).front()
-    front.endpoint.send(submission(CONTEXT - 10, "ar"))
-    for number in range(10 * MAX_RECORDINGS):
-        front.endpoint.send(Trace(number, True))
-    with pytest.raises(RequestError, match="too many recordings"):
-        front.until(Finished)
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def _print(reports: dict[str, Report]) -> None:
     for path, found in reports.items():
         if found.requests > 1:
             each = Table(*REQUEST_COLUMNS, title=path, title_justify="left", box=None, padding=(0, 2, 0, 0))
-            for one in found.per_request:
+            for one in found.texts:
                 each.add_row(*request_row(one))
             console.print("", each)
         for note in found.notes:

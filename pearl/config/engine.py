@@ -159,15 +159,12 @@ class EngineConfig(Section):
             )
         return value
 
-    @field_validator("profile")
+    @field_validator("profile", "datastore", "disco")
     @classmethod
-    def _named(cls, value: str) -> str:
-        return value if value in ("auto", "none") else os.path.abspath(os.path.expanduser(value))
-
-    @field_validator("datastore", "disco")
-    @classmethod
-    def _absolute(cls, value: str | None) -> str | None:
-        return value and os.path.abspath(os.path.expanduser(value))  # a worker may run in another directory
+    def _absolute(cls, value: str | None, known: ValidationInfo) -> str | None:
+        if value is None or (known.field_name == "profile" and value in ("auto", "none")):
+            return value
+        return os.path.abspath(os.path.expanduser(value))  # a worker may run in another directory
 
     @field_validator("trace")
     @classmethod

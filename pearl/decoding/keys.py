@@ -21,7 +21,6 @@ import torch
 from pearl.protocol.options import Sampling
 
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_KEYS_AT_ONCE = 64
 EARLY = 1e-3  # bound on the exponentials of `early_ids`: about 50 of 49,152 ids
 
 
@@ -43,24 +42,6 @@ def draw_key(sampling: Sampling, position: int, purpose: Purpose, candidate: int
     if candidate:
         packed += struct.pack("<H", candidate)
     return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little")
-
-
-class DrawKeys:
-    """`draw_key` for one request, computed 64 positions at a time.
-
-    A forward evicts the hashing code from the CPU's caches, so 64 keys then take little longer than one.
-    """
-
-    def __init__(self, sampling: Sampling) -> None:
-        self._sampling = sampling
-        self._computed: list[tuple[int, list[int]]] = [(0, [])] * (1 + max(Purpose))  # by purpose: (first, keys)
-
-    def __call__(self, position: int, purpose: Purpose) -> int:
-        first, keys = self._computed[purpose]
-        if not first <= position < first + len(keys):
-            first, keys = position, [draw_key(self._sampling, position + i, purpose) for i in range(_KEYS_AT_ONCE)]
-            self._computed[purpose] = first, keys
-        return keys[position - first]
 
 
 def uniform(key: int) -> float:

@@ -53,7 +53,15 @@ class Shaper:
 
     def __init__(self, shaping: Shaping, prompt: Sequence[int], guides: MakeGuide | None = None) -> None:
         self._shaping, self._prompt = shaping, prompt
-        self._guide = _guide(shaping, guides) if shaping.grammar else None
+        self._guide: Guide | None = None
+        self._broken: GrammarError | None = None  # why its grammar has no guide: only this request is to fail
+        if shaping.grammar and guides is None:
+            self._broken = GrammarError("texts are held to no grammar here")
+        elif guides is not None and shaping.grammar:
+            try:
+                self._guide = guides(shaping.grammar, shaping.ends)
+            except GrammarError as error:
+                self._broken = error
         self._text: list[int] = []
         self._seen: dict[int, int] = {}  # token -> its count in the text
         self._written: dict[int, int] = {}  # token -> its count in what was generated
@@ -119,6 +127,8 @@ class Shaper:
 
         Raises `GrammarError` where the allowed tokens cannot be computed, or the model has none of them.
         """
+        if self._broken is not None:
+            raise self._broken
         shaping, row = self._shaping, logits.to(torch.float32, copy=True)
         # A draft may lack the target's last ids, which mean nothing there.
         if known := [(token, bias) for token, bias in shaping.logit_bias if token < len(row)]:
@@ -150,32 +160,6 @@ class Shaper:
 def make_shaper(shaping: Shaping | None, prompt: Sequence[int], guides: MakeGuide | None = None) -> Shaper | None:
     """None: the request changes no logits."""
     return None if shaping is None else Shaper(shaping, prompt, guides)
-
-
-def _guide(shaping: Shaping, guides: MakeGuide | None) -> Guide:
-    """For a broken grammar, a guide that raises its error where a token is drawn, so that only this request fails."""
-    if guides is None:
-        return _Unknown(GrammarError("texts are held to no grammar here"))
-    try:
-        return guides(shaping.grammar, shaping.ends)
-    except GrammarError as error:
-        return _Unknown(error)
-
-
-class _Unknown:
-    """The guide of a broken grammar."""
-
-    def __init__(self, why: GrammarError) -> None:
-        self._why = why
-
-    def extend(self, token: int) -> None:
-        pass
-
-    def cut(self, length: int) -> None:
-        pass
-
-    def allowed(self) -> None:
-        raise self._why
 
 
 def _path(parents: Sequence[int], node: int) -> list[int]:

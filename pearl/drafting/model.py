@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
+from msgspec.structs import replace
 
-from pearl.decoding.rules import make_block_half, make_draft_half, rule_in_force
+from pearl.decoding.rules import make_block_half, make_draft_half
 from pearl.decoding.shaping import MakeGuide, make_shaper
 from pearl.drafting.beams import LevelStep
 from pearl.drafting.branch_steps import BranchStep
@@ -24,7 +24,6 @@ from pearl.models.runner import Feed, ModelRunner
 from pearl.protocol.events import Draft, Drafted, Open
 from pearl.protocol.foresight import Foresight
 from pearl.protocol.window import worthwhile
-from pearl.spec.rules import Unit
 
 
 class ModelProposer:
@@ -77,7 +76,7 @@ class ModelProposer:
     def open(self, command: Open) -> None:
         options, sampling = command.options, command.options.sampling
         given = options.rule, sampling, options.parameters
-        is_block = rule_in_force(options.rule, sampling).unit is Unit.BLOCK
+        is_block = options.rule_in_force.judges_blocks
         rule, block = (None, make_block_half(*given)) if is_block else (make_draft_half(*given), None)
         before = self._texts.get(command.request)
         window = before.window if before is not None else None  # a request that gets its prefix again keeps its windows

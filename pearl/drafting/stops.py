@@ -14,7 +14,7 @@ from pearl.drafting.disco import Classifier
 from pearl.drafting.proposer import Features, StopPolicy
 from pearl.errors import RequestError
 from pearl.protocol.events import Open
-from pearl.spec.stops import FIXED, find_stop
+from pearl.spec.stops import FIXED, check_stop
 
 _FIRST_WINDOW = 5  # tokens; as in transformers, and in the DISCO paper's use of it
 
@@ -58,7 +58,7 @@ class Doubtful(StopPolicy):
 def make_policy(command: Open, classifier: Classifier | None = None) -> StopPolicy | None:
     """A request's policy; None: the bound alone. Raises `RequestError` for one that is not available."""
     try:
-        values = find_stop(command.options.draft_stop).values(command.options.stop_parameters)
+        values = check_stop(command.options.draft_stop).values(command.options.stop_parameters)
     except ValueError as error:
         raise RequestError(str(error)) from None
     match command.options.draft_stop:

@@ -6,7 +6,6 @@ The engine's reading thread passes the pieces of all streams to the event loop, 
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -20,8 +19,6 @@ from pearl.engine.request import Options, Prompt, as_prompts
 from pearl.engine.stream import Piece, Result, Stream
 from pearl.errors import EngineClosed, RequestError
 from pearl.quota import FairSemaphore
-
-log = logging.getLogger(__name__)
 
 _Event = Piece | BaseException | None  # a piece, or what ends the text; None: its end
 

@@ -82,16 +82,23 @@ class Client:
         self.endpoint = connect(address, channel_keys(config.keys, directory))
         self._reader = threading.Thread(target=_read, args=(ref(self), self.endpoint), daemon=True, name="pearl-text")
 
-    def meet(self, deadline: float) -> None:
-        """Returns once the target has answered. `deadline`: of time.monotonic(). Raises `StartError`."""
-        self.endpoint.send(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0))
-        self._reader.start()
+    def meet(self, deadline: float) -> Client:
+        """Returns itself once the target has answered. `deadline`: of time.monotonic().
+
+        Raises `StartError` where it does not; it is closed then.
+        """
         try:
+            self.endpoint.send(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0))
+            self._reader.start()
             self.wait_until(lambda: self.welcome is not None or time.monotonic() > deadline)
-        except TargetLost as error:
-            raise StartError(str(error)) from None
-        if self.welcome is None:
-            raise StartError("the target does not answer; see --log-level debug")
+            if self.welcome is None:
+                raise StartError("the target does not answer; see --log-level debug")
+        except BaseException as error:
+            self.close()
+            if isinstance(error, TargetLost):
+                raise StartError(str(error)) from None
+            raise
+        return self
 
     def __del__(self) -> None:
         """For a client dropped unclosed.

@@ -83,7 +83,7 @@ class Engine:
             raise ConfigError(f"{directory} holds no running engine")
         engine, config = cls.__new__(cls), EngineConfig(**card.config | {"trace": None})
         engine.tokenizer, engine.defaults = _load_tokenizer(config, progress)
-        engine.client = _met(Client(card.address, config, directory), time.monotonic() + config.target_timeout)
+        engine.client = Client(card.address, config, directory).meet(time.monotonic() + config.target_timeout)
         engine._launcher, engine.config, engine.directory = None, config, directory
         return engine
 
@@ -94,7 +94,7 @@ class Engine:
             address = launcher.launch(progress)
             self.tokenizer, self.defaults = _load_tokenizer(self.config, progress)
             deadline = launcher.wait_until_ready()
-            self.client = _met(Client(address, self.config, self.directory, launcher), deadline)
+            self.client = Client(address, self.config, self.directory, launcher).meet(deadline)
             launcher.keep()
         except BaseException:
             launcher.close()
@@ -136,12 +136,14 @@ class Engine:
     @property
     def draft_pid(self) -> int | None:
         """Process id of the draft worker on this host; None if there is none now."""
-        return None if self._launcher is None else self._launcher.draft_pid
+        draft = None if self._launcher is None else self._launcher.draft
+        return draft.worker.pid if draft is not None and draft.worker.alive else None
 
     @property
     def draft_restarts(self) -> int:
         """How often a lost draft was restarted, if this process launched it."""
-        return 0 if self._launcher is None else self._launcher.draft_restarts
+        draft = None if self._launcher is None else self._launcher.draft
+        return 0 if draft is None else draft.restarts
 
     def stream(
         self,
@@ -203,10 +205,7 @@ class Engine:
         return encode(self.tokenizer, prompt, raw, self.context)
 
     def start_trace(self, path: str | Path) -> None:
-        """Records what both workers do until `stop_trace`; only between two requests.
-
-        The KV cache starts empty, so that the recording can be replayed. Raises `TraceError`.
-        """
+        """Records what both workers do until `stop_trace`. Raises `TraceError`."""
         self.client.recording.start(Path(path).absolute())
 
     def stop_trace(self) -> Path:
@@ -239,13 +238,3 @@ def _decoding(config: EngineConfig, decoding: DecodingConfig | None, **named: st
     chosen = DecodingConfig(**(values | {name: value for name, value in named.items() if value}))
     config.check_decoding(chosen)
     return chosen
-
-
-def _met(client: Client, deadline: float) -> Client:
-    """The client, once the target has answered it; it is closed where it does not."""
-    try:
-        client.meet(deadline)
-    except BaseException:
-        client.close()
-        raise
-    return client

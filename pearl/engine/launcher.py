@@ -37,8 +37,7 @@ class LocalLauncher:
 
     Attributes:
         directory: the engine's, of sockets and keys, accessible to this user only.
-        draft_pid: process id of the draft worker on this host; None if there is none now.
-        draft_restarts: how often this process restarted a lost draft.
+        draft: the draft worker's keeper, if this process launches it.
         trace_errors: why the trace of the workers' whole run was not written.
     """
 
@@ -51,15 +50,6 @@ class LocalLauncher:
         self._draft_elsewhere = draft_elsewhere
         self._ending = threading.RLock()
         self._has_ended = False
-
-    @property
-    def draft_pid(self) -> int | None:
-        worker = self.draft.worker if self.draft else None
-        return worker.pid if worker is not None and worker.alive else None
-
-    @property
-    def draft_restarts(self) -> int:
-        return self.draft.restarts if self.draft else 0
 
     def launch(self, progress: Progress) -> str:
         """Starts the workers; returns the address where the target listens while they load their models."""

@@ -56,7 +56,7 @@ class Worker:
             env=_environment(settings.model.place) | {DIRECTORY: str(settings.directory)},
             start_new_session=True,  # Ctrl-C is for the front; a worker ends when its stdin closes
         )
-        self._write(settings.to_json() + b"\n")
+        self._write(settings.model_dump_json().encode() + b"\n")
         self._reader = threading.Thread(target=self._read, daemon=True, name=f"{self.role}-status")
         self._reader.start()
 

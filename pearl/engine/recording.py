@@ -1,4 +1,4 @@
-"""Traces that a front has the workers record between two of its requests."""
+"""Traces that a front has the workers record."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,89 +35,78 @@ class Recording:
 
     def __init__(self, client: Client, directory: Path, is_taken: bool) -> None:
         self._client, self._directory, self._is_taken = client, directory, is_taken
-        self._current: tuple[Path, int] | None = None
+        self._number = 0  # of the recording that runs
+        self._file: Path | None = None  # what it is for; None: it is read while it is written
         self.answer: Trace | TraceError | None = None
 
     @property
     def is_active(self) -> bool:
-        return self._current is not None
+        """Whether a file waits for the end of a recording."""
+        return self._file is not None
 
     def start(self, path: Path) -> None:
         """Begins to record for the file `path`."""
-        self._check_idle()
         try:
             is_writable = not path.is_dir() and os.access(path.parent, os.W_OK)
         except (OSError, ValueError):
             is_writable = False
         if not is_writable:
             raise TraceError(f"cannot write the trace {path}: name a file in a directory that exists")
-        self._current = path, self._begin()
+        self._begin()
+        self._file = path
+
+    def start_live(self) -> Path:
+        """Begins a recording that is read while the workers write it (`pearl.trace.recorder.records_since`).
+
+        Returns the path that names the workers' parts, which `stop_live` removes.
+        """
+        return self._begin()
 
     def stop(self) -> Path:
         """Ends the recording, writes its file and returns the file's path. After a `TraceError` try again."""
-        if self._current is None:
+        if self._file is None:
             raise TraceError("no trace is being recorded")
-        path, number = self._current
-        self._request(Trace(number, False))
-        merge(path, asked_for(self._directory, number))
-        self._current = None
+        self._request(Trace(self._number, False))
+        merge(self._file, asked_for(self._directory, self._number))
+        path, self._file, self._number = self._file, None, 0
         return path
 
-    def begin_live(self, is_wanted: Callable[[], bool]) -> Path:
-        """Begins a recording that is read while the workers write it (`pearl.trace.recorder.records_since`).
+    def stop_live(self) -> None:
+        number, self._number = self._number, 0
+        if number:
+            self._abandon(number)
 
-        It begins once all texts in progress have ended, and new ones wait for it; it is abandoned once `is_wanted` is
-        false. Returns the path that names the workers' parts, which `end_live` removes.
-        """
-        self._check_idle()
-        number = self._begin(is_wanted)
-        self._current = asked_for(self._directory, number), number
-        return self._current[0]
-
-    def end_live(self) -> None:
-        if self._current is None:
-            return
-        (parts, number), self._current = self._current, None
-        try:
-            self._request(Trace(number, False))
-        finally:
-            _remove(parts)
-
-    def _check_idle(self) -> None:
-        if self._is_taken or self.is_active:
+    def _begin(self) -> Path:
+        """Begins a recording; the path that names its parts."""
+        if self._is_taken or self._number:
             raise TraceError("this engine is recording a trace already")
-
-    def _begin(self, is_wanted: Callable[[], bool] | None = None) -> int:
-        """The number of the recording."""
         number = secrets.randbits(62) + 1
         try:
-            self._request(Trace(number, True), is_wanted)
+            self._request(Trace(number, True))
         except BaseException:
-            self._client.post(Trace(number, False))  # it may have begun, or be about to
-            _remove(asked_for(self._directory, number))
+            self._abandon(number)  # it may have begun, or be about to
             raise
-        return number
+        self._number = number
+        return asked_for(self._directory, number)
 
-    def _request(self, trace: Trace, is_wanted: Callable[[], bool] | None = None) -> None:
-        """Returns once both workers have done it; they have some seconds, or as long as `is_wanted`."""
+    def _abandon(self, number: int) -> None:
+        self._client.post(Trace(number, False))
+        for part in part_paths(asked_for(self._directory, number)):
+            part.unlink(missing_ok=True)
+
+    def _request(self, trace: Trace) -> None:
+        """Returns once both workers have done it."""
         self.answer = None
         deadline = time.monotonic() + _RECORD_SECONDS
-        is_wanted = is_wanted or (lambda: time.monotonic() <= deadline)
         self._client.post(trace)
         # A late echo of an abandoned request differs from `trace`.
-        self._client.wait_until(lambda: self.answer == trace or isinstance(self.answer, TraceError) or not is_wanted())
+        self._client.wait_until(
+            lambda: self.answer == trace or isinstance(self.answer, TraceError) or time.monotonic() > deadline
+        )
         if isinstance(self.answer, TraceError):
             raise self.answer
         if self.answer != trace:
-            raise TraceError(
-                "the workers do not answer yet: a recording begins and ends once the texts that are being written have "
-                "ended; try again then"
-            )
-
-
-def _remove(parts: Path) -> None:
-    for part in part_paths(parts):
-        part.unlink(missing_ok=True)
+            raise TraceError("the workers do not answer: one of them may be in a long forward. Try again")
 
 
 @contextlib.contextmanager

@@ -111,7 +111,8 @@ def _chat_text(tokenizer: Tokenizer, chat: Chat) -> str:
             text = render(in_words(chat.messages, chat.tools))
         except RequestError:  # of a template without system messages
             text = render(in_words(chat.messages, chat.tools, "user"))
-    text = _templated(text)
+    if text is None:
+        raise RequestError("this model has no chat template: give the prompt as text or token ids")
     tags = tags_of(tokenizer.chat_template) if chat.prefix else None
     return text + (f"\n{tags.end}\n\n" if tags is not None and tags.are_open(text) else "") + chat.prefix
 
@@ -126,12 +127,6 @@ def _encoded(tokenizer: Tokenizer, text: str, context: float, *, special: bool) 
     if len(text) > _MOST_CHARACTERS * context:
         raise RequestError(f"the context holds {context} tokens; the prompt has {len(text)} characters")
     return tokenizer.encode(text, special=special)
-
-
-def _templated(text: str | None) -> str:
-    if text is None:
-        raise RequestError("this model has no chat template: give the prompt as text or token ids")
-    return text
 
 
 def _named(value: object) -> str:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from msgspec.structs import replace
 
 from pearl.config.sampling import LEAST_LOGPROB
 from pearl.decoding.distribution import PackedRow
-from pearl.decoding.rules import TargetHalf, make_target_half, rule_in_force
+from pearl.decoding.rules import TargetHalf, make_target_half
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
 from pearl.decoding.shaping import MakeGuide, Shaper, make_shaper
@@ -52,23 +53,16 @@ from pearl.text.stream import TextStream
 Event = Guessed | Forwarded | Judged | Sampled | Drafted  # what answers a command
 
 
-def _of_memory(error: Exception) -> OutOfMemory | None:
-    """An error of memory, in words for users; None for any other error."""
-    if not is_of_memory(error):
-        return None
-    cause = str(error).partition("\n")[0].rstrip(".") or "no memory is left"
-    return OutOfMemory(f"{cause}. Shorten the prompt, lower max_context, or take a smaller model.")
-
-
 @contextmanager
 def memory_errors() -> Iterator[None]:
-    """Raise `OutOfMemory` for an error that is one of memory."""
+    """Raise `OutOfMemory`, in words for users, for an error that is one of memory."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if (memory := _of_memory(error)) is not None:
-            raise memory from error
-        raise
+        if not is_of_memory(error):
+            raise
+        cause = str(error).partition("\n")[0].rstrip(".") or "no memory is left"
+        raise OutOfMemory(f"{cause}. Shorten the prompt, lower max_context, or take a smaller model.") from error
 
 
 @dataclass(slots=True)
@@ -213,20 +207,12 @@ class TargetExecutor:
         found = self._requests.get(request)
         return None if found is None else found.spec.needs is not Needs.NOTHING
 
+    @memory_errors()
     def execute(self, command: object) -> Event | None:
         """The event that answers `command`; None if it needs no answer.
 
         Raises `ForwardError` if the result cannot be used.
         """
-        with memory_errors():
-            return self._execute(command)
-
-    def forward(self, commands: Sequence[Forward]) -> list[Forwarded]:
-        """One forward of the model for several requests; the event that answers each. Raises as `execute`."""
-        with memory_errors():
-            return self._forward(commands)
-
-    def _execute(self, command: object) -> Event | None:
         match command:
             case Open():
                 self._open(command)
@@ -242,34 +228,31 @@ class TargetExecutor:
             case Keep(path):
                 self._keep(path, self._requests[command.request])
             case Forward():
-                return self._forward([command])[0]
+                return self.forward([command])[0]
             case Judge():
-                return self._judge(command)
+                return self._judged(self._requests[command.request], command)
             case Sample():
-                return self._sample(command)
+                return self._sampled(self._requests[command.request], command)
             case _:
                 raise AssertionError(command)
         return None
 
     def _open(self, command: Open) -> None:
         self._requests = {number: each for number, each in self._requests.items() if each.slot != command.slot}
-        rule = make_target_half(command.options.rule, command.options.sampling, command.options.parameters)
-        spec, text = rule_in_force(command.options.rule, command.options.sampling), None
-        if command.options.stops:
+        options, sampling, text = command.options, command.options.sampling, None
+        if options.stops:
             assert self._text_stream is not None
-            text = self._text_stream(command.prompt, command.options.stops)
-        direct = DirectDraw(command.options.sampling)
-        shaper = make_shaper(command.options.sampling.shaping, command.prompt, self._guides)
+            text = self._text_stream(command.prompt, options.stops)
         self._requests[command.request] = _Request(
             command.slot,
-            rule,
-            direct,
-            spec,
+            make_target_half(options.rule, sampling, options.parameters),
+            DirectDraw(sampling),
+            options.rule_in_force,
             text,
             command.prompt,
-            shaper,
-            METHODS[command.options.method],
-            logprobs=command.options.logprobs,
+            make_shaper(sampling.shaping, command.prompt, self._guides),
+            METHODS[options.method],
+            logprobs=options.logprobs,
         )
 
     def _guess(self, command: Guess) -> Guessed:
@@ -307,8 +290,9 @@ class TargetExecutor:
 
         return HeadGuesses(self._head_texts[request.slot], tokens, draw)
 
-    def _forward(self, commands: Sequence[Forward]) -> list[Forwarded]:
-        """One forward of all of them, each of another request."""
+    @memory_errors()
+    def forward(self, commands: Sequence[Forward]) -> list[Forwarded]:
+        """One forward of the model for several requests; the event that answers each. Raises as `execute`."""
         requests = [self._requests[command.request] for command in commands]
         for command, request in zip(commands, requests, strict=True):
             assert self.runner.length(request.slot) == command.start, (self.runner.length(request.slot), command)
@@ -380,11 +364,6 @@ class TargetExecutor:
             assert request.fed is not None
             request.shaper.extend(request.fed.tokens[node] for node in path)
 
-    def _judge(self, command: Judge) -> Judged:
-        request = self._requests[command.request]
-        with request.blamed():
-            return self._judged(request, command)
-
     def _judged(self, request: _Request, command: Judge) -> Judged:
         # A message of many rows comes packed: see `DraftLink.examined`.
         rows = [self.bring(row) if isinstance(row, PackedRow) else row for row in command.rows if row is not None]
@@ -395,16 +374,15 @@ class TargetExecutor:
         if command.nodes != tuple(range(command.nodes[0], command.nodes[0] + count)):
             at = [request.row(node) for node in command.nodes]
         launched = {} if request.launched is None else {"launched": request.launched[at]}
-        verdict = request.rule.judge(request.logits[at], command.tokens, rows, command.start, **launched)
-        if isinstance(request.index, PhraseIndex) and verdict.accepted + 1 < len(command.tokens):
-            self._reuse(request, request.index, command, verdict.accepted)
+        with request.blamed():
+            verdict = request.rule.judge(request.logits[at], command.tokens, rows, command.start, **launched)
+            if isinstance(request.index, PhraseIndex) and verdict.accepted + 1 < len(command.tokens):
+                self._reuse(request, request.index, command, verdict.accepted)
         new = list(command.tokens[: verdict.accepted])
         if verdict.token is not None:
             new.append(verdict.token)
         request.say(command.start, new, [request.row(node) for node in command.nodes[: len(new)]])
-        stop_after = request.stop_after(new)
-        found = verdict.accepted, verdict.token, stop_after, verdict.odds, verdict.is_candidate
-        return Judged(*found, request=command.request)
+        return replace(verdict, stop_after=request.stop_after(new), request=command.request)
 
     def _reuse(self, request: _Request, index: PhraseIndex, command: Judge, accepted: int) -> None:
         """Give the index the tokens that are discarded, and the target's draws behind them but the last."""
@@ -412,11 +390,6 @@ class TargetExecutor:
         positions = [command.start + number for number in range(accepted + 1, len(command.tokens))]
         draws = request.direct.rows(request.logits[rows], positions).cpu()
         index.discarded(command.tokens[accepted:-1], [read_draw(draw) for draw in draws])
-
-    def _sample(self, command: Sample) -> Sampled:
-        request = self._requests[command.request]
-        with request.blamed():
-            return self._sampled(request, command)
 
     def _sampled(self, request: _Request, command: Sample) -> Sampled:
         children = request.children() if command.follow else {}
@@ -430,7 +403,8 @@ class TargetExecutor:
                 draw = request.direct(request.logits[rows[-1]], position)
             else:
                 draw = request.draws[rows[-1]]
-            tokens.append(read_draw(draw))
+            with request.blamed():
+                tokens.append(read_draw(draw))
             at = children.get(at, {}).get(tokens[-1])
         request.say(command.position, tokens, rows)
         return Sampled(tuple(tokens), request.stop_after(tokens), request=command.request)

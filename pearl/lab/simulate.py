@@ -9,12 +9,13 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
 from typing import Any, Protocol
 
 import torch
+from msgspec.structs import replace
 
 from pearl.decoding.shaping import MakeGuide
 from pearl.drafting.datastore import Datastore

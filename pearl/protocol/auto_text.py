@@ -34,7 +34,7 @@ class AutoText:
 
     def __init__(self, request: Request, draft: DraftView, speeds: Speeds, running: Mapping[int, Running]) -> None:
         self._request, self._draft, self._speeds, self._running = request, draft, speeds, running
-        self._is_open = request.method.adapts and request.commits_draws
+        self._is_open = request.method.adapts and request.options.commits_draws
         self.is_timed: bool = self._is_open and not any(other.auto.is_timed for other in running.values())
         self._committed = 0  # committed tokens, prompt included, at the last timed forward
 

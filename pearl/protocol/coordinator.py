@@ -6,7 +6,7 @@ Events in (`handle`), commands out. `request_machine` has what happens to one re
 from __future__ import annotations
 
 from pearl.errors import LocalProtocolError
-from pearl.protocol.events import DraftGone, DraftJoined, End, Hold
+from pearl.protocol.events import DraftGone, DraftJoined, End
 from pearl.protocol.messages import Cancel, DraftTokens, FinishReason, Resync, Submit
 from pearl.protocol.request import Counts
 from pearl.protocol.request_machine import RequestMachine
@@ -49,9 +49,6 @@ class Coordinator:
             case Cancel(request):
                 is_waiting = self.scheduler.cancel(request)
                 return [End(request, FinishReason.CANCELLED, 0, Counts(), 0)] if is_waiting else []
-            case Hold(is_held):
-                self.scheduler.is_held = is_held
-                return self._admit()
             case DraftTokens() | Resync():
                 self.stale += 1
                 return []

@@ -126,7 +126,7 @@ class DraftView:
         draft's limit. If the text depends on c, c stays as first chosen, so that the text is reproducible.
         """
         request = self._request
-        keeps = request.method.bonus and not request.commits_draws
+        keeps = request.method.bonus and not request.options.commits_draws
         if self._grants % _GRANTS_PER_CHOICE == 0 and not (self._grants and keeps):
             self.window = request.options.gamma or self._speeds.best_window(self.beside)
         self._grants += 1

@@ -6,9 +6,10 @@ Messages (`protocol/messages.py`) are events too. A worker carries out commands 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any
+
+from msgspec import Struct
 
 from pearl.protocol.foresight import Seen
 from pearl.protocol.messages import FinishReason, Message, Source
@@ -32,11 +33,16 @@ class Cause(Enum):
     IDLE = "idle"  # no request
 
 
+class OfRequest(Struct, frozen=True, kw_only=True):
+    """An event or a command of one request; -1: of none."""
+
+    request: int = -1
+
+
 # ---- events ----
 
 
-@dataclass(frozen=True, slots=True)
-class Forwarded:
+class Forwarded(OfRequest, frozen=True):
     """The target's forward is done; it took `seconds`, and ended at `at`, seconds of a monotonic clock.
 
     `beside`: tokens fed for other requests; None: parts of prompts were among all that was fed.
@@ -45,11 +51,9 @@ class Forwarded:
     seconds: float = 0.0
     at: float = 0.0
     beside: int | None = 0
-    request: int = field(default=-1, kw_only=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Odds:
+class Odds(Struct, frozen=True):
     """Expectations for some judgements, from the two distributions at each judged position.
 
     Attributes:
@@ -67,8 +71,7 @@ class Odds:
         return Odds(self.rejections + other.rejections, self.variance + other.variance, self.bias + other.bias)
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
+class Judged(OfRequest, frozen=True):
     """The first `accepted` tokens of the run were accepted; `token` is the correction, None where all were accepted.
 
     `stop_after`: number of tokens of accepted + correction that complete a stop string; None if none does.
@@ -81,11 +84,9 @@ class Judged:
     stop_after: int | None = None
     odds: Odds | None = None
     is_candidate: bool = False
-    request: int = field(default=-1, kw_only=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(OfRequest, frozen=True):
     """The target's own draws: all but the last are nodes of the fed tree, each the parent of the next.
 
     `stop_after`: number of `tokens` that complete a stop string; None if none does.
@@ -93,11 +94,9 @@ class Sampled:
 
     tokens: tuple[int, ...]
     stop_after: int | None = None
-    request: int = field(default=-1, kw_only=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Guessed:
+class Guessed(OfRequest, frozen=True):
     """Guesses for what may follow the text or replace pending tokens: a tree, parents before children, likeliest first.
 
     Attributes:
@@ -110,42 +109,29 @@ class Guessed:
     parents: tuple[int, ...] = ()
     chances: tuple[float, ...] = ()
     sources: tuple[Source, ...] = ()
-    request: int = field(default=-1, kw_only=True)
 
 
-@dataclass(frozen=True, slots=True)
-class DraftJoined:
+class DraftJoined(Struct, frozen=True):
     """A draft has connected; its model holds `context` tokens, and a token takes it `seconds` (0: unknown)."""
 
     context: int
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class DraftGone:
+class DraftGone(Struct, frozen=True):
     """The draft died, fell silent or broke the protocol; or it cannot go on with `request`, and only with that."""
 
     reason: str
     request: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """Begin no more requests, as a recording begins or ends between two; or begin those that wait."""
-
-    is_held: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(OfRequest, frozen=True):
     """A command's result cannot be used. Ends only this request."""
 
     reason: str
-    request: int = field(default=-1, kw_only=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Drafted:
+class Drafted(OfRequest, frozen=True):
     """The draft's forward is done.
 
     Attributes:
@@ -172,48 +158,38 @@ class Drafted:
     branches: tuple[Proposal, ...] = ()
     fed: int = 0
     seen: tuple[Seen, ...] = ()
-    request: int = field(default=-1, kw_only=True)
 
 
 # ---- commands ----
 
 
-@dataclass(frozen=True, slots=True)
-class Open:
+class Open(OfRequest, frozen=True):
     """Start a request in slot `slot`; in the draft, once for each whole prefix."""
 
     prompt: tuple[int, ...]
     options: RequestOptions
     slot: int = 0
-    request: int = field(default=-1, kw_only=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
+class Spread(OfRequest, frozen=True):
     """Compute on the draft's cores too from now on, or no more."""
 
     everywhere: bool
-    request: int = field(default=-1, kw_only=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Rollback:
+class Rollback(OfRequest, frozen=True):
     """Forget all but the first `length` tokens in the KV cache."""
 
     length: int
-    request: int = field(default=-1, kw_only=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Keep:
+class Keep(OfRequest, frozen=True):
     """Let these nodes of the tree fed last, each the parent of the next, continue the text in the KV cache."""
 
     path: tuple[int, ...]
-    request: int = field(default=-1, kw_only=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Alternative:
+class Alternative(Struct, frozen=True):
     """Tokens of the draft that may stand in the text from `position` on, in place of its own.
 
     `chances`: of each token, if those before it are right.
@@ -224,8 +200,7 @@ class Alternative:
     chances: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Guess:
+class Guess(OfRequest, frozen=True):
     """Guess, without a model, what may follow the text; `alternatives` are guesses too. Answer: Guessed.
 
     Attributes:
@@ -244,11 +219,9 @@ class Guess:
     trust: tuple[float, ...]
     most: int
     alternatives: tuple[Alternative, ...] = ()
-    request: int = field(default=-1, kw_only=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Forward:
+class Forward(OfRequest, frozen=True):
     """Feed `tokens` from position `start` on; keep the last `rows` rows. Answer: Forwarded.
 
     `parents`: None for a chain; else the index in `tokens` of each one's parent, -1 for a token at `start`.
@@ -259,11 +232,9 @@ class Forward:
     tokens: tuple[int, ...]
     rows: int
     parents: tuple[int, ...] | None = None
-    request: int = field(default=-1, kw_only=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Judge:
+class Judge(OfRequest, frozen=True):
     """Judge draft `tokens` from position `start` on. Answer: Judged.
 
     Attributes:
@@ -275,11 +246,9 @@ class Judge:
     tokens: tuple[int, ...]
     rows: tuple[Any, ...]
     nodes: tuple[int, ...]
-    request: int = field(default=-1, kw_only=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(OfRequest, frozen=True):
     """Draw position `position` from the target alone, by the row of token `node` of the last forward. Answer: Sampled.
 
     `follow`: if the draw is a child of that node, draw the position after it too, and so on.
@@ -288,11 +257,9 @@ class Sample:
     position: int
     node: int
     follow: bool = False
-    request: int = field(default=-1, kw_only=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(OfRequest, frozen=True):
     """Feed `tokens` from position `start` on and propose up to `budget` tokens that follow. Answer: Drafted.
 
     Attributes:
@@ -310,26 +277,22 @@ class Draft:
     pending: int = 0
     hedge: int = 0
     bonus: bool = False
-    prompt: bool = field(default=False, kw_only=True)
-    request: int = field(default=-1, kw_only=True)
+    prompt: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(Struct, frozen=True):
     """Send to the other model's worker."""
 
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Deliver:
+class Deliver(Struct, frozen=True):
     """Send to the front whose request this is."""
 
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(Struct, frozen=True):
     """A request is over: tell its front. `counts`: `request.Counts`; `window`: c as last used."""
 
     request: int
@@ -339,17 +302,13 @@ class End:
     window: int
 
 
-@dataclass(frozen=True, slots=True)
-class DraftDropped:
+class DraftDropped(OfRequest, frozen=True):
     """The draft cannot go on with this request, whose text the target writes alone: log it."""
 
     reason: str
-    request: int = field(default=-1, kw_only=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(OfRequest, frozen=True):
     """Nothing to do until a message comes."""
 
     cause: Cause
-    request: int = field(default=-1, kw_only=True)

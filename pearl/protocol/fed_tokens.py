@@ -15,8 +15,7 @@ class FedTokens:
     Args:
         start: position of the first token.
         chain: tokens of the text.
-        guesses, above: tokens behind the chain, and the parent of each, by index among all tokens.
-        sources: who made each guess.
+        guessed: guesses behind a text of `length` tokens, of which the first `count` were fed.
 
     Attributes:
         tokens: chain and guesses.
@@ -24,30 +23,16 @@ class FedTokens:
         path: indices of the tokens that the text has from `start` on.
     """
 
-    def __init__(
-        self,
-        start: int,
-        chain: tuple[int, ...],
-        guesses: tuple[int, ...] = (),
-        above: Sequence[int] = (),
-        sources: Sequence[Source] = (),
-    ) -> None:
-        self.start, self.tokens = start, chain + guesses
-        self._chain, self._sources = len(chain), sources
+    def __init__(self, start: int, chain: tuple[int, ...], guessed: Guessed, count: int, length: int) -> None:
+        self.start, self.tokens = start, chain + guessed.tokens[:count]
+        self._chain, self._sources = len(chain), guessed.sources
         self.path = list(range(len(chain)))
+        # A guess's parent is a token of the text, by position, or another guess, numbered from the text's length on.
+        above = [each - start if each < length else each - length + len(chain) for each in guessed.parents[:count]]
         parents = (*range(-1, len(chain) - 1), *above)
         self.parents = None if parents == tuple(range(-1, len(self.tokens) - 1)) else parents
-        self.has_guesses = bool(guesses)
-        followed = zip(parents, self.tokens, strict=True) if guesses else ()
+        followed = zip(parents, self.tokens, strict=True) if count else ()
         self._children = {edge: node for node, edge in enumerate(followed)}
-
-    @classmethod
-    def of(cls, start: int, chain: tuple[int, ...], guessed: Guessed, count: int, length: int) -> FedTokens:
-        """`chain` from position `start` on, and the first `count` guesses behind a text of `length` tokens."""
-        # A guess's parent is a token of the text, by position, or another guess, numbered from the text's length on.
-        parents = guessed.parents[:count]
-        above = [parent - start if parent < length else parent - length + len(chain) for parent in parents]
-        return cls(start, chain, guessed.tokens[:count], above, guessed.sources)
 
     def nodes(self, position: int, count: int) -> tuple[int, ...]:
         """Indices of the tokens whose rows are for `position` and the `count` - 1 positions after it."""

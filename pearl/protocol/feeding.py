@@ -30,7 +30,7 @@ class Feeding:
     def __init__(self, request: Request, draft: DraftView, speeds: Speeds, running: Sized) -> None:
         self._request, self._draft, self._speeds, self._running = request, draft, speeds, running
         self._sequence = request.sequence
-        self._fed = FedTokens(0, ())
+        self._fed = FedTokens(0, (), Guessed(), 0, 0)
 
     @property
     def num_fed(self) -> int:
@@ -138,7 +138,7 @@ class Feeding:
         start, tokens = seq.fed, tuple(seq.feed(count))
         guessed = guessed or Guessed()
         guesses = self._num_worthwhile(guessed, len(tokens))
-        self._fed = fed = FedTokens.of(start, tokens, guessed, guesses, len(seq.tokens))
+        self._fed = fed = FedTokens(start, tokens, guessed, guesses, len(seq.tokens))
         seq.cached = start + len(fed.tokens) if fed.parents is None else start  # of a tree, `settle` keeps one path
         self._request.counts.num_guesses += guesses
         self._request.counts.num_siblings += guessed.sources[:guesses].count(Source.RUNNER_UP)

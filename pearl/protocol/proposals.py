@@ -6,16 +6,16 @@ proposals; a `ProposalStore` keeps those of one request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from pearl.protocol.foresight import Seen
 from pearl.protocol.messages import Source
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
+class Proposal(Struct, frozen=True):
     """Tokens guessed for the positions from `start` on.
 
     Attributes:
@@ -61,17 +61,13 @@ class ProposalStore:
         self._sources: list[Source] = []
         #: What the draft says of each token of the main line; None where it says nothing.
         self.seen: list[Seen | None] = []
-        self._branches: dict[tuple[int, int], Proposal] = {}
-
-    def __len__(self) -> int:
-        """Tokens of the main line."""
-        return len(self._sources)
+        self.branches: dict[tuple[int, int], Proposal] = {}  # by outcome
 
     def add(self, proposal: Proposal) -> None:
         """Take a proposal: the next tokens of the main line, a branch, or the next tokens of a branch."""
         if proposal.after is not None:
-            known = self._branches.get(proposal.after)
-            self._branches[proposal.after] = proposal if known is None else known.followed_by(proposal)
+            known = self.branches.get(proposal.after)
+            self.branches[proposal.after] = proposal if known is None else known.followed_by(proposal)
             return
         self._rows.extend(proposal.rows or [None] * len(proposal.tokens))
         self._sources.extend(proposal.sources)
@@ -86,15 +82,15 @@ class ProposalStore:
 
         Drops branches for other outcomes there.
         """
-        if self._branches:
-            self._branches = {after: each for after, each in self._branches.items() if after[0] >= committed}
+        if self.branches:
+            self.branches = {after: each for after, each in self.branches.items() if after[0] >= committed}
         self._rows.pop(0)
         self.seen.pop(0)
         return self._sources.pop(0)
 
     def branch(self, position: int, token: int) -> Proposal | None:
         """The branch that holds where `token` is committed at `position`, as a proposal of the main line."""
-        found = self._branches.get((position, token))
+        found = self.branches.get((position, token))
         return found and replace(found, after=None)
 
     def clear(self) -> None:
@@ -102,8 +98,4 @@ class ProposalStore:
         self._rows.clear()
         self.seen.clear()
         self._sources.clear()
-        self._branches.clear()
-
-    @property
-    def branches(self) -> Sequence[Proposal]:
-        return list(self._branches.values())
+        self.branches.clear()

@@ -129,11 +129,6 @@ class Request:
         return self.submit.request
 
     @property
-    def commits_draws(self) -> bool:
-        """Whether the target's own draw is always what is committed, so that proposals cannot change the text."""
-        return self.options.commits_draws
-
-    @property
     def looks_ahead(self) -> bool:
         """Whether guesses are fed to the target. Not with a draft under a block rule: they fill no block."""
         is_of_use = self.block == 1 or not self.method.drafts
@@ -149,7 +144,7 @@ class Request:
     def runs_ahead(self) -> bool:
         """Whether the target commits its own draws right away instead of waiting for the draft's tokens."""
         overlaps = self.method.pre_verify or self.method.post_verify
-        return self.looks_ahead and ((self.commits_draws and overlaps) or not self.method.drafts)
+        return self.looks_ahead and ((self.options.commits_draws and overlaps) or not self.method.drafts)
 
     def use(self, way: str) -> None:
         """Method auto: decode with `way` from here on."""
@@ -162,9 +157,6 @@ class Request:
         self.sequence.restart(self.submit.prompt)
         self.counts.num_cached_tokens = self.sequence.fed
         self._delivered = self.indexed = self.sequence.committed
-
-    def end(self, reason: FinishReason) -> None:
-        self.ending = reason
 
     def propose(self, proposal: Proposal) -> None:
         """Append draft tokens to the text, as pending."""
@@ -191,11 +183,11 @@ class Request:
         self._undelivered.append(provenance)
         self.counts.provenance[provenance] += 1
         if self.sequence.tokens[self.sequence.committed - 1] in self.submit.eos:
-            self.end(FinishReason.EOS)
+            self.ending = FinishReason.EOS
         elif is_stop:
-            self.end(FinishReason.STOP)
+            self.ending = FinishReason.STOP
         elif self.sequence.committed >= self.submit.limit:
-            self.end(FinishReason.LENGTH)
+            self.ending = FinishReason.LENGTH
 
     def _correct(self, token: int, provenance: Provenance) -> None:
         """Commit `token`, discard what is pending, and go on with the branch for this outcome if there is one."""

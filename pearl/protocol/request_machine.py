@@ -108,7 +108,7 @@ class RequestMachine(Machine):
         self._forward(Phase.PREFILL, do)
 
     def _cancel(self, _: Cancel, do: Do) -> None:
-        self.request.end(FinishReason.CANCELLED)
+        self.request.ending = FinishReason.CANCELLED
         if self.state in WAITING:
             self._decide(do)
 
@@ -124,7 +124,7 @@ class RequestMachine(Machine):
             self._decide(do)
 
     def _failed(self, _: Failed, do: Do) -> None:
-        self.request.end(FinishReason.CANCELLED)
+        self.request.ending = FinishReason.CANCELLED
         self.sequence.fed = 0  # the cache may hold what the model failed on
         self._finish(do)
 

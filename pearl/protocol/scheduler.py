@@ -48,7 +48,6 @@ class Scheduler:
 
     def __init__(self, slots: int = 1, piece: int = 1) -> None:
         self.sequences = [TokenSequence(piece=piece) for _ in range(slots)]
-        self.is_held = False  # admit nothing until a trace recording has begun or ended
         self._free = list(range(slots))  # least recently released first
         self._queues: dict[str, deque[Submit]] = {}  # by client, the next to be served first
 
@@ -76,12 +75,12 @@ class Scheduler:
         return False
 
     def admit(self) -> tuple[Submit, int] | None:
-        """Take the next request off the queue: (request, slot); None if none waits, no slot is free, or `is_held`.
+        """Take the next request off the queue: (request, slot); None if none waits or no slot is free.
 
         Chooses the free slot whose KV cache holds the longest prefix of the prompt; among equals, the least recently
         released.
         """
-        if not self._queues or not self._free or self.is_held:
+        if not self._queues or not self._free:
             return None
         client, queue = next(iter(self._queues.items()))
         del self._queues[client]

@@ -1,7 +1,6 @@
 """A live trace of both workers for the page: a recording that is read while it is written.
 
-It runs while there are viewers. A second front on the same engine requests it; it begins once the texts in progress
-have ended, and new ones wait for it.
+It runs while there are viewers. A second front on the same engine requests it.
 """
 
 from __future__ import annotations
@@ -75,9 +74,7 @@ class Timeline:
                 await asyncio.sleep(_RETRY)
 
     async def _record(self, front: Engine) -> None:
-        self._send({"waiting": True})
-        recording = front.client.recording
-        name = await asyncio.to_thread(recording.begin_live, lambda: bool(self._viewers))
+        name = await asyncio.to_thread(front.client.recording.start_live)
         self._send({"recording": True})
         read: dict[Path, int] = {}  # part -> bytes read
         while self._viewers and sum(read.values()) < MOST_BYTES:
@@ -88,7 +85,7 @@ class Timeline:
 def _end(front: Engine) -> None:
     """End the recording and close the second front."""
     try:
-        front.client.recording.end_live()
+        front.client.recording.stop_live()
     except (PearlError, OSError) as error:
         log.warning("the live timeline: %s", error)
     finally:

@@ -26,13 +26,6 @@ class Needs(Enum):
     DISTRIBUTIONS = "its distribution"  # sparse or dense, whichever is smaller
 
 
-class Unit(Enum):
-    """The unit that is accepted or rejected."""
-
-    TOKEN = "token"
-    BLOCK = "block"
-
-
 @dataclass(frozen=True)
 class Parameter:
     """A number that a rule takes, low <= value <= high. `kind` int: it must be whole (on the wire all are floats)."""
@@ -105,7 +98,7 @@ class RuleSpec:
             `BlockHalf` in `pearl.decoding.rules`.
         is_exact: whether committed tokens have the target's distribution.
         is_proposal_invariant: whether the text is the same whatever was drafted.
-        parameters: must include `BLOCK_LENGTH` if `unit` is BLOCK.
+        parameters: with `BLOCK_LENGTH` among them it judges blocks, else single tokens.
         greedy: what it is at temperature 0; None: greedy decoding, which is exact.
         withholds: whether the draft, under stop policy threshold, keeps back the token that ends its window, and the
             target's own takes its place.
@@ -116,7 +109,6 @@ class RuleSpec:
     target: str
     draft: str = "pearl.decoding.rules.tokenwise:SampledDraft"
     needs: Needs = Needs.DISTRIBUTIONS
-    unit: Unit = Unit.TOKEN
     is_exact: bool = False
     is_proposal_invariant: bool = False
     parameters: tuple[Parameter, ...] = ()
@@ -135,13 +127,17 @@ class RuleSpec:
         """As `checked_values`."""
         return checked_values(f"rule {self.name}", self.parameters, parameters, RULES.values())
 
+    @property
+    def judges_blocks(self) -> bool:
+        return BLOCK_LENGTH in [parameter.name for parameter in self.parameters]
+
     def block(self, parameters: Parameters) -> int:
         """Tokens per unit: the block length, or 1 for a rule that judges single tokens."""
-        return int(self.values(parameters)[BLOCK_LENGTH]) if self.unit is Unit.BLOCK else 1
+        return int(self.values(parameters).get(BLOCK_LENGTH, 1))
 
     def problem(self, method: str, draft_stop: str) -> str | None:
         """Why the rule cannot be combined with this method and stop policy; None if it can."""
-        if self.unit is Unit.TOKEN or (method != "ssd" and draft_stop == "fixed"):
+        if not self.judges_blocks or (method != "ssd" and draft_stop == "fixed"):
             return None
         given = f"method {method}" if method == "ssd" else f"draft_stop {draft_stop}"
         return f"{given} drafts token by token, and rule {self.name} whole blocks; it takes draft_stop fixed, not ssd"
@@ -189,7 +185,6 @@ _JOINT = RuleSpec(
     draft="pearl.decoding.rules.joint:JointDraft",
     target="pearl.decoding.rules.joint:JointTarget",
     needs=Needs.SCALARS,
-    unit=Unit.BLOCK,
     parameters=(_TAU, _DEPTH, _WIDTH),
 )
 _RULES = (
@@ -213,14 +208,12 @@ _RULES = (
         "accept what the target allows with probability min(1, (target + epsilon)/draft), else correct from the "
         "residual, which is the least bias",
         target="pearl.decoding.rules.biased:OptTarget",
-        is_exact=False,
         parameters=(_EPSILON,),
     ),
     RuleSpec(
         "uno",
         "accept what the target allows with probability min(1, (target + epsilon)/draft), else correct from the target",
         target="pearl.decoding.rules.biased:UnoTarget",
-        is_exact=False,
         parameters=(_EPSILON,),
     ),
     RuleSpec(
@@ -243,7 +236,6 @@ _RULES = (
         "bild",
         "accept what the target finds likely enough, by rollback, else correct from the target",
         target="pearl.decoding.rules.biased:BildTarget",
-        is_exact=False,
         parameters=(_ROLLBACK,),
         greedy=_BILD,
     ),

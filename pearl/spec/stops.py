@@ -71,17 +71,11 @@ STOPS: dict[str, StopSpec] = {  # by name, the default first
 }
 
 
-def find_stop(name: str) -> StopSpec:
-    """Raises ValueError, naming all policies, for one that is unknown."""
+def check_stop(name: str) -> StopSpec:
+    """Raises ValueError for a policy that is unknown, naming all, and for one of the simulator."""
     if name not in STOPS:
         raise ValueError(f"unknown stop policy {name!r}; choose one of {', '.join(STOPS)}")
-    return STOPS[name]
-
-
-def check_stop(name: str) -> StopSpec:
-    """As `find_stop`. Raises ValueError for a policy of the simulator too."""
-    spec = find_stop(name)
-    if spec.is_simulated:
+    if STOPS[name].is_simulated:
         known = ", ".join(each for each, other in STOPS.items() if not other.is_simulated)
         raise ValueError(f"draft_stop {name} needs the recorded text, so only pearl simulate has it; choose {known}")
-    return spec
+    return STOPS[name]

@@ -1,8 +1,8 @@
 """From the workers' parts to one Chrome Trace Event file.
 
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU, as ui.perfetto.dev reads it
-(complete events "X" that nest within a track, flows "s" and "f" bound to slices, counters "C", metadata "M"), with the
-`distributedInfo` that Holistic Trace Analysis asks for.
+(complete events "X" that nest within a track; "b" and "e" of requests, which may overlap; flows "s" and "f" bound to
+slices; metadata "M"), with the `distributedInfo` that Holistic Trace Analysis asks for.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,10 @@ from msgspec.structs import replace
 from pearl.document import damaged
 from pearl.errors import TraceError
 from pearl.spec.transports import is_on_one_host
-from pearl.trace.outcomes import ACCEPTED, DISCARDED, REJECTED, Outcomes
-from pearl.trace.recorder import BESIDE, LOOP, TRACKS, TRANSPORT, Part, Record, part_paths
+from pearl.trace.outcomes import ACCEPTED, DISCARDED, REJECTED, Outcomes, messages
+from pearl.trace.recorder import LOOP, TRACKS, TRANSPORT, Part, Record, part_paths
 
-VERSION = 9  # of the metadata under "pearl_trace"
-_COUNTERS = ("pending", "epoch", "window", "acceptance")
+VERSION = 10  # of the metadata under "pearl_trace"
 # Perfetto ignores colours in a file ("cname") and derives a slice's hue from its name: here green, red and orange.
 DRAFTED = {ACCEPTED: "draft token accepted", REJECTED: "draft token rejected", DISCARDED: "draft token unused"}
 _MAX_HELD = 1000  # records of one wait
@@ -94,59 +94,56 @@ class _Merged:
         self._outcomes = Outcomes()
         self._sent: dict[tuple[Any, ...], int] = {}  # message -> when it was sent
         self._rejections: set[tuple[Any, ...]] = set()  # verdicts that correct a draft token
-        self._tracks = [Tracks() for _ in run.parts]
-        self._flows = 0
-        for number, tracks in enumerate(self._tracks):
+        self._tracks: list[set[int]] = [set() for _ in run.parts]
+        self._requests: list[list[Record]] = [[] for _ in run.parts]
+        self._ids = count(1)  # of flows and async events
+        for number in range(len(run.parts)):
             for record in run.records(number):
-                tracks.add(record)
-                self._link(record, is_target=number == 0)
-            tracks.place()
+                if record.kind == "whole":
+                    self._requests[number].append(record)
+                elif record.kind != "clock":
+                    self._tracks[number].add(record.track)
+                    self._link(record, is_target=number == 0)
 
     def _link(self, record: Record, is_target: bool) -> None:
         args = record.args
         if record.name in ("send", "post"):
             if args["message"][1] is not None:  # the message of a request: its identity is unique
                 self._sent[tuple(args["message"])] = record.start
-        elif is_target and "error" not in args:
+        elif is_target:
             if record.name == "decide" and is_rejection(args):
-                verdicts = _sent(args, "Verdict")
+                verdicts = messages(args, "Send", "Verdict")
                 self._rejections |= {("Verdict", m["request"], m["epoch"], m["start"]) for m in verdicts}
             self._outcomes.learn(record)
 
     def events(self) -> Iterator[Event]:
         """The second reading."""
-        for number, (part, tracks) in enumerate(zip(self._run.parts, self._tracks, strict=True)):
+        for number, part in enumerate(self._run.parts):
             process, header = number + 1, part.header
             yield _about("process_name", process, 0, name=f"{header['role']} (process {header['pid']})")
             yield _about("process_labels", process, 0, labels=f"{header['host']}, {header['machine']}")
             yield _about("process_sort_index", process, 0, sort_index=number)
-            for track in sorted(tracks.used):
-                name = TRACKS.get(track, f"requests beside, {track - BESIDE}")
-                yield _about("thread_name", process, track, name=name)
+            for track in sorted(self._tracks[number]):
+                yield _about("thread_name", process, track, name=TRACKS[track])
                 yield _about("thread_sort_index", process, track, sort_index=track)
+            for request in self._requests[number]:
+                event = {"name": request.name, "cat": "whole", "id": next(self._ids), "pid": process, "tid": LOOP}
+                yield event | {"ph": "b", "ts": self._us(request.start), "args": request.args}
+                yield event | {"ph": "e", "ts": self._us(request.end)}
             yield from self._draft_events(number) if number else self._target_events()
 
     def _records(self, number: int) -> Iterator[Record]:
-        tracks = self._tracks[number]
-        for record in split_waits(self._run.records(number), self._sent):
-            if record.kind != "clock":
-                record.track = tracks.of(record)
-                yield record
+        """All that happened on tracks."""
+        records = (record for record in self._run.records(number) if record.kind not in ("whole", "clock"))
+        return split_waits(records, self._sent)
 
     def _target_events(self) -> Iterator[Event]:
-        counters: dict[str, Any] = {}
         for record in self._records(0):
             yield self._slice(record, 1)
             if record.name != "decide":
                 continue
-            now = {"pid": 1, "tid": LOOP, "ts": self._us(record.end)}
             if trouble := incident(record.args["event"]):
-                yield {"ph": "i", "s": "g", "name": trouble, **now}
-            for name in _COUNTERS:
-                value = record.args.get(name)
-                if value is not None and counters.get(name) != value:
-                    counters[name] = value
-                    yield {"ph": "C", "name": name, **now, "tid": 0, "args": {name: value}}
+                yield {"ph": "i", "s": "g", "name": trouble, "pid": 1, "tid": LOOP, "ts": self._us(record.end)}
 
     def _draft_events(self, number: int) -> Iterator[Event]:
         process = number + 1
@@ -180,20 +177,13 @@ class _Merged:
     def _drafted(self, forward: Record, decision: dict[str, Any]) -> tuple[Record, list[int]]:
         """A forward with the outcomes of the tokens drafted in it, and when they were judged after it."""
         args, judged = dict(forward.args), []
-        for message in _sent(decision, "DraftTokens"):
-            outcomes = self._outcomes.of(message)
-            fates = [fate for fate, _ in outcomes]
-            if message["after"] is not None:
-                args["branches"] = [*args.get("branches", ()), *fates]
+        for message in messages(decision, "Send", "DraftTokens"):
+            outcomes, is_branch = self._outcomes.of(message), message["after"] is not None
+            if not outcomes:  # its token was withheld
                 continue
-            if "fate" not in args:
-                args |= {"epoch": message["epoch"], "position": message["start"], "fate": fates[0]}
-                known = []
-            else:
-                known = args.get("fates", [args["fate"]])
-            if len(known) + len(fates) > 1:
-                args["fates"] = known + fates
-            if outcomes[0][1] >= forward.middle:
+            drafted = "branches" if is_branch else "fates"
+            args[drafted] = [*args.get(drafted, ()), *(fate for fate, _ in outcomes)]
+            if not is_branch and outcomes[0][1] >= forward.middle:
                 judged.append(outcomes[0][1])
         return replace(forward, args=args), judged
 
@@ -202,7 +192,7 @@ class _Merged:
         name = f"wait: {record.name}" if is_wait else record.name
         event = {
             "ph": "X",
-            "name": DRAFTED.get(record.args.get("fate", ""), name) if name == "draft" else name,
+            "name": DRAFTED[record.args["fates"][0]] if name == "draft" and "fates" in record.args else name,
             "cat": record.kind,
             "pid": process,
             "tid": record.track,
@@ -213,10 +203,10 @@ class _Merged:
 
     def _flow(self, name: str, start: tuple[int, int, int], end: tuple[int, int, int]) -> Iterator[Event]:
         """An arrow between two slices, each given as process, track and a time within it."""
-        self._flows += 1
+        number = next(self._ids)
         start = (*start[:2], min(start[2], end[2]))  # a message may be read before its sender returns from sending
         for phase, (process, track, at) in (("s", start), ("f", end)):
-            event = {"ph": phase, "name": name, "cat": "flow", "id": self._flows, "pid": process, "tid": track}
+            event = {"ph": phase, "name": name, "cat": "flow", "id": number, "pid": process, "tid": track}
             yield event | {"ts": self._us(at)} | ({"bp": "e"} if phase == "f" else {})
 
     def _us(self, ns: int) -> float:
@@ -263,16 +253,9 @@ def incident(event: dict[str, Any]) -> str | None:
     return None
 
 
-def _sent(decision: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
-    """Messages of a kind that a decision sends to the other worker."""
-    messages = (command["message"] for command in decision.get("commands", ()) if command["type"] == "Send")
-    return (message for message in messages if message["type"] == kind)
-
-
 def committed(decision: dict[str, Any]) -> list[tuple[int, list[str]]]:
     """The tokens that a decision of the target commits: each request, and the source of each of its tokens."""
-    messages = (c["message"] for c in decision.get("commands", ()) if c["type"] == "Deliver")
-    return [(m["request"], m["provenance"]) for m in messages if m["type"] == "Committed"]
+    return [(m["request"], m["provenance"]) for m in messages(decision, "Deliver", "Committed")]
 
 
 def is_rejection(decision: dict[str, Any]) -> bool:
@@ -319,33 +302,6 @@ class Run:
             record.start += offset
             record.end += offset
             yield record
-
-
-class Tracks:
-    """The tracks of one part. Requests go on the loop's track; those that overlap them, on tracks of their own."""
-
-    def __init__(self) -> None:
-        self.used = {LOOP}
-        self._requests: list[Record] = []
-        self._places: dict[tuple[str, int], int] = {}  # request's name, start -> track
-
-    def add(self, record: Record) -> None:
-        self.used.add(record.track)
-        if record.kind == "whole":
-            self._requests.append(record)
-
-    def place(self) -> None:
-        """After the last `add`."""
-        ends: list[int] = []  # of each track, when its last request ended
-        for request in sorted(self._requests, key=lambda request: request.start):
-            lane = next((lane for lane, end in enumerate(ends) if end <= request.start), len(ends))
-            ends[lane : lane + 1] = [request.end]
-            track = BESIDE + lane if lane else LOOP
-            self._places[request.name, request.start] = track
-            self.used.add(track)
-
-    def of(self, record: Record) -> int:
-        return self._places[record.name, record.start] if record.kind == "whole" else record.track
 
 
 def split_waits(records: Iterable[Record], sent: Mapping[tuple[Any, ...], int]) -> Iterator[Record]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from statistics import median
 
 from pearl.metrics import FIGURES
-from pearl.trace.report import Latency, Report, Worker
+from pearl.trace.report import Report, Text, Worker
 
+_OF_TEXTS = ("tokens/s", "tokens a step", "first token", "of it in the queue", "ITL p50", "ITL p99", "window c")
 _VERIFY = "forward: verify "  # followed by the number of tokens fed
-_LATENCIES = [each for each in FIGURES if isinstance(each.of, str) and each.of in Latency.__dataclass_fields__]
-REQUEST_COLUMNS = ("request", "method", "prompt", "tokens", *(each.name for each in _LATENCIES))
+_FIGURES = [each for each in FIGURES if each.name in _OF_TEXTS]
+REQUEST_COLUMNS = ("request", "method", "prompt", "tokens", *_OF_TEXTS)
 
 
 def side_by_side(reports: Sequence[Report]) -> list[tuple[str, list[str]]]:
@@ -27,10 +29,16 @@ def side_by_side(reports: Sequence[Report]) -> list[tuple[str, list[str]]]:
     return [(name, [c.get(name, "-") for c in columns]) for name in (*others[:place], *verifies, *others[place:])]
 
 
-def request_row(one: Latency) -> list[str]:
+def request_row(one: Text) -> list[str]:
     """The values of `REQUEST_COLUMNS`."""
-    counts = str(one.num_prompt_tokens), str(one.num_generated_tokens)
-    return [one.request, one.method, *counts, *(each.text(one) or "-" for each in _LATENCIES)]
+    counts = str(one.statistics.num_prompt_tokens), str(one.statistics.num_generated_tokens)
+    return [one.request, one.method, *counts, *(each.text(one.statistics) or "-" for each in _FIGURES)]
+
+
+def _medians(texts: Sequence[Text]) -> dict[str, str]:
+    """Over the requests."""
+    known = {each: [value for one in texts if (value := each.value(one.statistics)) is not None] for each in _FIGURES}
+    return {each.name: each.form.format(median(values)) for each, values in known.items() if values}
 
 
 def _figures(r: Report) -> dict[str, str]:
@@ -38,7 +46,7 @@ def _figures(r: Report) -> dict[str, str]:
         "wall": f"{r.wall:.3f} s, requests: {r.requests}",
         "tokens": f"{r.tokens}, {r.tokens_per_second:.2f} a second, prefill included",
     }
-    figures |= {each.name: text for each in _LATENCIES if (text := each.text(r.latency)) is not None}
+    figures |= _medians(r.texts)
     figures |= _worker("target", r.target)
     if r.draft:
         figures |= _worker("draft", r.draft)
@@ -46,7 +54,6 @@ def _figures(r: Report) -> dict[str, str]:
     figures |= {f"pace: {name}": f"{share:.1%}" for name, share in r.pace.items()}
     figures["steps"] = ", ".join(f"{n} {kind}" for kind, n in sorted(r.steps.items(), reverse=True)) or "-"
     if r.draft:
-        figures["steps that waited"] = ", ".join(f"{r.owners.get(k, 0)} for {k}" for k in ("draft", "transport"))
         fates = f"{r.accepted} accepted, {r.rejected} rejected, {r.discarded} never judged"
         figures["draft tokens"] = f"{r.drafted}: {fates}"
         if r.stops:
@@ -55,7 +62,7 @@ def _figures(r: Report) -> dict[str, str]:
             figures["draft tokens"] += f"; {r.prepared} prepared for other outcomes"
         figures["acceptance"] = f"{r.accepted / r.judged:.3f} of the judged" if r.judged else "-"
         figures["accepted in a run"] = ", ".join(f"{k}: {n}" for k, n in r.histogram.items()) or "-"
-        figures["ratio, window"] = f"{r.ratio:.2f}, c = {r.window:.0f}" if r.ratio else "-"
+        figures["ratio"] = f"{r.ratio:.2f}" if r.ratio else "-"
     for name, f in r.forwards.items():
         figures[f"forward: {name}"] = f"p50 {f.p50 * 1e3:.2f} ms, p99 {f.p99 * 1e3:.2f} ms, {f.count} of them"
     if r.draft:

@@ -140,8 +140,7 @@ def _bars(one: Slice, zero: float) -> list[Bar]:
     """The bars of a slice: a forward that drafted several tokens has one for each."""
     if one.kind == "wait":
         return [Bar(one.start - zero, one.end - zero, "wait", one.name.removeprefix("wait: "))]
-    look = one.args.get("fate", one.name if one.name in WORK else "other")
-    looks = one.args.get("fates", [look])
+    looks = one.args.get("fates", [one.name if one.name in WORK else "other"])
     ends = [one.start - zero + one.seconds * i / len(looks) for i in range(len(looks) + 1)]
     return [Bar(*span, each) for span, each in zip(pairwise(ends), looks, strict=True)]
 

@@ -1,11 +1,12 @@
-"""Whether each drafted token of a trace was accepted, rejected, or discarded (never judged).
+"""Whether each drafted token of a trace was accepted, rejected, or discarded (never judged), by how the text went on.
 
 An "outcome" (position, token) is what the target may commit where the draft expects another token; a "branch" is what
-the draft prepares for it.  If the target commits that token, the branch becomes the main line of a new epoch.
+the draft prepares for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from pearl.trace.recorder import Record
@@ -13,66 +14,29 @@ from pearl.trace.recorder import Record
 ACCEPTED, REJECTED, DISCARDED = "accepted", "rejected", "discarded"
 
 _Outcome = tuple[int, int]  # position, token
-_Line = tuple[int, _Outcome | None]  # a drafted token's epoch, and its branch's outcome (None: main line)
+
+
+def messages(decision: dict[str, Any], command: str, kind: str) -> Iterator[dict[str, Any]]:
+    """Messages of a kind that a decision sends to the other worker ("Send") or to a front ("Deliver")."""
+    found = (each["message"] for each in decision.get("commands", ()) if each["type"] == command)
+    return (message for message in found if message["type"] == kind)
 
 
 class Outcomes:
     """First pass all records of the target to `learn`; then the draft's in order, events to `read`, tokens to `of`."""
 
     def __init__(self) -> None:
-        self._lines: dict[tuple[int, int], _Line] = {}  # (request, position) -> line of the pending token there
-        self._branches: dict[tuple[int, _Line], list[int]] = {}  # (request, line) -> positions of a branch
-        self._opened: dict[int, _Outcome] = {}  # request -> the outcome that opened its epoch
-        self._epochs: dict[Any, int] = {}  # request -> the target's epoch at its last decision
-        self._judged: dict[tuple[int, _Line, int], tuple[str, int]] = {}  # (request, line, position) -> (verdict, time)
-        # Tokens that a target drew without waiting for the draft's: request -> position -> (token, time).
-        self._drawn: dict[int, dict[int, tuple[int, int]]] = {}
+        #: request -> position -> the token committed there, its source, and when
+        self._committed: dict[int, dict[int, tuple[int, str, int]]] = {}
         self._text: dict[int, dict[int, int]] = {}  # request -> position -> token, as the draft has the text
         self._prepared: dict[tuple[int, _Outcome], list[int]] = {}  # (request, outcome) -> tokens drafted for it
 
     def learn(self, record: Record) -> None:
-        args = record.args
-        match record.name:
-            case "decide":
-                if "epoch" in args:
-                    self._epochs[args["event"]["request"]] = args["epoch"]
-                self._learn_event(args["event"])
-            case "sample" if args["request"] in self._drawn:
-                for position, token in enumerate(args["tokens"], args["start"]):
-                    self._drawn[args["request"]][position] = token, record.middle
-            case "sample" if args["tokens"]:  # e.g. a bonus token, for which there may be a branch
-                self._open_epoch(args["request"], args["start"], args["tokens"][0])
-            case "judge":
-                self._learn_judgement(args, record.middle)
-
-    def _learn_event(self, event: dict[str, Any]) -> None:
-        if event["type"] == "Submit" and event["options"]["look_ahead"]:
-            self._drawn[event["request"]] = {}
-        if event["type"] != "DraftTokens":
-            return
-        request, line = event["request"], _line(event)
-        positions = range(event["start"], event["start"] + len(event["tokens"]))
-        if line[1] is not None and self._opened.get(request) != line[1]:
-            self._branches.setdefault((request, line), []).extend(positions)
-            return
-        for key in ((request, position) for position in positions):
-            if self._lines.get(key, line)[0] <= line[0]:  # not stale
-                self._lines[key] = line
-
-    def _learn_judgement(self, args: dict[str, Any], time: int) -> None:
-        request, start, accepted = args["request"], args["start"], args["accepted"]
-        is_corrected = args["correction"] is not None
-        for position in range(start, start + accepted + is_corrected):
-            line = self._lines.get((request, position), (-1, None))
-            self._judged[request, line, position] = (ACCEPTED if position < start + accepted else REJECTED), time
-        if is_corrected:
-            self._open_epoch(request, start + accepted, args["correction"])
-
-    def _open_epoch(self, request: int, position: int, token: int) -> None:
-        """`token` was committed in a new epoch: its branch, including tokens still to come, becomes the main line."""
-        self._opened[request] = outcome = position, token
-        line = self._epochs.get(request, 0), outcome
-        self._lines.update({(request, at): line for at in self._branches.get((request, line), ())})
+        for message in messages(record.args, "Deliver", "Committed"):
+            text = self._committed.setdefault(message["request"], {})
+            tokens = zip(message["tokens"], message["provenance"], strict=True)
+            for position, (token, source) in enumerate(tokens, message["start"]):
+                text[position] = token, source, record.middle
 
     def read(self, event: dict[str, Any]) -> None:
         """Apply an event of the draft to its text, as `DraftMachine` does."""
@@ -91,18 +55,27 @@ class Outcomes:
 
     def of(self, message: dict[str, Any]) -> list[tuple[str, int]]:
         """(verdict, time) of each token of a DraftTokens message; time 0 for a discarded token."""
-        request, line, start, tokens = message["request"], _line(message), message["start"], message["tokens"]
-        drawn, prefix = self._drawn.get(request, {}), self._drafted(request, line[1], start, tokens)
-        matches = all(drawn.get(at, (None,))[0] == prefix.get(at) for at in range(message["known"], start))
+        request, start, tokens = message["request"], message["start"], message["tokens"]
+        branch = None if message["after"] is None else tuple(message["after"])
+        prefix = self._drafted(request, branch, start, tokens)
+        final = self._committed.get(request, {})
+        is_right = branch is None or final.get(branch[0], (None,))[0] == branch[1]
+        for position in range(message["known"], start):
+            if position in prefix and (branch is None or position != branch[0]):
+                is_right = is_right and self._fate(request, position, prefix[position]) == ACCEPTED
         found: list[tuple[str, int]] = []
         for position, token in enumerate(tokens, start):
-            known = self._judged.get((request, line, position))
-            if known is None and position in drawn and matches:
-                own, at = drawn[position]
-                matches = own == token
-                known = (ACCEPTED if matches else REJECTED), at
-            found.append(known or (DISCARDED, 0))
+            fate = self._fate(request, position, token) if is_right else DISCARDED
+            is_right = fate == ACCEPTED
+            found.append((fate, 0 if fate == DISCARDED else final[position][2]))
         return found
+
+    def _fate(self, request: int, position: int, token: int) -> str:
+        """What became of a token that follows the text as committed."""
+        committed, source, _ = self._committed.get(request, {}).get(position, (-1, "", 0))
+        if source in ("", "bonus"):  # nothing was committed there, or without looking at a draft token
+            return DISCARDED
+        return ACCEPTED if token == committed and source != "corrected" else REJECTED
 
     def _drafted(self, request: int, branch: _Outcome | None, start: int, tokens: list[int]) -> dict[int, int]:
         """Add drafted tokens to the draft's text, or to their branch; return the text up to them, by position."""
@@ -114,8 +87,3 @@ class Outcomes:
         prefix = text | dict(enumerate([branch[1], *prepared], branch[0]))
         prepared += tokens
         return prefix
-
-
-def _line(message: dict[str, Any]) -> _Line:
-    """The line that a DraftTokens message belongs to."""
-    return message["epoch"], None if message["after"] is None else tuple(message["after"])

@@ -55,23 +55,16 @@ class Trace:
 
     Attributes:
         target: what its loop did: the outermost slices, without requests.
-        drafts: the same of each draft: there are several if one was lost and restarted.
+        draft: the same of all drafts: there are several if one was lost and restarted.
         requests: the target's.
-        counters: name -> (time, value).
     """
 
     path: Path
     metadata: dict[str, Any]
     target: list[Slice] = field(default_factory=list)
-    drafts: list[list[Slice]] = field(default_factory=list)
+    draft: list[Slice] = field(default_factory=list)
     requests: list[Slice] = field(default_factory=list)
     verdicts: list[Arrow] = field(default_factory=list)
-    counters: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-
-    @property
-    def draft(self) -> list[Slice]:
-        """What all drafts did."""
-        return sorted((one for draft in self.drafts for one in draft), key=lambda s: s.start)
 
     @property
     def method(self) -> str:
@@ -131,28 +124,29 @@ def _sort(events: list[Event], trace: Trace) -> None:
     loops: dict[int, list[Slice]] = {1: []}
     fates = set(DRAFTED.values())
     sent: dict[Any, float] = {}
+    begun: dict[Any, Event] = {}  # requests
     for event in events:
-        if event["ph"] == "C":
-            series = trace.counters.setdefault(event["name"], [])
-            series.append((event["ts"] / 1e6, event["args"][event["name"]]))
-        elif event["ph"] == "s" and event["name"] in (VERDICT, REJECTION):
+        if event["ph"] == "s" and event["name"] in (VERDICT, REJECTION):
             sent[event["id"]] = event["ts"] / 1e6
         elif event["ph"] == "f" and event["id"] in sent:
             read_at, is_rejection = event["ts"] / 1e6, event["name"] == REJECTION
             trace.verdicts.append(Arrow(sent.pop(event["id"]), read_at, is_rejection))
-        elif event["ph"] == "X" and (event["tid"] == LOOP or event["cat"] == "whole"):
+        elif event["ph"] == "b" and event["pid"] == 1:
+            begun[event["id"]] = event
+        elif event["ph"] == "e" and event["id"] in begun:
+            begin = begun.pop(event["id"])
+            whole = Slice(begin["name"], "whole", begin["ts"] / 1e6, event["ts"] / 1e6, begin.get("args", {}))
+            trace.requests.append(whole)
+        elif event["ph"] == "X" and event["tid"] == LOOP:
             # Rounded to nanoseconds, a slice that begins where another ends does not lie in it.
             start, end = round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)
             name = "draft" if event["name"] in fates else event["name"]
             one = Slice(name, event["cat"], start / 1e9, end / 1e9, event.get("args", {}))
-            if one.kind != "whole":
-                loops.setdefault(event["pid"], []).append(one)
-            elif event["pid"] == 1:
-                trace.requests.append(one)
+            loops.setdefault(event["pid"], []).append(one)
     trace.requests.sort(key=lambda s: s.start)
     trace.verdicts.sort(key=lambda v: v.sent)
     trace.target = _outermost(loops.pop(1))
-    trace.drafts = [_outermost(loops[process]) for process in sorted(loops)]
+    trace.draft = sorted((one for loop in loops.values() for one in _outermost(loop)), key=lambda s: s.start)
 
 
 def _outermost(slices: list[Slice]) -> list[Slice]:

@@ -29,10 +29,9 @@ from pearl.version import __version__
 log = logging.getLogger(__name__)
 
 FORMAT = 6  # of the parts; no other is read
-# tracks: the worker's loop, the thread of its mailbox, its device, the draft's thread that computes
-LOOP, MAIL, GPU, AHEAD = 1, 2, 3, 4
-TRACKS = {LOOP: "loop", MAIL: "mailbox", GPU: "GPU", AHEAD: "forwards"}
-BESIDE = 16  # first of the tracks for requests that overlap those on the loop's track
+# tracks: the worker's loop, the thread of its mailbox, the draft's thread that computes
+LOOP, MAIL, AHEAD = 1, 2, 4
+TRACKS = {LOOP: "loop", MAIL: "mailbox", AHEAD: "forwards"}
 # What a loop waits for. TRANSPORT, the end of a wait once the message has been sent, is set when parts are merged.
 START_UP, CONSUMER, DRAFT, HELD_ROW = "start-up", "consumer", "draft tokens", "held row"
 VERDICT, TRANSPORT = "verdict", "transport"

@@ -10,10 +10,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from statistics import median, median_low, quantiles
+from statistics import median, quantiles
 from typing import Any
 
-from pearl.metrics import Stopwatch
+import msgspec
+
+from pearl.metrics import Statistics, Stopwatch, fold
+from pearl.protocol.request import Counts
+from pearl.protocol.speeds import Speeds
 from pearl.trace.chrome import committed, incident, lacks_draft
 from pearl.trace.reading import FORWARDS, VERIFICATIONS, Slice, Trace
 from pearl.trace.recorder import DRAFT, HELD_ROW, TRANSPORT
@@ -43,29 +47,12 @@ class Forwards:
 
 
 @dataclass(frozen=True)
-class Latency:
-    """One request; or several: then medians over them, rates over all their tokens, and quantiles over all their gaps.
-    Times are seconds; None where too little was committed.
-
-    Attributes:
-        num_generated_tokens: committed tokens, an EOS included.
-        queue_seconds: from submission to start.
-        seconds_to_first_token: TTFT, from submission.
-        itl_p50, itl_p99: quantiles of the time between neighbouring tokens; 0 where both came together.
-        tokens_per_second: tokens after the first commit over the time after it: 1 / TPOT.
-        tokens_per_step: tokens over target forwards after the prefill.
-    """
+class Text:
+    """One request, and its statistics as far as the recording has it: without what only the workers know."""
 
     request: str
     method: str
-    num_prompt_tokens: int
-    num_generated_tokens: int
-    queue_seconds: float
-    seconds_to_first_token: float | None
-    itl_p50: float | None
-    itl_p99: float | None
-    tokens_per_second: float | None
-    tokens_per_step: float | None
+    statistics: Statistics
 
 
 @dataclass(frozen=True)
@@ -78,8 +65,6 @@ class Report:
         pace: shares of the time that the target worked, waited for the draft's work, for a message in transit, or for
             a consumer. Together with its communication and `uncovered` time they add up to 1.
         steps: number of verification forwards, by kind.
-        owners: number of verification forwards, by critical path: "draft" or "transport" if the target waited for it
-            since the previous forward (the longer of the two), else "target".
         drafted: draft tokens, of which `judged` were `accepted` or `rejected`, and the rest `discarded`.
         stops: windows that the draft's stop policy ended.
         prepared: tokens drafted in branches. If the branch's outcome came and they were judged, `drafted` counts them
@@ -87,11 +72,10 @@ class Report:
         histogram: accepted length -> count.
         forwards: durations, of the draft's forwards, and of the target's by number of tokens fed.
         ratio: median duration of a verification forward over that of a draft forward.
-        window: median of c; 0 without a draft.
         alternation: seconds that the same steps would take at least without overlap: the target's work plus the
             drafting of the judged tokens, without waits and messages.
         recorder: share of the wall time that recording itself took, in the worker where it took more.
-        latency: of all requests together; `per_request`: of each, in order of their start.
+        texts: of each request, in order of their start.
     """
 
     method: str
@@ -104,7 +88,6 @@ class Report:
     overlap: float
     pace: dict[str, float]
     steps: dict[str, int]
-    owners: dict[str, int]
     drafted: int
     judged: int
     accepted: int
@@ -115,11 +98,9 @@ class Report:
     histogram: dict[int, int]
     forwards: dict[str, Forwards]
     ratio: float | None
-    window: float
     alternation: float
     recorder: float
-    latency: Latency
-    per_request: list[Latency]
+    texts: list[Text]
     notes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -133,11 +114,11 @@ def report(trace: Trace) -> Report:
     verifications = [s for s in target if s.name in VERIFICATIONS]
     forwards = _forwards(draft, verifications)
     shares = _worker(target, wall), _worker(draft, wall) if draft else None
-    tokens, histogram = _committed(target)
+    tokens = sum(len(provenance) for one in target if one.name == "decide" for _, provenance in committed(one.args))
     t_draft = forwards["draft"].p50 if "draft" in forwards else 0.0
     t_target = median(s.seconds for s in verifications) if verifications else 0.0
-    *per_request, together = latencies(trace)
-    windows = [value for at, value in trace.counters.get("window", []) if at <= end and value]
+    all_texts = texts(trace)
+    histogram = sum((Counter(one.statistics.run_histogram) for one in all_texts), Counter[int]())
     return Report(
         method=trace.method,
         wall=wall,
@@ -149,60 +130,42 @@ def report(trace: Trace) -> Report:
         overlap=_overlap(_spans(target), _spans(draft)) / wall,
         pace=_pace(shares[0]),
         steps=dict(Counter(s.name for s in verifications)),
-        owners=_owners(target),
-        stops=sum(s.args.get("event", {}).get("paused", False) for s in target if s.name == "decide"),
-        histogram=histogram,
+        stops=sum(one.statistics.num_draft_stops for one in all_texts),
+        histogram=dict(sorted(histogram.items())),
         forwards=forwards,
         ratio=t_target / t_draft if t_draft and t_target else None,
-        window=median(windows) if draft and windows else 0.0,
         alternation=sum(s.seconds for s in target if s.kind == "busy") + _drafting(draft),
         recorder=max(w["recorder_seconds"] for w in trace.metadata["workers"]) / wall,
-        latency=together,
-        per_request=per_request,
+        texts=all_texts,
         notes=_notes(trace, *shares),
         **_outcomes(draft),
     )
 
 
-def latencies(trace: Trace) -> list[Latency]:
-    """Of each request, in order of their start, and last of all together."""
-    steps, watches = Counter[Any](), {}
+def texts(trace: Trace) -> list[Text]:
+    """Of each request, in order of their start."""
+    watches = {each.args.get("request"): Stopwatch(each.start, each.start) for each in trace.requests}
+    submitted: set[Any] = set()
+    ends: dict[Any, dict[str, Any]] = {}
+    for one in (each for each in trace.target if each.name == "decide"):
+        event = one.args["event"]
+        if event["type"] == "Submit" and event["request"] in watches:
+            submitted.add(event["request"])
+            watch = watches[event["request"]]
+            watch.submitted = min(watch.submitted, one.start)
+        for request, provenance in committed(one.args):
+            if request in watches:
+                watches[request].committed(len(provenance), one.end)
+        ends |= {each["request"]: each for each in one.args.get("commands", ()) if each["type"] == "End"}
+    found = []
     for whole in trace.requests:
-        watches[whole.args.get("request")] = whole, Stopwatch(submitted=whole.start, begun=whole.start)
-    for one in trace.target:
-        if one.name in VERIFICATIONS:
-            fed = one.args.get("requests", [one.args.get("request")])
-            steps.update(number for number in fed if number not in one.args.get("prompts", ()))
-        elif one.name == "decide":
-            event = one.args["event"]
-            if event["type"] == "Submit" and event["request"] in watches:
-                watch = watches[event["request"]][1]
-                watch.submitted = min(watch.submitted, one.start)
-            for number, provenance in committed(one.args):
-                if number in watches:
-                    watches[number][1].committed(len(provenance), one.end)
-    found = [(*watch, steps[number]) for number, watch in watches.items()]
-    return [*(_latency([one], one[0].name.removeprefix("request ")) for one in found), _latency(found, "all")]
-
-
-def _latency(requests: Sequence[tuple[Slice, Stopwatch, int]], name: str) -> Latency:
-    """`requests`: the slice of each, its times, and its target forwards after the prefill."""
-    watches = [watch for _, watch, _ in requests]
-    together = Stopwatch(gaps=[gap for watch in watches for gap in watch.gaps])
-    firsts = [watch.first - watch.submitted for watch in watches if watch.first is not None]
-    tokens, steps = sum(watch.generated for watch in watches), sum(steps for *_, steps in requests)
-    return Latency(
-        request=name,
-        method=", ".join(dict.fromkeys(whole.method for whole, *_ in requests)),
-        num_prompt_tokens=sum(whole.args.get("prompt_tokens", 0) for whole, *_ in requests),
-        num_generated_tokens=tokens,
-        queue_seconds=median_low(watch.begun - watch.submitted for watch in watches),
-        seconds_to_first_token=median_low(firsts) if firsts else None,
-        itl_p50=together.token_latency(0.5),
-        itl_p99=together.token_latency(0.99),
-        tokens_per_second=together.tokens_per_second,
-        tokens_per_step=tokens / steps if steps else None,
-    )
+        number = whole.args.get("request")
+        end = ends.get(number, {}) if number in submitted else {}  # else its counts have more than was recorded
+        counts = msgspec.convert(end.get("counts", {}), Counts, str_keys=True)
+        prompt = whole.args.get("prompt_tokens", 0)
+        statistics = fold(counts, watches[number], Speeds(), prompt, end.get("window", 0))
+        found.append(Text(whole.name.removeprefix("request "), whole.method, statistics))
+    return found
 
 
 def _between(slices: Iterable[Slice], start: float, end: float) -> list[Slice]:
@@ -241,7 +204,7 @@ def _pace(target: Worker) -> dict[str, float]:
 
 def _outcomes(draft: Sequence[Slice]) -> dict[str, int]:
     """Counts of draft tokens, by the name of their field in `Report`."""
-    counts = Counter(fate for s in draft if "fate" in s.args for fate in s.args.get("fates", [s.args["fate"]]))
+    counts = Counter(fate for s in draft for fate in s.args.get("fates", ()))
     prepared = Counter(fate for s in draft for fate in s.args.get("branches", ()))
     counts += Counter({fate: count for fate, count in prepared.items() if fate != "discarded"})
     judged = counts["accepted"] + counts["rejected"]
@@ -265,22 +228,6 @@ def _overlap(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]])
     return both
 
 
-def _owners(target: Iterable[Slice]) -> dict[str, int]:
-    """Count verification forwards by what the target waited for longest since the previous one; see `Report.owners`."""
-    owners: Counter[str] = Counter()
-    waited = {"draft": 0.0, TRANSPORT: 0.0}
-    for one in target:
-        cause = one.name.removeprefix("wait: ")
-        cause = "draft" if cause in _OF_DRAFT else cause
-        if one.kind == "wait" and cause in waited:
-            waited[cause] += one.seconds
-        elif one.name in VERIFICATIONS:
-            longest = max(waited, key=lambda cause: waited[cause])
-            owners[longest if waited[longest] > 0 else "target"] += 1
-            waited = dict.fromkeys(waited, 0.0)
-    return dict(owners)
-
-
 def _forwards(draft: Iterable[Slice], verifications: Iterable[Slice]) -> dict[str, Forwards]:
     times: dict[tuple[str, int], list[float]] = {}
     for one in draft:
@@ -298,27 +245,12 @@ def _p99(values: list[float]) -> float:
     return quantiles(values, n=100, method="inclusive")[-1] if len(values) > 1 else values[0]
 
 
-def _committed(target: Iterable[Slice]) -> tuple[int, dict[int, int]]:
-    """Return the number of committed tokens, and the histogram of accepted lengths."""
-    tokens, accepted = 0, Counter[int]()  # request -> accepted tokens since its last correction or bonus
-    lengths: Counter[int] = Counter()
-    for one in target:
-        for request, provenance in committed(one.args) if one.name == "decide" else ():
-            tokens += len(provenance)
-            for source in provenance:
-                if source == "accepted":
-                    accepted[request] += 1
-                elif source in ("corrected", "bonus"):  # "guessed" and "direct" change nothing
-                    lengths[accepted.pop(request, 0)] += 1
-    return tokens, dict(sorted(lengths.items()))
-
-
 def _drafting(draft: Sequence[Slice]) -> float:
     """Seconds spent drafting judged tokens: their forwards and draws, prefills, and forwards that gave no token."""
     seconds = 0.0
     for one, following in pairwise([*draft, None]):
         assert one is not None
-        if one.name in ("draft", "prefill") and one.args.get("fate") != "discarded":
+        if one.name in ("draft", "prefill") and one.args.get("fates", [""])[0] != "discarded":
             seconds += one.ran
             if following is not None and following.name == "sample":
                 seconds += following.seconds

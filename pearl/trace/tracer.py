@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from pearl.errors import ProtocolError, TraceError
-from pearl.models.runner import Feed, ModelRunner, WrappedRunner
+from pearl.errors import TraceError
 from pearl.protocol import events
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.messages import Begin, Message, Pong, Submit
-from pearl.protocol.request_machine import RequestMachine
-from pearl.trace.recorder import AHEAD, CONSUMER, DRAFT, GPU, HELD_ROW, LOOP, MAIL, START_UP, VERDICT, Recorder
-from pearl.transport.base import Endpoint, Fault, Peer, Received, TensorChannel
+from pearl.trace.recorder import AHEAD, CONSUMER, DRAFT, HELD_ROW, LOOP, MAIL, START_UP, VERDICT, Recorder
+from pearl.transport.base import Endpoint, Peer, Received, TensorChannel
 from pearl.transport.mailbox import Mailbox
 
 _TARGET_CAUSES = {events.Cause.HELD_ROW: HELD_ROW, events.Cause.WINDOW: DRAFT, events.Cause.IDLE: CONSUMER}
@@ -60,7 +58,7 @@ class Tracer:
         self._opened: dict[int, tuple[int, dict[str, Any]]] = {}  # running request -> since when, its arguments
 
     def start(self, number: int) -> None:
-        """Begin recording `number`, between two requests and with a new state machine.
+        """Begin recording `number`. Of requests that run already it has what is left.
 
         Raises `TraceError` during another recording, or if the file cannot be created.
         """
@@ -73,6 +71,7 @@ class Tracer:
     def stop(self, number: int | None = None) -> None:
         """End and complete the recording if there is one (and it is `number`)."""
         if self.recorder is not None and number in (None, self.number):
+            self._follow_requests({}, self.clock(), self.clock())
             recorder, self.recorder, self.number = self.recorder, None, 0
             recorder.close()
 
@@ -84,8 +83,9 @@ class Tracer:
         self, track: int, kind: str, name: str, start: int, end: int, args: dict[str, Any] | None = None
     ) -> None:
         """Record what lasted from `start` to `end`, and the time that recording takes. Thread-safe."""
-        if self.recorder is not None and end >= self._since:
-            self.recorder.record(track, kind, name, max(start, self._since), end, args)
+        recorder = self.recorder  # the loop may end the recording meanwhile
+        if recorder is not None and end >= self._since:
+            recorder.record(track, kind, name, max(start, self._since), end, args)
             self._spent_since(end)
 
     def _spent_since(self, end: int) -> None:
@@ -104,40 +104,25 @@ class Tracer:
         def handle(event: object) -> list[object]:
             if self.recorder is None:
                 return machine.handle(event)
-            start, before = self.clock(), _running(machine)
-            try:
-                commands = machine.handle(event)
-            except ProtocolError as error:
-                self.note("busy", "decide", start, event=event, error=type(error).__name__)
-                raise
-            self._decided(machine, event, commands, start, before)
+            start = self.clock()
+            commands = machine.handle(event)
+            self._decided(machine, event, commands, start)
             return commands
 
         return handle
 
-    def _decided(
-        self, machine: Coordinator | Drafter, event: object, commands: list[object], start: int, before: _Running
-    ) -> None:
+    def _decided(self, machine: Coordinator | Drafter, event: object, commands: list[object], start: int) -> None:
         assert self.recorder is not None
         end = self.clock()
-        running = _running(machine)
-        _, own = (before | running).get(getattr(event, "request", None), (None, None))
-        args: dict[str, Any] = {"event": event, "commands": commands}
-        if own is not None:
-            args |= {"pending": len(own.sequence.tokens) - own.sequence.committed, "epoch": own.epoch}
-        if isinstance(own, RequestMachine):
-            args["window"] = own.draft.window
-        if isinstance(machine, Coordinator):
-            args["acceptance"] = round(machine.speeds.acceptance, 4)
-        self.recorder.record(LOOP, "busy", "decide", start, end, args)
-        self._follow_requests({number: begun for number, (begun, _) in running.items()}, start, end)
+        self.recorder.record(LOOP, "busy", "decide", start, end, {"event": event, "commands": commands})
+        self._follow_requests(_running(machine), start, end)
         causes = _TARGET_CAUSES if isinstance(machine, Coordinator) else _DRAFT_CAUSES
         for command in commands:
             if type(command) is events.Wait:
                 self.cause = causes[command.cause]
         self._spent_since(end)
 
-    def _follow_requests(self, running: dict[Any, Submit | Begin], start: int, end: int) -> None:
+    def _follow_requests(self, running: Mapping[int, Submit | Begin], start: int, end: int) -> None:
         """Record requests that have ended, and note the start of new ones."""
         assert self.recorder is not None
         for number in [number for number in self._opened if number not in running]:
@@ -211,17 +196,7 @@ class Tracer:
             drawn = {"start": command.start + tokens, "tokens": list(event.tokens)}
             record(LOOP, "busy", "sample", done, end, drawn)
 
-    def runner(self, runner: ModelRunner) -> ModelRunner:
-        """On a GPU, record its time there too; on a CPU the forward's own slice has it."""
-        return _TimedOnGpu(runner, self) if runner.device.type == "cuda" else runner
-
     # ---- communication and waiting ----
-
-    def mailbox(self, endpoint: Endpoint, **hooks: Callable[..., Any]) -> Mailbox:
-        return _TracedMailbox(self, endpoint, **hooks)
-
-    def channel(self, channel: TensorChannel) -> TensorChannel:
-        return _TracedChannel(channel, self)
 
     def waited(self, start: int, end: int, by: object) -> None:
         """Record a wait of the loop, for the cause last named; the message `by` may have ended it."""
@@ -242,14 +217,11 @@ class Tracer:
         return result
 
 
-_Running = dict[Any, tuple[Submit | Begin, Any]]
-
-
-def _running(machine: Coordinator | Drafter) -> _Running:
-    """The message that began each running request, and the request's own state machine."""
+def _running(machine: Coordinator | Drafter) -> dict[int, Submit | Begin]:
+    """The message that began each running request."""
     if isinstance(machine, Coordinator):
-        return {number: (one.request.submit, one) for number, one in machine.running.items()}
-    return {one.begun.request: (one.begun, one) for one in machine.machines if one.begun is not None}
+        return {number: one.request.submit for number, one in machine.running.items()}
+    return {one.begun.request: one.begun for one in machine.machines if one.begun is not None}
 
 
 def _work(command: object, event: object) -> tuple[str, dict[str, Any]] | None:
@@ -285,17 +257,20 @@ def _identified(message: Message, peer: Peer | None) -> dict[str, Any]:
     return {"message": identity(message)}
 
 
-class _TracedMailbox(Mailbox):
+class TracedMailbox(Mailbox):
+    """Records what its loop and its own thread send, read and wait for."""
+
     def __init__(self, tracer: Tracer, endpoint: Endpoint, **hooks: Callable[..., Any]) -> None:
         self._tracer = tracer
-        self._traced = _TracedEndpoint(endpoint, tracer)
-        super().__init__(self._traced, **hooks)
+        super().__init__(endpoint, **hooks)
 
-    def _checked(self, peer: Peer, message: Message | Fault) -> Message | Fault:
-        found = super()._checked(peer, message)
-        if self._tracer.recorder is not None and self._tracer.track == LOOP:
-            self._traced.read_by_loop = self._tracer.clock()  # the wait for its rows has a record of its own
-        return found
+    def _read(self) -> list[Received]:
+        start = self._tracer.clock()
+        got = super()._read()
+        if got and self._tracer.recorder is not None:
+            messages = [identity(message) for _, message in got if not isinstance(message, Exception)]
+            self._tracer.note("communication", "read", start, messages=messages)
+        return got
 
     def send(self, message: Message, peer: Peer | None = None) -> None:
         self._tracer.communicated("send", super().send, message, peer, describe=_identified)
@@ -310,31 +285,15 @@ class _TracedMailbox(Mailbox):
             return got
         if timeout > 0:
             by = got[0][1] if got and not isinstance(got[0][1], Exception) else None
-            # Time that the loop spent reading was no wait.
-            self._tracer.waited(max(start, self._traced.read_by_loop), self._tracer.clock(), by)
+            self._tracer.waited(start, self._tracer.clock(), by)
         else:
             self._tracer.note("communication", "receive", start)
         return got
 
 
-class _TracedEndpoint:
-    def __init__(self, endpoint: Endpoint, tracer: Tracer) -> None:
-        self._endpoint, self._tracer = endpoint, tracer
-        self.read_by_loop = 0  # when the loop itself last read a message
-        self.send, self.wait, self.wake, self.close = endpoint.send, endpoint.wait, endpoint.wake, endpoint.close
+class TracedChannel:
+    """Records the rows that pass."""
 
-    def receive(self, timeout: float) -> list[Received]:
-        start = self._tracer.clock()
-        got = self._endpoint.receive(timeout)
-        if got and self._tracer.recorder is not None:
-            messages = [identity(message) for _, message in got if not isinstance(message, Exception)]
-            self._tracer.note("communication", "read", start, messages=messages)
-            if self._tracer.track == LOOP:
-                self.read_by_loop = self._tracer.clock()
-        return got
-
-
-class _TracedChannel:
     def __init__(self, channel: TensorChannel, tracer: Tracer) -> None:
         self._channel, self._tracer = channel, tracer
         self.close = channel.close
@@ -345,34 +304,3 @@ class _TracedChannel:
     def receive(self, count: int) -> torch.Tensor:
         rows: torch.Tensor = self._tracer.communicated("receive rows", self._channel.receive, count)
         return rows
-
-
-class _TimedOnGpu(WrappedRunner):
-    """Brackets each forward with two CUDA events, and reads them where the loop waits for the device anyway.
-
-    Chained forwards, for which the loop does not wait, are on the track of the thread beside it.
-    """
-
-    def __init__(self, runner: ModelRunner, tracer: Tracer, event: Callable[[], Any] | None = None) -> None:
-        super().__init__(runner)
-        self._tracer = tracer
-        self._event = event or (lambda: torch.cuda.Event(enable_timing=True))
-        self._running: tuple[Any, Any] | None = None
-
-    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        if self._tracer.recorder is None:
-            return self._runner.forward(feeds)
-        began, ended = self._event(), self._event()
-        began.record()
-        logits = self._runner.forward(feeds)
-        ended.record()
-        self._running = (began, ended)
-        return logits
-
-    def synchronize(self) -> None:
-        super().synchronize()
-        if self._running is not None:
-            (began, ended), self._running = self._running, None
-            now = self._tracer.clock()
-            start = now - round(began.elapsed_time(ended) * 1e6)  # milliseconds
-            self._tracer.record(GPU, "busy", "forward", start, now)

@@ -46,7 +46,7 @@ class Mailbox:
         self._undecoded: deque[Received] = deque()
         self._bytes_in = self._bytes_out = 0  # totals, each written by one side only
         self._outbox: deque[tuple[Message, Peer | None]] = deque()
-        self._sending, self._receiving = threading.Lock(), threading.Lock()  # they keep the messages in order
+        self._sending = threading.Lock()  # keeps the messages in order
         self._is_closed = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="mailbox", daemon=True)
@@ -66,7 +66,6 @@ class Mailbox:
         """As `Endpoint.receive`; 0: what the thread has read so far. Raises the error that ended the thread."""
         got: list[Received] = []
         if timeout > 0:
-            self._collect()
             with suppress(Empty):
                 got.append(self._next(timeout))
         while len(got) < MAX_BATCH and not self._inbox.empty():
@@ -120,11 +119,13 @@ class Mailbox:
                     self._inbox.put(((SOLE_PEER if peer is None else peer, error), 0))
 
     def _collect(self) -> None:
-        with self._receiving:
+        self._decode()
+        if not self._undecoded and not self._is_full:
+            self._undecoded.extend(self._read())
             self._decode()
-            if not self._undecoded and not self._is_full:
-                self._undecoded.extend(self._endpoint.receive(0))
-                self._decode()
+
+    def _read(self) -> list[Received]:
+        return self._endpoint.receive(0)
 
     def _decode(self) -> None:
         while self._undecoded and not self._is_full:

@@ -53,11 +53,9 @@ class ProcessGroupChannel:
             device: of received rows; for NCCL this rank's own GPU.
             timeout: seconds that a `receive` may take.
         """
-        if backend not in _BACKENDS:
-            raise ConfigError(f"tensor channel {backend!r} is unknown: choose one of {', '.join(_BACKENDS)}")
         self._vocab_size, self._device, self._timeout = vocab_size, device, timeout
         self._dead = ""
-        store = _meeting(store_path, name)
+        store = dist.PrefixStore(name, dist.FileStore(str(store_path), -1))  # -1: keep the file for the next group
         try:
             self._group: _Gloo | _Nccl = _BACKENDS[backend](store, rank, device, timeout)
         except RuntimeError as error:
@@ -104,11 +102,6 @@ class ProcessGroupChannel:
         self.close()
         self._dead = reason
         raise TransportError(reason) from cause
-
-
-def _meeting(store_path: Path, name: str) -> dist.Store:
-    """The store through which the ranks of group `name` find each other: a file on this machine."""
-    return dist.PrefixStore(name, dist.FileStore(str(store_path), -1))  # -1: keep the file for the next group
 
 
 def _gloo(store: dist.Store, rank: int, timeout: float) -> Any:
@@ -228,12 +221,12 @@ class TorchrunStore:
         """Connects within `timeout` seconds, else raises `TransportError`; outside torchrun `ConfigError`."""
         try:
             host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-            self.rank, self.world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+            rank = int(environment["RANK"])
             run, restart = environment["TORCHELASTIC_RUN_ID"], int(environment["TORCHELASTIC_RESTART_COUNT"])
         except (KeyError, ValueError) as error:
             raise ConfigError(f"this was not started by torchrun: {error} is missing or no number") from None
         # With some rendezvous backends rank 0 hosts the store.
-        keeps = self.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE", "True") != "True"
+        keeps = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE", "True") != "True"
         limit = timedelta(seconds=timeout)
         try:
             store = dist.TCPStore(host, port, None, keeps, limit, wait_for_workers=False, multi_tenant=True)

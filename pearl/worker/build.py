@@ -35,7 +35,7 @@ from pearl.text.stream import TextStream, Tokenizer
 from pearl.text.tokenizer import have_same_vocabulary, vocabulary_digest
 from pearl.text.translation import Translation
 from pearl.trace.recorder import Recorder, asked_for, part_path, where_and_what
-from pearl.trace.tracer import Tracer
+from pearl.trace.tracer import TracedChannel, Tracer
 from pearl.transport import connect, listen
 from pearl.transport.base import TensorChannel
 from pearl.transport.keys import Keys, channel_keys
@@ -193,7 +193,7 @@ def _loaded(
     start = tracer.clock()
     runner = make_runner(model, device, progress, features)
     tracer.note("busy", "load", start)
-    return tracer.runner(runner)
+    return runner
 
 
 def _tokenizer(model: ModelConfig, progress: Progress) -> Tokenizer:
@@ -262,6 +262,6 @@ def _channel(
 
     def make(vocab_size: int) -> TensorChannel:
         store, timeout = settings.directory / "group", config.draft_timeout
-        return tracer.channel(ProcessGroupChannel(kind, store, "rows", rank, vocab_size, device, timeout))
+        return TracedChannel(ProcessGroupChannel(kind, store, "rows", rank, vocab_size, device, timeout), tracer)
 
     return make

@@ -33,7 +33,7 @@ from pearl.protocol.messages import (
     Welcome,
 )
 from pearl.silence import SLACK
-from pearl.trace.tracer import Tracer
+from pearl.trace.tracer import TracedMailbox, Tracer
 from pearl.transport.base import Endpoint, Fault
 from pearl.worker.rows import RowPacker, packed
 
@@ -88,7 +88,7 @@ class DraftWorker:
         """The loop. Raises `ModelError` if the target refuses this draft."""
         with ExitStack() as self._open:
             self._mail = self._open.enter_context(
-                self._tracer.mailbox(self._endpoint, outgoing=lambda message: packed(message, self._waited))
+                TracedMailbox(self._tracer, self._endpoint, outgoing=lambda message: packed(message, self._waited))
             )
             self._mail.send(self._hello)
             while not self._stopping():
@@ -114,10 +114,10 @@ class DraftWorker:
 
     def _on_message(self, message: Message | Fault) -> None:
         match message:
-            case Begin() | Verdict() | Finish() if not any(isinstance(one, Trace) for one in self._commands):
+            case Begin() | Verdict() | Finish():
                 self._handle(message)
-            case Trace() | Begin() | Verdict() | Finish():
-                self._commands.append(message)  # a recording begins between the messages before it and those after it
+            case Trace():
+                self._record(message)
             case Ping(sent):
                 self._mail.post(Pong(sent, time.monotonic_ns()))
             case Welcome() if self._executor is None:
@@ -146,7 +146,7 @@ class DraftWorker:
         self._ready()
 
     def _record(self, trace: Trace) -> None:
-        """Begin or end a recording between two requests."""
+        """Begin or end a recording."""
         try:
             if trace.on:
                 self._tracer.start(trace.number)
@@ -175,7 +175,7 @@ class DraftWorker:
 
     def _carry_out(self, command: object) -> None:
         match command:
-            case Open() | Trace() if self._drafts:  # another request may take their slot: compute them first
+            case Open() if self._drafts:  # another request may take their slot: compute them first
                 self._commands.appendleft(command)
                 self._draft()
             case Send(DraftTokens() as message):
@@ -184,10 +184,6 @@ class DraftWorker:
                 self._mail.send(message)
             case Wait():
                 pass
-            case Trace():
-                self._record(command)
-            case Begin() | Verdict() | Finish():
-                self._handle(command)
             case Draft():
                 self._drafts.append(command)
             case _:

@@ -127,7 +127,7 @@ class DraftLink:
                 raise DraftLost(f"the draft failed: {kind}: {text}")
 
     def _tokens(self, received: DraftTokens, coordinator: Coordinator) -> Iterator[object]:
-        self.health.drafted(received.request)
+        self.health.drafted()
         message = self.with_needed_rows(received)
         if message is None:
             return
@@ -142,16 +142,12 @@ class DraftLink:
         if heartbeat.work == "prefill":
             self.health.announced(heartbeat.seconds)
         waiting = list(coordinator.waiting)
-        neglected = self.health.neglected(waiting)
         # Over a slow link a heartbeat may be older than our last message; it is not once a later ping was answered.
         is_news = self._answered_ns > self._sent_ns
         if self.health.stalled(heartbeat.work, bool(waiting) and is_news):
             log.warning("draft and target wait for each other: a message was lost; giving the draft the whole prefix")
-            neglected = waiting
-        elif neglected:
-            log.warning("the draft goes on without %d that wait for it: a message was lost; likewise", len(neglected))
-        for number in neglected:
-            yield Resync(number, coordinator.running[number].epoch)
+            for number in waiting:
+                yield Resync(number, coordinator.running[number].epoch)
         if heartbeat.work == "calibrated":
             yield DraftJoined(self.context, heartbeat.seconds)
 
@@ -160,7 +156,7 @@ class DraftLink:
 
         Raises `DraftLost` if it has been silent for too long.
         """
-        silent = self.health.silent
+        silent = self.health.silence.seconds
         if silent > self._settings.draft_timeout:
             raise DraftLost(f"silent for {silent:.1f} s")
         if silent > PROBE_SECONDS and now - self._probed > PROBE_SECONDS:

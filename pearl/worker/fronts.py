@@ -44,7 +44,7 @@ class Fronts:
         self._owners: dict[int, tuple[Peer, int]] = {}  # our number -> front, its number
         self._admission = Admission(self._owners, settings)
         self._numbers = count(1)
-        self.times = Times()
+        self._watches: dict[int, Stopwatch] = {}
 
     def __contains__(self, peer: Peer) -> bool:
         return peer in self._attached
@@ -78,12 +78,21 @@ class Fronts:
         number = next(self._numbers)
         self._admission.admit(number, peer, submit)
         self._owners[number] = (peer, submit.request)
-        self.times.submit(number)
+        self._watches[number] = Stopwatch(time.monotonic())
         return submit.changed(request=number, client=f"{peer.hex()[:24]} {submit.client[:32]}")
 
     def numbers(self, peer: Peer, request: int) -> list[int]:
         """Our numbers of a front's request."""
         return [number for number, owner in self._owners.items() if owner == (peer, request)]
+
+    def watch(self, request: int) -> Stopwatch:
+        """The times of a request; of one that is none, for peers name such ones too, a watch that nobody reads."""
+        return self._watches.get(request) or Stopwatch()
+
+    @property
+    def held_up(self) -> set[int]:
+        """Requests that wait for their draft."""
+        return {number for number, watch in self._watches.items() if watch.waiting is not None}
 
     def owner(self, number: int) -> Peer:
         """The front that submitted a request; empty if it is gone."""
@@ -111,7 +120,7 @@ class Fronts:
 
     def deliver(self, message: Committed | Preview) -> None:
         if isinstance(message, Committed):
-            self.times.commit(message.request, len(message.tokens))
+            self.watch(message.request).committed(len(message.tokens), time.monotonic())
         owner = self._owners.get(message.request)
         if owner is not None:
             self._post(message.changed(request=owner[1]), owner[0])
@@ -119,58 +128,9 @@ class Fronts:
     def end(self, end: End, failure: ForwardError | None, speeds: Speeds) -> None:
         """Send the last message of a request: why it failed, or its statistics."""
         peer, number = self._owners.pop(end.request, (b"", -1))
-        watch = self.times.end(end.request)
+        watch = self._watches.pop(end.request, Stopwatch())
         if peer and failure is not None:
             self._post(Error(number, type(failure).__name__, str(failure)), peer)
         elif peer:
             statistics = fold(end.counts, watch, speeds, end.prompt_tokens, end.window)
             self._post(Finished(number, end.reason, statistics.to_json()), peer)
-
-
-class Times:
-    """A stopwatch for each request, in seconds of the monotonic clock. Ignores requests that are not running, since
-    peers name such ones too.
-    """
-
-    def __init__(self) -> None:
-        self._submitted: dict[int, float] = {}
-        self._running: dict[int, Stopwatch] = {}
-        self._waiting: dict[int, tuple[str, float]] = {}  # request -> cause, since
-
-    @property
-    def waiting(self) -> set[int]:
-        """Running requests that wait."""
-        return self._waiting.keys() & self._running.keys()
-
-    def submit(self, request: int) -> None:
-        self._submitted[request] = time.monotonic()
-
-    def begin(self, request: int, *, draft_lost: bool) -> None:
-        now = time.monotonic()
-        self._running[request] = Stopwatch(self._submitted.get(request, now), now, draft_lost=draft_lost)
-
-    def wait(self, request: int, cause: str) -> None:
-        self._waiting.setdefault(request, (cause, time.monotonic()))
-
-    def resume(self, request: int) -> None:
-        """`request` waits no longer."""
-        if request in self._waiting:
-            cause, since = self._waiting.pop(request)
-            if request in self._running:
-                self._running[request].waited(cause, time.monotonic() - since)
-
-    def commit(self, request: int, tokens: int) -> None:
-        if request in self._running:
-            self._running[request].committed(tokens, time.monotonic())
-
-    def draft_waited(self, request: int, seconds: float) -> None:
-        """The draft has waited for `seconds` since it began with `request`."""
-        if request in self._running:
-            watch = self._running[request]
-            watch.draft_waited = max(watch.draft_waited, seconds)
-
-    def end(self, request: int) -> Stopwatch:
-        """What was measured; forgotten here."""
-        self._waiting.pop(request, None)
-        self._submitted.pop(request, None)
-        return self._running.pop(request, Stopwatch())

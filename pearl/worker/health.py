@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from pearl.errors import DraftLost
 from pearl.protocol.drafter import State as Working
@@ -15,9 +15,6 @@ _SLOW_TOKENS = 8  # slow tokens of one request in a row that end the draft; or a
 _MOST_ALLOWED = 10  # times `timeout`: the longest silence a draft may announce, and the longest wait for a token
 _STALLED_BEATS = 2  # heartbeats of an idle draft that the target waits for: a message was lost, resynchronise
 _STALLED_FOR_GOOD = 8  # such heartbeats after which the draft is lost
-# Messages for other requests while one waits, after which a message of that one must have been lost; more than the
-# chunks in which the draft reads the longest prefix.
-_NEGLECTED = 512
 _AT_REST = frozenset(state.value for state in Working if state is not Working.DRAFTING)
 
 
@@ -26,7 +23,7 @@ class DraftHealth:
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
-        self._silence = Silence()
+        self.silence = Silence()
         self._usual_pace = 0.0  # seconds per token, measured when it joined
         self.joined()
 
@@ -34,10 +31,9 @@ class DraftHealth:
         """Start again: another draft has connected."""
         self._is_calibrated = False
         self._stalled_beats = 0
-        self._passed: dict[int, int] = {}  # waiting request -> messages for others since
         self._reached: dict[int, tuple[tuple[int, int], float]] = {}  # waiting request -> its lengths, since when
         self._slow: dict[int, tuple[int, float]] = {}  # request -> its slow tokens in a row, their seconds
-        self._silence.heard()
+        self.silence.heard()
 
     def calibrated(self, seconds: float) -> bool:
         """Note the seconds per token of a draft that joins; whether it is the first time since it connected."""
@@ -45,31 +41,13 @@ class DraftHealth:
         self._usual_pace = seconds
         return is_news
 
-    def heard(self) -> None:
-        self._silence.heard()
-
     def announced(self, seconds: float) -> None:
         """Allow silence for work that should take `seconds`: four times as long, at most ten times `timeout`."""
-        self._silence.heard(min(SLACK * seconds, _MOST_ALLOWED * self._timeout))
+        self.silence.heard(min(SLACK * seconds, _MOST_ALLOWED * self._timeout))
 
-    @property
-    def silent(self) -> float:
-        """Seconds since the last sign of life, less the allowed ones."""
-        return self._silence.seconds
-
-    def drafted(self, request: int) -> None:
-        """Tokens of this request have come, so nothing is stalled."""
+    def drafted(self) -> None:
+        """Tokens have come, so nothing is stalled."""
         self._stalled_beats = 0
-        self._passed.pop(request, None)
-        for waiting in self._passed:
-            self._passed[waiting] += 1
-
-    def neglected(self, waiting: Collection[int]) -> list[int]:
-        """The waiting requests of which a message was lost: the draft has gone on with others only."""
-        self._passed = {request: self._passed.get(request, 0) for request in waiting}
-        found = [request for request, passed in self._passed.items() if passed >= _NEGLECTED]
-        self._passed |= dict.fromkeys(found, 0)
-        return found
 
     def overdue(self, waiting: Mapping[int, tuple[int, int]], now: float) -> list[int]:
         """The waiting requests that made no progress for too long, though the draft is not silent.

@@ -44,7 +44,7 @@ class Lifeline:
         if not line:  # the launcher was killed at once, and nobody else knows its directory
             shutil.rmtree(os.environ[DIRECTORY], ignore_errors=True)
             os._exit(1)
-        self.settings = WorkerSettings.from_json(line)
+        self.settings = WorkerSettings.model_validate_json(line)
         self.closed = threading.Event()
         self._launcher = os.getppid()
         _continue_when_orphaned()

@@ -52,7 +52,8 @@ def place(config: EngineConfig, role: ModelRole) -> torch.device:
     index = 0 if len(device.gpus) > 1 else device.gpus[0]  # of several, the launcher made them the only visible ones
     if index >= gpus or len(device.gpus) > gpus:
         raise ModelError(f"device {config.model(role).device} is not there: torch sees {gpus} GPUs")
-    return _cuda(index)
+    torch.cuda.set_device(index)  # pinned memory would otherwise open a context on the first GPU, the other's
+    return torch.device("cuda", index)
 
 
 def settled(config: EngineConfig, role: ModelRole) -> Device:
@@ -93,12 +94,6 @@ def shared_gpus(config: EngineConfig) -> str:
         "forwards do not overlap, and pearl has little to gain. Methods ngram and sd lose nothing by it; "
         "pearl calibrate compares them"
     )
-
-
-def _cuda(index: int) -> torch.device:
-    """Made the current device too: pinned memory would otherwise open a context on the first GPU, the other's."""
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
 
 
 def pin(config: EngineConfig, role: ModelRole) -> None:

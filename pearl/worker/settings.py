@@ -53,12 +53,3 @@ class WorkerSettings(BaseModel):
     @property
     def model(self) -> ModelConfig:
         return self.config.model(self.role)
-
-    def to_json(self) -> bytes:
-        """One line, without its end."""
-        return self.model_dump_json().encode()
-
-    @classmethod
-    def from_json(cls, line: bytes) -> WorkerSettings:
-        """Raises `ConfigError` for a setting that this process cannot have, such as a core that it may not use."""
-        return cls.model_validate_json(line)

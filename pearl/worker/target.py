@@ -24,7 +24,6 @@ from pearl.protocol.events import (
     End,
     Failed,
     Forward,
-    Hold,
     Open,
     Send,
     Wait,
@@ -50,7 +49,7 @@ from pearl.protocol.messages import (
 from pearl.protocol.scheduler import seconds_to_gather
 from pearl.protocol.speeds import Profile, Speeds
 from pearl.quota import Bucket
-from pearl.trace.tracer import Tracer
+from pearl.trace.tracer import TracedMailbox, Tracer
 from pearl.transport.base import Fault, Listener, Peer, TensorChannel
 from pearl.worker.draft import MAX_UNANNOUNCED
 from pearl.worker.draft_link import PROBE_SECONDS, DraftLink, weigh
@@ -97,7 +96,6 @@ class TargetWorker:
         self._forward_together = tracer.computing(executor.forward)
         post: Post = lambda message, peer: self._mail.post(message, peer)  # noqa: E731
         self._fronts = Fronts(post, settings)
-        self._times = self._fronts.times
         self._draft = DraftLink(settings, executor, channel)
         self._recordings = Recordings(tracer, post)
         self._warnings = Bucket(_WARNINGS, _WARNINGS_PER_SECOND, time.monotonic())
@@ -113,7 +111,8 @@ class TargetWorker:
 
     def run(self) -> None:
         """The loop. Between any two forwards it looks at its messages."""
-        with self._tracer.mailbox(self._endpoint, incoming=self._draft.examined, weigh=weigh) as self._mail:
+        mailbox = TracedMailbox(self._tracer, self._endpoint, incoming=self._draft.examined, weigh=weigh)
+        with mailbox as self._mail:
             self._draft.mail = self._mail
             try:
                 if not self._settings.expects_draft:
@@ -130,14 +129,6 @@ class TargetWorker:
             if not self._gathers():
                 self._forward()
         else:
-            if self._recordings.are_due and not self._coordinator.running:
-                trace = self._recordings.begin_or_end()
-                if trace is not None and self._draft.peer is not None:
-                    self._draft.post(trace)
-                    self._draft.compare_clocks(self._tracer)
-                elif trace is not None:
-                    self._recordings.done()
-                self._hold()
             self._receive(PROBE_SECONDS if self._coordinator.running else _IDLE_SECONDS)
             self._look_after_peers()
 
@@ -146,16 +137,15 @@ class TargetWorker:
     def _receive(self, timeout: float) -> None:
         for peer, message in self._mail.receive(timeout):
             if peer == self._draft.peer:
-                self._draft.health.heard()
+                self._draft.health.silence.heard()
             try:
                 self._on_message(peer, message)
             except (ProtocolError, TransportError, DraftLost) as error:
                 if peer == self._draft.peer:
                     self._lose_draft(str(error))
                 elif isinstance(error, TransportError):
-                    self._recordings.lose(peer)
+                    self._record(self._recordings.lose(peer))
                     self._commands.extend(map(Cancel, self._fronts.lose(peer)))
-                    self._hold()
                 else:
                     self._warn("dropped a message of a peer: %s", error)
                     self._mail.post(Error(-1, type(error).__name__, str(error)), peer)
@@ -167,7 +157,8 @@ class TargetWorker:
         is_draft, is_front = peer == self._draft.peer, peer in self._fronts
         match message:
             case DraftTokens() if is_draft:  # first: these come between two forwards
-                self._times.draft_waited(message.request, message.waited)
+                watch = self._fronts.watch(message.request)
+                watch.draft_waited = max(watch.draft_waited, message.waited)
                 self._on_draft(message)
             case ProtocolError() | TransportError():
                 raise message
@@ -188,8 +179,7 @@ class TargetWorker:
             case Cancel(request) if is_front:
                 self._commands.extend(map(Cancel, self._fronts.numbers(peer, request)))
             case Trace() if is_front:
-                self._recordings.wish(peer, message)
-                self._hold()
+                self._record(self._recordings.ask(peer, message))
             case Trace() if is_draft:
                 self._recordings.done(message)
             case Resync() | Heartbeat() | Error() if is_draft:
@@ -275,7 +265,6 @@ class TargetWorker:
                     self._handle(event)
             except DraftLost as lost:
                 self._lose_draft(str(lost))
-        self._recordings.look(now)
         if now - self._reassured > _FRONT_SECONDS:
             self._reassured = now
             for peer in self._fronts.to_reassure | self._recordings.fronts:
@@ -283,12 +272,14 @@ class TargetWorker:
                 work = "queued" if ahead else self._coordinator.state.value
                 self._mail.post(Heartbeat(self._num_forwards, work, ahead), peer)
 
-    # ---- recording ----
-
-    def _hold(self) -> None:
-        """Begin no more requests while a recording is to begin or end; else those that wait."""
-        if self._coordinator.scheduler.is_held != self._recordings.are_due:
-            self._handle(Hold(self._recordings.are_due))
+    def _record(self, trace: Trace | None) -> None:
+        """A recording has begun or ended here: the draft is to do likewise."""
+        if trace is None:
+            return
+        if self._draft.peer is None:
+            self._recordings.done()
+        self._draft.post(trace)
+        self._draft.compare_clocks(self._tracer)
 
     def _warn(self, text: str, why: object) -> None:
         """Now and then: a peer may send faults as fast as it likes."""
@@ -303,7 +294,7 @@ class TargetWorker:
     def _carry_out(self, command: object) -> None:
         match command:
             case Send(message):
-                self._times.resume(getattr(message, "request", -1))
+                self._fronts.watch(getattr(message, "request", -1)).resume(time.monotonic())
                 self._draft.send(message)
             case Deliver(Committed() as message):
                 logprobs = self._executor.logprobs(message.request, message.start, len(message.tokens))
@@ -311,7 +302,7 @@ class TargetWorker:
             case Deliver(Preview() as message):
                 self._fronts.deliver(message)
             case Wait(cause, request=request):
-                self._times.wait(request, cause.value)
+                self._fronts.watch(request).wait(cause.value, time.monotonic())
             case DraftDropped(reason):
                 self._warn("the draft cannot go on with this request: %s; the target goes on alone", reason)
             case End(request):
@@ -321,11 +312,12 @@ class TargetWorker:
             case Forward():
                 self._forwards.append(command)
             case _:
-                request = getattr(command, "request", -1)
-                self._times.resume(request)
+                request, now = getattr(command, "request", -1), time.monotonic()
+                watch = self._fronts.watch(request)
+                watch.resume(now)
                 if isinstance(command, Open):
-                    alone = self._settings.expects_draft and not self._coordinator.draft_context
-                    self._times.begin(request, draft_lost=alone)
+                    watch.begun = now
+                    watch.draft_lost = self._settings.expects_draft and not self._coordinator.draft_context
                 event = self._computed(command, request)
                 if event is not None:
                     self._handle(event)
@@ -340,7 +332,7 @@ class TargetWorker:
 
     def _gathers(self) -> bool:
         """Whether to wait for requests that wait for their draft, so that one forward does for them too."""
-        others = self._times.waiting - {command.request for command in self._forwards}
+        others = self._fronts.held_up - {command.request for command in self._forwards}
         if not others:
             return False
         now = time.monotonic()
@@ -358,7 +350,7 @@ class TargetWorker:
         commands, self._forwards = self._forwards, []
         began, fed = time.monotonic(), sum(len(command.tokens) for command in commands)
         for command in commands:
-            self._times.resume(command.request)
+            self._fronts.watch(command.request).resume(began)
         is_long = max(len(command.tokens) for command in commands) > MAX_UNANNOUNCED
         if is_long:  # tell the fronts that wait how long they may hear nothing
             each = self._prefill_pace or self._coordinator.speeds.t_target(MAX_UNANNOUNCED) / MAX_UNANNOUNCED

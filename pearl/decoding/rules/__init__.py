@@ -9,7 +9,6 @@ A rule whose draft reads the target's hidden states would get them through its `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
 from typing import Any, Protocol
@@ -18,27 +17,12 @@ from torch import Tensor
 
 from pearl.decoding.sampling import Shortlist
 from pearl.errors import RequestError
-from pearl.protocol.events import Odds
+from pearl.protocol.events import Judged
 from pearl.protocol.options import Sampling
-from pearl.spec.rules import Parameters, RuleSpec, find
+from pearl.spec.rules import Parameters, find
 
 Drafted = tuple[Tensor, Tensor | None]  # a draw, and what the target needs to judge it
 Tops = Sequence[Shortlist]
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """The first `accepted` tokens are accepted; `token` is the correction for the next, None if all were accepted.
-
-    Attributes:
-        odds: of the positions judged; None where the rule does not know the draft's distributions.
-        is_candidate: whether `token` was accepted too, as another draw from the draft's distribution.
-    """
-
-    accepted: int
-    token: int | None
-    odds: Odds | None = None
-    is_candidate: bool = False
 
 
 class DraftHalf(Protocol):
@@ -100,7 +84,7 @@ class TargetHalf(Protocol):
 
     def judge(
         self, logits: Tensor, tokens: Sequence[int], rows: Sequence[Tensor], start: int, launched: Tensor | None = None
-    ) -> Judgement:
+    ) -> Judged:
         """Judge `tokens` from position `start` on against the target's logits [len(tokens), vocab].
 
         Args:
@@ -111,17 +95,6 @@ class TargetHalf(Protocol):
         Raises `NumericalError` where logits that are looked at are not finite.
         """
         ...
-
-
-def rule_in_force(name: str, sampling: Sampling) -> RuleSpec:
-    """The rule that decides under this sampling: at temperature 0 mostly the direct one; see `RuleSpec.at`.
-
-    Raises `RequestError` for a name that is not registered.
-    """
-    try:
-        return find(name).at(sampling.temperature)
-    except ValueError as error:
-        raise RequestError(str(error)) from None
 
 
 def make_draft_half(name: str, sampling: Sampling, parameters: Parameters = ()) -> DraftHalf:
@@ -144,9 +117,8 @@ def make_target_half(name: str, sampling: Sampling, parameters: Parameters = ())
 
 def _make(side: str, name: str, sampling: Sampling, parameters: Parameters) -> Any:
     """A half, with those of the rule's parameters that it takes."""
-    spec = rule_in_force(name, sampling)
     try:
-        values = find(name).values(parameters)
+        spec, values = find(name).at(sampling.temperature), find(name).values(parameters)
     except ValueError as error:
         raise RequestError(str(error)) from None
     module, _, factory = getattr(spec, side).partition(":")

@@ -22,11 +22,10 @@ from math import exp
 import torch
 from torch import Tensor
 
-from pearl.decoding.rules import Judgement
 from pearl.decoding.rules.ratio import accepts, residual
 from pearl.decoding.rules.tokenwise import TokenTarget
 from pearl.decoding.sampling import greedy, read_draw
-from pearl.protocol.events import Odds
+from pearl.protocol.events import Judged, Odds
 from pearl.protocol.options import Sampling
 
 
@@ -89,13 +88,13 @@ class GreedyBildTarget:
 
     def judge(
         self, logits: Tensor, tokens: Sequence[int], rows: Sequence[Tensor], start: int, launched: Tensor | None = None
-    ) -> Judgement:
+    ) -> Judged:
         """The bias is the number of accepted tokens that are not the target's likeliest."""
         scores = self.launch(logits, ()) if launched is None else launched
         own = scores.gather(1, torch.tensor(tokens, device=scores.device).unsqueeze(1)).squeeze(1)
         odds = Odds(0.0, 0.0, 0.0)
         for i, (score, best) in enumerate(zip(own.tolist(), scores.amax(-1).tolist(), strict=True)):
             if not -score <= self._rollback:  # nor where it is no number
-                return Judgement(i, read_draw(greedy(logits[i])), odds + Odds(1.0, 0.0, 0.0))
+                return Judged(i, read_draw(greedy(logits[i])), odds=odds + Odds(1.0, 0.0, 0.0))
             odds += Odds(0.0, 0.0, float(score < best))
-        return Judgement(len(tokens), None, odds)
+        return Judged(len(tokens), None, odds=odds)

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pearl.decoding.keys import DrawKeys, Purpose, exponentials
-from pearl.decoding.rules import Drafted, Judgement, Tops
+from pearl.decoding.keys import Purpose, draw_key, exponentials
+from pearl.decoding.rules import Drafted, Tops
 from pearl.decoding.sampling import (
     Shortlist,
     greedy,
@@ -26,6 +26,7 @@ from pearl.decoding.sampling import (
     read_draw,
     shares,
 )
+from pearl.protocol.events import Judged
 from pearl.protocol.options import Sampling
 
 
@@ -34,7 +35,6 @@ class DirectDraw:
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
-        self._keys = DrawKeys(sampling)
         self.is_filtered = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
 
     def __call__(self, logits: Tensor, position: int, top: Shortlist | None = None) -> Tensor:
@@ -55,7 +55,7 @@ class DirectDraw:
         return race_rows(probabilities(logits, self.sampling), keys)
 
     def key(self, position: int) -> int:
-        return self._keys(position, Purpose.DIRECT)
+        return draw_key(self.sampling, position, Purpose.DIRECT)
 
 
 class DirectDraft:
@@ -94,10 +94,10 @@ class DirectTarget:
 
     def judge(
         self, logits: Tensor, tokens: Sequence[int], rows: Sequence[Tensor], start: int, launched: Tensor | None = None
-    ) -> Judgement:
+    ) -> Judged:
         # The host draws none behind a rejection.
         draws = (self._draw(row, start + i) for i, row in enumerate(logits)) if launched is None else iter(launched)
         for i, (token, draw) in enumerate(zip(tokens, draws, strict=True)):
             if (own := read_draw(draw)) != token:
-                return Judgement(i, own)
-        return Judgement(len(tokens), None)
+                return Judged(i, own)
+        return Judged(len(tokens), None)

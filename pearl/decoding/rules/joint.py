@@ -17,10 +17,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pearl.decoding.keys import DrawKeys, Purpose
-from pearl.decoding.rules import Judgement
+from pearl.decoding.keys import Purpose, draw_key
 from pearl.decoding.sampling import greedy, pick, probabilities, read_draw
-from pearl.protocol.events import Odds
+from pearl.protocol.events import Judged, Odds
 from pearl.protocol.options import Sampling
 
 
@@ -44,14 +43,13 @@ class JointTarget:
     def __init__(self, sampling: Sampling, tau: float, depth: int) -> None:
         self.sampling, self._tau, self._is_greedy = unwarped(sampling), tau, sampling.temperature == 0
         self._is_by_token = depth == 1  # then several blocks are judged at a time
-        self._keys = DrawKeys(sampling)
 
     def launch(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
         return probabilities(logits, self.sampling)
 
     def judge(
         self, logits: Tensor, tokens: Sequence[int], rows: Sequence[Tensor], start: int, launched: Tensor | None = None
-    ) -> Judgement:
+    ) -> Judged:
         """`tokens` are a block; `rows` are 0 but at their tokens, where they have the draft's probability.
 
         A block follows from the text before it, without a draw.  So only one token could be committed at an accepted
@@ -77,11 +75,11 @@ class JointTarget:
         is_whole = accepted == len(tokens)
         odds = Odds(float(not is_whole), 0.0, sum(off[:accepted]))
         if is_whole:
-            return Judgement(accepted, None, odds)
+            return Judged(accepted, None, odds=odds)
         if self._is_greedy:
-            return Judgement(accepted, read_draw(greedy(logits[accepted])), odds)
-        own = pick(target[accepted], self._keys(start + accepted, Purpose.CORRECTION))
-        return Judgement(accepted, read_draw(own), odds)
+            return Judged(accepted, read_draw(greedy(logits[accepted])), odds=odds)
+        own = pick(target[accepted], draw_key(self.sampling, start + accepted, Purpose.CORRECTION))
+        return Judged(accepted, read_draw(own), odds=odds)
 
 
 def unwarped(sampling: Sampling) -> Sampling:

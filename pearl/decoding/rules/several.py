@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from pearl.decoding.keys import Purpose, draw_key, uniform
-from pearl.decoding.rules import Drafted, Judgement, Tops
+from pearl.decoding.rules import Drafted, Tops
 from pearl.decoding.rules.ratio import RatioTarget, accepts, residual
 from pearl.decoding.rules.tokenwise import SampledDraft, odds_of
 from pearl.decoding.sampling import Shortlist, pick, probabilities, read_draw, shares
+from pearl.protocol.events import Judged
 from pearl.protocol.options import Sampling
 
 _HALVINGS = 40  # of the interval that has K-SEQ's divisor: float32 has no finer one
@@ -71,7 +72,7 @@ class BatchTarget(RatioTarget):
 
     def judge(
         self, logits: Tensor, tokens: Sequence[int], rows: Sequence[Tensor], start: int, launched: Tensor | None = None
-    ) -> Judgement:
+    ) -> Judged:
         sums: list[tuple[float, float]] = []
         for i, (token, row) in enumerate(zip(tokens, rows, strict=True)):
             position = start + i
@@ -81,13 +82,13 @@ class BatchTarget(RatioTarget):
             chosen, rest, rejected = self._choose(position, drawn, target, draft)
             sums.append((1 - rejected, 0.0))
             if chosen is None:
-                correction = pick(rest, self._key(position, Purpose.CORRECTION), otherwise=target)
-                return Judgement(i, read_draw(correction), odds_of(sums))
+                correction = pick(rest, draw_key(self.sampling, position, Purpose.CORRECTION), otherwise=target)
+                return Judged(i, read_draw(correction), odds=odds_of(sums))
             own = drawn[chosen]
             self._next, self._sequences = position + 1, self._going_on(own, drawn)
             if own != token:
-                return Judgement(i, own, odds_of(sums), is_candidate=True)
-        return Judgement(len(tokens), None, odds_of(sums))
+                return Judged(i, own, odds=odds_of(sums), is_candidate=True)
+        return Judged(len(tokens), None, odds=odds_of(sums))
 
     def _others(self, position: int, draft: Tensor) -> list[int]:
         """The candidates for a position beside the draft's own token."""
@@ -120,8 +121,6 @@ class BatchTarget(RatioTarget):
         return 1
 
     def _uniform(self, position: int, number: int) -> float:
-        if number == 0:
-            return uniform(self._key(position, Purpose.ACCEPT))
         return uniform(draw_key(self.sampling, position, Purpose.ACCEPT, number))
 
 

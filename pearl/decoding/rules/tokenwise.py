@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pearl.decoding.keys import DrawKeys, Purpose, uniform
-from pearl.decoding.rules import Drafted, Judgement, Tops
+from pearl.decoding.keys import Purpose, draw_key, uniform
+from pearl.decoding.rules import Drafted, Tops
 from pearl.decoding.sampling import Shortlist, pick, probabilities, read_draw, shares
-from pearl.protocol.events import Odds
+from pearl.protocol.events import Judged, Odds
 from pearl.protocol.options import Sampling
 
 
@@ -22,11 +22,10 @@ class SampledDraft:
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
-        self._keys = DrawKeys(sampling)
 
     def draft(self, logits: Sequence[Tensor], positions: Sequence[int], tops: Tops = ()) -> list[Drafted]:
         every = [probabilities(row, self.sampling) for row in logits]
-        keys = [self._keys(position, Purpose.DRAFT) for position in positions]
+        keys = [draw_key(self.sampling, position, Purpose.DRAFT) for position in positions]
         return [(pick(probs, key), probs) for probs, key in zip(every, keys, strict=True)]
 
     def likeliest(
@@ -42,7 +41,6 @@ class TokenTarget:
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
-        self._keys = DrawKeys(sampling)
 
     def accepts(self, u: float, target_prob: float, draft_prob: float) -> bool:
         """Whether a token with these probabilities is accepted, given a uniform u in [0, 1)."""
@@ -69,7 +67,7 @@ class TokenTarget:
 
     def judge(
         self, logits: Tensor, tokens: Sequence[int], rows: Sequence[Tensor], start: int, launched: Tensor | None = None
-    ) -> Judgement:
+    ) -> Judged:
         # The host computes nothing behind a rejection; another device computes all at once and is waited for once.
         step = 1 if logits.is_cpu else len(tokens)
         sums: list[tuple[float, float]] = []
@@ -80,11 +78,13 @@ class TokenTarget:
             for i, (target_prob, draft_prob, *both) in enumerate(self._facts(target, draft, tokens[part])):
                 position = start + first + i
                 sums.append((both[0], sum(both[1:])))
-                if not self.accepts(uniform(self._key(position, Purpose.ACCEPT)), target_prob, draft_prob):
+                u = uniform(draw_key(self.sampling, position, Purpose.ACCEPT))
+                if not self.accepts(u, target_prob, draft_prob):
                     rest = self.replacement(target[i], draft[i])
-                    token = read_draw(pick(rest, self._key(position, Purpose.CORRECTION), otherwise=target[i]))
-                    return Judgement(first + i, token, odds_of(sums))
-        return Judgement(len(tokens), None, odds_of(sums))
+                    key = draw_key(self.sampling, position, Purpose.CORRECTION)
+                    token = read_draw(pick(rest, key, otherwise=target[i]))
+                    return Judged(first + i, token, odds=odds_of(sums))
+        return Judged(len(tokens), None, odds=odds_of(sums))
 
     def _facts(self, target: Tensor, draft: Tensor, tokens: Sequence[int]) -> list[list[float]]:
         """Of each row [n, vocab]: the token's probability with target and draft, acceptance mass, bias if any."""
@@ -100,9 +100,6 @@ class TokenTarget:
             columns.append(bias)
         facts: list[list[float]] = torch.cat(columns, 1).tolist()
         return facts
-
-    def _key(self, position: int, purpose: Purpose) -> int:
-        return self._keys(position, purpose)
 
 
 def odds_of(sums: Sequence[tuple[float, float]]) -> Odds:
