@@ -314,6 +314,8 @@ def test_rows_depend_on_the_devices_of_the_pair(tiny_pair: EngineConfig, tmp_pat
     assert not names[12:]
     shared = rows_for(EngineConfig(target_device="cpu:0", draft_device="cpu:0"))
     assert [row.name for row in shared] == METHODS
+    with_head = {row.name: row for row in rows_for(EngineConfig(head="some", draft_device="cpu:1"))}
+    assert with_head["head"].devices == with_head["ar"].devices != with_head["sd"].devices
     (tmp_path / "some.jsonl").write_text('{"prompt": "an"}\n')
     where = ("--target-device", "cpu:0", "--draft-device", "cpu:0", "--prompts", tmp_path / "some.jsonl")
     asked = ("--rows", "auto", "--rows", AR_ON_ALL, "--max-tokens", 8, "--json", "-")

@@ -10,7 +10,7 @@ from pearl.config import EngineConfig, SamplingParams
 from pearl.errors import RequestError
 from pearl.lab import Watcher
 from pearl.lab.bench.figures import Figures, figures
-from pearl.lab.bench.rows import AHEAD, ALL, AR, AR_ON_ALL, AUTO, NGRAM, NGRAM_ON_ALL, SD, SSD, rows_for
+from pearl.lab.bench.rows import AHEAD, ALL, AR, AR_ON_ALL, AUTO, HEAD, NGRAM, NGRAM_ON_ALL, SD, SSD, rows_for
 from pearl.lab.bench.runner import Plan, measure
 from pearl.lab.bench.systems import devices_of
 from pearl.lab.bench.tasks import Task
@@ -20,7 +20,7 @@ from pearl.protocol.speeds import Profile
 from pearl.spec.methods import DRAFTLESS
 from pearl.worker.placement import shared_gpus
 
-_ROWS = (AR, NGRAM, SD, SSD, AHEAD, AUTO, AR_ON_ALL, NGRAM_ON_ALL)
+_ROWS = (AR, NGRAM, HEAD, SD, SSD, AHEAD, AUTO, AR_ON_ALL, NGRAM_ON_ALL)
 _MIN_SPEEDUP = 1.02  # over ar, for a method to pay: less may be noise of a busy machine
 
 

@@ -10,10 +10,10 @@ from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.errors import ConfigError
 from pearl.lab.bench.systems import Devices, devices_of
 from pearl.models.checkpoints.checkpoint import is_toy
-from pearl.spec.methods import AS_PUBLISHED
+from pearl.spec.methods import AS_PUBLISHED, METHODS
 
 AR, SD, SSD, PEARL, FIXED = "ar", "sd", "ssd", "pearl", "pearl, fixed"
-NGRAM, AHEAD, AUTO = "ngram", "pearl, ahead", "auto"
+NGRAM, HEAD, AHEAD, AUTO = "ngram", "head", "pearl, ahead", "auto"
 PAIR, ALL = "pair", "all devices"  # systems
 AR_ON_ALL, NGRAM_ON_ALL = f"{AR}, {ALL}", f"{NGRAM}, {ALL}"
 PUBLISHED: dict[str, Any] = {"method": "pearl", **AS_PUBLISHED}
@@ -69,6 +69,7 @@ def rows_for(config: EngineConfig, rule: str = "ratio") -> list[Row]:
         FIXED: PUBLISHED | {"window": "fixed"},
         PEARL: PUBLISHED,
         NGRAM: {"method": "ngram"},
+        **({HEAD: {"method": "head"}} if config.head is not None else {}),
         AHEAD: {"method": "pearl"},
         AUTO: {"method": "auto"},
     }
@@ -81,7 +82,7 @@ def rows_for(config: EngineConfig, rule: str = "ratio") -> list[Row]:
 
 
 def _devices(decoding: DecodingConfig, target: Devices, both: Devices) -> Devices:
-    return target if decoding.method in (AR, NGRAM) else both
+    return both if METHODS[decoding.method].drafts else target
 
 
 def named_rows(config: EngineConfig, names: Iterable[str]) -> list[Row]:
