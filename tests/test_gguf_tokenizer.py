@@ -266,4 +266,4 @@ def test_a_file_in_parts_is_refused_at_once(tmp_path: Path, cache: Path) -> None
     writer.write_kv_data_to_file()
     writer.close()
     with pytest.raises(ModelError, match=r"one of 3 parts\. Merge them with llama\.cpp's `llama-gguf-split --merge"):
-        directory_of(file, "any", silent)
+        directory_of(file, silent)

@@ -153,7 +153,7 @@ def test_a_gguf_file_is_named_by_a_part_of_its_name_and_removed_with_what_was_ma
     assert file.name == "tiny-Q8_0.gguf"
     shown = pearl_here("show", "some/ggufs:q8_0")
     assert "LlamaForCausalLM" in shown.stdout, shown.stderr
-    assert "converting tiny-Q8_0.gguf" in shown.stderr
+    assert "reading the header of tiny-Q8_0.gguf" in shown.stderr
     made = Path(resolve_checkpoint("some/ggufs:q8_0"))
     assert sorted(names(pearl_here)) == sorted(["some/ggufs", made.name])
     assert "LlamaForCausalLM" in pearl_here("show", made.name).stdout, "by its name in the list"

@@ -1,4 +1,4 @@
-"""Checkpoints of the families of our own forward, read straight from their safetensors files, without transformers.
+"""Checkpoints of the families of our own forward, read straight from their files, without transformers.
 
 Importing what builds a model there takes a worker seconds, most of them in torch's compiler.  `read_decoder` returns
 None for every checkpoint that is not exactly as expected: transformers then loads or refuses it.
@@ -19,6 +19,8 @@ from torch import nn
 
 from pearl.cache import Progress, silent
 from pearl.models.checkpoints import formats
+from pearl.models.checkpoints.gguf import table_in
+from pearl.models.checkpoints.gguf_weights import GgufWeights
 from pearl.models.families import OWN_FORWARD, forward_of, weight_shapes
 from pearl.models.forward.experts import computes_experts
 from pearl.models.forward.layers import set_weight
@@ -67,6 +69,18 @@ class Rope(nn.Module):
         return (angles.cos() * self._scale).to(like.dtype), (angles.sin() * self._scale).to(like.dtype)
 
 
+class Ropes(nn.Module):
+    """A `Rope` for each kind of layer."""
+
+    def __init__(self, each: Mapping[str, Rope]) -> None:
+        super().__init__()
+        self.each = nn.ModuleDict(each)
+
+    def forward(self, like: torch.Tensor, positions: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = self.each[kind](like, positions)
+        return cos, sin
+
+
 class Decoder(nn.Module):
     """Weights and config of a model, with their names in transformers. Computes nothing."""
 
@@ -113,29 +127,28 @@ def read_decoder(
     Args:
         keeps_bits: quantised matrices stay so, as `QuantisedMatrix`; otherwise they are dequantised to `dtype`.
     """
-    config, files = _config(directory), _files(directory)
-    if config is None or files is None:
+    if (config := _config(directory)) is None:
         return None
     scheme = config.pop("quantization_config", None)
-    rope = rope_of(config)
-    forward = forward_of(config["architectures"][0], config)
+    forward, rope = forward_of(config["architectures"][0], config), rope_of(config)
     own = config.get("dtype") or config.get("torch_dtype")
-    if forward is None or not forward.reads_directly or rope is None or own not in _DTYPES:
+    if forward is None or rope is None or own not in _DTYPES:
         return None
     if forward.has_experts and not computes_experts(device):
         return None
-    expected, is_tied = weight_shapes(forward, config), config["tie_word_embeddings"]
-    source = _Source(directory, files, progress)
-    quantised = formats.of_tool(scheme, files, source.get) if scheme else {}
-    if quantised is None:
+    source: _Source | GgufWeights
+    expected = weight_shapes(forward, config)
+    if (table := table_in(directory)) is not None:
+        source = GgufWeights(table, forward)
+        quantised = source.matrices() if keeps_bits else {}
+    elif (files := _files(directory)) is None or not forward.reads_directly:
         return None
-    found = source.shapes(quantised)
-    if is_tied and found.pop(_HEAD, None) is not None and not torch.equal(source.get(_HEAD), source.get(_EMBEDDING)):
-        return None  # a head trained by itself: transformers ties only equal weights
-    if found != {name: shape for name, shape in expected.items() if name not in quantised}:
-        return None
-    if keeps_bits or dtype == torch.float32:  # as converted they are rounded to bfloat16
-        quantised |= formats.kept(directory)
+    else:
+        source = _Source(directory, files, progress)
+        found = _quantised(config, source, scheme, expected)
+        if found is None:
+            return None
+        quantised = found
     if keeps_bits and quantised and own == "float16":
         own = "bfloat16"  # the products' dtype
     wanted = dtype or getattr(torch, own)
@@ -144,9 +157,28 @@ def read_decoder(
     return decoder
 
 
+def _quantised(
+    config: Mapping[str, Any],
+    source: _Source,
+    scheme: Mapping[str, Any] | None,
+    expected: Mapping[str, tuple[int, ...]],
+) -> dict[str, formats.Make] | None:
+    """What makes each quantised matrix of safetensors files; None where these have not exactly what is expected."""
+    quantised = formats.of_tool(scheme, source.files, source.get) if scheme else {}
+    if quantised is None:
+        return None
+    found = source.shapes(quantised)
+    is_tied = config["tie_word_embeddings"]
+    if is_tied and found.pop(_HEAD, None) is not None and not torch.equal(source.get(_HEAD), source.get(_EMBEDDING)):
+        return None  # a head trained by itself: transformers ties only equal weights
+    if found != {name: shape for name, shape in expected.items() if name not in quantised}:
+        return None
+    return quantised
+
+
 def _placed(
     config: dict[str, Any],
-    source: _Source,
+    source: _Source | GgufWeights,
     quantised: Mapping[str, formats.Make],
     expected: Mapping[str, tuple[int, ...]],
     device: torch.device,
@@ -160,7 +192,8 @@ def _placed(
 
     def matrix(name: str) -> Weights:
         made = quantised[name]()
-        if made.shape != expected.get(name, made.shape):
+        *above, inputs = expected.get(name, made.shape)
+        if made.shape != (math.prod(above), inputs):  # all experts of a GGUF file are one matrix
             raise ValueError(f"its weight {name} has the shape {list(made.shape)}")
         return made.changed(lambda tensor: tensor.to(device)) if keeps_bits else made.dequantised().to(device, wanted)
 
@@ -182,13 +215,13 @@ class _Source:
     """The tensors in a checkpoint's files. `files`: name of a tensor -> its file."""
 
     def __init__(self, directory: Path, files: dict[str, str], progress: Progress) -> None:
-        self._directory, self._files, self._progress = directory, files, progress
+        self._directory, self.files, self._progress = directory, files, progress
         self._opened = {name: safe_open(directory / name, framework="pt") for name in set(files.values())}
         self._begun: set[str] = set()
 
     def get(self, name: str) -> torch.Tensor:
         """A tensor as it is in its file."""
-        file = self._files[name]
+        file = self.files[name]
         if len(self._opened) > 1 and file not in self._begun:
             self._begun.add(file)
             self._progress(f"loading {self._directory.name}: file {len(self._begun)} of {len(self._opened)}")
@@ -197,7 +230,7 @@ class _Source:
 
     def plain(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """A tensor; one in MXFP4 is dequantised."""
-        if name in self._files:
+        if name in self.files:
             return self.get(name).to(device=device, dtype=dtype)
         return dequantise_mxfp4(*(self.get(name + part).to(device) for part in (_BLOCKS, _SCALES))).mT.to(dtype)
 
@@ -205,7 +238,7 @@ class _Source:
         """The shapes of tensors, in MXFP4 those of the dequantised ones; without those of quantised modules."""
         found = {
             name: tuple(self._opened[file].get_slice(name).get_shape())
-            for name, file in self._files.items()
+            for name, file in self.files.items()
             if f"{name.rpartition('.')[0]}.weight" not in quantised or name.endswith(".bias")
         }
         for name in [name for name in found if name.endswith(_BLOCKS) and len(found[name]) == 4]:
@@ -221,7 +254,7 @@ def _config(directory: Path) -> dict[str, Any] | None:
         config = json.loads((directory / "config.json").read_text())
         architecture = config["architectures"][0]
         family = OWN_FORWARD[architecture]
-        has_experts = family.forward is not None and family.forward.clamps_experts
+        has_experts = family.forward.clamps_experts
         needed = (*_NEEDED, *(_NEEDED_BY_EXPERTS if has_experts else ()))
         if any(config[name] is None for name in needed) or family.model_type != config["model_type"]:
             return None
@@ -251,12 +284,21 @@ def parameters_of_rope(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return dict(rope)
 
 
-def rope_of(config: dict[str, Any]) -> Rope | None:
+def rope_of(config: Mapping[str, Any]) -> Rope | Ropes | None:
     """`config`: with `rope_parameters` and `head_dim`. None for an unknown one."""
-    rope, dim = config["rope_parameters"], config["head_dim"]
-    needed = _ROPES.get(str(rope.get("rope_type"))) if isinstance(rope, dict) else None
+    named, dim = config["rope_parameters"], config["head_dim"]
+    if "rope_type" in named:
+        return _rope(named, dim)
+    each = {kind: _rope(rope, dim) for kind, rope in named.items() if isinstance(rope, dict)}
+    found = {kind: rope for kind, rope in each.items() if rope is not None}
+    return Ropes(found) if len(found) == len(named) else None
+
+
+def _rope(rope: dict[str, Any], dim: int) -> Rope | None:
+    needed = _ROPES.get(str(rope.get("rope_type")))
     if needed is None or not all(isinstance(rope.get(name), int | float) for name in ("rope_theta", *needed)):
         return None
+    dim = int(dim * rope.get("partial_rotary_factor", 1.0))
     plain = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))
     if rope["rope_type"] == "llama3":
         return Rope(llama3_frequencies(plain, rope))

@@ -1,0 +1,74 @@
+"""The weights of a GGUF file, mapped: in their own bits, or dequantised as gguf-py does it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from pearl.models.checkpoints.formats import GGUF_BLOCKS, Make, from_gguf
+from pearl.models.checkpoints.gguf import Table
+from pearl.models.families import Forward
+
+_NUMBERS = {  # types
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_TOGETHER = 4096  # rows dequantised at once: in float32 a large matrix would take the last memory
+
+
+class GgufWeights:
+    """What `table` locates, for a model that `forward` computes."""
+
+    def __init__(self, table: Table, forward: Forward) -> None:
+        self._tensors, self._interleaved = table.tensors, table.interleaved
+        self._shift = forward.norm_shift or 0.0
+        size = table.file.stat().st_size
+        self._bytes = torch.from_file(str(table.file), shared=False, size=size, dtype=torch.uint8)
+
+    def matrices(self) -> dict[str, Make]:
+        """What makes each matrix that stays in its own bits; those of all experts are one, below each other."""
+        kinds = {name: tensor.kind for name, tensor in self._tensors.items() if tensor.kind in GGUF_BLOCKS}
+
+        def maker(name: str) -> Make:
+            return lambda: from_gguf(kinds[name], self._rows(name))
+
+        return {name: maker(name) for name in kinds}
+
+    def plain(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """A weight, dequantised; mapped where nothing changes."""
+        kind, shape, *_ = self._tensors[name]
+        rows = self._rows(name)
+        if self._shift and name.endswith("norm.weight"):
+            rows = rows.float() - self._shift
+        if kind not in _NUMBERS:
+            rows = torch.cat([_dequantised(kind, some).to(dtype) for some in rows.split(_TOGETHER)])
+        return rows.to(device, dtype).view(shape)
+
+    def state_dict(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """All weights, dequantised, as a model of transformers has them."""
+        found = {name: self.plain(name, torch.device("cpu"), dtype) for name in self._tensors}
+        for experts in [name.removesuffix("gate_proj.weight") for name in found if "experts.gate_proj" in name]:
+            both = [found.pop(f"{experts}{part}_proj.weight") for part in ("gate", "up")]
+            found[f"{experts}gate_up_proj"] = torch.cat(both, 1)
+            found[f"{experts}down_proj"] = found.pop(f"{experts}down_proj.weight")
+        return found
+
+    def _rows(self, name: str) -> torch.Tensor:
+        """A weight's numbers or, where it is quantised, the bytes of each row; heads as transformers has them."""
+        kind, shape, offset, size = self._tensors[name]
+        found = self._bytes[offset : offset + size]
+        numbers = _NUMBERS.get(kind)
+        found = found.view(numbers).view(shape) if numbers else found.view(math.prod(shape[:-1]), -1)
+        if self._interleaved and name.split(".")[-2] in ("q_proj", "k_proj"):
+            found = found.unflatten(0, (-1, self._interleaved // 2, 2)).transpose(1, 2).flatten(0, 2)
+        return found
+
+
+def _dequantised(kind: str, rows: torch.Tensor) -> torch.Tensor:
+    if kind in GGUF_BLOCKS:
+        return from_gguf(kind, rows).dequantised()
+    from gguf import GGMLQuantizationType, quants
+
+    return torch.from_numpy(quants.dequantize(rows.numpy(), GGMLQuantizationType[kind]))
