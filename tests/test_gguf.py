@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gguf
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pearl.errors import ModelError
-from pearl.models.checkpoints import gguf as reading
 from pearl.models.checkpoints.checkpoint import resolve_checkpoint
 from pearl.models.checkpoints.direct import llama3_frequencies
 from pearl.models.checkpoints.gguf import _NEEDED, _NEEDED_BY_EXPERTS, _family_of, _windows, table_in
@@ -30,9 +25,7 @@ from pearl.models.families import GGUF, OWN_FORWARD
 from pearl.models.forward.matrices import multiplies_bf16
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
-from tests.conftest import eventually
 from tests.runner_contract import close, some_tokens
-from tests.test_processes import gone
 from tests.tiny import tiny_model
 
 CPU = torch.device("cpu")
@@ -41,27 +34,13 @@ AUTOMATIC = torch.bfloat16 if multiplies_bf16() else torch.float32
 
 
 @pytest.fixture
-def child_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PEARL_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "gguf"
 
 
-@pytest.fixture
-def cache(child_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Files are described by this process, which need not import transformers first."""
-
-    def describe_here(file: Path, directory: Path) -> None:
-        try:
-            reading._describe_here(file, directory)
-        except SystemExit as error:
-            raise ModelError(f"Model {str(file)!r} could not be loaded: {error}") from None
-
-    monkeypatch.setattr(reading, "describe_file", describe_here)
-    return child_cache
-
-
-def test_a_gguf_file_gives_the_same_model(tmp_path: Path, child_cache: Path) -> None:
-    """It is described once, in a process of its own; an unnamed dtype is bfloat16."""
+def test_a_gguf_file_gives_the_same_model(tmp_path: Path, cache: Path) -> None:
+    """It is described once; an unnamed dtype is bfloat16."""
     file = tmp_path / "tiny.gguf"
     _write_gguf(file)
     runner = load_runner(str(file), device=CPU, dtype="float32", max_context=64)
@@ -72,23 +51,10 @@ def test_a_gguf_file_gives_the_same_model(tmp_path: Path, child_cache: Path) -> 
     assert isinstance(automatic, ForwardRunner)
     assert automatic.dtype == AUTOMATIC
     assert messages == [f"loading {file}"]
-    (made,) = (path for path in child_cache.iterdir() if path.is_dir())
+    (made,) = (path for path in cache.iterdir() if path.is_dir())
     assert sum(each.stat().st_size for each in made.iterdir()) < file.stat().st_size, "no weights"
     tokenizer, defaults = load_tokenizer(str(file))
     assert (tokenizer.token(0), defaults.eos) == ("<end>", (0,))
-
-
-def test_who_reads_a_file_ends_with_who_waits_for_it(tmp_path: Path) -> None:
-    """Reading a pipe that nobody writes to, it would stay for ever; and a large file takes seconds."""
-    os.mkfifo(tmp_path / "tiny.gguf")
-    script = f"import sys; from pathlib import Path; from {reading.__name__} import describe_file as run"
-    script += "; run(*map(Path, sys.argv[1:]))"
-    waits = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "tiny.gguf"), str(tmp_path)])
-    eventually(lambda: bool(psutil.Process(waits.pid).children()), "the child has begun")
-    (reads,) = psutil.Process(waits.pid).children()
-    waits.kill()
-    waits.wait()
-    eventually(lambda: gone(reads.pid), "the child has ended")
 
 
 LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -218,7 +184,7 @@ def test_the_layers_of_gemma3_slide_as_the_gguf_file_says(window: int | None, pa
 def test_the_layers_of_gemma2_slide_in_turns() -> None:
     found = _windows(family := GGUF["gemma2", False], {}, 6)
     assert found == {"layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 4096}
-    with pytest.raises(SystemExit, match="it says of 2 layers whether they have a window, and has 6"):
+    with pytest.raises(ValueError, match="it says of 2 layers whether they have a window, and has 6"):
         _windows(family, {"attention.sliding_window_pattern": [True, False]}, 6)
 
 
@@ -231,7 +197,7 @@ UNKEPT: list[tuple[str, dict[str, Any]]] = [  # what is said of it
     ("its rope is scaled in a way", {"rope.scaling.finetuned": False}),
     ("a window of 64", {"attention.sliding_window": 64}),
     ("its rope turns 4 of 8", {"model": "qwen2", "rope.dimension_count": 4, "without": "bias"}),
-    ("128 of its weights have no place", {"model": "llama-biased", "without": "q_proj.bias"}),
+    ("6 of its weights have no place", {"model": "llama-biased", "without": "q_proj.bias"}),
     (r"mlp.gate_proj.weight has the shape \[64, 32\] where \[48, 32\] is expected", {"feed_forward_length": 48}),
     ("it does not say 'attention.layer_norm_rms_epsilon'", {"attention.layer_norm_rms_epsilon": None}),
     ("it does not say 'context_length'", {"model": "qwen2", "context_length": None}),
@@ -260,9 +226,9 @@ def test_no_number_of_a_gguf_file_is_made_up() -> None:
         said: dict[str, Any] = dict.fromkeys(needed, 2)
         assert _family_of(architecture, said) is family
         for name in needed.keys() - {"expert_count"}:
-            with pytest.raises(SystemExit, match=f"it does not say '{name}'"):
+            with pytest.raises(ValueError, match=f"it does not say '{name}'"):
                 _family_of(architecture, {each: said[each] for each in said if each != name})
-        with pytest.raises(SystemExit, match="for each layer"):
+        with pytest.raises(ValueError, match="for each layer"):
             _family_of(architecture, said | {"attention.head_count_kv": [2, 1]})
 
 
@@ -330,13 +296,13 @@ def test_a_buffer_that_is_learned_is_not_made_up(tmp_path: Path, shape: tuple[in
         load_runner(str(directory), device=CPU)
 
 
-def test_a_damaged_gguf_file_is_a_model_error(tmp_path: Path, child_cache: Path) -> None:
+def test_a_damaged_gguf_file_is_a_model_error(tmp_path: Path, cache: Path) -> None:
     file = tmp_path / "tiny.gguf"
     _write_gguf(file)
     file.write_bytes(file.read_bytes()[:3000])
     with pytest.raises(ModelError, match=r"tiny\.gguf' could not be loaded"):
         load_runner(str(file), device=CPU)
-    assert not [path for path in child_cache.iterdir() if path.is_dir()]
+    assert not [path for path in cache.iterdir() if path.is_dir()]
 
 
 def _write_gguf(

@@ -44,6 +44,8 @@ _MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BLOCKS, _SCALES = "_blocks", "_scales"  # behind the names of tensors in MXFP4
 _FILE, _EMBEDDING, _HEAD = "model.safetensors", "model.embed_tokens.weight", "lm_head.weight"
 
+Frequencies = tuple[torch.Tensor, float]  # [rotated / 2], and yarn's scale of what is rotated
+
 
 class Weight(nn.Module):
     """A weight, and a bias if any: a linear layer, a norm, or the embedding."""
@@ -57,28 +59,16 @@ class Weight(nn.Module):
 class Rope(nn.Module):
     """Cosines and sines of positions, bit for bit those of transformers."""
 
-    def __init__(self, frequencies: torch.Tensor, scale: float = 1.0) -> None:
+    def __init__(self, each: Mapping[str, Frequencies]) -> None:
         super().__init__()
-        self._frequencies = frequencies  # [head_dim / 2]; no buffer, for it stays float32 on the CPU
-        self._scale = scale  # yarn's, of what is rotated
+        self._each = each  # by the kind of layer, "" if there is one; no buffers, for they stay float32 on the CPU
 
-    def forward(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, like: torch.Tensor, positions: torch.Tensor, kind: str = "") -> tuple[torch.Tensor, torch.Tensor]:
         """Each [1, positions, head_dim], with the dtype and device of `like`. positions [1, n]."""
-        angles = positions[..., None].float() * self._frequencies.to(like.device)
+        frequencies, scale = self._each[kind]
+        angles = positions[..., None].float() * frequencies.to(like.device)
         angles = torch.cat((angles, angles), dim=-1)
-        return (angles.cos() * self._scale).to(like.dtype), (angles.sin() * self._scale).to(like.dtype)
-
-
-class Ropes(nn.Module):
-    """A `Rope` for each kind of layer."""
-
-    def __init__(self, each: Mapping[str, Rope]) -> None:
-        super().__init__()
-        self.each = nn.ModuleDict(each)
-
-    def forward(self, like: torch.Tensor, positions: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = self.each[kind](like, positions)
-        return cos, sin
+        return (angles.cos() * scale).to(like.dtype), (angles.sin() * scale).to(like.dtype)
 
 
 class Decoder(nn.Module):
@@ -136,16 +126,16 @@ def read_decoder(
         return None
     if forward.has_experts and not computes_experts(device):
         return None
-    source: _Source | GgufWeights
     expected = weight_shapes(forward, config)
+    source: _Source | GgufWeights
     if (table := table_in(directory)) is not None:
-        source = GgufWeights(table, forward)
-        quantised = source.matrices() if keeps_bits else {}
+        source = mapped = GgufWeights(table, forward)
+        quantised = mapped.matrices() if keeps_bits else {}
     elif (files := _files(directory)) is None or not forward.reads_directly:
         return None
     else:
-        source = _Source(directory, files, progress)
-        found = _quantised(config, source, scheme, expected)
+        source = read = _Source(directory, files, progress)
+        found = read.quantised(scheme, expected, config["tie_word_embeddings"])
         if found is None:
             return None
         quantised = found
@@ -155,25 +145,6 @@ def read_decoder(
     decoder = _placed(config, source, quantised, expected, device, wanted, keeps_bits)
     decoder.place("model.rotary_emb", rope)
     return decoder
-
-
-def _quantised(
-    config: Mapping[str, Any],
-    source: _Source,
-    scheme: Mapping[str, Any] | None,
-    expected: Mapping[str, tuple[int, ...]],
-) -> dict[str, formats.Make] | None:
-    """What makes each quantised matrix of safetensors files; None where these have not exactly what is expected."""
-    quantised = formats.of_tool(scheme, source.files, source.get) if scheme else {}
-    if quantised is None:
-        return None
-    found = source.shapes(quantised)
-    is_tied = config["tie_word_embeddings"]
-    if is_tied and found.pop(_HEAD, None) is not None and not torch.equal(source.get(_HEAD), source.get(_EMBEDDING)):
-        return None  # a head trained by itself: transformers ties only equal weights
-    if found != {name: shape for name, shape in expected.items() if name not in quantised}:
-        return None
-    return quantised
 
 
 def _placed(
@@ -215,13 +186,25 @@ class _Source:
     """The tensors in a checkpoint's files. `files`: name of a tensor -> its file."""
 
     def __init__(self, directory: Path, files: dict[str, str], progress: Progress) -> None:
-        self._directory, self.files, self._progress = directory, files, progress
+        self._directory, self._files, self._progress = directory, files, progress
         self._opened = {name: safe_open(directory / name, framework="pt") for name in set(files.values())}
         self._begun: set[str] = set()
 
+    def quantised(
+        self, scheme: Mapping[str, Any] | None, expected: Mapping[str, tuple[int, ...]], is_tied: bool
+    ) -> dict[str, formats.Make] | None:
+        """What makes each quantised matrix; None where the files have not exactly the tensors that are expected."""
+        made = formats.of_tool(scheme, self._files, self.get) if scheme else {}
+        if made is None:
+            return None
+        found = self.shapes(made)
+        if is_tied and found.pop(_HEAD, None) is not None and not torch.equal(self.get(_HEAD), self.get(_EMBEDDING)):
+            return None  # a head trained by itself: transformers ties only equal weights
+        return made if found == {name: shape for name, shape in expected.items() if name not in made} else None
+
     def get(self, name: str) -> torch.Tensor:
         """A tensor as it is in its file."""
-        file = self.files[name]
+        file = self._files[name]
         if len(self._opened) > 1 and file not in self._begun:
             self._begun.add(file)
             self._progress(f"loading {self._directory.name}: file {len(self._begun)} of {len(self._opened)}")
@@ -230,7 +213,7 @@ class _Source:
 
     def plain(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """A tensor; one in MXFP4 is dequantised."""
-        if name in self.files:
+        if name in self._files:
             return self.get(name).to(device=device, dtype=dtype)
         return dequantise_mxfp4(*(self.get(name + part).to(device) for part in (_BLOCKS, _SCALES))).mT.to(dtype)
 
@@ -238,7 +221,7 @@ class _Source:
         """The shapes of tensors, in MXFP4 those of the dequantised ones; without those of quantised modules."""
         found = {
             name: tuple(self._opened[file].get_slice(name).get_shape())
-            for name, file in self.files.items()
+            for name, file in self._files.items()
             if f"{name.rpartition('.')[0]}.weight" not in quantised or name.endswith(".bias")
         }
         for name in [name for name in found if name.endswith(_BLOCKS) and len(found[name]) == 4]:
@@ -284,30 +267,29 @@ def parameters_of_rope(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return dict(rope)
 
 
-def rope_of(config: Mapping[str, Any]) -> Rope | Ropes | None:
+def rope_of(config: Mapping[str, Any]) -> Rope | None:
     """`config`: with `rope_parameters` and `head_dim`. None for an unknown one."""
-    named, dim = config["rope_parameters"], config["head_dim"]
-    if "rope_type" in named:
-        return _rope(named, dim)
-    each = {kind: _rope(rope, dim) for kind, rope in named.items() if isinstance(rope, dict)}
-    found = {kind: rope for kind, rope in each.items() if rope is not None}
-    return Ropes(found) if len(found) == len(named) else None
+    named = config["rope_parameters"]
+    each = {"": named} if "rope_type" in named else named
+    found = {kind: _frequencies(rope, config["head_dim"]) for kind, rope in each.items()}
+    known = {kind: frequencies for kind, frequencies in found.items() if frequencies is not None}
+    return Rope(known) if len(known) == len(found) else None
 
 
-def _rope(rope: dict[str, Any], dim: int) -> Rope | None:
-    needed = _ROPES.get(str(rope.get("rope_type")))
+def _frequencies(rope: Any, dim: int) -> Frequencies | None:
+    needed = _ROPES.get(str(rope.get("rope_type"))) if isinstance(rope, dict) else None
     if needed is None or not all(isinstance(rope.get(name), int | float) for name in ("rope_theta", *needed)):
         return None
     dim = int(dim * rope.get("partial_rotary_factor", 1.0))
     plain = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))
     if rope["rope_type"] == "llama3":
-        return Rope(llama3_frequencies(plain, rope))
+        return llama3_frequencies(plain, rope), 1.0
     if rope["rope_type"] == "yarn":
         return _yarn(rope, dim)
-    return Rope(plain / rope["factor"] if needed else plain)
+    return plain / rope["factor"] if needed else plain, 1.0
 
 
-def _yarn(rope: dict[str, Any], dim: int) -> Rope | None:
+def _yarn(rope: dict[str, Any], dim: int) -> Frequencies | None:
     """As transformers' `_compute_yarn_parameters`; "YaRN", Peng et al. 2023, section 3."""
     if rope.get("mscale") or rope.get("mscale_all_dim"):
         return None
@@ -324,7 +306,7 @@ def _yarn(rope: dict[str, Any], dim: int) -> Rope | None:
     kept = 1 - ramp.clamp(0, 1)
     wide = base ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)
     scale = rope.get("attention_factor") or (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
-    return Rope(1.0 / (factor * wide) * (1 - kept) + 1.0 / wide * kept, scale)
+    return 1.0 / (factor * wide) * (1 - kept) + 1.0 / wide * kept, scale
 
 
 def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

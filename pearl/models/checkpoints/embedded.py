@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 from pearl.cache import FORMAT, Progress, built_once, silent
 from pearl.errors import ModelError
-from pearl.models.checkpoints.gguf import Table, Tensor, describe_file, table_in
+from pearl.models.checkpoints.gguf import Table, describe_file, table_in
+from pearl.models.checkpoints.gguf_header import Tensor
 
 if TYPE_CHECKING:
     import torch
@@ -123,7 +124,7 @@ def _build_draft(target: Path, building: Path, progress: Progress) -> None:
     shipped, table = load_file(DRAFT_LAYERS), table_in(target)
     assert table is not None
     kind, shape, begin, size = table.tensors[_EMBEDDING]
-    found = {_EMBEDDING: (kind, shape, table.file.read_bytes()[begin : begin + size])}
+    found = {_EMBEDDING: (kind, shape, Path(table.file).read_bytes()[begin : begin + size])}
     for name, tensor in shipped.items():
         if name.endswith(".steps"):
             matrix = name.removesuffix(".steps")
@@ -136,4 +137,4 @@ def _build_draft(target: Path, building: Path, progress: Progress) -> None:
         for name, (kind, shape, data) in found.items():
             tensors[name] = Tensor(kind, shape, file.tell(), len(data))
             file.write(data)
-    Table(Path(_WEIGHTS), 0, tensors).write(building)
+    Table(_WEIGHTS, 0, tensors).write(building)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 import torch
 
@@ -24,8 +25,8 @@ class GgufWeights:
     def __init__(self, table: Table, forward: Forward) -> None:
         self._tensors, self._interleaved = table.tensors, table.interleaved
         self._shift = forward.norm_shift or 0.0
-        size = table.file.stat().st_size
-        self._bytes = torch.from_file(str(table.file), shared=False, size=size, dtype=torch.uint8)
+        size = os.stat(table.file).st_size
+        self._bytes = torch.from_file(table.file, shared=False, size=size, dtype=torch.uint8)
 
     def matrices(self) -> dict[str, Make]:
         """What makes each matrix that stays in its own bits; those of all experts are one, below each other."""

@@ -6,7 +6,7 @@ what its experts give in the order of their probabilities.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
 from operator import itemgetter
@@ -17,7 +17,7 @@ import torch
 
 from pearl.models.forward.graphs import FED
 from pearl.models.forward.matrices import Matrix, gated
-from pearl.models.forward.quantised import Weights
+from pearl.models.forward.quantised import QuantisedMatrix, Weights
 
 if TYPE_CHECKING:
     from pearl.models.forward.expert_kernels import ExpertProducts
@@ -50,9 +50,9 @@ class Experts:
             self._limits = float(config.get("swiglu_alpha", 1.702)), float(config.get("swiglu_limit", 7.0))
         is_cpu, count = router.weight.device.type == "cpu", router.weight.shape[0]
         # Never rounded: it is small, and chooses.
-        self.router = one(_linear(router.weight, getattr(router, "bias", None)), rounding="")
-        each = _linears(experts, count, alternates=self._limits is not None)
-        self.each = [(one(*both), one(down)) for both, down in each]
+        self.router = one(SimpleNamespace(weight=router.weight, bias=getattr(router, "bias", None)), rounding="")
+        parts = zip(*(_linears(*each, count) for each in _matrices(experts)), strict=True)
+        self.each = [(one(gate, up), one(down)) for gate, up, down in parts]
         self._gate = gated if self._limits is None else partial(_clamped, *self._limits)
         del block.experts
         self.least_rows, self._most_rows = (1, 1 << 30) if is_cpu else (_PIECE, _PIECE)
@@ -98,36 +98,27 @@ class Experts:
         return down(self._gate(both(x, None)), None)[:count]
 
 
-def _linear(weight: Weights, bias: torch.Tensor | None = None) -> SimpleNamespace:
-    return SimpleNamespace(weight=weight, bias=bias)
+def _matrices(experts: Any) -> list[tuple[Weights, torch.Tensor | None]]:
+    """Gate, up and down of all experts, [experts, outputs, inputs] each, and their biases if any."""
+    if hasattr(experts, "gate_proj"):  # of a GGUF file
+        return [(getattr(experts, name).weight, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    both, down = experts.gate_up_proj, experts.down_proj
+    if not hasattr(experts, "gate_up_proj_bias"):
+        return [*((half, None) for half in both.chunk(2, dim=1)), (down, None)]
+    # gpt-oss's are transposed, with gate and up in turn.
+    halves = [(both.mT[:, at::2], experts.gate_up_proj_bias[:, at::2]) for at in (0, 1)]
+    return [*halves, (down.mT, experts.down_proj_bias)]
 
 
-def _linears(experts: Any, count: int, alternates: bool) -> Iterator[tuple[list[SimpleNamespace], SimpleNamespace]]:
-    """Gate and up, and down, of each expert, as linear layers.
-
-    Args:
-        alternates: gate and up have their rows in turn, and weights are transposed.
-    """
-    if hasattr(experts, "gate_proj"):  # of a GGUF file, each a matrix of all experts
-        parts = [_cut(getattr(experts, name).weight, count) for name in ("gate_proj", "up_proj", "down_proj")]
-        yield from (([_linear(gate), _linear(up)], _linear(down)) for gate, up, down in zip(*parts, strict=True))
-        return
-    both, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
-    biases = [getattr(experts, f"{name}_bias", [None] * count) for name in ("gate_up_proj", "down_proj")]
-    if alternates:
-        both, down = both.mT, down.mT
-    rows = [slice(0, None, 2), slice(1, None, 2)] if alternates else [slice(None)]
-    for first, second, bias, other in zip(both, down, *biases, strict=True):
-        pair = [_linear(first[some], None if bias is None else bias[some]) for some in rows]
-        yield pair, _linear(second.contiguous(), other)
-
-
-def _cut(weight: Weights, count: int) -> Sequence[Weights]:
-    """A matrix of `count` experts as theirs."""
-    if isinstance(weight, torch.Tensor):
-        return weight.detach().unbind()
+def _linears(weight: Weights, bias: torch.Tensor | None, count: int) -> Iterator[SimpleNamespace]:
+    """A matrix of each of `count` experts as a linear layer. In few bits they are below each other."""
     rows = weight.shape[0] // count
-    return [weight.changed(itemgetter(slice(at * rows, (at + 1) * rows))) for at in range(count)]
+    for at in range(count):
+        if isinstance(weight, QuantisedMatrix):
+            own: Weights = weight.changed(itemgetter(slice(at * rows, (at + 1) * rows)))
+        else:
+            own = weight[at].detach().contiguous()
+        yield SimpleNamespace(weight=own, bias=None if bias is None else bias[at])
 
 
 def _clamped(alpha: float, limit: float, gate_up: torch.Tensor) -> torch.Tensor:
