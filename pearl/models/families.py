@@ -229,7 +229,7 @@ FAMILIES = (
     Family(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
-        Forward({"attention_bias": _ATTENTION}, head_norms="each", has_experts=True, reads_directly=False),
+        Forward({"attention_bias": _ATTENTION}, head_norms="each", has_experts=True),
         Gguf(
             "qwen3moe",
             optional={"expert_feed_forward_length": "moe_intermediate_size"},
@@ -321,7 +321,7 @@ def dimensions(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def weight_shapes(forward: Forward, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor of a checkpoint, by its name there. Of experts: as in GGUF files, or gpt-oss's."""
+    """The shape of each tensor of a checkpoint, by its name there."""
     size = dimensions(config)
     biased = {name for setting, names in forward.biases.items() if not setting or config.get(setting) for name in names}
     matrices = {name: (size[outputs], size[inputs]) for name, (outputs, inputs) in MATRICES.items()}
@@ -357,15 +357,14 @@ def weight_shapes(forward: Forward, config: Mapping[str, Any]) -> dict[str, tupl
 
 
 def _expert_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of the tensors of a layer's experts in a GGUF file."""
+    """Of the tensors of a layer's experts."""
     count, hidden = config.get("num_experts") or config["num_local_experts"], config["hidden_size"]
     inner = config.get("moe_intermediate_size") or config["intermediate_size"]
-    return {
-        "gate.weight": (count, hidden),
-        "experts.gate_proj.weight": (count, inner, hidden),
-        "experts.up_proj.weight": (count, inner, hidden),
-        "experts.down_proj.weight": (count, hidden, inner),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"gate.weight": (count, hidden)}
+    for expert in (f"experts.{number}." for number in range(count)):
+        shapes |= {f"{expert}{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
+        shapes[f"{expert}down_proj.weight"] = hidden, inner
+    return shapes
 
 
 def _clamped_expert_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

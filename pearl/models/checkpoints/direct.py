@@ -87,7 +87,7 @@ class Decoder(nn.Module):
         *path, last = name.split(".")
         for part in path:
             if not hasattr(above, part):
-                above.add_module(part, nn.ModuleList() if part == "layers" else nn.Module())
+                above.add_module(part, nn.ModuleList() if part in ("layers", "experts") else nn.Module())
             above = getattr(above, part)
         setattr(above, last, module)
 
@@ -135,8 +135,8 @@ def read_decoder(
         return None
     else:
         source = read = _Source(directory, files, progress)
-        found = read.quantised(scheme, expected, config["tie_word_embeddings"])
-        if found is None:
+        found = formats.of_tool(scheme, files, read.get) if scheme else {}
+        if found is None or read.shapes(found, expected) != {name: expected[name] for name in {*expected} - {*found}}:
             return None
         quantised = found
     if keeps_bits and quantised and own == "float16":
@@ -163,8 +163,7 @@ def _placed(
 
     def matrix(name: str) -> Weights:
         made = quantised[name]()
-        *above, inputs = expected.get(name, made.shape)
-        if made.shape != (math.prod(above), inputs):  # all experts of a GGUF file are one matrix
+        if made.shape != expected.get(name, made.shape):
             raise ValueError(f"its weight {name} has the shape {list(made.shape)}")
         return made.changed(lambda tensor: tensor.to(device)) if keeps_bits else made.dequantised().to(device, wanted)
 
@@ -190,18 +189,6 @@ class _Source:
         self._opened = {name: safe_open(directory / name, framework="pt") for name in set(files.values())}
         self._begun: set[str] = set()
 
-    def quantised(
-        self, scheme: Mapping[str, Any] | None, expected: Mapping[str, tuple[int, ...]], is_tied: bool
-    ) -> dict[str, formats.Make] | None:
-        """What makes each quantised matrix; None where the files have not exactly the tensors that are expected."""
-        made = formats.of_tool(scheme, self._files, self.get) if scheme else {}
-        if made is None:
-            return None
-        found = self.shapes(made)
-        if is_tied and found.pop(_HEAD, None) is not None and not torch.equal(self.get(_HEAD), self.get(_EMBEDDING)):
-            return None  # a head trained by itself: transformers ties only equal weights
-        return made if found == {name: shape for name, shape in expected.items() if name not in made} else None
-
     def get(self, name: str) -> torch.Tensor:
         """A tensor as it is in its file."""
         file = self._files[name]
@@ -217,8 +204,11 @@ class _Source:
             return self.get(name).to(device=device, dtype=dtype)
         return dequantise_mxfp4(*(self.get(name + part).to(device) for part in (_BLOCKS, _SCALES))).mT.to(dtype)
 
-    def shapes(self, quantised: Collection[str]) -> dict[str, tuple[int, ...]]:
-        """The shapes of tensors, in MXFP4 those of the dequantised ones; without those of quantised modules."""
+    def shapes(self, quantised: Collection[str], expected: Collection[str]) -> dict[str, tuple[int, ...]]:
+        """The shapes of tensors, in MXFP4 those of the dequantised ones; without those of quantised modules.
+
+        Also without a head that is the embedding; transformers ties no other, which is trained by itself.
+        """
         found = {
             name: tuple(self._opened[file].get_slice(name).get_shape())
             for name, file in self._files.items()
@@ -228,6 +218,8 @@ class _Source:
             experts, outputs, groups, _ = found.pop(name)
             if found.pop(name.replace(_BLOCKS, _SCALES), None) == (experts, outputs, groups):
                 found[name.removesuffix(_BLOCKS)] = experts, 32 * groups, outputs
+        if _HEAD in {*found} - {*expected} and torch.equal(self.get(_HEAD), self.get(_EMBEDDING)):
+            del found[_HEAD]
         return found
 
 

@@ -22,6 +22,7 @@ from pearl.models.families import GGUF, Family, weight_shapes
 from pearl.printable import cause_of
 
 TABLE, _GENERATION = "gguf.json", "generation_config.json"
+_EXPERT = re.compile(r"(?<=\.experts)\.\d+")  # in the name of a weight
 _NEEDED = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -80,16 +81,9 @@ def directory_of(file: Path, progress: Progress) -> Path:
         building.mkdir()
         describe_file(file, building)
 
-    made = described_in(file)
-    return built_once(made.name, build, progress, made.parent)
-
-
-def described_in(file: Path) -> Path:
-    """Where `directory_of` puts what `file` states."""
     beside = file.parent / _GENERATION
-    stem = re.sub(r"[^\w.-]", "_", file.stem)[:80]
-    name = f"{stem}-{stamp([file, *([beside] if beside.is_file() else [])])}"
-    return cache_directory() / GGUF_FILES / name
+    name = re.sub(r"[^\w.-]", "_", file.stem)[:80] + f"-{stamp([file, *([beside] if beside.is_file() else [])])}"
+    return built_once(name, build, progress, cache_directory() / GGUF_FILES)
 
 
 def describe_file(file: Path, directory: Path) -> None:
@@ -262,13 +256,25 @@ def _located(family: Family, config: Mapping[str, Any], tensors: Mapping[str, Te
 
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == family.gguf.architecture)
     names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
-    shapes = weight_shapes(family.forward, config)
-    held = {name: str(names.get_name(name, (".weight", ".bias"))) for name in shapes}
-    if missing := sorted(name for name in shapes if held[name] not in tensors):
+    shapes, there, held = weight_shapes(family.forward, config), _apart(tensors), {}
+    for name in shapes:
+        number = _EXPERT.search(name)
+        held[name] = f"{names.get_name(_EXPERT.sub('', name), ('.weight', '.bias'))}{number[0] if number else ''}"
+    if missing := sorted(name for name in shapes if held[name] not in there):
         raise ValueError(f"{len(missing)} of its weights are in no file, {missing[0]} for one")
     for name, wanted in shapes.items():
-        if (shape := tensors[held[name]].shape) != wanted:
+        if (shape := there[held[name]].shape) != wanted:
             raise ValueError(f"its weight {name} has the shape {list(shape)} where {list(wanted)} is expected")
-    if left := sorted(name for name in {*tensors} - {*held.values()} if not name.startswith("rope_f")):
+    if left := sorted(name for name in {*there} - {*held.values()} if not name.startswith("rope_f")):
         raise ValueError(f"{len(left)} of its weights have no place in a {family.architecture}, {left[0]} for one")
-    return {name: tensors[its] for name, its in held.items()}
+    return {name: there[its] for name, its in held.items()}
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """With the matrices of experts, which files have stacked, each by itself: NAME.3 out of NAME."""
+    found = dict(tensors)
+    for name in [name for name in tensors if "_exps." in name]:
+        kind, (count, *shape), offset, size = found.pop(name)
+        each = size // count
+        found |= {f"{name}.{at}": Tensor(kind, (*shape,), offset + at * each, each) for at in range(count)}
+    return found

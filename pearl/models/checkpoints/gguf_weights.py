@@ -24,12 +24,13 @@ class GgufWeights:
 
     def __init__(self, table: Table, forward: Forward) -> None:
         self._tensors, self._interleaved = table.tensors, table.interleaved
+        self._experts = len([name for name in table.tensors if name.startswith("model.layers.0.mlp.experts")]) // 3
         self._shift = forward.norm_shift or 0.0
         size = os.stat(table.file).st_size
         self._bytes = torch.from_file(table.file, shared=False, size=size, dtype=torch.uint8)
 
     def matrices(self) -> dict[str, Make]:
-        """What makes each matrix that stays in its own bits; those of all experts are one, below each other."""
+        """What makes each matrix that stays in its own bits."""
         kinds = {name: tensor.kind for name, tensor in self._tensors.items() if tensor.kind in GGUF_BLOCKS}
 
         def maker(name: str) -> Make:
@@ -50,10 +51,12 @@ class GgufWeights:
     def state_dict(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """All weights, dequantised, as a model of transformers has them."""
         found = {name: self.plain(name, torch.device("cpu"), dtype) for name in self._tensors}
-        for experts in [name.removesuffix("gate_proj.weight") for name in found if "experts.gate_proj" in name]:
-            both = [found.pop(f"{experts}{part}_proj.weight") for part in ("gate", "up")]
-            found[f"{experts}gate_up_proj"] = torch.cat(both, 1)
-            found[f"{experts}down_proj"] = found.pop(f"{experts}down_proj.weight")
+        for stack in [name.removesuffix("0.gate_proj.weight") for name in found if ".experts.0.gate_proj" in name]:
+            gate, up, down = (
+                torch.stack([found.pop(f"{stack}{at}.{part}_proj.weight") for at in range(self._experts)])
+                for part in ("gate", "up", "down")
+            )
+            found |= {f"{stack}gate_up_proj": torch.cat((gate, up), 1), f"{stack}down_proj": down}
         return found
 
     def _rows(self, name: str) -> torch.Tensor:

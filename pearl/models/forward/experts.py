@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
-from operator import itemgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ import torch
 
 from pearl.models.forward.graphs import FED
 from pearl.models.forward.matrices import Matrix, gated
-from pearl.models.forward.quantised import QuantisedMatrix, Weights
 
 if TYPE_CHECKING:
     from pearl.models.forward.expert_kernels import ExpertProducts
@@ -48,11 +46,10 @@ class Experts:
         self._limits: tuple[float, float] | None = None
         if hasattr(experts, "gate_up_proj_bias"):  # gpt-oss's
             self._limits = float(config.get("swiglu_alpha", 1.702)), float(config.get("swiglu_limit", 7.0))
-        is_cpu, count = router.weight.device.type == "cpu", router.weight.shape[0]
+        is_cpu = router.weight.device.type == "cpu"
         # Never rounded: it is small, and chooses.
-        self.router = one(SimpleNamespace(weight=router.weight, bias=getattr(router, "bias", None)), rounding="")
-        parts = zip(*(_linears(*each, count) for each in _matrices(experts)), strict=True)
-        self.each = [(one(gate, up), one(down)) for gate, up, down in parts]
+        self.router = one(_linear(router.weight, getattr(router, "bias", None)), rounding="")
+        self.each = [(one(*both), one(down)) for both, down in _linears(experts, self._limits is not None)]
         self._gate = gated if self._limits is None else partial(_clamped, *self._limits)
         del block.experts
         self.least_rows, self._most_rows = (1, 1 << 30) if is_cpu else (_PIECE, _PIECE)
@@ -98,27 +95,23 @@ class Experts:
         return down(self._gate(both(x, None)), None)[:count]
 
 
-def _matrices(experts: Any) -> list[tuple[Weights, torch.Tensor | None]]:
-    """Gate, up and down of all experts, [experts, outputs, inputs] each, and their biases if any."""
-    if hasattr(experts, "gate_proj"):  # of a GGUF file
-        return [(getattr(experts, name).weight, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    both, down = experts.gate_up_proj, experts.down_proj
-    if not hasattr(experts, "gate_up_proj_bias"):
-        return [*((half, None) for half in both.chunk(2, dim=1)), (down, None)]
-    # gpt-oss's are transposed, with gate and up in turn.
-    halves = [(both.mT[:, at::2], experts.gate_up_proj_bias[:, at::2]) for at in (0, 1)]
-    return [*halves, (down.mT, experts.down_proj_bias)]
+def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    return SimpleNamespace(weight=weight, bias=bias)
 
 
-def _linears(weight: Weights, bias: torch.Tensor | None, count: int) -> Iterator[SimpleNamespace]:
-    """A matrix of each of `count` experts as a linear layer. In few bits they are below each other."""
-    rows = weight.shape[0] // count
-    for at in range(count):
-        if isinstance(weight, QuantisedMatrix):
-            own: Weights = weight.changed(itemgetter(slice(at * rows, (at + 1) * rows)))
-        else:
-            own = weight[at].detach().contiguous()
-        yield SimpleNamespace(weight=own, bias=None if bias is None else bias[at])
+def _linears(experts: Any, alternates: bool) -> Iterator[tuple[list[Any], Any]]:
+    """Gate and up, perhaps as one, and down of each expert. alternates: transposed, with gate and up in turn."""
+    if not hasattr(experts, "gate_up_proj"):  # of files read directly
+        yield from (([each.gate_proj, each.up_proj], each.down_proj) for each in experts)
+        return
+    both, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
+    biases = [getattr(experts, f"{name}_bias", [None] * len(down)) for name in ("gate_up_proj", "down_proj")]
+    if alternates:
+        both, down = both.mT, down.mT
+    rows = [slice(0, None, 2), slice(1, None, 2)] if alternates else [slice(None)]
+    for first, second, bias, other in zip(both, down, *biases, strict=True):
+        parts = [_linear(first[some], None if bias is None else bias[some]) for some in rows]
+        yield parts, _linear(second.contiguous(), other)
 
 
 def _clamped(alpha: float, limit: float, gate_up: torch.Tensor) -> torch.Tensor:
