@@ -267,6 +267,16 @@ def test_weights_are_dequantised_as_the_reference_does(tmp_path: Path, cache: Pa
         assert ".experts." in name or torch.equal(weights.plain(name, CPU, torch.float32), wanted), name
 
 
+@pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen2"])
+def test_logits_are_those_of_transformers_own_reading(tmp_path: Path, cache: Path, kind: str) -> None:
+    _write_gguf(tmp_path / "tiny.gguf", tiny_model(kind), kind="Q5_1", **FAMILIES.get(kind, {}))
+    ours = load_runner(str(tmp_path / "tiny.gguf"), device=CPU, dtype="float32")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32)
+    tokens = some_tokens(ours, 30)
+    with torch.inference_mode():
+        close(feed_chain(ours, tokens, 30), theirs(torch.tensor([tokens])).logits[0])
+
+
 @pytest.mark.parametrize("kind", ["llama", "llama-tied", "gemma2-caps", "glm4", "phi3-partial", "qwen3-moe", "mixtral"])
 def test_weights_in_their_own_bits_are_the_dequantised_ones(tmp_path: Path, cache: Path, kind: str) -> None:
     """Experts too.  Dequantised, the file runs through transformers as well."""
@@ -302,8 +312,13 @@ def test_a_buffer_that_is_learned_is_not_made_up(tmp_path: Path, shape: tuple[in
 def test_a_damaged_gguf_file_is_a_model_error(tmp_path: Path, cache: Path) -> None:
     file = tmp_path / "tiny.gguf"
     _write_gguf(file)
-    file.write_bytes(file.read_bytes()[:3000])
-    with pytest.raises(ModelError, match=r"tiny\.gguf' could not be loaded"):
+    whole = file.read_bytes()
+    for size, cause in (*((size, "cut off") for size in (5, 23, 24, 99, 3000, len(whole) - 33)), (3, "no GGUF file")):
+        file.write_bytes(whole[:size])
+        with pytest.raises(ModelError, match=rf"tiny\.gguf' could not be loaded: it is {cause}"):
+            load_runner(str(file), device=CPU)
+    file.write_bytes(whole[:4] + b"\1" + whole[5:])
+    with pytest.raises(ModelError, match="of version 1"):
         load_runner(str(file), device=CPU)
     assert not [path for path in cache.iterdir() if path.is_dir()]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -127,29 +127,28 @@ def read_decoder(
     if forward.has_experts and not computes_experts(device):
         return None
     expected = weight_shapes(forward, config)
-    source: _Source | GgufWeights
     if (table := table_in(directory)) is not None:
-        source = mapped = GgufWeights(table, forward)
-        quantised = mapped.matrices() if keeps_bits else {}
+        mapped = GgufWeights(table, forward)
+        plain, quantised = mapped.plain, mapped.matrices() if keeps_bits else {}
     elif (files := _files(directory)) is None or not forward.reads_directly:
         return None
     else:
-        source = read = _Source(directory, files, progress)
-        found = formats.of_tool(scheme, files, read.get) if scheme else {}
-        if found is None or read.shapes(found, expected) != {name: expected[name] for name in {*expected} - {*found}}:
+        source = _Source(directory, files, progress)
+        found = formats.of_tool(scheme, files, source.get) if scheme else {}
+        if found is None or source.shapes(found, expected) != {name: expected[name] for name in {*expected} - {*found}}:
             return None
-        quantised = found
+        plain, quantised = source.plain, found
     if keeps_bits and quantised and own == "float16":
         own = "bfloat16"  # the products' dtype
     wanted = dtype or getattr(torch, own)
-    decoder = _placed(config, source, quantised, expected, device, wanted, keeps_bits)
+    decoder = _placed(config, plain, quantised, expected, device, wanted, keeps_bits)
     decoder.place("model.rotary_emb", rope)
     return decoder
 
 
 def _placed(
     config: dict[str, Any],
-    source: _Source | GgufWeights,
+    plain: Callable[[str, torch.device, torch.dtype], torch.Tensor],
     quantised: Mapping[str, formats.Make],
     expected: Mapping[str, tuple[int, ...]],
     device: torch.device,
@@ -171,10 +170,10 @@ def _placed(
         module, _, kind = name.rpartition(".")
         if kind == "weight":
             is_matrix = name in quantised and not (keeps_bits and name == _EMBEDDING)
-            bias = source.plain(f"{module}.bias", device, wanted) if f"{module}.bias" in expected else None
-            decoder.place(module, Weight(matrix(name) if is_matrix else source.plain(name, device, wanted), bias))
+            bias = plain(f"{module}.bias", device, wanted) if f"{module}.bias" in expected else None
+            decoder.place(module, Weight(matrix(name) if is_matrix else plain(name, device, wanted), bias))
         elif kind != "bias":
-            decoder.place(name, nn.Parameter(source.plain(name, device, wanted), requires_grad=False))
+            decoder.place(name, nn.Parameter(plain(name, device, wanted), requires_grad=False))
     if config["tie_word_embeddings"]:  # a module of its own: the runner takes the head's weight away
         head = next((name for name in (_HEAD, _EMBEDDING) if name in quantised), None)
         decoder.place("lm_head", Weight(matrix(head) if head else decoder.model.embed_tokens.weight))
