@@ -121,20 +121,20 @@ def _build_draft(target: Path, building: Path, progress: Progress) -> None:
     config = json.loads((target / "config.json").read_text())
     config["num_hidden_layers"] = DRAFT_NUM_LAYERS
     (building / "config.json").write_text(json.dumps(config, indent=2))
-    shipped, table = load_file(DRAFT_LAYERS), table_in(target)
+    shipped, table, tensors = load_file(DRAFT_LAYERS), table_in(target), dict[str, Tensor]()
     assert table is not None
-    kind, shape, begin, size = table.tensors[_EMBEDDING]
-    found = {_EMBEDDING: (kind, shape, Path(table.file).read_bytes()[begin : begin + size])}
-    for name, tensor in shipped.items():
-        if name.endswith(".steps"):
-            matrix = name.removesuffix(".steps")
-            rows = q4_1(*(shipped[f"{matrix}.{part}"] for part in ("steps", "low", "width")))
-            found[matrix] = "Q4_1", (len(tensor), 2 * tensor.shape[1]), rows.numpy().tobytes()
-        elif not name.endswith((".low", ".width")):
-            found[name] = "BF16", tuple(tensor.shape), tensor.view(torch.uint8).numpy().tobytes()
-    tensors = {}
     with (building / _WEIGHTS).open("wb") as file:
-        for name, (kind, shape, data) in found.items():
-            tensors[name] = Tensor(kind, shape, file.tell(), len(data))
-            file.write(data)
+
+        def put(name: str, kind: str, shape: tuple[int, ...], data: bytes) -> None:
+            tensors[name] = Tensor(kind, shape, file.tell(), file.write(data))
+
+        kind, shape, begin, size = table.tensors[_EMBEDDING]
+        put(_EMBEDDING, kind, shape, Path(table.file).read_bytes()[begin : begin + size])
+        for name, tensor in shipped.items():
+            if name.endswith(".steps"):
+                matrix = name.removesuffix(".steps")
+                rows = q4_1(*(shipped[f"{matrix}.{part}"] for part in ("steps", "low", "width")))
+                put(matrix, "Q4_1", (len(tensor), 2 * tensor.shape[1]), rows.numpy().tobytes())
+            elif not name.endswith((".low", ".width")):
+                put(name, "BF16", tuple(tensor.shape), tensor.view(torch.uint8).numpy().tobytes())
     Table(_WEIGHTS, 0, tensors).write(building)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import os
+from functools import partial
 
 import torch
 
 from pearl.models.checkpoints.formats import GGUF_BLOCKS, Make, from_gguf
 from pearl.models.checkpoints.gguf import Table
 from pearl.models.families import Forward
+from pearl.models.forward.quantised import QuantisedMatrix
 
-_NUMBERS = {  # types
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+_NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # types that are not quantised
 _TOGETHER = 4096  # rows dequantised at once: in float32 a large matrix would take the last memory
 
 
@@ -24,19 +21,16 @@ class GgufWeights:
 
     def __init__(self, table: Table, forward: Forward) -> None:
         self._tensors, self._interleaved = table.tensors, table.interleaved
-        self._experts = len([name for name in table.tensors if name.startswith("model.layers.0.mlp.experts")]) // 3
         self._shift = forward.norm_shift or 0.0
         size = os.stat(table.file).st_size
         self._bytes = torch.from_file(table.file, shared=False, size=size, dtype=torch.uint8)
 
     def matrices(self) -> dict[str, Make]:
         """What makes each matrix that stays in its own bits."""
-        kinds = {name: tensor.kind for name, tensor in self._tensors.items() if tensor.kind in GGUF_BLOCKS}
+        return {name: partial(self._matrix, name) for name, each in self._tensors.items() if each.kind in GGUF_BLOCKS}
 
-        def maker(name: str) -> Make:
-            return lambda: from_gguf(kinds[name], self._rows(name))
-
-        return {name: maker(name) for name in kinds}
+    def _matrix(self, name: str) -> QuantisedMatrix:
+        return from_gguf(self._tensors[name].kind, self._rows(name))
 
     def plain(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """A weight, dequantised; mapped where nothing changes."""
@@ -44,17 +38,20 @@ class GgufWeights:
         rows = self._rows(name)
         if self._shift and name.endswith("norm.weight"):
             rows = rows.float() - self._shift
-        if kind not in _NUMBERS:
-            rows = torch.cat([_dequantised(kind, some).to(dtype) for some in rows.split(_TOGETHER)])
-        return rows.to(device, dtype).view(shape)
+        if kind in _NUMBERS:
+            return rows.to(device, dtype)
+        found = torch.empty(shape, dtype=dtype)
+        for some, into in zip(rows.split(_TOGETHER), found.split(_TOGETHER), strict=True):
+            into.copy_(_dequantised(kind, some))
+        return found.to(device)
 
     def state_dict(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """All weights, dequantised, as a model of transformers has them."""
         found = {name: self.plain(name, torch.device("cpu"), dtype) for name in self._tensors}
         for stack in [name.removesuffix("0.gate_proj.weight") for name in found if ".experts.0.gate_proj" in name]:
             gate, up, down = (
-                torch.stack([found.pop(f"{stack}{at}.{part}_proj.weight") for at in range(self._experts)])
-                for part in ("gate", "up", "down")
+                torch.stack([found.pop(name) for name in [*found] if name.startswith(stack) and part in name])
+                for part in (".gate_proj.", ".up_proj.", ".down_proj.")
             )
             found |= {f"{stack}gate_up_proj": torch.cat((gate, up), 1), f"{stack}down_proj": down}
         return found
@@ -64,7 +61,7 @@ class GgufWeights:
         kind, shape, offset, size = self._tensors[name]
         found = self._bytes[offset : offset + size]
         numbers = _NUMBERS.get(kind)
-        found = found.view(numbers).view(shape) if numbers else found.view(math.prod(shape[:-1]), -1)
+        found = found.view(numbers).view(shape) if numbers else found.view(shape[0], -1)
         if self._interleaved and name.split(".")[-2] in ("q_proj", "k_proj"):
             found = found.unflatten(0, (-1, self._interleaved // 2, 2)).transpose(1, 2).flatten(0, 2)
         return found
