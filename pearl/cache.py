@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
@@ -40,17 +40,14 @@ def cache_directory() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "pearl"
 
 
-def stamp(files: Iterable[Path], contents: bool = False, also: Sequence[object] = ()) -> str:
-    """16 hexadecimal digits that change with any of the files, the versions that convert them, and `also` (JSON).
+def stamp(files: Iterable[Path]) -> str:
+    """16 hexadecimal digits that change with the path, size or time of any file, and with the versions that read them.
 
-    A file counts by path, size and time, or by name and `contents`. Raises `OSError`.
+    Raises `OSError`.
     """
-    found: list[object] = [FORMAT, version("transformers"), *also]
+    found: list[object] = [FORMAT, version("transformers")]
     for path in files:
-        if contents:
-            found.append((path.name, hashlib.blake2b(path.read_bytes()).hexdigest()))
-        else:
-            found.append((str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns))
+        found.append((str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns))
     return hashlib.blake2b(json.dumps(found).encode(), digest_size=8).hexdigest()
 
 
