@@ -90,6 +90,12 @@ FAMILIES: dict[str, dict[str, Any]] = {  # what files of them say beside the usu
         "rope.scaling.factor": 8.0,
     },
     "phi3-partial": {"rope.dimension_count": 6, "attention.sliding_window": 0},
+    "phi4-mini": {
+        "rope.dimension_count": 6,
+        "attention.sliding_window": 0,
+        "rope.scaling.original_context_length": 256,
+        "rope.scaling.attn_factor": 1.125**0.5,  # 1 + log 2 / log 256
+    },
     "glm4": {"attention.key_length": 8, "rope.dimension_count": 4},
     "granite-scaled": {
         "embedding_scale": 12.0,
@@ -193,6 +199,8 @@ UNKEPT: list[tuple[str, dict[str, Any]]] = [  # what is said of it
     ("its rope is scaled by 'longrope'", {"rope.scaling.type": "longrope"}),
     ("its rope is scaled in a way", {"rope.scaling.type": "yarn", "rope.scaling.attn_factor": 0.5}),
     ("its rope has frequencies", {"freqs": 3}),
+    ("its rope is scaled by tensors", {"freqs": 3, "rope.scaling.type": "linear", "rope.scaling.factor": 4.0}),
+    ("its rope is scaled by tensors", {"model": "phi4-mini", "rope.scaling.type": "none"}),
     ("2 of its weights are in no file", {"without": "up_proj"}),
     ("its rope is scaled in a way", {"rope.scaling.finetuned": False}),
     ("a window of 64", {"attention.sliding_window": 64}),
@@ -357,6 +365,9 @@ def _write_gguf(
         plain = 5e5 ** -(torch.arange(4) / 4)
         scaled = llama3_frequencies(plain, LLAMA3) if freqs is True else plain / freqs
         writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
+    for length in ("long", "short") if "long_factor" in ropes else ():
+        factors = torch.tensor(ropes[f"{length}_factor"], dtype=torch.float32)
+        writer.add_tensor(f"rope_factors_{length}.weight", factors.numpy())
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(["<end>", *(chr(0x100 + id) for id in range(2, config["vocab_size"])), "ĂĂ"])
     writer.add_token_merges(["Ă Ă"])

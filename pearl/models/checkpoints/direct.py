@@ -33,6 +33,7 @@ _ROPES = {  # settings
     "linear": ("factor",),
     "llama3": (*_LLAMA3, _LENGTH),
     "yarn": ("factor", _LENGTH),
+    "longrope": ("attention_factor", _LENGTH),
 }
 _NEEDED = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -272,7 +273,10 @@ def _frequencies(rope: Any, dim: int) -> Frequencies | None:
     if needed is None or not all(isinstance(rope.get(name), int | float) for name in ("rope_theta", *needed)):
         return None
     dim = int(dim * rope.get("partial_rotary_factor", 1.0))
-    plain = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))
+    wide = rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)
+    if rope["rope_type"] == "longrope":  # whose long factors are for texts beyond a runner's context
+        return 1.0 / (torch.tensor(rope["short_factor"]) * wide), rope["attention_factor"]
+    plain = 1.0 / wide
     if rope["rope_type"] == "llama3":
         return llama3_frequencies(plain, rope), 1.0
     if rope["rope_type"] == "yarn":

@@ -34,6 +34,7 @@ _NEEDED = {
 _NEEDED_BY_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 # The rope of Llama 3.1 and later, except its factor. A file has the resulting frequencies instead.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_FACTORS = {"rope_factors_long.weight": "long_factor", "rope_factors_short.weight": "short_factor"}  # a longrope's
 # llama.cpp's defaults for what a config.json cannot state otherwise.
 _FIXED = {
     "attn_factor": 1.0,
@@ -207,42 +208,57 @@ def _ropes(
     elif turned != width:
         of = family.gguf.architecture
         raise ValueError(f"its rope turns {turned} of {width} dimensions, which {of!r} files are not read with")
-    scaling = _scaling(stated, config["max_position_embeddings"])
-    if divisors := [name for name in tensors if name.startswith("rope_f")]:
-        if scaling or divisors != ["rope_freqs.weight"] or family.gguf.has_two_ropes:
-            raise ValueError(f"its rope is scaled by tensors that are not read from such files: {', '.join(divisors)}")
-        scaling = _llama3(rope["rope_theta"], file, tensors["rope_freqs.weight"])
+    given = {name: _numbers(file, tensor) for name, tensor in tensors.items() if name.startswith("rope_f")}
+    scaling = _scaling(stated, config["max_position_embeddings"], {*given} == {*_FACTORS})
+    if {*given} == {*_FACTORS} and scaling.get("rope_type") == "longrope":
+        scaling |= {attribute: given[name].tolist() for name, attribute in _FACTORS.items()}
+    elif [*given] == ["rope_freqs.weight"] and not scaling and not family.gguf.has_two_ropes:
+        scaling = _llama3(rope["rope_theta"], given["rope_freqs.weight"])
+    elif given:
+        raise ValueError(f"its rope is scaled by tensors that are not read from such files: {', '.join(given)}")
     if not family.gguf.has_two_ropes:
         return rope | scaling
     sliding = rope | {"rope_theta": float(stated.get("rope.freq_base_swa", 1e4))}
     return {"full_attention": rope | scaling, "sliding_attention": sliding}
 
 
-def _scaling(stated: Mapping[str, Any], positions: int) -> dict[str, Any]:
-    """Of a rope, as in config.json. Raises `ValueError` where that cannot state it."""
+def _scaling(stated: Mapping[str, Any], positions: int, is_long: bool) -> dict[str, Any]:
+    """Of a rope, as in config.json. Raises `ValueError` where that cannot state it.
+
+    is_long: the file has a longrope's factors.
+    """
     stated = {name.removeprefix("rope.scaling."): stated[name] for name in stated if name.startswith("rope.scal")}
     factor = float(stated.get("factor") or stated.get("rope.scale_linear") or 1.0)
-    kind = stated.get("type", "linear")  # as llama.cpp
+    kind = stated.get("type", "longrope" if is_long else "linear")  # as llama.cpp
+    length = int(stated.get("original_context_length") or positions)
+    if kind == "longrope" and is_long:
+        attention = float(stated.pop("attn_factor", 1.0))
+        return {"rope_type": kind, "attention_factor": attention, "original_max_position_embeddings": length}
     if any(stated.get(name, usual) != usual for name, usual in _FIXED.items()):
         raise ValueError(f"its rope is scaled in a way that is not computed: {stated}")
     if kind == "yarn":
-        length = stated.get("original_context_length") or positions
         betas = {name: float(stated[f"yarn_{name}"]) for name in ("beta_fast", "beta_slow") if f"yarn_{name}" in stated}
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": int(length), **betas}
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length, **betas}
     if kind not in ("linear", "none"):
         raise ValueError(f"its rope is scaled by {kind!r}, which is not read from such files")
     return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1 else {}
 
 
-def _llama3(base: float, file: Path, divisors: Tensor) -> dict[str, Any]:
-    """The scaling whose frequencies are the plain ones divided by `divisors` [head_dim / 2]."""
+def _numbers(file: Path, tensor: Tensor) -> Any:
+    """A tensor of float32, [n]."""
     import numpy as np
+
+    (count,) = tensor.shape
+    return np.fromfile(file, np.float32, count, offset=tensor.offset)
+
+
+def _llama3(base: float, divisors: Any) -> dict[str, Any]:
+    """The scaling whose frequencies are the plain ones divided by `divisors` [head_dim / 2]."""
     import torch
 
     from pearl.models.checkpoints.direct import llama3_frequencies
 
-    (count,) = divisors.shape
-    given = torch.from_numpy(np.fromfile(file, np.float32, count, offset=divisors.offset))
+    count, given = len(divisors), torch.from_numpy(divisors)
     found = {"rope_type": "llama3", "factor": round(float(given.max()), 3), **_LLAMA3}
     plain = 1.0 / (base ** (torch.arange(count, dtype=torch.float) / count))
     if not torch.allclose(plain / given, llama3_frequencies(plain, found), rtol=1e-3, atol=0):
