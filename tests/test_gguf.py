@@ -326,7 +326,7 @@ def test_a_damaged_gguf_file_is_a_model_error(tmp_path: Path, cache: Path) -> No
         with pytest.raises(ModelError, match=rf"tiny\.gguf' could not be loaded: it is {cause}"):
             load_runner(str(file), device=CPU)
     file.write_bytes(whole[:4] + b"\1" + whole[5:])
-    with pytest.raises(ModelError, match="of version 1"):
+    with pytest.raises(ModelError, match="version 1 which we cannot handle"):
         load_runner(str(file), device=CPU)
     assert not [path for path in cache.iterdir() if path.is_dir()]
 

@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pearl.cache import silent
 from pearl.errors import ModelError
-from pearl.models.checkpoints.gguf import directory_of
-from pearl.models.checkpoints.gguf_header import read_header
+from pearl.models.checkpoints.gguf import directory_of, read_header
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.text.gguf_tokenizer import tokenizer_of
 from pearl.text.tokenizer import check_same_vocabulary

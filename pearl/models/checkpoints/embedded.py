@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 
 from pearl.cache import FORMAT, Progress, built_once, silent
 from pearl.errors import ModelError
-from pearl.models.checkpoints.gguf import Table, describe_file, table_in
-from pearl.models.checkpoints.gguf_header import Tensor
+from pearl.models.checkpoints.gguf import Table, Tensor, describe_file, table_in
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,6 @@ import msgspec
 
 from pearl.cache import GGUF_FILES, Progress, built_once, cache_directory, stamp
 from pearl.errors import ModelError
-from pearl.models.checkpoints.gguf_header import Tensor, read_header
 from pearl.models.families import GGUF, Family, weight_shapes
 from pearl.printable import cause_of
 
@@ -44,6 +43,15 @@ _FIXED = {
     "alpha": 0.0,
     "finetuned": True,
 }
+
+
+class Tensor(NamedTuple):
+    """Where a tensor is: its type, its shape as torch has it, and its bytes in the file."""
+
+    kind: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
 
 
 class Table(NamedTuple):
@@ -120,6 +128,30 @@ def describe_file(file: Path, directory: Path) -> None:
     (directory / _GENERATION).write_text(json.dumps(generation))
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     table.write(directory)
+
+
+def read_header(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Fields and tensors by name. Raises `ValueError` for another file, and for one that is not whole; `OSError`."""
+    import numpy as np
+    from gguf import GGUFReader
+
+    class Reader(GGUFReader):
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Reads from a plain array: slices of a memmap take four times as long, and vocabularies many."""
+            super().__setattr__(name, np.asarray(value) if name == "data" else value)
+
+    with file.open("rb") as opened:
+        if opened.read(4) != b"GGUF":
+            raise ValueError("it is no GGUF file. Get it again")
+    try:
+        reader = Reader(file)
+    except Exception as error:
+        raise ValueError(f"it is cut off or damaged ({cause_of(error)})") from error
+    tensors = {}
+    for each in reader.tensors:
+        shape = tuple(each.shape.tolist()[::-1])
+        tensors[each.name] = Tensor(each.tensor_type.name, shape, int(each.data_offset), int(each.n_bytes))
+    return {name: field.contents() for name, field in reader.fields.items()}, tensors
 
 
 def _family_of(architecture: str, stated: Mapping[str, Any]) -> Family:
