@@ -263,11 +263,11 @@ def _scaling(stated: Mapping[str, Any], positions: int, is_long: bool) -> dict[s
     factor = float(stated.get("factor") or stated.get("rope.scale_linear") or 1.0)
     kind = stated.get("type", "longrope" if is_long else "linear")  # as llama.cpp
     length = int(stated.get("original_context_length") or positions)
-    if kind == "longrope" and is_long:
-        attention = float(stated.pop("attn_factor", 1.0))
-        return {"rope_type": kind, "attention_factor": attention, "original_max_position_embeddings": length}
+    attention = float(stated.pop("attn_factor", 1.0)) if is_long else 1.0
     if any(stated.get(name, usual) != usual for name, usual in _FIXED.items()):
         raise ValueError(f"its rope is scaled in a way that is not computed: {stated}")
+    if kind == "longrope" and is_long:
+        return {"rope_type": kind, "attention_factor": attention, "original_max_position_embeddings": length}
     if kind == "yarn":
         betas = {name: float(stated[f"yarn_{name}"]) for name in ("beta_fast", "beta_slow") if f"yarn_{name}" in stated}
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length, **betas}
@@ -277,10 +277,12 @@ def _scaling(stated: Mapping[str, Any], positions: int, is_long: bool) -> dict[s
 
 
 def _numbers(file: Path, tensor: Tensor) -> Any:
-    """A tensor of float32, [n]."""
+    """A tensor of a rope, [n]."""
     import numpy as np
 
     (count,) = tensor.shape
+    if tensor.kind != "F32":
+        raise ValueError(f"its rope is scaled by numbers of the type {tensor.kind}, which are not read")
     return np.fromfile(file, np.float32, count, offset=tensor.offset)
 
 
