@@ -41,13 +41,12 @@ def cache_directory() -> Path:
 
 
 def stamp(files: Iterable[Path]) -> str:
-    """16 hexadecimal digits that change with the path, size or time of any file, and with the versions that read them.
+    """16 hexadecimal digits that change with path, size or time of any file, and with the versions that convert them.
 
     Raises `OSError`.
     """
     found: list[object] = [FORMAT, version("transformers")]
-    for path in files:
-        found.append((str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns))
+    found += [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return hashlib.blake2b(json.dumps(found).encode(), digest_size=8).hexdigest()
 
 
