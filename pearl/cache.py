@@ -24,8 +24,8 @@ from pearl.errors import ModelError
 Progress = Callable[[str], None]
 Build = Callable[[Path, Progress], None]  # writes a directory that does not exist yet
 
-CONVERTED = "converted"  # the part of the cache that holds conversions of the user's models
-FORMAT = 6  # increase it where the same files would be converted differently
+GGUF_FILES = "gguf"  # the part of the cache that describes the user's GGUF files
+FORMAT = 7  # increase it where the same files would be described differently
 
 
 def silent(_message: str) -> None:

@@ -17,6 +17,7 @@ import click
 import torch
 from safetensors.torch import load_file, save_file
 
+from pearl.models.checkpoints.direct import read_decoder
 from pearl.models.checkpoints.embedded import DRAFT_LAYERS, embedded_target
 
 MOST_BYTES = 20_000_000
@@ -29,8 +30,8 @@ SHARES = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82)  # of a group's range that it
 @click.argument("draft", type=click.Path(path_type=Path))
 def main(draft: Path) -> None:
     tensors = load_file(draft / "model.safetensors")
-    table = load_file(embedded_target() / "model.safetensors")[TABLE]
-    if not torch.equal(tensors.pop(TABLE), table):
+    target = read_decoder(embedded_target(), torch.bfloat16, torch.device("cpu"))
+    if target is None or not torch.equal(tensors.pop(TABLE), target.model.embed_tokens.weight):
         raise click.ClickException("the draft has embeddings of its own")
     tensors = pack_layers(tensors)
     size = sum(tensor.nbytes for tensor in tensors.values())

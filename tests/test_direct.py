@@ -26,7 +26,7 @@ from tests.runner_contract import close
 from tests.tiny import tiny_model
 
 CPU = torch.device("cpu")
-KINDS = ["llama", "llama-biased", "llama-tied", "llama-long", "mistral", "qwen2", "qwen3", "gpt-oss"]
+KINDS = ["llama", "llama-biased", "llama-tied", "llama-long", "mistral", "qwen2", "qwen3", "gpt-oss", "qwen3-moe"]
 
 
 @pytest.fixture

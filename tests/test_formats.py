@@ -139,10 +139,10 @@ TOOLS: dict[str, tuple[Callable[[torch.Tensor], Written], dict[str, Any], str]] 
 }
 
 
-def save(tool: str, directory: Path) -> dict[str, torch.Tensor]:
+def save(tool: str, directory: Path, kind: str = "qwen3") -> dict[str, torch.Tensor]:
     """A tiny model as that tool writes it; returns the weights that it stands for."""
     write, scheme, _ = TOOLS[tool]
-    source = tiny_model("qwen3")
+    source = tiny_model(kind)
     shutil.copytree(source, directory)
     state, found = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
@@ -175,6 +175,22 @@ def test_other_tools_files_run_at_their_own_bits(tool: str, tmp_path: Path) -> N
     assert (found - wanted).abs().mean() < 0.02 * wanted.std(), "bfloat16 is all that is between the two"
     runner.rollback(0)
     assert torch.equal(torch.cat([feed_chain(runner, tokens[n : n + 5], 5) for n in range(0, 40, 5)]), found)
+    wide = load_runner(str(tmp_path / "model"), device=CPU, max_context=96, dtype="float32")
+    torch.testing.assert_close(feed_chain(wide, tokens, 40), wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("tool", ["awq", "float-quantized"])
+def test_experts_run_at_their_own_bits_too(tool: str, tmp_path: Path) -> None:
+    weights = save(tool, tmp_path / "model", "qwen3-moe")
+    shutil.copytree(tiny_model("qwen3-moe"), tmp_path / "plain")
+    save_file(weights, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    plain = load_runner(str(tmp_path / "plain"), device=CPU, max_context=96, forwards="transformers")
+    tokens = some_tokens(plain, 40)
+    wanted = feed_chain(plain, tokens, 40)
+    runner = load_runner(str(tmp_path / "model"), device=CPU, max_context=96, exact=True)
+    assert isinstance(runner, ForwardRunner)
+    assert runner.weights == TOOLS[tool][2]
+    assert (feed_chain(runner, tokens, 40) - wanted).abs().mean() < 0.05 * wanted.std()
     wide = load_runner(str(tmp_path / "model"), device=CPU, max_context=96, dtype="float32")
     torch.testing.assert_close(feed_chain(wide, tokens, 40), wanted, rtol=1e-3, atol=1e-4)
 

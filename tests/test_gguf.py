@@ -1,93 +1,60 @@
-"""GGUF files: what is converted is the model that the file describes, or it is refused."""
+"""GGUF files: what runs is the model that the file describes, or it is refused."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gguf
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig
+from transformers import AutoModelForCausalLM
 
 from pearl.errors import ModelError
-from pearl.models.checkpoints import gguf as reading
+from pearl.models.checkpoints.checkpoint import resolve_checkpoint
 from pearl.models.checkpoints.direct import llama3_frequencies
-from pearl.models.checkpoints.gguf import _ALWAYS, _check_stated, _complete, _complete_window, convert
+from pearl.models.checkpoints.gguf import _NEEDED, _NEEDED_BY_EXPERTS, _family_of, _windows, table_in
+from pearl.models.checkpoints.gguf_weights import GgufWeights
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer
-from pearl.models.families import GGUF
+from pearl.models.families import GGUF, OWN_FORWARD
 from pearl.models.forward.matrices import multiplies_bf16
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
-from tests.conftest import eventually
 from tests.runner_contract import close, some_tokens
-from tests.test_processes import gone
 from tests.tiny import tiny_model
 
 CPU = torch.device("cpu")
 USUAL_ROPE = {"rope_type": "default", "rope_theta": 1e4}
-AUTOMATIC = torch.bfloat16 if multiplies_bf16() else torch.float32  # of a file that is converted to bfloat16
+AUTOMATIC = torch.bfloat16 if multiplies_bf16() else torch.float32
 
 
 @pytest.fixture
-def child_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PEARL_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "converted"
+    return tmp_path / "cache" / "gguf"
 
 
-@pytest.fixture
-def cache(child_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Files are converted in this process, which need not import transformers first."""
-
-    def convert_here(file: Path, directory: Path, dtype: str) -> None:
-        try:
-            reading._convert_here(file, directory, dtype)
-        except SystemExit as error:
-            raise ModelError(f"Model {str(file)!r} could not be loaded: {error}") from None
-
-    monkeypatch.setattr(reading, "convert", convert_here)
-    return child_cache
-
-
-def test_a_gguf_file_gives_the_same_model(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is converted, for each dtype once; an unnamed dtype is bfloat16."""
+def test_a_gguf_file_gives_the_same_model(tmp_path: Path, cache: Path) -> None:
+    """It is described once; an unnamed dtype is bfloat16."""
     file = tmp_path / "tiny.gguf"
     _write_gguf(file)
     runner = load_runner(str(file), device=CPU, dtype="float32", max_context=64)
     tokens = some_tokens(runner, 9)
     close(feed_chain(runner, tokens, 9), feed_chain(load_runner(str(tiny_model()), device=CPU), tokens, 9))
-    monkeypatch.setattr(reading, "convert", convert)  # in a process of its own
-    automatic = load_runner(str(file), device=CPU, max_context=64)
+    messages: list[str] = []
+    automatic = load_runner(str(file), device=CPU, max_context=64, progress=messages.append)
     assert isinstance(automatic, ForwardRunner)
     assert automatic.dtype == AUTOMATIC
-    made = sorted(path.name for path in cache.iterdir() if path.is_dir())
-    assert [name.rpartition("-")[2] for name in made] == ["bfloat16", "float32"]
+    assert messages == [f"loading {file}"]
+    (made,) = (path for path in cache.iterdir() if path.is_dir())
+    assert sum(each.stat().st_size for each in made.iterdir()) < file.stat().st_size, "no weights"
     tokenizer, defaults = load_tokenizer(str(file))
     assert (tokenizer.token(0), defaults.eos) == ("<end>", (0,))
-    messages: list[str] = []
-    load_runner(str(file), device=CPU, dtype="float32", max_context=64, progress=messages.append)
-    assert messages == [f"loading {file}"]
-
-
-def test_who_converts_ends_with_who_waits_for_it(tmp_path: Path) -> None:
-    """Reading a pipe that nobody writes to, it would stay for ever; and a large file takes minutes."""
-    os.mkfifo(tmp_path / "tiny.gguf")
-    take = "import sys, pathlib"
-    script = f"{take}; from {convert.__module__} import convert; convert(*map(pathlib.Path, sys.argv[1:]), 'any')"
-    waits = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "tiny.gguf"), str(tmp_path)])
-    eventually(lambda: bool(psutil.Process(waits.pid).children()), "the conversion has begun")
-    (converts,) = psutil.Process(waits.pid).children()
-    waits.kill()
-    waits.wait()
-    eventually(lambda: gone(converts.pid), "the conversion has ended")
 
 
 LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -107,30 +74,46 @@ SCALED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what a file says
 }
 
 
-EXPERTS = {"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 64, "expert_gating_func": 2}
-FAMILIES: dict[str, dict[str, Any]] = {  # what files of them say that transformers does not read
-    "gemma2-caps": {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0, "attention.key_length": 8},
+EXPERTS = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32, "attention.key_length": 8}
+GEMMA = {"attention.key_length": 8}
+FAMILIES: dict[str, dict[str, Any]] = {  # what files of them say beside the usual
+    "llama-biased": {},
+    "llama-tied": {},
+    "llama-mha": {"attention.head_count_kv": None},
+    "qwen2": {},
+    "qwen3": {"attention.key_length": 16},
+    "gemma2-caps": {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0, **GEMMA},
     "gemma3-linear": {
-        "attention.key_length": 8,
+        **GEMMA,
         "attention.sliding_window": 4096,
         "rope.scaling.type": "linear",
         "rope.scaling.factor": 8.0,
     },
     "phi3-partial": {"rope.dimension_count": 6, "attention.sliding_window": 0},
-    "stablelm": {"rope.dimension_count": 8},
-    "starcoder2": {},
-    "falcon": {"feed_forward_length": 128, "attention.head_count_kv": 1},
-    "nemotron": {},
-    "minimax-m2": {**EXPERTS, "attention.key_length": 8, "rope.dimension_count": 8},
+    "phi4-mini": {
+        "rope.dimension_count": 6,
+        "attention.sliding_window": 0,
+        "rope.scaling.original_context_length": 256,
+        "rope.scaling.attn_factor": 1.125**0.5,  # 1 + log 2 / log 256
+    },
+    "glm4": {"attention.key_length": 8, "rope.dimension_count": 4},
+    "granite-scaled": {
+        "embedding_scale": 12.0,
+        "residual_scale": 0.22,
+        "attention.scale": 0.2,
+        "logit_scale": 8.0,
+    },
+    "olmo2": {},
+    "smollm3": {},
+    "qwen3-moe": EXPERTS,
+    "mixtral": {"expert_count": 4, "expert_used_count": 2},
 }
 
 
 OPEN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # a file says, and what that is in a config.json
     "llama": ("llama", {}, {"rope_parameters": USUAL_ROPE}),
     "phi3": ("phi3-partial", {"attention.sliding_window": 0}, {"rope_parameters": USUAL_ROPE}),
-    "starcoder2": ("starcoder2", {}, {"rope_parameters": USUAL_ROPE}),
-    "stablelm": ("stablelm", {}, {"rope_parameters": USUAL_ROPE | {"partial_rotary_factor": 1.0}}),
-    "minimax-m2": ("minimax-m2", {**EXPERTS, "attention.key_length": 8}, {"rope_parameters": USUAL_ROPE}),
+    "mixtral": ("mixtral", FAMILIES["mixtral"], {"rope_parameters": USUAL_ROPE}),
     "gemma3": (
         "gemma3-linear",
         {"attention.key_length": 8},
@@ -158,7 +141,7 @@ CASES = {  # name -> (tiny model, fields of its file, the same in config.json)
         f"rope {kind}": ("llama", said, {"rope_parameters": rope | {"rope_theta": 5e5}})
         for kind, (said, rope) in SCALED.items()
     },
-    **{kind: (kind, said, {}) for kind, said in FAMILIES.items()},
+    **{kind: (kind, said, {"norm_topk_prob": True} if kind == "qwen3-moe" else {}) for kind, said in FAMILIES.items()},
     "a window": (
         "phi3-partial",
         FAMILIES["phi3-partial"] | {"attention.sliding_window": 32},
@@ -199,36 +182,38 @@ SIX = ["sliding_attention"] * 5 + ["full_attention"]
 )
 def test_the_layers_of_gemma3_slide_as_the_gguf_file_says(window: int | None, pattern: Any, kinds: list[str]) -> None:
     """It was five of six whatever the file said, and a window of 0 an error of Python's."""
-    config: Any = Gemma3TextConfig(num_hidden_layers=6, max_position_embeddings=256)
-    said = {"attention.sliding_window": window, "attention.sliding_window_pattern": pattern}
-    _complete_window(config, "gemma3", {name: value for name, value in said.items() if value is not None})
-    assert config.layer_types == kinds
-    assert config.sliding_window == (window or 256)
-    _complete_window(config := Gemma2Config(num_hidden_layers=6), "gemma2", {})
-    assert config.layer_types == ["sliding_attention", "full_attention"] * 3
-    assert config.sliding_window == 4096
-    with pytest.raises(SystemExit, match="it says of 2 layers whether they have a window, and has 6"):
-        _complete_window(config, "gemma3", {"attention.sliding_window_pattern": [True, False]})
+    said = {"attention.sliding_window": window, "attention.sliding_window_pattern": pattern, "context_length": 256}
+    found = _windows(GGUF["gemma3", False], {name: value for name, value in said.items() if value is not None}, 6)
+    assert found == {"layer_types": kinds, "sliding_window": window or 256}
 
 
-MOE = {"model": "minimax-m2", **EXPERTS, "attention.key_length": 8, "rope.dimension_count": 8}
+def test_the_layers_of_gemma2_slide_in_turns() -> None:
+    found = _windows(family := GGUF["gemma2", False], {}, 6)
+    assert found == {"layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 4096}
+    with pytest.raises(ValueError, match="it says of 2 layers whether they have a window, and has 6"):
+        _windows(family, {"attention.sliding_window_pattern": [True, False]}, 6)
+
+
+MOE = {"model": "qwen3-moe", **EXPERTS}
 UNKEPT: list[tuple[str, dict[str, Any]]] = [  # what is said of it
     ("its rope is scaled by 'longrope'", {"rope.scaling.type": "longrope"}),
     ("its rope is scaled in a way", {"rope.scaling.type": "yarn", "rope.scaling.attn_factor": 0.5}),
     ("its rope has frequencies", {"freqs": 3}),
+    ("its rope is scaled by tensors", {"freqs": 3, "rope.scaling.type": "linear", "rope.scaling.factor": 4.0}),
+    ("its rope is scaled by tensors", {"model": "phi4-mini", "rope.scaling.type": "none"}),
     ("2 of its weights are in no file", {"without": "up_proj"}),
-    ("it does not say 'attention.head_count_kv'", {"model": "llama-mha", "attention.head_count_kv": None}),
+    ("its rope is scaled in a way", {"rope.scaling.finetuned": False}),
     ("a window of 64", {"attention.sliding_window": 64}),
     ("its rope turns 4 of 8", {"model": "qwen2", "rope.dimension_count": 4, "without": "bias"}),
-    ("512 of its weights have no place", {"model": "llama-biased"}),
-    (r"mlp.down_proj.weight has the shape \[32, 64\] where \[32, 48\] is expected", {"feed_forward_length": 48}),
+    ("6 of its weights have no place", {"model": "llama-biased", "without": "q_proj.bias"}),
+    (r"mlp.gate_proj.weight has the shape \[64, 32\] where \[48, 32\] is expected", {"feed_forward_length": 48}),
     ("it does not say 'attention.layer_norm_rms_epsilon'", {"attention.layer_norm_rms_epsilon": None}),
     ("it does not say 'context_length'", {"model": "qwen2", "context_length": None}),
     ("it does not say 'expert_used_count'", {**MOE, "expert_used_count": None}),
-    ("it uses 7 experts of 6", {**MOE, "expert_used_count": 7}),
-    ("its experts are not chosen by a sigmoid", {**MOE, "expert_gating_func": 1}),
-    ("2 of its weights are in no file.*e_score_correction_bias", {**MOE, "without": "e_score"}),
-    ("it has 8 experts", {"expert_count": 8}),
+    ("it uses 9 experts of 8", {**MOE, "expert_used_count": 9}),
+    ("it scales what its experts say by 2.5", {**MOE, "expert_weights_scale": 2.5}),
+    ("2 of its weights are in no file.*mlp.gate.weight", {**MOE, "without": "mlp.gate."}),
+    ("it has 8 experts", {"model": "qwen2", "expert_count": 8}),
 ]
 
 
@@ -244,22 +229,20 @@ def test_a_gguf_file_that_cannot_be_kept_whole_is_refused(
 
 def test_no_number_of_a_gguf_file_is_made_up() -> None:
     """What llama.cpp does not start without. It was the class's number, of some other model."""
-    for architecture in GGUF:
-        said: dict[str, Any] = dict.fromkeys((*_ALWAYS, *GGUF[architecture].needed), 2)
-        said["expert_gating_func"] = 2
-        _check_stated(architecture, said)
-        norms = [name for name in said if "epsilon" in name]
-        assert len(norms) == 1
-        for name in (*norms, "context_length", "block_count", "embedding_length", "attention.head_count"):
-            with pytest.raises(SystemExit, match=f"it does not say '{name}'"):
-                _check_stated(architecture, {each: said[each] for each in said if each != name})
-        with pytest.raises(SystemExit, match="for each layer"):
-            _check_stated(architecture, said | {"attention.head_count_kv": [2, 1]})
+    for (architecture, has_experts), family in GGUF.items():
+        needed = {**_NEEDED, **family.gguf.needed, **(_NEEDED_BY_EXPERTS if has_experts else {})}
+        said: dict[str, Any] = dict.fromkeys(needed, 2)
+        assert _family_of(architecture, said) is family
+        for name in needed.keys() - {"expert_count"}:
+            with pytest.raises(ValueError, match=f"it does not say '{name}'"):
+                _family_of(architecture, {each: said[each] for each in said if each != name})
+        with pytest.raises(ValueError, match="for each layer"):
+            _family_of(architecture, said | {"attention.head_count_kv": [2, 1]})
 
 
 def test_a_gguf_file_of_an_architecture_that_is_not_read_is_refused(tmp_path: Path, cache: Path) -> None:
     """The causes were errors of Python's, such as 'int' object is not iterable."""
-    for architecture in ("gpt-oss", "lfm2", "t5", "deci", "gemma4"):
+    for architecture in ("gpt-oss", "lfm2", "t5", "deci", "gemma4", "falcon"):
         writer = gguf.GGUFWriter(file := tmp_path / f"{architecture}.gguf", architecture)
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.write_header_to_file()
@@ -269,24 +252,56 @@ def test_a_gguf_file_of_an_architecture_that_is_not_read_is_refused(tmp_path: Pa
             load_runner(str(file), device=CPU)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "key", "attribute"),
-    [
-        ("gpt2", "context_length", "n_positions"),
-        ("gpt2", "feed_forward_length", "n_inner"),
-        ("qwen2moe", "expert_feed_forward_length", "moe_intermediate_size"),
-        ("qwen2moe", "expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
-        ("qwen3moe", "expert_feed_forward_length", "moe_intermediate_size"),
-        ("qwen3", "attention.key_length", "head_dim"),
-    ],
-)
-def test_the_sizes_of_a_gguf_file_are_taken(architecture: str, key: str, attribute: str) -> None:
-    """They were those of the class, and all files with others were refused."""
-    keys = (*_ALWAYS, *GGUF[architecture].needed)
-    said: dict[str, Any] = {name: 1e-5 if "epsilon" in name else 2 for name in keys} | {key: 24}
-    config = AutoConfig.for_model(architecture.replace("moe", "_moe"))
-    _complete(config, architecture, said)
-    assert getattr(config, attribute) == 24
+@pytest.mark.parametrize("kind", ["llama", "gemma3-linear", "phi3-partial", "qwen3-moe"])
+@pytest.mark.parametrize("of", ["Q4_1", "Q8_0", "BF16", "MXFP4"])
+def test_weights_are_dequantised_as_the_reference_does(tmp_path: Path, cache: Path, kind: str, of: str) -> None:
+    """In our own forward and in transformers', whose own reading of such files is the same but for the rope's scale."""
+    _write_gguf(file := tmp_path / "tiny.gguf", model := tiny_model(kind), kind=of, **FAMILIES.get(kind, {}))
+    config = json.loads((model / "config.json").read_text())
+    family = OWN_FORWARD[config["architectures"][0]]
+    table = table_in(Path(resolve_checkpoint(str(file))))
+    assert table is not None
+    weights = GgufWeights(table, family.forward)
+    for name, given in _tensors_of(model, family.gguf.architecture, config):
+        its = gguf.GGMLQuantizationType[of if given.dim() > 1 else "F32"]
+        wanted = torch.from_numpy(gguf.dequantize(gguf.quantize(given.contiguous().numpy(), its), its))
+        if kind == "llama" and ("q_proj" in name or "k_proj" in name):
+            wanted = wanted.unflatten(0, (-1, 4, 2)).transpose(1, 2).flatten(0, 2)
+        if kind.startswith("gemma") and name.endswith("norm.weight"):
+            wanted = wanted - 1
+        for number, part in enumerate(wanted) if ".experts." in name else ():
+            its = name.replace(".experts", f".experts.{number}")
+            assert torch.equal(weights.plain(its, CPU, torch.float32), part), its
+        assert ".experts." in name or torch.equal(weights.plain(name, CPU, torch.float32), wanted), name
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen2"])
+def test_logits_are_those_of_transformers_own_reading(tmp_path: Path, cache: Path, kind: str) -> None:
+    _write_gguf(tmp_path / "tiny.gguf", tiny_model(kind), kind="Q5_1", **FAMILIES.get(kind, {}))
+    ours = load_runner(str(tmp_path / "tiny.gguf"), device=CPU, dtype="float32")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32)
+    tokens = some_tokens(ours, 30)
+    with torch.inference_mode():
+        close(feed_chain(ours, tokens, 30), theirs(torch.tensor([tokens])).logits[0])
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-tied", "gemma2-caps", "glm4", "phi3-partial", "qwen3-moe", "mixtral"])
+def test_weights_in_their_own_bits_are_the_dequantised_ones(tmp_path: Path, cache: Path, kind: str) -> None:
+    """Experts too.  Dequantised, the file runs through transformers as well."""
+    _write_gguf(file := tmp_path / "tiny.gguf", tiny_model(kind), kind="Q8_0", **FAMILIES.get(kind, {}))
+    few, whole = (load_runner(str(file), device=CPU, dtype=dtype) for dtype in ("auto", "float32"))
+    theirs = load_runner(str(file), device=CPU, dtype="float32", forwards="transformers")
+    assert isinstance(few, ForwardRunner)
+    assert few.weights == "8 bits"
+    assert not isinstance(theirs, ForwardRunner)
+    tokens = some_tokens(whole, 30)
+    wanted = feed_chain(whole, tokens, 30)
+    close(feed_chain(theirs, tokens, 30), wanted)
+    assert (feed_chain(few, tokens, 30) - wanted).abs().mean() < 0.02, "rows are rounded to bfloat16"
+    few.rollback(0)
+    again = torch.cat([feed_chain(few, some, len(some)) for some in (tokens[:1], tokens[1:9], tokens[9:])])
+    few.rollback(0)
+    assert torch.equal(again, feed_chain(few, tokens, 30)), "however they were fed"
 
 
 @pytest.mark.parametrize("shape", [None, (5,)])
@@ -302,76 +317,92 @@ def test_a_buffer_that_is_learned_is_not_made_up(tmp_path: Path, shape: tuple[in
         load_runner(str(directory), device=CPU)
 
 
-def test_a_damaged_gguf_file_is_a_model_error(tmp_path: Path, child_cache: Path) -> None:
+def test_a_damaged_gguf_file_is_a_model_error(tmp_path: Path, cache: Path) -> None:
     file = tmp_path / "tiny.gguf"
     _write_gguf(file)
-    file.write_bytes(file.read_bytes()[:3000])
-    with pytest.raises(ModelError, match=r"tiny\.gguf' could not be loaded"):
+    whole = file.read_bytes()
+    for size, cause in (*((size, "cut off") for size in (5, 23, 24, 99, 3000, len(whole) - 33)), (3, "no GGUF file")):
+        file.write_bytes(whole[:size])
+        with pytest.raises(ModelError, match=rf"tiny\.gguf' could not be loaded: it is {cause}"):
+            load_runner(str(file), device=CPU)
+    file.write_bytes(whole[:4] + b"\1" + whole[5:])
+    with pytest.raises(ModelError, match="version 1 which we cannot handle"):
         load_runner(str(file), device=CPU)
-    assert not [path for path in child_cache.iterdir() if path.is_dir()]
+    assert not [path for path in cache.iterdir() if path.is_dir()]
 
 
-def _write_gguf(file: Path, model: Path | None = None, without: str = " ", freqs: Any = None, **said: Any) -> None:
-    """A tiny model in llama.cpp's naming, float32; a Llama's q and k rows interleaved as its rotation wants.
+def _write_gguf(
+    file: Path, model: Path | None = None, without: str = " ", freqs: Any = None, kind: str = "F32", **said: Any
+) -> None:
+    """A tiny model in llama.cpp's naming; a Llama's q and k rows interleaved as its rotation wants.
 
     `said`: besides what the configuration says, or in its place; None is left out. `freqs`: the rope is scaled by a
-    tensor, that of Llama 3.2 or one with these numbers.
+    tensor, that of Llama 3.2 or one with these numbers. `kind`: of its matrices.
     """
     model = model or tiny_model()
     config = json.loads((model / "config.json").read_text())
-    family = config["model_type"].removesuffix("_text").replace("_", "-")
+    family = {"gemma3_text": "gemma3", "mixtral": "llama", "qwen3_moe": "qwen3moe"}.get(
+        config["model_type"], config["model_type"]
+    )
     ropes = config["rope_parameters"]
-    epsilons = {name: value for name, value in config.items() if name.endswith(("norm_eps", "norm_epsilon"))}
     usual = {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
-        "feed_forward_length": config.get("intermediate_size"),
+        "feed_forward_length": config["intermediate_size"],
         "attention.head_count": config["num_attention_heads"],
-        "attention.head_count_kv": config.get("num_key_value_heads"),
-        f"attention.layer_norm{'_rms' * ('rms_norm_eps' in epsilons)}_epsilon": next(iter(epsilons.values())),
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
         "rope.freq_base": float(ropes.get("full_attention", ropes)["rope_theta"]),
         "vocab_size": config["vocab_size"],
     }
     writer = gguf.GGUFWriter(file, family)
     for name, value in (usual | said).items():
         if value is not None:
-            add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
-            add(f"{family}.{name}", value)
+            adders = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+            adders[type(value)](f"{family}.{name}", value)
     if freqs is not None:
         plain = 5e5 ** -(torch.arange(4) / 4)
         scaled = llama3_frequencies(plain, LLAMA3) if freqs is True else plain / freqs
         writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
+    for length in ("long", "short") if "long_factor" in ropes else ():
+        factors = torch.tensor(ropes[f"{length}_factor"], dtype=torch.float32)
+        writer.add_tensor(f"rope_factors_{length}.weight", factors.numpy())
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(["<end>", *(chr(0x100 + id) for id in range(2, config["vocab_size"])), "ĂĂ"])
     writer.add_token_merges(["Ă Ă"])
     writer.add_eos_token_id(0)
     writer.add_pad_token_id(0)
-    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
-    names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
-    for name, weight in AutoModelForCausalLM.from_pretrained(model).state_dict().items():
-        heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}
-        if without in name or (config["tie_word_embeddings"] and name.startswith("lm_head")):
-            continue
-        count = heads.get(name.split(".")[-2])
-        if count is not None and family == "llama":
-            rows = len(weight)
-            weight = weight.view(count, 2, rows // count // 2, -1).transpose(1, 2).reshape(weight.shape)
-        if family.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
-            weight = weight + 1  # as they are applied
-        start = f"blk.{name.split('.')[2]}." if ".mlp." in name else ""
-        if name.endswith(".experts.gate_up_proj"):
-            for part, half in zip(("gate", "up"), weight.chunk(2, dim=1), strict=True):
-                writer.add_tensor(f"{start}ffn_{part}_exps.weight", half.contiguous().numpy())
-            continue
-        suffixes = (".weight", ".bias")
-        held = names.get_name(name, try_suffixes=suffixes)
-        if name.endswith(".experts.down_proj"):
-            held = f"{start}ffn_down_exps.weight"
-        elif name.endswith(".e_score_correction_bias"):
-            held = f"{start}exp_probs_b.bias"
-        writer.add_tensor(held, weight.contiguous().numpy())
+    for name, weight in _tensors_of(model, family, config):
+        if without not in name:
+            numbers, its = weight.contiguous().numpy(), gguf.GGMLQuantizationType[kind if weight.dim() > 1 else "F32"]
+            writer.add_tensor(_held(name, family, config), gguf.quantize(numbers, its), raw_dtype=its)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _tensors_of(model: Path, family: str, config: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of a tiny model as llama.cpp has them, by transformers' names; gate and up of experts apart."""
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    for name, weight in AutoModelForCausalLM.from_pretrained(model).state_dict().items():
+        if config["tie_word_embeddings"] and name.startswith("lm_head"):
+            continue
+        count = heads.get(name.split(".")[-2])
+        if count is not None and family in ("llama", "granite", "smollm3"):
+            weight = weight.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)
+        if family.startswith("gemma") and name.endswith("norm.weight"):
+            weight = weight + 1  # as they are applied
+        if name.endswith(".experts.gate_up_proj"):
+            for part, half in zip(("gate_proj", "up_proj"), weight.chunk(2, dim=1), strict=True):
+                yield name.replace("gate_up_proj", f"{part}.weight"), half
+        else:
+            yield name + ".weight" * name.endswith(".experts.down_proj"), weight
+
+
+def _held(name: str, family: str, config: dict[str, Any]) -> str:
+    """A weight's name in a file."""
+    number = next(number for number, each in gguf.MODEL_ARCH_NAMES.items() if each == family)
+    names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
+    return str(names.get_name(name, try_suffixes=(".weight", ".bias")))

@@ -155,6 +155,7 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "olmo2": ("Olmo2", _SIZES | {"rms_norm_eps": 1e-3}),
     "olmo3-short": ("Olmo3", _SIZES | _SHORT),
     "phi3-short": ("Phi3", _SIZES | {"sliding_window": 8, "rope_parameters": _BASE}),
+    "smollm3": ("SmolLM3", _SIZES | {"tie_word_embeddings": False, "num_hidden_layers": 4}),
     "smollm3-short": ("SmolLM3", _SIZES | {"no_rope_layers": [1, 0]}),
     "granite-scaled": ("Granite", _SIZES | _MULTIPLIERS),
     "gemma2-wide": ("Gemma2", _SIZES | {"sliding_window": 64, "head_dim": 8}),  # every other layer

@@ -25,7 +25,7 @@ _MODEL = click.argument("model")
 def list_models(as_json: bool) -> None:
     """List the models on this machine's disk.
 
-    Those in the hub's cache, and what was made of GGUF files. forward: by the model's family; pearl show is exact.
+    Those in the hub's cache, and the embedded pair. forward: by the model's family; pearl show is exact.
     """
     from pearl.models.checkpoints.stored import size_text, stored
 
@@ -80,7 +80,7 @@ def show(model: str, as_json: bool) -> None:
 def rm(model: str, yes: bool) -> None:
     """Remove a model from the caches.
 
-    MODEL is ID, ID@REVISION, or another name of pearl list. What was made of its GGUF files is removed too.
+    MODEL is ID, ID@REVISION, or another name of pearl list.
     """
     from pearl.models.checkpoints.stored import removal, size_text
 

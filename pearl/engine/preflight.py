@@ -13,6 +13,7 @@ from pearl.config import EngineConfig, ModelConfig, ModelRole
 from pearl.drafting.disco import classifier_of
 from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import is_toy, resolve_checkpoint, toy_options
+from pearl.models.checkpoints.gguf import TABLE
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.text.tokenizer import check_same_vocabulary
 from pearl.worker.profile import load
@@ -23,7 +24,7 @@ _GPUS = ("nvidia[0-9]*", "dxg", "kfd")  # devices of NVIDIA's driver, of WSL, of
 def check(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress = silent) -> None:
     """Raises `ModelError` for a model or device of `roles` that is not on this machine, `ConfigError` for other files.
 
-    Converts .gguf files, which would take longer than workers have to start.
+    Reads headers of .gguf files, which would take longer than workers have to start.
     """
     classifier_of(config)
     for role in roles:
@@ -78,7 +79,7 @@ def _check_dtype(model: ModelConfig) -> None:
 
 
 def _check_files(model: ModelConfig, progress: Progress) -> None:
-    directory = Path(resolve_checkpoint(model.spec, progress, model.dtype))
+    directory = Path(resolve_checkpoint(model.spec, progress))
     if not directory.is_dir():
         return  # a hub id
     try:
@@ -89,7 +90,7 @@ def _check_files(model: ModelConfig, progress: Progress) -> None:
         raise _refused(model, f"its config.json cannot be read ({error})") from None
     if not isinstance(config, dict) or "model_type" not in config:
         raise _refused(model, "its config.json names no model_type")
-    if not any(next(directory.glob(name), None) for name in ("*.safetensors", "*.bin")):
+    if not any(next(directory.glob(name), None) for name in ("*.safetensors", "*.bin", TABLE)):
         raise _refused(model, "there are no weights (*.safetensors) in that directory")
 
 

@@ -89,19 +89,29 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class Gguf:
-    """What a family's GGUF files state, with llama.cpp's names and defaults.
+    """A family's GGUF files, with llama.cpp's defaults for what they leave open.
 
     Attributes:
-        needed: keys that a file must have -> names in a configuration, whose default is another model's number.
+        architecture: its name there; "": they are not read.
+        needed: further keys that a file must have -> their settings in config.json.
         optional: likewise, of keys that some files have; a shape shows where one is missing.
+        settings: of config.json, unless a file states them.
         window: (period, tokens): the last of each `period` layers has no sliding window, the others have this one.
+        ropeless: the last of each so many layers does not rotate queries and keys.
+        has_two_ropes: layers with a window have a rope of their own, which is not scaled.
         layers_of_27b: layers of the family's one model whose attention scores have another scale.
+        interleaves: rows of queries and keys have the halves of a head that rope turns in turns.
     """
 
-    needed: Mapping[str, str]
+    architecture: str = ""
+    needed: Mapping[str, str] = field(default_factory=dict)
     optional: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
     window: tuple[int, int] = (0, 0)
+    ropeless: int = 0
+    has_two_ropes: bool = False
     layers_of_27b: int = 0
+    interleaves: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,25 +121,24 @@ class Family:
     Attributes:
         model_type: as in config.json.
         architecture: its class in transformers.
-        forward: None: transformers computes it.
-        gguf: by name of the architecture in such files.
+        forward: how our own forward computes it.
     """
 
     model_type: str
-    architecture: str = ""
-    forward: Forward | None = None
-    gguf: Mapping[str, Gguf] = field(default_factory=dict)
+    architecture: str
+    forward: Forward
+    gguf: Gguf = Gguf()
 
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _ATTENTION, _MLP = (*_QKV, "self_attn.o_proj"), ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-_RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
-_NORM = "attention.layer_norm_epsilon"
-_EXPERTS = {"expert_used_count": "num_experts_per_tok"}
-_WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
-_SHARED_WIDTH = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
-_MINIMAX = {"expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size"}
-_GPT2 = {_NORM: "layer_norm_epsilon", "context_length": "n_positions", "feed_forward_length": "n_inner"}
+_GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+_MULTIPLIERS = {
+    "embedding_scale": "embedding_multiplier",
+    "attention.scale": "attention_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
 
 _BEHIND = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 _AROUND = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -143,26 +152,30 @@ FAMILIES = (
         "llama",
         "LlamaForCausalLM",
         Forward({"attention_bias": _ATTENTION, "mlp_bias": _MLP}),
-        {
-            "llama": Gguf({**_RMS, "attention.head_count_kv": "num_key_value_heads"})
-        },  # else queries are not put in order
+        Gguf("llama", interleaves=True),
     ),
     Family("mistral", "MistralForCausalLM", Forward(default_window=4096)),
-    Family("qwen2", "Qwen2ForCausalLM", Forward({"": _QKV}), {"qwen2": Gguf(_RMS)}),
-    Family(
-        "qwen3", "Qwen3ForCausalLM", Forward({"attention_bias": _ATTENTION}, head_norms="each"), {"qwen3": Gguf(_RMS)}
-    ),
+    Family("qwen2", "Qwen2ForCausalLM", Forward({"": _QKV}), Gguf("qwen2")),
+    Family("qwen3", "Qwen3ForCausalLM", Forward({"attention_bias": _ATTENTION}, head_norms="each"), Gguf("qwen3")),
     Family(
         "gemma2",
         "Gemma2ForCausalLM",
         replace(_GEMMA, has_caps=True),
-        {"gemma2": Gguf(_RMS, window=(2, 4096), layers_of_27b=46)},
+        Gguf(
+            "gemma2",
+            optional=dict(zip(CAPS, CAPS, strict=True)),
+            settings={**_GELU, **dict(zip(CAPS, (50.0, 30.0), strict=True))},
+            window=(2, 4096),
+            layers_of_27b=46,
+        ),
     ),
     Family(
         "gemma3_text",
         "Gemma3ForCausalLM",
         replace(_GEMMA, head_norms="each"),
-        {"gemma3": Gguf(_RMS, window=(6, 0), layers_of_27b=62)},
+        Gguf(
+            "gemma3", optional={CAPS[1]: CAPS[1]}, settings=_GELU, window=(6, 0), has_two_ropes=True, layers_of_27b=62
+        ),
     ),
     Family("glm", "GlmForCausalLM", _GLM),
     Family(
@@ -172,6 +185,7 @@ FAMILIES = (
             _GLM,
             norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
         ),
+        Gguf("glm4"),
     ),
     Family(
         "gpt_oss",
@@ -182,12 +196,19 @@ FAMILIES = (
         "granite",
         "GraniteForCausalLM",
         Forward({"attention_bias": _ATTENTION, "mlp_bias": _MLP}, has_multipliers=True),
+        Gguf("granite", _MULTIPLIERS, interleaves=True),
     ),
-    Family("mixtral", "MixtralForCausalLM", Forward(default_window=0, has_experts=True, reads_directly=False)),
+    Family(
+        "mixtral",
+        "MixtralForCausalLM",
+        Forward(default_window=0, has_experts=True, reads_directly=False),
+        Gguf("llama", interleaves=True),
+    ),
     Family(
         "olmo2",
         "Olmo2ForCausalLM",
         Forward({"attention_bias": _ATTENTION}, head_norms="all", norms=_BEHIND, norm_shift=0.0),
+        Gguf("olmo2"),
     ),
     Family(
         "olmo3",
@@ -203,34 +224,29 @@ FAMILIES = (
             rotates="halves",
             reads_directly=False,
         ),
-        {"phi3": Gguf(_RMS)},
+        Gguf("phi3"),
     ),
     Family(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
-        Forward({"attention_bias": _ATTENTION}, head_norms="each", has_experts=True, reads_directly=False),
-        {"qwen3moe": Gguf({**_RMS, **_EXPERTS, "expert_count": "num_experts"}, _WIDTH)},
+        Forward({"attention_bias": _ATTENTION}, head_norms="each", has_experts=True),
+        Gguf(
+            "qwen3moe",
+            optional={"expert_feed_forward_length": "moe_intermediate_size"},
+            settings={"norm_topk_prob": True},
+        ),
     ),
     Family(
         "smollm3",
         "SmolLM3ForCausalLM",
         Forward({"attention_bias": _ATTENTION, "mlp_bias": _MLP}, reads_directly=False),
+        Gguf("smollm3", ropeless=4, interleaves=True),
     ),
-    Family("bloom", gguf={"bloom": Gguf({_NORM: "layer_norm_epsilon"})}),
-    Family("falcon", gguf={"falcon": Gguf({_NORM: "layer_norm_epsilon"})}),
-    Family("gpt2", gguf={"gpt2": Gguf(_GPT2)}),
-    Family("minimax_m2", gguf={"minimax-m2": Gguf({**_RMS, **_EXPERTS, **_MINIMAX})}),
-    Family("nemotron", gguf={"nemotron": Gguf({_NORM: "norm_eps"})}),
-    Family(
-        "qwen2_moe",
-        gguf={"qwen2moe": Gguf({**_RMS, **_EXPERTS, "expert_count": "num_experts"}, {**_WIDTH, **_SHARED_WIDTH})},
-    ),
-    Family("stablelm", gguf={"stablelm": Gguf({_NORM: "layer_norm_eps"})}),
-    Family("starcoder2", gguf={"starcoder2": Gguf({_NORM: "norm_epsilon"})}),
 )
-OWN_FORWARD = {family.architecture: family for family in FAMILIES if family.forward is not None}
+OWN_FORWARD = {family.architecture: family for family in FAMILIES}
 QUANTISED = ("awq", "gptq", "fp8", "compressed-tensors", "mxfp4")  # methods whose weights our own forward reads
-GGUF = {name: gguf for family in FAMILIES for name, gguf in family.gguf.items()}
+# By their architecture there, and whether they have experts.
+GGUF = {(each.gguf.architecture, each.forward.has_experts): each for each in FAMILIES if each.gguf.architecture}
 
 
 def is_of_own_forward(config: Mapping[str, Any]) -> bool:
@@ -308,6 +324,14 @@ def weight_shapes(forward: Forward, config: Mapping[str, Any]) -> dict[str, tupl
     """The shape of each tensor of a checkpoint, by its name there."""
     size = dimensions(config)
     biased = {name for setting, names in forward.biases.items() if not setting or config.get(setting) for name in names}
+    matrices = {name: (size[outputs], size[inputs]) for name, (outputs, inputs) in MATRICES.items()}
+    for name, parts in forward.fused.items():
+        some = [matrices.pop(part) for part in parts]
+        matrices[name] = sum(outputs for outputs, _ in some), some[0][1]
+    experts: dict[str, tuple[int, ...]] = {}
+    if forward.has_experts:
+        matrices = {name: shape for name, shape in matrices.items() if name not in _MLP}
+        experts = _clamped_expert_shapes(config) if forward.clamps_experts else _expert_shapes(config)
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], size["hidden"]),
         "model.norm.weight": (size["hidden"],),
@@ -318,14 +342,11 @@ def weight_shapes(forward: Forward, config: Mapping[str, Any]) -> dict[str, tupl
         layer = f"model.layers.{number}."
         if forward.has_sinks:
             shapes[f"{layer}self_attn.sinks"] = (config["num_attention_heads"],)
-        for name, shape in _expert_shapes(config).items() if forward.clamps_experts else ():
-            shapes[f"{layer}mlp.{name}"] = shape
-        for name, (outputs, inputs) in MATRICES.items():
-            if forward.clamps_experts and name in _MLP:
-                continue
-            shapes[f"{layer}{name}.weight"] = size[outputs], size[inputs]
+        shapes |= {f"{layer}mlp.{name}": shape for name, shape in experts.items()}
+        for name, shape in matrices.items():
+            shapes[f"{layer}{name}.weight"] = shape
             if name in biased:
-                shapes[f"{layer}{name}.bias"] = (size[outputs],)
+                shapes[f"{layer}{name}.bias"] = shape[:1]
         for name in filter(None, forward.norms):
             shapes[f"{layer}{name}.weight"] = (size["hidden"],)
         for name, width in (("q_norm", "queries"), ("k_norm", "keys")) if forward.head_norms else ():
@@ -336,6 +357,17 @@ def weight_shapes(forward: Forward, config: Mapping[str, Any]) -> dict[str, tupl
 
 
 def _expert_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of the tensors of a layer's experts."""
+    count, hidden = config.get("num_experts") or config["num_local_experts"], config["hidden_size"]
+    inner = config.get("moe_intermediate_size") or config["intermediate_size"]
+    shapes: dict[str, tuple[int, ...]] = {"gate.weight": (count, hidden)}
+    for expert in (f"experts.{number}." for number in range(count)):
+        shapes |= {f"{expert}{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
+        shapes[f"{expert}down_proj.weight"] = hidden, inner
+    return shapes
+
+
+def _clamped_expert_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Of the tensors of gpt-oss's experts."""
     count, hidden, inner = (config[name] for name in ("num_local_experts", "hidden_size", "intermediate_size"))
     return {

@@ -6,7 +6,6 @@ expressions only approximates the one that the model was published with, we use 
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 from unicodedata import normalize
 
@@ -82,14 +81,14 @@ _END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3: spaces behind its other special tokens are not read
 
 
-def tokenizer_of(reader: Any) -> tuple[Any, list[int]]:
-    """The tokenizer that the file of a `GGUFReader` describes, for transformers, and the tokens that end a text.
+def tokenizer_of(fields: dict[str, Any]) -> tuple[Any, list[int]]:
+    """The tokenizer that a file with these fields describes, for transformers, and the tokens that end a text.
 
-    Exits where it cannot be reproduced exactly.
+    Raises `ValueError` where it cannot be reproduced exactly.
     """
     from transformers import PreTrainedTokenizerFast
 
-    stated = _stated(reader)
+    stated = _stated(fields)
     ends = _ends(stated)
     tokenizer, has_bos = _of_merges(stated) if stated["model"] == "gpt2" else (_of_scores(stated), True)
     _add_special(tokenizer, stated)
@@ -103,25 +102,24 @@ def tokenizer_of(reader: Any) -> tuple[Any, list[int]]:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **about), ends
 
 
-def _stated(reader: Any) -> dict[str, Any]:
+def _stated(fields: dict[str, Any]) -> dict[str, Any]:
     """What the file states of its tokenizer, without ids that no token has."""
-    stated = {name: field.contents() for name, field in reader.fields.items() if name.startswith("tokenizer.")}
+    stated = {name: value for name, value in fields.items() if name.startswith("tokenizer.")}
     stated = {name.removeprefix("tokenizer.").removeprefix("ggml."): value for name, value in stated.items()}
     model = stated.get("model")
     if model not in _NEEDED:
-        sys.exit(f"its tokenizer is of the kind {model!r}, which is not read. Take the model as safetensors")
+        raise ValueError(f"its tokenizer is of the kind {model!r}, which is not read. Take the model as safetensors")
     for name in _NEEDED[model]:
         if name not in stated:
-            sys.exit(f"it does not say 'tokenizer.ggml.{name}', without which it has no tokenizer")
+            raise ValueError(f"it does not say 'tokenizer.ggml.{name}', without which it has no tokenizer")
     tokens = stated["tokens"] = [token or f"[EMPTY_{id}]" for id, token in enumerate(stated["tokens"])]
     if len(set(tokens)) < len(tokens):
-        sys.exit(f"{len(tokens) - len(set(tokens))} of its tokens are there twice")
+        raise ValueError(f"{len(tokens) - len(set(tokens))} of its tokens are there twice")
     size = len(tokens)
     ids = {name: id for name, id in stated.items() if name.endswith("_token_id")}
     kept = {name: value for name, value in stated.items() if name not in ids or 0 <= value < size}
     usual = _USUAL_IDS if model == "llama" else {}
-    general = reader.fields.get("general.name")
-    return usual | kept | {"name": str(general.contents()) if general else ""}
+    return usual | kept | {"name": str(fields.get("general.name", ""))}
 
 
 def _ends(stated: dict[str, Any]) -> list[int]:
@@ -142,14 +140,14 @@ def _of_merges(stated: dict[str, Any]) -> tuple[Tokenizer, bool]:
     name = stated.get("pre") or "default"
     found = next(((splits, implied) for names, splits, implied in _SPLITS if name in names.split()), None)
     if found is None:
-        sys.exit(f"its pre-tokenizer is {name!r}, which is not read. Take the model as safetensors")
+        raise ValueError(f"its pre-tokenizer is {name!r}, which is not read. Take the model as safetensors")
     expressions, implied = found
     ids = {token: id for id, token in enumerate(stated["tokens"])}
     merges = [tuple(merge.split(" ")) for merge in stated["merges"]]
     try:
         tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges="whole" in implied))
     except Exception as error:  # of no other class
-        sys.exit(f"its merges do not fit its tokens: {error}")
+        raise ValueError(f"its merges do not fit its tokens: {error}") from error
     if "nfc" in implied:
         tokenizer.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in expressions]
@@ -214,21 +212,21 @@ def _frame(tokenizer: Tokenizer, stated: dict[str, Any], has_bos: bool) -> None:
     adds = {"bos": stated.get("add_bos_token", has_bos), "eos": stated.get("add_eos_token", False)}
     ends = {name: stated.get(f"{name}_token_id") for name in adds if adds[name]}
     if missing := [name for name, id in ends.items() if id is None]:
-        sys.exit(f"it adds a token to each text and does not say which: 'tokenizer.ggml.{missing[0]}_token_id'")
+        raise ValueError(f"it adds a token to each text and does not say which: 'tokenizer.ggml.{missing[0]}_token_id'")
     around = [{"id": name, "ids": [id], "tokens": [stated["tokens"][id]]} for name, id in ends.items()]
     first, last = "bos " * ("bos" in ends), " eos" * ("eos" in ends)
     tokenizer.post_processor = processors.TemplateProcessing(f"{first}$A{last}", f"{first}$A $B{last}", around)
 
 
 def _check(tokenizer: Tokenizer, stated: dict[str, Any]) -> None:
-    """Exit unless special tokens encode to their own ids, no id is invented, and a token's text encodes to itself."""
+    """Raise unless special tokens encode to their own ids, no id is invented, and a token's text encodes to itself."""
     tokens, kinds = stated["tokens"], stated["token_type"]
     alphabet = {*pre_tokenizers.ByteLevel.alphabet()}
-    if tokenizer.get_vocab_size() != len(tokens):
-        sys.exit(f"its tokenizer would have {tokenizer.get_vocab_size()} tokens, and the file has {len(tokens)}")
+    if (size := tokenizer.get_vocab_size()) != len(tokens):
+        raise ValueError(f"its tokenizer would have {size} tokens, and the file has {len(tokens)}")
     for id, kind in enumerate(kinds):
         if kind in (_CONTROL, _USER_DEFINED) and tokenizer.encode(tokens[id], add_special_tokens=False).ids != [id]:
-            sys.exit(f"its token {tokens[id]!r} is not read as itself")
+            raise ValueError(f"its token {tokens[id]!r} is not read as itself")
     for id in range(0, len(tokens), max(1, len(tokens) // 500)):
         text = tokenizer.decode([id])
         ids = tokenizer.encode(text, add_special_tokens=False).ids
@@ -236,4 +234,4 @@ def _check(tokenizer: Tokenizer, stated: dict[str, Any]) -> None:
         if not is_read or REPLACEMENT in text or any(kinds[each] == _USER_DEFINED for each in ids):
             continue
         if normalize("NFC", again := tokenizer.decode(ids)) != normalize("NFC", text):
-            sys.exit(f"its token {id} is {text!r}, which is read as {again!r}")
+            raise ValueError(f"its token {id} is {text!r}, which is read as {again!r}")

@@ -63,7 +63,7 @@ class Lifeline:
         self.closed.set()
         ended = self._ended.wait(_GRACE_SECONDS)
         shutil.rmtree(directory, ignore_errors=True)
-        if not ended:  # it may be waiting for a process of its own: a download, a conversion
+        if not ended:  # it may be waiting for a process of its own: a download
             os.killpg(os.getpid(), signal.SIGKILL)
         os._exit(0)
 

@@ -69,11 +69,11 @@ def toy_options(spec: str) -> dict[str, Any]:
     return values
 
 
-def resolve_checkpoint(spec: str, progress: Progress = silent, dtype: str = "any") -> str:
+def resolve_checkpoint(spec: str, progress: Progress = silent) -> str:
     """Resolve `spec` to a directory or hub id: "embedded", "embedded-draft", a directory, a .gguf file or a `HubName`.
 
-    Builds the embedded models, and converts a .gguf file, where they are not in the cache yet; looks a hub id up once.
-    `dtype`: of a .gguf file's weights, "any" where they are not needed (`directory_of`).  Raises `ModelError`.
+    Builds the embedded models, and what describes a .gguf file, where they are not in the cache yet; looks a hub id up
+    once.  Raises `ModelError`.
     """
     if spec == "embedded":
         return str(embedded_target(progress))
@@ -83,12 +83,12 @@ def resolve_checkpoint(spec: str, progress: Progress = silent, dtype: str = "any
     if spec and path.is_dir():
         return str(path)
     if path.is_file() and path.suffix == ".gguf":
-        return str(directory_of(path, dtype, progress))
+        return str(directory_of(path, progress))
     named = HubName.parse(spec)
     if named and (named.revision or named.file):
         if (found := in_cache(spec)) is None:
             raise ModelError(f"Model {spec!r} is not in the hub's cache: get it with `pearl pull {spec}`.")
-        return str(directory_of(found, dtype, progress) if named.file else found)
+        return str(directory_of(found, progress) if named.file else found)
     if path.is_file() or path.suffix == ".gguf" or not named:
         raise ModelError(
             f"Model {spec!r}: no such directory or .gguf file. Give a directory with config.json, a .gguf "

@@ -23,7 +23,7 @@ from pearl.text.tools import FORMATS, format_of, knows_tools
 
 
 def describe(spec: str, progress: Progress) -> dict[str, Any]:
-    """A model as `stored` or `resolve_checkpoint` names it, without the network; None: unknown. Converts a GGUF file.
+    """A model as `stored` or `resolve_checkpoint` names it, without the network; None: unknown.
 
     Raises `ModelError` for a model that is not on this machine.
     """
@@ -51,7 +51,7 @@ def _model(path: Path) -> dict[str, Any]:
     except Exception as error:  # whatever transformers raises
         return {"architecture": None, "forward": None, "why": " ".join(str(error).split())[:300]}
     family = OWN_FORWARD.get(type(model).__name__)
-    is_read = not method or (method in QUANTISED and family and family.forward and family.forward.reads_directly)
+    is_read = not method or (method in QUANTISED and family and family.forward.reads_directly)
     why = "our own forward does not compute its family" if family is None else ""
     why = why or ("" if has_own_forward(model) else "our own forward does not compute its rope, activation or layers")
     why = why or ("" if is_read else f"our own forward does not read its weights, quantised by {method}")

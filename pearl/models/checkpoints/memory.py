@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from pearl.errors import ModelError
-from pearl.models.checkpoints.formats import KEPT
+from pearl.models.checkpoints.formats import GGUF_BLOCKS
+from pearl.models.checkpoints.gguf import table_in
 from pearl.models.families import is_of_own_forward
 from pearl.models.forward.graphs import FED, PREFILL
 
-_UNREAD = "consolidated", KEPT
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _ITEMS = {"float32": 4, "bfloat16": 2, "float16": 2}
 _REPORTED_FROM = 1e9  # bytes
@@ -89,7 +89,7 @@ def needed(
         context: tokens; None: the model's maximum, but at most `most`.
         slots: sequences that the KV cache holds.
         is_wide: whether our own forward keeps its KV cache in float32, whatever the weights' dtype.
-        keeps_bits: whether our own forward keeps the matrices of a converted GGUF file as they were.
+        keeps_bits: whether our own forward keeps the matrices of a GGUF file in their own bits.
     """
     try:
         config = json.loads((directory / "config.json").read_text())
@@ -106,8 +106,10 @@ def needed(
     weights = size if "quantization_config" in config else size * item // _ITEMS.get(own, item)
     is_ours = is_of_own_forward(config)
     config = text if isinstance(text := config.get("text_config"), dict) else config
-    if keeps_bits and is_ours and (directory / KEPT).is_file():
-        weights = (directory / KEPT).stat().st_size + config["vocab_size"] * config["hidden_size"] * item
+    if keeps_bits and is_ours and (table := table_in(directory)) is not None:
+        held = table.tensors.values()
+        weights = sum(each.size if each.kind in GGUF_BLOCKS else math.prod(each.shape) * item for each in held)
+        weights += config["vocab_size"] * config["hidden_size"] * item  # the embedding, dequantised
     item = 4 if is_wide and is_ours else item
     context = context or min(most, config.get("max_position_embeddings") or most)
     need = of_shape(config, weights, item, context, slots)
@@ -126,11 +128,13 @@ def _added(config: Mapping[str, Any]) -> int:
 
 
 def _size_of_weights(directory: Path) -> int:
-    """In bytes, of the files that all weights are read from.
+    """In bytes, of the files that all weights are read from; of a GGUF file's in bfloat16.
 
-    Mistral's repositories have them a second time, in consolidated files; and matrices of a GGUF file are kept beside.
+    Mistral's repositories have them a second time, in consolidated files.
     """
-    found = ([f for f in directory.glob(name) if not f.name.startswith(_UNREAD)] for name in _WEIGHTS)
+    if (table := table_in(directory)) is not None:
+        return sum(2 * math.prod(each.shape) for each in table.tensors.values())
+    found = ([f for f in directory.glob(name) if not f.name.startswith("consolidated")] for name in _WEIGHTS)
     return sum(file.stat().st_size for file in next((files for files in found if files), []))
 
 

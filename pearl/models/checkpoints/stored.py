@@ -10,10 +10,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pearl.cache import CONVERTED, Progress, cache_directory
+from pearl.cache import Progress, cache_directory
 from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import HubName
-from pearl.models.checkpoints.gguf import conversions
 from pearl.models.families import QUANTISED, is_of_own_forward
 from pearl.printable import cause_of
 from pearl.text.tokenizer import FILES
@@ -59,9 +58,8 @@ def _repositories() -> list[Any]:
 
 
 def _made() -> list[Path]:
-    """What we have made of GGUF files, and the embedded pair."""
-    root = cache_directory()
-    return [file.parent for name in (f"{CONVERTED}/*", "smollm2-*") for file in root.glob(f"{name}/config.json")]
+    """The embedded pair."""
+    return [file.parent for file in cache_directory().glob("smollm2-*/config.json")]
 
 
 def _size(directory: Path) -> int:
@@ -96,8 +94,6 @@ def removal(name: str) -> tuple[int, Callable[[], None]]:
     every = [each for one in _repositories() if one.repo_id == repo and not file for each in one.revisions]
     revisions = [each for each in every if not revision or revision in (*each.refs, each.commit_hash)]
     hashes = [each.commit_hash for each in revisions]
-    files = [each.file_path for one in revisions for each in one.files if each.file_path.suffix == ".gguf"]
-    made += [place for each in files for place in conversions(each)]
     if not made and not hashes:
         whole = (
             f"a repository's files are removed together, with `pearl rm {repo}`"

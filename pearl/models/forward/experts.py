@@ -6,7 +6,7 @@ what its experts give in the order of their probabilities.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -43,27 +43,16 @@ class Experts:
         self._top = int(config["num_experts_per_tok"])
         self._sums_to_one = bool(config.get("norm_topk_prob", True))  # those of Mixtral and gpt-oss always do
         experts, router = block.experts, getattr(block, "gate", None) or block.router
-        both, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
-        biases = [getattr(experts, f"{name}_bias", [None] * len(down)) for name in ("gate_up_proj", "down_proj")]
         self._limits: tuple[float, float] | None = None
         if hasattr(experts, "gate_up_proj_bias"):  # gpt-oss's
             self._limits = float(config.get("swiglu_alpha", 1.702)), float(config.get("swiglu_limit", 7.0))
-            both, down = both.mT, down.mT
-
-        def product(weight: torch.Tensor, bias: torch.Tensor | None, alternates: bool = False, **more: str) -> Matrix:
-            rows = [slice(0, None, 2), slice(1, None, 2)] if alternates else [slice(None)]  # gate and up in turn
-            parts = [SimpleNamespace(weight=weight[some], bias=None if bias is None else bias[some]) for some in rows]
-            return one(*parts, **more)
-
+        is_cpu = router.weight.device.type == "cpu"
         # Never rounded: it is small, and chooses.
-        self.router = product(router.weight.detach(), getattr(router, "bias", None), rounding="")
-        self.each = [
-            (product(first, bias, self._limits is not None), product(second.contiguous(), other))
-            for first, second, bias, other in zip(both, down, *biases, strict=True)
-        ]
+        self.router = one(_linear(router.weight, getattr(router, "bias", None)), rounding="")
+        self.each = [(one(*both), one(down)) for both, down in _linears(experts, self._limits is not None)]
         self._gate = gated if self._limits is None else partial(_clamped, *self._limits)
-        del experts.gate_up_proj, experts.down_proj
-        self.least_rows, self._most_rows = (1, 1 << 30) if down.device.type == "cpu" else (_PIECE, _PIECE)
+        del block.experts
+        self.least_rows, self._most_rows = (1, 1 << 30) if is_cpu else (_PIECE, _PIECE)
         self._products: ExpertProducts | None = None
         if kernels:
             from pearl.models.forward.expert_kernels import ExpertProducts
@@ -104,6 +93,25 @@ class Experts:
         if count < self.least_rows:
             x = torch.cat([x, x[:1].expand(self.least_rows - count, -1)])
         return down(self._gate(both(x, None)), None)[:count]
+
+
+def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    return SimpleNamespace(weight=weight, bias=bias)
+
+
+def _linears(experts: Any, alternates: bool) -> Iterator[tuple[list[Any], Any]]:
+    """Gate and up, perhaps as one, and down of each expert. alternates: transposed, with gate and up in turn."""
+    if not hasattr(experts, "gate_up_proj"):  # of files read directly
+        yield from (([each.gate_proj, each.up_proj], each.down_proj) for each in experts)
+        return
+    both, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
+    biases = [getattr(experts, f"{name}_bias", [None] * len(down)) for name in ("gate_up_proj", "down_proj")]
+    if alternates:
+        both, down = both.mT, down.mT
+    rows = [slice(0, None, 2), slice(1, None, 2)] if alternates else [slice(None)]
+    for first, second, bias, other in zip(both, down, *biases, strict=True):
+        parts = [_linear(first[some], None if bias is None else bias[some]) for some in rows]
+        yield parts, _linear(second.contiguous(), other)
 
 
 def _clamped(alpha: float, limit: float, gate_up: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,75 @@
+"""The weights of a GGUF file, mapped: in their own bits, or dequantised as gguf-py does it."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import torch
+
+from pearl.models.checkpoints.formats import GGUF_BLOCKS, Make, from_gguf
+from pearl.models.checkpoints.gguf import Table
+from pearl.models.families import Forward
+from pearl.models.forward.quantised import QuantisedMatrix
+
+_NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # types that are not quantised
+_TOGETHER = 4096  # rows dequantised at once: in float32 a large matrix would take the last memory
+
+
+class GgufWeights:
+    """What `table` locates, for a model that `forward` computes."""
+
+    def __init__(self, table: Table, forward: Forward) -> None:
+        self._tensors, self._interleaved = table.tensors, table.interleaved
+        self._shift = forward.norm_shift or 0.0
+        size = os.stat(table.file).st_size
+        self._bytes = torch.from_file(table.file, shared=False, size=size, dtype=torch.uint8)
+
+    def matrices(self) -> dict[str, Make]:
+        """What makes each matrix that stays in its own bits."""
+        return {name: partial(self._matrix, name) for name, each in self._tensors.items() if each.kind in GGUF_BLOCKS}
+
+    def _matrix(self, name: str) -> QuantisedMatrix:
+        return from_gguf(self._tensors[name].kind, self._rows(name))
+
+    def plain(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """A weight, dequantised; mapped where nothing changes."""
+        kind, shape, *_ = self._tensors[name]
+        rows = self._rows(name)
+        if self._shift and name.endswith("norm.weight"):
+            rows = rows.float() - self._shift
+        if kind in _NUMBERS:
+            return rows.to(device, dtype)
+        found = torch.empty(shape, dtype=dtype)
+        for some, into in zip(rows.split(_TOGETHER), found.split(_TOGETHER), strict=True):
+            into.copy_(_dequantised(kind, some))
+        return found.to(device)
+
+    def state_dict(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """All weights, dequantised, as a model of transformers has them."""
+        found = {name: self.plain(name, torch.device("cpu"), dtype) for name in self._tensors}
+        for stack in [name.removesuffix("0.gate_proj.weight") for name in found if ".experts.0.gate_proj" in name]:
+            gate, up, down = (
+                torch.stack([found.pop(name) for name in [*found] if name.startswith(stack) and part in name])
+                for part in (".gate_proj.", ".up_proj.", ".down_proj.")
+            )
+            found |= {f"{stack}gate_up_proj": torch.cat((gate, up), 1), f"{stack}down_proj": down}
+        return found
+
+    def _rows(self, name: str) -> torch.Tensor:
+        """A weight's numbers or, where it is quantised, the bytes of each row; heads as transformers has them."""
+        kind, shape, offset, size = self._tensors[name]
+        found = self._bytes[offset : offset + size]
+        numbers = _NUMBERS.get(kind)
+        found = found.view(numbers).view(shape) if numbers else found.view(shape[0], -1)
+        if self._interleaved and name.split(".")[-2] in ("q_proj", "k_proj"):
+            found = found.unflatten(0, (-1, self._interleaved // 2, 2)).transpose(1, 2).flatten(0, 2)
+        return found
+
+
+def _dequantised(kind: str, rows: torch.Tensor) -> torch.Tensor:
+    if kind in GGUF_BLOCKS:
+        return from_gguf(kind, rows).dequantised()
+    from gguf import GGMLQuantizationType, quants
+
+    return torch.from_numpy(quants.dequantize(rows.numpy(), GGMLQuantizationType[kind]))
