@@ -18,6 +18,7 @@ from pearl.trace.report import report
 from pearl.trace.tracer import Tracer
 from pearl.worker.admission import MAX_RECORDINGS
 from pearl.worker.recording import Recordings
+from tests.conftest import TOY
 from tests.traced import check_sound
 
 BOUND = 60.0
@@ -51,14 +52,15 @@ def test_recordings_hold_what_was_asked_between_start_and_stop(toy: Engine, tmp_
     assert not list(toy.directory.glob("*.part"))
 
 
-def test_a_recording_begins_and_ends_amid_a_text(toy: Engine, tmp_path: Path) -> None:
+def test_a_recording_begins_and_ends_amid_a_text(tmp_path: Path) -> None:
     """It had to wait until all texts had ended, and new ones waited for it."""
-    stream = toy.stream([1, 2, 3], SHORT.model_copy(update={"max_tokens": 400}), method="pearl")
-    pieces = [next(stream) for _ in range(5)]
-    toy.start_trace(tmp_path / "t.json")
-    pieces += [next(stream) for _ in range(20)]
-    toy.stop_trace()
-    pieces += stream
+    with Engine(TOY, TOY, target_pace=0.02, draft_pace=0.004) as engine:
+        stream = engine.stream([1, 2, 3], SHORT.model_copy(update={"max_tokens": 400}), method="pearl")
+        pieces = [next(stream) for _ in range(5)]
+        engine.start_trace(tmp_path / "t.json")
+        pieces += [next(stream) for _ in range(30)]
+        engine.stop_trace()
+        pieces += stream
     check_sound(tmp_path / "t.json")
     found = report(read(tmp_path / "t.json"))
     assert (found.requests, found.method) == (1, "pearl")
