@@ -188,7 +188,7 @@ class EngineConfig(Section):
     def check_method(self, method: str) -> None:
         """Raises `ConfigError` if the method needs a draft, or another setting, that this engine does not have."""
         if method not in (*DRAFTLESS, "auto") and not self.has_draft:
-            use = " or ".join(DRAFTLESS)
+            use = " or ".join(name for name in DRAFTLESS if not (METHODS[name].guesses or METHODS[name].needs))
             raise ConfigError(f"method {method} needs a draft model and this engine has none; use method {use}")
         if (needed := METHODS[method].needs) and not getattr(self, needed):
             raise ConfigError(f"method {method} needs --{needed}")
