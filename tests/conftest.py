@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -41,6 +42,11 @@ hypothesis.settings.load_profile("pearl")
 
 # PEARL as in the paper: the target waits for its draft
 AS_PUBLISHED = DecodingConfig(method="pearl", **AS_PUBLISHED)
+# Whether this user can have hosts of its own: tests/test_two_hosts.py needs them.
+HAS_NAMESPACES = (
+    bool(shutil.which("ip") and shutil.which("unshare"))
+    and not subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode
+)
 BOUND = 180.0  # seconds that nothing here takes
 TOY = "toy:vocab=32,alpha=0.5,context=512,eos=3"  # half of what the draft says is refused
 

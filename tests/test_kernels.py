@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM  # isort: skip
@@ -260,18 +260,6 @@ def test_products_of_quantised_weights_in_parts(rounding: Rounding, inputs: int)
             found.weight, found.scales, weights, K=inputs, N=41, BK=at_once, BN=16, **more
         )
         assert torch.equal(weights, found.dequantised())
-
-
-def test_gate_and_up() -> None:
-    torch.manual_seed(2)
-    x, w, norm, out = torch.randn(ROWS, 32), torch.randn(2 * 40, 32), torch.rand(32), torch.zeros(ROWS, 40)
-    squares = x.view(ROWS, -1, 16).square().sum(2).T.contiguous()
-    kernels.gate_up[(3,)](
-        x, squares, norm, w, w, out, 1e-5, K=32, N=40, BN=16, BK=16, BITS=16, GROUP=32, EXTRA=0, OFFSET=0.0,
-        OVERLAPS=False,
-    )  # fmt: skip
-    both = linear(x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5) * norm, w)
-    torch.testing.assert_close(out, silu(both[:, :40]) * both[:, 40:])
 
 
 COMPILE = """

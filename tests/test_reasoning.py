@@ -197,30 +197,16 @@ def test_generate_prints_the_answer_and_shows_the_reasoning(
 # ---- the server ----
 
 
-def answer(is_chat: bool = True, thinks: bool = True) -> Answer:
-    made = Answer(is_chat, "m", spell=lambda _: b"")
-    made.new_parts = lambda: Parts(Splitter(THINK) if thinks else None)
-    return made
-
-
 def chosen(event: bytes) -> dict[str, Any]:
     choice: dict[str, Any] = json.loads(event.removeprefix(b"data: "))["choices"][0]
     return choice
 
 
-def test_a_message_has_its_reasoning_apart() -> None:
-    whole = json.loads(answer().whole([Result(REPLY, [], finish_reason="eos"), Result("Hi", [])], {}))
-    messages = [choice["message"] for choice in whole["choices"]]
-    assert messages[0] == {**message(ANSWER, "assistant"), "refusal": None, "reasoning_content": THOUGHT}
-    assert messages[1] == {**message("Hi", "assistant"), "refusal": None}
-    (choice,) = json.loads(answer(thinks=False).whole([Result(REPLY, [])], {}))["choices"]
-    assert choice["message"]["content"] == REPLY
-
-
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_deltas_have_either_and_add_up(size: int) -> None:
     text = REPLY + " <thi"
-    streamed = answer()
+    streamed = Answer(True, "m", spell=lambda _: b"")
+    streamed.new_parts = lambda: Parts(Splitter(THINK))
     chunks = [
         chosen(chunk)
         for at in range(0, len(text), size)

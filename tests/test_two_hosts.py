@@ -8,7 +8,6 @@ from __future__ import annotations
 import fcntl
 import os
 import select
-import shutil
 import struct
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from pearl.trace.reading import read
 from pearl.trace.report import report
 from pearl.transport.keys import write_keys
 from pearl.transport.zeromq import new_keys
-from tests.conftest import eventually
+from tests.conftest import HAS_NAMESPACES, eventually
 from tests.screen import home as temporary
 
 __all__ = ["temporary"]  # a fixture
@@ -149,7 +148,7 @@ class Hosts:
 
 @pytest.fixture
 def hosts(temporary: dict[str, str], tmp_path: Path) -> Iterator[Hosts]:
-    if not shutil.which("ip") or subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode:
+    if not HAS_NAMESPACES:
         pytest.skip("two hosts take network namespaces: root, and `ip` of iproute2")
     write_keys(tmp_path / "keys", new_keys())
     made = Hosts(temporary, tmp_path / "keys")
