@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.pop("COLUMNS", None)  # tests that run side by side have them, and a program in a terminal would believe them
 os.environ.pop("LINES", None)
@@ -36,6 +37,9 @@ from pearl.engine import Engine
 from pearl.models.toy import alpha_pair
 from pearl.spec.methods import AS_PUBLISHED
 from tests.warm import Nursery
+
+if TYPE_CHECKING:
+    from tests.served import Served
 
 hypothesis.settings.register_profile("pearl", deadline=None)  # a machine that is busy says nothing about our code
 hypothesis.settings.load_profile("pearl")
@@ -155,6 +159,15 @@ def toy() -> Iterator[Engine]:
     """A running pair of `TOY`; a test that harms its workers takes an engine of its own."""
     with Engine(TOY, TOY, startup_timeout=120) as engine:
         yield engine
+
+
+@pytest.fixture(scope="session")
+def served() -> Iterator[Served]:
+    """A running HTTP server of a pair of `TOY`; a test that harms its engine takes a server of its own."""
+    from tests.served import serving
+
+    with serving() as server:
+        yield server
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM  # isort: skip
@@ -85,6 +85,12 @@ def runner_of(name: str, kernels: bool = True, context: int = 600) -> ForwardRun
     return ForwardRunner(model_of(name), context, slots=3, record=lambda work: work, kernels=kernels)
 
 
+@cache
+def shared(name: str) -> ForwardRunner:
+    """With our kernels; several tests use it, for making one takes seconds."""
+    return runner_of(name)
+
+
 def text(count: int, start: int = 0) -> tuple[int, ...]:
     return tuple((7 * i + 3 * i * i + start) % 90 for i in range(count))
 
@@ -101,9 +107,11 @@ def fed_both(runners: Sequence[ForwardRunner], *feeds: Feed) -> list[torch.Tenso
 @pytest.mark.parametrize("name", [name for name in MODELS if "one layer" not in name and "with" not in name])
 def test_forwards_are_those_of_torch(name: str) -> None:
     """Several slots, a cut within a part and across parts, a tree and its kept path, and beyond 512 positions."""
-    both = runner_of(name), runner_of(name, kernels=False)
+    both = shared(name), runner_of(name, kernels=False)
     assert both[0]._decode is not None
     assert both[1]._decode is None
+    for slot in range(3):
+        both[0].rollback(0, slot)
     for runner in both:
         feed_chain(runner, text(508), 1, prompt=True)
         feed_chain(runner, text(61, 5), 1, 1, prompt=True)
@@ -161,7 +169,7 @@ def test_products_of_experts(name: str, rounding: Rounding) -> None:
 
 @pytest.fixture(scope="module", params=["one layer", "experts"])
 def runner(request: pytest.FixtureRequest) -> ForwardRunner:
-    return runner_of(request.param)
+    return shared(request.param)
 
 
 def test_bits_depend_on_no_company_slot_or_cut(runner: ForwardRunner) -> None:
@@ -260,6 +268,18 @@ def test_products_of_quantised_weights_in_parts(rounding: Rounding, inputs: int)
             found.weight, found.scales, weights, K=inputs, N=41, BK=at_once, BN=16, **more
         )
         assert torch.equal(weights, found.dequantised())
+
+
+def test_gate_and_up() -> None:
+    torch.manual_seed(2)
+    x, w, norm, out = torch.randn(ROWS, 32), torch.randn(2 * 40, 32), torch.rand(32), torch.zeros(ROWS, 40)
+    squares = x.view(ROWS, -1, 16).square().sum(2).T.contiguous()
+    kernels.gate_up[(3,)](
+        x, squares, norm, w, w, out, 1e-5, K=32, N=40, BN=16, BK=16, BITS=16, GROUP=32, EXTRA=0, OFFSET=0.0,
+        OVERLAPS=False,
+    )  # fmt: skip
+    both = linear(x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5) * norm, w)
+    torch.testing.assert_close(out, silu(both[:, :40]) * both[:, 40:])
 
 
 COMPILE = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from io import StringIO
 from typing import Any
 
@@ -27,7 +26,7 @@ from pearl.server.requests import read_request
 from pearl.text import reasoning
 from pearl.text.chat_template import render
 from pearl.text.reasoning import Splitter, Tags, split, splitter_of, tags_of
-from tests.served import SETUP, Served, body, message, serving
+from tests.served import SETUP, Served, body, message
 from tests.test_conversation import Characters
 
 THINK = Tags("<think>", "</think>")
@@ -226,12 +225,6 @@ def test_history_may_have_reasoning_of_the_assistant_only() -> None:
     assert read_request(asked | {"messages": messages}, True, SETUP).prompts == (messages,)
     with pytest.raises(ApiError, match="reasoning_content: is for role"):
         read_request(asked | {"messages": [message("Hi") | {"reasoning_content": "x"}]}, True, SETUP)
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving() as served:
-        yield served
 
 
 def test_through_a_server(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import socket
 import time
-from collections.abc import Iterator
 from typing import Any, cast
 
 import httpx
@@ -18,13 +17,7 @@ from pearl.server import limits
 from pearl.server.listen import bind, name_of
 from pearl.server.request_log import show_requests
 from tests.conftest import eventually
-from tests.served import BOUND, MODEL, Served, body, raw_post, serving
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving() as served:
-        yield served
+from tests.served import BOUND, MODEL, Served, body, raw_post
 
 
 def test_a_key_is_required(served: Served) -> None:
