@@ -36,10 +36,6 @@ def halves(*shape: int) -> torch.Tensor:
     return (torch.rand(*shape) * 0.02 - 0.01).half()
 
 
-def signed(*shape: int) -> torch.Tensor:
-    return (numbers(*shape, high=255).int() - 127).to(torch.int8)
-
-
 def quantised(kind: str, outputs: int, inputs: int) -> QuantisedMatrix:
     """Random weights of a kind."""
     torch.manual_seed(outputs)
