@@ -62,10 +62,6 @@ def defaults(directory: Path, **options: Any) -> GenerationDefaults:
 
 
 class TestHFTokenizer:
-    def test_a_raw_prompt_has_the_tokenizers_own_bos(self) -> None:
-        assert byte_fallback().encode("the cat") == backend_of(byte_fallback())("the cat").input_ids
-        assert byte_fallback().encode("the cat")[0] == 0
-
     def test_special_and_unknown_tokens_have_no_text(self) -> None:
         """A model's logits cover padding ids that no tokenizer knows; sampling one must not end the run."""
         tokenizer = byte_level()
@@ -308,12 +304,6 @@ class TestVocabularies:
             check_same_vocabulary(target, draft, "big", "small")
         assert vocabulary_digest(target, 5) == vocabulary_digest(draft, 5)
         assert vocabulary_digest(target, 6) != vocabulary_digest(draft, 6)
-
-    def test_of_checkpoints(self, checkpoint: Path) -> None:
-        again, _ = load_tokenizer(str(checkpoint))
-        check_same_vocabulary(byte_level(), again, "a", "b")
-        with pytest.raises(ModelError, match="token 3 is"):
-            check_same_vocabulary(byte_level(), byte_fallback(), "a", "b")
 
 
 class Renumbered(ToyTokenizer):
