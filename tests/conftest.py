@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.pop("COLUMNS", None)  # tests that run side by side have them, and a program in a terminal would believe them
 os.environ.pop("LINES", None)
@@ -36,11 +38,19 @@ from pearl.models.toy import alpha_pair
 from pearl.spec.methods import AS_PUBLISHED
 from tests.warm import Nursery
 
+if TYPE_CHECKING:
+    from tests.served import Served
+
 hypothesis.settings.register_profile("pearl", deadline=None)  # a machine that is busy says nothing about our code
 hypothesis.settings.load_profile("pearl")
 
 # PEARL as in the paper: the target waits for its draft
 AS_PUBLISHED = DecodingConfig(method="pearl", **AS_PUBLISHED)
+# Whether this user can have hosts of its own: tests/test_two_hosts.py needs them.
+HAS_NAMESPACES = (
+    bool(shutil.which("ip") and shutil.which("unshare"))
+    and not subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode
+)
 BOUND = 180.0  # seconds that nothing here takes
 TOY = "toy:vocab=32,alpha=0.5,context=512,eos=3"  # half of what the draft says is refused
 
@@ -149,6 +159,15 @@ def toy() -> Iterator[Engine]:
     """A running pair of `TOY`; a test that harms its workers takes an engine of its own."""
     with Engine(TOY, TOY, startup_timeout=120) as engine:
         yield engine
+
+
+@pytest.fixture(scope="session")
+def served() -> Iterator[Served]:
+    """A running HTTP server of a pair of `TOY`; a test that harms its engine takes a server of its own."""
+    from tests.served import serving
+
+    with serving() as server:
+        yield server
 
 
 @pytest.fixture

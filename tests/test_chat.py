@@ -360,7 +360,7 @@ def test_several_lines_long_pastes_history_and_a_full_context(home: dict[str, st
 
 
 def test_files_an_editor_completion_other_models_and_the_last_conversation(
-    home: dict[str, str], tmp_path: Path
+    home: dict[str, str], attached: list[str], tmp_path: Path
 ) -> None:
     """The next message has the file, what follows a command is completed, and --continue goes on where a chat ended."""
     editor, code, other = tmp_path / "editor", tmp_path / "abc.txt", "toy:vocab=32,alpha=0.5,context=512"
@@ -397,7 +397,7 @@ def test_files_an_editor_completion_other_models_and_the_last_conversation(
     turns = json.loads(last.read_text())["turns"]
     assert [turn["user"] for turn in turns] == ["12", "abc.txt:\n```\n7\n```\n\n9"]
     for how in (["--continue"], ["--load", str(last)]):
-        with chatting(home, *arguments, "--target", other, *how) as person:
+        with chatting(home, *attached, *how) as person:
             person.sees(">>>")
             person.send("/show")
             person.sees("2 turns")

@@ -103,17 +103,12 @@ def test_the_text_is_cut_at_its_end(method: str, look_ahead: int, combined: Any)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_an_eos_that_was_drafted_but_rejected_ends_nothing(method: str) -> None:
+def test_an_end_that_was_drafted_but_rejected_ends_nothing(method: str) -> None:
     for position in range(len(PROMPT), len(TEXT) - 1, 3):
-        submit = submission(TEXT, method, window="stream", gamma=4, eos=(38,))
+        stop = TOKENIZER.decode([TEXT[position - 1], 38])
+        submit = submission(TEXT, method, window="stream", gamma=4, eos=(38,), stops=(stop,))
         result = run(submit, wrong=(position,), says=38, seed=position)
         assert tuple(result.tokens) == TEXT[len(PROMPT) :]
-
-
-def test_a_stop_that_was_drafted_but_rejected_ends_nothing() -> None:
-    stop = TOKENIZER.decode([TEXT[5], 38])
-    result = run(submission(TEXT, window="stream", gamma=4, stops=(stop,)), wrong=(6,), says=38)
-    assert tuple(result.tokens) == TEXT[len(PROMPT) :]
 
 
 def test_a_stop_is_looked_for_in_what_was_generated_only() -> None:

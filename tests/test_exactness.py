@@ -43,14 +43,15 @@ def load(kind: str, dtype: str, **options: object) -> ModelRunner:
     return load_runner(str(tiny_model(kind)), device=CPU, dtype=dtype, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("kind", "dtype", "threads"), pairwise(KINDS, DTYPES, [1, 2]), indirect=["threads"])
-def test_logits_are_the_same_bits_however_a_sequence_is_cut(kind: str, dtype: str, threads: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dtype", "threads", "seed"), pairwise(KINDS, DTYPES, [1, 2], range(4)), indirect=["threads"]
+)
+def test_logits_are_the_same_bits_however_a_sequence_is_cut(kind: str, dtype: str, threads: int, seed: int) -> None:
     runner = load(kind, dtype)
     assert runner.capabilities.row_invariant
-    for seed in range(2):
-        found = compare_cuts(runner, kind, TOKENS, seed)
-        assert found.passed, found
-        assert found.count >= TOKENS
+    found = compare_cuts(runner, kind, TOKENS, seed)
+    assert found.passed, found
+    assert found.count >= TOKENS
 
 
 def random_tree(rng: random.Random, nodes: int) -> tuple[int, ...]:
@@ -146,19 +147,6 @@ def test_what_is_recorded_gives_the_same_bits_however_a_sequence_is_cut(kind: st
     """In a GPU's fixed sizes, here carried out each time."""
     runner = replayed(kind)
     assert compare_cuts(runner, kind, runner.context, piece=FED).passed
-
-
-def test_what_a_nan_left_behind_is_not_seen() -> None:
-    """A forward looks at whole blocks of positions; 0 times NaN is not 0."""
-    runner = load("llama", "float32")
-    assert isinstance(runner, ForwardRunner)
-    wanted = feed_chain(runner, [3, 4, 5, 6], 4)
-    feed_chain(runner, list(range(20)), 1)
-    with torch.inference_mode():
-        runner._slots.keys[..., 2:24, :] = torch.nan
-        runner._slots.values[..., 2:24, :] = torch.nan
-    runner.rollback(2)
-    assert torch.equal(feed_chain(runner, [5, 6], 2), wanted[2:])
 
 
 # ---- the parts ----

@@ -179,10 +179,11 @@ def test_texts_longer_than_one_recording_looks(monkeypatch: pytest.MonkeyPatch) 
     assert list(runners[1]._graphs._known) == [(0, end) for end in (512, 256, 128, 64)]
 
 
+@pytest.mark.parametrize("make", [load, replayed])
 @pytest.mark.parametrize("kept", [0, 1, 5])
-def test_what_a_rejected_forward_left_is_not_seen_by_what_is_recorded(kept: int) -> None:
-    """Nor a NaN: a recorded forward looks beyond the text, and 0 times NaN is not 0."""
-    runner = replayed("llama")
+def test_what_a_rejected_forward_left_is_not_seen(kept: int, make: Callable[[str], ForwardRunner]) -> None:
+    """Nor a NaN: a forward looks at whole blocks of positions, a recorded one beyond; 0 times NaN is not 0."""
+    runner = make("llama")
     wanted = feed_chain(runner, some_tokens(runner, kept + 4), 4)
     feed_chain(runner, some_tokens(runner, 36 - kept), 1)
     with torch.inference_mode():
@@ -275,13 +276,13 @@ def test_a_large_draft_of_bfloat16_is_rounded_to_4_bits(large: Callable[[int], N
     assert rounding_for(narrow) == ""
 
 
-@pytest.mark.parametrize(("kind", "forwards"), [("gpt2", "auto"), ("llama", "transformers")])
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("kind", "forwards", "asked", "said"),
     [
-        *(({"dtype": dtype}, dtype) for dtype in ("int8", "int4")),
-        ({"exact": True}, r"runs through transformers.*--exact"),
-        ({"slots": 2}, "cache holds one sequence: leave slots at 1"),
+        ("gpt2", "auto", {"dtype": "int8"}, "int8"),
+        ("llama", "transformers", {"dtype": "int4"}, "int4"),
+        ("gpt2", "auto", {"exact": True}, r"runs through transformers.*--exact"),
+        ("llama", "transformers", {"slots": 2}, "cache holds one sequence: leave slots at 1"),
     ],
 )
 def test_what_only_our_forward_has_is_refused_elsewhere(

@@ -10,11 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pearl.config import EngineConfig
 from pearl.decoding.distribution import AnnouncedRow
-from pearl.decoding.keys import Purpose, draw_key
-from pearl.decoding.rules import make_draft_half, make_target_half
-from pearl.decoding.rules.direct import DirectDraw
+from pearl.decoding.rules import make_target_half
 from pearl.decoding.rules.tokenwise import TokenTarget
-from pearl.decoding.sampling import greedy, probabilities, race_rows, read_draw
 from pearl.drafting.model import ModelProposer
 from pearl.errors import ModelError
 from pearl.execution.draft import DraftExecutor
@@ -77,20 +74,6 @@ SAMPLINGS = [
 LOGITS = 3 * torch.randn(8, 1000, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_rows_drawn_together_are_those_drawn_one_by_one(sampling: Sampling) -> None:
-    """Bit for bit, the check values included."""
-    positions = list(range(5, 13))
-    if sampling.temperature == 0:
-        one_by_one = [greedy(row) for row in LOGITS]
-    else:
-        keys = [draw_key(sampling, at, Purpose.DIRECT) for at in positions]
-        one_by_one = [
-            race_rows(probabilities(row, sampling)[None], [k])[0] for row, k in zip(LOGITS, keys, strict=True)
-        ]
-    assert torch.equal(DirectDraw(sampling).rows(LOGITS, positions), torch.stack(one_by_one))
-
-
 @pytest.mark.parametrize(("rule", "epsilon"), [("ratio", 0.0), ("opt", 0.01), ("uno", 0.01)])
 def test_odds_summed_together_are_those_summed_one_by_one(rule: str, epsilon: float) -> None:
     half = make_target_half(rule, SAMPLINGS[1], (("epsilon", epsilon),) if epsilon else ())
@@ -100,36 +83,21 @@ def test_odds_summed_together_are_those_summed_one_by_one(rule: str, epsilon: fl
     assert half._facts(target, draft, tokens) == one_by_one
 
 
-@pytest.mark.parametrize("name", ["coupled", "ratio", "opt", "uno"])
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_what_is_launched_decides_as_what_is_not(name: str, sampling: Sampling) -> None:
-    parameters = (("epsilon", 0.01),) if name in ("opt", "uno") else ()
-    draft, target = (make(name, sampling, parameters) for make in (make_draft_half, make_target_half))
-    accepted = 0
-    for start in range(0, 400, 8):
-        drafted = draft.draft(0.9 * LOGITS, range(start, start + 8))  # type: ignore[attr-defined]
-        tokens, rows = [read_draw(draw) for draw, _ in drafted], [row for _, row in drafted if row is not None]
-        launched = target.launch(LOGITS, range(start, start + 8))  # type: ignore[attr-defined]
-        found = target.judge(LOGITS, tokens, rows, start, launched=launched)  # type: ignore[attr-defined]
-        assert found == target.judge(LOGITS, tokens, rows, start)  # type: ignore[attr-defined]
-        accepted += found.accepted
-    assert accepted > 0
-
-
 @pytest.mark.parametrize(
-    ("sampling", "rule", "method"), pairwise(SAMPLINGS, ["ratio", "coupled"], ["ar", "ngram", "sd", "pearl"])
+    ("sampling", "rule", "method"),
+    pairwise(SAMPLINGS, ["ratio", "coupled", "opt", "uno"], ["ar", "ngram", "sd", "pearl"]),
 )
-def test_texts_are_the_same_where_judging_begins_with_the_forward(method: str, rule: str, sampling: Sampling) -> None:
-    """Chains, trees of guesses and single draws, each row for its own position."""
-    submit = Submit(
-        1, (1, 2, 3), 83, RequestOptions(method, rule=rule, look_ahead=8 if method == "ngram" else 0, sampling=sampling)
-    )
-    pair = [ToyRunner(32, distribution) for distribution in alpha_pair(32, 0.7)]
-    launching = TargetExecutor(pair[0], launches=True), DraftExecutor(ModelProposer(pair[1], 32))
-    timing = Timing(1.0, lambda fed: 3.0)
+def test_nothing_changes_where_judging_begins_with_the_forward(method: str, rule: str, sampling: Sampling) -> None:
+    """Chains, trees of guesses and single draws, each row for its own position; the odds too."""
+    parameters = (("epsilon", 0.01),) if rule in ("opt", "uno") else ()
+    look_ahead = 8 if method == "ngram" else 0
+    options = RequestOptions(method, rule=rule, parameters=parameters, look_ahead=look_ahead, sampling=sampling)
+    submit, timing = Submit(1, (1, 2, 3), 83, options), Timing(1.0, lambda fed: 3.0)
+    target, draft = (ToyRunner(32, distribution) for distribution in alpha_pair(32, 0.7))
+    launching = TargetExecutor(target, launches=True), DraftExecutor(ModelProposer(draft, 32))
     found = simulate(submit, *launching, timing)
     wanted = simulate(submit, *paired_executors(*(ToyRunner(32, each) for each in alpha_pair(32, 0.7))), timing)
-    assert found.tokens == wanted.tokens
+    assert (found.tokens, found.counts.odds) == (wanted.tokens, wanted.counts.odds)
     assert len(found.tokens) == 80
 
 

@@ -83,34 +83,6 @@ def test_a_narrow_search_may_miss_it_and_logits_that_are_not_finite_are_told() -
         search.grow(torch.full((1, 4), torch.nan))
 
 
-def accepted(block: Sequence[int], likely: Sequence[float], drafted: Sequence[float], tau: float) -> int:
-    rows = torch.zeros(len(block), 4)
-    target = torch.full((len(block), 4), 1e-9)
-    for i, token in enumerate(block):
-        rows[i, token], target[i, token] = drafted[i], likely[i]
-    target[:, 3] = 1 - target[:, :3].sum(-1)
-    rule = make_target_half("joint", WARM, parameters(tau, len(block)))
-    return rule.judge(target.log(), block, list(rows), 9).accepted
-
-
-@pytest.mark.parametrize(
-    ("likely", "drafted", "tau", "expected"),
-    [
-        ([0.3, 0.9, 0.9], [0.9, 0.5, 0.5], 0.5, 3),  # the first alone would not pass
-        ([0.3, 0.9, 0.1], [0.9, 0.5, 0.5], 0.5, 2),
-        ([0.9, 0.1, 0.1], [0.9, 0.5, 0.5], 0.5, 1),
-        ([0.3, 0.3, 0.3], [0.9, 0.5, 0.5], 0.5, 0),
-        ([0.44, 0.5, 0.5], [0.9, 0.5, 0.5], 0.5, 0),
-        ([0.9, 0.9, 0.9], [0.5, 0.5, 0.5], 1.0, 0),  # at 1 nothing passes
-        ([0.01, 0.01, 0.01], [0.9, 0.9, 0.9], 0.0, 3),
-    ],
-)
-def test_the_longest_part_that_passes_is_accepted(
-    likely: list[float], drafted: list[float], tau: float, expected: int
-) -> None:
-    assert accepted([0, 1, 2], likely, drafted, tau) == expected
-
-
 def test_what_the_target_rules_out_is_not_accepted_whatever_the_draft_says() -> None:
     """A draft that gives its tokens next to nothing makes the joint ratio infinite; that times 0 passed for 1."""
     half = make_target_half("joint", replace(WARM, top_k=1), parameters(depth=8))

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -85,6 +85,12 @@ def runner_of(name: str, kernels: bool = True, context: int = 600) -> ForwardRun
     return ForwardRunner(model_of(name), context, slots=3, record=lambda work: work, kernels=kernels)
 
 
+@cache
+def shared(name: str) -> ForwardRunner:
+    """With our kernels; several tests use it, for making one takes seconds."""
+    return runner_of(name)
+
+
 def text(count: int, start: int = 0) -> tuple[int, ...]:
     return tuple((7 * i + 3 * i * i + start) % 90 for i in range(count))
 
@@ -101,9 +107,11 @@ def fed_both(runners: Sequence[ForwardRunner], *feeds: Feed) -> list[torch.Tenso
 @pytest.mark.parametrize("name", [name for name in MODELS if "one layer" not in name and "with" not in name])
 def test_forwards_are_those_of_torch(name: str) -> None:
     """Several slots, a cut within a part and across parts, a tree and its kept path, and beyond 512 positions."""
-    both = runner_of(name), runner_of(name, kernels=False)
+    both = shared(name), runner_of(name, kernels=False)
     assert both[0]._decode is not None
     assert both[1]._decode is None
+    for slot in range(3):
+        both[0].rollback(0, slot)
     for runner in both:
         feed_chain(runner, text(508), 1, prompt=True)
         feed_chain(runner, text(61, 5), 1, 1, prompt=True)
@@ -161,7 +169,7 @@ def test_products_of_experts(name: str, rounding: Rounding) -> None:
 
 @pytest.fixture(scope="module", params=["one layer", "experts"])
 def runner(request: pytest.FixtureRequest) -> ForwardRunner:
-    return runner_of(request.param)
+    return shared(request.param)
 
 
 def test_bits_depend_on_no_company_slot_or_cut(runner: ForwardRunner) -> None:

@@ -19,26 +19,17 @@ from pearl.execution.target import TargetExecutor
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.runner import Feed, ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.events import (
     Draft,
-    DraftJoined,
     Forward,
-    Forwarded,
-    Guess,
-    Guessed,
-    Judged,
     Open,
     Phase,
     Sample,
     Sampled,
-    Send,
 )
-from pearl.protocol.messages import Begin, DraftTokens, Resync, Source, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.speeds import ForwardTimes
 from pearl.protocol.window import worthwhile
-from tests.replace import replace
 from tests.test_stops import Noted
 from tests.tiny import tiny_model
 
@@ -239,22 +230,3 @@ def test_on_a_device_all_draws_are_made_at_once(monkeypatch: pytest.MonkeyPatch)
     assert isinstance(here, Sampled)
     assert len(here.tokens) >= 2
     assert executor.execute(Sample(3, 0, True, request=1)) == here
-
-
-def test_a_resync_waits_until_guesses_are_made() -> None:
-    """It cuts the text that they follow: the forward was no tree then, and that ended the target."""
-    coordinator = Coordinator(None, 1)
-    coordinator.handle(DraftJoined(100, 1e-3))
-    decoding = RequestOptions("pearl", "fixed", 4, "ratio", look_ahead=8)
-    coordinator.handle(Submit(1, PROMPT, 40, replace(decoding, sampling=Sampling(1.0, seed=1))))
-    coordinator.handle(Forwarded(1e-3, 1.0, None, request=1))
-    coordinator.handle(DraftTokens(1, 0, 3, (0, 0, 2, 2), 1e-3, (None,) * 4, known=3))
-    (guess,) = (c for c in coordinator.handle(Judged(1, None, None, request=1)) if isinstance(c, Guess))
-    assert guess.base + len(guess.tokens) == 7
-    assert coordinator.handle(Resync(1, 0)) == []
-    late = Guessed((0, 2, 3), (4, 7, 5), (0.9, 0.9, 0.9), (Source.NGRAM,) * 3, request=1)
-    commands = coordinator.handle(late)
-    (forward,) = (c for c in commands if isinstance(c, Forward))
-    parents = forward.parents or range(-1, len(forward.tokens) - 1)
-    assert all(parent < node for node, parent in enumerate(parents))
-    assert [c.message.epoch for c in commands if isinstance(c, Send) and isinstance(c.message, Begin)] == [1]

@@ -16,6 +16,7 @@ from pearl.models.forward.probe import Heads, irregular
 from pearl.models.forward.quantised import QuantisedMatrix, are_alike, rounded, stacked
 from pearl.models.forward.slot_attention import NativeAttention, SpanAttention
 from pearl.models.forward.slots import Slots
+from tests.pairwise import pairwise
 
 BUILT = [
     file
@@ -33,10 +34,6 @@ def numbers(*shape: int, high: int) -> torch.Tensor:
 
 def halves(*shape: int) -> torch.Tensor:
     return (torch.rand(*shape) * 0.02 - 0.01).half()
-
-
-def signed(*shape: int) -> torch.Tensor:
-    return (numbers(*shape, high=255).int() - 127).to(torch.int8)
 
 
 def quantised(kind: str, outputs: int, inputs: int) -> QuantisedMatrix:
@@ -155,12 +152,19 @@ def test_norms_and_gates(x: torch.dtype, weight: torch.dtype, monkeypatch: pytes
 TREE = (-1, 0, 0, 1, 1, 2, -1, 6)
 
 
-@pytest.mark.usefixtures("built")
-@pytest.mark.parametrize(("window", "cap", "sinks"), [(0, 0.0, 0), (40, 0.0, 1), (0, 20.0, 0)])
-@pytest.mark.parametrize("heads", [Heads(9, 3, 64), Heads(2, 2, 16), Heads(14, 2, 40)], ids=str)
-def test_attention(heads: Heads, window: int, cap: float, sinks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("built", "heads", "scored"),
+    pairwise(
+        BUILT,
+        [Heads(9, 3, 64), Heads(2, 2, 16), Heads(14, 2, 40)],
+        [(0, 0.0, 0), (40, 0.0, 1), (0, 20.0, 0)],  # window, cap, sinks
+    ),
+    indirect=["built"],
+)
+def test_attention(built: None, heads: Heads, scored: tuple[int, float, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch's operations, for chains and trees in two slots; each row has the bits that it has alone, and a tree's
     node those of its path."""
+    window, cap, sinks = scored
     scoring = Scoring((window,), heads.dim**-0.5, cap, (irregular(1, heads.query, torch.float32)[0],) * sinks)
     shape = (2, 1, heads.kv, 512, heads.dim)
 

@@ -13,8 +13,8 @@ from pearl.errors import RemoteProtocolError
 from pearl.protocol import coordinator as target_side
 from pearl.protocol import drafter as draft_side
 from pearl.protocol.drafter import Drafter
-from pearl.protocol.events import Draft, Drafted, Forward, Open, Rollback, Send
-from pearl.protocol.messages import Begin, DraftTokens, Resync, Verdict
+from pearl.protocol.events import Draft, Drafted, Forward, Send
+from pearl.protocol.messages import Begin, DraftTokens
 from pearl.protocol.options import RequestOptions
 from pearl.protocol.sequence import extend_digest
 from tests.exploration import freeze
@@ -96,20 +96,6 @@ def test_a_begin_that_contradicts_itself_is_refused() -> None:
 # ---- divergence (invariant 7) ----
 
 
-def test_a_resync_that_a_rejection_has_overtaken_is_answered() -> None:
-    """The draft is lost in epoch 0; before its Resync arrives a rejection begins epoch 1. Someone has to speak."""
-    machine = draft_in(draft_side.State.WAITING)
-    commands = machine.handle(Verdict(1, 0, 2, (7,), 5, digest=1))
-    assert Send(Resync(1, 0)) in commands
-    pair = until(
-        make_pair(wrong=(2,)),
-        lambda p: p.coordinator.state is target_side.State.HELD and p.coordinator.running[1].epoch == 1,
-    )
-    answer = pair.coordinator.handle(Resync(1, 0))
-    again = machine.handle(Verdict(1, 1, 3, (8,), 6, digest=2))
-    assert any(isinstance(c, Send) for c in [*answer, *again])
-
-
 def test_digests_tell_prefixes_apart() -> None:
     prefixes = [(), (0,), (0, 0), (1,), (1, 2), (2, 1), (1, 2, 3), (1, 2, 4)]
     assert len({extend_digest(0, prefix) for prefix in prefixes}) == len(prefixes)
@@ -118,16 +104,6 @@ def test_digests_tell_prefixes_apart() -> None:
 
 
 # ---- a draft that cannot go on with a request ----
-
-
-def test_a_draft_that_chokes_keeps_nothing_of_its_cache() -> None:
-    """What it holds may be what it choked on."""
-    machine = draft_in(draft_side.State.DRAFTING)
-    machine.handle(Drafted(failure="not finite"))
-    assert machine.state is draft_side.State.IDLE
-    again = machine.handle(Begin(2, 0, PROMPT, 3, extend_digest(0, PROMPT), RequestOptions()))
-    assert [type(command) for command in again] == [Open, Rollback, Draft]
-    assert again[1] == Rollback(0, request=2)
 
 
 def test_a_failed_draw_that_was_overtaken_ends_nothing() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from io import StringIO
 from typing import Any
 
@@ -27,7 +26,7 @@ from pearl.server.requests import read_request
 from pearl.text import reasoning
 from pearl.text.chat_template import render
 from pearl.text.reasoning import Splitter, Tags, split, splitter_of, tags_of
-from tests.served import SETUP, Served, body, message, serving
+from tests.served import SETUP, Served, body, message
 from tests.test_conversation import Characters
 
 THINK = Tags("<think>", "</think>")
@@ -197,30 +196,16 @@ def test_generate_prints_the_answer_and_shows_the_reasoning(
 # ---- the server ----
 
 
-def answer(is_chat: bool = True, thinks: bool = True) -> Answer:
-    made = Answer(is_chat, "m", spell=lambda _: b"")
-    made.new_parts = lambda: Parts(Splitter(THINK) if thinks else None)
-    return made
-
-
 def chosen(event: bytes) -> dict[str, Any]:
     choice: dict[str, Any] = json.loads(event.removeprefix(b"data: "))["choices"][0]
     return choice
 
 
-def test_a_message_has_its_reasoning_apart() -> None:
-    whole = json.loads(answer().whole([Result(REPLY, [], finish_reason="eos"), Result("Hi", [])], {}))
-    messages = [choice["message"] for choice in whole["choices"]]
-    assert messages[0] == {**message(ANSWER, "assistant"), "refusal": None, "reasoning_content": THOUGHT}
-    assert messages[1] == {**message("Hi", "assistant"), "refusal": None}
-    (choice,) = json.loads(answer(thinks=False).whole([Result(REPLY, [])], {}))["choices"]
-    assert choice["message"]["content"] == REPLY
-
-
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_deltas_have_either_and_add_up(size: int) -> None:
     text = REPLY + " <thi"
-    streamed = answer()
+    streamed = Answer(True, "m", spell=lambda _: b"")
+    streamed.new_parts = lambda: Parts(Splitter(THINK))
     chunks = [
         chosen(chunk)
         for at in range(0, len(text), size)
@@ -240,12 +225,6 @@ def test_history_may_have_reasoning_of_the_assistant_only() -> None:
     assert read_request(asked | {"messages": messages}, True, SETUP).prompts == (messages,)
     with pytest.raises(ApiError, match="reasoning_content: is for role"):
         read_request(asked | {"messages": [message("Hi") | {"reasoning_content": "x"}]}, True, SETUP)
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving() as served:
-        yield served
 
 
 def test_through_a_server(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,16 +41,6 @@ def test_an_illegal_event_tells_the_story_that_led_to_it() -> None:
 # ---- proposals ----
 
 
-def test_the_main_line_is_judged_in_order_and_remembers_who_guessed() -> None:
-    store = ProposalStore()
-    store.add(Proposal(5, (10, 11), ("a", "b")))
-    store.add(Proposal(7, (12,), source=Source.NGRAM))
-    assert len(store.seen) == 3
-    assert store.rows(3) == ("a", "b", None)
-    assert [store.accept(committed) for committed in (6, 7, 8)] == [Source.MODEL, Source.LOOKUP, Source.NGRAM]
-    assert len(store.seen) == 0
-
-
 def test_a_branch_holds_under_its_outcome_and_no_other() -> None:
     store = ProposalStore()
     store.add(Proposal(5, (10, 11, 12)))

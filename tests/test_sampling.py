@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 
 import numpy as np
@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from scipy import stats
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
     TemperatureLogitsWarper,
@@ -127,7 +126,6 @@ def test_uniform_is_below_one() -> None:
     """Nothing may be accepted for u = 1, and the largest key must not round up to it."""
     assert uniform(0) == 0
     assert uniform(2**64 - 1) < 1
-    assert stats.kstest([uniform(key) for key in KEYS], "uniform").pvalue > NEVER
 
 
 def splitmix(key: int, token: int) -> int:
@@ -159,41 +157,6 @@ def test_exponentials_are_never_zero_nor_infinite(output: int) -> None:
     assert splitmix(key, 0) == output
     value = exponentials(key, np.array([0]))[0]
     assert 0 < value < 40
-
-
-def test_an_ids_draw_does_not_depend_on_the_others() -> None:
-    """To the last bit: else filtering (top-k) on one side alone would change every draw of the coupled rule."""
-    every = exponentials(KEYS[0], np.arange(1000))
-    some = np.array([999, 3, 500])
-    assert np.array_equal(exponentials(KEYS[0], some), every[some])
-    assert np.array_equal([exponentials(KEYS[0], some[i : i + 1])[0] for i in range(3)], every[some])
-
-
-def test_exponentials_are_exponential() -> None:
-    """Over tokens with one key, and over keys for one token; and the draws of neighbours are not correlated."""
-    over_tokens = exponentials(KEYS[0], np.arange(4000))
-    over_keys = np.concatenate([exponentials(key, np.array([7])) for key in KEYS])
-    assert stats.kstest(over_tokens, "expon").pvalue > NEVER
-    assert stats.kstest(over_keys, "expon").pvalue > NEVER
-    assert stats.spearmanr(over_tokens[:-1], over_tokens[1:]).pvalue > NEVER
-
-
-Draw = Callable[[torch.Tensor, int], int]
-
-
-def drawn(draw: Draw, probs: torch.Tensor) -> float:
-    """The p-value of draws from `probs`, which may be unnormalised and hold zeros."""
-    counts = torch.bincount(torch.tensor([draw(probs, key) for key in KEYS]), minlength=len(probs))
-    assert not counts[probs == 0].any()
-    kept = probs > 0
-    expected = probs[kept].double() / probs[kept].double().sum() * len(KEYS)
-    return float(stats.chisquare(counts[kept].double(), expected).pvalue)
-
-
-@pytest.mark.parametrize("weights", [[0.5, 0.5], [1, 0, 2, 3, 0, 10], [0, 0.02, 0.9, 0.08, 0]])
-@pytest.mark.parametrize("draw", DRAWS)
-def test_draws_are_proportional(draw: Draw, weights: list[float]) -> None:
-    assert drawn(draw, torch.tensor(weights)) > NEVER
 
 
 def brute_force(weights: npt.NDArray[np.float64], key: int) -> tuple[float, int]:

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import pairwise
@@ -31,12 +31,6 @@ from tests.conftest import eventually
 from tests.served import BOUND, MODEL, Served, body, message, serving, text_of
 
 PARAMS = SamplingParams(temperature=1, seed=5, max_tokens=40)
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving() as served:
-        yield served
 
 
 @pytest.fixture(scope="module")

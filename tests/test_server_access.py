@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Iterator
 from typing import Any, cast
 
 import httpx
@@ -16,13 +15,7 @@ from pearl.errors import ConfigError
 from pearl.server.listen import bind, name_of
 from pearl.server.request_log import show_requests
 from tests.conftest import eventually
-from tests.served import BOUND, MODEL, Served, body, raw_post, serving
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving() as served:
-        yield served
+from tests.served import BOUND, MODEL, Served, body, raw_post
 
 
 def test_a_key_is_required(served: Served) -> None:

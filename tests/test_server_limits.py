@@ -20,12 +20,6 @@ from tests.served import BOUND, LONG, MODEL, SLOWLY, Served, body, raw_post, rec
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving() as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
 def slow() -> Iterator[Served]:
     """`LONG` takes many seconds; one request may wait."""
     with serving(1, **SLOWLY) as served:

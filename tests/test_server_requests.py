@@ -20,7 +20,7 @@ from pearl.errors import ConfigError
 from pearl.server import limits, ollama, responses
 from pearl.server.errors import ApiError
 from pearl.server.requests import Setup, read_request
-from tests.served import BOUND, MODEL, SETUP, Served, body, message, serving
+from tests.served import BOUND, MODEL, SETUP, Served, body, message
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 2}}}
 
@@ -29,12 +29,6 @@ def called(arguments: Any) -> dict[str, Any]:
     """An assistant's message that is a call, as clients send it back."""
     function = {"name": "f", "arguments": arguments}
     return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving() as served:
-        yield served
 
 
 def refusal_of(read: Callable[[], object]) -> ApiError | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +23,9 @@ from pearl.models.toy import alpha_pair
 from pearl.protocol.options import RequestOptions, Sampling, Shaping
 from pearl.spec.methods import METHODS
 from tests import virtual
+from tests.pairwise import pairwise
 from tests.tiny import tiny_model
-from tests.virtual import NEVER, TIMINGS, likelihood
+from tests.virtual import NEVER, TIMINGS, Chains, likelihood
 
 VOCAB, PROMPT = 6, (1, 2, 3, 1)
 ALL = Shaping(len(PROMPT), 1.5, 0.7, 0.4, ((2, -1.5), (5, 0.9)))
@@ -119,17 +120,18 @@ def reference(sampling: Sampling, count: int) -> list[int]:
     return text[len(PROMPT) :]
 
 
-def decoded(method: str, rule: str, sampling: Sampling, timing: Timing, count: int = 24) -> list[int]:
+def decoded(method: str, rule: str, sampling: Sampling, timing: Timing, count: int = 24, **options: Any) -> list[int]:
     asked = RequestOptions(method, "stream", None, rule, (), 4, 4, 4)
-    return list(virtual.decoded(alpha_pair(VOCAB, 0.6), VOCAB, asked, sampling, count, timing, PROMPT).tokens)
+    found = virtual.decoded(alpha_pair(VOCAB, 0.6), VOCAB, asked, sampling, count, timing, PROMPT, **options)
+    return list(found.tokens)
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("shaping", SHAPINGS, ids=lambda shaping: str(SHAPINGS.index(shaping)))
-def test_a_direct_text_is_that_of_the_shaped_target(method: str, shaping: Shaping) -> None:
-    for temperature, timing in product((0.0, 1.0), TIMINGS):
+def test_a_direct_text_is_that_of_the_shaped_target(method: str) -> None:
+    wraps = (Chains, lambda runner: runner)
+    for shaping, temperature, timing, wrap in pairwise(SHAPINGS, (0.0, 1.0), TIMINGS, wraps):
         sampling = Sampling(temperature, seed=7, shaping=shaping)
-        assert decoded(method, "coupled", sampling, timing) == reference(sampling, 24)
+        assert decoded(method, "coupled", sampling, timing, wrap=wrap) == reference(sampling, 24)
 
 
 def test_sampled_texts_have_the_shaped_targets_distribution() -> None:
@@ -150,14 +152,13 @@ def test_sampled_texts_have_the_shaped_targets_distribution() -> None:
     assert likelihood(found, expected) > NEVER
 
 
-@pytest.mark.parametrize("forwards", ["auto", "transformers"])
-def test_text_of_a_checkpoint_is_that_of_generate_with_its_penalty(forwards: str) -> None:
+def test_text_of_a_checkpoint_is_that_of_generate_with_its_penalty() -> None:
     path = str(tiny_model("llama"))
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     prompts = [[7, 30, 9, 12, 30], [40, 41, 42, 43] * 5]
     asked = SamplingParams(temperature=0, max_tokens=40, repetition_penalty=1.4, ignore_eos=True)
-    pair = {"target_dtype": "float32", "draft_dtype": "float32", "slots": 1 if forwards == "transformers" else 2}
-    with Engine(path, str(tiny_model("llama", noise=0.05)), forwards=forwards, **pair) as engine:
+    pair = {"target_dtype": "float32", "draft_dtype": "float32", "slots": 2}
+    with Engine(path, str(tiny_model("llama", noise=0.05)), **pair) as engine:  # type: ignore[arg-type]
         options = {"do_sample": False, "max_new_tokens": 40, "repetition_penalty": 1.4, "pad_token_id": 0}
         wanted = [model.generate(torch.tensor([one]), eos_token_id=None, **options)[0, len(one) :] for one in prompts]
         for method in ("ar", "ngram", "sd", "pearl"):

@@ -152,11 +152,11 @@ SLOW = {("ratio", "greedy"), ("coupled", "nucleus")}
     [pytest.param(*one, marks=[pytest.mark.long] * (one in SLOW)) for one in product(("ratio", "coupled"), SAMPLINGS)],
 )
 def test_a_pair_of_coins_has_its_rate_under_every_rule(rule: str, name: str) -> None:
-    """Of 4,000 positions judged: four standard deviations are 0.019."""
+    """Of 2,500 positions judged: four standard deviations are 0.024."""
     decoding = RequestOptions("pearl", "fixed", 4, rule)
-    counts = decoded(coin_pair(64, 0.9), 64, decoding, SAMPLINGS[name], 4000, prompt=(1, 2, 3)).counts
-    assert counts.num_judged_draft_tokens > 3900
-    assert counts.num_accepted_draft_tokens / counts.num_judged_draft_tokens == pytest.approx(0.9, abs=0.019)
+    counts = decoded(coin_pair(64, 0.9), 64, decoding, SAMPLINGS[name], 2500, prompt=(1, 2, 3)).counts
+    assert counts.num_judged_draft_tokens > 2400
+    assert counts.num_accepted_draft_tokens / counts.num_judged_draft_tokens == pytest.approx(0.9, abs=0.024)
 
 
 # ---- look-ahead, lookup and branches on models ----

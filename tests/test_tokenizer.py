@@ -62,10 +62,6 @@ def defaults(directory: Path, **options: Any) -> GenerationDefaults:
 
 
 class TestHFTokenizer:
-    def test_a_raw_prompt_has_the_tokenizers_own_bos(self) -> None:
-        assert byte_fallback().encode("the cat") == backend_of(byte_fallback())("the cat").input_ids
-        assert byte_fallback().encode("the cat")[0] == 0
-
     def test_special_and_unknown_tokens_have_no_text(self) -> None:
         """A model's logits cover padding ids that no tokenizer knows; sampling one must not end the run."""
         tokenizer = byte_level()
@@ -84,14 +80,6 @@ class TestHFTokenizer:
         *_, last = tokenizer.encode("a<far>")
         assert tokenizer.token(last) == "<far>"
         assert tokenizer.vocab_size == last + 1
-
-    def test_chat(self, checkpoint: Path) -> None:
-        (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
-        tokenizer, _ = load_tokenizer(str(checkpoint))
-        ids = tokenizer.apply_chat([{"role": "user", "content": "hello"}])
-        assert ids == tokenizer.encode("<s>user: hello</s><s>bot:")
-        with pytest.raises(RequestError, match="no system prompt here"):
-            tokenizer.apply_chat([{"role": "system", "content": "be brief"}])
 
 
 TEXTS = ["the cat", "the  <s>cat</s>\n", "Grüße, 中文 👩‍🚀", "", " a "]
@@ -317,12 +305,6 @@ class TestVocabularies:
         assert vocabulary_digest(target, 5) == vocabulary_digest(draft, 5)
         assert vocabulary_digest(target, 6) != vocabulary_digest(draft, 6)
 
-    def test_of_checkpoints(self, checkpoint: Path) -> None:
-        again, _ = load_tokenizer(str(checkpoint))
-        check_same_vocabulary(byte_level(), again, "a", "b")
-        with pytest.raises(ModelError, match="token 3 is"):
-            check_same_vocabulary(byte_level(), byte_fallback(), "a", "b")
-
 
 class Renumbered(ToyTokenizer):
     """Tokens 5 and 6 have changed places."""
@@ -412,22 +394,26 @@ class TestLoading:
         with pytest.raises(ModelError, match="is not int"):
             load_tokenizer("toy:vocab=many")
 
-    def test_a_directory_without_a_tokenizer(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelError, match=r"could not be loaded.*tokenizer\.json"):
-            load_tokenizer(str(tmp_path))
-
-    def test_mistrals_own_format_is_refused(self, tmp_path: Path) -> None:
-        (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
-        (tmp_path / "tekken.json").write_text(json.dumps({"config": {"pattern": "x", "version": "v3"}, "vocab": []}))
-        with pytest.raises(ModelError, match=r"could not be loaded.*needs config\.json and tokenizer\.json"):
-            load_tokenizer(str(tmp_path))
+    @pytest.mark.parametrize(
+        ("files", "told"),
+        [
+            ({}, r"could not be loaded.*tokenizer\.json"),
+            (
+                {"config.json": {"model_type": "mistral"}, "tekken.json": {"config": {"version": "v3"}, "vocab": []}},
+                r"could not be loaded.*needs config\.json and tokenizer\.json",
+            ),
+            (None, "no such"),
+        ],
+        ids=["no tokenizer", "Mistral's own format", "no such model"],
+    )
+    def test_what_holds_no_tokenizer_is_refused(self, tmp_path: Path, files: dict[str, Any] | None, told: str) -> None:
+        for name, content in (files or {}).items():
+            (tmp_path / name).write_text(json.dumps(content))
+        with pytest.raises(ModelError, match=told):
+            load_tokenizer(str(tmp_path if files is not None else tmp_path / "nowhere" / "at" / "all"))
 
     def test_a_broken_generation_config(self, checkpoint: Path) -> None:
         """transformers reads one that it cannot parse as none at all: the checkpoint's EOS would be lost."""
         (checkpoint / "generation_config.json").write_text("{")
         with pytest.raises(ModelError, match="could not be loaded"):
             load_tokenizer(str(checkpoint))
-
-    def test_no_such_model(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelError, match="no such"):
-            load_tokenizer(str(tmp_path / "nowhere" / "at" / "all"))

@@ -23,7 +23,7 @@ from pearl.models.checkpoints.tokenizers import ToyTokenizer
 from pearl.transport.address import private_directory
 from pearl.transport.keys import write_keys
 from pearl.transport.zeromq import new_keys
-from tests.conftest import eventually, greedy_text, started_in
+from tests.conftest import HAS_NAMESPACES, eventually, greedy_text, started_in
 from tests.screen import home as temporary
 from tests.test_processes import gone
 
@@ -158,8 +158,12 @@ def two_hosts(temporary: dict[str, str], keys: list[Path]) -> list[tuple[int, st
 
 
 @pytest.mark.slow
-def test_two_hosts_give_the_same_text(temporary: dict[str, str], tmp_path: Path) -> None:
-    """Nothing in common but an address and the keys; the draft's distributions, dense here, go the same way."""
+@pytest.mark.parametrize("host", [pytest.param("loopback", marks=[pytest.mark.long] * HAS_NAMESPACES)])
+def test_two_hosts_give_the_same_text(temporary: dict[str, str], tmp_path: Path, host: str) -> None:
+    """Nothing in common but an address and the keys; the draft's distributions, dense here, go the same way.
+
+    Where there are namespaces, test_two_hosts has this between two of them.
+    """
     keys = tmp_path / "keys"
     write_keys(keys, new_keys())
     (zero, out, said), (one, nothing, also_said) = two_hosts(temporary, [keys, keys])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import fcntl
 import os
 import select
-import shutil
 import struct
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from pearl.trace.reading import read
 from pearl.trace.report import report
 from pearl.transport.keys import write_keys
 from pearl.transport.zeromq import new_keys
-from tests.conftest import eventually
+from tests.conftest import HAS_NAMESPACES, eventually
 from tests.screen import home as temporary
 
 __all__ = ["temporary"]  # a fixture
@@ -149,7 +148,7 @@ class Hosts:
 
 @pytest.fixture
 def hosts(temporary: dict[str, str], tmp_path: Path) -> Iterator[Hosts]:
-    if not shutil.which("ip") or subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode:
+    if not HAS_NAMESPACES:
         pytest.skip("two hosts take network namespaces: root, and `ip` of iproute2")
     write_keys(tmp_path / "keys", new_keys())
     made = Hosts(temporary, tmp_path / "keys")
@@ -166,16 +165,6 @@ def on_one_host(length: int, spec: str = SPEC, rule: str = "coupled", temperatur
     params = SamplingParams(temperature=temperature, seed=5, max_tokens=length)
     tokens = simulated(config, decoding, [1, 2, 3], params).tokens
     return ToyTokenizer(int(spec.partition("vocab=")[2].partition(",")[0])).decode(tokens) + "\n"
-
-
-@pytest.mark.parametrize(
-    ("rule", "temperature"), [*(pytest.param("coupled", t, marks=pytest.mark.long) for t in (0.0, 1.0)), ("ratio", 1.0)]
-)
-def test_texts_are_those_of_one_host(hosts: Hosts, rule: str, temperature: float) -> None:
-    hosts.connect()
-    hosts.run(*PAIR, "--rule", rule, "--temperature", str(temperature), "--seed", "5", "--max-tokens", "80")
-    assert hosts.text() == on_one_host(80, SPEC, rule, temperature)
-    assert "lost" not in hosts.said(0)
 
 
 @pytest.mark.parametrize("has_keys", [True, pytest.param(False, marks=pytest.mark.long)])
@@ -214,11 +203,14 @@ def test_a_cut_link_costs_the_draft_until_it_is_back(hosts: Hosts, delay: float 
     assert hosts.text() == on_one_host(length)
 
 
-def test_the_trace_names_the_way_of_messages_over_a_slow_link(hosts: Hosts) -> None:
+def test_over_a_slow_link_the_text_is_that_of_one_host_and_the_trace_names_the_way_of_messages(hosts: Hosts) -> None:
     """10 ms one way, 10 Mbit/s. Each host keeps its half, and the report says what to do."""
     hosts.connect(0.01, 10e6 / 8)
-    hosts.run(*PAIR, "--target-pace", "0.02", "--draft-pace", "0.004", "--max-tokens", "100", "--trace", "it.json")
-    assert hosts.text() == on_one_host(100)
+    paces = ["--target-pace", "0.02", "--draft-pace", "0.004"]
+    sampled = ["--rule", "ratio", "--temperature", "1", "--seed", "5", "--max-tokens", "100"]
+    hosts.run(*PAIR, *paces, *sampled, "--trace", "it.json")
+    assert hosts.text() == on_one_host(100, rule="ratio", temperature=1.0)
+    assert "lost" not in hosts.said(0)
     path = hosts.homes[0] / "it.json"
     assert any("it.json.draft-*.part" in note for note in report(read(path)).notes)
     (half,) = hosts.homes[1].glob("it.json*")
