@@ -92,9 +92,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         for way in ("nccl", "gloo")
     ),
     *(({"method": m, "look_ahead": 4}, f"methods auto, ngram, head, pearl, .*not {m}") for m in ("ar", "sd")),
-        ({"method": method, "look_ahead": 4}, f"methods auto, ngram, head, pearl, .*not {method}")
-        for method in ("ar", "sd")
-    ),
     ({"method": "ngram", "look_ahead": 0}, "is method ar"),
     ({"method": "ngram", "draft_lookup": 4}, "methods with a draft, not ngram"),
     ({"method": "sd", "branches": 2}, "branches is for methods auto, ssd, pearl, not sd"),
