@@ -254,5 +254,5 @@ def test_plain_text_has_the_opening_tag_that_the_prompt_has(
     monkeypatch.setattr(engine.tokenizer, "chat_template", "it thinks")
     monkeypatch.setattr(reasoning, "_TAGS", {"it thinks": tags})
     chat = Chat(engine, SamplingParams(max_tokens=8), DecodingConfig(), conversation, console=Console(file=StringIO()))
-    text = chat.answer("123").result.text
+    text = chat.answer("123").text
     assert capsys.readouterr().out == f"{tags.start}\n{text}\n"

@@ -133,7 +133,7 @@ class RuleSpec:
 
     def block(self, parameters: Parameters) -> int:
         """Tokens per unit: the block length, or 1 for a rule that judges single tokens."""
-        return int(self.values(parameters).get(BLOCK_LENGTH, 1))
+        return int(self.values(parameters)[BLOCK_LENGTH]) if self.judges_blocks else 1
 
     def problem(self, method: str, draft_stop: str) -> str | None:
         """Why the rule cannot be combined with this method and stop policy; None if it can."""
