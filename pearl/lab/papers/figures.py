@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import fill
 
 from pearl.errors import ConfigError
 from pearl.extras import installing
+
+_WIDE = 90  # letters of a title's line
 
 Points = Sequence[tuple[float, float]]
 
@@ -62,7 +65,7 @@ def _draw(figure: Figure, path: Path) -> Path:
         axes.set_xscale("log", base=2)
     if "y" in figure.log:
         axes.set_yscale("log")
-    axes.set_title("\n".join(filter(None, (figure.title, figure.theirs))), fontsize=10)
+    axes.set_title("\n".join(fill(line, _WIDE) for line in (figure.title, figure.theirs) if line), fontsize=10)
     axes.set_xlabel(figure.x)
     axes.set_ylabel(figure.y)
     axes.grid(alpha=0.3)
