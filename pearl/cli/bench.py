@@ -230,8 +230,8 @@ def _compared(
 
     config = settings.engine
     rows = named_rows(config, ways or [name for name in COMPARED if config.has_draft or name == "ngram"])
-    if not config.has_draft and (drafted := [row.name for row in rows if row.decoding.method not in ("ar", "ngram")]):
-        raise ConfigError(f"--draft none: {drafted[0]!r} needs a draft")
+    for row in rows:
+        config.check_decoding(row.decoding)
     return Plan(
         config,
         rows,

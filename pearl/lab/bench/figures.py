@@ -12,13 +12,14 @@ import torch
 
 from pearl.config import EngineConfig, SamplingParams
 from pearl.lab.bench.machine import Conditions
-from pearl.lab.bench.rows import AR, NGRAM, Row
+from pearl.lab.bench.rows import Row
 from pearl.lab.bench.runner import Measured, Plan, Sample
 from pearl.lab.bench.systems import Decoded
 from pearl.lab.experiments.estimate import Estimate, bootstrap
 from pearl.lab.experiments.texts import rows_along
 from pearl.metrics import Sums
 from pearl.models.runner import ModelRunner
+from pearl.spec.methods import METHODS
 from pearl.spec.rules import RULES
 from pearl.worker.build import make_runner
 from pearl.worker.placement import place
@@ -92,7 +93,7 @@ def _figures(
     read: Sequence[tuple[float, int]],
 ) -> Figures:
     """`read`: surprise and length of each text."""
-    rule, drafts = RULES[row.decoding.rule_in_use], row.decoding.method not in (AR, NGRAM)
+    rule, drafts = RULES[row.decoding.rule_in_use], METHODS[row.decoding.method].drafts
     together = Sums(texts=[text for s in samples for text in s.texts])
     tokens, steps = together.total("num_generated_tokens"), together.total("steps")
     sets = dict.fromkeys(s.set for s in samples)
