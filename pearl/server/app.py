@@ -332,7 +332,9 @@ class _Live(_WhileConnected):
             while True:
                 self._service.check()
                 with suppress(TimeoutError):
-                    await stream.send(event(await asyncio.wait_for(viewer.get(), _LOOK_SECONDS)))
+                    async with asyncio.timeout(_LOOK_SECONDS):  # `wait_for` loses a cancellation where an event waits
+                        seen = await viewer.get()
+                    await stream.send(event(seen))
         await stream.send(DONE, more=False)
 
 
