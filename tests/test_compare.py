@@ -59,8 +59,8 @@ def test_a_row_is_a_method_and_its_settings() -> None:
         (["sd", "sd"], "'sd' is named twice"),
         (["sd", "--rule", "opt"], "--rule: say it with each way"),
         (["sd", "--draft", "none"], "method sd needs a draft"),
-        (["pia"], "pia needs --habits"),
-        (["rest", "--draft", "none"], "rest needs --datastore"),
+        (["pia"], "give --habits"),
+        (["rest", "--draft", "none"], "with --datastore"),
         (["ar", "--max-context", "20"], "no prompt fits the context"),
     ],
 )

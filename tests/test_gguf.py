@@ -297,7 +297,8 @@ def test_weights_in_their_own_bits_are_the_dequantised_ones(tmp_path: Path, cach
     tokens = some_tokens(whole, 30)
     wanted = feed_chain(whole, tokens, 30)
     close(feed_chain(theirs, tokens, 30), wanted)
-    assert (feed_chain(few, tokens, 30) - wanted).abs().mean() < 0.03, "rows are rounded to bfloat16"
+    bound = 0.03 if "moe" in kind else 0.02  # rounded rows may choose another expert
+    assert (feed_chain(few, tokens, 30) - wanted).abs().mean() < bound, "rows are rounded to bfloat16"
     few.rollback(0)
     again = torch.cat([feed_chain(few, some, len(some)) for some in (tokens[:1], tokens[1:9], tokens[9:])])
     few.rollback(0)

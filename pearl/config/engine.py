@@ -191,7 +191,8 @@ class EngineConfig(Section):
             use = " or ".join(name for name in DRAFTLESS if not (METHODS[name].guesses or METHODS[name].needs))
             raise ConfigError(f"method {method} needs a draft model and this engine has none; use method {use}")
         if (needed := METHODS[method].needs) and not getattr(self, needed):
-            raise ConfigError(f"method {method} needs --{needed}")
+            how = f"give --{needed}" if needed == "habits" else f"name one with --{needed}"
+            raise ConfigError(f"method {method} needs {needed}: {how}")
 
     def check_decoding(self, decoding: DecodingConfig) -> None:
         """Raises `ConfigError` if method, window or stop policy need what this engine does not have."""
