@@ -78,7 +78,7 @@ class ScriptTarget:
         self.unguessed = frozenset(unguessed)
         self.trees = trees
         self.cache = Cache()
-        self.told: list[int] = list(text)  # the text as the last Guess command told it
+        self.told: list[int] = list(text)  # the text as of the last Guess command
         self.contexts: list[tuple[int, ...]] = []  # of each token of the last forward, itself included
         self.fed: tuple[int, ...] = ()
         self.parents: tuple[int, ...] | None = None  # of a tree that waits

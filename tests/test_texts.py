@@ -88,7 +88,8 @@ def test_a_text_depends_on_what_should_decide_it(method: str, rule: str, tempera
         )
         seen.update(siblings=counts.num_siblings, runners_up=counts.guessed_by_source.get(Source.RUNNER_UP, 0))
     assert bool(seen["accepted"]) == spec.drafts
-    assert bool(seen["guesses"]) == (spec.look_ahead > 0 and spec.needs != "datastore")  # of which there is none
+    has_guesses = spec.look_ahead > 0 and spec.needs != "datastore"  # there is no datastore here
+    assert bool(seen["guesses"]) == has_guesses
     assert not spec.takes_stops or seen["pauses"]
     assert bool(seen["siblings"]) == (spec.siblings > 0 and (rule, temperature) in DIRECT)
     # A greedy text is a short loop, of which the draft is right or wrong for ever.

@@ -60,7 +60,9 @@ class Copied(NgramIndex):
 
 
 class Counted(Guesser):
-    """A tree by counts: P = count(prefix and path) / count(prefix), scaled and damped for what comes from the text.
+    """Guesses with probabilities from counts: P = count(prefix + path) / count(prefix).
+
+    P of a guess from the text itself is scaled and damped; P of one from the datastore is not.
 
     The prefixes are the text's last 1 to `LONGEST` tokens, each with a tree of its own, and a token has the largest of
     its probabilities.  Source: SSSD (Marzollo et al. 2024), section 3.1.

@@ -52,7 +52,7 @@ class Roofline:
         return 1 / (self.bandwidth / self.flops - 2 / self.width) / batch
 
     def seconds(self, batch: int, fed: int, context: int) -> float:
-        """Of a forward of `fed` tokens for each of `batch` sequences with so many tokens in the cache."""
+        """Time of a forward that feeds `fed` tokens to each of `batch` sequences, each with `context` tokens cached."""
         rows = batch * fed
         products = max(2 * self.weights * rows / self.flops, 2 * self.weights / self.bandwidth)
         pairs = context * self.width * self.layers * batch

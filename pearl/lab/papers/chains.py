@@ -98,7 +98,7 @@ def pareto(chains: Chains, epsilon: float, is_optimal: bool) -> tuple[float, flo
 
 
 def simulated(chains: Chains, texts: int, candidates: int, seed: int = 0) -> list[int]:
-    """The rejections of each of so many texts, by method `pearl` as published."""
+    """Simulate `texts` texts with method `pearl` as published; return the number of rejections in each."""
     options = RequestOptions("pearl", rule="ratio")
     if candidates > 1:
         options = options.changed(rule="batch", parameters=(("candidates", float(candidates)),))

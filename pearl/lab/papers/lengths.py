@@ -34,7 +34,9 @@ _HELD_OUT = 4  # every 4th text is held out from the classifier
 def record_pair(
     config: EngineConfig, tasks: Sequence[Task], tokens: int, tick: Callable[[str], object]
 ) -> tuple[RecordedTexts, list[str]]:
-    """Greedy answers to the first turn of each task, of up to so many tokens, and the set of each one's prompt.
+    """Record greedy answers to the first turn of each task, at most `tokens` tokens each.
+
+    Returns the recording, and for each answer the name of the set that its prompt is from.
 
     Raises `ConfigError` if no prompt fits the context.
     """
