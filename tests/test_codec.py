@@ -25,7 +25,16 @@ from tests import lenient_rule
 from tests.replace import replace
 
 PINNED = [m.Hello, m.Welcome, m.Submit, m.Committed, m.Preview, m.Finished, m.Begin, m.DraftTokens, m.Verdict, m.Resync]
-PINNED += [m.Finish, m.Cancel, m.Heartbeat, m.Ping, m.Pong, m.Error, m.Trace]  # their codes are 1, 2, ...
+PINNED += [
+    m.Finish,
+    m.Cancel,
+    m.Heartbeat,
+    m.Ping,
+    m.Pong,
+    m.Error,
+    m.Trace,
+    m.HiddenStates,
+]  # their codes are 1, 2, ...
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -194,6 +203,7 @@ EXAMPLES = (
     m.Ping(1),
     m.Pong(1, 2),
     m.Trace(1, True),
+    m.HiddenStates(1, 4, bytes(12)),
     m.Error(-1, "TargetLost", ""),
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,25 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from pearl.config import EngineConfig, SamplingParams
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.drafting.heads import HeadText
 from pearl.engine import Engine
-from pearl.errors import ConfigError, ModelError
+from pearl.errors import ConfigError, ModelError, RequestError
+from pearl.execution.target import TargetExecutor
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.head import HeadModel
 from pearl.lab.distill.run import Distillation
-from pearl.models.checkpoints.heads import load_head
+from pearl.models.checkpoints.heads import load_draft_head, load_head
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.feeds import Feed
 from pearl.models.forward.layers import tapped
 from pearl.models.forward.runner import ForwardRunner
+from pearl.models.head_runner import HeadRunner
 from pearl.models.runner import feed_chain
+from pearl.protocol.coordinator import Coordinator
+from pearl.protocol.events import Deliver, End, Forward, Keep, Open, Phase, Rollback, Wait
+from pearl.protocol.messages import Submit, Verdict
+from pearl.protocol.options import RequestOptions
 from tests.conftest import Quiet
 from tests.tiny import tiny_model
 
@@ -120,11 +127,11 @@ def test_a_head_computes_what_it_has_learned(trained: Path) -> None:
     with torch.inference_mode():
         steps = list(model.steps(features[None], ids[None], turns))
         for cut in (3, 8):
-            output = head.read(ids[1:cut], head.fused(features[: cut - 1]), 0)
+            output = head.read(ids[1:cut], head.fused(features[: cut - 1]), 0)[-1:]
             for depth, step in enumerate(steps):
                 at = cut - 2
                 torch.testing.assert_close(output, step[0, at : at + 1], rtol=1e-3, atol=1e-3)
-                torch.testing.assert_close(head.logits(output), model.logits(output)[0], rtol=1e-3, atol=1e-3)
+                torch.testing.assert_close(head.logits(output), model.logits(output), rtol=1e-3, atol=1e-3)
                 output = head.read(ids[cut + depth : cut + depth + 1], output, 0)
             head.lengths[0] = 0
 
@@ -136,26 +143,46 @@ def test_what_is_read_follows_the_cache(trained: Path) -> None:
     draw = lambda logits, position: int(text._head.ids[logits.argmax()])  # noqa: E731
     with torch.inference_mode():
         feed_chain(own, TEXT, 1)
-        text.extend(0, own.features())
+        text.log.extend(0, own.features())
         assert text.read(TEXT, 5)
         before = text.draft(5, draw, 0.0)
         assert len(before) == 8
-        text.rollback(9)
+        text.log.rollback(9)
         assert text.read(TEXT, 9)
         own.rollback(7)
-        text.rollback(7)
+        text.log.rollback(7)
         feed_chain(own, TEXT[7:], 1)
-        text.extend(7, own.features())
+        text.log.extend(7, own.features())
         assert text.read(TEXT, len(TEXT)), "what it knows begins later"
         own.rollback(0)
-        text.rollback(0)
+        text.log.rollback(0)
         feed_chain(own, TEXT, 1)
-        text.extend(0, own.features())
+        text.log.extend(0, own.features())
         assert text.read(TEXT, 5)
         assert text.draft(5, draw, 0.0) == before
-        text.rollback(0)
-        text.extend(0, own.features()[:10])
+        text.log.rollback(0)
+        text.log.extend(0, own.features()[:10])
         assert not text.read(TEXT, len(TEXT)), "states of later tokens are missing"
+
+
+def test_a_head_reads_each_tree_before_it_guesses_again(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the cache keeps the tree's path only with the next forward."""
+    own, was_read = runner(), []
+    read = HeadText.read
+    monkeypatch.setattr(HeadText, "read", lambda *given: was_read.append(read(*given)) or was_read[-1])
+    executor = TargetExecutor(own, head=load_head(str(trained), own, lambda what: None))
+    coordinator, trees = Coordinator(piece=own.capabilities.prompt_piece), 0
+    events: list[object] = [Submit(1, tuple(TEXT), 80, RequestOptions("head", look_ahead=8, rule="coupled"))]
+    with torch.inference_mode():
+        while events:
+            for command in coordinator.handle(events.pop()):
+                if isinstance(command, Forward):
+                    trees += command.parents is not None
+                if not isinstance(command, Deliver | Wait | End) and (answer := executor.execute(command)):
+                    events.append(answer)
+    assert trees > 1
+    assert all(was_read)
+    assert executor._states.texts[0]._first == 0, "it never began anew"
 
 
 @pytest.mark.parametrize(
@@ -238,3 +265,129 @@ def test_a_head_saves_forwards(engine: Engine, trained: Path) -> None:
             assert found.tokens == one["tokens"]
             steps[method] += found.statistics.steps
     assert steps["head"] < 0.9 * steps["ngram"]
+
+
+# ---- a head as the draft ----
+
+
+def drafting(head: Path, **options: Any) -> HeadRunner:
+    return load_draft_head(str(head), str(target()), CPU, None, 3, lambda what: None, **options)
+
+
+@pytest.fixture(scope="module")
+def states() -> torch.Tensor:
+    """The target's, of `TEXT`."""
+    own = runner()
+    feed_chain(own, TEXT, 1)
+    found: torch.Tensor = own.features()
+    return found
+
+
+def test_a_draft_head_computes_what_the_head_does(trained: Path, states: torch.Tensor) -> None:
+    """With the target's states, and behind them with its own outputs, however the text was cut, and in other slots."""
+    head = load_head(str(trained), runner(), lambda what: None)
+    known = 9
+    with torch.inference_mode():
+        outputs = [head.read(torch.tensor(TEXT[1 : known + 1]), head.fused(states[:known]), 0)]
+        for token in TEXT[known + 1 :]:
+            outputs.append(head.read(torch.tensor([token]), outputs[-1][-1:], 0))
+        wanted = torch.full((len(TEXT) - 1, 267), -torch.inf)
+        wanted[:, head.ids] = head.logits(torch.cat(outputs))
+        for cuts in ((0, 13), (0, 1, 9, 10, 13), (0, 8, 11, 13), (0, 4, 13)):
+            own = drafting(trained)
+            own.extend(0, states[: cuts[1]][:known], 0)
+            found = []
+            for start, end in pairwise(cuts):
+                found.append(feed_chain(own, TEXT[start:end], end - start))
+                own.extend(end, states[end:known], 0)
+            torch.testing.assert_close(torch.cat(found)[1:], wanted, rtol=1e-4, atol=1e-4)
+            own.fork(0, 2, 11)
+            again = feed_chain(own, TEXT[11:], 2, slot=2)
+            torch.testing.assert_close(again, wanted[-2:], rtol=1e-4, atol=1e-4)
+            own.rollback(7)
+            own.extend(7, states[7:known], 0)
+            torch.testing.assert_close(feed_chain(own, TEXT[7:], 6), wanted[-6:], rtol=1e-4, atol=1e-4)
+
+
+def test_what_was_read_without_states_is_read_again_with_them(trained: Path, states: torch.Tensor) -> None:
+    """A prompt that was fed first; a few tokens drafted ahead; states that come before their tokens."""
+    with torch.inference_mode():
+        first = drafting(trained)
+        first.extend(0, states, 0)
+        wanted = feed_chain(first, TEXT, 1)
+        for fed in (3, 12):
+            own = drafting(trained)
+            early = feed_chain(own, TEXT[:fed], 1, prompt=True)
+            assert early.isfinite().any()
+            own.extend(0, states[:5], 0)
+            own.extend(5, states[5:], 0)
+            torch.testing.assert_close(feed_chain(own, TEXT[fed:], 1), wanted, rtol=1e-4, atol=1e-4)
+        own.rollback(6)
+        assert not torch.allclose(feed_chain(own, TEXT[6:], 1), wanted, atol=1e-3), "their states went with them"
+
+
+def test_the_target_gives_each_state_once_and_those_of_a_tree_before_it_is_settled() -> None:
+    own = runner()
+    executor = TargetExecutor(own, gives_states=True)
+    verdict = lambda start, *tokens: Verdict(1, 0, start, tokens, 99, 0)  # noqa: E731
+    with torch.inference_mode():
+        model = AutoModelForCausalLM.from_pretrained(target(), dtype=torch.float32).eval()
+        hidden = model.base_model(torch.tensor([TEXT]), output_hidden_states=True).hidden_states
+        wanted = torch.cat([hidden[layer][0] for layer in tapped(4)], -1)
+        executor.execute(Open(tuple(TEXT[:5]), RequestOptions(), request=1))
+        executor.forward([Forward(Phase.PREFILL, 0, tuple(TEXT[:3]), 0, request=1)])
+        executor.forward([Forward(Phase.PREFILL, 3, tuple(TEXT[3:5]), 1, request=1)])
+        found = [executor.states(verdict(5, TEXT[5]))]
+        tree = Forward(Phase.PRE_VERIFY, 5, (TEXT[5], 201, TEXT[6], TEXT[7]), 4, (-1, 0, 0, 2), request=1)
+        executor.forward([tree])
+        found.append(executor.states(verdict(6, TEXT[6], TEXT[7], TEXT[8])))
+        assert executor.states(verdict(6, TEXT[6], TEXT[7], TEXT[8])) is None
+        executor.execute(Keep((0, 2, 3), request=1))
+        executor.forward([Forward(Phase.POST_VERIFY, 8, (TEXT[8], 201), 2, request=1)])
+        found.append(executor.states(verdict(9, TEXT[9])))
+        executor.execute(Rollback(9, request=1))
+        executor.forward([Forward(Phase.POST_VERIFY, 9, tuple(TEXT[9:11]), 2, request=1)])
+        found.append(executor.states(verdict(10, TEXT[10], TEXT[11])))
+    assert [start for start, _ in filter(None, found)] == [0, 5, 8, 9]
+    given = torch.cat([one for _, one in filter(None, found)])
+    torch.testing.assert_close(given, wanted[:11], rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def with_a_head(trained: Path) -> Iterator[Engine]:
+    with Engine(str(target()), str(trained), slots=2) as running:
+        yield running
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_text_changes_by_a_head_that_drafts(with_a_head: Engine, temperature: float) -> None:
+    prompts = ["Write a", "Write a poem", "Explain", "What is"]
+    params = SamplingParams(temperature=temperature, max_tokens=40, seed=5, ignore_eos=True)
+    wanted = [one.tokens for one in with_a_head.generate(prompts, params, method="ar", rule="coupled")]
+    for method in ("pearl", "sd", "ssd", "auto"):
+        found = with_a_head.generate(prompts, params, method=method, rule="coupled")
+        assert [one.tokens for one in found] == wanted, method
+
+
+def test_a_head_that_drafts_is_right_as_often_as_it_learned(with_a_head: Engine, trained: Path) -> None:
+    """On texts that it knows by heart: only with the target's states it can say them."""
+    answers = torch.load(trained.parent / "answers.pt", weights_only=True)["rounds"]["round-000"]["answers"]
+    plain: dict[str, Any] = {"gamma": 3, "look_ahead": "off", "siblings": "off", "branches": "off"}
+    for method, least in (("sd", 0.6), ("pearl", 0.4)):
+        judged = accepted = 0
+        for one in answers:
+            params = SamplingParams(temperature=0, max_tokens=len(one["tokens"]))
+            (found,) = with_a_head.generate([one["prompt"]], params, decoding=DecodingConfig(method=method, **plain))
+            assert found.tokens == one["tokens"]
+            judged += found.statistics.num_judged_draft_tokens
+            accepted += found.statistics.num_accepted_draft_tokens
+        assert accepted > least * judged, (method, accepted, judged)
+
+
+def test_a_head_drafts_only_where_it_cannot_change_a_text(with_a_head: Engine) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=8)
+    with pytest.raises(RequestError, match="give rule coupled, or temperature 0"):
+        with_a_head.generate(["What"], params, method="pearl", rule="ratio")
+    assert with_a_head.generate(["What"], params, method="ar", rule="ratio")
+    with pytest.raises(ModelError, match="needs a target of our own forward pass"):
+        load_draft_head(with_a_head.config.draft, str(tiny_model("gpt2")), CPU, None, 1, lambda what: None)

@@ -25,6 +25,7 @@ class BranchStep(Step):
 
     def __init__(self, model: DraftModel, text: Text, command: Draft, beside: int) -> None:
         unfed, branches = text.unfed(command), text.branches
+        text.read_states(model.runner)
         self._has_own, self._continued = bool(unfed), list[Branch]()
         if branches is not None:
             cached, until, fed = model.runner.length(text.slot), model.runner.context, len(unfed)

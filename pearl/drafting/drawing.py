@@ -139,6 +139,7 @@ def plan_draw(model: DraftModel, text: Text, command: Draft, beside: int) -> Ste
         beside: tokens that the forward is fed for other requests.
     """
     tokens, branches = text.unfed(command), text.branches
+    text.read_states(model.runner)
     reach = 1.0 if branches is None else branches.reach()
     guesses, chances = text.guess(command)
     worth: list[tuple[float, tuple[int, int]]] = []

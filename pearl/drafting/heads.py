@@ -14,6 +14,7 @@ import torch
 
 from pearl.drafting.ngram import RANKS, RATE_WEIGHT, Candidate
 from pearl.models.head import Head
+from pearl.models.runner import ModelRunner, unwrapped
 from pearl.protocol.messages import Source
 
 _DEEPEST = 8  # tokens of a chain
@@ -23,16 +24,48 @@ _BINS = (0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95)  # of the head's probability
 Draw = Callable[[torch.Tensor, int], int]  # (logits [vocab], position) -> token
 
 
-class HeadText:
-    """What a head has read of a slot, and what waits to be read.
+class StateLog:
+    """The target's hidden states of a text, from position `start` on, as far as nobody has taken them."""
 
-    Positions of the slot's text from `first` on are read: of earlier ones nobody has kept the target's states.
+    def __init__(self) -> None:
+        self.start = 0
+        self._parts: list[torch.Tensor] = []  # [n, features] each
+
+    @property
+    def end(self) -> int:
+        return self.start + sum(map(len, self._parts))
+
+    def extend(self, start: int, states: torch.Tensor) -> None:
+        """The target has read tokens from position `start` on, and these are its states; `end` may be among them."""
+        if start > self.end:
+            self.start, self._parts = start, []
+        self._parts.append(states[self.end - start :])
+
+    def rollback(self, length: int) -> None:
+        """The text has only the first `length` tokens."""
+        if length < self.start:
+            self.start, self._parts = length, []
+        elif length < self.end:
+            self._parts = [torch.cat(self._parts)[: length - self.start]]
+
+    def take(self, count: int) -> torch.Tensor:
+        """The first `count` of them; they are kept no longer."""
+        states = torch.cat(self._parts)
+        self.start, self._parts = self.start + count, [states[count:]]
+        return states[:count]
+
+
+class HeadText:
+    """What a head has read of a slot's text.
+
+    It reads on from what it has read, or else from the position where the log begins: of earlier ones nobody has kept
+    the target's states.
     """
 
     def __init__(self, head: Head, slot: int) -> None:
+        self.log = StateLog()
         self._head, self._slot = head, slot
         self._first = 0
-        self._waiting: list[torch.Tensor] = []  # the target's states of the tokens that come next, [n, features] each
         self._output: torch.Tensor | None = None  # the last one
         head.lengths[slot] = 0
 
@@ -41,33 +74,16 @@ class HeadText:
         """The position whose states are read next: its token is known, the token after it may not be."""
         return self._first + self._head.lengths[self._slot]
 
-    @property
-    def _end(self) -> int:
-        return self._read + sum(map(len, self._waiting))
-
-    def extend(self, start: int, features: torch.Tensor) -> None:
-        """The target has read tokens from position `start` on, and these are its states."""
-        if start != self._end:
-            self._first, self._waiting, self._output = start, [], None
-            self._head.lengths[self._slot] = 0
-        self._waiting.append(features)
-
-    def rollback(self, length: int) -> None:
-        """The slot holds only the first `length` tokens."""
-        if length < self._read:  # into what was read, whose inputs are gone: start over here
-            self._first, self._waiting, self._output = length, [], None
-            self._head.lengths[self._slot] = 0
-        elif length < self._end:
-            self._waiting = [torch.cat(self._waiting)[: length - self._read]]
-
     def read(self, tokens: Sequence[int], committed: int) -> bool:
         """Read the first `committed` tokens of the text as far as states are known. Whether that is all of them."""
-        count = min(committed - 1, self._end, self._first + self._head.context - _DEEPEST) - self._read
+        log = self.log
+        if log.start != self._read:
+            self._first, self._output = log.start, None
+            self._head.lengths[self._slot] = 0
+        count = min(committed - 1, log.end, self._first + self._head.context - _DEEPEST) - self._read
         if count > 0:
-            states = torch.cat(self._waiting)
-            known, self._waiting = states[:count], [states[count:]]
             ids = torch.tensor(tokens[self._read + 1 : self._read + 1 + count], device=self._head.device)
-            self._output = self._head.read(ids, self._head.fused(known), self._slot)
+            self._output = self._head.read(ids, self._head.fused(log.take(count)), self._slot)[-1:]
         return self._output is not None and self._read == committed - 1
 
     def draft(self, position: int, draw: Draw, least: float = _LEAST_CHANCE) -> list[list[tuple[int, float]]]:
@@ -79,7 +95,7 @@ class HeadText:
         levels: list[list[tuple[int, float]]] = []
         length, reached = head.lengths[slot], 1.0
         while len(levels) < _DEEPEST and reached >= least:
-            logits = head.logits(output)
+            (logits,) = head.logits(output)
             own = draw(logits, position + len(levels))
             shares, at = logits.softmax(-1).topk(min(RANKS, len(logits)))
             likeliest = dict(zip(head.ids[at].tolist(), shares.tolist(), strict=True))
@@ -89,6 +105,42 @@ class HeadText:
             output = head.read(torch.tensor([own], device=head.device), output, slot)
         head.lengths[slot] = length
         return levels
+
+
+class TargetStates:
+    """Where hidden states of each slot's text go: to a head in this process, to a draft that reads them, or nowhere.
+
+    Args:
+        runner: keeps the states of the last forward.
+        gives: whether there is such a draft.
+    """
+
+    def __init__(self, runner: ModelRunner, head: Head | None, gives: bool) -> None:
+        self._runner, slots = unwrapped(runner), range(runner.capabilities.slots)
+        self.texts = [] if head is None else [HeadText(head, slot) for slot in slots]
+        self._given = [StateLog() for _ in slots] if gives else []
+
+    def logs(self, slot: int) -> list[StateLog]:
+        return [*(text.log for text in self.texts[slot : slot + 1]), *self._given[slot : slot + 1]]
+
+    def rollback(self, length: int, slot: int) -> None:
+        for log in self.logs(slot):
+            log.rollback(length)
+
+    def extend(self, start: int, slot: int, path: Sequence[int] | None = None) -> None:
+        """The text has the tokens of the slot's last forward from position `start` on; of a tree those of `path`."""
+        if logs := self.logs(slot):
+            states = self._runner.features(slot)
+            for log in logs:
+                log.extend(start, states if path is None else states[list(path)])
+
+    def take(self, end: int, slot: int) -> tuple[int, torch.Tensor] | None:
+        """For the draft, those of the text up to position `end` that it was not given: the first one's position, and
+        [n, features]. None: there are none.
+        """
+        log = self._given[slot]
+        start, count = log.start, min(end, log.end) - log.start
+        return (start, log.take(count)) if count > 0 else None
 
 
 class HeadGuesses:

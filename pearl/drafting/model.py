@@ -18,11 +18,13 @@ from pearl.drafting.guesser import text_index
 from pearl.drafting.proposer import Launched, StopPolicy
 from pearl.drafting.step import DraftModel, Step, Text, make_mark
 from pearl.drafting.stops import StopWindow, make_policy
-from pearl.errors import NumericalError
+from pearl.errors import NumericalError, RemoteProtocolError
 from pearl.models.calibrate import calibrate_draft
-from pearl.models.runner import Feed, ModelRunner
+from pearl.models.head_runner import HeadRunner
+from pearl.models.runner import Feed, ModelRunner, unwrapped
 from pearl.protocol.events import Draft, Drafted, Open
 from pearl.protocol.foresight import Foresight
+from pearl.protocol.messages import HiddenStates
 from pearl.protocol.window import worthwhile
 
 
@@ -127,6 +129,14 @@ class ModelProposer:
         if text.search is not None and length < text.search.end - 1:  # each level feeds the last token again
             text.search = None
         self.runner.rollback(length, text.slot)
+
+    def see(self, states: HiddenStates) -> None:
+        text, runner = self._texts.get(states.request), unwrapped(self.runner)
+        if not isinstance(runner, HeadRunner) or len(states.states) % (2 * runner.features):
+            raise RemoteProtocolError("target sent hidden states that this draft does not read")
+        if text is not None and states.states:
+            found = torch.frombuffer(bytearray(states.states), dtype=torch.bfloat16)
+            text.states.append((states.start, found.view(-1, runner.features)))
 
     # ---- forwards ----
 

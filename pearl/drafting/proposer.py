@@ -1,8 +1,4 @@
-"""What a draft worker needs of whoever guesses, and of the policy that says where to stop guessing.
-
-A head that reads the target's hidden states (EAGLE, Medusa) would be one more implementation of `Proposer`. `Draft`,
-which carries the tokens that verdicts committed, is where such features would come with them.
-"""
+"""What a draft worker needs of whoever guesses, and of the policy that says where to stop guessing."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from pearl.protocol.events import Draft, Drafted, Open
+from pearl.protocol.messages import HiddenStates
 
 if TYPE_CHECKING:  # checking a stop policy's file does not need torch
     import torch
@@ -82,6 +79,10 @@ class Proposer(Protocol):
 
     def rollback(self, length: int, request: int) -> None:
         """Forget all but the first `length` tokens of the request's text."""
+        ...
+
+    def see(self, states: HiddenStates) -> None:
+        """Read the target's hidden states before the next proposal. Raises `RemoteProtocolError`."""
         ...
 
     def launch(self, command: Draft, after: Launched | None = None) -> Launched:

@@ -18,7 +18,7 @@ from pearl.decoding.shaping import Shaper
 from pearl.drafting.branches import Branches
 from pearl.drafting.ngram import Anchor, NgramIndex, guess_tree
 from pearl.drafting.stops import StopWindow
-from pearl.models.runner import Feed, ModelRunner
+from pearl.models.runner import Feed, ModelRunner, unwrapped
 from pearl.protocol.events import Draft, Drafted
 from pearl.protocol.speeds import ForwardTimes
 
@@ -104,6 +104,7 @@ class Text:
         withholds: whether the token that ends a window is not proposed.
         last_drawn: (position, token) of the last token that was drawn for it.
         search: for its next block.
+        states: hidden states of the target that have come and are still to be read, each with its first position.
     """
 
     place: int
@@ -120,11 +121,17 @@ class Text:
     withholds: bool = False
     last_drawn: tuple[int, int] | None = None
     search: Search | None = None
+    states: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
     @property
     def half(self) -> DraftHalf:
         assert self.rule is not None, "a block rule draws no tokens"
         return self.rule
+
+    def read_states(self, runner: ModelRunner) -> None:
+        for start, states in self.states:
+            unwrapped(runner).extend(start, states, self.slot)
+        self.states.clear()
 
     def unfed(self, command: Draft) -> Sequence[int]:
         """Those of the command's tokens whose keys and values are still to be computed: a branch may hold some."""

@@ -12,7 +12,7 @@ from pearl.cache import Progress, silent
 from pearl.config import EngineConfig, ModelConfig, ModelRole
 from pearl.drafting.disco import classifier_of
 from pearl.errors import ModelError
-from pearl.models.checkpoints.checkpoint import is_toy, resolve_checkpoint, toy_options
+from pearl.models.checkpoints.checkpoint import is_head, is_toy, resolve_checkpoint, toy_options
 from pearl.models.checkpoints.gguf import TABLE
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.text.tokenizer import check_same_vocabulary
@@ -57,7 +57,7 @@ def _check_model(model: ModelConfig, progress: Progress) -> None:
         toy_options(model.spec)
         return
     _check_dtype(model)
-    if not model.spec.startswith("embedded"):
+    if not (model.spec.startswith("embedded") or (model.role == "draft" and is_head(model.spec))):
         _check_files(model, progress)
 
 

@@ -13,6 +13,7 @@ from pearl.protocol.events import (
     Open,
     Rollback,
 )
+from pearl.protocol.messages import HiddenStates
 
 
 class DraftExecutor:
@@ -28,6 +29,8 @@ class DraftExecutor:
                 self.proposer.open(command)
             case Rollback(length):
                 self.proposer.rollback(length, command.request)
+            case HiddenStates():
+                self.proposer.see(command)
             case Draft():
                 return self.proposer.collect(self.proposer.launch(command))
             case _:

@@ -20,15 +20,15 @@ from pearl.decoding.shaping import MakeGuide, Shaper, make_shaper
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.guesser import text_index
 from pearl.drafting.habits import Habits
-from pearl.drafting.heads import HeadGuesses, HeadText
+from pearl.drafting.heads import HeadGuesses, TargetStates
 from pearl.drafting.jacobi import COLUMNS, LEVELS, JacobiIndex, Window
 from pearl.drafting.ngram import NgramIndex, anchored, guess_tree
 from pearl.drafting.published import INDEXES, PhraseIndex
-from pearl.errors import NumericalError, OutOfMemory
-from pearl.models.checkpoints.memory import is_of_memory
+from pearl.errors import NumericalError
+from pearl.models.checkpoints.memory import memory_errors
 from pearl.models.feeds import depths
 from pearl.models.head import Head
-from pearl.models.runner import Feed, ModelRunner, unwrapped
+from pearl.models.runner import Feed, ModelRunner
 from pearl.protocol.events import (
     Drafted,
     Forward,
@@ -45,24 +45,12 @@ from pearl.protocol.events import (
     Sampled,
     Spread,
 )
-from pearl.protocol.messages import Logprobs
+from pearl.protocol.messages import Logprobs, Verdict
 from pearl.spec.methods import METHODS, Method
 from pearl.spec.rules import Needs, RuleSpec
 from pearl.text.stream import TextStream
 
 Event = Guessed | Forwarded | Judged | Sampled | Drafted  # what answers a command
-
-
-@contextmanager
-def memory_errors() -> Iterator[None]:
-    """Raise `OutOfMemory`, in words for users, for an error that is one of memory."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not is_of_memory(error):
-            raise
-        cause = str(error).partition("\n")[0].rstrip(".") or "no memory is left"
-        raise OutOfMemory(f"{cause}. Shorten the prompt, lower max_context, or take a smaller model.") from error
 
 
 @dataclass(slots=True)
@@ -130,6 +118,16 @@ class _Request:
             found.setdefault(parent, {}).setdefault(tokens[node], node)
         return found
 
+    def path(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens of the last forward that are `tokens`, a chain from its first one on, as far as they were fed."""
+        children, found = self.children(), list[int]()
+        for token in tokens:
+            node = children.get(found[-1] if found else -1, {}).get(token)
+            if node is None:
+                break
+            found.append(node)
+        return found
+
     def say(self, position: int, tokens: Sequence[int], rows: Sequence[int]) -> None:
         """Keep the log probabilities of decided tokens from `position` on, from `rows` of the last forward."""
         if self.logprobs is None or not tokens:
@@ -164,6 +162,7 @@ class TargetExecutor:
             rejection makes needless.
         guides: make the guides of grammars.
         head: guesses too, for methods that take its guesses; the runner keeps features for it.
+        gives_states: whether the draft reads hidden states, which the runner keeps.
     """
 
     def __init__(
@@ -176,10 +175,11 @@ class TargetExecutor:
         guides: MakeGuide | None = None,
         habits: Habits | None = None,
         head: Head | None = None,
+        gives_states: bool = False,
     ) -> None:
         self.runner, self._guides = runner, guides
-        self._head_texts = [] if head is None else [HeadText(head, slot) for slot in range(runner.capabilities.slots)]
-        self._head = head
+        self._head, self._gives_states = head, gives_states
+        self._states = TargetStates(runner, head, gives_states)
         self._launches = runner.device.type != "cpu" if launches is None else launches
         self._datastore, self._habits = datastore, habits
         self._uploads = torch.cuda.Stream(runner.device) if runner.device.type == "cuda" else None
@@ -219,8 +219,7 @@ class TargetExecutor:
             case Rollback(length):
                 slot = self._requests[command.request].slot
                 self.runner.rollback(length, slot)
-                for text in self._head_texts[slot : slot + 1]:
-                    text.rollback(length)
+                self._states.rollback(length, slot)
             case Guess():
                 return self._guess(command)
             case Spread(everywhere):
@@ -263,6 +262,8 @@ class TargetExecutor:
         index = request.index
         index.cut(command.base)
         index.extend(command.tokens)
+        if request.fed is not None:
+            self._log_path(request, index.tokens[request.fed.start : command.committed])
         index.learn(command.committed)
         anchors = anchored(index.tokens, command.committed, command.trust, command.alternatives)
         nodes, is_tree = self.runner.capabilities.tree_nodes - len(anchors), self.runner.capabilities.tree_nodes > 0
@@ -270,6 +271,25 @@ class TargetExecutor:
         anchors, nodes = (anchors, nodes) if is_tree else (anchors[-1:], command.most)
         tokens, parents, chances, sources = guess_tree(index, anchors, command.most, command.limit, is_tree, nodes)
         return Guessed(tuple(tokens), tuple(parents), tuple(chances), tuple(sources), request=command.request)
+
+    def _log_path(self, request: _Request, tokens: Sequence[int]) -> int:
+        """Log the states of `tokens`, which the text has from the first position of the last forward on, if that fed a
+        tree: it may be settled only later. The position up to which they were fed.
+        """
+        assert request.fed is not None
+        path = request.path(tokens)
+        if request.fed.parents is not None:
+            self._states.extend(request.fed.start, request.slot, path)
+        return request.fed.start + len(path)
+
+    def states(self, verdict: Verdict) -> tuple[int, torch.Tensor] | None:
+        """Hidden states of committed tokens that were not asked for yet; see `TargetStates.take`."""
+        request = self._requests.get(verdict.request)
+        if request is None or request.fed is None or not self._gives_states:
+            return None
+        before = verdict.start - request.fed.start
+        end = self._log_path(request, (*request.fed.tokens[: max(0, before)], *verdict.tokens[max(0, -before) :]))
+        return self._states.take(end, request.slot)
 
     def _make_index(self, request: _Request) -> NgramIndex:
         takes_head = self._head is not None and request.method.takes_head
@@ -288,7 +308,7 @@ class TargetExecutor:
             every[ids] = logits
             return read_draw(request.direct(every, position))
 
-        return HeadGuesses(self._head_texts[request.slot], tokens, draw)
+        return HeadGuesses(self._states.texts[request.slot], tokens, draw)
 
     @memory_errors()
     def forward(self, commands: Sequence[Forward]) -> list[Forwarded]:
@@ -309,8 +329,8 @@ class TargetExecutor:
             if window is not None:
                 rows = self._take_window(command, request, window, rows)
             request.raw, request.fed, request.launched, request.draws = rows, command, None, None
-            if self._head_texts and command.parents is None:
-                self._head_texts[request.slot].extend(command.start, unwrapped(self.runner).features(request.slot))
+            if command.parents is None:
+                self._states.extend(command.start, request.slot)
             request.logits = _shaped(request.shaper, command, rows)
             if self._launches and command.rows:
                 self._launch(request)
@@ -355,13 +375,10 @@ class TargetExecutor:
             request.draws = request.direct.rows(request.logits, positions).to("cpu", non_blocking=True)
 
     def _keep(self, path: Sequence[int], request: _Request) -> None:
-        start = self.runner.length(request.slot)
+        assert request.fed is not None
+        self._log_path(request, [request.fed.tokens[node] for node in path])
         self.runner.keep(path, request.slot)
-        if self._head_texts:
-            states = unwrapped(self.runner).features(request.slot)
-            self._head_texts[request.slot].extend(start, states[list(path)])
         if request.shaper is not None:
-            assert request.fed is not None
             request.shaper.extend(request.fed.tokens[node] for node in path)
 
     def _judged(self, request: _Request, command: Judge) -> Judged:

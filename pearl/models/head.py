@@ -42,6 +42,7 @@ class Head:
 
     Attributes:
         lengths: of each slot, how many tokens its cache holds.
+        features: numbers of the target's states that it reads of each token.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Head:
             return matrix(*parts, dtype=self.dtype, rounding="", wide=wide)
 
         layer = "midlayer."
-        self._fuse = product("fc")
+        self._fuse, self.features = product("fc"), weights["fc.weight"].shape[1]
         self._qkv = product(*(f"{layer}self_attn.{name}_proj" for name in "qkv"))
         self._out = product(f"{layer}self_attn.o_proj")
         self._gate_up = product(f"{layer}mlp.gate_proj", f"{layer}mlp.up_proj")
@@ -80,6 +81,10 @@ class Head:
         self.lengths = [0] * slots
 
     @property
+    def hidden(self) -> int:
+        return self._embedding.shape[1]
+
+    @property
     def context(self) -> int:
         return len(self._cos)
 
@@ -89,17 +94,19 @@ class Head:
         return found
 
     def read(self, tokens: torch.Tensor, states: torch.Tensor, slot: int) -> torch.Tensor:
-        """Take in tokens [n] with the states [n, hidden] before each; the last one's output [1, hidden]."""
-        found = states
-        for begin in range(0, len(tokens), _PIECE):
-            some = slice(begin, begin + _PIECE)
-            found = self._layer(tokens[some], states[some], slot)
-        return found[-1:]
+        """Take in tokens [n] with the states [n, hidden] before each; their outputs [n, hidden]."""
+        pieces = [slice(begin, begin + _PIECE) for begin in range(0, len(tokens), _PIECE)]
+        return torch.cat([self._layer(tokens[some], states[some], slot) for some in pieces])
 
-    def logits(self, output: torch.Tensor) -> torch.Tensor:
-        """[1, hidden] -> [the head's own vocabulary], float32: of the tokens `ids`."""
-        found: torch.Tensor = self._head(self._norm(output, "norm"), None)
-        return found[0].float()
+    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] -> [n, the head's own vocabulary], float32: of the tokens `ids`."""
+        found: torch.Tensor = self._head(self._norm(outputs, "norm"), None)
+        return found.float()
+
+    def copy(self, slot: int, into: int, start: int, end: int) -> None:
+        """Copy what `slot` has of its tokens from number `start` to `end` to another slot."""
+        self._cache[into, :, :, start:end] = self._cache[slot, :, :, start:end]
+        self.lengths[into] = end
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return normalise(x, self._weights[f"{name}.weight"], self._shape.eps, self.dtype)

@@ -15,7 +15,7 @@ from pearl.config.sampling import LEAST_LOGPROB, MAX_LOGPROBS
 from pearl.protocol.foresight import Seen
 from pearl.protocol.options import MAX_TEXT, Count, Ends, Name, Position, Record, RequestOptions, Word
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 
 MAX_FRAME = 16 << 20  # bytes
 MAX_TOKENS = 1 << 20  # in one list
@@ -222,6 +222,16 @@ class Verdict(Message, frozen=True, tag=9):
     tokens: Tokens
     draft_until: Position
     digest: Word
+
+
+class HiddenStates(Message, frozen=True, tag=18):
+    """For a draft that is a head: the target's hidden states of committed tokens from position `start` on, before the
+    verdict on them. `states`: bfloat16 LE [n, features].
+    """
+
+    request: Count
+    start: Position
+    states: Annotated[bytes, Meta(max_length=MAX_FRAME)]
 
 
 class Resync(Message, frozen=True, tag=10):

@@ -30,6 +30,7 @@ from pearl.protocol.messages import (
     Finish,
     Finished,
     Heartbeat,
+    HiddenStates,
     Message,
     Preview,
     SparseRow,
@@ -44,7 +45,7 @@ Frame = bytes | bytearray | memoryview
 
 MAX_FRAMES = 1 + MAX_RUN
 TYPE_CODES: dict[type, int] = {kind: int(str(kind.__struct_config__.tag)) for kind in Message.__subclasses__()}
-_OF_TARGET = (Welcome, Committed, Preview, Finished, Begin, Verdict, Finish)
+_OF_TARGET = (Welcome, Committed, Preview, Finished, Begin, Verdict, HiddenStates, Finish)
 _ERRORS = frozenset(
     name for name, value in vars(pearl.errors).items() if isinstance(value, type) and issubclass(value, PearlError)
 )

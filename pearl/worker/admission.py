@@ -65,6 +65,8 @@ class Admission:
             return problem
         if STOPS[options.draft_stop].is_trained and not self._settings.has_classifier:
             return f"draft_stop {options.draft_stop} needs a classifier, and this engine was started without --disco"
+        if self._settings.is_head and options.method_spec.drafts and not options.commits_draws:
+            return f"a head as a draft serves no text by rule {options.rule}: give rule coupled, or temperature 0"
         if self._settings.slots > 1 and (options.gamma or 0) > MAX_WINDOW:
             return wide_window(options.gamma)
         if max(submit.prompt) >= vocab:

@@ -20,8 +20,8 @@ from pearl.drafting.model import ModelProposer
 from pearl.drafting.stops import make_policy
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
-from pearl.models.checkpoints.checkpoint import is_toy
-from pearl.models.checkpoints.heads import load_head
+from pearl.models.checkpoints.checkpoint import is_head, is_toy
+from pearl.models.checkpoints.heads import load_draft_head, load_head
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer, translation_of
 from pearl.models.paced import PacedRunner
@@ -69,7 +69,8 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
         progress = lifeline.progress()
         tokenizer = _tokenizer(model, progress)
         digest = _expected_digest(config, tokenizer, progress) if config.has_draft else b""
-        runner = _loaded(tracer, model, device, progress, features=config.head is not None)
+        is_drafting = is_head(config.draft)
+        runner = _loaded(tracer, model, device, progress, features=is_drafting or config.head is not None)
         worker = TargetWorker(
             endpoint,
             TargetExecutor(
@@ -80,6 +81,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
                 guides=_guides(model, runner.vocab_size),
                 habits=Habits() if config.habits else None,
                 head=None if config.head is None else load_head(config.head, runner, progress),
+                gives_states=is_drafting,
             ),
             TargetSettings(
                 runner.vocab_size,
@@ -89,6 +91,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
                 config.has_draft,
                 config.slots,
                 has_classifier=config.disco is not None,
+                is_head=is_drafting,
             ),
             ready=partial(lifeline.tell, "ready", device=taken, dtype=dtype_of(runner)),
             stopping=lifeline.closed.is_set,
@@ -116,7 +119,7 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
         pin(config, model.role)
         progress = lifeline.progress()
         translation, tokenizer, spoken = _spoken(config, progress)  # first: it may refuse the pair
-        runner = _loaded(tracer, model, device, progress)
+        runner = _loaded(tracer, model, device, progress, target=config.target)
         if translation is not None:
             runner = TranslatedRunner(runner, translation, tokenizer.vocab_size)
         digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)
@@ -158,6 +161,8 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
 def _spoken(config: EngineConfig, progress: Progress) -> tuple[Translation | None, Tokenizer, ModelConfig]:
     """How the draft translates, if it must; the tokenizer of the tokens that it speaks, and the model that has it."""
     trust = config.trust_remote_code
+    if is_head(config.draft):
+        return None, _tokenizer(config.model("target"), progress), config.model("target")
     own = load_tokenizer(config.draft, trust_remote_code=trust, progress=progress)
     translation = translation_of(config.target, config.draft, trust, own)
     if translation is None:
@@ -188,10 +193,15 @@ def _tracer(settings: WorkerSettings) -> Tracer:
 
 
 def _loaded(
-    tracer: Tracer, model: ModelConfig, device: torch.device, progress: Progress, features: bool = False
+    tracer: Tracer,
+    model: ModelConfig,
+    device: torch.device,
+    progress: Progress,
+    features: bool = False,
+    target: str = "",
 ) -> ModelRunner:
     start = tracer.clock()
-    runner = make_runner(model, device, progress, features)
+    runner = make_runner(model, device, progress, features, target)
     tracer.note("busy", "load", start)
     return runner
 
@@ -218,18 +228,27 @@ def _datastore(config: EngineConfig, tokenizer: Tokenizer, vocab_size: int) -> D
 
 def _expected_digest(config: EngineConfig, target: Tokenizer, progress: Progress) -> bytes:
     """What the draft's Hello must show: it is the draft whose token ids were compared with ours, or it translates."""
-    draft = _tokenizer(config.model("draft"), progress)
+    draft = target if is_head(config.draft) else _tokenizer(config.model("draft"), progress)
     spoken = draft if have_same_vocabulary(target, draft) else target
     return vocabulary_digest(spoken, spoken.vocab_size)
 
 
 def make_runner(
-    model: ModelConfig, device: torch.device, progress: Progress = silent, features: bool = False
+    model: ModelConfig, device: torch.device, progress: Progress = silent, features: bool = False, target: str = ""
 ) -> ModelRunner:
-    """Loads the model on `device`. `features`: see `LoadOptions`. Raises `ModelError`."""
+    """Loads the model on `device`. Raises `ModelError`.
+
+    Args:
+        features: see `LoadOptions`.
+        target: names the model that it drafts for, should it be a head.
+    """
     runner: ModelRunner
+    spare = BRANCHES if model.role == "draft" else 0
     if is_toy(model.spec):
         runner = load_toy(model.spec, model.role, model.max_context, model.slots)
+    elif target and is_head(model.spec):
+        slots = model.slots + (spare if device.type == "cpu" else 0)
+        runner = load_draft_head(model.spec, target, device, model.max_context, slots, progress)
     else:
         runner = load_runner(
             model.spec,
@@ -242,7 +261,7 @@ def make_runner(
             trust_remote_code=model.trust_remote_code,
             progress=progress,
             slots=model.slots,
-            spare=BRANCHES if model.role == "draft" else 0,
+            spare=spare,
             may_round=model.role == "draft",
             features=features,
         )

@@ -12,8 +12,8 @@ from pearl import errors
 from pearl.errors import ForwardError, ModelError, ProtocolError, RemoteProtocolError, TraceError, TransportError
 from pearl.execution.ahead import Ahead
 from pearl.execution.draft import DraftExecutor
-from pearl.execution.target import memory_errors
 from pearl.execution.together import compute_together
+from pearl.models.checkpoints.memory import memory_errors
 from pearl.protocol.drafter import Drafter, State
 from pearl.protocol.events import Draft, Drafted, Open, Send, Wait
 from pearl.protocol.messages import (
@@ -24,6 +24,7 @@ from pearl.protocol.messages import (
     Finish,
     Heartbeat,
     Hello,
+    HiddenStates,
     Message,
     Ping,
     Pong,
@@ -116,6 +117,8 @@ class DraftWorker:
         match message:
             case Begin() | Verdict() | Finish():
                 self._handle(message)
+            case HiddenStates() if self._executor is not None:
+                self._execute(message)
             case Trace():
                 self._record(message)
             case Ping(sent):

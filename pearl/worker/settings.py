@@ -20,6 +20,7 @@ class TargetSettings:
         draft_timeout: seconds of silence after which the draft is lost.
         slots: how many requests run side by side.
         has_classifier: whether the draft has what stop policy disco needs.
+        is_head: whether the draft is a head, which reads hidden states of the target.
     """
 
     vocab_size: int
@@ -29,6 +30,7 @@ class TargetSettings:
     expects_draft: bool
     slots: int = 1
     has_classifier: bool = False
+    is_head: bool = False
 
 
 class WorkerSettings(BaseModel):

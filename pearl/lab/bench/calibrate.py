@@ -15,6 +15,7 @@ from pearl.lab.bench.runner import Plan, measure
 from pearl.lab.bench.systems import devices_of
 from pearl.lab.bench.tasks import Task
 from pearl.metrics import Statistics
+from pearl.models.checkpoints.checkpoint import is_head
 from pearl.models.checkpoints.tokenizers import translation_of
 from pearl.protocol.speeds import Profile
 from pearl.spec.methods import DRAFTLESS
@@ -64,7 +65,8 @@ def calibrate(config: EngineConfig, tasks: Sequence[Task], params: SamplingParam
 
 def _not_shared(config: EngineConfig, texts: Sequence[Sequence[int]]) -> str:
     """What a draft of another vocabulary cannot propose; "" for one with the target's."""
-    translation = translation_of(config.target, config.draft, config.trust_remote_code) if config.has_draft else None
+    has_tokens = config.has_draft and not is_head(config.draft)
+    translation = translation_of(config.target, config.draft, config.trust_remote_code) if has_tokens else None
     if translation is None:
         return ""
     tokens = [token for text in texts for token in text]

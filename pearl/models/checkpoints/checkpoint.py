@@ -5,6 +5,7 @@ Must not import torch: the front, which holds no model, resolves its tokenizer h
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -122,6 +123,19 @@ def _found_on_hub(name: str, progress: Progress) -> str:
             f"Model {name!r} could not be loaded: it is no directory, it is not in the hub's cache, and the hub cannot "
             f"be reached ({cause.rstrip('.')}). Check the name, the network or $HF_ENDPOINT, or give a local directory."
         ) from error
+
+
+def is_head(spec: str) -> bool:
+    """Whether it names a head of another model (EAGLE-3), and not a model."""
+    if is_toy(spec) or spec in ("none", "embedded", "embedded-draft"):
+        return False
+    try:
+        directory = Path(spec) if Path(spec).is_dir() else in_cache(spec)
+        if directory is None:
+            return False
+        return "draft_vocab_size" in json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def in_cache(name: str) -> Path | None:

@@ -109,6 +109,7 @@ def read_decoder(
     device: torch.device,
     progress: Progress = silent,
     keeps_bits: bool = False,
+    only_embedding: bool = False,
 ) -> Decoder | None:
     """The checkpoint in `directory`, with weights in `dtype`; None for the checkpoint's own.
 
@@ -117,6 +118,7 @@ def read_decoder(
 
     Args:
         keeps_bits: quantised matrices stay so, as `QuantisedMatrix`; otherwise they are dequantised to `dtype`.
+        only_embedding: all other weights are left out.
     """
     if (config := _config(directory)) is None:
         return None
@@ -142,6 +144,8 @@ def read_decoder(
     if keeps_bits and quantised and own == "float16":
         own = "bfloat16"  # the products' dtype
     wanted = dtype or getattr(torch, own)
+    if only_embedding:
+        expected, config["tie_word_embeddings"] = {_EMBEDDING: expected[_EMBEDDING]}, False
     decoder = _placed(config, plain, quantised, expected, device, wanted, keeps_bits)
     decoder.place("model.rotary_emb", rope)
     return decoder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -12,8 +12,11 @@ from safetensors.torch import load_file
 from pearl.cache import Progress
 from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import in_cache, resolve_checkpoint
-from pearl.models.checkpoints.direct import parameters_of_rope, rope_of
+from pearl.models.checkpoints.direct import parameters_of_rope, read_decoder, rope_of
+from pearl.models.checkpoints.loading import context_of
+from pearl.models.forward.matrices import multiplies_bf16
 from pearl.models.head import Head, HeadShape
+from pearl.models.head_runner import HeadRunner
 from pearl.models.runner import ModelRunner, unwrapped
 
 _LAYER = "midlayer."
@@ -32,24 +35,61 @@ _OTHERS = {  # what a tensor's name has -> what the checkpoint is
 }
 
 
+class HeadTarget(NamedTuple):
+    """What a head takes of its target: the embedding [vocab, hidden], how many ids it has and how many hidden states it
+    keeps of a token; the positions and slots that it has room for.
+    """
+
+    embedding: torch.Tensor
+    vocab_size: int
+    features: int
+    context: int
+    slots: int
+
+
 def load_head(spec: str, runner: ModelRunner, progress: Progress) -> Head:
     """The head named `spec`, a directory or a hub id, for the model of `runner`, which keeps features.
 
     Raises `ModelError` for a checkpoint of another layout, or of another model.
     """
+    own, can = unwrapped(runner), runner.capabilities
+    if not can.features:
+        raise _needs_own_forward(spec)
+    return _load(spec, HeadTarget(own.embedding, own.vocab_size, can.features, own.context, can.slots), progress)
+
+
+def load_draft_head(
+    spec: str, target: str, device: torch.device, max_context: int | None, slots: int, progress: Progress
+) -> HeadRunner:
+    """The head named `spec` as the draft of the model named `target`, of which only the embedding is read.
+
+    Raises as `load_head`.
+    """
+    path = resolve_checkpoint(target, progress)
+    dtype = None if device.type != "cpu" or multiplies_bf16() else torch.float32
+    decoder = read_decoder(Path(path), dtype, device, progress, keeps_bits=True, only_embedding=True)
+    if decoder is None:
+        raise _needs_own_forward(spec)
+    table, vocab = decoder.model.embed_tokens.weight, decoder.config.vocab_size
+    of = HeadTarget(table, vocab, 3 * table.shape[1], context_of(target, decoder, max_context), slots)
+    return HeadRunner(_load(spec, of, progress), vocab, slots)
+
+
+def _needs_own_forward(spec: str) -> ModelError:
+    return ModelError(f"Head {spec!r} needs a target of our own forward pass, which keeps hidden states.")
+
+
+def _load(spec: str, target: HeadTarget, progress: Progress) -> Head:
     path = resolve_checkpoint(spec, progress)
     directory = Path(path) if Path(path).is_dir() else in_cache(path)
     if directory is None:
         raise ModelError(f"Head {spec!r} could not be loaded: no such directory or hub id.")
-    own = unwrapped(runner)
-    if not own.capabilities.features:
-        raise ModelError(f"Head {spec!r} needs a target of our own forward pass, which keeps hidden states.")
     try:
         config = json.loads((directory / "config.json").read_text())
         weights = _weights(directory)
-        if problem := _problem(weights, own):
+        if problem := _problem(weights, target):
             raise ModelError(f"Head {spec!r} could not be loaded: {problem}.")
-        return _made(config, weights, own)
+        return _made(config, weights, target)
     except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
         raise ModelError(f"Head {spec!r} could not be loaded: {error}.") from error
 
@@ -64,7 +104,7 @@ def _weights(directory: Path) -> dict[str, torch.Tensor]:
     return {name.replace("layers.0.", _LAYER, 1): tensor for name, tensor in found.items()}
 
 
-def _problem(weights: dict[str, torch.Tensor], target: Any) -> str:
+def _problem(weights: dict[str, torch.Tensor], target: HeadTarget) -> str:
     """Why this is no head for the target; "" if it is one."""
     for part, what in _OTHERS.items():
         if any(part in name for name in weights):
@@ -72,7 +112,7 @@ def _problem(weights: dict[str, torch.Tensor], target: Any) -> str:
     if missing := [name for name in _NEEDED if name not in weights]:
         seen = ", ".join(sorted(weights)[:3])
         return f"it is no EAGLE-3 head: it has no {missing[0]}, but {len(weights)} tensors such as {seen}"
-    hidden, width = target.embedding.shape[1], target.capabilities.features
+    hidden, width = target.embedding.shape[1], target.features
     fused = tuple(weights["fc.weight"].shape)
     if fused == (hidden, 2 * hidden):
         return "it is an EAGLE head of the first or second version, not of the third"
@@ -84,7 +124,7 @@ def _problem(weights: dict[str, torch.Tensor], target: Any) -> str:
     return ""
 
 
-def _made(config: dict[str, Any], weights: dict[str, torch.Tensor], target: Any) -> Head:
+def _made(config: dict[str, Any], weights: dict[str, torch.Tensor], target: HeadTarget) -> Head:
     inner = config.get("transformer_layer_config") or config  # speculators
     heads, hidden = int(inner["num_attention_heads"]), target.embedding.shape[1]
     dim = int(inner.get("head_dim") or hidden // heads)
@@ -98,11 +138,12 @@ def _made(config: dict[str, Any], weights: dict[str, torch.Tensor], target: Any)
     parameters = parameters_of_rope({"rope_theta": 1e4, **inner})
     if parameters is None or (rope := rope_of({"rope_parameters": parameters, "head_dim": dim})) is None:
         raise ValueError("its rope is not computed")
-    like = torch.empty(0, dtype=torch.float32, device=target.device)
-    cos, sin = (each[0] for each in rope(like, torch.arange(target.context, device=target.device)[None]))
+    device = target.embedding.device
+    like = torch.empty(0, dtype=torch.float32, device=device)
+    cos, sin = (each[0] for each in rope(like, torch.arange(target.context, device=device)[None]))
     placed = {
-        name: tensor.to(target.device, None if name == "d2t" else target.dtype)
+        name: tensor.to(device, None if name == "d2t" else target.embedding.dtype)
         for name, tensor in weights.items()
         if name != "t2d"
     }
-    return Head(placed, shape, target.embedding, cos, sin, target.capabilities.slots)
+    return Head(placed, shape, target.embedding, cos, sin, target.slots)

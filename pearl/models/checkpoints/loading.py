@@ -182,7 +182,7 @@ def _check_takes(spec: str, model: object, is_ours: bool, wanted: LoadOptions) -
         )
     theirs = f"Model {spec!r} ({type(model).__name__}) runs through transformers"
     if wanted.features and not is_ours:
-        raise ModelError(f"{theirs}, which keeps no hidden states for a head: leave --head away.")
+        raise ModelError(f"{theirs}, which keeps no hidden states, so it takes no head.")
     if wanted.slots > 1 and not is_ours:
         raise ModelError(f"{theirs}, whose cache holds one sequence: leave slots at 1.")
 

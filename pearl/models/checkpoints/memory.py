@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pearl.errors import ModelError
+from pearl.errors import ModelError, OutOfMemory
 from pearl.models.checkpoints.formats import GGUF_BLOCKS
 from pearl.models.checkpoints.gguf import table_in
 from pearl.models.families import is_of_own_forward
@@ -287,3 +287,15 @@ def is_of_memory(error: BaseException) -> bool:
     and cuDNN, and launches of CUDA graphs fail with a plain `RuntimeError`, recognised by its message.
     """
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or bool(_MEMORY_WORDS.search(str(error)))
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raise `OutOfMemory`, in words for users, for an error that is one of memory."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not is_of_memory(error):
+            raise
+        cause = str(error).partition("\n")[0].rstrip(".") or "no memory is left"
+        raise OutOfMemory(f"{cause}. Shorten the prompt, lower max_context, or take a smaller model.") from error
