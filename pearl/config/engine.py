@@ -32,7 +32,8 @@ class EngineConfig(Section):
         description="Target model: embedded, directory, hub id, .gguf file, or toy:vocab=32,alpha=0.8.",
     )
     draft: str = Field(
-        default="embedded-draft", description="Draft model, named likewise; 'none' for methods ar and ngram."
+        default="embedded-draft",
+        description="Draft model, named likewise, or a head of the target (EAGLE-3); 'none' for methods ar and ngram.",
     )
     target_device: str = Field(
         default="auto", description="cuda:0, cuda:0-1 (spread over GPUs), cpu:0 or cpu:0-3 (pinned)."
@@ -68,8 +69,8 @@ class EngineConfig(Section):
     )
     head: str | None = Field(
         default=None,
-        description="Head of the target (EAGLE-3), a directory or hub id: method head verifies its guesses; auto and "
-        "pearl take them too.",
+        description="Head of the target (EAGLE-3), a directory or hub id; the target's own name for its layer for "
+        "multi-token prediction: method head verifies its guesses; auto and pearl take them too.",
     )
     datastore: str | None = Field(
         default=None,

@@ -7,15 +7,16 @@ become unlikely.  How likely a guess is right is learned by its rank and by the 
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
 
 from pearl.drafting.ngram import RANKS, RATE_WEIGHT, Candidate
 from pearl.models.head import Head
+from pearl.models.mtp import MtpHead
 from pearl.models.runner import ModelRunner, unwrapped
-from pearl.protocol.messages import Source
+from pearl.protocol.messages import MAX_FRAME, HiddenStates, Source
 
 _DEEPEST = 8  # tokens of a chain
 _LEAST_CHANCE = 0.15  # of a chain; further tokens would seldom be reached
@@ -62,7 +63,7 @@ class HeadText:
     the target's states.
     """
 
-    def __init__(self, head: Head, slot: int) -> None:
+    def __init__(self, head: Head | MtpHead, slot: int) -> None:
         self.log = StateLog()
         self._head, self._slot = head, slot
         self._first = 0
@@ -115,7 +116,7 @@ class TargetStates:
         gives: whether there is such a draft.
     """
 
-    def __init__(self, runner: ModelRunner, head: Head | None, gives: bool) -> None:
+    def __init__(self, runner: ModelRunner, head: Head | MtpHead | None, gives: bool) -> None:
         self._runner, slots = unwrapped(runner), range(runner.capabilities.slots)
         self.texts = [] if head is None else [HeadText(head, slot) for slot in slots]
         self._given = [StateLog() for _ in slots] if gives else []
@@ -134,13 +135,16 @@ class TargetStates:
             for log in logs:
                 log.extend(start, states if path is None else states[list(path)])
 
-    def take(self, end: int, slot: int) -> tuple[int, torch.Tensor] | None:
-        """For the draft, those of the text up to position `end` that it was not given: the first one's position, and
-        [n, features]. None: there are none.
-        """
+    def messages(self, request: int, end: int, slot: int) -> Iterator[HiddenStates]:
+        """For the draft, those of the text up to position `end` that it was not given."""
         log = self._given[slot]
         start, count = log.start, min(end, log.end) - log.start
-        return (start, log.take(count)) if count > 0 else None
+        if count <= 0:
+            return
+        data = log.take(count).to("cpu", torch.bfloat16).view(torch.uint8)
+        for some in data.split(max(1, MAX_FRAME // 2 // data.shape[1])):
+            yield HiddenStates(request, start, some.numpy().tobytes())
+            start += len(some)
 
 
 class HeadGuesses:

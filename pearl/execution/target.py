@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +28,7 @@ from pearl.errors import NumericalError
 from pearl.models.checkpoints.memory import memory_errors
 from pearl.models.feeds import depths
 from pearl.models.head import Head
+from pearl.models.mtp import MtpHead
 from pearl.models.runner import Feed, ModelRunner
 from pearl.protocol.events import (
     Drafted,
@@ -45,7 +46,7 @@ from pearl.protocol.events import (
     Sampled,
     Spread,
 )
-from pearl.protocol.messages import Logprobs, Verdict
+from pearl.protocol.messages import HiddenStates, Logprobs, Verdict
 from pearl.spec.methods import METHODS, Method
 from pearl.spec.rules import Needs, RuleSpec
 from pearl.text.stream import TextStream
@@ -174,7 +175,7 @@ class TargetExecutor:
         launches: bool | None = None,
         guides: MakeGuide | None = None,
         habits: Habits | None = None,
-        head: Head | None = None,
+        head: Head | MtpHead | None = None,
         gives_states: bool = False,
     ) -> None:
         self.runner, self._guides = runner, guides
@@ -282,14 +283,14 @@ class TargetExecutor:
             self._states.extend(request.fed.start, request.slot, path)
         return request.fed.start + len(path)
 
-    def states(self, verdict: Verdict) -> tuple[int, torch.Tensor] | None:
-        """Hidden states of committed tokens that were not asked for yet; see `TargetStates.take`."""
+    def states(self, verdict: Verdict) -> Iterable[HiddenStates]:
+        """What to send the draft before a verdict, if it reads hidden states: those of tokens committed and fed."""
         request = self._requests.get(verdict.request)
         if request is None or request.fed is None or not self._gives_states:
-            return None
+            return ()
         before = verdict.start - request.fed.start
         end = self._log_path(request, (*request.fed.tokens[: max(0, before)], *verdict.tokens[max(0, -before) :]))
-        return self._states.take(end, request.slot)
+        return self._states.messages(verdict.request, end, request.slot)
 
     def _make_index(self, request: _Request) -> NgramIndex:
         takes_head = self._head is not None and request.method.takes_head

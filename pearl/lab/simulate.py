@@ -26,6 +26,8 @@ from pearl.drafting.step import Step
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import Event, TargetExecutor
 from pearl.metrics import Statistics, Stopwatch, fold
+from pearl.models.head import Head
+from pearl.models.head_runner import HeadRunner
 from pearl.models.runner import Feed, ModelRunner, WrappedRunner
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
@@ -45,7 +47,7 @@ from pearl.protocol.events import (
     Send,
     Wait,
 )
-from pearl.protocol.messages import Committed, Provenance, Submit
+from pearl.protocol.messages import Committed, Provenance, Submit, Verdict
 from pearl.protocol.request import Counts
 from pearl.protocol.speeds import Speeds
 
@@ -180,16 +182,20 @@ def paired_executors(
     t_draft: Callable[[int], float] = lambda fed: 1.0,
     guides: MakeGuide | None = None,
     habits: Habits | None = None,
+    head: Head | None = None,
 ) -> tuple[TargetExecutor, DraftExecutor]:
     """The runtime's executors on two runners in this process.
 
     Args:
         t_draft: seconds of a draft forward by the number of tokens fed: it decides which guesses and branches pay.
         guides: make the grammars of requests that have one.
-        habits: of the target.
+        habits, head: of the target, which keeps features for a head, and for a draft that is one.
     """
     proposer = VirtualProposer(draft, target.vocab_size, t_draft, datastore=datastore, guides=guides)
-    executor = TargetExecutor(target, datastore=datastore, guides=guides, habits=habits)
+    gives_states = isinstance(draft, HeadRunner)
+    executor = TargetExecutor(
+        target, datastore=datastore, guides=guides, habits=habits, head=head, gives_states=gives_states
+    )
     return executor, DraftExecutor(proposer)
 
 
@@ -261,7 +267,11 @@ class Simulation:
     def _carry_out(self, actor: int, command: object) -> None:
         kind = type(command)  # three times as fast as `match`, and this runs for every command
         if kind is Send:
-            self._schedule(self._timing.delay, 1 - actor, command.message, own=False)  # type: ignore[attr-defined]
+            message = command.message  # type: ignore[attr-defined]
+            if isinstance(message, Verdict) and isinstance(self._executors[0], TargetExecutor):
+                for states in self._executors[0].states(message):
+                    self._executors[1].execute(states)  # at once: it reads them with its next forward
+            self._schedule(self._timing.delay, 1 - actor, message, own=False)
         elif kind is Wait:
             self._waiting[actor] = command.cause, self._now  # type: ignore[attr-defined]
         elif kind is Deliver:

@@ -33,12 +33,18 @@ class HFRunner:
     """`ModelRunner` over a loaded model, which stays where it was loaded, on one device or several.
 
     Raises `ModelError` at construction where a trial fails or finds that logits depend on how a text is cut into
-    forwards. `is_tried`: an earlier runner has tried this model; one with recurrent layers is tried all the same.
+    forwards.
+
+    Args:
+        is_tried: an earlier runner has tried this model; one with recurrent layers is tried all the same.
+        keeps_states: keep the last hidden states of the tokens fed, for a layer for multi-token prediction.
     """
 
     capabilities = Capabilities()  # one chain; its kernels are chosen by the number of rows
 
-    def __init__(self, model: PreTrainedModel, context: int, is_tried: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, context: int, is_tried: bool = False, keeps_states: bool = False
+    ) -> None:
         self._model = model.eval()
         config = model.config.get_text_config(decoder=True)
         layers = _layers(model, context)
@@ -59,6 +65,10 @@ class HFRunner:
         self._takes_rows = "logits_to_keep" in accepted
         self.cache_bytes = 0  # of keys and values for the whole context, and of recurrent states with their copies
         self._is_single = False  # whether tokens that follow others must be fed one by one
+        self._seen: list[torch.Tensor] = []  # last hidden states of the last feed, [n, hidden] for each piece
+        if keeps_states:
+            self.capabilities = Capabilities(features=config.hidden_size)
+            model.get_decoder().register_forward_hook(lambda _, given, found: self._seen.append(found[0][0]))
         if self._states or not is_tried:
             self._try()
         if kinds := sorted({type(layer).__name__ for layer in self._states.unknown}):
@@ -67,6 +77,10 @@ class HFRunner:
                 type(model).__name__,
                 ", ".join(kinds),
             )
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self._model
 
     def length(self, slot: int = 0) -> int:
         """See `ModelRunner.length`."""
@@ -79,6 +93,8 @@ class HFRunner:
         end = self._length + len(feed.tokens)
         self._fed[:, self._length : end] = self._ids(feed.tokens)
         start = self._states.length
+        self._seen.clear()
+        self._num_fed = len(feed.tokens)  # a forward feeds some tokens again where a state was copied before them
         try:
             # A piece's rows are those of the last `feed.rows` tokens that are in it.
             parts = [self._extend(stop, max(0, feed.rows - (end - stop))) for stop in self._pieces(start, end)]
@@ -93,6 +109,10 @@ class HFRunner:
         # Copied outside of inference mode: the caller's rows are ordinary tensors, and writable.
         logits = torch.cat(parts) if len(parts) > 1 else parts[0]
         return [logits.to(self.device, torch.float32, copy=True)]
+
+    def features(self, slot: int = 0) -> torch.Tensor:
+        """Last hidden states of the tokens that were fed last [n, capabilities.features]."""
+        return torch.cat(self._seen)[-self._num_fed :]
 
     def _pieces(self, start: int, end: int) -> list[int]:
         """The lengths after each forward that feeds a part of the tokens from `start` to `end`."""

@@ -21,7 +21,7 @@ from pearl.drafting.stops import make_policy
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.models.checkpoints.checkpoint import is_head, is_toy
-from pearl.models.checkpoints.heads import load_draft_head, load_head
+from pearl.models.checkpoints.heads import load_draft_head, load_head, states_for
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer, translation_of
 from pearl.models.paced import PacedRunner
@@ -70,7 +70,8 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
         tokenizer = _tokenizer(model, progress)
         digest = _expected_digest(config, tokenizer, progress) if config.has_draft else b""
         is_drafting = is_head(config.draft)
-        runner = _loaded(tracer, model, device, progress, features=is_drafting or config.head is not None)
+        features = states_for(config.head, config.target) if config.head else "layers" if is_drafting else ""
+        runner = _loaded(tracer, model, device, progress, features=features)
         worker = TargetWorker(
             endpoint,
             TargetExecutor(
@@ -197,7 +198,7 @@ def _loaded(
     model: ModelConfig,
     device: torch.device,
     progress: Progress,
-    features: bool = False,
+    features: str = "",
     target: str = "",
 ) -> ModelRunner:
     start = tracer.clock()
@@ -234,7 +235,7 @@ def _expected_digest(config: EngineConfig, target: Tokenizer, progress: Progress
 
 
 def make_runner(
-    model: ModelConfig, device: torch.device, progress: Progress = silent, features: bool = False, target: str = ""
+    model: ModelConfig, device: torch.device, progress: Progress = silent, features: str = "", target: str = ""
 ) -> ModelRunner:
     """Loads the model on `device`. Raises `ModelError`.
 

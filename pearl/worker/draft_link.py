@@ -15,13 +15,11 @@ from pearl.execution.target import TargetExecutor
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.events import DraftGone, DraftJoined
 from pearl.protocol.messages import (
-    MAX_FRAME,
     PROTOCOL_VERSION,
     DraftTokens,
     Error,
     Heartbeat,
     Hello,
-    HiddenStates,
     Message,
     Ping,
     Pong,
@@ -103,19 +101,9 @@ class DraftLink:
         """Send at once, if there is a draft."""
         if self.peer is not None:
             self._sent_ns = time.monotonic_ns()
-            if isinstance(message, Verdict):
-                self._send_states(message, self.peer)
+            for states in self._executor.states(message) if isinstance(message, Verdict) else ():
+                self.mail.send(states, self.peer)
             self.mail.send(message, self.peer)
-
-    def _send_states(self, verdict: Verdict, peer: Peer) -> None:
-        """Send a draft that reads them the hidden states of the verdict's tokens, as far as these were fed."""
-        if (found := self._executor.states(verdict)) is None:
-            return
-        start, states = found
-        data = states.to("cpu", torch.bfloat16).view(torch.uint8)
-        for some in data.split(max(1, MAX_FRAME // 2 // data.shape[1])):
-            self.mail.send(HiddenStates(verdict.request, start, some.numpy().tobytes()), peer)
-            start += len(some)
 
     def post(self, message: Message) -> None:
         """Leave sending to the mailbox's thread."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -17,7 +17,9 @@ from pearl.models.checkpoints.loading import context_of
 from pearl.models.forward.matrices import multiplies_bf16
 from pearl.models.head import Head, HeadShape
 from pearl.models.head_runner import HeadRunner
+from pearl.models.mtp import MtpHead
 from pearl.models.runner import ModelRunner, unwrapped
+from pearl.printable import cause_of
 
 _LAYER = "midlayer."
 _NEEDED = (
@@ -27,7 +29,7 @@ _NEEDED = (
     *(f"{_LAYER}mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
 )
 _OTHERS = {  # what a tensor's name has -> what the checkpoint is
-    "eh_proj": "a layer for multi-token prediction, as DeepSeek-V3, GLM and Qwen3-Next have",
+    "eh_proj": "a layer for multi-token prediction, which --head NAME takes where NAME is the target",
     "medusa": "Medusa heads",
     "lm_head.0": "Medusa heads",
     "mask_hidden": "a block drafter",
@@ -47,7 +49,7 @@ class HeadTarget(NamedTuple):
     slots: int
 
 
-def load_head(spec: str, runner: ModelRunner, progress: Progress) -> Head:
+def load_head(spec: str, runner: ModelRunner, progress: Progress) -> Head | MtpHead:
     """The head named `spec`, a directory or a hub id, for the model of `runner`, which keeps features.
 
     Raises `ModelError` for a checkpoint of another layout, or of another model.
@@ -55,7 +57,39 @@ def load_head(spec: str, runner: ModelRunner, progress: Progress) -> Head:
     own, can = unwrapped(runner), runner.capabilities
     if not can.features:
         raise _needs_own_forward(spec)
+    if not hasattr(own, "embedding"):  # it runs through transformers
+        return _multi_token_layer(spec, own)
     return _load(spec, HeadTarget(own.embedding, own.vocab_size, can.features, own.context, can.slots), progress)
+
+
+def states_for(head: str, target: str) -> Literal["layers", "last"]:
+    """Which hidden states of its target a head reads: the last ones if it is the target's own layer for multi-token
+    prediction, which has the target's name.
+    """
+    return "last" if head == target else "layers"
+
+
+def _multi_token_layer(spec: str, runner: Any) -> MtpHead:
+    """The target's own, from its checkpoint."""
+    from transformers import cache_utils, modeling_layers
+
+    model, kind = runner.model, getattr(modeling_layers, "MtpModel", None)
+    config = model.config.get_text_config(decoder=True)
+    if kind is None or not hasattr(kind, "forward_layer"):
+        raise ModelError(f"Head {spec!r}: layers for multi-token prediction need transformers 5.24 or newer.")
+    # Their names are known for the published sizes alone; Qwen's configurations do not count them.
+    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{config.num_hidden_layers}\..*", r"^mtp\..*"]
+    config.num_mtp_layers = getattr(config, "num_mtp_layers", None) or 1
+    if getattr(config, "layer_types", None) and not hasattr(config, "mtp_layer_types"):
+        config.mtp_layer_types = ["full_attention"] * config.num_mtp_layers
+    try:
+        found = kind.from_pretrained(model, device_map={"": runner.device}).eval()
+        return MtpHead(found, cache_utils.MtpCache(config=found.config), runner.vocab_size, runner.context)
+    except Exception as error:  # of files, layouts and versions: transformers raises anything
+        raise ModelError(
+            f"Head {spec!r}: the target has no layer for multi-token prediction that could be loaded: "
+            f"{cause_of(error)}. Leave --head away, or name an EAGLE-3 head."
+        ) from error
 
 
 def load_draft_head(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -62,7 +62,8 @@ class LoadOptions:
         exact: refuse a runner that is not row-invariant.
         slots: sequences to hold side by side.
         spare: further slots, on a CPU and as far as memory allows.
-        features: keep hidden states for a head; only our own forward does.
+        features: the hidden states to keep for a head: inputs of three "layers" (EAGLE-3), which our own forward keeps,
+            the "last" ones (multi-token prediction), which transformers' does, or none.
     """
 
     dtype: str = "auto"
@@ -74,7 +75,7 @@ class LoadOptions:
     exact: bool = False
     slots: int = 1
     spare: int = 0
-    features: bool = False
+    features: Literal["", "layers", "last"] = ""
 
     @property
     def rounding(self) -> Rounding:
@@ -88,7 +89,8 @@ class LoadOptions:
     @property
     def reads_directly(self) -> bool:
         """Whether a checkpoint may be read without transformers."""
-        return self.forwards != "transformers" and not self.is_spread and not self.trust_remote_code
+        is_general = self.forwards == "transformers" or self.features == "last"
+        return not (is_general or self.is_spread or self.trust_remote_code)
 
 
 def load_runner(spec: str, *, device: torch.device, progress: Progress = silent, **options: Any) -> ModelRunner:
@@ -125,7 +127,7 @@ def load_runner(spec: str, *, device: torch.device, progress: Progress = silent,
     is_ours = model is not None
     if model is None:
         model = _load(spec, path, device, dtype, wanted)
-        is_ours = wanted.forwards != "transformers" and has_own_forward(model)
+        is_ours = wanted.forwards != "transformers" and wanted.features != "last" and has_own_forward(model)
     _check_takes(spec, model, is_ours, wanted)
     with _explained(spec):
         if is_ours:
@@ -152,7 +154,7 @@ def _make_runner(
 
         assert not isinstance(model, Decoder)
         try:
-            runner = HFRunner(model, context)
+            runner = HFRunner(model, context, keeps_states=wanted.features == "last")
         except (RuntimeError, MemoryError) as error:
             if not is_of_memory(error):
                 raise
@@ -169,7 +171,7 @@ def _make_runner(
         slots=wanted.slots + (min(wanted.spare, left // 2) if model.device.type == "cpu" else 0),
         records=wanted.forwards == "auto",
         rounding=rounding,
-        features=wanted.features,
+        features=wanted.features == "layers",
     )
 
 
@@ -181,7 +183,7 @@ def _check_takes(spec: str, model: object, is_ours: bool, wanted: LoadOptions) -
             "--forwards auto or eager. Choose another dtype."
         )
     theirs = f"Model {spec!r} ({type(model).__name__}) runs through transformers"
-    if wanted.features and not is_ours:
+    if wanted.features == "layers" and not is_ours:
         raise ModelError(f"{theirs}, which keeps no hidden states, so it takes no head.")
     if wanted.slots > 1 and not is_ours:
         raise ModelError(f"{theirs}, whose cache holds one sequence: leave slots at 1.")

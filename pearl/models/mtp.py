@@ -1,0 +1,48 @@
+"""A target's layer for multi-token prediction as a head; transformers computes it.
+
+It takes each token with the target's last hidden state at the token before it, and goes on with its own outputs.  Only
+the first such layer is used, for tokens further on too.
+
+Source: "DeepSeek-V3 Technical Report", 2024, section 2.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class MtpHead:
+    """As `Head`, for the one text of a runner through transformers.
+
+    Args:
+        model: transformers' `MtpModel`, which shares embedding and output head with the target.
+        cache: its `MtpCache`.
+    """
+
+    def __init__(self, model: Any, cache: Any, vocab_size: int, context: int) -> None:
+        self._model, self._cache = model, cache
+        weight = model.layers[0].eh_proj.weight
+        self.context, self.device, self.dtype = context, weight.device, weight.dtype
+        self.ids = torch.arange(vocab_size, device=self.device)
+        self.lengths = [0]
+
+    def fused(self, features: torch.Tensor) -> torch.Tensor:
+        return features.to(self.device, self.dtype)
+
+    def read(self, tokens: torch.Tensor, states: torch.Tensor, slot: int) -> torch.Tensor:
+        """See `Head.read`."""
+        start, end = self.lengths[slot], self.lengths[slot] + len(tokens)
+        if (surplus := self._cache.get_seq_length() - start) > 0:
+            self._cache.crop(-surplus)
+        positions = torch.arange(start + 1, end + 1, device=self.device)[None]
+        outputs = self._model.forward_layer(0, states[None], positions, self._cache, input_ids=tokens[None])
+        self.lengths[slot] = end
+        found: torch.Tensor = outputs[0]
+        return found
+
+    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] -> [n, vocab], float32."""
+        found: torch.Tensor = self._model.shared_head(outputs)[:, : len(self.ids)]
+        return found.float()
