@@ -114,6 +114,27 @@ def blocks(weight: torch.Tensor) -> Written:
     return {"weight": steps, "weight_scale_inv": scales}, steps.float() * whole
 
 
+def nf4(weight: torch.Tensor, is_nested: bool = True) -> Written:
+    """Blocks of 64 in the 16 numbers of QLoRA, their largest ones in 256 numbers."""
+    half = [0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0]
+    table = torch.tensor([-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0, *half])
+    scales = weight.view(-1, 64).abs().amax(1)
+    parts = {"weight.quant_map": table, "weight.absmax": scales}
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "shape": list(weight.shape)}
+    if is_nested:
+        levels, offset = torch.linspace(-1, 1, 256), float(scales.mean())
+        most = (scales - offset).abs().max().reshape(1)
+        codes = ((scales - offset) / most * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
+        scales = levels[codes.long()] * most + offset
+        parts |= {"weight.absmax": codes, "weight.nested_absmax": most, "weight.nested_quant_map": levels}
+        state |= {"nested_blocksize": 256, "nested_offset": offset}
+    steps = ((weight.view(-1, 64) / scales[:, None])[..., None] - table).abs().argmin(-1).to(torch.uint8)
+    pairs = steps.view(-1, 2)
+    parts["weight"] = (pairs[:, :1] << 4) | pairs[:, 1:]
+    parts["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    return parts, (table[steps.long()] * scales[:, None]).view(weight.shape)
+
+
 def compressed(form: str, **weights: Any) -> dict[str, Any]:
     group = {"weights": {"symmetric": True, **weights}, "targets": ["Linear"]}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
@@ -135,6 +156,12 @@ TOOLS: dict[str, tuple[Callable[[torch.Tensor], Written], dict[str, Any], str]] 
     ),
     "int-quantized": (bytes_, compressed("int-quantized", num_bits=8), "8 bits"),
     "float-quantized": (floats, compressed("float-quantized", num_bits=8, type="float"), "8 bits"),
+    "nf4": (nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "4 bits"),
+    "nf4 without nested scales": (
+        lambda weight: nf4(weight, False),
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        "4 bits",
+    ),
     "fp8": (blocks, {"quant_method": "fp8", "weight_block_size": [128, 128]}, "8 bits"),
 }
 
@@ -209,6 +236,7 @@ def test_blocks_of_another_size_are_refused(weight: tuple[int, int], scales: tup
     [
         {"quant_method": "awq", "bits": 4, "version": "gemv"},
         {"quant_method": "gptq", "bits": 3},
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
         compressed("pack-quantized", num_bits=8, symmetric=False),
         {"quant_method": "unheard-of"},
     ],

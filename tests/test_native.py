@@ -36,16 +36,27 @@ def halves(*shape: int) -> torch.Tensor:
     return (torch.rand(*shape) * 0.02 - 0.01).half()
 
 
+def with_scales(kind: str, blocks: torch.Tensor) -> torch.Tensor:
+    """Random blocks [out, blocks, bytes] of a GGUF file with scales of a usual size."""
+    if kind == "MXFP4":  # powers of two
+        blocks[..., 0] = blocks[..., 0] % 16 + 110
+        return blocks
+    has_two = kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+    for at in [208] if kind == "Q6_K" else [0, 2] if has_two else [0]:
+        blocks[..., at : at + 2] = halves(*blocks.shape[:2], 1).view(torch.uint8)
+    return blocks
+
+
 def quantised(kind: str, outputs: int, inputs: int) -> QuantisedMatrix:
     """Random weights of a kind."""
     torch.manual_seed(outputs)
     if kind in GGUF_BLOCKS:
         size, length, _ = GGUF_BLOCKS[kind]
         blocks = numbers(outputs, inputs // size, length, high=256)
-        scales = {"Q6_K": [208], "Q4_0": [0], "Q5_0": [0], "Q8_0": [0]}.get(kind, [0, 2])
-        for at in scales:
-            blocks[..., at : at + 2] = halves(outputs, inputs // size, 1).view(torch.uint8)
-        return from_gguf(kind, blocks.flatten(1))
+        return from_gguf(kind, with_scales(kind, blocks).flatten(1))
+    if kind == "table":
+        table = torch.randn(16).bfloat16().float()  # a CPU with bfloat16 rounds them to that
+        return QuantisedMatrix(numbers(outputs, inputs, high=16), 4, torch.rand(outputs, inputs // 64), table=table)
     if kind == "zeros":
         return QuantisedMatrix(
             numbers(outputs, inputs, high=16),
@@ -64,7 +75,7 @@ def quantised(kind: str, outputs: int, inputs: int) -> QuantisedMatrix:
     return rounded(irregular(outputs, inputs, torch.bfloat16), "int8" if kind == "int8" else "int4")
 
 
-KINDS = (*GGUF_BLOCKS, "zeros", "float8", "order", "int8", "int4")
+KINDS = (*GGUF_BLOCKS, "table", "zeros", "float8", "order", "int8", "int4")
 
 
 @pytest.fixture(params=BUILT, ids=lambda file: file.name.partition(".")[0])
@@ -78,9 +89,9 @@ def test_blocks_are_what_the_reference_reads(kind: str) -> None:
     from gguf import GGMLQuantizationType, quants
 
     length = GGUF_BLOCKS[kind][1]
-    blocks = numbers(24, 3, length, high=256)
-    for at in (208,) if kind == "Q6_K" else (0, 2):
-        blocks[..., at : at + 2] = halves(24, 3, 1).view(torch.uint8)
+    blocks = with_scales(kind, numbers(24, 3, length, high=256))
+    if kind == "MXFP4":
+        blocks[:, 0, 0] = torch.arange(24, dtype=torch.uint8) * 11  # from the least
     wanted = quants.dequantize(blocks.flatten(1).numpy(), GGMLQuantizationType[kind]).reshape(24, -1)
     assert torch.equal(from_gguf(kind, blocks.flatten(1)).dequantised(), torch.from_numpy(wanted))
 

@@ -244,7 +244,8 @@ FAMILIES = (
     ),
 )
 OWN_FORWARD = {family.architecture: family for family in FAMILIES}
-QUANTISED = ("awq", "gptq", "fp8", "compressed-tensors", "mxfp4")  # methods whose weights our own forward reads
+# Methods whose weights our own forward reads.
+QUANTISED = ("awq", "gptq", "fp8", "compressed-tensors", "bitsandbytes", "mxfp4")
 # By their architecture there, and whether they have experts.
 GGUF = {(each.gguf.architecture, each.forward.has_experts): each for each in FAMILIES if each.gguf.architecture}
 

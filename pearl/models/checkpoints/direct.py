@@ -216,7 +216,7 @@ class _Source:
         found = {
             name: tuple(self._opened[file].get_slice(name).get_shape())
             for name, file in self._files.items()
-            if f"{name.rpartition('.')[0]}.weight" not in quantised or name.endswith(".bias")
+            if name.endswith(".bias") or not {f"{name.rpartition('.')[0]}.weight", _weight(name)} & {*quantised}
         }
         for name in [name for name in found if name.endswith(_BLOCKS) and len(found[name]) == 4]:
             experts, outputs, groups, _ = found.pop(name)
@@ -225,6 +225,12 @@ class _Source:
         if _HEAD in {*found} - {*expected} and torch.equal(self.get(_HEAD), self.get(_EMBEDDING)):
             del found[_HEAD]
         return found
+
+
+def _weight(name: str) -> str:
+    """The weight that a tensor is part of, in files that name it so."""
+    weight, dot, _ = name.partition(".weight")
+    return weight + dot
 
 
 def _config(directory: Path) -> dict[str, Any] | None:

@@ -3,7 +3,9 @@ AWQ, GPTQ, compressed-tensors and fp8 checkpoints."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping
+from math import gcd
 from typing import Any
 
 import torch
@@ -85,6 +87,33 @@ def _q6_k(block: torch.Tensor) -> QuantisedMatrix:
     return QuantisedMatrix((low | high.flatten(-2) << 4).flatten(1), 6, scales, _half(block, 208), offset=32.0)
 
 
+_FP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12.0])  # in halves
+_IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113.0])
+
+
+def mxfp4(steps: torch.Tensor, exponents: torch.Tensor) -> QuantisedMatrix:
+    """steps [out, in]; exponents uint8 [out, groups]: "OCP Microscaling Formats", 5.3.3."""
+    scales = torch.ldexp(torch.tensor(1.0), exponents.int() - 128)  # 127, and a half
+    return QuantisedMatrix(steps, 4, scales.bfloat16(), table=_FP4)
+
+
+def _mxfp4(block: torch.Tensor) -> QuantisedMatrix:
+    return mxfp4(_nibbles(block[..., 1:]).flatten(1), block[..., 0])
+
+
+def _iq4_nl(block: torch.Tensor) -> QuantisedMatrix:
+    return QuantisedMatrix(_nibbles(block[..., 2:]).flatten(1), 4, _half(block, 0), table=_IQ4)
+
+
+def _iq4_xs(block: torch.Tensor) -> QuantisedMatrix:
+    """Groups of 32 weights; 8 groups share a factor of their scales, which have 6 bits."""
+    low = _fields(block[..., 4:8].contiguous().view(torch.int32), 4)
+    high = _fields(block[..., 2:4].contiguous().view(torch.int16).int(), 2)[..., :8]
+    scales = (low | high << 4).to(torch.int8) - 32
+    steps = _nibbles(block[..., 8:].unflatten(-1, (8, 16)))
+    return QuantisedMatrix(steps.flatten(1), 4, scales.flatten(1), _half(block, 0), table=_IQ4)
+
+
 GGUF_BLOCKS: Mapping[str, tuple[int, int, Callable[[torch.Tensor], QuantisedMatrix]]] = {
     # type: (weights, bytes of a block, what takes blocks [out, blocks, bytes] apart)
     "Q4_0": (32, 18, _legacy(False, 4)),
@@ -95,6 +124,9 @@ GGUF_BLOCKS: Mapping[str, tuple[int, int, Callable[[torch.Tensor], QuantisedMatr
     "Q4_K": (256, 144, _k(4)),
     "Q5_K": (256, 176, _k(5)),
     "Q6_K": (256, 210, _q6_k),
+    "IQ4_NL": (32, 18, _iq4_nl),
+    "IQ4_XS": (256, 136, _iq4_xs),
+    "MXFP4": (32, 17, _mxfp4),
 }
 
 
@@ -185,12 +217,27 @@ def _compressed(get: Get, config: Mapping[str, Any]) -> QuantisedMatrix:
     return QuantisedMatrix(steps, 4, scales, zeros=zeros)
 
 
+def _bitsandbytes(get: Get, config: Mapping[str, Any]) -> QuantisedMatrix:
+    """NF4 or FP4: blocks of a flattened matrix; their scales may be quantised too."""
+    state = json.loads(bytes(get(f"weight.quant_state.bitsandbytes__{config['bnb_4bit_quant_type']}").tolist()))
+    outputs, inputs = state["shape"]
+    group = gcd(inputs, state["blocksize"])  # a block may hold several rows
+    packed, scales = get("weight").flatten(), get("weight.absmax")
+    if "nested_blocksize" in state:
+        upper = get("weight.nested_absmax").repeat_interleave(state["nested_blocksize"])[: len(scales)]
+        scales = get("weight.nested_quant_map")[scales.long()] * upper + state["nested_offset"]
+    steps = torch.stack((packed >> 4, packed & 15), -1).view(outputs, inputs)
+    scales = scales.float().repeat_interleave(state["blocksize"] // group)[: outputs * inputs // group]
+    return QuantisedMatrix(steps, 4, scales.view(outputs, -1), table=get("weight.quant_map").float())
+
+
 TOOLS: Mapping[str, tuple[str, Callable[[Get, Mapping[str, Any]], QuantisedMatrix]]] = {
     # quant_method: (a tensor that only quantised modules have, what makes a matrix of a module's tensors)
     "awq": ("qweight", _awq),
     "gptq": ("qweight", _gptq),
     "fp8": ("weight_scale_inv", _fp8),
     "compressed-tensors": ("weight_scale", _compressed),
+    "bitsandbytes": ("weight.absmax", _bitsandbytes),
 }
 
 

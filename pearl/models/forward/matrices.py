@@ -72,9 +72,12 @@ class Quantised:
     def of(given: QuantisedMatrix, bias: torch.Tensor | None, dtype: torch.dtype) -> Quantised | Plain:
         """`Plain` weights of `dtype` where the kernels have no layout for these."""
         outputs, inputs = given.shape
+        if given.table is not None and given.fits_bytes:
+            given = given.in_bytes(given.group)
         steps, extra, offset = given.steps, 0, given.offset
         at_once = packed_at_once(inputs)
-        if given.order is not None or given.group % 16 or (given.bits == 4 and not at_once):
+        is_unknown = given.order is not None or given.table is not None
+        if is_unknown or given.group % 16 or (given.bits == 4 and not at_once):
             return Plain(given.dequantised().to(dtype), bias)
         second = given.zeros if given.least is None else given.whole_least()
         if second is not None:
@@ -196,10 +199,11 @@ def _together(weights: Sequence[Any]) -> Weights:
 
 def _for_kernels(weights: list[Weights], bias: torch.Tensor | None, dtype: torch.dtype) -> Plain | Quantised:
     kinds = [each for each in weights if isinstance(each, QuantisedMatrix)]
-    if len(kinds) < len(weights):
+    is_mixed = len(kinds) < len(weights) or not all(are_alike(kinds[0], each) for each in kinds)
+    if len(kinds) < len(weights) or (is_mixed and not all(each.fits_bytes for each in kinds)):
         whole = [each.dequantised().to(dtype) if isinstance(each, QuantisedMatrix) else each for each in weights]
         return Plain(torch.cat(whole), bias)
-    if not all(are_alike(kinds[0], each) for each in kinds):
+    if is_mixed:
         group = min(each.group for each in kinds)
         kinds = [each.in_bytes(group) for each in kinds]
     return Quantised.of(stacked(kinds), bias, dtype)

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 _LANES = 16  # outputs of a panel
 _LEAST = 8  # bfloat16 inputs are a multiple of this
 _SUPER = 256  # inputs that share a scale of scales
-_FLOAT8 = 9
+_FLOAT8, _TABLE = 9, 10
 _WIDEST, _MOST_TOGETHER = 4096, 64  # numbers of a row's queries; query heads of a key-value head
 _BUILT = (  # in this folder: name, flags of /proc/cpuinfo that it takes
     ("_native_bf16", {"avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}),
@@ -33,6 +33,7 @@ _CASES = {  # bits, kinds of scales, inputs of a group
     (6, 3, False),
     *((8, kind, True) for kind in (0, 1, 4)),
     (_FLOAT8, 4, True),
+    *((_TABLE, kind, True) for kind in (0, 1, 3, 4)),
 }
 
 
@@ -42,6 +43,7 @@ class _Weights(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("low", "high", "scales", "of_scales", "least", "of_least", "zeros")),
         ("bias", ctypes.c_void_p),
         ("offset", ctypes.c_float),
+        ("table", ctypes.c_void_p),
     )
 
 
@@ -98,7 +100,7 @@ def takes(weights: Weights) -> bool:
 
 
 def _case(weights: QuantisedMatrix) -> tuple[int, int, bool]:
-    bits = _FLOAT8 if weights.steps.dtype == torch.float8_e4m3fn else weights.bits
+    bits = _FLOAT8 if weights.steps.dtype == torch.float8_e4m3fn else weights.bits if weights.table is None else _TABLE
     return bits, _KINDS[weights.scales.dtype], weights.group % 32 == 0
 
 
@@ -120,11 +122,13 @@ class Native:
             for name in ("scales", "of_scales", "least", "of_least", "zeros"):
                 if (found := getattr(weights, name)) is not None:
                     self._keep(name, panels(found, _LANES).transpose(1, 2))
+            if weights.table is not None:
+                self._keep("table", weights.table)
             weights = weights.steps
         rows = panels(weights, _LANES)
-        if given.bits < 8:
+        if given.bits < 8 or given.bits == _TABLE:
             self._keep("low", _words(rows, 0, 4))
-            if given.bits > 4:
+            if given.bits in (5, 6):
                 self._keep("high", _words(rows, 4, given.bits - 4))
         else:
             self._keep("low", rows.view(len(rows), _LANES, -1, 2).transpose(1, 2))

@@ -12,12 +12,13 @@ from torch.nn.functional import pad
 from pearl.errors import ModelError
 
 GROUP = 32  # weights of "int4" that share a scale, and the least inputs of any kind
+_OF_ALL_ROWS = ("order", "table")
 _TOGETHER = 4096  # rows rounded at once: as float32 a large matrix would take a GPU's last memory
 
 
 @dataclass(frozen=True, eq=False)
 class QuantisedMatrix:
-    """Weights [out, in]: (step - offset - zero) * scale + least, with scales for groups of inputs.
+    """Weights [out, in]: (step - offset - zero) * scale + least, or table[step] * scale; scales are of groups.
 
     Attributes:
         steps: [out, in]: uint8; int8 if of 8 bits; or float8_e4m3fn.
@@ -26,6 +27,7 @@ class QuantisedMatrix:
         least: likewise with `of_least`, or None.
         zeros: [out, groups] uint8, or None.
         order: inputs [in] in the order of the columns, or None: as they are.
+        table: the numbers [16] that steps of 4 bits stand for, float32, or None: themselves.
     """
 
     steps: torch.Tensor
@@ -37,6 +39,7 @@ class QuantisedMatrix:
     zeros: torch.Tensor | None = None
     offset: float = 0.0
     order: torch.Tensor | None = None
+    table: torch.Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -60,12 +63,13 @@ class QuantisedMatrix:
             self.group,
             self.scales.dtype,
             self.offset,
+            None if self.table is None else tuple(self.table.tolist()),
             *(each is None for each in given),
         )
 
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantisedMatrix:
         """The same with every tensor of rows changed: moved, or cut."""
-        found = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "order"}
+        found = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _OF_ALL_ROWS}
         changed: dict[str, Any] = {name: change(of) for name, of in found.items() if isinstance(of, torch.Tensor)}
         return replace(self, **changed)
 
@@ -79,19 +83,29 @@ class QuantisedMatrix:
             return -self.zeros.float() * self.whole_scales()
         return None if self.least is None else _whole(self.least, self.of_least)
 
+    @property
+    def fits_bytes(self) -> bool:
+        """Whether its steps, or the numbers of its table, are whole numbers of 8 bits."""
+        return self.table is None or torch.equal(self.table, self.table.to(torch.int8).float())
+
     def in_bytes(self, group: int) -> QuantisedMatrix:
         """The same numbers as steps of 8 bits, with scales and least weights in float32 for each `group` of inputs."""
         repeats = self.group // group
         least = self.whole_least()
         both = self.whole_scales(), torch.zeros_like(self.whole_scales()) if least is None else least
         scales, least = (each.repeat_interleave(repeats, 1) for each in both)
-        is_whole = self.steps.dtype == torch.int8
-        steps = self.steps if is_whole else (self.steps.to(torch.int16) - int(self.offset)).to(torch.int8)
+        if self.table is not None:
+            steps = self.table.to(torch.int8)[self.steps.long()]
+        elif self.steps.dtype == torch.int8:
+            steps = self.steps
+        else:
+            steps = (self.steps.to(torch.int16) - int(self.offset)).to(torch.int8)
         return QuantisedMatrix(steps, 8, scales, least=least, order=self.order)
 
     def dequantised(self) -> torch.Tensor:
         """[out, in], float32: bit for bit the numbers that the formats define."""
-        steps = self.steps.float().sub_(self.offset).view(len(self.steps), -1, self.group)
+        numbers = self.steps.float().sub_(self.offset) if self.table is None else self.table[self.steps.long()]
+        steps = numbers.view(len(self.steps), -1, self.group)
         if self.zeros is not None:
             steps -= self.zeros.float()[..., None]
         found = steps.mul_(self.whole_scales()[..., None])
@@ -116,7 +130,7 @@ def stacked(parts: Sequence[QuantisedMatrix]) -> QuantisedMatrix:
     together: dict[str, Any] = {
         each.name: torch.cat([getattr(part, each.name) for part in parts])
         for each in fields(first)
-        if each.name != "order" and isinstance(getattr(first, each.name), torch.Tensor)
+        if each.name not in _OF_ALL_ROWS and isinstance(getattr(first, each.name), torch.Tensor)
     }
     return replace(first, **together)
 

@@ -18,7 +18,8 @@
 
 // How the scales of groups are stored: as such, or as bytes times a float16 for 256 inputs.
 enum { FLOAT16, BFLOAT16, TWO_LEVELS, TWO_LEVELS_SIGNED, FLOAT32 };
-enum { FLOAT8 = 9 };  // in place of bits: bytes that are floating-point numbers (e4m3)
+// In place of bits: bytes that are floating-point numbers (e4m3); nibbles that number the weights of a table.
+enum { FLOAT8 = 9, TABLE = 10 };
 
 typedef struct {
     int64_t outputs, inputs, bits, group, kind;
@@ -28,6 +29,7 @@ typedef struct {
     const uint8_t *zeros;                  // of each group, bytes that are subtracted from its steps
     const float *bias;
     float offset;                          // subtracted from each step
+    const float *table;                    // 16 numbers
 } Weights;
 
 // Of WIDE lanes, from `lane` on counted over all panels: the scales of a group, or its least weights.
@@ -68,7 +70,7 @@ INLINE void unpack(const Weights *w, int64_t at, __m512i table, __m512i more, in
     }
     const uint8_t *low = w->low + at * LANES / 2;
     const uint8_t *high = w->high + at * LANES * (bits - 4) / 8;
-    const __m512i above = bits > 4 ? _mm512_loadu_si512(high) : table;
+    const __m512i above = bits == 5 || bits == 6 ? _mm512_loadu_si512(high) : table;
     for (int i = 0; i < pairs; i++) {
         __m512i index = _mm512_srli_epi16(_mm512_loadu_si512(low + 64 * (i / 4)), 4 * (i % 4));
         if (bits == 5) {
@@ -125,6 +127,21 @@ INLINE void plain_rows(const uint16_t *panel, int64_t inputs, const X *x, int64_
 #else
 typedef float X;
 
+// Numbers of a table of 16, by their places.
+INLINE V numbered(const float *table, U at) {
+#if WIDE == 16
+    return (V)_mm512_permutexvar_ps((__m512i)at, _mm512_loadu_ps(table));
+#elif WIDE == 8
+    const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), (__m256i)at);
+    const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), (__m256i)at);
+    return (V)_mm256_blendv_ps(low, high, (__m256)_mm256_slli_epi32((__m256i)at, 28));
+#else
+    V found;
+    for (int i = 0; i < WIDE; i++) found[i] = table[at[i]];
+    return found;
+#endif
+}
+
 INLINE void unpack(const Weights *w, int64_t at, int bits, int pairs, V *found) {
     if (bits == 8) {
         for (int i = 0; i < pairs; i++) {
@@ -144,15 +161,16 @@ INLINE void unpack(const Weights *w, int64_t at, int bits, int pairs, V *found) 
         }
         return;
     }
+    const int has_more = bits == 5 || bits == 6;
     const uint8_t *low = w->low + at * LANES / 2;
-    const U above = bits > 4 ? *(const U *)(w->high + at * LANES * (bits - 4) / 8) : (U){0};
+    const U above = has_more ? *(const U *)(w->high + at * LANES * (bits - 4) / 8) : (U){0};
     const uint32_t mask = (1u << (bits - 4)) - 1;
     for (int i = 0; i < pairs; i++) {
         const U words = *(const U *)(low + 64 * (i / 4));
         for (int odd = 0; odd < 2; odd++) {
             U step = (words >> (4 * (i % 4) + 16 * odd)) & 15;
-            if (bits > 4) step |= ((above >> ((bits - 4) * i + 16 * odd)) & mask) << 4;
-            found[2 * i + odd] = __builtin_convertvector((I)step, V) - w->offset;
+            if (has_more) step |= ((above >> ((bits - 4) * i + 16 * odd)) & mask) << 4;
+            found[2 * i + odd] = bits == TABLE ? numbered(w->table, step) : __builtin_convertvector((I)step, V) - w->offset;
         }
     }
 }
@@ -191,6 +209,7 @@ INLINE void plain_rows(const uint16_t *panel, int64_t inputs, const X *x, int64_
 INLINE void lanes_of(const Weights *w, int64_t lane, const X *x, const float *totals, int rows, V *sums, int bits,
                      int pairs, int kind) {
     const int64_t inputs = w->inputs, groups = inputs / w->group, panel = lane / LANES, inside = lane % LANES;
+    const int width = bits == TABLE ? 4 : bits;
     Weights part = *w;  // from these lanes on
     if (bits == 16) {
         const uint16_t *weights = (const uint16_t *)w->low + panel * inputs * LANES + 2 * inside;
@@ -208,11 +227,14 @@ INLINE void lanes_of(const Weights *w, int64_t lane, const X *x, const float *to
         }
         return;
     }
-    part.low += bits < 8 ? panel * inputs * LANES / 2 + 4 * inside : panel * inputs * LANES + 2 * inside;
-    if (bits > 4 && bits < 8) part.high += panel * inputs * LANES * (bits - 4) / 8 + 4 * inside;
+    part.low += width < 8 ? panel * inputs * LANES / 2 + 4 * inside : panel * inputs * LANES + 2 * inside;
+    if (width > 4 && width < 8) part.high += panel * inputs * LANES * (bits - 4) / 8 + 4 * inside;
 #ifdef BF16
     uint16_t tables[64];
-    for (int i = 0; i < 64; i++) tables[i] = to_bfloat16(bits == FLOAT8 ? ldexpf(i % 8, -9) : i % (1 << (bits & 7)) - w->offset);
+    for (int i = 0; i < 64; i++) {
+        const float step = bits == TABLE ? w->table[i % 16] : i % (1 << (bits & 7)) - w->offset;
+        tables[i] = to_bfloat16(bits == FLOAT8 ? ldexpf(i % 8, -9) : step);
+    }
     const __m512i table = _mm512_loadu_si512(tables), more = _mm512_loadu_si512(tables + 32);
 #endif
     for (int row = 0; row < rows; row++) sums[row] = (V){0};
@@ -230,8 +252,8 @@ INLINE void lanes_of(const Weights *w, int64_t lane, const X *x, const float *to
             }
         }
         // What comes next, perhaps of the next panel: memory is slower than one row's products.
-        for (int64_t i = 0; i < 2 * pairs * LANES * bits / 8; i += 64)
-            __builtin_prefetch(part.low + at * LANES * (bits < 8 ? 4 : 8) / 8 + AHEAD + i);
+        for (int64_t i = 0; i < 2 * pairs * LANES * width / 8; i += 64)
+            __builtin_prefetch(part.low + at * LANES * (width < 8 ? 4 : 8) / 8 + AHEAD + i);
 #ifdef BF16
         rows_of_block(&part, at, bits, pairs, table, more, x, inputs, rows, scale, sums);
 #else
@@ -253,6 +275,7 @@ static void multiply_lanes(const Weights *w, int64_t lane, const X *x, const flo
     CASE(4, 16, FLOAT16) CASE(4, 16, BFLOAT16) CASE(4, 16, TWO_LEVELS)
     CASE(5, 16, FLOAT16) CASE(5, 16, TWO_LEVELS) CASE(6, 8, TWO_LEVELS_SIGNED)
     CASE(8, 16, FLOAT16) CASE(8, 16, BFLOAT16) CASE(8, 16, FLOAT32) CASE(FLOAT8, 16, FLOAT32)
+    CASE(TABLE, 16, FLOAT16) CASE(TABLE, 16, BFLOAT16) CASE(TABLE, 16, FLOAT32) CASE(TABLE, 16, TWO_LEVELS_SIGNED)
 }
 
 static void convert(const uint16_t *given, X *x, int64_t count, int is_float32) {

@@ -1,0 +1,132 @@
+"""Tokens a step and speed over `ar` of drafters side by side in virtual time, with the real models.
+
+    python scripts/simulate_heads.py --head my-head/head --limit 3
+
+Greedy texts, each checked to be the target's own. A draft forward takes a c-th of a target forward, one of the head
+`--t-head` of one, wherever it runs, and each further token that the target is fed `--per-row` of one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pearl.lab.bench.tasks import read_tasks
+from pearl.lab.simulate import Outcome, Simulation, Timing, paired_executors
+from pearl.models.checkpoints.heads import load_draft_head, load_head
+from pearl.models.checkpoints.loading import load_runner
+from pearl.models.checkpoints.tokenizers import load_tokenizer
+from pearl.protocol.events import Guess
+from pearl.protocol.messages import Submit
+from pearl.protocol.options import RequestOptions
+
+CPU = torch.device("cpu")
+ALL = {"look_ahead": 16, "draft_lookup": 8, "branches": 8, "siblings": 16}
+# name -> method, its guesses, whether the target has the head, whether the head is the draft
+ROWS: dict[str, tuple[str, dict[str, int], bool, bool]] = {
+    "ar": ("ar", {}, False, False),
+    "ngram": ("ngram", {"look_ahead": 16}, False, False),
+    "head": ("head", {"look_ahead": 16}, True, False),
+    "sd": ("sd", {}, False, False),
+    "pearl as published": ("pearl", {}, False, False),
+    "pearl": ("pearl", ALL, False, False),
+    "pearl with head": ("pearl", ALL, True, False),
+    "the head drafts, as published": ("pearl", {}, False, True),
+    "the head drafts": ("pearl", ALL, False, True),
+}
+
+
+class Counted:
+    """A head that counts its forwards."""
+
+    def __init__(self, head: Any) -> None:
+        self._head, self.forwards = head, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._head, name)
+
+    def read(self, *given: Any) -> Any:
+        self.forwards += 1
+        return self._head.read(*given)
+
+
+class TimedGuesses(Simulation):
+    """In which the target's process also spends the time of its head's forwards."""
+
+    head: Counted | None = None
+    t_head = 0.0
+
+    def _seconds(self, command: object) -> float:
+        if isinstance(command, Guess) and self.head is not None:
+            forwards, self.head.forwards = self.head.forwards, 0
+            return forwards * self.t_head
+        return super()._seconds(command)
+
+
+def outcomes(args: argparse.Namespace) -> Iterator[tuple[int, str, Outcome]]:
+    """(c, row, outcome) of each text."""
+    tokenizer, defaults = load_tokenizer(args.target)
+    target = load_runner(args.target, device=CPU, features="layers")
+    draft = load_runner(args.draft, device=CPU, slots=1, spare=8, may_round=True)
+    heads = load_draft_head(args.head, args.target, CPU, None, 9, lambda what: None)
+    prompts = [task.turns[0] for name in args.prompts for task in read_tasks(name, None, args.limit)]
+    for prompt in prompts:
+        messages = [{"role": "user", "content": prompt}]
+        ids = tuple(tokenizer.encode(tokenizer.chat_text(messages) or prompt))
+        wanted: list[int] = []
+        for c in args.c:
+            for name, (method, guesses, has_head, head_drafts) in ROWS.items():
+                drafter = heads if head_drafts else draft
+                t_draft = args.t_head if head_drafts else 1 / c
+                timing = Timing(t_draft, lambda fed: 1 + args.per_row * (fed - 1))
+                for runner in (target, drafter):
+                    runner.rollback(0)
+                head = Counted(load_head(args.head, target, lambda what: None)) if has_head else None
+                executors = paired_executors(target, drafter, t_draft=lambda fed, t=t_draft: t, head=head)  # type: ignore
+                simulation = TimedGuesses(*executors, timing, drafter.context, None)
+                simulation.head, simulation.t_head = head, args.t_head
+                options = RequestOptions(method, **guesses)  # type: ignore[arg-type]
+                submit = Submit(1, ids, len(ids) + args.max_tokens, options, eos=defaults.eos)
+                with torch.inference_mode():
+                    outcome = simulation.run(submit)
+                wanted = wanted or outcome.tokens
+                assert outcome.tokens == wanted, (name, c)
+                yield c, name, outcome
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="embedded")
+    parser.add_argument("--draft", default="embedded-draft")
+    parser.add_argument("--head", required=True, type=Path)
+    parser.add_argument("--prompts", action="append")
+    parser.add_argument("--limit", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--c", type=int, nargs="+", default=[3, 5, 8])
+    parser.add_argument("--per-row", type=float, default=0.01)
+    parser.add_argument("--t-head", type=float, default=0.05)
+    args = parser.parse_args()
+    args.prompts, args.head = args.prompts or ["humaneval", "questions", "edits"], str(args.head)
+    found: dict[tuple[int, str], list[Outcome]] = {}
+    for c, name, outcome in outcomes(args):
+        found.setdefault((c, name), []).append(outcome)
+    print("| tokens a step, speed over ar | " + " | ".join(f"c = {c}" for c in args.c) + " |")
+    print("|---" * (1 + len(args.c)) + "|")
+    for name in ROWS:
+        cells = []
+        for c in args.c:
+            texts, plain = found[c, name], found[c, "ar"]
+            tokens, steps = (
+                sum(values) for values in ([len(t.tokens) for t in texts], [t.target_steps for t in texts])
+            )
+            speed = sum(t.seconds for t in plain) / sum(t.seconds for t in texts)
+            cells.append(f"{tokens / steps:.2f}, {speed:.2f}")
+        print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
