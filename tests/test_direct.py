@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from pearl.errors import ModelError
-from pearl.models.checkpoints.direct import dequantise_mxfp4, read_decoder
+from pearl.models.checkpoints.direct import read_decoder
+from pearl.models.checkpoints.formats import mxfp4
 from pearl.models.checkpoints.loading import load_model, load_runner
 from pearl.models.checkpoints.memory import needed
 from pearl.models.checkpoints.tokenizers import load_tokenizer
@@ -84,13 +85,18 @@ def test_ropes(checkpoint: Callable[..., Path], rope: dict[str, Any]) -> None:
         assert torch.equal(ours, theirs)
 
 
+def dequantised(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """[experts, out, in], bfloat16"""
+    return torch.stack([mxfp4(*each).dequantised().bfloat16() for each in zip(blocks, scales, strict=True)])
+
+
 def test_experts_in_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
     """Of all bytes and exponents; and a published file, whose configuration names no dtype."""
     generator = torch.Generator().manual_seed(0)
     every = torch.arange(256, dtype=torch.uint8)
     given = every.view(1, 1, 16, 16).expand(1, 256, 16, 16), every.view(1, 256, 1).expand(1, 256, 16)
     theirs = convert_moe_packed_tensors(*given).mT
-    torch.testing.assert_close(dequantise_mxfp4(*given), theirs, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(dequantised(*given), theirs, rtol=0, atol=0, equal_nan=True)
     tensors = load_file(tiny_model("gpt-oss", dtype="bfloat16") / "model.safetensors")
     plain = dict(tensors)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
@@ -99,7 +105,7 @@ def test_experts_in_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
         some = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
         exponents = torch.randint(121, 126, shape, generator=generator, dtype=torch.uint8)
         tensors |= {f"{name}_blocks": some, f"{name}_scales": exponents}
-        plain[name] = dequantise_mxfp4(some, exponents).mT.contiguous()
+        plain[name] = dequantised(some, exponents).mT.contiguous()
     config = json.loads((tiny_model("gpt-oss", dtype="bfloat16") / "config.json").read_text())
     for path, held in ((tmp_path / "plain", plain), (tmp_path / "packed", tensors)):
         path.mkdir()
@@ -113,10 +119,19 @@ def test_experts_in_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
     assert packed is not None
     assert unpacked is not None
     assert packed.weights == pytest.approx(unpacked.weights, rel=0.05)
+    own_bits = needed(tmp_path / "packed", "auto", 64, 64, keeps_bits=True)
+    assert own_bits is not None
+    assert own_bits.weights < 0.7 * packed.weights
     theirs = load_runner(str(tmp_path / "packed"), device=CPU, max_context=64, forwards="transformers", dtype="float32")
     ours = load_runner(str(tmp_path / "packed"), device=CPU, max_context=64, dtype="float32")
     assert isinstance(ours, ForwardRunner)
-    close(feed_chain(ours, [5, 9, 2, 7, 100], 5), feed_chain(theirs, [5, 9, 2, 7, 100], 5))
+    tokens = [5, 9, 2, 7, 100]
+    wanted = feed_chain(theirs, tokens, 5)
+    close(feed_chain(ours, tokens, 5), wanted)
+    few = load_runner(str(tmp_path / "packed"), device=CPU, max_context=64, exact=True)
+    assert isinstance(few, ForwardRunner)
+    assert few.weights == "4 bits", "its own"
+    assert (feed_chain(few, tokens, 5) - wanted).abs().mean() < 0.05 * wanted.std()
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,7 @@ FAMILIES: dict[str, dict[str, Any]] = {  # what files of them say beside the usu
     "smollm3": {},
     "qwen3-moe": EXPERTS,
     "mixtral": {"expert_count": 4, "expert_used_count": 2},
+    "gpt-oss-plain": {"expert_count": 4, "expert_used_count": 2, **GEMMA, "attention.sliding_window": 8},
 }
 
 
@@ -242,7 +243,7 @@ def test_no_number_of_a_gguf_file_is_made_up() -> None:
 
 def test_a_gguf_file_of_an_architecture_that_is_not_read_is_refused(tmp_path: Path, cache: Path) -> None:
     """The causes were errors of Python's, such as 'int' object is not iterable."""
-    for architecture in ("gpt-oss", "lfm2", "t5", "deci", "gemma4", "falcon"):
+    for architecture in ("lfm2", "t5", "deci", "gemma4", "falcon"):
         writer = gguf.GGUFWriter(file := tmp_path / f"{architecture}.gguf", architecture)
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.write_header_to_file()
@@ -252,7 +253,7 @@ def test_a_gguf_file_of_an_architecture_that_is_not_read_is_refused(tmp_path: Pa
             load_runner(str(file), device=CPU)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3-linear", "phi3-partial", "qwen3-moe"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3-linear", "phi3-partial", "qwen3-moe", "gpt-oss-plain"])
 @pytest.mark.parametrize("of", ["Q4_1", "Q8_0", "BF16", "MXFP4"])
 def test_weights_are_dequantised_as_the_reference_does(tmp_path: Path, cache: Path, kind: str, of: str) -> None:
     """In our own forward and in transformers', whose own reading of such files is the same but for the rope's scale."""
@@ -263,7 +264,7 @@ def test_weights_are_dequantised_as_the_reference_does(tmp_path: Path, cache: Pa
     assert table is not None
     weights = GgufWeights(table, family.forward)
     for name, given in _tensors_of(model, family.gguf.architecture, config):
-        its = gguf.GGMLQuantizationType[of if given.dim() > 1 else "F32"]
+        its = gguf.GGMLQuantizationType[of if _is_matrix(name, given) else "F32"]
         wanted = torch.from_numpy(gguf.dequantize(gguf.quantize(given.contiguous().numpy(), its), its))
         if kind == "llama" and ("q_proj" in name or "k_proj" in name):
             wanted = wanted.unflatten(0, (-1, 4, 2)).transpose(1, 2).flatten(0, 2)
@@ -285,7 +286,9 @@ def test_logits_are_those_of_transformers_own_reading(tmp_path: Path, cache: Pat
         close(feed_chain(ours, tokens, 30), theirs(torch.tensor([tokens])).logits[0])
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama-tied", "gemma2-caps", "glm4", "phi3-partial", "qwen3-moe", "mixtral"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "llama-tied", "gemma2-caps", "glm4", "phi3-partial", "qwen3-moe", "mixtral", "gpt-oss-plain"]
+)
 def test_weights_in_their_own_bits_are_the_dequantised_ones(tmp_path: Path, cache: Path, kind: str) -> None:
     """Experts too.  Dequantised, the file runs through transformers as well."""
     _write_gguf(file := tmp_path / "tiny.gguf", tiny_model(kind), kind="Q8_0", **FAMILIES.get(kind, {}))
@@ -342,7 +345,7 @@ def _write_gguf(
     """
     model = model or tiny_model()
     config = json.loads((model / "config.json").read_text())
-    family = {"gemma3_text": "gemma3", "mixtral": "llama", "qwen3_moe": "qwen3moe"}.get(
+    family = {"gemma3_text": "gemma3", "mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}.get(
         config["model_type"], config["model_type"]
     )
     ropes = config["rope_parameters"]
@@ -376,7 +379,10 @@ def _write_gguf(
     writer.add_pad_token_id(0)
     for name, weight in _tensors_of(model, family, config):
         if without not in name:
-            numbers, its = weight.contiguous().numpy(), gguf.GGMLQuantizationType[kind if weight.dim() > 1 else "F32"]
+            numbers, its = (
+                weight.contiguous().numpy(),
+                gguf.GGMLQuantizationType[kind if _is_matrix(name, weight) else "F32"],
+            )
             writer.add_tensor(_held(name, family, config), gguf.quantize(numbers, its), raw_dtype=its)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -395,15 +401,26 @@ def _tensors_of(model: Path, family: str, config: dict[str, Any]) -> Iterator[tu
             weight = weight.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)
         if family.startswith("gemma") and name.endswith("norm.weight"):
             weight = weight + 1  # as they are applied
-        if name.endswith(".experts.gate_up_proj"):
-            for part, half in zip(("gate_proj", "up_proj"), weight.chunk(2, dim=1), strict=True):
-                yield name.replace("gate_up_proj", f"{part}.weight"), half
+        stem, part, bias = name.partition(".experts.")[0], name.rpartition(".")[2], "_bias" * name.endswith("_bias")
+        kind = "bias" if bias else "weight"
+        if family == "gpt-oss" and ".experts." in name and not bias:
+            weight = weight.mT
+        if part == f"gate_up_proj{bias}" and ".experts." in name:
+            halves = (weight[:, 0::2], weight[:, 1::2]) if family == "gpt-oss" else weight.chunk(2, dim=1)
+            for its, half in zip(("gate_proj", "up_proj"), halves, strict=True):
+                yield f"{stem}.experts.{its}.{kind}", half
+        elif ".experts." in name:
+            yield f"{stem}.experts.down_proj.{kind}", weight
         else:
-            yield name + ".weight" * name.endswith(".experts.down_proj"), weight
+            yield name, weight
+
+
+def _is_matrix(name: str, weight: torch.Tensor) -> bool:
+    return weight.dim() > 1 and not name.endswith(".bias")
 
 
 def _held(name: str, family: str, config: dict[str, Any]) -> str:
     """A weight's name in a file."""
     number = next(number for number, each in gguf.MODEL_ARCH_NAMES.items() if each == family)
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
-    return str(names.get_name(name, try_suffixes=(".weight", ".bias")))
+    return str(names.get_name(name, try_suffixes=(".weight", ".bias"))) + ".weight" * name.endswith(".sinks")

@@ -197,6 +197,12 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
         "GptOss",
         _SIZES | _WINDOW | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.7},
     ),
+    "gpt-oss-plain": (
+        "GptOss",
+        _SIZES
+        | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 7.0}
+        | {"sliding_window": 8, "rope_parameters": _BASE},
+    ),
     "gemma3": ("Gemma3Text", _GEMMA | _WINDOW | {"tie_word_embeddings": False}),
     "olmo3": ("Olmo3", _SIZES | _WINDOW),
     "llama4": ("Llama4Text", _SIZES | _LLAMA4),

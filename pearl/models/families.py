@@ -51,7 +51,7 @@ class Forward:
         has_multipliers: whether the configuration has multipliers, as Granite's.
         has_caps: whether scores and logits may have caps, by tanh, as Gemma 2's.
         has_experts: whether layers may have experts.
-        clamps_experts: whether experts are gpt-oss's: with biases, gate and up limited, and their weights transposed.
+        clamps_experts: whether experts are gpt-oss's: with biases, and gate and up limited.
         has_sinks: whether each head has one more attention score, of no position.
         rotates: the part of a head that `partial_rotary_factor` names, in "halves" of which one has the partners of
             the other, or in "pairs" of neighbours; "": the whole head, in halves.
@@ -101,6 +101,7 @@ class Gguf:
         has_two_ropes: layers with a window have a rope of their own, which is not scaled.
         layers_of_27b: layers of the family's one model whose attention scores have another scale.
         interleaves: rows of queries and keys have the halves of a head that rope turns in turns.
+        rope: of `rope_parameters`, what no file states.
     """
 
     architecture: str = ""
@@ -112,6 +113,7 @@ class Gguf:
     has_two_ropes: bool = False
     layers_of_27b: int = 0
     interleaves: bool = False
+    rope: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,7 @@ FAMILIES = (
         "gpt_oss",
         "GptOssForCausalLM",
         Forward({"attention_bias": _ATTENTION}, norm_shift=0.0, has_experts=True, clamps_experts=True, has_sinks=True),
+        Gguf("gpt-oss", window=(2, 128), settings={"swiglu_limit": 7.0}, rope={"truncate": False}),
     ),
     Family(
         "granite",
@@ -332,7 +335,7 @@ def weight_shapes(forward: Forward, config: Mapping[str, Any]) -> dict[str, tupl
     experts: dict[str, tuple[int, ...]] = {}
     if forward.has_experts:
         matrices = {name: shape for name, shape in matrices.items() if name not in _MLP}
-        experts = _clamped_expert_shapes(config) if forward.clamps_experts else _expert_shapes(config)
+        experts = _expert_shapes(config, forward.clamps_experts)
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], size["hidden"]),
         "model.norm.weight": (size["hidden"],),
@@ -357,25 +360,13 @@ def weight_shapes(forward: Forward, config: Mapping[str, Any]) -> dict[str, tupl
     return shapes
 
 
-def _expert_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of the tensors of a layer's experts."""
+def _expert_shapes(config: Mapping[str, Any], are_clamped: bool) -> dict[str, tuple[int, ...]]:
+    """Of the tensors of a layer's experts. are_clamped: see `Forward.clamps_experts`."""
     count, hidden = config.get("num_experts") or config["num_local_experts"], config["hidden_size"]
     inner = config.get("moe_intermediate_size") or config["intermediate_size"]
-    shapes: dict[str, tuple[int, ...]] = {"gate.weight": (count, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"router.weight" if are_clamped else "gate.weight": (count, hidden)}
     for expert in (f"experts.{number}." for number in range(count)):
         shapes |= {f"{expert}{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
         shapes[f"{expert}down_proj.weight"] = hidden, inner
-    return shapes
-
-
-def _clamped_expert_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of the tensors of gpt-oss's experts."""
-    count, hidden, inner = (config[name] for name in ("num_local_experts", "hidden_size", "intermediate_size"))
-    return {
-        "router.weight": (count, hidden),
-        "router.bias": (count,),
-        "experts.gate_up_proj": (count, hidden, 2 * inner),
-        "experts.gate_up_proj_bias": (count, 2 * inner),
-        "experts.down_proj": (count, inner, hidden),
-        "experts.down_proj_bias": (count, hidden),
-    }
+    biases = {name.replace(".weight", ".bias"): shape[:1] for name, shape in shapes.items() if are_clamped}
+    return shapes | biases

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,8 +42,14 @@ _NEEDED = (
 )
 _NEEDED_BY_EXPERTS = ("layer_types", "num_local_experts", "num_experts_per_tok", "swiglu_limit")
 _DTYPES = ("float32", "bfloat16", "float16")
-_MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# gpt-oss's experts, which files have stacked, in MXFP4 or transposed: (stack, the rows of an expert there).
 _BLOCKS, _SCALES = "_blocks", "_scales"  # behind the names of tensors in MXFP4
+_STACKS = {
+    "gate": ("gate_up_proj", slice(0, None, 2)),
+    "up": ("gate_up_proj", slice(1, None, 2)),
+    "down": ("down_proj", slice(None)),
+}
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 _FILE, _EMBEDDING, _HEAD = "model.safetensors", "model.embed_tokens.weight", "lm_head.weight"
 
 Frequencies = tuple[torch.Tensor, float]  # [rotated / 2], and yarn's scale of what is rotated
@@ -136,8 +143,8 @@ def read_decoder(
     elif (files := _files(directory)) is None or not forward.reads_directly:
         return None
     else:
-        source = _Source(directory, files, progress)
-        found = formats.of_tool(scheme, files, source.get) if scheme else {}
+        source = (_StackedSource if forward.clamps_experts else _Source)(directory, files, progress)
+        found = formats.of_tool(scheme, files, source.get) if scheme else source.matrices(expected)
         if found is None or source.shapes(found, expected) != {name: expected[name] for name in {*expected} - {*found}}:
             return None
         plain, quantised = source.plain, found
@@ -202,14 +209,20 @@ class _Source:
         tensor: torch.Tensor = self._opened[file].get_tensor(name)
         return tensor
 
+    def part(self, name: str, number: int) -> torch.Tensor:
+        """One of the tensors that are stacked in one."""
+        tensor: torch.Tensor = self._opened[self._files[name]].get_slice(name)[number]
+        return tensor
+
     def plain(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor; one in MXFP4 is dequantised."""
-        if name in self._files:
-            return self.get(name).to(device=device, dtype=dtype)
-        return dequantise_mxfp4(*(self.get(name + part).to(device) for part in (_BLOCKS, _SCALES))).mT.to(dtype)
+        return self.get(name).to(device=device, dtype=dtype)
+
+    def matrices(self, names: Collection[str]) -> dict[str, formats.Make]:
+        """What makes those of these weights that the model's makers have quantised."""
+        return {}
 
     def shapes(self, quantised: Collection[str], expected: Collection[str]) -> dict[str, tuple[int, ...]]:
-        """The shapes of tensors, in MXFP4 those of the dequantised ones; without those of quantised modules.
+        """The shapes of tensors, without those of quantised modules.
 
         Also without a head that is the embedding; transformers ties no other, which is trained by itself.
         """
@@ -218,12 +231,47 @@ class _Source:
             for name, file in self._files.items()
             if name.endswith(".bias") or not {f"{name.rpartition('.')[0]}.weight", _weight(name)} & {*quantised}
         }
-        for name in [name for name in found if name.endswith(_BLOCKS) and len(found[name]) == 4]:
-            experts, outputs, groups, _ = found.pop(name)
-            if found.pop(name.replace(_BLOCKS, _SCALES), None) == (experts, outputs, groups):
-                found[name.removesuffix(_BLOCKS)] = experts, 32 * groups, outputs
         if _HEAD in {*found} - {*expected} and torch.equal(self.get(_HEAD), self.get(_EMBEDDING)):
             del found[_HEAD]
+        return found
+
+
+class _StackedSource(_Source):
+    """Of gpt-oss, with each expert by itself."""
+
+    def _stack(self, name: str) -> tuple[str, int, slice] | None:
+        """The stack that has a weight or bias of an expert, the expert's number and its rows."""
+        if (found := _EXPERT.fullmatch(name)) is None:
+            return None
+        stack, rows = _STACKS[found[3]]
+        return f"{found[1]}.{stack}{'_bias' * (found[4] == 'bias')}", int(found[2]), rows
+
+    def plain(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        if (its := self._stack(name)) is None:
+            return super().plain(name, device, dtype)
+        stack, number, rows = its
+        whole = self.part(stack, number)
+        return (whole.mT if name.endswith(".weight") else whole)[rows].contiguous().to(device, dtype)
+
+    def matrices(self, names: Collection[str]) -> dict[str, formats.Make]:
+        def maker(stack: str, number: int, rows: slice) -> formats.Make:
+            return lambda: formats.mxfp4(*(self.part(stack + part, number)[rows] for part in (_BLOCKS, _SCALES)))
+
+        found = {name: its for name in names if (its := self._stack(name)) is not None}
+        return {name: maker(*its) for name, its in found.items() if its[0] + _BLOCKS in self._files}
+
+    def shapes(self, quantised: Collection[str], expected: Collection[str]) -> dict[str, tuple[int, ...]]:
+        found = super().shapes(quantised, expected)
+        for name in [name for name in found if ".experts." in name]:
+            count, *shape = found.pop(name)
+            stem, _, part = name.rpartition(".")
+            if part.endswith((_BLOCKS, _SCALES)):  # their matrices are checked as they are made
+                continue
+            kind = "bias" if part.endswith("_bias") else "weight"
+            for each, (stack, _) in _STACKS.items():
+                if part.startswith(stack):
+                    own = shape[-1] // (2 if each != "down" else 1), *shape[:-1]
+                    found |= {f"{stem}.{number}.{each}_proj.{kind}": own for number in range(count)}
         return found
 
 
@@ -312,19 +360,6 @@ def _yarn(rope: dict[str, Any], dim: int) -> Frequencies | None:
     wide = base ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)
     scale = rope.get("attention_factor") or (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
     return 1.0 / (factor * wide) * (1 - kept) + 1.0 / wide * kept, scale
-
-
-def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Blocks [experts, outputs, groups, 16] of two numbers a byte, the lower first, and exponents [experts, outputs,
-    groups] -> bfloat16 [experts, outputs, 32 * groups]: "OCP Microscaling Formats", 5.3.3.
-    """
-    numbers = torch.tensor([*_MXFP4, *(-number for number in _MXFP4)], dtype=torch.bfloat16, device=blocks.device)
-    byte = torch.arange(256, device=blocks.device)
-    pairs = torch.stack((numbers[byte & 15], numbers[byte >> 4]), -1)
-    found = numbers.new_empty(*scales.shape, 32)
-    for some, exponents, into in zip(blocks, scales, found, strict=True):  # one by one: indices take 8 bytes each
-        torch.ldexp(pairs[some.long()].flatten(-2), exponents[..., None].int() - 127, out=into)
-    return found.flatten(-2)
 
 
 def llama3_frequencies(plain: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:

@@ -91,14 +91,22 @@ _FP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12.0])
 _IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113.0])
 
 
-def mxfp4(steps: torch.Tensor, exponents: torch.Tensor) -> QuantisedMatrix:
-    """steps [out, in]; exponents uint8 [out, groups]: "OCP Microscaling Formats", 5.3.3."""
+def mxfp4(pairs: torch.Tensor, exponents: torch.Tensor) -> QuantisedMatrix:
+    """pairs [out, groups, 16] of steps, the first one low; exponents uint8 [out, groups].
+
+    Source: "OCP Microscaling Formats", 5.3.3.
+    """
+    return _mx(torch.stack((pairs & 15, pairs >> 4), -1).flatten(1), exponents)
+
+
+def _mx(steps: torch.Tensor, exponents: torch.Tensor) -> QuantisedMatrix:
+    """steps [out, in]; exponents [out, groups]."""
     scales = torch.ldexp(torch.tensor(1.0), exponents.int() - 128)  # 127, and a half
     return QuantisedMatrix(steps, 4, scales.bfloat16(), table=_FP4)
 
 
 def _mxfp4(block: torch.Tensor) -> QuantisedMatrix:
-    return mxfp4(_nibbles(block[..., 1:]).flatten(1), block[..., 0])
+    return _mx(_nibbles(block[..., 1:]).flatten(1), block[..., 0])
 
 
 def _iq4_nl(block: torch.Tensor) -> QuantisedMatrix:

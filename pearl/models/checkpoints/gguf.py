@@ -249,7 +249,7 @@ def _ropes(
     elif given:
         raise ValueError(f"its rope is scaled by tensors that are not read from such files: {', '.join(given)}")
     if not family.gguf.has_two_ropes:
-        return rope | scaling
+        return {**rope, **scaling, **family.gguf.rope}
     sliding = rope | {"rope_theta": float(stated.get("rope.freq_base_swa", 1e4))}
     return {"full_attention": rope | scaling, "sliding_attention": sliding}
 
@@ -309,7 +309,8 @@ def _located(family: Family, config: Mapping[str, Any], tensors: Mapping[str, Te
     shapes, there, held = weight_shapes(family.forward, config), _apart(tensors), {}
     for name in shapes:
         number = _EXPERT.search(name)
-        held[name] = f"{names.get_name(_EXPERT.sub('', name), ('.weight', '.bias'))}{number[0] if number else ''}"
+        its = names.get_name(_EXPERT.sub("", name), (".weight", ".bias"))
+        held[name] = f"{its}{'.weight' * name.endswith('.sinks')}{number[0] if number else ''}"
     if missing := sorted(name for name in shapes if held[name] not in there):
         raise ValueError(f"{len(missing)} of its weights are in no file, {missing[0]} for one")
     for name, wanted in shapes.items():

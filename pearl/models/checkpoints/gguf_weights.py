@@ -21,6 +21,7 @@ class GgufWeights:
 
     def __init__(self, table: Table, forward: Forward) -> None:
         self._tensors, self._interleaved = table.tensors, table.interleaved
+        self._alternates = forward.clamps_experts  # gate and up of an expert, in transformers
         self._shift = forward.norm_shift or 0.0
         size = os.stat(table.file).st_size
         self._bytes = torch.from_file(table.file, shared=False, size=size, dtype=torch.uint8)
@@ -48,12 +49,17 @@ class GgufWeights:
     def state_dict(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """All weights, dequantised, as a model of transformers has them."""
         found = {name: self.plain(name, torch.device("cpu"), dtype) for name in self._tensors}
-        for stack in [name.removesuffix("0.gate_proj.weight") for name in found if ".experts.0.gate_proj" in name]:
+        for first in [name for name in found if ".experts.0.gate_proj" in name]:
+            stack, kind = first.split("0.gate_proj")
             gate, up, down = (
-                torch.stack([found.pop(name) for name in [*found] if name.startswith(stack) and part in name])
-                for part in (".gate_proj.", ".up_proj.", ".down_proj.")
+                torch.stack([found.pop(name) for name in [*found] if name.startswith(stack) and name.endswith(part)])
+                for part in (f".gate_proj{kind}", f".up_proj{kind}", f".down_proj{kind}")
             )
-            found |= {f"{stack}gate_up_proj": torch.cat((gate, up), 1), f"{stack}down_proj": down}
+            both = torch.stack((gate, up), 2).flatten(1, 2) if self._alternates else torch.cat((gate, up), 1)
+            if self._alternates and kind == ".weight":
+                both, down = both.mT, down.mT
+            end = "_bias" * (kind == ".bias")
+            found |= {f"{stack}gate_up_proj{end}": both.contiguous(), f"{stack}down_proj{end}": down.contiguous()}
         return found
 
     def _rows(self, name: str) -> torch.Tensor:

@@ -98,7 +98,8 @@ def needed(
         return None
     if not isinstance(config, dict) or not size:
         return None
-    if added := _added(config):
+    in_own_bits = keeps_bits and is_of_own_forward(config)
+    if not in_own_bits and (added := _added(config)):
         size, config = size + added, {**config, "dtype": "bfloat16"}
         del config["quantization_config"]
     own = str(config.get("dtype") or config.get("torch_dtype") or "float32")
@@ -119,7 +120,7 @@ def needed(
 
 
 def _added(config: Mapping[str, Any]) -> int:
-    """Bytes that experts in MXFP4 take more in bfloat16, in which they are computed: 2 a number, not 17 / 32."""
+    """Bytes that experts in MXFP4 take more in bfloat16: 2 a number, not 17 / 32."""
     with suppress(LookupError, TypeError, AttributeError):
         if config["quantization_config"]["quant_method"] == "mxfp4":
             sizes = "num_hidden_layers", "num_local_experts", "hidden_size", "intermediate_size"

@@ -44,7 +44,7 @@ class Experts:
         self._sums_to_one = bool(config.get("norm_topk_prob", True))  # those of Mixtral and gpt-oss always do
         experts, router = block.experts, getattr(block, "gate", None) or block.router
         self._limits: tuple[float, float] | None = None
-        if hasattr(experts, "gate_up_proj_bias"):  # gpt-oss's
+        if config.get("swiglu_limit") is not None:  # gpt-oss's
             self._limits = float(config.get("swiglu_alpha", 1.702)), float(config.get("swiglu_limit", 7.0))
         is_cpu = router.weight.device.type == "cpu"
         # Never rounded: it is small, and chooses.
