@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import mmap
 from functools import partial
 
 import torch
@@ -23,15 +23,25 @@ class GgufWeights:
         self._tensors, self._interleaved = table.tensors, table.interleaved
         self._alternates = forward.clamps_experts  # gate and up of an expert, in transformers
         self._shift = forward.norm_shift or 0.0
-        size = os.stat(table.file).st_size
-        self._bytes = torch.from_file(table.file, shared=False, size=size, dtype=torch.uint8)
+        with open(table.file, "rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch warns of what cannot be written
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def matrices(self) -> dict[str, Make]:
         """What makes each matrix that stays in its own bits."""
         return {name: partial(self._matrix, name) for name, each in self._tensors.items() if each.kind in GGUF_BLOCKS}
 
     def _matrix(self, name: str) -> QuantisedMatrix:
-        return from_gguf(self._tensors[name].kind, self._rows(name))
+        found = from_gguf(self._tensors[name].kind, self._rows(name))
+        self._leave(name)
+        return found
+
+    def _leave(self, name: str) -> None:
+        """A weight was copied: its pages of the file need not stay in this process's memory beside the copy."""
+        _, _, offset, size = self._tensors[name]
+        start = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        if hasattr(mmap, "MADV_DONTNEED") and offset + size > start:
+            self._map.madvise(mmap.MADV_DONTNEED, start, (offset + size - start) // mmap.PAGESIZE * mmap.PAGESIZE)
 
     def plain(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """A weight, dequantised; mapped where nothing changes."""
@@ -44,6 +54,7 @@ class GgufWeights:
         found = torch.empty(shape, dtype=dtype)
         for some, into in zip(rows.split(_TOGETHER), found.split(_TOGETHER), strict=True):
             into.copy_(_dequantised(kind, some))
+        self._leave(name)
         return found.to(device)
 
     def state_dict(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
