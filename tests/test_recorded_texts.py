@@ -178,16 +178,14 @@ def invoked(*arguments: str) -> str:
     return result.output
 
 
-def test_recorded_by_one_command_and_simulated_by_another(tmp_path: Path) -> None:
+def test_recorded_by_one_command_and_decoded_by_another(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("abc\nhello\n")
     toy = "toy:vocab=20,alpha=0.6"
     options = ["--target", toy, "--draft", toy, "--max-tokens", "12", "--temperature", "1", "--raw"]
     out = str(tmp_path / "it.npz")
     assert "2 texts, 24 tokens" in invoked("record", str(tmp_path / "prompts.txt"), "--out", out, *options)
-    shown = invoked("--texts", out, "--t-draft", "10", "--t-target", "50")
-    rows = [line for line in shown.splitlines() if line.startswith("pearl, stream")]
+    shown = invoked("stops", out, "--t-draft", "10", "--t-target", "50")
+    rows = [line for line in shown.splitlines() if line.startswith("pearl, oracle")]
     assert len(rows) == 1
-    with pytest.raises(ConfigError, match="acceptance"):
-        invoked("--texts", out, "--acceptance", "0.5")
     with pytest.raises(ConfigError, match="has the draft's tokens"):
         invoked("record", str(tmp_path / "prompts.txt"), "--out", out, "--draft", "none")

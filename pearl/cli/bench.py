@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from pearl.cli import listed
-from pearl.cli.numbers import STDOUT, json_option, read_sets, refuse_options, sampling_of, write_json
-from pearl.cli.options import SettingsCommand, SettingsGroup, settings_options
+from pearl.cli.numbers import STDOUT, json_option, read_sets, sampling_of, write_json
+from pearl.cli.options import SettingsCommand, settings_options
 from pearl.cli.tables import Bars, Column, print_columns, shown
 from pearl.config import DecodingConfig, Settings
 from pearl.errors import ConfigError
@@ -57,7 +57,7 @@ def _prompt_options(limit: int) -> Callable[[_Command], _Command]:
 
 
 @listed("Measure", 'pearl bench --prompts summaries --limit 5 --rows auto --rows "ar, all devices"')
-@click.group(invoke_without_command=True, cls=SettingsGroup)
+@click.command(cls=SettingsCommand)
 @_prompt_options(4)
 @click.option("--rows", multiple=True, metavar="NAME", help="Only this row and ar. Repeatable; a wrong name lists all.")
 @json_option
@@ -69,9 +69,6 @@ def bench(ctx: click.Context, settings: Settings, to: Path | None, **options: An
     Methods take turns. ar runs on the target's device, and again on all cores that PEARL uses. sd runs with its fastest
     gamma. Decoding is greedy unless --temperature is given; only committed tokens up to EOS count.
     """
-    if ctx.invoked_subcommand is not None:
-        refuse_options(ctx)
-        return
     for name in ("method", "window", "trace"):  # a configuration file may set them for other commands
         if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             raise ConfigError(f"--{name}: pearl bench runs all methods and windows, untraced; select with --rows")

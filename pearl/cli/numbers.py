@@ -40,13 +40,6 @@ json_option = click.option(
 STDOUT = Path("-")
 
 
-def refuse_options(ctx: click.Context) -> None:
-    """Raise `ConfigError` if a group got options of its own and a subcommand too: they would be ignored."""
-    if any(ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE for name in ctx.params):
-        name = ctx.invoked_subcommand
-        raise ConfigError(f"options of {name} go behind it: pearl {ctx.info_name} {name} ...")
-
-
 def named_file(argument: str) -> tuple[str, Path]:
     """Parse `NAME=FILE`, or `FILE`, which is named by its stem. Raises `ConfigError`."""
     name, equals, path = argument.partition("=")

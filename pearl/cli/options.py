@@ -93,14 +93,6 @@ _HELP_ALL = click.Option(
 )
 
 
-class SettingsGroup(SettingsCommand, click.Group):
-    """A group with `settings_options`."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        super().format_options(ctx, formatter)
-        self.format_commands(ctx, formatter)
-
-
 _FIELDS: dict[str, FieldInfo] = {name: field for s in SECTIONS for name, field in s.model_fields.items()}
 
 

@@ -27,7 +27,16 @@ t_target_option = click.option(
 )
 
 
-@click.command(cls=SettingsCommand)
+@listed("Measure", "pearl simulate record prompts.jsonl --out texts.npz")
+@click.group()
+def simulate() -> None:
+    """Record texts of a pair, and decode them in virtual time.
+
+    Runs the real coordinator; only forwards take time. Each model has its own device.
+    """
+
+
+@simulate.command(cls=SettingsCommand)
 @click.argument("prompts", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--out", required=True, type=_FILE, metavar="FILE", help="To write.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Prompts of each file.  [default: all]")
@@ -37,8 +46,8 @@ def record(settings: Settings, prompts: tuple[Path, ...], out: Path, limit: int 
     """Record answers of the target, and what the draft draws at each position.
 
     PROMPTS are files as pearl bench reads them (.jsonl with prompt, question or turns; or a line each). Greedy unless
-    --temperature is above 0; then the texts are those of the coupled rule. pearl simulate --texts FILE decodes them
-    again, at any speed.
+    --temperature is above 0; then the texts are those of the coupled rule. pearl simulate stops decodes them again, at
+    any speed.
     """
     from pearl.engine.request import resolve_sampling
     from pearl.lab.experiments import texts as study
@@ -81,7 +90,7 @@ def record(settings: Settings, prompts: tuple[Path, ...], out: Path, limit: int 
     click.echo(f"{out}: {len(texts)} texts, {tokens} tokens, {out.stat().st_size / 1e6:.1f} MB")
 
 
-@click.command()
+@simulate.command()
 @click.argument("texts", type=_FILE)
 @click.option("--disco", "classifier", type=_FILE, help="A classifier of this pair, as pearl disco train makes it.")
 @t_draft_option
@@ -111,7 +120,7 @@ def stops(texts: Path, classifier: Path | None, t_draft: float | None, t_target:
             ("tokens\na step", lambda one: f"{one.totals.tokens_per_step:.3f}"),
             ("accepted", lambda one: shown(one.totals.acceptance_rate, 3)),
             ("wasted", lambda one: "-" if one.wasted is None else f"{one.wasted:.1%}"),
-            ("over ar, 95%", lambda one: str(speedup(one.totals, ar, 1))),
+            ("over ar, 95%", lambda one: str(speedup(one.totals, ar))),
         ],
         done,
         f"t_draft {timing.t_draft * 1e3:.4g} ms, t_target(1) {timing.t_target(1) * 1e3:.4g} ms; "

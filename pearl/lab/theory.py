@@ -32,11 +32,11 @@ def sd_improvement(a: float, gamma: int, cost: float) -> float:
     return sd_tokens_per_step(a, gamma) / (gamma * cost + 1)
 
 
-def sd_best_gamma(a: float, t_draft: float, t_target: Callable[[int], float], delay: float = 0.0) -> int:
-    """The fastest gamma, if a step takes gamma draft forwards, a target forward and two messages."""
+def sd_best_gamma(a: float, t_draft: float, t_target: Callable[[int], float]) -> int:
+    """The fastest gamma, if a step takes gamma draft forwards and a target forward."""
 
     def rate(gamma: int) -> float:
-        return sd_tokens_per_step(a, gamma) / (gamma * t_draft + t_target(gamma + 1) + 2 * delay)
+        return sd_tokens_per_step(a, gamma) / (gamma * t_draft + t_target(gamma + 1))
 
     return max(range(1, MOST_GAMMA + 1), key=rate)
 

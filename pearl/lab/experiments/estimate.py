@@ -7,12 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import floor, log10
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pearl.metrics import Sums
-
-if TYPE_CHECKING:
-    from pearl.lab.experiments.workload import Totals
 
 _MAX_DIGITS = 3
 _RESAMPLES = 2000
@@ -55,22 +52,13 @@ def bootstrap(
     return Estimate(statistic(items), drawn[int(0.025 * resamples)], drawn[int(0.975 * resamples)])
 
 
-def speedup(totals: Totals, other: Totals, block: int) -> Estimate:
-    """Speed of `totals` over that of `other` on the same texts: the ratio of their rates over all texts.
-
-    Blocks of texts are resampled.  Texts of a block do not count singly: their luck is drawn together and balances, so
-    their spread does not show the noise of their sum.
-
-    Args:
-        block: texts of a block.
-    """
-    starts = range(0, len(totals.texts), block)
-    blocks = [[Sums(texts=one.texts[i : i + block]) for one in (totals, other)] for i in starts]
-    counts = [[(each.total("late_tokens"), each.total("late_seconds")) for each in pair] for pair in blocks]
-    return bootstrap(counts, _ratio)
+def speedup(one: Sums, other: Sums) -> Estimate:
+    """Speed of `one` over that of `other` on the same texts: the ratio of their rates over all texts."""
+    pairs = zip(one.texts, other.texts, strict=True)
+    return bootstrap([[(text.late_tokens, text.late_seconds) for text in pair] for pair in pairs], _ratio)
 
 
 def _ratio(pairs: Sequence[Sequence[tuple[int, float]]]) -> float:
-    """Ratio of two rates, each given by (tokens, seconds) of each block."""
+    """Ratio of two rates, each given by (tokens, seconds) of each text."""
     one, other = (sum(pair[i][0] for pair in pairs) / sum(pair[i][1] for pair in pairs) for i in (0, 1))
     return one / other

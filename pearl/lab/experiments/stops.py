@@ -25,7 +25,7 @@ from pearl.lab.simulate import Event, Timing
 from pearl.models.recorded import RecordedText, RecordedTexts
 from pearl.protocol.events import Draft, Drafted
 from pearl.protocol.options import RequestOptions
-from pearl.spec.stops import CAP, FIXED
+from pearl.spec.stops import CAP
 
 STATIC = 5  # tokens: the DISCO paper's untuned window
 _GAMMAS = (1, 2, 3, 4, 5, 6, 8, 10, 12, CAP)
@@ -82,7 +82,6 @@ class Stopped:
     """Results of one policy. `drafted`: draft forwards; `totals.steps`: target forwards."""
 
     name: str
-    policy: str
     totals: Totals
     drafted: int
 
@@ -102,13 +101,12 @@ def stopped(
     decoding: RequestOptions,
     policies: Policies = lambda text: None,
     name: str = "",
-    policy: str = FIXED,
 ) -> Stopped:
     """Decode all texts by one method. `policies`: makes the policy of each text."""
     drafts = [StoppingDraft(text, policies(text)) for text in recorded.texts]
     waiting = iter(drafts)
     totals = run(workload(recorded, timing), decoding, draft=lambda: next(waiting))
-    return Stopped(name or totals.name, policy, totals, sum(draft.calls for draft in drafts))
+    return Stopped(name, totals, sum(draft.calls for draft in drafts))
 
 
 def _sd(gamma: int) -> RequestOptions:
@@ -127,15 +125,15 @@ def side_by_side(
     """
     done = [stopped(recorded, timing, RequestOptions("ar"), name="ar")]
 
-    def add(name: str, policy: str, tried: Iterable[tuple[str, RequestOptions, Policies]]) -> None:
+    def add(name: str, tried: Iterable[tuple[str, RequestOptions, Policies]]) -> None:
         """Append the fastest of `tried`, each with the end of its name."""
         tell(name)
-        found = [stopped(recorded, timing, one, made, name + end, policy) for end, one, made in tried]
+        found = [stopped(recorded, timing, one, made, name + end) for end, one, made in tried]
         done.append(max(found, key=lambda each: each.speed))
 
     none: Policies = lambda text: None  # noqa: E731
-    add(f"sd, {STATIC} tokens", FIXED, [("", _sd(STATIC), none)])
-    add("sd, best static", FIXED, [(f": {gamma}", _sd(gamma), none) for gamma in _GAMMAS])
+    add(f"sd, {STATIC} tokens", [("", _sd(STATIC), none)])
+    add("sd, best static", [(f": {gamma}", _sd(gamma), none) for gamma in _GAMMAS])
     named: list[tuple[str, Policies]] = [("heuristic", lambda text: Heuristic())]
     if classifier is not None:
         named.append(("disco", lambda text: Doubtful(classifier)))
@@ -146,10 +144,10 @@ def side_by_side(
     ]
     for method, decoding in (("sd", _sd(CAP)), ("pearl", RequestOptions("pearl"))):
         if method == "pearl":
-            add("pearl", FIXED, [("", decoding, none)])
-        add(f"{method}, best threshold", "threshold", [(end, decoding, made) for end, made in thresholds])
+            add("pearl", [("", decoding, none)])
+        add(f"{method}, best threshold", [(end, decoding, made) for end, made in thresholds])
         for policy, made in named:
-            add(f"{method}, {policy}", policy, [("", decoding, made)])
+            add(f"{method}, {policy}", [("", decoding, made)])
     return done
 
 
@@ -237,7 +235,7 @@ def train(
 
     def tried(**settings: float) -> Stopped:
         policy = Doubtful(classifier.model_copy(update=settings))
-        return stopped(held_out, timing, _sd(CAP), lambda text: policy, policy="disco")
+        return stopped(held_out, timing, _sd(CAP), lambda text: policy)
 
     tell("which threshold and which cap are fastest")
     ranked = sorted(confidences)

@@ -118,11 +118,11 @@ def _record_one(
     return RecordedText(tuple(prompt), tuple(answer), np.array(drawn, np.int32), np.array(features, np.float32))
 
 
-def workload(recorded: RecordedTexts, timing: Timing, seed: int = 0) -> Workload:
+def workload(recorded: RecordedTexts, timing: Timing) -> Workload:
     """Where the draft is right in each text."""
     rights = [text.right for text in recorded.texts]
     texts = [
         Text(len(text.prompt), len(text.answer), dict(enumerate(right, len(text.prompt))))
         for text, right in zip(recorded.texts, rights, strict=True)
     ]
-    return Workload(timing, sum(map(sum, rights)) / sum(map(len, rights)), tuple(texts), seed)
+    return Workload(timing, sum(map(sum, rights)) / sum(map(len, rights)), tuple(texts))
