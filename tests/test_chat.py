@@ -375,7 +375,9 @@ def test_files_an_editor_completion_other_models_and_the_last_conversation(
         person.send("/model /nowhere")
         person.sees(f"back to {other}")
         person.sees("/? for help", 3)
-        person.send("/edit")
+        person.type("\x18\x05")  # Ctrl-X Ctrl-E
+        person.sees(">>> 12")
+        person.type("\r")
         person.sees(STATUS)
         for typed, seen in (("/set ru", "rule"), ("/metho", "show the method"), ("/method s", "ssd")):
             person.type(typed)

@@ -21,7 +21,7 @@ import pytest
 from click.testing import CliRunner
 
 from pearl.cli import chat, cli, generate, listed_commands, main
-from pearl.config import SECTIONS, UNSUPPORTED, DecodingConfig, SamplingParams
+from pearl.config import SECTIONS, DecodingConfig, SamplingParams
 from pearl.engine import Engine, preflight
 from pearl.lab.distill.prompts import read_prompts
 from pearl.spec.methods import METHODS
@@ -123,10 +123,6 @@ def test_mistakes_are_refused_with_what_to_do(refused: Callable[..., str], tmp_p
         ("-", "no prompt"),
         ("''", "no prompt"),
         ("--max-tokens 600 123", "the context holds 512"),
-        *(
-            (f"--{name.replace('_', '-')} 2 x", f"--{name.replace('_', '-')} is not supported: ")
-            for name in UNSUPPORTED
-        ),
         (f"--control {host} x", "pearl keys FILE"),
         (f"--control {host} --keys /nowhere/keys x", "cannot read the key file /nowhere/keys"),
         (f"--control tcp://0.0.0.0:5555 --keys {keys} x", "wildcard"),
@@ -154,8 +150,7 @@ def test_every_setting_is_a_flag_and_every_flag_a_setting() -> None:
         command = cli.get_command(click.Context(cli), name)
         assert command is not None
         options = [p for p in command.params if isinstance(p, click.Option)]
-        assert {p.name for p in options if not p.hidden} == fields | more | {"config"}
-        assert {p.name for p in options if p.hidden} == set(UNSUPPORTED)
+        assert {p.name for p in options} == fields | more | {"config"}
 
 
 @pytest.mark.parametrize("fits", [16, pytest.param(500, marks=pytest.mark.long)])  # a part; the merged file

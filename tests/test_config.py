@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 from pydantic.fields import FieldInfo
 
-from pearl.config import SECTIONS, UNSUPPORTED, DecodingConfig, EngineConfig, SamplingParams, load_settings, read_file
+from pearl.config import SECTIONS, DecodingConfig, EngineConfig, SamplingParams, load_settings, read_file
 from pearl.config.sampling import MAX_GRAMMAR
 from pearl.engine import Engine
 from pearl.errors import ConfigError
@@ -120,16 +120,12 @@ def test_bad_values_are_refused_with_what_to_do(values: dict[str, Any], words: s
 def test_what_is_no_setting_of_a_section_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="unknown setting 'temperature'"):
         EngineConfig(temperature=1.0)  # type: ignore[call-arg]
-    for name in UNSUPPORTED:
-        with pytest.raises(ConfigError, match=f"{name} is not supported: "):
-            SamplingParams(**{name: 2})
 
 
-def test_no_setting_is_in_two_sections_or_unsupported() -> None:
+def test_no_setting_is_in_two_sections() -> None:
     """A file is flat and a flag has one meaning."""
     names = [name for section in SECTIONS for name in section.model_fields]
     assert len(names) == len(set(names))
-    assert not set(names) & set(UNSUPPORTED)
 
 
 @pytest.mark.parametrize(("name", "value"), [("gamma", 4), ("window", "fixed"), ("rule", "uno"), ("candidates", 2)])
@@ -213,7 +209,6 @@ def test_bad_files_are_refused_and_named(tmp_path: Path) -> None:
         b"a: b: c": "is not YAML",
         b"\xff\xfe\x00\x80": "is not YAML",
         b"temprature: 1.0\n": r"unknown setting 'temprature'; did you mean temperature\? allowed are .*top_p",
-        b"prompt_logprobs: 3\n": "prompt_logprobs is not supported",
         b"gamma: three\n": "gamma: .*got 'three'",
     }.items():
         path.write_bytes(content)

@@ -13,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from pearl.cli.reply import legend
-from pearl.cli.terminal import edited
 from pearl.config import DecodingConfig, ModelRole, SamplingParams
 from pearl.engine.card import read_card
 from pearl.engine.request import with_defaults
@@ -30,6 +29,7 @@ _HINTS = [
     ('"""', "opens a message of several lines, and closes it; Alt-Enter breaks a line too"),
     ("Ctrl-C", "ends a reply and keeps what there is of it"),
     ("Enter", "during a reply: the line is read when the reply is done"),
+    ("Ctrl-X Ctrl-E", "writes a message in $EDITOR"),
 ]
 _DISPLAY_SETTINGS = {
     "draft": "show_draft",
@@ -257,13 +257,6 @@ def _file(chat: Chat, rest: str) -> None:
     _say(chat, f"{path.name}, {len(text.splitlines()):,} lines: your next message has it")
 
 
-def _edit(chat: Chat, _: str) -> str:
-    """write a message in $EDITOR"""
-    text = edited()
-    _say(chat, text)
-    return text
-
-
 def _model(chat: Chat, rest: str) -> None:
     """show the models, or go on with others: /model TARGET [DRAFT]"""
     if not rest:
@@ -335,7 +328,6 @@ _HANDLERS: dict[str, Callable[[Chat, str], str | None]] = {
         _save,
         _load,
         _file,
-        _edit,
         _regen,
         _undo,
         _trace,

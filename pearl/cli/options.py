@@ -12,9 +12,8 @@ from typing import Any, Literal, TypeVar
 import click
 from pydantic.fields import FieldInfo
 
-from pearl.config import SECTIONS, UNSUPPORTED, Settings, load_settings
+from pearl.config import SECTIONS, load_settings
 from pearl.config.decoding import NUMBER_WORDS, WordedNumber
-from pearl.errors import ConfigError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -24,11 +23,10 @@ def settings_options(command: _Command) -> _Command:
 
     @functools.wraps(command)
     def wrapped(config: Path | None, **given: Any) -> Any:
-        rest = {name: given.pop(name) for name in list(given) if name not in _FIELDS and name not in UNSUPPORTED}
-        return command(settings=_settings(config, given), **rest)
+        rest = {name: given.pop(name) for name in list(given) if name not in _FIELDS}
+        settings = load_settings(config, {k: v for k, v in given.items() if v is not None and v != ()})
+        return command(settings=settings, **rest)
 
-    for name in reversed(UNSUPPORTED):
-        wrapped = click.option(_flag(name), name, hidden=True)(wrapped)
     about = "YAML file of these settings, see configs/; toy: an emulated pair."
     return typing.cast(_Command, field_options(_FIELDS, about)(wrapped))
 
@@ -96,20 +94,9 @@ _HELP_ALL = click.Option(
 _FIELDS: dict[str, FieldInfo] = {name: field for s in SECTIONS for name, field in s.model_fields.items()}
 
 
-def _settings(config: Path | None, given: dict[str, Any]) -> Settings:
-    for name, why in UNSUPPORTED.items():
-        if given.pop(name, None) is not None:
-            raise ConfigError(f"{_flag(name)} is not supported: {why}")
-    return load_settings(config, {k: v for k, v in given.items() if v is not None and v != ()})
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def _field_option(name: str, field: FieldInfo) -> Callable[[Any], Any]:
     """A flag with the field's type, description and default."""
-    kind, flag = _bare(field.annotation), _flag(name)
+    kind, flag = _bare(field.annotation), f"--{name.replace('_', '-')}"
     if kind is bool:
         return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=field.description)
     multiple = typing.get_origin(kind) is tuple

@@ -18,7 +18,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import click
 from prompt_toolkit import PromptSession, prompt
 from prompt_toolkit.application import get_app_session
 from prompt_toolkit.completion import (
@@ -77,12 +76,6 @@ def ended_by_signals() -> Iterator[None]:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def edited() -> str:
-    """A text that the user writes in $EDITOR, or else in an editor that is there; "" if it was not saved."""
-    with get_app_session().input.cooked_mode():
-        return (click.edit() or "").rstrip("\n")
 
 
 class KeyWatcher:
@@ -185,7 +178,7 @@ class LineReader:
             complete_while_typing=True,
             key_bindings=self._key_bindings(),
             style=Style.from_dict({"placeholder": "ansibrightblack", "prompt": "bold"}),
-            enable_open_in_editor=True,  # Ctrl-X Ctrl-E
+            enable_open_in_editor=True,
             reserve_space_for_menu=4,
         )
 

@@ -14,14 +14,14 @@ from typing import Any
 from pearl.config.decoding import DecodingConfig
 from pearl.config.engine import EngineConfig, ModelConfig, ModelRole
 from pearl.config.sampling import SamplingParams
-from pearl.config.section import UNSUPPORTED, Section, refuse_unknown
+from pearl.config.section import Section, refuse_unknown
 from pearl.document import parse_yaml
 from pearl.errors import ConfigError
 from pearl.spec.methods import DRAFTLESS
 from pearl.spec.rules import RULES, named_parameters
 
 __all__ = ["DecodingConfig", "EngineConfig", "ModelConfig", "ModelRole", "SamplingParams", "Section", "Settings"]
-__all__ += ["SECTIONS", "UNSUPPORTED", "load_settings", "read_file"]
+__all__ += ["SECTIONS", "load_settings", "read_file"]
 
 _OWN = {"toy": Path(__file__).with_name("toy.yaml")}  # configurations of the package, by name
 SECTIONS: tuple[type[Section], ...] = (EngineConfig, DecodingConfig, SamplingParams)

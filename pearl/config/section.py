@@ -11,15 +11,6 @@ from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, Validatio
 from pearl.errors import ConfigError
 from pearl.printable import is_unicode
 
-# Options of other engines: refused with the reason, so that nobody believes they took effect.
-UNSUPPORTED = {
-    "n": "one text a request: submit it several times with sample=0, 1, 2, ...",
-    "best_of": "one text a request",
-    "prompt_logprobs": "only generated tokens have log probabilities",
-    "num_beams": "no beam search",
-    "typical_p": "filters are top_k, top_p and min_p",
-}
-
 
 class Section(BaseModel):
     """Raises `ConfigError`, naming each bad field and what it may be, however it is made."""
@@ -48,8 +39,6 @@ def check_utf8(value: str, setting: str) -> str:
 def refuse_unknown(values: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:
     """Raises `ConfigError` for a setting that is not allowed."""
     for key in values:
-        if key in UNSUPPORTED:
-            raise ConfigError(f"{key} is not supported: {UNSUPPORTED[key]}")
         if key not in allowed:
             near = get_close_matches(key, allowed, n=1)
             meant = f"did you mean {near[0]}? " if near else ""
