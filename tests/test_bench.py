@@ -21,7 +21,6 @@ from pearl.errors import ConfigError
 from pearl.lab.bench import machine, runner
 from pearl.lab.bench.calibrate import Calibration, advise
 from pearl.lab.bench.figures import figures
-from pearl.lab.bench.machine import ForeignLoad
 from pearl.lab.bench.rows import AR, AR_ON_ALL, AUTO, PEARL, SD, Row, rows_for
 from pearl.lab.bench.runner import Measured, Plan, Sample, measure, simulated
 from pearl.lab.bench.systems import Decoded, Devices, System, devices_of
@@ -351,7 +350,7 @@ def test_a_calibration_on_a_busy_machine_is_not_kept(
     monkeypatch.setenv("PEARL_CACHE", str(tmp_path))
     known = Calibration((), 0.9, 3, 5, "words", "flags", Profile(acceptance=0.9))
     monkeypatch.setattr("pearl.lab.bench.calibrate.calibrate", lambda *_: known)
-    monkeypatch.setattr(machine.Conditions, "stop", lambda self: setattr(self, "load", ForeignLoad(0.0, others)))
+    monkeypatch.setattr(machine.Conditions, "stop", lambda self: setattr(self, "others", others))
     done = pearl("calibrate", "--target", str(tmp_path), "--draft", str(tmp_path))
     assert done.exit_code == 0, done.output
     assert (tmp_path / "profiles").exists() == ("not kept" not in done.output) == (others < 0.05)

@@ -53,7 +53,7 @@ def calibrate_pair(settings: Settings, prompts: str | None, limit: int, to: Path
     with Bars() as bars:
         found = calibrate(settings.engine, tasks, params, bars)
     conditions.stop()
-    is_saved = not toys and not conditions.load.is_too_much
+    is_saved = not toys and not conditions.are_noisy
     saved = profile.save(settings.engine, found.profile) if is_saved else None
     if to is not None:
         write_json(to, asdict(found) | conditions.as_dict() | {"settings": settings.engine.model_dump()})
@@ -75,7 +75,7 @@ def _print(found: Calibration, conditions: Conditions, saved: Path | None) -> No
         f"ms a forward: t_draft {found.profile.t_draft * 1e3:.2f}, {times}",
         f"window c = {found.c}; gamma of sd and ssd {found.gamma}; acceptance {found.acceptance:.2f}",
         f"[bold]{found.advice}[/bold]\n  {found.flags}\n{conditions}",
-        "not kept: calibrate again when the machine has nothing else to do" if conditions.load.is_too_much else "",
+        "not kept: calibrate again when the machine has nothing else to do" if conditions.are_noisy else "",
         f"kept: engines of this pair begin with it (--profile none: afresh): {saved}" if saved else "",
         words=2,
     )

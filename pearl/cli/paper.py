@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -19,7 +17,7 @@ from pearl.errors import ConfigError
 from pearl.lab.bench.machine import Conditions
 from pearl.lab.bench.tasks import HUMANEVAL, Task
 from pearl.lab.papers.figures import Figure, check_drawing, draw
-from pearl.lab.papers.page import EXPLAINED, Table, conditions, pair_lines, tables
+from pearl.lab.papers.page import EXPLAINED, Table, pair_lines, tables
 from pearl.lab.papers.pearl import TABLES, Pair, pairs
 from pearl.lab.papers.studies import STUDIES
 
@@ -116,13 +114,16 @@ def of_pearl(
     if figures is not None:
         check_drawing()
     settings = (_EMULATED_QUICK if quick else _EMULATED) | {"seed": 0, "runtime": not simulate_only}
-    result = _emulated(_pairs(names), wanted or tuple(TABLES), settings)
+    result, clock = _emulated(_pairs(names), wanted or tuple(TABLES), settings)
     if to is not None:
         write_json(to, result)
     if to != STDOUT:
         for table in tables(result):
             _print(table)
-        print_lines(*pair_lines(result), EXPLAINED, conditions(result))
+        about = (
+            f"{settings['texts']} texts of {settings['tokens']} tokens for each row, seed {settings['seed']}; {clock}"
+        )
+        print_lines(*pair_lines(result), EXPLAINED, about)
     if figures is not None:
         from pearl.lab.papers.emulate import window_figures
 
@@ -137,7 +138,9 @@ def _pairs(names: Sequence[str]) -> list[Pair]:
     return found
 
 
-def _emulated(found: Sequence[Pair], wanted: Sequence[str], settings: dict[str, Any]) -> dict[str, Any]:
+def _emulated(
+    found: Sequence[Pair], wanted: Sequence[str], settings: dict[str, Any]
+) -> tuple[dict[str, Any], Conditions]:
     from pearl.lab.papers import emulate
 
     clock, done = Conditions(), []
@@ -147,10 +150,9 @@ def _emulated(found: Sequence[Pair], wanted: Sequence[str], settings: dict[str, 
             done.append(emulate.emulate(pair, wanted, bars, **settings))
     clock.stop()
     names = [name for name in TABLES if any(cells.get(name) for cells, _ in done)]
-    about = {"kind": "paper", "emulated": True, "settings": settings} | clock.as_dict()
+    about = {"kind": "paper", "emulated": True, "settings": settings, **clock.as_dict()}
     tables = {name: [{"pair": one["title"], **asdict(c)} for cells, one in done for c in cells[name]] for name in names}
-    result: dict[str, Any] = json.loads(json.dumps(about | {"tables": tables, "pairs": [one for _, one in done]}))
-    return result
+    return about | {"tables": tables, "pairs": [one for _, one in done]}, clock
 
 
 def _optimal_lengths() -> list[Figure]:
@@ -219,8 +221,8 @@ def sssd(datastore: str | None, most_batch: int, most_context: int, **given: Any
         most_batch, most_context = min(most_batch, 4), min(most_context, 1000)
     prompts = read_sets(given["prompts"], 2 if asked.quick else 12, default=_SETS)
     with Bars() as bars:
-        found = guesses.measure_guesses(asked.config, prompts, asked.tokens, bars, most_batch, most_context)
-    _study("sssd", asked, found.tables, found.figures, {"guesses": found.document})
+        tables, figures = guesses.measure_guesses(asked.config, prompts, asked.tokens, bars, most_batch, most_context)
+    _study("sssd", asked, tables, figures)
 
 
 @paper.command()
@@ -235,14 +237,8 @@ def mjsd(**given: Any) -> None:
     _study("mjsd", asked, [table], [])
 
 
-def _study(
-    name: str,
-    asked: _Asked,
-    more: Sequence[Table],
-    figures: Sequence[Figure],
-    measured: Mapping[str, Any] = MappingProxyType({}),
-) -> None:
-    """Run the study; print it and `more`, and draw the figures. `measured`: for JSON."""
+def _study(name: str, asked: _Asked, more: Sequence[Table], figures: Sequence[Figure]) -> None:
+    """Run the study; print it and `more`, and draw the figures."""
     from pearl.lab.papers import study
 
     clock, about = Conditions(), STUDIES[name]
@@ -254,9 +250,7 @@ def _study(
         settings = {"paper": name, "tokens": asked.tokens, "texts": len(asked.tasks)}
         words = {"title": about.title, "differs": about.differs, "left_out": about.left_out}
         document = {"kind": "study", "settings": settings, **words, **clock.as_dict(), "rows": found}
-        write_json(
-            asked.to, document | {**measured, "tables": [*map(asdict, more)], "figures": [*map(asdict, figures)]}
-        )
+        write_json(asked.to, document | {"tables": [*map(asdict, more)], "figures": [*map(asdict, figures)]})
     if asked.to != STDOUT:
         for table in more:
             _print(table)

@@ -6,7 +6,6 @@ import contextlib
 import os
 import platform
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,51 +34,41 @@ def in_words(where: dict[str, Any]) -> str:
     return f"{where['processor']}, {len(where['cores'])} cores{gpus}; {versions}"
 
 
-@dataclass(frozen=True)
-class ForeignLoad:
-    """Shares of all cores' time, in [0, 1], that others took.
+class Conditions:
+    """Duration and foreign load of a measurement, from construction to `stop`. Load: Linux only; elsewhere 0.
 
     Attributes:
-        stolen: taken by the host for other virtual machines; 0 on a physical machine.
-        others: taken by processes that are not descendants of this one.
+        stolen: share of all cores' time that the host took for other virtual machines; 0 on a physical machine.
+        others: share taken by processes that are not descendants of this one.
         load: the load average of the last minute: processes that ran or waited for a core, ours included.
     """
 
-    stolen: float
-    others: float
-    load: float = 0.0
-
-    @property
-    def is_too_much(self) -> bool:
-        """Whether small differences are noise."""
-        return self.stolen + self.others > _MAX_FOREIGN_SHARE
-
-    def __str__(self) -> str:
-        words = f"of the cores' time the host took {self.stolen:.1%} and other processes {self.others:.1%}"
-        words += f", load {self.load:.1f} on {os.cpu_count()} cores" if self.load else ""
-        return words + (": too much for fine differences" if self.is_too_much else "")
-
-
-class Conditions:
-    """Duration and foreign load of a measurement, from construction to `stop`. Load: Linux only; elsewhere 0."""
-
     def __init__(self) -> None:
         self._host, self._others, self._began = *_foreign_seconds(), time.monotonic()
-        self.seconds, self.load = 0.0, ForeignLoad(0.0, 0.0)
+        self.seconds = self.stolen = self.others = self.load = 0.0
 
     def stop(self) -> None:
         self.seconds = time.monotonic() - self._began
         host, others = _foreign_seconds()
         passed = max(self.seconds, 1e-9) * (os.cpu_count() or 1)
-        stolen, taken = (max(0.0, seconds) / passed for seconds in (host - self._host, others - self._others))
-        self.load = ForeignLoad(stolen, taken, os.getloadavg()[0])
+        self.stolen, self.others = (max(0.0, one) / passed for one in (host - self._host, others - self._others))
+        self.load = os.getloadavg()[0]
+
+    @property
+    def are_noisy(self) -> bool:
+        """Whether small differences are noise."""
+        return self.stolen + self.others > _MAX_FOREIGN_SHARE
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, with the hardware."""
-        return {"seconds": self.seconds, **asdict(self.load), "hardware": hardware()}
+        shares = {"stolen": self.stolen, "others": self.others, "load": self.load}
+        return {"seconds": self.seconds, **shares, "hardware": hardware()}
 
     def __str__(self) -> str:
-        return f"{self.seconds:.0f} s; {self.load}; {in_words(hardware())}"
+        words = f"of the cores' time the host took {self.stolen:.1%} and other processes {self.others:.1%}"
+        words += f", load {self.load:.1f} on {os.cpu_count()} cores"
+        words += ": too much for fine differences" if self.are_noisy else ""
+        return f"{self.seconds:.0f} s; {words}; {in_words(hardware())}"
 
 
 def _foreign_seconds() -> tuple[float, float]:

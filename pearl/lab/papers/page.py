@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pearl.lab.bench.machine import ForeignLoad, in_words
 from pearl.lab.papers.pearl import TABLES
 
 EXPLAINED = (
@@ -98,13 +97,3 @@ def _windows(result: Mapping[str, Any], pair: str) -> list[str]:
     cells = [cell for name, some in result["tables"].items() if name not in ("5", "6") for cell in some]
     labels = " ".join(cell["label"] for cell in cells if cell["pair"] == pair)
     return list(dict.fromkeys(re.findall(r"gamma \d+|fixed\(\d+\)", labels)))
-
-
-def conditions(result: Mapping[str, Any]) -> str:
-    """Settings, duration, hardware and foreign load."""
-    settings, load = result["settings"], ForeignLoad(result["stolen"], result["others"], result["load"])
-    texts = "1 text" if settings["texts"] == 1 else f"{settings['texts']} texts"
-    return (
-        f"{texts} of {settings['tokens']} tokens for each row, seed {settings['seed']}; "
-        f"{result['seconds'] / 60:.1f} minutes; {load}; {in_words(result['hardware'])}"
-    )

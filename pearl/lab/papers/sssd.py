@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,7 +22,7 @@ from pearl.engine.conversation import Conversation
 from pearl.engine.request import resolve_sampling
 from pearl.lab import Watcher
 from pearl.lab.bench.tasks import Task
-from pearl.lab.experiments.estimate import Estimate, bootstrap
+from pearl.lab.experiments.estimate import bootstrap
 from pearl.lab.experiments.guessing import Generated, Replayed, replay, store_alone
 from pearl.lab.experiments.texts import answers
 from pearl.lab.papers.figures import Figure
@@ -41,7 +41,7 @@ TEMPERATURES = (0.0, 0.4, 0.7, 1.0, 2.0)
 _AT_ONCE = 8  # texts decoded together
 _CONTEXT = 256  # tokens in the cache while forwards are timed
 _ROUNDS = 5  # of all sizes
-PAPER = {  # section 4 of the paper
+PAPER: dict[Any, str] = {  # section 4 of the paper
     "speedup": "2.05 to 2.61 at batch 1, s at most 30",
     "sources": "almost add up perfectly",
     0.4: "-1 to -2%",
@@ -52,17 +52,25 @@ PAPER = {  # section 4 of the paper
 
 
 @dataclass(frozen=True)
-class Found:
-    """`document`: the figures by size and by temperature, for JSON: see `by_size` and `by_temperature`."""
+class Fed:
+    """Guesses on texts with so many tokens in a forward.
 
-    document: dict[str, Any]
-    tables: list[Table]
-    figures: list[Figure]
+    Attributes:
+        size: None: as many as are fastest, up to `LOOK_AHEAD` guesses.
+        text, store: tokens a step with guesses from one source alone; `both`: from both.
+        speedup: where only forwards take time.
+    """
+
+    size: int | None
+    text: float
+    store: float | None
+    both: Replayed
+    speedup: float
 
 
 def measure_guesses(
     config: EngineConfig, tasks: Sequence[Task], tokens: int, watcher: Watcher, most_batch: int, most_context: int
-) -> Found:
+) -> tuple[list[Table], list[Figure]]:
     """Everything but the study's rows.
 
     Args:
@@ -96,34 +104,31 @@ def measure_guesses(
 
     texts = {temperature: decode(temperature) for temperature in TEMPERATURES}
     greedy, times = texts[0.0], measure_times(target, watcher)
-    document: dict[str, Any] = {
-        "sizes": by_size(greedy, store, times),
-        "chosen": fastest(greedy, store, times),
-        "temperatures": by_temperature(texts, store),
-        "texts": len(tasks),
-        "tokens": sum(len(text.tokens) - text.start for text in greedy),
-        "datastore": None if store is None else [config.datastore, store.header.tokens],
-        "threads": torch.get_num_threads(),
-        "t_one": times[1],
-    }
+    rows = [*(fed(greedy, store, size - 1, size, times) for size in SIZES), fed(greedy, store, LOOK_AHEAD, None, times)]
+    count = sum(len(text.tokens) - text.start for text in greedy)
+    known = "no datastore" if store is None else f"datastore {config.datastore} of {store.header.tokens:,} tokens"
+    threads = torch.get_num_threads()
+    measured = f"{len(tasks)} texts, {count} tokens greedy; t(1) {times[1] * 1e3:.1f} ms, {threads} threads; {known}"
+    tables = [_by_size(rows, times), _by_temperature(texts, store, [measured, *_claims(rows)])]
     beside, drawn = batches.baselines(greedy, store)
-    virtual, by_batch = batches.roofline_speedups({row["size"]: row["both"] for row in document["sizes"]})
+    virtual, by_batch = batches.roofline_speedups({row.size: row.both.tokens_per_step for row in rows if row.size})
     target = make_runner(config.model("target"), place(config, "target"))  # of one slot, and the whole context
-    tables = [*in_words(document), beside, batches.free_tokens(target, watcher, most_context), virtual]
+    tables += [beside, batches.free_tokens(target, watcher, most_context), virtual]
     tables.append(
         batches.long_prompts(target, tokenizer, prompt_of, defaults.eos, tokens, store, watcher, most_context)
     )
     sizes = [batch for batch in batches.BATCHES if batch <= most_batch]
     tables.append(batches.by_batch(config, prompts, tokens, sizes, watcher))
-    return Found(document, tables, [_by_length(document), drawn, by_batch])
+    return tables, [_by_length(rows, times), drawn, by_batch]
 
 
-def _by_length(document: dict[str, Any]) -> Figure:
+def _by_length(rows: Sequence[Fed], times: Mapping[int, float]) -> Figure:
     """Figure 2: tokens a step, the cost of a forward, and their quotient."""
+    sized = [(row.size, row) for row in rows if row.size]
     lines = {
-        "tokens a step": [(row["size"], row["both"]) for row in document["sizes"]],
-        "t(s) / t(1)": [(row["size"], row["time"]) for row in document["sizes"]],
-        "times as fast as ar": [(row["size"], row["speedup"]) for row in document["sizes"]],
+        "tokens a step": [(size, row.both.tokens_per_step) for size, row in sized],
+        "t(s) / t(1)": [(size, times[size] / times[1]) for size, _ in sized],
+        "times as fast as ar": [(size, row.speedup) for size, row in sized],
     }
     return Figure("sssd-length", "Speculation length: gain and cost (figure 2)", "s", "", lines, log="x")
 
@@ -159,67 +164,59 @@ def measure_times(
 # ---- guesses on texts ----
 
 
-def by_size(texts: Sequence[Generated], store: Datastore | None, times: Mapping[int, float]) -> list[dict[str, Any]]:
-    """A row for each number of tokens in a forward, all found guesses fed; see `_row`."""
-    return [_row(texts, store, size - 1, size, times) for size in SIZES]
-
-
-def fastest(texts: Sequence[Generated], store: Datastore | None, times: Mapping[int, float]) -> dict[str, Any]:
-    """The row whose forwards are fed the number of guesses, up to `LOOK_AHEAD`, that gives most tokens per second."""
-    return _row(texts, store, LOOK_AHEAD, None, times)
-
-
-def _row(
+def fed(
     texts: Sequence[Generated], store: Datastore | None, most: int, size: int | None, times: Mapping[int, float]
-) -> dict[str, Any]:
-    """Tokens a step from each source alone and from both; and the resulting speedup.
-
-    `size`: tokens fed; None: the fastest number.
-    """
+) -> Fed:
+    """`most`: guesses a step; all that are found are fed, or, without a `size`, the fastest number."""
     seconds = interpolated(dict(times))
 
     def steps(store: Datastore | None, **options: Any) -> Replayed:
         return replay(texts, store, most, seconds=None if size else seconds, **options)
 
     both = steps(store)
-    return {
-        "size": size,
-        "time": None if size is None else times[size] / times[1],
-        "fed": both.fed_per_step,
-        "text": steps(None).tokens_per_step,
-        "store": None if store is None else steps(store, make=store_alone).tokens_per_step,
-        "both": both.tokens_per_step,
-        "by_source": _by_source(both),
-        "speedup": both.speedup(seconds),
-    }
+    alone = None if store is None else steps(store, make=store_alone).tokens_per_step
+    return Fed(size, steps(None).tokens_per_step, alone, both, both.speedup(seconds))
 
 
-def by_temperature(texts: dict[float, list[Generated]], store: Datastore | None) -> list[dict[str, Any]]:
+def _by_size(rows: Sequence[Fed], times: Mapping[int, float]) -> Table:
+    columns = (
+        *("s", "t(s)/t(1)", "tokens a step:\ntext alone", "datastore\nalone", "both"),
+        *("accepted a step:\nn-gram, datastore", "over ar"),
+    )
+    words = [
+        [
+            str(row.size or f"fastest: {row.both.fed_per_step:.1f}"),
+            f"{times[row.size] / times[1]:.2f}" if row.size else "",
+            f"{row.text:.2f}",
+            "" if row.store is None else f"{row.store:.2f}",
+            f"{row.both.tokens_per_step:.2f}",
+            _by_source(row.both),
+            f"{row.speedup:.2f}",
+        ]
+        for row in rows
+    ]
+    return Table("Tokens in a forward", columns, words)
+
+
+def _by_temperature(texts: dict[float, list[Generated]], store: Datastore | None, notes: Sequence[str]) -> Table:
     """Tokens a step with up to `LOOK_AHEAD` guesses, all fed, and against greedy; 95% over the prompts.
 
     `texts`: of the same prompts, by temperature.
     """
     each = {key: [replay([text], store, LOOK_AHEAD) for text in those] for key, those in texts.items()}
-    greedy, rows = each[0.0], []
+    rows = []
     for temperature, replays in each.items():
-        per_step, total = bootstrap(replays, _per_step), sum(replays, Replayed())
-        pairs = list(zip(replays, greedy, strict=True))
-        change = bootstrap(pairs, _change) if temperature else None
-        rows.append(
-            {
-                "temperature": temperature,
-                "tokens": total.tokens,
-                "tokens_per_step": astuple(per_step),
-                "by_source": _by_source(total),
-                "change": change and astuple(change),
-            }
-        )
-    return rows
+        change = bootstrap(list(zip(replays, each[0.0], strict=True)), _change)
+        against = f"{change.value:+.0%} ({change.low:+.0%} to {change.high:+.0%})" if temperature else ""
+        steps, sources = str(bootstrap(replays, _per_step)), _by_source(sum(replays, Replayed()))
+        rows.append([f"{temperature:g}", steps, sources, against, PAPER.get(temperature, "")])
+    columns = ("temperature", "tokens a step", "n-gram, datastore", "against greedy", "theirs")
+    return Table("Temperatures", columns, rows, notes)
 
 
-def _by_source(replayed: Replayed) -> dict[str, float]:
+def _by_source(replayed: Replayed) -> str:
     """Accepted guesses a step."""
-    return {source.value: replayed.accepted_per_step(source) for source in (Source.NGRAM, Source.DATASTORE)}
+    return ", ".join(f"{replayed.accepted_per_step(source):.2f}" for source in (Source.NGRAM, Source.DATASTORE))
 
 
 def _per_step(replays: Sequence[Replayed]) -> float:
@@ -231,61 +228,19 @@ def _change(pairs: Sequence[tuple[Replayed, Replayed]]) -> float:
     return own / greedy - 1 if greedy else 0.0
 
 
-# ---- in words ----
-
-
-def in_words(found: dict[str, Any]) -> list[Table]:
-    """The table by tokens in a forward, its last row the fastest; and the table by temperature."""
-    columns = (
-        *("s", "t(s)/t(1)", "tokens a step:\ntext alone", "datastore\nalone", "both"),
-        *("accepted a step:\nn-gram, datastore", "over ar"),
-    )
-    sizes = [_size_in_words(row) for row in (*found["sizes"], found["chosen"])]
-    rows = [
-        [
-            f"{row['temperature']:g}",
-            str(Estimate(*row["tokens_per_step"])),
-            ", ".join(f"{value:.2f}" for value in row["by_source"].values()),
-            "" if row["change"] is None else "{:+.0%} ({:+.0%} to {:+.0%})".format(*row["change"]),
-            PAPER.get(row["temperature"], ""),
-        ]
-        for row in found["temperatures"]
-    ]
-    temperatures = ("temperature", "tokens a step", "n-gram, datastore", "against greedy", "theirs")
-    return [
-        Table("Tokens in a forward", columns, sizes),
-        Table("Temperatures", temperatures, rows, _explained(found)),
-    ]
-
-
-def _size_in_words(row: dict[str, Any]) -> list[str]:
-    return [
-        f"fastest: {row['fed']:.1f}" if row["size"] is None else str(row["size"]),
-        "" if row["size"] is None else f"{row['time']:.2f}",
-        f"{row['text']:.2f}",
-        "" if row["store"] is None else f"{row['store']:.2f}",
-        f"{row['both']:.2f}",
-        ", ".join(f"{value:.2f}" for value in row["by_source"].values()),
-        f"{row['speedup']:.2f}",
-    ]
-
-
-def _explained(found: dict[str, Any]) -> list[str]:
-    """Settings, and the paper's statements in prose."""
-    store, most = found["datastore"], found["sizes"][-1]
-    best = max(found["sizes"], key=lambda row: row["speedup"])
+def _claims(rows: Sequence[Fed]) -> list[str]:
+    """What the columns mean, and the paper's statements in prose."""
+    sized = [row for row in rows if row.size]
+    most, best = sized[-1], max(sized, key=lambda row: row.speedup)
     lines = [
-        f"s: tokens in a forward, the last committed one included. {found['texts']} texts, {found['tokens']} tokens "
-        f"greedy; t(1) {found['t_one'] * 1e3:.1f} ms, {found['threads']} threads, {_CONTEXT} tokens in the cache; "
-        + (f"datastore {store[0]} of {store[1]:,} tokens" if store else "no datastore"),
-        f"over ar: only forwards take time. Ours at its best s, {best['size']}: {best['speedup']:.2f}; theirs: "
+        f"s: tokens in a forward, the last committed one included; {_CONTEXT} tokens in the cache",
+        f"over ar: only forwards take time. Ours at its best s, {best.size}: {best.speedup:.2f}; theirs: "
         f"{PAPER['speedup']}",
         f"temperatures: up to {LOOK_AHEAD} guesses, all fed, as a tree; 95% over the prompts; top-k 50 and top-p 0.7",
     ]
-    if store and most["both"] > 1:
-        added = (most["text"] + most["store"] - 2) / (most["both"] - 1)
+    if most.store is not None and (gain := most.both.tokens_per_step - 1) > 0:
         lines.append(
-            f"the gains of the sources alone add up, at s = {most['size']}, to {added:.2f} times the gain of both; "
-            f'theirs "{PAPER["sources"]}"'
+            f"the gains of the sources alone add up, at s = {most.size}, to {(most.text + most.store - 2) / gain:.2f} "
+            f'times the gain of both; theirs "{PAPER["sources"]}"'
         )
     return lines
