@@ -22,6 +22,7 @@ from pearl.execution.target import TargetExecutor
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.head import HeadModel
 from pearl.lab.distill.run import Distillation
+from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.checkpoints.heads import load_draft_head, load_head
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.feeds import Feed
@@ -309,6 +310,16 @@ def test_a_draft_head_computes_what_the_head_does(trained: Path, states: torch.T
             torch.testing.assert_close(feed_chain(own, TEXT[7:], 6), wanted[-6:], rtol=1e-4, atol=1e-4)
 
 
+def test_a_draft_head_in_fewer_bits(trained: Path, states: torch.Tensor) -> None:
+    own, few = drafting(trained), drafting(trained, rounding="int8")
+    assert few.weights == "int8"
+    with torch.inference_mode():
+        for each in (own, few):
+            each.extend(0, states, 0)
+        rows = [feed_chain(each, TEXT, 5)[:, own._head.ids] for each in (own, few)]
+    assert (rows[0] - rows[1]).abs().mean() < 0.05 * rows[0].std()
+
+
 def test_what_was_read_without_states_is_read_again_with_them(trained: Path, states: torch.Tensor) -> None:
     """A prompt that was fed first; a few tokens drafted ahead; states that come before their tokens."""
     with torch.inference_mode():
@@ -382,6 +393,28 @@ def test_a_head_that_drafts_is_right_as_often_as_it_learned(with_a_head: Engine,
             judged += found.statistics.num_judged_draft_tokens
             accepted += found.statistics.num_accepted_draft_tokens
         assert accepted > least * judged, (method, accepted, judged)
+
+
+def test_the_simulator_runs_heads(trained: Path) -> None:
+    """In the target's process and as the draft: on a text that they know they save target forwards."""
+    answers = torch.load(trained.parent / "answers.pt", weights_only=True)["rounds"]["round-000"]["answers"]
+    one = max(answers, key=lambda each: len(each["tokens"]))
+    own, timing = runner(), Timing(0.1, lambda fed: 1.0)
+    prompt, steps = tuple(one["prompt"]), {}
+    for name, draft, head in (
+        ("ar", drafting(trained), None),
+        ("head", drafting(trained), load_head(str(trained), own, lambda what: None)),
+        ("pearl", drafting(trained), None),
+    ):
+        own.rollback(0)
+        options = RequestOptions(name, look_ahead=8 if head else 0, gamma=4)
+        submit = Submit(1, prompt, len(prompt) + len(one["tokens"]), options)
+        with torch.inference_mode():
+            outcome = simulate(submit, *paired_executors(own, draft, head=head), timing, draft_context=draft.context)
+        assert outcome.tokens == one["tokens"], name
+        steps[name] = outcome.target_steps
+    assert steps["head"] < steps["ar"]
+    assert steps["pearl"] < steps["ar"]
 
 
 def test_a_head_drafts_only_where_it_cannot_change_a_text(with_a_head: Engine) -> None:

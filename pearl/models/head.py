@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from pearl.models.forward.matrices import Matrix, gated, matrix, normalise
+from pearl.models.forward.matrices import Matrix, Rounding, gated, matrix, normalise
 
 _PIECE = 512  # tokens of a prompt that are computed together
 
@@ -39,10 +39,12 @@ class Head:
         weights: by their names in EAGLE-3's checkpoints; without an embedding, that of the target is used.
         embedding: the target's [vocab, hidden].
         cos, sin: [positions, dim].
+        rounding: of the products' weights; see `matrices.matrix`.
 
     Attributes:
         lengths: of each slot, how many tokens its cache holds.
         features: numbers of the target's states that it reads of each token.
+        kind: of its weights.
     """
 
     def __init__(
@@ -53,17 +55,19 @@ class Head:
         cos: torch.Tensor,
         sin: torch.Tensor,
         slots: int,
+        rounding: Rounding = "",
     ) -> None:
         self._shape, self._cos, self._sin = shape, cos, sin
         self._embedding = weights.get("embed_tokens.weight", embedding)
         self._weights = {name: weight for name, weight in weights.items() if name.endswith("norm.weight")}
         self.dtype, self.device = embedding.dtype, embedding.device
+        self.kind = rounding or str(self.dtype).removeprefix("torch.")
 
         def product(*names: str, wide: bool = False) -> Matrix:
             parts = [
                 SimpleNamespace(weight=weights[f"{name}.weight"], bias=weights.get(f"{name}.bias")) for name in names
             ]
-            return matrix(*parts, dtype=self.dtype, rounding="", wide=wide)
+            return matrix(*parts, dtype=self.dtype, rounding=rounding, wide=wide)
 
         layer = "midlayer."
         self._fuse, self.features = product("fc"), weights["fc.weight"].shape[1]

@@ -28,7 +28,7 @@ class HeadRunner:
 
     def __init__(self, head: Head, vocab_size: int, slots: int) -> None:
         self._head, self.vocab_size = head, vocab_size
-        self.context, self.device, self.weights = head.context, head.device, str(head.dtype).removeprefix("torch.")
+        self.context, self.device, self.weights = head.context, head.device, head.kind
         self.capabilities, self.features = Capabilities(slots=slots), head.features
         self._tokens = torch.zeros(slots, head.context, dtype=torch.long, device=head.device)
         self._states = torch.zeros(slots, head.context, head.hidden, dtype=head.dtype, device=head.device)

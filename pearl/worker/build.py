@@ -249,7 +249,8 @@ def make_runner(
         runner = load_toy(model.spec, model.role, model.max_context, model.slots)
     elif target and is_head(model.spec):
         slots = model.slots + (spare if device.type == "cpu" else 0)
-        runner = load_draft_head(model.spec, target, device, model.max_context, slots, progress)
+        rounding = model.dtype if model.dtype in ("int8", "int4") else ""
+        runner = load_draft_head(model.spec, target, device, model.max_context, slots, progress, rounding)
     else:
         runner = load_runner(
             model.spec,

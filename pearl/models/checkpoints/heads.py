@@ -14,7 +14,7 @@ from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import in_cache, resolve_checkpoint
 from pearl.models.checkpoints.direct import parameters_of_rope, read_decoder, rope_of
 from pearl.models.checkpoints.loading import context_of
-from pearl.models.forward.matrices import multiplies_bf16
+from pearl.models.forward.matrices import Rounding, multiplies_bf16
 from pearl.models.head import Head, HeadShape
 from pearl.models.head_runner import HeadRunner
 from pearl.models.mtp import MtpHead
@@ -93,7 +93,13 @@ def _multi_token_layer(spec: str, runner: Any) -> MtpHead:
 
 
 def load_draft_head(
-    spec: str, target: str, device: torch.device, max_context: int | None, slots: int, progress: Progress
+    spec: str,
+    target: str,
+    device: torch.device,
+    max_context: int | None,
+    slots: int,
+    progress: Progress,
+    rounding: Rounding = "",
 ) -> HeadRunner:
     """The head named `spec` as the draft of the model named `target`, of which only the embedding is read.
 
@@ -106,14 +112,14 @@ def load_draft_head(
         raise _needs_own_forward(spec)
     table, vocab = decoder.model.embed_tokens.weight, decoder.config.vocab_size
     of = HeadTarget(table, vocab, 3 * table.shape[1], context_of(target, decoder, max_context), slots)
-    return HeadRunner(_load(spec, of, progress), vocab, slots)
+    return HeadRunner(_load(spec, of, progress, rounding), vocab, slots)
 
 
 def _needs_own_forward(spec: str) -> ModelError:
     return ModelError(f"Head {spec!r} needs a target of our own forward pass, which keeps hidden states.")
 
 
-def _load(spec: str, target: HeadTarget, progress: Progress) -> Head:
+def _load(spec: str, target: HeadTarget, progress: Progress, rounding: Rounding = "") -> Head:
     path = resolve_checkpoint(spec, progress)
     directory = Path(path) if Path(path).is_dir() else in_cache(path)
     if directory is None:
@@ -123,7 +129,7 @@ def _load(spec: str, target: HeadTarget, progress: Progress) -> Head:
         weights = _weights(directory)
         if problem := _problem(weights, target):
             raise ModelError(f"Head {spec!r} could not be loaded: {problem}.")
-        return _made(config, weights, target)
+        return _made(config, weights, target, rounding)
     except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
         raise ModelError(f"Head {spec!r} could not be loaded: {error}.") from error
 
@@ -158,7 +164,7 @@ def _problem(weights: dict[str, torch.Tensor], target: HeadTarget) -> str:
     return ""
 
 
-def _made(config: dict[str, Any], weights: dict[str, torch.Tensor], target: HeadTarget) -> Head:
+def _made(config: dict[str, Any], weights: dict[str, torch.Tensor], target: HeadTarget, rounding: Rounding) -> Head:
     inner = config.get("transformer_layer_config") or config  # speculators
     heads, hidden = int(inner["num_attention_heads"]), target.embedding.shape[1]
     dim = int(inner.get("head_dim") or hidden // heads)
@@ -180,4 +186,4 @@ def _made(config: dict[str, Any], weights: dict[str, torch.Tensor], target: Head
         for name, tensor in weights.items()
         if name != "t2d"
     }
-    return Head(placed, shape, target.embedding, cos, sin, target.slots)
+    return Head(placed, shape, target.embedding, cos, sin, target.slots, rounding)
