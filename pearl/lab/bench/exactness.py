@@ -27,6 +27,7 @@ from pearl.engine.stream import Stream
 from pearl.lab.bench.reference import Reference, TargetAlone, direct_rules
 from pearl.lab.bench.rows import parse_settings
 from pearl.metrics import Statistics
+from pearl.models.checkpoints.checkpoint import is_head
 from pearl.models.forward.graphs import FED
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.worker.build import make_runner
@@ -94,6 +95,8 @@ def check_pair(
     """
     plain, shaped, has_slots = list[Reference](), list[Reference](), False
     for role in config.roles:
+        if role == "draft" and is_head(config.draft):  # its logits depend on the states that have come
+            continue
         runner = make_runner(config.model(role), place(config, role))
         piece = FED if runner.device.type == "cuda" else _REFERENCE_PIECE
         yield compare_cuts(runner, role, min(_ROWS, runner.context), piece=piece)
@@ -161,25 +164,26 @@ def check_texts(
     """Compare the texts of all methods, one finding each.
 
     The reference is the target's own text under the greedy and coupled rules, and `pearl` with stream windows under the
-    ratio rule.
+    ratio rule, by which a head drafts for no text.
 
     Args:
         params: for sampled texts: needs a temperature above 0.
         kill: also decode texts during which the draft process is killed.
         known: the target's own texts; missing ones are decoded with `ar` by this engine.
     """
-    has_draft, wanted = engine.config.has_draft, dict(known or {})
+    config, wanted = engine.config, dict(known or {})
+    alone = ("ar", "ngram", "head") if config.head is not None else ("ar", "ngram")
     direct = {rule: _Texts(engine, prompts, sampling, rule) for rule, sampling in direct_rules(params).items()}
     for rule, texts in direct.items():
         wanted[rule] = wanted.get(rule) or texts.tokens("ar")
-        for settings in ("ar", "ngram", *(_DIRECT if has_draft else ())):
+        for settings in (*alone, *(_DIRECT if config.has_draft else ())):
             yield texts.check(settings, wanted[rule])
-    if has_draft:
+    if config.has_draft and not is_head(config.draft):
         ratio = _Texts(engine, prompts, params, "ratio")
         reference = ratio.tokens("pearl")
         for settings in _RATIO:
             yield ratio.check(settings, reference, "pearl")
-    if has_draft and kill:  # last: without its draft a text of the ratio rule has the same distribution only
+    if config.has_draft and kill:  # last: without its draft a text of the ratio rule has the same distribution only
         for rule, texts in direct.items():
             yield texts.check("pearl", wanted[rule], kill=True)
 

@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 
 from pearl.cache import Progress
 from pearl.errors import ModelError
-from pearl.models.checkpoints.checkpoint import in_cache, resolve_checkpoint
+from pearl.models.checkpoints.checkpoint import in_cache, is_toy, resolve_checkpoint
 from pearl.models.checkpoints.direct import parameters_of_rope, read_decoder, rope_of
+from pearl.models.checkpoints.gguf import table_in
 from pearl.models.checkpoints.loading import context_of
 from pearl.models.forward.matrices import Rounding, multiplies_bf16
 from pearl.models.head import Head, HeadShape
@@ -83,6 +84,8 @@ def _multi_token_layer(spec: str, runner: Any) -> MtpHead:
     if getattr(config, "layer_types", None) and not hasattr(config, "mtp_layer_types"):
         config.mtp_layer_types = ["full_attention"] * config.num_mtp_layers
     try:
+        if table_in(Path(resolve_checkpoint(spec))) is not None:
+            raise ValueError("GGUF files are read without one")
         found = kind.from_pretrained(model, device_map={"": runner.device}).eval()
         return MtpHead(found, cache_utils.MtpCache(config=found.config), runner.vocab_size, runner.context)
     except Exception as error:  # of files, layouts and versions: transformers raises anything
@@ -105,6 +108,8 @@ def load_draft_head(
 
     Raises as `load_head`.
     """
+    if is_toy(target):
+        raise _needs_own_forward(spec)
     path = resolve_checkpoint(target, progress)
     dtype = None if device.type != "cpu" or multiplies_bf16() else torch.float32
     decoder = read_decoder(Path(path), dtype, device, progress, keeps_bits=True, only_embedding=True)
