@@ -263,7 +263,7 @@ class TargetExecutor:
         index = request.index
         index.cut(command.base)
         index.extend(command.tokens)
-        if request.fed is not None:
+        if self._states.texts and request.fed is not None:
             self._log_path(request, index.tokens[request.fed.start : command.committed])
         index.learn(command.committed)
         anchors = anchored(index.tokens, command.committed, command.trust, command.alternatives)
@@ -377,7 +377,7 @@ class TargetExecutor:
 
     def _keep(self, path: Sequence[int], request: _Request) -> None:
         assert request.fed is not None
-        self._log_path(request, [request.fed.tokens[node] for node in path])
+        self._states.extend(request.fed.start, request.slot, path)
         self.runner.keep(path, request.slot)
         if request.shaper is not None:
             request.shaper.extend(request.fed.tokens[node] for node in path)
