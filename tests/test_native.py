@@ -215,3 +215,16 @@ def test_attention(built: None, heads: Heads, scored: tuple[int, float, int], mo
         held = slots()
         held.keys, held.values, held.lengths = other.keys, other.values, [137 + row, 60]
         assert torch.equal(computed([Feed([1], 1)], states(n)[row : row + 1], held)[0], found[row])
+
+
+@pytest.mark.parametrize("kind", ["IQ4_NL", "MXFP4", "table"])
+def test_weights_of_a_table_on_a_gpu(kind: str) -> None:
+    """In bytes where the table has whole numbers, else dequantised; beside weights of another kind too."""
+    one, other = quantised(kind, 64, 256), quantised("Q4_0", 64, 256)
+    found = matrices.Quantised.of(one, None, torch.float32)
+    assert isinstance(found, matrices.Plain if kind == "table" else matrices.Quantised)
+    both = matrices._for_kernels([one, other], None, torch.float32)
+    assert type(both) is type(found)
+    weights = [each.weight if isinstance(each, matrices.Plain) else each.dequantised() for each in (found, both)]
+    torch.testing.assert_close(weights[0], one.dequantised())
+    torch.testing.assert_close(weights[1], torch.cat((one.dequantised(), other.dequantised())))
