@@ -20,7 +20,7 @@ from pearl.lab.simulate import Outcome, Simulation, Timing, paired_executors
 from pearl.models.checkpoints.heads import load_draft_head, load_head
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer
-from pearl.protocol.events import Guess
+from pearl.protocol.events import Forward
 from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions
 
@@ -55,16 +55,19 @@ class Counted:
 
 
 class TimedGuesses(Simulation):
-    """In which the target's process also spends the time of its head's forwards."""
+    """In which the target's process also spends the time of its head's forwards, before its own: it reads no message
+    between the two.
+    """
 
     head: Counted | None = None
     t_head = 0.0
 
     def _seconds(self, command: object) -> float:
-        if isinstance(command, Guess) and self.head is not None:
-            forwards, self.head.forwards = self.head.forwards, 0
-            return forwards * self.t_head
-        return super()._seconds(command)
+        seconds = super()._seconds(command)
+        if isinstance(command, Forward) and self.head is not None:
+            seconds += self.head.forwards * self.t_head
+            self.head.forwards = 0
+        return seconds
 
 
 def outcomes(args: argparse.Namespace) -> Iterator[tuple[int, str, Outcome]]:

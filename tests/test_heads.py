@@ -247,7 +247,7 @@ def test_no_text_changes(engine: Engine, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, max_tokens=40, seed=5, ignore_eos=True)
     wanted = [one.tokens for one in engine.generate(prompts, params, method="ar", rule="coupled")]
     guessed = {}
-    for method in ("head", "pearl", "ngram"):
+    for method in ("head", "pearl", "ngram", "auto"):
         found = engine.generate(prompts, params, method=method, rule="coupled")
         assert [one.tokens for one in found] == wanted, method
         guessed[method] = sum(one.statistics.guessed_by_source.get("head", 0) for one in found)

@@ -141,7 +141,7 @@ class Guesser(NgramIndex):
         if self._store is not None:
             self._store.learn(committed)
         self._learn_habits(committed)
-        if self._head is not None:
+        if self._head is not None and self.has_head:
             self._head.learn(committed)
 
     def _learn_habits(self, committed: int) -> None:
@@ -156,7 +156,7 @@ class Guesser(NgramIndex):
             found.append(self._store.candidates(position))
         if self._habits is not None:
             found.append(self._habits.candidates(self._before(position)))
-        if self._head is not None:
+        if self._head is not None and self.has_head:
             found.append(self._head.candidates(position))
         return fused(*found)
 

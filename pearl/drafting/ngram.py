@@ -69,12 +69,13 @@ class NgramIndex:
     Attributes:
         most_occurrences: earlier ones considered at a position, longest matches first, then most recent.
         ranks: most candidates for a position.
+        has_head: whether the target's head guesses now, which takes time.
 
     Args:
         tokens: the text so far; rates are learned from its last `_LEARN` tokens.
     """
 
-    most_occurrences, ranks = 16, RANKS
+    most_occurrences, ranks, has_head = 16, RANKS, True
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         self.tokens: list[int] = []

@@ -203,6 +203,10 @@ class TargetExecutor:
         except RuntimeError:  # out of memory: judging will fail too, and that ends a request, not this worker
             return row
 
+    @property
+    def has_head(self) -> bool:
+        return self._head is not None
+
     def needs_rows(self, request: int) -> bool | None:
         """Whether judging the request takes the draft's distributions; None: it was not opened."""
         found = self._requests.get(request)
@@ -263,6 +267,7 @@ class TargetExecutor:
         index = request.index
         index.cut(command.base)
         index.extend(command.tokens)
+        index.has_head = command.head
         if self._states.texts and request.fed is not None:
             self._log_path(request, index.tokens[request.fed.start : command.committed])
         index.learn(command.committed)

@@ -1,11 +1,11 @@
 """Method auto: find the fastest way of decoding (most tokens per second) by trying the ways out on running requests.
 
-A text is generated in stretches of at least 24 tokens, each with one way: `ngram`, `pearl`, `sd` or `ssd`.  Most
-stretches use the best way so far; a trial uses another way for one stretch.  The trial's rate divided by that of the
-neighbouring stretches, which use the best way, is one comparison.  A way becomes the best once its mean is half a
-standard error above the best's.  A way that lost is tried again once enough tokens have been generated that the trial
-costs only a small share of them, and a trial that is clearly slower ends early.  `ngram` is the first best way: without
-useful guesses it is the same as the target alone.
+A text is generated in stretches of at least 24 tokens, each with one way: `ngram`, `pearl`, `sd` or `ssd`, and `head`
+where the target has one.  Most stretches use the best way so far; a trial uses another way for one stretch.  The
+trial's rate divided by that of the neighbouring stretches, which use the best way, is one comparison.  A way becomes
+the best once its mean is half a standard error above the best's.  A way that lost is tried again once enough tokens
+have been generated that the trial costs only a small share of them, and a trial that is clearly slower ends early.
+`ngram` is the first best way: without useful guesses it is the same as the target alone.
 
 Only for rules under which the text does not depend on what was proposed, and for one request at a time.
 """
@@ -19,6 +19,7 @@ from math import exp, log, sqrt
 from pearl.spec.methods import METHODS
 
 WAYS = ("ngram", "pearl", "sd", "ssd")  # in the order of first trials; no `ar`: ngram does the same without guesses
+HEAD = "head"  # where the target has one, tried first
 
 _TOKENS, _STEPS = 24, 8  # minimum length of a stretch (both): the rate of a shorter one is mostly noise
 _CLEARLY, _SOON = 0.6, 5  # a trial ends after n steps if below min(0.6, n / (n + 5)) of the best way's rate
@@ -51,6 +52,7 @@ class Auto:
 
     def __init__(self, best: str = WAYS[0], estimates: Iterable[tuple[str, Estimate]] = ()) -> None:
         self.best = self.way = best
+        self.ways: tuple[str, ...] = WAYS
         self.estimates = dict.fromkeys(WAYS, Estimate()) | dict(estimates)
         self.rates: dict[str, float] = {}
         self._since_trial = _PATIENCE[0]  # tokens since the last trial of any way
@@ -65,10 +67,16 @@ class Auto:
         self._ended = 0.0
         self._tokens = self._steps = self._skipped = 0
 
+    def add_head(self) -> None:
+        """The target has a head: method `head` is a way too."""
+        self.ways = WAYS[0], HEAD, *WAYS[1:]
+        self.estimates.setdefault(HEAD, Estimate())
+        self._waited.setdefault(HEAD, 0)
+
     @property
     def speedup(self) -> float | None:
         """Speed of the best way with a draft over that of `ngram`; None until one has been compared."""
-        alone, drafting = self.estimates[WAYS[0]], [self.estimates[way] for way in WAYS[1:]]
+        alone, drafting = self.estimates[WAYS[0]], [self.estimates[way] for way in WAYS if METHODS[way].drafts]
         scores = [each.score for each in drafting if each.count]
         return exp(max(scores) - alone.score) if scores else None
 
@@ -94,7 +102,7 @@ class Auto:
             has_drafted: whether the draft has sent tokens since this way began.
         """
         self._since_trial += tokens
-        for way in WAYS:
+        for way in self.ways:
             self._waited[way] += tokens
         if self._began is None:
             self._skipped += tokens  # the draft's prefill and the change of ways are not timed
@@ -158,7 +166,7 @@ class Auto:
         around = [known for known in (self._reference, rate) if known is not None]
         self._slow = self._slow + 1 if rate < _CLEARLY * self._usual and self._reference else 0
         if self._slow >= _SLOWED:  # the load on the machine has probably changed
-            self._slow, self._waited = 0, dict.fromkeys(WAYS, _PATIENCE[1])
+            self._slow, self._waited = 0, dict.fromkeys(self.ways, _PATIENCE[1])
             self.estimates = {way: replace(each, count=min(each.count, 1)) for way, each in self.estimates.items()}
         if not self._slow:
             self._usual = (self._usual + rate) / 2 if self._usual else rate
@@ -182,7 +190,7 @@ class Auto:
         """The way whose trial is due now, if any."""
         if self._since_trial < _PATIENCE[0] or left < 2 * _TOKENS:
             return None
-        for way in WAYS:
+        for way in self.ways:
             has_room = left_for_reading >= 2 * _TOKENS or not METHODS[way].drafts
             if way != self.best and has_room and self._waited[way] >= self._patience(way):
                 return way

@@ -210,6 +210,7 @@ class Guess(OfRequest, frozen=True):
         limit: the first position that needs no guess.
         trust: of each pending token the probability that it is right if those before it are.
         most: maximum number of guesses from the text.
+        head: whether the target's head guesses too, if there is one.
     """
 
     base: int
@@ -219,6 +220,7 @@ class Guess(OfRequest, frozen=True):
     trust: tuple[float, ...]
     most: int
     alternatives: tuple[Alternative, ...] = ()
+    head: bool = True
 
 
 class Forward(OfRequest, frozen=True):

@@ -87,7 +87,8 @@ class Feeding:
         # No row follows the last position before `limit`, so a guess for it would not be fed.
         limit, most = request.submit.limit - 1, request.options.look_ahead
         tokens, others = tuple(seq.tokens[known:]), self._alternatives(trust)
-        do(Guess(known, tokens, seq.committed, limit, trust, most, others, request=request.number))
+        has_head = request.method.takes_head
+        do(Guess(known, tokens, seq.committed, limit, trust, most, others, has_head, request=request.number))
         request.indexed = len(seq.tokens)
 
     def _trust(self, pending: int) -> tuple[float, ...]:

@@ -36,7 +36,7 @@ class Tally:
         num_rejections: draft tokens corrected, where the rule knows the draft's distributions (rule coupled does not).
         num_foreseen_rejections: rejections whose outcome the draft had prepared for, in time.
         num_foreseen_bonuses: bonus tokens that the draft had prepared for, in time (method ssd).
-        ways: method auto: committed tokens by the way that was in use (`ngram`, `pearl`, `sd`, `ssd`).
+        ways: method auto: committed tokens by the way that was in use (see `auto`).
         rates: method auto: tokens per second of each way as timed so far, in this and earlier texts.
         draft_speedup: method auto: how many times as fast the best way with a draft is as `ngram`, by its comparisons
             in this and earlier texts; None: not compared yet.

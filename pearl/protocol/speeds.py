@@ -14,7 +14,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from pearl.protocol.auto import WAYS, Auto, Estimate
+from pearl.protocol.auto import HEAD, WAYS, Auto, Estimate
 from pearl.protocol.foresight import Foresight
 from pearl.protocol.window import expected_rate
 from pearl.spec.methods import MAX_WINDOW
@@ -157,8 +157,8 @@ class Profile:
     ways: tuple[tuple[str, Annotated[float, Meta(gt=-10, lt=10)], Annotated[int, Meta(ge=0, le=1000)]], ...] = ()
 
     def __post_init__(self) -> None:
-        if not {self.best, *(way for way, _, _ in self.ways)} <= set(WAYS):
-            raise ValueError(f"a way is none of {', '.join(WAYS)}")
+        if not {self.best, *(way for way, _, _ in self.ways)} <= {*WAYS, HEAD}:
+            raise ValueError(f"a way is none of {', '.join((*WAYS, HEAD))}")
 
 
 @dataclass

@@ -90,6 +90,8 @@ class TargetWorker:
         self._ready, self._stopping = ready, stopping
         self._measured = None if profile else measured
         speeds = Speeds.of(profile) if profile else Speeds()
+        if executor.has_head:
+            speeds.auto.add_head()
         self._coordinator = Coordinator(speeds, settings.slots, executor.runner.capabilities.prompt_piece)
         self._decide = tracer.deciding(self._coordinator)
         self._execute = tracer.computing(executor.execute)
