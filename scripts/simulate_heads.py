@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--c", type=int, nargs="+", default=[3, 5, 8])
     parser.add_argument("--per-row", type=float, default=0.01)
-    parser.add_argument("--t-head", type=float, default=0.05)
+    parser.add_argument("--t-head", type=float, default=0.12)
     args = parser.parse_args()
     args.prompts, args.head = args.prompts or ["humaneval", "questions", "edits"], str(args.head)
     found: dict[tuple[int, str], list[Outcome]] = {}
