@@ -78,7 +78,7 @@ class ScriptTarget:
         self.unguessed = frozenset(unguessed)
         self.trees = trees
         self.cache = Cache()
-        self.told: list[int] = list(text)  # the text as of the last Guess command
+        self.indexed: list[int] = list(text)  # the text as of the last Guess command
         self.contexts: list[tuple[int, ...]] = []  # of each token of the last forward, itself included
         self.fed: tuple[int, ...] = ()
         self.parents: tuple[int, ...] | None = None  # of a tree that waits
@@ -126,9 +126,9 @@ class ScriptTarget:
         return Forwarded(request=command.request)
 
     def _guess(self, command: Guess) -> Guessed:
-        text = self.told[: command.base] + list(command.tokens)
-        assert len(self.told) >= command.base
-        self.told = text
+        text = self.indexed[: command.base] + list(command.tokens)
+        assert len(self.indexed) >= command.base
+        self.indexed = text
         tokens: list[int] = []
         parents: list[int] = []
         places = range(command.committed, len(text) + 1) if self.trees else [len(text)]

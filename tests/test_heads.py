@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.drafting.heads import HeadText
 from pearl.engine import Engine
+from pearl.engine.stream import Result
 from pearl.errors import ConfigError, ModelError, RequestError
 from pearl.execution.target import TargetExecutor
 from pearl.lab.distill.config import DistillConfig
@@ -233,6 +234,11 @@ def test_who_needs_a_head_and_who_cannot_have_one(trained: Path) -> None:
 # ---- texts ----
 
 
+def results(engine: Engine, method: str, temperature: float) -> list[Result]:
+    params = SamplingParams(temperature=temperature, max_tokens=40, seed=5, ignore_eos=True)
+    return engine.generate(["Write a", "Write a poem", "Explain", "What is"], params, method=method, rule="coupled")
+
+
 @pytest.fixture(scope="module")
 def engine(trained: Path) -> Iterator[Engine]:
     draft = tiny_model("llama-tied", layers=4, chat=True, noise=0.3)
@@ -243,12 +249,10 @@ def engine(trained: Path) -> Iterator[Engine]:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_no_text_changes(engine: Engine, temperature: float) -> None:
     """By a head alone and beside a draft, with siblings and branches, in several slots, and after a common prefix."""
-    prompts = ["Write a", "Write a poem", "Explain", "What is"]
-    params = SamplingParams(temperature=temperature, max_tokens=40, seed=5, ignore_eos=True)
-    wanted = [one.tokens for one in engine.generate(prompts, params, method="ar", rule="coupled")]
+    wanted = [one.tokens for one in results(engine, "ar", temperature)]
     guessed = {}
     for method in ("head", "pearl", "ngram", "auto"):
-        found = engine.generate(prompts, params, method=method, rule="coupled")
+        found = results(engine, method, temperature)
         assert [one.tokens for one in found] == wanted, method
         guessed[method] = sum(one.statistics.guessed_by_source.get("head", 0) for one in found)
     assert guessed["ngram"] == 0
@@ -372,11 +376,9 @@ def with_a_head(trained: Path) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_no_text_changes_by_a_head_that_drafts(with_a_head: Engine, temperature: float) -> None:
-    prompts = ["Write a", "Write a poem", "Explain", "What is"]
-    params = SamplingParams(temperature=temperature, max_tokens=40, seed=5, ignore_eos=True)
-    wanted = [one.tokens for one in with_a_head.generate(prompts, params, method="ar", rule="coupled")]
+    wanted = [one.tokens for one in results(with_a_head, "ar", temperature)]
     for method in ("pearl", "sd", "ssd", "auto"):
-        found = with_a_head.generate(prompts, params, method=method, rule="coupled")
+        found = results(with_a_head, method, temperature)
         assert [one.tokens for one in found] == wanted, method
 
 

@@ -14,12 +14,11 @@ _IN_TURN = 16  # tokens: a longer feed is part of a prompt, whose states will co
 
 
 class HeadRunner:
-    """Holds texts of which the target's states are known up to some position; from there on the head's own outputs
-    stand in their place.
+    """Drafts with the target's states where they have arrived, and with the head's own outputs behind them.
 
-    Token p is read with the state of the token before it.  Once more of the target's states have come, the tokens that
-    were read without them are read again, those behind them too, in one forward.  So its logits depend on when states
-    come, and it may draft only where they cannot change a text.
+    Token p is read with the state of token p - 1.  When further states arrive, all tokens from the first one read
+    without its state are read again in one forward.  So logits depend on when states arrive: use it only under rules
+    whose texts no draft can change.
 
     Args:
         head: with room for `slots` texts.

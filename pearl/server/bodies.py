@@ -294,7 +294,7 @@ class ChatCompletionRequest(SharedRequest):
 
     @property
     def forced_functions(self) -> list[Function]:
-        """Functions, one of which the model must call; empty if it may answer with text."""
+        """The model must call one of these functions; empty if it may answer with text."""
         if isinstance(self.tool_choice, NamedTool):
             return [tool.function for tool in self.tools if tool.function.name == self.tool_choice.function.name]
         return [tool.function for tool in self.tools] if self.tool_choice == "required" else []

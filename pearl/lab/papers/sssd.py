@@ -53,10 +53,10 @@ PAPER: dict[Any, str] = {  # section 4 of the paper
 
 @dataclass(frozen=True)
 class Fed:
-    """Guesses on texts with so many tokens in a forward.
+    """What guesses gain with a forward of `size` tokens.
 
     Attributes:
-        size: None: as many as are fastest, up to `LOOK_AHEAD` guesses.
+        size: tokens fed to a forward; None: as many as are fastest, up to `LOOK_AHEAD` guesses.
         text, store: tokens a step with guesses from one source alone; `both`: from both.
         speedup: where only forwards take time.
     """

@@ -104,7 +104,7 @@ def load_draft_head(
     progress: Progress,
     rounding: Rounding = "",
 ) -> HeadRunner:
-    """The head named `spec` as the draft of the model named `target`, of which only the embedding is read.
+    """Load the head `spec` as a draft for the model `target`; of the target's checkpoint only the embedding is read.
 
     Raises as `load_head`.
     """
