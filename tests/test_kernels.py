@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.nn.functional import linear, silu
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
-
-from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM  # isort: skip
-from transformers import Qwen3Config, Qwen3ForCausalLM  # isort: skip
+from transformers import PreTrainedModel
 
 from pearl.decoding import sampling
 from pearl.decoding.keys import Purpose, draw_key
@@ -23,7 +21,7 @@ from pearl.models.feeds import Feed
 from pearl.models.forward.experts import Experts
 from pearl.models.forward.graphs import FED
 from pearl.models.forward.matrices import Quantised, Rounding, matrix, packed_at_once
-from pearl.models.forward.row_table import MOST_PARTS, NUMBERS, ROWS, lay_tables, numbers
+from pearl.models.forward.row_table import MOST_PARTS, SIZES, lay_tables, numbers, numbers_of
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from pearl.protocol.options import Sampling
@@ -34,10 +32,13 @@ if torch.cuda.is_available():
 assert os.environ["TRITON_INTERPRET"] == "1"  # set by conftest
 
 from pearl.decoding import draw_kernels  # noqa: E402
-from pearl.models.forward import cuts, decode, kernels  # noqa: E402
+from pearl.models.forward import attention_kernels, cuts, decode, expert_kernels, kernels  # noqa: E402
+
+ROWS = SIZES[0]
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 90,
+    "pad_token_id": 0,
     "hidden_size": 48,
     "intermediate_size": 80,
     "num_hidden_layers": 2,
@@ -49,32 +50,41 @@ _SIZES: dict[str, Any] = {
 _ONE = {"num_hidden_layers": 1}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "initializer_range": 0.3}
 _OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "initializer_range": 0.3, "swiglu_limit": 0.5}
-MODELS: dict[str, Any] = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {}),
-    "one layer": (LlamaForCausalLM, LlamaConfig, _ONE),
-    "biases, three query heads a key": (
-        Qwen2ForCausalLM,
-        Qwen2Config,
-        _ONE | {"num_attention_heads": 3, "num_key_value_heads": 1},
-    ),
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+_WINDOW = {"sliding_window": 70, "layer_types": ["sliding_attention", "full_attention"]}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "one layer": ("Llama", _ONE),
+    "biases, three query heads a key": ("Qwen2", _ONE | {"num_attention_heads": 3, "num_key_value_heads": 1}),
     "norms of queries and keys, a key a query head": (
-        Qwen3ForCausalLM,
-        Qwen3Config,
+        "Qwen3",
         _ONE | {"num_key_value_heads": 4, "rms_norm_eps": 1e-3},
     ),
-    "experts": (Qwen3MoeForCausalLM, Qwen3MoeConfig, _ONE | _MOE),
-    "experts with biases, windows and sinks": (
-        GptOssForCausalLM,
-        GptOssConfig,
-        _ONE | _OSS | {"sliding_window": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "biases of all matrices, heads of no power of two": ("Llama", _ONE | {"mlp_bias": True, "head_dim": 24}),
+    "windows, caps, gelu, norms behind": (
+        "Gemma2",
+        _WINDOW | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     ),
+    "two rotations": ("Gemma3Text", _WINDOW | {"vocab_size": 90}),
+    "norms behind only, and over all heads": ("Olmo2", _ONE),
+    "multipliers": (
+        "Granite",
+        _ONE
+        | {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 2.0},
+    ),
+    "a layer without rotation": ("SmolLM3", {"no_rope_layers": [1, 0]}),
+    "partial rotation in pairs": ("Glm4", _ONE | {"partial_rotary_factor": 0.5}),
+    "experts": ("Qwen3Moe", _ONE | _MOE),
+    "experts with biases, windows and sinks": ("GptOss", _ONE | _OSS | {"sliding_window": 70} | _ROPE),
 }
 
 
 def model_of(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    cls, config, other = MODELS[name]
-    model = cls(config(**_SIZES | other)).eval()
+    family, other = MODELS[name]
+    name_of = {"Gemma3Text": "Gemma3ForCausalLM"}.get(family, f"{family}ForCausalLM")
+    config = getattr(transformers, f"{family}Config")(**_SIZES | other)
+    model = getattr(transformers, name_of)(config).eval()
     for key, weight in model.named_parameters():
         if weight.dim() == 1 or "bias" in key:  # norms and biases, which begin as ones and zeros
             torch.nn.init.normal_(weight, mean=float("norm" in key), std=0.3)
@@ -83,6 +93,13 @@ def model_of(name: str) -> PreTrainedModel:
 
 def runner_of(name: str, kernels: bool = True, context: int = 600) -> ForwardRunner:
     return ForwardRunner(model_of(name), context, slots=3, record=lambda work: work, kernels=kernels)
+
+
+@pytest.fixture
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the smaller tables: for tests that need no more."""
+    monkeypatch.setattr(decode.Decode.__init__, "__defaults__", (False, SIZES[:1]))
+    monkeypatch.setattr(decode.make_decode, "__defaults__", (SIZES[:1],))
 
 
 @cache
@@ -104,7 +121,7 @@ def fed_both(runners: Sequence[ForwardRunner], *feeds: Feed) -> list[torch.Tenso
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if "one layer" not in name and "with" not in name])
+@pytest.mark.parametrize("name", ["llama", "experts"])
 def test_forwards_are_those_of_torch(name: str) -> None:
     """Several slots, a cut within a part and across parts, a tree and its kept path, and beyond 512 positions."""
     both = shared(name), runner_of(name, kernels=False)
@@ -125,34 +142,36 @@ def test_forwards_are_those_of_torch(name: str) -> None:
     fed_both(both, Feed(text(2, 6), 2), Feed(text(2, 7), 2, 1), Feed(torch.tensor(text(2, 8)), 2, 2))
 
 
-def test_a_model_with_biases_of_gate_and_up_keeps_torchs_operations() -> None:
-    """Its logits were wrong: that kernel adds none."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**_SIZES | _ONE, mlp_bias=True)).eval()
-    assert ForwardRunner(model, 600, record=lambda work: work, kernels=True)._decode is None
-
-
-def test_experts_of_a_model_that_our_other_kernels_do_not_fit_are_ours() -> None:
-    """gpt-oss's, in a recording of torch's other operations; a row is alone, then with others."""
-    name = "experts with biases, windows and sinks"
-    both = runner_of(name, context=64), runner_of(name, kernels=False, context=64)
-    assert both[0]._decode is None
-    assert both[0]._layers.layers[0].experts._products is not None
-    (whole,) = fed_both(both, Feed(text(ROWS), ROWS))
-    both[0].rollback(0)
-    assert torch.equal(torch.cat([feed_chain(both[0], text(ROWS)[at : at + 4], 4) for at in range(0, ROWS, 4)]), whole)
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("llama", "one layer", "experts")])
+def test_every_family(name: str) -> None:
+    """A chain behind a prompt that is longer than windows, with a tree beside it; then each row alone."""
+    both = runner_of(name, context=160), runner_of(name, kernels=False, context=160)
+    assert both[0]._decode is not None
+    for runner in both:
+        feed_chain(runner, text(126), 1, prompt=True)
+        feed_chain(runner, text(75, 5), 1, 1, prompt=True)
+    tree = Feed(text(6, 4), 6, 1, (-1, 0, 0, 1, 2, 3))
+    whole, _ = fed_both(both, Feed(text(6, 1), 6), tree)
+    for runner in both:
+        runner.keep([0, 2, 4], 1)
+    fed_both(both, Feed(text(2, 7), 2, 1))
+    both[0].rollback(126)
+    apart = [feed_chain(both[0], text(6, 1)[at : at + count], count) for at, count in ((0, 1), (1, 5))]
+    assert torch.equal(torch.cat(apart), whole)
 
 
 @pytest.mark.parametrize("name", ["experts", "experts with biases, windows and sinks"])
 @pytest.mark.parametrize("rounding", ["", "int8", "int4"])
 def test_products_of_experts(name: str, rounding: Rounding) -> None:
     """And padding asks for none of its own: the experts of 15 such rows would be most of what a token reads."""
-    kind, config = MODELS[name][1], _SIZES | MODELS[name][2] | {"hidden_size": 64, "intermediate_size": 64}
+    family, config = MODELS[name][0], _SIZES | MODELS[name][1] | {"hidden_size": 64, "intermediate_size": 64}
     one = partial(matrix, dtype=torch.float32, rounding=rounding, plain=True)
     both = []
     for kernels_ in (True, False):
         torch.manual_seed(0)
-        model = MODELS[name][0](kind(**config | {"moe_intermediate_size": 64})).requires_grad_(False)
+        given = getattr(transformers, f"{family}Config")(**config | {"moe_intermediate_size": 64})
+        model = getattr(transformers, f"{family}ForCausalLM")(given).requires_grad_(False)
         for key, weight in model.named_parameters():
             if "bias" in key:
                 torch.nn.init.normal_(weight, std=0.3)
@@ -188,15 +207,54 @@ def test_bits_depend_on_no_company_slot_or_cut(runner: ForwardRunner) -> None:
         assert torch.equal(torch.cat(found), whole)
 
 
+def test_bits_do_not_depend_on_the_size_of_the_table() -> None:
+    """Chains and trees of three slots in one table of 64 rows, against 16 rows at a time."""
+    runner = shared("llama")
+    feeds = [Feed(text(20, 1), 20), Feed(text(9, 2), 9, 1), Feed(text(18, 3), 18, 2, (-1, *range(16), 0))]
+    found = []
+    for together in (True, False):
+        for slot in range(3):
+            runner.rollback(0, slot)
+            feed_chain(runner, text(50, slot), 1, slot, prompt=True)
+        if together:
+            assert len(lay_tables(feeds, [50] * 3, runner._decode.most)) == 1  # type: ignore[union-attr]
+            found.append(runner.forward(feeds))
+        else:
+            alone = [feed_chain(runner, text(20, 1)[at : at + 5], 5) for at in range(0, 20, 5)]
+            tree = Feed(text(18, 3)[:16], 16, 2, (-1, *range(15)))
+            found.append([torch.cat(alone), feed_chain(runner, text(9, 2), 9, 1), *runner.forward([tree])])
+    (chain, other, tree), (chain_alone, other_alone, tree_alone) = found
+    assert torch.equal(chain, chain_alone)
+    assert torch.equal(other, other_alone)
+    assert torch.equal(tree[:16], tree_alone)
+
+
+def test_larger_tables_whose_rows_have_other_bits_are_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    true = decode.Decode._run
+
+    def planted(self: decode.Decode, which: int, *given: Any) -> Any:
+        logits, features = true(self, which, *given)
+        return (logits, features) if self._tables[which].size == ROWS else (logits * (1 + 1e-6), features)
+
+    monkeypatch.setattr(decode.Decode, "_run", planted)
+    with caplog.at_level("INFO"):
+        found = runner_of("one layer", context=100)
+    assert found._decode is not None
+    assert found._decode.most == found.capabilities.tree_nodes == ROWS
+    assert "other bits" in caplog.text
+
+
 def test_more_rows_than_a_table_has_are_in_several(runner: ForwardRunner) -> None:
     for slot in range(3):
         runner.rollback(0, slot)
-    apart = [runner.forward([Feed(text(14, slot), 3, slot)])[0] for slot in (0, 1)]
+    apart = [runner.forward([Feed(text(40, slot), 3, slot)])[0] for slot in (0, 1)]
     for slot in range(3):
         runner.rollback(0, slot)
-    together = runner.forward([Feed(text(14, slot), 3, slot) for slot in (0, 1)])
+    together = runner.forward([Feed(text(40, slot), 3, slot) for slot in (0, 1)])
     assert all(map(torch.equal, together, apart))
-    assert runner.length(0) == runner.length(1) == 14
+    assert runner.length(0) == runner.length(1) == 40
 
 
 def test_kernels_whose_bits_depend_on_the_cut_are_refused(
@@ -216,7 +274,7 @@ def test_kernels_whose_bits_depend_on_the_cut_are_refused(
 def test_kernels_that_do_not_compile_are_done_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cuts, "candidates", lambda name, shape, bits: [])
+    monkeypatch.setattr(cuts, "candidates", lambda name, shape, bits, fewer: [])
     found = runner_of("one layer")
     assert found._decode is None
     assert "no cut fits" in caplog.text
@@ -237,8 +295,9 @@ def test_products(parts: int, adds: bool, bias: bool) -> None:
     for _ in range(2):
         expected_now = out + expected if adds else expected + more if bias else expected
         kernels.multiply[(-(-outputs // 16), parts)](
-            x, squares, norm, w, w, more, out, after, sums, counts, 1e-5, K=inputs, N=outputs, BN=16, BK=32,
-            PARTS=parts, NORMS=not adds, ADDS=adds, BIAS=bias, BITS=16, GROUP=32, EXTRA=0, OFFSET=0.0, OVERLAPS=False,
+            x, squares, norm, w, w, more, out, after, sums, counts, 1.0, 1e-5, K=inputs, N=outputs, BN=16, BK=32,
+            PARTS=parts, ROWS=ROWS, NORMS=not adds, ADDS=adds, SQUARES=adds, BIAS=bias, BITS=16, GROUP=32, EXTRA=0,
+            OFFSET=0.0, OVERLAPS=False,
         )  # fmt: skip
         torch.testing.assert_close(out, expected_now)
         assert not counts.any()
@@ -257,8 +316,8 @@ def test_products_of_quantised_weights_in_parts(rounding: Rounding, inputs: int)
     found = matrix(layer.requires_grad_(False), dtype=torch.float32, rounding=rounding, plain=True)
     assert isinstance(found, Quantised)
     kernels.multiply[(3, parts)](
-        x, x, x, found.weight, found.scales, x, out, x, sums, counts, 1e-5, K=inputs, N=41, BN=16, BK=at_once,
-        PARTS=parts, NORMS=False, ADDS=False, BIAS=False, OVERLAPS=False, **found.options(),
+        x, x, x, found.weight, found.scales, x, out, x, sums, counts, 1.0, 1e-5, K=inputs, N=41, BN=16, BK=at_once,
+        PARTS=parts, ROWS=ROWS, NORMS=False, ADDS=False, SQUARES=False, BIAS=False, OVERLAPS=False, **found.options(),
     )  # fmt: skip
     torch.testing.assert_close(out, linear(x, found.dequantised()))
     if found.bits == 4:
@@ -275,8 +334,8 @@ def test_gate_and_up() -> None:
     x, w, norm, out = torch.randn(ROWS, 32), torch.randn(2 * 40, 32), torch.rand(32), torch.zeros(ROWS, 40)
     squares = x.view(ROWS, -1, 16).square().sum(2).T.contiguous()
     kernels.gate_up[(3,)](
-        x, squares, norm, w, w, out, 1e-5, K=32, N=40, BN=16, BK=16, BITS=16, GROUP=32, EXTRA=0, OFFSET=0.0,
-        OVERLAPS=False,
+        x, squares, norm, w, w, w, out, 1e-5, K=32, N=40, BN=16, BK=16, ROWS=ROWS, NORMS=True, GELU=False, BIAS=False,
+        BITS=16, GROUP=32, EXTRA=0, OFFSET=0.0, OVERLAPS=False,
     )  # fmt: skip
     both = linear(x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5) * norm, w)
     torch.testing.assert_close(out, silu(both[:, :40]) * both[:, 40:])
@@ -286,25 +345,36 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from pearl.models.forward import expert_kernels, kernels
+from pearl.models.forward import attention_kernels, expert_kernels, kernels
 
-TYPES = {"ids": "*i64", "counts": "*i32", "w_stride": "i32", "scales_stride": "i32"}
-TYPES |= {name: "*fp32" for name in ("squares", "x_squares", "sums")}
-TYPES |= {name: "fp32" for name in ("alpha", "limit", "eps")}
-SIZES = {"K": 512, "N": 48, "H": 256, "TOP": 8, "BN": 32, "PARTS": 2}
-SIZES |= {name: True for name in ("BIAS", "CLAMPS", "NORMS", "ADDS", "OVERLAPS")}
+TYPES = {"table": "*i64", "ids": "*i64", "counts": "*i32"}
+TYPES |= {name: "i32" for name in ("w_stride", "scales_stride", "slot_stride", "head_stride")}
+TYPES |= {name: "*fp32" for name in ("squares", "x_squares", "part_squares", "sums", "stats")}
+TYPES |= {name: "fp32" for name in ("alpha", "limit", "eps", "scale", "multiplier")}
+SIZES = {"K": 512, "N": 48, "H": 256, "TOP": 8, "BN": 32, "PARTS": 2, "HQ": 6, "HK": 2, "D": 96, "WINDOW": 40}
+SIZES |= {name: True for name in ("BIAS", "CLAMPS", "ADDS", "SQUARES", "GELU", "TURNS", "SINKS", "OVERLAPS")}
+SIZES |= {"NORMS": 2, "CAP": 30.0}
+
+def compile(kernel, sizes, words="*bf16"):
+    known = {name: size for name, size in sizes.items() if name in kernel.arg_names}
+    types = {name: "constexpr" if name in known else TYPES.get(name, "*bf16") for name in kernel.arg_names}
+    types |= {"w": words} if "w" in types else {}
+    triton.compile(ASTSource(kernel, types, known), target=GPUTarget("cuda", 90, 32))
+
+for rows in (16, 64):
+    for kernel in (kernels.embed, kernels.add, attention_kernels.attend, attention_kernels.add_parts):
+        compile(kernel, SIZES | {"ROWS": rows})
 for bits, words, group, extra in (
     (16, "*bf16", 512, 0), (8, "*i8", 512, 0), (8, "*i8", 16, 1), (8, "*fp8e4nv", 128, 0),
-    (4, "*u8", 32, 1), (4, "*u8", 128, 2), (4, "*u8", 32, 0),
+    (4, "*u8", 32, 1), (4, "*u8", 128, 2), (4, "*u8", 32, 0), (4, "*u8", 512, 2),
 ):
     sizes = SIZES | {"BITS": bits, "BK": 256 if bits == 4 else 128, "GROUP": group, "EXTRA": extra, "OFFSET": 8.0}
-    chosen = [kernels.multiply, kernels.gate_up, expert_kernels.expert_gate_up, expert_kernels.expert_down]
-    chosen += {4: [kernels.dequantise], 16: [expert_kernels.add_mixed]}.get(bits, [])
+    chosen = [expert_kernels.expert_gate_up, expert_kernels.expert_down, *([kernels.dequantise] if bits == 4 else [])]
     for kernel in chosen:
-        known = {name: size for name, size in sizes.items() if name in kernel.arg_names}
-        types = {name: "constexpr" if name in known else TYPES.get(name, "*bf16") for name in kernel.arg_names}
-        types |= {"w": words} if "w" in types else {}
-        triton.compile(ASTSource(kernel, types, known), target=GPUTarget("cuda", 90, 32))
+        compile(kernel, sizes, words)
+    for rows in (16, 64):
+        for kernel in (kernels.multiply, kernels.gate_up):
+            compile(kernel, sizes | {"ROWS": rows}, words)
 """
 
 
@@ -318,20 +388,25 @@ def test_kernels_compile_for_a_gpu() -> None:
 def test_tables() -> None:
     """Chains are cut where a table is full, trees are not; rows that look at parts of other lengths are other tiles."""
     feeds = [Feed(text(20), 1), Feed(text(14), 1, 1, (-1, *range(13))), Feed(text(2), 1, 2)]
-    tables = lay_tables(feeds, [1020, 100, 0])
+    tables = lay_tables(feeds, [1020, 100, 0], ROWS)
     assert [[(piece.feed, piece.begin, piece.end, piece.row) for piece in table] for table in tables] == [
         [(0, 0, 16, 0)],
         [(0, 16, 20, 0)],
         [(1, 0, 14, 0), (2, 0, 2, 14)],
     ]
-    flat = numbers(feeds, tables[0])
-    assert len(flat) == NUMBERS
+    flat = numbers(feeds, tables[0], ROWS)
+    assert len(flat) == numbers_of(ROWS)
     assert flat[0] == 2
-    # first, rows, feed, fed, slot, start, span, parts: position 1023 is the last whose parts have 64 positions
-    assert flat[1 + 3 * ROWS :][:16] == [0, 4, 0, 16, 0, 1020, 64, 16, 4, 12, 0, 16, 0, 1020, 128, 9]
-    assert max(flat[1 + 3 * ROWS + 7 :: 8]) <= MOST_PARTS
-    assert FED == ROWS == kernels.ROWS.value
-    assert kernels.MOST_PARTS.value == MOST_PARTS
+    assert flat[1 + 3 * ROWS : 1 + 4 * ROWS] == [16] * 4 + [9] * 12  # parts that each row sees
+    # first, rows, feed, fed, slot, start, span, parts, least: parts of position 1023 are the last of 64 positions
+    assert flat[1 + 4 * ROWS :][:18] == [0, 4, 0, 16, 0, 1020, 64, 16, 1020, 4, 12, 0, 16, 0, 1020, 128, 9, 1024]
+    assert FED == ROWS == expert_kernels.ROWS.value
+    assert attention_kernels.MOST_PARTS.value == MOST_PARTS
+    chain = numbers([Feed(text(40), 1)], lay_tables([Feed(text(40), 1)], [0], 64)[0], 64)
+    assert chain[0] == 3  # tiles of 16 rows
+    tree = [Feed(text(64), 1, 0, (-1, *range(63)))]
+    last = numbers(tree, lay_tables(tree, [0], 64)[0], 64)[1 + 3 * 64 - 1]
+    assert last == -1  # the 64th node sees all 64: its mask as a number of 64 bits with a sign
 
 
 @pytest.mark.parametrize(("shape", "fits"), [((4096, 11008), True), ((30, 80), False), ((90, 24), False)])
@@ -351,7 +426,8 @@ def test_forwards_of_quantised_weights_are_those_of_the_weights_that_they_stand_
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        models.append(LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.2)).eval())
+        config = transformers.LlamaConfig(**sizes, initializer_range=0.2)
+        models.append(transformers.LlamaForCausalLM(config).eval())
     for linear_ in (each for each in models[1].modules() if isinstance(each, torch.nn.Linear)):
         copy = torch.nn.Linear(1, 1, bias=False)
         copy.weight = torch.nn.Parameter(linear_.weight.detach().clone(), requires_grad=False)

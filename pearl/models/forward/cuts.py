@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from filelock import FileLock, Timeout
@@ -18,6 +18,15 @@ from pearl.cache import cache_directory
 from pearl.models.forward.matrices import packed_at_once
 
 log = logging.getLogger(__name__)
+
+
+class Product(NamedTuple):
+    """What a cut is chosen for: a product's name, (outputs, inputs), kind of weights, and rows of the table."""
+
+    name: str
+    shape: tuple[int, int]
+    kind: tuple[tuple[str, Any], ...]
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,7 @@ _FOUR_BITS = (
     Cut(32, 256, 4, 2, 3),
     Cut(16, 256, 1, 2, 3),
 )
+_WIDER = (2, 4)  # times as many columns, for tables of more rows
 ADDING = ("out", "down")  # products that are added to the hidden state
 _LEAST = 16  # inputs at once
 _PACKED = 256  # usual inputs of weights of 4 bits that are packed together
@@ -86,18 +96,26 @@ def one_at_a_time() -> Iterator[None]:
         yield
 
 
-def candidates(name: str, shape: tuple[int, int], bits: int = 16) -> list[Cut]:
-    """The cuts that fit a product of (outputs, inputs), at least one; empty where its sizes are too odd for any."""
+def candidates(name: str, shape: tuple[int, int], bits: int = 16, fewer: Cut | None = None) -> list[Cut]:
+    """The cuts that fit a product of (outputs, inputs), at least one; empty where its sizes are too odd for any.
+
+    fewer: the cut for tables of fewer rows: sums are to be added in the same order.
+    """
     outputs, inputs = shape
     adds = name in ADDING
+    some = {4: _FOUR_BITS, 8: _EIGHT_BITS, 16: _CANDIDATES}[bits]
+    if fewer is not None:
+        some = (fewer, *(replace(fewer, columns=fewer.columns * many) for many in _WIDER))
     fitting = [
         cut
-        for cut in {4: _FOUR_BITS, 8: _EIGHT_BITS, 16: _CANDIDATES}[bits]
+        for cut in some
         if inputs % cut.inputs == 0
         and inputs >= cut.inputs * cut.parts
         and (outputs % cut.columns == 0 or not adds)
         and (cut.parts == 1 or name in ("qkv", *ADDING))
     ]
+    if fewer is not None:
+        return fitting
     if bits == 4 and (at_once := packed_at_once(inputs)) != _PACKED:
         fitting = [Cut(32, at_once)] if at_once and (outputs % 32 == 0 or not adds) else []
     most = min(128, inputs & -inputs)
@@ -107,11 +125,13 @@ def candidates(name: str, shape: tuple[int, int], bits: int = 16) -> list[Cut]:
     return fitting
 
 
-def choose(
-    name: str, shape: tuple[int, int], kind: Mapping[str, Any], launch: Callable[[Cut], object], device: torch.device
-) -> Cut:
-    """The fastest cut of a product, as timed here now or when a model of its shape was loaded before."""
-    fitting = candidates(name, shape, kind["BITS"])
+def choose(product: Product, launch: Callable[[Cut], object], fewer: Cut | None, device: torch.device) -> Cut:
+    """The fastest cut of a product, as timed here now or when a model of its shape was loaded before.
+
+    fewer: see `candidates`.
+    """
+    name, shape, kind, rows = product
+    fitting = candidates(name, shape, dict(kind)["BITS"], fewer)
     if not fitting:
         raise ValueError(f"no cut fits a product of {shape[0]} outputs and {shape[1]} inputs")
     if device.type != "cuda" or len(fitting) == 1:
@@ -120,8 +140,9 @@ def choose(
     known: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         known = json.loads(path.read_text())
-    weights = ", ".join(f"{setting.lower()} {value:g}" for setting, value in kind.items())
-    key = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {name} {shape[0]}x{shape[1]}, {weights}"
+    weights = ", ".join(f"{setting.lower()} {value:g}" for setting, value in kind)
+    about = f"{name} {shape[0]}x{shape[1]}, {weights}, {rows} rows"
+    key = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {about}"
     with suppress(KeyError, TypeError):
         if (cut := Cut(**known[key])) in fitting:
             return cut

@@ -1,7 +1,8 @@
-"""Forwards of a row table by the kernels of `kernels`, recorded once and replayed: on a GPU, with Triton.
+"""Forwards of row tables by the kernels of `kernels`, recorded once and replayed: on a GPU, with Triton.
 
-How a product is cut into programs decides how fast it reads its weights, and the best cut differs between shapes and
-GPUs: a few are timed when a model is first loaded on a GPU, and the fastest kept in a file (`cuts`).
+There is a recording for each size of table: one of 16 rows, which takes as long as one row would, and one of 64, for
+what needs more.  How a product is cut into programs decides how fast it reads its weights, and the best cut differs
+between shapes and GPUs: a few are timed when a model is first loaded on a GPU, and the fastest kept in a file (`cuts`).
 """
 
 from __future__ import annotations
@@ -14,41 +15,40 @@ from typing import Any
 import torch
 
 from pearl.models.feeds import Feed
-from pearl.models.forward import cuts, kernels
-from pearl.models.forward.cuts import ADDING, Cut
-from pearl.models.forward.expert_kernels import add_mixed
-from pearl.models.forward.experts import Experts
+from pearl.models.forward import attention_kernels, cuts, kernels
+from pearl.models.forward.attention import cap_scores
+from pearl.models.forward.cuts import ADDING, Cut, Product
 from pearl.models.forward.graphs import Record, Rows
-from pearl.models.forward.layers import DecoderLayers, Layer
+from pearl.models.forward.layers import DecoderLayers, Layer, Rope
 from pearl.models.forward.matrices import Plain, Quantised, normalise
-from pearl.models.forward.row_table import MOST_PARTS, NUMBERS, ROWS, lay_tables, numbers
+from pearl.models.forward.row_table import MOST_PARTS, SIZES, TOGETHER, Piece, lay_tables, numbers, numbers_of, rows_of
 from pearl.models.forward.slots import Slots
 
 log = logging.getLogger(__name__)
 
 _SQUARED = 16  # see `kernels.SQUARED`; also columns of a tile of the embedding
 PRODUCTS = ("qkv", "out", "gate_up", "down", "head")
-_BESIDE_EXPERTS = ("qkv", "out", "head")
+_BESIDE_EXPERTS = ("qkv", "out")
 _OVERLAPS_FROM = (9, 0)  # compute capability
 
-# (product, shape, kind of weights, launch with a cut) -> the cut
-Choose = Callable[[str, tuple[int, int], Mapping[str, Any], Callable[[Cut], object]], Cut]
+
+# (product, launch with a cut, that of fewer rows if known) -> the cut
+Choose = Callable[[Product, Callable[[Cut], object], Cut | None], Cut]
 
 
 def make_decode(
-    layers: DecoderLayers, slots: Slots, angles: tuple[torch.Tensor, torch.Tensor], record: Record
+    layers: DecoderLayers, slots: Slots, angles: Mapping[str, Rope], record: Record, sizes: Sequence[int] = SIZES
 ) -> Decode | None:
-    """The kernels of a model, checked; None where they do not fit it: bfloat16, and heads of a power of two.
-
-    Logs why, where they should fit.
+    """The kernels of a model, checked; None where they do not fit it, with the reason in the log: on a GPU they take
+    bfloat16.
     """
     device = layers.embedding.device
-    if (device.type == "cuda" and layers.dtype != torch.bfloat16) or layers.heads.dim & (layers.heads.dim - 1):
+    if device.type == "cuda" and layers.dtype != torch.bfloat16:
         return None
     try:
         overlaps = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _OVERLAPS_FROM
         with cuts.one_at_a_time():
-            decode = Decode(layers, slots, *angles, partial(cuts.choose, device=device), record, overlaps)
+            decode = Decode(layers, slots, angles, partial(cuts.choose, device=device), record, overlaps, sizes)
     except Exception as problem:  # of Triton: its compilers' errors have no common base
         log.warning("our kernels do not run here, forwards are torch's operations: %s", problem)
         return None
@@ -67,70 +67,61 @@ class Decode:
     """The forward of `layers` over the rows of a table, for all slots.
 
     Args:
-        cos, sin: [positions, 1, head_dim]; see `DecoderLayers.angles`.
+        angles: cosines and sines [positions, 1, head_dim] of each rotation; see `DecoderLayers.angles`.
         choose: chooses the cut of each product.
         record: records the launches, to be replayed.
         overlaps: see `kernels`.
+        sizes: rows of the tables, ascending. Layers with experts have the first only.
+
+    Attributes:
+        most: rows of the largest table.
     """
 
     def __init__(
         self,
         layers: DecoderLayers,
         slots: Slots,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        angles: Mapping[str, Rope],
         choose: Choose,
         record: Record,
         overlaps: bool = False,
+        sizes: Sequence[int] = SIZES,
     ) -> None:
-        self._layers, self._slots, self._angles = layers, slots, (cos, sin)
+        self._layers, self._slots = layers, slots
         self._device = layers.embedding.device
-        (hq, hk, dim), self._hidden = layers.heads, layers.embedding.shape[1]
-        self._outputs, self._width = hq * dim, (hq + 2 * hk) * dim
-        self._inner = _kernels(layers.layers[0].down).shape[1]
+        self._tables: list[_TableForward] = []
+        for size in sizes[:1] if any(layer.experts for layer in layers.layers) else sizes:
+            smaller = self._tables[0].cuts if self._tables else {}
+            self._tables.append(_TableForward(layers, slots, angles, choose, smaller, overlaps, size))
+        self._replays = [record(table.launch) for table in self._tables]
 
-        def room(*shape: int, dtype: torch.dtype = layers.dtype) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=self._device)
-
-        self._table = room(NUMBERS, dtype=torch.long)
-        self._x, self._qkv = room(ROWS, self._hidden), room(ROWS, self._width)
-        self._mixed, self._act = room(ROWS, self._outputs), room(ROWS, self._inner)
-        self._logits = room(ROWS, layers.vocab_size, dtype=torch.float32)
-        self._features = room(ROWS, len(layers.taps) * self._hidden)
-        self._squares = room(2, self._hidden // _SQUARED, ROWS, dtype=torch.float32)  # before qkv, before gate-up
-        widest = max(self._width, self._hidden) + 256  # columns, of a last tile too
-        parts = ROWS * MOST_PARTS * hq * ROWS
-        self._sums = room(max(8 * ROWS * widest, parts * dim), dtype=torch.float32)
-        self._stats = room(parts, 2, dtype=torch.float32)
-        self._counts = room(widest // 16, dtype=torch.int32)
-        self._options: dict[str, bool] = {"OVERLAPS": overlaps, **({"launch_pdl": True} if overlaps else {})}
-        self._cuts: dict[str, Cut] = {}
-        for name in PRODUCTS if layers.layers[0].experts is None else _BESIDE_EXPERTS:
-            self._cuts[name] = choose(name, self.shape(name), self._matrix(name).options(), partial(self._each, name))
-        self._replay = record(self._launch)
+    @property
+    def most(self) -> int:
+        return self._tables[-1].size
 
     def is_invariant(self) -> bool:
-        """Whether rows have the same bits in another cut and in other rows of the table. Overwrites slot 0."""
-        vocab, slot = self._layers.vocab_size, self._slots
+        """Whether rows have the same bits in another cut and in other rows of the table. Overwrites slot 0.
+
+        Gives up larger tables where their rows have other bits.
+        """
+        vocab, slot, least = self._layers.vocab_size, self._slots, self._tables[0].size
         slot.rollback(0, 0)
-        tokens = tuple((7 + 11 * i) % vocab for i in range(ROWS))
-        together = self.forward([Feed(tokens, ROWS)])[0][0].clone()
+        tokens = tuple((7 + 11 * i) % vocab for i in range(least))
+        together = self.forward([Feed(tokens, least)])[0][0].clone()
+        while len(self._tables) > 1:
+            found = self._run(-1, [Feed(tokens, least)], [Piece(0, 0, least, 0, 0)])[0][:least]
+            if torch.equal(found, together):
+                break
+            log.info("rows of tables of %d have other bits here: tables have %d at most", self.most, least)
+            del self._tables[-1], self._replays[-1]
         apart = []
-        for begin, end in ((0, 1), (1, 4), (4, ROWS)):
+        for begin, end in ((0, 1), (1, 4), (4, least)):
             slot.lengths[0] = begin
             apart.append(self.forward([Feed(tokens[begin:end], end - begin)])[0][0].clone())
-        slot.wrote(0, ROWS)
-        slot.lengths[0] = ROWS
+        slot.wrote(0, self.most)
+        slot.lengths[0] = self.most
         slot.rollback(0, 0)
         return torch.equal(together, torch.cat(apart))
-
-    def shape(self, name: str) -> tuple[int, int]:
-        """(outputs, inputs) of a product; of gate-up the outputs of both."""
-        outputs, inputs = self._matrix(name).shape
-        return outputs, inputs
-
-    def _matrix(self, name: str, layer: Layer | None = None) -> Plain | Quantised:
-        return _kernels(self._layers.head if name == "head" else getattr(layer or self._layers.layers[0], name))
 
     def forward(self, feeds: Sequence[Feed]) -> list[Rows]:
         """What each feed asks for, perhaps in buffers that the next forward overwrites; logits in float32.
@@ -139,10 +130,10 @@ class Decode:
         """
         found: list[list[torch.Tensor]] = [[] for _ in feeds]
         seen: list[list[torch.Tensor]] = [[] for _ in feeds]
-        tables = lay_tables(feeds, self._slots.lengths)
+        tables = lay_tables(feeds, self._slots.lengths, self.most)
         for number, pieces in enumerate(tables):
-            self._fill(feeds, pieces)
-            logits, features = self._replay()
+            which = next(at for at, table in enumerate(self._tables) if table.size >= rows_of(pieces))
+            logits, features = self._run(which, feeds, pieces)
             for piece in pieces:
                 feed, stop = feeds[piece.feed], piece.row + piece.end - piece.begin
                 asked = max(0, piece.end - max(piece.begin, len(feed.tokens) - feed.rows))
@@ -154,79 +145,181 @@ class Decode:
         whole = [rows[0] if len(rows) == 1 else torch.cat(rows) for rows in found]
         return [(rows, torch.cat(more) if more else None) for rows, more in zip(whole, seen, strict=True)]
 
-    def _fill(self, feeds: Sequence[Feed], pieces: Sequence[Any]) -> None:
-        given = torch.tensor(numbers(feeds, pieces), pin_memory=self._device.type == "cuda")
-        self._table.copy_(given, non_blocking=True)
+    def _run(self, which: int, feeds: Sequence[Feed], pieces: Sequence[Piece]) -> Rows:
+        """One table by one of the recordings."""
+        table = self._tables[which].table
+        given = torch.tensor(numbers(feeds, pieces, self._tables[which].size), pin_memory=self._device.type == "cuda")
+        table.copy_(given, non_blocking=True)
         for piece in pieces:
             tokens = feeds[piece.feed].tokens
             if isinstance(tokens, torch.Tensor):
                 begin = 1 + piece.row
-                self._table[begin : begin + piece.end - piece.begin] = tokens[piece.begin : piece.end]
+                table[begin : begin + piece.end - piece.begin] = tokens[piece.begin : piece.end]
+        return self._replays[which]()
 
-    def _launch(self) -> Rows:
+
+class _TableForward:
+    """The launches of a forward of tables of `size` rows, and their buffers.
+
+    Args:
+        smaller: the cuts of the smaller table.
+
+    Attributes:
+        table: the numbers to fill in before a launch; see `row_table.numbers`.
+        cuts: of each product.
+    """
+
+    def __init__(
+        self,
+        layers: DecoderLayers,
+        slots: Slots,
+        angles: Mapping[str, Rope],
+        choose: Choose,
+        smaller: Mapping[Product, Cut],
+        overlaps: bool,
+        size: int,
+    ) -> None:
+        self.size, self._layers, self._slots, self._angles = size, layers, slots, angles
+        self._device = layers.embedding.device
+        (hq, hk, dim), self._hidden = layers.heads, layers.embedding.shape[1]
+        self._outputs, self._width = hq * dim, (hq + 2 * hk) * dim
+        inner = max((_kernels(each.down).shape[1] for each in layers.layers if each.experts is None), default=1)
+
+        def room(*shape: int, dtype: torch.dtype = layers.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self._device)
+
+        self.table = room(numbers_of(size), dtype=torch.long)
+        self._x, self._qkv, self._part = room(size, self._hidden), room(size, self._width), room(size, self._hidden)
+        self._mixed, self._act = room(size, self._outputs), room(size, inner)
+        self._logits = room(size, layers.vocab_size, dtype=torch.float32)
+        self._features = room(size, len(layers.taps) * self._hidden)
+        widest = max(self._width, self._hidden)
+        # Sums of squares: before qkv, before gate-up, of qkv or of what is added after its norm.
+        self._squares = room(3, -(-widest // _SQUARED) + 256 // _SQUARED, size, dtype=torch.float32)
+        parts = size * MOST_PARTS * hq
+        self._sums = room(max(8 * size * (widest + 256), parts * dim), dtype=torch.float32)  # of a last tile too
+        self._stats = room(parts, 2, dtype=torch.float32)
+        self._counts = room((widest + 256) // 16, dtype=torch.int32)
+        self._options: dict[str, Any] = {
+            "ROWS": size, "OVERLAPS": overlaps, **({"launch_pdl": True} if overlaps else {}),
+        }  # fmt: skip
+        self.cuts: dict[Product, Cut] = {}
+        for layer, names in [*((each, _names(each)) for each in layers.layers), (None, ("head",))]:
+            for name in names:
+                product = self._named(name, layer)
+                if product not in self.cuts:
+                    known = next((cut for other, cut in smaller.items() if other[:3] == product[:3]), None)
+                    self.cuts[product] = choose(product, partial(self._each, product), known)
+
+    def _matrix(self, name: str, layer: Layer | None) -> Plain | Quantised:
+        return _kernels(self._layers.head if layer is None else getattr(layer, name))
+
+    def _named(self, name: str, layer: Layer | None) -> Product:
+        matrix = self._matrix(name, layer)
+        outputs, inputs = matrix.shape
+        return Product(name, (outputs, inputs), tuple(matrix.options().items()), self.size)
+
+    def launch(self) -> Rows:
+        """Launch the whole forward; what it leaves in the buffers."""
+        layers = self._layers
         kernels.embed[(self._hidden // _SQUARED,)](
-            self._table, self._layers.embedding, self._x, self._squares[0], self._hidden, _SQUARED, **self._options
-        )
-        for number, layer in enumerate(self._layers.layers):
-            for place, tap in enumerate(self._layers.taps):
+            self.table, layers.embedding, self._x, self._squares[0], layers.scales.embedding, self._hidden, _SQUARED,
+            **self._options,
+        )  # fmt: skip
+        for number, layer in enumerate(layers.layers):
+            for place, tap in enumerate(layers.taps):
                 if tap == number:
                     self._features[:, place * self._hidden : (place + 1) * self._hidden] = self._x
-            self._product("qkv", layer, self._cuts["qkv"])
+            self._product("qkv", layer)
             self._attend(number, layer)
-            for name in ("out", "gate_up", "down") if layer.experts is None else ("out",):
-                self._product(name, layer, self._cuts[name])
-            if layer.experts is not None:
-                self._mix(layer.experts, layer.mlp_norm)
-        self._product("head", None, self._cuts["head"])
-        return self._logits, self._features if self._layers.taps else None
+            self._add("out", layer, layer.after_attention)
+            if layer.experts is None:
+                self._product("gate_up", layer)
+                self._add("down", layer, layer.after_mlp)
+            else:
+                is_fed = self.table[1 + 2 * self.size : 1 + 3 * self.size] != 0
+                x = self._x if layer.mlp_norm is None else normalise(self._x, layer.mlp_norm, layers.eps, layers.dtype)
+                self._add_part(layer.experts(x, is_fed), None, 1.0, 0)
+        self._product("head", None)
+        if layers.scales.logits != 1:
+            self._logits.mul_(layers.scales.logits)
+        cap_scores(self._logits, layers.scales.logits_cap)
+        return self._logits, self._features if layers.taps else None
 
-    def _each(self, name: str, cut: Cut) -> None:
-        """A product of every layer: for timing."""
-        for layer in [None] if name == "head" else self._layers.layers:
-            self._product(name, layer, cut)
+    def _each(self, product: Product, cut: Cut) -> None:
+        """A product of every layer that has it: for timing."""
+        for layer in [None] if product.name == "head" else self._layers.layers:
+            if layer is None or (product.name in _names(layer) and self._named(product.name, layer) == product):
+                self._product(product.name, layer, cut=cut)
 
-    def _product(self, name: str, layer: Layer | None, cut: Cut) -> None:
-        """Launch one product."""
-        layers, matrix = self._layers, self._matrix(name, layer)
-        (outputs, inputs), (before, after) = matrix.shape, self._squares
+    def _add(self, name: str, layer: Layer, norm: torch.Tensor | None) -> None:
+        """A product that is added to the hidden state, after its norm if there is one."""
+        if norm is None:
+            self._product(name, layer)
+            return
+        self._product(name, layer, aside=True)
+        self._add_part(self._part, norm, self._layers.scales.residual, 0 if name == "down" else 1)
+
+    def _add_part(self, part: torch.Tensor, norm: torch.Tensor | None, multiplier: float, to: int) -> None:
+        """to: which of the sums of squares to keep."""
+        kernels.add[(self._hidden // _SQUARED,)](
+            self._x, part, self._squares[2], self._x if norm is None else norm, self._squares[to], multiplier,
+            self._layers.eps, self._hidden, _SQUARED, NORMS=norm is not None, **self._options,
+        )  # fmt: skip
+
+    def _product(self, name: str, layer: Layer | None, cut: Cut | None = None, aside: bool = False) -> None:
+        """Launch one product. aside: into `_part`, in place of adding it to the hidden state."""
+        layers, matrix, (before, after, other) = self._layers, self._matrix(name, layer), self._squares
+        (outputs, inputs), cut = matrix.shape, cut or self.cuts[self._named(name, layer)]
         weights = matrix.weight, matrix.weight if isinstance(matrix, Plain) else matrix.scales
-        more = cut.options(self._device) | self._options | matrix.options()
+        bias = weights[0] if matrix.bias is None else matrix.bias
+        more = cut.options(self._device) | self._options | matrix.options() | {"BIAS": matrix.bias is not None}
         if layer is not None and name == "gate_up":
-            tiles = -(-self._inner // cut.columns)
-            kernels.gate_up[(tiles,)](
-                self._x, after, layer.mlp_norm, *weights, self._act, layers.eps, K=inputs, N=self._inner,
-                BN=cut.columns, BK=cut.inputs, **more,
+            norm = layer.mlp_norm
+            kernels.gate_up[(-(-outputs // 2 // cut.columns),)](
+                self._x, after, self._x if norm is None else norm, *weights, bias, self._act, layers.eps, K=inputs,
+                N=outputs // 2, BN=cut.columns, BK=cut.inputs, NORMS=norm is not None, GELU=layers.gate == "gelu",
+                **more,
             )  # fmt: skip
             return
-        x, out, squares = self._x, self._x, before if name == "down" else after
-        norm: torch.Tensor | None = layers.norm
+        adds, squares, norm = name in ADDING and not aside, other, layers.norm
+        x, out = self._x, self._part
         if layer is None:
-            out, outputs = self._logits, layers.vocab_size
+            out = self._logits
         elif name == "qkv":
             norm, out = layer.attention_norm, self._qkv
         else:
-            x = self._mixed if name == "out" else self._act
+            x, norm = (self._mixed if name == "out" else self._act), None
+            out, squares = (self._x, before if name == "down" else after) if adds else (self._part, other)
         kernels.multiply[(-(-outputs // cut.columns), cut.parts)](
-            x, before, norm, *weights, weights[0] if matrix.bias is None else matrix.bias, out, squares, self._sums,
-            self._counts, layers.eps, K=inputs, N=outputs, BN=cut.columns, BK=cut.inputs, PARTS=cut.parts,
-            NORMS=name not in ADDING, ADDS=name in ADDING, BIAS=matrix.bias is not None, **more,
+            x, before, self._x if norm is None else norm, *weights, bias, out, squares, self._sums, self._counts,
+            layers.scales.residual, layers.eps, K=inputs, N=outputs, BN=cut.columns, BK=cut.inputs, PARTS=cut.parts,
+            NORMS=norm is not None, ADDS=adds, SQUARES=layer is not None and (name != "qkv" or self._norms(layer) == 2),
+            **more,
         )  # fmt: skip
 
-    def _mix(self, experts: Experts, norm: torch.Tensor | None) -> None:
-        """Add what the experts of a layer give."""
-        assert norm is not None
-        is_fed = self._table[1 + 2 * ROWS : 1 + 3 * ROWS] != 0
-        mixed = experts(normalise(self._x, norm, self._layers.eps), is_fed)
-        add_mixed[(self._hidden // _SQUARED,)](self._x, mixed, self._squares[0], self._hidden, _SQUARED)
+    def _norms(self, layer: Layer) -> int:
+        """NORMS of `attention_kernels.attend`."""
+        if layer.q_norm is None:
+            return 0
+        return 1 if len(layer.q_norm) == self._layers.heads.dim else 2
 
     def _attend(self, number: int, layer: Layer) -> None:
-        (hq, hk, dim), slots, (cos, sin) = self._layers.heads, self._slots, self._angles
+        layers, slots = self._layers, self._slots
+        (hq, hk, dim), scoring, sinks = layers.heads, layers.scoring, layers.scoring.sinks_of(number)
         keys, values = slots.keys[:, number], slots.values[:, number]
-        norms = layer.q_norm, layer.k_norm
-        q_norm, k_norm = (self._x if norm is None else norm for norm in norms)
-        kernels.attend[(hk * MOST_PARTS if self._device.type == "cuda" else 3,)](
-            self._table, self._qkv, keys, values, q_norm, k_norm, cos, sin, self._sums, self._stats, keys.stride(0),
-            keys.stride(1), dim**-0.5, self._layers.eps, HQ=hq, HK=hk, D=dim, NORMS=layer.q_norm is not None,
-            **self._options,
+        q_norm, k_norm = (self._x if norm is None else norm for norm in (layer.q_norm, layer.k_norm))
+        cos, sin = (self._x, self._x) if layer.kind.rope is None else self._angles[layer.kind.rope]
+        attention_kernels.attend[(hk * MOST_PARTS if self._device.type == "cuda" else 3,)](
+            self.table, self._qkv, keys, values, q_norm, k_norm, self._squares[2], cos, sin, self._sums, self._stats,
+            keys.stride(0), keys.stride(1), scoring.scale, layers.eps, HQ=hq, HK=hk, D=dim, NORMS=self._norms(layer),
+            TURNS=layer.kind.rope is not None, WINDOW=scoring.windows[number], CAP=scoring.cap, **self._options,
         )  # fmt: skip
-        kernels.add_parts[(hq,)](self._table, self._sums, self._stats, self._mixed, HQ=hq, D=dim, **self._options)
+        attention_kernels.add_parts[(hq, self.size // TOGETHER)](
+            self.table, self._sums, self._stats, self._x if sinks is None else sinks, self._mixed, HQ=hq, D=dim,
+            SINKS=sinks is not None, **self._options,
+        )  # fmt: skip
+
+
+def _names(layer: Layer) -> tuple[str, ...]:
+    return PRODUCTS[:-1] if layer.experts is None else _BESIDE_EXPERTS

@@ -17,10 +17,12 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-from pearl.models.forward.kernels import ROWS, _multiply, _store_squares
+from pearl.models.forward.graphs import FED
+from pearl.models.forward.kernels import multiply_tile
 from pearl.models.forward.matrices import Matrix, Plain, Quantised, packed_at_once
 
 _COLUMNS = 32  # outputs of a tile
+ROWS = constexpr(FED)
 
 
 @triton.jit
@@ -49,20 +51,20 @@ def expert_gate_up(
         known = tl.minimum(columns, N - 1)
         w += expert * w_stride
         scales += expert * scales_stride
-        zeros = tl.zeros((ROWS, BN), tl.float32)
-        gate, up = _multiply(
-            zeros, zeros, x, x, w, scales, known, 0, K, K, 2 * N, BK, False, BITS, GROUP, EXTRA, OFFSET, N
+        zeros = tl.zeros((BN, ROWS), tl.float32)
+        gate, up = multiply_tile(
+            zeros, zeros, x, x, w, scales, known, 0, K, K, 2 * N, BK, ROWS, False, BITS, GROUP, EXTRA, OFFSET, N
         )
         if BIAS:
             its = bias + expert * 2 * N + known
-            gate += tl.load(its).to(tl.float32)[None, :]
-            up += tl.load(its + N).to(tl.float32)[None, :]
+            gate += tl.load(its).to(tl.float32)[:, None]
+            up += tl.load(its + N).to(tl.float32)[:, None]
         gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
         if CLAMPS:
             gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit) + 1
         found = (gate / (1 + tl.exp(-alpha * gate))).to(kind).to(tl.float32) * up
-        to = act + (pair * ROWS + rows)[:, None] * N + columns[None, :]
-        tl.store(to, found.to(kind), mask=(columns < N)[None, :])
+        to = act + (pair * ROWS + rows)[None, :] * N + columns[:, None]
+        tl.store(to, found.to(kind), mask=(columns < N)[:, None])
 
 
 @triton.jit
@@ -78,26 +80,18 @@ def expert_down(
         known = tl.minimum(columns, N - 1)
         w += expert * w_stride
         scales += expert * scales_stride
-        zeros = tl.zeros((ROWS, BN), tl.float32)
+        zeros = tl.zeros((BN, ROWS), tl.float32)
         rows_of_pair = act + pair * ROWS * K
-        found, _ = _multiply(
-            zeros, zeros, rows_of_pair, act, w, scales, known, 0, K, K, N, BK, False, BITS, GROUP, EXTRA, OFFSET, 0
-        )
+        found, _ = multiply_tile(
+            zeros, zeros, rows_of_pair, act, w, scales, known, 0, K, K, N, BK, ROWS, False, BITS, GROUP, EXTRA, OFFSET,
+            0,
+        )  # fmt: skip
         if BIAS:
-            found += tl.load(bias + expert * N + known).to(tl.float32)[None, :]
+            found += tl.load(bias + expert * N + known).to(tl.float32)[:, None]
         for choice in tl.static_range(TOP):
             place = rows * TOP + choice
-            mine = (tl.load(ids + place) == expert)[:, None] & (columns < N)[None, :]
-            tl.store(out + place[:, None] * N + columns[None, :], found.to(out.dtype.element_ty), mask=mine)
-
-
-@triton.jit
-def add_mixed(x, mixed, squares, H: constexpr, BN: constexpr):
-    """Add what experts give to x [16, H], and keep its sums of squares. Grid: tiles of BN columns."""
-    at = tl.arange(0, ROWS)[:, None] * H + (tl.program_id(0) * BN + tl.arange(0, BN))[None, :]
-    found = (tl.load(x + at).to(tl.float32) + tl.load(mixed + at).to(tl.float32)).to(x.dtype.element_ty)
-    tl.store(x + at, found)
-    _store_squares(found.to(tl.float32), squares, tl.program_id(0), BN)
+            mine = (tl.load(ids + place) == expert)[None, :] & (columns < N)[:, None]
+            tl.store(out + place[None, :] * N + columns[:, None], found.to(out.dtype.element_ty), mask=mine)
 
 
 class ExpertProducts:

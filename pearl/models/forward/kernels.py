@@ -1,40 +1,37 @@
-"""Triton kernels of a decoding forward of 16 rows: six a layer, and one each for the embedding and the head.
+"""Triton kernels of a decoding forward of a fixed number of rows: embeddings, products, norms.
 
 Reading the weights is what a forward of few rows spends its time on, so a layer is few kernels: normalising and the
-query-key-value product; rotating, writing to the cache and attention to parts of the positions; their sum; output and
-residual; normalising, gate and up; down and residual.  A product that leaves the hidden state leaves its sums of
-squares too, for the next norm.
+query-key-value product; attention in two (see `attention_kernels`); output and residual; normalising, gate and up; down
+and residual.  A product that leaves the hidden state leaves its sums of squares too, for the next norm.
 
-A row's bits depend on its own tokens only.  A product always has 16 rows; sums that are computed in parts (of a
-matrix's inputs, of positions) are added in the order of the parts, by whichever program is the last to finish one; and
-positions are cut into parts by the row's own position (see `row_table`).
+A row's bits depend on its own tokens only.  Weights are the left side of a product and rows the right one, so that
+another number of rows is more columns of the same instructions; sums that are computed in parts of the inputs are added
+in the order of the parts, by whichever program is the last to finish one.
 
-OVERLAPS: a kernel is launched while the one before it ends, and waits for it ("programmatic dependent launch").
+ROWS: of the table (see `row_table`).  OVERLAPS: a kernel is launched while the one before it ends, and waits for it
+("programmatic dependent launch").
 
 `TRITON_INTERPRET=1` runs the kernels on a CPU.
 """
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
 from triton.language import constexpr
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pearl.models.forward import row_table
-
-ROWS = constexpr(row_table.ROWS)
-MOST_PARTS = constexpr(row_table.MOST_PARTS)
 SQUARED = constexpr(16)  # columns whose sum of squares is kept
-TILE = constexpr(8)  # numbers of a `row_table.Tile`
-TILES_AT = constexpr(1 + 3 * row_table.ROWS)  # where a table's tiles begin
-_BLOCK = constexpr(64)  # positions at once in attention
-_LOW = constexpr(-1.0e30)
+_COMPILES = constexpr(os.environ.get("TRITON_INTERPRET") != "1")  # else there are no instructions to name
+_SPREAD = constexpr("prmt.b32 low, t, 0, 0x4140; prmt.b32 high, t, 0, 0x4342;")  # four bytes to two pairs of 16 bits
+_STEPS = constexpr("lop3.b32 $0, low, 0x000f000f, 0x43004300, 0xea; lop3.b32 $1, high, 0x000f000f, 0x43004300, 0xea; }")
 
 
 @triton.jit
 def _await(weights, BN: constexpr):
-    """Wait for the kernel before this one, while the first weights, at `weights` [1, BN], come to the cache (L2)."""
+    """Wait for the kernel before this one, while the first weights, at `weights` [BN], come to the cache (L2)."""
     lines = tl.reshape(weights, (BN, 1)) + (tl.arange(0, 4) * 64)[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
@@ -43,204 +40,304 @@ def _await(weights, BN: constexpr):
 
 
 @triton.jit
-def _scale(squares, eps, K: constexpr):
-    """Reciprocal root mean squares [16] of the rows of x [16, K], from the sums of squares of every 16 columns."""
-    TILES: constexpr = K // SQUARED
-    tiles, rows = tl.arange(0, triton.next_power_of_2(TILES)), tl.arange(0, ROWS)
-    at = squares + tiles[:, None] * ROWS + rows[None, :]
-    return 1.0 / tl.sqrt(tl.sum(tl.load(at, mask=tiles[:, None] < TILES, other=0.0), 0) / K + eps)
+def root_scale(squares, first: constexpr, WIDTH: constexpr, eps, ROWS: constexpr, rows):
+    """Reciprocal root mean squares of `rows` over WIDTH columns, from the sums of squares of every 16 columns.
+
+    squares: [columns / 16, ROWS]. first: the first of those columns, in 16.
+    """
+    TILES: constexpr = WIDTH // SQUARED
+    tiles = tl.arange(0, triton.next_power_of_2(TILES))
+    at = squares + (first + tiles)[:, None] * ROWS + rows[None, :]
+    return 1.0 / tl.sqrt(tl.sum(tl.load(at, mask=tiles[:, None] < TILES, other=0.0), 0) / WIDTH + eps)
 
 
 @triton.jit
-def _store_squares(x, squares, tile, BN: constexpr):
-    """Keep the sums of squares of x [16, BN], the columns of a tile."""
+def _store_squares(x, squares, tile, BN: constexpr, ROWS: constexpr):
+    """Keep the sums of squares of x [BN, ROWS], the columns of a tile."""
     MANY: constexpr = BN // SQUARED
-    each = tl.sum(tl.reshape(x * x, (ROWS, MANY, SQUARED)), 2)
+    each = tl.sum(tl.reshape(x * x, (MANY, SQUARED, ROWS)), 1)
     rows, many = tl.arange(0, ROWS), tl.arange(0, MANY)
-    tl.store(squares + (tile * MANY + many)[None, :] * ROWS + rows[:, None], each)
+    tl.store(squares + (tile * MANY + many)[:, None] * ROWS + rows[None, :], each)
 
 
 @triton.jit
-def _weighted(x, weights):
+def weighted(x, weights):
     """x times the weights of a norm, rounded."""
-    return (x.to(tl.float32) * weights.to(tl.float32)[None, :]).to(x.dtype)
+    return (x.to(tl.float32) * weights.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit
-def embed(table, embedding, x, squares, H: constexpr, BN: constexpr, OVERLAPS: constexpr):
-    """x [16, H]: the embeddings of a table's tokens. Grid: tiles of BN columns."""
+def embed(table, embedding, x, squares, scale, H: constexpr, BN: constexpr, ROWS: constexpr, OVERLAPS: constexpr):
+    """x [ROWS, H]: the embeddings of a table's tokens, times `scale`. Grid: tiles of BN columns."""
     rows, columns = tl.arange(0, ROWS), tl.program_id(0) * BN + tl.arange(0, BN)
     if OVERLAPS:
         gdc_wait()
-    found = tl.load(embedding + tl.load(table + 1 + rows)[:, None] * H + columns[None, :])
-    tl.store(x + rows[:, None] * H + columns[None, :], found)
-    _store_squares(found.to(tl.float32), squares, tl.program_id(0), BN)
+    found = tl.load(embedding + tl.load(table + 1 + rows)[None, :] * H + columns[:, None])
+    found = (found.to(tl.float32) * scale).to(found.dtype)
+    tl.store(x + rows[None, :] * H + columns[:, None], found)
+    _store_squares(found.to(tl.float32), squares, tl.program_id(0), BN, ROWS)
+    if OVERLAPS:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def add(
+    x, part, part_squares, norm, squares, multiplier, eps, H: constexpr, BN: constexpr, ROWS: constexpr,
+    NORMS: constexpr, OVERLAPS: constexpr,
+):  # fmt: skip
+    """Add `part` [ROWS, H], normalised if NORMS and times `multiplier`, to x, and keep the sums of squares of that.
+
+    Grid: tiles of BN columns.
+    """
+    rows, columns = tl.arange(0, ROWS), tl.program_id(0) * BN + tl.arange(0, BN)
+    at = rows[None, :] * H + columns[:, None]
+    if OVERLAPS:
+        gdc_wait()
+    found = tl.load(part + at)
+    if NORMS:
+        scale = root_scale(part_squares, 0, H, eps, ROWS, rows)
+        found = weighted((found.to(tl.float32) * scale[None, :]).to(found.dtype), tl.load(norm + columns)[:, None])
+    found = (tl.load(x + at).to(tl.float32) + found.to(tl.float32) * multiplier).to(x.dtype.element_ty)
+    tl.store(x + at, found)
+    _store_squares(found.to(tl.float32), squares, tl.program_id(0), BN, ROWS)
     if OVERLAPS:
         gdc_launch_dependents()
 
 
 @triton.jit
 def _store(
-    found, bias, out, squares, tile, columns, N: constexpr, BN: constexpr, ADDS: constexpr, BIAS: constexpr
+    found, bias, out, squares, tile, columns, multiplier, N: constexpr, BN: constexpr, ROWS: constexpr, ADDS: constexpr,
+    SQUARES: constexpr, BIAS: constexpr,
 ):  # fmt: skip
-    rows, inside = tl.arange(0, ROWS), (columns < N)[None, :]
-    at = out + rows[:, None] * N + columns[None, :]
+    rows, inside = tl.arange(0, ROWS), (columns < N)[:, None]
+    at = out + rows[None, :] * N + columns[:, None]
     if BIAS:
         found = found.to(out.dtype.element_ty).to(tl.float32)
-        found += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+        found += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
     if ADDS:
-        found += tl.load(at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        found = found * multiplier + tl.load(at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     rounded = found.to(out.dtype.element_ty)
     tl.store(at, rounded, mask=inside)
-    if ADDS:
-        _store_squares(rounded.to(tl.float32), squares, tile, BN)
+    if SQUARES:
+        _store_squares(rounded.to(tl.float32), squares, tile, BN, ROWS)
 
 
 @triton.jit
-def _weights_of(
-    steps, scales, i, columns, K: constexpr, N: constexpr, LANES: constexpr, GROUP: constexpr, EXTRA: constexpr
-):  # fmt: skip
-    """Weights [LANES, BN] of inputs from `i` on, in the dtype of `steps`; see `matrices.Quantised`."""
-    MANY: constexpr = LANES // GROUP if GROUP < LANES else 1
-    EACH: constexpr = LANES // MANY
-    groups = scales + (i // GROUP + tl.arange(0, MANY))[:, None] * N + columns[None, :]
-    steps = tl.reshape(steps, (MANY, EACH, steps.shape[1]))
-    scale = tl.load(groups).to(steps.dtype)[:, None, :]
-    if EXTRA == 2:
-        steps = (steps - tl.load(groups + (K // GROUP) * N).to(steps.dtype)[:, None, :]) * scale
-    elif EXTRA == 1:
-        steps = steps * scale + tl.load(groups + (K // GROUP) * N).to(steps.dtype)[:, None, :]
+def load_scales(scales, i, columns, K: constexpr, N: constexpr, BK: constexpr, GROUP: constexpr, EXTRA: constexpr):
+    """(scales, what `matrices.Quantised` has beside them) of BK inputs from `i` on: [BN, groups] each."""
+    MANY: constexpr = BK // GROUP if GROUP < BK else 1
+    at = scales + (i // GROUP + tl.arange(0, MANY))[None, :] * N + columns[:, None]
+    first = tl.load(at)
+    return first, tl.load(at + (K // GROUP) * N) if EXTRA else first
+
+
+@triton.jit
+def _of_half(scales, half: constexpr, BITS: constexpr):
+    """Those of the first or second half of the inputs: weights of 4 bits are unpacked in two halves."""
+    BN: constexpr = scales.shape[0]
+    MANY: constexpr = scales.shape[1]
+    if BITS == 4 and MANY > 1:
+        low, high = tl.split(tl.permute(tl.reshape(scales, (BN, 2, MANY // 2)), (0, 2, 1)))
+        found = high if half else low
     else:
-        steps = steps * scale
-    return tl.reshape(steps, (LANES, steps.shape[2]))
+        found = scales
+    return found
 
 
 @triton.jit
-def _nibbles(bytes_, half: constexpr, kind: constexpr, OFFSET: constexpr):
-    """The lower or upper halves of bytes, less the offset."""
-    steps = (bytes_ >> 4) if half else (bytes_ & 15)
-    if kind == tl.bfloat16:
-        # The bits of 128 + step in bfloat16, which take no conversion.
-        bits = steps.to(tl.uint16) | tl.full(steps.shape, 0x4300, tl.uint16)
-        return (bits.to(tl.uint16).to(kind, bitcast=True) - (128.0 + OFFSET)).to(kind)
-    return steps.to(kind) - OFFSET
-
-
-@triton.jit
-def _tile(
-    loaded, half: constexpr, scales, first, columns, K: constexpr, N: constexpr, LANES: constexpr, BITS: constexpr,
-    GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr, kind: constexpr,
-):  # fmt: skip
-    """Weights [LANES, BN] of inputs from `first` on, in a half of what was loaded."""
-    steps = _nibbles(loaded, half, kind, OFFSET) if BITS == 4 else loaded.to(kind)
-    if BITS < 16 and GROUP < K:
-        steps = _weights_of(steps, scales, first, columns, K, N, LANES, GROUP, EXTRA)
+def _nibbles(bytes_, half: constexpr, kind: constexpr):
+    """The lower or upper halves of bytes: in bfloat16 plus 128, whose bits take no conversion."""
+    if _COMPILES and kind == tl.bfloat16:
+        SHIFT: constexpr = "shr.u32 t, $2, 4; " if half else "mov.u32 t, $2; "
+        steps = tl.inline_asm_elementwise(
+            "{ .reg .b32 t, low, high; " + SHIFT + _SPREAD + _STEPS, "=r,=r,r", [bytes_], dtype=tl.bfloat16,
+            is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        steps = ((bytes_ >> 4) if half else (bytes_ & 15)).to(kind)
+        if kind == tl.bfloat16:
+            steps += 128
     return steps
 
 
 @triton.jit
-def _multiply(
-    found, other, x, norm, w, scales, columns, begin, end, K: constexpr, N: constexpr, BK: constexpr, NORMS: constexpr,
-    BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr, APART: constexpr,
+def _bytes(bytes_, kind: constexpr):
+    """int8 or float8 in the dtype of the rows."""
+    if _COMPILES and kind == tl.bfloat16 and bytes_.dtype == tl.float8e4nv:
+        # A bfloat16 has the same bits four places lower, and 2 ** 120 times the value.
+        found = tl.inline_asm_elementwise(
+            "{ .reg .b32 t, low, high, sign; mov.b32 t, $2; prmt.b32 low, 0, t, 0x5140; prmt.b32 high, 0, t, 0x7160;"
+            " and.b32 sign, low, 0x80008000; shr.u32 low, low, 4; lop3.b32 $0, low, 0x07f007f0, sign, 0xea;"
+            " and.b32 sign, high, 0x80008000; shr.u32 high, high, 4; lop3.b32 $1, high, 0x07f007f0, sign, 0xea; }",
+            "=r,=r,r", [bytes_], dtype=tl.bfloat16, is_pure=True, pack=4,
+        )  # fmt: skip
+        found = (found * 1329227995784915872903807060280344576.0).to(kind)
+    else:
+        found = bytes_.to(kind)
+    return found
+
+
+@triton.jit
+def _tile(
+    loaded, half: constexpr, scales, more, BITS: constexpr, EXTRA: constexpr, OFFSET: constexpr, SCALES: constexpr,
+    kind: constexpr,
 ):  # fmt: skip
-    """found [16, BN] plus x [16, K] times columns of w [N, K], over inputs from `begin` to `end`.
+    """Weights [BN, LANES]: a half of what was loaded, see `matrices.Quantised`. Without SCALES those of one step."""
+    BN: constexpr = loaded.shape[0]
+    LANES: constexpr = loaded.shape[1]
+    HIDDEN: constexpr = 128.0 if BITS == 4 and kind == tl.bfloat16 else 0.0  # see `_nibbles`
+    steps = _nibbles(loaded, half, kind) if BITS == 4 else _bytes(loaded, kind)
+    if SCALES:
+        MANY: constexpr = scales.shape[1]
+        steps = tl.reshape(steps, (BN, MANY, LANES // MANY))
+        if EXTRA == 2:
+            steps = steps - (more.to(kind) + (HIDDEN + OFFSET)).to(kind)[:, :, None]
+        elif BITS == 4:
+            steps = (steps - (HIDDEN + OFFSET)).to(kind)
+        steps = steps * scales.to(kind)[:, :, None]
+        if EXTRA == 1:
+            steps = steps + more.to(kind)[:, :, None]
+        steps = tl.reshape(steps, (BN, LANES))
+    elif BITS == 4:
+        steps = (steps - (HIDDEN + OFFSET)).to(kind)
+    return steps
+
+
+@triton.jit
+def multiply_tile(
+    found, other, x, norm, w, scales, columns, begin, end, K: constexpr, N: constexpr, BK: constexpr, ROWS: constexpr,
+    NORMS: constexpr, BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr, APART: constexpr,
+):  # fmt: skip
+    """found [BN, ROWS] plus columns of w [N, K] times x [ROWS, K], over inputs from `begin` to `end`, whole BK.
 
     APART: likewise `other`, of columns that are so far behind; 0: there is no other.
     """
     kind: constexpr = x.dtype.element_ty
     LANES: constexpr = BK // 2 if BITS == 4 else BK
     ROW: constexpr = K * LANES // BK  # of w, in its elements
+    SCALES: constexpr = BITS < 16 and (GROUP < K or EXTRA > 0)  # else there is one for all inputs
     lanes = tl.arange(0, LANES)
-    rows = x + tl.arange(0, ROWS)[:, None] * K
-    weights = w + columns[None, :].to(tl.int64) * ROW + lanes[:, None]
+    rows = x + tl.arange(0, ROWS)[None, :] * K
+    weights = w + columns[:, None].to(tl.int64) * ROW + lanes[None, :]
+    scale, more, scale_behind, more_behind = 0, 0, 0, 0
+    if SCALES:  # a block ahead, so that nothing waits for them
+        scale, more = load_scales(scales, begin, columns, K, N, BK, GROUP, EXTRA)
+        if APART:
+            scale_behind, more_behind = load_scales(scales, begin, columns + APART, K, N, BK, GROUP, EXTRA)
     for i in range(begin, end, BK):
         loaded = tl.load(weights + i * LANES // BK)
         behind = tl.load(weights + APART * ROW + i * LANES // BK) if APART else loaded
+        now, more_now, now_behind, more_now_behind = scale, more, scale_behind, more_behind
+        if SCALES:
+            following = tl.minimum(i + BK, end - BK)
+            scale, more = load_scales(scales, following, columns, K, N, BK, GROUP, EXTRA)
+            if APART:
+                scale_behind, more_behind = load_scales(scales, following, columns + APART, K, N, BK, GROUP, EXTRA)
         for half in tl.static_range(BK // LANES):
             first = i + half * LANES
-            some = tl.load(rows + (first + lanes)[None, :])
+            some = tl.load(rows + (first + lanes)[:, None])
             if NORMS:
-                some = _weighted(some, tl.load(norm + first + lanes))
-            tile = _tile(loaded, half, scales, first, columns, K, N, LANES, BITS, GROUP, EXTRA, OFFSET, kind)
-            found = tl.dot(some, tile, found, input_precision="ieee")
+                some = weighted(some, tl.load(norm + first + lanes)[:, None])
+            its = _of_half(now, half, BITS) if SCALES else now
+            its_more = _of_half(more_now, half, BITS) if SCALES else now
+            tile = _tile(loaded, half, its, its_more, BITS, EXTRA, OFFSET, SCALES, kind)
+            found = tl.dot(tile, some, found, input_precision="ieee")
             if APART:
-                tile = _tile(
-                    behind, half, scales, first, columns + APART, K, N, LANES, BITS, GROUP, EXTRA, OFFSET, kind
-                )
-                other = tl.dot(some, tile, other, input_precision="ieee")
-    if BITS == 8 and GROUP == K:
-        found *= tl.load(scales + columns).to(tl.float32)[None, :]
+                its = _of_half(now_behind, half, BITS) if SCALES else now
+                its_more = _of_half(more_now_behind, half, BITS) if SCALES else now
+                tile = _tile(behind, half, its, its_more, BITS, EXTRA, OFFSET, SCALES, kind)
+                other = tl.dot(tile, some, other, input_precision="ieee")
+    if BITS < 16 and not SCALES:
+        found *= tl.load(scales + columns).to(tl.float32)[:, None]
         if APART:
-            other *= tl.load(scales + APART + columns).to(tl.float32)[None, :]
+            other *= tl.load(scales + APART + columns).to(tl.float32)[:, None]
     return found, other
 
 
 @triton.jit
 def multiply(
-    x, x_squares, norm, w, scales, bias, out, squares, sums, counts, eps, K: constexpr, N: constexpr, BN: constexpr,
-    BK: constexpr, PARTS: constexpr, NORMS: constexpr, ADDS: constexpr, BIAS: constexpr, BITS: constexpr,
-    GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr, OVERLAPS: constexpr,
+    x, x_squares, norm, w, scales, bias, out, squares, sums, counts, multiplier, eps, K: constexpr, N: constexpr,
+    BN: constexpr, BK: constexpr, PARTS: constexpr, ROWS: constexpr, NORMS: constexpr, ADDS: constexpr,
+    SQUARES: constexpr, BIAS: constexpr, BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr,
+    OVERLAPS: constexpr,
 ):  # fmt: skip
-    """out [16, N] = x [16, K] times w [N, K]. Grid: (tiles of BN columns, PARTS).
+    """out [ROWS, N] = x [ROWS, K] times w [N, K]. Grid: (tiles of BN columns, PARTS).
 
-    NORMS: x is normalised first, by its sums of squares in `x_squares`. ADDS: the product is added to `out`, whose sums
-    of squares are kept in `squares`. BIAS: `bias` [N] is added. BITS of a weight; if fewer than 16, see
-    `matrices.Quantised` for w and scales. PARTS of the inputs K, whole BK, are computed by programs of their own: their
-    sums wait in `sums`. counts [tiles] are zeros, and are left so.
+    NORMS: 1: x is normalised first, by its sums of squares in `x_squares`. ADDS: the product, times `multiplier`, is
+    added to `out`. SQUARES: the sums of squares of `out` are kept in `squares`. BIAS: `bias` [N] is added. BITS of a
+    weight; if fewer than 16, see `matrices.Quantised` for w and scales. PARTS of the inputs K, whole BK, are computed
+    by programs of their own: their sums wait in `sums`. counts [tiles] are zeros, and are left so.
     """
     PART: constexpr = (K // BK + PARTS - 1) // PARTS * BK
+    BYTES: constexpr = 2 if BITS == 4 else 1  # inputs of an element of w
     tile, part, rows = tl.program_id(0), tl.program_id(1), tl.arange(0, ROWS)
     columns = tile * BN + tl.arange(0, BN)
     known = tl.minimum(columns, N - 1)
-    found = tl.zeros((ROWS, BN), tl.float32)
-    if OVERLAPS:
-        _await(
-            w + known[None, :].to(tl.int64) * (K // (2 if BITS == 4 else 1)) + part * PART // (2 if BITS == 4 else 1),
-            BN,
-        )
+    found = tl.zeros((BN, ROWS), tl.float32)
     begin = part * PART
+    if OVERLAPS:
+        _await(w + known.to(tl.int64) * (K // BYTES) + begin // BYTES, BN)
     end = tl.minimum(begin + PART, K)
-    found, _ = _multiply(
-        found, found, x, norm, w, scales, known, begin, end, K, N, BK, NORMS, BITS, GROUP, EXTRA, OFFSET, 0
+    found, _ = multiply_tile(
+        found, found, x, norm, w, scales, known, begin, end, K, N, BK, ROWS, NORMS, BITS, GROUP, EXTRA, OFFSET, 0
     )
     if OVERLAPS:
         gdc_launch_dependents()
     if NORMS:  # after the product, so that its first weights do not wait for this
-        found *= _scale(x_squares, eps, K)[:, None]
+        found *= root_scale(x_squares, 0, K, eps, ROWS, rows)[None, :]
     if PARTS == 1:
-        _store(found, bias, out, squares, tile, columns, N, BN, ADDS, BIAS)
+        _store(found, bias, out, squares, tile, columns, multiplier, N, BN, ROWS, ADDS, SQUARES, BIAS)
     else:
-        at = sums + tile * PARTS * ROWS * BN + rows[:, None] * BN + tl.arange(0, BN)[None, :]
+        at = sums + tile * PARTS * ROWS * BN + tl.arange(0, BN)[:, None] * ROWS + rows[None, :]
         tl.store(at + part * ROWS * BN, found)
         tl.debug_barrier()
         if tl.atomic_add(counts + tile, 1, sem="acq_rel") == PARTS - 1:
-            total = tl.zeros((ROWS, BN), tl.float32)
+            total = tl.zeros((BN, ROWS), tl.float32)
             for each in tl.static_range(PARTS):
                 total += tl.load(at + each * ROWS * BN, cache_modifier=".cg")
-            _store(total, bias, out, squares, tile, columns, N, BN, ADDS, BIAS)
+            _store(total, bias, out, squares, tile, columns, multiplier, N, BN, ROWS, ADDS, SQUARES, BIAS)
             tl.store(counts + tile, 0)
 
 
 @triton.jit
+def _activated(gate, GELU: constexpr):
+    """GELU: by tanh, as Gemma's; else SiLU."""
+    if GELU:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return gate * (1 - 1 / (tl.exp(2 * inner) + 1))
+    return gate / (1 + tl.exp(-gate))
+
+
+@triton.jit
 def gate_up(
-    x, x_squares, norm, w, scales, out, eps, K: constexpr, N: constexpr, BN: constexpr, BK: constexpr, BITS: constexpr,
-    GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr, OVERLAPS: constexpr,
+    x, x_squares, norm, w, scales, bias, out, eps, K: constexpr, N: constexpr, BN: constexpr, BK: constexpr,
+    ROWS: constexpr, NORMS: constexpr, GELU: constexpr, BIAS: constexpr, BITS: constexpr, GROUP: constexpr,
+    EXTRA: constexpr, OFFSET: constexpr, OVERLAPS: constexpr,
 ):  # fmt: skip
-    """out [16, N] = silu(gate) * up: products of x [16, K], normalised, with halves of w [2 * N, K]. Grid: tiles."""
+    """out [ROWS, N]: the activation of gate times up, products of x [ROWS, K] with the halves of w [2 * N, K].
+
+    Grid: tiles of BN columns. NORMS, BIAS and BITS: see `multiply`.
+    """
     kind: constexpr = out.dtype.element_ty
     rows, columns = tl.arange(0, ROWS), tl.program_id(0) * BN + tl.arange(0, BN)
     known = tl.minimum(columns, N - 1)
-    gate, up = tl.zeros((ROWS, BN), tl.float32), tl.zeros((ROWS, BN), tl.float32)
+    gate, up = tl.zeros((BN, ROWS), tl.float32), tl.zeros((BN, ROWS), tl.float32)
     if OVERLAPS:
-        _await(w + known[None, :].to(tl.int64) * (K // (2 if BITS == 4 else 1)), BN)
-    gate, up = _multiply(gate, up, x, norm, w, scales, known, 0, K, K, 2 * N, BK, True, BITS, GROUP, EXTRA, OFFSET, N)
+        _await(w + known.to(tl.int64) * (K // (2 if BITS == 4 else 1)), BN)
+    gate, up = multiply_tile(
+        gate, up, x, norm, w, scales, known, 0, K, K, 2 * N, BK, ROWS, NORMS, BITS, GROUP, EXTRA, OFFSET, N
+    )
     if OVERLAPS:
         gdc_launch_dependents()
-    scale = _scale(x_squares, eps, K)[:, None]
-    gate, up = gate * scale, up * scale
+    if NORMS:
+        scale = root_scale(x_squares, 0, K, eps, ROWS, rows)[None, :]
+        gate, up = gate * scale, up * scale
+    if BIAS:
+        gate += tl.load(bias + known).to(tl.float32)[:, None]
+        up += tl.load(bias + N + known).to(tl.float32)[:, None]
     gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
-    found = (gate / (1 + tl.exp(-gate))).to(kind).to(tl.float32) * up
-    tl.store(out + rows[:, None] * N + columns[None, :], found.to(kind), mask=(columns < N)[None, :])
+    found = _activated(gate, GELU).to(kind).to(tl.float32) * up
+    tl.store(out + rows[None, :] * N + columns[:, None], found.to(kind), mask=(columns < N)[:, None])
 
 
 @triton.jit
@@ -252,154 +349,12 @@ def dequantise(
     LANES: constexpr = BK // 2
     columns, i, lanes = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BK, tl.arange(0, LANES)
     known = tl.minimum(columns, N - 1)
-    loaded = tl.load(w + known[None, :].to(tl.int64) * (K // 2) + (i // 2 + lanes)[:, None])
+    loaded = tl.load(w + known[:, None].to(tl.int64) * (K // 2) + (i // 2 + lanes)[None, :])
+    scale, more = load_scales(scales, i, known, K, N, BK, GROUP, EXTRA)
     for half in tl.static_range(2):
-        steps = _nibbles(loaded, half, out.dtype.element_ty, OFFSET)
-        found = _weights_of(steps, scales, i + half * LANES, known, K, N, LANES, GROUP, EXTRA)
-        to = out + columns[None, :].to(tl.int64) * K + (i + half * LANES + lanes)[:, None]
-        tl.store(to, found, mask=(columns < N)[None, :])
-
-
-@triton.jit
-def _rotated(source, positions, inside, norm, cos, sin, eps, NORMS: constexpr, D: constexpr):
-    """Queries or keys [rows, D] that start at `source` [rows], normalised if NORMS, rotated to their positions.
-
-    The first half of `sin` is negated; see `layers.DecoderLayers.angles`.
-    """
-    d = tl.arange(0, D)
-    kind: constexpr = source.dtype.element_ty
-    across = (d + D // 2) % D
-    own = tl.load(source[:, None] + d[None, :], mask=inside[:, None], other=0.0)
-    other = tl.load(source[:, None] + across[None, :], mask=inside[:, None], other=0.0)
-    if NORMS:
-        full = own.to(tl.float32)
-        scale = 1.0 / tl.sqrt(tl.sum(full * full, 1) / D + eps)
-        own = _weighted((full * scale[:, None]).to(kind), tl.load(norm + d))
-        other = _weighted((other.to(tl.float32) * scale[:, None]).to(kind), tl.load(norm + across))
-    at = positions[:, None] * D + d[None, :]
-    turned = own.to(tl.float32) * tl.load(cos + at).to(tl.float32)
-    return (turned + other.to(tl.float32) * tl.load(sin + at).to(tl.float32)).to(kind)
-
-
-@triton.jit
-def _write_new(
-    table, qkv, to_keys, to_values, norm, cos, sin, feed, fed, start, low, high, head, eps,
-    HQ: constexpr, HK: constexpr, D: constexpr, NORMS: constexpr,
-):  # fmt: skip
-    """Write the keys and values of a feed's rows whose positions are from `low` to `high`."""
-    d, nodes = tl.arange(0, D), tl.arange(0, ROWS)
-    row, at = feed + nodes, start + nodes
-    inside = (nodes < fed) & (at >= low) & (at < high)
-    source = qkv + row * ((HQ + 2 * HK) * D) + (HQ + head) * D
-    positions = tl.load(table + 1 + ROWS + row, mask=inside, other=0)
-    key = _rotated(source, positions, inside, norm, cos, sin, eps, NORMS, D)
-    to_value = (source + HK * D)[:, None] + d[None, :]
-    value = tl.load(to_value, mask=inside[:, None], other=0.0, cache_modifier=".cg")
-    to = at[:, None] * D + d[None, :]
-    tl.store(to_keys + to, key, mask=inside[:, None])
-    tl.store(to_values + to, value, mask=inside[:, None])
-    tl.debug_barrier()
-
-
-@triton.jit
-def _attend_part(query, sees, keys, values, start, low, high, scale, R: constexpr, D: constexpr):
-    """(mixed values [R, D], greatest score [R], sum of shares [R]) of the positions from `low` to `high`."""
-    d = tl.arange(0, D)
-    kind: constexpr = query.dtype
-    top = tl.full((R,), _LOW, tl.float32)
-    weight, mixed = tl.zeros((R,), tl.float32), tl.zeros((R, D), tl.float32)
-    for begin in range(low, high, _BLOCK):
-        there = begin + tl.arange(0, _BLOCK)
-        inside = there < high
-        at = there[:, None] * D + d[None, :]
-        key = tl.load(keys + at, mask=inside[:, None], other=0.0, cache_modifier=".cg")
-        value = tl.load(values + at, mask=inside[:, None], other=0.0, cache_modifier=".cg")
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        node = tl.minimum(tl.maximum(there - start, 0), 62).to(tl.int64)
-        seen = inside[None, :] & ((there < start)[None, :] | (((sees[:, None] >> node[None, :]) & 1) == 1))
-        scores = tl.where(seen, scores, _LOW)
-        higher = tl.maximum(top, tl.max(scores, 1))
-        shares = tl.where(seen, tl.exp(scores - higher[:, None]), 0.0)
-        fades = tl.exp(top - higher)
-        weight = weight * fades + tl.sum(shares, 1)
-        mixed = mixed * fades[:, None] + tl.dot(shares.to(kind), value, input_precision="ieee")
-        top = higher
-    return mixed, top, weight
-
-
-@triton.jit
-def attend(
-    table, qkv, keys, values, q_norm, k_norm, cos, sin, sums, stats, slot_stride, head_stride, scale, eps,
-    HQ: constexpr, HK: constexpr, D: constexpr, NORMS: constexpr, OVERLAPS: constexpr,
-):  # fmt: skip
-    """Write the rows' keys and values to their slots, and attend to each part of what the rows see. Any grid.
-
-    A unit of work is one key-value head of one part of a tile's positions, with all query heads that share it; it
-    writes the keys and values of its feed that belong into its part.  `add_parts` adds what the parts give.
-    """
-    GROUP: constexpr = HQ // HK
-    R: constexpr = triton.next_power_of_2(ROWS * GROUP)
-    WIDTH: constexpr = (HQ + 2 * HK) * D
-    r, d, programs = tl.arange(0, R), tl.arange(0, D), tl.num_programs(0)
-    before = 0  # units of the tiles before
-    if OVERLAPS:
-        gdc_wait()
-    for t in range(tl.load(table).to(tl.int32)):
-        tile = table + TILES_AT + t * TILE
-        first, count = tl.load(tile).to(tl.int32), tl.load(tile + 1).to(tl.int32)
-        feed, fed = tl.load(tile + 2).to(tl.int32), tl.load(tile + 3).to(tl.int32)
-        slot, start = tl.load(tile + 4), tl.load(tile + 5).to(tl.int32)
-        span, parts = tl.load(tile + 6).to(tl.int32), tl.load(tile + 7).to(tl.int32)
-        end = start + first - feed + count
-        asks, row = (r % ROWS < count) & (r < ROWS * GROUP), first + r % ROWS
-        positions = tl.load(table + 1 + ROWS + row, mask=asks, other=0)
-        sees = tl.load(table + 1 + 2 * ROWS + row, mask=asks, other=1)
-        for unit in range((tl.program_id(0) + programs - before % programs) % programs, HK * parts, programs):
-            head, part = unit % HK, unit // HK
-            low = part * span
-            high = tl.minimum(low + span, end)
-            begin = slot * slot_stride + head * head_stride
-            _write_new(
-                table, qkv, keys + begin, values + begin, k_norm, cos, sin, feed, fed, start, low, high, head, eps,
-                HQ, HK, D, NORMS,
-            )  # fmt: skip
-            source = qkv + row * WIDTH + (head * GROUP + r // ROWS) * D
-            query = _rotated(source, positions, asks, q_norm, cos, sin, eps, NORMS, D)
-            mixed, top, weight = _attend_part(query, sees, keys + begin, values + begin, start, low, high, scale, R, D)
-            its = ((t * MOST_PARTS + part) * HK + head) * ROWS * GROUP + r
-            tl.store(sums + its[:, None] * D + d[None, :], mixed, mask=asks[:, None])
-            tl.store(stats + its * 2, top, mask=asks)
-            tl.store(stats + its * 2 + 1, weight, mask=asks)
-        before += HK * parts
-    if OVERLAPS:
-        gdc_launch_dependents()
-
-
-@triton.jit
-def add_parts(table, sums, stats, out, HQ: constexpr, D: constexpr, OVERLAPS: constexpr):
-    """out [16, HQ * D]: what the parts of `attend` give together, added in their order. Grid: query heads."""
-    r, d, head = tl.arange(0, ROWS), tl.arange(0, D), tl.program_id(0)
-    if OVERLAPS:
-        gdc_wait()
-    for t in range(tl.load(table).to(tl.int32)):
-        tile = table + TILES_AT + t * TILE
-        first, count = tl.load(tile).to(tl.int32), tl.load(tile + 1).to(tl.int32)
-        parts = tl.load(tile + 7).to(tl.int32)
-        top = tl.full((ROWS,), _LOW, tl.float32)
-        for part in tl.static_range(MOST_PARTS):  # unrolled: so loads do not wait for one another
-            its = ((t * MOST_PARTS + part) * HQ + head) * ROWS + r
-            there = r < tl.where(part < parts, count, 0)
-            top = tl.maximum(top, tl.load(stats + its * 2, mask=there, other=_LOW))
-        mixed, weight = tl.zeros((ROWS, D), tl.float32), tl.zeros((ROWS,), tl.float32)
-        for part in tl.static_range(MOST_PARTS):
-            its = ((t * MOST_PARTS + part) * HQ + head) * ROWS + r
-            there = r < tl.where(part < parts, count, 0)
-            fades = tl.exp(tl.load(stats + its * 2, mask=there, other=_LOW) - top)
-            weight += fades * tl.load(stats + its * 2 + 1, mask=there, other=0.0)
-            some = tl.load(sums + its[:, None] * D + d[None, :], mask=there[:, None], other=0.0)
-            mixed += fades[:, None] * some
-        found = mixed / tl.where(r < count, weight, 1.0)[:, None]
-        to = out + (first + r)[:, None] * (HQ * D) + head * D + d[None, :]
-        tl.store(to, found.to(out.dtype.element_ty), mask=(r < count)[:, None])
-    if OVERLAPS:
-        gdc_launch_dependents()
+        found = _tile(
+            loaded, half, _of_half(scale, half, 4), _of_half(more, half, 4), 4, EXTRA, OFFSET, True,
+            out.dtype.element_ty,
+        )  # fmt: skip
+        to = out + columns[:, None].to(tl.int64) * K + (i + half * LANES + lanes)[None, :]
+        tl.store(to, found, mask=(columns < N)[:, None])

@@ -145,8 +145,7 @@ class DecoderLayers:
         taps: layers whose inputs `features` has.
         features: of the last forward [n, len(taps) * hidden].
         scoring: with a window for each layer.
-        is_plain: whether the kernels of `decode` compute the layers: Llama's, perhaps with norms of each head, and with
-            biases of all matrices but gate and up.
+        scales, gate: multipliers and caps, and the activation of the gate.
 
     Args:
         context: a window at least as long is none.
@@ -172,8 +171,8 @@ class DecoderLayers:
         self.vocab_size, self.dtype = int(config.vocab_size), model.dtype
         self.eps, self._cache_dtype = float(config.rms_norm_eps), cache_dtype
         self._rotated = rotated(forward, settings, width)
-        self._scales = Scales.of(forward, settings, width, model.dtype)
-        self._gate: Literal["silu", "gelu"] = "silu" if activation_of(settings) in ("silu", "swish") else "gelu"
+        self.scales = Scales.of(forward, settings, width, model.dtype)
+        self.gate: Literal["silu", "gelu"] = "silu" if activation_of(settings) in ("silu", "swish") else "gelu"
         one = partial(matrix, dtype=model.dtype, rounding=rounding, plain=plain)
         # Rounded matrices round each result once more: sums over the layers in float32 make up for half of that.
         self.embedding = inner.embed_tokens.weight
@@ -185,7 +184,7 @@ class DecoderLayers:
         kinds = layer_kinds(forward, settings)
         windows = tuple(0 if kind.window >= context else kind.window for kind in kinds)
         sinks = tuple(each.self_attn.sinks.detach().to(cache_dtype) for each in inner.layers if forward.has_sinks)
-        self.scoring = Scoring(windows, self._scales.attention, self._scales.attention_cap, sinks)
+        self.scoring = Scoring(windows, self.scales.attention, self.scales.attention_cap, sinks)
         self.layers = [
             Layer.of(layer, kind, forward, settings, one, plain or self.embedding.is_cuda)
             for layer, kind in zip(inner.layers, kinds, strict=True)
@@ -194,17 +193,6 @@ class DecoderLayers:
         self.taps = tapped(len(self.layers)) if features else ()
         self.features: torch.Tensor | None = None
         self.head = one(model.lm_head, wide=True)
-        self.is_plain = (
-            not any(windows)
-            and all(kind.rope == "" for kind in kinds)
-            and (forward.norms, forward.norm_shift) == (Forward().norms, None)
-            and forward.head_norms != "all"
-            and not (forward.scales_embedding or forward.has_multipliers or forward.has_caps)
-            and self._gate == "silu"
-            and not forward.has_sinks
-            and len({layer.experts is None for layer in self.layers}) == 1
-            and all(getattr(layer.gate_up, "bias", None) is None for layer in self.layers)
-        )
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -249,8 +237,8 @@ class DecoderLayers:
     ) -> torch.Tensor:
         """The last layer's states [n, hidden] of `ids` [n]. is_fed: see `Experts`."""
         hidden = self.embedding[ids]
-        if self._scales.embedding != 1:
-            hidden = hidden * self._scales.embedding
+        if self.scales.embedding != 1:
+            hidden = hidden * self.scales.embedding
         hidden = hidden.to(self._residual)
         tapped: dict[int, torch.Tensor] = {}
         for number, layer in enumerate(self.layers):
@@ -262,17 +250,17 @@ class DecoderLayers:
             if layer.experts is not None:
                 hidden = hidden + layer.experts(fed, is_fed)
             else:
-                hidden = self._add(hidden, layer.down, gated(layer.gate_up(fed, None), self._gate), layer.after_mlp)
+                hidden = self._add(hidden, layer.down, gated(layer.gate_up(fed, None), self.gate), layer.after_mlp)
         self.features = torch.cat([tapped[number] for number in self.taps], -1) if self.taps else None
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, vocab]."""
         head = self.head(self._normalise(hidden, self.norm), None)
-        if self._scales.logits != 1:
-            head = head * self._scales.logits
-        for row in head if self._scales.logits_cap else ():  # one by one: the last elements of a row are no vector
-            cap_scores(row, self._scales.logits_cap)
+        if self.scales.logits != 1:
+            head = head * self.scales.logits
+        for row in head if self.scales.logits_cap else ():  # one by one: the last elements of a row are no vector
+            cap_scores(row, self.scales.logits_cap)
         return head
 
     def _normalise(self, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
@@ -280,11 +268,11 @@ class DecoderLayers:
 
     def _add(self, hidden: torch.Tensor, product: Matrix, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         """`hidden` plus the product of x, after its norm and multiplier."""
-        if norm is None and self._scales.residual == 1:
+        if norm is None and self.scales.residual == 1:
             return product(x, hidden)
         part = product(x, None)
         part = part if norm is None else self._normalise(part, norm)
-        return hidden + (part if self._scales.residual == 1 else part * self._scales.residual)
+        return hidden + (part if self.scales.residual == 1 else part * self.scales.residual)
 
     def _attend(
         self,

@@ -118,7 +118,7 @@ class ForwardRunner:
                 self._record_all(slots)
         self.capabilities = Capabilities(
             slots=slots,
-            tree_nodes=FED if is_fixed else _TREE_NODES,
+            tree_nodes=(self._decode.most if self._decode else FED) if is_fixed else _TREE_NODES,
             launches=launches,
             row_invariant=is_invariant,
             features=len(self._layers.taps) * self._layers.embedding.shape[1],
@@ -133,14 +133,12 @@ class ForwardRunner:
 
     def _make_decode(self, record: Record | None) -> Decode | None:
         """The forward by our kernels; None where they are not to be had, with the reason in the log."""
-        if not self._layers.is_plain:
-            return None
         try:
             from pearl.models.forward.decode import make_decode
         except ImportError:
             log.info("Triton is not installed: forwards are torch's operations, recorded")
             return None
-        return make_decode(self._layers, self._slots, self._ropes[""], record or (lambda work: work))
+        return make_decode(self._layers, self._slots, self._ropes, record or (lambda work: work))
 
     def _record_all(self, slots: int) -> None:
         """Make every recording, the largest first: the smaller ones fit into the memory that it took."""
