@@ -286,7 +286,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from pearl.models.forward import expert_kernels, kernels
+from pearl.models.forward import expert_kernels, kernels, prompt_kernels
 
 TYPES = {"ids": "*i64", "counts": "*i32", "w_stride": "i32", "scales_stride": "i32"}
 TYPES |= {name: "*fp32" for name in ("squares", "x_squares", "sums")}
@@ -305,6 +305,20 @@ for bits, words, group, extra in (
         types = {name: "constexpr" if name in known else TYPES.get(name, "*bf16") for name in kernel.arg_names}
         types |= {"w": words} if "w" in types else {}
         triton.compile(ASTSource(kernel, types, known), target=GPUTarget("cuda", 90, 32))
+TYPES = {"given": "*i64", "inner": "fp32", "outer": "fp32"}
+for dim, window, other in ((64, 0, False), (128, 0, False), (256, 4096, True), (512, 0, True), (16, 128, True)):
+    tile = prompt_kernels.tile_of(dim)
+    sizes = {"HQ": 8, "HK": 2, "D": dim, "BM": tile.rows, "BN": tile.positions, "WINDOW": window}
+    sizes |= {"CAPS": other, "SINKS": other, "TURNS": True}
+    for kernel in (prompt_kernels.write, prompt_kernels.attend):
+        known = {name: size for name, size in sizes.items() if name in kernel.arg_names}
+        types = {name: TYPES.get(name, "i32" if "stride" in name else "*bf16") for name in kernel.arg_names}
+        types |= dict.fromkeys(known, "constexpr")
+        whole = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(types) if types[name][0] in "i*"}
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        made = triton.compile(ASTSource(kernel, types, known, whole), target=GPUTarget("cuda", 90, 32), options=options)
+        assert made.metadata.shared <= 232448, (dim, made.metadata.shared)  # a Hopper has no more
+        assert kernel is prompt_kernels.write or dim < 64 or "wgmma" in made.asm["ptx"], dim
 """
 
 
