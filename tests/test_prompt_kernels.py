@@ -11,7 +11,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 from pearl.models.feeds import Feed
 from pearl.models.forward import attention
-from pearl.models.forward.graphs import PREFILL, Rows
+from pearl.models.forward.graphs import FED, PREFILL, Rows
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.forward.slot_attention import PromptAttention
 from pearl.models.forward.slots import Slots
@@ -108,7 +108,7 @@ def gemma() -> PreTrainedModel:
 
 
 MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: model_of("llama"),
+    "llama": lambda: model_of("one layer"),
     "windows and caps": gemma,
     "windows, sinks and experts": lambda: model_of("experts with biases, windows and sinks"),
 }
@@ -119,7 +119,7 @@ def runner_of(model: PreTrainedModel, kernels: bool = True, **options: Any) -> F
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_prompts_are_those_of_torch(name: str) -> None:
+def test_prompts_are_those_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In two pieces, with rows of both, beside a token of another slot; and the same bits in that slot."""
     ours, theirs = (runner_of(MAKERS[name](), kernels, features=True) for kernels in (True, False))
     assert ours._graphs is not None
@@ -134,15 +134,21 @@ def test_prompts_are_those_of_torch(name: str) -> None:
     for some, rows in zip(*found, strict=True):
         torch.testing.assert_close(some, rows, rtol=1e-3, atol=1e-4)
     ours.rollback(0, 1)
-    again = torch.cat(
-        [feed_chain(ours, text(PREFILL + 9)[at : at + PREFILL], 9, 1, prompt=True) for at in (0, PREFILL)]
-    )
+    tokens, sizes, logits = text(PREFILL + 9), set[int](), ours._layers.logits
+
+    def noted(hidden: torch.Tensor) -> torch.Tensor:
+        sizes.add(len(hidden))
+        return logits(hidden)
+
+    monkeypatch.setattr(ours._layers, "logits", noted)
+    again = torch.cat([feed_chain(ours, tokens[at : at + PREFILL], 9, 1, prompt=True) for at in (0, PREFILL)])
     assert torch.equal(again[9:], found[0][0][21:])
     assert len(feed_chain(ours, text(2), 0, 1, prompt=True)) == 0
-    for slot, tokens in ((0, text(5)), (1, torch.tensor(text(5)))):
+    for slot, few in ((0, text(5)), (1, torch.tensor(text(5)))):
         ours.rollback(PREFILL, slot)
-        found.append([feed_chain(ours, tokens, 1, slot, prompt=True)])
+        found.append([feed_chain(ours, few, 1, slot, prompt=True)])
     assert torch.equal(found[2][0], found[3][0]), "ids on the device"
+    assert sizes == {FED}, "the head's kernel is always the same"
 
 
 @pytest.mark.parametrize("name", [name for name in MAKERS if name != "llama"])
