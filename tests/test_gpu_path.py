@@ -167,6 +167,20 @@ def test_recorded_forwards_give_the_bits_of_those_that_are_not(dtype: torch.dtyp
     assert at > 1024
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_prompts_by_our_kernels_are_those_of_torch() -> None:
+    """Recorded and not, in two slots, whose bits are the same."""
+    given = {"slots": 2, "kernels": True}, {"kernels": True, "records": False}, {"kernels": False}
+    runners = [ForwardRunner(random_llama(1200, torch.bfloat16).to(GPU), 1200, **some) for some in given]  # type: ignore
+    assert [each._graphs is not None and each._graphs.prompts is not None for each in runners] == [True, True, False]
+    tokens = some_tokens(runners[0], 1100)
+    rows = [feed_chain(runner, tokens, 600, prompt=True) for runner in runners]
+    assert torch.equal(rows[0], feed_chain(runners[0], tokens, 600, 1, prompt=True))
+    for some in rows[:2]:
+        assert (some - rows[2]).norm() < 0.03 * rows[2].norm()
+
+
 def test_announced_rows_are_received_where_messages_are_read() -> None:
     """Beside the forwards: over NCCL a row takes two waits for the device, which are not to be the loop's."""
     ends = memory_channels(32, 1.0)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
@@ -339,50 +337,6 @@ def test_gate_and_up() -> None:
     )  # fmt: skip
     both = linear(x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5) * norm, w)
     torch.testing.assert_close(out, silu(both[:, :40]) * both[:, 40:])
-
-
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from pearl.models.forward import attention_kernels, expert_kernels, kernels
-
-TYPES = {"table": "*i64", "ids": "*i64", "counts": "*i32"}
-TYPES |= {name: "i32" for name in ("w_stride", "scales_stride", "slot_stride", "head_stride")}
-TYPES |= {name: "*fp32" for name in ("squares", "x_squares", "part_squares", "sums", "stats")}
-TYPES |= {name: "fp32" for name in ("alpha", "limit", "eps", "scale", "multiplier")}
-SIZES = {"K": 512, "N": 48, "H": 256, "TOP": 8, "BN": 32, "PARTS": 2, "HQ": 6, "HK": 2, "D": 96, "WINDOW": 40}
-SIZES |= {name: True for name in ("BIAS", "CLAMPS", "ADDS", "SQUARES", "GELU", "TURNS", "SINKS", "OVERLAPS")}
-SIZES |= {"NORMS": 2, "CAP": 30.0}
-
-def compile(kernel, sizes, words="*bf16"):
-    known = {name: size for name, size in sizes.items() if name in kernel.arg_names}
-    types = {name: "constexpr" if name in known else TYPES.get(name, "*bf16") for name in kernel.arg_names}
-    types |= {"w": words} if "w" in types else {}
-    triton.compile(ASTSource(kernel, types, known), target=GPUTarget("cuda", 90, 32))
-
-for rows in (16, 64):
-    for kernel in (kernels.embed, kernels.add, attention_kernels.attend, attention_kernels.add_parts):
-        compile(kernel, SIZES | {"ROWS": rows})
-for bits, words, group, extra in (
-    (16, "*bf16", 512, 0), (8, "*i8", 512, 0), (8, "*i8", 16, 1), (8, "*fp8e4nv", 128, 0),
-    (4, "*u8", 32, 1), (4, "*u8", 128, 2), (4, "*u8", 32, 0), (4, "*u8", 512, 2),
-):
-    sizes = SIZES | {"BITS": bits, "BK": 256 if bits == 4 else 128, "GROUP": group, "EXTRA": extra, "OFFSET": 8.0}
-    chosen = [expert_kernels.expert_gate_up, expert_kernels.expert_down, *([kernels.dequantise] if bits == 4 else [])]
-    for kernel in chosen:
-        compile(kernel, sizes, words)
-    for rows in (16, 64):
-        for kernel in (kernels.multiply, kernels.gate_up):
-            compile(kernel, sizes | {"ROWS": rows}, words)
-"""
-
-
-def test_kernels_compile_for_a_gpu() -> None:
-    """Which needs none, and finds what the interpreter takes and the compiler does not."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    ended = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr[-2000:]
 
 
 def test_tables() -> None:

@@ -167,8 +167,9 @@ def of_shape(config: Mapping[str, Any], weights: int, item: int, context: int, s
         return Need(weights)
     hidden, vocab, heads = config["hidden_size"], config["vocab_size"], config["num_attention_heads"]
     positions = context + PREFILL  # padding rows are written after the text
-    # A prefill chunk: activations, and the attention mask of a group of heads. The largest CUDA graph: attention scores
-    # before and after the softmax, and logits.
+    # A prefill chunk: activations (where our kernels run, kept in the memory of a recording), and the attention mask of
+    # a group of heads (there is none then). The largest CUDA graph: attention scores before and after the softmax, and
+    # logits.
     piece = PREFILL * (4 * hidden + 3 * config["intermediate_size"] + max(heads // FED, 1) * positions) * item
     recorded = FED * (2 * heads * positions * item + 2 * vocab * item + 4 * vocab)
     return Need(weights, slots * _cache_bytes(config, positions, item), piece + recorded, context, slots)

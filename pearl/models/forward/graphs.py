@@ -1,8 +1,9 @@
 """Forwards in a few fixed sizes, recorded once and replayed: on a GPU that saves the kernels' launch times.
 
-A piece has one of two numbers of rows, `FED` for decoding (recorded) and `PREFILL` for prompts, however many tokens are
-fed, and looks at a number of positions that its first token's position determines: a recorded one at one of a few
-numbers, a prompt's at all up to its end.  Rows beyond the tokens are padding, discarded; positions that a row must not
+A piece has one of two numbers of rows, `FED` for decoding and `PREFILL` for prompts, however many tokens are fed, and
+looks at a number of positions that its first token's position determines: one for decoding at one of a few numbers, for
+each of which there is a recording, a prompt's at all up to its end: with our kernels by one recording for all (see
+`prompts`), else unrecorded.  Rows beyond the tokens are padding, discarded; positions that a row must not
 see are masked.  So the same kernels compute a token's row
 over the same shapes in every forward, and its logits are the same bits.  A forward that crosses a limit is split there.
 
@@ -13,11 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from pearl.models.feeds import Feed, ancestors, depths
+
+if TYPE_CHECKING:
+    from pearl.models.forward.prompts import Prompts
 
 FED = 16  # rows of a recorded forward; 16 cost as much as 1 where reading the weights takes longest
 PREFILL = 512  # rows of a piece of a longer forward; the coordinator cuts prompts at multiples of it too
@@ -75,10 +79,14 @@ class Graphs:
         step: computes a piece; its kernels depend on shapes, `end` and `rows` only.
         room: positions of the cache.
         record: makes one recording; it may run the work several times.
+
+    Attributes:
+        prompts: computes prompts by our kernels, where there are.
     """
 
     def __init__(self, step: Step, room: int, record: Record) -> None:
         self._step, self._room, self._record = step, room, record
+        self.prompts: Prompts | None = None
         self._known: dict[tuple[int, int], tuple[torch.Tensor, Callable[[], Rows]]] = {}  # by slot and end
 
     def forward(self, feed: Feed, start: int, device: torch.device) -> tuple[Rows, int]:
@@ -87,24 +95,24 @@ class Graphs:
         """
         end = start + len(feed.tokens)
         if feed.parents is not None:
-            logits, features = self._few(feed, start, visible(end - 1), device)
-            return (logits[-feed.rows :], features), start + FED
+            return self._few(feed, start, visible(end - 1), device), start + FED
         found, seen, written, size = [], list[torch.Tensor](), 0, PREFILL if feed.prompt else FED
         for begin, stop in pieces(start, len(feed.tokens), size):
             rows = min(stop - begin, max(0, stop - (end - feed.rows)))
             piece = replace(feed, tokens=feed.tokens[begin - start : stop - start], rows=rows)
             if size == FED:
                 logits, features = self._few(piece, begin, visible(begin), device)
+            elif self.prompts is not None:
+                logits, features = self.prompts.forward(piece, begin)
             else:
                 logits, features = self._many(piece, begin, device)
-            logits = logits[stop - begin - rows :]
             found.append(logits.clone() if stop < end else logits)
             seen += [] if features is None else [features.clone() if stop < end else features]
             written = begin + size
         return (torch.cat(found) if len(found) > 1 else found[0], torch.cat(seen) if seen else None), written
 
     def _few(self, feed: Feed, start: int, end: int, device: torch.device) -> Rows:
-        """Of every token of a chain or tree of at most `FED`, recorded."""
+        """Of a chain or tree of at most `FED` tokens, recorded."""
         count, end = len(feed.tokens), min(end, self._room)
         known = [0] * count if isinstance(feed.tokens, torch.Tensor) else list(feed.tokens)
         depth = list(range(FED)) if feed.parents is None else depths(feed.parents)
@@ -118,10 +126,10 @@ class Graphs:
         if isinstance(feed.tokens, torch.Tensor):
             buffer[1 : 1 + count] = feed.tokens
         logits, features = replay()
-        return logits[:count], None if features is None else features[:count]
+        return logits[count - feed.rows : count], None if features is None else features[:count]
 
     def _many(self, feed: Feed, start: int, device: torch.device) -> Rows:
-        """Of every token of a chain of at most `PREFILL` tokens; no logits where the feed asks for none."""
+        """Of a chain of at most `PREFILL` tokens, in torch's operations."""
         count = len(feed.tokens)
         known = [0] * count if isinstance(feed.tokens, torch.Tensor) else list(feed.tokens)
         given = torch.tensor([start, *known, *[0] * (PREFILL - count)], pin_memory=device.type == "cuda")
@@ -129,10 +137,8 @@ class Graphs:
         if isinstance(feed.tokens, torch.Tensor):
             buffer[1 : 1 + count] = feed.tokens
         piece = Piece(buffer[:1], buffer[1:], buffer[1:], None)
-        rows = count if feed.rows else 0
-        logits, features = self._step(piece, feed.slot, start + PREFILL, rows)
-        features = None if features is None else features[:count]
-        return (logits if rows else logits.new_empty(count, logits.shape[-1])[:count]), features
+        logits, features = self._step(piece, feed.slot, start + PREFILL, count if feed.rows else 0)
+        return logits[len(logits) - feed.rows :], None if features is None else features[:count]
 
     def record(self, slot: int, end: int, device: torch.device) -> None:
         """Record the forward that looks at `end` positions of a slot. Writes to its first `FED` positions.

@@ -32,7 +32,7 @@ from pearl.models.forward.experts import Experts
 from pearl.models.forward.matrices import Matrix, Rounding, gated, matrix, normalise
 from pearl.models.forward.probe import Heads, attention_is_invariant, least_rows, probe_rows
 from pearl.models.forward.quantised import QuantisedMatrix, Weights
-from pearl.models.forward.slot_attention import NativeAttention
+from pearl.models.forward.slot_attention import NativeAttention, PromptAttention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -232,10 +232,14 @@ class DecoderLayers:
         self,
         ids: torch.Tensor,
         ropes: Mapping[str, Rope],
-        slots: Attends | NativeAttention,
+        slots: Attends | NativeAttention | PromptAttention,
         is_fed: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The last layer's states [n, hidden] of `ids` [n]. is_fed: see `Experts`."""
+        """The last layer's states [n, hidden] of `ids` [n].
+
+        Args:
+            ropes: of the rows, or of all positions: see `slots`. is_fed: see `Experts`.
+        """
         hidden = self.embedding[ids]
         if self.scales.embedding != 1:
             hidden = hidden * self.scales.embedding
@@ -280,21 +284,23 @@ class DecoderLayers:
         number: int,
         hidden: torch.Tensor,
         ropes: Mapping[str, Rope],
-        slots: Attends | NativeAttention,
+        slots: Attends | NativeAttention | PromptAttention,
     ) -> torch.Tensor:
         """The attention output of each row, [n, heads * head_dim]."""
         n, heads, both, dim = len(hidden), self.heads.query, self.heads.query + self.heads.kv, self.heads.dim
         states = layer.qkv(self._normalise(hidden, layer.attention_norm), None).view(n, -1, dim)
+        rope = None if layer.kind.rope is None else ropes[layer.kind.rope]
         if isinstance(slots, NativeAttention):
-            rope = None if layer.kind.rope is None else ropes[layer.kind.rope]
             return slots.attend_states(number, states, (layer.q_norm, layer.k_norm), rope)
         facing = states[:, :both]  # queries and keys
         if layer.q_norm is not None and layer.k_norm is not None:
             parts = (facing[:, :heads], layer.q_norm), (facing[:, heads:], layer.k_norm)
             facing = torch.cat([self._head_norm(part, norm) for part, norm in parts], 1)
         facing = facing.to(self._cache_dtype)
-        if layer.kind.rope is not None:
-            cos, sin = ropes[layer.kind.rope]
+        if isinstance(slots, PromptAttention):
+            return slots.attend_unturned(number, facing, states[:, both:], rope)
+        if rope is not None:
+            cos, sin = rope
             # Two products and a sum, each rounded by itself: a fused multiply-add would be one only where it is
             # vectorised.
             facing = (facing * cos).add_(facing.roll(dim // 2, -1).mul_(sin))

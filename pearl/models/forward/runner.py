@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from pearl.models.checkpoints.direct import Decoder
     from pearl.models.forward.decode import Decode
+    from pearl.models.forward.prompts import Prompts
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +70,8 @@ class ForwardRunner:
         records: whether forwards of up to `FED` tokens are recorded on a GPU, as CUDA graphs.
         record: replaces the recorder of CUDA graphs, and makes a CPU compute in the fixed sizes of a GPU (for tests).
         rounding: how matrices are rounded: see `quantised.rounded`.
-        kernels: whether tokens that are no prompt's are computed by our own kernels (`decode`); None: on a GPU, if
-            forwards are recorded, Triton is installed and they fit the model.
+        kernels: whether tokens are computed by our own kernels (`decode`, `prompts`); None: on a GPU,
+            if forwards are recorded, Triton is installed and they fit the model.
         features: whether hidden states are kept for a head.
     """
 
@@ -92,7 +93,11 @@ class ForwardRunner:
         # Pieces of a fixed size write padding after the text.  Whole blocks: attention copies a mask whose rows are no
         # multiple of a few elements, once a layer.
         self._room = attention.whole_blocks(context) + (PREFILL if is_fixed else 0)
-        self._graphs = self._make_graphs(record, records) if is_fixed else None
+        self._graphs: Graphs | None = None
+        if is_fixed:
+            attention.plan_no_shapes(self.device)
+            recorder = record or (record_on_gpu(self.device) if records else lambda work: work)
+            self._graphs = Graphs(self._fixed, self._room, recorder)
         self._decode: Decode | None = None
         # Products of bfloat16 take a CPU two to four times as long: it would lay the keys out anew for each of them.
         cache_dtype, is_invariant = model.dtype if is_fixed else torch.float32, True
@@ -113,6 +118,8 @@ class ForwardRunner:
             self._slots = Slots(shape, cache_dtype, self.device)
             self._is_native = not is_fixed and native.computes(self._layers.embedding) and native.attends(heads)
             if kernels or (kernels is None and records and self.device.type == "cuda"):
+                if self._graphs is not None:
+                    self._graphs.prompts = self._make_prompts(recorder)
                 self._decode = self._make_decode(record_on_gpu(self.device) if records and not record else record)
             if launches and self._decode is None:
                 self._record_all(slots)
@@ -125,11 +132,18 @@ class ForwardRunner:
             prompt_piece=PREFILL if is_fixed else 1,
         )
 
-    def _make_graphs(self, record: Record | None, records: bool) -> Graphs:
-        if record is None:
-            attention.plan_no_shapes(self.device)
-            record = record_on_gpu(self.device) if records else lambda work: work
-        return Graphs(self._fixed, self._room, record)
+    def _make_prompts(self, record: Record) -> Prompts | None:
+        """Prompts by our kernels; None where they are not to be had. Recorded first: they take the most memory."""
+        try:
+            from pearl.models.forward.prompts import make_prompts
+        except ImportError:
+            log.info("Triton is not installed: prompts are torch's operations")
+            return None
+
+        def expected(piece: Piece) -> torch.Tensor:
+            return self._hidden_states(piece, 0, PREFILL)
+
+        return make_prompts(self._layers, self._slots, self._ropes, record, expected)
 
     def _make_decode(self, record: Record | None) -> Decode | None:
         """The forward by our kernels; None where they are not to be had, with the reason in the log."""
@@ -249,7 +263,12 @@ class ForwardRunner:
         return logits
 
     def _fixed(self, piece: Piece, slot: int, end: int, rows: int) -> Rows:
-        """Logits of the first `rows` tokens of a piece; only the sizes decide what is computed.
+        """Logits of the first `rows` tokens of a piece, and features; only the sizes decide what is computed."""
+        hidden = self._hidden_states(piece, slot, end)
+        return self._layers.logits(hidden[:rows]), self._layers.features
+
+    def _hidden_states(self, piece: Piece, slot: int, end: int) -> torch.Tensor:
+        """[n, hidden] after the last layer.
 
         Args:
             end: how many positions are looked at; a prompt's piece ends there.
@@ -261,8 +280,7 @@ class ForwardRunner:
         masks = {window: self._mask(piece, standing, end, window) for window in {*scoring.windows}}
         attends = FixedAttention(self._slots, slot, at, end, masks, scoring)
         is_fed = None if piece.sees is None else piece.sees != 0
-        hidden = self._layers.hidden_states(piece.ids, ropes, attends, is_fed)
-        return self._layers.logits(hidden[:rows]), self._layers.features
+        return self._layers.hidden_states(piece.ids, ropes, attends, is_fed)
 
     def _mask(self, piece: Piece, standing: torch.Tensor, end: int, window: int) -> torch.Tensor | None:
         """The mask [n, end] of a piece whose rows have the positions `standing`; None: see `FixedAttention`."""

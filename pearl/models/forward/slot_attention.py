@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -180,3 +181,45 @@ class FixedAttention:
             given = stacked[None], all_keys[None], all_values[None]
             mixed = scaled_dot_product_attention(*given, mask, scale=scale)[0]
         return mixed.view(kv_heads, -1, n, dim).permute(2, 0, 1, 3).reshape(n, -1)
+
+
+class PromptAttention:
+    """The rows of a prompt's piece, by the kernels of `prompt_kernels`: rotates queries and keys, too.
+
+    Args:
+        given: slot, position of the first row, and number of tokens, on the device.
+    """
+
+    def __init__(self, given: torch.Tensor, slots: Slots, scoring: attention.Scoring) -> None:
+        self._given, self._slots, self._scoring = given, slots, scoring
+
+    def attend_unturned(
+        self, layer: int, facing: torch.Tensor, values: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
+        """The attention output [n, heads * head_dim] of rows with queries and keys [n, heads + kv_heads, head_dim].
+
+        Args:
+            values: [n, kv_heads, head_dim].
+            rope: tables of all positions; None: nothing is rotated.
+        """
+        from pearl.models.forward import prompt_kernels as kernels
+
+        (n, both, dim), kv_heads, slots = facing.shape, values.shape[1], self._slots
+        keys, all_values, heads = slots.keys[:, layer], slots.values[:, layer], both - kv_heads
+        windows, scale, cap, _ = self._scoring
+        sinks, out = self._scoring.sinks_of(layer), facing.new_empty(n, heads * dim)
+        cos, sin = (facing, facing) if rope is None else rope
+        strides = keys.stride(0), keys.stride(1), facing.stride(0)
+        sizes, log2e = {"HQ": heads, "D": dim, "TURNS": rope is not None}, 1 / math.log(2)
+        some = min(32, n)
+        kernels.write[(n // some, kv_heads)](
+            self._given, facing, values, cos, sin, keys, all_values, *strides, values.stride(0), BM=some, **sizes
+        )
+        tile = kernels.tile_of(dim)
+        rows = min(tile.rows, n)
+        kernels.attend[(heads, n // rows)](
+            self._given, facing, keys, all_values, cos, sin, facing if sinks is None else sinks, out, *strides,
+            2 * scale * log2e / cap if cap else scale * log2e, cap * log2e, HK=kv_heads, BM=rows, BN=tile.positions,
+            WINDOW=windows[layer], CAPS=cap != 0, SINKS=sinks is not None, **sizes, **tile.options(facing.device),
+        )  # fmt: skip
+        return out

@@ -1,0 +1,68 @@
+"""Every Triton kernel of our forward is compiled for a GPU, which needs none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from pearl.models.forward import attention_kernels, expert_kernels, kernels, prompt_kernels
+
+TYPES = {"table": "*i64", "ids": "*i64", "counts": "*i32"}
+TYPES |= {name: "i32" for name in ("w_stride", "scales_stride", "slot_stride", "head_stride")}
+TYPES |= {name: "*fp32" for name in ("squares", "x_squares", "part_squares", "sums", "stats")}
+TYPES |= {name: "fp32" for name in ("alpha", "limit", "eps", "scale", "multiplier")}
+SIZES = {"K": 512, "N": 48, "H": 256, "TOP": 8, "BN": 32, "PARTS": 2, "HQ": 6, "HK": 2, "D": 96, "WINDOW": 40}
+SIZES |= {name: True for name in ("BIAS", "CLAMPS", "ADDS", "SQUARES", "GELU", "TURNS", "SINKS", "OVERLAPS")}
+SIZES |= {"NORMS": 2, "CAP": 30.0}
+
+def compile(kernel, sizes, words="*bf16"):
+    known = {name: size for name, size in sizes.items() if name in kernel.arg_names}
+    types = {name: "constexpr" if name in known else TYPES.get(name, "*bf16") for name in kernel.arg_names}
+    types |= {"w": words} if "w" in types else {}
+    triton.compile(ASTSource(kernel, types, known), target=GPUTarget("cuda", 90, 32))
+
+for rows in (16, 64):
+    for kernel in (kernels.embed, kernels.add, attention_kernels.attend, attention_kernels.add_parts):
+        compile(kernel, SIZES | {"ROWS": rows})
+for bits, words, group, extra in (
+    (16, "*bf16", 512, 0), (8, "*i8", 512, 0), (8, "*i8", 16, 1), (8, "*fp8e4nv", 128, 0),
+    (4, "*u8", 32, 1), (4, "*u8", 128, 2), (4, "*u8", 32, 0), (4, "*u8", 512, 2),
+):
+    sizes = SIZES | {"BITS": bits, "BK": 256 if bits == 4 else 128, "GROUP": group, "EXTRA": extra, "OFFSET": 8.0}
+    chosen = [expert_kernels.expert_gate_up, expert_kernels.expert_down, *([kernels.dequantise] if bits == 4 else [])]
+    for kernel in chosen:
+        compile(kernel, sizes, words)
+    for rows in (16, 64):
+        for kernel in (kernels.multiply, kernels.gate_up):
+            compile(kernel, sizes | {"ROWS": rows}, words)
+TYPES = {"given": "*i64", "inner": "fp32", "outer": "fp32"}
+for dim, window, other in ((64, 0, False), (128, 0, False), (256, 4096, True), (512, 0, True), (16, 128, True)):
+    tile = prompt_kernels.tile_of(dim)
+    sizes = {"HQ": 8, "HK": 2, "D": dim, "BM": tile.rows, "BN": tile.positions, "WINDOW": window}
+    sizes |= {"CAPS": other, "SINKS": other, "TURNS": True}
+    for kernel in (prompt_kernels.write, prompt_kernels.attend):
+        known = {name: size for name, size in sizes.items() if name in kernel.arg_names}
+        types = {name: TYPES.get(name, "i32" if "stride" in name else "*bf16") for name in kernel.arg_names}
+        types |= dict.fromkeys(known, "constexpr")
+        whole = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(types) if types[name][0] in "i*"}
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        made = triton.compile(ASTSource(kernel, types, known, whole), target=GPUTarget("cuda", 90, 32), options=options)
+        assert made.metadata.shared <= 232448, (dim, made.metadata.shared)  # a Hopper has no more
+        assert kernel is prompt_kernels.write or dim < 64 or "wgmma" in made.asm["ptx"], dim
+"""
+
+
+def test_kernels_compile_for_a_gpu() -> None:
+    """Which needs none, and finds what the interpreter takes and the compiler does not."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ended = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-2000:]
