@@ -270,27 +270,29 @@ def test_our_kernels_prepare_in_one_recorded_forward(monkeypatch: pytest.MonkeyP
     from tests.test_kernels import model_of
 
     own = ForwardRunner(model_of("one layer"), 64, spare=3, record=record, kernels=True)
-    runner, prompt = Counting(own), tuple(range(3, 20))
-    proposer = opened(runner, prompt, "coupled", 1.0, 3)
+    runner = Counting(own)
+    proposer = opened(runner, PROMPT, "ratio", 1.0, 3)
     assert proposer.chains
     proposer.model.times = NoTimes()
-    first = drafted(proposer, 0, prompt, 8, 0).tokens
-    second = drafted(proposer, 17, first, 8, 1).tokens
+    first = drafted(proposer, 0, PROMPT, 8, 0).tokens
+    second = drafted(proposer, 3, first, 8, 1).tokens
     replays.clear()
     runner.fed.clear()
-    drafted(proposer, 18, second, 8, 2)
-    found = proposer.collect(proposer.launch(Draft(19, (), 0, 3, 4, request=1))).branches
+    drafted(proposer, 4, second, 8, 2)
+    found = proposer.collect(proposer.launch(Draft(5, (), 0, 3, 4, request=1))).branches
     assert [len(feeds) for feeds in runner.fed] == [4, 3]
     assert len(replays) == 2
-    branch = next(each for each in found if each.after is not None and each.after[0] == 18)
+    branch = max(found, key=lambda each: len(each.tokens))
     assert branch.after is not None
-    proposer.rollback(18, 1)
-    after = drafted(proposer, 18, (branch.after[1], *branch.tokens), 3, len(branch.tokens))
+    position, other = branch.after
+    proposer.rollback(position, 1)
+    after = drafted(proposer, position, (other, *branch.tokens), 1, len(branch.tokens))
     assert [*runner.fed[-1][0].tokens] == [branch.tokens[-1]], "all else is in the cache"
-    alone, start, fed = opened(own, prompt, "coupled", 1.0, 0), 0, (*prompt, *first, branch.after[1])
-    for token in (*branch.tokens, *after.tokens):
+    alone, start, fed = opened(own, PROMPT, "ratio", 1.0, 0), 0, (*(*PROMPT, *first, *second)[:position], other)
+    for token, row in zip((*branch.tokens, *after.tokens), (*branch.rows, *after.rows), strict=True):
         one = drafted(alone, start, fed, 1, 0)
         assert one.tokens == (token,)
+        assert torch.equal(one.rows[0], row)
         start, fed = start + len(fed), one.tokens
 
 
