@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import pytest
@@ -13,9 +14,13 @@ from hypothesis import strategies as st
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
 from pearl.drafting.model import ModelProposer
+from pearl.drafting.proposer import Launched
+from pearl.drafting.step import Step
 from pearl.lab.simulate import Outcome, Timing
 from pearl.models.checkpoints.loading import load_runner
-from pearl.models.runner import Feed, ModelRunner, WrappedRunner
+from pearl.models.forward.graphs import FED, Rows
+from pearl.models.forward.runner import ForwardRunner
+from pearl.models.runner import Capabilities, Feed, ModelRunner, WrappedRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Draft, Drafted, Open
 from pearl.protocol.messages import Source
@@ -26,16 +31,42 @@ from tests.tiny import tiny_model
 from tests.virtual import decoded as simulated
 
 
-def decode(method: str, window: str, gamma: int, branches: int, seconds: float) -> Outcome:
+def decode(method: str, window: str, gamma: int, branches: int, seconds: float, chains: bool = False) -> Outcome:
     """By the models of a text that repeats: the next token depends on the last."""
     asked = RequestOptions(method, window, gamma, "coupled", branches=branches)
     timing = Timing(1.0, lambda _: seconds)
-    return simulated(alpha_pair(VOCAB, 0.6, order=1), VOCAB, asked, Sampling(1.0, seed=5), 60, timing, PROMPT)
+    return simulated(
+        alpha_pair(VOCAB, 0.6, order=1), VOCAB, asked, Sampling(1.0, seed=5), 60, timing, PROMPT, chains=chains
+    )
 
 
-def test_a_foreseen_rejection_costs_no_window() -> None:
-    """With a draft that is as fast as can be, a branch makes fewer steps of the same text."""
-    plain, ahead = (decode("pearl", "stream", 6, branches, 6.0) for branches in (0, 7))
+@pytest.mark.parametrize("idle", [None, 0.5, 1e6])
+def test_a_foreseen_rejection_costs_no_window(idle: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a draft that is as fast as can be, a branch makes fewer steps and forwards of the same text.
+
+    `idle`: forward times that a device loses where the next one is not chained; None: forwards are not chained.
+    """
+    monkeypatch.setattr("pearl.execution.ahead._LEAST_LEAD", idle or 0.0)
+    launched, real = list[str](), ModelProposer.launch
+
+    def launch(proposer: ModelProposer, command: Draft, after: Launched | None = None) -> Step:
+        step = real(proposer, command, after)
+        launched.append("hedge" if command.hedge else "chained" if after else type(step).__name__)
+        return step
+
+    monkeypatch.setattr(ModelProposer, "launch", launch)
+    plain = decode("pearl", "stream", 6, 0, 6.0, idle is not None)
+    before = Counter(launched)
+    launched.clear()
+    ahead = decode("pearl", "stream", 6, 7, 6.0, idle is not None)
+    now = Counter(launched)
+    assert now["hedge"]
+    assert before["chained"] > 0.8 * before.total() if idle else not before["chained"] + now["chained"]
+    if idle == 1e6:
+        assert not now["GuessStep"], "at the look-ahead limit alone branches cost no chain"
+    else:
+        assert bool(now["chained"]) == bool(idle), "where none is worth a wait it still chains"
+        assert now.total() - now["hedge"] < 0.8 * before.total()
     assert ahead.tokens == plain.tokens
     assert ahead.target_steps < plain.target_steps
     assert ahead.counts.accepted_by_source[Source.BRANCH] > 0
@@ -71,6 +102,13 @@ class Counting(WrappedRunner):
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         self.fed.append(list(feeds))
         return super().forward(feeds)
+
+
+class NoTimes(ForwardTimes):
+    """While no time is known all rows are used: what happens depends on no clock."""
+
+    def observe(self, fed: int, seconds: float) -> None:
+        pass
 
 
 def opened(runner: ModelRunner, prompt: tuple[int, ...], rule: str, temperature: float, most: int) -> ModelProposer:
@@ -137,13 +175,6 @@ def test_what_is_prepared_is_what_would_be_drafted(
     assert after.tokens == drafted(alone, 0, (*text[:position], other, *branch.tokens), 1, 0).tokens
 
 
-class NoTimes(ForwardTimes):
-    """While no time is known all rows are used: what happens depends on no clock."""
-
-    def observe(self, fed: int, seconds: float) -> None:
-        pass
-
-
 @settings(max_examples=60)
 @given(st.data())
 def test_slots_hold_what_their_continuations_say(data: st.DataObject) -> None:
@@ -191,6 +222,78 @@ def test_slots_hold_what_their_continuations_say(data: st.DataObject) -> None:
                 text, pending = [*text[:at], token, *tokens], len(tokens)
                 known = text[: min(at, len(known))]
                 proposer.rollback(len(known), 1)
+
+
+class Fixed(Counting):
+    """In the fixed sizes of a GPU: so many rows, and launched ahead."""
+
+    capabilities = Capabilities(slots=40, tree_nodes=FED, launches=True)
+
+
+@pytest.mark.parametrize("texts", [1, 3])
+def test_no_forward_of_a_fixed_size_has_more_rows(texts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the texts' own tokens, guesses and branches; at the look-ahead limit all are branches, shared equally."""
+    monkeypatch.setattr("pearl.drafting.branches._LEAST_CHANCE", 0.0)
+    runner = Fixed(ToyRunner(VOCAB, alpha_pair(VOCAB, 0.5, order=1)[1], slots=40))
+    proposer = ModelProposer(runner, VOCAB, texts=texts)
+    proposer.model.times = NoTimes()
+    options = RequestOptions(rule="coupled", branches=30, draft_lookup=8, sampling=Sampling(1.0, seed=4))
+    drafts = [Draft(0, PROMPT, 20, request=slot) for slot in range(texts)]
+    for draft in drafts:
+        proposer.open(Open(PROMPT, options, draft.request, request=draft.request))
+    for _ in range(8):
+        found = [proposer.collect(each) for each in proposer.launch_together(drafts) if isinstance(each, Step)]
+        for slot, (draft, each) in enumerate(zip(drafts, found, strict=True)):
+            start, pending = draft.start + len(draft.tokens) + each.cached, draft.pending + len(each.tokens)
+            drafts[slot] = Draft(start, each.tokens[each.cached :], 20, pending, request=slot)
+    hedging = proposer.launch_together(
+        [Draft(each.start, (), 0, each.pending, 20, request=each.request) for each in drafts]
+    )
+    rows = [sum(len(feed.tokens) for feed in feeds) for feeds in runner.fed]
+    assert max(rows[:-1]) == rows[-1] == FED
+    assert {step.tokens for step in hedging if isinstance(step, Step)} <= {FED // texts, -(-FED // texts)}
+
+
+def test_our_kernels_prepare_in_one_recorded_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Branches are rows of the forward that there is: bits, texts and adoption are those of single forwards."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr("pearl.drafting.branches._LEAST_CHANCE", 0.0)
+    replays = list[int]()
+
+    def record(work: Callable[[], Rows]) -> Callable[[], Rows]:
+        def replay() -> Rows:
+            replays.append(1)
+            return work()
+
+        return replay
+
+    from tests.test_kernels import model_of
+
+    own = ForwardRunner(model_of("one layer"), 64, spare=3, record=record, kernels=True)
+    runner = Counting(own)
+    proposer = opened(runner, PROMPT, "ratio", 1.0, 3)
+    assert proposer.chains
+    proposer.model.times = NoTimes()
+    first = drafted(proposer, 0, PROMPT, 8, 0).tokens
+    second = drafted(proposer, 3, first, 8, 1).tokens
+    replays.clear()
+    runner.fed.clear()
+    drafted(proposer, 4, second, 8, 2)
+    found = proposer.collect(proposer.launch(Draft(5, (), 0, 3, 4, request=1))).branches
+    assert [len(feeds) for feeds in runner.fed] == [4, 3]
+    assert len(replays) == 2
+    branch = max(found, key=lambda each: len(each.tokens))
+    assert branch.after is not None
+    position, other = branch.after
+    proposer.rollback(position, 1)
+    after = drafted(proposer, position, (other, *branch.tokens), 1, len(branch.tokens))
+    assert [*runner.fed[-1][0].tokens] == [branch.tokens[-1]], "all else is in the cache"
+    alone, start, fed = opened(own, PROMPT, "ratio", 1.0, 0), 0, (*(*PROMPT, *first, *second)[:position], other)
+    for token, row in zip((*branch.tokens, *after.tokens), (*branch.rows, *after.rows), strict=True):
+        one = drafted(alone, start, fed, 1, 0)
+        assert one.tokens == (token,)
+        assert torch.equal(one.rows[0], row)
+        start, fed = start + len(fed), one.tokens
 
 
 def test_a_continuation_that_cannot_be_drawn_ends_alone() -> None:

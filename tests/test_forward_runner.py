@@ -206,8 +206,10 @@ def test_all_recordings_are_made_at_load(context: int, recordings: int, monkeypa
         made.append(work)
         return into_one_buffer(work)
 
-    runner = ForwardRunner(AutoModelForCausalLM.from_pretrained(tiny_model()), context, slots=2, record=record)
+    runner = ForwardRunner(AutoModelForCausalLM.from_pretrained(tiny_model()), context, slots=2, spare=3, record=record)
     assert len(made) == 2 * recordings
+    assert runner.capabilities.slots == 2, "a spare slot would have recordings of its own"
+    assert not runner.capabilities.together
     assert not runner._slots.keys.any(), "what recording has written is forgotten"
     for slot in (0, 1):
         for fed in (1, 3, 8, 16, 20, 1, 3, 8, 16, 20, 40):

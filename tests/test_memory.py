@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from pearl.errors import ModelError
 from pearl.models.checkpoints import memory
 from pearl.models.checkpoints.loading import load_runner
-from pearl.models.checkpoints.memory import Need, check_room, needed, of_shape
+from pearl.models.checkpoints.memory import Need, check_cache_fits, check_room, needed, of_shape
 from pearl.models.forward.graphs import PREFILL
 from pearl.models.forward.runner import ForwardRunner
 from tests.tiny import tiny_model
@@ -107,6 +108,12 @@ def test_what_cannot_fit_is_refused_before_anything_is_loaded(large: Path) -> No
     with pytest.raises(ModelError, match="--target-device cuda:0-1"):
         load_runner(str(large), device=GPU, progress=said.append)
     assert said == []
+
+
+def test_spare_slots_are_counted_in_the_memory_of_the_device(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda: 12 << 30)
+    left = [check_cache_fits("", SimpleNamespace(device=device), 8192, 1 << 30, 2) for device in (GPU, CPU)]
+    assert left == [84_000_000_000 // (1 << 30) - 2, 10]
 
 
 def test_over_two_gpus_it_fits_and_that_is_said_first(large: Path) -> None:

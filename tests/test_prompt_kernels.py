@@ -152,13 +152,15 @@ def test_prompts_are_those_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("name", [name for name in MAKERS if name != "llama"])
-def test_one_recording_serves_every_slot_and_start(name: str) -> None:
+def test_one_recording_serves_every_slot_and_start(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """But none is made where the host reads which experts are chosen; others are of a slot and an end."""
     made = []
 
     def record(work: Callable[[], Rows]) -> Callable[[], Rows]:
         made.append(work)
         return work
+
+    monkeypatch.setattr(ForwardRunner, "_make_decode", lambda self, record: None)
 
     runner = runner_of(MAKERS[name](), record=record)
     assert runner._graphs is not None

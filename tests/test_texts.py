@@ -60,7 +60,7 @@ def expected(rule: str, temperature: float) -> list[int]:
     ],
 )
 def test_a_text_depends_on_what_should_decide_it(method: str, rule: str, temperature: float, combined: Any) -> None:
-    """Seed, rule and models; not windows, timing, what guesses, stop policies, or whether a model takes trees."""
+    """Seed, rule and models; not windows, timing, what guesses, stop policies, nor what a model or a device can do."""
     spec, seen = METHODS[method], Counter[str]()
     axes: list[Any] = [
         WINDOWS,
@@ -71,11 +71,12 @@ def test_a_text_depends_on_what_should_decide_it(method: str, rule: str, tempera
         (0, 16) if spec.siblings else (0,),
         STOPS if spec.takes_stops else ["fixed"],
         (Chains, lambda runner: runner),
+        (False, True),
     ]
-    for window, timing, ahead, lookup, branches, siblings, stop, wrap in combined(*axes):
+    for window, timing, ahead, lookup, branches, siblings, stop, wrap, chains in combined(*axes):
         asked = RequestOptions(*(method, *window, rule, (), ahead, lookup, branches, siblings), stop, STOPS[stop])
-        found = outcome(asked, temperature, timing, wrap=wrap)
-        assert found.tokens == expected(rule, temperature), (asked, timing, wrap)
+        found = outcome(asked, temperature, timing, wrap=wrap, chains=chains)
+        assert found.tokens == expected(rule, temperature), (asked, timing, wrap, chains)
         counts = found.counts
         assert counts.resyncs == 0, "both sides always agreed on which continuation holds"
         assert branches or not counts.num_foreseen_rejections

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from scipy import stats
 
+from pearl.execution.ahead import Ahead
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.lab.simulate import Outcome, Timing, VirtualProposer, simulate
@@ -58,11 +60,13 @@ def decoded(
     wrap: Callable[[ModelRunner], ModelRunner] = lambda runner: runner,
     **options: Any,
 ) -> Outcome:
-    """`wrap`: around both runners. `options`: of the draft's proposer."""
+    """`wrap`: around both runners. `options`: of the draft's proposer; if that chains, it computes in its thread."""
     target, draft = (wrap(ToyRunner(vocab, each)) for each in pair)
     submit = Submit(1, prompt, len(prompt) + tokens, replace(decoding, sampling=sampling))
     proposer = VirtualProposer(draft, vocab, lambda fed: 1.0, **options)
-    return simulate(submit, TargetExecutor(target), DraftExecutor(proposer), timing)
+    executor = DraftExecutor(proposer)
+    with Ahead(executor, lambda: True) if proposer.chains else nullcontext(executor) as computing:
+        return simulate(submit, TargetExecutor(target), computing, timing)
 
 
 def likelihood(found: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:

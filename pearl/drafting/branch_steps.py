@@ -21,16 +21,17 @@ class BranchStep(Step):
 
     Args:
         beside: tokens that the forward is fed for other requests.
+        sharing: texts that share its other rows.
     """
 
-    def __init__(self, model: DraftModel, text: Text, command: Draft, beside: int) -> None:
+    def __init__(self, model: DraftModel, text: Text, command: Draft, beside: int, sharing: int = 1) -> None:
         unfed, branches = text.unfed(command), text.branches
         text.read_states(model.runner)
         self._has_own, self._continued = bool(unfed), list[Branch]()
         if branches is not None:
             cached, until, fed = model.runner.length(text.slot), model.runner.context, len(unfed)
             worth = branches.worth(text.max_branches, cached, until, command.hedge)
-            chances = [chance for chance, _ in worth]
+            chances = [chance for chance, _ in worth[: model.room(beside + fed) // sharing]]
             count = worthwhile(chances, beside + fed, float(fed > 0), model.times.seconds)
             self._continued = branches.make([after for _, after in worth[:count]], text.slot)
         feeds = [Feed(model.known(unfed), int(command.bonus), text.slot)] if unfed else []

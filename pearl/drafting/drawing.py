@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 import torch
 
 from pearl.decoding.sampling import read_draw, read_shortlist, shortlist
 from pearl.drafting.branch_steps import extend_branches
-from pearl.drafting.branches import Branch, see
+from pearl.drafting.branches import Branch, Outcome, see
 from pearl.drafting.rows import Row, draw_rows, shape_of
 from pearl.drafting.step import PROMPT_PIECE, DraftModel, Step, Text
 from pearl.models.runner import Feed
@@ -26,6 +27,8 @@ class DrawStep(Step):
 
     def __init__(self, model: DraftModel, text: Text, command: Draft, tokens: Sequence[int] | torch.Tensor) -> None:
         super().__init__(model, text, command, [Feed(tokens, 1, text.slot, prompt=command.prompt)])
+        is_known = not isinstance(tokens, torch.Tensor)
+        self._is_root = is_known and text.last_drawn != (self.end - 1, command.tokens[-1])
         self._features: torch.Tensor | None = None
         self._top: torch.Tensor | None = None
 
@@ -36,7 +39,7 @@ class DrawStep(Step):
         ((draw, self._probs),) = text.half.draft([row], [self.end])
         if text.window is not None:
             self._features = self._launched(shape_of(row, draw[1:]))
-        if text.ranks:
+        if text.ranks or text.branches is not None:
             self._top = self._launched(shortlist(row))
         if self.model.chains:
             # If logits are not finite the draw may be any number, and a wrong id would abort the process.
@@ -47,17 +50,26 @@ class DrawStep(Step):
         return values.to("cpu", non_blocking=True) if self.model.chains else values
 
     def collect(self) -> Drafted:
-        token, text, is_paused = read_draw(self._draw), self.text, False
+        token, text, is_paused, confidence = read_draw(self._draw), self.text, False, None
+        text.last_drawn = self.end, token
         if self.following is not None and text.index is not None:  # the next forward may be out without this token
             text.index.cut(self.end)
             text.index.extend([token])
         if self._features is not None:
             assert text.window is not None
-            is_paused = text.window.stops(self.end, token, self._features.tolist())
+            features = self._features.tolist()
+            confidence = text.window.confidence(self.end, features)
+            is_paused = text.window.stops(self.end, token, features)
             if is_paused and text.withholds:
                 return Drafted(paused=True)
-        seen = () if self._top is None else (see(read_shortlist(self._top)[0], self.end, token, text.half),)
-        return Drafted((token,), rows=() if self._probs is None else (self._probs,), paused=is_paused, seen=seen)
+        seen: tuple[Seen, ...] = ()
+        if self._top is not None:
+            (top,) = read_shortlist(self._top)
+            seen = (see(top, self.end, token, text.half, self._is_root, confidence),)
+            if text.branches is not None:
+                text.branches.add_drafted(self.end, token, seen[0])
+        rows = () if self._probs is None else (self._probs,)
+        return Drafted((token,), rows=rows, paused=is_paused, seen=seen if text.ranks else ())
 
 
 class GuessStep(Step):
@@ -132,30 +144,50 @@ class GuessStep(Step):
         )
 
 
-def plan_draw(model: DraftModel, text: Text, command: Draft, beside: int) -> Step:
+def plan_draw(model: DraftModel, text: Text, command: Draft, beside: int, sharing: int = 1) -> Step:
     """Feed the command's tokens, and beside them the guesses and branches that together make most tokens a second.
 
     Args:
         beside: tokens that the forward is fed for other requests.
+        sharing: texts that share its other rows.
     """
-    tokens, branches = text.unfed(command), text.branches
+    tokens, branches, chosen = text.unfed(command), text.branches, list[Outcome | None]()
     text.read_states(model.runner)
-    reach = 1.0 if branches is None else branches.reach()
     guesses, chances = text.guess(command)
-    worth: list[tuple[float, tuple[int, int]]] = []
-    if branches is not None and command.budget and len(tokens) <= PROMPT_PIECE:
-        until = command.start + len(command.tokens) + command.budget
-        worth = branches.worth(text.max_branches, model.runner.length(text.slot), until)
-    ranked = sorted([*(reach * chance for chance in chances), *(chance for chance, _ in worth)], reverse=True)
-    fed = beside + len(tokens)
-    count = worthwhile(ranked, fed, reach, model.seconds(fed))
-    least = ranked[count - 1] if count else 2.0
-    guesses = model.known(guesses[: sum(reach * chance >= least for chance in chances)])
-    continued: list[Branch] = []
-    if branches is not None:
-        continued = branches.make([after for chance, after in worth if chance >= least], text.slot)
     if not command.budget:
         return Step(model, text, command, [Feed(model.known(tokens), 0, text.slot, prompt=command.prompt)])
-    if guesses or branches is not None or (text.ranks and not model.chains):
+    if len(tokens) <= PROMPT_PIECE:
+        chosen = choose(model, text, command, chances, len(tokens), beside, sharing)
+    guesses, continued = model.known(guesses[: chosen.count(None)]), list[Branch]()
+    if branches is not None:
+        continued = branches.make([after for after in chosen if after is not None], text.slot)
+    if guesses or continued or (not model.chains and (branches is not None or text.ranks)):
         return GuessStep(model, text, command, tokens, guesses, continued)
     return DrawStep(model, text, command, model.known(tokens))
+
+
+def choose(
+    model: DraftModel,
+    text: Text,
+    command: Draft,
+    chances: Sequence[float],
+    own: int,
+    beside: int = 0,
+    sharing: int = 1,
+) -> list[Outcome | None]:
+    """What to feed beside a text's `own` tokens, the best first: outcomes to continue, and None for each guess.
+
+    Args:
+        chances: of the guesses, see `Text.guess`.
+        beside, sharing: see `plan_draw`.
+    """
+    reach, branches, fed = 1.0, text.branches, beside + own
+    ranked: list[tuple[float, Outcome | None]] = []
+    if branches is not None:
+        reach, until = branches.reach(), command.start + len(command.tokens) + command.budget
+        ranked += branches.worth(text.max_branches, model.runner.length(text.slot), until)
+    ranked += [(reach * chance, None) for chance in chances]
+    ranked = sorted(ranked, key=itemgetter(0), reverse=True)[: model.room(fed) // sharing]
+    seconds = model.times.seconds if beside else model.seconds(fed)  # forwards of several texts are not chained
+    count = worthwhile([chance for chance, _ in ranked], fed, reach, seconds)
+    return [after for _, after in ranked[:count]]

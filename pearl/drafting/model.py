@@ -13,7 +13,7 @@ from pearl.drafting.beams import LevelStep
 from pearl.drafting.branch_steps import BranchStep
 from pearl.drafting.branches import Branches
 from pearl.drafting.datastore import Datastore
-from pearl.drafting.drawing import DrawStep, plan_draw
+from pearl.drafting.drawing import DrawStep, choose, plan_draw
 from pearl.drafting.guesser import text_index
 from pearl.drafting.proposer import Launched, StopPolicy
 from pearl.drafting.step import DraftModel, Step, Text, make_mark
@@ -25,7 +25,6 @@ from pearl.models.runner import Feed, ModelRunner, unwrapped
 from pearl.protocol.events import Draft, Drafted, Open
 from pearl.protocol.foresight import Foresight
 from pearl.protocol.messages import HiddenStates
-from pearl.protocol.window import worthwhile
 
 
 class ModelProposer:
@@ -96,12 +95,10 @@ class ModelProposer:
         options, capabilities = command.options, self.runner.capabilities
         if options.draft_lookup:
             text.index = text_index(command.prompt, self._datastore)
-        # A recorded forward has a fixed number of rows, one of them for the last token.
-        text.max_guesses = (
-            min(options.draft_lookup, capabilities.tree_nodes - 1) if self.chains else options.draft_lookup
-        )
-        text.max_branches, text.ranks = options.branches, options.sends_runners_up
-        if options.branches and not (self.chains or text.withholds) and (spare := self._spare(text.slot)):
+        text.max_guesses, text.max_branches = options.draft_lookup, options.branches
+        text.ranks = options.sends_runners_up
+        may_branch = options.branches and capabilities.together and not text.withholds
+        if may_branch and (spare := self._spare(text.slot)):
             text.branches = Branches(self.runner, spare, self._foresight)
 
     @property
@@ -146,10 +143,11 @@ class ModelProposer:
 
     def awaits(self, command: Draft, delay: float) -> bool:
         self.model.delay = delay
+        if not self.model.times.measured:
+            return False
         text = self._texts[command.request]
-        chances = text.guess(command)[1] if text.index is not None and self.model.times.measured else []
         # The first guess is of the token that is waited for; those behind it would be fed with that.
-        return worthwhile(chances[1:], 1, 1.0, self.model.seconds(1)) > 0
+        return bool(choose(self.model, text, command, text.guess(command)[1][1:], 1))
 
     def launch(self, command: Draft, after: Launched | None = None) -> Step:
         """See `Proposer`. Untested on a GPU."""
@@ -157,19 +155,21 @@ class ModelProposer:
         step.marks[0].record()
         logits = self._forward(step.feeds)
         step.marks[1].record()
-        step.fed = sum(len(feed.tokens) for feed in step.feeds)
         step.draw(logits)
         step.marks[2].record()
         return step
 
     def launch_together(self, commands: Sequence[Draft]) -> list[Launched | Drafted]:
-        fed = [len(command.tokens) for command in commands]
-        steps = [self._step(each, beside=sum(fed) - own) for each, own in zip(commands, fed, strict=True)]
+        steps, left = list[Step](), sum(len(command.tokens) for command in commands)
+        for number, command in enumerate(commands):
+            left -= len(command.tokens)
+            planned = sum(step.tokens for step in steps)
+            steps.append(self._step(command, None, planned + left, len(commands) - number))
         began, forwarded = make_mark(self.device), make_mark(self.device)
         began.record()
         logits = self._forward([feed for step in steps for feed in step.feeds])
         forwarded.record()
-        in_all = sum(len(feed.tokens) for step in steps for feed in step.feeds)
+        in_all = sum(step.tokens for step in steps)
         launched: list[Launched | Drafted] = []
         for step in steps:
             own, logits = logits[: len(step.feeds)], logits[len(step.feeds) :]
@@ -182,8 +182,8 @@ class ModelProposer:
                 launched.append(Drafted(failure=str(error), request=step.command.request))
         return launched
 
-    def _step(self, command: Draft, after: Launched | None = None, beside: int = 0) -> Step:
-        """What to feed for one request; `beside`: tokens that the forward is fed for others."""
+    def _step(self, command: Draft, after: Launched | None = None, beside: int = 0, sharing: int = 1) -> Step:
+        """What to feed for one request; `beside`, `sharing`: see `plan_draw`."""
         text, model = self._texts[command.request], self.model
         assert self.runner.length(text.slot) == command.start, (self.runner.length(text.slot), command)
         if text.shaper is not None:
@@ -192,12 +192,14 @@ class ModelProposer:
         if text.window is not None and after is None:
             text.window.see(command.start, command.tokens, drafts=command.budget > 0)
         if command.hedge:
-            return BranchStep(model, text, command, beside)
+            return BranchStep(model, text, command, beside, sharing)
         if text.block is not None and command.budget:
             return LevelStep(model, text, command)
         if after is not None and after.following is not None:  # the host does not know the token, nor guesses behind it
+            if text.branches is not None:
+                text.branches.settle(command.start, (), command.start + 1 - command.pending)
             return DrawStep(model, text, command, after.following)
-        return plan_draw(model, text, command, beside)
+        return plan_draw(model, text, command, beside, sharing)
 
     def _forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         logits = self.runner.forward(feeds) if feeds else []

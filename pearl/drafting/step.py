@@ -80,6 +80,10 @@ class DraftModel:
         """The tokens for this model: 0 stands for an id that only the target has, at some cost in acceptance."""
         return [token if token < self.runner.vocab_size else 0 for token in tokens]
 
+    def room(self, fed: int) -> int:
+        """Rows left in a forward that is fed `fed` tokens: in fixed sizes it has as many as a tree."""
+        return max(0, (self.runner.capabilities.tree_nodes or 1 << 31) - fed)
+
     def seconds(self, alone: int) -> Callable[[int], float]:
         """Forward time by tokens fed; with more than `alone` a chained forward has to wait for the host."""
         delay = self.delay if self.chains else 0.0
@@ -165,7 +169,7 @@ class Step:
 
     Attributes:
         command: what it carries out.
-        feeds: for the runner.
+        feeds: for the runner. tokens: in all of them.
         marks: before the forward, between it and the draws, after all; whoever runs the step records them.
         fed: tokens that the forward was fed, those of other requests too.
         following: the last token drawn, [1] on the device, which the next forward can be fed before the host knows it;
@@ -175,7 +179,8 @@ class Step:
     def __init__(self, model: DraftModel, text: Text, command: Draft, feeds: Sequence[Feed]) -> None:
         self.model, self.text, self.command, self.feeds = model, text, command, feeds
         self.marks = [make_mark(model.runner.device) for _ in range(3)]
-        self.fed = 0
+        self.tokens = sum(len(feed.tokens) for feed in feeds)
+        self.fed = self.tokens
         self.following: torch.Tensor | None = None
 
     @property

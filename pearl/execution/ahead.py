@@ -5,8 +5,8 @@ always the forward that is running; if not, the running one is discarded. No for
 waits to be read, or past the position up to which the draft may draft.
 
 On a GPU recorded forwards are chained: the next one is launched while one still runs, fed a token that the host does
-not have yet, so that the GPU goes on at once. It is launched late, as a launch cannot be taken back. If lookup guesses
-the draft's own tokens well, the token is awaited instead, and fed together with the guesses behind it.
+not have yet, so that the GPU goes on at once. It is launched late, as a launch cannot be taken back. Where guesses or
+branches are expected to gain more than the wait costs, the token is awaited instead, and fed together with them.
 """
 
 from __future__ import annotations

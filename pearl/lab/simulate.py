@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
 from typing import Any, Protocol
 
-import torch
 from msgspec.structs import replace
 
 from pearl.decoding.shaping import MakeGuide
@@ -28,7 +27,7 @@ from pearl.execution.target import Event, TargetExecutor
 from pearl.metrics import Statistics, Stopwatch, fold
 from pearl.models.head import Head
 from pearl.models.head_runner import HeadRunner
-from pearl.models.runner import Feed, ModelRunner, WrappedRunner
+from pearl.models.runner import ModelRunner
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import (
@@ -154,25 +153,14 @@ class VirtualProposer(ModelProposer):
     """
 
     def __init__(self, draft: ModelRunner, vocab_size: int, seconds: Callable[[int], float], **options: Any) -> None:
-        super().__init__(_Counting(draft), vocab_size, **options)
+        super().__init__(draft, vocab_size, **options)
         self._seconds = seconds
 
     def collect(self, launched: Launched) -> Drafted:
         assert isinstance(launched, Step)
-        assert isinstance(self.runner, _Counting)
         began, forwarded, done = launched.marks
-        forwarded.at = done.at = began.at + self._seconds(self.runner.fed)
+        forwarded.at = done.at = began.at + self._seconds(launched.fed)
         return super().collect(launched)
-
-
-class _Counting(WrappedRunner):
-    """Counts the tokens fed to the last forward."""
-
-    fed = 1
-
-    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        self.fed = sum(len(feed.tokens) for feed in feeds)
-        return super().forward(feeds)
 
 
 def paired_executors(

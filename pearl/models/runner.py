@@ -25,6 +25,7 @@ class Capabilities:
         row_invariant: whether the bits of a position's logits depend neither on how its sequence was cut into chains
             nor on the other feeds of the forward.
         features: numbers of hidden states that it keeps of each token fed, for a head; 0: none. See `ForwardRunner`.
+        together: whether the feeds of several slots are one forward; else they are computed one after the other.
         prompt_piece: positions of a prompt that are computed together. Another text can reuse the cache of a prompt in
             whole pieces only, for later positions have other bits; 1: up to any position.
     """
@@ -34,6 +35,7 @@ class Capabilities:
     launches: bool = False
     row_invariant: bool = False
     features: int = 0
+    together: bool = True
     prompt_piece: int = 1
 
 

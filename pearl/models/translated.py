@@ -52,7 +52,8 @@ class TranslatedRunner(WrappedRunner):
     @property
     def capabilities(self) -> Capabilities:
         """No trees, and no launches: tokens must be known on the host to be translated."""
-        return Capabilities(slots=self._runner.capabilities.slots)
+        own = self._runner.capabilities
+        return Capabilities(slots=own.slots, together=own.together)
 
     def length(self, slot: int = 0) -> int:
         return len(self._ends[slot])

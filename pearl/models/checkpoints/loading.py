@@ -31,6 +31,7 @@ from pearl.models.checkpoints.memory import (
 from pearl.models.checkpoints.wrappers import LANGUAGE_MODEL, language_model_of
 from pearl.models.families import OWN_FORWARD
 from pearl.models.forward.attention import plan_no_shapes, whole_blocks
+from pearl.models.forward.graphs import PREFILL
 from pearl.models.forward.matrices import Rounding, multiplies_bf16, rounding_for
 from pearl.models.runner import ModelRunner
 from pearl.printable import cause_of
@@ -61,7 +62,7 @@ class LoadOptions:
         trust_remote_code: load code that the checkpoint brings.
         exact: refuse a runner that is not row-invariant.
         slots: sequences to hold side by side.
-        spare: further slots, on a CPU and as far as memory allows.
+        spare: further slots, as far as memory allows, and see `ForwardRunner`.
         features: the hidden states to keep for a head: inputs of three "layers" (EAGLE-3), which our own forward keeps,
             the "last" ones (multi-token prediction), which transformers' does, or none.
     """
@@ -163,12 +164,15 @@ def _make_runner(
         return runner
     from pearl.models.forward.runner import ForwardRunner
 
-    item = model.dtype.itemsize if multiplies_bf16() else 4  # see ForwardRunner
-    left = check_cache_fits(spec, model, context, slot_bytes(model, whole_blocks(context), item), wanted.slots)
+    on_gpu = model.device.type == "cuda"
+    positions = whole_blocks(context) + (PREFILL if on_gpu else 0)  # see ForwardRunner, for both
+    item = model.dtype.itemsize if on_gpu or multiplies_bf16() else 4
+    left = check_cache_fits(spec, model, context, slot_bytes(model, positions, item), wanted.slots)
     return ForwardRunner(
         model,
         context,
-        slots=wanted.slots + (min(wanted.spare, left // 2) if model.device.type == "cpu" else 0),
+        slots=wanted.slots,
+        spare=max(0, min(wanted.spare, left // 2)),
         records=wanted.forwards == "auto",
         rounding=rounding,
         features=wanted.features == "layers",

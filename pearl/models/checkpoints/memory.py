@@ -222,15 +222,15 @@ def slot_bytes(model: Any, positions: int, item: int) -> int:
 
 
 def check_cache_fits(spec: str, model: Any, context: int, each: int, slots: int) -> int:
-    """How many slots beyond `slots` would still fit into host memory; 0 if unknown. On a CPU, raises `ModelError` if
-    `slots` do not fit.
+    """How many slots beyond `slots` would still fit into the device's memory; 0 if unknown. On a CPU, raises
+    `ModelError` if `slots` do not fit.
 
     Checked before allocation, which would succeed: the kernel assigns pages only as the cache fills.
 
     Args:
         each: bytes of a slot of `context` tokens; 0: unknown.
     """
-    free = available_memory()
+    free = available_memory() if model.device.type == "cpu" else _room(model.device, 1)
     if model.device.type == "cpu" and free is not None and slots * each > free:
         raise ModelError(
             f"The KV cache of {spec!r} for {f'{slots} times ' * (slots > 1)}{context} tokens takes "

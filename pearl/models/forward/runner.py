@@ -67,6 +67,7 @@ class ForwardRunner:
 
     Args:
         slots: how many sequences the cache holds.
+        spare: further ones, where the feeds of several slots are one forward.
         records: whether forwards of up to `FED` tokens are recorded on a GPU, as CUDA graphs.
         record: replaces the recorder of CUDA graphs, and makes a CPU compute in the fixed sizes of a GPU (for tests).
         rounding: how matrices are rounded: see `quantised.rounded`.
@@ -81,6 +82,7 @@ class ForwardRunner:
         context: int,
         *,
         slots: int = 1,
+        spare: int = 0,
         records: bool = True,
         record: Record | None = None,
         rounding: Rounding = "",
@@ -114,21 +116,26 @@ class ForwardRunner:
             self._positions = torch.arange(self._room + PREFILL, device=self.device)
             # No position beyond: a longrope chooses its angles by the greatest one.
             self._ropes = self._layers.angles(rotary, self._positions.clamp_max(context - 1))
-            shape = (slots, len(self._layers), heads.kv, self._room, heads.dim)
+            shape = (slots + spare, len(self._layers), heads.kv, self._room, heads.dim)
             self._slots = Slots(shape, cache_dtype, self.device)
             self._is_native = not is_fixed and native.computes(self._layers.embedding) and native.attends(heads)
-            if kernels or (kernels is None and records and self.device.type == "cuda"):
-                if self._graphs is not None:
-                    self._graphs.prompts = self._make_prompts(recorder)
+            has_kernels = kernels or (kernels is None and records and self.device.type == "cuda")
+            if has_kernels:
                 self._decode = self._make_decode(record_on_gpu(self.device) if records and not record else record)
+            together = self._decode is not None or not is_fixed
+            if not together and spare:  # each slot would have recordings of its own
+                self._slots = Slots((slots, *shape[1:]), cache_dtype, self.device)
+            if has_kernels and self._graphs is not None:
+                self._graphs.prompts = self._make_prompts(recorder)
             if launches and self._decode is None:
                 self._record_all(slots)
         self.capabilities = Capabilities(
-            slots=slots,
+            slots=len(self._slots.lengths),
             tree_nodes=(self._decode.most if self._decode else FED) if is_fixed else _TREE_NODES,
             launches=launches,
             row_invariant=is_invariant,
             features=len(self._layers.taps) * self._layers.embedding.shape[1],
+            together=together,
             prompt_piece=PREFILL if is_fixed else 1,
         )
 
