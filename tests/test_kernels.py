@@ -327,16 +327,19 @@ def test_products_of_quantised_weights_in_parts(rounding: Rounding, inputs: int)
         assert torch.equal(weights, found.dequantised())
 
 
-def test_gate_and_up() -> None:
+@pytest.mark.parametrize("parts", [1, 2])
+def test_gate_and_up(parts: int) -> None:
     torch.manual_seed(2)
     x, w, norm, out = torch.randn(ROWS, 32), torch.randn(2 * 40, 32), torch.rand(32), torch.zeros(ROWS, 40)
-    squares = x.view(ROWS, -1, 16).square().sum(2).T.contiguous()
-    kernels.gate_up[(3,)](
-        x, squares, norm, w, w, w, out, 1e-5, K=32, N=40, BN=16, BK=16, ROWS=ROWS, NORMS=True, GELU=False, BIAS=False,
-        BITS=16, GROUP=32, EXTRA=0, OFFSET=0.0, OVERLAPS=False,
-    )  # fmt: skip
-    both = linear(x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5) * norm, w)
-    torch.testing.assert_close(out, silu(both[:, :40]) * both[:, 40:])
+    squares, sums, counts = x.view(ROWS, -1, 16).square().sum(2).T.contiguous(), torch.empty(9999), torch.zeros(9).int()
+    for _ in range(2):
+        kernels.gate_up[(3, parts)](
+            x, squares, norm, w, w, w, out, sums, counts, 1e-5, K=32, N=40, BN=16, BK=16, PARTS=parts, ROWS=ROWS,
+            NORMS=True, GELU=False, BIAS=False, BITS=16, GROUP=32, EXTRA=0, OFFSET=0.0, OVERLAPS=False,
+        )  # fmt: skip
+        both = linear(x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5) * norm, w)
+        torch.testing.assert_close(out, silu(both[:, :40]) * both[:, 40:])
+        assert not counts.any()
 
 
 def test_tables() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from statistics import median
@@ -13,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from filelock import FileLock, Timeout
+from triton import AsyncCompileMode
+from triton.runtime.errors import OutOfResources
 
 from pearl.cache import cache_directory
 from pearl.models.forward.matrices import packed_at_once
@@ -50,30 +54,28 @@ class Cut:
         return {"num_warps": self.warps, "num_stages": self.stages} if device.type == "cuda" else {}
 
 
-_CANDIDATES = (  # each the fastest for some product of the shapes of Llama 1B, 7B and 70B, on an H200
+_CANDIDATES = (  # each the fastest for some product of the shapes of Llama 1B, 7B and 70B, on an H100 or H200
     Cut(32, 128, 1, 2, 4),
     Cut(16, 256, 1, 2, 4),
-    Cut(16, 128, 1, 2, 6),
+    Cut(16, 256, 2, 2, 4),
     Cut(32, 256, 1, 4, 3),
-    Cut(32, 128, 4, 4, 4),
+    Cut(64, 256, 1, 4, 3),
+    Cut(64, 128, 1, 4, 5),
     Cut(64, 128, 2, 4, 4),
-    Cut(128, 64, 1, 8, 4),
+    Cut(64, 128, 4, 4, 4),
 )
 _EIGHT_BITS = (
-    Cut(32, 256, 1, 4, 3),
-    Cut(16, 256, 1, 2, 4),
-    Cut(32, 128, 4, 4, 3),
-    Cut(64, 128, 2, 4, 3),
-    Cut(128, 128, 1, 8, 3),
+    Cut(32, 256, 1, 2, 3),
+    Cut(32, 128, 1, 2, 5),
+    Cut(32, 256, 4, 2, 3),
+    Cut(16, 256, 2, 1, 3),
 )
 _FOUR_BITS = (
     Cut(32, 256, 1, 2, 3),
-    Cut(64, 256, 1, 4, 3),
-    Cut(32, 256, 2, 2, 3),
-    Cut(32, 256, 4, 2, 3),
-    Cut(16, 256, 1, 2, 3),
+    Cut(32, 256, 2, 2, 4),
+    Cut(32, 256, 4, 2, 4),
+    Cut(32, 256, 8, 2, 3),
 )
-_WIDER = (2, 4)  # times as many columns, for tables of more rows
 ADDING = ("out", "down")  # products that are added to the hidden state
 _LEAST = 16  # inputs at once
 _PACKED = 256  # usual inputs of weights of 4 bits that are packed together
@@ -99,20 +101,20 @@ def one_at_a_time() -> Iterator[None]:
 def candidates(name: str, shape: tuple[int, int], bits: int = 16, fewer: Cut | None = None) -> list[Cut]:
     """The cuts that fit a product of (outputs, inputs), at least one; empty where its sizes are too odd for any.
 
-    fewer: the cut for tables of fewer rows: sums are to be added in the same order.
+    fewer: the cut for tables of fewer rows: only such as add sums in its order.
     """
     outputs, inputs = shape
     adds = name in ADDING
     some = {4: _FOUR_BITS, 8: _EIGHT_BITS, 16: _CANDIDATES}[bits]
     if fewer is not None:
-        some = (fewer, *(replace(fewer, columns=fewer.columns * many) for many in _WIDER))
+        some = (fewer, replace(fewer, columns=2 * fewer.columns))
     fitting = [
         cut
         for cut in some
         if inputs % cut.inputs == 0
         and inputs >= cut.inputs * cut.parts
         and (outputs % cut.columns == 0 or not adds)
-        and (cut.parts == 1 or name in ("qkv", *ADDING))
+        and (cut.parts == 1 or name != "head")
     ]
     if fewer is not None:
         return fitting
@@ -125,50 +127,77 @@ def candidates(name: str, shape: tuple[int, int], bits: int = 16, fewer: Cut | N
     return fitting
 
 
-def choose(product: Product, launch: Callable[[Cut], object], fewer: Cut | None, device: torch.device) -> Cut:
-    """The fastest cut of a product, as timed here now or when a model of its shape was loaded before.
-
-    fewer: see `candidates`.
-    """
-    name, shape, kind, rows = product
-    fitting = candidates(name, shape, dict(kind)["BITS"], fewer)
-    if not fitting:
-        raise ValueError(f"no cut fits a product of {shape[0]} outputs and {shape[1]} inputs")
-    if device.type != "cuda" or len(fitting) == 1:
-        return fitting[0]
-    path = cache_directory() / "kernels.json"
-    known: dict[str, Any] = {}
-    with suppress(OSError, ValueError):
-        known = json.loads(path.read_text())
-    weights = ", ".join(f"{setting.lower()} {value:g}" for setting, value in kind)
-    about = f"{name} {shape[0]}x{shape[1]}, {weights}, {rows} rows"
-    key = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {about}"
-    with suppress(KeyError, TypeError):
-        if (cut := Cut(**known[key])) in fitting:
-            return cut
-    log.info("timing kernels for a product of %d outputs and %d inputs, once on this GPU", *shape)
-    best = min(fitting, key=lambda cut: _milliseconds(lambda: launch(cut)))
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(known | {key: asdict(best)}, indent=1))
-        os.replace(partial, path)
-    return best
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Kernels that are asked for by `warmup` are compiled beside one another, and are there in the end."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool, ignore_errors=True):
+        yield
 
 
-def _milliseconds(launch: Callable[[], object]) -> float:
-    """Of one recorded launch, in the median."""
-    launch()  # compiled here, not while it is recorded
+class Cuts:
+    """The cuts of products on a device, as timed now or when a model of their shapes was loaded before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._path = device, cache_directory() / "kernels.json"
+
+    def _known(self) -> dict[str, Any]:
+        with suppress(OSError, ValueError):
+            return dict(json.loads(self._path.read_text()))
+        return {}
+
+    def _key(self, product: Product) -> str:
+        name, (outputs, inputs), kind, rows = product
+        weights = ", ".join(f"{setting.lower()} {value:g}" for setting, value in kind)
+        about = f"{name} {outputs}x{inputs}, {weights}, {rows} rows"
+        return f"{torch.cuda.get_device_name(self._device)}, torch {torch.__version__}, {about}"
+
+    def fitting(self, product: Product, fewer: Cut | None) -> list[Cut]:
+        """The cuts to choose from; one if nothing is left to choose. fewer: see `candidates`."""
+        found = candidates(product.name, product.shape, dict(product.kind)["BITS"], fewer)
+        if not found:
+            raise ValueError(f"no cut fits a product of {product.shape[0]} outputs and {product.shape[1]} inputs")
+        if self._device.type != "cuda":
+            return found[:1]
+        with suppress(KeyError, TypeError):
+            if (cut := Cut(**self._known()[self._key(product)])) in found:
+                return [cut]
+        return found
+
+    def fastest(self, product: Product, fitting: Sequence[Cut], launch: Callable[[Cut], object]) -> Cut:
+        """Time them, and keep the fastest in a file."""
+        if len(fitting) == 1:
+            return fitting[0]
+        log.info("timing kernels for a product of %d outputs and %d inputs, once on this GPU", *product.shape)
+        best = min(fitting, key=lambda cut: recorded_milliseconds(lambda: launch(cut)))
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            partial = self._path.with_suffix(f".{os.getpid()}")
+            partial.write_text(json.dumps(self._known() | {self._key(product): asdict(best)}, indent=1))
+            os.replace(partial, self._path)
+        return best
+
+
+def recorded_milliseconds(launch: Callable[[], object]) -> float:
+    """Of launches, recorded; infinite where the GPU has no room for a kernel."""
+    try:
+        launch()  # libraries and kernels are loaded here, not while this is recorded
+    except OutOfResources:
+        return math.inf
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch()
-    graph.replay()
+    return milliseconds(graph.replay)
+
+
+def milliseconds(replay: Callable[[], object]) -> float:
+    """Of a recording, in the median."""
+    replay()
     times = []
     for _ in range(_REPLAYS):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        graph.replay()
+        replay()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end))

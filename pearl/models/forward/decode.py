@@ -8,8 +8,9 @@ between shapes and GPUs: a few are timed when a model is first loaded on a GPU, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from pearl.models.feeds import Feed
 from pearl.models.forward import attention_kernels, cuts, kernels
 from pearl.models.forward.attention import cap_scores
-from pearl.models.forward.cuts import ADDING, Cut, Product
+from pearl.models.forward.cuts import ADDING, Cut, Cuts, Product
 from pearl.models.forward.graphs import Record, Rows
 from pearl.models.forward.layers import DecoderLayers, Layer, Rope
 from pearl.models.forward.matrices import Plain, Quantised, normalise
@@ -32,10 +33,6 @@ _BESIDE_EXPERTS = ("qkv", "out")
 _OVERLAPS_FROM = (9, 0)  # compute capability
 
 
-# (product, launch with a cut, that of fewer rows if known) -> the cut
-Choose = Callable[[Product, Callable[[Cut], object], Cut | None], Cut]
-
-
 def make_decode(
     layers: DecoderLayers, slots: Slots, angles: Mapping[str, Rope], record: Record, sizes: Sequence[int] = SIZES
 ) -> Decode | None:
@@ -48,7 +45,7 @@ def make_decode(
     try:
         overlaps = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _OVERLAPS_FROM
         with cuts.one_at_a_time():
-            decode = Decode(layers, slots, angles, partial(cuts.choose, device=device), record, overlaps, sizes)
+            decode = Decode(layers, slots, angles, Cuts(device), record, overlaps, sizes)
     except Exception as problem:  # of Triton: its compilers' errors have no common base
         log.warning("our kernels do not run here, forwards are torch's operations: %s", problem)
         return None
@@ -68,7 +65,7 @@ class Decode:
 
     Args:
         angles: cosines and sines [positions, 1, head_dim] of each rotation; see `DecoderLayers.angles`.
-        choose: chooses the cut of each product.
+        given: the cuts of products.
         record: records the launches, to be replayed.
         overlaps: see `kernels`.
         sizes: rows of the tables, ascending. Layers with experts have the first only.
@@ -82,7 +79,7 @@ class Decode:
         layers: DecoderLayers,
         slots: Slots,
         angles: Mapping[str, Rope],
-        choose: Choose,
+        given: Cuts,
         record: Record,
         overlaps: bool = False,
         sizes: Sequence[int] = SIZES,
@@ -92,8 +89,10 @@ class Decode:
         self._tables: list[_TableForward] = []
         for size in sizes[:1] if any(layer.experts for layer in layers.layers) else sizes:
             smaller = self._tables[0].cuts if self._tables else {}
-            self._tables.append(_TableForward(layers, slots, angles, choose, smaller, overlaps, size))
+            self._tables.append(_TableForward(layers, slots, angles, given, smaller, overlaps, size))
         self._replays = [record(table.launch) for table in self._tables]
+        is_timed = self._device.type == "cuda"
+        self._costs = [cuts.milliseconds(replay) if is_timed else 1.0 for replay in self._replays]
 
     @property
     def most(self) -> int:
@@ -113,7 +112,7 @@ class Decode:
             if torch.equal(found, together):
                 break
             log.info("rows of tables of %d have other bits here: tables have %d at most", self.most, least)
-            del self._tables[-1], self._replays[-1]
+            del self._tables[-1], self._replays[-1], self._costs[-1]
         apart = []
         for begin, end in ((0, 1), (1, 4), (4, least)):
             slot.lengths[0] = begin
@@ -130,9 +129,8 @@ class Decode:
         """
         found: list[list[torch.Tensor]] = [[] for _ in feeds]
         seen: list[list[torch.Tensor]] = [[] for _ in feeds]
-        tables = lay_tables(feeds, self._slots.lengths, self.most)
-        for number, pieces in enumerate(tables):
-            which = next(at for at, table in enumerate(self._tables) if table.size >= rows_of(pieces))
+        tables = self._cheapest(feeds)
+        for number, (which, pieces) in enumerate(tables):
             logits, features = self._run(which, feeds, pieces)
             for piece in pieces:
                 feed, stop = feeds[piece.feed], piece.row + piece.end - piece.begin
@@ -144,6 +142,17 @@ class Decode:
                     seen[piece.feed].append(features[piece.row : stop].clone())
         whole = [rows[0] if len(rows) == 1 else torch.cat(rows) for rows in found]
         return [(rows, torch.cat(more) if more else None) for rows, more in zip(whole, seen, strict=True)]
+
+    def _cheapest(self, feeds: Sequence[Feed]) -> list[tuple[int, list[Piece]]]:
+        """The tables for these feeds, each with the recording that computes it, that take the least time."""
+        widest, ways = max((len(feed.tokens) for feed in feeds if feed.parents is not None), default=0), []
+        for most in (table.size for table in self._tables if table.size >= widest):
+            laid = lay_tables(feeds, self._slots.lengths, most)
+            fits = [[table.size >= rows_of(pieces) for table in self._tables].index(True) for pieces in laid]
+            ways.append((sum(self._costs[which] for which in fits), list(zip(fits, laid, strict=True))))
+            if len(laid) == 1:
+                break
+        return min(ways, key=itemgetter(0))[1]
 
     def _run(self, which: int, feeds: Sequence[Feed], pieces: Sequence[Piece]) -> Rows:
         """One table by one of the recordings."""
@@ -174,7 +183,7 @@ class _TableForward:
         layers: DecoderLayers,
         slots: Slots,
         angles: Mapping[str, Rope],
-        choose: Choose,
+        given: Cuts,
         smaller: Mapping[Product, Cut],
         overlaps: bool,
         size: int,
@@ -197,19 +206,41 @@ class _TableForward:
         # Sums of squares: before qkv, before gate-up, of qkv or of what is added after its norm.
         self._squares = room(3, -(-widest // _SQUARED) + 256 // _SQUARED, size, dtype=torch.float32)
         parts = size * MOST_PARTS * hq
-        self._sums = room(max(8 * size * (widest + 256), parts * dim), dtype=torch.float32)  # of a last tile too
+        most = max(8 * (widest + 256), 4 * (2 * inner + 256))  # of as many parts of a product, and of a last tile too
+        self._sums = room(max(most * size, parts * dim), dtype=torch.float32)
         self._stats = room(parts, 2, dtype=torch.float32)
-        self._counts = room((widest + 256) // 16, dtype=torch.int32)
+        self._counts = room((max(widest, inner) + 256) // 16, dtype=torch.int32)
         self._options: dict[str, Any] = {
             "ROWS": size, "OVERLAPS": overlaps, **({"launch_pdl": True} if overlaps else {}),
         }  # fmt: skip
+        # So that the order of a sum of squares does not depend on the number of rows.
+        self._one_warp = {"num_warps": 1} if self._device.type == "cuda" else {}
         self.cuts: dict[Product, Cut] = {}
+        self._prepares = True  # kernels are compiled only
+        fitting: dict[Product, list[Cut]] = {}
         for layer, names in [*((each, _names(each)) for each in layers.layers), (None, ("head",))]:
-            for name in names:
-                product = self._named(name, layer)
-                if product not in self.cuts:
-                    known = next((cut for other, cut in smaller.items() if other[:3] == product[:3]), None)
-                    self.cuts[product] = choose(product, partial(self._each, product), known)
+            for product in (self._named(name, layer) for name in names):
+                known = next((cut for other, cut in smaller.items() if other[:3] == product[:3]), None)
+                if product not in fitting:
+                    fitting[product] = given.fitting(product, known)
+                    self.cuts[product] = fitting[product][0]
+        if self._device.type == "cuda":
+            with cuts.compiling():
+                self.launch()
+                for product, some in fitting.items():
+                    for cut in some:
+                        self._each(product, cut)
+        self._prepares = False
+        for product, some in fitting.items():
+            self.cuts[product] = given.fastest(product, some, partial(self._each, product))
+
+    def _start(self, kernel: Any, grid: tuple[int, ...], *given: Any, **more: Any) -> None:
+        """Launch a kernel, or have it compiled."""
+        more |= self._options
+        if self._prepares:
+            kernel.warmup(*given, grid=grid, **more)
+        else:
+            kernel[grid](*given, **more)
 
     def _matrix(self, name: str, layer: Layer | None) -> Plain | Quantised:
         return _kernels(self._layers.head if layer is None else getattr(layer, name))
@@ -222,9 +253,9 @@ class _TableForward:
     def launch(self) -> Rows:
         """Launch the whole forward; what it leaves in the buffers."""
         layers = self._layers
-        kernels.embed[(self._hidden // _SQUARED,)](
-            self.table, layers.embedding, self._x, self._squares[0], layers.scales.embedding, self._hidden, _SQUARED,
-            **self._options,
+        self._start(
+            kernels.embed, (self._hidden // _SQUARED,), self.table, layers.embedding, self._x, self._squares[0],
+            layers.scales.embedding, self._hidden, _SQUARED, **self._one_warp,
         )  # fmt: skip
         for number, layer in enumerate(layers.layers):
             for place, tap in enumerate(layers.taps):
@@ -262,9 +293,10 @@ class _TableForward:
 
     def _add_part(self, part: torch.Tensor, norm: torch.Tensor | None, multiplier: float, to: int) -> None:
         """to: which of the sums of squares to keep."""
-        kernels.add[(self._hidden // _SQUARED,)](
-            self._x, part, self._squares[2], self._x if norm is None else norm, self._squares[to], multiplier,
-            self._layers.eps, self._hidden, _SQUARED, NORMS=norm is not None, **self._options,
+        self._start(
+            kernels.add, (self._hidden // _SQUARED,), self._x, part, self._squares[2],
+            self._x if norm is None else norm, self._squares[to], multiplier, self._layers.eps, self._hidden, _SQUARED,
+            NORMS=norm is not None, **self._one_warp,
         )  # fmt: skip
 
     def _product(self, name: str, layer: Layer | None, cut: Cut | None = None, aside: bool = False) -> None:
@@ -273,13 +305,14 @@ class _TableForward:
         (outputs, inputs), cut = matrix.shape, cut or self.cuts[self._named(name, layer)]
         weights = matrix.weight, matrix.weight if isinstance(matrix, Plain) else matrix.scales
         bias = weights[0] if matrix.bias is None else matrix.bias
-        more = cut.options(self._device) | self._options | matrix.options() | {"BIAS": matrix.bias is not None}
+        more = cut.options(self._device) | matrix.options() | {"BIAS": matrix.bias is not None}
+        more |= {"K": inputs, "BN": cut.columns, "BK": cut.inputs, "PARTS": cut.parts}
         if layer is not None and name == "gate_up":
             norm = layer.mlp_norm
-            kernels.gate_up[(-(-outputs // 2 // cut.columns),)](
-                self._x, after, self._x if norm is None else norm, *weights, bias, self._act, layers.eps, K=inputs,
-                N=outputs // 2, BN=cut.columns, BK=cut.inputs, NORMS=norm is not None, GELU=layers.gate == "gelu",
-                **more,
+            self._start(
+                kernels.gate_up, (-(-outputs // 2 // cut.columns), cut.parts), self._x, after,
+                self._x if norm is None else norm, *weights, bias, self._act, self._sums, self._counts, layers.eps,
+                N=outputs // 2, NORMS=norm is not None, GELU=layers.gate == "gelu", **more,
             )  # fmt: skip
             return
         adds, squares, norm = name in ADDING and not aside, other, layers.norm
@@ -291,9 +324,9 @@ class _TableForward:
         else:
             x, norm = (self._mixed if name == "out" else self._act), None
             out, squares = (self._x, before if name == "down" else after) if adds else (self._part, other)
-        kernels.multiply[(-(-outputs // cut.columns), cut.parts)](
-            x, before, self._x if norm is None else norm, *weights, bias, out, squares, self._sums, self._counts,
-            layers.scales.residual, layers.eps, K=inputs, N=outputs, BN=cut.columns, BK=cut.inputs, PARTS=cut.parts,
+        self._start(
+            kernels.multiply, (-(-outputs // cut.columns), cut.parts), x, before, self._x if norm is None else norm,
+            *weights, bias, out, squares, self._sums, self._counts, layers.scales.residual, layers.eps, N=outputs,
             NORMS=norm is not None, ADDS=adds, SQUARES=layer is not None and (name != "qkv" or self._norms(layer) == 2),
             **more,
         )  # fmt: skip
@@ -310,14 +343,15 @@ class _TableForward:
         keys, values = slots.keys[:, number], slots.values[:, number]
         q_norm, k_norm = (self._x if norm is None else norm for norm in (layer.q_norm, layer.k_norm))
         cos, sin = (self._x, self._x) if layer.kind.rope is None else self._angles[layer.kind.rope]
-        attention_kernels.attend[(hk * MOST_PARTS if self._device.type == "cuda" else 3,)](
-            self.table, self._qkv, keys, values, q_norm, k_norm, self._squares[2], cos, sin, self._sums, self._stats,
-            keys.stride(0), keys.stride(1), scoring.scale, layers.eps, HQ=hq, HK=hk, D=dim, NORMS=self._norms(layer),
-            TURNS=layer.kind.rope is not None, WINDOW=scoring.windows[number], CAP=scoring.cap, **self._options,
+        self._start(
+            attention_kernels.attend, (hk * MOST_PARTS if self._device.type == "cuda" else 3,), self.table, self._qkv,
+            keys, values, q_norm, k_norm, self._squares[2], cos, sin, self._sums, self._stats, keys.stride(0),
+            keys.stride(1), scoring.scale, layers.eps, HQ=hq, HK=hk, D=dim, NORMS=self._norms(layer),
+            TURNS=layer.kind.rope is not None, WINDOW=scoring.windows[number], CAP=scoring.cap,
         )  # fmt: skip
-        attention_kernels.add_parts[(hq, self.size // TOGETHER)](
-            self.table, self._sums, self._stats, self._x if sinks is None else sinks, self._mixed, HQ=hq, D=dim,
-            SINKS=sinks is not None, **self._options,
+        self._start(
+            attention_kernels.add_parts, (hq, self.size // TOGETHER), self.table, self._sums, self._stats,
+            self._x if sinks is None else sinks, self._mixed, HQ=hq, D=dim, SINKS=sinks is not None,
         )  # fmt: skip
 
 

@@ -43,12 +43,15 @@ def _await(weights, BN: constexpr):
 def root_scale(squares, first: constexpr, WIDTH: constexpr, eps, ROWS: constexpr, rows):
     """Reciprocal root mean squares of `rows` over WIDTH columns, from the sums of squares of every 16 columns.
 
-    squares: [columns / 16, ROWS]. first: the first of those columns, in 16.
+    squares: [columns / 16, ROWS]. first: the first of those columns, in 16. In blocks of 16 rows, since the order of a
+    sum depends on the shape.
     """
     TILES: constexpr = WIDTH // SQUARED
-    tiles = tl.arange(0, triton.next_power_of_2(TILES))
-    at = squares + (first + tiles)[:, None] * ROWS + rows[None, :]
-    return 1.0 / tl.sqrt(tl.sum(tl.load(at, mask=tiles[:, None] < TILES, other=0.0), 0) / WIDTH + eps)
+    MANY: constexpr = rows.shape[0] // SQUARED
+    tiles = tl.arange(0, triton.next_power_of_2(TILES))[None, :, None]
+    at = squares + (first + tiles) * ROWS + tl.reshape(rows, (MANY, 1, SQUARED))
+    found = tl.sum(tl.load(at, mask=tiles < TILES, other=0.0), 1)
+    return 1.0 / tl.sqrt(tl.reshape(found, (MANY * SQUARED,)) / WIDTH + eps)
 
 
 @triton.jit
@@ -309,26 +312,12 @@ def _activated(gate, GELU: constexpr):
 
 
 @triton.jit
-def gate_up(
-    x, x_squares, norm, w, scales, bias, out, eps, K: constexpr, N: constexpr, BN: constexpr, BK: constexpr,
-    ROWS: constexpr, NORMS: constexpr, GELU: constexpr, BIAS: constexpr, BITS: constexpr, GROUP: constexpr,
-    EXTRA: constexpr, OFFSET: constexpr, OVERLAPS: constexpr,
+def _store_gated(
+    gate, up, x_squares, bias, out, columns, known, eps, K: constexpr, N: constexpr, ROWS: constexpr, NORMS: constexpr,
+    GELU: constexpr, BIAS: constexpr,
 ):  # fmt: skip
-    """out [ROWS, N]: the activation of gate times up, products of x [ROWS, K] with the halves of w [2 * N, K].
-
-    Grid: tiles of BN columns. NORMS, BIAS and BITS: see `multiply`.
-    """
     kind: constexpr = out.dtype.element_ty
-    rows, columns = tl.arange(0, ROWS), tl.program_id(0) * BN + tl.arange(0, BN)
-    known = tl.minimum(columns, N - 1)
-    gate, up = tl.zeros((BN, ROWS), tl.float32), tl.zeros((BN, ROWS), tl.float32)
-    if OVERLAPS:
-        _await(w + known.to(tl.int64) * (K // (2 if BITS == 4 else 1)), BN)
-    gate, up = multiply_tile(
-        gate, up, x, norm, w, scales, known, 0, K, K, 2 * N, BK, ROWS, NORMS, BITS, GROUP, EXTRA, OFFSET, N
-    )
-    if OVERLAPS:
-        gdc_launch_dependents()
+    rows = tl.arange(0, ROWS)
     if NORMS:
         scale = root_scale(x_squares, 0, K, eps, ROWS, rows)[None, :]
         gate, up = gate * scale, up * scale
@@ -338,6 +327,47 @@ def gate_up(
     gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
     found = _activated(gate, GELU).to(kind).to(tl.float32) * up
     tl.store(out + rows[None, :] * N + columns[:, None], found.to(kind), mask=(columns < N)[:, None])
+
+
+@triton.jit
+def gate_up(
+    x, x_squares, norm, w, scales, bias, out, sums, counts, eps, K: constexpr, N: constexpr, BN: constexpr,
+    BK: constexpr, PARTS: constexpr, ROWS: constexpr, NORMS: constexpr, GELU: constexpr, BIAS: constexpr,
+    BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr, OVERLAPS: constexpr,
+):  # fmt: skip
+    """out [ROWS, N]: the activation of gate times up, products of x [ROWS, K] with the halves of w [2 * N, K].
+
+    Grid: (tiles of BN columns, PARTS). All else: see `multiply`.
+    """
+    PART: constexpr = (K // BK + PARTS - 1) // PARTS * BK
+    BYTES: constexpr = 2 if BITS == 4 else 1
+    tile, part, rows = tl.program_id(0), tl.program_id(1), tl.arange(0, ROWS)
+    columns = tile * BN + tl.arange(0, BN)
+    known = tl.minimum(columns, N - 1)
+    gate, up = tl.zeros((BN, ROWS), tl.float32), tl.zeros((BN, ROWS), tl.float32)
+    begin = part * PART
+    if OVERLAPS:
+        _await(w + known.to(tl.int64) * (K // BYTES) + begin // BYTES, BN)
+    gate, up = multiply_tile(
+        gate, up, x, norm, w, scales, known, begin, tl.minimum(begin + PART, K), K, 2 * N, BK, ROWS, NORMS, BITS, GROUP,
+        EXTRA, OFFSET, N,
+    )  # fmt: skip
+    if OVERLAPS:
+        gdc_launch_dependents()
+    if PARTS == 1:
+        _store_gated(gate, up, x_squares, bias, out, columns, known, eps, K, N, ROWS, NORMS, GELU, BIAS)
+    else:
+        at = sums + tile * (2 * PARTS * ROWS * BN) + tl.arange(0, BN)[:, None] * ROWS + rows[None, :]
+        tl.store(at + 2 * part * ROWS * BN, gate)
+        tl.store(at + (2 * part + 1) * ROWS * BN, up)
+        tl.debug_barrier()
+        if tl.atomic_add(counts + tile, 1, sem="acq_rel") == PARTS - 1:
+            gate, up = tl.zeros((BN, ROWS), tl.float32), tl.zeros((BN, ROWS), tl.float32)
+            for each in tl.static_range(PARTS):
+                gate += tl.load(at + 2 * each * ROWS * BN, cache_modifier=".cg")
+                up += tl.load(at + (2 * each + 1) * ROWS * BN, cache_modifier=".cg")
+            _store_gated(gate, up, x_squares, bias, out, columns, known, eps, K, N, ROWS, NORMS, GELU, BIAS)
+            tl.store(counts + tile, 0)
 
 
 @triton.jit
