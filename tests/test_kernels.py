@@ -293,8 +293,8 @@ def test_products(parts: int, adds: bool, bias: bool) -> None:
     for _ in range(2):
         expected_now = out + expected if adds else expected + more if bias else expected
         kernels.multiply[(-(-outputs // 16), parts)](
-            x, squares, norm, w, w, more, out, after, sums, counts, 1.0, 1e-5, K=inputs, N=outputs, BN=16, BK=32,
-            PARTS=parts, ROWS=ROWS, NORMS=not adds, ADDS=adds, SQUARES=adds, BIAS=bias, BITS=16, GROUP=32, EXTRA=0,
+            x, squares, norm, w, w, more, out, after, sums, counts, 1.0, 1e-5, K=inputs, N=outputs, BN=16, BK=16,
+            S=2, PARTS=parts, ROWS=ROWS, NORMS=not adds, ADDS=adds, SQUARES=adds, BIAS=bias, BITS=16, GROUP=32, EXTRA=0,
             OFFSET=0.0, OVERLAPS=False,
         )  # fmt: skip
         torch.testing.assert_close(out, expected_now)
@@ -314,7 +314,7 @@ def test_products_of_quantised_weights_in_parts(rounding: Rounding, inputs: int)
     found = matrix(layer.requires_grad_(False), dtype=torch.float32, rounding=rounding, plain=True)
     assert isinstance(found, Quantised)
     kernels.multiply[(3, parts)](
-        x, x, x, found.weight, found.scales, x, out, x, sums, counts, 1.0, 1e-5, K=inputs, N=41, BN=16, BK=at_once,
+        x, x, x, found.weight, found.scales, x, out, x, sums, counts, 1.0, 1e-5, K=inputs, N=41, BN=16, BK=at_once, S=4,
         PARTS=parts, ROWS=ROWS, NORMS=False, ADDS=False, SQUARES=False, BIAS=False, OVERLAPS=False, **found.options(),
     )  # fmt: skip
     torch.testing.assert_close(out, linear(x, found.dequantised()))
@@ -334,7 +334,7 @@ def test_gate_and_up(parts: int) -> None:
     squares, sums, counts = x.view(ROWS, -1, 16).square().sum(2).T.contiguous(), torch.empty(9999), torch.zeros(9).int()
     for _ in range(2):
         kernels.gate_up[(3, parts)](
-            x, squares, norm, w, w, w, out, sums, counts, 1e-5, K=32, N=40, BN=16, BK=16, PARTS=parts, ROWS=ROWS,
+            x, squares, norm, w, w, w, out, sums, counts, 1e-5, K=32, N=40, BN=16, BK=16, S=2, PARTS=parts, ROWS=ROWS,
             NORMS=True, GELU=False, BIAS=False, BITS=16, GROUP=32, EXTRA=0, OFFSET=0.0, OVERLAPS=False,
         )  # fmt: skip
         both = linear(x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5) * norm, w)

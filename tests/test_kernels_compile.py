@@ -20,7 +20,7 @@ TYPES = {"table": "*i64", "ids": "*i64", "counts": "*i32"}
 TYPES |= {name: "i32" for name in ("w_stride", "scales_stride", "slot_stride", "head_stride")}
 TYPES |= {name: "*fp32" for name in ("squares", "x_squares", "part_squares", "sums", "stats")}
 TYPES |= {name: "fp32" for name in ("alpha", "limit", "eps", "scale", "multiplier")}
-SIZES = {"K": 512, "N": 48, "H": 256, "TOP": 8, "BN": 32, "PARTS": 2, "HQ": 6, "HK": 2, "D": 96, "WINDOW": 40}
+SIZES = {"K": 512, "N": 48, "H": 256, "TOP": 8, "BN": 32, "PARTS": 2, "HQ": 6, "HK": 2, "D": 96, "WINDOW": 40, "S": 4}
 SIZES |= {name: True for name in ("BIAS", "CLAMPS", "ADDS", "SQUARES", "GELU", "TURNS", "SINKS", "OVERLAPS")}
 SIZES |= {"NORMS": 2, "CAP": 30.0}
 
@@ -37,7 +37,7 @@ for bits, words, group, extra in (
     (16, "*bf16", 512, 0), (8, "*i8", 512, 0), (8, "*i8", 16, 1), (8, "*fp8e4nv", 128, 0),
     (4, "*u8", 32, 1), (4, "*u8", 128, 2), (4, "*u8", 32, 0), (4, "*u8", 512, 2),
 ):
-    sizes = SIZES | {"BITS": bits, "BK": 256 if bits == 4 else 128, "GROUP": group, "EXTRA": extra, "OFFSET": 8.0}
+    sizes = SIZES | {"BITS": bits, "BK": 128, "GROUP": group, "EXTRA": extra, "OFFSET": 8.0}
     chosen = [expert_kernels.expert_gate_up, expert_kernels.expert_down, *([kernels.dequantise] if bits == 4 else [])]
     for kernel in chosen:
         compile(kernel, sizes, words)

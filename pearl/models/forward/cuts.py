@@ -38,9 +38,9 @@ class Cut:
     """How one product is cut.
 
     Attributes:
-        columns: outputs of a tile; of gate-up as many of each. inputs: at once.
+        columns: outputs of a tile; of gate-up as many of each. inputs: of a warp at once.
         parts: programs that share a tile, each with its part of the inputs.
-        warps, stages: of a program; see Triton.
+        warps: of a program, which share its inputs: a power of two. stages: see Triton.
     """
 
     columns: int
@@ -56,29 +56,20 @@ class Cut:
 
 _CANDIDATES = (  # each the fastest for some product of the shapes of Llama 1B, 7B and 70B, on an H100 or H200
     Cut(32, 128, 1, 2, 4),
-    Cut(16, 256, 1, 2, 4),
-    Cut(16, 256, 2, 2, 4),
-    Cut(32, 256, 1, 4, 3),
-    Cut(64, 256, 1, 4, 3),
-    Cut(64, 128, 1, 4, 5),
-    Cut(64, 128, 2, 4, 4),
-    Cut(64, 128, 4, 4, 4),
+    Cut(16, 128, 1, 4, 3),
+    Cut(32, 64, 1, 4, 4),
 )
 _EIGHT_BITS = (
-    Cut(32, 256, 1, 2, 3),
-    Cut(32, 128, 1, 2, 5),
-    Cut(32, 256, 4, 2, 3),
-    Cut(16, 256, 2, 1, 3),
+    Cut(32, 128, 1, 4, 3),
+    Cut(16, 128, 2, 4, 3),
 )
 _FOUR_BITS = (
-    Cut(32, 256, 1, 2, 3),
-    Cut(32, 256, 2, 2, 4),
-    Cut(32, 256, 4, 2, 4),
-    Cut(32, 256, 8, 2, 3),
+    Cut(32, 128, 1, 4, 3),
+    Cut(32, 128, 2, 4, 3),
 )
 ADDING = ("out", "down")  # products that are added to the hidden state
 _LEAST = 16  # inputs at once
-_PACKED = 256  # usual inputs of weights of 4 bits that are packed together
+_PACKED = 128  # usual inputs of weights of 4 bits that are packed together
 _REPLAYS = 10
 _PATIENCE = 300.0  # seconds to wait for another process that times kernels
 

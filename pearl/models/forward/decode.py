@@ -213,8 +213,6 @@ class _TableForward:
         self._options: dict[str, Any] = {
             "ROWS": size, "OVERLAPS": overlaps, **({"launch_pdl": True} if overlaps else {}),
         }  # fmt: skip
-        # So that the order of a sum of squares does not depend on the number of rows.
-        self._one_warp = {"num_warps": 1} if self._device.type == "cuda" else {}
         self.cuts: dict[Product, Cut] = {}
         self._prepares = True  # kernels are compiled only
         fitting: dict[Product, list[Cut]] = {}
@@ -255,7 +253,7 @@ class _TableForward:
         layers = self._layers
         self._start(
             kernels.embed, (self._hidden // _SQUARED,), self.table, layers.embedding, self._x, self._squares[0],
-            layers.scales.embedding, self._hidden, _SQUARED, **self._one_warp,
+            layers.scales.embedding, self._hidden, _SQUARED,
         )  # fmt: skip
         for number, layer in enumerate(layers.layers):
             for place, tap in enumerate(layers.taps):
@@ -296,7 +294,7 @@ class _TableForward:
         self._start(
             kernels.add, (self._hidden // _SQUARED,), self._x, part, self._squares[2],
             self._x if norm is None else norm, self._squares[to], multiplier, self._layers.eps, self._hidden, _SQUARED,
-            NORMS=norm is not None, **self._one_warp,
+            NORMS=norm is not None,
         )  # fmt: skip
 
     def _product(self, name: str, layer: Layer | None, cut: Cut | None = None, aside: bool = False) -> None:
@@ -306,7 +304,7 @@ class _TableForward:
         weights = matrix.weight, matrix.weight if isinstance(matrix, Plain) else matrix.scales
         bias = weights[0] if matrix.bias is None else matrix.bias
         more = cut.options(self._device) | matrix.options() | {"BIAS": matrix.bias is not None}
-        more |= {"K": inputs, "BN": cut.columns, "BK": cut.inputs, "PARTS": cut.parts}
+        more |= {"K": inputs, "BN": cut.columns, "BK": cut.inputs, "S": cut.warps, "PARTS": cut.parts}
         if layer is not None and name == "gate_up":
             norm = layer.mlp_norm
             self._start(

@@ -23,6 +23,7 @@ from pearl.models.forward.matrices import Matrix, Plain, Quantised, packed_at_on
 
 _COLUMNS = 32  # outputs of a tile
 ROWS = constexpr(FED)
+_WARPS = 4  # see `multiply_tile`
 
 
 @triton.jit
@@ -36,7 +37,7 @@ def _is_first(ids, pair, PAIRS: constexpr):
 @triton.jit
 def expert_gate_up(
     x, ids, w, scales, bias, act, w_stride, scales_stride, alpha, limit, K: constexpr, N: constexpr, TOP: constexpr,
-    BN: constexpr, BK: constexpr, BITS: constexpr, GROUP: constexpr,
+    BN: constexpr, BK: constexpr, S: constexpr, BITS: constexpr, GROUP: constexpr,
     EXTRA: constexpr, OFFSET: constexpr, BIAS: constexpr, CLAMPS: constexpr,
 ):  # fmt: skip
     """act [16 * TOP, 16, N]: of all rows x [16, K], by the expert of each pair that is the first with it.
@@ -51,9 +52,8 @@ def expert_gate_up(
         known = tl.minimum(columns, N - 1)
         w += expert * w_stride
         scales += expert * scales_stride
-        zeros = tl.zeros((BN, ROWS), tl.float32)
         gate, up = multiply_tile(
-            zeros, zeros, x, x, w, scales, known, 0, K, K, 2 * N, BK, ROWS, False, BITS, GROUP, EXTRA, OFFSET, N
+            x, x, w, scales, known, 0, K, K, 2 * N, BK, S, ROWS, False, BITS, GROUP, EXTRA, OFFSET, N, K % (S * BK) == 0
         )
         if BIAS:
             its = bias + expert * 2 * N + known
@@ -70,7 +70,7 @@ def expert_gate_up(
 @triton.jit
 def expert_down(
     act, ids, w, scales, bias, out, w_stride, scales_stride, K: constexpr, N: constexpr, TOP: constexpr, BN: constexpr,
-    BK: constexpr, BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr, BIAS: constexpr,
+    BK: constexpr, S: constexpr, BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr, BIAS: constexpr,
 ):  # fmt: skip
     """out [16, TOP, N]: what each row's choices give. act: as `expert_gate_up` leaves it. Grid: as there."""
     pair = tl.program_id(0)
@@ -80,11 +80,10 @@ def expert_down(
         known = tl.minimum(columns, N - 1)
         w += expert * w_stride
         scales += expert * scales_stride
-        zeros = tl.zeros((BN, ROWS), tl.float32)
         rows_of_pair = act + pair * ROWS * K
         found, _ = multiply_tile(
-            zeros, zeros, rows_of_pair, act, w, scales, known, 0, K, K, N, BK, ROWS, False, BITS, GROUP, EXTRA, OFFSET,
-            0,
+            rows_of_pair, act, w, scales, known, 0, K, K, N, BK, S, ROWS, False, BITS, GROUP, EXTRA, OFFSET, 0,
+            K % (S * BK) == 0,
         )  # fmt: skip
         if BIAS:
             found += tl.load(bias + expert * N + known).to(tl.float32)[:, None]
@@ -140,7 +139,7 @@ class _Stack:
         self.inputs = int(first.shape[1])
         self.tensors, self.strides = (weight, scales, bias), (weight.stride(0), scales.stride(0))
         at_once = packed_at_once(self.inputs) if first.bits == 4 else min(128, self.inputs & -self.inputs)
-        self.options = {"BK": at_once, "BIAS": first.bias is not None, **first.options()}
+        self.options = {"BK": at_once, "S": _WARPS, "BIAS": first.bias is not None, **first.options()}
         biases = [None] * len(kinds) if first.bias is None else bias
         self.each: list[Matrix] = [
             Plain(w, b) if isinstance(first, Plain) else replace(first, weight=w, scales=s, bias=b)

@@ -40,25 +40,43 @@ def _await(weights, BN: constexpr):
 
 
 @triton.jit
+def sum_in_pairs(x):
+    """[M, 2 ** n, R] -> [M, R]: the first half plus the second, again and again.
+
+    tl.sum adds in an order that depends on the layout, and so on the number of rows.
+    """
+    M: constexpr = x.shape[0]
+    HALF: constexpr = x.shape[1] // 2
+    R: constexpr = x.shape[2]
+    if HALF == 0:
+        found = tl.reshape(x, (M, R))
+    else:
+        low, high = tl.split(tl.permute(tl.reshape(x, (M, 2, HALF, R)), (0, 2, 3, 1)))
+        found = sum_in_pairs(low + high)
+    return found
+
+
+@triton.jit
 def root_scale(squares, first: constexpr, WIDTH: constexpr, eps, ROWS: constexpr, rows):
     """Reciprocal root mean squares of `rows` over WIDTH columns, from the sums of squares of every 16 columns.
 
-    squares: [columns / 16, ROWS]. first: the first of those columns, in 16. In blocks of 16 rows, since the order of a
-    sum depends on the shape.
+    squares: [columns / 16, ROWS]. first: the first of those columns, in 16.
     """
     TILES: constexpr = WIDTH // SQUARED
-    MANY: constexpr = rows.shape[0] // SQUARED
-    tiles = tl.arange(0, triton.next_power_of_2(TILES))[None, :, None]
-    at = squares + (first + tiles) * ROWS + tl.reshape(rows, (MANY, 1, SQUARED))
-    found = tl.sum(tl.load(at, mask=tiles < TILES, other=0.0), 1)
-    return 1.0 / tl.sqrt(tl.reshape(found, (MANY * SQUARED,)) / WIDTH + eps)
+    R: constexpr = rows.shape[0]
+    found = tl.zeros((SQUARED, R), tl.float32)
+    for begin in tl.static_range(0, TILES, SQUARED):
+        tiles = begin + tl.arange(0, SQUARED)[:, None]
+        found += tl.load(squares + (first + tiles) * ROWS + rows[None, :], mask=tiles < TILES, other=0.0)
+    found = tl.reshape(sum_in_pairs(tl.reshape(found, (1, SQUARED, R))), (R,))
+    return 1.0 / tl.sqrt(found / WIDTH + eps)
 
 
 @triton.jit
 def _store_squares(x, squares, tile, BN: constexpr, ROWS: constexpr):
     """Keep the sums of squares of x [BN, ROWS], the columns of a tile."""
     MANY: constexpr = BN // SQUARED
-    each = tl.sum(tl.reshape(x * x, (MANY, SQUARED, ROWS)), 1)
+    each = sum_in_pairs(tl.reshape(x * x, (MANY, SQUARED, ROWS)))
     rows, many = tl.arange(0, ROWS), tl.arange(0, MANY)
     tl.store(squares + (tile * MANY + many)[:, None] * ROWS + rows[None, :], each)
 
@@ -126,10 +144,10 @@ def _store(
 
 
 @triton.jit
-def load_scales(scales, i, columns, K: constexpr, N: constexpr, BK: constexpr, GROUP: constexpr, EXTRA: constexpr):
-    """(scales, what `matrices.Quantised` has beside them) of BK inputs from `i` on: [BN, groups] each."""
+def load_scales(scales, starts, columns, K: constexpr, N: constexpr, BK: constexpr, GROUP: constexpr, EXTRA: constexpr):
+    """(scales, what `matrices.Quantised` has beside them) of BK inputs from each of `starts` on: [S, BN, groups]."""
     MANY: constexpr = BK // GROUP if GROUP < BK else 1
-    at = scales + (i // GROUP + tl.arange(0, MANY))[None, :] * N + columns[:, None]
+    at = scales + ((starts // GROUP)[:, None, None] + tl.arange(0, MANY)[None, None, :]) * N + columns[None, :, None]
     first = tl.load(at)
     return first, tl.load(at + (K // GROUP) * N) if EXTRA else first
 
@@ -137,10 +155,11 @@ def load_scales(scales, i, columns, K: constexpr, N: constexpr, BK: constexpr, G
 @triton.jit
 def _of_half(scales, half: constexpr, BITS: constexpr):
     """Those of the first or second half of the inputs: weights of 4 bits are unpacked in two halves."""
-    BN: constexpr = scales.shape[0]
-    MANY: constexpr = scales.shape[1]
+    S: constexpr = scales.shape[0]
+    BN: constexpr = scales.shape[1]
+    MANY: constexpr = scales.shape[2]
     if BITS == 4 and MANY > 1:
-        low, high = tl.split(tl.permute(tl.reshape(scales, (BN, 2, MANY // 2)), (0, 2, 1)))
+        low, high = tl.split(tl.permute(tl.reshape(scales, (S, BN, 2, MANY // 2)), (0, 1, 3, 2)))
         found = high if half else low
     else:
         found = scales
@@ -185,22 +204,23 @@ def _tile(
     loaded, half: constexpr, scales, more, BITS: constexpr, EXTRA: constexpr, OFFSET: constexpr, SCALES: constexpr,
     kind: constexpr,
 ):  # fmt: skip
-    """Weights [BN, LANES]: a half of what was loaded, see `matrices.Quantised`. Without SCALES those of one step."""
-    BN: constexpr = loaded.shape[0]
-    LANES: constexpr = loaded.shape[1]
+    """Weights [S, BN, LANES]: a half of what was loaded, see `matrices.Quantised`. Without SCALES those of one step."""
+    S: constexpr = loaded.shape[0]
+    BN: constexpr = loaded.shape[1]
+    LANES: constexpr = loaded.shape[2]
     HIDDEN: constexpr = 128.0 if BITS == 4 and kind == tl.bfloat16 else 0.0  # see `_nibbles`
     steps = _nibbles(loaded, half, kind) if BITS == 4 else _bytes(loaded, kind)
     if SCALES:
-        MANY: constexpr = scales.shape[1]
-        steps = tl.reshape(steps, (BN, MANY, LANES // MANY))
+        MANY: constexpr = scales.shape[2]
+        steps = tl.reshape(steps, (S, BN, MANY, LANES // MANY))
         if EXTRA == 2:
-            steps = steps - (more.to(kind) + (HIDDEN + OFFSET)).to(kind)[:, :, None]
+            steps = steps - (more.to(kind) + (HIDDEN + OFFSET)).to(kind)[:, :, :, None]
         elif BITS == 4:
             steps = (steps - (HIDDEN + OFFSET)).to(kind)
-        steps = steps * scales.to(kind)[:, :, None]
+        steps = steps * scales.to(kind)[:, :, :, None]
         if EXTRA == 1:
-            steps = steps + more.to(kind)[:, :, None]
-        steps = tl.reshape(steps, (BN, LANES))
+            steps = steps + more.to(kind)[:, :, :, None]
+        steps = tl.reshape(steps, (S, BN, LANES))
     elif BITS == 4:
         steps = (steps - (HIDDEN + OFFSET)).to(kind)
     return steps
@@ -208,39 +228,51 @@ def _tile(
 
 @triton.jit
 def multiply_tile(
-    found, other, x, norm, w, scales, columns, begin, end, K: constexpr, N: constexpr, BK: constexpr, ROWS: constexpr,
+    x, norm, w, scales, columns, begin, end, K: constexpr, N: constexpr, BK: constexpr, S: constexpr, ROWS: constexpr,
     NORMS: constexpr, BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr, APART: constexpr,
+    WHOLE: constexpr,
 ):  # fmt: skip
-    """found [BN, ROWS] plus columns of w [N, K] times x [ROWS, K], over inputs from `begin` to `end`, whole BK.
+    """Columns of w [N, K] times x [ROWS, K], [BN, ROWS], over inputs from `begin` to `end`, whole BK.
 
-    APART: likewise `other`, of columns that are so far behind; 0: there is no other.
+    Each of S warps takes one of S successive BK inputs, and their sums are added in the end. APART: likewise of columns
+    that are so far behind; 0: there are none. WHOLE: the inputs are whole S times BK.
     """
     kind: constexpr = x.dtype.element_ty
+    BN: constexpr = columns.shape[0]
     LANES: constexpr = BK // 2 if BITS == 4 else BK
     ROW: constexpr = K * LANES // BK  # of w, in its elements
     SCALES: constexpr = BITS < 16 and (GROUP < K or EXTRA > 0)  # else there is one for all inputs
-    lanes = tl.arange(0, LANES)
-    rows = x + tl.arange(0, ROWS)[None, :] * K
-    weights = w + columns[:, None].to(tl.int64) * ROW + lanes[None, :]
+    lanes, warps = tl.arange(0, LANES), tl.arange(0, S) * BK
+    rows = x + tl.arange(0, ROWS)[None, None, :] * K
+    weights = w + columns[None, :, None].to(tl.int64) * ROW + lanes[None, None, :]
+    found, other = tl.zeros((S, BN, ROWS), tl.float32), tl.zeros((S, BN, ROWS), tl.float32)
     scale, more, scale_behind, more_behind = 0, 0, 0, 0
     if SCALES:  # a block ahead, so that nothing waits for them
-        scale, more = load_scales(scales, begin, columns, K, N, BK, GROUP, EXTRA)
+        starts = tl.minimum(begin + warps, end - BK)
+        scale, more = load_scales(scales, starts, columns, K, N, BK, GROUP, EXTRA)
         if APART:
-            scale_behind, more_behind = load_scales(scales, begin, columns + APART, K, N, BK, GROUP, EXTRA)
-    for i in range(begin, end, BK):
-        loaded = tl.load(weights + i * LANES // BK)
-        behind = tl.load(weights + APART * ROW + i * LANES // BK) if APART else loaded
+            scale_behind, more_behind = load_scales(scales, starts, columns + APART, K, N, BK, GROUP, EXTRA)
+    for i in range(begin, end, S * BK):
+        starts = i + warps
+        if not WHOLE:
+            starts = tl.minimum(starts, end - BK)
+        at = weights + (starts * LANES // BK)[:, None, None]
+        loaded = tl.load(at)
+        behind = tl.load(at + APART * ROW) if APART else loaded
         now, more_now, now_behind, more_now_behind = scale, more, scale_behind, more_behind
         if SCALES:
-            following = tl.minimum(i + BK, end - BK)
+            following = tl.minimum(i + S * BK + warps, end - BK)
             scale, more = load_scales(scales, following, columns, K, N, BK, GROUP, EXTRA)
             if APART:
                 scale_behind, more_behind = load_scales(scales, following, columns + APART, K, N, BK, GROUP, EXTRA)
         for half in tl.static_range(BK // LANES):
-            first = i + half * LANES
-            some = tl.load(rows + (first + lanes)[:, None])
+            inputs = starts[:, None, None] + half * LANES + lanes[None, :, None]
+            if WHOLE:
+                some = tl.load(rows + inputs)
+            else:
+                some = tl.load(rows + inputs, mask=(i + warps < end)[:, None, None], other=0.0)
             if NORMS:
-                some = weighted(some, tl.load(norm + first + lanes)[:, None])
+                some = weighted(some, tl.load(norm + inputs))
             its = _of_half(now, half, BITS) if SCALES else now
             its_more = _of_half(more_now, half, BITS) if SCALES else now
             tile = _tile(loaded, half, its, its_more, BITS, EXTRA, OFFSET, SCALES, kind)
@@ -250,17 +282,27 @@ def multiply_tile(
                 its_more = _of_half(more_now_behind, half, BITS) if SCALES else now
                 tile = _tile(behind, half, its, its_more, BITS, EXTRA, OFFSET, SCALES, kind)
                 other = tl.dot(tile, some, other, input_precision="ieee")
+    first, second = _add_warps(found), _add_warps(other) if APART else 0
     if BITS < 16 and not SCALES:
-        found *= tl.load(scales + columns).to(tl.float32)[:, None]
+        first *= tl.load(scales + columns).to(tl.float32)[:, None]
         if APART:
-            other *= tl.load(scales + APART + columns).to(tl.float32)[:, None]
-    return found, other
+            second *= tl.load(scales + APART + columns).to(tl.float32)[:, None]
+    return first, second
+
+
+@triton.jit
+def _add_warps(found):
+    """[S, BN, ROWS] -> [BN, ROWS]"""
+    S: constexpr = found.shape[0]
+    BN: constexpr = found.shape[1]
+    ROWS: constexpr = found.shape[2]
+    return tl.reshape(sum_in_pairs(tl.reshape(found, (1, S, BN * ROWS))), (BN, ROWS))
 
 
 @triton.jit
 def multiply(
     x, x_squares, norm, w, scales, bias, out, squares, sums, counts, multiplier, eps, K: constexpr, N: constexpr,
-    BN: constexpr, BK: constexpr, PARTS: constexpr, ROWS: constexpr, NORMS: constexpr, ADDS: constexpr,
+    BN: constexpr, BK: constexpr, S: constexpr, PARTS: constexpr, ROWS: constexpr, NORMS: constexpr, ADDS: constexpr,
     SQUARES: constexpr, BIAS: constexpr, BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr,
     OVERLAPS: constexpr,
 ):  # fmt: skip
@@ -276,14 +318,14 @@ def multiply(
     tile, part, rows = tl.program_id(0), tl.program_id(1), tl.arange(0, ROWS)
     columns = tile * BN + tl.arange(0, BN)
     known = tl.minimum(columns, N - 1)
-    found = tl.zeros((BN, ROWS), tl.float32)
     begin = part * PART
     if OVERLAPS:
         _await(w + known.to(tl.int64) * (K // BYTES) + begin // BYTES, BN)
     end = tl.minimum(begin + PART, K)
     found, _ = multiply_tile(
-        found, found, x, norm, w, scales, known, begin, end, K, N, BK, ROWS, NORMS, BITS, GROUP, EXTRA, OFFSET, 0
-    )
+        x, norm, w, scales, known, begin, end, K, N, BK, S, ROWS, NORMS, BITS, GROUP, EXTRA, OFFSET, 0,
+        PART % (S * BK) == 0 and K % PART == 0,
+    )  # fmt: skip
     if OVERLAPS:
         gdc_launch_dependents()
     if NORMS:  # after the product, so that its first weights do not wait for this
@@ -332,7 +374,7 @@ def _store_gated(
 @triton.jit
 def gate_up(
     x, x_squares, norm, w, scales, bias, out, sums, counts, eps, K: constexpr, N: constexpr, BN: constexpr,
-    BK: constexpr, PARTS: constexpr, ROWS: constexpr, NORMS: constexpr, GELU: constexpr, BIAS: constexpr,
+    BK: constexpr, S: constexpr, PARTS: constexpr, ROWS: constexpr, NORMS: constexpr, GELU: constexpr, BIAS: constexpr,
     BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr, OVERLAPS: constexpr,
 ):  # fmt: skip
     """out [ROWS, N]: the activation of gate times up, products of x [ROWS, K] with the halves of w [2 * N, K].
@@ -344,13 +386,12 @@ def gate_up(
     tile, part, rows = tl.program_id(0), tl.program_id(1), tl.arange(0, ROWS)
     columns = tile * BN + tl.arange(0, BN)
     known = tl.minimum(columns, N - 1)
-    gate, up = tl.zeros((BN, ROWS), tl.float32), tl.zeros((BN, ROWS), tl.float32)
     begin = part * PART
     if OVERLAPS:
         _await(w + known.to(tl.int64) * (K // BYTES) + begin // BYTES, BN)
     gate, up = multiply_tile(
-        gate, up, x, norm, w, scales, known, begin, tl.minimum(begin + PART, K), K, 2 * N, BK, ROWS, NORMS, BITS, GROUP,
-        EXTRA, OFFSET, N,
+        x, norm, w, scales, known, begin, tl.minimum(begin + PART, K), K, 2 * N, BK, S, ROWS, NORMS, BITS, GROUP, EXTRA,
+        OFFSET, N, PART % (S * BK) == 0 and K % PART == 0,
     )  # fmt: skip
     if OVERLAPS:
         gdc_launch_dependents()
@@ -379,12 +420,12 @@ def dequantise(
     LANES: constexpr = BK // 2
     columns, i, lanes = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BK, tl.arange(0, LANES)
     known = tl.minimum(columns, N - 1)
-    loaded = tl.load(w + known[:, None].to(tl.int64) * (K // 2) + (i // 2 + lanes)[None, :])
-    scale, more = load_scales(scales, i, known, K, N, BK, GROUP, EXTRA)
+    loaded = tl.load(w + known[None, :, None].to(tl.int64) * (K // 2) + (i // 2 + lanes)[None, None, :])
+    scale, more = load_scales(scales, i + tl.arange(0, 1), known, K, N, BK, GROUP, EXTRA)
     for half in tl.static_range(2):
         found = _tile(
             loaded, half, _of_half(scale, half, 4), _of_half(more, half, 4), 4, EXTRA, OFFSET, True,
             out.dtype.element_ty,
         )  # fmt: skip
-        to = out + columns[:, None].to(tl.int64) * K + (i + half * LANES + lanes)[None, :]
-        tl.store(to, found, mask=(columns < N)[:, None])
+        to = out + columns[None, :, None].to(tl.int64) * K + (i + half * LANES + lanes)[None, None, :]
+        tl.store(to, found, mask=(columns < N)[None, :, None])

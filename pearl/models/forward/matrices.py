@@ -124,8 +124,8 @@ class Quantised:
 
 
 def packed_at_once(inputs: int) -> int:
-    """Inputs whose steps of 4 bits are packed together: 256 or a smaller power of two; 0 where none divides these."""
-    return next((size for size in (256, 128, 64) if inputs % size == 0), 0)
+    """Inputs whose steps of 4 bits are packed together: 128 or 64; 0 where neither divides these."""
+    return next((size for size in (128, 64) if inputs % size == 0), 0)
 
 
 @dataclass(frozen=True)
