@@ -54,18 +54,23 @@ class Cut:
         return {"num_warps": self.warps, "num_stages": self.stages} if device.type == "cuda" else {}
 
 
-_CANDIDATES = (  # each the fastest for some product of the shapes of Llama 1B, 7B and 70B, on an H100 or H200
-    Cut(32, 128, 1, 2, 4),
-    Cut(16, 128, 1, 4, 3),
+_CANDIDATES = (  # each the fastest for some product of the shapes of Llama 1B and 7B, on an H100
     Cut(32, 64, 1, 4, 4),
+    Cut(32, 128, 1, 4, 3),
+    Cut(32, 128, 1, 2, 3),
+    Cut(16, 128, 1, 4, 4),
+    Cut(64, 64, 1, 2, 4),
 )
 _EIGHT_BITS = (
     Cut(32, 128, 1, 4, 3),
-    Cut(16, 128, 2, 4, 3),
+    Cut(32, 128, 1, 2, 4),
+    Cut(16, 128, 1, 4, 4),
 )
 _FOUR_BITS = (
     Cut(32, 128, 1, 4, 3),
-    Cut(32, 128, 2, 4, 3),
+    Cut(16, 128, 1, 4, 3),
+    Cut(32, 128, 1, 2, 4),
+    Cut(32, 128, 4, 4, 3),
 )
 ADDING = ("out", "down")  # products that are added to the hidden state
 _LEAST = 16  # inputs at once
@@ -98,7 +103,7 @@ def candidates(name: str, shape: tuple[int, int], bits: int = 16, fewer: Cut | N
     adds = name in ADDING
     some = {4: _FOUR_BITS, 8: _EIGHT_BITS, 16: _CANDIDATES}[bits]
     if fewer is not None:
-        some = (fewer, replace(fewer, columns=2 * fewer.columns))
+        some = (fewer, replace(fewer, columns=2 * fewer.columns), replace(fewer, stages=2))
     fitting = [
         cut
         for cut in some

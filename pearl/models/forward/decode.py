@@ -14,6 +14,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 from pearl.models.feeds import Feed
 from pearl.models.forward import attention_kernels, cuts, kernels
@@ -89,7 +90,12 @@ class Decode:
         self._tables: list[_TableForward] = []
         for size in sizes[:1] if any(layer.experts for layer in layers.layers) else sizes:
             smaller = self._tables[0].cuts if self._tables else {}
-            self._tables.append(_TableForward(layers, slots, angles, given, smaller, overlaps, size))
+            try:
+                self._tables.append(_TableForward(layers, slots, angles, given, smaller, overlaps, size))
+            except OutOfResources:
+                if not self._tables:
+                    raise
+                log.info("this GPU has no room for tables of %d rows", size)
         self._replays = [record(table.launch) for table in self._tables]
         is_timed = self._device.type == "cuda"
         self._costs = [cuts.milliseconds(replay) if is_timed else 1.0 for replay in self._replays]

@@ -70,7 +70,8 @@ def expert_gate_up(
 @triton.jit
 def expert_down(
     act, ids, w, scales, bias, out, w_stride, scales_stride, K: constexpr, N: constexpr, TOP: constexpr, BN: constexpr,
-    BK: constexpr, S: constexpr, BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr, BIAS: constexpr,
+    BK: constexpr, S: constexpr, BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr,
+    BIAS: constexpr,
 ):  # fmt: skip
     """out [16, TOP, N]: what each row's choices give. act: as `expert_gate_up` leaves it. Grid: as there."""
     pair = tl.program_id(0)

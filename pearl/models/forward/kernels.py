@@ -145,11 +145,27 @@ def _store(
 
 @triton.jit
 def load_scales(scales, starts, columns, K: constexpr, N: constexpr, BK: constexpr, GROUP: constexpr, EXTRA: constexpr):
-    """(scales, what `matrices.Quantised` has beside them) of BK inputs from each of `starts` on: [S, BN, groups]."""
+    """The scales of BK inputs from each of `starts` on, [S, BN, groups]; with EXTRA pairs, see `_first`."""
     MANY: constexpr = BK // GROUP if GROUP < BK else 1
-    at = scales + ((starts // GROUP)[:, None, None] + tl.arange(0, MANY)[None, None, :]) * N + columns[None, :, None]
-    first = tl.load(at)
-    return first, tl.load(at + (K // GROUP) * N) if EXTRA else first
+    at = ((starts // GROUP)[:, None, None] + tl.arange(0, MANY)[None, None, :]) * N + columns[None, :, None]
+    if EXTRA:
+        word: constexpr = tl.int64 if scales.dtype.element_ty.primitive_bitwidth == 32 else tl.int32
+        found = tl.load(scales.to(tl.pointer_type(word), bitcast=True) + at)
+    else:
+        found = tl.load(scales + at)
+    return found
+
+
+@triton.jit
+def _first(pairs, EXTRA: constexpr, second: constexpr, kind: constexpr):
+    """Of two numbers that were loaded as one word, the first or the second; without EXTRA there is one."""
+    if EXTRA:
+        BITS: constexpr = kind.primitive_bitwidth
+        half: constexpr = tl.int32 if BITS == 32 else tl.int16
+        found = (pairs >> (BITS if second else 0)).to(half).to(kind, bitcast=True)
+    else:
+        found = pairs.to(kind)
+    return found
 
 
 @triton.jit
@@ -201,7 +217,7 @@ def _bytes(bytes_, kind: constexpr):
 
 @triton.jit
 def _tile(
-    loaded, half: constexpr, scales, more, BITS: constexpr, EXTRA: constexpr, OFFSET: constexpr, SCALES: constexpr,
+    loaded, half: constexpr, scales, BITS: constexpr, EXTRA: constexpr, OFFSET: constexpr, SCALES: constexpr,
     kind: constexpr,
 ):  # fmt: skip
     """Weights [S, BN, LANES]: a half of what was loaded, see `matrices.Quantised`. Without SCALES those of one step."""
@@ -211,15 +227,17 @@ def _tile(
     HIDDEN: constexpr = 128.0 if BITS == 4 and kind == tl.bfloat16 else 0.0  # see `_nibbles`
     steps = _nibbles(loaded, half, kind) if BITS == 4 else _bytes(loaded, kind)
     if SCALES:
-        MANY: constexpr = scales.shape[2]
+        its = _of_half(scales, half, BITS)
+        MANY: constexpr = its.shape[2]
         steps = tl.reshape(steps, (S, BN, MANY, LANES // MANY))
+        more = _first(its, EXTRA, True, kind)
         if EXTRA == 2:
-            steps = steps - (more.to(kind) + (HIDDEN + OFFSET)).to(kind)[:, :, :, None]
+            steps = steps - (more + (HIDDEN + OFFSET)).to(kind)[:, :, :, None]
         elif BITS == 4:
             steps = (steps - (HIDDEN + OFFSET)).to(kind)
-        steps = steps * scales.to(kind)[:, :, :, None]
+        steps = steps * _first(its, EXTRA, False, kind)[:, :, :, None]
         if EXTRA == 1:
-            steps = steps + more.to(kind)[:, :, :, None]
+            steps = steps + more[:, :, :, None]
         steps = tl.reshape(steps, (S, BN, LANES))
     elif BITS == 4:
         steps = (steps - (HIDDEN + OFFSET)).to(kind)
@@ -246,12 +264,12 @@ def multiply_tile(
     rows = x + tl.arange(0, ROWS)[None, None, :] * K
     weights = w + columns[None, :, None].to(tl.int64) * ROW + lanes[None, None, :]
     found, other = tl.zeros((S, BN, ROWS), tl.float32), tl.zeros((S, BN, ROWS), tl.float32)
-    scale, more, scale_behind, more_behind = 0, 0, 0, 0
+    scale, scale_behind = 0, 0
     if SCALES:  # a block ahead, so that nothing waits for them
         starts = tl.minimum(begin + warps, end - BK)
-        scale, more = load_scales(scales, starts, columns, K, N, BK, GROUP, EXTRA)
+        scale = load_scales(scales, starts, columns, K, N, BK, GROUP, EXTRA)
         if APART:
-            scale_behind, more_behind = load_scales(scales, starts, columns + APART, K, N, BK, GROUP, EXTRA)
+            scale_behind = load_scales(scales, starts, columns + APART, K, N, BK, GROUP, EXTRA)
     for i in range(begin, end, S * BK):
         starts = i + warps
         if not WHOLE:
@@ -259,12 +277,12 @@ def multiply_tile(
         at = weights + (starts * LANES // BK)[:, None, None]
         loaded = tl.load(at)
         behind = tl.load(at + APART * ROW) if APART else loaded
-        now, more_now, now_behind, more_now_behind = scale, more, scale_behind, more_behind
+        now, now_behind = scale, scale_behind
         if SCALES:
             following = tl.minimum(i + S * BK + warps, end - BK)
-            scale, more = load_scales(scales, following, columns, K, N, BK, GROUP, EXTRA)
+            scale = load_scales(scales, following, columns, K, N, BK, GROUP, EXTRA)
             if APART:
-                scale_behind, more_behind = load_scales(scales, following, columns + APART, K, N, BK, GROUP, EXTRA)
+                scale_behind = load_scales(scales, following, columns + APART, K, N, BK, GROUP, EXTRA)
         for half in tl.static_range(BK // LANES):
             inputs = starts[:, None, None] + half * LANES + lanes[None, :, None]
             if WHOLE:
@@ -273,14 +291,10 @@ def multiply_tile(
                 some = tl.load(rows + inputs, mask=(i + warps < end)[:, None, None], other=0.0)
             if NORMS:
                 some = weighted(some, tl.load(norm + inputs))
-            its = _of_half(now, half, BITS) if SCALES else now
-            its_more = _of_half(more_now, half, BITS) if SCALES else now
-            tile = _tile(loaded, half, its, its_more, BITS, EXTRA, OFFSET, SCALES, kind)
+            tile = _tile(loaded, half, now, BITS, EXTRA, OFFSET, SCALES, kind)
             found = tl.dot(tile, some, found, input_precision="ieee")
             if APART:
-                its = _of_half(now_behind, half, BITS) if SCALES else now
-                its_more = _of_half(more_now_behind, half, BITS) if SCALES else now
-                tile = _tile(behind, half, its, its_more, BITS, EXTRA, OFFSET, SCALES, kind)
+                tile = _tile(behind, half, now_behind, BITS, EXTRA, OFFSET, SCALES, kind)
                 other = tl.dot(tile, some, other, input_precision="ieee")
     first, second = _add_warps(found), _add_warps(other) if APART else 0
     if BITS < 16 and not SCALES:
@@ -421,11 +435,8 @@ def dequantise(
     columns, i, lanes = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BK, tl.arange(0, LANES)
     known = tl.minimum(columns, N - 1)
     loaded = tl.load(w + known[None, :, None].to(tl.int64) * (K // 2) + (i // 2 + lanes)[None, None, :])
-    scale, more = load_scales(scales, i + tl.arange(0, 1), known, K, N, BK, GROUP, EXTRA)
+    its = load_scales(scales, i + tl.arange(0, 1), known, K, N, BK, GROUP, EXTRA)
     for half in tl.static_range(2):
-        found = _tile(
-            loaded, half, _of_half(scale, half, 4), _of_half(more, half, 4), 4, EXTRA, OFFSET, True,
-            out.dtype.element_ty,
-        )  # fmt: skip
+        found = _tile(loaded, half, its, 4, EXTRA, OFFSET, True, out.dtype.element_ty)
         to = out + columns[None, :, None].to(tl.int64) * K + (i + half * LANES + lanes)[None, None, :]
         tl.store(to, found, mask=(columns < N)[None, :, None])

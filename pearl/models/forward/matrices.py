@@ -53,7 +53,7 @@ class Quantised:
     [out, in], of int8 or float8_e4m3fn.
 
     Attributes:
-        scales: [1 or 2, groups, out]. A weight is (step - offset) * the first; plus the second if `extra` is 1; if it
+        scales: [groups, out, 1 or 2]. A weight is (step - offset) * the first; plus the second if `extra` is 1; if it
             is 2, the second are zero points, subtracted from the step.
         shape: (outputs, inputs).
         group: inputs that share a scale.
@@ -83,7 +83,7 @@ class Quantised:
         if second is not None:
             extra = 2 if given.least is None else 1
         both = [given.whole_scales()] + ([] if second is None else [second])
-        scales = torch.stack([each.T.to(dtype).contiguous() for each in both])
+        scales = torch.stack([each.T.to(dtype) for each in both], -1)
         if given.bits == 4:
             low, high = steps.view(outputs, -1, 2, at_once // 2).unbind(2)
             steps = (low | high << 4).flatten(1)
@@ -115,7 +115,7 @@ class Quantised:
         if self.bits == 4:
             chunks = steps.view(outputs, -1, at_once // 2)
             steps = torch.stack((chunks & 15, chunks >> 4), 2)
-        scale, *second = (each.T[..., None] for each in self.scales)
+        scale, *second = (each.T[..., None] for each in self.scales.unbind(-1))
         found = steps.to(scale.dtype).view(outputs, -1, self.group) - self.offset
         if self.extra == 2:
             found = found - second[0]
