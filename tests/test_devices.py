@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from pearl.config import EngineConfig
 from pearl.device import Device
 from pearl.errors import ConfigError, ModelError
-from pearl.worker.placement import _equal_part, place
+from pearl.worker import placement
+from pearl.worker.placement import _equal_part, pin, place
 
 CORE = min(os.sched_getaffinity(0))
 
@@ -52,6 +54,28 @@ def test_a_target_is_spread_and_a_draft_is_not() -> None:
 )
 def test_workers_of_a_host_have_cores_of_their_own(cores: int, of: int, parts: list[tuple[int, ...]]) -> None:
     assert [_equal_part(list(range(cores)), which, of) for which in range(of)] == parts
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is no other core")
+def test_a_worker_without_cores_of_its_own_leaves_the_others_alone() -> None:
+    """That of a GPU, say: the draft's forward would wait for the thread on the core that they share."""
+    config, found = EngineConfig(target_device="cpu", draft_device=f"cpu:{CORE}"), list[set[int]]()
+
+    def pinned() -> None:
+        pin(config, "target")
+        found.append(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=pinned)
+    thread.start()
+    thread.join()
+    assert found == [os.sched_getaffinity(0) - {CORE}]
+
+
+def test_a_draft_beside_a_gpu_leaves_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "usable_cores", lambda: set(range(16)))
+    for named, cores in (("cuda", tuple(range(8))), ("cpu", None)):
+        config = EngineConfig(target_device=named, draft_device="cpu")
+        assert placement.settled(config, "draft") == Device("cpu", cores=cores)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from pearl.device import Device, usable_cores
 from pearl.errors import ModelError
 
 _GRAIN = 1 << 15  # elements that a thread takes at least, of an elementwise operation of torch
+_LEFT = 2  # cores that a draft beside a GPU leaves: to the target's host thread and to the client
+_MOST_CORES = 8  # of such a draft, unless the user names more: with more threads a small model is hardly faster
 _own = threading.local()  # `pool`: the threads with which this one computes, in their order in OpenMP's team
 
 
@@ -57,12 +59,14 @@ def place(config: EngineConfig, role: ModelRole) -> torch.device:
 
 
 def settled(config: EngineConfig, role: ModelRole) -> Device:
-    """What `auto` comes to on this host; other devices are themselves.
+    """What `auto` comes to on this host, and `cpu` for a draft beside a GPU; other devices are themselves.
 
     The target has the first GPU, the draft the first that the target leaves, or the last where it leaves none.
-    Otherwise as many cores for each worker of this host.
+    Otherwise as many cores for each worker of this host.  A draft beside a GPU has a few cores and leaves two.
     """
     device = config.model(role).place
+    if role == "draft" and device == Device("cpu") and config.one_host and settled(config, "target").gpus:
+        return Device("cpu", cores=tuple(sorted(usable_cores())[:-_LEFT][:_MOST_CORES]) or None)
     if device.kind != "auto":
         return device
     if gpus := torch.cuda.device_count():
@@ -97,12 +101,17 @@ def shared_gpus(config: EngineConfig) -> str:
 
 
 def pin(config: EngineConfig, role: ModelRole) -> None:
-    """Pins this thread, and those it starts, to the cores of its device. Those that run already (of the sockets) stay
-    unpinned.
+    """Pins this thread, and those it starts, to the cores of its device; a GPU's host threads to those that the other
+    worker leaves, whose forward would wait for the thread that has to share its core.
+
+    Threads that run already (of the sockets) stay unpinned.
     """
     cores = settled(config, role).cores
     if cores is not None:
         occupy(cores)
+    elif config.one_host:
+        taken = {core for each in config.roles for core in settled(config, each).cores or ()}
+        os.sched_setaffinity(0, usable_cores() - taken or usable_cores())
 
 
 def spreader(config: EngineConfig) -> Callable[[bool], None]:
