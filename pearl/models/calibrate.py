@@ -9,6 +9,7 @@ import time
 from statistics import median
 
 from pearl.errors import ModelError
+from pearl.models.forward.row_table import SIZES
 from pearl.models.runner import ModelRunner, feed_chain
 
 FED = (1, 2, 4, 8)  # tokens fed to the target; other sizes are interpolated
@@ -21,6 +22,8 @@ _MOST_DRAFTS = 200
 def calibrate_target(runner: ModelRunner, brief: bool = False) -> tuple[tuple[int, float], ...]:
     """(fed, seconds) of forwards fed 1, 2, 4 and 8 tokens; leaves the cache empty.
 
+    Where forwards have two sizes, also of as many as fit the smaller, of one more, and of as many as fit the larger.
+
     `brief`: measure none, for the times are known; only run the model once.
     """
     base = 0 if brief else _fill(runner)
@@ -28,7 +31,9 @@ def calibrate_target(runner: ModelRunner, brief: bool = False) -> tuple[tuple[in
     if brief:
         runner.rollback(0)
         return ()
-    sizes = [fed for fed in FED if base + fed <= runner.context]
+    few, most = SIZES[0], runner.capabilities.tree_nodes
+    more = (few, few + 1, most) if runner.capabilities.launches and most > few else ()
+    sizes = [fed for fed in (*FED, *more) if base + fed <= runner.context]
     found = tuple((fed, median(_seconds(runner, base, fed) for _ in range(_REPEATS))) for fed in sizes)
     runner.rollback(0)
     return found
