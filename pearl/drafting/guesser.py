@@ -192,9 +192,9 @@ def fused(*lists: Sequence[Candidate]) -> list[Candidate]:
             best[candidate.token] = candidate
             continue
         first, second = (known, candidate) if known.chance >= candidate.chance else (candidate, known)
-        best[candidate.token] = first.with_chance(first.chance, (*first.also, second, *second.also))
+        best[candidate.token] = first._replace(also=(*first.also, second, *second.also))
     ranked = sorted(best.values(), key=lambda candidate: candidate.chance, reverse=True)
     total = sum([candidate.chance for candidate in ranked])
     if total <= 1:
         return ranked
-    return [candidate.with_chance(candidate.chance / total, candidate.also) for candidate in ranked]
+    return [candidate._replace(chance=candidate.chance / total) for candidate in ranked]

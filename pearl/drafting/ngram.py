@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, count
 from operator import mul
+from typing import NamedTuple
 
 from pearl.protocol.events import Alternative
 from pearl.protocol.messages import Source
@@ -24,6 +25,8 @@ _LEARN = 256  # rates are learned from this many tokens at the end of a prompt
 RATE_WEIGHT = 0.05  # weight of a new outcome in a rate's moving average
 _LEAST_CHANCE = 0.01  # less likely guesses do not enter the tree
 _OF_DRAFT = (Source.RUNNER_UP, Source.BRANCH)
+# Of an occurrence, by match length: a longer one outweighs up to two that are one token shorter.
+_WEIGHTS = [3.0**matched for matched in range(MOST_MATCHED + 1)]
 
 # Row k: probability that the k-th candidate is right if all before it are wrong, by match length (columns, from 1).
 # Measured on answers of SmolLM2-135M to HumanEval, GSM8K and MT-bench; each text adapts its own copy.
@@ -34,8 +37,7 @@ _PRIOR = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):  # dozens are made between two forwards, and a dataclass takes four times as long
     """A token guessed for one position.
 
     Attributes:
@@ -59,9 +61,6 @@ class Candidate:
     context: tuple[int, ...] = ()
     behind: tuple[tuple[int, float], ...] = ()
 
-    def with_chance(self, chance: float, also: tuple[Candidate, ...]) -> Candidate:
-        return Candidate(self.token, chance, self.matched, self.occurrences, self.source, also, self.context)
-
 
 class NgramIndex:
     """The end positions of each n-gram of one text, for n up to `LONGEST`. Adding or removing a token is O(1).
@@ -81,6 +80,7 @@ class NgramIndex:
         self.tokens: list[int] = []
         self._ends: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(LONGEST)]
         self._rates = [list(rates) for rates in _PRIOR]
+        self._matches: dict[int, list[tuple[int, int]]] = {}  # by position: looked for again when it is learned from
         self._learned = max(0, len(tokens) - _LEARN)
         self.extend(tokens)
         self.learn(len(tokens))
@@ -113,6 +113,7 @@ class NgramIndex:
                 if not known:
                     del ends[gram]
         del text[length:]
+        self._matches = {position: each for position, each in self._matches.items() if position <= length}
 
     def learn(self, committed: int) -> None:
         """Update the rates with tokens that have become final: the first `committed` of the text."""
@@ -124,41 +125,51 @@ class NgramIndex:
                 if hit:
                     break
         self._learned = max(self._learned, committed)
+        self._matches = {position: each for position, each in self._matches.items() if position >= committed}
 
     def candidates(self, position: int) -> list[Candidate]:
         """Candidates for `position` (1 to the text's length) given the tokens before it, likeliest first."""
-        text, matches = self.tokens, {}
+        if (known := self._matches.get(position)) is None:
+            known = self._matches[position] = self._matching(position)
+        return self._ranked(known)
+
+    def _matching(self, position: int) -> list[tuple[int, int]]:
+        """(end, match length) of earlier occurrences of the tokens before `position`."""
+        text, matches = self.tokens, dict[int, int]()
         for n in range(min(LONGEST, position), 0, -1):
             ends = self._ends[n - 1].get(tuple(text[position - n : position]), ())
             for i in range(len(ends) - 1, -1, -1):
                 end = ends[i]
                 if end >= position or end in matches:
                     continue
-                matches[end] = self._matched(end, position, n)
+                matches[end] = n if n < LONGEST else self._matched(end, position, n)
                 if len(matches) == self.most_occurrences:
                     break
             if len(matches) == self.most_occurrences:
                 break
-        return self._ranked(list(matches.items()))
+        return list(matches.items())
 
     def following(self, candidate: Candidate) -> list[Candidate]:
         """Candidates for the position after `candidate`: the tokens that followed its occurrences."""
-        return self._ranked([(end + 1, min(MOST_MATCHED, matched + 1)) for end, matched in candidate.occurrences])
+        return self._ranked([(end + 1, matched + (matched < MOST_MATCHED)) for end, matched in candidate.occurrences])
 
     def _ranked(self, occurrences: Sequence[tuple[int, int]]) -> list[Candidate]:
-        weights: dict[int, float] = {}
         found: dict[int, list[tuple[int, int]]] = {}
         text, last = self.tokens, len(self.tokens)
-        for end, matched in occurrences:
-            if end < last:
-                token = text[end]
-                # A longer match outweighs up to two that are one token shorter; ties go to the more recent.
-                weights[token] = weights.get(token, 0.0) + 3.0**matched
-                found.setdefault(token, []).append((end, matched))
-        best = sorted(weights, key=weights.__getitem__, reverse=True)[:RANKS]
+        for occurrence in occurrences:
+            if occurrence[0] < last:
+                token = text[occurrence[0]]
+                if token in found:
+                    found[token].append(occurrence)
+                else:
+                    found[token] = [occurrence]
+        best = list(found)
+        if len(best) > 1:  # ties go to the more recent
+            weights = {token: sum([_WEIGHTS[matched] for _, matched in seen]) for token, seen in found.items()}
+            best = sorted(weights, key=weights.__getitem__, reverse=True)[:RANKS]
         left, result = 1.0, []
         for rank, token in enumerate(best):
-            longest = max(matched for _, matched in found[token])
+            longest = max([matched for _, matched in found[token]])
             chance = left * self._rates[rank][longest - 1]
             left -= chance
             result.append(Candidate(token, chance, longest, tuple(found[token])))
@@ -192,18 +203,20 @@ class Anchor:
 
     def beside(self, candidates: Iterable[Candidate]) -> list[Candidate]:
         """The candidates of an index and the draft's others, each token once and the draft's own not at all."""
+        if self.taken is None and not self.others:
+            return list(candidates)
         found: dict[int, Candidate] = {}
         for candidate in candidates:
             if candidate.token != self.taken:
                 # P(candidate right | `taken` wrong): both guess independently, and at most one can be right.
                 share = 1.0 if self.taken is None else (1 - self.trust) / (1 - candidate.chance * self.trust)
-                found[candidate.token] = candidate.with_chance(candidate.chance * share, candidate.also)
+                found[candidate.token] = Candidate(candidate.token, candidate.chance * share, *candidate[2:])
         for other in self.others:
             (token, *tokens), (chance, *chances) = other.tokens, other.chances
             known = found.get(token, Candidate(token, 0.0, 0, (), Source.RUNNER_UP))
             if token != self.taken and chance > known.chance:
                 behind = tuple(zip(tokens, chances, strict=True))
-                found[token] = replace(known, chance=chance, behind=behind)
+                found[token] = known._replace(chance=chance, behind=behind)
         return list(found.values())
 
 
@@ -264,7 +277,7 @@ def guess_tree(
         parents.append(parent)
         chances.append(-negative)
         sources.append(candidate.source)
-        if position + 1 < limit:
+        if position + 1 < limit and (most or candidate.behind):
             for below in _following(index, candidate)[:widest]:
                 heapq.heappush(waiting, (negative * below.chance, next(ids), number, position + 1, below))
     return tokens, parents, chances, sources

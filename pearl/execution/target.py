@@ -212,7 +212,7 @@ class TargetExecutor:
         found = self._requests.get(request)
         return None if found is None else found.spec.needs is not Needs.NOTHING
 
-    @memory_errors()
+    @memory_errors
     def execute(self, command: object) -> Event | None:
         """The event that answers `command`; None if it needs no answer.
 
@@ -316,7 +316,7 @@ class TargetExecutor:
 
         return HeadGuesses(self._states.texts[request.slot], tokens, draw)
 
-    @memory_errors()
+    @memory_errors
     def forward(self, commands: Sequence[Forward]) -> list[Forwarded]:
         """One forward of the model for several requests; the event that answers each. Raises as `execute`."""
         requests = [self._requests[command.request] for command in commands]
@@ -419,16 +419,16 @@ class TargetExecutor:
         tokens: list[int] = []
         rows: list[int] = []
         at: int | None = command.node
-        while at is not None:
-            rows.append(request.row(at))
-            position = command.position + len(tokens)
-            if request.draws is None:
-                draw = request.direct(request.logits[rows[-1]], position)
-            else:
-                draw = request.draws[rows[-1]]
-            with request.blamed():
+        with request.blamed():
+            while at is not None:
+                rows.append(request.row(at))
+                position = command.position + len(tokens)
+                if request.draws is None:
+                    draw = request.direct(request.logits[rows[-1]], position)
+                else:
+                    draw = request.draws[rows[-1]]
                 tokens.append(read_draw(draw))
-            at = children.get(at, {}).get(tokens[-1])
+                at = children.get(at, {}).get(tokens[-1])
         request.say(command.position, tokens, rows)
         return Sampled(tuple(tokens), request.stop_after(tokens), request=command.request)
 

@@ -13,7 +13,7 @@ from pearl.protocol.messages import Committed, FinishReason, Preview, Provenance
 from pearl.protocol.options import RequestOptions
 from pearl.protocol.proposals import Proposal, ProposalStore
 from pearl.protocol.sequence import TokenSequence
-from pearl.spec.methods import METHODS, Method
+from pearl.spec.methods import METHODS
 
 
 @dataclass
@@ -101,9 +101,6 @@ class Request:
 
     def __init__(self, submit: Submit, sequence: TokenSequence) -> None:
         self.submit, self.sequence = submit, sequence
-        self.options: RequestOptions = submit.options
-        #: The method in use: the one requested, or the way that method auto has chosen.
-        self.method: Method = submit.options.method_spec
         #: Proposals for the pending tokens of the sequence, and branches.
         self.proposals = ProposalStore()
         self.counts = Counts()
@@ -120,7 +117,8 @@ class Request:
         #: The finish reason once the request is to end; nothing is committed after that.
         self.ending: FinishReason | None = None
         #: Block length: tokens that the rule judges as a whole. 1 except for block rules.
-        self.block = self.options.rule_in_force.block(self.options.parameters)
+        self.block = submit.options.rule_in_force.block(submit.options.parameters)
+        self._decode_by(submit.options)
         self._delivered = 0  # length of the prefix that the front has
         self._undelivered: list[Provenance] = []
 
@@ -128,29 +126,24 @@ class Request:
     def number(self) -> int:
         return self.submit.request
 
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether guesses are fed to the target. Not with a draft under a block rule: they fill no block."""
-        is_of_use = self.block == 1 or not self.method.drafts
-        has_index = self.options.look_ahead > 0 and self.method.look_ahead > 0
-        return (has_index and is_of_use) or self.takes_siblings
-
-    @property
-    def takes_siblings(self) -> bool:
-        """Whether the draft's runners-up are fed to the target too."""
-        return self.options.sends_runners_up and self.method.siblings > 0
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether the target commits its own draws right away instead of waiting for the draft's tokens."""
-        overlaps = self.method.pre_verify or self.method.post_verify
-        return self.looks_ahead and ((self.options.commits_draws and overlaps) or not self.method.drafts)
-
     def use(self, way: str) -> None:
         """Method auto: decode with `way` from here on."""
-        self.method = METHODS[way]
-        branches = self.submit.options.branches if self.method.branches else 0
-        self.options = self.submit.options.changed(method=way, branches=branches)
+        branches = self.submit.options.branches if METHODS[way].branches else 0
+        self._decode_by(self.submit.options.changed(method=way, branches=branches))
+
+    def _decode_by(self, options: RequestOptions) -> None:
+        """What follows from the options is found out here: it is asked for a dozen times between two forwards."""
+        #: Those of the method in use: the one requested, or the way that method auto has chosen.
+        self.options, self.method = options, (method := options.method_spec)
+        #: Whether the draft's runners-up are fed to the target too.
+        self.takes_siblings = options.sends_runners_up
+        is_of_use = self.block == 1 or not method.drafts
+        has_index = options.look_ahead > 0 and method.look_ahead > 0
+        #: Whether guesses are fed to the target. Not with a draft under a block rule: they fill no block.
+        self.looks_ahead = (has_index and is_of_use) or self.takes_siblings
+        overlaps = (method.pre_verify or method.post_verify) and options.commits_draws
+        #: Whether the target commits its own draws right away instead of waiting for the draft's tokens.
+        self.runs_ahead = self.looks_ahead and (overlaps or not method.drafts)
 
     def begin(self) -> None:
         """Begin with the prompt; a prefix of it may be in the KV cache already."""

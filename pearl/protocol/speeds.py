@@ -86,12 +86,12 @@ class ForwardTimes:
         Never more than a larger forward took, as seldom measured times may be outliers. Beyond the measured sizes the
         nearest value stands.
         """
-        sizes, times, _ = self._table()
+        sizes, times, _ = self._sorted or self._table()
         return _interpolate(sizes, times, fed)
 
     def hoped(self, fed: int) -> float:
         """As `seconds`, but less for sizes not measured lately: a size that seems too slow is tried again."""
-        sizes, _, hoped = self._table()
+        sizes, _, hoped = self._sorted or self._table()
         return _interpolate(sizes, hoped, fed)
 
     def _bound(self, fed: int) -> float:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -30,6 +31,8 @@ _SHAPE = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermedia
 _CACHE_SHAPE = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "hidden_size", "head_dim")
 SNAPSHOTS = 8  # the most copies of the state of a recurrent model: see `cache_layers`
 _MEASURED_FROM = 1e8  # bytes of weights
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
@@ -291,13 +294,17 @@ def is_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or bool(_MEMORY_WORDS.search(str(error)))
 
 
-@contextmanager
-def memory_errors() -> Iterator[None]:
-    """Raise `OutOfMemory`, in words for users, for an error that is one of memory."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not is_of_memory(error):
-            raise
-        cause = str(error).partition("\n")[0].rstrip(".") or "no memory is left"
-        raise OutOfMemory(f"{cause}. Shorten the prompt, lower max_context, or take a smaller model.") from error
+def memory_errors(execute: Callable[_P, _T]) -> Callable[_P, _T]:
+    """`execute`, but raising `OutOfMemory`, in words for users, for an error that is one of memory."""
+
+    @wraps(execute)
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return execute(*args, **kwargs)
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            if not is_of_memory(error):
+                raise
+            cause = str(error).partition("\n")[0].rstrip(".") or "no memory is left"
+            raise OutOfMemory(f"{cause}. Shorten the prompt, lower max_context, or take a smaller model.") from error
+
+    return wrapped
