@@ -1,12 +1,17 @@
-"""Random Llamas of the shapes of published models, for timing: the duration of a forward does not depend on weights."""
+"""Random Llamas of the shapes of published models, for timing: the duration of a forward does not depend on weights.
+
+And tiny models of other families, for comparing.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 # As published: hidden size, inner size, layers, heads, key-value heads, vocabulary. Of some only a few layers.
 SHAPES = {
@@ -18,6 +23,23 @@ SHAPES = {
     "tiny": (64, 128, 2, 4, 2, 512),
     "tiny-8-layers": (64, 128, 8, 4, 2, 512),
 }
+_WINDOW = {"sliding_window": 70, "layer_types": ["sliding_attention", "full_attention"]}
+# Each with what Llama does not have; of experts all are chosen, for no rounding may choose others.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Gemma2": {**_WINDOW, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "Gemma3Text": _WINDOW,
+    "Olmo2": {},
+    "Granite": {
+        "embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 2.0,
+    },
+    "Glm4": {"partial_rotary_factor": 0.5},
+    "GptOss": {**_WINDOW, "num_local_experts": 2, "num_experts_per_tok": 2, "swiglu_limit": 0.5,
+               "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+}  # fmt: skip
+_TINY: dict[str, Any] = {
+    "vocab_size": 1000, "pad_token_id": 0, "hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2048,
+}  # fmt: skip
 _SPREAD = 1.28  # of a weight, times the root of the hidden size: 0.02 at 4,096; with less attention would be even
 _END = "<end>"
 
@@ -49,6 +71,21 @@ def random_model(shape: str, device: torch.device, dtype: torch.dtype, seed: int
         if "norm" in name:
             torch.nn.init.ones_(weight)
     return model.eval()
+
+
+def random_family(name: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """A tiny model of one of `FAMILIES`; the same weights each time."""
+    config = getattr(transformers, f"{name}Config")(**_TINY | FAMILIES[name])
+    # Of transformers' ways those that take caps, sinks and any dtype.
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_config(config, **plain).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    for key, weight in model.named_parameters():
+        is_small = weight.dim() == 1 or "bias" in key  # norms and biases, which begin as ones and zeros
+        spread = 0.1 if is_small else _SPREAD / _TINY["hidden_size"] ** 0.5
+        torch.nn.init.normal_(weight, float(is_small and "norm" in key), spread, generator=generator)
+    found: PreTrainedModel = model.to(device).eval()
+    return found
 
 
 def save_pair(shape: str, share: float, into: Path, device: torch.device, dtype: torch.dtype, eps: float) -> None:

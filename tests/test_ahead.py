@@ -16,13 +16,13 @@ from pearl.drafting.step import Step
 from pearl.execution import ahead as module
 from pearl.execution.ahead import Ahead
 from pearl.execution.draft import DraftExecutor
-from pearl.models.checkpoints.loading import load_runner
+from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import Feed, ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Draft, Drafted, Open, Rollback
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.speeds import ForwardTimes
-from tests.tiny import tiny_model
+from tests.test_gpu_path import random_llama
 
 VOCAB, PROMPT, BOUND = 8, (1, 2, 3), 20.0
 OPEN = Open(PROMPT, RequestOptions(sampling=Sampling(temperature=1.0, seed=3)))
@@ -266,8 +266,11 @@ SAMPLINGS = [
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("rule", ["ratio", "coupled"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_a_launch_does_not_wait_for_the_gpu(rule: str, sampling: Sampling) -> None:
-    runner = load_runner(str(tiny_model()), device=torch.device("cuda", 0), dtype="float32", max_context=128)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_launch_does_not_wait_for_the_gpu(rule: str, sampling: Sampling, dtype: torch.dtype) -> None:
+    """By torch's operations in float32, by our kernels in bfloat16."""
+    runner = ForwardRunner(random_llama(128, dtype).to("cuda:0"), 128)  # type: ignore[arg-type]
+    assert (runner._decode is not None) == (dtype == torch.bfloat16)
     chained = ModelProposer(runner, runner.vocab_size, chains=True)
     chained.open(Open(PROMPT, RequestOptions(rule=rule, sampling=sampling)))
     last = chained.launch(Draft(0, PROMPT, 3))
@@ -284,11 +287,12 @@ def test_a_launch_does_not_wait_for_the_gpu(rule: str, sampling: Sampling) -> No
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("rule", ["ratio", "coupled"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_chained_on_a_gpu_as_one_by_one(rule: str, sampling: Sampling) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_chained_on_a_gpu_as_one_by_one(rule: str, sampling: Sampling, dtype: torch.dtype) -> None:
     prompt = tuple(range(5, 25))
     texts = []
     for chains in (False, True):
-        runner = load_runner(str(tiny_model()), device=torch.device("cuda", 0), dtype="float32", max_context=128)
+        runner = ForwardRunner(random_llama(128, dtype).to("cuda:0"), 128)  # type: ignore[arg-type]
         with Ahead(executor(runner, chains), lambda: True) as ahead:
             ahead.execute(Open(prompt, RequestOptions(rule=rule, sampling=sampling)))
             text, fed = [*prompt], 0

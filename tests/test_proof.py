@@ -36,7 +36,11 @@ def test_every_step_passes_in_a_rehearsal(script: Script, tmp_path: Path) -> Non
     assert found["rehearsal"]
     assert found["hardware"]["versions"]["torch"] == torch.__version__
     assert run.exit_code == 0, run.output
-    assert "all passed" in run.output
+    table = found["table"]  # which is to be pasted
+    assert "\n".join(table) in run.output
+    assert len(table) == len(steps) + 2 <= 12
+    assert max(map(len, table)) <= 80
+    assert table[-1].startswith("all passed")
 
 
 def test_steps_that_fail_are_named_and_the_others_run(
@@ -52,6 +56,8 @@ def test_steps_that_fail_are_named_and_the_others_run(
     wanted = [part for name in ("rows", "graphs", "speed") for part in ("--only", name)]
     run = CliRunner().invoke(script.main, ["--rehearse", *wanted, "--json", str(tmp_path / "found.json")])
     assert run.exit_code == 1
+    assert "rows       FAIL   0 s  RuntimeError: CUDA error\n" in run.output
+    assert "graphs     FAIL   0 s  too slow 2 ms\n" in run.output
     assert "failed: rows, graphs" in run.output
     found = json.loads((tmp_path / "found.json").read_text())["steps"]
     errors = [(step["passed"], step["error"], len(step["figures"])) for step in found]

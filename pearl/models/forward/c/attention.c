@@ -98,10 +98,11 @@ INLINE V dots(const float *q, const float *const *keys, int64_t dim) {
     return sums[0] + *(V *)rest;
 }
 
-// e^x, to about two units in the last place; 0 below -87.
+// e^x, to about two units in the last place; 0 below -87, and beyond 88, where a float ends, e^88.
 INLINE V exponential(V x) {
     const V shift = (V){0} + 12582912.0f;  // rounds to an integer, in the low bits
-    const V clamped = (V)((I)x & (x > -87.0f)) + (V)((I)((V){0} - 87.0f) & ~(x > -87.0f));
+    const I low = ~(x > -87.0f), high = ~(x < 88.0f);
+    const V clamped = (V)((I)x & ~low & ~high) + (V)((I)((V){0} - 87.0f) & low) + (V)((I)((V){0} + 88.0f) & high);
     const V number = clamped * 1.44269504f + shift;
     const V whole = number - shift;
     const V rest = clamped - whole * 0.693145752f - whole * 1.42860677e-6f;
@@ -112,7 +113,7 @@ INLINE V exponential(V x) {
     sum = sum * rest + 1.0f;
     sum = sum * rest + 1.0f;
     const V power = (V)(((I)number << 23) + 0x3f800000);
-    return (V)((I)(sum * power) & (x > -87.0f));
+    return (V)((I)(sum * power) & ~low);
 }
 
 INLINE V hyperbolic_tangent(V x) {
