@@ -96,7 +96,7 @@ def runner_of(name: str, kernels: bool = True, context: int = 600) -> ForwardRun
 @pytest.fixture
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the smaller tables, without the check at load: for tests that need no more."""
-    monkeypatch.setattr(decode.Decode, "is_invariant", lambda self: True)
+    monkeypatch.setattr(decode.Decode, "problem", lambda self, expected: "")
     monkeypatch.setattr(decode.Decode.__init__, "__defaults__", (False, SIZES[:1]))
     monkeypatch.setattr(decode.make_decode, "__defaults__", (SIZES[:1],))
 
@@ -268,6 +268,20 @@ def test_kernels_whose_bits_depend_on_the_cut_are_refused(
     monkeypatch.setattr(decode.Decode, "forward", planted)
     assert runner_of("one layer")._decode is None
     assert "depend on their company" in caplog.text
+
+
+def test_kernels_whose_rows_are_wrong_are_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    true = decode.Decode._run
+
+    def planted(self: decode.Decode, which: int, *given: Any) -> Any:
+        logits, features = true(self, which, *given)
+        return logits.roll(1, 1), features
+
+    monkeypatch.setattr(decode.Decode, "_run", planted)
+    assert runner_of("one layer", context=100)._decode is None
+    assert "wrong rows" in caplog.text
 
 
 def test_kernels_that_do_not_compile_are_done_without(

@@ -8,7 +8,7 @@ between shapes and GPUs: a few are timed when a model is first loaded on a GPU, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -20,10 +20,11 @@ from pearl.models.feeds import Feed
 from pearl.models.forward import attention_kernels, cuts, kernels
 from pearl.models.forward.attention import cap_scores
 from pearl.models.forward.cuts import ADDING, Cut, Cuts, Product
-from pearl.models.forward.graphs import Record, Rows
+from pearl.models.forward.graphs import MOST_OFF, Piece, Record, Rows
 from pearl.models.forward.layers import DecoderLayers, Layer, Rope
 from pearl.models.forward.matrices import Plain, Quantised, normalise
-from pearl.models.forward.row_table import MOST_PARTS, SIZES, TOGETHER, Piece, lay_tables, numbers, numbers_of, rows_of
+from pearl.models.forward.row_table import MOST_PARTS, SIZES, TOGETHER, lay_tables, numbers, numbers_of, rows_of
+from pearl.models.forward.row_table import Piece as TablePiece
 from pearl.models.forward.slots import Slots
 
 log = logging.getLogger(__name__)
@@ -35,10 +36,18 @@ _OVERLAPS_FROM = (9, 0)  # compute capability
 
 
 def make_decode(
-    layers: DecoderLayers, slots: Slots, angles: Mapping[str, Rope], record: Record, sizes: Sequence[int] = SIZES
+    layers: DecoderLayers,
+    slots: Slots,
+    angles: Mapping[str, Rope],
+    record: Record,
+    expected: Callable[[Piece], torch.Tensor],
+    sizes: Sequence[int] = SIZES,
 ) -> Decode | None:
     """The kernels of a model, checked; None where they do not fit it, with the reason in the log: on a GPU they take
     bfloat16.
+
+    Args:
+        expected: hidden states by torch's operations of a piece at position 0 of slot 0.
     """
     device = layers.embedding.device
     if device.type == "cuda" and layers.dtype != torch.bfloat16:
@@ -50,8 +59,8 @@ def make_decode(
     except Exception as problem:  # of Triton: its compilers' errors have no common base
         log.warning("our kernels do not run here, forwards are torch's operations: %s", problem)
         return None
-    if not decode.is_invariant():
-        log.warning("rows of our kernels depend on their company here: forwards are torch's operations")
+    if problem := decode.problem(expected):
+        log.warning("%s: forwards are torch's operations", problem)
         return None
     return decode
 
@@ -104,17 +113,19 @@ class Decode:
     def most(self) -> int:
         return self._tables[-1].size
 
-    def is_invariant(self) -> bool:
-        """Whether rows have the same bits in another cut and in other rows of the table. Overwrites slot 0.
-
-        Gives up larger tables where their rows have other bits.
+    def problem(self, expected: Callable[[Piece], torch.Tensor]) -> str:
+        """What is wrong with rows: they are not near torch's, or have other bits in another cut or other rows of the
+        table; empty: nothing. Gives up larger tables where their rows have other bits. Overwrites slot 0.
         """
         vocab, slot, least = self._layers.vocab_size, self._slots, self._tables[0].size
         slot.rollback(0, 0)
         tokens = tuple((7 + 11 * i) % vocab for i in range(least))
+        ids = torch.tensor(tokens, device=self._device)
+        wanted = self._layers.logits(expected(Piece(torch.zeros_like(ids[:1]), ids, ids, None))).float()
         together = self.forward([Feed(tokens, least)])[0][0].clone()
+        off = (together - wanted).norm(dim=1) / wanted.norm(dim=1)
         while len(self._tables) > 1:
-            found = self._run(-1, [Feed(tokens, least)], [Piece(0, 0, least, 0, 0)])[0][:least]
+            found = self._run(-1, [Feed(tokens, least)], [TablePiece(0, 0, least, 0, 0)])[0][:least]
             if torch.equal(found, together):
                 break
             log.info("rows of tables of %d have other bits here: tables have %d at most", self.most, least)
@@ -126,7 +137,9 @@ class Decode:
         slot.wrote(0, self.most)
         slot.lengths[0] = self.most
         slot.rollback(0, 0)
-        return torch.equal(together, torch.cat(apart))
+        if not torch.equal(together, torch.cat(apart)):
+            return "rows of our kernels depend on their company here"
+        return "" if off.median() < MOST_OFF else "our kernels give wrong rows here"
 
     def forward(self, feeds: Sequence[Feed]) -> list[Rows]:
         """What each feed asks for, perhaps in buffers that the next forward overwrites; logits in float32.
@@ -149,7 +162,7 @@ class Decode:
         whole = [rows[0] if len(rows) == 1 else torch.cat(rows) for rows in found]
         return [(rows, torch.cat(more) if more else None) for rows, more in zip(whole, seen, strict=True)]
 
-    def _cheapest(self, feeds: Sequence[Feed]) -> list[tuple[int, list[Piece]]]:
+    def _cheapest(self, feeds: Sequence[Feed]) -> list[tuple[int, list[TablePiece]]]:
         """The tables for these feeds, each with the recording that computes it, that take the least time."""
         widest, ways = max((len(feed.tokens) for feed in feeds if feed.parents is not None), default=0), []
         for most in (table.size for table in self._tables if table.size >= widest):
@@ -160,7 +173,7 @@ class Decode:
                 break
         return min(ways, key=itemgetter(0))[1]
 
-    def _run(self, which: int, feeds: Sequence[Feed], pieces: Sequence[Piece]) -> Rows:
+    def _run(self, which: int, feeds: Sequence[Feed], pieces: Sequence[TablePiece]) -> Rows:
         """One table by one of the recordings."""
         table = self._tables[which].table
         given = torch.tensor(numbers(feeds, pieces, self._tables[which].size), pin_memory=self._device.type == "cuda")

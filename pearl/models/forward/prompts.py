@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from pearl.models.feeds import Feed
-from pearl.models.forward.graphs import FED, PREFILL, Piece, Record, Rows
+from pearl.models.forward.graphs import FED, MOST_OFF, PREFILL, Piece, Record, Rows
 from pearl.models.forward.layers import DecoderLayers, Rope
 from pearl.models.forward.prompt_kernels import LEAST_DIM
 from pearl.models.forward.slot_attention import PromptAttention
@@ -21,7 +21,6 @@ from pearl.models.forward.slots import Slots
 log = logging.getLogger(__name__)
 
 _CHECKED = 160  # tokens: more than one tile
-_MOST_OFF = 0.25  # of a row's length; bfloat16 in another order makes for a few hundredths in deep models
 
 
 class Prompts:
@@ -86,7 +85,7 @@ class Prompts:
         found, again = (self.hidden_states(Feed(ids, 0, slot), 0)[0][:count].clone() for slot in (0, last))
         wanted = expected(Piece(self._given[1:2], self._given[3:], self._given[3:], None))[:count].float()
         off = (found.float() - wanted).norm(dim=1) / wanted.norm(dim=1)
-        return torch.equal(found, again) and bool(off.median() < _MOST_OFF)
+        return torch.equal(found, again) and bool(off.median() < MOST_OFF)
 
 
 def make_prompts(

@@ -140,17 +140,18 @@ class ForwardRunner:
         )
 
     def _make_prompts(self, record: Record) -> Prompts | None:
-        """Prompts by our kernels; None where they are not to be had. Recorded first: they take the most memory."""
+        """Prompts by our kernels; None where they are not to be had."""
         try:
             from pearl.models.forward.prompts import make_prompts
         except ImportError:
             log.info("Triton is not installed: prompts are torch's operations")
             return None
 
-        def expected(piece: Piece) -> torch.Tensor:
-            return self._hidden_states(piece, 0, PREFILL)
+        return make_prompts(self._layers, self._slots, self._ropes, record, self._expected)
 
-        return make_prompts(self._layers, self._slots, self._ropes, record, expected)
+    def _expected(self, piece: Piece) -> torch.Tensor:
+        """Hidden states of a piece at position 0 of slot 0, by torch's operations."""
+        return self._hidden_states(piece, 0, len(piece.ids))
 
     def _make_decode(self, record: Record | None) -> Decode | None:
         """The forward by our kernels; None where they are not to be had, with the reason in the log."""
@@ -159,7 +160,7 @@ class ForwardRunner:
         except ImportError:
             log.info("Triton is not installed: forwards are torch's operations, recorded")
             return None
-        return make_decode(self._layers, self._slots, self._ropes, record or (lambda work: work))
+        return make_decode(self._layers, self._slots, self._ropes, record or (lambda work: work), self._expected)
 
     def _record_all(self, slots: int) -> None:
         """Make every recording, the largest first: the smaller ones fit into the memory that it took."""
