@@ -59,8 +59,8 @@ def make_decode(
     except Exception as problem:  # of Triton: its compilers' errors have no common base
         log.warning("our kernels do not run here, forwards are torch's operations: %s", problem)
         return None
-    if problem := decode.problem(expected):
-        log.warning("%s: forwards are torch's operations", problem)
+    if wrong := decode.problem(expected):
+        log.warning("%s: forwards are torch's operations", wrong)
         return None
     return decode
 
