@@ -185,3 +185,13 @@ def pearl_here(
         return subprocess.CompletedProcess(arguments, ended.value.code or 0, *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture
+def small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernels have only the smaller tables and are not checked at load, which takes seconds in the interpreter."""
+    decode = pytest.importorskip("pearl.models.forward.decode")
+    monkeypatch.setattr(decode.Decode, "problem", lambda self, expected: "")
+    for made in (decode.make_decode, decode.Decode.__init__):
+        *others, sizes = made.__defaults__
+        monkeypatch.setattr(made, "__defaults__", (*others, sizes[:1]))

@@ -254,6 +254,7 @@ def test_no_forward_of_a_fixed_size_has_more_rows(texts: int, monkeypatch: pytes
     assert {step.tokens for step in hedging if isinstance(step, Step)} <= {FED // texts, -(-FED // texts)}
 
 
+@pytest.mark.usefixtures("small_tables")
 def test_our_kernels_prepare_in_one_recorded_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Branches are rows of the forward that there is: bits, texts and adoption are those of single forwards."""
     pytest.importorskip("triton")

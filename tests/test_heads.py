@@ -90,17 +90,16 @@ def changed(head: Path, into: Path, tensors: dict[str, torch.Tensor | None] | No
 
 
 @pytest.mark.parametrize("how", ["as it comes", "fixed sizes", "kernels"])
-def test_features_are_the_inputs_of_three_layers(how: str) -> None:
+def test_features_are_the_inputs_of_three_layers(how: str, request: pytest.FixtureRequest) -> None:
     """Of chains in any cut and of trees, in each of the ways that our own forward computes."""
     model = AutoModelForCausalLM.from_pretrained(target(), dtype=torch.float32).eval()
     with torch.inference_mode():
         states = model.base_model(torch.tensor([TEXT]), output_hidden_states=True).hidden_states
     wanted = torch.cat([states[layer][0] for layer in tapped(4)], -1)
+    more: dict[str, Any] = {} if how == "as it comes" else {"record": lambda work: work}
     if how == "kernels":
-        pytest.importorskip("triton")
-    more: dict[str, Any] = {"fixed sizes": {"record": lambda work: work}, "as it comes": {}}.get(how, {})
-    if how == "kernels":
-        more = {"record": lambda work: work, "kernels": True}
+        request.getfixturevalue("small_tables")
+        more["kernels"] = True
     own = ForwardRunner(model, 256, features=True, **more)
     assert (own._decode is not None) == (how == "kernels")
     feed_chain(own, TEXT[:6], 1, prompt=True)

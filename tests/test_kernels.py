@@ -93,14 +93,6 @@ def runner_of(name: str, kernels: bool = True, context: int = 600) -> ForwardRun
     return ForwardRunner(model_of(name), context, slots=3, record=lambda work: work, kernels=kernels)
 
 
-@pytest.fixture
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the smaller tables, without the check at load: for tests that need no more."""
-    monkeypatch.setattr(decode.Decode, "problem", lambda self, expected: "")
-    monkeypatch.setattr(decode.Decode.__init__, "__defaults__", (False, SIZES[:1]))
-    monkeypatch.setattr(decode.make_decode, "__defaults__", (SIZES[:1],))
-
-
 @cache
 def shared(name: str) -> ForwardRunner:
     """With our kernels; several tests use it, for making one takes seconds."""
@@ -141,7 +133,7 @@ def test_forwards_are_those_of_torch(name: str) -> None:
     fed_both(both, Feed(text(2, 6), 2), Feed(text(2, 7), 2, 1), Feed(torch.tensor(text(2, 8)), 2, 2))
 
 
-@pytest.mark.usefixtures("_small")
+@pytest.mark.usefixtures("small_tables")
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("llama", "one layer", "experts")])
 def test_every_family(name: str) -> None:
     """A chain behind a prompt that is longer than windows, with a tree beside it; then each row alone."""
@@ -208,7 +200,7 @@ def test_bits_depend_on_no_company_slot_or_cut(runner: ForwardRunner) -> None:
 
 def test_bits_do_not_depend_on_the_size_of_the_table() -> None:
     """Chains and trees of three slots in one table of 64 rows, against 16 rows at a time."""
-    runner = shared("llama")
+    runner = shared("one layer")
     feeds = [Feed(text(20, 1), 20), Feed(text(9, 2), 9, 1), Feed(text(18, 3), 18, 2, (-1, *range(16), 0))]
     found = []
     for together in (True, False):

@@ -30,22 +30,20 @@ def compile(kernel, sizes, words="*bf16"):
     types |= {"w": words} if "w" in types else {}
     triton.compile(ASTSource(kernel, types, known), target=GPUTarget("cuda", 90, 32))
 
-for rows in (16, 64):
-    for kernel in (kernels.embed, kernels.add, attention_kernels.attend, attention_kernels.add_parts):
-        compile(kernel, SIZES | {"ROWS": rows})
-for bits, words, group, extra in (
-    (16, "*bf16", 512, 0), (8, "*i8", 512, 0), (8, "*i8", 16, 1), (8, "*fp8e4nv", 128, 0),
-    (4, "*u8", 32, 1), (4, "*u8", 128, 2), (4, "*u8", 32, 0), (4, "*u8", 512, 2),
+compile(kernels.embed, SIZES | {"ROWS": 64})
+for kernel in (kernels.add, attention_kernels.attend, attention_kernels.add_parts):
+    compile(kernel, SIZES | {"ROWS": 16})
+gate_up = [expert_kernels.expert_gate_up, kernels.gate_up]
+for bits, words, group, extra, beside, rows in (  # products of each kind of weights, other kernels of some
+    (16, "*bf16", 512, 0, gate_up, 64), (8, "*i8", 512, 0, [], 16), (8, "*i8", 16, 1, [expert_kernels.expert_down], 16),
+    (8, "*fp8e4nv", 128, 0, [], 16), (4, "*u8", 32, 1, [*gate_up, kernels.dequantise], 64), (4, "*u8", 128, 2, [], 16),
+    (4, "*u8", 32, 0, [], 16), (4, "*u8", 512, 2, [], 16),
 ):
-    sizes = SIZES | {"BITS": bits, "BK": 128, "GROUP": group, "EXTRA": extra, "OFFSET": 8.0}
-    chosen = [expert_kernels.expert_gate_up, expert_kernels.expert_down, *([kernels.dequantise] if bits == 4 else [])]
-    for kernel in chosen:
+    sizes = SIZES | {"BITS": bits, "BK": 128, "GROUP": group, "EXTRA": extra, "OFFSET": 8.0, "ROWS": rows}
+    for kernel in (kernels.multiply, *beside):
         compile(kernel, sizes, words)
-    for rows in (16, 64):
-        for kernel in (kernels.multiply, kernels.gate_up):
-            compile(kernel, sizes | {"ROWS": rows}, words)
 TYPES = {"given": "*i64", "inner": "fp32", "outer": "fp32"}
-for dim, window, other in ((64, 0, False), (128, 0, False), (256, 4096, True), (512, 0, True), (16, 128, True)):
+for dim, window, other in ((128, 0, False), (256, 4096, True), (512, 0, True)):
     tile = prompt_kernels.tile_of(dim)
     sizes = {"HQ": 8, "HK": 2, "D": dim, "BM": tile.rows, "BN": tile.positions, "WINDOW": window}
     sizes |= {"CAPS": other, "SINKS": other, "TURNS": True}

@@ -114,6 +114,12 @@ MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _only_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our other kernels are tested elsewhere, and take seconds to check."""
+    monkeypatch.setattr(ForwardRunner, "_make_decode", lambda self, record: None)
+
+
 def runner_of(model: PreTrainedModel, kernels: bool = True, **options: Any) -> ForwardRunner:
     return ForwardRunner(model, 700, slots=2, kernels=kernels, **({"record": lambda work: work} | options))
 
@@ -152,15 +158,13 @@ def test_prompts_are_those_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("name", [name for name in MAKERS if name != "llama"])
-def test_one_recording_serves_every_slot_and_start(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_recording_serves_every_slot_and_start(name: str) -> None:
     """But none is made where the host reads which experts are chosen; others are of a slot and an end."""
     made = []
 
     def record(work: Callable[[], Rows]) -> Callable[[], Rows]:
         made.append(work)
         return work
-
-    monkeypatch.setattr(ForwardRunner, "_make_decode", lambda self, record: None)
 
     runner = runner_of(MAKERS[name](), record=record)
     assert runner._graphs is not None
