@@ -59,7 +59,7 @@ def test_workers_of_a_host_have_cores_of_their_own(cores: int, of: int, parts: l
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is no other core")
 def test_a_worker_without_cores_of_its_own_leaves_the_others_alone() -> None:
     """That of a GPU, say: the draft's forward would wait for the thread on the core that they share."""
-    config, found = EngineConfig(target_device="cpu", draft_device=f"cpu:{CORE}"), list[set[int]]()
+    config, found = EngineConfig(target_device="cuda", draft_device=f"cpu:{CORE}"), list[set[int]]()
 
     def pinned() -> None:
         pin(config, "target")

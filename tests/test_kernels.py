@@ -25,6 +25,8 @@ from pearl.models.runner import feed_chain
 from pearl.protocol.options import Sampling
 
 pytest.importorskip("triton")
+from triton.runtime.errors import OutOfResources
+
 if torch.cuda.is_available():
     pytest.skip("these are for the interpreter; test_forward_runner has the GPU's", allow_module_level=True)
 assert os.environ["TRITON_INTERPRET"] == "1"  # set by conftest
@@ -274,6 +276,23 @@ def test_kernels_whose_rows_are_wrong_are_refused(
     monkeypatch.setattr(decode.Decode, "_run", planted)
     assert runner_of("one layer", context=100)._decode is None
     assert "wrong rows" in caplog.text
+
+
+def test_larger_tables_that_do_not_fit_the_gpu_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    made = []
+
+    def record(work: Any) -> Any:
+        if isinstance(getattr(work, "__self__", None), decode._TableForward):
+            made.append(work)
+            if len(made) > 1:
+                raise OutOfResources(245_760, 101_376, "shared memory")
+        return work
+
+    with caplog.at_level("INFO"):
+        found = ForwardRunner(model_of("one layer"), 100, record=record, kernels=True)
+    assert found._decode is not None
+    assert found._decode.most == ROWS
+    assert "tables have 16 rows at most here" in caplog.text
 
 
 def test_kernels_that_do_not_compile_are_done_without(

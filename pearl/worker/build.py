@@ -120,7 +120,7 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
         pin(config, model.role)
         progress = lifeline.progress()
         translation, tokenizer, spoken = _spoken(config, progress)  # first: it may refuse the pair
-        runner = _loaded(tracer, model, device, progress, target=config.target)
+        runner = _loaded(tracer, model, device, progress, target=config.target, shares=bool(shared_gpus(config)))
         if translation is not None:
             runner = TranslatedRunner(runner, translation, tokenizer.vocab_size)
         digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)
@@ -200,9 +200,10 @@ def _loaded(
     progress: Progress,
     features: str = "",
     target: str = "",
+    shares: bool = False,
 ) -> ModelRunner:
     start = tracer.clock()
-    runner = make_runner(model, device, progress, features, target)
+    runner = make_runner(model, device, progress, features, target, shares)
     tracer.note("busy", "load", start)
     return runner
 
@@ -235,16 +236,22 @@ def _expected_digest(config: EngineConfig, target: Tokenizer, progress: Progress
 
 
 def make_runner(
-    model: ModelConfig, device: torch.device, progress: Progress = silent, features: str = "", target: str = ""
+    model: ModelConfig,
+    device: torch.device,
+    progress: Progress = silent,
+    features: str = "",
+    target: str = "",
+    shares: bool = False,
 ) -> ModelRunner:
     """Loads the model on `device`. Raises `ModelError`.
 
     Args:
         features: see `LoadOptions`.
         target: names the model that it drafts for, should it be a head.
+        shares: whether the target has the same GPU.
     """
     runner: ModelRunner
-    spare = BRANCHES if model.role == "draft" else 0
+    spare = BRANCHES if model.role == "draft" and not shares else 0  # the target is to find the memory
     if is_toy(model.spec):
         runner = load_toy(model.spec, model.role, model.max_context, model.slots)
     elif target and is_head(model.spec):

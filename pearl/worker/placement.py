@@ -109,7 +109,7 @@ def pin(config: EngineConfig, role: ModelRole) -> None:
     cores = settled(config, role).cores
     if cores is not None:
         occupy(cores)
-    elif config.one_host:
+    elif config.one_host and settled(config, role).gpus:
         taken = {core for each in config.roles for core in settled(config, each).cores or ()}
         os.sched_setaffinity(0, usable_cores() - taken or usable_cores())
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from filelock import FileLock, Timeout
 from triton import AsyncCompileMode
-from triton.runtime.errors import OutOfResources
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from pearl.cache import cache_directory
 from pearl.models.forward.matrices import packed_at_once
@@ -72,6 +72,7 @@ _FOUR_BITS = (
     Cut(32, 128, 1, 2, 4),
     Cut(32, 128, 4, 4, 3),
 )
+FAILURES = (OutOfResources, PTXASError)  # of a kernel that this GPU cannot run
 ADDING = ("out", "down")  # products that are added to the hidden state
 _LEAST = 16  # inputs at once
 _PACKED = 128  # usual inputs of weights of 4 bits that are packed together
@@ -97,7 +98,7 @@ def one_at_a_time() -> Iterator[None]:
 def candidates(name: str, shape: tuple[int, int], bits: int = 16, fewer: Cut | None = None) -> list[Cut]:
     """The cuts that fit a product of (outputs, inputs), at least one; empty where its sizes are too odd for any.
 
-    fewer: the cut for tables of fewer rows: only such as add sums in its order.
+    fewer: the cut that was chosen for smaller tables: then only cuts that add sums in the same order.
     """
     outputs, inputs = shape
     adds = name in ADDING
@@ -125,7 +126,7 @@ def candidates(name: str, shape: tuple[int, int], bits: int = 16, fewer: Cut | N
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Kernels that are asked for by `warmup` are compiled beside one another, and are there in the end."""
+    """Kernels that are asked for by `warmup` are compiled beside one another. Those that fail raise when launched."""
     with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool, ignore_errors=True):
         yield
 
@@ -164,7 +165,10 @@ class Cuts:
         if len(fitting) == 1:
             return fitting[0]
         log.info("timing kernels for a product of %d outputs and %d inputs, once on this GPU", *product.shape)
-        best = min(fitting, key=lambda cut: recorded_milliseconds(lambda: launch(cut)))
+        taken = [recorded_milliseconds(lambda: launch(cut)) for cut in fitting]  # noqa: B023
+        best = fitting[taken.index(min(taken))]
+        if min(taken) == math.inf:
+            return best  # its launch says why it cannot run
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             partial = self._path.with_suffix(f".{os.getpid()}")
@@ -174,10 +178,10 @@ class Cuts:
 
 
 def recorded_milliseconds(launch: Callable[[], object]) -> float:
-    """Of launches, recorded; infinite where the GPU has no room for a kernel."""
+    """Of launches, recorded; infinite where the GPU has no room for a kernel, or its compiler fails."""
     try:
         launch()  # libraries and kernels are loaded here, not while this is recorded
-    except OutOfResources:
+    except FAILURES:
         return math.inf
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

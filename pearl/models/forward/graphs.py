@@ -1,11 +1,11 @@
 """Forwards in a few fixed sizes, recorded once and replayed: on a GPU that saves the kernels' launch times.
 
-A piece has one of two numbers of rows, `FED` for decoding and `PREFILL` for prompts, however many tokens are fed, and
-looks at a number of positions that its first token's position determines: one for decoding at one of a few numbers, for
-each of which there is a recording, a prompt's at all up to its end: with our kernels by one recording for all (see
-`prompts`), else unrecorded.  Rows beyond the tokens are padding, discarded; positions that a row must not
-see are masked.  So the same kernels compute a token's row
-over the same shapes in every forward, and its logits are the same bits.  A forward that crosses a limit is split there.
+A piece has one of two numbers of rows, `FED` for decoding and `PREFILL` for prompts, however many tokens are fed.  Its
+first token's position determines how many positions it looks at: when decoding one of a few numbers, each with its
+recording; a prompt's piece all up to its end, with our kernels (`prompts`) in one recording for all, else unrecorded.
+Rows beyond the tokens are padding, discarded; positions that a row must not see are masked.  So the same kernels
+compute a token's row over the same shapes in every forward, and its logits are the same bits.  A forward that crosses a
+limit is split there.
 
 What differs between replays (the tokens and their position) is in a buffer that each forward fills.
 """

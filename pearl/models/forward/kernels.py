@@ -144,7 +144,7 @@ def _store(
 
 
 @triton.jit
-def load_scales(scales, starts, columns, K: constexpr, N: constexpr, BK: constexpr, GROUP: constexpr, EXTRA: constexpr):
+def load_scales(scales, starts, columns, N: constexpr, BK: constexpr, GROUP: constexpr, EXTRA: constexpr):
     """The scales of BK inputs from each of `starts` on, [S, BN, groups]; with EXTRA pairs, see `_first`."""
     MANY: constexpr = BK // GROUP if GROUP < BK else 1
     at = ((starts // GROUP)[:, None, None] + tl.arange(0, MANY)[None, None, :]) * N + columns[None, :, None]
@@ -252,8 +252,8 @@ def multiply_tile(
 ):  # fmt: skip
     """Columns of w [N, K] times x [ROWS, K], [BN, ROWS], over inputs from `begin` to `end`, whole BK.
 
-    Each of S warps takes one of S successive BK inputs, and their sums are added in the end. APART: likewise of columns
-    that are so far behind; 0: there are none. WHOLE: the inputs are whole S times BK.
+    Each of S warps takes one of S successive BK inputs, and their sums are added in the end. APART: multiply by the
+    columns so much further on too; 0: by none. WHOLE: the number of inputs is a multiple of S * BK.
     """
     kind: constexpr = x.dtype.element_ty
     BN: constexpr = columns.shape[0]
@@ -267,9 +267,9 @@ def multiply_tile(
     scale, scale_behind = 0, 0
     if SCALES:  # a block ahead, so that nothing waits for them
         starts = tl.minimum(begin + warps, end - BK)
-        scale = load_scales(scales, starts, columns, K, N, BK, GROUP, EXTRA)
+        scale = load_scales(scales, starts, columns, N, BK, GROUP, EXTRA)
         if APART:
-            scale_behind = load_scales(scales, starts, columns + APART, K, N, BK, GROUP, EXTRA)
+            scale_behind = load_scales(scales, starts, columns + APART, N, BK, GROUP, EXTRA)
     for i in range(begin, end, S * BK):
         starts = i + warps
         if not WHOLE:
@@ -280,9 +280,9 @@ def multiply_tile(
         now, now_behind = scale, scale_behind
         if SCALES:
             following = tl.minimum(i + S * BK + warps, end - BK)
-            scale = load_scales(scales, following, columns, K, N, BK, GROUP, EXTRA)
+            scale = load_scales(scales, following, columns, N, BK, GROUP, EXTRA)
             if APART:
-                scale_behind = load_scales(scales, following, columns + APART, K, N, BK, GROUP, EXTRA)
+                scale_behind = load_scales(scales, following, columns + APART, N, BK, GROUP, EXTRA)
         for half in tl.static_range(BK // LANES):
             inputs = starts[:, None, None] + half * LANES + lanes[None, :, None]
             if WHOLE:
@@ -435,7 +435,7 @@ def dequantise(
     columns, i, lanes = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BK, tl.arange(0, LANES)
     known = tl.minimum(columns, N - 1)
     loaded = tl.load(w + known[None, :, None].to(tl.int64) * (K // 2) + (i // 2 + lanes)[None, None, :])
-    its = load_scales(scales, i + tl.arange(0, 1), known, K, N, BK, GROUP, EXTRA)
+    its = load_scales(scales, i + tl.arange(0, 1), known, N, BK, GROUP, EXTRA)
     for half in tl.static_range(2):
         found = _tile(loaded, half, its, 4, EXTRA, OFFSET, True, out.dtype.element_ty)
         to = out + columns[None, :, None].to(tl.int64) * K + (i + half * LANES + lanes)[None, None, :]

@@ -77,7 +77,8 @@ class Quantised:
         steps, extra, offset = given.steps, 0, given.offset
         at_once = packed_at_once(inputs)
         is_unknown = given.order is not None or given.table is not None
-        if is_unknown or given.group % 16 or (given.bits == 4 and not at_once):
+        is_even = given.group % 16 == 0 and (given.group & (given.group - 1) == 0 or given.group == inputs)
+        if is_unknown or not is_even or (given.bits == 4 and not at_once):
             return Plain(given.dequantised().to(dtype), bias)
         second = given.zeros if given.least is None else given.whole_least()
         if second is not None:

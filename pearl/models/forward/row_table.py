@@ -2,7 +2,8 @@
 
 A table has a fixed number of rows, each with its token, its position in its text, and the nodes of its own feed that it
 sees.  Rows of one feed that see the same number of parts of the cache are a tile, which attention computes together.
-What a row's bits depend on (its position, and so the length of the parts) does not depend on what else is in the table.
+What a row's bits depend on (its position, and so the length of the parts; in a tree the last node's) does not depend
+on what else is in the table.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import NamedTuple
 import torch
 
 from pearl.models.feeds import Feed, ancestors, depths
-from pearl.models.forward.graphs import visible
+from pearl.models.forward.graphs import FED, visible
 
-SIZES = (16, 64)  # rows of a table
+SIZES = (FED, 64)  # rows of a table
 MOST_PARTS = 16  # of the positions that a row sees
 TOGETHER = 16  # most rows of a tile
 _LEAST_SPAN = 64  # positions of a part

@@ -116,14 +116,16 @@ class ForwardRunner:
             self._positions = torch.arange(self._room + PREFILL, device=self.device)
             # No position beyond: a longrope chooses its angles by the greatest one.
             self._ropes = self._layers.angles(rotary, self._positions.clamp_max(context - 1))
+            has_kernels = kernels or (kernels is None and records and self.device.type == "cuda")
+            spare = spare if has_kernels or not is_fixed else 0
             shape = (slots + spare, len(self._layers), heads.kv, self._room, heads.dim)
             self._slots = Slots(shape, cache_dtype, self.device)
             self._is_native = not is_fixed and native.computes(self._layers.embedding) and native.attends(heads)
-            has_kernels = kernels or (kernels is None and records and self.device.type == "cuda")
             if has_kernels:
                 self._decode = self._make_decode(record_on_gpu(self.device) if records and not record else record)
             together = self._decode is not None or not is_fixed
             if not together and spare:  # each slot would have recordings of its own
+                del self._slots
                 self._slots = Slots((slots, *shape[1:]), cache_dtype, self.device)
             if has_kernels and self._graphs is not None:
                 self._graphs.prompts = self._make_prompts(recorder)
@@ -143,8 +145,8 @@ class ForwardRunner:
         """Prompts by our kernels; None where they are not to be had."""
         try:
             from pearl.models.forward.prompts import make_prompts
-        except ImportError:
-            log.info("Triton is not installed: prompts are torch's operations")
+        except ImportError as missing:
+            log.info("prompts are torch's operations: %s", missing)
             return None
 
         return make_prompts(self._layers, self._slots, self._ropes, record, self._expected)
@@ -157,8 +159,8 @@ class ForwardRunner:
         """The forward by our kernels; None where they are not to be had, with the reason in the log."""
         try:
             from pearl.models.forward.decode import make_decode
-        except ImportError:
-            log.info("Triton is not installed: forwards are torch's operations, recorded")
+        except ImportError as missing:
+            log.info("forwards are torch's operations, recorded: %s", missing)
             return None
         return make_decode(self._layers, self._slots, self._ropes, record or (lambda work: work), self._expected)
 
