@@ -1,7 +1,8 @@
 """Triton kernels of attention in a decoding forward: to parts of the positions, and the sum of the parts.
 
-A row's bits depend on its own tokens only, and on its tree if it is of one: positions are cut into parts, and parts into
-blocks, by the row's own position (see `row_table`), and a part or block of which a row sees nothing adds exact zeros.
+A row's bits depend on its own tokens only, and on its tree if it is of one: positions are cut into parts, and parts
+into blocks, by the row's own position (see `row_table`), and a part or block of which a row sees nothing adds exact
+zeros.
 """
 
 from __future__ import annotations
