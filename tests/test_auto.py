@@ -170,6 +170,21 @@ def test_auto_is_nearly_as_fast_as_the_fastest_way(alpha: float, c: int, tokens:
     assert seconds["auto"] <= 1.1 * min(seconds["pearl"], seconds["ngram"])
 
 
+@pytest.mark.parametrize("way", ["pearl", "sd"])
+def test_a_text_that_depends_on_who_proposed_what_keeps_to_one_way(way: str) -> None:
+    found = []
+    for method in ("auto", way):
+        options = asked(method, 60, "ratio", 1.0).options.changed(window="fixed", gamma=4, branches=0, draft_lookup=0)
+        speeds = Speeds()
+        speeds.auto.untimed = way
+        pair = paired_executors(*(ToyRunner(VOCAB, law) for law in alpha_pair(VOCAB, 0.7, order=2)))
+        submit = Submit(1, PROMPT, len(PROMPT) + 60, options)
+        found.append(simulate(submit, *pair, Timing(1.0, lambda _: 4.0), speeds=speeds))
+    assert found[0].tokens == found[1].tokens
+    assert found[0].seconds == found[1].seconds
+    assert found[0].counts.ways == {way: 60}
+
+
 @pytest.mark.parametrize("prompt", [3, 400])
 def test_a_prompt_is_no_part_of_a_stretch(prompt: int) -> None:
     """Counted as generated, a long prompt made every trial due again, and timed a draft that was still reading it."""

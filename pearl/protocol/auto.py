@@ -48,11 +48,13 @@ class Auto:
         best: the best way so far, used for all stretches that are not trials.
         way: the way in use.
         rates: running mean of the tokens per second of each way's stretches.
+        untimed: the way of texts that depend on who proposed what: these keep to one.
     """
 
     def __init__(self, best: str = WAYS[0], estimates: Iterable[tuple[str, Estimate]] = ()) -> None:
         self.best = self.way = best
         self.ways: tuple[str, ...] = WAYS
+        self.untimed = "pearl"
         self.estimates = dict.fromkeys(WAYS, Estimate()) | dict(estimates)
         self.rates: dict[str, float] = {}
         self._since_trial = _PATIENCE[0]  # tokens since the last trial of any way

@@ -22,8 +22,8 @@ class Running(Protocol):
 class AutoText:
     """Chooses the way of one text, and times it for `Auto`.
 
-    Makes no choice for a method other than auto, or under a rule whose text depends on what was proposed; then it only
-    gives the draft its cores back.
+    Makes no choice for a method other than auto; then it only gives the draft its cores back.  Under a rule whose text
+    depends on what was proposed the choice does not depend on times: `Auto.untimed`.
 
     Args:
         running: all running requests, this one included.
@@ -44,6 +44,8 @@ class AutoText:
         self._committed = len(submit.prompt)
         self.is_timed = self.is_timed and self._draft.context > 0
         if not self._is_open:
+            if self._request.method.adapts and self._draft.context:
+                self._request.use(auto.untimed)
             self._place(do)
         elif self._draft.context:
             left, t_target = submit.limit - len(submit.prompt), self._speeds.t_target(1)

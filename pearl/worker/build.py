@@ -93,6 +93,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
                 config.slots,
                 has_classifier=config.disco is not None,
                 is_head=is_drafting,
+                shares_gpu=bool(shared_gpus(config)),
             ),
             ready=partial(lifeline.tell, "ready", device=taken, dtype=dtype_of(runner)),
             stopping=lifeline.closed.is_set,

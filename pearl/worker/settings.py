@@ -21,6 +21,7 @@ class TargetSettings:
         slots: how many requests run side by side.
         has_classifier: whether the draft has what stop policy disco needs.
         is_head: whether the draft is a head, which reads hidden states of the target.
+        shares_gpu: whether target and draft take turns on one GPU.
     """
 
     vocab_size: int
@@ -31,6 +32,7 @@ class TargetSettings:
     slots: int = 1
     has_classifier: bool = False
     is_head: bool = False
+    shares_gpu: bool = False
 
 
 class WorkerSettings(BaseModel):

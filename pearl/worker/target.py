@@ -92,6 +92,8 @@ class TargetWorker:
         speeds = Speeds.of(profile) if profile else Speeds()
         if executor.has_head:
             speeds.auto.add_head()
+        if settings.shares_gpu:  # forwards do not overlap there
+            speeds.auto.untimed = "sd"
         self._coordinator = Coordinator(speeds, settings.slots, executor.runner.capabilities.prompt_piece)
         self._decide = tracer.deciding(self._coordinator)
         self._execute = tracer.computing(executor.execute)
