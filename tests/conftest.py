@@ -112,6 +112,7 @@ _SHARED: dict[str, set[str]] = {
     "test_server_requests": {"served"},
     "test_slots": {"several"},
     "test_tables": {"reached"},
+    "test_wheel": {"installed"},
 }
 
 
