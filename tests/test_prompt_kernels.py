@@ -117,7 +117,7 @@ MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
 @pytest.fixture(autouse=True)
 def _only_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our other kernels are tested elsewhere, and take seconds to check."""
-    monkeypatch.setattr(ForwardRunner, "_make_decode", lambda self, record: None)
+    monkeypatch.setattr("pearl.models.forward.decode.make_decode", lambda *given: None)
 
 
 def runner_of(model: PreTrainedModel, kernels: bool = True, **options: Any) -> ForwardRunner:

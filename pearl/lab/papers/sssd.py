@@ -113,10 +113,8 @@ def measure_guesses(
     beside, drawn = batches.baselines(greedy, store)
     virtual, by_batch = batches.roofline_speedups({row.size: row.both.tokens_per_step for row in rows if row.size})
     target = make_runner(config.model("target"), place(config, "target"))  # of one slot, and the whole context
-    tables += [beside, batches.free_tokens(target, watcher, most_context), virtual]
-    tables.append(
-        batches.long_prompts(target, tokenizer, prompt_of, defaults.eos, tokens, store, watcher, most_context)
-    )
+    given = target, tokenizer, prompt_of, defaults.eos, tokens, store, watcher, most_context
+    tables += [beside, batches.free_tokens(target, watcher, most_context), virtual, batches.long_prompts(*given)]
     sizes = [batch for batch in batches.BATCHES if batch <= most_batch]
     tables.append(batches.by_batch(config, prompts, tokens, sizes, watcher))
     return tables, [_by_length(rows, times), drawn, by_batch]

@@ -131,6 +131,17 @@ def _attend_part(
 
 
 @triton.jit
+def _tile_at(table, t, ROWS: constexpr):
+    """The numbers of a `row_table.Tile`."""
+    at = table + 1 + PER_ROW * ROWS + t * NUMBERS
+    first, count = tl.load(at).to(tl.int32), tl.load(at + 1).to(tl.int32)
+    feed, fed = tl.load(at + 2).to(tl.int32), tl.load(at + 3).to(tl.int32)
+    slot, start = tl.load(at + 4), tl.load(at + 5).to(tl.int32)
+    span, parts = tl.load(at + 6).to(tl.int32), tl.load(at + 7).to(tl.int32)
+    return first, count, feed, fed, slot, start, span, parts, tl.load(at + 8).to(tl.int32)
+
+
+@triton.jit
 def attend(
     table, qkv, keys, values, q_norm, k_norm, squares, cos, sin, sums, stats, slot_stride, head_stride, scale, eps,
     ROWS: constexpr, HQ: constexpr, HK: constexpr, D: constexpr, NORMS: constexpr, TURNS: constexpr, WINDOW: constexpr,
@@ -139,26 +150,18 @@ def attend(
     """Write the rows' keys and values to their slots, and attend to each part of what the rows see. Any grid.
 
     A unit of work is one key-value head of one part of a tile's positions, with all query heads that share it; it
-    writes the keys and values of its feed that belong into its part.  `add_parts` adds what the parts give.
-
-    NORMS: see `_turned`; squares: of the columns of qkv, for 2. TURNS: queries and keys are rotated. WINDOW: positions
-    that a row sees, its own included; 0: all earlier ones. CAP: of scores, by tanh; 0: none.
+    writes the keys and values of its feed that belong into its part.  `add_parts` adds what the parts give. NORMS: see
+    `_turned`; squares: of the columns of qkv, for 2. TURNS: queries and keys are rotated. WINDOW: positions that a row
+    sees, its own included; 0: all earlier ones. CAP: of scores, by tanh; 0: none.
     """
     GROUP: constexpr = HQ // HK
     R: constexpr = triton.next_power_of_2(TOGETHER * GROUP)
     WIDE: constexpr = triton.next_power_of_2(D)
-    WIDTH: constexpr = (HQ + 2 * HK) * D
-    r, d, programs = tl.arange(0, R), tl.arange(0, WIDE), tl.num_programs(0)
-    before = 0  # units of the tiles before
+    r, d, programs, before = tl.arange(0, R), tl.arange(0, WIDE), tl.num_programs(0), 0  # units of the tiles before
     if OVERLAPS:
         gdc_wait()
     for t in range(tl.load(table).to(tl.int32)):
-        tile = table + 1 + PER_ROW * ROWS + t * NUMBERS
-        first, count = tl.load(tile).to(tl.int32), tl.load(tile + 1).to(tl.int32)
-        feed, fed = tl.load(tile + 2).to(tl.int32), tl.load(tile + 3).to(tl.int32)
-        slot, start = tl.load(tile + 4), tl.load(tile + 5).to(tl.int32)
-        span, parts = tl.load(tile + 6).to(tl.int32), tl.load(tile + 7).to(tl.int32)
-        least = tl.load(tile + 8).to(tl.int32)  # of the rows' positions
+        first, count, feed, fed, slot, start, span, parts, least = _tile_at(table, t, ROWS)
         end = start + first - feed + count
         asks, row = (r % TOGETHER < count) & (r < TOGETHER * GROUP), first + r % TOGETHER
         row = tl.where(asks, row, 0)
@@ -166,8 +169,7 @@ def attend(
         sees = tl.load(table + 1 + 2 * ROWS + row, mask=asks, other=1)
         for unit in range((tl.program_id(0) + programs - before % programs) % programs, HK * parts, programs):
             head, part = unit % HK, unit // HK
-            low = part * span
-            high = tl.minimum(low + span, end)
+            low, high = part * span, tl.minimum(part * span + span, end)
             at = slot * slot_stride + head * head_stride
             _write_new(
                 table, qkv, keys + at, values + at, k_norm, squares, cos, sin, feed, fed, start, low, high, head, eps,
@@ -176,7 +178,7 @@ def attend(
             its = head * GROUP + r // TOGETHER  # query head
             scales = root_scale(squares, 0, HQ * D, eps, ROWS, row) if NORMS == 2 else positions
             norm = q_norm + (its * D if NORMS == 2 else its * 0)
-            source = qkv + row * WIDTH + its * D
+            source = qkv + (row * (HQ + 2 * HK) + its) * D
             query = _turned(source, positions, asks, norm, scales, cos, sin, eps, NORMS, TURNS, D, WIDE)
             begin = low + tl.maximum(least - WINDOW + 1 - low, 0) // _BLOCK * _BLOCK if WINDOW else low
             mixed, top, weight = _attend_part(

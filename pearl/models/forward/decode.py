@@ -246,8 +246,12 @@ class _TableForward:
         }  # fmt: skip
         self.cuts: dict[Product, Cut] = {}
         self._prepares = True  # kernels are compiled only
+        self._choose(given, smaller)
+
+    def _choose(self, given: Cuts, smaller: Mapping[Product, Cut]) -> None:
+        """Have the kernels compiled, and choose the cuts."""
         fitting: dict[Product, list[Cut]] = {}
-        for layer, names in [*((each, _names(each)) for each in layers.layers), (None, ("head",))]:
+        for layer, names in [*((each, _names(each)) for each in self._layers.layers), (None, ("head",))]:
             for product in (self._named(name, layer) for name in names):
                 known = next((cut for other, cut in smaller.items() if other[:3] == product[:3]), None)
                 if product not in fitting:

@@ -86,7 +86,7 @@ class Graphs:
     """
 
     def __init__(self, step: Step, room: int, record: Record) -> None:
-        self._step, self._room, self._record = step, room, record
+        self._step, self._room, self.recorder = step, room, record
         self.prompts: Prompts | None = None
         self._known: dict[tuple[int, int], tuple[torch.Tensor, Callable[[], Rows]]] = {}  # by slot and end
 
@@ -152,7 +152,7 @@ class Graphs:
         def work() -> Rows:
             return self._step(piece, slot, end, FED)
 
-        self._known[slot, end] = buffer, self._record(work)
+        self._known[slot, end] = buffer, self.recorder(work)
 
 
 def record_on_gpu(device: torch.device) -> Record:

@@ -245,6 +245,22 @@ def _tile(
 
 
 @triton.jit
+def _load_both(
+    scales, starts, columns, N: constexpr, BK: constexpr, GROUP: constexpr, EXTRA: constexpr, APART: constexpr
+):
+    """Those of the columns, and of those APART further on."""
+    found = load_scales(scales, starts, columns, N, BK, GROUP, EXTRA)
+    return found, load_scales(scales, starts, columns + APART, N, BK, GROUP, EXTRA) if APART else found
+
+
+@triton.jit
+def _load_rows(rows, inputs, there, norm, NORMS: constexpr, WHOLE: constexpr):
+    """Rows [S, LANES, ROWS] at `inputs`, times the weights of their norm; zeros where not `there` [S]."""
+    found = tl.load(rows + inputs) if WHOLE else tl.load(rows + inputs, mask=there[:, None, None], other=0.0)
+    return weighted(found, tl.load(norm + inputs)) if NORMS else found
+
+
+@triton.jit
 def multiply_tile(
     x, norm, w, scales, columns, begin, end, K: constexpr, N: constexpr, BK: constexpr, S: constexpr, ROWS: constexpr,
     NORMS: constexpr, BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr, APART: constexpr,
@@ -267,9 +283,7 @@ def multiply_tile(
     scale, scale_behind = 0, 0
     if SCALES:  # a block ahead, so that nothing waits for them
         starts = tl.minimum(begin + warps, end - BK)
-        scale = load_scales(scales, starts, columns, N, BK, GROUP, EXTRA)
-        if APART:
-            scale_behind = load_scales(scales, starts, columns + APART, N, BK, GROUP, EXTRA)
+        scale, scale_behind = _load_both(scales, starts, columns, N, BK, GROUP, EXTRA, APART)
     for i in range(begin, end, S * BK):
         starts = i + warps
         if not WHOLE:
@@ -280,17 +294,10 @@ def multiply_tile(
         now, now_behind = scale, scale_behind
         if SCALES:
             following = tl.minimum(i + S * BK + warps, end - BK)
-            scale = load_scales(scales, following, columns, N, BK, GROUP, EXTRA)
-            if APART:
-                scale_behind = load_scales(scales, following, columns + APART, N, BK, GROUP, EXTRA)
+            scale, scale_behind = _load_both(scales, following, columns, N, BK, GROUP, EXTRA, APART)
         for half in tl.static_range(BK // LANES):
             inputs = starts[:, None, None] + half * LANES + lanes[None, :, None]
-            if WHOLE:
-                some = tl.load(rows + inputs)
-            else:
-                some = tl.load(rows + inputs, mask=(i + warps < end)[:, None, None], other=0.0)
-            if NORMS:
-                some = weighted(some, tl.load(norm + inputs))
+            some = _load_rows(rows, inputs, i + warps < end, norm, NORMS, WHOLE)
             tile = _tile(loaded, half, now, BITS, EXTRA, OFFSET, SCALES, kind)
             found = tl.dot(tile, some, found, input_precision="ieee")
             if APART:

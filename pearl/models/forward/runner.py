@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from pearl.models.checkpoints.direct import Decoder
     from pearl.models.forward.decode import Decode
-    from pearl.models.forward.prompts import Prompts
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +59,13 @@ def _has_plain_mlp(mlp: torch.nn.Module) -> bool:
     if hasattr(mlp, "experts"):
         return isinstance(getattr(mlp.experts, "gate_up_proj", None), torch.nn.Parameter)
     return type(mlp.down_proj) is torch.nn.Linear
+
+
+def _probed(layers: DecoderLayers) -> tuple[int, bool]:
+    """(from how many rows on their products are independent and fast on this CPU, whether there is such a number)."""
+    is_packed = packs(layers.embedding) and not native.takes(layers.embedding)
+    least, is_invariant = layers.probe()
+    return max(least, _FAST_ROWS if is_packed and layers.dtype == torch.bfloat16 else 1), is_invariant
 
 
 class ForwardRunner:
@@ -90,10 +96,8 @@ class ForwardRunner:
         features: bool = False,
     ) -> None:
         self.context, self.device, rotary = context, model.device, model.model.rotary_emb
-        launches = record is not None or (records and self.device.type == "cuda")
         is_fixed = record is not None or self.device.type == "cuda"
-        # Pieces of a fixed size write padding after the text.  Whole blocks: attention copies a mask whose rows are no
-        # multiple of a few elements, once a layer.
+        # Pieces of a fixed size write padding after the text.  Whole blocks: masks of other widths are copied.
         self._room = attention.whole_blocks(context) + (PREFILL if is_fixed else 0)
         self._graphs: Graphs | None = None
         if is_fixed:
@@ -102,34 +106,22 @@ class ForwardRunner:
             self._graphs = Graphs(self._fixed, self._room, recorder)
         self._decode: Decode | None = None
         # Products of bfloat16 take a CPU two to four times as long: it would lay the keys out anew for each of them.
-        cache_dtype, is_invariant = model.dtype if is_fixed else torch.float32, True
+        cache_dtype = model.dtype if is_fixed else torch.float32
         with torch.inference_mode():
             self._layers = DecoderLayers(model, context, rounding, cache_dtype, bool(kernels), features)
             self._seen: dict[int, torch.Tensor] = {}  # features of each slot's last feed
             self.vocab_size, self.dtype, heads = self._layers.vocab_size, self._layers.dtype, self._layers.heads
             self.weights = rounding or self._layers.weights
-            is_packed = packs(self._layers.embedding) and not native.takes(self._layers.embedding)
-            self._least_rows = _FAST_ROWS if is_packed and self.dtype == torch.bfloat16 else 1
-            if not is_fixed:
-                least, is_invariant = self._layers.probe()
-                self._least_rows = max(self._least_rows, least)
+            self._least_rows, is_invariant = (1, True) if is_fixed else _probed(self._layers)
             self._positions = torch.arange(self._room + PREFILL, device=self.device)
-            # No position beyond: a longrope chooses its angles by the greatest one.
-            self._ropes = self._layers.angles(rotary, self._positions.clamp_max(context - 1))
+            known = self._positions.clamp_max(context - 1)  # a longrope chooses its angles by the greatest one
+            self._ropes = self._layers.angles(rotary, known)
             has_kernels = kernels or (kernels is None and records and self.device.type == "cuda")
-            spare = spare if has_kernels or not is_fixed else 0
-            shape = (slots + spare, len(self._layers), heads.kv, self._room, heads.dim)
-            self._slots = Slots(shape, cache_dtype, self.device)
+            self._slots = self._make_slots(slots + (spare if has_kernels or not is_fixed else 0), cache_dtype)
             self._is_native = not is_fixed and native.computes(self._layers.embedding) and native.attends(heads)
             if has_kernels:
-                self._decode = self._make_decode(record_on_gpu(self.device) if records and not record else record)
-            together = self._decode is not None or not is_fixed
-            if not together and spare:  # each slot would have recordings of its own
-                del self._slots
-                self._slots = Slots((slots, *shape[1:]), cache_dtype, self.device)
-            if has_kernels and self._graphs is not None:
-                self._graphs.prompts = self._make_prompts(recorder)
-            if launches and self._decode is None:
+                self._make_kernels(slots, record, records)
+            if (launches := is_fixed and (record is not None or records)) and self._decode is None:
                 self._record_all(slots)
         self.capabilities = Capabilities(
             slots=len(self._slots.lengths),
@@ -137,32 +129,40 @@ class ForwardRunner:
             launches=launches,
             row_invariant=is_invariant,
             features=len(self._layers.taps) * self._layers.embedding.shape[1],
-            together=together,
+            together=self._decode is not None or not is_fixed,
             prompt_piece=PREFILL if is_fixed else 1,
         )
 
-    def _make_prompts(self, record: Record) -> Prompts | None:
-        """Prompts by our kernels; None where they are not to be had."""
-        try:
-            from pearl.models.forward.prompts import make_prompts
-        except ImportError as missing:
-            log.info("prompts are torch's operations: %s", missing)
-            return None
+    def _make_slots(self, slots: int, dtype: torch.dtype) -> Slots:
+        heads = self._layers.heads
+        return Slots((slots, len(self._layers), heads.kv, self._room, heads.dim), dtype, self.device)
 
-        return make_prompts(self._layers, self._slots, self._ropes, record, self._expected)
+    def _make_kernels(self, slots: int, record: Record | None, records: bool) -> None:
+        """Our kernels, of tokens and of prompts, where they are to be had, else the reason in the log.
 
-    def _expected(self, piece: Piece) -> torch.Tensor:
-        """Hidden states of a piece at position 0 of slot 0, by torch's operations."""
-        return self._hidden_states(piece, 0, len(piece.ids))
+        Without those of tokens each slot would have recordings of its own: then there are no more than `slots`.
+        """
+        assert self._graphs is not None
+        make: Any = None
 
-    def _make_decode(self, record: Record | None) -> Decode | None:
-        """The forward by our kernels; None where they are not to be had, with the reason in the log."""
+        def expected(piece: Piece) -> torch.Tensor:
+            return self._hidden_states(piece, 0, len(piece.ids))
+
         try:
             from pearl.models.forward.decode import make_decode
+            from pearl.models.forward.prompts import make_prompts as make
         except ImportError as missing:
             log.info("forwards are torch's operations, recorded: %s", missing)
-            return None
-        return make_decode(self._layers, self._slots, self._ropes, record or (lambda work: work), self._expected)
+        else:
+            own = record or (record_on_gpu(self.device) if records else lambda work: work)
+            self._decode = make_decode(self._layers, self._slots, self._ropes, own, expected)
+        if self._decode is None and len(self._slots.lengths) > slots:
+            dtype = self._slots.dtype
+            del self._slots
+            self._slots = self._make_slots(slots, dtype)
+        if make is not None:
+            given = self._layers, self._slots, self._ropes
+            self._graphs.prompts = make(*given, self._graphs.recorder, expected)
 
     def _record_all(self, slots: int) -> None:
         """Make every recording, the largest first: the smaller ones fit into the memory that it took."""
