@@ -77,6 +77,7 @@ ADDING = ("out", "down")  # products that are added to the hidden state
 _LEAST = 16  # inputs at once
 _PACKED = 128  # usual inputs of weights of 4 bits that are packed together
 _REPLAYS = 10
+_COMPILERS = 16  # most at once: each takes a few hundred megabytes
 _PATIENCE = 300.0  # seconds to wait for another process that times kernels
 
 
@@ -127,7 +128,7 @@ def candidates(name: str, shape: tuple[int, int], bits: int = 16, fewer: Cut | N
 @contextmanager
 def compiling() -> Iterator[None]:
     """Kernels that are asked for by `warmup` are compiled beside one another. Those that fail raise when launched."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool, ignore_errors=True):
+    with ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as pool, AsyncCompileMode(pool, ignore_errors=True):
         yield
 
 
