@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 BOUND = 240.0
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # tests marked slow come first, and other modules in between
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the package and nothing else; built of a copy, for building leaves files beside the sources."""
     pytest.importorskip("setuptools", minversion="77")
