@@ -102,7 +102,7 @@ class Figure:
 
     Attributes:
         must: its bound, in words; empty: none.
-        told: what the short table says of it; empty: nothing, unless it has failed.
+        summary: what the short table says of it; empty: nothing, unless it has failed.
     """
 
     what: str
@@ -111,16 +111,16 @@ class Figure:
     must: str = ""
     passed: bool = True
     detail: str = ""
-    told: str = ""
+    summary: str = ""
 
     def __str__(self) -> str:
         mark = "" if not self.must else f"  must be {self.must}: {'pass' if self.passed else 'FAIL'}"
         return f"{self.what}: {self.value:.4g} {self.unit}{f' ({self.detail})' if self.detail else ''}{mark}"
 
 
-def none_of(what: str, count: int, detail: str = "", told: str = "") -> Figure:
+def none_of(what: str, count: int, detail: str = "", summary: str = "") -> Figure:
     """A count that must be 0."""
-    return Figure(what, count, "", "0", count == 0, detail, told)
+    return Figure(what, count, "", "0", count == 0, detail, summary)
 
 
 def rows(scale: Scale) -> Iterator[Figure]:
@@ -144,8 +144,8 @@ def rows(scale: Scale) -> Iterator[Figure]:
 def _table_of(scale: Scale, runner: ForwardRunner, name: str) -> Figure:
     """Rows of the largest table, fewer where our kernels are not used or larger ones have been given up."""
     most, must = runner._decode.most if runner._decode else FED, scale.bound(f"{max(SIZES)}")
-    passed, told = not must or most == max(SIZES), "" if name else f"tables of up to {most} rows"
-    return Figure(f"{name or 'bfloat16'}: rows of a table", most, "", must, passed, told=told)
+    passed, summary = not must or most == max(SIZES), "" if name else f"tables of up to {most} rows"
+    return Figure(f"{name or 'bfloat16'}: rows of a table", most, "", must, passed, summary=summary)
 
 
 def _beside_others(runner: ForwardRunner) -> tuple[int, int]:
@@ -186,7 +186,7 @@ def families(scale: Scale) -> Iterator[Figure]:
         yield Figure(f"{name}: off from transformers", off, "of the norm", f"at most {most:.2g}", off <= most)
         worst = max(worst, off / rounding)
     words = f"{len(FAMILIES)} families, off by {worst:.2f} of transformers' own error"
-    yield Figure(f"off from transformers, over that from {scale.wider}", worst, told=words)
+    yield Figure(f"off from transformers, over that from {scale.wider}", worst, summary=words)
 
 
 def recordings(scale: Scale) -> Iterator[Figure]:
@@ -208,10 +208,10 @@ def recordings(scale: Scale) -> Iterator[Figure]:
     expected += graphs_ is not None and graphs_.prompts is not None  # one for all pieces of prompts
     memory = sum(size for _, size in made) / 1e6
     yield _table_of(scale, runner, "")
-    is_right, told = len(made) == expected, f"{len(made)} recordings"
-    yield Figure("recordings at load", len(made), "", f"{expected}", is_right, told=told)
+    is_right, summary = len(made) == expected, f"{len(made)} recordings"
+    yield Figure("recordings at load", len(made), "", f"{expected}", is_right, summary=summary)
     yield Figure("one takes at most", max((seconds for seconds, _ in made), default=0.0) * 1e3, "ms")
-    yield Figure("all take", memory, "MB", told=f"{memory:.0f} MB")
+    yield Figure("all take", memory, "MB", summary=f"{memory:.0f} MB")
     count = len(made)
     feed_chain(runner, [5] * 700, 1, prompt=True)
     for fed in (3, 40):
@@ -253,10 +253,10 @@ def graphs(scale: Scale) -> Iterator[Figure]:
         seen += int((~_fed(recorded, start - 1, tokens[:4]).isfinite()).any(-1).sum())
     most = _TOLERANCE * rounding
     bound = f"at most {most:.2g}", worst <= most, f"transformers' own from {scale.wider}: {rounding:.2g}"
-    yield none_of("rows whose recorded bits are not the eager ones", differ, told=f"{differ} rows unlike eager")
+    yield none_of("rows whose recorded bits are not the eager ones", differ, summary=f"{differ} rows unlike eager")
     yield Figure("largest difference from transformers", worst, "of the norm", *bound)
     off = worst / rounding
-    yield Figure("that over transformers' own", off, told=f"off by {off:.2f} of transformers' error")
+    yield Figure("that over transformers' own", off, summary=f"off by {off:.2f} of transformers' error")
     swapped = sum(gap > _NEAR * most for gap in gaps)
     yield none_of("rows with another likeliest token, no near tie", swapped)
     yield none_of("rows that see a NaN after a rollback", seen)
@@ -289,12 +289,12 @@ def chains(scale: Scale) -> Iterator[Figure]:
         for what, count in found.items():
             yield none_of(f"{name}, {what}: tokens that differ", count)
         must = scale.bound(f"at least {_LEAST_BUSY:.0%}")
-        is_busy, told = not must or busy >= _LEAST_BUSY, f"{name}: {busy:.0%} busy, {together * 1e3:.2f} ms a token"
-        told = told if name == "greedy" else ""
-        yield Figure(f"{name}: the chain is busy", 100 * busy, "%", must, is_busy, told=told)
+        is_busy, summary = not must or busy >= _LEAST_BUSY, f"{name}: {busy:.0%} busy, {together * 1e3:.2f} ms a token"
+        summary = summary if name == "greedy" else ""
+        yield Figure(f"{name}: the chain is busy", 100 * busy, "%", must, is_busy, summary=summary)
         detail = f"one by one {apart * 1e3:.2f} ms"
         yield Figure(f"{name}: a token, chained", together * 1e3, "ms", detail=detail)
-    yield none_of("all in all, tokens that differ", differ, told=f"{differ} tokens differ")
+    yield none_of("all in all, tokens that differ", differ, summary=f"{differ} tokens differ")
 
 
 def draft_text(

@@ -4,8 +4,9 @@
     python scripts/prove_gpu.py --only graphs --only speed       # some of its steps
     python scripts/prove_gpu.py --rehearse                       # every step with tiny models, on a CPU
 
-Under eight minutes on an H100, kernels of a first load included.  Random models of 1B and 7B shapes; 20 GB of files in
-$TMPDIR, for the engine's pairs.  Please send the table as an issue, whatever it holds, and the JSON file with it.
+About seven minutes on an H100 as estimated, kernels of a first load included.  Random models of 1B and 7B shapes; 20 GB
+of files in $TMPDIR, for the engine's pairs.  Please send the table as an issue, whatever it holds, and the JSON file
+with it.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def tests(scale: Scale) -> Iterator[Figure]:
     last = (found.stdout.strip().splitlines() or ["nothing"])[-1]
     counts = {words: int(count) for count, words in re.findall(r"(\d+) (\w+)", last)}
     failed = [line for line in found.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    yield Figure("tests that passed", counts.get("passed", 0), told=last.strip("= "))
+    yield Figure("tests that passed", counts.get("passed", 0), summary=last.strip("= "))
     yield none_of("exit code of pytest -m gpu", found.returncode, "; ".join([last, *failed]))
 
 
@@ -97,9 +98,9 @@ def _speed_of(scale: Scale, runner: ForwardRunner, shape: str, rounding: str, ra
     is_known = scale.device.type == "cuda" and any(gpu in torch.cuda.get_device_name(scale.device) for gpu in _KNOWN)
     most = _MOST_MS.get(shape) if is_known and not rounding else None
     share, must = weights_read(runner) / one * 1e3 / rate, f"at most {most} on this GPU" if most else ""
-    told = f"{rounding or shape} {one:.2f} ms {share:.0%}" if shape == scale.timed[0] else ""
+    summary = f"{rounding or shape} {one:.2f} ms {share:.0%}" if shape == scale.timed[0] else ""
     detail = f"{share:.0%} of the bandwidth"
-    yield Figure(f"{name}: 1 token", one, "ms", must, not most or one <= most, detail, told)
+    yield Figure(f"{name}: 1 token", one, "ms", must, not most or one <= most, detail, summary)
     for count, taken in ((FED, most_16), (max(SIZES), most_64)):
         yield Figure(f"{name}: {count} tokens", taken, "ms")
     for what, growth, bound in (("8 tokens", eight / one, _MOST_GROWTH), ("8 slots", together / alone, _MOST_OF_EIGHT)):
@@ -125,10 +126,10 @@ def _prompts_of(scale: Scale, shape: str) -> Iterator[Figure]:
             taken.append(seconds(lambda: feed_chain(runner, tokens, 1, prompt=True), scale.device))  # noqa: B023
         ours, theirs = (median(taken[1:] or taken) * 1e3 for taken in times)  # the first warms up
         share, what = ours / theirs, f"{shape}: {count} tokens"
-        told = f"{shape} {share:.2f}" if count == max(scale.prompts) else ""
-        told += f" of transformers' time at {count} tokens" * (bool(told) and shape == scale.timed[-1])
+        summary = f"{shape} {share:.2f}" if count == max(scale.prompts) else ""
+        summary += f" of transformers' time at {count} tokens" * (bool(summary) and shape == scale.timed[-1])
         detail = f"{ours:.1f} ms, theirs {theirs:.1f}"
-        yield Figure(f"{what} over transformers'", share, "", must, not must or share <= 1, detail, told)
+        yield Figure(f"{what} over transformers'", share, "", must, not must or share <= 1, detail, summary)
 
 
 def engine(scale: Scale) -> Iterator[Figure]:
@@ -160,7 +161,7 @@ def _differing(scale: Scale, running: Engine) -> Iterator[Figure]:
     for found in check_texts(running, [_PROMPT], params, kill=True):
         differ += found.count - found.equal
         yield none_of(f"{found.what}: texts differ", found.count - found.equal, found.first)
-    yield none_of("all in all, texts that differ", differ, told=f"{differ} texts differ")
+    yield none_of("all in all, texts that differ", differ, summary=f"{differ} texts differ")
 
 
 def _equal(scale: Scale, running: Engine) -> Iterator[Figure]:
@@ -180,8 +181,8 @@ def _speed_by(scale: Scale, running: Engine, name: str, **settings: Any) -> tupl
         found = running.generate(_PROMPT, params, decoding=decoding)[0].statistics
     guessed = ", ".join(f"{source} {count}" for source, count in found.guessed_by_source.items())
     rate = found.tokens_per_second or 0.0
-    told = f"{name} {rate:.0f}" + " tokens/s" * (name == "pearl") if name in _METHODS else ""
-    figure = Figure(f"{name}: tokens a second", rate, detail=guessed, told=told)
+    summary = f"{name} {rate:.0f}" + " tokens/s" * (name == "pearl") if name in _METHODS else ""
+    figure = Figure(f"{name}: tokens a second", rate, detail=guessed, summary=summary)
     return figure, found.acceptance_rate or 0.0
 
 
@@ -199,11 +200,11 @@ class Result:
 
     def line(self) -> str:
         """Of the short table: what has failed, and what tells most."""
-        told = sorted(
-            (each for each in self.figures if each.told or not each.passed),
-            key=lambda each: (each.passed, not each.told),
+        summary = sorted(
+            (each for each in self.figures if each.summary or not each.passed),
+            key=lambda each: (each.passed, not each.summary),
         )
-        words = [each.told or f"{each.what} {each.value:.3g} {each.unit}".strip() for each in told]
+        words = [each.summary or f"{each.what} {each.value:.3g} {each.unit}".strip() for each in summary]
         found = ", ".join([" ".join(self.error.split())] * bool(self.error) + words)
         return _cut(f"{self.step:<10} {'pass' if self.passed else 'FAIL'} {self.seconds:3.0f} s  {found}")
 

@@ -225,7 +225,7 @@ def test_slots_hold_what_their_continuations_say(data: st.DataObject) -> None:
 
 
 class Fixed(Counting):
-    """In the fixed sizes of a GPU: so many rows, and launched ahead."""
+    """A runner of a GPU's fixed sizes: forwards of `FED` rows, launched ahead."""
 
     capabilities = Capabilities(slots=40, tree_nodes=FED, launches=True)
 

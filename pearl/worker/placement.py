@@ -20,7 +20,7 @@ from pearl.errors import ModelError
 
 _GRAIN = 1 << 15  # elements that a thread takes at least, of an elementwise operation of torch
 _LEFT = 2  # cores that a draft beside a GPU leaves: to the target's host thread and to the client
-_MOST_CORES = 8  # of such a draft, unless the user names more: with more threads a small model is hardly faster
+_MOST_CORES = 8  # of such a draft, unless the user names others
 _own = threading.local()  # `pool`: the threads with which this one computes, in their order in OpenMP's team
 
 

@@ -28,6 +28,7 @@ from pearl.lab.bench.reference import Reference, TargetAlone, direct_rules
 from pearl.lab.bench.rows import parse_settings
 from pearl.metrics import Statistics
 from pearl.models.checkpoints.checkpoint import is_head
+from pearl.models.forward.graphs import FED
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.worker.build import make_runner
 from pearl.worker.placement import place
@@ -97,7 +98,7 @@ def check_pair(
         if role == "draft" and is_head(config.draft):  # its logits depend on the states that have come
             continue
         runner = make_runner(config.model(role), place(config, role))
-        piece = runner.capabilities.tree_nodes if runner.device.type == "cuda" else _REFERENCE_PIECE
+        piece = max(FED, runner.capabilities.tree_nodes) if runner.device.type == "cuda" else _REFERENCE_PIECE
         yield compare_cuts(runner, role, min(_ROWS, runner.context), piece=piece)
         if role == "target":
             has_slots = runner.capabilities.row_invariant

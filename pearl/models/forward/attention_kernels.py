@@ -1,8 +1,7 @@
 """Triton kernels of attention in a decoding forward: to parts of the positions, and the sum of the parts.
 
-A row's bits depend on its own tokens only, and on its tree if it is of one: positions are cut into parts, and parts
-into blocks, by the row's own position (see `row_table`), and a part or block of which a row sees nothing adds exact
-zeros.
+A row's bits depend on its own tokens only, or on its tree.  Positions are cut into parts, and parts into blocks, by the
+row's own position (see `row_table`).  A part or block that a row does not see adds exactly zero.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pearl.models.forward import row_table
 from pearl.models.forward.kernels import root_scale, weighted
 
 MOST_PARTS = constexpr(row_table.MOST_PARTS)
-TOGETHER = constexpr(row_table.TOGETHER)  # rows of a tile
+TILE_ROWS = constexpr(row_table.TILE_ROWS)  # rows of a tile
 NUMBERS = constexpr(row_table.TILE_NUMBERS)
 PER_ROW = constexpr(row_table.ROW_NUMBERS)  # numbers of a row in a table, before its tiles
 _BLOCK = constexpr(64)  # positions at once
@@ -65,8 +64,8 @@ def _write_new(
 ):  # fmt: skip
     """Write the keys and values of a feed's rows whose positions are from `low` to `high`."""
     d = tl.arange(0, WIDE)
-    for first in range(0, fed, TOGETHER):
-        nodes = first + tl.arange(0, TOGETHER)
+    for first in range(0, fed, TILE_ROWS):
+        nodes = first + tl.arange(0, TILE_ROWS)
         row, at = feed + nodes, start + nodes
         inside = (nodes < fed) & (at >= low) & (at < high)
         row = tl.where(inside, row, 0)
@@ -155,7 +154,7 @@ def attend(
     sees, its own included; 0: all earlier ones. CAP: of scores, by tanh; 0: none.
     """
     GROUP: constexpr = HQ // HK
-    R: constexpr = triton.next_power_of_2(TOGETHER * GROUP)
+    R: constexpr = triton.next_power_of_2(TILE_ROWS * GROUP)
     WIDE: constexpr = triton.next_power_of_2(D)
     r, d, programs, before = tl.arange(0, R), tl.arange(0, WIDE), tl.num_programs(0), 0  # units of the tiles before
     if OVERLAPS:
@@ -163,7 +162,7 @@ def attend(
     for t in range(tl.load(table).to(tl.int32)):
         first, count, feed, fed, slot, start, span, parts, least = _tile_at(table, t, ROWS)
         end = start + first - feed + count
-        asks, row = (r % TOGETHER < count) & (r < TOGETHER * GROUP), first + r % TOGETHER
+        asks, row = (r % TILE_ROWS < count) & (r < TILE_ROWS * GROUP), first + r % TILE_ROWS
         row = tl.where(asks, row, 0)
         positions = tl.load(table + 1 + ROWS + row, mask=asks, other=0)
         sees = tl.load(table + 1 + 2 * ROWS + row, mask=asks, other=1)
@@ -175,7 +174,7 @@ def attend(
                 table, qkv, keys + at, values + at, k_norm, squares, cos, sin, feed, fed, start, low, high, head, eps,
                 ROWS, HQ, HK, D, WIDE, NORMS, TURNS,
             )  # fmt: skip
-            its = head * GROUP + r // TOGETHER  # query head
+            its = head * GROUP + r // TILE_ROWS  # query head
             scales = root_scale(squares, 0, HQ * D, eps, ROWS, row) if NORMS == 2 else positions
             norm = q_norm + (its * D if NORMS == 2 else its * 0)
             source = qkv + (row * (HQ + 2 * HK) + its) * D
@@ -200,20 +199,20 @@ def add_parts(
 ):
     """out [ROWS, HQ * D]: what the parts of `attend` give together, added in their order.
 
-    SINKS: `sinks` [HQ] are scores of no position, of which no value comes. Grid: (query heads, ROWS / TOGETHER).
+    SINKS: `sinks` [HQ] are scores of no position, of which no value comes. Grid: (query heads, ROWS / TILE_ROWS).
     """
     WIDE: constexpr = triton.next_power_of_2(D)
-    rows, d, head = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER), tl.arange(0, WIDE), tl.program_id(0)
+    rows, d, head = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS), tl.arange(0, WIDE), tl.program_id(0)
     if OVERLAPS:
         gdc_wait()
     parts = tl.load(table + 1 + 3 * ROWS + rows)
-    top = tl.full((TOGETHER,), _LOW, tl.float32)
+    top = tl.full((TILE_ROWS,), _LOW, tl.float32)
     if SINKS:
         top = tl.maximum(top, tl.load(sinks + head).to(tl.float32))
     at = rows * (MOST_PARTS * HQ) + head
     for part in tl.static_range(MOST_PARTS):  # unrolled: so loads do not wait for one another
         top = tl.maximum(top, tl.load(stats + (at + part * HQ) * 2, mask=part < parts, other=_LOW))
-    mixed, weight = tl.zeros((TOGETHER, WIDE), tl.float32), tl.zeros((TOGETHER,), tl.float32)
+    mixed, weight = tl.zeros((TILE_ROWS, WIDE), tl.float32), tl.zeros((TILE_ROWS,), tl.float32)
     if SINKS:
         weight += tl.exp(tl.load(sinks + head).to(tl.float32) - top)
     for part in tl.static_range(MOST_PARTS):

@@ -22,7 +22,7 @@ from pearl.models.forward.cuts import ADDING, FAILURES, Cut, Cuts, Product
 from pearl.models.forward.graphs import MOST_OFF, Piece, Record, Rows
 from pearl.models.forward.layers import DecoderLayers, Layer, Rope
 from pearl.models.forward.matrices import Plain, Quantised, normalise
-from pearl.models.forward.row_table import MOST_PARTS, SIZES, TOGETHER, lay_tables, numbers, numbers_of, rows_of
+from pearl.models.forward.row_table import MOST_PARTS, SIZES, TILE_ROWS, lay_tables, numbers, numbers_of, rows_of
 from pearl.models.forward.row_table import Piece as TablePiece
 from pearl.models.forward.slots import Slots
 
@@ -252,7 +252,7 @@ class _TableForward:
         """Have the kernels compiled, and choose the cuts."""
         fitting: dict[Product, list[Cut]] = {}
         for layer, names in [*((each, _names(each)) for each in self._layers.layers), (None, ("head",))]:
-            for product in (self._named(name, layer) for name in names):
+            for product in (self._key(name, layer) for name in names):
                 known = next((cut for other, cut in smaller.items() if other[:3] == product[:3]), None)
                 if product not in fitting:
                     fitting[product] = given.fitting(product, known)
@@ -262,10 +262,10 @@ class _TableForward:
                 self.launch()
                 for product, some in fitting.items():
                     for cut in some:
-                        self._each(product, cut)
+                        self._launch_all(product, cut)
         self._prepares = False
         for product, some in fitting.items():
-            self.cuts[product] = given.fastest(product, some, partial(self._each, product))
+            self.cuts[product] = given.fastest(product, some, partial(self._launch_all, product))
 
     def _start(self, kernel: Any, grid: tuple[int, ...], *given: Any, **more: Any) -> None:
         """Launch a kernel, or have it compiled."""
@@ -278,7 +278,7 @@ class _TableForward:
     def _matrix(self, name: str, layer: Layer | None) -> Plain | Quantised:
         return _kernels(self._layers.head if layer is None else getattr(layer, name))
 
-    def _named(self, name: str, layer: Layer | None) -> Product:
+    def _key(self, name: str, layer: Layer | None) -> Product:
         matrix = self._matrix(name, layer)
         outputs, inputs = matrix.shape
         return Product(name, (outputs, inputs), tuple(matrix.options().items()), self.size)
@@ -310,10 +310,10 @@ class _TableForward:
         cap_scores(self._logits, layers.scales.logits_cap)
         return self._logits, self._features if layers.taps else None
 
-    def _each(self, product: Product, cut: Cut) -> None:
+    def _launch_all(self, product: Product, cut: Cut) -> None:
         """A product of every layer that has it: for timing."""
         for layer in [None] if product.name == "head" else self._layers.layers:
-            if layer is None or (product.name in _names(layer) and self._named(product.name, layer) == product):
+            if layer is None or (product.name in _names(layer) and self._key(product.name, layer) == product):
                 norm = {"out": layer and layer.after_attention, "down": layer and layer.after_mlp}.get(product.name)
                 self._product(product.name, layer, cut=cut, aside=norm is not None)
 
@@ -336,7 +336,7 @@ class _TableForward:
     def _product(self, name: str, layer: Layer | None, cut: Cut | None = None, aside: bool = False) -> None:
         """Launch one product. aside: into `_part`, in place of adding it to the hidden state."""
         layers, matrix, (before, after, other) = self._layers, self._matrix(name, layer), self._squares
-        (outputs, inputs), cut = matrix.shape, cut or self.cuts[self._named(name, layer)]
+        (outputs, inputs), cut = matrix.shape, cut or self.cuts[self._key(name, layer)]
         weights = matrix.weight, matrix.weight if isinstance(matrix, Plain) else matrix.scales
         bias = weights[0] if matrix.bias is None else matrix.bias
         more = cut.options(self._device) | matrix.options() | {"BIAS": matrix.bias is not None}
@@ -384,7 +384,7 @@ class _TableForward:
             TURNS=layer.kind.rope is not None, WINDOW=scoring.windows[number], CAP=scoring.cap,
         )  # fmt: skip
         self._start(
-            attention_kernels.add_parts, (hq, self.size // TOGETHER), self.table, self._sums, self._stats,
+            attention_kernels.add_parts, (hq, self.size // TILE_ROWS), self.table, self._sums, self._stats,
             self._x if sinks is None else sinks, self._mixed, HQ=hq, D=dim, SINKS=sinks is not None,
         )  # fmt: skip
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FED = 16  # rows of a recorded forward; 16 cost as much as 1 where reading the weights takes longest
 PREFILL = 512  # rows of a piece of a longer forward; the coordinator cuts prompts at multiples of it too
-MOST_OFF = 0.25  # of a row's length; bfloat16 in another order makes for a few hundredths in deep models
+MOST_OFF = 0.25  # relative error of a row, from which on our kernels are refused; rounding makes a few hundredths
 _LEAST_VISIBLE = 512  # positions
 
 

@@ -18,7 +18,7 @@ from pearl.models.forward.graphs import FED, visible
 
 SIZES = (FED, 64)  # rows of a table
 MOST_PARTS = 16  # of the positions that a row sees
-TOGETHER = 16  # most rows of a tile
+TILE_ROWS = 16  # most rows of a tile
 _LEAST_SPAN = 64  # positions of a part
 ROW_NUMBERS = 4  # of a row in a table: id, position, nodes that it sees, parts
 TILE_NUMBERS = 9
@@ -116,7 +116,7 @@ def _tiles(piece: Piece, slot: int, looks: Sequence[int], positions: Sequence[in
     """The tiles of a piece whose rows look as far as those of chains at `looks`."""
     count, found, first = len(looks), list[Tile](), 0
     while first < count:
-        size, most = visible(looks[first]), min(count, first + TOGETHER)
+        size, most = visible(looks[first]), min(count, first + TILE_ROWS)
         last = next((row for row in range(first, most) if visible(looks[row]) != size), most)
         span = max(_LEAST_SPAN, size // MOST_PARTS)
         parts = -(-(piece.start + last) // span)

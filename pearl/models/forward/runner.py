@@ -154,6 +154,7 @@ class ForwardRunner:
         except ImportError as missing:
             log.info("forwards are torch's operations, recorded: %s", missing)
         else:
+            # Apart from other recordings: refused kernels free theirs, and with them the workspaces of their stream.
             own = record or (record_on_gpu(self.device) if records else lambda work: work)
             self._decode = make_decode(self._layers, self._slots, self._ropes, own, expected)
         if self._decode is None and len(self._slots.lengths) > slots:
