@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from pearl.models.checkpoints.gguf_weights import GgufWeights
 from pearl.models.families import OWN_FORWARD, forward_of, weight_shapes
 from pearl.models.forward.experts import computes_experts
 from pearl.models.forward.layers import set_weight
-from pearl.models.forward.quantised import Weights
+from pearl.models.forward.quantised import QuantisedMatrix, Weights
 
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 _LENGTH = "original_max_position_embeddings"
@@ -56,12 +57,24 @@ Frequencies = tuple[torch.Tensor, float]  # [rotated / 2], and yarn's scale of w
 
 
 class Weight(nn.Module):
-    """A weight, and a bias if any: a linear layer, a norm, or the embedding."""
+    """A weight, and a bias if any: a linear layer, a norm, or the embedding.
 
-    def __init__(self, weight: Weights, bias: torch.Tensor | None = None) -> None:
+    A quantised matrix is made when it is first asked for: it takes a byte a weight until our products have laid it out.
+    """
+
+    def __init__(self, weight: Weights | Callable[[], Weights], bias: torch.Tensor | None = None) -> None:
         super().__init__()
-        set_weight(self, weight)
+        if isinstance(weight, torch.Tensor | QuantisedMatrix):
+            set_weight(self, weight)
+        else:
+            self._make = weight
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight" and "_make" in self.__dict__:
+            set_weight(self, self.__dict__.pop("_make")())
+            return self.weight
+        return super().__getattr__(name)
 
 
 class Rope(nn.Module):
@@ -183,12 +196,12 @@ def _placed(
         if kind == "weight":
             is_matrix = name in quantised and not (keeps_bits and name == _EMBEDDING)
             bias = plain(f"{module}.bias", device, wanted) if f"{module}.bias" in expected else None
-            decoder.place(module, Weight(matrix(name) if is_matrix else plain(name, device, wanted), bias))
+            decoder.place(module, Weight(partial(matrix, name) if is_matrix else plain(name, device, wanted), bias))
         elif kind != "bias":
             decoder.place(name, nn.Parameter(plain(name, device, wanted), requires_grad=False))
     if config["tie_word_embeddings"]:  # a module of its own: the runner takes the head's weight away
         head = next((name for name in (_HEAD, _EMBEDDING) if name in quantised), None)
-        decoder.place("lm_head", Weight(matrix(head) if head else decoder.model.embed_tokens.weight))
+        decoder.place("lm_head", Weight(partial(matrix, head) if head else decoder.model.embed_tokens.weight))
     return decoder
 
 

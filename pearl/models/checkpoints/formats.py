@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pearl.models.forward.quantised import QuantisedMatrix
+from pearl.models.forward.quantised import QuantisedMatrix, stacked
 
 
 class _Unknown(ValueError):
@@ -25,6 +25,8 @@ Make = Callable[[], QuantisedMatrix]
 
 
 # ---- GGUF ----
+
+_TOGETHER = 8192  # rows taken apart at once: what is made on the way takes several bytes a weight
 
 
 def _half(block: torch.Tensor, at: int) -> torch.Tensor:
@@ -141,7 +143,7 @@ GGUF_BLOCKS: Mapping[str, tuple[int, int, Callable[[torch.Tensor], QuantisedMatr
 def from_gguf(kind: str, rows: torch.Tensor) -> QuantisedMatrix:
     """A matrix out of the bytes [out, bytes] of a GGUF file's tensor."""
     _, size, read = GGUF_BLOCKS[kind]
-    return read(rows.view(len(rows), -1, size))
+    return stacked((read(some.view(len(some), -1, size)) for some in rows.split(_TOGETHER)), len(rows))
 
 
 # ---- safetensors of other tools ----

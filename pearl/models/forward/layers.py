@@ -27,6 +27,7 @@ from pearl.models.families import (
     layer_kinds,
     rotated,
 )
+from pearl.models.forward import native
 from pearl.models.forward.attention import Scoring, cap_scores
 from pearl.models.forward.experts import Experts
 from pearl.models.forward.matrices import Matrix, Rounding, gated, matrix, normalise
@@ -174,25 +175,29 @@ class DecoderLayers:
         self.scales = Scales.of(forward, settings, width, model.dtype)
         self.gate: Literal["silu", "gelu"] = "silu" if activation_of(settings) in ("silu", "swish") else "gelu"
         one = partial(matrix, dtype=model.dtype, rounding=rounding, plain=plain)
-        # Rounded matrices round each result once more: sums over the layers in float32 make up for half of that.
         self.embedding = inner.embed_tokens.weight
         split_fused(model, forward)
-        bits = bits_of(model, rounding)
-        self.weights = f"{' and '.join(map(str, bits))} bits" if bits else str(model.dtype).removeprefix("torch.")
-        self._residual = torch.float32 if bits else model.dtype
         pair_up(model, forward, self._rotated, width)
         kinds = layer_kinds(forward, settings)
         windows = tuple(0 if kind.window >= context else kind.window for kind in kinds)
         sinks = tuple(each.self_attn.sinks.detach().to(cache_dtype) for each in inner.layers if forward.has_sinks)
         self.scoring = Scoring(windows, self.scales.attention, self.scales.attention_cap, sinks)
-        self.layers = [
-            Layer.of(layer, kind, forward, settings, one, plain or self.embedding.is_cuda)
-            for layer, kind in zip(inner.layers, kinds, strict=True)
-        ]
+        self.layers: list[Layer] = []
+        bits = {int(rounding[-1])} if rounding else set()
+        for layer, kind in zip(inner.layers, kinds, strict=True):
+            bits |= set() if rounding else bits_of(layer)
+            self.layers.append(Layer.of(layer, kind, forward, settings, one, plain or self.embedding.is_cuda))
+            native.give_back()
+        self.weights = (
+            f"{' and '.join(map(str, sorted(bits)))} bits" if bits else str(model.dtype).removeprefix("torch.")
+        )
+        # Rounded matrices round each result once more: sums over the layers in float32 make up for half of that.
+        self._residual = torch.float32 if bits else model.dtype
         self.norm = norm_weights(inner.norm, forward)
         self.taps = tapped(len(self.layers)) if features else ()
         self.features: torch.Tensor | None = None
         self.head = one(model.lm_head, wide=True)
+        native.give_back()
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -312,12 +317,10 @@ class DecoderLayers:
         return self._normalise(wide, norm).view(states.shape)
 
 
-def bits_of(model: PreTrainedModel | Decoder, rounding: Rounding) -> tuple[int, ...]:
-    """Bits of the quantised matrices of a model's layers, in ascending order."""
-    if rounding:
-        return (int(rounding[-1]),)
-    weights = (getattr(module, "weight", None) for module in model.model.layers.modules())
-    return tuple(sorted({weight.bits for weight in weights if isinstance(weight, QuantisedMatrix)}))
+def bits_of(layer: torch.nn.Module) -> set[int]:
+    """Bits of a layer's quantised matrices."""
+    weights = (getattr(module, "weight", None) for module in layer.modules())
+    return {weight.bits for weight in weights if isinstance(weight, QuantisedMatrix)}
 
 
 def described(model: PreTrainedModel | Decoder) -> tuple[Forward, dict[str, Any]]:

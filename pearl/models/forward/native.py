@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -134,7 +135,7 @@ class Native:
             self._keep("low", rows.view(len(rows), _LANES, -1, 2).transpose(1, 2))
         if bias is not None:
             self._keep("bias", bias.float())
-        self._scratch = inputs + (0 if given.bits == 16 else inputs // given.group)
+        self._scratch = inputs + (0 if given.bits == 16 else inputs // given.group + inputs // 16)
         self._at = ctypes.byref(given)
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
@@ -173,6 +174,12 @@ def _words(steps: torch.Tensor, shift: int, bits: int) -> torch.Tensor:
     words = torch.empty(many, inputs * bits // 32, lanes, 2, dtype=torch.int16)
     _loaded().pearl_pack(steps.contiguous().data_ptr(), many, inputs, shift, bits, words.data_ptr())
     return words
+
+
+def give_back() -> None:
+    """Free memory to the system, which the C library would keep for later: laying weights out leaves gigabytes."""
+    with suppress(AttributeError, OSError):  # glibc's
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 _rooms = threading.local()

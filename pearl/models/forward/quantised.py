@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -69,9 +69,13 @@ class QuantisedMatrix:
 
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantisedMatrix:
         """The same with every tensor of rows changed: moved, or cut."""
-        found = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _OF_ALL_ROWS}
-        changed: dict[str, Any] = {name: change(of) for name, of in found.items() if isinstance(of, torch.Tensor)}
+        changed: dict[str, Any] = {name: change(of) for name, of in self.of_rows().items()}
         return replace(self, **changed)
+
+    def of_rows(self) -> dict[str, torch.Tensor]:
+        """The tensors that have something for each row, by their names."""
+        found = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _OF_ALL_ROWS}
+        return {name: of for name, of in found.items() if isinstance(of, torch.Tensor)}
 
     def whole_scales(self) -> torch.Tensor:
         """[out, groups], float32."""
@@ -124,15 +128,25 @@ def _whole(scales: torch.Tensor, upper: torch.Tensor | None) -> torch.Tensor:
     return scales.float() * upper.float().repeat_interleave(scales.shape[1] // upper.shape[1], 1)
 
 
-def stacked(parts: Sequence[QuantisedMatrix]) -> QuantisedMatrix:
-    """Matrices of one kind, and with the same order of inputs, as one."""
-    first = parts[0]
-    together: dict[str, Any] = {
-        each.name: torch.cat([getattr(part, each.name) for part in parts])
-        for each in fields(first)
-        if each.name not in _OF_ALL_ROWS and isinstance(getattr(first, each.name), torch.Tensor)
-    }
-    return replace(first, **together)
+def stacked(parts: Iterable[QuantisedMatrix], rows: int | None = None) -> QuantisedMatrix:
+    """Matrices of one kind, and with the same order of inputs, as one.
+
+    rows: of all of them, where `parts` makes one after the other, so that only one is in memory beside the result.
+    """
+    if rows is None:
+        parts = list(parts)
+        rows = sum(len(part.steps) for part in parts)
+    whole, at = None, 0
+    for part in parts:
+        if len(part.steps) == rows:
+            return part
+        if whole is None:
+            whole = part.changed(lambda of: of.new_empty(rows, *of.shape[1:]))
+        for name, into in whole.of_rows().items():
+            into[at : at + len(part.steps)] = getattr(part, name)
+        at += len(part.steps)
+    assert whole is not None and at == rows  # noqa: PT018
+    return whole
 
 
 def are_alike(one: Weights, other: Weights) -> bool:
@@ -153,8 +167,7 @@ def rounded(weight: torch.Tensor, rounding: Literal["int8", "int4"]) -> Quantise
             f"{rounding} weights need matrices whose inputs are a multiple of {GROUP}; one of this model takes "
             f"{weight.shape[1]}. Choose another dtype."
         )
-    parts = [_rounded(some, rounding) for some in weight.split(_TOGETHER)]
-    return parts[0] if len(parts) == 1 else stacked(parts)
+    return stacked((_rounded(some, rounding) for some in weight.split(_TOGETHER)), len(weight))
 
 
 def _rounded(weight: torch.Tensor, rounding: Literal["int8", "int4"]) -> QuantisedMatrix:
@@ -174,6 +187,6 @@ def _rounded(weight: torch.Tensor, rounding: Literal["int8", "int4"]) -> Quantis
 
 def panels(rows: torch.Tensor, lanes: int) -> torch.Tensor:
     """[out, n] -> [panels, lanes, n], padded with zeros."""
-    return pad(
-        rows.view(torch.uint8) if rows.dtype == torch.float8_e4m3fn else rows, (0, 0, 0, -len(rows) % lanes)
-    ).view(-1, lanes, rows.shape[1])
+    rows = rows.view(torch.uint8) if rows.dtype == torch.float8_e4m3fn else rows
+    missing = -len(rows) % lanes
+    return (pad(rows, (0, 0, 0, missing)) if missing else rows).view(-1, lanes, rows.shape[1])

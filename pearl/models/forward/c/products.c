@@ -16,6 +16,25 @@
 #define TOGETHER 2
 #endif
 
+// FEW(first, count) for all rows; with constant counts, sums stay in registers.
+#if TOGETHER > 2
+#define LAST(ROWS, AT, FEW) \
+    case 5: FEW(AT, 5); break; \
+    case 4: FEW(AT, 4); break; \
+    case 3: FEW(AT, 3); break; \
+    case 2: FEW(AT, 2); break;
+#else
+#define LAST(ROWS, AT, FEW)
+#endif
+#define IN_TURNS(ROWS, FEW) { \
+    int row_ = 0; \
+    for (; row_ + TOGETHER <= ROWS; row_ += TOGETHER) FEW(row_, TOGETHER); \
+    switch (ROWS - row_) { \
+        LAST(ROWS, row_, FEW) \
+        case 1: FEW(row_, 1); break; \
+    } \
+}
+
 // How the scales of groups are stored: as such, or as bytes times a float16 for 256 inputs.
 enum { FLOAT16, BFLOAT16, TWO_LEVELS, TWO_LEVELS_SIGNED, FLOAT32 };
 // In place of bits: bytes that are floating-point numbers (e4m3); nibbles that number the weights of a table.
@@ -45,9 +64,36 @@ INLINE V scale_of(const Weights *w, const uint8_t *scales, const uint8_t *upper,
 }
 
 #ifdef BF16
-// Steps of 32 (or 16) inputs of a panel, less the offset, as pairs of bfloat16: [16 or 8][16 lanes][2].
-INLINE void unpack(const Weights *w, int64_t at, __m512i table, __m512i more, int bits, int pairs, __m512i *found) {
-    const __m512i mask = _mm512_set1_epi16(15);
+typedef uint16_t X;
+#else
+typedef float X;
+#endif
+
+// Rows that are multiplied.
+typedef struct {
+    const X *x;           // [rows, inputs]
+    const float *totals;  // [rows, groups]: sums of x
+    const float *less;    // [rows, blocks]: added to the sum of a block: see `unpack`
+    int64_t inputs, groups, blocks;
+} Rows;
+
+#ifdef BF16
+// Once: a compiler would load it anew for every shift.
+INLINE __m512i loaded(const uint8_t *from) {
+    __m512i words = _mm512_loadu_si512(from);
+    __asm__("" : "+v"(words));
+    return words;
+}
+
+INLINE __m512i shifted(__m512i words, int by) {
+    return by < 0 ? _mm512_srli_epi16(words, -by) : _mm512_slli_epi16(words, by);
+}
+
+// Steps of 32 (or 16) inputs of a panel, as pairs of bfloat16: [16 or 8][16 lanes][2].
+//
+// Of 4 to 6 bits plus 2^bits: a number of that exponent has the step in its first bits, with no conversion. `Rows.less`
+// takes 2^bits and the offset off again.
+INLINE void unpack(const Weights *w, int64_t at, __m512i table, int bits, int pairs, __m512i *found) {
     if (bits == 8) {
         const uint8_t *steps = w->low + at * LANES;
         for (int i = 0; i < pairs; i++) {
@@ -69,19 +115,20 @@ INLINE void unpack(const Weights *w, int64_t at, __m512i table, __m512i more, in
         return;
     }
     const uint8_t *low = w->low + at * LANES / 2;
-    const uint8_t *high = w->high + at * LANES * (bits - 4) / 8;
-    const __m512i above = bits == 5 || bits == 6 ? _mm512_loadu_si512(high) : table;
+    const int more = bits - 4, by = 7 - bits;  // bits above the fourth; a step's first bit in the number
+    const __m512i high = bits == 5 || bits == 6 ? loaded(w->high + at * LANES * more / 8) : table;
+    __m512i words = table;
     for (int i = 0; i < pairs; i++) {
-        __m512i index = _mm512_srli_epi16(_mm512_loadu_si512(low + 64 * (i / 4)), 4 * (i % 4));
-        if (bits == 5) {
-            const __m512i bit = i < 4 ? _mm512_slli_epi16(above, 4 - i) : _mm512_srli_epi16(above, i - 4);
-            index = _mm512_ternarylogic_epi32(mask, index, bit, 0xca);
-        } else if (bits == 6) {
-            const int by = 2 * (i % 8);
-            const __m512i two = by < 4 ? _mm512_slli_epi16(above, 4 - by) : _mm512_srli_epi16(above, by - 4);
-            index = _mm512_ternarylogic_epi32(mask, index, two, 0xca);
+        if (i % 4 == 0) words = loaded(low + 16 * i);
+        if (bits == TABLE) {
+            found[i] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * (i % 4)), table);
+            continue;
         }
-        found[i] = bits == 6 ? _mm512_permutex2var_epi16(table, index, more) : _mm512_permutexvar_epi16(index, table);
+        found[i] = _mm512_ternarylogic_epi32(shifted(words, by - 4 * (i % 4)), _mm512_set1_epi16(15 << by),
+                                             _mm512_set1_epi16((0x83 + more) << 7), 0xea);
+        if (more)
+            found[i] = _mm512_ternarylogic_epi32(shifted(high, by + 4 - more * i),
+                                                 _mm512_set1_epi16(((1 << more) - 1) << (by + 4)), found[i], 0xea);
     }
 }
 
@@ -92,20 +139,17 @@ INLINE __m512i pair(const uint16_t *x) {
 }
 #define DOT(sum, a, b) _mm512_dpbf16_ps(sum, (__m512bh)(a), (__m512bh)(b))
 
-typedef uint16_t X;  // inputs
-
-INLINE void rows_of_block(const Weights *w, int64_t at, int bits, int pairs, __m512i table, __m512i more,
-                          const X *x, int64_t stride, int rows, V scale, V *sums) {
+INLINE void rows_of_block(const Weights *w, int64_t at, int bits, int pairs, __m512i table, const Rows *given, int rows,
+                          V scale, V *sums) {
     __m512i steps[BLOCK / 2];
-    unpack(w, at, table, more, bits, pairs, steps);
+    unpack(w, at, table, bits, pairs, steps);
     for (int row = 0; row < rows; row++) {
-        const X *given = x + row * stride + at;
-        __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
-        for (int i = 0; i < pairs; i += 2) {
-            even = DOT(even, steps[i], pair(given + 2 * i));
-            odd = DOT(odd, steps[i + 1], pair(given + 2 * i + 2));
-        }
-        sums[row] += (V)_mm512_add_ps(even, odd) * scale;
+        const X *x = given->x + row * given->inputs + at;
+        __m512 part[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
+        if (bits < 8) part[0] = _mm512_set1_ps(given->less[row * given->blocks + at / (2 * pairs)]);
+        for (int i = 0; i < pairs; i += 4)
+            for (int j = 0; j < 4; j++) part[j] = DOT(part[j], steps[i + j], pair(x + 2 * (i + j)));
+        sums[row] += (((V)part[0] + (V)part[1]) + ((V)part[2] + (V)part[3])) * scale;
     }
 }
 
@@ -125,8 +169,6 @@ INLINE void plain_rows(const uint16_t *panel, int64_t inputs, const X *x, int64_
         sums[row] = (V)_mm512_add_ps(_mm512_add_ps(part[row][0], part[row][1]), _mm512_add_ps(part[row][2], part[row][3]));
 }
 #else
-typedef float X;
-
 // Numbers of a table of 16, by their places.
 INLINE V numbered(const float *table, U at) {
 #if WIDE == 16
@@ -142,48 +184,82 @@ INLINE V numbered(const float *table, U at) {
 #endif
 }
 
-INLINE void unpack(const Weights *w, int64_t at, int bits, int pairs, V *found) {
+INLINE U shifted(U words, int by) {
+    return by < 0 ? words >> -by : words << by;
+}
+
+// Steps of the i-th pair of inputs from `at` on. Of 4 to 6 bits plus 2^bits: a number of that exponent has the step in
+// its first bits, with no conversion. `Rows.less` takes 2^bits and the offset off again.
+INLINE void unpack(const Weights *w, int64_t at, int bits, int i, V *found) {
     if (bits == 8) {
-        for (int i = 0; i < pairs; i++) {
-            const T both = *(const T *)(w->low + at * LANES + 2 * LANES * i);
-            found[2 * i] = __builtin_convertvector((T)((H)both << 8) >> 8, V);
-            found[2 * i + 1] = __builtin_convertvector(both >> 8, V);
-        }
+        const T both = *(const T *)(w->low + at * LANES + 2 * LANES * i);
+        found[0] = __builtin_convertvector((T)((H)both << 8) >> 8, V);
+        found[1] = __builtin_convertvector(both >> 8, V);
         return;
     }
     if (bits == FLOAT8) {
-        for (int i = 0; i < pairs; i++) {
-            const H both = *(const H *)(w->low + at * LANES + 2 * LANES * i);
-            for (int odd = 0; odd < 2; odd++) {
-                const U byte = __builtin_convertvector((both >> 8 * odd) & 0xff, U);
-                found[2 * i + odd] = (V)((byte & 0x7f) << 20 | (byte & 0x80) << 24) * 0x1p120f;
-            }
+        const H both = *(const H *)(w->low + at * LANES + 2 * LANES * i);
+        for (int odd = 0; odd < 2; odd++) {
+            const U byte = __builtin_convertvector((both >> 8 * odd) & 0xff, U);
+            found[odd] = (V)((byte & 0x7f) << 20 | (byte & 0x80) << 24) * 0x1p120f;
         }
         return;
     }
-    const int has_more = bits == 5 || bits == 6;
-    const uint8_t *low = w->low + at * LANES / 2;
-    const U above = has_more ? *(const U *)(w->high + at * LANES * (bits - 4) / 8) : (U){0};
-    const uint32_t mask = (1u << (bits - 4)) - 1;
-    for (int i = 0; i < pairs; i++) {
-        const U words = *(const U *)(low + 64 * (i / 4));
-        for (int odd = 0; odd < 2; odd++) {
-            U step = (words >> (4 * (i % 4) + 16 * odd)) & 15;
-            if (has_more) step |= ((above >> ((bits - 4) * i + 16 * odd)) & mask) << 4;
-            found[2 * i + odd] = bits == TABLE ? numbered(w->table, step) : __builtin_convertvector((I)step, V) - w->offset;
+    const int more = bits - 4, by = 23 - bits;  // bits above the fourth; a step's first bit in the number
+    const U words = *(const U *)(w->low + at * LANES / 2 + 64 * (i / 4));
+    for (int odd = 0; odd < 2; odd++) {
+        const int first = 4 * (i % 4) + 16 * odd;
+        if (bits == TABLE) {
+            found[odd] = numbered(w->table, (words >> first) & 15);
+            continue;
         }
+        U number = (shifted(words, by - first) & (15u << by)) | ((uint32_t)(0x83 + more) << 23);
+        if (more) {
+            const U high = *(const U *)(w->high + at * LANES * more / 8);
+            number |= shifted(high, by + 4 - more * i - 16 * odd) & (((1u << more) - 1) << (by + 4));
+        }
+        found[odd] = (V)number;
     }
 }
 
-INLINE void rows_of_block(const Weights *w, int64_t at, int bits, int pairs, const X *x, int64_t stride, int rows,
-                          V scale, V *sums) {
-    V steps[BLOCK];
-    unpack(w, at, bits, pairs, steps);
+// Likewise for few rows, whose sums stay in registers while steps are used as they are unpacked.
+INLINE void few_rows_of_block(const Weights *w, int64_t at, int bits, int pairs, const Rows *given, int first, int rows,
+                              V scale, V *sums) {
+    const X *x = given->x + first * given->inputs + at;
+    const float *less = given->less + first * given->blocks + at / (2 * pairs);
+    V part[TOGETHER][4];
     for (int row = 0; row < rows; row++) {
-        const X *given = x + row * stride + at;
+        for (int j = 0; j < 4; j++) part[row][j] = (V){0};
+        if (bits < 8) part[row][0] += less[row * given->blocks];
+    }
+    for (int i = 0; i < pairs; i += 2) {
+        V steps[4];
+        unpack(w, at, bits, i, steps);
+        unpack(w, at, bits, i + 1, steps + 2);
+        for (int row = 0; row < rows; row++)
+            for (int j = 0; j < 4; j++) part[row][j] += steps[j] * x[row * given->inputs + 2 * i + j];
+    }
+    for (int row = 0; row < rows; row++)
+        sums[first + row] += ((part[row][0] + part[row][1]) + (part[row][2] + part[row][3])) * scale;
+}
+
+// Adds a block's products to the sums of rows.
+INLINE void rows_of_block(const Weights *w, int64_t at, int bits, int pairs, const Rows *given, int rows, V scale,
+                          V *sums) {
+#define FEW(FIRST, ROWS) few_rows_of_block(w, at, bits, pairs, given, FIRST, ROWS, scale, sums)
+    if (rows == 1 || (bits == 4 && rows <= TOGETHER)) {
+        IN_TURNS(rows, FEW)
+        return;
+    }
+#undef FEW
+    V steps[BLOCK];
+    for (int i = 0; i < pairs; i++) unpack(w, at, bits, i, steps + 2 * i);
+    for (int row = 0; row < rows; row++) {
+        const X *x = given->x + row * given->inputs + at;
         V part[4] = {{0}, {0}, {0}, {0}};
+        if (bits < 8) part[0] += given->less[row * given->blocks + at / (2 * pairs)];
         for (int i = 0; i < 2 * pairs; i += 4)
-            for (int j = 0; j < 4; j++) part[j] += steps[i + j] * given[i + j];
+            for (int j = 0; j < 4; j++) part[j] += steps[i + j] * x[i + j];
         sums[row] += ((part[0] + part[1]) + (part[2] + part[3])) * scale;
     }
 }
@@ -206,70 +282,59 @@ INLINE void plain_rows(const uint16_t *panel, int64_t inputs, const X *x, int64_
 #endif
 
 // Sums of WIDE lanes of the rows. bits, pairs and kind are constants where this is inlined.
-INLINE void lanes_of(const Weights *w, int64_t lane, const X *x, const float *totals, int rows, V *sums, int bits,
-                     int pairs, int kind) {
-    const int64_t inputs = w->inputs, groups = inputs / w->group, panel = lane / LANES, inside = lane % LANES;
+INLINE void lanes_of(const Weights *w, int64_t lane, const Rows *given, int rows, V *sums, int bits, int pairs,
+                     int kind) {
+    const int64_t inputs = w->inputs, panel = lane / LANES, inside = lane % LANES;
     const int width = bits == TABLE ? 4 : bits;
     Weights part = *w;  // from these lanes on
     if (bits == 16) {
         const uint16_t *weights = (const uint16_t *)w->low + panel * inputs * LANES + 2 * inside;
-        int row = 0;
-        for (; row + TOGETHER <= rows; row += TOGETHER)
-            plain_rows(weights, inputs, x + row * inputs, inputs, TOGETHER, sums + row);
-        switch (rows - row) {
-#if TOGETHER > 2
-            case 5: plain_rows(weights, inputs, x + row * inputs, inputs, 5, sums + row); break;
-            case 4: plain_rows(weights, inputs, x + row * inputs, inputs, 4, sums + row); break;
-            case 3: plain_rows(weights, inputs, x + row * inputs, inputs, 3, sums + row); break;
-            case 2: plain_rows(weights, inputs, x + row * inputs, inputs, 2, sums + row); break;
-#endif
-            case 1: plain_rows(weights, inputs, x + row * inputs, inputs, 1, sums + row); break;
-        }
+#define FEW(FIRST, ROWS) plain_rows(weights, inputs, given->x + (FIRST) * inputs, inputs, ROWS, sums + (FIRST))
+        IN_TURNS(rows, FEW)
+#undef FEW
         return;
     }
     part.low += width < 8 ? panel * inputs * LANES / 2 + 4 * inside : panel * inputs * LANES + 2 * inside;
     if (width > 4 && width < 8) part.high += panel * inputs * LANES * (bits - 4) / 8 + 4 * inside;
 #ifdef BF16
-    uint16_t tables[64];
-    for (int i = 0; i < 64; i++) {
-        const float step = bits == TABLE ? w->table[i % 16] : i % (1 << (bits & 7)) - w->offset;
-        tables[i] = to_bfloat16(bits == FLOAT8 ? ldexpf(i % 8, -9) : step);
-    }
-    const __m512i table = _mm512_loadu_si512(tables), more = _mm512_loadu_si512(tables + 32);
+    uint16_t numbers[32] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};  // FLOAT8's below 2^-6
+    for (int i = 0; i < 32 && bits == TABLE; i++) numbers[i] = to_bfloat16(w->table[i % 16]);
+    const __m512i table = _mm512_loadu_si512(numbers);
 #endif
     for (int row = 0; row < rows; row++) sums[row] = (V){0};
     V scale = {0};
-    int64_t group = -1;
-    for (int64_t at = 0; at < inputs; at += 2 * pairs) {
-        if (at / w->group != group) {
-            group = at / w->group;
+    for (int64_t at = 0, group = -1, end = 0; at < inputs; at += 2 * pairs) {
+        if (at == end) {
+            group++;
+            end += w->group;
             scale = scale_of(w, w->scales, w->of_scales, lane, group, kind);
             if (w->least || w->zeros) {
-                const uint8_t *zeros = w->zeros + (panel * groups + group) * LANES + inside;
+                const uint8_t *zeros = w->zeros + (panel * given->groups + group) * LANES + inside;
                 const V least = w->least ? scale_of(w, w->least, w->of_least, lane, group, kind)
                                          : -scale * from_bytes(zeros, 0);
-                for (int row = 0; row < rows; row++) sums[row] += least * totals[row * groups + group];
+                for (int row = 0; row < rows; row++) sums[row] += least * given->totals[row * given->groups + group];
             }
         }
         // What comes next, perhaps of the next panel: memory is slower than one row's products.
         for (int64_t i = 0; i < 2 * pairs * LANES * width / 8; i += 64)
             __builtin_prefetch(part.low + at * LANES * (width < 8 ? 4 : 8) / 8 + AHEAD + i);
 #ifdef BF16
-        rows_of_block(&part, at, bits, pairs, table, more, x, inputs, rows, scale, sums);
+        rows_of_block(&part, at, bits, pairs, table, given, rows, scale, sums);
 #else
-        rows_of_block(&part, at, bits, pairs, x, inputs, rows, scale, sums);
+        rows_of_block(&part, at, bits, pairs, given, rows, scale, sums);
 #endif
     }
 }
 
-static void multiply_lanes(const Weights *w, int64_t lane, const X *x, const float *totals, int rows, V *sums) {
+static void multiply_lanes(const Weights *w, int64_t lane, const Rows *given, int rows, V *sums) {
 #define CASE(BITS, PAIRS, KIND) \
     if (w->bits == BITS && w->kind == KIND) { \
-        lanes_of(w, lane, x, totals, rows, sums, BITS, PAIRS, KIND); \
+        if (rows == 1) lanes_of(w, lane, given, 1, sums, BITS, PAIRS, KIND); /* its sum stays in a register */ \
+        else lanes_of(w, lane, given, rows, sums, BITS, PAIRS, KIND); \
         return; \
     }
     if (w->bits == 16) {
-        lanes_of(w, lane, x, totals, rows, sums, 16, 16, 0);
+        lanes_of(w, lane, given, rows, sums, 16, 16, 0);
         return;
     }
     CASE(4, 16, FLOAT16) CASE(4, 16, BFLOAT16) CASE(4, 16, TWO_LEVELS)
@@ -304,6 +369,16 @@ INLINE float wide(X value) {
 #else
     return value;
 #endif
+}
+
+// `count` is a multiple of 16.
+INLINE float total_of(const X *x, int64_t count) {
+    float sums[16] = {0};
+    for (int64_t i = 0; i < count; i += 16)
+        for (int lane = 0; lane < 16; lane++) sums[lane] += wide(x[i + lane]);
+    for (int half = 8; half; half /= 2)
+        for (int lane = 0; lane < half; lane++) sums[lane] += sums[lane + half];
+    return sums[0];
 }
 
 // Up to WIDE outputs from `first` on; the last panel may have fewer than lanes.
@@ -354,21 +429,18 @@ int pearl_rounds(void) {
 }
 
 // out [rows, outputs] = x [rows, inputs] times the weights, plus bias and y [rows, outputs] if there are any.
-// `scratch` holds rows * (inputs + inputs / group) floats.
+// `scratch` holds rows * (inputs + inputs / group + inputs / 16) floats.
 void pearl_multiply(const Weights *w, const void *x, int x_is_float32, const void *y, int y_is_float32, void *out,
                     int out_is_float32, int64_t rows, float *scratch, int threads) {
-    const int64_t inputs = w->inputs, groups = w->bits == 16 ? 0 : inputs / w->group;
-    float *totals = scratch;
-    X *given = (X *)(scratch + rows * groups);
-    convert(x, given, rows * inputs, x_is_float32);
+    const int64_t inputs = w->inputs, groups = w->bits == 16 ? 0 : inputs / w->group, size = w->bits == 6 ? 16 : 32;
+    const int64_t blocks = w->bits < 8 ? inputs / size : 0;
+    float *totals = scratch, *less = totals + rows * groups;
+    X *converted = (X *)(less + rows * blocks);
+    convert(x, converted, rows * inputs, x_is_float32);
     if (w->least || w->zeros)
-        for (int64_t i = 0; i < rows * groups; i++) {
-            float sums[16] = {0}, sum = 0;
-            for (int64_t j = 0; j < w->group; j += 16)
-                for (int64_t lane = 0; lane < 16; lane++) sums[lane] += wide(given[i * w->group + j + lane]);
-            for (int lane = 0; lane < 16; lane++) sum += sums[lane];
-            totals[i] = sum;
-        }
+        for (int64_t i = 0; i < rows * groups; i++) totals[i] = total_of(converted + i * w->group, w->group);
+    for (int64_t i = 0; i < rows * blocks; i++)
+        less[i] = -(w->offset + (1 << w->bits)) * total_of(converted + i * size, size);
     const int64_t vectors = (w->outputs + WIDE - 1) / WIDE;
     // A thread keeps its weights in its cache while it goes through the rows.
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
@@ -376,7 +448,8 @@ void pearl_multiply(const Weights *w, const void *x, int x_is_float32, const voi
         V sums[ROWS];
         for (int64_t row = 0; row < rows; row += ROWS) {
             const int some = rows - row < ROWS ? rows - row : ROWS;
-            multiply_lanes(w, vector * WIDE, given + row * inputs, totals + row * groups, some, sums);
+            const Rows given = {converted + row * inputs, totals + row * groups, less + row * blocks, inputs, groups, blocks};
+            multiply_lanes(w, vector * WIDE, &given, some, sums);
             for (int i = 0; i < some; i++)
                 store(w, vector * WIDE, sums[i], out, out_is_float32, y, y_is_float32, row + i);
         }
