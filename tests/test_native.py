@@ -127,6 +127,25 @@ def test_products(kind: str) -> None:
         torch.set_num_threads(1)
 
 
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_0", "Q6_K"])
+def test_products_of_rows_out_of_the_ordinary(kind: str) -> None:
+    """Not finite: nor is any result. All zeros, very small and very large ones: as they are. The largest of a block is
+    taken apart into bytes without one that overflows, whatever its rounding."""
+    weights = quantised(kind, 32, 512)
+    product, whole = Native(weights, wide=True), weights.dequantised()
+    x = torch.zeros(40, 512)
+    x[0, 77], x[1, 300] = torch.nan, -torch.inf
+    assert not product(x[:2], None).isfinite().any()
+    x = irregular(40, 512, torch.float32)
+    for row, size in enumerate((0.0, 1e-20, 1e20)):
+        x[row] *= size
+    x = x.bfloat16()
+    found, wanted = product(x, None), linear(x.float(), whole)
+    bound = 1e-5 * wanted.abs().amax(1, keepdim=True)
+    assert bool(((found - wanted).abs() <= bound.clamp_min(1e-28)).all())
+
+
 def test_matrices_of_one_kind_are_one_and_others_side_by_side() -> None:
     q, k, v = quantised("Q4_K", 32, 512), quantised("Q4_K", 16, 512), quantised("Q6_K", 16, 512)
     assert are_alike(q, k)

@@ -135,7 +135,7 @@ class Native:
             self._keep("low", rows.view(len(rows), _LANES, -1, 2).transpose(1, 2))
         if bias is not None:
             self._keep("bias", bias.float())
-        self._scratch = inputs + (0 if given.bits == 16 else inputs // given.group + inputs // 16)
+        self._scratch = 2 * inputs + inputs // given.group
         self._at = ctypes.byref(given)
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
@@ -169,9 +169,9 @@ class Native:
 
 
 def _words(steps: torch.Tensor, shift: int, bits: int) -> torch.Tensor:
-    """Some bits of panels of steps [panels, 16, in], as many as 16 hold in a word: see `pearl_pack`."""
+    """Some bits of panels of steps [panels, 16, in], those of several inputs in a word: see `pearl_pack`."""
     many, lanes, inputs = steps.shape
-    words = torch.empty(many, inputs * bits // 32, lanes, 2, dtype=torch.int16)
+    words = torch.empty(many, inputs * bits // 32, lanes, dtype=torch.int32)
     _loaded().pearl_pack(steps.contiguous().data_ptr(), many, inputs, shift, bits, words.data_ptr())
     return words
 

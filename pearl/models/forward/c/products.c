@@ -16,25 +16,6 @@
 #define TOGETHER 2
 #endif
 
-// FEW(first, count) for all rows; with constant counts, sums stay in registers.
-#if TOGETHER > 2
-#define LAST(ROWS, AT, FEW) \
-    case 5: FEW(AT, 5); break; \
-    case 4: FEW(AT, 4); break; \
-    case 3: FEW(AT, 3); break; \
-    case 2: FEW(AT, 2); break;
-#else
-#define LAST(ROWS, AT, FEW)
-#endif
-#define IN_TURNS(ROWS, FEW) { \
-    int row_ = 0; \
-    for (; row_ + TOGETHER <= ROWS; row_ += TOGETHER) FEW(row_, TOGETHER); \
-    switch (ROWS - row_) { \
-        LAST(ROWS, row_, FEW) \
-        case 1: FEW(row_, 1); break; \
-    } \
-}
-
 // How the scales of groups are stored: as such, or as bytes times a float16 for 256 inputs.
 enum { FLOAT16, BFLOAT16, TWO_LEVELS, TWO_LEVELS_SIGNED, FLOAT32 };
 // In place of bits: bytes that are floating-point numbers (e4m3); nibbles that number the weights of a table.
@@ -63,17 +44,27 @@ INLINE V scale_of(const Weights *w, const uint8_t *scales, const uint8_t *upper,
     return from_bytes(scales + at, kind == TWO_LEVELS_SIGNED) * by;
 }
 
+// X: what inputs are multiplied as. UNIT: bits of what steps are unpacked to. ADDED: to each step of 4 to 6 bits, see
+// `unpack`; `Rows.less` takes it off again. PARTS: such steps are multiplied as bytes by this many bytes of an input.
 #ifdef BF16
 typedef uint16_t X;
+#define UNIT 16
+#define ADDED(bits) (1 << (bits))
+#define PARTS 0
 #else
 typedef float X;
+#define UNIT 8
+#define ADDED(bits) 0
+#define PARTS (WIDE > 4 ? 3 : 0)
 #endif
 
 // Rows that are multiplied.
 typedef struct {
     const X *x;           // [rows, inputs]
     const float *totals;  // [rows, groups]: sums of x
-    const float *less;    // [rows, blocks]: added to the sum of a block: see `unpack`
+    const float *less;    // [rows, blocks]: of a block, added to its sum of steps times x: minus the offset
+    const int8_t *parts;  // [rows, PARTS, inputs]: x is 65,536, 256 and 1 times these, times the unit of its block
+    const float *units;   // [rows, inputs / BLOCK]
     int64_t inputs, groups, blocks;
 } Rows;
 
@@ -91,8 +82,7 @@ INLINE __m512i shifted(__m512i words, int by) {
 
 // Steps of 32 (or 16) inputs of a panel, as pairs of bfloat16: [16 or 8][16 lanes][2].
 //
-// Of 4 to 6 bits plus 2^bits: a number of that exponent has the step in its first bits, with no conversion. `Rows.less`
-// takes 2^bits and the offset off again.
+// Of 4 to 6 bits plus 2^bits: a number of that exponent has the step in its first bits, with no conversion.
 INLINE void unpack(const Weights *w, int64_t at, __m512i table, int bits, int pairs, __m512i *found) {
     if (bits == 8) {
         const uint8_t *steps = w->low + at * LANES;
@@ -188,8 +178,7 @@ INLINE U shifted(U words, int by) {
     return by < 0 ? words >> -by : words << by;
 }
 
-// Steps of the i-th pair of inputs from `at` on. Of 4 to 6 bits plus 2^bits: a number of that exponent has the step in
-// its first bits, with no conversion. `Rows.less` takes 2^bits and the offset off again.
+// Steps of the i-th pair of inputs from `at` on.
 INLINE void unpack(const Weights *w, int64_t at, int bits, int i, V *found) {
     if (bits == 8) {
         const T both = *(const T *)(w->low + at * LANES + 2 * LANES * i);
@@ -205,53 +194,21 @@ INLINE void unpack(const Weights *w, int64_t at, int bits, int i, V *found) {
         }
         return;
     }
-    const int more = bits - 4, by = 23 - bits;  // bits above the fourth; a step's first bit in the number
+    const int more = bits - 4;  // bits above the fourth
     const U words = *(const U *)(w->low + at * LANES / 2 + 64 * (i / 4));
     for (int odd = 0; odd < 2; odd++) {
-        const int first = 4 * (i % 4) + 16 * odd;
-        if (bits == TABLE) {
-            found[odd] = numbered(w->table, (words >> first) & 15);
-            continue;
-        }
-        U number = (shifted(words, by - first) & (15u << by)) | ((uint32_t)(0x83 + more) << 23);
-        if (more) {
+        const int byte = 2 * (i % 2) + odd, field = i / 2;
+        U step = (words >> (8 * byte + 4 * (field % 2))) & 15;
+        if (bits == 5 || bits == 6) {
             const U high = *(const U *)(w->high + at * LANES * more / 8);
-            number |= shifted(high, by + 4 - more * i - 16 * odd) & (((1u << more) - 1) << (by + 4));
+            step |= ((high >> (8 * byte + more * field)) & ((1u << more) - 1)) << 4;
         }
-        found[odd] = (V)number;
+        found[odd] = bits == TABLE ? numbered(w->table, step) : __builtin_convertvector((I)step, V);
     }
 }
 
-// Likewise for few rows, whose sums stay in registers while steps are used as they are unpacked.
-INLINE void few_rows_of_block(const Weights *w, int64_t at, int bits, int pairs, const Rows *given, int first, int rows,
-                              V scale, V *sums) {
-    const X *x = given->x + first * given->inputs + at;
-    const float *less = given->less + first * given->blocks + at / (2 * pairs);
-    V part[TOGETHER][4];
-    for (int row = 0; row < rows; row++) {
-        for (int j = 0; j < 4; j++) part[row][j] = (V){0};
-        if (bits < 8) part[row][0] += less[row * given->blocks];
-    }
-    for (int i = 0; i < pairs; i += 2) {
-        V steps[4];
-        unpack(w, at, bits, i, steps);
-        unpack(w, at, bits, i + 1, steps + 2);
-        for (int row = 0; row < rows; row++)
-            for (int j = 0; j < 4; j++) part[row][j] += steps[j] * x[row * given->inputs + 2 * i + j];
-    }
-    for (int row = 0; row < rows; row++)
-        sums[first + row] += ((part[row][0] + part[row][1]) + (part[row][2] + part[row][3])) * scale;
-}
-
-// Adds a block's products to the sums of rows.
 INLINE void rows_of_block(const Weights *w, int64_t at, int bits, int pairs, const Rows *given, int rows, V scale,
                           V *sums) {
-#define FEW(FIRST, ROWS) few_rows_of_block(w, at, bits, pairs, given, FIRST, ROWS, scale, sums)
-    if (rows == 1 || (bits == 4 && rows <= TOGETHER)) {
-        IN_TURNS(rows, FEW)
-        return;
-    }
-#undef FEW
     V steps[BLOCK];
     for (int i = 0; i < pairs; i++) unpack(w, at, bits, i, steps + 2 * i);
     for (int row = 0; row < rows; row++) {
@@ -263,6 +220,72 @@ INLINE void rows_of_block(const Weights *w, int64_t at, int bits, int pairs, con
         sums[row] += ((part[0] + part[1]) + (part[2] + part[3])) * scale;
     }
 }
+
+#if PARTS
+#if WIDE == 16
+typedef __m512i B;
+#define LOAD(at) _mm512_loadu_si512(at)
+#define EACH8(value) _mm512_set1_epi8(value)
+#define EACH32(value) _mm512_set1_epi32(value)
+#define AND(a, b) _mm512_and_si512(a, b)
+#define OR(a, b) _mm512_or_si512(a, b)
+#define RIGHT(a, by) _mm512_srli_epi16(a, by)
+#define LEFT(a, by) _mm512_slli_epi16(a, by)
+#define PAIRS8(a, b) _mm512_maddubs_epi16(a, b)
+#define PAIRS16(a) _mm512_madd_epi16(a, _mm512_set1_epi16(1))
+#define PLUS16(a, b) _mm512_add_epi16(a, b)
+#define PLUS32(a, b) _mm512_add_epi32(a, b)
+#define FLOATS(a) (V)_mm512_cvtepi32_ps(a)
+#else
+typedef __m256i B;
+#define LOAD(at) _mm256_loadu_si256((const void *)(at))
+#define EACH8(value) _mm256_set1_epi8(value)
+#define EACH32(value) _mm256_set1_epi32(value)
+#define AND(a, b) _mm256_and_si256(a, b)
+#define OR(a, b) _mm256_or_si256(a, b)
+#define RIGHT(a, by) _mm256_srli_epi16(a, by)
+#define LEFT(a, by) _mm256_slli_epi16(a, by)
+#define PAIRS8(a, b) _mm256_maddubs_epi16(a, b)
+#define PAIRS16(a) _mm256_madd_epi16(a, _mm256_set1_epi16(1))
+#define PLUS16(a, b) _mm256_add_epi16(a, b)
+#define PLUS32(a, b) _mm256_add_epi32(a, b)
+#define FLOATS(a) (V)_mm256_cvtepi32_ps(a)
+#endif
+
+// As `rows_of_block`, for steps of 4 to 6 bits: sums of products of bytes are whole numbers, so exact in any order.
+INLINE void bytes_of_block(const Weights *w, int64_t at, int bits, int pairs, const Rows *given, int rows, V scale,
+                           V *sums) {
+    const int more = bits - 4, many = pairs / 2;  // vectors of four inputs of each lane
+    const int most = 8 >> more;                   // whose products have room in 16 bits
+    B steps[BLOCK / 4], high = EACH8(0), words = high;
+    if (more) high = LOAD(w->high + at * LANES * more / 8);
+    for (int i = 0; i < many; i++) {
+        if (i % 2 == 0) words = LOAD(w->low + at * LANES / 2 + 32 * i);
+        steps[i] = AND(i % 2 ? RIGHT(words, 4) : words, EACH8(15));
+        const int by = 4 - more * i;
+        if (more) steps[i] = OR(steps[i], AND(by < 0 ? RIGHT(high, -by) : LEFT(high, by), EACH8(((1 << more) - 1) << 4)));
+    }
+    for (int row = 0; row < rows; row++) {
+        V sum = {0};
+        for (int part = 0; part < PARTS; part++) {
+            const int8_t *x = given->parts + (row * PARTS + part) * given->inputs + at;
+            B whole = EACH8(0);
+            for (int first = 0; first < many; first += most) {
+                B some = EACH8(0);
+                for (int i = first; i < first + most; i++) {
+                    int32_t four;
+                    memcpy(&four, x + 4 * i, 4);
+                    some = PLUS16(some, PAIRS8(steps[i], EACH32(four)));
+                }
+                whole = PLUS32(whole, PAIRS16(some));
+            }
+            sum = sum * 256.0f + FLOATS(whole);
+        }
+        const float unit = given->units[row * (given->inputs / BLOCK) + at / BLOCK];
+        sums[row] += (sum * unit + given->less[row * given->blocks + at / (2 * pairs)]) * scale;
+    }
+}
+#endif
 
 INLINE void plain_rows(const uint16_t *panel, int64_t inputs, const X *x, int64_t stride, int rows, V *sums) {
     V part[TOGETHER][4];
@@ -289,9 +312,19 @@ INLINE void lanes_of(const Weights *w, int64_t lane, const Rows *given, int rows
     Weights part = *w;  // from these lanes on
     if (bits == 16) {
         const uint16_t *weights = (const uint16_t *)w->low + panel * inputs * LANES + 2 * inside;
-#define FEW(FIRST, ROWS) plain_rows(weights, inputs, given->x + (FIRST) * inputs, inputs, ROWS, sums + (FIRST))
-        IN_TURNS(rows, FEW)
-#undef FEW
+        const X *x = given->x;
+        int row = 0;
+        for (; row + TOGETHER <= rows; row += TOGETHER)
+            plain_rows(weights, inputs, x + row * inputs, inputs, TOGETHER, sums + row);
+        switch (rows - row) {
+#if TOGETHER > 2
+            case 5: plain_rows(weights, inputs, x + row * inputs, inputs, 5, sums + row); break;
+            case 4: plain_rows(weights, inputs, x + row * inputs, inputs, 4, sums + row); break;
+            case 3: plain_rows(weights, inputs, x + row * inputs, inputs, 3, sums + row); break;
+            case 2: plain_rows(weights, inputs, x + row * inputs, inputs, 2, sums + row); break;
+#endif
+            case 1: plain_rows(weights, inputs, x + row * inputs, inputs, 1, sums + row); break;
+        }
         return;
     }
     part.low += width < 8 ? panel * inputs * LANES / 2 + 4 * inside : panel * inputs * LANES + 2 * inside;
@@ -321,6 +354,12 @@ INLINE void lanes_of(const Weights *w, int64_t lane, const Rows *given, int rows
 #ifdef BF16
         rows_of_block(&part, at, bits, pairs, table, given, rows, scale, sums);
 #else
+#if PARTS
+        if (bits < 8) {
+            bytes_of_block(&part, at, bits, pairs, given, rows, scale, sums);
+            continue;
+        }
+#endif
         rows_of_block(&part, at, bits, pairs, given, rows, scale, sums);
 #endif
     }
@@ -381,6 +420,32 @@ INLINE float total_of(const X *x, int64_t count) {
     return sums[0];
 }
 
+#if PARTS
+// Takes a block of x apart: the byte number `part` of each input, highest first, at `parts + part * stride`; the unit.
+static float in_parts(const float *x, int8_t *parts, int64_t stride) {
+    const float most = 127 * 65536;  // a rounding above it still fits
+    uint32_t largest = 0;
+    for (int i = 0; i < BLOCK; i++) {
+        uint32_t bits;
+        memcpy(&bits, x + i, 4);
+        bits &= 0x7fffffff;
+        largest = bits > largest ? bits : largest;
+    }
+    float size;
+    memcpy(&size, &largest, 4);
+    const int is_number = largest < 0x7f800000;  // else it is not: NaN or infinite
+    const float times = is_number && size > 1e-30f ? most / size : 0;
+    for (int i = 0; i < BLOCK; i++) {
+        const int32_t whole = is_number ? (int32_t)rintf(x[i] * times) : 0;
+        const int32_t low = (int8_t)whole, rest = (whole - low) >> 8, middle = (int8_t)rest;
+        parts[i] = (rest - middle) >> 8;
+        parts[i + stride] = middle;
+        parts[i + 2 * stride] = low;
+    }
+    return is_number ? size / most : NAN;
+}
+#endif
+
 // Up to WIDE outputs from `first` on; the last panel may have fewer than lanes.
 static void store(const Weights *w, int64_t first, V sums, void *out, int out_is_float32, const void *y,
                   int y_is_float32, int64_t row) {
@@ -404,19 +469,19 @@ static void store(const Weights *w, int64_t first, V sums, void *out, int out_is
         for (int64_t i = 0; i < many; i++) ((uint16_t *)out)[at + i] = to_bfloat16(found[i]);
 }
 
-// words [panels][inputs * bits / 32][16 lanes][2] of some bits of each step [panels][16 lanes][inputs], from `shift` on.
-// A word has those of every second input, the lowest first; the two words of a lane take turns.
-void pearl_pack(const uint8_t *steps, int64_t panels, int64_t inputs, int shift, int bits, uint16_t *words) {
-    const int64_t many = 16 / bits;
+// words [panels][inputs * bits / 32][16 lanes] of some bits of each step [panels][16 lanes][inputs], from `shift` on.
+// The units of a word have successive inputs in their lowest bits, the next ones above them, and so on.
+void pearl_pack(const uint8_t *steps, int64_t panels, int64_t inputs, int shift, int bits, uint32_t *words) {
+    const int units = 32 / UNIT, fields = UNIT / bits;
     for (int64_t panel = 0; panel < panels; panel++)
-        for (int64_t word = 0; word < inputs / 2 / many; word++)
-            for (int64_t lane = 0; lane < LANES; lane++)
-                for (int odd = 0; odd < 2; odd++) {
-                    const uint8_t *some = steps + (panel * LANES + lane) * inputs + 2 * word * many + odd;
-                    uint32_t found = 0;
-                    for (int64_t i = 0; i < many; i++) found |= (uint32_t)(some[2 * i] >> shift & ((1 << bits) - 1)) << bits * i;
-                    *words++ = found;
-                }
+        for (int64_t first = 0; first < inputs; first += units * fields)
+            for (int64_t lane = 0; lane < LANES; lane++) {
+                const uint8_t *some = steps + (panel * LANES + lane) * inputs + first;
+                uint32_t found = 0;
+                for (int i = 0; i < units * fields; i++)
+                    found |= (uint32_t)(some[i] >> shift & ((1 << bits) - 1)) << (UNIT * (i % units) + bits * (i / units));
+                *words++ = found;
+            }
 }
 
 // Whether x is rounded to bfloat16.
@@ -429,18 +494,26 @@ int pearl_rounds(void) {
 }
 
 // out [rows, outputs] = x [rows, inputs] times the weights, plus bias and y [rows, outputs] if there are any.
-// `scratch` holds rows * (inputs + inputs / group + inputs / 16) floats.
+// `scratch` holds rows * (2 * inputs + inputs / group) floats.
 void pearl_multiply(const Weights *w, const void *x, int x_is_float32, const void *y, int y_is_float32, void *out,
                     int out_is_float32, int64_t rows, float *scratch, int threads) {
     const int64_t inputs = w->inputs, groups = w->bits == 16 ? 0 : inputs / w->group, size = w->bits == 6 ? 16 : 32;
     const int64_t blocks = w->bits < 8 ? inputs / size : 0;
     float *totals = scratch, *less = totals + rows * groups;
-    X *converted = (X *)(less + rows * blocks);
+    float *units = less + rows * blocks;
+    X *converted = (X *)(units + rows * blocks);
     convert(x, converted, rows * inputs, x_is_float32);
     if (w->least || w->zeros)
         for (int64_t i = 0; i < rows * groups; i++) totals[i] = total_of(converted + i * w->group, w->group);
     for (int64_t i = 0; i < rows * blocks; i++)
-        less[i] = -(w->offset + (1 << w->bits)) * total_of(converted + i * size, size);
+        less[i] = -(w->offset + ADDED(w->bits)) * total_of(converted + i * size, size);
+    int8_t *parts = (int8_t *)(converted + rows * inputs);
+#if PARTS
+    for (int64_t i = 0; i < rows * (w->bits < 8 ? inputs / BLOCK : 0); i++) {
+        const int64_t row = i / (inputs / BLOCK), at = i % (inputs / BLOCK) * BLOCK;
+        units[i] = in_parts(converted + row * inputs + at, parts + row * PARTS * inputs + at, inputs);
+    }
+#endif
     const int64_t vectors = (w->outputs + WIDE - 1) / WIDE;
     // A thread keeps its weights in its cache while it goes through the rows.
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
@@ -448,7 +521,8 @@ void pearl_multiply(const Weights *w, const void *x, int x_is_float32, const voi
         V sums[ROWS];
         for (int64_t row = 0; row < rows; row += ROWS) {
             const int some = rows - row < ROWS ? rows - row : ROWS;
-            const Rows given = {converted + row * inputs, totals + row * groups, less + row * blocks, inputs, groups, blocks};
+            const Rows given = {converted + row * inputs, totals + row * groups, less + row * blocks,
+                                parts + row * PARTS * inputs, units + row * (inputs / BLOCK), inputs, groups, blocks};
             multiply_lanes(w, vector * WIDE, &given, some, sums);
             for (int i = 0; i < some; i++)
                 store(w, vector * WIDE, sums[i], out, out_is_float32, y, y_is_float32, row + i);
