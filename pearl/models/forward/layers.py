@@ -292,7 +292,7 @@ class DecoderLayers:
         slots: Attends | NativeAttention | PromptAttention,
     ) -> torch.Tensor:
         """The attention output of each row, [n, heads * head_dim]."""
-        n, heads, both, dim = len(hidden), self.heads.query, self.heads.query + self.heads.kv, self.heads.dim
+        n, heads, both, dim = hidden.shape[0], self.heads.query, self.heads.query + self.heads.kv, self.heads.dim
         states = layer.qkv(self._normalise(hidden, layer.attention_norm), None).view(n, -1, dim)
         rope = None if layer.kind.rope is None else ropes[layer.kind.rope]
         if isinstance(slots, NativeAttention):

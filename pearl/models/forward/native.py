@@ -27,6 +27,7 @@ _BUILT = (  # in this folder: name, flags of /proc/cpuinfo that it takes
     ("_native_v3", {"avx2", "fma", "f16c"}),
     ("_native", set[str]()),
 )
+_DTYPES = (torch.float32, torch.bfloat16)  # of rows
 _KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.uint8: 2, torch.int8: 3, torch.float32: 4}
 _CASES = {  # bits, kinds of scales, inputs of a group
     *((4, kind, True) for kind in (0, 1, 2)),
@@ -151,18 +152,18 @@ class Native:
         x = (x if self._order is None else x[:, self._order]).contiguous()
         y = y if y is None else y.contiguous()
         dtype = torch.float32 if self._wide else x.dtype if y is None else y.dtype
-        out = torch.empty(len(x), self.shape[0], dtype=dtype)
-        scratch = _scratch(len(x) * self._scratch)
+        rows = x.shape[0]
+        out = torch.empty(rows, self.shape[0], dtype=dtype)
         _loaded().pearl_multiply(
             self._at,
             x.data_ptr(),
-            x.dtype == torch.float32,
+            x.dtype is torch.float32,
             None if y is None else y.data_ptr(),
-            y is not None and y.dtype == torch.float32,
+            y is not None and y.dtype is torch.float32,
             out.data_ptr(),
-            dtype == torch.float32,
-            len(x),
-            scratch,
+            dtype is torch.float32,
+            rows,
+            _scratch(rows * self._scratch),
             torch.get_num_threads(),
         )
         return out
@@ -182,15 +183,24 @@ def give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-_rooms = threading.local()
+class _Room(threading.local):
+    """A thread's buffer for products: its size in floats, and its address."""
+
+    floats, at = 0, 0
+
+    def grow(self, floats: int) -> None:
+        self._kept = torch.empty(floats)
+        self.floats, self.at = floats, self._kept.data_ptr()
+
+
+_room = _Room()
 
 
 def _scratch(floats: int) -> int:
     """Address of a buffer for that many floats; the thread's next call may free it."""
-    room: torch.Tensor | None = getattr(_rooms, "room", None)
-    if room is None or len(room) < floats:
-        room = _rooms.room = torch.empty(floats)
-    return room.data_ptr()
+    if _room.floats < floats:
+        _room.grow(floats)
+    return _room.at
 
 
 def _loaded() -> ctypes.CDLL:
@@ -201,9 +211,7 @@ def _loaded() -> ctypes.CDLL:
 
 def computes(*tensors: torch.Tensor) -> bool:
     """Whether `normalise`, `gated` and `attend` take tensors like these."""
-    return library() is not None and all(
-        each.is_cpu and each.dtype in (torch.float32, torch.bfloat16) for each in tensors
-    )
+    return library() is not None and all(each.is_cpu and each.dtype in _DTYPES for each in tensors)
 
 
 def attends(heads: Heads) -> bool:
@@ -213,12 +221,20 @@ def attends(heads: Heads) -> bool:
 
 def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
     """See `matrices.normalise`."""
-    x, weight = x.contiguous(), weight.contiguous()
-    out, width = torch.empty(x.shape, dtype=dtype), x.shape[-1]
-    wide = (each.dtype == torch.float32 for each in (x, weight))
-    given = [part for pair in zip((x.data_ptr(), weight.data_ptr()), wide, strict=True) for part in pair]
-    rows, is_wide = x.numel() // width, dtype == torch.float32
-    _loaded().pearl_normalise(*given, eps, rows, width, _scratch(width), out.data_ptr(), is_wide)
+    x, weight, width = x.contiguous(), weight.contiguous(), x.shape[-1]
+    out = torch.empty(x.shape, dtype=dtype)
+    _loaded().pearl_normalise(
+        x.data_ptr(),
+        x.dtype is torch.float32,
+        weight.data_ptr(),
+        weight.dtype is torch.float32,
+        eps,
+        x.numel() // width,
+        width,
+        _scratch(width),
+        out.data_ptr(),
+        dtype is torch.float32,
+    )
     return out
 
 
