@@ -136,7 +136,7 @@ class Native:
             self._keep("low", rows.view(len(rows), _LANES, -1, 2).transpose(1, 2))
         if bias is not None:
             self._keep("bias", bias.float())
-        self._scratch = 2 * inputs + inputs // given.group
+        self._scratch = 3 * inputs + inputs // given.group
         self._at = ctypes.byref(given)
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:

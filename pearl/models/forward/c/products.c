@@ -45,17 +45,17 @@ INLINE V scale_of(const Weights *w, const uint8_t *scales, const uint8_t *upper,
 }
 
 // X: what inputs are multiplied as. UNIT: bits of what steps are unpacked to. ADDED: to each step of 4 to 6 bits, see
-// `unpack`; `Rows.less` takes it off again. PARTS: such steps are multiplied as bytes by this many bytes of an input.
+// `unpack`; `Rows.less` takes it off again. WHOLE: steps are multiplied as whole numbers, and inputs in parts.
 #ifdef BF16
 typedef uint16_t X;
 #define UNIT 16
 #define ADDED(bits) (1 << (bits))
-#define PARTS 0
+#define WHOLE 0
 #else
 typedef float X;
 #define UNIT 8
 #define ADDED(bits) 0
-#define PARTS (WIDE > 4 ? 3 : 0)
+#define WHOLE (WIDE > 4)
 #endif
 
 // Rows that are multiplied.
@@ -63,7 +63,9 @@ typedef struct {
     const X *x;           // [rows, inputs]
     const float *totals;  // [rows, groups]: sums of x
     const float *less;    // [rows, blocks]: of a block, added to its sum of steps times x: minus the offset
-    const int8_t *parts;  // [rows, PARTS, inputs]: x is 65,536, 256 and 1 times these, times the unit of its block
+    // If WHOLE: x is 65,536, 256 and 1 times the bytes [rows, 3, inputs], times the unit of its block; for steps of 8
+    // bits 4,096 and 1 times numbers of 16 bits [rows, 2, inputs].
+    const void *parts;
     const float *units;   // [rows, inputs / BLOCK]
     int64_t inputs, groups, blocks;
 } Rows;
@@ -221,7 +223,7 @@ INLINE void rows_of_block(const Weights *w, int64_t at, int bits, int pairs, con
     }
 }
 
-#if PARTS
+#if WHOLE
 #if WIDE == 16
 typedef __m512i B;
 #define LOAD(at) _mm512_loadu_si512(at)
@@ -232,7 +234,9 @@ typedef __m512i B;
 #define RIGHT(a, by) _mm512_srli_epi16(a, by)
 #define LEFT(a, by) _mm512_slli_epi16(a, by)
 #define PAIRS8(a, b) _mm512_maddubs_epi16(a, b)
-#define PAIRS16(a) _mm512_madd_epi16(a, _mm512_set1_epi16(1))
+#define PAIRS16(a, b) _mm512_madd_epi16(a, b)
+#define WIDENED(at) _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)(at)))
+#define EACH16(value) _mm512_set1_epi16(value)
 #define PLUS16(a, b) _mm512_add_epi16(a, b)
 #define PLUS32(a, b) _mm512_add_epi32(a, b)
 #define FLOATS(a) (V)_mm512_cvtepi32_ps(a)
@@ -246,11 +250,38 @@ typedef __m256i B;
 #define RIGHT(a, by) _mm256_srli_epi16(a, by)
 #define LEFT(a, by) _mm256_slli_epi16(a, by)
 #define PAIRS8(a, b) _mm256_maddubs_epi16(a, b)
-#define PAIRS16(a) _mm256_madd_epi16(a, _mm256_set1_epi16(1))
+#define PAIRS16(a, b) _mm256_madd_epi16(a, b)
+#define WIDENED(at) _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)(at)))
+#define EACH16(value) _mm256_set1_epi16(value)
 #define PLUS16(a, b) _mm256_add_epi16(a, b)
 #define PLUS32(a, b) _mm256_add_epi32(a, b)
 #define FLOATS(a) (V)_mm256_cvtepi32_ps(a)
 #endif
+
+INLINE int32_t four_bytes(const void *at) {
+    int32_t found;
+    memcpy(&found, at, 4);
+    return found;
+}
+
+// As `rows_of_block`, for steps of 8 bits.
+INLINE void shorts_of_block(const Weights *w, int64_t at, int pairs, const Rows *given, int rows, V scale, V *sums) {
+    B steps[BLOCK / 2];
+    for (int i = 0; i < pairs; i++) steps[i] = WIDENED(w->low + at * LANES + 2 * LANES * i);
+    for (int row = 0; row < rows; row++) {
+        V sum = {0};
+        for (int part = 0; part < 2; part++) {
+            const int16_t *x = (const int16_t *)given->parts + (row * 2 + part) * given->inputs + at;
+            B even = EACH8(0), odd = even;
+            for (int i = 0; i < pairs; i += 2) {
+                even = PLUS32(even, PAIRS16(steps[i], EACH32(four_bytes(x + 2 * i))));
+                odd = PLUS32(odd, PAIRS16(steps[i + 1], EACH32(four_bytes(x + 2 * i + 2))));
+            }
+            sum = sum * 4096.0f + FLOATS(PLUS32(even, odd));
+        }
+        sums[row] += sum * given->units[row * (given->inputs / BLOCK) + at / BLOCK] * scale;
+    }
+}
 
 // As `rows_of_block`, for steps of 4 to 6 bits: sums of products of bytes are whole numbers, so exact in any order.
 INLINE void bytes_of_block(const Weights *w, int64_t at, int bits, int pairs, const Rows *given, int rows, V scale,
@@ -267,17 +298,15 @@ INLINE void bytes_of_block(const Weights *w, int64_t at, int bits, int pairs, co
     }
     for (int row = 0; row < rows; row++) {
         V sum = {0};
-        for (int part = 0; part < PARTS; part++) {
-            const int8_t *x = given->parts + (row * PARTS + part) * given->inputs + at;
+        for (int part = 0; part < 3; part++) {
+            const int8_t *x = (const int8_t *)given->parts + (row * 3 + part) * given->inputs + at;
             B whole = EACH8(0);
             for (int first = 0; first < many; first += most) {
                 B some = EACH8(0);
                 for (int i = first; i < first + most; i++) {
-                    int32_t four;
-                    memcpy(&four, x + 4 * i, 4);
-                    some = PLUS16(some, PAIRS8(steps[i], EACH32(four)));
+                    some = PLUS16(some, PAIRS8(steps[i], EACH32(four_bytes(x + 4 * i))));
                 }
-                whole = PLUS32(whole, PAIRS16(some));
+                whole = PLUS32(whole, PAIRS16(some, EACH16(1)));
             }
             sum = sum * 256.0f + FLOATS(whole);
         }
@@ -354,9 +383,13 @@ INLINE void lanes_of(const Weights *w, int64_t lane, const Rows *given, int rows
 #ifdef BF16
         rows_of_block(&part, at, bits, pairs, table, given, rows, scale, sums);
 #else
-#if PARTS
+#if WHOLE
         if (bits < 8) {
             bytes_of_block(&part, at, bits, pairs, given, rows, scale, sums);
+            continue;
+        }
+        if (bits == 8) {
+            shorts_of_block(&part, at, pairs, given, rows, scale, sums);
             continue;
         }
 #endif
@@ -420,27 +453,38 @@ INLINE float total_of(const X *x, int64_t count) {
     return sums[0];
 }
 
-#if PARTS
-// Takes a block of x apart: the byte number `part` of each input, highest first, at `parts + part * stride`; the unit.
-static float in_parts(const float *x, int8_t *parts, int64_t stride) {
+#if WHOLE
+// Takes a block of x apart, for steps of so many bits: its first part to `parts`, others each `stride` numbers behind
+// the one before; see `Rows`. Returns its unit.
+static float in_parts(const float *x, int64_t bits, void *parts, int64_t stride) {
     const float most = 127 * 65536;  // a rounding above it still fits
     uint32_t largest = 0;
     for (int i = 0; i < BLOCK; i++) {
-        uint32_t bits;
-        memcpy(&bits, x + i, 4);
-        bits &= 0x7fffffff;
-        largest = bits > largest ? bits : largest;
+        uint32_t number;
+        memcpy(&number, x + i, 4);
+        number &= 0x7fffffff;
+        largest = number > largest ? number : largest;
     }
     float size;
     memcpy(&size, &largest, 4);
     const int is_number = largest < 0x7f800000;  // else it is not: NaN or infinite
     const float times = is_number && size > 1e-30f ? most / size : 0;
-    for (int i = 0; i < BLOCK; i++) {
-        const int32_t whole = is_number ? (int32_t)rintf(x[i] * times) : 0;
-        const int32_t low = (int8_t)whole, rest = (whole - low) >> 8, middle = (int8_t)rest;
-        parts[i] = (rest - middle) >> 8;
-        parts[i + stride] = middle;
-        parts[i + 2 * stride] = low;
+    int32_t whole[BLOCK];
+    for (int i = 0; i < BLOCK; i++) whole[i] = is_number ? (int32_t)rintf(x[i] * times) : 0;
+    if (bits == 8) {
+        int16_t *into = parts;
+        for (int i = 0; i < BLOCK; i++) {
+            into[i] = (whole[i] + 2048) >> 12;
+            into[i + stride] = whole[i] - into[i] * 4096;
+        }
+    } else {
+        int8_t *into = parts;
+        for (int i = 0; i < BLOCK; i++) {
+            const int32_t low = (int8_t)whole[i], rest = (whole[i] - low) >> 8, middle = (int8_t)rest;
+            into[i] = (rest - middle) >> 8;
+            into[i + stride] = middle;
+            into[i + 2 * stride] = low;
+        }
     }
     return is_number ? size / most : NAN;
 }
@@ -494,24 +538,25 @@ int pearl_rounds(void) {
 }
 
 // out [rows, outputs] = x [rows, inputs] times the weights, plus bias and y [rows, outputs] if there are any.
-// `scratch` holds rows * (2 * inputs + inputs / group) floats.
+// `scratch` holds rows * (3 * inputs + inputs / group) floats.
 void pearl_multiply(const Weights *w, const void *x, int x_is_float32, const void *y, int y_is_float32, void *out,
                     int out_is_float32, int64_t rows, float *scratch, int threads) {
     const int64_t inputs = w->inputs, groups = w->bits == 16 ? 0 : inputs / w->group, size = w->bits == 6 ? 16 : 32;
     const int64_t blocks = w->bits < 8 ? inputs / size : 0;
     float *totals = scratch, *less = totals + rows * groups;
     float *units = less + rows * blocks;
-    X *converted = (X *)(units + rows * blocks);
+    X *converted = (X *)(units + rows * (inputs / BLOCK));
     convert(x, converted, rows * inputs, x_is_float32);
     if (w->least || w->zeros)
         for (int64_t i = 0; i < rows * groups; i++) totals[i] = total_of(converted + i * w->group, w->group);
     for (int64_t i = 0; i < rows * blocks; i++)
         less[i] = -(w->offset + ADDED(w->bits)) * total_of(converted + i * size, size);
-    int8_t *parts = (int8_t *)(converted + rows * inputs);
-#if PARTS
-    for (int64_t i = 0; i < rows * (w->bits < 8 ? inputs / BLOCK : 0); i++) {
+    uint8_t *parts = (uint8_t *)(converted + rows * inputs);
+    const int64_t each = w->bits == 8 ? 4 * inputs : 3 * inputs;  // bytes of a row's parts
+#if WHOLE
+    for (int64_t i = 0; i < rows * (w->bits <= 8 ? inputs / BLOCK : 0); i++) {
         const int64_t row = i / (inputs / BLOCK), at = i % (inputs / BLOCK) * BLOCK;
-        units[i] = in_parts(converted + row * inputs + at, parts + row * PARTS * inputs + at, inputs);
+        units[i] = in_parts(converted + row * inputs + at, w->bits, parts + row * each + at * (w->bits == 8 ? 2 : 1), inputs);
     }
 #endif
     const int64_t vectors = (w->outputs + WIDE - 1) / WIDE;
@@ -522,7 +567,7 @@ void pearl_multiply(const Weights *w, const void *x, int x_is_float32, const voi
         for (int64_t row = 0; row < rows; row += ROWS) {
             const int some = rows - row < ROWS ? rows - row : ROWS;
             const Rows given = {converted + row * inputs, totals + row * groups, less + row * blocks,
-                                parts + row * PARTS * inputs, units + row * (inputs / BLOCK), inputs, groups, blocks};
+                                parts + row * each, units + row * (inputs / BLOCK), inputs, groups, blocks};
             multiply_lanes(w, vector * WIDE, &given, some, sums);
             for (int i = 0; i < some; i++)
                 store(w, vector * WIDE, sums[i], out, out_is_float32, y, y_is_float32, row + i);
