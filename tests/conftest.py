@@ -105,7 +105,6 @@ _SHARED: dict[str, set[str]] = {
     "test_bench": {"system"},
     "test_chat": {"paced"},
     "test_distill": {"whole"},
-    "test_engine": {"tiny"},
     "test_limits": {"engine"},
     "test_server": {"engine", "served"},
     "test_server_limits": {"served", "slow"},

@@ -254,7 +254,7 @@ def test_a_gguf_file_of_an_architecture_that_is_not_read_is_refused(tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3-linear", "phi3-partial", "qwen3-moe", "gpt-oss-plain"])
-@pytest.mark.parametrize("of", ["Q4_1", "Q8_0", "BF16", "MXFP4"])
+@pytest.mark.parametrize("of", ["Q4_1", "Q5_1", "Q8_0", "BF16", "MXFP4"])
 def test_weights_are_dequantised_as_the_reference_does(tmp_path: Path, cache: Path, kind: str, of: str) -> None:
     """In our own forward and in transformers', whose own reading of such files is the same but for the rope's scale."""
     _write_gguf(file := tmp_path / "tiny.gguf", model := tiny_model(kind), kind=of, **FAMILIES.get(kind, {}))
@@ -274,16 +274,6 @@ def test_weights_are_dequantised_as_the_reference_does(tmp_path: Path, cache: Pa
             its = name.replace(".experts", f".experts.{number}")
             assert torch.equal(weights.plain(its, CPU, torch.float32), part), its
         assert ".experts." in name or torch.equal(weights.plain(name, CPU, torch.float32), wanted), name
-
-
-@pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen2"])
-def test_logits_are_those_of_transformers_own_reading(tmp_path: Path, cache: Path, kind: str) -> None:
-    _write_gguf(tmp_path / "tiny.gguf", tiny_model(kind), kind="Q5_1", **FAMILIES.get(kind, {}))
-    ours = load_runner(str(tmp_path / "tiny.gguf"), device=CPU, dtype="float32")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32)
-    tokens = some_tokens(ours, 30)
-    with torch.inference_mode():
-        close(feed_chain(ours, tokens, 30), theirs(torch.tensor([tokens])).logits[0])
 
 
 @pytest.mark.parametrize(

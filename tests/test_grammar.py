@@ -26,7 +26,6 @@ from pearl.decoding.shaping import Shaper
 from pearl.errors import ForwardError, GrammarError, RequestError
 from pearl.extras import installing
 from pearl.lab.simulate import Timing, paired_executors, simulate
-from pearl.models.checkpoints.embedded import embedded_draft, embedded_target
 from pearl.models.checkpoints.tokenizers import ToyTokenizer
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import Submit
@@ -181,17 +180,6 @@ def test_sampled_texts_have_the_held_targets_distribution() -> None:
 
 # ---- through the engine ----
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "kind": {"enum": ["cat", "dog"]},
-    },
-    "required": ["name", "age", "kind"],
-    "additionalProperties": False,
-}
-
 
 def test_through_workers_each_method_gives_the_text_of_ar(toy: Engine) -> None:
     """Beside it a request whose grammar the workers cannot keep to fails, and it alone."""
@@ -203,19 +191,6 @@ def test_through_workers_each_method_gives_the_text_of_ar(toy: Engine) -> None:
         for method in ("ngram", "sd", "pearl"):
             decoding = DecodingConfig(method=method, rule="coupled")
             assert toy.generate([7, 8], asked, decoding=decoding)[0].tokens == wanted.tokens
-
-
-@pytest.mark.slow
-def test_json_of_the_embedded_pair() -> None:
-    with Engine(str(embedded_target()), str(embedded_draft())) as engine:
-        prompt = [{"role": "user", "content": "Describe a pet as JSON with name, age and kind."}]
-        asked = SamplingParams(temperature=0, json_schema=SCHEMA, max_tokens=48)  # type: ignore[arg-type]
-        alone = engine.generate(prompt, asked, decoding=DecodingConfig(method="ar"))[0]
-        made = json.loads(alone.text)
-        assert set(made) == {"name", "age", "kind"}
-        assert made["kind"] in ("cat", "dog")
-        assert 0 <= made["age"] <= 150
-        assert engine.generate(prompt, asked, decoding=DecodingConfig(method="pearl"))[0].tokens == alone.tokens
 
 
 # ---- what cannot be ----
