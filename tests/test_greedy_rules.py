@@ -16,6 +16,7 @@ from pearl.lab.simulate import Outcome
 from pearl.protocol.messages import Provenance
 from pearl.protocol.options import RequestOptions, Sampling
 from tests.loops import MakeLoops, loops, simulated, submission
+from tests.pairwise import combined, pairwise
 from tests.virtual import TIMINGS, Chains, decoded
 
 __all__ = ["loops"]  # a fixture
@@ -77,18 +78,20 @@ def bild(method: str, rollback: float, confidence: float, gamma: int, window: st
     return RequestOptions(*how, *(("threshold", (("confidence", confidence),)) if confidence else ()))
 
 
+@combined
 @pytest.mark.parametrize("gamma", [1, 4])
 @pytest.mark.parametrize("method", ["sd", "pearl", "pearl-no-pre-verify"])
-def test_bild_is_as_in_its_paper(method: str, gamma: int) -> None:
+def test_bild_is_as_in_its_paper(method: str, gamma: int, combined: Any) -> None:
     """Whatever the timing and window."""
     found = set()
-    for rollback, confidence in product(ROLLBACKS, CONFIDENCES):
+    for rollback, confidence, (window, timing) in combined(
+        ROLLBACKS, CONFIDENCES, [("stream", 0), ("stream", 1), ("fixed", 2)]
+    ):
         expected = bild_text(method, rollback, confidence, gamma)
-        for window, timing in [("stream", 0), ("stream", 1), ("fixed", 2)]:
-            run = decode(bild(method, rollback, confidence, gamma, window), timing, TOKENS + gamma)
-            assert run.tokens[:TOKENS] == expected, (rollback, confidence, window, timing)
-            assert bool(run.counts.num_draft_stops) == (confidence > 0)
-            assert run.counts.resyncs == 0
+        run = decode(bild(method, rollback, confidence, gamma, window), timing, TOKENS + gamma)
+        assert run.tokens[:TOKENS] == expected, (rollback, confidence, window, timing)
+        assert bool(run.counts.num_draft_stops) == (confidence > 0)
+        assert run.counts.resyncs == 0
         found.add(tuple(expected))
     assert len(found) >= 4
 
@@ -179,4 +182,4 @@ PLANTED: dict[str, tuple[object, str, Any]] = {
 def test_planted_bugs_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*PLANTED[name])
     with pytest.raises(AssertionError):
-        [test_bild_is_as_in_its_paper("sd", 4), test_joint_is_as_in_its_paper("pearl", 3)]
+        [test_bild_is_as_in_its_paper("sd", 4, pairwise), test_joint_is_as_in_its_paper("pearl", 3)]
