@@ -332,10 +332,7 @@ def test_the_configuration_that_ships_is_one() -> None:
         load_config(path, {})
 
 
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=[pytest.mark.gpu, NO_GPU])])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def test_every_device_takes_the_same_path(tmp_path: Path, device: str) -> None:
     """In bfloat16, with few negatives; interrupted amid answers, and resumed."""
     config = settings(tmp_path, device=device, dtype="bfloat16", negatives=16)

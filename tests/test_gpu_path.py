@@ -145,7 +145,6 @@ def test_a_prompt_in_pieces_gives_what_it_gives_in_one(chunks: tuple[int, ...]) 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_recorded_forwards_give_the_bits_of_those_that_are_not(dtype: torch.dtype) -> None:
     """Across the ends of two recordings, after rollbacks too; our kernels', in tables of both sizes, and torch's."""
@@ -169,7 +168,6 @@ def test_recorded_forwards_give_the_bits_of_those_that_are_not(dtype: torch.dtyp
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_prompts_by_our_kernels_are_those_of_torch() -> None:
     """Recorded and not, in two slots, whose bits are the same."""
     given = {"slots": 2, "kernels": True}, {"kernels": True, "records": False}, {"kernels": False}

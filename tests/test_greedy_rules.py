@@ -15,11 +15,8 @@ from pearl.decoding.rules import joint as joint_rule
 from pearl.lab.simulate import Outcome
 from pearl.protocol.messages import Provenance
 from pearl.protocol.options import RequestOptions, Sampling
-from tests.loops import MakeLoops, loops, simulated, submission
 from tests.pairwise import combined, pairwise
 from tests.virtual import TIMINGS, Chains, decoded
-
-__all__ = ["loops"]  # a fixture
 
 VOCAB, TOKENS = 5, 40
 GENERATOR = torch.Generator().manual_seed(11)
@@ -110,15 +107,6 @@ def test_a_token_that_the_draft_is_unsure_of_is_not_sent() -> None:
     assert run.counts.num_draft_stops == TOKENS
     assert run.tokens == decode(RequestOptions("ar")).tokens
     assert set(run.provenance) == {Provenance.DIRECT}
-
-
-@pytest.mark.parametrize("method", ["sd", "pearl"])
-def test_workers_write_the_same(loops: MakeLoops, method: str) -> None:
-    pair = loops(alpha=0.3)
-    pair.draft()
-    more: dict[str, Any] = {"rule": "bild", "draft_stop": "threshold", "stop_parameters": (("confidence", 0.9),)}
-    submit = submission(60, method, gamma=3, sampling=Sampling(), **more)
-    assert pair.front().ask(submit).tokens == simulated(submit, alpha=0.3)
 
 
 # ---- MJSD (Qin et al. 2024): the joint argmax, its longest part by joint likelihood, the target's likeliest token ----

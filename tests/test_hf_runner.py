@@ -54,7 +54,6 @@ class TestContract(RunnerContract):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 class TestContractCuda(RunnerContract):
     kinds: ClassVar[Kinds] = {"cuda": partial(load, device=torch.device("cuda", 0))}
 
