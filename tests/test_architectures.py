@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 WINDOWED = ["gpt-oss", "gemma3", "mistral-sliding", "olmo3", "llama4"]  # all windows and chunks are of 8 tokens
 RECURRENT = ["qwen3.5", "qwen3-next", "lfm2", "nemotron-h", "falcon-h1", "mamba2", "mamba"]
 KINDS = [*WINDOWED, *RECURRENT, "qwen3-moe", "deepseek-v3", "glm4-moe", "mixtral", "granite", "phi", "deepseek-v4"]
-CORE = ["gpt-oss", "qwen3-next"]
+CORE = ["gpt-oss", "qwen3-next", "llama4"]
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
