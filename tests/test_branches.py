@@ -128,6 +128,16 @@ def drafted(
     return proposer.collect(proposer.launch(Draft(start, tokens, budget, pending, request=request)))
 
 
+def drafted_on(proposer: ModelProposer, prompt: tuple[int, ...], forwards: int = 6) -> tuple[list[int], Drafted]:
+    """The text after so many forwards, and the last one's answer."""
+    text, start, fed, found = list(prompt), 0, prompt, Drafted()
+    for pending in range(forwards):
+        found = drafted(proposer, start, fed, 8 - pending, pending)
+        start, fed = len(text), found.tokens
+        text += found.tokens
+    return text, found
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize(("rule", "temperature"), SAMPLINGS)
 def test_what_is_prepared_is_what_would_be_drafted(
@@ -138,12 +148,7 @@ def test_what_is_prepared_is_what_would_be_drafted(
     monkeypatch.setattr("pearl.drafting.branches._LEAST_CHANCE", 0.0)
     runner = Counting(model(kind))
     prompt = tuple(range(3, 20))
-    proposer = opened(runner, prompt, rule, temperature, 5)
-    text, start, fed = list(prompt), 0, prompt
-    for pending in range(6):
-        found = drafted(proposer, start, fed, 8 - pending, pending)
-        start, fed = len(text), found.tokens
-        text += found.tokens
+    text, found = drafted_on(opened(runner, prompt, rule, temperature, 5), prompt)
     assert len(found.branches) == 5
     assert max(len(branch.tokens) for branch in found.branches) > 2
     for branch in found.branches:
@@ -160,10 +165,7 @@ def test_what_is_prepared_is_what_would_be_drafted(
             at, prefix = at + len(prefix), one.tokens
     # The cache has been used for that: once more, and now the outcome of one of them comes.
     proposer = opened(runner, prompt, rule, temperature, 5)
-    start, fed = 0, prompt
-    for pending in range(6):
-        found = drafted(proposer, start, fed, 8 - pending, pending)
-        start, fed = start + len(fed), found.tokens
+    _, found = drafted_on(proposer, prompt)
     branch = max(found.branches, key=lambda each: len(each.tokens))
     assert branch.after is not None
     position, other = branch.after
@@ -257,12 +259,8 @@ def test_a_continuation_that_cannot_be_drawn_ends_alone() -> None:
             return [each if feed.slot == 0 else each * torch.nan for feed, each in zip(feeds, found, strict=True)]
 
     proposer = opened(Partly(ToyRunner(VOCAB, alpha_pair(VOCAB, 0.5)[1])), PROMPT, "coupled", 1.0, 5)
-    start, tokens = 0, PROMPT
-    for pending in range(4):
-        found = drafted(proposer, start, tokens, 8, pending)
-        assert len(found.tokens) == 1
-        assert found.branches == ()
-        start, tokens = start + len(tokens), found.tokens
+    text, found = drafted_on(proposer, PROMPT, 4)
+    assert (len(text), found.branches) == (len(PROMPT) + 4, ())
     branches = proposer._texts[1].branches
     assert branches is not None
     assert not branches._live
@@ -272,8 +270,7 @@ def test_a_continuation_that_cannot_be_drawn_ends_alone() -> None:
 def test_a_cache_that_has_moved_is_found_by_who_has_no_request() -> None:
     """Between two texts: a recording begins with an empty cache, and the next text where the last one's cache is."""
     proposer = opened(ToyRunner(VOCAB, alpha_pair(VOCAB, 0.5)[1]), PROMPT, "coupled", 1.0, 5)
-    found = drafted(proposer, 0, PROMPT, 8, 0)
-    found = drafted(proposer, 3, found.tokens, 7, 1)
+    _, found = drafted_on(proposer, PROMPT, 2)
     after = found.branches[0].after
     assert after is not None
     proposer.rollback(after[0], 1)

@@ -126,7 +126,7 @@ def test_learning_makes_it_agree_more(optimizer: str, tmp_path: Path) -> None:
     """A draft that begins as noise has nearly nothing in common with its target; one with all its layers, all."""
     out = tmp_path / "noise"
     start = str(tiny_model("llama-tied", layers=3, noise=1.0, chat=True))
-    size = {"rounds": 2, "held_out": 32, "answers_per_round": 64, "passes": 8, "learning_rate": 1e-2}
+    size = {"rounds": 2, "held_out": 32, "answers_per_round": 32, "passes": 8, "learning_rate": 1e-2}
     run(settings(out, init_from=start, optimizer=optimizer, **size))
     found = agreements(out)
     assert len(found) == 3

@@ -65,7 +65,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_answer_tokens=40,
         temperatures=(0.0,),
         top=4,
-        passes=120,
+        passes=70,
         batch_tokens=400,
         learning_rate=1e-2,
     )
