@@ -164,36 +164,7 @@ def test_prompt_that_goes_on_from_the_last_text_is_found_in_the_cache(toy: Engin
     assert result.tokens == greedy_text([*PROMPT, *text[:50], 9], 60)
 
 
-# ---- where a text ends ----
-
-
-@pytest.mark.parametrize("method", ["ar", "pearl"])
-def test_where_a_text_ends(toy: Engine, method: str) -> None:
-    """Exactly at max_tokens, which no window may pass or count; at the first eos; before a stop string."""
-
-    def text(params: SamplingParams, prompt: list[int] = PROMPT) -> Result:
-        result = one(toy, params, prompt, method=method)
-        consistent(result, toy, runs_ahead=method == "pearl")
-        return result
-
-    for max_tokens in (1, 2, 7):
-        result = text(GREEDY.model_copy(update={"max_tokens": max_tokens}))
-        assert (result.tokens, result.finish_reason) == (greedy_text(PROMPT, max_tokens), "length")
-    prompt, tokens = _prompt_that_meets(3)
-    result = text(SamplingParams(temperature=0, max_tokens=60), prompt)
-    assert (result.tokens, result.finish_reason) == (tokens[: tokens.index(3) + 1], "eos")
-    assert text(GREEDY, prompt).tokens == tokens
-    whole = toy.tokenizer.decode(greedy_text(PROMPT, 60))
-    stop = whole[20:23]
-    result = text(GREEDY.model_copy(update={"stop": ("@@", stop)}))
-    assert (result.text, result.finish_reason) == (whole[: whole.index(stop)], "stop")
-    assert len(result.tokens) == whole.index(stop) + len(stop), "to the token that completes it, and no further"
-
-
-def _prompt_that_meets(token: int) -> tuple[list[int], list[int]]:
-    """A prompt after which the greedy text holds `token`, not at once."""
-    texts = (([first, 4], greedy_text([first, 4], 60)) for first in range(32))
-    return next((prompt, text) for prompt, text in texts if token in text[4:] and token not in text[:4])
+# ---- streams left, side by side, and in threads ----
 
 
 def test_a_stream_closed_from_another_thread_ends_at_once() -> None:
@@ -208,8 +179,6 @@ def test_a_stream_closed_from_another_thread_ends_at_once() -> None:
         os.kill(engine._launcher.target.pid, signal.SIGCONT)
         assert engine.generate([PROMPT], GREEDY)[0].tokens == greedy_text(PROMPT, 60)
 
-
-# ---- streams left, side by side, and in threads ----
 
 LONG = GREEDY.model_copy(update={"max_tokens": 500})
 
