@@ -177,21 +177,6 @@ def test_sampled_texts_have_the_held_targets_distribution() -> None:
     assert likelihood(found, expected) > NEVER
 
 
-# ---- through the engine ----
-
-
-def test_through_workers_each_method_gives_the_text_of_ar(toy: Engine) -> None:
-    """Beside it a request whose grammar the workers cannot keep to fails, and it alone."""
-    for seed in (1, 2, 3):
-        asked = SamplingParams(temperature=1, seed=seed, regex="(0|12){2,40}4", max_tokens=60)
-        wanted = toy.generate([7, 8], asked, decoding=DecodingConfig(method="ar"))[0]
-        assert wanted.finish_reason == "eos"
-        assert re.fullmatch("(0|12){2,40}4", wanted.text.removesuffix("3")), "3 is what ends a text, and a digit"
-        for method in ("ngram", "sd", "pearl"):
-            decoding = DecodingConfig(method=method, rule="coupled")
-            assert toy.generate([7, 8], asked, decoding=decoding)[0].tokens == wanted.tokens
-
-
 # ---- what cannot be ----
 
 PATTERNS = [{"type": "string", "pattern": f".*a.{{{i}}}$"} for i in range(16)]
@@ -295,7 +280,10 @@ def test_a_model_without_an_end_is_held_to_none() -> None:
 
 @pytest.mark.parametrize("method", ["ar", "ngram", "sd", "pearl"])
 def test_a_grammar_that_goes_on_with_no_token_of_the_model_is_to_blame(toy: Engine, method: str) -> None:
-    """Not a checkpoint whose logits are not finite. Rows behind guesses that end so are none to draw from: no harm."""
+    """Not a checkpoint whose logits are not finite. Rows behind guesses that end so are none to draw from: no harm.
+
+    Where it goes on, the text is that of ar, and fits.
+    """
     decoding = DecodingConfig(method=method, rule="coupled")
     with pytest.raises(ForwardError, match="goes on with no token that this model has"):
         toy.generate([7, 8], SamplingParams(regex="(0|12){2}x", max_tokens=20), decoding=decoding)
@@ -310,6 +298,8 @@ def test_a_grammar_that_goes_on_with_no_token_of_the_model_is_to_blame(toy: Engi
                 said.append(str(error))
         assert said[0] == said[1], "guesses change nothing of it"
         ended.add("no token" in said[0])
+        # 3 is what ends a text, and a digit.
+        assert "no token" in said[0] or re.fullmatch("(0|12){3}4", said[0].removesuffix("3"))
     assert ended == {True, False}
 
 
