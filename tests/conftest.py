@@ -105,7 +105,6 @@ _SHARED: dict[str, set[str]] = {
     "test_bench": {"system"},
     "test_chat": {"paced"},
     "test_distill": {"whole"},
-    "test_engine": {"tiny"},
     "test_limits": {"engine"},
     "test_server": {"engine", "served"},
     "test_server_limits": {"served", "slow"},
@@ -123,6 +122,8 @@ _LONG = set(Path(__file__).with_name("long.txt").read_text().splitlines())
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests come first: at the end short ones keep all workers busy."""
     for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs CUDA"))
         if item.nodeid in _LONG:
             item.add_marker(pytest.mark.long)
         if _SHARED.get(item.path.stem, set()) & set(getattr(item, "fixturenames", ())):

@@ -130,71 +130,62 @@ class FaultyPair(Pair):
     def moves(self) -> list[str]:
         return super().moves + [fault for fault in self.faults if self._possible(fault)]
 
-    def _possible(self, fault: str) -> bool:
-        match fault:
-            case "kill":
-                return self.drafter is not None
-            case "join":
-                return self.drafter is None
-            case "repeat tokens":
-                return any(isinstance(m, DraftTokens) for m in self.to_target)
-            case "repeat verdict":
-                return any(isinstance(m, Verdict) for m in self.to_draft)
-            case "garble verdict":
-                return bool(self.to_draft) and isinstance(self.to_draft[0], Verdict)
-            case "lose to target" | "lose two to target":  # but not the news that a draft has come or gone
-                return isinstance(self.to_target and self.to_target[0], (DraftTokens, Resync))
-            case "lose to draft" | "lose two to draft":
-                return bool(self.to_draft)
-            case "repeat branch" | "lose branch" | "delay branch":
-                return any(isinstance(m, DraftTokens) and m.after for m in self.to_target)
-            case "foul branch":
-                return self.drafter is not None
-            case "fail":
-                return self.target_answer is not None
-            case "choke":
-                return isinstance(self.draft_answer, Drafted) and bool(self.draft_answer.tokens)
-            case "cancel" | "cancel next":
-                return True
-        raise AssertionError(fault)
-
     def move(self, move: str) -> None:
         self.log.clear()
         if move not in self.faults:
             super().move(move)
             return
+        happen = self._possible(move)
+        assert happen is not None
         self.faults = tuple(fault for fault in self.faults if fault != move)
-        match move:
-            case "kill":
-                self.kill_draft()
-            case "join":
-                self.join_draft()
-            case "repeat tokens":
-                self.to_target.append(next(m for m in self.to_target if isinstance(m, DraftTokens)))
-            case "repeat branch" | "lose branch" | "delay branch":
-                branch = next(m for m in self.to_target if isinstance(m, DraftTokens) and m.after)
-                if move != "repeat branch":
-                    self.to_target.remove(branch)
-                if move != "lose branch":
-                    self.to_target.append(branch)
-                self.lossy = move == "lose branch"
-            case "foul branch":
-                self._foul()
-            case "repeat verdict":
-                self.to_draft.append(next(m for m in self.to_draft if isinstance(m, Verdict)))
-            case "garble verdict":
-                self.to_draft[0] = replace(self.to_draft[0], digest=self.to_draft[0].digest ^ 1)  # type: ignore
-            case "lose to target" | "lose two to target":
-                self.lossy = bool(self.to_target.popleft())
-            case "lose to draft" | "lose two to draft":
-                self.lossy = bool(self.to_draft.popleft())
-            case "fail":
-                self.fail_target()
-            case "choke":
-                self.draft_answer = Drafted(failure="not finite")
-            case "cancel" | "cancel next":
-                self.tell_target(Cancel(1 + (move == "cancel next")))
+        happen()
         self.check_invariants()
+
+    def _possible(self, fault: str) -> Callable[[], object] | None:
+        """What the fault does; None: it cannot happen now."""
+        tokens = [m for m in self.to_target if isinstance(m, DraftTokens)]
+        branches = [m for m in tokens if m.after]
+        verdicts = [m for m in self.to_draft if isinstance(m, Verdict)]
+        match fault:
+            case "kill" if self.drafter is not None:
+                return self.kill_draft
+            case "join" if self.drafter is None:
+                return self.join_draft
+            case "repeat tokens" if tokens:
+                return lambda: self.to_target.append(tokens[0])
+            case "repeat branch" if branches:
+                return lambda: self.to_target.append(branches[0])
+            case "delay branch" if branches:
+                return lambda: (self.to_target.remove(branches[0]), self.to_target.append(branches[0]))
+            case "lose branch" if branches:
+                return lambda: self._lose(self.to_target, branches[0])
+            case "foul branch" if self.drafter is not None:
+                return self._foul
+            case "repeat verdict" if verdicts:
+                return lambda: self.to_draft.append(verdicts[0])
+            case "garble verdict" if verdicts and verdicts[0] is self.to_draft[0]:
+                return lambda: self._garble(verdicts[0])
+            # But not the news that a draft has come or gone.
+            case "lose to target" | "lose two to target" if isinstance(
+                next(iter(self.to_target), None), DraftTokens | Resync
+            ):
+                return lambda: self._lose(self.to_target, self.to_target[0])
+            case "lose to draft" | "lose two to draft" if self.to_draft:
+                return lambda: self._lose(self.to_draft, self.to_draft[0])
+            case "fail" if self.target_answer is not None:
+                return self.fail_target
+            case "choke" if isinstance(self.draft_answer, Drafted) and self.draft_answer.tokens:
+                return partial(setattr, self, "draft_answer", Drafted(failure="not finite"))
+            case "cancel" | "cancel next":
+                return lambda: self.tell_target(Cancel(1 + (fault == "cancel next")))
+        return None
+
+    def _lose(self, wire: deque[object], message: object) -> None:
+        wire.remove(message)
+        self.lossy = True
+
+    def _garble(self, verdict: Verdict) -> None:
+        self.to_draft[0] = replace(verdict, digest=verdict.digest ^ 1)
 
     def _foul(self) -> None:
         """For what will come next the draft sends what will not follow: it has never drafted that."""

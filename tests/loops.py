@@ -123,11 +123,15 @@ class Front:
             case Finished(_, reason, statistics):
                 told.reason, told.statistics = reason, Statistics.from_json(statistics)
 
-    def ask(self, submit: Submit) -> Told:
-        self.endpoint.send(submit)
+    def finish(self) -> Told:
+        """All that comes of a request that was sent."""
         told = Told()
         self.until(Finished, told)
         return told
+
+    def ask(self, submit: Submit) -> Told:
+        self.endpoint.send(submit)
+        return self.finish()
 
 
 class NotingPacker(RowPacker):

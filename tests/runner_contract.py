@@ -2,7 +2,7 @@
 
 class TestMine(RunnerContract):
     kinds = {"mine": MyRunner}  # each makes one: empty, float32, context from 24 to 256
-    others = {"my other": MyOtherRunner}  # of these `RunnerCore` is enough; the rest is marked `long`
+    others = {"my other": MyOtherRunner}  # of which another one is in `kinds`: their tests are marked `long`
 """
 
 from __future__ import annotations
@@ -43,16 +43,15 @@ def needs_trees(runner: ModelRunner) -> None:
         pytest.skip("takes no trees")
 
 
-class RunnerCore:
-    """The text does not depend on how it is cut, rolled back, grown as a tree or copied."""
+class RunnerContract:
+    """First of all the text does not depend on how it is cut, rolled back, grown as a tree or copied."""
 
     kinds: ClassVar[Kinds] = {}
     others: ClassVar[Kinds] = {}
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        rest = [] if hasattr(RunnerCore, metafunc.function.__name__) else [pytest.mark.long]
         known = [pytest.param(make, id=kind) for kind, make in self.kinds.items()]
-        known += [pytest.param(make, id=kind, marks=rest) for kind, make in self.others.items()]
+        known += [pytest.param(make, id=kind, marks=pytest.mark.long) for kind, make in self.others.items()]
         metafunc.parametrize("make", known, scope="class")
 
     @pytest.fixture(scope="class")
@@ -140,8 +139,6 @@ class RunnerCore:
         close(feed_chain(runner, some_tokens(runner, 5, 7), 5, slot=1), whole[7:])
         close(feed_chain(runner, some_tokens(runner, 3, 9), 3), whole[9:])
 
-
-class RunnerContract(RunnerCore):
     def test_starts_empty(self, runner: ModelRunner) -> None:
         assert runner.length() == 0
         assert runner.context >= 24

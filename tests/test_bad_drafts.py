@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from tests.loops import (
     WARM,
     FakeDraft,
     Hanging,
+    Loops,
     MakeLoops,
     Told,
     first,
@@ -88,35 +90,32 @@ def test_of_a_few_bytes_no_vocabularies_are_made_before_they_are_judged() -> Non
         examined(*[sparse([1], [1.0])] * 2047, sparse([1], [2.0]))
 
 
+def told_beside(pair: Loops, submit: Submit, *said: DraftTokens | list[bytes]) -> Told:
+    """What a front is told whose draft says that; afterwards the draft is lost."""
+    fake, front = FakeDraft(pair), pair.front()
+    front.endpoint.send(submit)
+    fake.say(*said)
+    told = front.finish()
+    assert told.statistics.draft_lost
+    return told
+
+
 @pytest.mark.parametrize("lie", LIES)
 def test_a_lying_draft_is_dropped_and_the_request_goes_on(loops: MakeLoops, lie: str) -> None:
     """A draft may be broken; it must never take the target with it, nor leave a mark on what is drawn."""
     ends = memory_channels(32, 0.5)
     pair = loops(channel=(lambda rank: ends[rank]) if lie == "announced rows that never come" else None)
-    fake = FakeDraft(pair)
-    front = pair.front()
-    front.endpoint.send(submission(40))
-    fake.say(LIES[lie])
-    told = Told()
-    front.until(Finished, told)
-    assert told.statistics.draft_lost
+    told = told_beside(pair, submission(40), LIES[lie])
     assert told.tokens == simulated(submission(40, "ar")), "alone from the first token on: every draw is direct"
 
 
 def test_a_pause_behind_nothing_is_a_lie(loops: MakeLoops) -> None:
     """No token to verify, and none to wait for."""
-    pair = loops()
-    fake = FakeDraft(pair)
-    front = pair.front()
-    front.endpoint.send(submission(40, "pearl-no-post-verify"))
     row = sparse([1], [1.0])
-    fake.say(
-        *(DraftTokens(0, 0, at, tokens, rows=(row,) * len(tokens), paused=True) for at, tokens in ((3, (1,)), (4, ())))
-    )
-    told = Told()
-    front.until(Finished, told)
-    assert told.statistics.draft_lost
-    assert len(told.tokens) == 40
+    said = [
+        DraftTokens(0, 0, at, tokens, rows=(row,) * len(tokens), paused=True) for at, tokens in ((3, (1,)), (4, ()))
+    ]
+    assert len(told_beside(loops(), submission(40, "pearl-no-post-verify"), *said).tokens) == 40
 
 
 STALLING: dict[str, tuple[float, Callable[[int], list[Message]]]] = {  # draft_timeout; what it sends, again and again
@@ -166,17 +165,11 @@ def test_a_draft_that_lives_and_sends_no_token_is_given_up(loops: MakeLoops, way
 @pytest.mark.parametrize("rule", ["ratio", "coupled"])
 def test_a_draft_may_not_say_now_with_distributions_and_now_without(loops: MakeLoops, rule: str) -> None:
     """Where the rule needs none they are dropped. They ended the target: a branch had fewer of them than tokens."""
-    pair = loops()
-    fake = FakeDraft(pair)
-    front = pair.front()
-    front.endpoint.send(replace(submission(40), decoding=RequestOptions("pearl", "fixed", 64, rule, branches=4)))
+    submit = replace(submission(40), decoding=RequestOptions("pearl", "fixed", 64, rule, branches=4))
     row = sparse([1], [1.0])
     branch = DraftTokens(0, 0, 9, (1,), rows=(row,), after=(8, 5), known=3)
     main = DraftTokens(0, 0, 3, (1,) * 20, rows=(row,) * 20, known=3)
-    fake.say(main, branch, replace(branch, start=10, rows=()), [b"\xc1"])
-    told = Told()
-    front.until(Finished, told)
-    assert told.statistics.draft_lost
+    told = told_beside(loops(), submit, main, branch, replace(branch, start=10, rows=()), [b"\xc1"])
     if rule == "coupled":
         assert told.tokens == simulated(submission(40, "ar"))
 
@@ -207,8 +200,7 @@ def test_second_draft_takes_over_in_mid_request(loops: MakeLoops) -> None:
     front.endpoint.send(submission(300, sampling=GREEDY))
     front.until(Committed)
     pair.draft()
-    told = Told()
-    front.until(Finished, told)
+    told = front.finish()
     text = simulated(submission(300, sampling=GREEDY))
     assert told.tokens == text[-len(told.tokens) :]
     assert told.statistics.num_draft_tokens > 20, "the second one drafted"
@@ -291,8 +283,7 @@ def test_a_prompt_that_the_draft_chokes_on_ends_drafting_for_that_request_only(
     front.endpoint.send(replace(poisoned, request=7))
     front.endpoint.send(replace(sound, request=8))  # begins while the draft may still be at the one before
     for _ in range(2):
-        told = Told()
-        front.until(Finished, told)
+        told = front.finish()
     assert told.tokens == simulated(sound)
 
 
@@ -315,38 +306,30 @@ def test_a_draft_without_memory_for_all_drafts_one_by_one(loops: MakeLoops, chai
         front.endpoint.send(Submit(1, (begin, 4), 62, RequestOptions("pearl", sampling=Sampling(0.0))))
     drafted = []
     for front in fronts:
-        front.until(Finished, told := Told())
+        told = front.finish()
         assert len(told.tokens) == 60
         drafted.append(told.statistics.num_draft_tokens)
     assert min(drafted[0], drafted[2]) > 0 == drafted[1]
     assert fronts[0].ask(submission(20, request=2)).statistics.num_draft_tokens, "the draft was lost"
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
+def test_forward_without_memory_fails_its_request_only(loops: MakeLoops) -> None:
+    """Of a GPU, of a CPU, of a graph or pinned memory, and of two libraries."""
+    pair = loops(expects_draft=False)
+    front, fine = pair.front(), pair.target_model._distribution
+    for error in (
         torch.OutOfMemoryError("CUDA out of memory. Tried."),
         RuntimeError("[enforce] can't allocate memory: you tried"),
         RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-    ],
-    ids=["gpu", "cpu", "graph or pinned", "cublas", "cudnn"],
-)
-def test_forward_without_memory_fails_its_request_only(loops: MakeLoops, error: Exception) -> None:
-    pair = loops(expects_draft=False)
-    front, model = pair.front(), pair.target_model
-    fine = model._distribution
-
-    def starved(_: Sequence[int]) -> torch.Tensor:
-        raise error
-
-    model._distribution = starved
-    with pytest.raises(RequestError, match="Shorten the prompt") as caught:
-        front.ask(submission(20, "ar"))
-    assert caught.value.args[1:] == ("OutOfMemory",)
-    model._distribution = fine
-    assert front.ask(submission(20, "ar", request=2)).tokens == simulated(submission(20, "ar"))
+    ):
+        pair.target_model._distribution = Mock(side_effect=error)
+        with pytest.raises(RequestError, match="Shorten the prompt") as caught:
+            front.ask(submission(20, "ar"))
+        assert caught.value.args[1:] == ("OutOfMemory",)
+        pair.target_model._distribution = fine
+        assert front.ask(submission(20, "ar", request=2)).tokens == simulated(submission(20, "ar"))
 
 
 @pytest.mark.parametrize("requests", [1, 4])

@@ -271,26 +271,6 @@ def test_bench_on_an_emulated_pair(tmp_path: Path) -> None:
     assert "times on the same texts" in run.stdout
 
 
-@pytest.mark.slow
-def test_bench_on_prompts(tiny_pair: EngineConfig, tmp_path: Path) -> None:
-    """Checkpoints, two sets, one with two turns: all decode the same number of tokens."""
-    rows = ("ar", "sd", "pearl")
-    asked = [argument for row in rows for argument in ("--rows", row)]
-    (tmp_path / "one.jsonl").write_text('{"prompt": "an"}\n')
-    (tmp_path / "two.jsonl").write_text('{"turns": ["the", "and"]}\n')
-    files = ("--prompts", tmp_path / "one.jsonl", "--prompts", f"b={tmp_path / 'two.jsonl'}")
-    models = ("--target", tiny_pair.target, "--draft", tiny_pair.draft)
-    done = pearl("bench", *models, *files, *asked, "--max-tokens", 12, "--json", tmp_path / "it.json")
-    assert done.exit_code == 0, done.output
-    made = json.loads((tmp_path / "it.json").read_text())
-    assert [row["name"] for row in made["rows"]] == list(rows)
-    for of in ("one", "b"):
-        texts = [text["texts"] for text in made["texts"] if text["set"] == of]
-        assert len({sum(turn["num_generated_tokens"] for turn in turns) for turns in texts}) == 1
-    assert made["gamma"]["best"] == int(max(made["gamma"]["tried"], key=made["gamma"]["tried"].get))
-    assert made["rows"][0]["speedup"]["value"] == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -306,7 +286,10 @@ def test_wrong_input_is_refused(arguments: tuple[str, ...], message: str) -> Non
 
 
 def test_rows_depend_on_the_devices_of_the_pair(tiny_pair: EngineConfig, tmp_path: Path) -> None:
-    """A second row on all devices only where these are more than the target's; asking for it is no error."""
+    """A second row on all devices only where these are more than the target's; asking for it is no error.
+
+    On checkpoints, of two sets, one with two turns: all rows decode the same number of tokens.
+    """
     names = [row.name for row in rows_for(EngineConfig(target_device="cpu:0", draft_device="cpu:1"))]
     assert names[:10] == METHODS
     assert names[10:12] == ["ar, all devices", "ngram, all devices"]
@@ -315,13 +298,19 @@ def test_rows_depend_on_the_devices_of_the_pair(tiny_pair: EngineConfig, tmp_pat
     assert [row.name for row in shared] == METHODS
     with_head = {row.name: row for row in rows_for(EngineConfig(head="some", draft_device="cpu:1"))}
     assert with_head["head"].devices == with_head["ar"].devices != with_head["sd"].devices
-    (tmp_path / "some.jsonl").write_text('{"prompt": "an"}\n')
-    where = ("--target-device", "cpu:0", "--draft-device", "cpu:0", "--prompts", tmp_path / "some.jsonl")
+    (tmp_path / "one.jsonl").write_text('{"prompt": "an"}\n')
+    (tmp_path / "two.jsonl").write_text('{"turns": ["the", "and"]}\n')
+    where = ("--target-device", "cpu:0", "--draft-device", "cpu:0")
+    where += ("--prompts", tmp_path / "one.jsonl", "--prompts", f"b={tmp_path / 'two.jsonl'}")
     asked = ("--rows", "auto", "--rows", AR_ON_ALL, "--max-tokens", 8, "--json", "-")
     done = pearl("bench", "--target", tiny_pair.target, "--draft", tiny_pair.draft, *where, *asked)
     assert done.exit_code == 0, done.output
     made = json.loads(done.stdout)
     assert [row["name"] for row in made["rows"]] == [AR, AUTO]
+    for of in ("one", "b"):
+        texts = [text["texts"] for text in made["texts"] if text["set"] == of]
+        assert len({sum(turn["num_generated_tokens"] for turn in turns) for turns in texts}) == 1
+    assert made["rows"][0]["speedup"]["value"] == 1
 
 
 # ---- calibration ----

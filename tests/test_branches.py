@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
@@ -18,8 +18,7 @@ from pearl.drafting.proposer import Launched
 from pearl.drafting.step import Step
 from pearl.lab.simulate import Outcome, Timing
 from pearl.models.checkpoints.loading import load_runner
-from pearl.models.forward.graphs import FED, Rows
-from pearl.models.forward.runner import ForwardRunner
+from pearl.models.forward.graphs import FED
 from pearl.models.runner import Capabilities, Feed, ModelRunner, WrappedRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Draft, Drafted, Open
@@ -123,8 +122,20 @@ def opened(runner: ModelRunner, prompt: tuple[int, ...], rule: str, temperature:
     return proposer
 
 
-def drafted(proposer: ModelProposer, start: int, tokens: tuple[int, ...], budget: int, pending: int) -> Drafted:
-    return proposer.collect(proposer.launch(Draft(start, tokens, budget, pending, request=1)))
+def drafted(
+    proposer: ModelProposer, start: int, tokens: tuple[int, ...], budget: int, pending: int, request: int = 1
+) -> Drafted:
+    return proposer.collect(proposer.launch(Draft(start, tokens, budget, pending, request=request)))
+
+
+def drafted_on(proposer: ModelProposer, prompt: tuple[int, ...], forwards: int = 6) -> tuple[list[int], Drafted]:
+    """The text after so many forwards, and the last one's answer."""
+    text, start, fed, found = list(prompt), 0, prompt, Drafted()
+    for pending in range(forwards):
+        found = drafted(proposer, start, fed, 8 - pending, pending)
+        start, fed = len(text), found.tokens
+        text += found.tokens
+    return text, found
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
@@ -137,19 +148,14 @@ def test_what_is_prepared_is_what_would_be_drafted(
     monkeypatch.setattr("pearl.drafting.branches._LEAST_CHANCE", 0.0)
     runner = Counting(model(kind))
     prompt = tuple(range(3, 20))
-    proposer = opened(runner, prompt, rule, temperature, 5)
-    text, start, fed = list(prompt), 0, prompt
-    for pending in range(6):
-        found = drafted(proposer, start, fed, 8 - pending, pending)
-        start, fed = len(text), found.tokens
-        text += found.tokens
+    text, found = drafted_on(opened(runner, prompt, rule, temperature, 5), prompt)
     assert len(found.branches) == 5
     assert max(len(branch.tokens) for branch in found.branches) > 2
     for branch in found.branches:
         assert branch.after is not None
         position, other = branch.after
         assert text[position] != other
-        alone = opened(model("llama") if kind == "llama" else model(kind), prompt, rule, temperature, 0)
+        alone = opened(model(kind), prompt, rule, temperature, 0)
         prefix, at = (*text[:position], other), 0
         for i, token in enumerate(branch.tokens):
             one = drafted(alone, at, prefix, 1, 0)
@@ -159,10 +165,7 @@ def test_what_is_prepared_is_what_would_be_drafted(
             at, prefix = at + len(prefix), one.tokens
     # The cache has been used for that: once more, and now the outcome of one of them comes.
     proposer = opened(runner, prompt, rule, temperature, 5)
-    start, fed = 0, prompt
-    for pending in range(6):
-        found = drafted(proposer, start, fed, 8 - pending, pending)
-        start, fed = start + len(fed), found.tokens
+    _, found = drafted_on(proposer, prompt)
     branch = max(found.branches, key=lambda each: len(each.tokens))
     assert branch.after is not None
     position, other = branch.after
@@ -197,13 +200,6 @@ def test_slots_hold_what_their_continuations_say(data: st.DataObject) -> None:
         assert runner._tokens[place] == known
         assert place not in branches.slots
         assert len(branches.slots) == runner.capabilities.slots - 1
-        for branch in branches._live.values():
-            prefix = [*text[: branch.position], branch.after[1]]
-            held = [*prefix, *branch.tokens[:-1]] if branch.tokens else text[: branch.position]
-            assert runner._tokens[branch.slot] == held
-            assert branches._shared[branch.slot] == branch.position
-        for slot, shared in branches._shared.items():
-            assert runner._tokens[slot][:shared] == text[:shared]
         committed = len(text) - pending
         match data.draw(st.sampled_from(["nothing", "accept", "reject", "foreseen"])):
             case "accept" if pending:
@@ -254,49 +250,6 @@ def test_no_forward_of_a_fixed_size_has_more_rows(texts: int, monkeypatch: pytes
     assert {step.tokens for step in hedging if isinstance(step, Step)} <= {FED // texts, -(-FED // texts)}
 
 
-@pytest.mark.usefixtures("small_tables")
-def test_our_kernels_prepare_in_one_recorded_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Branches are rows of the forward that there is: bits, texts and adoption are those of single forwards."""
-    pytest.importorskip("triton")
-    monkeypatch.setattr("pearl.drafting.branches._LEAST_CHANCE", 0.0)
-    replays = list[int]()
-
-    def record(work: Callable[[], Rows]) -> Callable[[], Rows]:
-        def replay() -> Rows:
-            replays.append(1)
-            return work()
-
-        return replay
-
-    from tests.test_kernels import model_of
-
-    own = ForwardRunner(model_of("one layer"), 64, spare=3, record=record, kernels=True)
-    runner = Counting(own)
-    proposer = opened(runner, PROMPT, "ratio", 1.0, 3)
-    assert proposer.chains
-    proposer.model.times = NoTimes()
-    first = drafted(proposer, 0, PROMPT, 8, 0).tokens
-    second = drafted(proposer, 3, first, 8, 1).tokens
-    replays.clear()
-    runner.fed.clear()
-    drafted(proposer, 4, second, 8, 2)
-    found = proposer.collect(proposer.launch(Draft(5, (), 0, 3, 4, request=1))).branches
-    assert [len(feeds) for feeds in runner.fed] == [4, 3]
-    assert len(replays) == 2
-    branch = max(found, key=lambda each: len(each.tokens))
-    assert branch.after is not None
-    position, other = branch.after
-    proposer.rollback(position, 1)
-    after = drafted(proposer, position, (other, *branch.tokens), 1, len(branch.tokens))
-    assert [*runner.fed[-1][0].tokens] == [branch.tokens[-1]], "all else is in the cache"
-    alone, start, fed = opened(own, PROMPT, "ratio", 1.0, 0), 0, (*(*PROMPT, *first, *second)[:position], other)
-    for token, row in zip((*branch.tokens, *after.tokens), (*branch.rows, *after.rows), strict=True):
-        one = drafted(alone, start, fed, 1, 0)
-        assert one.tokens == (token,)
-        assert torch.equal(one.rows[0], row)
-        start, fed = start + len(fed), one.tokens
-
-
 def test_a_continuation_that_cannot_be_drawn_ends_alone() -> None:
     class Partly(WrappedRunner):
         """NaN in every slot but the first."""
@@ -306,12 +259,8 @@ def test_a_continuation_that_cannot_be_drawn_ends_alone() -> None:
             return [each if feed.slot == 0 else each * torch.nan for feed, each in zip(feeds, found, strict=True)]
 
     proposer = opened(Partly(ToyRunner(VOCAB, alpha_pair(VOCAB, 0.5)[1])), PROMPT, "coupled", 1.0, 5)
-    start, tokens = 0, PROMPT
-    for pending in range(4):
-        found = drafted(proposer, start, tokens, 8, pending)
-        assert len(found.tokens) == 1
-        assert found.branches == ()
-        start, tokens = start + len(tokens), found.tokens
+    text, found = drafted_on(proposer, PROMPT, 4)
+    assert (len(text), found.branches) == (len(PROMPT) + 4, ())
     branches = proposer._texts[1].branches
     assert branches is not None
     assert not branches._live
@@ -321,8 +270,7 @@ def test_a_continuation_that_cannot_be_drawn_ends_alone() -> None:
 def test_a_cache_that_has_moved_is_found_by_who_has_no_request() -> None:
     """Between two texts: a recording begins with an empty cache, and the next text where the last one's cache is."""
     proposer = opened(ToyRunner(VOCAB, alpha_pair(VOCAB, 0.5)[1]), PROMPT, "coupled", 1.0, 5)
-    found = drafted(proposer, 0, PROMPT, 8, 0)
-    found = drafted(proposer, 3, found.tokens, 7, 1)
+    _, found = drafted_on(proposer, PROMPT, 2)
     after = found.branches[0].after
     assert after is not None
     proposer.rollback(after[0], 1)
@@ -333,11 +281,7 @@ def test_a_cache_that_has_moved_is_found_by_who_has_no_request() -> None:
     assert proposer.runner.length(place) == 0
     proposer.open(Open(PROMPT, RequestOptions(rule="coupled", branches=5), request=2))
     assert proposer._texts[2].slot == place
-    assert len(drafted_for(proposer, 2).tokens) == 1
-
-
-def drafted_for(proposer: ModelProposer, request: int) -> Drafted:
-    return proposer.collect(proposer.launch(Draft(0, PROMPT, 8, 0, request=request)))
+    assert len(drafted(proposer, 0, PROMPT, 8, 0, request=2).tokens) == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

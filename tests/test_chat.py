@@ -34,10 +34,10 @@ SLOW = [*TOYS, "--target-pace", "0.05", "--draft-pace", "0.01"]
 STATUS = "tokens/s"
 
 
-def target(environment: dict[str, str]) -> psutil.Process:
-    """The draft is the younger one."""
-    workers = [p for p in started_in(environment["TMPDIR"]) if p.cmdline()[-1:] == ["pearl.worker"]]
-    return min(workers, key=lambda p: p.create_time())
+def workers(environment: dict[str, str]) -> list[psutil.Process]:
+    """Target and draft, which is the younger one."""
+    found = [p for p in started_in(environment["TMPDIR"]) if p.cmdline()[-1:] == ["pearl.worker"]]
+    return sorted(found, key=lambda p: p.create_time())
 
 
 @pytest.fixture
@@ -133,34 +133,27 @@ def test_what_is_typed_while_a_reply_is_made_is_kept(home: dict[str, str], paced
         person.sees("/exit")
 
 
-def test_a_draft_killed_amid_a_reply_is_told_and_the_reply_goes_on(home: dict[str, str]) -> None:
-    text = wanted("123", 60)
-    connected = ["--raw", "--ignore-eos", "--temperature", "0", "--max-tokens", "60", "--connect"]
-    with (
-        Engine(TOY, TOY, target_pace=0.05, draft_pace=0.01) as engine,
-        chatting(home, *connected, str(engine.directory)) as person,
-    ):
-        person.sees(">>>")
-        person.send("123")
-        person.sees(text[:5])
-        assert engine.draft_pid is not None
-        os.kill(engine.draft_pid, signal.SIGKILL)
-        person.sees(text)
-        person.sees("the draft was lost during the reply")
-        person.sees(STATUS)
-
-
-def test_a_target_killed_amid_a_reply_is_a_named_error_and_the_conversation_is_saved(home: dict[str, str]) -> None:
+def test_workers_killed_amid_replies(home: dict[str, str]) -> None:
+    """Without its draft the reply goes on; without its target the error is named, and the conversation saved."""
     with chatting(home, *SLOW, "--temperature", "0", "--max-tokens", "5") as person:
         person.sees(">>>")
         person.send("123")
         person.sees(STATUS)
         person.send("/show")
         person.sees(f"target {TOY} on c")  # what auto has come to, not "auto"; the toy has no weights, so no dtype
-        person.send("/set max_tokens default")
+        person.send("/set max_tokens 60")
+        target, draft = workers(home)
+        text = wanted("123" + wanted("123", 5) + "4", 60)
         person.send("4")
-        person.sees(wanted("123" + wanted("123", 5) + "4", 5))
-        target(home).kill()
+        person.sees(text[:5])
+        draft.kill()
+        person.sees(text)
+        person.sees("the draft was lost during the reply")
+        person.sees(STATUS, 2)
+        person.send("/set max_tokens default")
+        person.send("5")
+        person.sees(wanted("123" + wanted("123", 5) + "4" + text + "5", 5))
+        target.kill()
         assert person.leaves() == 4
         text = " ".join(person.text.split())
         assert "error: target worker was killed by signal 9" in text
@@ -168,7 +161,7 @@ def test_a_target_killed_amid_a_reply_is_a_named_error_and_the_conversation_is_s
         assert "Traceback" not in text
         assert person.echoes
     kept = json.loads(Path(home["XDG_STATE_HOME"], "pearl", "last-chat.json").read_text())
-    assert [turn["user"] for turn in kept["turns"]] == ["123"]
+    assert [turn["user"] for turn in kept["turns"]] == ["123", "4"]
 
 
 @pytest.mark.parametrize(("number", "own"), [(signal.SIGTERM, False), (signal.SIGHUP, True)])

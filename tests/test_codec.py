@@ -24,17 +24,12 @@ from pearl.transport.codec import TYPE_CODES, decode, encode
 from tests import lenient_rule
 from tests.replace import replace
 
-PINNED = [m.Hello, m.Welcome, m.Submit, m.Committed, m.Preview, m.Finished, m.Begin, m.DraftTokens, m.Verdict, m.Resync]
-PINNED += [
-    m.Finish,
-    m.Cancel,
-    m.Heartbeat,
-    m.Ping,
-    m.Pong,
-    m.Error,
-    m.Trace,
-    m.HiddenStates,
-]  # their codes are 1, 2, ...
+# Their codes are 1, 2, ...
+PINNED = (
+    *(m.Hello, m.Welcome, m.Submit, m.Committed, m.Preview, m.Finished, m.Begin, m.DraftTokens, m.Verdict, m.Resync),
+    *(m.Finish, m.Cancel, m.Heartbeat, m.Ping, m.Pong, m.Error, m.Trace, m.HiddenStates),
+)
+SOURCES = ["model", "n-gram", "datastore", "branch", "lookup", "runner-up", "head", "jacobi"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -67,16 +62,7 @@ def test_enum_values_are_pinned() -> None:
     assert [e.value for e in m.Role] == ["front", "target", "draft"]
     assert [e.value for e in m.Provenance] == ["accepted", "corrected", "direct", "bonus", "guessed"]
     assert [e.value for e in m.FinishReason] == ["eos", "stop", "length", "cancelled"]
-    assert [e.value for e in m.Source] == [
-        "model",
-        "n-gram",
-        "datastore",
-        "branch",
-        "lookup",
-        "runner-up",
-        "head",
-        "jacobi",
-    ]
+    assert [e.value for e in m.Source] == SOURCES
 
 
 def test_bytes_are_pinned() -> None:
@@ -314,14 +300,19 @@ def test_raw_frames_are_one_row_a_token_of_one_length() -> None:
             decode([*encode(message), b"1234"])
 
 
-def test_the_largest_prompt_and_statistics_pass_and_more_is_refused() -> None:
+def test_the_largest_message_passes_and_more_is_refused() -> None:
     prompt, statistics = replace(SUBMIT, prompt=(9,) * m.MAX_TOKENS), "x" * m.MAX_STATISTICS
     finished = m.Finished(1, m.FinishReason.EOS, statistics)
-    for message, larger in (
-        (prompt, replace(prompt, prompt=(9,) * (m.MAX_TOKENS + 1))),
-        (finished, replace(finished, statistics=statistics + "x")),
+    rows = (PackedRow(b"\xdd\xdd\xdd\xdd", ids=b"\xdc\x08\x00\x00"),) * m.MAX_RUN
+    for message in (
+        prompt,
+        finished,
+        m.DraftTokens(1, 0, 2, (7,) * m.MAX_RUN, 0.5, rows),
+        replace(SUBMIT, options=RequestOptions(stops=("\u0708" * 9,) * 64), prompt=(0xDC,) * 100_000),
+        m.Welcome(2, 5, 5, 5, 0.5, tuple((2**40 + n, 0.5) for n in range(m.MAX_RUN)), 4),
     ):
         assert decode(encode(message)) == message
+    for larger in (replace(prompt, prompt=(9,) * (m.MAX_TOKENS + 1)), replace(finished, statistics=statistics + "x")):
         with pytest.raises(RemoteProtocolError, match="length"):
             decode(encode(larger))
 
@@ -364,60 +355,32 @@ def test_what_another_version_sends_is_refused_with_ours() -> None:
         decode([msgpack.packb([1, 999, "something", "new"])])
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        b"\xdd\xff\xff\xff\xff",
-        b"\xdd\x00\x10\x00\x00" * 1000,
-        b"\xdd\x00\x00\x08\x00" * 1000,
-        b"\xdd\x00\x00\x08\x00" * 2_000_000,
-        b"\xdf\xff\xff\xff\xff",
-        b"\xc6\xff\xff\xff\xff",
-        b"\xdb\xff\xff\xff\xff",
-        b"\xc9\xff\xff\xff\xff\x01",
-        b"\x92\x03\xdd\xff\xff\xff\xff",
-    ],
-    ids=["array", "nested large", "nested", "nested deep", "map", "bin", "str", "ext", "field"],
-)
-def test_a_hostile_header_costs_little_memory_and_time(header: bytes) -> None:
-    """Four bytes that claim 2**32 - 1 elements, or claims nested a thousand deep, must not be believed.
-
-    Time of this process, so that a busy machine does not count: a hundred times what any of these takes.
-    """
-    began = time.process_time()
-    with pytest.raises(RemoteProtocolError):
-        decode([header])
-    assert time.process_time() - began < 5
-    tracemalloc.start()
-    try:
-        with pytest.raises(RemoteProtocolError):
-            decode([header])
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 32 << 20
-
-
-COSTLY = {
-    "nested in 3 KB": b"\xdc\x08\x00" * 1020 + b"\x01",
-    "nested in a short header": b"\xdc\x08\x00" * 340,
-    "nested, 32 bits": b"\xdd\x00\x00\x08\x00" * 1000,
-    "nested small": b"\x9f" * 1024,
-    "nested small, long": b"\x9f" * (1 << 20),
-    "in a field": b"\x98\x08" + b"\xdc\x08\x00" * 1000,
-    "in a run of rows": b"\x98\x08\x01\x01\x01\xc4\x00\xcb" + bytes(8) + b"\x92\x01" + b"\xdc\x08\x00" * 1000,
+HOSTILE = {
+    "array": b"\xdd\xff\xff\xff\xff",
+    "map": b"\xdf\xff\xff\xff\xff",
+    "bin": b"\xc6\xff\xff\xff\xff",
+    "str": b"\xdb\xff\xff\xff\xff",
+    "ext": b"\xc9\xff\xff\xff\xff\x01",
+    "prompt": b"\x98\x03\x01\xdd\xff\xff\xff\xff",
+    "nested": b"\xdd\x00\x00\x08\x00" * 1000,
+    "nested deep": b"\xdd\x00\x00\x08\x00" * 2_000_000,
+    "nested small": b"\x9f" * (1 << 20),
+    "nested in a field": b"\x98\x08" + b"\xdc\x08\x00" * 1000,
+    "nested in a run of rows": b"\x98\x08\x01\x01\x01\xc4\x00\xcb" + bytes(8) + b"\x92\x01" + b"\xdc\x08\x00" * 1000,
+    "nested in a string": b"\x92\x03\xda\xff\xff" + b"\xdc\x08\x00" * 1000,
     "wide": b"\x98\x08" + (b"\xdc\x08\x00" + b"\x01" * 2048) * 2048,
     "wide and deep": (b"\xdc\x08\x00" + (b"\xdc\x08\x00" + b"\x01" * 2048) * 2047) * 2,
-    "many small": b"\x98\x08" + b"\xdc\x08\x00" + (b"\x9f" + b"\x9f" * 15) * 2048,
     "long integers": b"\x9f" + b"\xcf" * (1 << 20),
     "announced bytes": b"\x9f" + b"\xc6\x00\xff\xff\xff" * 1000,
-    "nested in a string": b"\x92\x03\xda\xff\xff" + b"\xdc\x08\x00" * 1000,
 }
 
 
-@pytest.mark.parametrize("header", COSTLY.values(), ids=COSTLY)
-def test_a_header_is_refused_for_little_more_than_its_bytes_cost(header: bytes) -> None:
-    """3 KB took 16 ms, for the unpacker makes room for an array where it sees its length. Medians, of CPU time."""
+@pytest.mark.parametrize("header", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_header_costs_little_memory_and_time(header: bytes) -> None:
+    """Four bytes that claim 2**32 - 1 elements, or claims nested a thousand deep, must not be believed.
+
+    Medians of CPU time: beside the largest message that is valid.
+    """
 
     def seconds(work: typing.Callable[[], object]) -> float:
         taken = []
@@ -431,16 +394,11 @@ def test_a_header_is_refused_for_little_more_than_its_bytes_cost(header: bytes) 
         msgpack.packb([8, 1, 1, 1, [1] * m.MAX_RUN, 0.5, [[bytes(4)] * 2] * m.MAX_RUN, 0.5, "model", None, False, 0])
     ]
     assert isinstance(decode(largest), m.DraftTokens)
-    assert isinstance(codec.received([header]), RemoteProtocolError)
     assert seconds(lambda: codec.received([header])) < 4 * seconds(lambda: decode(largest))
-
-
-def test_what_the_wire_allows_passes_though_it_is_long() -> None:
-    """The pass over the lengths must not refuse the largest of what is valid: rows, stop strings, speeds."""
-    rows = (PackedRow(b"\xdd\xdd\xdd\xdd", ids=b"\xdc\x08\x00\x00"),) * m.MAX_RUN
-    for message in (
-        m.DraftTokens(1, 0, 2, (7,) * m.MAX_RUN, 0.5, rows),
-        replace(SUBMIT, options=RequestOptions(stops=("\u0708" * 9,) * 64), prompt=(0xDC,) * 100_000),
-        m.Welcome(2, 5, 5, 5, 0.5, tuple((2**40 + n, 0.5) for n in range(m.MAX_RUN)), 4),
-    ):
-        assert decode(encode(message)) == message
+    tracemalloc.start()
+    try:
+        assert isinstance(codec.received([header]), RemoteProtocolError)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 32 << 20

@@ -159,8 +159,7 @@ def test_an_address_takes_keys_and_means_two_hosts(tmp_path: Path, monkeypatch: 
 
 
 def test_one_stop_or_several() -> None:
-    assert SamplingParams(stop="a").stop == ("a",)  # type: ignore[arg-type]
-    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+    assert SamplingParams(stop="a").stop == SamplingParams(stop=["a"]).stop == ("a",)  # type: ignore[arg-type]
 
 
 def test_seeds_are_drawn_only_where_none_was_given() -> None:
@@ -307,7 +306,6 @@ def test_it_is_of_one_pair_on_its_devices_and_of_one_machine(
     "spoil",
     [
         lambda d: "{",
-        lambda d: "[]",
         lambda d: "[" * 100_000,
         lambda d: json.dumps(d | {"format": 1}),
         lambda d: json.dumps(d | {"profile": {"t_draft": "fast"}}),
@@ -327,11 +325,9 @@ def test_a_damaged_one_is_refused_where_it_is_named_and_passed_over_elsewhere(
     assert str(path) in caplog.text
     with pytest.raises(ConfigError, match=r"profile .*\.json"):
         Engine(TOY, TOY, profile=str(path))
-
-
-def test_one_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    path.unlink()
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        Engine(TOY, TOY, profile=str(tmp_path / "none.json"))
+        Engine(TOY, TOY, profile=str(path))
 
 
 def test_speeds_and_profile_are_inverse() -> None:

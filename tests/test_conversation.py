@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
-import msgpack
 import pytest
 import torch
 from hypothesis import given
@@ -20,12 +19,11 @@ from pearl.config.sampling import LEAST_LOGPROB
 from pearl.engine import Engine
 from pearl.engine.conversation import Conversation
 from pearl.engine.stream import Result
-from pearl.errors import ConfigError, RemoteProtocolError, RequestError
+from pearl.errors import ConfigError, RequestError
 from pearl.models.toy import alpha_pair
 from pearl.protocol import messages as m
 from pearl.server.answers import Answer
 from pearl.text.stream import token_bytes
-from pearl.transport.codec import decode, encode
 from tests.conftest import AS_PUBLISHED
 from tests.test_text import byte_fallback, byte_level
 
@@ -241,33 +239,6 @@ def test_they_are_told_only_where_asked_for_and_up_to_the_end(toy: Engine) -> No
     assert cut.logprobs == whole.logprobs[: len(cut.tokens)]
     with pytest.raises(ConfigError, match="logprobs"):
         SamplingParams(logprobs=21)
-
-
-# ---- on the wire ----
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        b"\x15\0",  # 21 of the likeliest
-        b"\0",
-        b"\0\0" + b"\0" * 5,
-        b"\0\0" + b"\0" * 4,  # of one token; there are two
-        b"\0\0" + b"\0\0\x80\x3f" * 2,  # above 0
-        b"\0\0" + b"\0\0\xc0\x7f" * 2,  # no number
-        b"\0\0" + b"\0\0\x80\xff" * 2,  # no number that JSON has
-        b"\x01\0" + (b"\0\0\0\0" + b"\xff\xff\xff\xff" + b"\0\0\0\0") * 2,  # token -1
-        [0.0, 0.0],
-        None,
-    ],
-)
-def test_what_is_wrong_with_them_is_refused(damage: object) -> None:
-    provenance = (m.Provenance.ACCEPTED, m.Provenance.DIRECT)
-    good = m.Committed(1, 0, (4, 5), provenance, (m.Logprobs(-0.5, ((7, -0.25),)), m.Logprobs(-1.0, ((8, 0.0),))))
-    assert decode(encode(good)) == good
-    fields = msgpack.unpackb(encode(good)[0])
-    with pytest.raises(RemoteProtocolError, match=r"no message|Committed"):
-        decode([msgpack.packb([*fields[:-1], damage])])
 
 
 # ---- as OpenAI's clients read them; see test_server too ----

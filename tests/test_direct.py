@@ -146,6 +146,7 @@ def test_shards(checkpoint: Callable[..., Path]) -> None:
     directory = checkpoint()
     tensors = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
+    assert read_decoder(directory, None, CPU) is None, "without weights it is left to transformers"
     where = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(tensors)}
     for file in set(where.values()):
         save_file({name: tensors[name] for name in tensors if where[name] == file}, directory / file)
@@ -190,21 +191,30 @@ def test_what_is_not_as_expected_is_left_to_transformers(
     assert read_decoder(checkpoint(kind, **changed), None, CPU) is None
 
 
-def test_a_directory_without_weights_is_left_to_transformers(checkpoint: Callable[..., Path]) -> None:
-    directory = checkpoint()
-    (directory / "model.safetensors").unlink()
-    assert read_decoder(directory, None, CPU) is None
-
-
 @pytest.mark.parametrize(
-    ("kind", "name"), [("llama", "lm_head.weight"), ("bloom", "transformer.h.1.mlp.dense_h_to_4h.bias")]
+    ("kind", "name", "shape"),
+    [
+        ("llama", "lm_head.weight", None),
+        ("bloom", "transformer.h.1.mlp.dense_h_to_4h.bias", None),
+        ("minimax-m2", "e_score_correction_bias", None),
+        ("minimax-m2", "e_score_correction_bias", (5,)),
+    ],
 )
-def test_a_weight_that_is_in_no_file_is_not_made_up(checkpoint: Callable[..., Path], kind: str, name: str) -> None:
-    """transformers takes random numbers: texts were others from start to start."""
+def test_a_weight_that_is_in_no_file_is_not_made_up(
+    checkpoint: Callable[..., Path], kind: str, name: str, shape: tuple[int, ...] | None
+) -> None:
+    """Nor cut to size. transformers takes random numbers, or zeros: texts were others from start to start."""
     directory = checkpoint(kind)
     weights = load_file(file := directory / "model.safetensors")
-    save_file({each: weight for each, weight in weights.items() if each != name}, file, {"format": "pt"})
-    with pytest.raises(ModelError, match=f"in no file, {name}"):
+    whole = next(each for each in weights if name in each)
+    del weights[whole]
+    save_file(weights | ({} if shape is None else {whole: torch.ones(shape)}), file, {"format": "pt"})
+    cause = (
+        f"1 of its weights are in no file, .*{name}"
+        if shape is None
+        else r"has the shape \[5\] where \[6\] is expected"
+    )
+    with pytest.raises(ModelError, match=cause):
         load_runner(str(directory), device=CPU)
 
 

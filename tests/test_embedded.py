@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -160,56 +160,34 @@ def test_a_stamp_changes_with_the_file(tmp_path: Path) -> None:
     assert len(set(stamps)) == 4
 
 
-@pytest.fixture(scope="module")
-def target() -> Path:
-    """From the user's own cache, which a first run fills."""
-    return embedded.embedded_target()
-
-
 @pytest.mark.slow
-def test_the_draft_belongs_to_the_target(target: Path) -> None:
-    """Same table and tokenizer, four layers of its own in 4 bits, and a guess that is often the target's."""
-    draft = embedded.embedded_draft()
-    assert hashlib.sha256((draft / "tokenizer.json").read_bytes()).digest() == (
-        hashlib.sha256((target / "tokenizer.json").read_bytes()).digest()
-    )
-    runners = [load_runner(name, device=CPU, max_context=128) for name in ("embedded", "embedded-draft")]
-    runners.append(load_runner("embedded-draft", device=CPU, max_context=128, may_round=True))
-    for runner in runners:
+def test_in_4_bits_the_target_says_what_it_says_in_float32_and_the_draft_often_too() -> None:
+    """But at near ties: rows are rounded to bfloat16 where the CPU multiplies these. The reference is the file's own
+    numbers. The draft has the target's tokenizer, and four layers of its own."""
+    target, draft = embedded.embedded_target(), embedded.embedded_draft()
+    assert (draft / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
+    load = partial(load_runner, device=CPU, max_context=512)
+    few, whole, guessing = load("embedded"), load("embedded", dtype="float32"), load("embedded-draft")
+    for runner in (few, guessing, load("embedded-draft", may_round=True)):
         assert isinstance(runner, ForwardRunner)
         assert (runner.dtype, runner.weights) == (torch.bfloat16, "4 bits")
-    assert len(runners[1]._layers) == 4
+    assert len(guessing._layers) == 4  # type: ignore[attr-defined]
     tokenizer = AutoTokenizer.from_pretrained(target)
-    chat = [{"role": "user", "content": "Give me three tips for staying healthy."}]
-    text = list(tokenizer.apply_chat_template(chat, add_generation_prompt=True).input_ids)
-    start = len(text)
-    while len(text) < start + 40:
-        text.append(int(feed_chain(runners[0], text[runners[0].length() :], 1).argmax()))
-    guesses = feed_chain(runners[1], text[:-1], 40).argmax(-1).tolist()
-    agreement = sum(a == b for a, b in zip(guesses, text[start:], strict=True)) / 40
-    assert agreement > 0.2
-
-
-@pytest.mark.slow
-def test_in_4_bits_the_target_says_what_it_says_in_float32(target: Path) -> None:
-    """But at near ties: rows are rounded to bfloat16 where the CPU multiplies these. The reference is the file's own
-    numbers."""
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    runners = [load_runner(str(target), device=CPU, dtype=dtype, max_context=512) for dtype in ("auto", "float32")]
-    divergence = []
+    divergence, agreed = [], 0
     for said in ("Hello", "Explain gravity to a beginner."):
-        text = tokenizer.apply_chat_template([{"role": "user", "content": said}], add_generation_prompt=True)[
-            "input_ids"
-        ]
+        chat = [{"role": "user", "content": said}]
+        text = list(tokenizer.apply_chat_template(chat, add_generation_prompt=True).input_ids)
         prompt = len(text)
-        runners[0].rollback(0)
-        runners[1].rollback(0)
+        for runner in (few, whole, guessing):
+            runner.rollback(0)
         for _ in range(40):
-            text.append(int(feed_chain(runners[1], text[runners[1].length() :], 1)[0].argmax()))
-        runners[1].rollback(0)
-        few, wanted = (feed_chain(runner, text, len(text) - prompt).log_softmax(-1) for runner in runners)
-        divergence.append((wanted.exp() * (wanted - few)).sum(-1))
-        (first, second), differs = wanted.topk(2).values.T, few.argmax(-1) != wanted.argmax(-1)
+            text.append(int(feed_chain(whole, text[whole.length() :], 1)[0].argmax()))
+        whole.rollback(0)
+        rows, wanted = (feed_chain(runner, text[:-1], 40).log_softmax(-1) for runner in (few, whole))
+        divergence.append((wanted.exp() * (wanted - rows)).sum(-1))
+        (first, second), differs = wanted.topk(2).values.T, rows.argmax(-1) != wanted.argmax(-1)
         assert ((first - second)[differs] < 0.1).all()
         assert differs.sum() <= 2
+        agreed += sum(feed_chain(guessing, text[:-1], 40).argmax(-1) == torch.tensor(text[prompt:]))
     assert float(torch.cat(divergence).mean()) < 8e-4
+    assert agreed > 0.2 * 80

@@ -126,27 +126,26 @@ def test_of_several_endings_at_one_token_eos_is_named() -> None:
     assert len(result.tokens) == 6
 
 
+@combined
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("window", "gamma"), [*WINDOWS, ("fixed", 30), ("stream", 30)])
-def test_prompts_of_one_token_and_limits_of_one(method: str, window: str, gamma: int) -> None:
+def test_prompts_of_one_token_and_limits_of_one(method: str, combined: Any) -> None:
     """Prompts shorter than the window crash official PEARL; a limit of one token leaves no room for any window."""
-    for prompt, limit in ((1, 2), (1, 9), (8, 9), (20, 22)):
+    windows, limits = [*WINDOWS, ("fixed", 30), ("stream", 30)], ((1, 2), (1, 9), (8, 9), (20, 22))
+    for (window, gamma), (prompt, limit), seed in combined(windows, limits, range(3)):
         submit = submission(TEXT, method, prompt, window=window, gamma=gamma, limit=limit)
-        for seed in range(3):
-            assert tuple(run(submit, seed=seed, wrong=(limit - 1,)).tokens) == TEXT[prompt:limit]
+        assert tuple(run(submit, seed=seed, wrong=(limit - 1,)).tokens) == TEXT[prompt:limit]
 
 
+@combined
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("window", "gamma"), WINDOWS)
-def test_a_draft_with_a_shorter_context_is_outlived(method: str, window: str, gamma: int) -> None:
+def test_a_draft_with_a_shorter_context_is_outlived(method: str, combined: Any) -> None:
     """Crossed at every point of a window; filled by the prompt, exactly or more. From there on the target is alone."""
-    for context in range(1, 16):
-        for wrong in ((), (context - 1,), (4, 8)):
-            submit = submission(TEXT, method, window=window, gamma=gamma)
-            result = run(submit, wrong=wrong, seed=context, draft_context=context)
-            assert tuple(result.tokens) == TEXT[len(PROMPT) :]
-            beyond = result.provenance[max(0, context - len(PROMPT)) :]
-            assert set(beyond) <= {Provenance.DIRECT}, "judged where no draft could be"
+    for (window, gamma), context, is_wrong in combined(WINDOWS, range(1, 16), range(3)):
+        submit = submission(TEXT, method, window=window, gamma=gamma)
+        result = run(submit, wrong=((), (context - 1,), (4, 8))[is_wrong], seed=context, draft_context=context)
+        assert tuple(result.tokens) == TEXT[len(PROMPT) :]
+        beyond = result.provenance[max(0, context - len(PROMPT)) :]
+        assert set(beyond) <= {Provenance.DIRECT}, "judged where no draft could be"
 
 
 @pytest.mark.parametrize("length", [1, PREFILL_CHUNK - 1, PREFILL_CHUNK, PREFILL_CHUNK + 1, 2 * PREFILL_CHUNK + 5])

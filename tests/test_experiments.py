@@ -18,9 +18,6 @@ from pearl.lab.simulate import Timing
 from pearl.protocol.options import RequestOptions
 from pearl.protocol.window import expected_rate
 
-VOCAB = 12
-PROMPT = (1, 2, 3)
-TOKENS = 20_000
 STEADY = Timing(1.0, lambda _: 5.0)
 STREAM, FIXED = RequestOptions("pearl", "stream"), RequestOptions("pearl", "fixed")
 
@@ -35,7 +32,7 @@ FORMS: dict[str, Callable[[float, int, float], float]] = {  # of acceptance, win
 }
 
 
-@pytest.mark.parametrize(("method", "window", "a"), [*product(FORMS, [5], [0.8]), *product(FORMS, [3], [0.4])])
+@pytest.mark.parametrize(("method", "window", "a"), [*product(FORMS, [5], [0.8]), ("sd", 3, 0.4), ("pearl", 3, 0.4)])
 def test_any_window_is_as_fast_as_its_closed_form(method: str, window: int, a: float) -> None:
     """Within a hundredth. And so are tokens a step, of sd as Leviathan et al. have it, and runs, by theorem 2."""
     found = run(independent(STEADY, a, 20, 1000, 1), RequestOptions(method, "fixed", window))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.forward.runner import ForwardRunner
-from pearl.models.hf import HFRunner
 from pearl.models.runner import feed_chain
 from tests.runner_contract import some_tokens
 from tests.tiny import tiny_model
@@ -187,37 +186,25 @@ def save(tool: str, directory: Path, kind: str = "qwen3") -> dict[str, torch.Ten
     return found
 
 
-@pytest.mark.parametrize("tool", TOOLS)
-def test_other_tools_files_run_at_their_own_bits(tool: str, tmp_path: Path) -> None:
+CASES = [*product(TOOLS, ["qwen3"]), ("awq", "qwen3-moe"), ("float-quantized", "qwen3-moe")]
+
+
+@pytest.mark.parametrize(("tool", "kind"), CASES)
+def test_other_tools_files_run_at_their_own_bits(tool: str, kind: str, tmp_path: Path) -> None:
     """Beside transformers in float32 over the dequantised weights; and each row has its bits in any company."""
-    weights = save(tool, tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(tiny_model("qwen3"), dtype=torch.float32)
-    assert not model.load_state_dict(weights, strict=False).unexpected_keys
-    plain = HFRunner(model, 96)
+    weights = save(tool, tmp_path / "model", kind)
+    shutil.copytree(tiny_model(kind), tmp_path / "plain")
+    save_file(weights, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    plain = load_runner(str(tmp_path / "plain"), device=CPU, max_context=96, forwards="transformers")
     runner = load_runner(str(tmp_path / "model"), device=CPU, max_context=96, exact=True)
     assert isinstance(runner, ForwardRunner)
     assert runner.weights == TOOLS[tool][2]
     tokens = some_tokens(plain, 40)
     wanted, found = feed_chain(plain, tokens, 40), feed_chain(runner, tokens, 40)
-    assert (found - wanted).abs().mean() < 0.02 * wanted.std(), "bfloat16 is all that is between the two"
+    bound = 0.05 if kind == "qwen3-moe" else 0.02  # rounded rows may choose another expert
+    assert (found - wanted).abs().mean() < bound * wanted.std(), "bfloat16 is all that is between the two"
     runner.rollback(0)
     assert torch.equal(torch.cat([feed_chain(runner, tokens[n : n + 5], 5) for n in range(0, 40, 5)]), found)
-    wide = load_runner(str(tmp_path / "model"), device=CPU, max_context=96, dtype="float32")
-    torch.testing.assert_close(feed_chain(wide, tokens, 40), wanted, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("tool", ["awq", "float-quantized"])
-def test_experts_run_at_their_own_bits_too(tool: str, tmp_path: Path) -> None:
-    weights = save(tool, tmp_path / "model", "qwen3-moe")
-    shutil.copytree(tiny_model("qwen3-moe"), tmp_path / "plain")
-    save_file(weights, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
-    plain = load_runner(str(tmp_path / "plain"), device=CPU, max_context=96, forwards="transformers")
-    tokens = some_tokens(plain, 40)
-    wanted = feed_chain(plain, tokens, 40)
-    runner = load_runner(str(tmp_path / "model"), device=CPU, max_context=96, exact=True)
-    assert isinstance(runner, ForwardRunner)
-    assert runner.weights == TOOLS[tool][2]
-    assert (feed_chain(runner, tokens, 40) - wanted).abs().mean() < 0.05 * wanted.std()
     wide = load_runner(str(tmp_path / "model"), device=CPU, max_context=96, dtype="float32")
     torch.testing.assert_close(feed_chain(wide, tokens, 40), wanted, rtol=1e-3, atol=1e-4)
 

@@ -99,7 +99,6 @@ class TestContract(RunnerContract):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 class TestContractCuda(RunnerContract):
     kinds: ClassVar[Kinds] = {
         f"cuda {kind}": partial(load, kind, device=torch.device("cuda", 0))

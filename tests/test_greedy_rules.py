@@ -15,10 +15,8 @@ from pearl.decoding.rules import joint as joint_rule
 from pearl.lab.simulate import Outcome
 from pearl.protocol.messages import Provenance
 from pearl.protocol.options import RequestOptions, Sampling
-from tests.loops import MakeLoops, loops, simulated, submission
+from tests.pairwise import combined, pairwise
 from tests.virtual import TIMINGS, Chains, decoded
-
-__all__ = ["loops"]  # a fixture
 
 VOCAB, TOKENS = 5, 40
 GENERATOR = torch.Generator().manual_seed(11)
@@ -77,18 +75,20 @@ def bild(method: str, rollback: float, confidence: float, gamma: int, window: st
     return RequestOptions(*how, *(("threshold", (("confidence", confidence),)) if confidence else ()))
 
 
+@combined
 @pytest.mark.parametrize("gamma", [1, 4])
 @pytest.mark.parametrize("method", ["sd", "pearl", "pearl-no-pre-verify"])
-def test_bild_is_as_in_its_paper(method: str, gamma: int) -> None:
+def test_bild_is_as_in_its_paper(method: str, gamma: int, combined: Any) -> None:
     """Whatever the timing and window."""
     found = set()
-    for rollback, confidence in product(ROLLBACKS, CONFIDENCES):
+    for rollback, confidence, (window, timing) in combined(
+        ROLLBACKS, CONFIDENCES, [("stream", 0), ("stream", 1), ("fixed", 2)]
+    ):
         expected = bild_text(method, rollback, confidence, gamma)
-        for window, timing in [("stream", 0), ("stream", 1), ("fixed", 2)]:
-            run = decode(bild(method, rollback, confidence, gamma, window), timing, TOKENS + gamma)
-            assert run.tokens[:TOKENS] == expected, (rollback, confidence, window, timing)
-            assert bool(run.counts.num_draft_stops) == (confidence > 0)
-            assert run.counts.resyncs == 0
+        run = decode(bild(method, rollback, confidence, gamma, window), timing, TOKENS + gamma)
+        assert run.tokens[:TOKENS] == expected, (rollback, confidence, window, timing)
+        assert bool(run.counts.num_draft_stops) == (confidence > 0)
+        assert run.counts.resyncs == 0
         found.add(tuple(expected))
     assert len(found) >= 4
 
@@ -107,15 +107,6 @@ def test_a_token_that_the_draft_is_unsure_of_is_not_sent() -> None:
     assert run.counts.num_draft_stops == TOKENS
     assert run.tokens == decode(RequestOptions("ar")).tokens
     assert set(run.provenance) == {Provenance.DIRECT}
-
-
-@pytest.mark.parametrize("method", ["sd", "pearl"])
-def test_workers_write_the_same(loops: MakeLoops, method: str) -> None:
-    pair = loops(alpha=0.3)
-    pair.draft()
-    more: dict[str, Any] = {"rule": "bild", "draft_stop": "threshold", "stop_parameters": (("confidence", 0.9),)}
-    submit = submission(60, method, gamma=3, sampling=Sampling(), **more)
-    assert pair.front().ask(submit).tokens == simulated(submit, alpha=0.3)
 
 
 # ---- MJSD (Qin et al. 2024): the joint argmax, its longest part by joint likelihood, the target's likeliest token ----
@@ -179,4 +170,4 @@ PLANTED: dict[str, tuple[object, str, Any]] = {
 def test_planted_bugs_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*PLANTED[name])
     with pytest.raises(AssertionError):
-        [test_bild_is_as_in_its_paper("sd", 4), test_joint_is_as_in_its_paper("pearl", 3)]
+        [test_bild_is_as_in_its_paper("sd", 4, pairwise), test_joint_is_as_in_its_paper("pearl", 3)]

@@ -65,11 +65,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_answer_tokens=40,
         temperatures=(0.0,),
         top=4,
-        passes=120,
+        passes=70,
         batch_tokens=400,
         learning_rate=1e-2,
     )
     return Distillation(config, Quiet()).run()
+
+
+def answers(head: Path) -> Any:
+    """The texts that it learned from."""
+    return torch.load(head.parent / "answers.pt", weights_only=True)["rounds"]["round-000"]["answers"]
 
 
 def runner(**options: Any) -> Any:
@@ -89,13 +94,18 @@ def changed(head: Path, into: Path, tensors: dict[str, torch.Tensor | None] | No
 # ---- hidden states ----
 
 
+@torch.inference_mode()
+def tapped_states(model: Any) -> torch.Tensor:
+    """Those of `TEXT` that heads read, as transformers has them."""
+    states = model.base_model(torch.tensor([TEXT]), output_hidden_states=True).hidden_states
+    return torch.cat([states[layer][0] for layer in tapped(4)], -1)
+
+
 @pytest.mark.parametrize("how", ["as it comes", "fixed sizes", "kernels"])
 def test_features_are_the_inputs_of_three_layers(how: str, request: pytest.FixtureRequest) -> None:
     """Of chains in any cut and of trees, in each of the ways that our own forward computes."""
     model = AutoModelForCausalLM.from_pretrained(target(), dtype=torch.float32).eval()
-    with torch.inference_mode():
-        states = model.base_model(torch.tensor([TEXT]), output_hidden_states=True).hidden_states
-    wanted = torch.cat([states[layer][0] for layer in tapped(4)], -1)
+    wanted = tapped_states(model)
     more: dict[str, Any] = {} if how == "as it comes" else {"record": lambda work: work}
     if how == "kernels":
         request.getfixturevalue("small_tables")
@@ -245,9 +255,16 @@ def engine(trained: Path) -> Iterator[Engine]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def with_a_head(trained: Path) -> Iterator[Engine]:
+    """The head is the draft."""
+    with Engine(str(target()), str(trained), slots=2) as running:
+        yield running
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_no_text_changes(engine: Engine, temperature: float) -> None:
-    """By a head alone and beside a draft, with siblings and branches, in several slots, and after a common prefix."""
+def test_no_text_changes(engine: Engine, with_a_head: Engine, temperature: float) -> None:
+    """By a head alone, beside a draft and as the draft, with all that guesses, in slots, and after a common prefix."""
     wanted = [one.tokens for one in results(engine, "ar", temperature)]
     guessed = {}
     for method in ("head", "pearl", "ngram", "auto"):
@@ -256,13 +273,14 @@ def test_no_text_changes(engine: Engine, temperature: float) -> None:
         guessed[method] = sum(one.statistics.guessed_by_source.get("head", 0) for one in found)
     assert guessed["ngram"] == 0
     assert guessed["head"] > 0 or temperature, "random models' sampled texts cannot be guessed"
+    for method in ("pearl", "sd", "ssd", "auto"):
+        assert [one.tokens for one in results(with_a_head, method, temperature)] == wanted, method
 
 
 def test_a_head_saves_forwards(engine: Engine, trained: Path) -> None:
     """On texts that it has learned, over n-grams alone."""
-    answers = torch.load(trained.parent / "answers.pt", weights_only=True)["rounds"]["round-000"]["answers"]
     steps = dict.fromkeys(("ngram", "head"), 0)
-    for one in answers:
+    for one in answers(trained):
         params = SamplingParams(temperature=0, max_tokens=len(one["tokens"]))
         for method in steps:
             (found,) = engine.generate([one["prompt"]], params, method=method)
@@ -345,9 +363,7 @@ def test_the_target_gives_each_state_once_and_those_of_a_tree_before_it_is_settl
     executor = TargetExecutor(own, gives_states=True)
     verdict = lambda start, *tokens: Verdict(1, 0, start, tokens, 99, 0)  # noqa: E731
     with torch.inference_mode():
-        model = AutoModelForCausalLM.from_pretrained(target(), dtype=torch.float32).eval()
-        hidden = model.base_model(torch.tensor([TEXT]), output_hidden_states=True).hidden_states
-        wanted = torch.cat([hidden[layer][0] for layer in tapped(4)], -1)
+        wanted = tapped_states(AutoModelForCausalLM.from_pretrained(target(), dtype=torch.float32).eval())
         executor.execute(Open(tuple(TEXT[:5]), RequestOptions(), request=1))
         executor.forward([Forward(Phase.PREFILL, 0, tuple(TEXT[:3]), 0, request=1)])
         executor.forward([Forward(Phase.PREFILL, 3, tuple(TEXT[3:5]), 1, request=1)])
@@ -367,27 +383,12 @@ def test_the_target_gives_each_state_once_and_those_of_a_tree_before_it_is_settl
     torch.testing.assert_close(found.view(-1, wanted.shape[1]), wanted[:11].bfloat16(), rtol=1e-2, atol=1e-2)
 
 
-@pytest.fixture(scope="module")
-def with_a_head(trained: Path) -> Iterator[Engine]:
-    with Engine(str(target()), str(trained), slots=2) as running:
-        yield running
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_no_text_changes_by_a_head_that_drafts(with_a_head: Engine, temperature: float) -> None:
-    wanted = [one.tokens for one in results(with_a_head, "ar", temperature)]
-    for method in ("pearl", "sd", "ssd", "auto"):
-        found = results(with_a_head, method, temperature)
-        assert [one.tokens for one in found] == wanted, method
-
-
 def test_a_head_that_drafts_is_right_as_often_as_it_learned(with_a_head: Engine, trained: Path) -> None:
     """On texts that it knows by heart: only with the target's states it can say them."""
-    answers = torch.load(trained.parent / "answers.pt", weights_only=True)["rounds"]["round-000"]["answers"]
     plain: dict[str, Any] = {"gamma": 3, "look_ahead": "off", "siblings": "off", "branches": "off"}
     for method, least in (("sd", 0.6), ("pearl", 0.4)):
         judged = accepted = 0
-        for one in answers:
+        for one in answers(trained):
             params = SamplingParams(temperature=0, max_tokens=len(one["tokens"]))
             (found,) = with_a_head.generate([one["prompt"]], params, decoding=DecodingConfig(method=method, **plain))
             assert found.tokens == one["tokens"]
@@ -398,8 +399,7 @@ def test_a_head_that_drafts_is_right_as_often_as_it_learned(with_a_head: Engine,
 
 def test_the_simulator_runs_heads(trained: Path) -> None:
     """In the target's process and as the draft: on a text that they know they save target forwards."""
-    answers = torch.load(trained.parent / "answers.pt", weights_only=True)["rounds"]["round-000"]["answers"]
-    one = max(answers, key=lambda each: len(each["tokens"]))
+    one = max(answers(trained), key=lambda each: len(each["tokens"]))
     own, timing = runner(), Timing(0.1, lambda fed: 1.0)
     prompt, steps = tuple(one["prompt"]), {}
     for name, draft, head in (

@@ -83,7 +83,6 @@ _GEMMA3N = {
     "altup_num_inputs": 2,
 }
 _GPT2 = {"n_embd": 32, "n_head": 4, "n_positions": 256, "initializer_range": 0.1, "eos_token_id": EOS_ID}
-_FALCON = {"hidden_size": 32, "num_attention_heads": 4, "initializer_range": 0.1, "eos_token_id": EOS_ID}
 _OPT = _SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.1}
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "decoder_start_token_id": 0}
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "initializer_range": 0.3}
@@ -182,9 +181,6 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "gemma3n": ("Gemma3nText", _GEMMA | _GEMMA3N),
     "phi3-partial": ("Phi3", _SIZES | {"rope_parameters": _BASE | {"partial_rotary_factor": 0.75}}),
     "stablelm": ("StableLm", _SIZES | {"rope_parameters": _BASE | {"partial_rotary_factor": 1.0}}),
-    "starcoder2": ("Starcoder2", _SIZES | {"rope_parameters": _BASE}),
-    "falcon": ("Falcon", {**_FALCON, "layer_norm_epsilon": 1e-2}),
-    "nemotron": ("Nemotron", _SIZES | {"norm_eps": 1e-2, "rope_parameters": _BASE | {"partial_rotary_factor": 1.0}}),
     "minimax-m2": ("MiniMaxM2", _SIZES | {"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2}),
     "doge": ("Doge", _SIZES | {"keep_window_size": 64}),
     "doge-moe": ("Doge", _SIZES | {"is_moe": True, "num_experts": 16, "num_experts_per_tok": 4}),
