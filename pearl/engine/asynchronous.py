@@ -1,16 +1,14 @@
 """An engine for asyncio: streams are read with `async for`, and cancelling the reading task cancels the text.
 
-The engine's reading thread passes the pieces of all streams to the event loop, which is never blocked.
+A thread for each text in progress waits for its pieces, so the event loop is never blocked.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any, Unpack
 
 from pearl.config import SamplingParams
@@ -20,14 +18,12 @@ from pearl.engine.stream import Piece, Result, Stream
 from pearl.errors import EngineClosed, RequestError
 from pearl.quota import FairSemaphore
 
-_Event = Piece | BaseException | None  # a piece, or what ends the text; None: its end
-
 
 class AsyncStream:
     """The pieces of one text; iterate once. Leaving the iteration early, or cancelling its task, cancels the text.
 
     Pieces wait here until they are read, at most one context of tokens, so a slow reader delays nobody. Subclasses may
-    follow the text with `on_begin`, `on_piece` and `on_end`, which the event loop calls without waiting for the reader.
+    follow the text with `on_begin`, `on_piece` and `on_end`, which do not wait for the reader.
 
     Attributes:
         waited: seconds until the request was submitted; 0 before that.
@@ -39,12 +35,10 @@ class AsyncStream:
         _ = engine.engine  # raises if it is closed
         self._engine, self._client = engine, client
         self._request: tuple[Prompt, SamplingParams | None, Options] | None = (prompt, params, options)
-        self._events: asyncio.Queue[_Event] = asyncio.Queue()
-        self._lock = threading.RLock()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._events: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()  # None: the end of the text
         self._stream: Stream | None = None
-        self._is_closed = self._has_ended = False
-        self._read_since = self.waited = 0.0
+        self._is_closed = False
+        self.waited = 0.0
 
     def on_begin(self) -> None:
         """The request has been submitted."""
@@ -64,24 +58,21 @@ class AsyncStream:
 
     def close(self) -> None:
         """Cancels the rest of the text; its reader finds the stream at its end."""
-        with self._lock:
-            self._is_closed = True
-            if self._stream is not None:
-                self._stream.close()
-                self._pull()
+        self._is_closed = True
+        if self._stream is not None:
+            self._stream.close()
 
     def fail(self, error: BaseException) -> None:
-        """Iteration raises `error` after the pieces that have arrived. On the event loop's thread."""
+        """Iteration raises `error` after the pieces that have arrived."""
         self._events.put_nowait(error)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         if self._request is None:
             raise RequestError("this stream is being read already, or has been")
         request, self._request = self._request, None
-        self._read_since = time.monotonic()
+        since = time.monotonic()
         await self._engine.slots.acquire(self._client)
-        self._loop = asyncio.get_running_loop()
-        self._loop.run_in_executor(self._engine.encoder, self._begin, *request)
+        self._engine.streams[self] = asyncio.create_task(self._write(since, *request))
         try:
             while (event := await self._events.get()) is not None:
                 if isinstance(event, BaseException):
@@ -90,59 +81,34 @@ class AsyncStream:
         finally:
             self.close()
 
-    def _begin(self, prompt: Prompt, params: SamplingParams | None, options: Options) -> None:
-        """In a thread, for a long prompt takes long to encode."""
+    async def _write(self, since: float, prompt: Prompt, params: SamplingParams | None, options: Options) -> None:
+        """Pass on the pieces as they arrive."""
+        run, end = asyncio.get_running_loop().run_in_executor, None
         try:
-            engine = self._engine.engine
-            # Both before taking the lock, for which the loop may wait.
-            tokens = engine.encode(prompt, raw=options.get("raw", True))
-            engine.client.wait_to_send()
-            with self._lock:
-                if self._is_closed:
-                    self.pass_on(None)
-                    return
-                stream = self._stream = engine.stream(tokens, params, **options)
-            self.waited = time.monotonic() - self._read_since
-            assert self._loop is not None
-            self._loop.call_soon_threadsafe(self.on_begin)
-            self._engine.streams.add(self)
-            _ = self._engine.engine  # raises if it was closed meanwhile
-            stream.listener = self._pull
-            self._pull()  # for what has come before
+            stream = await run(self._engine.encoder, self._begin, prompt, params, options)
+            self.waited = time.monotonic() - since
+            if stream is not None:
+                self.on_begin()
+            while stream is not None and (piece := await run(self._engine.readers, next, stream, None)) is not None:
+                self.on_piece(piece)
+                self._events.put_nowait(piece)
         except BaseException as error:
-            self.pass_on(error)
+            end = error
+        del self._engine.streams[self]
+        self._engine.slots.release()
+        self.on_end()
+        self._events.put_nowait(end)
 
-    def _pull(self) -> None:
-        """Pass on all pieces that have arrived."""
-        with self._lock:
-            stream = self._stream
-            while stream is not None and stream.listener is not None and stream.is_ready:
-                try:
-                    self.pass_on(next(stream))
-                    continue
-                except StopIteration:
-                    self.pass_on(None)
-                except BaseException as error:
-                    self.pass_on(error)
-                stream.listener = None
-
-    def pass_on(self, event: _Event) -> None:
-        """Give a piece, or what ends the text, to the event loop. From any thread."""
-        with suppress(RuntimeError):  # the loop has been closed
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._on_event, event)
-
-    def _on_event(self, event: _Event) -> None:
-        if self._has_ended:
-            return
-        if isinstance(event, Piece):
-            self.on_piece(event)
-        else:
-            self._has_ended = True
-            self._engine.streams.discard(self)
-            self._engine.slots.release()
-            self.on_end()
-        self._events.put_nowait(event)
+    def _begin(self, prompt: Prompt, params: SamplingParams | None, options: Options) -> Stream | None:
+        """In a thread, for a long prompt takes long to encode. None if the stream was closed meanwhile."""
+        engine = self._engine.engine
+        tokens = engine.encode(prompt, raw=options.get("raw", True))
+        if self._is_closed:
+            return None
+        self._stream = engine.stream(tokens, params, **options)
+        if self._is_closed:
+            self._stream.close()
+        return self._stream
 
 
 class AsyncEngine:
@@ -157,15 +123,14 @@ class AsyncEngine:
 
     Attributes:
         slots: a place for each text in progress.
-        streams: these texts.
-        encoder: the thread that prepares requests.
+        streams: these texts, and the tasks that write them.
+        encoder, readers: threads that prepare requests, and that wait for pieces.
     """
 
     def __init__(self, target: str | None = None, draft: str | None = None, **settings: Any) -> None:
         self._arguments = (target, draft, settings)
         self._engine: Engine | None = None
-        self.streams: set[AsyncStream] = set()
-        self.slots = FairSemaphore(0)
+        self.streams: dict[AsyncStream, asyncio.Task[None]] = {}
         self.encoder = ThreadPoolExecutor(1, "pearl-prompt")
 
     @classmethod
@@ -178,6 +143,7 @@ class AsyncEngine:
     def _open(self, engine: Engine) -> None:
         self._engine = engine
         self.slots = FairSemaphore(engine.config.slots)
+        self.readers = ThreadPoolExecutor(engine.config.slots, "pearl-piece")
 
     @property
     def engine(self) -> Engine:
@@ -200,9 +166,10 @@ class AsyncEngine:
         """No text begins any more, and those in progress fail; the engine itself stays open."""
         self._engine = None
         for stream in [*self.streams]:
-            stream.pass_on(EngineClosed("this engine has been closed; make another"))
+            stream.fail(EngineClosed("this engine has been closed; make another"))
             stream.close()
-        self.encoder.shutdown(wait=False, cancel_futures=True)
+        for threads in (self.encoder, self.readers):
+            threads.shutdown(wait=False)
 
     async def encode(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt. Raises `RequestError`."""

@@ -129,7 +129,7 @@ class Client:
         if self._reader.is_alive() and self._reader is not threading.current_thread():
             self._reader.join(2 * _READ_SECONDS)  # else it would use a closed socket
         self.endpoint.close()
-        self.tell()
+        self._tell()
         if self._launcher is not None:
             self._launcher.close()
 
@@ -232,13 +232,11 @@ class Client:
             try:
                 self._dispatch(message)
             except PearlError as error:
-                with self._changed:
-                    is_read = any(stream.listener is None for stream in self._streams.values())
-                    is_awaited = self.welcome is None or self._waiting or is_read
-                    self._fault = error if is_awaited else None
-                if not is_awaited:
+                if self._waiting or self._streams:
+                    self._fault = error
+                else:
                     log.warning("%s", error)
-        self.tell()
+        self._tell()
 
     def _lose(self, why: str) -> None:
         """The target cannot be used any more: ends what was launched, even if nobody closes the engine.
@@ -250,21 +248,12 @@ class Client:
             self._launcher.lose()
         remedy = "Make a new engine" if self._launcher else "Start an engine again, with `pearl serve` for example"
         self.lost = self.lost or f"{why}; the text ends here. {remedy}"
+        self._tell()
+
+    def _tell(self) -> None:
+        """Wakes who waits."""
         with self._changed:
             self._changed.notify_all()
-
-    def tell(self) -> None:
-        """Wakes who waits, and calls the listeners: in the reading thread, or the one that closes the engine."""
-        with self._changed:
-            self._changed.notify_all()
-            streams = [stream for stream in self._streams.values() if stream.listener and self.is_ready(stream)]
-        for stream in streams:
-            if stream.listener:
-                stream.listener()
-
-    def is_ready(self, stream: Stream) -> bool:
-        """Whether `next` of this stream would not wait."""
-        return bool(stream.inbox) or not stream.is_open or self.is_closed or bool(self.lost)
 
     def _dispatch(self, message: object) -> None:
         match message:
@@ -308,10 +297,7 @@ def _read(client: ref[Client], endpoint: Connection) -> None:
         except TransportError:  # it was closed
             return
         owner = client()
-        if owner is None or owner.is_closed:
-            return
-        if owner.lost:
-            owner.tell()
+        if owner is None or owner.is_closed or owner.lost:
             return
         owner.receive(received)
         del owner

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
@@ -62,27 +62,17 @@ class Result:
 
 
 class Stream:
-    """The pieces of one text as they arrive; iterate, or `close()` to leave early. `result` grows meanwhile.
-
-    Attributes:
-        listener: called in the reading thread whenever `next` would not wait.
-    """
+    """The pieces of one text as they arrive; iterate, or `close()` to leave early. `result` grows meanwhile."""
 
     def __init__(self, client: Client, tokenizer: Tokenizer, submit: Submit, show: Collection[str] = ()) -> None:
         self.request = submit.request
         self.inbox: deque[object] = deque()
-        self.listener: Callable[[], None] | None = None
         self.is_open = True
         self.has_begun = False  # whether a message has arrived
         self.result = Result(seed=submit.options.sampling.seed, prompt_tokens=list(submit.prompt))
         self._end = len(submit.prompt)  # position after the last token that has arrived
         self._client = client
         self._text = TextStream(tokenizer, submit.prompt, submit.options.stops, show)
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether `next` would not wait."""
-        return self._client.is_ready(self)
 
     def take(self, message: object) -> bool:
         """Puts a message into the inbox; False if committed tokens do not follow the ones before."""
