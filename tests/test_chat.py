@@ -73,12 +73,11 @@ def test_ctrl_c_ends_the_reply_and_a_wait_for_another_client_is_shown(home: dict
         person.sees(wanted("123", 10))
         person.type(CTRL_C)
         person.sees("stopped after")
-        person.sees(STATUS)
+        person.sees(" tokens")
         text = " ".join(person.text.split())
-        said = re.search(r"stopped after (\d+) tokens · ([\d.]+) tokens/s", text)
+        said = re.search(r"stopped after (\d+) tokens", text)
         assert said is not None
         assert int(said[1]) >= 10
-        assert 1 < float(said[2]) < 60, "a forward of the target lasts 0.05 s"
         person.send("/show")
         person.sees("1 turns")
         person.send("/set max_tokens 5")
@@ -89,7 +88,7 @@ def test_ctrl_c_ends_the_reply_and_a_wait_for_another_client_is_shown(home: dict
                 next(first)
                 person.send("4")
                 person.sees("another client is being served")
-        person.sees(STATUS, 2)
+        person.sees(STATUS)
         person.type(CTRL_C)  # in an empty line it only says how to leave
         person.sees("Ctrl-D or /bye leaves")
         person.send("/bye")
@@ -98,8 +97,7 @@ def test_ctrl_c_ends_the_reply_and_a_wait_for_another_client_is_shown(home: dict
 
 
 def test_what_is_typed_while_a_reply_is_made_is_kept(home: dict[str, str], paced: list[str]) -> None:
-    """Messages and commands in their order, edited as at a prompt; a pasted text waits until the user ends it; what was
-    typed before a question is no answer to it."""
+    """Messages and commands in their order, edited as at a prompt; a pasted text waits until the user ends it."""
     with chatting(home, *paced, "--temperature", "0", "--max-tokens", "20", "--no-history") as person:
         person.sees(">>>")
         person.send("123")
@@ -124,10 +122,7 @@ def test_what_is_typed_while_a_reply_is_made_is_kept(home: dict[str, str], paced
         person.sees("max_tokens 20")
         person.send("1" * 440)
         person.sees("1" * 20)
-        person.type("2" * 50 + "\r/he")
-        person.sees("Drop the oldest 1 of 1 turns? [y/N]")
-        person.send("n")
-        person.sees("Nothing was sent")
+        person.type("/he")
         person.sees(">>> /he")
         person.send("lp")
         person.sees("/exit")
@@ -331,13 +326,7 @@ def test_several_lines_long_pastes_history_and_a_full_context(home: dict[str, st
             person.send(message)
             person.sees(STATUS, i)
         person.send("3" * 10)
-        person.sees("the context is full")
-        person.sees("Drop the oldest 1 of 2 turns? [y/N]")
-        person.send("n")
-        person.sees("Nothing was sent")
-        person.send("3" * 10)
-        person.sees("[y/N]", 2)
-        person.send("y")
+        person.sees("the context is full: the oldest 1 turns are forgotten")
         person.sees(STATUS, 5)
         person.send("/show")
         person.sees("2 turns")
@@ -429,7 +418,7 @@ def test_what_cannot_be_is_one_line_and_an_exit_code(
     for arguments, code, why in (
         ([*question, "--target", TOY, "--draft", TOY], 2, "no chat template"),
         ([*question, "--target", "/nowhere"], 3, "/nowhere"),
-        (["chat", "-q", "1" * 600, *attached], 2, "the context is full"),
+        (["chat", "-q", "1" * 600, *attached], 2, "too many tokens"),
         (["chat", "--temperature", "x"], 2, "temperature"),
         ([*question, "--connect", "/nowhere"], 2, "no running engine of yours is named /nowhere"),
         (["stop", "/nowhere"], 2, "no running engine of yours is named /nowhere"),

@@ -135,19 +135,20 @@ def test_raw_text_goes_on_where_it_ended() -> None:
     conversation.add("Once upon", " a time")
     conversation.add(" there", " was")
     assert tokenizer.decode(conversation.prompt(" a king")) == "^Once upon a time there was a king"
-    conversation.forget_oldest(1)
+    assert conversation.make_room(" a king", 20) == 1
     assert tokenizer.decode(conversation.prompt(" a king")) == "^ there was a king"
 
 
 def test_the_oldest_turns_make_room() -> None:
     conversation = talked(chatml, TURNS)
     whole = len(conversation.prompt("?"))
-    assert conversation.turns_to_forget(whole, "?") == 0
-    assert conversation.turns_to_forget(whole - 1, "?") == 1
-    assert conversation.turns_to_forget(len(talked(chatml, []).prompt("?")), "?") == 3
-    assert conversation.turns_to_forget(5, "?") is None
-    conversation.forget_oldest(2)
-    assert Characters(None).decode(conversation.prompt("?")) == chatml(said(TURNS[2:], "?"))
+    assert conversation.make_room("?", whole) == 0
+    with pytest.raises(RequestError, match="too many tokens"):
+        conversation.make_room("?", 5)
+    assert len(conversation.prompt("?")) == whole
+    assert conversation.make_room("?", whole - 1) == 1
+    assert Characters(None).decode(conversation.prompt("?")) == chatml(said(TURNS[1:], "?"))
+    assert conversation.make_room("?", len(talked(chatml, []).prompt("?"))) == len(TURNS) - 1
 
 
 def test_a_saved_conversation_goes_on() -> None:

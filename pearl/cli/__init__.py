@@ -108,42 +108,15 @@ def cli() -> None:
     """PEARL: parallel speculative decoding. Two processes, one text."""
 
 
-def _open_closed_streams() -> bool:
-    """Open the standard streams that the parent process has closed. Return whether standard output was closed.
+def _open_closed_streams() -> None:
+    """Open the standard streams that the parent process has closed.
 
     Otherwise the next file or socket would get that file descriptor and receive what is printed. Writing to the new
     standard output fails (/dev/full), so that lost output is reported.
     """
-    closed = sys.stdout is None
-    for number, name, path, mode in (
-        (0, "stdin", os.devnull, os.O_RDONLY),
-        (1, "stdout", "/dev/full", os.O_WRONLY),
-        (2, "stderr", os.devnull, os.O_WRONLY),
-    ):
+    for name, path, mode in (("stdin", os.devnull, "r"), ("stdout", "/dev/full", "w"), ("stderr", os.devnull, "w")):
         if getattr(sys, name) is None:
-            opened = os.open(path, mode)
-            if opened != number:
-                os.dup2(opened, number)
-                os.close(opened)
-            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
-    return closed
-
-
-def _redirect_to_null(number: int) -> None:
-    """Send what is still buffered for this file descriptor to /dev/null: flushing it at exit would fail again."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, number)
-    os.close(null)
-
-
-def _say_if_possible(text: str) -> None:
-    """Print to standard error. If that fails, only the exit code is left to report the error."""
-    from pearl.cli.console import say
-
-    try:
-        say(text)
-    except OSError:
-        _redirect_to_null(2)
+            setattr(sys, name, open(path, mode))  # noqa: SIM115 - takes the lowest free descriptor, which is the stream's
 
 
 def main() -> None:
@@ -152,7 +125,8 @@ def main() -> None:
     Other exit codes: 130 for Ctrl-C, 143 for SIGTERM where a command ends in order by it, 1 for a broken pipe (click's
     own), 4 if output cannot be written because the disk is full or standard output is closed.
     """
-    closed = _open_closed_streams()
+    text, closed, is_lost = "", sys.stdout is None, False
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # what its encoding lacks becomes an escape, not a traceback
             stream.reconfigure(errors="backslashreplace")
@@ -162,18 +136,23 @@ def main() -> None:
     except OSError as error:
         if error.errno not in _WRITE_ERRORS or error.filename is not None:
             raise
-        _say_if_possible(f"error: output is lost: {'standard output is closed' if closed else error.strerror}")
-        _redirect_to_null(1)
-        code = 4
+        text = f"error: output is lost: {'standard output is closed' if closed else error.strerror}"
+        code, is_lost = 4, True
     except click.ClickException as error:
         shown = io.StringIO()  # may quote arguments with control characters: print it through `say`
         error.show(shown)
-        _say_if_possible(shown.getvalue().rstrip("\n"))
-        code = error.exit_code
+        text, code = shown.getvalue().rstrip("\n"), error.exit_code
     except click.exceptions.Abort:
-        _say_if_possible("interrupted")
-        code = 130
+        text, code = "interrupted", 130
     except PearlError as error:
-        _say_if_possible(f"error: {error}" + (f"\n  {error.advice}" if error.advice else ""))
-        code = error.exit_code
+        text, code = f"error: {error}" + (f"\n  {error.advice}" if error.advice else ""), error.exit_code
+    if text:
+        from pearl.cli.console import say
+
+        try:
+            say(text)
+        except OSError:
+            is_lost = True
+    if is_lost:
+        os._exit(code)  # flushing the streams at exit would fail again, and change the exit code
     sys.exit(code if isinstance(code, int) else 0)

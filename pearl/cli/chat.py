@@ -18,22 +18,20 @@ from rich.logging import RichHandler
 from rich.text import Text
 
 from pearl.cli import listed
-from pearl.cli.commands import COMMANDS, TAKE_FILES, TAKE_WORDS, Leave, Switch, run_command
-from pearl.cli.console import SafeConsole, text_input
+from pearl.cli.commands import ARGUMENTS, COMMANDS, Leave, Switch, run_command
+from pearl.cli.console import SafeConsole, say, text_input
 from pearl.cli.launch import connect_option, running
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.cli.reply import MarkdownReply, Reply, TokenReply, legend
-from pearl.cli.terminal import KeyWatcher, LineReader, ended_by_signals, raw_keys, state_directory
+from pearl.cli.terminal import KeyWatcher, LineReader, ended_by_signals, private_file, raw_keys, state_directory
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams, Settings
 from pearl.engine import Engine, torchrun
 from pearl.engine.conversation import Conversation, Saved
 from pearl.engine.stream import Piece, Result, Stream
-from pearl.errors import ConfigError, EngineClosed, PearlError, RequestError, TargetLost
-from pearl.metrics import FIGURES, Statistics, Stopwatch, brief, fold
+from pearl.errors import ConfigError, EngineClosed, PearlError, TargetLost
+from pearl.metrics import FIGURES, Statistics, brief
 from pearl.printable import printable
 from pearl.protocol.messages import Provenance
-from pearl.protocol.request import Counts
-from pearl.protocol.speeds import Speeds
 from pearl.text.reasoning import Splitter, splitter_of
 from pearl.text.stream import CONTEXT, REPLACEMENT
 
@@ -51,10 +49,6 @@ class _Waiting:
         others = "another client is being served" if ahead == 1 else f"{ahead} requests of other clients come first"
         what = others if ahead else "reading the conversation"
         return Text(f"{what}, {time.monotonic() - self._began:.0f} s", "dim")
-
-
-class ContextFull(RequestError):
-    """Conversation and message leave no room for a reply."""
 
 
 @dataclass
@@ -94,33 +88,31 @@ class Chat:
     def answer(self, message: str) -> Result:
         """Send a message and show the reply as it comes. Ctrl-C ends the reply and keeps what there is of it.
 
-        Raises `ContextFull` or another `RequestError`, and then leaves the conversation unchanged.
+        The oldest turns go where the context is full. Raises `RequestError` for a message that cannot be sent.
         """
+        if dropped := self.conversation.make_room(message, self.engine.context - _MIN_REPLY_TOKENS):
+            say(f"the context is full: the oldest {dropped} turns are forgotten")
         prompt = self.conversation.prompt(message)
-        room = self.engine.context - len(prompt)
-        if room < _MIN_REPLY_TOKENS:
-            raise ContextFull(
-                f"the context is full: conversation and message have {len(prompt):,} tokens, "
-                f"it holds {self.engine.context:,}"
-            )
-        sampling = self.sampling
+        room, sampling = self.engine.context - len(prompt), self.sampling
         if sampling.max_tokens and sampling.max_tokens > room:
             sampling = sampling.model_copy(update={"max_tokens": room})  # the context is the tighter limit
-        now = time.monotonic()
-        watch = Stopwatch(submitted=now, begun=now)
         stream = self.engine.stream(prompt, sampling, decoding=self.decoding, preview=self.show_draft)
         splitter = None if self.conversation.is_raw else splitter_of(self.engine.tokenizer, prompt)
-        self._show(stream, splitter, watch)
+        self._show(stream, splitter)
         result = stream.result
-        if result.finish_reason == "cancelled":
-            result.statistics = _statistics_until_stopped(result, watch)
-        else:
+        if result.finish_reason != "cancelled":
             self.done.setdefault(self.decoding.method, []).append(result.statistics)
         self.conversation.add(message, result.text)
         return result
 
-    def _show(self, stream: Stream, splitter: Splitter | None, watch: Stopwatch) -> None:
-        """Show the reply, with its reasoning dimmed, and note in `watch` when its tokens arrive."""
+    def exchange(self, message: str) -> None:
+        """Answer a message, behind the attached files, and print the figures."""
+        message = "".join(self.attached) + message
+        self.attached.clear()
+        self.console.print(status(self.answer(message), self.engine.context, self.stats))
+
+    def _show(self, stream: Stream, splitter: Splitter | None) -> None:
+        """Show the reply, with its reasoning dimmed."""
         keys = KeyWatcher(stream.close) if self.keys else nullcontext()
         with stream, keys:
             begun = self._await_first(stream)
@@ -129,7 +121,7 @@ class Chat:
                 reply.add([f"{splitter.tags.start}\n"], [Provenance.DIRECT])  # its counterpart will come as text
             try:
                 for piece in chain(begun, stream):
-                    self._add(reply, piece, stream.result, watch)
+                    self._add(reply, piece, stream.result)
             finally:
                 reply.finish()
 
@@ -152,21 +144,12 @@ class Chat:
             return TokenReply(self.console)
         return MarkdownReply(self.console, splitter) if self._is_screen and self.markdown else Reply()
 
-    def _add(self, reply: Reply, piece: Piece, result: Result, watch: Stopwatch) -> None:
+    def _add(self, reply: Reply, piece: Piece, result: Result) -> None:
         if piece.preview:
             reply.guess(_preview_text(self.engine, result, piece.preview))
-        if piece.tokens:
-            watch.committed(len(piece.tokens), time.monotonic())
         if piece.text:
             sources = piece.provenance or result.provenance[-1:] or [Provenance.DIRECT]
             reply.add(piece.texts or (piece.text,), sources)
-
-
-def _statistics_until_stopped(result: Result, watch: Stopwatch) -> Statistics:
-    """The statistics of a stopped reply as far as the chat knows them: the target sends none."""
-    accepted, corrected = map(result.provenance.count, (Provenance.ACCEPTED, Provenance.CORRECTED))
-    counts = Counts(num_judged_draft_tokens=accepted + corrected, num_accepted_draft_tokens=accepted)
-    return fold(counts, watch, Speeds(), len(result.prompt_tokens), 0)
 
 
 def _preview_text(engine: Engine, result: Result, pending: tuple[int, ...]) -> str:
@@ -179,7 +162,9 @@ def _preview_text(engine: Engine, result: Result, pending: tuple[int, ...]) -> s
 def status(result: Result, context: int, stats: bool) -> Text:
     """The line of figures below a reply, all figures with `stats`, and warnings below them."""
     s = result.statistics
-    line = Text(f"stopped after {brief(s)}" if result.finish_reason == "cancelled" else brief(s), "dim")
+    if result.finish_reason == "cancelled":  # the target sends no statistics
+        return Text(f"stopped after {len(result.tokens)} tokens", "dim")
+    line = Text(brief(s), "dim")
     if stats:
         texts = ((figure.name, figure.text(s)) for figure in FIGURES if not figure.is_brief)
         line.append("\n" + " · ".join(f"{name} {text}" for name, text in texts if text is not None))
@@ -258,7 +243,7 @@ def chat(
 
 def _saved_chat(load: Path | None, goes_on: bool) -> str | None:
     """The text of a saved conversation. Raises `ConfigError`."""
-    path = load or (_last_chat() if goes_on else None)
+    path = load or (state_directory() / "last-chat.json" if goes_on else None)
     if path is None:
         return None
     try:
@@ -275,7 +260,7 @@ def _talk(chat: Chat, question: str | None) -> None:
     if question is not None:
         chat.answer(question)
     elif sys.stdin.isatty() and sys.stdout.isatty():
-        reader = LineReader(COMMANDS, chat.remembers, TAKE_WORDS, TAKE_FILES)
+        reader = LineReader(COMMANDS, ARGUMENTS, chat.remembers)
         with raw_keys(), ended_by_signals():
             try:
                 _run_interactive(chat, reader)
@@ -301,7 +286,7 @@ def _run_interactive(chat: Chat, reader: LineReader) -> None:
             line = reader.read()
             message = run_command(chat, line) if line.startswith("/") else line
             if message and message.strip():
-                _exchange(chat, reader, message)
+                chat.exchange(message)
         except KeyboardInterrupt:  # Ctrl-C in an empty line
             chat.console.print("Ctrl-D or /bye leaves.", style="dim")
         except (EOFError, Leave):
@@ -314,34 +299,10 @@ def _run_interactive(chat: Chat, reader: LineReader) -> None:
             chat.console.print(Text(printable(str(error)), "red"))
 
 
-def _last_chat() -> Path:
-    return state_directory() / "last-chat.json"
-
-
 def _save_last_chat(chat: Chat) -> None:
     """Save the conversation, if any, for --continue. Ignores errors of the file system."""
     if chat.conversation.turns and chat.remembers:
         with contextlib.suppress(OSError, RuntimeError):
-            path = _last_chat()
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path.touch(mode=0o600)
-            path.write_text(chat.conversation.saved(chat.engine.config.target), encoding="utf-8")
-
-
-def _exchange(chat: Chat, reader: LineReader, message: str) -> None:
-    """Answer one message. If the context is full, offer to drop the oldest turns first."""
-    message = "".join(chat.attached) + message
-    chat.attached.clear()
-    try:
-        answer = chat.answer(message)
-    except ContextFull as full:
-        count = chat.conversation.turns_to_forget(chat.engine.context - _MIN_REPLY_TOKENS, message)
-        if not count:
-            raise RequestError(f"your message alone has too many tokens: {full}. Shorten it") from None
-        chat.console.print(Text(str(full), "yellow"))
-        if not reader.agrees(f"Drop the oldest {count} of {len(chat.conversation.turns)} turns?"):
-            chat.console.print("Nothing was sent. /undo, /clear and /save are at hand.", style="dim")
-            return
-        chat.conversation.forget_oldest(count)
-        answer = chat.answer(message)
-    chat.console.print(status(answer, chat.engine.context, chat.stats))
+            private_file("last-chat.json").write_text(
+                chat.conversation.saved(chat.engine.config.target), encoding="utf-8"
+            )

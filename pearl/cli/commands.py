@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
+from prompt_toolkit.completion import NestedCompleter, PathCompleter
 from rich.table import Table
 from rich.text import Text
 
@@ -337,17 +338,11 @@ _HANDLERS: dict[str, Callable[[Chat, str], str | None]] = {
     )
 }
 COMMANDS = {name: handler.__doc__ or "" for name, handler in _HANDLERS.items()}
-TAKE_FILES = ("/save", "/load", "/file", "/trace", "/model")
-_SETTINGS: Mapping[str, tuple[str, ...]] = {
-    name: ("on", "off") if name in _DISPLAY_SETTINGS else ("default",)
-    for name in (*_SAMPLING, *_DECODING, *_DISPLAY_SETTINGS)
-}
-# Words that may follow a command, and those that may follow these.
-TAKE_WORDS: Mapping[str, Mapping[str, Any]] = {
-    "/method": dict.fromkeys(METHODS),
-    "/set": {name: dict.fromkeys(values) for name, values in {**_SETTINGS, "system": ()}.items()},
-    "/trace": {"off": None},
-    "/system": {"none": None},
+_VALUES = {name: {"default"} for name in (*_SAMPLING, *_DECODING)} | {name: {"on", "off"} for name in _DISPLAY_SETTINGS}
+ARGUMENTS = {  # what may follow a command
+    "/method": NestedCompleter.from_nested_dict(dict.fromkeys(METHODS)),
+    "/set": NestedCompleter.from_nested_dict({**_VALUES, "system": None}),
+    **dict.fromkeys(("/save", "/load", "/file", "/trace", "/model"), PathCompleter(expanduser=True)),
 }
 
 

@@ -35,8 +35,6 @@ def ps(as_json: bool) -> None:
         click.echo(printable(card.table(running)))
     else:
         say("no engine is running")
-    for directory in card.leftovers():
-        say(f"left by a killed engine, safe to remove: {directory}")
 
 
 @listed("Use it", "pearl stop 4242")

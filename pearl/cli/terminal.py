@@ -13,25 +13,16 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
-from prompt_toolkit import PromptSession, prompt
+from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app_session
-from prompt_toolkit.completion import (
-    CompleteEvent,
-    Completer,
-    Completion,
-    NestedCompleter,
-    PathCompleter,
-    merge_completers,
-)
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 from prompt_toolkit.formatted_text import HTML
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
-from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
+from prompt_toolkit.input.typeahead import store_typeahead
 from prompt_toolkit.key_binding import KeyBindings, KeyPress, KeyPressEvent
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.styles import Style
@@ -49,6 +40,14 @@ def state_directory() -> Path:
     """Directory for this user's private state, such as the history. Source: XDG Base Directory Specification."""
     base = Path(os.environ.get("XDG_STATE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".local" / "state") / "pearl"
+
+
+def private_file(name: str) -> Path:
+    """A file there, which exists afterwards. Raises `OSError`, `RuntimeError`."""
+    path = state_directory() / name
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.touch(mode=0o600)
+    return path
 
 
 def raw_keys() -> contextlib.AbstractContextManager[None]:
@@ -127,26 +126,15 @@ class KeyWatcher:
 
 
 class _Commands(Completer):
-    """Completes commands, and behind a command its words or files."""
+    """Completes commands, and behind a command its arguments."""
 
-    def __init__(
-        self, commands: Mapping[str, str], words: Mapping[str, Mapping[str, Any]], files: Collection[str]
-    ) -> None:
-        self._commands = commands
-        self._next = {
-            name: merge_completers(
-                [
-                    *([NestedCompleter.from_nested_dict(dict(words[name]))] if name in words else []),
-                    *([PathCompleter(expanduser=True)] if name in files else []),
-                ]
-            )
-            for name in commands
-        }
+    def __init__(self, commands: Mapping[str, str], arguments: Mapping[str, Completer]) -> None:
+        self._commands, self._arguments = commands, arguments
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
         name, space, rest = document.text_before_cursor.partition(" ")
-        if space and name in self._next:
-            yield from self._next[name].get_completions(Document(rest), complete_event)
+        if space and name in self._arguments:
+            yield from self._arguments[name].get_completions(Document(rest), complete_event)
         elif not space and name.startswith("/"):
             for each, about in self._commands.items():
                 if each.startswith(name):
@@ -160,21 +148,14 @@ class LineReader:
 
     Args:
         commands: command -> description.
-        words: command -> words that may follow it -> words that may follow these, and so on.
-        files: commands that a file may follow.
+        arguments: command -> completer of what follows it.
     """
 
-    def __init__(
-        self,
-        commands: Mapping[str, str],
-        remember: bool,
-        words: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
-        files: Collection[str] = (),
-    ) -> None:
+    def __init__(self, commands: Mapping[str, str], arguments: Mapping[str, Completer], remember: bool) -> None:
         self._pastes: dict[str, str] = {}
         self._session: PromptSession[str] = PromptSession(
             history=_history() if remember else InMemoryHistory(),
-            completer=_Commands(commands, words, files),
+            completer=_Commands(commands, arguments),
             complete_while_typing=True,
             key_bindings=self._key_bindings(),
             style=Style.from_dict({"placeholder": "ansibrightblack", "prompt": "bold"}),
@@ -197,16 +178,6 @@ class LineReader:
                 return ""
         text = text.encode("utf-8", "replace").decode()  # surrogates, from invalid bytes
         return _NOTE.sub(self._expand_note, _without_quotes(text))
-
-    def agrees(self, question: str) -> bool:
-        """Ask a question; True only for y or yes. Text typed earlier is no answer, and is kept for the next line."""
-        before = get_typeahead(self._session.input)
-        try:
-            return prompt(f"{question} [y/N] ").strip().lower() in ("y", "yes")
-        except (EOFError, KeyboardInterrupt):
-            return False
-        finally:
-            store_typeahead(self._session.input, before)
 
     def _key_bindings(self) -> KeyBindings:
         keys = KeyBindings()
@@ -253,9 +224,7 @@ def _without_quotes(text: str) -> str:
 def _history() -> History:
     """The history: in a file that only this user can read, or in memory if that file cannot be written."""
     try:
-        path = state_directory() / "history"
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.touch(mode=0o600)
+        path = private_file("history")
         with path.open("a"):
             return FileHistory(path)
     except (OSError, RuntimeError):  # no writable state directory, or no home

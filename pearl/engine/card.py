@@ -21,7 +21,6 @@ from pearl.transport.address import is_local, is_private, private_directories
 
 _FILE = "engine.json"
 _HEADER = ("PID", "AGE", "TARGET", "DRAFT", "DEVICES", "PROGRAM", "DIRECTORY")
-_UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -95,16 +94,7 @@ def read_card(directory: Path) -> Card | None:
 
 def running_engines() -> list[Card]:
     """This user's engines on this host, newest first."""
-    return [card for card in _cards() if card.alive]
-
-
-def leftovers() -> list[Path]:
-    """Directories of engines that were killed together with all their workers, which otherwise remove them."""
-    return [Path(card.directory) for card in _cards() if not card.alive]
-
-
-def _cards() -> list[Card]:
-    return [card for directory in private_directories() if (card := read_card(directory)) is not None]
+    return [card for each in private_directories() if (card := read_card(each)) is not None and card.alive]
 
 
 def find_card(name: str) -> Card:
@@ -152,12 +142,7 @@ def table(cards: Iterable[Card]) -> str:
 def _row(card: Card) -> tuple[str, ...]:
     devices = " + ".join(card.place(role)[0] for role in card.roles)
     models = (str(card.config["target"]), str(card.config["draft"]))
-    return (str(card.pid), _rounded(card.age), *models, devices, card.program, card.directory)
-
-
-def _rounded(seconds: float) -> str:
-    size, unit = next((each for each in _UNITS if seconds >= each[0]), _UNITS[-1])
-    return f"{seconds // size:.0f} {unit}"
+    return (str(card.pid), f"{card.age // 60:.0f} min", *models, devices, card.program, card.directory)
 
 
 def _program(arguments: list[str]) -> str:

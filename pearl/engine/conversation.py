@@ -57,12 +57,14 @@ class Conversation:
         """Tokens of the turns so far."""
         return len(self.prompt("")) if self.turns else 0
 
-    def prompt(self, message: str, skip: int = 0) -> list[int]:
-        """The prompt for the reply to `message`, without the first `skip` turns.
+    def prompt(self, message: str) -> list[int]:
+        """The prompt for the reply to `message`.
 
         Raises `RequestError` if the model has no chat template, or the template refuses these messages.
         """
-        turns = self.turns[skip:]
+        return self._prompt(self.turns, message)
+
+    def _prompt(self, turns: Sequence[Turn], message: str) -> list[int]:
         if self.is_raw:
             return self._tokenizer.encode("".join(turn.user + turn.reply for turn in turns) + message)
         tokens = self._tokenizer.apply_chat([*self._messages(turns), _user(message)])
@@ -80,17 +82,16 @@ class Conversation:
         """Removes the last turn and returns it."""
         return self.turns.pop() if self.turns else None
 
-    def turns_to_forget(self, room: int, message: str) -> int | None:
-        """How many of the oldest turns must go for the prompt for `message` to have at most `room` tokens.
+    def make_room(self, message: str, room: int) -> int:
+        """Removes the oldest turns until the prompt for `message` has at most `room` tokens. Returns how many.
 
-        None if it is too long by itself.
+        Raises `RequestError`, and changes nothing, if the message is too long by itself.
         """
-        counts = range(len(self.turns) + 1)
-        return next((count for count in counts if len(self.prompt(message, count)) <= room), None)
-
-    def forget_oldest(self, count: int) -> None:
-        """Removes the first `count` turns."""
-        del self.turns[:count]
+        for count in range(len(self.turns) + 1):
+            if (length := len(self._prompt(self.turns[count:], message))) <= room:
+                del self.turns[:count]
+                return count
+        raise RequestError(f"your message alone has too many tokens: {length:,}, and room is for {room:,}. Shorten it")
 
     def clear(self) -> None:
         """Removes all turns; the system prompt stays."""
