@@ -252,23 +252,22 @@ def spelled(token: int) -> bytes:
 def test_an_impossible_token_is_a_number_too() -> None:
     """JSON has no infinity."""
     answer = Answer(True, "m", spell=spelled)
-    told = answer._logprobs(0, [1], [m.Logprobs(LEAST_LOGPROB, ((2, -0.5),))])
+    told = answer._logprobs([1], [m.Logprobs(LEAST_LOGPROB, ((2, -0.5),))])
     assert json.loads(json.dumps(told, allow_nan=False))["content"][0]["logprob"] == -9999.0
 
 
 def test_tokens_of_one_text_and_parts_of_characters_are_told_apart() -> None:
-    """In `/v1/completions`: one part of a character was left of several, and each counted as a character."""
+    """In `/v1/completions`: one part of a character was left of several."""
     of = [b"a", b"a", b"\xe4", b"\xbd", b"\xa0", "ü".encode(), b"x"]
     answer = Answer(False, "m", spell=of.__getitem__)
-    parts = [answer._logprobs(0, tokens, [m.Logprobs(-1.0, ((2, -2.0), (3, -3.0), (0, -4.0), (1, -5.0)))] * len(tokens))
+    parts = [answer._logprobs(tokens, [m.Logprobs(-1.0, ((2, -2.0), (3, -3.0), (0, -4.0), (1, -5.0)))] * len(tokens))
              for tokens in ([1, 2], [3, 4, 5, 6])]  # fmt: skip
     assert all(parts)
     tokens = [text for part in parts for text in part["tokens"]]  # type: ignore[index]
     assert tokens == ["a", r"bytes:\xe4", r"bytes:\xbd", r"bytes:\xa0", "ü", "x"]
-    assert [offset for part in parts for offset in part["text_offset"]] == [0, 1, 1, 1, 2, 3]  # type: ignore[index]
     first, second = parts[0]["top_logprobs"]  # type: ignore[index]
-    assert first == {r"bytes:\xe4": -2.0, r"bytes:\xbd": -3.0, "token_id:0": -4.0, "a": -1.0}
-    assert second == {r"bytes:\xe4": -1.0, r"bytes:\xbd": -3.0, "a": -4.0, "token_id:1": -5.0}
+    assert first == {r"bytes:\xe4": -2.0, r"bytes:\xbd": -3.0, "a": -1.0}
+    assert second == {r"bytes:\xe4": -1.0, r"bytes:\xbd": -3.0, "a": -4.0}
 
 
 @pytest.mark.parametrize(("chat", "top", "length"), [(True, 0, 1), (False, 2, 64), (True, 2, 200), (False, 0, 0)])
@@ -279,7 +278,7 @@ def test_all_are_in_a_whole_answer(chat: bool, top: int, length: int) -> None:
     said = json.loads(Answer(chat, "m", spell=spelled).whole([result, result], {"x": 1}))
     expected = Answer(chat, "m", spell=spelled)
     for index, choice in enumerate(said["choices"]):
-        assert choice["logprobs"] == expected._logprobs(index, tokens, told)
+        assert choice["logprobs"] == expected._logprobs(tokens, told)
         assert (choice["message"]["content"] if chat else choice["text"]) == result.text
         assert (choice["index"], choice["finish_reason"]) == (index, "length")
     assert (len(said["choices"]), said["usage"], said["model"]) == (2, {"x": 1}, "m")

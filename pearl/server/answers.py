@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from codecs import IncrementalDecoder, getincrementaldecoder
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -87,10 +86,6 @@ class Answer:
         self._chat, self._spell = is_chat, spell
         self._include_usage = options is not None and options.include_usage  # each chunk then has a field `usage`
         self._provenance = options is not None and options.include_provenance
-        self._offsets: defaultdict[int, int] = defaultdict(int)  # characters of each text so far
-        self._decoders: defaultdict[int, IncrementalDecoder] = defaultdict(
-            lambda: getincrementaldecoder("utf-8")("replace")
-        )  # of each text: a character may be several tokens
         self.new_parts: Callable[[], Parts] = Parts
         self._parts: defaultdict[int, Parts] = defaultdict(lambda: self.new_parts())
         self._head = {
@@ -106,7 +101,7 @@ class Answer:
                 "index": index,
                 **self._text(index, result.text),
                 "finish_reason": self._parts[index].finish_reason(result),
-                "logprobs": self._logprobs(index, result.tokens, result.logprobs),
+                "logprobs": self._logprobs(result.tokens, result.logprobs),
             }
             for index, result in enumerate(results)
         ]
@@ -133,7 +128,7 @@ class Answer:
             if self._provenance:
                 origins = zip(piece.texts, piece.provenance, strict=True)
                 delta["provenance"] = [{"text": text, "source": source.value} for text, source in origins]
-            yield self._chunk(index, delta, logprobs=self._logprobs(index, piece.tokens, piece.logprobs))
+            yield self._chunk(index, delta, logprobs=self._logprobs(piece.tokens, piece.logprobs))
 
     def error(self, body: dict[str, Any]) -> bytes:
         """The last chunk of a stream that fails."""
@@ -149,8 +144,8 @@ class Answer:
         if self._include_usage:
             yield event({**self._head, "object": self._object(".chunk"), "choices": [], "usage": usage})
 
-    def _logprobs(self, index: int, tokens: Sequence[int], logprobs: Sequence[Logprobs]) -> dict[str, Any] | None:
-        """Log probabilities of the next tokens of a text; None if the client did not request them."""
+    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[Logprobs]) -> dict[str, Any] | None:
+        """Log probabilities of tokens; None if the client did not request them."""
         if not logprobs:
             return None
         if self._chat:
@@ -165,7 +160,6 @@ class Answer:
             "tokens": [self._shown(token) for token in tokens],
             "token_logprobs": [one.logprob for one in logprobs],
             "top_logprobs": top if logprobs[0].top else None,
-            "text_offset": [self._offset(index, token) for token in tokens],
         }
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
@@ -180,20 +174,9 @@ class Answer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
     def _top(self, token: int, logprobs: Logprobs) -> dict[str, float]:
-        """By text. Of tokens with the same text (a letter and its byte) the chosen or likeliest one gets it; the others
-        get their ids, as in vLLM.
-        """
-        owners = {self._shown(token): token}
-        for other, _ in logprobs.top:
-            owners.setdefault(self._shown(other), other)
-        named = {id: text for text, id in owners.items()}
-        return {named.get(id, f"token_id:{id}"): logprob for id, logprob in (*logprobs.top, (token, logprobs.logprob))}
-
-    def _offset(self, index: int, token: int) -> int:
-        """Where the character that this token is part of starts."""
-        offset, decoder = self._offsets[index], self._decoders[index]
-        self._offsets[index] += len(decoder.decode(self._spell(token)))
-        return offset
+        """By text. Of tokens with the same text (a letter and its byte) it has the chosen or likeliest one."""
+        likeliest_last = (*reversed(logprobs.top), (token, logprobs.logprob))
+        return {self._shown(id): logprob for id, logprob in likeliest_last}
 
     def _chunk(
         self, index: int, delta: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None

@@ -21,7 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pearl.colours import style_sheet
 from pearl.engine import Result
@@ -30,7 +30,7 @@ from pearl.engine.request import Options
 from pearl.errors import PearlError
 from pearl.server import ollama, openapi
 from pearl.server.access import Access, Check, Checked
-from pearl.server.answers import DONE, Answer, Parts, event, usage
+from pearl.server.answers import DONE, Answer, event, usage
 from pearl.server.errors import ApiError, of_engine
 from pearl.server.limits import client_of, read_body
 from pearl.server.request_log import DISCONNECTED, log_refused, log_request
@@ -38,7 +38,6 @@ from pearl.server.requests import Setup, TextRequest, check_fits, read_request
 from pearl.server.responses import Responses
 from pearl.server.service import Service
 from pearl.server.timeline import MOST_VIEWERS, Timeline
-from pearl.text.reasoning import splitter_of
 from pearl.text.stream import token_bytes
 from pearl.version import __version__
 
@@ -108,7 +107,19 @@ class App:
     async def _live(self, request: Request) -> Response:
         if self._timeline.is_full:
             raise ApiError(429, f"the timeline has {MOST_VIEWERS} viewers already; try again later", retry_after=10)
-        return _Live(self._service, self._timeline)
+        return _WhileConnected(self._send_timeline)
+
+    async def _send_timeline(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """What both workers do, as server-sent events, until the server ends."""
+        stream = _EventStream(send)
+        with self._timeline.viewed() as viewer, suppress(ApiError):
+            while True:
+                self._service.check()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_SECONDS):  # `wait_for` loses a cancellation where an event waits
+                        seen = await viewer.get()
+                    await stream.send(event(seen))
+        await stream.send(DONE, more=False)
 
     @property
     def _card(self) -> dict[str, Any]:
@@ -137,7 +148,7 @@ class App:
             body = await read_body(request)
             # In a thread, for checking a schema may take long.
             asked, written = await asyncio.to_thread(read, body)
-            return _Reply(self._service, asked, written, arrived, client_of(request))
+            return _WhileConnected(_Reply(self._service, asked, written, arrived, client_of(request)))
 
         return answer
 
@@ -185,7 +196,8 @@ class _ErrorResponse(JSONResponse):
 class _WhileConnected(Response):
     """An answer that takes time; it is cancelled if the client disconnects."""
 
-    background = None
+    def __init__(self, reply: ASGIApp) -> None:
+        self._reply, self.background = reply, None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def disconnected() -> None:
@@ -203,11 +215,8 @@ class _WhileConnected(Response):
                 working.cancel()
                 await asyncio.wait({working})
 
-    async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raise NotImplementedError
 
-
-class _Reply(_WhileConnected):
+class _Reply:
     """The texts of one request, as a stream or all at once."""
 
     def __init__(self, service: Service, asked: TextRequest, answer: Answer, arrived: float, client: str) -> None:
@@ -215,12 +224,12 @@ class _Reply(_WhileConnected):
         self._answer = answer
         self._waits: dict[int, float] = {}  # index of a text -> seconds in the queue
 
-    async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         log_as = partial(log_request, f"{scope['method']} {scope['path']}", self._asked.body.model, self._arrived)
         try:
             with self._service.admitted(self._client):
                 prompts = [await self._encoded(prompt) for prompt in self._asked.prompts]
-                self._prepare(prompts)
+                self._answer.new_parts = partial(self._asked.parts, self._service.engine.tokenizer, prompts[0])
                 if self._asked.body.stream:
                     log_as(*await self._send_stream(prompts, send))
                     return
@@ -232,13 +241,6 @@ class _Reply(_WhileConnected):
         except asyncio.CancelledError:
             log_as(DISCONNECTED)
             raise
-
-    def _prepare(self, prompts: list[list[int]]) -> None:
-        """What the answer needs to know of the prompts."""
-        tokenizer, asked = self._service.engine.tokenizer, self._asked
-        self._answer.new_parts = lambda: Parts(
-            splitter_of(tokenizer, prompts[0]) if asked.may_reason else None, asked.calls()
-        )
 
     async def _encoded(self, prompt: Any) -> list[int]:
         with _errors_about(self._asked.prompt_field):
@@ -318,24 +320,6 @@ def _errors_about(param: str) -> Iterator[None]:
         yield
     except PearlError as error:
         raise of_engine(error, param) from error
-
-
-class _Live(_WhileConnected):
-    """What both workers do, as server-sent events, until the server ends."""
-
-    def __init__(self, service: Service, timeline: Timeline) -> None:
-        self._service, self._timeline = service, timeline
-
-    async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stream = _EventStream(send)
-        with self._timeline.viewed() as viewer, suppress(ApiError):
-            while True:
-                self._service.check()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(_LOOK_SECONDS):  # `wait_for` loses a cancellation where an event waits
-                        seen = await viewer.get()
-                    await stream.send(event(seen))
-        await stream.send(DONE, more=False)
 
 
 class _EventStream:

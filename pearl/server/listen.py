@@ -108,31 +108,29 @@ class Server(uvicorn.Server):
     """uvicorn's, which at shutdown fails texts that do not end in time."""
 
     def __init__(self, app: App, service: Service) -> None:
-        super().__init__(_uvicorn_config(app))
+        super().__init__(
+            uvicorn.Config(
+                app.asgi,
+                http=BoundedProtocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="error",  # its warnings are about malformed requests
+                access_log=False,
+                backlog=_BACKLOG,
+                proxy_headers=False,
+                server_header=False,
+                headers=NOT_EMBEDDED,
+                timeout_keep_alive=_IDLE_SECONDS,
+                timeout_graceful_shutdown=_CUT_SECONDS,
+                h11_max_incomplete_event_size=MOST_HEADER,
+            )
+        )
         self._service = service
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().call_later(STOP_SECONDS, self._service.stop)
         await super().shutdown(sockets)
-
-
-def _uvicorn_config(app: App) -> uvicorn.Config:
-    return uvicorn.Config(
-        app.asgi,
-        http=BoundedProtocol,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="error",  # its warnings are about malformed requests
-        access_log=False,
-        backlog=_BACKLOG,
-        proxy_headers=False,
-        server_header=False,
-        headers=NOT_EMBEDDED,
-        timeout_keep_alive=_IDLE_SECONDS,
-        timeout_graceful_shutdown=_CUT_SECONDS,
-        h11_max_incomplete_event_size=MOST_HEADER,
-    )
 
 
 async def _end_when_lost(service: Service, server: uvicorn.Server) -> None:
@@ -150,7 +148,8 @@ def name_of(target: str) -> str:
 def bind(address: str, key: str | None, queue: int, model: str | None, **more: Any) -> Door:
     """Binds HOST:PORT, port 0 a free one. `more`: fields of `Door`. Raises `ConfigError`."""
     host, port = _split(address)
-    _check_key(key)
+    if key is not None and not re.fullmatch(r"[!-~]+", key):
+        raise ConfigError("the API key must be printable ASCII without spaces, and not empty")
     for origin in more.get("origins", ()):
         if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#]+", origin):
             raise ConfigError(f"--cors {origin}: give an origin, such as https://example.com or http://localhost:3000")
@@ -179,8 +178,3 @@ def _split(address: str) -> tuple[str, int]:
     if matched is None or int(matched[3]) > 65535:
         raise ConfigError(f"--http {address}: give HOST:PORT, such as 127.0.0.1:8000 or [::1]:8000")
     return matched[1] or matched[2], int(matched[3])
-
-
-def _check_key(key: str | None) -> None:
-    if key is not None and not re.fullmatch(r"[!-~]+", key):
-        raise ConfigError("the API key must be printable ASCII without spaces, and not empty")

@@ -9,10 +9,13 @@ from typing import Any
 from pearl.config import DecodingConfig, SamplingParams, Settings
 from pearl.engine.request import Chat, Prompt
 from pearl.errors import ConfigError, RequestError
+from pearl.server.answers import Parts
 from pearl.server.bodies import MOST_TEXTS, SAMPLING, ChatCompletionRequest, CompletionRequest, Function
 from pearl.server.errors import ApiError
 from pearl.server.fields import validate
 from pearl.text.grammar import grammar_of
+from pearl.text.reasoning import splitter_of
+from pearl.text.stream import Tokenizer
 from pearl.text.tools import FORMATS, CallSplitter, Format, forced_schema
 
 LEGACY_MAX_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions
@@ -58,18 +61,17 @@ class TextRequest:
     def is_chat(self) -> bool:
         return isinstance(self.body, ChatCompletionRequest)
 
-    @property
-    def may_reason(self) -> bool:
-        """Whether a thinking model can write tags around its reasoning: no grammar has them."""
-        return self.is_chat and self.params.json_schema is None and self.params.regex is None
-
-    def calls(self) -> CallSplitter | None:
-        """Takes the calls out of one text; None: there are none."""
-        if self.format is None or not isinstance(self.body, ChatCompletionRequest):
-            return None
+    def parts(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> Parts:
+        """Takes reasoning and calls out of one text."""
+        if not isinstance(self.body, ChatCompletionRequest):
+            return Parts()
+        has_grammar = self.params.json_schema is not None or self.params.regex is not None  # without a model's tags
+        thoughts = None if has_grammar else splitter_of(tokenizer, prompt)
+        if self.format is None:
+            return Parts(thoughts)
         names = [tool.function.name for tool in self.body.tools]
         most = None if self.body.parallel_tool_calls else 1
-        return CallSplitter(self.format, names, bool(self.body.forced_functions), most)
+        return Parts(thoughts, CallSplitter(self.format, names, bool(self.body.forced_functions), most))
 
     @property
     def prompt_field(self) -> str:
