@@ -60,22 +60,18 @@ def parts_of(text: str) -> tuple[list[str], list[str]]:
 
 
 PIECES = {  # of TEXT, as llama.cpp cuts it
-    "gpt-2 mpt": 'It|\'s|a| é| | 12345|\n\n |\t|xY|="`$"|中文|。/|\r\n',
-    "starcoder smollm command-r": 'It|\'s|a| é|  |1|2|3|4|5|\n\n |\t|xY|="`$"|中文|。/|\r\n',
-    "falcon": 'It|\'|sa| é| | |123|45|\n\n |\t|xY|="`$"|中文|。/|\r\n',
+    "gpt-2": 'It|\'s|a| é| | 12345|\n\n |\t|xY|="`$"|中文|。/|\r\n',
+    "starcoder smollm": 'It|\'s|a| é|  |1|2|3|4|5|\n\n |\t|xY|="`$"|中文|。/|\r\n',
     "default": 'It|\'|sa| é| | |123|45|\n\n |\t|xY|="|`|$"|中文|。/|\r\n',
-    "bloom": 'It\'sa| é| | 12345|\n\n \t|xY="`$"中文|。|/|\r\n',
     "viking": 'It\'sa| é| | |1|2|3|4|5|\n\n \t|xY="`$"中文|。|/|\r\n',
     "llama-bpe glm4 dbrx": 'It|\'s|a| é| | |123|45|\n\n| |\txY|="`$"|中文|。/\r\n',
-    "minicpm5": 'It|\'s|a| é|  |123|45|\n\n| |\txY|="`$"|中文|。/\r\n',
-    "qwen2 stablelm2 bailingmoe": 'It|\'s|a| é| | |1|2|3|4|5|\n\n| |\txY|="`$"|中文|。/\r\n',
+    "qwen2 stablelm2": 'It|\'s|a| é| | |1|2|3|4|5|\n\n| |\txY|="`$"|中文|。/\r\n',
     "seed-coder": 'It|\'s|a| é| | |1|2|3|4|5|\n\n| |\txY|="`$"|中文|。/|\r\n',
     "ufakzeka": 'It|\'sa| é| | |1|2|3|4|5|\n\n| |\txY|="`$"|中文|。/\r\n',
     "tekken": 'It|\'sa| é| | |1|2|3|4|5|\n\n| |\tx|Y|="`$"|中文|。/\r\n',
     "gpt-4o minimax-m2": 'It\'s|a| é| | |123|45|\n\n| |\tx|Y|="`$"|中文|。/\r\n',
     "deepseek-llm": 'It|\'|sa| é|  |12345|\n|\n| |\txY|="`$"|中文|。|/|\r|\n',
     "deepseek-coder": 'It|\'|sa| é|  |1|2|3|4|5|\n|\n| |\txY|=|"|`$|"|中文|。|/|\r|\n',
-    "deepseek-v3": 'It|\'sa| é|  |123|45|\n\n| |\txY|="`$"|中文|。/\r\n',
 }
 
 

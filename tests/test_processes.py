@@ -386,7 +386,7 @@ def test_an_engine_belongs_to_the_process_that_made_it(temporary: Path) -> None:
             for use in (
                 lambda: engine.generate([PROMPT], greedy(5)),
                 lambda: next(open_stream),
-                engine.wait_until_lost,
+                lambda: engine.client.wait_until(lambda: False),
             ):
                 with pytest.raises(EngineClosed, match=f"belongs to process {os.getppid()}"):
                     use()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given, settings
@@ -16,15 +18,26 @@ from transformers import PreTrainedTokenizerFast
 from pearl.errors import RequestError
 from pearl.models.checkpoints.tokenizers import ToyTokenizer
 from pearl.text.stream import CONTEXT, PATIENCE, REPLACEMENT, Detokenizer, StopMatcher, TextStream, Tokenizer
-from pearl.text.tokenizer import HFTokenizer
+from pearl.text.tokenizer import FileTokenizer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 CORPUS = ["hello world, hello there 😀😃", "the cat sat on the mat. 你好世界", "the end\n\n"]
 
 
+def read(made: PreTrainedTokenizerFast) -> FileTokenizer:
+    with TemporaryDirectory() as directory:
+        made.save_pretrained(directory)
+        return FileTokenizer(Path(directory))
+
+
 @functools.cache
-def byte_level() -> HFTokenizer:
+def byte_level() -> FileTokenizer:
     """As GPT-2's: tokens are byte strings, an emoji is several of them."""
+    return read(byte_level_files())
+
+
+@functools.cache
+def byte_level_files() -> PreTrainedTokenizerFast:
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -34,12 +47,17 @@ def byte_level() -> HFTokenizer:
         CORPUS * 3,
         trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=names, show_progress=False),
     )
-    return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL)
 
 
 @functools.cache
-def byte_fallback() -> HFTokenizer:
+def byte_fallback() -> FileTokenizer:
     """As Llama 2's: a space is part of the word after it, what is in no word becomes byte tokens."""
+    return read(byte_fallback_files())
+
+
+@functools.cache
+def byte_fallback_files() -> PreTrainedTokenizerFast:
     words = sorted({"▁" + word for line in CORPUS for word in line.split() if word.isascii()})
     letters = sorted({letter for word in words for letter in word[1:]})
     pieces = [*SPECIAL.values(), *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *words, *letters]
@@ -49,10 +67,10 @@ def byte_fallback() -> HFTokenizer:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
-    return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL)
 
 
-def ids_of(tokenizer: HFTokenizer, text: str) -> list[int]:
+def ids_of(tokenizer: FileTokenizer, text: str) -> list[int]:
     """The text's tokens without BOS."""
     return [id for id in tokenizer.encode(text) if id != 0]
 
@@ -69,7 +87,7 @@ def beyond(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -
     return whole[len(before) :]
 
 
-def bytes_of(tokenizer: HFTokenizer, data: bytes) -> list[int]:
+def bytes_of(tokenizer: FileTokenizer, data: bytes) -> list[int]:
     """One token for each byte, valid UTF-8 or not."""
     if tokenizer is byte_fallback():
         return [3 + byte for byte in data]
@@ -85,7 +103,7 @@ def _byte_letters() -> dict[int, str]:
     return {byte: chr(byte) for byte in own} | {byte: chr(0x100 + n) for n, byte in enumerate(others)}
 
 
-def tokens(tokenizer: HFTokenizer, length: int) -> st.SearchStrategy[list[int]]:
+def tokens(tokenizer: FileTokenizer, length: int) -> st.SearchStrategy[list[int]]:
     """Tokens at random: mostly the bytes of characters, whole and cut, among words and special tokens."""
     data = st.one_of(st.text("a😀你é \ufffd", max_size=3).map(str.encode), st.binary(max_size=4))
     cut = st.tuples(data, st.integers(0, 3)).map(lambda pair: bytes_of(tokenizer, pair[0][pair[1] :]))
@@ -93,7 +111,7 @@ def tokens(tokenizer: HFTokenizer, length: int) -> st.SearchStrategy[list[int]]:
     return st.lists(cut | anything, max_size=length).map(lambda runs: list(itertools.chain(*runs))[:length])
 
 
-def texts(tokenizer: HFTokenizer) -> st.SearchStrategy[list[int]]:
+def texts(tokenizer: FileTokenizer) -> st.SearchStrategy[list[int]]:
     """Tokens of whole characters, some of them bytes."""
     return st.text("a😀你 \nthe", max_size=12).map(lambda text: ids_of(tokenizer, text))
 
@@ -158,7 +176,7 @@ class TestDetokenizer:
 class Counting:
     """Passes on to a tokenizer; notes the most tokens it was given at once."""
 
-    def __init__(self, inner: HFTokenizer) -> None:
+    def __init__(self, inner: FileTokenizer) -> None:
         self.inner, self.vocab_size, self.most = inner, inner.vocab_size, 0
         self.encode, self.apply_chat, self.token = inner.encode, inner.apply_chat, inner.token
 
@@ -229,7 +247,7 @@ class TestTextStream:
         self.check(tokenizer, prompt, answer, stops)
 
     @staticmethod
-    def check(tokenizer: HFTokenizer, prompt: list[int], answer: list[int], stops: list[str]) -> None:
+    def check(tokenizer: FileTokenizer, prompt: list[int], answer: list[int], stops: list[str]) -> None:
         stream, shown = TextStream(tokenizer, prompt, stops), ""
         for count, token in enumerate(answer, start=1):
             shown += stream.push(token)
@@ -263,7 +281,7 @@ class TestTextStream:
         ],
     )
     def test_a_special_token_ends_a_text_where_its_name_is_a_stop(
-        self, tokenizer: HFTokenizer, text: str, stops: list[str], shown: str
+        self, tokenizer: FileTokenizer, text: str, stops: list[str], shown: str
     ) -> None:
         """It has no text, so nothing ended there. Text that was held back for more of it or for a stop is all shown."""
         start, end = 0, 1

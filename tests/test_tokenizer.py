@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,17 @@ from pearl.config import DecodingConfig, SamplingParams
 from pearl.engine.request import Chat, encode, submission
 from pearl.errors import ModelError, RequestError
 from pearl.models.checkpoints.tokenizers import ToyTokenizer, load_tokenizer
-from pearl.text.stream import Tokenizer
+from pearl.text.chat_template import chat_prompt
+from pearl.text.stream import Tokenizer, Tools
 from pearl.text.tokenizer import (
     FileTokenizer,
     GenerationDefaults,
-    HFTokenizer,
     check_same_vocabulary,
     copy_tokenizer,
     vocabulary_digest,
 )
 from tests.replace import replace
-from tests.test_text import byte_fallback, byte_level
+from tests.test_text import byte_fallback_files, byte_level, byte_level_files
 from tests.tiny import CHAT_TEMPLATE
 
 TEMPLATE = (
@@ -44,14 +44,35 @@ def said(tokenizer: Tokenizer, chat: list[dict[str, str]]) -> str | None:
         return None
 
 
-def backend_of(tokenizer: HFTokenizer) -> PreTrainedTokenizerBase:
-    return tokenizer._tokenizer
+class Theirs(Tokenizer):
+    """As transformers reads a checkpoint."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.inner = tokenizer
+        self.vocab_size = max(len(tokenizer), 1 + max(tokenizer.get_added_vocab().values()))
+        self.chat_template = tokenizer.chat_template or ""
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        return list(self.inner(text, add_special_tokens=special)["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        known = [id for id in ids if self.token(id) is not None]
+        return str(self.inner.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None, **variables: Any) -> str | None:
+        if self.inner.chat_template is None:
+            return None
+        ours: dict[str, Any] = {"tools": tools, "add_generation_prompt": True, "tokenize": False, **variables}
+        return chat_prompt(lambda given: str(self.inner.apply_chat_template(given, **ours)), messages)
+
+    def token(self, id: int) -> str | None:
+        return self.inner.convert_ids_to_tokens(id) if 0 <= id < self.vocab_size else None
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """A checkpoint's directory without weights and without generation_config.json."""
-    backend_of(byte_level()).save_pretrained(tmp_path)
+    byte_level_files().save_pretrained(tmp_path)
     LlamaConfig(eos_token_id=7).save_pretrained(tmp_path)
     return tmp_path
 
@@ -61,7 +82,7 @@ def defaults(directory: Path, **options: Any) -> GenerationDefaults:
     return load_tokenizer(str(directory))[1]
 
 
-class TestHFTokenizer:
+class TestIds:
     def test_special_and_unknown_tokens_have_no_text(self) -> None:
         """A model's logits cover padding ids that no tokenizer knows; sampling one must not end the run."""
         tokenizer = byte_level()
@@ -94,24 +115,24 @@ def nested(one: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**one, "function": function} if "function" in one else {**one, "tool_calls": [{"function": function}]}]
 
 
-def both(checkpoint: Path) -> tuple[HFTokenizer, FileTokenizer]:
+def both(checkpoint: Path) -> tuple[Theirs, FileTokenizer]:
     """As transformers reads it, and as we do."""
     found, _ = load_tokenizer(str(checkpoint))
     assert isinstance(found, FileTokenizer)
-    return HFTokenizer(AutoTokenizer.from_pretrained(checkpoint)), found
+    return Theirs(AutoTokenizer.from_pretrained(checkpoint)), found
 
 
 class TestFileTokenizer:
     """A checkpoint's tokenizer.json is read without transformers, and gives the same."""
 
-    @pytest.mark.parametrize("kind", [byte_level, byte_fallback])
-    def test_it_gives_the_same(self, tmp_path: Path, kind: Callable[[], HFTokenizer]) -> None:
-        backend_of(kind()).save_pretrained(tmp_path)
+    @pytest.mark.parametrize("kind", [byte_level_files, byte_fallback_files])
+    def test_it_gives_the_same(self, tmp_path: Path, kind: Callable[[], PreTrainedTokenizerBase]) -> None:
+        kind().save_pretrained(tmp_path)
         LlamaConfig(eos_token_id=7).save_pretrained(tmp_path)
         (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
         made, ours = both(tmp_path)
         check_same_vocabulary(made, ours, "made", "ours")
-        assert (made.vocab_size, made.eos) == (ours.vocab_size, ours.eos)
+        assert (made.vocab_size, made.inner.eos_token_id) == (ours.vocab_size, ours.eos)
         for text in TEXTS:
             for special in (True, False):
                 assert made.encode(text, special) == ours.encode(text, special)
@@ -121,11 +142,10 @@ class TestFileTokenizer:
             assert made.chat_text(chat) == ours.chat_text(chat)
         with pytest.raises(RequestError, match="no system prompt here"):
             ours.apply_chat([{"role": "system", "content": "be brief"}])
-        for tokenizer in (made, ours):  # bytes of Latin-1 on a command line: they once ended it with a traceback
-            with pytest.raises(RequestError, match="half a surrogate pair"):
-                tokenizer.encode("caf\udce9")
-            with pytest.raises(RequestError, match="half a surrogate pair"):
-                tokenizer.apply_chat([{"role": "user", "content": "caf\udce9"}])
+        with pytest.raises(RequestError, match="half a surrogate pair"):
+            ours.encode("caf\udce9")  # bytes of Latin-1 on a command line: they once ended it with a traceback
+        with pytest.raises(RequestError, match="half a surrogate pair"):
+            ours.apply_chat([{"role": "user", "content": "caf\udce9"}])
 
     def test_special_tokens_that_only_the_settings_name(self, checkpoint: Path) -> None:
         file = checkpoint / "tokenizer_config.json"
@@ -257,7 +277,7 @@ class TestFileTokenizer:
 
     def test_the_template_for_tools_is_taken_with_tools(self, checkpoint: Path) -> None:
         """Of a checkpoint whose templates have names."""
-        tokenizer = backend_of(byte_level())
+        tokenizer = byte_level_files()
         tokenizer.chat_template = {"default": "plain", "tool_use": "{{ tools | length }} tools"}
         tokenizer.save_pretrained(checkpoint)
         made, kept = both(checkpoint)

@@ -23,7 +23,7 @@ from pearl.cli.console import SafeConsole, say, text_input
 from pearl.cli.launch import connect_option, running
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.cli.reply import MarkdownReply, Reply, TokenReply, legend
-from pearl.cli.terminal import KeyWatcher, LineReader, ended_by_signals, private_file, raw_keys, state_directory
+from pearl.cli.terminal import KeyWatcher, LineReader, private_file, raw_terminal, state_directory
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams, Settings
 from pearl.engine import Engine, torchrun
 from pearl.engine.conversation import Conversation, Saved
@@ -45,7 +45,7 @@ class _Waiting:
         self._engine, self._began = engine, time.monotonic()
 
     def __rich__(self) -> Text:
-        ahead = self._engine.requests_ahead
+        ahead = self._engine.client.ahead
         others = "another client is being served" if ahead == 1 else f"{ahead} requests of other clients come first"
         what = others if ahead else "reading the conversation"
         return Text(f"{what}, {time.monotonic() - self._began:.0f} s", "dim")
@@ -261,7 +261,7 @@ def _talk(chat: Chat, question: str | None) -> None:
         chat.answer(question)
     elif sys.stdin.isatty() and sys.stdout.isatty():
         reader = LineReader(COMMANDS, ARGUMENTS, chat.remembers)
-        with raw_keys(), ended_by_signals():
+        with raw_terminal():
             try:
                 _run_interactive(chat, reader)
             finally:

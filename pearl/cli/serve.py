@@ -90,7 +90,7 @@ def serve(
         say(f"serving in {engine.directory}; talk to it with pearl chat --connect")
         try:
             if door is None:
-                engine.wait_until_lost()
+                engine.client.wait_until(lambda: False)  # raises once the target is lost
             else:
                 say(f"OpenAI's API: {door.url}/v1")
                 say(f"model {door.model_name(engine)}; a page to chat with it: {door.url}/")

@@ -50,16 +50,12 @@ def private_file(name: str) -> Path:
     return path
 
 
-def raw_keys() -> contextlib.AbstractContextManager[None]:
-    """Turn off line editing, echo and signals of the terminal inside the block: Ctrl-C and Ctrl-D are ordinary keys."""
-    return get_app_session().input.raw_mode()
-
-
 @contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP raise `SystemExit` inside the block, so that the terminal's settings are restored.
+def raw_terminal() -> Iterator[None]:
+    """Turn off line editing, echo and signals of the terminal inside the block: Ctrl-C and Ctrl-D are ordinary keys.
 
-    An event loop or a destructor may swallow that exception, so a timer raises it again until the program ends.
+    SIGTERM and SIGHUP raise `SystemExit` there, so that the terminal's settings are restored. An event loop or a
+    destructor may swallow that exception, so a timer raises it again until the program ends.
     """
     number = 0
 
@@ -71,14 +67,15 @@ def ended_by_signals() -> Iterator[None]:
 
     for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
         signal.signal(each, end)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+    with get_app_session().input.raw_mode():
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 class KeyWatcher:
-    """A context manager that reads the terminal's keys, within `raw_keys`.
+    """A context manager that reads the terminal's keys, within raw mode.
 
     Ctrl-C calls `interrupt`, on a thread. The prompts that follow get all other keys, as if they were typed then: each
     prompt takes one line, and the last one also what follows the last Enter.

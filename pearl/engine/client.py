@@ -56,7 +56,7 @@ class Client:
             client and its streams.
 
     Attributes:
-        ahead: requests of other clients that come before ours, as last reported.
+        ahead: requests of other clients that come before ours, as reported every two seconds.
         lost: why the target cannot be used any more; empty while it can.
         trace_errors: why no trace was written at the end.
     """

@@ -18,6 +18,7 @@ from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine.card import read_card
 from pearl.engine.client import Client
 from pearl.engine.launcher import LocalLauncher
+from pearl.engine.processes import DraftKeeper
 from pearl.engine.request import Options, Prompt, as_prompts, encode, submission
 from pearl.engine.stream import Result, Stream
 from pearl.errors import ConfigError, PearlError
@@ -129,21 +130,14 @@ class Engine:
         return self.client.welcome
 
     @property
-    def requests_ahead(self) -> int:
-        """How many requests of other clients come before the one that waits; updated every two seconds."""
-        return self.client.ahead
+    def draft(self) -> DraftKeeper | None:
+        """Of the draft worker, if this process launched it."""
+        return None if self._launcher is None else self._launcher.draft
 
     @property
     def draft_pid(self) -> int | None:
         """Process id of the draft worker on this host; None if there is none now."""
-        draft = None if self._launcher is None else self._launcher.draft
-        return draft.worker.pid if draft is not None and draft.worker.alive else None
-
-    @property
-    def draft_restarts(self) -> int:
-        """How often a lost draft was restarted, if this process launched it."""
-        draft = None if self._launcher is None else self._launcher.draft
-        return 0 if draft is None else draft.restarts
+        return self.draft.worker.pid if self.draft is not None and self.draft.worker.alive else None
 
     def stream(
         self,
@@ -216,10 +210,6 @@ class Engine:
     def trace_errors(self) -> list[PearlError]:
         """Of a closed engine: why the trace that it should write is missing."""
         return [*self.client.trace_errors, *([] if self._launcher is None else self._launcher.trace_errors)]
-
-    def wait_until_lost(self) -> None:
-        """Never returns. Raises `TargetLost` once the target is gone; for a process that only keeps an engine alive."""
-        self.client.wait_until(lambda: False)
 
 
 def _load_tokenizer(config: EngineConfig, progress: Progress) -> tuple[Any, GenerationDefaults]:

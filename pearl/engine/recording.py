@@ -52,15 +52,8 @@ class Recording:
             is_writable = False
         if not is_writable:
             raise TraceError(f"cannot write the trace {path}: name a file in a directory that exists")
-        self._begin()
+        self.start_live()
         self._file = path
-
-    def start_live(self) -> Path:
-        """Begins a recording that is read while the workers write it (`pearl.trace.recorder.records_since`).
-
-        Returns the path that names the workers' parts, which `stop_live` removes.
-        """
-        return self._begin()
 
     def stop(self) -> Path:
         """Ends the recording, writes its file and returns the file's path. After a `TraceError` try again."""
@@ -76,8 +69,11 @@ class Recording:
         if number:
             self._abandon(number)
 
-    def _begin(self) -> Path:
-        """Begins a recording; the path that names its parts."""
+    def start_live(self) -> Path:
+        """Begins a recording that is read while the workers write it (`pearl.trace.recorder.records_since`).
+
+        Returns the path that names the workers' parts, which `stop_live` removes.
+        """
         if self._is_taken or self._number:
             raise TraceError("this engine is recording a trace already")
         number = secrets.randbits(62) + 1

@@ -33,7 +33,7 @@ class Service:
             model,
             running=lambda: len(self.running),
             waiting=lambda: self.waiting,
-            restarts=lambda: engine.draft_restarts,
+            restarts=lambda: engine.draft.restarts if engine.draft else 0,
         )
         self._async = AsyncEngine.of(engine)
         self.encode = self._async.encode

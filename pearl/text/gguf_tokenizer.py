@@ -24,16 +24,12 @@ _SIGNS, _PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = [rf"[^\r\n\p{{L}}\p{{N}}]?{each}" for each in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*")]
-_CJK, _KANA, _THREE_ASCII = "[一-龥\u0800-一\uac00-\ud7ff]+", "[一-龥\u3040-\u309f\u30a0-\u30ff]+", "[0-9][0-9][0-9]"
+_CJK, _THREE_ASCII = "[一-龥\u0800-一\uac00-\ud7ff]+", "[0-9][0-9][0-9]"
 _WITH_CASE = (  # the letters that DeepSeek LLM puts together
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7d"
     "ᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
 )
-_PUNCTUATED = (
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
-)
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _LLAMA3 = "|".join((_ENGLISH, _WORD, _THREE, _SIGNS, _SPACES))
 _QWEN2 = "|".join((_ENGLISH, _WORD, _DIGIT, _SIGNS, _SPACES))
 
@@ -41,20 +37,14 @@ _QWEN2 = "|".join((_ENGLISH, _WORD, _DIGIT, _SIGNS, _SPACES))
 # "whole" (a word that is a token is not made by merges), "bos" (added unless the file states otherwise), "nfc".
 _SPLITS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("gpt-2 phi-2 gigachat a.x-4.0 mellum exaone4 jais trillion granite-docling", (_GPT2,), ""),
-    ("mpt olmo", (_GPT2,), "nfc"),
     ("starcoder refact smollm codeshell exaone minerva-7b mellum2", (_DIGIT, _GPT2), ""),
-    ("command-r", (_DIGIT, _GPT2), "nfc"),
-    ("falcon", (r"[\p{P}$+<=>^~|`]+", _GPT2, _THREE_ASCII), ""),
     ("default", (r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", _THREE_ASCII), ""),
-    ("bloom poro-chat gpt3-finnish", (_BLOOM,), ""),
-    ("viking", (_BLOOM, _DIGIT), ""),
+    ("viking", (r" ?[^(\s|.,!?…。，、।۔،)]+", _DIGIT), ""),
     ("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2", (_LLAMA3,), "whole bos"),
     ("glm4 glm5", (_LLAMA3,), "whole"),
     ("dbrx smaug-bpe chatglm-bpe", (_LLAMA3,), ""),
-    ("minicpm5", (_THREE, "|".join((_ENGLISH, _WORD, r"\p{N}+", _SIGNS, _SPACES))), "whole"),
     ("qwen2", (_QWEN2,), "nfc"),
     ("stablelm2 deepseek-r1-qwen kormo f2llmv2 megrez hunyuan solar-open grok-2", (_QWEN2,), ""),
-    ("bailingmoe bailingmoe2 llada-moe", (_QWEN2,), ""),
     ("seed-coder", ("|".join((_ENGLISH, _WORD, _DIGIT, r" ?[^\s\p{L}\p{N}]+", _SPACES)),), ""),
     ("ufakzeka", ("|".join((_WORD, _DIGIT, _SIGNS, _SPACES)),), ""),
     ("tekken", ("|".join((*_CASED, _DIGIT, _PATHS, _SPACES)),), "whole bos"),
@@ -69,7 +59,6 @@ _SPLITS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         "",
     ),
     ("deepseek-coder", (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, _DIGIT), ""),
-    ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", (_THREE, _KANA, f"{_PUNCTUATED}|{_SPACES}"), ""),
 )
 # Tokens that end a text wherever they are, whatever `eos_token_id` says.
 _ENDS = (

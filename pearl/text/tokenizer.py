@@ -1,7 +1,7 @@
 """Tokenizers of checkpoints, and how a checkpoint wants to be sampled: tokenizer files and generation_config.json.
 
 Takes directories; `pearl.models.checkpoints.tokenizers` finds them by name.  Imports transformers, which takes a
-process a second, only for a checkpoint without tokenizer.json.
+process a second, only for a checkpoint without tokenizer.json, whose tokenizer it converts.
 """
 
 from __future__ import annotations
@@ -10,19 +10,17 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from pearl.config import SamplingParams
 from pearl.errors import ConfigError, ModelError
 from pearl.text.chat_template import chat_prompt, render
 from pearl.text.stream import Tokenizer, Tools, check_characters
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 FILES = (  # of a tokenizer, and of how to sample
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken"),
@@ -133,84 +131,44 @@ def _templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-class HFTokenizer(Tokenizer):
-    """A tokenizer of transformers behind our interface: of code in a checkpoint, or made of sentencepiece's files."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        last_added = max(tokenizer.get_added_vocab().values(), default=-1)
-        self.vocab_size = max(len(tokenizer), last_added + 1)  # added tokens may lie beyond a gap
-        template: Any = tokenizer.chat_template  # a text, or several by name
-        self.chat_template: str = (template.get("default") if isinstance(template, dict) else template) or ""
-        pieces = tokenizer.convert_ids_to_tokens(list(range(self.vocab_size)))
-        self._pieces: list[str | None] = list(pieces)
-
-    @property
-    def eos(self) -> int | None:
-        """The tokenizer's own end token."""
-        return self._tokenizer.eos_token_id
-
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        return list(self._tokenizer(check_characters(text), add_special_tokens=special, verbose=False)["input_ids"])
-
-    def decode(self, ids: Sequence[int]) -> str:
-        known = [id for id in ids if self.token(id) is not None]  # a model's padding ids mean nothing
-        text = self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return str(text)
-
-    def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None, **variables: Any) -> str | None:
-        if self._tokenizer.chat_template is None:
-            return None
-        listed: Any = None if tools is None else [*tools]
-
-        def render(given: list[dict[str, Any]]) -> str:
-            ours = {"tools": listed, "add_generation_prompt": True, "tokenize": False}
-            return str(self._tokenizer.apply_chat_template(given, **{**variables, **ours}))
-
-        return chat_prompt(render, messages)
-
-    def token(self, id: int) -> str | None:
-        return self._pieces[id] if 0 <= id < self.vocab_size else None
-
-
 def have_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> bool:
     """Whether every id that both have is the same token. Ids of only one are padding."""
-    size = min(target.vocab_size, draft.vocab_size)
-    return _pieces(target, size) == _pieces(draft, size)
+    return next(_different(target, draft), None) is None
+
+
+def _different(target: Tokenizer, draft: Tokenizer) -> Iterator[int]:
+    ids = range(min(target.vocab_size, draft.vocab_size))
+    return (id for id in ids if target.token(id) != draft.token(id))
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer, target_name: str, draft_name: str) -> None:
     """Raise `ModelError` unless `have_same_vocabulary`."""
-    if have_same_vocabulary(target, draft):
-        return
-    size = min(target.vocab_size, draft.vocab_size)
-    wanted, found = _pieces(target, size), _pieces(draft, size)
-    id = next(id for id in range(size) if wanted[id] != found[id])
-    raise ModelError(
-        f"{target_name!r} and {draft_name!r} have different vocabularies: token {id} is {wanted[id]!r} "
-        f"in the target and {found[id]!r} in the draft. Choose a draft of the target's own family."
-    )
+    for id in _different(target, draft):
+        raise ModelError(
+            f"{target_name!r} and {draft_name!r} have different vocabularies: token {id} is {target.token(id)!r} "
+            f"in the target and {draft.token(id)!r} in the draft. Choose a draft of the target's own family."
+        )
 
 
 def vocabulary_digest(tokenizer: Tokenizer, size: int) -> bytes:
     """BLAKE2b, 16 bytes, of the first `size` ids' tokens: for `check_same_vocabulary` between processes."""
-    return hashlib.blake2b(json.dumps(_pieces(tokenizer, size)).encode(), digest_size=16).digest()
-
-
-def _pieces(tokenizer: Tokenizer, size: int) -> list[str | None]:
-    return [tokenizer.token(id) for id in range(size)]
+    return hashlib.blake2b(json.dumps([tokenizer.token(id) for id in range(size)]).encode(), digest_size=16).digest()
 
 
 def load(path: str, trust_remote_code: bool) -> tuple[Tokenizer, GenerationDefaults]:
     """The tokenizer in a directory (or a hub id), and how the checkpoint wants to be sampled."""
     directory = _directory(path)
-    runs_code = trust_remote_code and "auto_map" in _json(directory / "tokenizer_config.json")
-    if (directory / "tokenizer.json").is_file() and not runs_code:
-        tokenizer: FileTokenizer | HFTokenizer = FileTokenizer(directory)
+    if (directory / "tokenizer.json").is_file():
+        tokenizer = FileTokenizer(directory)
     else:
         from transformers import AutoTokenizer
 
-        tokenizer = HFTokenizer(AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code))
+        converted = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        if not converted.is_fast:
+            raise ValueError(f"{type(converted).__name__} has no fast version")
+        with TemporaryDirectory() as scratch:
+            converted.save_pretrained(scratch)
+            tokenizer = FileTokenizer(Path(scratch))
     return tokenizer, _defaults(directory, tokenizer.eos)
 
 
