@@ -22,7 +22,7 @@ import pytest
 
 from pearl.config import SamplingParams
 from pearl.engine import Engine, Result
-from pearl.metrics import Statistics
+from pearl.metrics import Statistics, Stopwatch
 from pearl.server.answers import Answer
 from pearl.server.figures import Figures
 from pearl.server.timeline import MOST_VIEWERS, Timeline
@@ -166,15 +166,15 @@ def test_texts_are_written_side_by_side_and_clients_take_turns(engine: Engine) -
 
 def test_pieces_come_as_they_are_made(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first chunk arrives though no other is made before it has been looked at."""
-    figures = served.service.figures
     with ExitStack() as until_seen:
-        first_came = figures.first
+        committed = Stopwatch.committed
 
-        def hold(seconds: float) -> None:
-            until_seen.enter_context(served.held())
-            first_came(seconds)
+        def hold(watch: Stopwatch, tokens: int, now: float) -> None:
+            if watch.first is None:
+                until_seen.enter_context(served.held())
+            committed(watch, tokens, now)
 
-        monkeypatch.setattr(figures, "first", hold)
+        monkeypatch.setattr(Stopwatch, "committed", hold)
         asked: dict[str, Any] = {"model": MODEL, "prompt": "123", "max_tokens": 400}
         with served.client().completions.create(stream=True, extra_body={"ignore_eos": True}, **asked) as chunks:
             first = next(iter(chunks))
@@ -278,7 +278,7 @@ def test_accepted_tokens_are_counted_by_their_place_in_a_run() -> None:
     figures = Figures("m", restarts=lambda: 3)
     for runs in ({0: 2, 1: 1, 3: 2}, {40: 1}):
         result = Result(seed=1, finish_reason="length", statistics=Statistics(run_histogram=runs))
-        figures.ended(result, 1.0, 1.0)
+        figures.ended(result, Stopwatch(), 0.0)
     found = re.findall(r'pearl:accepted_tokens_per_position_total.*position="(.*?)".*? (\S+)$', page(figures), re.M)
     assert {place: float(count) for place, count in found} == (
         {"0": 4, "1": 3, "2": 3} | {str(place): 1 for place in range(3, 32)} | {"32 and more": 8}

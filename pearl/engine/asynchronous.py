@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Unpack
 
@@ -16,17 +16,18 @@ from pearl.engine.engine import Engine
 from pearl.engine.request import Options, Prompt, as_prompts
 from pearl.engine.stream import Piece, Result, Stream
 from pearl.errors import EngineClosed, RequestError
+from pearl.metrics import Stopwatch
 from pearl.quota import FairSemaphore
 
 
 class AsyncStream:
     """The pieces of one text; iterate once. Leaving the iteration early, or cancelling its task, cancels the text.
 
-    Pieces wait here until they are read, at most one context of tokens, so a slow reader delays nobody. Subclasses may
-    follow the text with `on_begin`, `on_piece` and `on_end`, which do not wait for the reader.
+    Pieces wait here until they are read, at most one context of tokens, so a slow reader delays nobody.
 
     Attributes:
-        waited: seconds until the request was submitted; 0 before that.
+        watch: when it was first read (`submitted`), when its request was sent (`begun`), and when its tokens arrived.
+        on_piece: called with each piece as it arrives, however slowly they are read.
     """
 
     def __init__(
@@ -38,16 +39,8 @@ class AsyncStream:
         self._events: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()  # None: the end of the text
         self._stream: Stream | None = None
         self._is_closed = False
-        self.waited = 0.0
-
-    def on_begin(self) -> None:
-        """The request has been submitted."""
-
-    def on_piece(self, piece: Piece) -> None:
-        """A piece has arrived."""
-
-    def on_end(self) -> None:
-        """Nothing more will arrive; `on_begin` may not have been called."""
+        self.watch = Stopwatch()
+        self.on_piece: Callable[[Piece], None] = lambda piece: None
 
     @property
     def result(self) -> Result:
@@ -70,9 +63,9 @@ class AsyncStream:
         if self._request is None:
             raise RequestError("this stream is being read already, or has been")
         request, self._request = self._request, None
-        since = time.monotonic()
+        self.watch.submitted = time.monotonic()
         await self._engine.slots.acquire(self._client)
-        self._engine.streams[self] = asyncio.create_task(self._write(since, *request))
+        self._engine.streams[self] = asyncio.create_task(self._write(*request))
         try:
             while (event := await self._events.get()) is not None:
                 if isinstance(event, BaseException):
@@ -81,22 +74,20 @@ class AsyncStream:
         finally:
             self.close()
 
-    async def _write(self, since: float, prompt: Prompt, params: SamplingParams | None, options: Options) -> None:
+    async def _write(self, prompt: Prompt, params: SamplingParams | None, options: Options) -> None:
         """Pass on the pieces as they arrive."""
         run, end = asyncio.get_running_loop().run_in_executor, None
         try:
             stream = await run(self._engine.encoder, self._begin, prompt, params, options)
-            self.waited = time.monotonic() - since
-            if stream is not None:
-                self.on_begin()
             while stream is not None and (piece := await run(self._engine.readers, next, stream, None)) is not None:
+                if piece.tokens:
+                    self.watch.committed(len(piece.tokens), time.monotonic())
                 self.on_piece(piece)
                 self._events.put_nowait(piece)
         except BaseException as error:
             end = error
         del self._engine.streams[self]
         self._engine.slots.release()
-        self.on_end()
         self._events.put_nowait(end)
 
     def _begin(self, prompt: Prompt, params: SamplingParams | None, options: Options) -> Stream | None:
@@ -106,6 +97,7 @@ class AsyncStream:
         if self._is_closed:
             return None
         self._stream = engine.stream(tokens, params, **options)
+        self.watch.begun = time.monotonic()
         if self._is_closed:
             self._stream.close()
         return self._stream

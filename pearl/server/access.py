@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pearl.server.errors import ApiError
@@ -20,7 +19,6 @@ NOT_EMBEDDED = [
     ("content-security-policy", "frame-ancestors 'none'"),
 ]
 Check = Callable[[Request], None]  # raises `ApiError`
-Refuse = Callable[[Request, Exception], Awaitable[Response]]
 
 
 @dataclass(frozen=True)
@@ -66,17 +64,11 @@ class Access:
 
 
 class Checked:
-    """Middleware: `refuse` answers what `check` raises."""
+    """Middleware of routes. Raises what `check` raises."""
 
-    def __init__(self, app: ASGIApp, check: Check, refuse: Refuse) -> None:
-        self._app, self._check, self._refuse = app, check, refuse
+    def __init__(self, app: ASGIApp, check: Check) -> None:
+        self._app, self._check = app, check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            try:
-                self._check(Request(scope))
-            except ApiError as error:
-                refusal = await self._refuse(Request(scope), error)
-                await refusal(scope, receive, send)
-                return
+        self._check(Request(scope))
         await self._app(scope, receive, send)

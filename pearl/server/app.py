@@ -60,7 +60,7 @@ class App:
 
     def _routed(self, access: Access) -> Starlette:
         def checked(*checks: Check) -> list[Middleware]:
-            return [Middleware(Checked, check=check, refuse=self._refuse) for check in checks]
+            return [Middleware(Checked, check=check) for check in checks]
 
         versioned = [
             Route("/timeline", self._live),
@@ -80,17 +80,18 @@ class App:
         # Outermost: it answers a browser's question whether a page may ask, which has no key.
         may: Any = {"allow_origins": [*access.origins], "allow_headers": ["*"], "allow_methods": ["GET", "POST"]}
         shared = [Middleware(CORSMiddleware, **may)] if access.origins else []
+        routes = [
+            Route("/", self._page),
+            Route("/health", self._health),
+            Route("/metrics", self._metrics),
+            Route("/version", _json({"version": __version__})),
+            Route("/openapi.json", _json(self._described)),
+            Mount("/v1", routes=versioned, middleware=own),
+            Mount("/api", routes=of_ollama, middleware=own),
+        ]
         return Starlette(
-            routes=[
-                Route("/", self._page),
-                Route("/health", self._health),
-                Route("/metrics", self._metrics),
-                Route("/version", _json({"version": __version__})),
-                Route("/openapi.json", _json(self._described)),
-                Mount("/v1", routes=versioned, middleware=own),
-                Mount("/api", routes=of_ollama, middleware=own),
-            ],
-            middleware=[*shared, *checked(access.check_host)],
+            routes=[Mount("", routes=routes, middleware=checked(access.check_host))],
+            middleware=shared,
             exception_handlers={ApiError: self._refuse, HTTPException: self._refuse, Exception: self._failed},
         )
 
@@ -257,7 +258,7 @@ class _Reply:
         async def one(index: int, tokens: list[int], number: int) -> Result:
             async with room, self._text(tokens, number) as text:
                 await write(index, text)
-            self._waits[index] = text.waited
+            self._waits[index] = text.watch.begun - text.watch.submitted
             return text.result
 
         texts = [(tokens, number) for tokens in prompts for number in range(self._asked.body.n)]

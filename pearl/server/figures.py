@@ -13,6 +13,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from pearl.engine import Piece, Result
+from pearl.metrics import Stopwatch
 from pearl.server.answers import finish_reason, sources
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)  # seconds between tokens
@@ -24,7 +25,7 @@ _SERIES: dict[str, tuple[type[Any], str, str, str]] = {  # key here -> kind, nam
     "running": (Gauge, "vllm:num_requests_running", "Requests whose text is being written.", ""),
     "waiting": (Gauge, "vllm:num_requests_waiting", "Requests that wait for their turn.", ""),
     "restarts": (Gauge, "pearl:draft_restarts", "Drafts that were lost and started again.", ""),
-    "prompt": (Counter, "vllm:prompt_tokens", "Prompt tokens of texts that were begun.", ""),
+    "prompt": (Counter, "vllm:prompt_tokens", "Prompt tokens" + _ENDED, ""),
     "made": (Counter, "vllm:generation_tokens", "Tokens generated.", ""),
     "drafted": (Counter, "vllm:spec_decode_num_draft_tokens", "Draft tokens that the target judged" + _ENDED, ""),
     "accepted": (Counter, "vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted" + _ENDED, ""),
@@ -67,32 +68,27 @@ class Figures:
     def refused(self, status: int) -> None:
         self._of["refused"](str(status)).inc()
 
-    def begun(self, prompt_tokens: int, waited: float) -> None:
-        """A text has begun after `waited` seconds in the queue."""
-        self._of["prompt"].inc(prompt_tokens)
-        self._of["queue"].observe(waited)
-
-    def first(self, seconds: float) -> None:
-        """The first tokens arrived `seconds` after the request."""
-        self._of["first"].observe(seconds)
-
-    def step(self, piece: Piece, gap: float | None) -> None:
-        """Tokens arrived `gap` seconds after the previous ones; None: they are the first."""
+    def piece(self, piece: Piece) -> None:
         self._of["made"].inc(len(piece.tokens))
-        for _ in piece.tokens if gap is not None else piece.tokens[1:]:
-            self._of["between"].observe(gap or 0.0)
-            gap = 0.0
 
-    def ended(self, result: Result, seconds: float, turn: float) -> None:
-        """A text ended `seconds` after the request arrived, `turn` seconds after it began."""
+    def ended(self, result: Result, watch: Stopwatch, arrived: float) -> None:
+        """A text ended. `arrived`: when the request did, on the clock of `watch`."""
         complete = result.finish_reason != "cancelled"
         self._of["ended"](finish_reason(result) if complete else "abort").inc()
+        self._of["prompt"].inc(len(result.prompt_tokens))
+        self._of["queue"].observe(watch.begun - watch.submitted)
+        if watch.first is not None:
+            self._of["first"].observe(watch.first - arrived)
+        for gap, _ in watch.gaps:
+            self._of["between"].observe(gap)
+        for _ in range(watch.generated - 1 - len(watch.gaps)):  # with others of their step
+            self._of["between"].observe(0.0)
         for source, count in sources([result]).items():
             self._of["sources"](source).inc(count)
         if not complete:
             return
-        self._mean += _WEIGHT * (turn - self._mean)
-        self._of["whole"].observe(seconds)
+        self._mean += _WEIGHT * (watch.last - watch.begun - self._mean)
+        self._of["whole"].observe(watch.last - arrived)
         self._of["drafted"].inc(result.statistics.num_draft_tokens)
         self._of["accepted"].inc(result.statistics.num_accepted_draft_tokens)
         self._of["lost"].inc(result.statistics.draft_lost)

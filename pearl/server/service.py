@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from pearl.config import SamplingParams
-from pearl.engine import Engine, Piece
+from pearl.engine import Engine
 from pearl.engine.asynchronous import AsyncEngine, AsyncStream
 from pearl.engine.request import Options
 from pearl.errors import EngineClosed
@@ -27,12 +26,11 @@ class Service:
         self.engine = engine
         self._most = most_waiting + engine.config.slots
         self._admitted = Shares()
-        self.waiting = 0
-        self.running: set[AsyncStream] = set()
+        self._texts: set[AsyncStream] = set()  # that are written, wait, or are still being read
         self.figures = Figures(
             model,
-            running=lambda: len(self.running),
-            waiting=lambda: self.waiting,
+            running=lambda: sum(text.watch.begun > 0 for text in self._async.streams),
+            waiting=lambda: sum(text.watch.begun == 0 for text in self._texts),
             restarts=lambda: engine.draft.restarts if engine.draft else 0,
         )
         self._async = AsyncEngine.of(engine)
@@ -47,8 +45,8 @@ class Service:
     def stop(self) -> None:
         """Fails the texts that are being written or wait: the server is shutting down."""
         self.is_stopping = True
-        for stream in self.running:
-            stream.fail(_shutting_down())
+        for text in self._texts:
+            text.fail(_shutting_down())
 
     def close(self) -> None:
         """Begins no more texts; threads end after their current work."""
@@ -81,60 +79,16 @@ class Service:
     ) -> AsyncIterator[AsyncStream]:
         """A text, which is queued once it is read; leaving it early cancels it. `arrived` is a time.monotonic()."""
         self.check()
-        text = _Text(self, self._async, tokens, params, options, client, arrived)
-        self.waiting += 1
+        text = self._async.stream(tokens, params, client=client, **options)
+        text.on_piece = self.figures.piece
+        self._texts.add(text)
         try:
             yield text
         finally:
+            self._texts.discard(text)
             text.close()
-            text.leave_queue()
-
-
-class _Text(AsyncStream):
-    """A text that is measured as it is written, however slowly its client reads it."""
-
-    def __init__(
-        self,
-        service: Service,
-        engine: AsyncEngine,
-        tokens: list[int],
-        params: SamplingParams,
-        options: Options,
-        client: str,
-        arrived: float,
-    ) -> None:
-        super().__init__(engine, tokens, params, options, client)
-        self._service, self._figures = service, service.figures
-        self._prompt_tokens, self._arrived, self._queued = len(tokens), arrived, time.monotonic()
-        self._began: float | None = None
-        self._last: float | None = None  # when the last tokens arrived
-        self._is_queued = True
-
-    def leave_queue(self) -> None:
-        self._service.waiting -= self._is_queued
-        self._is_queued = False
-
-    def on_begin(self) -> None:
-        self._began = now = time.monotonic()
-        self.leave_queue()
-        self._service.running.add(self)
-        if self._service.is_stopping:
-            self.fail(_shutting_down())
-        self._figures.begun(self._prompt_tokens, now - self._queued)
-
-    def on_piece(self, piece: Piece) -> None:
-        if piece.tokens:
-            now = time.monotonic()
-            if self._last is None:
-                self._figures.first(now - self._arrived)
-            self._figures.step(piece, None if self._last is None else now - self._last)
-            self._last = now
-
-    def on_end(self) -> None:
-        self._service.running.discard(self)
-        if self._began is not None:
-            now = time.monotonic()
-            self._figures.ended(self.result, now - self._arrived, now - self._began)
+            if text.watch.begun:
+                self.figures.ended(text.result, text.watch, arrived)
 
 
 def _shutting_down() -> EngineClosed:
