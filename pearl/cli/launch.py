@@ -61,7 +61,7 @@ def running(config: EngineConfig, console: Console, connect: str | None = None) 
             engine = Engine.launched_by(launcher, progress)
     with engine:
         yield engine
-    if engine.trace_errors:  # they are in the log; the command prints its text first
+    if engine.config.trace and not Path(engine.config.trace).exists():  # the log says why; the command prints its text
         click.get_current_context().call_on_close(lambda: sys.exit(TraceError.exit_code))
 
 

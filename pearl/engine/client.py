@@ -56,9 +56,9 @@ class Client:
             client and its streams.
 
     Attributes:
+        numbers: of requests to come.
         ahead: requests of other clients that come before ours, as reported every two seconds.
         lost: why the target cannot be used any more; empty while it can.
-        trace_errors: why no trace was written at the end.
     """
 
     def __init__(
@@ -70,14 +70,13 @@ class Client:
         self._waiting = 0  # threads in `wait_until`
         self._fault: PearlError | None = None  # of no request: for one of these
         self.is_closed = False
-        self._numbers = count(1)
+        self.numbers = count(1)
         # Weak, so that a stream that its user has dropped is collected, and thereby cancelled.
         self._streams: WeakValueDictionary[int, Stream] = WeakValueDictionary()
         self.lost = ""
         self._silence = Silence(10 * _READ_SECONDS)
         self.ahead = 0
         self.welcome: Welcome | None = None
-        self.trace_errors: list[PearlError] = []
         self.recording = Recording(self, directory, is_taken=config.trace is not None)
         self.endpoint = connect(address, channel_keys(config.keys, directory))
         self._reader = threading.Thread(target=_read, args=(ref(self), self.endpoint), daemon=True, name="pearl-text")
@@ -121,8 +120,8 @@ class Client:
         if not self._is_ours:
             self.is_closed = True
             return
-        if self.recording.is_active:
-            with logged_not_raised() as self.trace_errors:
+        if self.recording.file is not None:
+            with logged_not_raised():
                 self.recording.stop()
         self.is_closed = True
         self.endpoint.wake()
@@ -152,9 +151,6 @@ class Client:
 
     # ---- requests ----
 
-    def next_number(self) -> int:
-        return next(self._numbers)
-
     def submit(self, stream: Stream, submit: Submit) -> Stream:
         self.wait_to_send()
         with self._changed:
@@ -167,11 +163,6 @@ class Client:
         """Returns once a request may be sent: a target drops all messages of a peer that exceeds its limit."""
         while (seconds := self.endpoint.seconds_to_wait) and not self.is_closed:
             time.sleep(min(seconds, _READ_SECONDS))
-
-    def next_message(self, stream: Stream) -> object | None:
-        """The next message of `stream`, None once it is closed."""
-        self.wait_until(lambda: bool(stream.inbox) or not stream.is_open)
-        return stream.inbox.popleft() if stream.is_open else None
 
     def forget(self, request: int) -> None:
         """The request has ended."""

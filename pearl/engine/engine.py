@@ -21,7 +21,7 @@ from pearl.engine.launcher import LocalLauncher
 from pearl.engine.processes import DraftKeeper
 from pearl.engine.request import Options, Prompt, as_prompts, encode, submission
 from pearl.engine.stream import Result, Stream
-from pearl.errors import ConfigError, PearlError
+from pearl.errors import ConfigError
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.protocol.messages import Welcome
 from pearl.text.tokenizer import GenerationDefaults
@@ -165,7 +165,7 @@ class Engine:
         """
         self.client.check_open()
         submit = submission(
-            self.client.next_number(),
+            next(self.client.numbers),
             self.encode(prompt, raw=raw),
             self.context,
             (params or SamplingParams()).with_seed(),
@@ -205,11 +205,6 @@ class Engine:
     def stop_trace(self) -> Path:
         """Ends the recording, writes its file and returns the file's path. After a `TraceError` try again."""
         return self.client.recording.stop()
-
-    @property
-    def trace_errors(self) -> list[PearlError]:
-        """Of a closed engine: why the trace that it should write is missing."""
-        return [*self.client.trace_errors, *([] if self._launcher is None else self._launcher.trace_errors)]
 
 
 def _load_tokenizer(config: EngineConfig, progress: Progress) -> tuple[Any, GenerationDefaults]:

@@ -38,12 +38,10 @@ class LocalLauncher:
     Attributes:
         directory: the engine's, of sockets and keys, accessible to this user only.
         draft: the draft worker's keeper, if this process launches it.
-        trace_errors: why the trace of the workers' whole run was not written.
     """
 
     def __init__(self, config: EngineConfig, draft_elsewhere: bool = False) -> None:
         self.config, self.directory = config, private_directory()
-        self.trace_errors: list[PearlError] = []
         self._began = time.time()
         self.target: Worker | None = None
         self.draft: DraftKeeper | None = None
@@ -144,21 +142,21 @@ class LocalLauncher:
         self._end(END_SECONDS)
         if self.config.trace:
             path, deadline = Path(self.config.trace), time.monotonic() + _EXIT_SECONDS
-            with logged_not_raised() as self.trace_errors:
+            with logged_not_raised():
                 while being_written(path) and time.monotonic() < deadline:  # by a draft of another process
                     time.sleep(_LOOK_SECONDS)
                 self._merge(path)
 
     def _merge(self, path: Path) -> None:
-        """Leaves no parts behind."""
+        """Leaves no parts behind, nor an earlier trace in the place of this one."""
         parts = [part for part in part_paths(path) if part.stat().st_mtime >= self._began]
         try:
             if not all(part.stat().st_size for part in parts):
                 raise TraceError(f"cannot write the trace {path}: a worker's part of it did not fit the disk")
             merge(path)
         except TraceError:
-            for part in parts:
-                part.unlink(missing_ok=True)
+            for file in (path, *parts):
+                file.unlink(missing_ok=True)
             raise
 
     def _end(self, seconds: float) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pearl.errors import PearlError, TargetLost, TraceError
+from pearl.errors import TargetLost, TraceError
 from pearl.protocol.messages import Trace
 from pearl.trace.chrome import merge
 from pearl.trace.recorder import asked_for, part_paths
@@ -31,18 +31,16 @@ class Recording:
         client: the connection; it puts the target's answers into `answer`.
         directory: the engine's, where the workers write their parts.
         is_taken: whether the workers already write a trace from start to end; then there can be no other.
+
+    Attributes:
+        file: what the recording is for; None: it is read while it is written, or there is none.
     """
 
     def __init__(self, client: Client, directory: Path, is_taken: bool) -> None:
         self._client, self._directory, self._is_taken = client, directory, is_taken
         self._number = 0  # of the recording that runs
-        self._file: Path | None = None  # what it is for; None: it is read while it is written
+        self.file: Path | None = None
         self.answer: Trace | TraceError | None = None
-
-    @property
-    def is_active(self) -> bool:
-        """Whether a file waits for the end of a recording."""
-        return self._file is not None
 
     def start(self, path: Path) -> None:
         """Begins to record for the file `path`."""
@@ -53,15 +51,15 @@ class Recording:
         if not is_writable:
             raise TraceError(f"cannot write the trace {path}: name a file in a directory that exists")
         self.start_live()
-        self._file = path
+        self.file = path
 
     def stop(self) -> Path:
         """Ends the recording, writes its file and returns the file's path. After a `TraceError` try again."""
-        if self._file is None:
+        if self.file is None:
             raise TraceError("no trace is being recorded")
         self._request(Trace(self._number, False))
-        merge(self._file, asked_for(self._directory, self._number))
-        path, self._file, self._number = self._file, None, 0
+        merge(self.file, asked_for(self._directory, self._number))
+        path, self.file, self._number = self.file, None, 0
         return path
 
     def stop_live(self) -> None:
@@ -106,11 +104,9 @@ class Recording:
 
 
 @contextlib.contextmanager
-def logged_not_raised() -> Iterator[list[PearlError]]:
-    """For an engine's end: a trace that cannot be written does not make its texts wrong. Yields the errors."""
-    errors: list[PearlError] = []
+def logged_not_raised() -> Iterator[None]:
+    """For an engine's end: a trace that cannot be written does not make its texts wrong."""
     try:
-        yield errors
+        yield
     except (TraceError, TargetLost) as error:
-        errors.append(error)
         log.error("no trace: %s", error)

@@ -91,12 +91,12 @@ class Stream:
         raise RequestError("this stream is read with `for`: reading it blocks. AsyncEngine has streams for `async for`")
 
     def __next__(self) -> Piece:
-        if not self.is_open:
-            raise StopIteration
         try:
-            match message := self._client.next_message(self):
-                case None:
-                    raise StopIteration
+            if self.is_open:
+                self._client.wait_until(lambda: bool(self.inbox) or not self.is_open)
+            if not self.is_open:
+                raise StopIteration
+            match message := self.inbox.popleft():
                 case Committed():
                     return self._piece(message)
                 case Preview(_, _, tokens):
