@@ -32,14 +32,10 @@ _HINTS = [
     ("Enter", "during a reply: the line is read when the reply is done"),
     ("Ctrl-X Ctrl-E", "writes a message in $EDITOR"),
 ]
-_DISPLAY_SETTINGS = {
-    "draft": "show_draft",
-    "markdown": "markdown",
-    "stats": "stats",
-}  # setting -> attribute of the chat
+_DISPLAY_SETTINGS = {"draft": "show_draft", "markdown": "markdown", "stats": "stats"}  # setting -> the chat's attribute
 _MOST_FILE = 1 << 20  # bytes of a file in a message: more than any context holds
 _SAMPLING = tuple(SamplingParams.model_fields)
-_DECODING = tuple(name for name in DecodingConfig.model_fields if name != "method")
+_DECODING = tuple(DecodingConfig.model_fields)
 
 
 class Leave(Exception):
@@ -105,7 +101,9 @@ def _change(chat: Chat, name: str, value: str) -> None:
     elif name in _SAMPLING:
         chat.sampling = _changed(chat.sampling, name, value)
     elif name in _DECODING:
-        chat.decoding = _changed(chat.decoding, name, value)
+        decoding = _changed(chat.decoding, name, value)
+        chat.engine.config.check_decoding(decoding)
+        chat.decoding = decoding
     else:
         raise _unknown_setting(name)
 
@@ -133,9 +131,7 @@ def _changed(section: Any, name: str, value: str) -> Any:
 def _print_settings(chat: Chat, only: str) -> None:
     in_use = with_defaults(chat.sampling, chat.engine.defaults) | chat.decoding.in_use().model_dump()
     given = chat.sampling.model_fields_set | chat.decoding.model_fields_set
-    values = {name: getattr(chat.sampling, name) for name in _SAMPLING}
-    values |= {name: in_use.get(name, getattr(chat.decoding, name)) for name in _DECODING}
-    values |= {name: in_use[name] for name in _SAMPLING if name in in_use}
+    values = chat.sampling.model_dump() | in_use
     if not only:  # parameters of other rules and stop policies
         values = {name: value for name, value in values.items() if value is not None or name in _SAMPLING}
     shown = {name: _in_use(name, value) + ("" if name in given else " (default)") for name, value in values.items()}
@@ -306,9 +302,7 @@ def _trace(chat: Chat, rest: str) -> None:
 def _method(chat: Chat, name: str) -> None:
     """show the method, or use another: /method ar, sd or pearl"""
     if name:
-        decoding = _changed(chat.decoding, "method", name)
-        chat.engine.config.check_method(name)
-        chat.decoding = decoding
+        _change(chat, "method", name)
     _say(chat, f"method: {chat.decoding.method}")
 
 

@@ -223,7 +223,7 @@ class Client:
             try:
                 self._dispatch(message)
             except PearlError as error:
-                if self._waiting or self._streams:
+                if self.welcome is None or self._waiting or self._streams:
                     self._fault = error
                 else:
                     log.warning("%s", error)

@@ -223,7 +223,6 @@ class _Reply:
     def __init__(self, service: Service, asked: TextRequest, answer: Answer, arrived: float, client: str) -> None:
         self._service, self._asked, self._arrived, self._client = service, asked, arrived, client
         self._answer = answer
-        self._waits: dict[int, float] = {}  # index of a text -> seconds in the queue
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         log_as = partial(log_request, f"{scope['method']} {scope['path']}", self._asked.body.model, self._arrived)
@@ -234,8 +233,7 @@ class _Reply:
                 if self._asked.body.stream:
                     log_as(*await self._send_stream(prompts, send))
                     return
-                results = await self._generate(prompts, _read)
-                counted = usage(results, self._asked.body.n, self._waits)
+                results, counted = await self._generate(prompts, _read)
                 whole = await asyncio.to_thread(self._answer.whole, results, counted)
                 await Response(whole, media_type="application/json")(scope, receive, send)
                 log_as(200, counted)
@@ -251,20 +249,22 @@ class _Reply:
 
     async def _generate(
         self, prompts: list[list[int]], write: Callable[[int, AsyncStream], Awaitable[None]]
-    ) -> list[Result]:
-        """Pass each text to `write`, as many at a time as the engine has slots."""
+    ) -> tuple[list[Result], dict[str, Any]]:
+        """Pass each text to `write`, as many at a time as the engine has slots. Returns the usage, too."""
         room = asyncio.Semaphore(self._service.engine.config.slots)
+        waits: dict[int, float] = {}  # index of a text -> seconds in the queue
 
         async def one(index: int, tokens: list[int], number: int) -> Result:
             async with room, self._text(tokens, number) as text:
                 await write(index, text)
-            self._waits[index] = text.watch.begun - text.watch.submitted
+            waits[index] = text.watch.begun - text.watch.submitted
             return text.result
 
         texts = [(tokens, number) for tokens in prompts for number in range(self._asked.body.n)]
         tasks = [asyncio.create_task(one(index, *which)) for index, which in enumerate(texts)]
         try:
-            return await asyncio.gather(*tasks)
+            results = await asyncio.gather(*tasks)
+            return results, usage(results, self._asked.body.n, waits)
         finally:
             for task in tasks:
                 task.cancel()
@@ -287,14 +287,13 @@ class _Reply:
         """
         stream = _EventStream(send, self._answer.media_type)
         try:
-            results = await self._generate(prompts, partial(self._send_text, stream))
+            _, counted = await self._generate(prompts, partial(self._send_text, stream))
         except ApiError as error:
             if not stream.has_begun:
                 raise
             self._service.figures.refused(error.status)
             await stream.send(self._answer.error(error.body), more=False)
             return error.status, {}
-        counted = usage(results, self._asked.body.n, self._waits)
         for chunk in self._answer.usage(counted):
             await stream.send(chunk)
         await stream.send(self._answer.done, more=False)
