@@ -56,7 +56,10 @@ class Worker:
             env=_environment(settings.model.place) | {DIRECTORY: str(settings.directory)},
             start_new_session=True,  # Ctrl-C is for the front; a worker ends when its stdin closes
         )
-        self._write(settings.model_dump_json().encode() + b"\n")
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended already, and its status lines say why
+            self._process.stdin.write(settings.model_dump_json().encode() + b"\n")
+            self._process.stdin.flush()
         self._reader = threading.Thread(target=self._read, daemon=True, name=f"{self.role}-status")
         self._reader.start()
 
@@ -67,14 +70,6 @@ class Worker:
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
-
-    def _write(self, line: bytes) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
-        except OSError:
-            log.debug("%s worker ended before it read its settings", self.role)
 
     def _read(self) -> None:
         assert self._process.stdout is not None
