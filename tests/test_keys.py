@@ -320,6 +320,8 @@ def test_a_debt_is_bounded_and_worked_off() -> None:
     limits.trust(b"b")
     limits.decoded(b"b", 3600.0)
     assert limits.admits(b"b", 1 << 40)
+    limits.trust(b"c")
+    refused(limits, b"b", 2 * gate.AT_ONCE)
 
 
 @pytest.mark.parametrize("size", [0, 100, 36_000, 400_000, 4 << 20])
@@ -335,14 +337,6 @@ def test_who_keeps_account_and_waits_is_always_heard(size: int) -> None:
         account.sent(size)
         heard += size + gate.MESSAGE
     assert heard > 60 * gate.PER_SECOND / 3, "and does not wait for much longer than it has to"
-
-
-def test_who_is_trusted_is_heard_and_only_the_last_is() -> None:
-    limits = Gate(Clock())
-    limits.trust(b"a")
-    assert all(limits.admits(b"a", gate.AT_ONCE) for _ in range(10))
-    limits.trust(b"b")
-    refused(limits, b"a", 2 * gate.AT_ONCE)
 
 
 def test_who_is_new_again_and_again_is_not_heard_without_end() -> None:

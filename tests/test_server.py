@@ -213,16 +213,6 @@ def test_penalties_and_biases_are_those_of_the_engine(served: Served, engine: En
     assert [biased["choices"][0]["text"]] == wanted != written(engine, "123", ignore_eos=True)
 
 
-def test_a_text_is_held_to_a_grammar(served: Served) -> None:
-    """The toy's tokens are digits and letters, of which 3 ends a text; a JSON object takes a checkpoint."""
-    held = {"max_tokens": 40, "structured_outputs": {"regex": "(ab|c){4}"}}
-    choice = served.post(**held).json()["choices"][0]
-    assert re.fullmatch("(ab|c){4}3", choice["text"])
-    assert choice["finish_reason"] == "stop"
-    cut = served.post(**held | {"max_tokens": 2}).json()["choices"][0]
-    assert (cut["text"], cut["finish_reason"]) == (choice["text"][:2], "length")
-
-
 # ---- the event loop is never blocked ----
 
 

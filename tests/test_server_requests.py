@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from pearl.config import SamplingParams
 from pearl.engine.request import Chat
-from pearl.errors import ConfigError
 from pearl.server import limits, ollama, responses
 from pearl.server.errors import ApiError
 from pearl.server.requests import Setup, read_request
@@ -262,16 +261,6 @@ def test_seeds_and_stop_tokens_of_other_servers(served: Served) -> None:
     choice = served.post(max_tokens=40, ignore_eos=True, stop_token_ids=[4]).json()["choices"][0]
     whole = served.post(max_tokens=40, ignore_eos=True).json()["choices"][0]["text"]
     assert (choice["text"], choice["finish_reason"]) == (whole[: whole.index("4") + 1], "stop")
-
-
-def test_a_rule_for_one_text(served: Served) -> None:
-    engine, params = served.service.engine, SamplingParams(temperature=1, seed=5, max_tokens=40, ignore_eos=True)
-    (plain,) = engine.generate("123", params, method="ar")
-    (coupled,) = engine.generate("123", params, method="sd", rule="coupled")
-    (ratio,) = engine.generate("123", params, method="sd")
-    assert coupled.text == plain.text != ratio.text
-    with pytest.raises(ConfigError, match="rule"):
-        engine.generate("123", params, rule="magic")
 
 
 def test_a_model_without_a_chat_template(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,17 +16,17 @@ import pytest
 import torch
 from scipy import stats
 
-from pearl.decoding.rules import direct, make_draft_half, make_target_half, ratio, tokenwise
+from pearl.decoding.rules import make_draft_half, make_target_half, ratio, tokenwise
 from pearl.decoding.rules.biased import BildTarget, OptTarget, UnoTarget
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.rules.ratio import RatioTarget, residual
 from pearl.decoding.rules.tokenwise import TokenTarget
-from pearl.decoding.sampling import pick, pick_on_device, race_rows, read_draw
+from pearl.decoding.sampling import pick, pick_on_device, read_draw
 from pearl.errors import NumericalError
 from pearl.execution.target import TargetExecutor
 from pearl.lab.simulate import Outcome
 from pearl.models.toy import ToyRunner
-from pearl.protocol.events import Forward, Judged, Odds, Open, Phase, Sample, Sampled
+from pearl.protocol.events import Forward, Odds, Open, Phase, Sample, Sampled
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec.rules import RULES
 from tests.virtual import NEVER, decoded, first_order
@@ -161,19 +161,6 @@ def logits_pair(seed: int, vocab: int = 20) -> tuple[torch.Tensor, torch.Tensor]
     return target, target + 0.7 * torch.randn(vocab, generator=generator)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_coupled_rule_commits_the_direct_draw(temperature: float) -> None:
-    """Whatever was drafted, right or wrong."""
-    sampling = Sampling(temperature, seed=4)
-    rule, draw = make_target_half("coupled", sampling), DirectDraw(sampling)
-    for position in range(100):
-        target, _ = logits_pair(position)
-        own = read_draw(draw(target, position))
-        for token in range(20):
-            expected = Judged(1, None) if token == own else Judged(0, own)
-            assert rule.judge(target[None], [token], [None], position) == expected
-
-
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_direct_draw_is_one_under_either_rule(rule: str, temperature: float) -> None:
@@ -187,22 +174,6 @@ def test_the_direct_draw_is_one_under_either_rule(rule: str, temperature: float)
     for position in range(1, 51):
         expected = read_draw(draw(torch.log(probs[position - 1]), position))
         assert executor.execute(Sample(position, position - 1)) == Sampled((expected,))
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, seed=4), Sampling(1.0, top_p=0.7, seed=2)], ids=str)
-@pytest.mark.parametrize("name", ["ratio", "coupled"])
-def test_a_device_draws_as_the_host(name: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The arithmetic of another device than the host, on the host."""
-    draft, logits = make_draft_half(name, sampling), 2 * torch.randn(30, 40, generator=torch.Generator().manual_seed(1))
-    here = draft.draft(logits, range(30))
-    monkeypatch.setattr(tokenwise, "pick", pick_on_device)
-    monkeypatch.setattr(direct, "race", lambda probs, key: race_rows(probs[None], [key])[0])
-    monkeypatch.setattr(
-        direct, "race_of_logits", lambda row, t, key, top: race_rows(torch.softmax(row / t, -1)[None], [key])[0]
-    )
-    for (draw, probs), (there, same) in zip(here, draft.draft(logits, range(30)), strict=True):
-        assert read_draw(draw) == read_draw(there)
-        assert probs is same is None or torch.equal(probs, same)  # type: ignore[arg-type]
 
 
 def acceptance(rule: str, draws: int = 4000) -> tuple[float, float]:

@@ -39,6 +39,7 @@ from pearl.protocol.messages import (
     Welcome,
 )
 from pearl.protocol.options import RequestOptions, Sampling
+from pearl.spec import methods
 from pearl.transport.torch_dist import ProcessGroupChannel
 from pearl.worker.rows import RowPacker, packed
 from tests.conftest import eventually, greedy_text
@@ -83,11 +84,22 @@ def channels(carrier: str, directory: Path) -> Channels | None:
 
 
 @pytest.mark.parametrize(
-    ("carrier", "control", "chains", "method", "rule", "window"),
-    pairwise(CARRIERS, ["memory", "ipc", "tcp"], [False, True], METHODS[1:], ["ratio", "coupled"], ["stream", "fixed"]),
+    ("carrier", "control", "chains", "method", "rule", "window", "stop"),
+    pairwise(
+        *(CARRIERS, ["memory", "ipc", "tcp"], [False, True], METHODS[1:], ["ratio", "coupled"], ["stream", "fixed"]),
+        ["fixed", "threshold"],
+    ),
 )
 def test_text_is_the_simulators(
-    loops: MakeLoops, tmp_path: Path, carrier: str, control: str, chains: bool, method: str, rule: str, window: str
+    loops: MakeLoops,
+    tmp_path: Path,
+    carrier: str,
+    control: str,
+    chains: bool,
+    method: str,
+    rule: str,
+    window: str,
+    stop: str,
 ) -> None:
     """Invariant 5: threads, timing and transport leave no trace. A row that came late, twice or to the wrong position
     would change what is accepted."""
@@ -96,10 +108,16 @@ def test_text_is_the_simulators(
     front, sampled = pair.front(), replace(WARM, top_k=20 if carrier == "sparse" else 0)
     if method in ("sd", "pearl-no-post-verify"):  # by ratio their texts depend on the window
         rule = "coupled"
+    if stop == "threshold" and not methods.METHODS[method].takes_stops:
+        stop = "fixed"
+    policy, pauses = {"fixed": (), "threshold": (("confidence", 0.2),)}[stop], 0
     for request, sampling in enumerate((sampled, replace(sampled, seed=8), GREEDY)):
-        submit = submission(60, method, sampling, request, rule=rule, window=window)
+        asked = {"rule": rule, "window": window, "draft_stop": stop, "stop_parameters": policy, "gamma": 8}
+        submit = submission(60, method, sampling, request, **asked)
         told = front.ask(submit)
         assert (told.tokens, told.reason) == (simulated(submit, VOCAB, 0.7), FinishReason.LENGTH)
+        pauses += told.statistics.num_draft_stops
+    assert bool(pauses) == (stop == "threshold")
     assert pair.forms == ({CARRIERS[carrier]} if rule == "ratio" else set())
 
 

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.checkpoints.loading import load_model, load_runner
-from pearl.models.checkpoints.memory import needed
 from pearl.models.checkpoints.wrappers import WRAPPERS, language_model_of
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
@@ -154,12 +153,3 @@ def test_other_models_are_left_to_transformers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "glm4v"}))
     for directory in (tmp_path, tiny_model()):
         assert language_model_of(str(directory)) is None
-
-
-def test_the_cache_of_a_wrapper_is_counted_as_our_own_forward_holds_it() -> None:
-    """In float32 on a CPU, whatever the dtype of the weights."""
-    directory = tiny_wrapper("gemma3")
-    wide, narrow = (needed(directory, "bfloat16", 128, 128, is_wide=is_wide) for is_wide in (True, False))
-    assert wide is not None
-    assert narrow is not None
-    assert wide.cache == 2 * narrow.cache > 0
