@@ -29,7 +29,6 @@ def test_the_window_is_the_targets_own_writing() -> None:
         known = len(text) - 1 if step else 0
         executor.execute(Guess(known, tuple(text[known:]), len(text), 99, (), 16, request=1))
         index = executor._requests[1].index
-        assert isinstance(index, JacobiIndex)
         before = [list(level) for level in index._levels]
         start, guesses = len(text) - 1, (7, 9) if step % 2 else ()
         parents = (-1, *(0 for _ in guesses)) if guesses else None
@@ -70,7 +69,6 @@ def test_the_pool_guesses_what_has_followed_a_token() -> None:
     assert index._hits[0] > before
     assert index.window(LEVELS - 1) is index.window(-1) is None
     small = index.window(2 * LEVELS)
-    assert small is not None
     assert (small.columns, small.parents) == (2, (-1, 0, *range(2 * LEVELS - 2)))
 
 

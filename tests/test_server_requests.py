@@ -207,7 +207,6 @@ def test_refusals_are_in_plain_words() -> None:
     said = {}
     for fields in ({"messages": []}, {"tools": [{}]}, {"temperature": -1}, {"stop": ["x"] * 65}):
         error = refusal(body("chat/completions") | fields, True)
-        assert error is not None
         said |= {error.param: error.message}
     assert said == {
         "messages": "messages: should have at least 1 item",
@@ -244,11 +243,9 @@ def test_unknown_fields_are_ignored_with_a_warning(caplog: pytest.LogCaptureFixt
         assert caplog.text.count(repr(field)) == 1
     assert "store" not in caplog.text
     refused = refusal(body() | {"best_of": 2}, given=SETUP)
-    assert refused is not None
     assert refused.code == "unsupported_parameter"
     picture = {"type": "image_url", "image_url": {"url": "x"}}
     refused = refusal(body("chat/completions") | {"messages": [message([picture])]}, True, SETUP)
-    assert refused is not None
     assert "image_url is not supported" in refused.message
     many = refusal(body() | {f"x{number}": 1 for number in range(100_000)}, given=SETUP)
     assert many is None

@@ -100,7 +100,6 @@ def test_bias_and_rejections_are_as_told(
     p, q = ([Fraction(each, 64) for each in weights] for weights in (target, draft))
     law, rejected = committed(target, draft, monkeypatch, judge)
     told = judge.judge(torch.tensor([target]) / 64, [draft.index(max(draft))], [torch.tensor(draft) / 64], 0).odds
-    assert told is not None
     bias = distance(law, p)
     assert told.rejections == pytest.approx(float(rejected), abs=1e-6)
     assert told.variance == pytest.approx(float(rejected * (1 - rejected)), abs=1e-6)
@@ -291,7 +290,6 @@ def rejections(decoding: RequestOptions) -> float:
     found, odds = 0, Odds()
     for seed in range(6):
         counts = run(decoding, seed, 600).counts
-        assert counts.odds is not None
         found, odds = found + counts.num_rejections, odds + counts.odds
     return (found - odds.rejections) / odds.variance**0.5
 

@@ -220,9 +220,7 @@ def test_error_is_told_to_the_request_that_failed(loops: MakeLoops) -> None:
         for _, message in front.endpoint.receive(0.2):
             if isinstance(message, (Error, Finished)):
                 said[message.request] = message
-    assert isinstance(said[1], Error)
     assert said[1].kind == "NumericalError"
-    assert isinstance(said[2], Finished)
     assert said[2].reason is FinishReason.CANCELLED
 
 
