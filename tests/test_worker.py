@@ -324,34 +324,22 @@ def test_a_row_arrives_as_it_was(vocab: int, possible: int) -> None:
             sent.unpack(len(ids) - 1)
 
 
-def test_rows_that_came_packed_are_judged_as_others() -> None:
-    executor = TargetExecutor(ToyRunner(32, alpha_pair(32, 0.5)[0]))
-    executor.execute(Open(PROMPT, RequestOptions(sampling=WARM)))
-    executor.execute(Forward(Phase.PREFILL, 0, PROMPT, 1))
-    dense = torch.softmax(torch.randn(32, generator=torch.Generator().manual_seed(1)), -1)
-    few = torch.zeros(32)
-    few[[1, 5]] = torch.tensor([0.25, 0.75])
-    for probs in (dense, few):
-        rows = (probs, pack(probs))
-        one, other = (executor.execute(Judge(len(PROMPT), (5,), (each,), (len(PROMPT) - 1,))) for each in rows)
-        assert one == other
-
-
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=[pytest.mark.gpu, NO_GPU])])
-def test_a_row_is_judged_where_it_was_brought(device: str) -> None:
+def test_a_row_is_judged_alike_packed_or_where_it_was_brought(device: str) -> None:
     runner = load_runner(str(tiny_model()), device=torch.device(device), dtype="float32", max_context=64)
     executor = TargetExecutor(runner)
     executor.execute(Open(PROMPT, RequestOptions(sampling=WARM)))
     executor.execute(Forward(Phase.PREFILL, 0, PROMPT, 1))
-    rows = [torch.softmax(torch.randn(runner.vocab_size), -1) for _ in range(2)]
-    brought = [executor.bring(pack(row)) for row in rows]
-    judges = (Judge(len(PROMPT), (5,), (row,), (len(PROMPT) - 1,)) for row in (rows[0].to(device), brought[0]))
-    here, there = map(executor.execute, judges)
-    assert here == there
-    assert all(torch.equal(found.cpu(), row) for found, row in zip(brought, rows, strict=True))
+    dense, few = torch.softmax(torch.randn(runner.vocab_size), -1), torch.zeros(runner.vocab_size)
+    few[[1, 5]] = torch.tensor([0.25, 0.75])
+    for row in (dense, few):
+        forms = row.to(device), pack(row), executor.bring(pack(row))
+        assert torch.equal(forms[2].cpu(), row)
+        judged, *others = [executor.execute(Judge(len(PROMPT), (5,), (each,), (len(PROMPT) - 1,))) for each in forms]
+        assert others == [judged] * 2
 
 
 def test_a_row_for_which_there_is_no_memory_does_not_end_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
