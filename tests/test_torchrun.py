@@ -78,7 +78,7 @@ def test_draft_worker_that_is_lost_does_not_take_the_job_down(temporary: dict[st
     """
     paces = ["--temperature", "0", "--target-pace", "0.1", "--draft-pace", "0.02"]
     arguments = ["--target", SPEC, "--draft", SPEC, *paces]
-    run = launch([*ALONE, *arguments, *PLAIN, "--draft-timeout", "1", "--max-tokens", "200", "123"], temporary)
+    run = launch([*ALONE, *arguments, *PLAIN, "--draft-timeout", "1", "--max-tokens", "120", "123"], temporary)
     first = run.stdout.read(1)
     draft = workers(temporary["TMPDIR"])["draft"]
     os.kill(draft, signal.SIGSTOP)
@@ -86,7 +86,7 @@ def test_draft_worker_that_is_lost_does_not_take_the_job_down(temporary: dict[st
     assert workers(temporary["TMPDIR"])["draft"] != draft
     rest, said = run.communicate(timeout=BOUND)
     assert run.returncode == 0, said
-    assert first + rest == ToyTokenizer(32).decode(greedy_text([1, 2, 3], 200)) + "\n"
+    assert first + rest == ToyTokenizer(32).decode(greedy_text([1, 2, 3], 120)) + "\n"
     assert "lost during the text" in said
     assert "starting it again (1)" in said
 
