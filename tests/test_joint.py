@@ -114,13 +114,10 @@ def follow(text: Sequence[int], tau: float, depth: int, planted: bool = False) -
     return drawn
 
 
-@pytest.mark.parametrize(
-    ("method", "window"), [("pearl", "stream"), ("pearl", "fixed"), ("pearl-no-pre-verify", "fixed")]
-)
-@pytest.mark.parametrize("tau", [0.55, 0.9])
-def test_texts_are_what_the_rule_writes(method: str, window: str, tau: float) -> None:
+@pytest.mark.parametrize(("window", "tau"), [("stream", 0.55), ("fixed", 0.9)])
+def test_texts_are_what_the_rule_writes(window: str, tau: float) -> None:
     """All that is accepted follows from the two models; what is not has the target's distribution."""
-    decoding = RequestOptions(method, window, 4, "joint", parameters(tau, 3, 16))
+    decoding = RequestOptions("pearl", window, 4, "joint", parameters(tau, 3, 16))
     drawn = [each for seed in range(6) for each in follow(decode(decoding, seed, 400).tokens, tau, 3)]
     pvalues = []
     for state in range(4):
@@ -141,7 +138,6 @@ def test_the_bias_is_what_the_text_had_no_choice_in() -> None:
         for a, b, origin in zip(states, run.tokens, run.provenance, strict=False)
         if origin is Provenance.ACCEPTED
     )
-    assert run.counts.odds is not None
     assert run.counts.odds.bias == pytest.approx(expected, rel=0.02)  # a block may end behind the text's end
 
 

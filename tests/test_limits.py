@@ -151,7 +151,6 @@ class Hostile:
 
     def __init__(self, engine: Engine) -> None:
         keys = read_keys(engine.directory / OWN_KEYS)
-        assert engine._launcher.target is not None
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -178,7 +177,6 @@ class Hostile:
 
 def test_a_front_that_floods_costs_bounded_memory_and_others_are_served(engine: Engine) -> None:
     """150 prompts of 4 MiB each, then 20,000 small ones: it gets an error, and a text in progress goes on."""
-    assert engine._launcher.target is not None
     process = psutil.Process(engine._launcher.target.pid)
     hostile = Hostile(engine)
     hostile.send(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0))
@@ -195,7 +193,6 @@ def test_a_front_that_floods_costs_bounded_memory_and_others_are_served(engine: 
             most = max(most, process.memory_info().rss)
         assert stream.result.tokens == greedy_text([1, 2, 3], 60)
     told = hostile.hears(Error)
-    assert isinstance(told, Error)
     assert told.kind in ("RemoteProtocolError", "RequestError")
     deadline = time.monotonic() + 2
     while time.monotonic() < deadline:  # while what the flood has left is worked off

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from functools import cache
-from itertools import product
 
 import pytest
 import torch
@@ -128,14 +127,6 @@ def test_guesses_are_fed_where_they_make_more_tokens_a_second() -> None:
     assert worthwhile([0.5], 1, 1.0, lambda n: 0.0) == 1, "nothing was measured yet"
 
 
-SAMPLINGS = [("coupled", 0.0), ("coupled", 1.0), ("ratio", 1.0)]
-FAMILIES = ("llama", "gpt2", "qwen2", "qwen3", "opt")
-NEAR = [pytest.param(*case, marks=pytest.mark.long) for case in product(FAMILIES[2:], SAMPLINGS[:2])]
-OF_MODELS = pytest.mark.parametrize(
-    ("kind", "sampling"), [*product(FAMILIES[:2], SAMPLINGS), *product(FAMILIES[2:], SAMPLINGS[2:]), *NEAR]
-)
-
-
 @cache
 def runner(kind: str, noise: float = 0.0) -> ModelRunner:
     return load_runner(str(tiny_model(kind, noise=noise)), device=CPU, dtype="float32")
@@ -144,19 +135,20 @@ def runner(kind: str, noise: float = 0.0) -> ModelRunner:
 # ---- a draft that guesses what it will say itself ----
 
 
-@OF_MODELS
+@pytest.mark.parametrize("rule", ["coupled", "ratio"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_several_tokens_a_forward_are_those_of_single_forwards(
-    kind: str, sampling: tuple[str, float], monkeypatch: pytest.MonkeyPatch
+    kind: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens, and distributions bit by bit where the runner's rows do not depend on their company."""
     monkeypatch.setattr(ForwardTimes, "observe", lambda *_: None)  # while no time is known, every guess is fed
-    draft, rule = runner(kind, 0.05), sampling[0]
+    draft = runner(kind, 0.05)
     prompt = (5, 9, 40, 7, 12, 33) * 5
 
     def drafted(lookup: int) -> tuple[list[int], list[torch.Tensor], int]:
         draft.rollback(0)
         proposer = ModelProposer(draft, draft.vocab_size)
-        drawn = Sampling(sampling[1], top_k=3, seed=8)
+        drawn = Sampling(1.0, top_k=3, seed=8)
         proposer.open(Open(prompt, RequestOptions(rule=rule, draft_lookup=lookup, sampling=drawn), request=1))
         tokens: list[int] = []
         rows: list[torch.Tensor] = []

@@ -17,7 +17,7 @@ from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.memory import Need, check_cache_fits, check_room, needed, of_shape
 from pearl.models.forward.graphs import PREFILL
 from pearl.models.forward.runner import ForwardRunner
-from tests.tiny import tiny_model
+from tests.tiny import tiny_model, tiny_wrapper
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LLAMA_70B = {
@@ -39,7 +39,6 @@ LLAMA_70B = {
 def test_what_is_told_is_what_is_taken(kind: str, dtype: str, halves: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model(kind))
     need = needed(tiny_model(kind), dtype, 200, 8192)
-    assert need is not None
     weights = sum(weight.numel() for weight in model.parameters()) * 2 * halves
     assert need.weights == pytest.approx(weights, rel=0.1), "the files have heads of their own"
     runner = ForwardRunner(model.to(torch.float32 if halves == 2 else torch.bfloat16), 200, record=lambda work: work)
@@ -48,17 +47,13 @@ def test_what_is_told_is_what_is_taken(kind: str, dtype: str, halves: int) -> No
     assert need.cache == pytest.approx(slots.keys.nbytes + slots.values.nbytes, rel=0.15), "of whole blocks"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_cache_of_our_own_forward_is_of_float32_on_a_cpu(dtype: torch.dtype) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_model())
-    need = needed(tiny_model(), str(dtype).removeprefix("torch."), 200, 8192, is_wide=True)
-    assert need is not None
-    slots = ForwardRunner(model.to(dtype), 200)._slots
-    positions = 200 + PREFILL  # the padding of a GPU's pieces is in the estimate
-    assert need.cache / positions == (slots.keys.nbytes + slots.values.nbytes) / slots.keys.shape[3]
-    other = needed(tiny_model(), "bfloat16", 200, 8192, is_wide=False)
-    assert other is not None
-    assert 2 * other.cache == need.cache
+@pytest.mark.parametrize("directory", [tiny_model(), tiny_wrapper("gemma3")], ids=["a model", "one that sees, too"])
+def test_the_cache_of_our_own_forward_is_of_float32_on_a_cpu(directory: Path) -> None:
+    wide, narrow = (needed(directory, "bfloat16", 200, 8192, is_wide=is_wide) for is_wide in (True, False))
+    slots = load_runner(str(directory), device=CPU, dtype="bfloat16", max_context=200)._slots
+    # The padding of a GPU's pieces is in the estimate.
+    assert wide.cache / (200 + PREFILL) == (slots.keys.nbytes + slots.values.nbytes) / slots.keys.shape[3]
+    assert wide.cache == 2 * narrow.cache
 
 
 def test_the_context_is_the_models_own_up_to_the_most() -> None:

@@ -84,8 +84,6 @@ def start_front(body: str, arguments: str = TOYS) -> tuple[subprocess.Popen[str]
     script = SCRIPT.format(arguments=arguments, body=body)
     pipe = subprocess.PIPE
     front = subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-    assert front.stdin is not None
-    assert front.stdout is not None
     line = front.stdout.readline()
     assert line, front.communicate(timeout=BOUND)[1]
     directory, *workers = json.loads(line)
@@ -137,7 +135,6 @@ def test_nothing_is_left_after_a_front_that_is_ended(
 ) -> None:
     """In the middle of a text that would take hours. A stopped worker cannot notice: the kernel wakes it for that."""
     front, directory, workers = start_front(STREAM)
-    assert front.stdout is not None
     front.stdout.readline()
     if stopped is not None:
         os.kill(workers[stopped], signal.SIGSTOP)
@@ -261,7 +258,6 @@ def test_a_draft_is_restarted_with_back_off(
 def test_all_who_wait_are_told_the_same(temporary: Path) -> None:
     """Only the first finds the target silent; by then it has been ended, which is not why it was lost."""
     with Engine(LONG_TOY, LONG_TOY, target_timeout=2.0) as engine:
-        assert engine._launcher.target is not None
         streams = [engine.stream(PROMPT, ENDLESS) for _ in range(3)]
         next(streams[0])
         os.kill(engine._launcher.target.pid, signal.SIGSTOP)
@@ -290,8 +286,6 @@ def test_device_names_pin_the_workers(anew: None, temporary: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))
     first, last = cores[0], cores[-1]
     with Engine(TOY, TOY, target_device=f"cpu:{last}", draft_device=f"cpu:{first}") as engine:
-        assert engine._launcher.target is not None
-        assert engine._launcher.draft is not None
         pinned = [
             psutil.Process(w.pid).cpu_affinity() for w in (engine._launcher.target, engine._launcher.draft.worker)
         ]
@@ -310,8 +304,6 @@ def test_a_thousand_requests_leave_memory_files_and_threads_flat(temporary: Path
     warm = SamplingParams(temperature=1.0, seed=1, max_tokens=6, ignore_eos=True)
 
     def footprints(engine: Engine) -> list[tuple[int, int, int]]:
-        assert engine._launcher.target is not None
-        assert engine._launcher.draft is not None
         ours = [
             psutil.Process(),
             psutil.Process(engine._launcher.target.pid),
@@ -422,7 +414,6 @@ def test_a_fork_that_ends_harms_nothing(temporary: Path) -> None:
         "print(len(engine.generate([[1, 2, 5]], greedy)[0].tokens))\n"
         "engine.close()"
     )
-    assert front.stdout is not None
     assert front.stdout.readline() == "9\n"
     assert check_nothing_left(front, directory, workers) == ""
     assert front.returncode == 0

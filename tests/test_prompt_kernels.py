@@ -128,9 +128,7 @@ def runner_of(model: PreTrainedModel, kernels: bool = True, **options: Any) -> F
 def test_prompts_are_those_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In two pieces, with rows of both, beside a token of another slot; and the same bits in that slot."""
     ours, theirs = (runner_of(MAKERS[name](), kernels, features=True) for kernels in (True, False))
-    assert ours._graphs is not None
     assert ours._graphs.prompts is not None
-    assert theirs._graphs is not None
     assert theirs._graphs.prompts is None
     assert not ours._slots.keys.any(), "what the check has written is forgotten"
     found = []
@@ -167,7 +165,6 @@ def test_one_recording_serves_every_slot_and_start(name: str) -> None:
         return work
 
     runner = runner_of(MAKERS[name](), record=record)
-    assert runner._graphs is not None
     assert runner._graphs.prompts is not None
     assert len(made) == len(runner._graphs._known) + ("experts" not in name)
     before = len(made)
@@ -180,7 +177,6 @@ def test_heads_that_do_not_fit_keep_torchs_operations(caplog: pytest.LogCaptureF
     for dim in (8, 24):
         config = LlamaConfig(**_SIZES | {"head_dim": dim, "num_hidden_layers": 1})
         runner = runner_of(LlamaForCausalLM(config).eval())
-        assert runner._graphs is not None
         assert runner._graphs.prompts is None
         assert feed_chain(runner, text(3), 2, prompt=True).shape == (2, 90)
     assert "of prompts" not in caplog.text
@@ -202,7 +198,6 @@ def test_kernels_that_are_wrong_are_refused(
 
     monkeypatch.setattr(PromptAttention, "attend_unturned", faulty)
     runner = runner_of(gemma())
-    assert runner._graphs is not None
     assert runner._graphs.prompts is None
     assert said in caplog.text
     assert not runner._slots.keys.any()

@@ -221,7 +221,6 @@ def parsed(words: list[str]) -> None:
             assert command.invoke_without_command or not rest, f"no command {rest[0]}"
             return
         found = command.get_command(context, rest[0])
-        assert found is not None
         command, words = found, rest[1:]
     command.make_parser(click.Context(command)).parse_args(words)
 

@@ -149,7 +149,6 @@ def test_the_prompt_says_whether_reasoning_is_open() -> None:
     for opening, is_open in (("", False), ("<think>\n", True), ("<think>\n\n</think>\n\n", False)):
         tokenizer = Thinking(QWEN3 + opens(opening))
         splitter = splitter_of(tokenizer, tokenizer.apply_chat([message("Hi")]) or [])
-        assert splitter is not None
         assert splitter.is_open == is_open
     assert splitter_of(Thinking("{{ messages[0].content }}"), [ord("x")]) is None
 

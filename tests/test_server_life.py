@@ -67,7 +67,6 @@ def test_the_command_serves_until_a_signal(number: signal.Signals, code: int) ->
     command = [sys.executable, "-m", "pearl", "serve", "--http", "127.0.0.1:0", "--target", TOY, "--draft", TOY]
     settings = ["--http-model", "toy", "--max-tokens", "5", "--ignore-eos", "--target-pace", "0.1"]
     server = subprocess.Popen([*command, *settings], stderr=subprocess.PIPE, text=True)
-    assert server.stderr is not None
     url = next(line.split()[-1] for line in server.stderr if line.startswith("OpenAI's API: "))
     asked = {"model": "toy", "prompt": "123"}
     assert httpx.post(f"{url}/completions", json=asked, timeout=BOUND).json()["usage"]["completion_tokens"] == 5

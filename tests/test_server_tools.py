@@ -266,7 +266,6 @@ def test_a_response_and_its_events(served: Served) -> None:
     chat = served.post("chat/completions", messages=history, max_tokens=12, temperature=1.0, seed=4)
     assert whole.output_text == chat.json()["choices"][0]["message"]["content"]
     assert (whole.status, whole.metadata, whole.instructions) == ("incomplete", {"a": "b"}, "Be brief.")
-    assert whole.usage is not None
     assert whole.usage.output_tokens == 12
     events = list(client.create(**given, instructions="Be brief.", stream=True))
     kinds = [event.type for event in events]
@@ -292,8 +291,6 @@ def test_a_response_calls_functions_and_is_continued(served: Served) -> None:
     sent = {"tool_choice": "required", **given}
     continued = client.create(input=[result], previous_response_id=first.id, **sent)
     again = client.create(input=[message("Hi"), call.model_dump(), result], **sent)
-    assert continued.usage is not None
-    assert again.usage is not None
     assert continued.usage.input_tokens == again.usage.input_tokens
     message_first: list[Any] = [{"type": "reasoning", "summary": [{"text": "Hm"}]}, message("Well", "assistant")]
     (one,) = responses._messages([*message_first, call.model_dump(), result])[:-1]

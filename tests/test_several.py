@@ -87,7 +87,6 @@ def test_several_candidates_are_judged_exactly(
     assert law.tolist() == pytest.approx(p.tolist(), abs=1e-6)
     judge._next = -1
     odds = judge.judge(p[None], [draft.index(max(draft))], [q], 7).odds
-    assert odds is not None
     assert odds.rejections == pytest.approx(corrected, abs=1e-6)
 
 

@@ -113,7 +113,6 @@ def reference(sampling: Sampling, count: int) -> list[int]:
     """What the target says by itself under the direct draw, found without any of the runtime."""
     target, _ = alpha_pair(VOCAB, 0.6)
     draw, text = DirectDraw(sampling), list(PROMPT)
-    assert sampling.shaping is not None
     for _ in range(count):
         logits = torch.log(target(text))
         text.append(read_draw(draw(brute_force(logits, text, sampling.shaping), len(text))))

@@ -107,7 +107,6 @@ def test_a_draft_that_is_killed_is_lost_to_all_and_changes_no_text(toy: Engine) 
         streams = [engine.stream(prompt, params, method="auto") for prompt in PROMPTS[:4]]
         for stream in streams:
             next(stream)
-        assert engine.draft_pid is not None
         os.kill(engine.draft_pid, signal.SIGKILL)
         for stream in streams:
             list(stream)

@@ -25,7 +25,7 @@ from pearl.protocol.events import Open
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec.stops import CAP, STOPS
 from pearl.text.tokenizer import GenerationDefaults
-from tests.loops import MakeLoops, loops, simulated, submission
+from tests.loops import MakeLoops, loops, submission
 from tests.replace import replace
 
 __all__ = ["loops"]  # a fixture
@@ -170,19 +170,6 @@ def test_what_was_drafted_and_forgotten_counts_once() -> None:
 
 
 # ---- through the runtime ----
-
-
-@pytest.mark.parametrize(("method", "rule"), [("sd", "coupled"), ("pearl", "ratio")])
-def test_a_policy_goes_through_both_workers(loops: MakeLoops, method: str, rule: str) -> None:
-    """Over the codec: the text is the simulator's, and the statistics tell how often drafting was ended."""
-    pair = loops()
-    pair.draft()
-    front = pair.front()
-    asked = submission(80, method, rule=rule, draft_stop="threshold", stop_parameters=(("confidence", 0.2),), gamma=8)  # type: ignore[arg-type]
-    told = front.ask(asked)
-    assert told.tokens == simulated(asked)
-    assert told.statistics.num_draft_stops > 0
-    assert front.ask(replace(asked, request=2, draft_stop="fixed", stop_parameters=())).statistics.num_draft_stops == 0
 
 
 def test_disco_is_refused_where_there_is_no_classifier_and_the_target_goes_on(loops: MakeLoops) -> None:

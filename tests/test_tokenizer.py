@@ -209,7 +209,6 @@ class TestFileTokenizer:
         made, kept = both(checkpoint)
         told = kept.chat_text(chat, tools)
         assert told == made.chat_text(chat, tools)
-        assert told is not None
         assert '"name": "f"' in told
         assert '{"x": "é"}' in told
         assert encode(kept, Chat(chat, tools)) == kept.apply_chat(chat, tools) != kept.apply_chat(chat)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,9 @@ def test_a_trace_is_sound_and_says_what_happened(tmp_path: Path, method: str) ->
         outcome, trace = recorded(tmp_path / f"{number}.json", decoding, alpha=0.8, tokens=120, delay=delay)
         check_sound(trace.path)
         found, counts = report(trace), outcome.counts
+        flows = Counter(e["name"] for e in read_document(trace.path)["traceEvents"] if e["ph"] == "s")
+        assert method == "ssd" or flows["token"] == counts.num_judged_draft_tokens
+        assert flows[chrome.REJECTION] == counts.provenance.get(Provenance.CORRECTED, 0)
         assert found.tokens == len(outcome.tokens) == 120
         assert (found.judged, found.accepted) == (counts.num_judged_draft_tokens, counts.num_accepted_draft_tokens)
         assert found.rejected == counts.num_judged_draft_tokens - counts.num_accepted_draft_tokens
@@ -163,7 +167,6 @@ def test_a_trace_is_sound_and_says_what_happened(tmp_path: Path, method: str) ->
             assert -1e-9 <= worker.uncovered < 0.05  # virtual time ends while the draft is in a forward, or waits
             assert sum(worker.waits.values()) == pytest.approx(worker.wait)
         watch, times = outcome.watch, found.texts[0].statistics
-        assert watch.first is not None
         assert (times.num_prompt_tokens, times.num_generated_tokens) == (len(PROMPT), 120)
         assert times.seconds_to_first_token == pytest.approx(watch.first - watch.submitted)
         assert times.itl_p50 == pytest.approx(watch.token_latency(0.5))
@@ -174,17 +177,6 @@ def test_a_trace_is_sound_and_says_what_happened(tmp_path: Path, method: str) ->
 
 
 # ---- the file ----
-
-
-def test_flows_and_tracks_of_a_run(run: tuple[Outcome, Path]) -> None:
-    """A flow for each judged token and each rejection."""
-    outcome, path = run
-    events = json.loads(path.read_text())["traceEvents"]
-    starts = [e["name"] for e in events if e["ph"] == "s"]
-    assert starts.count("token") == outcome.counts.num_judged_draft_tokens
-    assert starts.count(chrome.REJECTION) == outcome.counts.provenance[Provenance.CORRECTED] > 10
-    named = {(e["pid"], e["tid"]) for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
-    assert named == {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"}
 
 
 # ---- broken files ----
@@ -233,7 +225,6 @@ def test_what_is_written_is_read_and_nothing_overwritten(tmp_path: Path) -> None
     part = Part(tmp_path / "p")
     verdict = {"type": "Verdict", "request": 1, "epoch": 0, "start": 3, "tokens": [4], "draft_until": 9, "digest": 7}
     assert [*part.records()] == [Record(LOOP, "busy", "judge", 5, 9, {"n": 3, "event": verdict})]
-    assert part.end is not None
     assert part.end.records == 1
 
 
@@ -306,7 +297,6 @@ def test_a_killed_target_leaves_a_trace(tmp_path: Path) -> None:
     recorder(part_path(path, "target", 1)).close()
     part_path(path, "draft", 2).write_bytes(b"broken")
     with Engine(TOY, TOY, trace=str(path), target_pace=0.01, draft_pace=0.0025) as engine:
-        assert engine._launcher.target is not None
         stream = engine.stream([1, 2, 3], LONG, method="pearl")
         for _ in range(100):
             next(stream)
@@ -325,7 +315,6 @@ def test_a_draft_that_was_started_again_is_a_process_of_its_own(tmp_path: Path) 
     """Started again within a text, it gets "record" and "begin" together; its trace must hold the "begin"."""
     path = tmp_path / "t.json"
     with Engine(TOY, TOY, target_pace=0.02, draft_pace=0.004) as engine:
-        assert engine._launcher.draft is not None
         first = engine._launcher.draft.worker.pid
         engine.start_trace(path)
         with engine.stream([1, 2, 3], LONG, method="pearl") as stream:

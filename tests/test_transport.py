@@ -401,7 +401,6 @@ class TestZeroMQ:
         )
         command = [sys.executable, "-c", code, address]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
             assert process.stdout.readline() == "there\n"
             clients = [socket.socket(socket.AF_UNIX) for _ in range(120)]
             for client in clients:

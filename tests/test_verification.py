@@ -16,17 +16,17 @@ import pytest
 import torch
 from scipy import stats
 
-from pearl.decoding.rules import direct, make_draft_half, make_target_half, ratio, tokenwise
+from pearl.decoding.rules import make_draft_half, make_target_half, ratio, tokenwise
 from pearl.decoding.rules.biased import BildTarget, OptTarget, UnoTarget
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.rules.ratio import RatioTarget, residual
 from pearl.decoding.rules.tokenwise import TokenTarget
-from pearl.decoding.sampling import pick, pick_on_device, race_rows, read_draw
+from pearl.decoding.sampling import pick, pick_on_device, read_draw
 from pearl.errors import NumericalError
 from pearl.execution.target import TargetExecutor
 from pearl.lab.simulate import Outcome
 from pearl.models.toy import ToyRunner
-from pearl.protocol.events import Forward, Judged, Odds, Open, Phase, Sample, Sampled
+from pearl.protocol.events import Forward, Odds, Open, Phase, Sample, Sampled
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec.rules import RULES
 from tests.virtual import NEVER, decoded, first_order
@@ -100,7 +100,6 @@ def test_bias_and_rejections_are_as_told(
     p, q = ([Fraction(each, 64) for each in weights] for weights in (target, draft))
     law, rejected = committed(target, draft, monkeypatch, judge)
     told = judge.judge(torch.tensor([target]) / 64, [draft.index(max(draft))], [torch.tensor(draft) / 64], 0).odds
-    assert told is not None
     bias = distance(law, p)
     assert told.rejections == pytest.approx(float(rejected), abs=1e-6)
     assert told.variance == pytest.approx(float(rejected * (1 - rejected)), abs=1e-6)
@@ -161,19 +160,6 @@ def logits_pair(seed: int, vocab: int = 20) -> tuple[torch.Tensor, torch.Tensor]
     return target, target + 0.7 * torch.randn(vocab, generator=generator)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_coupled_rule_commits_the_direct_draw(temperature: float) -> None:
-    """Whatever was drafted, right or wrong."""
-    sampling = Sampling(temperature, seed=4)
-    rule, draw = make_target_half("coupled", sampling), DirectDraw(sampling)
-    for position in range(100):
-        target, _ = logits_pair(position)
-        own = read_draw(draw(target, position))
-        for token in range(20):
-            expected = Judged(1, None) if token == own else Judged(0, own)
-            assert rule.judge(target[None], [token], [None], position) == expected
-
-
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_direct_draw_is_one_under_either_rule(rule: str, temperature: float) -> None:
@@ -187,22 +173,6 @@ def test_the_direct_draw_is_one_under_either_rule(rule: str, temperature: float)
     for position in range(1, 51):
         expected = read_draw(draw(torch.log(probs[position - 1]), position))
         assert executor.execute(Sample(position, position - 1)) == Sampled((expected,))
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, seed=4), Sampling(1.0, top_p=0.7, seed=2)], ids=str)
-@pytest.mark.parametrize("name", ["ratio", "coupled"])
-def test_a_device_draws_as_the_host(name: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The arithmetic of another device than the host, on the host."""
-    draft, logits = make_draft_half(name, sampling), 2 * torch.randn(30, 40, generator=torch.Generator().manual_seed(1))
-    here = draft.draft(logits, range(30))
-    monkeypatch.setattr(tokenwise, "pick", pick_on_device)
-    monkeypatch.setattr(direct, "race", lambda probs, key: race_rows(probs[None], [key])[0])
-    monkeypatch.setattr(
-        direct, "race_of_logits", lambda row, t, key, top: race_rows(torch.softmax(row / t, -1)[None], [key])[0]
-    )
-    for (draw, probs), (there, same) in zip(here, draft.draft(logits, range(30)), strict=True):
-        assert read_draw(draw) == read_draw(there)
-        assert probs is same is None or torch.equal(probs, same)  # type: ignore[arg-type]
 
 
 def acceptance(rule: str, draws: int = 4000) -> tuple[float, float]:
@@ -273,24 +243,22 @@ def biased_law(rule: str, value: float) -> Table:
 
 
 WAYS = [("pearl", "stream"), ("pearl", "fixed"), ("sd", "fixed")]
+# Of ways that write one text (test_texts has which do) one is enough.
 EXACT = [
-    *(RequestOptions(m, "fixed", g) for m in ("pearl", "pearl-no-pre-verify") for g in (1, 2, 4)),
-    *(RequestOptions(m, "stream", g) for m in ("pearl", "pearl-no-pre-verify") for g in (1, 4)),
+    RequestOptions("pearl", "fixed", 2),
     *(RequestOptions(m, "fixed", g) for m in ("sd", "pearl-no-post-verify") for g in (1, 2, 4)),
     RequestOptions("ar"),
-    *(RequestOptions(m, "stream", 2, "coupled") for m in ("pearl", "sd")),
-    *(RequestOptions(*way, 3, rule, (("candidates", 3.0),)) for rule in ("batch", "spectr") for way in WAYS),
+    *(RequestOptions(*way, 3, rule, (("candidates", 3.0),)) for rule in ("batch", "spectr") for way in WAYS[1:]),
     *(
         RequestOptions("sd", "fixed", 4, draft_stop="threshold", stop_parameters=(("confidence", least),))
         for least in (0.3, 0.6)
     ),
 ]
 BIASED = [
-    (RequestOptions("pearl", window, 4, rule, ((name, given),)), biased_law(rule, value))
+    (RequestOptions("pearl", "stream", 4, rule, ((name, given),)), biased_law(rule, value))
     for rule, name, given, value in (
         *(("opt", "epsilon", 0.125, 0.125), ("uno", "epsilon", 0.125, 0.125), ("bild", "rollback", -log(0.3), 0.3)),
     )
-    for window in ("stream", "fixed")
 ]
 
 
@@ -303,7 +271,7 @@ def test_long_texts_have_the_targets_distribution(decoding: RequestOptions) -> N
     assert p_value(texts(decoding, 3, 400)) > NEVER
 
 
-@pytest.mark.parametrize("decoding", EXACT[6::3], ids=name)
+@pytest.mark.parametrize("decoding", EXACT[::3], ids=name)
 def test_the_first_tokens_have_the_targets_distribution(decoding: RequestOptions) -> None:
     """Jointly: the prompt's own rows are judged in a way of their own."""
     assert p_value(texts(decoding, 500, 3)) > NEVER
@@ -322,17 +290,13 @@ def rejections(decoding: RequestOptions) -> float:
     found, odds = 0, Odds()
     for seed in range(6):
         counts = run(decoding, seed, 600).counts
-        assert counts.odds is not None
         found, odds = found + counts.num_rejections, odds + counts.odds
     return (found - odds.rejections) / odds.variance**0.5
 
 
 @pytest.mark.parametrize(
     ("method", "rule", "window"),
-    [
-        *(("pearl", "ratio", "stream"), ("pearl", "opt", "fixed"), ("pearl", "uno", "stream")),
-        *(("pearl-no-pre-verify", "opt", "stream"), ("pearl-no-pre-verify", "ratio", "fixed"), ("sd", "uno", "fixed")),
-    ],
+    [("pearl", "ratio", "stream"), ("pearl-no-pre-verify", "opt", "fixed"), ("sd", "uno", "fixed")],
 )
 def test_as_many_are_rejected_as_the_distributions_say(method: str, rule: str, window: str) -> None:
     """Theorem 1 of Yin et al. at each position judged; a bonus token or a direct draw counts on neither side."""

@@ -39,6 +39,7 @@ from pearl.protocol.messages import (
     Welcome,
 )
 from pearl.protocol.options import RequestOptions, Sampling
+from pearl.spec import methods
 from pearl.transport.torch_dist import ProcessGroupChannel
 from pearl.worker.rows import RowPacker, packed
 from tests.conftest import eventually, greedy_text
@@ -83,11 +84,22 @@ def channels(carrier: str, directory: Path) -> Channels | None:
 
 
 @pytest.mark.parametrize(
-    ("carrier", "control", "chains", "method", "rule", "window"),
-    pairwise(CARRIERS, ["memory", "ipc", "tcp"], [False, True], METHODS[1:], ["ratio", "coupled"], ["stream", "fixed"]),
+    ("carrier", "control", "chains", "method", "rule", "window", "stop"),
+    pairwise(
+        *(CARRIERS, ["memory", "ipc", "tcp"], [False, True], METHODS[1:], ["ratio", "coupled"], ["stream", "fixed"]),
+        ["fixed", "threshold"],
+    ),
 )
 def test_text_is_the_simulators(
-    loops: MakeLoops, tmp_path: Path, carrier: str, control: str, chains: bool, method: str, rule: str, window: str
+    loops: MakeLoops,
+    tmp_path: Path,
+    carrier: str,
+    control: str,
+    chains: bool,
+    method: str,
+    rule: str,
+    window: str,
+    stop: str,
 ) -> None:
     """Invariant 5: threads, timing and transport leave no trace. A row that came late, twice or to the wrong position
     would change what is accepted."""
@@ -96,10 +108,16 @@ def test_text_is_the_simulators(
     front, sampled = pair.front(), replace(WARM, top_k=20 if carrier == "sparse" else 0)
     if method in ("sd", "pearl-no-post-verify"):  # by ratio their texts depend on the window
         rule = "coupled"
+    if stop == "threshold" and not methods.METHODS[method].takes_stops:
+        stop = "fixed"
+    policy, pauses = {"fixed": (), "threshold": (("confidence", 0.2),)}[stop], 0
     for request, sampling in enumerate((sampled, replace(sampled, seed=8), GREEDY)):
-        submit = submission(60, method, sampling, request, rule=rule, window=window)
+        asked = {"rule": rule, "window": window, "draft_stop": stop, "stop_parameters": policy, "gamma": 8}
+        submit = submission(60, method, sampling, request, **asked)
         told = front.ask(submit)
         assert (told.tokens, told.reason) == (simulated(submit, VOCAB, 0.7), FinishReason.LENGTH)
+        pauses += told.statistics.num_draft_stops
+    assert bool(pauses) == (stop == "threshold")
     assert pair.forms == ({CARRIERS[carrier]} if rule == "ratio" else set())
 
 
@@ -202,9 +220,7 @@ def test_error_is_told_to_the_request_that_failed(loops: MakeLoops) -> None:
         for _, message in front.endpoint.receive(0.2):
             if isinstance(message, (Error, Finished)):
                 said[message.request] = message
-    assert isinstance(said[1], Error)
     assert said[1].kind == "NumericalError"
-    assert isinstance(said[2], Finished)
     assert said[2].reason is FinishReason.CANCELLED
 
 
@@ -308,34 +324,22 @@ def test_a_row_arrives_as_it_was(vocab: int, possible: int) -> None:
             sent.unpack(len(ids) - 1)
 
 
-def test_rows_that_came_packed_are_judged_as_others() -> None:
-    executor = TargetExecutor(ToyRunner(32, alpha_pair(32, 0.5)[0]))
-    executor.execute(Open(PROMPT, RequestOptions(sampling=WARM)))
-    executor.execute(Forward(Phase.PREFILL, 0, PROMPT, 1))
-    dense = torch.softmax(torch.randn(32, generator=torch.Generator().manual_seed(1)), -1)
-    few = torch.zeros(32)
-    few[[1, 5]] = torch.tensor([0.25, 0.75])
-    for probs in (dense, few):
-        rows = (probs, pack(probs))
-        one, other = (executor.execute(Judge(len(PROMPT), (5,), (each,), (len(PROMPT) - 1,))) for each in rows)
-        assert one == other
-
-
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=[pytest.mark.gpu, NO_GPU])])
-def test_a_row_is_judged_where_it_was_brought(device: str) -> None:
+def test_a_row_is_judged_alike_packed_or_where_it_was_brought(device: str) -> None:
     runner = load_runner(str(tiny_model()), device=torch.device(device), dtype="float32", max_context=64)
     executor = TargetExecutor(runner)
     executor.execute(Open(PROMPT, RequestOptions(sampling=WARM)))
     executor.execute(Forward(Phase.PREFILL, 0, PROMPT, 1))
-    rows = [torch.softmax(torch.randn(runner.vocab_size), -1) for _ in range(2)]
-    brought = [executor.bring(pack(row)) for row in rows]
-    judges = (Judge(len(PROMPT), (5,), (row,), (len(PROMPT) - 1,)) for row in (rows[0].to(device), brought[0]))
-    here, there = map(executor.execute, judges)
-    assert here == there
-    assert all(torch.equal(found.cpu(), row) for found, row in zip(brought, rows, strict=True))
+    dense, few = torch.softmax(torch.randn(runner.vocab_size), -1), torch.zeros(runner.vocab_size)
+    few[[1, 5]] = torch.tensor([0.25, 0.75])
+    for row in (dense, few):
+        forms = row.to(device), pack(row), executor.bring(pack(row))
+        assert torch.equal(forms[2].cpu(), row)
+        judged, *others = [executor.execute(Judge(len(PROMPT), (5,), (each,), (len(PROMPT) - 1,))) for each in forms]
+        assert others == [judged] * 2
 
 
 def test_a_row_for_which_there_is_no_memory_does_not_end_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
