@@ -35,13 +35,14 @@ from typing import Any
 
 import click
 
-from pearl import SamplingParams
+from pearl import Engine, SamplingParams
 from pearl.cli.numbers import json_option, write_json
 from pearl.cli.tables import print_table
 from pearl.config import DecodingConfig, EngineConfig
 from pearl.errors import ConfigError, StartError
 from pearl.lab.bench.machine import Conditions
-from pearl.lab.bench.systems import System, devices_of
+from pearl.lab.bench.rows import devices_of
+from pearl.lab.bench.runner import forget
 from pearl.lab.bench.tasks import HUMANEVAL, OURS, read_tasks
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.spec.methods import AS_PUBLISHED
@@ -231,8 +232,7 @@ def measure(
     alone = [{"roles": ["draft", "target"], "cores": sorted({*cores["target"], *cores["draft"]})}]
     samples = []
     with ExitStack() as stack:
-        system = System(config)
-        stack.callback(system.close)
+        engine = stack.enter_context(Engine(config=config))
         one = Peers(settings | {"eval_mode": "sd"}, alone)
         stack.callback(one.close)
         two = Peers(
@@ -240,13 +240,13 @@ def measure(
         )
         stack.callback(two.close)
         for number, text in enumerate([prompts[0], *prompts]):
-            prompt, limit = system.engine.encode(text), max_tokens if number else WARM_UP
+            prompt, limit = engine.encode(text), max_tokens if number else WARM_UP
             params, texts = SamplingParams(temperature=0.0, seed=0, max_tokens=limit), {}
             for name, decoding in ours.items():
-                system.forget(decoding, prompt)
-                decoded = system.decode(decoding, prompt, params)
-                known = decoded.statistics
-                texts[f"ours: {name}"] = list(decoded.tokens), known.seconds - known.queue_seconds
+                forget(engine, decoding, prompt)
+                (result,) = engine.generate(prompt, params, decoding=decoding)
+                known = result.statistics
+                texts[f"ours: {name}"] = result.tokens, known.seconds - known.queue_seconds
             for loop, group in {"large": one, "sd": one, "para_sd": two}.items():
                 texts[f"theirs: {loop}"] = group.decode(loop, prompt, limit)
             expected = texts["ours: ar"][0]

@@ -17,13 +17,13 @@ from pearl.cli import cli
 from pearl.cli.numbers import read_sets
 from pearl.config import DecodingConfig, EngineConfig
 from pearl.engine import Engine
+from pearl.engine.stream import Result as Text
 from pearl.errors import ConfigError
 from pearl.lab.bench import machine, runner
 from pearl.lab.bench.calibrate import Calibration, advise
 from pearl.lab.bench.figures import figures
-from pearl.lab.bench.rows import AR, AR_ON_ALL, AUTO, PEARL, SD, Row, rows_for
-from pearl.lab.bench.runner import Measured, Plan, Sample, measure, simulated
-from pearl.lab.bench.systems import Decoded, Devices, System, devices_of
+from pearl.lab.bench.rows import AR, AR_ON_ALL, AUTO, PEARL, SD, Devices, Row, devices_of, devices_of_row, rows_for
+from pearl.lab.bench.runner import Measured, Plan, Sample, forget, measure, simulated
 from pearl.lab.bench.tasks import OURS, Task, read_tasks
 from pearl.lab.experiments.estimate import Estimate
 from pearl.metrics import Statistics
@@ -34,7 +34,7 @@ from tests.replace import replace
 from tests.tiny import tiny_model
 
 PACED = EngineConfig(target=TOY, draft=TOY, target_pace=0.004, draft_pace=0.001)
-ONE, TWO = Devices(cores=(0,)), Devices(cores=(0, 1))
+ONE = Devices(cores=(0,))
 METHODS = ["ar", "sd", "ssd", "pearl-no-pre-verify", "pearl-no-post-verify", "pearl, fixed", "pearl", "ngram"]
 METHODS += ["pearl, ahead", "auto"]
 
@@ -79,7 +79,7 @@ def test_prompts_are_read_from_our_sets_humaneval_and_files(tmp_path: Path) -> N
             read_tasks("some", path, None)
 
 
-# ---- systems ----
+# ---- engines ----
 
 
 @pytest.fixture(scope="module")
@@ -88,26 +88,24 @@ def tiny_pair() -> EngineConfig:
 
 
 @pytest.fixture(scope="module")
-def system(tiny_pair: EngineConfig) -> Iterator[System]:
-    made = System(tiny_pair)
-    yield made
-    made.close()
+def engine(tiny_pair: EngineConfig) -> Iterator[Engine]:
+    with Engine(config=tiny_pair) as made:
+        yield made
 
 
-def test_a_row_does_not_profit_from_the_cache_of_the_one_before(system: System) -> None:
+def test_a_row_does_not_profit_from_the_cache_of_the_one_before(engine: Engine) -> None:
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=5)
     for decoding in (DecodingConfig(method="pearl"), DecodingConfig(method="ar")):
         cached = []
         for again in (False, False, True):
             if not again:
-                system.forget(decoding, [0, 6, 7, 8])
-            statistics = system.decode(decoding, [0, 6, 7, 8], params).statistics
-            assert statistics is not None
-            cached.append(statistics.num_cached_tokens)
+                forget(engine, decoding, [0, 6, 7, 8])
+            (result,) = engine.generate([0, 6, 7, 8], params, decoding=decoding)
+            cached.append(result.statistics.num_cached_tokens)
         assert cached == [0, 0, 3]
 
 
-# ---- the order of work, with fake systems ----
+# ---- the order of work, with fake engines ----
 
 
 def statistics_of(tokens: int, rate: float, **more: Any) -> Statistics:
@@ -117,44 +115,43 @@ def statistics_of(tokens: int, rate: float, **more: Any) -> Statistics:
     return Statistics(num_generated_tokens=tokens, **times, **more)
 
 
-class FakeSystem:
+class FakeEngine:
     """Decodes at given speeds: sd by its gamma, the others 20 tokens per second."""
 
     log: ClassVar[list[tuple[str, int | None, int]]] = []  # method, gamma, seed
     prompts: ClassVar[list[list[int]]] = []
     gammas: ClassVar[dict[int, float]] = {g: 30.0 - (g - 6) ** 2 for g in range(1, 12)}
 
-    class engine:
-        context = 200
+    context = 200
 
-    def __init__(self, config: EngineConfig, *_: object, **__: object) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         pass
 
-    def decode(self, decoding: DecodingConfig, prompt: Sequence[int], params: SamplingParams) -> Decoded:
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def generate(self, prompt: list[int], params: SamplingParams, decoding: DecodingConfig) -> list[Text]:
         self.log.append((decoding.method, decoding.gamma, params.seed or 0))
         self.prompts.append(list(prompt))
         rate = self.gammas.get(decoding.gamma or 0, 1.0) if decoding.method == "sd" else 20.0
         more = {"num_judged_draft_tokens": 10, "num_accepted_draft_tokens": 8, "run_histogram": {4: 2}}
         statistics = statistics_of(11, rate, acceptance_rate=0.8, t_draft=0.01, t_target={1: 0.05}, **more)
-        return Decoded(tuple(range(5, 5 + 11)), statistics)
-
-    def forget(self, decoding: DecodingConfig, prompt: Sequence[int]) -> None:
-        pass
-
-    def close(self) -> None: ...
+        return [Text(tokens=[*range(5, 5 + 11)], prompt_tokens=prompt, statistics=statistics)]
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeSystem]:
-    monkeypatch.setattr(runner, "System", FakeSystem)
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
+    monkeypatch.setattr(runner, "Engine", FakeEngine)
+    monkeypatch.setattr(runner, "forget", lambda *_: None)
     for name, value in (("log", []), ("prompts", [])):
-        monkeypatch.setattr(FakeSystem, name, value)
-    return FakeSystem
+        monkeypatch.setattr(FakeEngine, name, value)
+    return FakeEngine
 
 
 def row_of(method: str, name: str = "", **settings: Any) -> Row:
-    devices = ONE if method == "ar" else TWO
-    return Row(name or method, "pair", devices, DecodingConfig(method=method, **settings))
+    return Row(name or method, DecodingConfig(method=method, **settings))
 
 
 ABC = [Task("x", 1, ("abc",))]
@@ -165,7 +162,7 @@ def plan_of(rows: Sequence[Row], some: Sequence[Task] = (), **more: Any) -> Plan
     return Plan(EngineConfig(target="toy", draft="toy"), rows, some, params, raw=True, **more)
 
 
-def test_rows_take_turns_and_the_first_place_goes_round(fake: type[FakeSystem]) -> None:
+def test_rows_take_turns_and_the_first_place_goes_round(fake: type[FakeEngine]) -> None:
     rows = [row_of(AR), row_of("pearl-no-pre-verify"), row_of(PEARL)]
     some = [Task("x", number, ("abc",)) for number in (1, 2, 3)]
     watcher = Quiet()
@@ -188,7 +185,7 @@ def test_rows_take_turns_and_the_first_place_goes_round(fake: type[FakeSystem]) 
     assert len(set.union(*seeds.values())) == 6
 
 
-def test_gamma_is_found_by_trying(fake: type[FakeSystem]) -> None:
+def test_gamma_is_found_by_trying(fake: type[FakeEngine]) -> None:
     """Up to where the next two are slower. Rows with a gamma or a stop policy keep theirs."""
     found = measure(plan_of([row_of(SD)], ABC), Quiet())
     assert (found.gamma, set(found.gammas), fake.log[-1][:2]) == (6, {*range(1, 9)}, ("sd", 6))
@@ -199,7 +196,7 @@ def test_gamma_is_found_by_trying(fake: type[FakeSystem]) -> None:
     assert [gamma for _, gamma, _ in fake.log[-3:]] == [6, 3, None]
 
 
-def test_a_later_turn_continues_from_the_reply_and_is_summed_up(fake: type[FakeSystem]) -> None:
+def test_a_later_turn_continues_from_the_reply_and_is_summed_up(fake: type[FakeEngine]) -> None:
     found = measure(plan_of([row_of(AR)], [Task("x", 1, ("abc", "de"))]), Quiet())
     first, second = fake.prompts[-2:]
     assert second[: len(first) + 11] == [*first, *range(5, 16)]
@@ -220,7 +217,7 @@ def sample(row: str, task: int, rate: float, of: str = "x", **more: Any) -> Samp
 
 def test_speedups_are_ratios_over_the_same_text() -> None:
     """Texts of very different speeds: the ratio of medians would be another. A row may have another base."""
-    rows = [row_of(AR), row_of(PEARL), Row("again", "pair", TWO, base=PEARL)]
+    rows = [row_of(AR), row_of(PEARL), Row("again", base=PEARL)]
     drafted = {"num_judged_draft_tokens": 10, "num_accepted_draft_tokens": 6, "run_histogram": {3: 2}}
     drafted["target_steps"] = {"prefill": 1, "post-verify": 50}
     samples = [sample(AR, i, rate) for i, rate in enumerate((10.0, 100.0, 1000.0))]
@@ -296,8 +293,9 @@ def test_rows_depend_on_the_devices_of_the_pair(tiny_pair: EngineConfig, tmp_pat
     assert not names[12:]
     shared = rows_for(EngineConfig(target_device="cpu:0", draft_device="cpu:0"))
     assert [row.name for row in shared] == METHODS
-    with_head = {row.name: row for row in rows_for(EngineConfig(head="some", draft_device="cpu:1"))}
-    assert with_head["head"].devices == with_head["ar"].devices != with_head["sd"].devices
+    config = EngineConfig(head="some", draft_device="cpu:1")
+    with_head = {row.name: devices_of_row(row, config) for row in rows_for(config)}
+    assert with_head["head"] == with_head["ar"] != with_head["sd"]
     (tmp_path / "one.jsonl").write_text('{"prompt": "an"}\n')
     (tmp_path / "two.jsonl").write_text('{"turns": ["the", "and"]}\n')
     where = ("--target-device", "cpu:0", "--draft-device", "cpu:0")

@@ -12,11 +12,10 @@ from click.testing import CliRunner, Result
 
 from pearl.cli import cli
 from pearl.config import DecodingConfig, EngineConfig
+from pearl.engine.stream import Result as Text
 from pearl.errors import ConfigError
 from pearl.lab.bench.figures import Surprise
 from pearl.lab.bench.rows import COMPARED, named_rows, parse_settings
-from pearl.lab.bench.systems import Decoded
-from pearl.metrics import Statistics
 from pearl.models.toy import ToyRunner, alpha_pair
 from tests.conftest import TOY
 
@@ -45,7 +44,7 @@ def test_a_row_is_a_method_and_its_settings() -> None:
         assert parse_settings(text) == DecodingConfig(**settings)  # type: ignore[arg-type]
     assert parse_settings("pearl,branches=off").guesses[2] == 0
     assert all(parse_settings(name) for name in COMPARED)
-    rows = named_rows(EngineConfig(target=TOY, draft=TOY), ["sd", "ar", "ngram"])
+    rows = named_rows(["sd", "ar", "ngram"])
     assert [row.name for row in rows] == ["ar", "sd", "ngram"], "ar is there once and first"
 
 
@@ -83,10 +82,8 @@ def test_a_surprise_is_the_targets_own_probability() -> None:
         tokens.append(int(torch.multinomial(target([*prompt, *tokens]), 1, generator=generator)))
     wanted = -sum(math.log(target([*prompt, *tokens[:i]])[token]) for i, token in enumerate(tokens))
     surprise = Surprise(EngineConfig(target=TOY, draft=TOY), ToyRunner(16, target))
-    assert surprise(Decoded(tuple(tokens), Statistics(), prompt)) == pytest.approx(wanted, rel=1e-4)
-    assert surprise(Decoded(tuple(tokens[:1]), Statistics(), prompt[:1])) == pytest.approx(
-        -math.log(target([1])[tokens[0]])
-    )
+    assert surprise(Text(tokens=tokens, prompt_tokens=[*prompt])) == pytest.approx(wanted, rel=1e-4)
+    assert surprise(Text(tokens=tokens[:1], prompt_tokens=[1])) == pytest.approx(-math.log(target([1])[tokens[0]]))
 
 
 def test_a_biased_row_is_shown_with_its_bias(tmp_path: Path) -> None:

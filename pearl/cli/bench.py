@@ -23,13 +23,14 @@ from pearl.printable import log_to_stderr
 
 if TYPE_CHECKING:
     from pearl.lab.bench.figures import Figures
+    from pearl.lab.bench.rows import Row
     from pearl.lab.bench.runner import Measured, Plan
 
     _Columns = Callable[[Plan, Measured, Sequence[Figures]], tuple[list[Column[Figures]], list[str]]]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _COUNT = click.IntRange(min=1)
-_DEFAULT, _EMULATED = (4, 128), (3, 500)  # (prompts per set, max_tokens)
+_DEFAULT, _EMULATED, _COMPARED = (4, 128), (3, 500), (2, 96)  # (prompts per set, max_tokens)
 
 
 def _prompt_options(limit: int) -> Callable[[_Command], _Command]:
@@ -72,7 +73,7 @@ def bench(ctx: click.Context, settings: Settings, to: Path | None, **options: An
     for name in ("method", "window", "trace"):  # a configuration file may set them for other commands
         if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             raise ConfigError(f"--{name}: pearl bench runs all methods and windows, untraced; select with --rows")
-    _report("bench", _plan(settings, **options), to, _bench_columns)
+    _report("bench", _benched(settings, **options), to, _bench_columns)
 
 
 def _report(kind: str, plan: Plan, to: Path | None, columns: _Columns, perplexity: bool = False) -> None:
@@ -103,38 +104,38 @@ def _report(kind: str, plan: Plan, to: Path | None, columns: _Columns, perplexit
 
 def _plan(
     settings: Settings,
+    rows: Sequence[Row],
+    size: tuple[int, int],
+    temperature: float,
+    *,
     prompts: Sequence[str],
     limit: int | None,
     repeats: int,
-    rows: Sequence[str],
     raw: bool,
+    gamma: int | None = None,
 ) -> Plan:
-    from pearl.lab.bench.rows import AR, AR_ON_ALL, NGRAM_ON_ALL, is_emulated, rows_for
+    """`size`: prompts of each set, if no limit is given, and tokens, if no maximum is."""
+    from pearl.lab.bench.rows import devices_of, is_emulated
     from pearl.lab.bench.runner import Plan
-    from pearl.lab.bench.systems import devices_of
+
+    config, (texts, tokens) = settings.engine, size
+    tasks = read_sets(prompts, limit or texts, is_emulated(config))
+    params, together = sampling_of(settings.sampling, tokens, temperature), not devices_of(config)[0].gpus
+    return Plan(config, rows, tasks, params, raw=raw, repeats=repeats, together=together, gamma=gamma)
+
+
+def _benched(settings: Settings, rows: Sequence[str], **options: Any) -> Plan:
+    from pearl.lab.bench.rows import AR, AR_ON_ALL, NGRAM_ON_ALL, is_emulated, rows_for
 
     config = settings.engine
     if not config.has_draft:
         raise ConfigError("--draft none: there is nothing to compare with ar")
-    toys = is_emulated(config)
-    texts, tokens = _EMULATED if toys else _DEFAULT
-    known = rows_for(config, settings.decoding.rule)
-    wanted = {*rows, AR} if rows else {row.name for row in known}
-    target, draft = devices_of(config)
-    if target.gpus or draft.gpus or target == target | draft:
-        wanted -= {AR_ON_ALL, NGRAM_ON_ALL}  # see `rows_for`
-    if unknown := wanted - {row.name for row in known}:
-        raise ConfigError(f"no row {sorted(unknown)[0]!r}; there are {'; '.join(row.name for row in known)}")
-    return Plan(
-        config,
-        [row for row in known if row.name in wanted],
-        read_sets(prompts, limit or texts, toys),
-        sampling_of(settings.sampling, tokens, 1.0 if toys else 0.0),  # a toy's acceptance rate is that under sampling
-        raw=raw,
-        repeats=repeats,
-        together=not target.gpus,
-        gamma=settings.decoding.gamma,
-    )
+    known = {row.name: row for row in rows_for(config, settings.decoding.rule)}
+    if unknown := {*rows} - {*known, AR_ON_ALL, NGRAM_ON_ALL}:  # these two are there on some devices only
+        raise ConfigError(f"no row {sorted(unknown)[0]!r}; there are {'; '.join(known)}")
+    wanted = [row for name, row in known.items() if not rows or name in (AR, *rows)]
+    size, temperature = (_EMULATED, 1.0) if is_emulated(config) else (_DEFAULT, 0.0)  # a toy's rate is under sampling
+    return _plan(settings, wanted, size, temperature, gamma=settings.decoding.gamma, **options)
 
 
 def _bench_columns(plan: Plan, measured: Measured, found: Sequence[Figures]) -> tuple[list[Column[Figures]], list[str]]:
@@ -218,26 +219,14 @@ def compare(
     _report("compare", _compared(settings, ways, **options), to, _compare_columns, perplexity=not no_perplexity)
 
 
-def _compared(
-    settings: Settings, ways: Sequence[str], prompts: Sequence[str], limit: int | None, repeats: int, raw: bool
-) -> Plan:
-    from pearl.lab.bench.rows import COMPARED, is_emulated, named_rows
-    from pearl.lab.bench.runner import Plan
-    from pearl.lab.bench.systems import devices_of
+def _compared(settings: Settings, ways: Sequence[str], **options: Any) -> Plan:
+    from pearl.lab.bench.rows import COMPARED, named_rows
 
     config = settings.engine
-    rows = named_rows(config, ways or [name for name in COMPARED if config.has_draft or name == "ngram"])
+    rows = named_rows(ways or [name for name in COMPARED if config.has_draft or name == "ngram"])
     for row in rows:
         config.check_decoding(row.decoding)
-    return Plan(
-        config,
-        rows,
-        read_sets(prompts, limit or 2, is_emulated(config)),
-        sampling_of(settings.sampling, 96, 1.0),
-        raw=raw,
-        repeats=repeats,
-        together=not devices_of(config)[0].gpus,
-    )
+    return _plan(settings, rows, _COMPARED, 1.0, **options)
 
 
 def _compare_columns(

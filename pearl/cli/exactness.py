@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,7 +58,7 @@ def check_bits(settings: Settings, prompts: Path | None, limit: int, kill: bool,
             findings.append(finding)
             bars.step(f"{finding.what}: {finding.equal} of {finding.count}")
     if to is not None:
-        write_json(to, {"seed": params.seed, "findings": [asdict(finding) for finding in findings]})
+        write_json(to, {"seed": params.seed, "findings": findings})
     if to != STDOUT:
         _print(findings)
     if not all(finding.passed for finding in findings):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-from msgspec import structs
+import msgspec
 
 from pearl.config import SamplingParams
 from pearl.errors import ConfigError
@@ -71,11 +70,15 @@ def sampling_of(given: SamplingParams, max_tokens: int, temperature: float) -> S
 
 
 def write_json(path: Path, document: object) -> None:
-    """Write to a file, or to standard output for `STDOUT`. Raises `ConfigError` if the file cannot be written."""
+    """Write to a file, or to standard output for `STDOUT`. Raises `ConfigError` if the file cannot be written.
+
+    `document`: may hold dataclasses and records.
+    """
+    text = msgspec.json.encode(document).decode()
     if path == STDOUT:
-        click.echo(json.dumps(document, default=structs.asdict))
+        click.echo(text)
         return
     try:
-        path.write_text(json.dumps(document, default=structs.asdict) + "\n", encoding="utf-8")
+        path.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None

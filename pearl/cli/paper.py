@@ -19,7 +19,6 @@ from pearl.lab.bench.tasks import HUMANEVAL, Task
 from pearl.lab.papers.figures import Figure, check_drawing, draw
 from pearl.lab.papers.page import EXPLAINED, Table, pair_lines, tables
 from pearl.lab.papers.pearl import TABLES, Pair, pairs
-from pearl.lab.papers.studies import STUDIES
 
 if TYPE_CHECKING:
     from pearl.models.recorded import RecordedTexts
@@ -240,21 +239,21 @@ def mjsd(**given: Any) -> None:
 def _study(name: str, asked: _Asked, more: Sequence[Table], figures: Sequence[Figure]) -> None:
     """Run the study; print it and `more`, and draw the figures."""
     from pearl.lab.papers import study
+    from pearl.lab.papers.studies import STUDIES
 
     clock, about = Conditions(), STUDIES[name]
     with Bars() as bars:
         found = study.run_study(about, asked.tasks, asked.tokens, bars, asked.config)
     clock.stop()
-    figures = [*figures, *study.sweeps(name, found)]
+    figures, table = [*figures, *study.sweeps(name, found)], study.in_words(about, found)
     if asked.to is not None:
         settings = {"paper": name, "tokens": asked.tokens, "texts": len(asked.tasks)}
-        words = {"title": about.title, "differs": about.differs, "left_out": about.left_out}
-        document = {"kind": "study", "settings": settings, **words, **clock.as_dict(), "rows": found}
-        write_json(asked.to, document | {"tables": [*map(asdict, more)], "figures": [*map(asdict, figures)]})
+        found_all = {"rows": found, "tables": [*more, table], "figures": figures}
+        write_json(asked.to, {"kind": "study", "settings": settings, **clock.as_dict(), **found_all})
     if asked.to != STDOUT:
-        for table in more:
-            _print(table)
-        _print(study.in_words(about, found), words=2)
+        for one in more:
+            _print(one)
+        _print(table, words=2)
         sets = ", ".join(dict.fromkeys(task.set for task in asked.tasks))
         print_lines(f"{len(asked.tasks)} prompts ({sets}), up to {asked.tokens} tokens; {clock}", "")
     if asked.figures is not None:

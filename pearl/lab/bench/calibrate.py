@@ -10,9 +10,21 @@ from pearl.config import EngineConfig, SamplingParams
 from pearl.errors import RequestError
 from pearl.lab import Watcher
 from pearl.lab.bench.figures import Figures, figures
-from pearl.lab.bench.rows import AHEAD, ALL, AR, AR_ON_ALL, AUTO, HEAD, NGRAM, NGRAM_ON_ALL, SD, SSD, rows_for
+from pearl.lab.bench.rows import (
+    AHEAD,
+    ALL,
+    AR,
+    AR_ON_ALL,
+    AUTO,
+    HEAD,
+    NGRAM,
+    NGRAM_ON_ALL,
+    SD,
+    SSD,
+    devices_of,
+    rows_for,
+)
 from pearl.lab.bench.runner import Plan, measure
-from pearl.lab.bench.systems import devices_of
 from pearl.lab.bench.tasks import Task
 from pearl.metrics import Statistics
 from pearl.models.checkpoints.checkpoint import is_head
@@ -52,12 +64,12 @@ def calibrate(config: EngineConfig, tasks: Sequence[Task], params: SamplingParam
     plan = Plan(config, rows, tasks, params, together=False)
     measured = measure(plan, watcher)
     found = {one.name: one for one in figures(plan, measured)}
-    last = [text.statistics for text in measured.texts if text.row == AUTO and text.statistics is not None]
+    last = [text.statistics for row, text in measured.texts if row == AUTO]
     if not last or any(one.speedup is None for one in found.values()) or found[SD].acceptance is None:
         raise RequestError("the texts ended too soon to measure by: raise max_tokens, or give other prompts")
     acceptance, gamma = found[SD].acceptance or 0.0, measured.gamma or 1
     advice, flags = advise(list(found.values()), gamma, config)
-    notes = shared_gpus(config), _not_shared(config, [text.tokens for text in measured.texts if text.row == AR])
+    notes = shared_gpus(config), _not_shared(config, [text.tokens for row, text in measured.texts if row == AR])
     advice = ". ".join([advice, *filter(None, notes)])
     profile = _profile(last[-1], acceptance)
     return Calibration(tuple(found.values()), acceptance, gamma, found[AHEAD].window, advice, flags, profile)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from statistics import median
+from dataclasses import asdict, dataclass, field
+from statistics import fmean, median, pstdev
 from typing import Any
 
 import torch
 
-from pearl.config import EngineConfig, SamplingParams
+from pearl.config import EngineConfig
+from pearl.engine.stream import Result
 from pearl.lab.bench.machine import Conditions
-from pearl.lab.bench.rows import Row
+from pearl.lab.bench.rows import Row, devices_of_row
 from pearl.lab.bench.runner import Measured, Plan, Sample
-from pearl.lab.bench.systems import Decoded
 from pearl.lab.experiments.estimate import Estimate, bootstrap
 from pearl.lab.experiments.texts import rows_along
 from pearl.metrics import Sums
@@ -25,6 +25,25 @@ from pearl.worker.build import make_runner
 from pearl.worker.placement import place
 
 _TextKey = tuple[str, int, int]
+_EXACT = Estimate(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Rejections:
+    """Of the texts of which their number could be foreseen. `expected`: that number, with its standard deviation `sd`.
+
+    Attributes:
+        bias: as in `Figures`, but per judged token.
+    """
+
+    count: int
+    expected: float
+    sd: float
+    judged: int
+    bias: float | None
+
+    def __str__(self) -> str:
+        return f"{self.count}: {self.expected:.1f}, sd {self.sd:.1f}, of {self.judged}"
 
 
 @dataclass(frozen=True)
@@ -41,6 +60,7 @@ class Figures:
         itl_p50, itl_p99: inter-token latency, seconds, medians over texts.
         acceptance: accepted / judged draft tokens.
         tokens_per_run: mean tokens committed up to and including a correction or bonus.
+        accepted_in_runs: mean and standard deviation of the accepted tokens of a run.
         tokens_per_step: tokens per target forward, prefills left out.
         of_simulated: speed / simulated speed; emulated pairs only.
         bias: total variation distance between the distribution sampled from and the target's, per committed token.
@@ -48,27 +68,29 @@ class Figures:
     """
 
     name: str
-    devices: str
-    rule: str
-    exact: bool
-    texts: int
-    tokens: int
-    rate: Estimate | None
-    speedup: Estimate | None
-    by_set: dict[str, Estimate]
-    first_seconds: float
-    itl_p50: float | None
-    itl_p99: float | None
-    acceptance: float | None
-    tokens_per_run: float | None
-    tokens_per_step: float | None
-    window: int
-    of_simulated: Estimate | None
-    bias: Estimate
-    perplexity: Estimate | None
+    devices: str = ""
+    rule: str = ""
+    exact: bool = True
+    texts: int = 0
+    tokens: int = 0
+    rate: Estimate | None = None
+    speedup: Estimate | None = None
+    by_set: dict[str, Estimate] = field(default_factory=dict)
+    first_seconds: float = 0.0
+    itl_p50: float | None = None
+    itl_p99: float | None = None
+    acceptance: float | None = None
+    tokens_per_run: float | None = None
+    accepted_in_runs: tuple[float, float] | None = None
+    tokens_per_step: float | None = None
+    window: int = 0
+    of_simulated: Estimate | None = None
+    bias: Estimate = _EXACT
+    rejections: Rejections | None = None
+    perplexity: Estimate | None = None
 
 
-def figures(plan: Plan, measured: Measured, surprise: Callable[[Decoded], float] | None = None) -> list[Figures]:
+def figures(plan: Plan, measured: Measured, surprise: Callable[[Result], float] | None = None) -> list[Figures]:
     """The figures of each row, in the plan's order; rows without a sample are left out.
 
     Args:
@@ -78,31 +100,33 @@ def figures(plan: Plan, measured: Measured, surprise: Callable[[Decoded], float]
     for row in plan.rows:
         samples = [s for s in measured.samples if s.row == row.name]
         base_rates = {_text_key(s): s.rate for s in measured.samples if s.row == row.base and s.rate}
-        texts = [text for text in measured.texts if text.row == row.name and text.tokens]
+        texts = [text for name, text in measured.texts if name == row.name and text.tokens]
         read = [(surprise(text), len(text.tokens)) for text in texts] if surprise else []
         if samples:
-            found.append(_figures(row, row.params or plan.params, samples, base_rates, read))
+            found.append(_figures(plan, row, samples, base_rates, read))
     return found
 
 
 def _figures(
+    plan: Plan,
     row: Row,
-    params: SamplingParams,
     samples: Sequence[Sample],
     base_rates: Mapping[_TextKey, float],
     read: Sequence[tuple[float, int]],
 ) -> Figures:
     """`read`: surprise and length of each text."""
+    temperature = plan.params_of(row).temperature
     rule, drafts = RULES[row.decoding.rule_in_use], METHODS[row.decoding.method].drafts
     together = Sums(texts=[text for s in samples for text in s.texts])
     tokens, steps = together.total("num_generated_tokens"), together.total("steps")
     sets = dict.fromkeys(s.set for s in samples)
+    runs = [length for text in together.texts for length, n in text.run_histogram.items() for _ in range(n)]
     by_set = {name: _speedup([s for s in samples if s.set == name], base_rates) for name in sets}
     return Figures(
         name=row.name,
-        devices=row.devices.in_words(),
+        devices=devices_of_row(row, plan.config).in_words(),
         rule=rule.name if drafts else "",
-        exact=rule.at(1.0 if params.temperature is None else params.temperature).is_exact or not drafts,
+        exact=rule.at(1.0 if temperature is None else temperature).is_exact or not drafts,
         texts=len(samples),
         tokens=tokens,
         rate=_interval(s.rate for s in samples),
@@ -113,12 +137,33 @@ def _figures(
         itl_p99=_median(max((t.itl_p99 for t in s.texts if t.itl_p99 is not None), default=None) for s in samples),
         acceptance=together.acceptance_rate,
         tokens_per_run=together.mean_run_length,
+        accepted_in_runs=(fmean(runs), pstdev(runs)) if runs else None,
         tokens_per_step=tokens / steps if steps else None,
         window=samples[-1].texts[-1].window,
         of_simulated=_interval(s.of_simulated for s in samples),
         bias=bootstrap([(sum(text.bias or 0.0 for text in s.texts), s.tokens) for s in samples], _per_token),
-        perplexity=bootstrap(read, lambda items: math.exp(_per_token(items))) if read else None,
+        rejections=_rejections(together),
+        perplexity=perplexity(read),
     )
+
+
+def _rejections(together: Sums) -> Rejections | None:
+    judged = together.total("num_judged_draft_tokens")
+    known = [text for text in together.texts if text.expected_rejections is not None]
+    if not known:
+        return None
+    return Rejections(
+        count=sum(text.num_rejections for text in known),
+        expected=sum(text.expected_rejections or 0.0 for text in known),
+        sd=math.sqrt(sum((text.expected_rejections_sd or 0.0) ** 2 for text in known)),
+        judged=judged,
+        bias=sum(text.bias or 0.0 for text in known) / judged if judged else None,
+    )
+
+
+def perplexity(read: Sequence[tuple[float, int]]) -> Estimate | None:
+    """From the surprise and the length of each text."""
+    return bootstrap(read, lambda items: math.exp(_per_token(items))) if read else None
 
 
 def _per_token(items: Sequence[tuple[float, int]]) -> float:
@@ -150,18 +195,18 @@ class Surprise:
     """The negative log likelihood of texts under the target, by its own forward in this process."""
 
     def __init__(self, config: EngineConfig, runner: ModelRunner | None = None) -> None:
-        self._runner = runner or make_runner(config.model("target"), place(config, "target"))
+        self.runner = runner or make_runner(config.model("target"), place(config, "target"))
         self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}  # equal texts are read once
 
-    def __call__(self, text: Decoded) -> float:
+    def __call__(self, text: Result) -> float:
         """Nats, at temperature 1 and unfiltered."""
-        key = (text.prompt, text.tokens)
+        key = (tuple(text.prompt_tokens), tuple(text.tokens))
         if key not in self._known:
             tokens = iter(text.tokens)
             with torch.inference_mode():
                 self._known[key] = -sum(
                     float(torch.log_softmax(row.double(), -1)[next(tokens)])
-                    for rows in rows_along(self._runner, text.prompt, text.tokens)
+                    for rows in rows_along(self.runner, text.prompt_tokens, text.tokens)
                     for row in rows
                 )
         return self._known[key]
@@ -188,7 +233,7 @@ def document(
         **conditions.as_dict(),
         "gamma": {"best": measured.gamma, "tried": measured.gammas},
         "skipped": measured.skipped,
-        "rows": [asdict(row) for row in found],
+        "rows": found,
         "texts": [
             asdict(each) | {name: each.total(name) for name in ("late_tokens", "late_seconds")}
             for each in measured.samples

@@ -1,16 +1,16 @@
-"""The rows of a benchmark: decoding settings on devices, built in or named in a line as for `pearl compare`."""
+"""The rows of a benchmark: decoding settings, built in or named in a line as for `pearl compare`; their devices."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.config import DecodingConfig, EngineConfig
 from pearl.errors import ConfigError
-from pearl.lab.bench.systems import Devices, devices_of
 from pearl.models.checkpoints.checkpoint import is_toy
 from pearl.spec.methods import AS_PUBLISHED, METHODS
+from pearl.worker.placement import settled
 
 AR, SD, SSD, PEARL, FIXED = "ar", "sd", "ssd", "pearl", "pearl, fixed"
 NGRAM, HEAD, AHEAD, AUTO = "ngram", "head", "pearl, ahead", "auto"
@@ -39,17 +39,52 @@ class Row:
     """One row of a benchmark.
 
     Attributes:
-        system: name of the engine that decodes it.
-        params: how this row samples, its seed excepted; None: as the plan says.
+        sampling: fields of `SamplingParams` in which it differs from the plan.
         base: name of the row that its speedup is over.
+        system: name of the engine that decodes it.
+        paper: a paper's figure or claim, of a row of a study.
     """
 
     name: str
-    system: str
-    devices: Devices
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
-    params: SamplingParams | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     base: str = AR
+    system: str = PAIR
+    paper: str = ""
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Numbers of cores, or of GPUs. Both empty: all cores, unpinned."""
+
+    cores: tuple[int, ...] = ()
+    gpus: tuple[int, ...] = ()
+
+    def __or__(self, other: Devices) -> Devices:
+        cores = tuple(sorted({*self.cores, *other.cores})) if self.cores and other.cores else ()
+        return Devices(cores, tuple(sorted({*self.gpus, *other.gpus})))
+
+    @property
+    def name(self) -> str:
+        """In the notation of `EngineConfig.target_device`."""
+        kind, numbers = ("cuda", self.gpus) if self.gpus else ("cpu", self.cores)
+        return f"{kind}:{','.join(map(str, numbers))}" if numbers else kind
+
+    def in_words(self) -> str:
+        kind, numbers = ("GPU", self.gpus) if self.gpus else ("core", self.cores)
+        return f"{len(numbers)} {kind}{'' if len(numbers) == 1 else 's'}" if numbers else "all cores"
+
+
+def devices_of(config: EngineConfig) -> tuple[Devices, Devices]:
+    """(devices of the target, devices of the draft), as the workers resolve them."""
+    found = {role: settled(config, role) for role in config.roles}
+    known = {role: Devices(tuple(sorted(one.cores or ())), tuple(sorted(one.gpus))) for role, one in found.items()}
+    return known["target"], known.get("draft", Devices())
+
+
+def devices_of_row(row: Row, config: EngineConfig) -> Devices:
+    target, draft = devices_of(config)
+    return target | draft if row.system == ALL or METHODS[row.decoding.method].drafts else target
 
 
 def rows_for(config: EngineConfig, rule: str = "ratio") -> list[Row]:
@@ -58,8 +93,6 @@ def rows_for(config: EngineConfig, rule: str = "ratio") -> list[Row]:
     `ar` and `ngram` run on the target's devices; second rows run on all cores of the pair, if those are more; over more
     GPUs a target is spread layer by layer, which is no faster.
     """
-    target, draft = devices_of(config)
-    both = target | draft
     methods: dict[str, dict[str, Any]] = {
         AR: {"method": "ar"},
         SD: {"method": "sd"},
@@ -75,25 +108,21 @@ def rows_for(config: EngineConfig, rule: str = "ratio") -> list[Row]:
     }
     # auto picks the rule under which its choices change no text
     decodings = {name: DecodingConfig(**s, **({} if name == AUTO else {"rule": rule})) for name, s in methods.items()}
-    rows = [Row(name, PAIR, _devices(one, target, both), one) for name, one in decodings.items()]
-    if both != target and not both.gpus and not is_emulated(config):
-        rows += [Row(f"{name}, {ALL}", ALL, both, DecodingConfig(method=name)) for name in (AR, NGRAM)]
+    rows = [Row(name, decoding) for name, decoding in decodings.items()]
+    target, draft = devices_of(config)
+    if target | draft != target and not (target | draft).gpus and not is_emulated(config):
+        rows += [Row(f"{name}, {ALL}", DecodingConfig(method=name), system=ALL) for name in (AR, NGRAM)]
     return rows
 
 
-def _devices(decoding: DecodingConfig, target: Devices, both: Devices) -> Devices:
-    return both if METHODS[decoding.method].drafts else target
-
-
-def named_rows(config: EngineConfig, names: Iterable[str]) -> list[Row]:
+def named_rows(names: Iterable[str]) -> list[Row]:
     """`ar`, and a row for each of `names`; see `parse_settings`. Raises `ConfigError` for a bad or repeated name."""
-    target, draft = devices_of(config)
-    rows = {AR: Row(AR, PAIR, target, DecodingConfig(method=AR))}
+    rows = {AR: Row(AR, DecodingConfig(method=AR))}
     for name in names:
-        decoding = parse_settings(name)
+        row = Row(name, parse_settings(name))
         if name in rows and name != AR:
             raise ConfigError(f"{name!r} is named twice")
-        rows.setdefault(name, Row(name, PAIR, _devices(decoding, target, target | draft), decoding))
+        rows.setdefault(name, row)
     return list(rows.values())
 
 

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.engine import Engine
 from pearl.engine.conversation import Conversation
 from pearl.engine.request import submission
+from pearl.engine.stream import Result
 from pearl.errors import ConfigError
 from pearl.lab import Watcher
-from pearl.lab.bench.rows import ALL, PAIR, PUBLISHED, SD, SSD, Row, is_emulated
-from pearl.lab.bench.systems import Decoded, System
+from pearl.lab.bench.rows import ALL, PAIR, PUBLISHED, SD, SSD, Row, devices_of_row, is_emulated
 from pearl.lab.bench.tasks import Task
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.lab.theory import MOST_GAMMA, sd_best_gamma
@@ -69,18 +70,22 @@ class Plan:
     together: bool = True
     gamma: int | None = None
 
+    def params_of(self, row: Row) -> SamplingParams:
+        return self.params.model_copy(update=dict(row.sampling))
+
 
 @dataclass
 class Measured:
     """The results of a benchmark.
 
     Attributes:
+        texts: each turn's, with the name of its row.
         gammas: gammas tried for sd -> tokens per second. gamma: the one taken.
         skipped: turns left out because they do not fit the context.
     """
 
     samples: list[Sample] = field(default_factory=list)
-    texts: list[Decoded] = field(default_factory=list)
+    texts: list[tuple[str, Result]] = field(default_factory=list)
     gammas: dict[int, float] = field(default_factory=dict)
     gamma: int | None = None
     skipped: list[str] = field(default_factory=list)
@@ -105,34 +110,32 @@ class _Run:
         names = list(dict.fromkeys(row.system for row in self._rows))
         for group in [names] if self._plan.together else [[name] for name in names]:
             with ExitStack() as stack:
-                systems = {name: self._open_system(name, stack) for name in group}
-                self._warm_up(systems)
-                if PAIR in systems:
-                    self._choose_gamma(systems[PAIR])
-                self._take_turns(systems)
+                engines = {name: stack.enter_context(self._engine(name)) for name in group}
+                self._warm_up(engines)
+                if PAIR in engines:
+                    self._choose_gamma(engines[PAIR])
+                self._take_turns(engines)
         return self._measured
 
-    def _open_system(self, name: str, stack: ExitStack) -> System:
+    def _engine(self, name: str) -> Engine:
         self._watcher.say(f"starting {'the pair' if name == PAIR else name}")
         config = self._plan.config.model_copy(update={"trace": None})
         if name == ALL:
-            devices = next(row.devices for row in self._rows if row.system == name)
-            config = config.model_copy(update={"draft": "none", "target_device": devices.name})
-        system = System(config)
-        stack.callback(system.close)
-        return system
+            row = next(row for row in self._rows if row.system == name)
+            config = config.model_copy(update={"draft": "none", "target_device": devices_of_row(row, config).name})
+        return Engine(config=config)
 
-    def _warm_up(self, systems: Mapping[str, System]) -> None:
-        for row in self._rows_on(systems):
-            short = self._params_of(row).model_copy(update={"max_tokens": _WARM_UP})
-            list(self._decode_turns(systems[row.system], row.decoding, self._plan.tasks[0], 0, short))
+    def _warm_up(self, engines: Mapping[str, Engine]) -> None:
+        for row in self._rows_on(engines):
+            short = self._plan.params_of(row).model_copy(update={"max_tokens": _WARM_UP})
+            list(self._decode_turns(engines[row.system], row.decoding, self._plan.tasks[0], 0, short))
 
-    def _rows_on(self, systems: Mapping[str, System]) -> list[Row]:
-        return [row for row in self._rows if row.system in systems]
+    def _rows_on(self, engines: Mapping[str, Engine]) -> list[Row]:
+        return [row for row in self._rows if row.system in engines]
 
     # ---- the gamma of sd ----
 
-    def _choose_gamma(self, pair: System) -> None:
+    def _choose_gamma(self, pair: Engine) -> None:
         """Set the gamma of sd and ssd: as planned; otherwise by theory for an emulated pair, by trying for others.
 
         Rows that have a gamma keep it; rows with a stop policy keep the policy's bound.
@@ -148,12 +151,12 @@ class _Run:
             for row, needs_one in zip(self._rows, needs, strict=True)
         ]
 
-    def _theoretical_gamma(self, pair: System) -> int:
+    def _theoretical_gamma(self, pair: Engine) -> int:
         """The best for the acceptance rate of one text: exact for an emulated pair."""
         timing, text = paced(self._plan.config), self._tried(pair, self._plan.tasks[:1], **PUBLISHED)
         return sd_best_gamma(text.acceptance_rate or 0.0, timing.t_draft, timing.t_target)
 
-    def _fastest_gamma(self, pair: System) -> int:
+    def _fastest_gamma(self, pair: Engine) -> int:
         """The fastest of 1, 2, ... up to where the next two are slower."""
         count = max(_GAMMA_TASKS, len({task.set for task in self._plan.tasks}))
         tasks = sorted(self._plan.tasks, key=lambda task: task.number)[:count]  # the first of each set come first
@@ -166,7 +169,7 @@ class _Run:
                 break
         return best
 
-    def _tried(self, pair: System, tasks: Sequence[Task], **settings: Any) -> Sums:
+    def _tried(self, pair: Engine, tasks: Sequence[Task], **settings: Any) -> Sums:
         """The tasks' texts. `settings`: of `DecodingConfig`."""
         decoding, params = DecodingConfig(**settings), self._plan.params
         turns = (turn for task in tasks for turn in self._decode_turns(pair, decoding, task, 0, params))
@@ -174,52 +177,49 @@ class _Run:
 
     # ---- the measurement ----
 
-    def _take_turns(self, systems: Mapping[str, System]) -> None:
-        plan, rows = self._plan, self._rows_on(systems)
+    def _take_turns(self, engines: Mapping[str, Engine]) -> None:
+        plan, rows = self._plan, self._rows_on(engines)
         self._watcher.begin("measuring", len(rows) * plan.repeats * len(plan.tasks))
         for repeat in range(plan.repeats):
             for i, task in enumerate(plan.tasks):
                 start = (i + repeat) % len(rows)  # rotate the order, so that no row gains by its place
                 for row in rows[start:] + rows[:start]:
-                    sample = self._measure_task(systems[row.system], row, task, repeat)
+                    sample = self._measure_task(engines[row.system], row, task, repeat)
                     if sample is not None:
                         self._measured.samples.append(sample)
                     note = f"{row.name}, {task.set} {task.number}"
                     self._watcher.advance(1, f"{note}: {sample.rate:.1f} tokens/s" if sample and sample.rate else note)
 
-    def _params_of(self, row: Row) -> SamplingParams:
-        return row.params or self._plan.params
-
-    def _measure_task(self, system: System, row: Row, task: Task, repeat: int) -> Sample | None:
-        params = self._params_of(row)
-        turns = list(self._decode_turns(system, row.decoding, task, repeat, params))
+    def _measure_task(self, engine: Engine, row: Row, task: Task, repeat: int) -> Sample | None:
+        params = self._plan.params_of(row)
+        turns = list(self._decode_turns(engine, row.decoding, task, repeat, params))
         if not turns:
             return None
         sample = Sample(row.name, task.set, task.number, repeat, texts=[turn.statistics for turn in turns])
-        self._measured.texts += [replace(turn, row=row.name) for turn in turns]
+        self._measured.texts += [(row.name, turn) for turn in turns]
         if not is_emulated(self._plan.config):
             return sample
         seeded = self._seeded(params, task, repeat)
-        virtual = simulated(self._plan.config, row.decoding, turns[0].prompt, seeded)
+        virtual = simulated(self._plan.config, row.decoding, turns[0].prompt_tokens, seeded)
         seconds = sample.total("seconds") - sample.total("queue_seconds")
         sample.of_simulated = sample.tokens / seconds * virtual.seconds / len(virtual.tokens)
         return sample
 
     def _decode_turns(
-        self, system: System, decoding: DecodingConfig, task: Task, repeat: int, params: SamplingParams
-    ) -> Iterator[Decoded]:
+        self, engine: Engine, decoding: DecodingConfig, task: Task, repeat: int, params: SamplingParams
+    ) -> Iterator[Result]:
         """Decode the turns of a task, after the system's own earlier replies. Ends early if the context is full."""
         conversation, params = Conversation(self._tokenizer, self._raw), self._seeded(params, task, repeat)
         for number, turn in enumerate(task.turns, 1):
             prompt = conversation.prompt(turn)
-            if len(prompt) + (params.max_tokens or 1) > system.engine.context:
+            if len(prompt) + (params.max_tokens or 1) > engine.context:
                 self._skip(f"{task.set} {task.number}, turn {number}")
                 return
             if number == 1:  # an earlier row has decoded the same prompt
-                system.forget(decoding, prompt)
-            decoded = system.decode(decoding, prompt, params)
-            conversation.add(turn, self._tokenizer.decode(decoded.tokens))
-            yield replace(decoded, prompt=tuple(prompt))
+                forget(engine, decoding, prompt)
+            (result,) = engine.generate(prompt, params, decoding=decoding)
+            conversation.add(turn, self._tokenizer.decode(result.tokens))
+            yield result
 
     def _seeded(self, params: SamplingParams, task: Task, repeat: int) -> SamplingParams:
         """One seed per task and repeat, the same for all rows."""
@@ -229,6 +229,12 @@ class _Run:
         if what not in self._measured.skipped:
             self._measured.skipped.append(what)
             self._watcher.say(f"{what} does not fit the context: left out")
+
+
+def forget(engine: Engine, decoding: DecodingConfig, prompt: Sequence[int]) -> None:
+    """Make sure that no KV cache holds a prefix of `prompt`, by a short text that begins with another token."""
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    engine.generate([int(prompt[0] == 0)], params, decoding=decoding)
 
 
 # ---- emulated pairs ----

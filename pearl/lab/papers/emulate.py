@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from statistics import median
@@ -19,7 +18,6 @@ from pearl.engine import Engine
 from pearl.lab import Watcher, theory
 from pearl.lab.bench.rows import AR, Row
 from pearl.lab.bench.runner import Measured, Plan, Sample, measure, simulated
-from pearl.lab.bench.systems import devices_of
 from pearl.lab.bench.tasks import Task
 from pearl.lab.experiments.workload import Totals, independent, run
 from pearl.lab.papers.figures import Figure
@@ -71,7 +69,7 @@ def emulate(
         "t_target": pair.t_target,
         "acceptance": acceptance,
         "acceptance_from": origin,
-        "texts": [asdict(sample) for sample in measured.samples],
+        "texts": measured.samples,
     }
     for cell in chain.from_iterable(cells.values()):
         _fill(cell, sources)
@@ -85,11 +83,9 @@ def engine_config(pair: Pair) -> EngineConfig:
 
 
 def _plan(pair: Pair, runs: Sequence[Run], tokens: int, texts: int, seed: int) -> Plan:
-    config = engine_config(pair)
-    target, draft = devices_of(config)
     return Plan(
-        config,
-        [Row(one.label, "pair", target | draft, one.decoding()) for one in runs],
+        engine_config(pair),
+        [Row(one.label, one.decoding()) for one in runs],
         [Task(pair.title, number, (_typical_prompt(pair, number, tokens),)) for number in range(1, texts + 1)],
         SamplingParams(temperature=0.0, seed=seed, max_tokens=tokens),
         gamma=pair.gamma,

@@ -7,30 +7,17 @@ differs and what is left out.  Data alone, without torch: `study` runs them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pearl.config import DecodingConfig
-from pearl.spec.methods import AS_PUBLISHED
+from pearl.lab.bench.rows import PUBLISHED, Row
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 FILTERED: dict[str, Any] = {"top_k": 50, "top_p": 0.7}  # as SSSD's paper has it
 _WARM: dict[str, Any] = {"temperature": 1.0}
 _SSSD: dict[str, Any] = _WARM | FILTERED
 _MJSD: dict[str, Any] = _WARM | {"top_k": 20, "top_p": 0.9}
-_PUBLISHED: dict[str, Any] = {"method": "pearl", **AS_PUBLISHED}
-_AR, _NGRAM = DecodingConfig(method="ar"), DecodingConfig(method="ngram")
-
-
-@dataclass(frozen=True)
-class StudyRow:
-    """A way to decode. `base`: label of the row that it is compared with; `paper`: the paper's figure or claim."""
-
-    label: str
-    decoding: DecodingConfig
-    sampling: Mapping[str, Any] = field(default_factory=lambda: GREEDY)
-    base: str = "ar"
-    paper: str = ""
 
 
 @dataclass(frozen=True)
@@ -44,33 +31,33 @@ class Study:
     """
 
     title: str
-    rows: Sequence[StudyRow]
+    rows: Sequence[Row]
     differs: str
     left_out: str
     joint: Sequence[int] = ()
 
 
-def _row(label: str, paper: str, sampling: Mapping[str, Any] = GREEDY, **settings: Any) -> StudyRow:
-    return StudyRow(label, DecodingConfig(**settings), sampling, paper=paper)
+def _row(label: str, paper: str = "", sampling: Mapping[str, Any] = GREEDY, base: str = "ar", **settings: Any) -> Row:
+    return Row(label, DecodingConfig(**settings), sampling, base, paper=paper)
 
 
-def _rule(label: str, paper: str, **settings: Any) -> StudyRow:
-    return _row(label, paper, _WARM, **_PUBLISHED | settings)
+def _rule(label: str, paper: str, **settings: Any) -> Row:
+    return _row(label, paper, _WARM, **PUBLISHED | settings)
 
 
-def _mjsd(label: str, paper: str, **settings: Any) -> StudyRow:
-    return _row(f"sd, {label}", paper, _MJSD, **{"method": "sd", "gamma": 4} | settings)
+def _mjsd(label: str, paper: str, **settings: Any) -> Row:
+    return _row(f"sd, {label}", paper, _MJSD, **dict[str, Any](method="sd", gamma=4) | settings)
 
 
-def _greedy(label: str, **settings: Any) -> StudyRow:
-    return StudyRow(f"{label}, greedy", DecodingConfig(**settings), base="ar, greedy")
+def _greedy(label: str, **settings: Any) -> Row:
+    return _row(f"{label}, greedy", base="ar, greedy", **settings)
 
 
 STUDIES = {
     "theory": Study(
         "Yin et al. 2024, theorem 1 and figure 4: rejections and bias of rules that relax acceptance",
         [
-            StudyRow("ar", _AR, _WARM),
+            _row("ar", "", _WARM, method="ar"),
             _rule("ratio", "bias 0, rejections: the sum of TVs", rule="ratio"),
             *(
                 _rule(f"batch, {m} candidates", "bias 0, fewer rejections", rule="batch", candidates=float(m))
@@ -89,12 +76,12 @@ STUDIES = {
     "disco": Study(
         "DISCO (Mamou et al. 2024), tables 1 and 2, HumanEval: static speculation lengths, and the oracle's",
         [
-            StudyRow("ar", _AR, paper="1.00"),
+            _row("ar", "1.00", method="ar"),
             _row("sd, gamma 5", "static SL-5: 1.63", method="sd", gamma=5),
             *(_row(f"sd, gamma {gamma}", "static SL-opt: 1.63", method="sd", gamma=gamma) for gamma in (1, 2, 3)),
             _row("sd, heuristic", "dynHeur: less than SL-5", method="sd", draft_stop="heuristic"),
             _row("sd, threshold 0.4", "", method="sd", draft_stop="threshold"),
-            _row("pearl, runs", "oracle SL: 14.7 tokens, sd 42.6", **_PUBLISHED),
+            _row("pearl, runs", "oracle SL: 14.7 tokens, sd 42.6", **PUBLISHED),
         ],
         "Theirs are StarCoder 15B with 168M on one A100; ours is the embedded pair, greedy, whose best length is one "
         "of 1 to 3. An oracle drafts what is accepted between two rejections: the tokens of a run.",
@@ -103,10 +90,10 @@ STUDIES = {
     "sssd": Study(
         "SSSD (Marzollo et al. 2024), prose: guesses without a draft model, one request at a time",
         [
-            StudyRow("ar", _AR, paper="1.00"),
-            StudyRow("ngram", _NGRAM, paper="2.05 to 2.61"),
-            StudyRow("ar, temperature 1", _AR, _SSSD, base="ar, temperature 1"),
-            StudyRow("ngram, temperature 1", _NGRAM, _SSSD, "ar, temperature 1", "acceptance 1 to 2% lower"),
+            _row("ar", "1.00", method="ar"),
+            _row("ngram", "2.05 to 2.61", method="ngram"),
+            _row("ar, temperature 1", "", _SSSD, "ar, temperature 1", method="ar"),
+            _row("ngram, temperature 1", "acceptance 1 to 2% lower", _SSSD, "ar, temperature 1", method="ngram"),
         ],
         "Theirs are Llama 2 7B and Llama 3 8B on an Ascend 910B4 with a datastore of conversations; ours is the "
         "embedded target on one core, guessing from prompt and own text, and from --datastore if given. Top-k 50 and "
@@ -116,7 +103,7 @@ STUDIES = {
     "mjsd": Study(
         "MJSD (Qin et al. 2024), table 2: speed and perplexity; and joint greedy decoding of the target alone",
         [
-            StudyRow("ar", _AR, _MJSD, paper="greedy: 1.00; perplexity 3.74, 2.11, 2.88"),
+            _row("ar", "greedy: 1.00; perplexity 3.74, 2.11, 2.88", _MJSD, method="ar"),
             _mjsd("gamma 4", "1.63, 1.43, 1.41; 3.64, 2.13, 2.87"),
             _mjsd(
                 *("bild, threshold 0.4", "1.52, 1.31, 1.41; 3.15, 1.95, 2.93"),
@@ -132,16 +119,13 @@ STUDIES = {
                 for width, share in ((2, 0.91), (4, 0.98), (6, 0.98))
             ),
             *(_mjsd(f"joint, blocks of {depth}", "", rule="joint", depth=depth) for depth in (2, 6, 8)),
-            *(
-                StudyRow(f"pearl, {rule}", DecodingConfig(**_PUBLISHED, rule=rule), _MJSD)
-                for rule in ("ratio", "joint")
-            ),
+            *(_row(f"pearl, {rule}", "", _MJSD, **PUBLISHED, rule=rule) for rule in ("ratio", "joint")),
             _greedy("ar", method="ar"),
             _greedy("sd, gamma 4", method="sd", gamma=4),
             _greedy("sd, bild", method="sd", gamma=10, rule="bild", draft_stop="threshold"),
             _greedy("sd, joint", method="sd", gamma=4, rule="joint"),
-            _greedy("pearl, bild", **_PUBLISHED, rule="bild", draft_stop="threshold"),
-            _greedy("pearl, joint", **_PUBLISHED, rule="joint"),
+            _greedy("pearl, bild", **PUBLISHED, rule="bild", draft_stop="threshold"),
+            _greedy("pearl, joint", **PUBLISHED, rule="joint"),
         ],
         "Theirs are Llama 68M with Llama 2 13B on an L40 (and OPT 125M with 13B), on ChatGPT-Prompt, ChatAlpaca and "
         "CNN-Dailymail; ours is the embedded pair. Top-k 20, then top-p 0.9, blocks of 4, 8 beams, tau 0.1, as theirs. "
