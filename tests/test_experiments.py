@@ -24,11 +24,52 @@ STREAM, FIXED = RequestOptions("pearl", "stream"), RequestOptions("pearl", "fixe
 
 # ---- theory ----
 
+
+def pearl_improvement(a: float, window: int, ratio: float) -> float:
+    """Speed-up over the target alone with any fixed window.
+
+    A step lasts as long as a target forward; after a full acceptance, until the next window is drafted if that is
+    later.
+
+    Args:
+        ratio: t_target / t_draft, at least 1.
+
+    Source: the chain of `pearl_tokens_per_step`.
+    """
+    post = a / (1 + a - a**window)
+    late = max(window / ratio - 1, 0.0)  # by how much drafting a window outlasts a target forward
+    return theory.pearl_tokens_per_step(a, window) / (1 + late * ((1 - post) * a + post * a**window))
+
+
+def no_pre_verify_improvement(a: float, window: int, ratio: float) -> float:
+    """`pearl_improvement` without pre-verify. Source: renewals at corrections.
+
+    After a correction the target waits for a whole window and verifies it with the token behind it; then each step
+    verifies one window, until a token is rejected.
+    """
+    late = max(window / ratio - 1, 0.0)
+    if a == 1:
+        return window / (1 + late)
+    again = a ** (window + 1) / (1 - a**window)  # steps of a renewal after its first
+    tokens = theory.geometric(a, window + 1) + again * theory.geometric(a, window)
+    seconds = window / ratio + 1 + late * a ** (window + 1) + again * (1 + late * a**window)
+    return tokens / seconds
+
+
+def no_post_verify_improvement(a: float, window: int, ratio: float) -> float:
+    """`pearl_improvement` without post-verify. Source: renewals, each with a pre-verify.
+
+    If that accepts, the target waits until the window is full, verifies the rest and draws a bonus token.
+    """
+    tokens = 1 + a * theory.geometric(a, window)
+    return tokens / (1 - a + a * (max(window / ratio, 1.0) + 1))
+
+
 FORMS: dict[str, Callable[[float, int, float], float]] = {  # of acceptance, window and speed ratio
     "sd": lambda a, window, ratio: theory.sd_improvement(a, window, 1 / ratio),
-    "pearl": theory.pearl_improvement,
-    "pearl-no-pre-verify": theory.no_pre_verify_improvement,
-    "pearl-no-post-verify": theory.no_post_verify_improvement,
+    "pearl": pearl_improvement,
+    "pearl-no-pre-verify": no_pre_verify_improvement,
+    "pearl-no-post-verify": no_post_verify_improvement,
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,7 +18,7 @@ from pearl.lab.bench.machine import Conditions
 from pearl.lab.bench.tasks import HUMANEVAL, Task
 from pearl.lab.papers.figures import Figure, check_drawing, draw
 from pearl.lab.papers.page import EXPLAINED, Table, pair_lines, tables
-from pearl.lab.papers.pearl import TABLES, Pair, pairs
+from pearl.lab.papers.pearl import TABLES, Cell, Pair, pairs
 
 if TYPE_CHECKING:
     from pearl.models.recorded import RecordedTexts
@@ -93,7 +93,7 @@ def paper() -> None:
 @paper.command("pearl")
 @click.option("--pair", "names", multiple=True, metavar="NAME", help="Only pairs whose name holds this. Repeatable.")
 @click.option("--table", "wanted", multiple=True, type=click.Choice(list(TABLES)), help="Only this one. Repeatable.")
-@click.option("--simulate-only", is_flag=True, help="No real processes: closed forms and simulator alone.")
+@click.option("--simulate-only", is_flag=True, help="No real processes: the simulator alone.")
 @quick_option
 @figures_option
 @json_option
@@ -112,21 +112,29 @@ def of_pearl(
     """
     if figures is not None:
         check_drawing()
-    settings = (_EMULATED_QUICK if quick else _EMULATED) | {"seed": 0, "runtime": not simulate_only}
-    result, clock = _emulated(_pairs(names), wanted or tuple(TABLES), settings)
-    if to is not None:
-        write_json(to, result)
-    if to != STDOUT:
-        for table in tables(result):
-            _print(table)
-        about = (
-            f"{settings['texts']} texts of {settings['tokens']} tokens for each row, seed {settings['seed']}; {clock}"
-        )
-        print_lines(*pair_lines(result), EXPLAINED, about)
-    if figures is not None:
-        from pearl.lab.papers.emulate import window_figures
+    from pearl.lab.papers.emulate import emulate, window_figures
 
-        _draw([*window_figures(result), *_optimal_lengths()], figures)
+    size = _EMULATED_QUICK if quick else _EMULATED
+    settings: dict[str, Any] = size | {"seed": 0, "runtime": not simulate_only}
+    clock, cells, about = Conditions(), dict[str, list[Cell]](), []
+    with Bars() as bars:
+        for pair in _pairs(names):
+            bars.say(pair.title)
+            found, known = emulate(pair, wanted or tuple(TABLES), bars, **settings)
+            about.append(known)
+            cells |= {name: cells.get(name, []) + some for name, some in found.items() if some}
+    clock.stop()
+    cells = {name: cells[name] for name in TABLES if name in cells}
+    if to is not None:
+        kind = {"kind": "paper", "emulated": True, "settings": settings, **clock.as_dict()}
+        write_json(to, kind | {"tables": cells, "pairs": about})
+    if to != STDOUT:
+        for table in tables(cells):
+            _print(table)
+        texts = f"{size['texts']} texts of {size['tokens']} tokens for each row, seed 0; {clock}"
+        print_lines(*pair_lines(cells, about), EXPLAINED, texts)
+    if figures is not None:
+        _draw([*window_figures(cells), *_optimal_lengths()], figures)
 
 
 def _pairs(names: Sequence[str]) -> list[Pair]:
@@ -135,23 +143,6 @@ def _pairs(names: Sequence[str]) -> list[Pair]:
     if not found:
         raise ConfigError(f"no pair is called {names[0]!r}; there are {'; '.join(pair.title for pair in every)}")
     return found
-
-
-def _emulated(
-    found: Sequence[Pair], wanted: Sequence[str], settings: dict[str, Any]
-) -> tuple[dict[str, Any], Conditions]:
-    from pearl.lab.papers import emulate
-
-    clock, done = Conditions(), []
-    with Bars() as bars:
-        for pair in found:
-            bars.say(pair.title)
-            done.append(emulate.emulate(pair, wanted, bars, **settings))
-    clock.stop()
-    names = [name for name in TABLES if any(cells.get(name) for cells, _ in done)]
-    about = {"kind": "paper", "emulated": True, "settings": settings, **clock.as_dict()}
-    tables = {name: [{"pair": one["title"], **asdict(c)} for cells, one in done for c in cells[name]] for name in names}
-    return about | {"tables": tables, "pairs": [one for _, one in done]}, clock
 
 
 def _optimal_lengths() -> list[Figure]:

@@ -1,25 +1,25 @@
 """PEARL's tables from this runtime: emulated pairs in two real processes, and in virtual time.
 
 The real models do not fit on small machines.  Toys have their forward times, vocabulary and acceptance rate; nothing
-else of a model matters to the runtime.  So each cell comes from four sources: paper, closed form, simulator, runtime.
+else of a model matters to the runtime.  So each cell comes from three sources: paper, simulator, runtime.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import Engine
-from pearl.lab import Watcher, theory
+from pearl.lab import Watcher
 from pearl.lab.bench.rows import AR, Row
 from pearl.lab.bench.runner import Measured, Plan, Sample, measure, simulated
 from pearl.lab.bench.tasks import Task
-from pearl.lab.experiments.workload import Totals, independent, run
+from pearl.lab.experiments.workload import independent, run
 from pearl.lab.papers.figures import Figure
 from pearl.lab.papers.pearl import TABLES, Cell, Pair, Run, Unit, cells_of
 from pearl.lab.simulate import Timing
@@ -34,13 +34,7 @@ _SIMULATED_TEXTS, _SIMULATED_TOKENS = 20, 1000
 _PROMPTS = 6
 _IDLE = ("draft idle", "target idle")
 _ALONE = Run(AR)
-
-
-def runs_of(pair: Pair, tables: Sequence[str]) -> list[Run]:
-    """The runs that these tables need, each once; `ar` first, the base of every speedup."""
-    cells = [cell for name in TABLES if name in tables for cell in cells_of(pair, name)]
-    found = [cell.run for cell in cells if cell.run is not None and cell.unit not in _IDLE]
-    return list(dict.fromkeys([_ALONE, *found])) if found else []
+_Figures = dict[Unit, float | None]  # of a run by one source
 
 
 def emulate(
@@ -54,26 +48,22 @@ def emulate(
             seed + n.
         runtime: False: simulate only.
     """
-    runs = runs_of(pair, tables)
-    measured = measure(_plan(pair, runs, tokens, texts, seed), watcher) if runtime and runs else Measured()
     cells = {name: cells_of(pair, name) for name in TABLES if name in tables}
-    traced = next((cell.run for some in cells.values() for cell in some if cell.unit in _IDLE), None)
-    idle = idle_times(pair, traced.decoding(), tokens) if runtime and traced else (None, None)
-    sources = _Sources(pair, seed, measured.samples, idle)
+    known = [(cell, cell.run) for some in cells.values() for cell in some if cell.run is not None]
+    runs = list(dict.fromkeys([_ALONE, *(one for cell, one in known if cell.unit not in _IDLE)]))
+    measured = measure(_plan(pair, runs, tokens, texts, seed), watcher) if runtime and runs[1:] else Measured()
+    traced = next((one for cell, one in known if cell.unit in _IDLE), None)
+    idle = idle_times(pair, traced.decoding(), tokens) if runtime and traced else None
+    virtual = _simulator(pair, seed)
+    for cell, one in known:
+        own = [sample for sample in measured.samples if sample.row == one.label]
+        alone = [sample.rate for sample in measured.samples if sample.row == AR and sample.rate]
+        cell.simulator, cell.runtime = virtual(one)[cell.unit], _measured(own, alone, idle)[cell.unit]
+        shares = sorted(sample.of_simulated for sample in own if sample.of_simulated and cell.unit not in _IDLE)
+        cell.of_simulated = (median(shares), shares[0], shares[-1]) if shares else None
     acceptance, origin = pair.acceptance()
-    about = {
-        "title": pair.title,
-        "config": pair.config,
-        "vocabulary": pair.vocabulary,
-        "t_draft": pair.t_draft,
-        "t_target": pair.t_target,
-        "acceptance": acceptance,
-        "acceptance_from": origin,
-        "texts": measured.samples,
-    }
-    for cell in chain.from_iterable(cells.values()):
-        _fill(cell, sources)
-    return cells, about
+    about = {name: getattr(pair, name) for name in ("title", "config", "vocabulary", "t_draft", "t_target")}
+    return cells, about | {"acceptance": acceptance, "acceptance_from": origin, "texts": measured.samples}
 
 
 def engine_config(pair: Pair) -> EngineConfig:
@@ -109,73 +99,41 @@ def _typical_prompt(pair: Pair, number: int, tokens: int) -> str:
     return min((f"text {number}, {variant}" for variant in range(_PROMPTS)), key=error)
 
 
-# ---- the four sources ----
+# ---- simulator and runtime ----
 
 
-_Figures = dict[Unit, float | None]  # of a run by one source
-
-
-def _figures(
-    rate: float | None, alone: float, accepted: float | None, idle: tuple[float | None, float | None]
-) -> _Figures:
+def _figures(rate: float | None, alone: float, accepted: float | None, idle: tuple[float, float] | None) -> _Figures:
     """By unit, from a run's tokens per second and the target's alone, mean accepted tokens, and idle seconds a step."""
     return {
         "tokens/s": rate,
         "speed-up": rate and rate / alone,
         "accepted": accepted,
         "run": None if accepted is None else accepted + 1,
-        "draft idle": idle[0],
-        "target idle": idle[1],
+        "draft idle": idle and idle[0],
+        "target idle": idle and idle[1],
     }
 
 
-class _Sources:
-    """Closed form, simulator (20 texts with i.i.d. acceptance) and runtime of one pair."""
+def _simulator(pair: Pair, seed: int) -> Callable[[Run], _Figures]:
+    """By 20 texts with i.i.d. acceptance."""
+    timing = Timing(pair.t_draft, lambda fed: pair.t_target)
+    workload = independent(timing, pair.acceptance()[0], _SIMULATED_TEXTS, _SIMULATED_TOKENS, seed)
 
-    def __init__(
-        self, pair: Pair, seed: int, samples: Sequence[Sample], idle: tuple[float | None, float | None]
-    ) -> None:
-        self.pair, self._samples, self._idle = pair, samples, idle
-        timing = Timing(pair.t_draft, lambda fed: pair.t_target)
-        self._workload = independent(timing, pair.acceptance()[0], _SIMULATED_TEXTS, _SIMULATED_TOKENS, seed)
-        self._done: dict[RequestOptions, Totals] = {}
-
-    def closed_form(self, one: Run) -> _Figures:
-        pair, window, speedup = self.pair, one.window or 0, one.closed_form(self.pair)
-        a = pair.acceptance()[0]
-        per_run = theory.sd_tokens_per_step(a, window) if one.method == "sd" else theory.run_committed(a)
-        rate = None if speedup is None else speedup * pair.target_speed
-        return _figures(rate, pair.target_speed, per_run - 1, (pair.t_target, window * pair.t_draft))
-
-    def simulator(self, one: Run) -> _Figures:
-        decoding = RequestOptions(one.method, "stream" if one.window is None else "fixed", one.window)
-        if decoding not in self._done:
-            self._done[decoding] = run(self._workload, decoding)
-        totals = self._done[decoding]
+    @cache
+    def simulator(one: Run) -> _Figures:
+        totals = run(workload, RequestOptions(one.method, "stream" if one.window is None else "fixed", one.window))
         waits = totals.total("draft_wait_seconds"), sum(sum(s.target_wait_seconds.values()) for s in totals.texts)
         idle = waits[0] / totals.total("steps"), waits[1] / totals.total("steps")
-        return _figures(totals.tokens_per_second, self.pair.target_speed, totals.accepted_per_run or 0.0, idle)
+        return _figures(totals.tokens_per_second, pair.target_speed, totals.accepted_per_run or 0.0, idle)
 
-    def runtime(self, one: Run) -> _Figures:
-        samples = self.samples(one)
-        rates, alone = ([s.rate for s in some if s.rate] for some in (samples, self.samples(_ALONE)))
-        accepted = Sums(texts=[text for s in samples for text in s.texts]).accepted_per_run
-        return _figures(median(rates) if rates else None, median(alone) if alone else 1.0, accepted, self._idle)
-
-    def samples(self, one: Run) -> list[Sample]:
-        return [sample for sample in self._samples if sample.row == one.label]
+    return simulator
 
 
-def _fill(cell: Cell, sources: _Sources) -> None:
-    if cell.run is None:
-        return
-    samples = [] if cell.unit in _IDLE else sources.samples(cell.run)
-    shares = sorted(s.of_simulated for s in samples if s.of_simulated is not None)
-    cell.theory, cell.simulator, cell.runtime = (
-        source(cell.run)[cell.unit] for source in (sources.closed_form, sources.simulator, sources.runtime)
-    )
-    cell.ratio = cell.runtime / cell.paper if cell.runtime is not None and cell.paper else None
-    cell.of_simulated = (median(shares), shares[0], shares[-1]) if shares else None
+def _measured(samples: Sequence[Sample], alone: Sequence[float], idle: tuple[float, float] | None) -> _Figures:
+    """`alone`: rates of the target alone."""
+    rates = [sample.rate for sample in samples if sample.rate]
+    accepted = Sums(texts=[text for sample in samples for text in sample.texts]).accepted_per_run
+    return _figures(median(rates) if rates else None, median(alone) if alone else 1.0, accepted, idle)
 
 
 def idle_times(pair: Pair, decoding: DecodingConfig, tokens: int) -> tuple[float, float]:
@@ -195,15 +153,16 @@ def idle_times(pair: Pair, decoding: DecodingConfig, tokens: int) -> tuple[float
     return draft, target
 
 
-def window_figures(result: Mapping[str, Any]) -> list[Figure]:
-    """Tables 5 and 6 as pictures, from a result as JSON: tokens per second by window."""
+def window_figures(tables: Mapping[str, Sequence[Cell]]) -> list[Figure]:
+    """Tables 5 and 6 as pictures: tokens per second by window."""
     found = []
     for name, about in (("5", "pair"), ("6", "benchmark")):
         lines: dict[str, list[tuple[float, float]]] = {}
-        for cell in result["tables"].get(name, ()):
+        for cell in tables.get(name, ()):
             for source in ("paper", "simulator", "runtime"):
-                if cell[source] is not None:
-                    lines.setdefault(f"{cell['pair']}: {source}", []).append((cell["run"]["window"], cell[source]))
+                if (value := getattr(cell, source)) is not None:
+                    assert cell.run is not None
+                    lines.setdefault(f"{cell.pair}: {source}", []).append((cell.run.window or 0, value))
         if lines:
             title = f"Windows by {about} (table {name}, emulated)"
             found.append(Figure(f"pearl-windows-{about}", title, "window", "tokens/s", lines))

@@ -1,14 +1,15 @@
-"""One run of `pearl paper pearl` in words: tables for a terminal, made from the run's JSON document."""
+"""One run of `pearl paper pearl` in words: tables for a terminal."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pearl.lab.papers.pearl import TABLES
+from pearl.lab.papers.pearl import TABLES, Cell
 
+_BY_WINDOW = ("5", "6")  # tables whose columns are windows
 EXPLAINED = (
     "EMULATION: two real processes run toys with the pair's vocabulary, forward times (the paper's Table 7) and "
     "acceptance rate (its Table 4). Greedy. Each cell: paper/simulator/runtime. The "
@@ -49,18 +50,16 @@ class Table:
     notes: Sequence[str] = ()
 
 
-def tables(result: Mapping[str, Any]) -> list[Table]:
-    """The run's tables; a row for each pair, a column for each method."""
-    return [_table(name, cells) for name, cells in result["tables"].items()]
+def tables(found: Mapping[str, Sequence[Cell]]) -> list[Table]:
+    """The run's tables, from the cells of each; a row for each pair, a column for each method."""
+    return [_table(name, cells) for name, cells in found.items()]
 
 
-def _table(name: str, cells: Sequence[Mapping[str, Any]]) -> Table:
-    rows: dict[str, dict[str, Mapping[str, Any]]] = {}
+def _table(name: str, cells: Sequence[Cell]) -> Table:
+    rows: dict[str, dict[str, Cell]] = {}
     for cell in cells:
-        method = cell["label"]
-        if name not in ("5", "6"):  # there the window is the column
-            method = re.sub(r", gamma \d+|\(\d+\)", "", method)
-        rows.setdefault(cell["pair"], {})[method] = cell
+        method = cell.label if name in _BY_WINDOW else re.sub(r", gamma \d+|\(\d+\)", "", cell.label)
+        rows.setdefault(cell.pair, {})[method] = cell
     methods = list(dict.fromkeys(method for row in rows.values() for method in row))
     words = [
         [pair, *(_figure(row[method]) if method in row else "" for method in methods), _shares(row.values())]
@@ -70,30 +69,26 @@ def _table(name: str, cells: Sequence[Mapping[str, Any]]) -> Table:
     return Table(title, ["pair", *methods, "of simulated"], words, NOTES.get(name, []))
 
 
-def _figure(cell: Mapping[str, Any]) -> str:
-    digits = {"tokens/s": 1, "draft idle": 3, "target idle": 3}.get(cell["unit"], 2)
-    values = [cell[source] for source in ("paper", "simulator", "runtime")]
-    if values[1] is None:
-        return f"{values[0]:.{digits}f}"  # a method that we cannot run
-    return "/".join("-" if value is None else f"{value:.{digits}f}" for value in values)
+def _figure(cell: Cell) -> str:
+    digits = {"tokens/s": 1, "draft idle": 3, "target idle": 3}.get(cell.unit, 2)
+    sources = (cell.paper, cell.simulator, cell.runtime) if cell.run else (cell.paper,)  # we cannot run all methods
+    return "/".join("-" if value is None else f"{value:.{digits}f}" for value in sources)
 
 
-def _shares(cells: Any) -> str:
-    medians = [cell["of_simulated"][0] for cell in cells if cell["of_simulated"]]
+def _shares(cells: Iterable[Cell]) -> str:
+    medians = [cell.of_simulated[0] for cell in cells if cell.of_simulated]
     return f"{min(medians):.3f}-{max(medians):.3f}" if medians else ""
 
 
-def pair_lines(result: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{pair['title']}: t_draft {pair['t_draft'] * 1e3:.2f} ms, t_target {pair['t_target'] * 1e3:.2f} ms, "
-        f"acceptance {pair['acceptance']:.4f} ({pair['acceptance_from']}), {pair['vocabulary']:,} ids; "
-        + ", ".join(_windows(result, pair["title"]))
-        for pair in result["pairs"]
-    ]
-
-
-def _windows(result: Mapping[str, Any], pair: str) -> list[str]:
-    """The windows of `sd` and `pearl` in all tables but those that vary them."""
-    cells = [cell for name, some in result["tables"].items() if name not in ("5", "6") for cell in some]
-    labels = " ".join(cell["label"] for cell in cells if cell["pair"] == pair)
-    return list(dict.fromkeys(re.findall(r"gamma \d+|fixed\(\d+\)", labels)))
+def pair_lines(found: Mapping[str, Sequence[Cell]], pairs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each pair: its times, and the windows of `sd` and `pearl` in all tables but those that vary them."""
+    cells = [cell for name, some in found.items() if name not in _BY_WINDOW for cell in some]
+    lines = []
+    for pair in pairs:
+        labels = " ".join(cell.label for cell in cells if cell.pair == pair["title"])
+        windows = ", ".join(dict.fromkeys(re.findall(r"gamma \d+|fixed\(\d+\)", labels)))
+        lines.append(
+            f"{pair['title']}: t_draft {pair['t_draft'] * 1e3:.2f} ms, t_target {pair['t_target'] * 1e3:.2f} ms, "
+            f"acceptance {pair['acceptance']:.4f} ({pair['acceptance_from']}), {pair['vocabulary']:,} ids; {windows}"
+        )
+    return lines

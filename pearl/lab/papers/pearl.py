@@ -1,4 +1,4 @@
-"""PEARL (Liu et al. 2024): its pairs, its figures, and their predictions in closed form. Without torch.
+"""PEARL (Liu et al. 2024): its pairs, its figures, and the cells of its tables. Without torch.
 
 The forward times and the acceptance rate of a pair are the paper's own measurements (Tables 7 and 4).  The paper's
 results of every method (Tables 1 to 3, 5 and 6) are predicted from these: see `emulate`.
@@ -146,44 +146,28 @@ class Run:
         published = AS_PUBLISHED if self.method == "pearl" else {}
         return DecodingConfig(method=self.method, window=window, gamma=self.window, **published)
 
-    def closed_form(self, pair: Pair) -> float | None:
-        """The speedup over the target alone in closed form; None for stream, which has none."""
-        a, window = pair.acceptance()[0], self.window or 0
-        match self.method if window else "ar":
-            case "sd":
-                return theory.sd_improvement(a, window, 1 / pair.c)
-            case "pearl-no-pre-verify":
-                return theory.no_pre_verify_improvement(a, window, pair.c)
-            case "pearl-no-post-verify":
-                return theory.no_post_verify_improvement(a, window, pair.c)
-            case "pearl":
-                return theory.pearl_improvement(a, window, pair.c)
-        return 1.0 if self.method == "ar" else None
-
 
 @dataclass
 class Cell:
-    """One figure from each of four sources; None if a source does not have it (yet).
+    """One figure from each of three sources; None if a source does not have it (yet).
 
     Attributes:
+        pair: its title.
         run: None if there are only the paper's figures.
         label: of its row.
         paper: the published figure.
-        theory: by the closed form.
         simulator: in virtual time, over many texts.
         runtime: measured, median over the texts; mean accepted tokens and idle times over all of them together.
-        ratio: runtime / paper.
         of_simulated: runtime speed / simulated speed of the same text: (median, minimum, maximum).
     """
 
+    pair: str
     run: Run | None
     label: str
     unit: Unit
     paper: float | None = None
-    theory: float | None = None
     simulator: float | None = None
     runtime: float | None = None
-    ratio: float | None = None
     of_simulated: tuple[float, float, float] | None = None
 
 
@@ -191,32 +175,35 @@ def cells_of(pair: Pair, table: str) -> list[Cell]:
     """The cells of a pair in a table, to be filled; none if it is not in it."""
     known, sd = pair.published, Run("sd", pair.gamma)
     fixed, stream = Run("pearl", pair.window), Run("pearl")
+
+    def cell(run: Run | None, label: str, unit: Unit, paper: float | None) -> Cell:
+        return Cell(pair.title, run, label, unit, paper)
+
+    def speed(run: Run, paper: float | None, unit: Unit = "speed-up") -> Cell:
+        return cell(run, run.label, unit, paper)
+
     match table if table in {*pair.tables, "7"} else None:
         case "1" | "2":
-            cells = [_speed(one, known.speedup.get(one.method)) for one in (sd, fixed, stream)]
-            return [*cells, *(Cell(None, n, "speed-up", known.speedup[n]) for n in OTHERS if n in known.speedup)]
+            cells = [speed(one, known.speedup.get(one.method)) for one in (sd, fixed, stream)]
+            return [*cells, *(cell(None, n, "speed-up", known.speedup[n]) for n in OTHERS if n in known.speedup)]
         case "3":
             ablations = [Run(f"pearl-no-{half}-verify", pair.window) for half in ("pre", "post")]
-            return [_speed(one, known.speedup.get(one.method)) for one in (*ablations, fixed)]
+            return [speed(one, known.speedup.get(one.method)) for one in (*ablations, fixed)]
         case "4":  # as the authors count, without the correction or bonus, and as their theorem 2 does, with it
             units: list[tuple[Unit, str]] = [("accepted", "accepted"), ("run", "correction included")]
             return [
-                Cell(one, f"{one.label}, {words}", unit, known.mean_accepted.get(one.method))
+                cell(one, f"{one.label}, {words}", unit, known.mean_accepted.get(one.method))
                 for one in (sd, fixed)
                 for unit, words in units
             ]
         case "5" | "6":
-            return [_speed(Run("pearl", window), paper, "tokens/s") for window, paper in known.windows.items()]
+            return [speed(Run("pearl", window), paper, "tokens/s") for window, paper in known.windows.items()]
         case "7":
-            return [_speed(Run("ar"), pair.target_speed, "tokens/s")]
+            return [speed(Run("ar"), pair.target_speed, "tokens/s")]
         case "figure 2a":
             idle = known.idle
             return [
-                Cell(sd, "the draft idles", "draft idle", idle.get("draft")),
-                Cell(sd, "the target idles", "target idle", idle.get("target")),
+                cell(sd, "the draft idles", "draft idle", idle.get("draft")),
+                cell(sd, "the target idles", "target idle", idle.get("target")),
             ]
     return []
-
-
-def _speed(run: Run, paper: float | None = None, unit: Unit = "speed-up") -> Cell:
-    return Cell(run, run.label, unit, paper)
