@@ -38,25 +38,21 @@ def merge(trace: Path, recorded: Path | None = None) -> None:
     earlier ones and foreign files stay, and so does the target's until the draft's comes from its host. Raises
     `TraceError` if there are no parts, or the file cannot be written.
     """
-    with damaged(recorded or trace, TraceError):
-        _merge(trace, recorded)
-
-
-def _merge(trace: Path, recorded: Path | None) -> None:
     parts: list[Part] = []
-    why = f"no target has left a part {trace.name}.target-*.part"
-    for path in part_paths(recorded or trace):
-        try:
-            parts.append(Part(path))
-        except TraceError as error:
-            why = str(error)
-    targets = [part for part in parts if part.header["role"] == "target"]
-    if not targets:
-        raise TraceError(f"there is nothing to make {trace} of: {why}")
-    last = max(targets, key=lambda part: int(part.header["opened"]))
-    parts = [part for part in parts if part.header["run"] == last.header["run"]]
-    is_half = lacks_draft(last.header["config"], [part.header["role"] for part in parts])
-    write(trace, parts)
+    with damaged(recorded or trace, TraceError):
+        why = f"no target has left a part {trace.name}.target-*.part"
+        for path in part_paths(recorded or trace):
+            try:
+                parts.append(Part(path))
+            except TraceError as error:
+                why = str(error)
+        targets = [part for part in parts if part.header["role"] == "target"]
+        if not targets:
+            raise TraceError(f"there is nothing to make {trace} of: {why}")
+        last = max(targets, key=lambda part: int(part.header["opened"]))
+        parts = [part for part in parts if part.header["run"] == last.header["run"]]
+        is_half = lacks_draft(last.header["config"], [part.header["role"] for part in parts])
+        write(trace, parts)
     for part in [] if is_half else parts:
         part.path.unlink(missing_ok=True)
 
@@ -67,7 +63,7 @@ def lacks_draft(config: Any, roles: list[str]) -> bool:
 
 
 def write(trace: Path, parts: list[Part]) -> None:
-    merged = _Merged(Run(parts))
+    merged = _Merged(parts)
     temporary = trace.with_name(f"{trace.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -84,26 +80,45 @@ def write(trace: Path, parts: list[Part]) -> None:
 
 
 class _Merged:
-    """Reads the parts twice: first for links between them, then event by event.
+    """The parts of one run, the target's first. Reads them twice: first for links between them, then event by event.
 
-    It keeps a few numbers for each token and message, so the file may be larger than memory.
+    It keeps a few numbers for each token and message, so the file may be larger than memory. Times are nanoseconds of
+    the target's clock.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, parts: Iterable[Part]) -> None:
+        self._parts = sorted(parts, key=lambda part: (part.header["role"] != "target", part.header["opened"]))
+        self._clocks = [self._clock(part) for part in self._parts]  # of each, nanoseconds to add, and uncertainty
+        opened = (int(part.header["opened"]) for part in self._parts)
+        self._base = min(at + offset for at, (offset, _) in zip(opened, self._clocks, strict=True))
         self._outcomes = Outcomes()
         self._sent: dict[tuple[Any, ...], int] = {}  # message -> when it was sent
         self._rejections: set[tuple[Any, ...]] = set()  # verdicts that correct a draft token
-        self._tracks: list[set[int]] = [set() for _ in run.parts]
-        self._requests: list[list[Record]] = [[] for _ in run.parts]
         self._ids = count(1)  # of flows and async events
-        for number in range(len(run.parts)):
-            for record in run.records(number):
-                if record.kind == "whole":
-                    self._requests[number].append(record)
-                elif record.kind != "clock":
-                    self._tracks[number].add(record.track)
-                    self._link(record, is_target=number == 0)
+        for number in range(len(self._parts)):
+            for record in self._records(number):
+                self._link(record, is_target=number == 0)
+
+    def _clock(self, part: Part) -> tuple[int, int]:
+        """0, 0 on the target's machine. Otherwise, as NTP does, from the target's ping with the shortest round trip:
+        the answer was stamped halfway, give or take half of the round trip.
+        """
+        if part.header["boot"] == self._parts[0].header["boot"]:
+            return 0, 0
+        pings = [(one.end, one.args) for one in self._parts[0].records() if one.kind == "clock"]
+        if not pings:
+            raise TraceError(f"{part.path}: from another machine, and without clock pings its clock cannot be aligned")
+        round_trip, offset = min((end - a["sent"], (end + a["sent"]) // 2 - a["received"]) for end, a in pings)
+        return offset, round_trip // 2
+
+    def _records(self, number: int) -> Iterator[Record]:
+        """The records of a part, by its number."""
+        offset = self._clocks[number][0]
+        for record in self._parts[number].records():
+            record.start += offset
+            record.end += offset
+            if record.kind != "clock":
+                yield record
 
     def _link(self, record: Record, is_target: bool) -> None:
         args = record.args
@@ -118,41 +133,32 @@ class _Merged:
 
     def events(self) -> Iterator[Event]:
         """The second reading."""
-        for number, part in enumerate(self._run.parts):
-            process, header = number + 1, part.header
+        for number, part in enumerate(self._parts):
+            process, header, tracks = number + 1, part.header, set()
             yield _about("process_name", process, 0, name=f"{header['role']} (process {header['pid']})")
             yield _about("process_labels", process, 0, labels=f"{header['host']}, {header['machine']}")
             yield _about("process_sort_index", process, 0, sort_index=number)
-            for track in sorted(self._tracks[number]):
+            records = split_waits(self._records(number), self._sent)
+            for event in self._draft_events(records, process) if number else self._target_events(records):
+                tracks |= {event["tid"]} if event["ph"] == "X" else set()
+                yield event
+            for track in sorted(tracks):
                 yield _about("thread_name", process, track, name=TRACKS[track])
                 yield _about("thread_sort_index", process, track, sort_index=track)
-            for request in self._requests[number]:
-                event = {"name": request.name, "cat": "whole", "id": next(self._ids), "pid": process, "tid": LOOP}
-                yield event | {"ph": "b", "ts": self._us(request.start), "args": request.args}
-                yield event | {"ph": "e", "ts": self._us(request.end)}
-            yield from self._draft_events(number) if number else self._target_events()
 
-    def _records(self, number: int) -> Iterator[Record]:
-        """All that happened on tracks."""
-        records = (record for record in self._run.records(number) if record.kind not in ("whole", "clock"))
-        return split_waits(records, self._sent)
-
-    def _target_events(self) -> Iterator[Event]:
-        for record in self._records(0):
-            yield self._slice(record, 1)
-            if record.name != "decide":
-                continue
-            if trouble := incident(record.args["event"]):
+    def _target_events(self, records: Iterable[Record]) -> Iterator[Event]:
+        for record in records:
+            yield from self._slice(record, 1)
+            if record.name == "decide" and (trouble := incident(record.args["event"])):
                 yield {"ph": "i", "s": "g", "name": trouble, "pid": 1, "tid": LOOP, "ts": self._us(record.end)}
 
-    def _draft_events(self, number: int) -> Iterator[Event]:
-        process = number + 1
+    def _draft_events(self, records: Iterable[Record], process: int) -> Iterator[Event]:
         forward: Record | None = None  # held until the outcomes of its tokens are known
         awaited = 0  # decisions still to come on what it drafted
-        for record in self._records(number):
+        for record in records:
             if record.name in ("draft", "prefill", "prepare"):
                 if forward is not None:
-                    yield self._slice(forward, process)
+                    yield from self._slice(forward, process)
                 forward, awaited = record, len(record.args.get("requests", (0,)))
                 continue
             if record.name == "decide":
@@ -163,16 +169,16 @@ class _Merged:
                     yield from self._flow("token", (process, forward.track, forward.middle), (1, LOOP, at))
                 awaited -= 1
                 if awaited == 0:
-                    yield self._slice(forward, process)
+                    yield from self._slice(forward, process)
                     forward = None
-            yield self._slice(record, process)
+            yield from self._slice(record, process)
             for message in map(tuple, record.args["messages"]) if record.name == "read" else ():
                 if message[0] == "Verdict" and message in self._sent:
                     name = REJECTION if message in self._rejections else VERDICT
                     there = process, record.track, record.middle
                     yield from self._flow(name, (1, LOOP, self._sent[message]), there)
         if forward is not None:
-            yield self._slice(forward, process)
+            yield from self._slice(forward, process)
 
     def _drafted(self, forward: Record, decision: dict[str, Any]) -> tuple[Record, list[int]]:
         """A forward with the outcomes of the tokens drafted in it, and when they were judged after it."""
@@ -187,7 +193,13 @@ class _Merged:
                 judged.append(outcomes[0][1])
         return replace(forward, args=args), judged
 
-    def _slice(self, record: Record, process: int) -> Event:
+    def _slice(self, record: Record, process: int) -> Iterator[Event]:
+        """A slice of a track; a request begins and ends beside them."""
+        if record.kind == "whole":
+            event = {"name": record.name, "cat": "whole", "id": next(self._ids), "pid": process, "tid": LOOP}
+            yield event | {"ph": "b", "ts": self._us(record.start), "args": record.args}
+            yield event | {"ph": "e", "ts": self._us(record.end)}
+            return
         is_wait = record.kind == "wait"
         name = f"wait: {record.name}" if is_wait else record.name
         event = {
@@ -199,7 +211,7 @@ class _Merged:
             "ts": self._us(record.start),
             "dur": (record.end - record.start) / 1000,
         }
-        return event if is_wait or not record.args else event | {"args": record.args}
+        yield event if is_wait or not record.args else event | {"args": record.args}
 
     def _flow(self, name: str, start: tuple[int, int, int], end: tuple[int, int, int]) -> Iterator[Event]:
         """An arrow between two slices, each given as process, track and a time within it."""
@@ -210,7 +222,7 @@ class _Merged:
             yield event | {"ts": self._us(at)} | ({"bp": "e"} if phase == "f" else {})
 
     def _us(self, ns: int) -> float:
-        return (ns - self._run.base) / 1000
+        return (ns - self._base) / 1000
 
     def document(self) -> dict[str, Any]:
         """The document without its events."""
@@ -224,12 +236,10 @@ class _Merged:
                 "recorder_seconds": part.end.spent / 1e9 if part.end else 0.0,
                 "records": part.end.records if part.end else 0,
             }
-            for number, (part, (offset, uncertainty)) in enumerate(
-                zip(self._run.parts, self._run.clocks, strict=True), start=1
-            )
+            for number, (part, (offset, uncertainty)) in enumerate(zip(self._parts, self._clocks, strict=True), start=1)
         ]
-        config, versions = self._run.target["config"], self._run.target["versions"]
-        metadata = {"pearl_trace": VERSION, "clock": "monotonic", "base_ns": self._run.base}
+        config, versions = (self._parts[0].header[name] for name in ("config", "versions"))
+        metadata = {"pearl_trace": VERSION, "clock": "monotonic", "base_ns": self._base}
         return {
             "schemaVersion": 1,
             "displayTimeUnit": "ms",
@@ -265,43 +275,6 @@ def is_rejection(decision: dict[str, Any]) -> bool:
 
 def _about(what: str, process: int, track: int, **args: Any) -> Event:
     return {"ph": "M", "name": what, "pid": process, "tid": track, "ts": 0, "args": args}
-
-
-class Run:
-    """The parts of one run, the target's first. Times are nanoseconds of the target's clock.
-
-    Attributes:
-        clocks: of each part, (nanoseconds to add, uncertainty).
-        base: when the first part was opened.
-    """
-
-    def __init__(self, parts: Iterable[Part]) -> None:
-        self.parts = sorted(parts, key=lambda part: (part.header["role"] != "target", part.header["opened"]))
-        self.target = self.parts[0].header
-        self.clocks = [self._clock(part) for part in self.parts]
-        self.base = min(
-            int(part.header["opened"]) + offset for part, (offset, _) in zip(self.parts, self.clocks, strict=True)
-        )
-
-    def _clock(self, part: Part) -> tuple[int, int]:
-        """0, 0 on the target's machine. Otherwise, as NTP does, from the target's ping with the shortest round trip:
-        the answer was stamped halfway, give or take half of the round trip.
-        """
-        if part.header["boot"] == self.target["boot"]:
-            return 0, 0
-        pings = [(one.end, one.args) for one in self.parts[0].records() if one.kind == "clock"]
-        if not pings:
-            raise TraceError(f"{part.path}: from another machine, and without clock pings its clock cannot be aligned")
-        round_trip, offset = min((end - a["sent"], (end + a["sent"]) // 2 - a["received"]) for end, a in pings)
-        return offset, round_trip // 2
-
-    def records(self, number: int) -> Iterator[Record]:
-        """The records of a part, by its number."""
-        offset = self.clocks[number][0]
-        for record in self.parts[number].records():
-            record.start += offset
-            record.end += offset
-            yield record
 
 
 def split_waits(records: Iterable[Record], sent: Mapping[tuple[Any, ...], int]) -> Iterator[Record]:
