@@ -76,7 +76,7 @@ FORMS: dict[str, Callable[[float, int, float], float]] = {  # of acceptance, win
 @pytest.mark.parametrize(("method", "window", "a"), [*product(FORMS, [5], [0.8]), ("sd", 3, 0.4), ("pearl", 3, 0.4)])
 def test_any_window_is_as_fast_as_its_closed_form(method: str, window: int, a: float) -> None:
     """Within a hundredth. And so are tokens a step, of sd as Leviathan et al. have it, and runs, by theorem 2."""
-    found = run(independent(STEADY, a, 20, 1000, 1), RequestOptions(method, "fixed", window))
+    found = run(independent(a, 20, 1000, 1), STEADY, RequestOptions(method, "fixed", window))
     assert found.tokens_per_second * 5 == pytest.approx(FORMS[method](a, window, 5), rel=0.01)
     if method == "sd":
         assert found.tokens_per_step == pytest.approx(theory.sd_tokens_per_step(a, window), rel=0.01)
@@ -104,11 +104,11 @@ def test_the_papers_other_forms() -> None:
 
 def test_every_method_meets_the_same_luck() -> None:
     """Where every position is judged, as many draft tokens are right by any window and delay."""
-    work = independent(STEADY, 0.7, 4, 300)
-    expected = sum(sum(text.right.values()) for text in work.texts)
+    texts = independent(0.7, 4, 300)
+    expected = sum(sum(text.right) for text in texts)
     for decoding in (STREAM, FIXED, RequestOptions("pearl", "fixed", 2), RequestOptions("pearl-no-pre-verify")):
         for timing in ({}, {"delay": 2.0}, {"jitter": 0.4}):
-            done = run(replace(work, timing=replace(STEADY, **timing)), decoding)
+            done = run(texts, replace(STEADY, **timing), decoding)
             sums = [done.total(f"num_{kind}_draft_tokens") for kind in ("judged", "accepted")]
             assert sums == [1200, expected]
 

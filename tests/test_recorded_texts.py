@@ -17,9 +17,8 @@ from pearl.cli import cli
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
 from pearl.errors import ConfigError, ModelError, PearlError
-from pearl.lab.experiments import texts
 from pearl.lab.experiments.texts import record
-from pearl.lab.experiments.workload import run as run_coins
+from pearl.lab.experiments.workload import Text, run
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer
@@ -51,7 +50,7 @@ def recorded(temperature: float) -> RecordedTexts:
     header = Header.model_validate_json(
         json.dumps(names | {"temperature": temperature, "seed": 5, "max_tokens": TOKENS})
     )
-    return RecordedTexts(header, tuple(record(target, draft, tokenizer, PROMPTS, header)))
+    return RecordedTexts(header, tuple(text for _, text in record(target, draft, tokenizer, PROMPTS, header)))
 
 
 @pytest.fixture(params=TEMPERATURES)
@@ -106,7 +105,7 @@ def test_as_published_a_simulation_is_the_run(both: RecordedTexts, window: str) 
     """With the models, and with coins that know where the draft is right."""
     decoding = replace(PEARL, window=window)
     real = [decoded(both, number, decoding) for number in range(1, 4)]
-    coins = run_coins(texts.workload(both, TIMING), decoding)
+    coins = run([Text(len(text.prompt), text.right) for text in both.texts], TIMING, decoding)
     for name in ("num_accepted_draft_tokens", "num_judged_draft_tokens", "seconds"):
         assert coins.total(name) == pytest.approx(sum(getattr(one.statistics, name) for one in real)), name
 

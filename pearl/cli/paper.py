@@ -157,10 +157,13 @@ def _optimal_lengths() -> list[Figure]:
 
 def _recorded(asked: _Asked, bars: Bars) -> tuple[RecordedTexts, list[str]]:
     """Greedy answers with the draft's tokens, and the set of each."""
-    from pearl.lab.papers.lengths import record_pair
+    from pearl.lab.experiments.texts import record_pair
+    from pearl.protocol.options import Sampling
 
     bars.begin("recording", len(asked.tasks))
-    return record_pair(asked.config, asked.tasks, asked.tokens, lambda note: bars.advance(1, note))
+    turns = [task.turns[:1] for task in asked.tasks]
+    recorded, numbers = record_pair(asked.config, turns, Sampling(), asked.tokens, tick=bars.step)
+    return recorded, [asked.tasks[number].set for number in numbers]
 
 
 # ---- on a real pair ----

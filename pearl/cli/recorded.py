@@ -50,44 +50,28 @@ def record(settings: Settings, prompts: tuple[Path, ...], out: Path, limit: int 
     any speed.
     """
     from pearl.engine.request import resolve_sampling
-    from pearl.lab.experiments import texts as study
+    from pearl.lab.experiments.texts import record_pair
     from pearl.models.checkpoints.tokenizers import load_tokenizer
-    from pearl.models.recorded import Header, write_texts
-    from pearl.text.tokenizer import check_same_vocabulary
-    from pearl.worker.build import make_runner
-    from pearl.worker.placement import place
+    from pearl.models.recorded import write_texts
 
     config, given = settings.engine, settings.sampling
     if not config.has_draft:
         raise ConfigError("--draft none: a recording has the draft's tokens")
     conversations = [turns for path in prompts for turns in read_turns(path, limit)]
-    (tokenizer, defaults), (theirs, _) = (
-        load_tokenizer(name, trust_remote_code=config.trust_remote_code) for name in (config.target, config.draft)
-    )
-    check_same_vocabulary(tokenizer, theirs, config.target, config.draft)
     asked: dict[str, Any] = {"temperature": given.temperature or 0.0, "seed": given.seed or 0}
     if given.repetition_penalty is None:  # leave out the checkpoint's own
         asked["repetition_penalty"] = 1.0
+    _, defaults = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
     sampling = resolve_sampling(given.model_copy(update=asked), defaults, 0)
     if sampling.shaping is not None:
         raise ConfigError("this records the models' own distributions: leave out penalties and logit_bias")
+    tokens, how = given.max_tokens or _TOKENS, {"ignore_eos": bool(given.ignore_eos), "raw": raw}
     with Bars() as bars:
         bars.begin("recording", None)
-        target, draft = (make_runner(config.model(role), place(config, role)) for role in config.roles)
-        header = Header(
-            target=config.target,
-            draft=config.draft,
-            vocab_size=target.vocab_size,
-            eos=() if given.ignore_eos else defaults.eos,
-            max_tokens=given.max_tokens or _TOKENS,
-            **{name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")},
-        )
-        texts = list(study.record(target, draft, tokenizer, conversations, header, raw=raw, tick=bars.step))
-    if not texts:
-        raise ConfigError("no prompt fits the context: shorten them, lower max_tokens, or raise max_context")
-    write_texts(out, header, texts)
-    tokens = sum(len(text.answer) for text in texts)
-    click.echo(f"{out}: {len(texts)} texts, {tokens} tokens, {out.stat().st_size / 1e6:.1f} MB")
+        recorded, _ = record_pair(config, conversations, sampling, tokens, **how, tick=bars.step)
+    write_texts(out, recorded.header, recorded.texts)
+    tokens = sum(len(text.answer) for text in recorded.texts)
+    click.echo(f"{out}: {len(recorded.texts)} texts, {tokens} tokens, {out.stat().st_size / 1e6:.1f} MB")
 
 
 @simulate.command()

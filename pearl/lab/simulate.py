@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
@@ -39,10 +39,6 @@ from pearl.protocol.events import (
     End,
     Forward,
     Forwarded,
-    Judge,
-    Judged,
-    Sample,
-    Sampled,
     Send,
     Wait,
 )
@@ -97,52 +93,6 @@ class Outcome:
 
 class Executor(Protocol):
     def execute(self, command: object) -> Event | None: ...
-
-
-class CoinTarget:
-    """A target that accepts or rejects the draft's token at a position by a coin, whatever the token.
-
-    A position's coin depends only on (seed, position), so all methods, windows and delays meet the same coins.
-
-    Args:
-        acceptance: probability of acceptance: the i.i.d. model of the papers.
-        known: position -> whether the draft's token there is right; the other positions get coins.
-    """
-
-    def __init__(self, acceptance: float, seed: int = 0, known: Mapping[int, bool] | None = None) -> None:
-        self._acceptance = acceptance
-        self._random = random.Random(seed)
-        self._known = known or {}
-        self._right = bytearray()  # by position; grows on demand
-
-    def execute(self, command: object) -> Event | None:
-        match command:
-            case Forward():
-                return Forwarded(request=command.request)
-            case Judge(start, tokens):
-                end = start + len(tokens)
-                self._toss(end)
-                wrong = self._right.find(0, start, end)
-                accepted, token = (len(tokens), None) if wrong < 0 else (wrong - start, 1)
-                return Judged(accepted, token, request=command.request)
-            case Sample():
-                return Sampled((0,), request=command.request)
-        return None
-
-    def _toss(self, end: int) -> None:
-        for position in range(len(self._right), end):
-            coin = self._random.random() < self._acceptance
-            self._right.append(self._known.get(position, coin))
-
-
-class CoinDraft:
-    """A draft of token 0 at every position, without branches."""
-
-    def execute(self, command: object) -> Event | None:
-        match command:
-            case Draft(budget=budget, hedge=hedge):
-                return Drafted((0,) if budget else (), paused=hedge > 0, request=command.request)
-        return None
 
 
 class VirtualProposer(ModelProposer):

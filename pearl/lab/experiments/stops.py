@@ -19,8 +19,7 @@ from pearl.drafting.disco import INPUTS, Classifier, inputs
 from pearl.drafting.proposer import TOP, Features, StopPolicy
 from pearl.drafting.stops import Doubtful, Heuristic, StopWindow, Threshold
 from pearl.errors import ConfigError
-from pearl.lab.experiments.texts import workload
-from pearl.lab.experiments.workload import Totals, run
+from pearl.lab.experiments.workload import Text, Totals, run
 from pearl.lab.simulate import Event, Timing
 from pearl.models.recorded import RecordedText, RecordedTexts
 from pearl.protocol.events import Draft, Drafted
@@ -105,7 +104,8 @@ def stopped(
     """Decode all texts by one method. `policies`: makes the policy of each text."""
     drafts = [StoppingDraft(text, policies(text)) for text in recorded.texts]
     waiting = iter(drafts)
-    totals = run(workload(recorded, timing), decoding, draft=lambda: next(waiting))
+    texts = [Text(len(text.prompt), text.right) for text in recorded.texts]
+    totals = run(texts, timing, decoding, draft=lambda: next(waiting))
     return Stopped(name, totals, sum(draft.calls for draft in drafts))
 
 

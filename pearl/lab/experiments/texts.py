@@ -1,4 +1,4 @@
-"""Recorded texts: records what a pair of models writes, and makes a workload of it.
+"""Recorded texts: records what a pair of models writes.
 
 Recording runs the target, then the draft along the target's text, in this process and untimed: the result depends only
 on the models and the seed.  A published method needs to know of each token only whether the draft is right.
@@ -11,18 +11,55 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
+from pearl.config import EngineConfig
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
 from pearl.drafting.rows import shape_of
 from pearl.engine.conversation import Conversation
-from pearl.lab.experiments.workload import Text, Workload
-from pearl.lab.simulate import Timing
+from pearl.errors import ConfigError
+from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.recorded import FEATURES, Header, RecordedText, RecordedTexts
 from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.protocol.options import Sampling
 from pearl.text.stream import Tokenizer
+from pearl.text.tokenizer import check_same_vocabulary
+from pearl.worker.build import make_runner
+from pearl.worker.placement import place
 
 _PIECE = 64  # positions per forward: a row spans the vocabulary
+
+
+def record_pair(
+    config: EngineConfig,
+    conversations: Sequence[Sequence[str]],
+    sampling: Sampling,
+    tokens: int,
+    *,
+    ignore_eos: bool = False,
+    raw: bool = False,
+    tick: Callable[[str], object] = lambda what: None,
+) -> tuple[RecordedTexts, list[int]]:
+    """Load a pair, and record its answers of at most `tokens` tokens; also of each the number of its conversation.
+
+    Raises `ConfigError` if no prompt fits the context, or for a draft of another vocabulary.
+    """
+    (tokenizer, defaults), (theirs, _) = (
+        load_tokenizer(name, trust_remote_code=config.trust_remote_code) for name in (config.target, config.draft)
+    )
+    check_same_vocabulary(tokenizer, theirs, config.target, config.draft)
+    target, draft = (make_runner(config.model(role), place(config, role)) for role in config.roles)
+    header = Header(
+        target=config.target,
+        draft=config.draft,
+        vocab_size=target.vocab_size,
+        eos=() if ignore_eos else defaults.eos,
+        max_tokens=tokens,
+        **{name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")},
+    )
+    found = list(record(target, draft, tokenizer, conversations, header, raw=raw, tick=tick))
+    if not found:
+        raise ConfigError("no prompt fits the context: shorten them, lower max_tokens, or raise max_context")
+    return RecordedTexts(header, tuple(text for _, text in found)), [number for number, _ in found]
 
 
 def record(
@@ -34,8 +71,8 @@ def record(
     *,
     raw: bool = False,
     tick: Callable[[str], object] = lambda what: None,
-) -> Iterator[RecordedText]:
-    """The answers to the users' turns, each as it is done; each continues its conversation.
+) -> Iterator[tuple[int, RecordedText]]:
+    """The answers to the users' turns, each as it is done, with the number of its conversation, which it continues.
 
     Skips a repeated prompt and one that does not fit either context with its answer, and the rest of its conversation.
 
@@ -46,17 +83,17 @@ def record(
     seen: set[tuple[int, ...]] = set()
     most = min(target.context, draft.context) - header.max_tokens
     raw = raw or not tokenizer.chat_template
-    for number, turns in enumerate(conversations, 1):
+    for number, turns in enumerate(conversations):
         conversation = Conversation(tokenizer, raw)
         for turn in turns:
             prompt = conversation.prompt(turn)
             if len(prompt) > most or tuple(prompt) in seen:
-                tick(f"prompt {number} is left out: {'too long' if len(prompt) > most else 'it has come before'}")
+                tick(f"prompt {number + 1} is left out: {'too long' if len(prompt) > most else 'it has come before'}")
                 break
             seen.add(tuple(prompt))
             text = _record_one(target, draft, prompt, header.sampling(len(seen)), header)
-            tick(f"prompt {number}: {len(text.answer)} tokens")
-            yield text
+            tick(f"prompt {number + 1}: {len(text.answer)} tokens")
+            yield number, text
             conversation.add(turn, tokenizer.decode(text.answer))
 
 
@@ -116,13 +153,3 @@ def _record_one(
         *largest, entropy, chosen = shape_of(row, torch.tensor(drawn[-1:], device=row.device)).tolist()
         features.append([*largest, *[0.0] * (FEATURES - 2 - len(largest)), entropy, chosen])
     return RecordedText(tuple(prompt), tuple(answer), np.array(drawn, np.int32), np.array(features, np.float32))
-
-
-def workload(recorded: RecordedTexts, timing: Timing) -> Workload:
-    """Where the draft is right in each text."""
-    rights = [text.right for text in recorded.texts]
-    texts = [
-        Text(len(text.prompt), len(text.answer), dict(enumerate(right, len(text.prompt))))
-        for text, right in zip(recorded.texts, rights, strict=True)
-    ]
-    return Workload(timing, sum(map(sum, rights)) / sum(map(len, rights)), tuple(texts))

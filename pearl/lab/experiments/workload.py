@@ -1,4 +1,4 @@
-"""A workload: requests for which it is decided in advance where the draft is right, and their totals by one method.
+"""Texts of which it is decided in advance where the draft is right, and their totals by one method.
 
 So every method, window and delay meets the same luck.  Over several texts the luck is a Latin hypercube (McKay,
 Beckman, Conover 1979): each text is i.i.d., and at each position the draft is right in the expected number of texts,
@@ -8,57 +8,67 @@ which leaves little noise.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from pearl.lab.simulate import CoinDraft, CoinTarget, Executor, Timing, known_speeds, simulate
+from pearl.lab.simulate import Executor, Timing, known_speeds, simulate
 from pearl.metrics import Sums
+from pearl.protocol.events import Draft, Drafted, Forward, Forwarded, Judge, Judged, Sample, Sampled
 from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling
 
-_JITTER_SEED = 1 << 32  # added to seeds of jitter, which must differ from seeds of coins
 
-
-@dataclass(frozen=True)
-class Text:
-    """One request: `prompt` and `tokens` are counts.
-
-    Attributes:
-        right: absolute position -> whether the draft's token there is the committed one.
-    """
+class Text(NamedTuple):
+    """One request. `prompt`: number of tokens; `right`: of each token behind it, whether the draft's is the same."""
 
     prompt: int
-    tokens: int
-    right: Mapping[int, bool]
+    right: Sequence[bool]
 
 
-@dataclass(frozen=True)
-class Workload:
-    """Texts, and the times under which they are decoded.
-
-    Attributes:
-        acceptance: the acceptance rate, also of positions missing in `Text.right`.
-    """
-
-    timing: Timing
-    acceptance: float
-    texts: tuple[Text, ...]
-    seed: int = 0
-
-
-def independent(timing: Timing, acceptance: float, texts: int, tokens: int, seed: int = 0) -> Workload:
+def independent(acceptance: float, texts: int, tokens: int, seed: int = 0) -> list[Text]:
     """Texts with i.i.d. acceptance and a prompt of one token."""
-    luck, rights = random.Random(seed), [dict[int, bool]() for _ in range(texts)]
-    for position in range(1, 1 + tokens):
+    luck, rights = random.Random(seed), [list[bool]() for _ in range(texts)]
+    for _ in range(tokens):
         chosen = set(luck.sample(range(texts), int(acceptance * texts + luck.random())))
         for number, right in enumerate(rights):
-            right[position] = number in chosen
-    return Workload(timing, acceptance, tuple(Text(1, tokens, right) for right in rights), seed)
+            right.append(number in chosen)
+    return [Text(1, right) for right in rights]
+
+
+class _Target:
+    """Accepts the draft's tokens where they are known to be right, whatever they are."""
+
+    def __init__(self, text: Text) -> None:
+        self._text = text
+
+    def execute(self, command: object) -> Forwarded | Judged | Sampled | None:
+        match command:
+            case Forward():
+                return Forwarded(request=command.request)
+            case Judge(start, tokens):
+                first = start - self._text.prompt
+                right = self._text.right[first : first + len(tokens)]
+                accepted = right.index(False) if False in right else len(tokens)
+                return Judged(accepted, None if accepted == len(tokens) else 1, request=command.request)
+            case Sample():
+                return Sampled((0,), request=command.request)
+        return None
+
+
+class _Draft:
+    """Drafts token 0 at every position, without branches."""
+
+    def execute(self, command: object) -> Drafted | None:
+        match command:
+            case Draft(budget=budget, hedge=hedge):
+                return Drafted((0,) if budget else (), paused=hedge > 0, request=command.request)
+        return None
 
 
 @dataclass
 class Totals(Sums):
-    """All requests of a workload, decoded by one method. Times are virtual seconds."""
+    """All texts, decoded by one method. Times are virtual seconds."""
 
     @property
     def window(self) -> int:
@@ -74,13 +84,14 @@ class Totals(Sums):
         return float(self.total("late_tokens") / self.total("steps"))
 
 
-def run(workload: Workload, decoding: RequestOptions, draft: Callable[[], Executor] = CoinDraft) -> Totals:
+def run(
+    texts: Sequence[Text], timing: Timing, decoding: RequestOptions, draft: Callable[[], Executor] = _Draft
+) -> Totals:
     """Decode all texts in turn; measured speeds and acceptance carry over. `draft`: makes the draft of a text."""
-    totals, speeds = Totals(), known_speeds(workload.timing)
-    for number, text in enumerate(workload.texts):
-        seed = workload.seed * 1_000_003 + number
-        submit = Submit(number, (0,) * text.prompt, text.prompt + text.tokens, decoding.changed(sampling=Sampling()))
-        target = CoinTarget(workload.acceptance, seed, text.right)
-        timing = replace(workload.timing, seed=_JITTER_SEED + seed)
-        totals.texts.append(simulate(submit, target, draft(), timing, speeds=speeds).statistics)
+    totals, speeds = Totals(), known_speeds(timing)
+    for number, text in enumerate(texts):
+        limit, options = text.prompt + len(text.right), decoding.changed(sampling=Sampling())
+        submit = Submit(number, (0,) * text.prompt, limit, options)
+        outcome = simulate(submit, _Target(text), draft(), replace(timing, seed=number), speeds=speeds)
+        totals.texts.append(outcome.statistics)
     return totals

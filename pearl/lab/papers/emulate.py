@@ -85,7 +85,7 @@ def _plan(pair: Pair, runs: Sequence[Run], tokens: int, texts: int, seed: int) -
 def _typical_prompt(pair: Pair, number: int, tokens: int) -> str:
     """Of `_PROMPTS` prompts the one whose greedy text comes nearest to the pair's acceptance rate, when simulated.
 
-    Reduces the variance of a few short texts, as the hypercube of a `Workload` does; all rows decode the same prompts.
+    Reduces the variance of a few short texts, as the hypercube of `independent` does; all rows decode the same prompts.
     """
     config, params = engine_config(pair), SamplingParams(temperature=0.0, seed=0, max_tokens=tokens)
     tokenizer, acceptance = load_tokenizer(config.target)[0], pair.acceptance()[0]
@@ -117,11 +117,12 @@ def _figures(rate: float | None, alone: float, accepted: float | None, idle: tup
 def _simulator(pair: Pair, seed: int) -> Callable[[Run], _Figures]:
     """By 20 texts with i.i.d. acceptance."""
     timing = Timing(pair.t_draft, lambda fed: pair.t_target)
-    workload = independent(timing, pair.acceptance()[0], _SIMULATED_TEXTS, _SIMULATED_TOKENS, seed)
+    texts = independent(pair.acceptance()[0], _SIMULATED_TEXTS, _SIMULATED_TOKENS, seed)
 
     @cache
     def simulator(one: Run) -> _Figures:
-        totals = run(workload, RequestOptions(one.method, "stream" if one.window is None else "fixed", one.window))
+        options = RequestOptions(one.method, "stream" if one.window is None else "fixed", one.window)
+        totals = run(texts, timing, options)
         waits = totals.total("draft_wait_seconds"), sum(sum(s.target_wait_seconds.values()) for s in totals.texts)
         idle = waits[0] / totals.total("steps"), waits[1] / totals.total("steps")
         return _figures(totals.tokens_per_second, pair.target_speed, totals.accepted_per_run or 0.0, idle)

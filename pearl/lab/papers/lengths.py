@@ -7,51 +7,20 @@ the target's own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean, pstdev
-from typing import Any
 
-from pearl.config import EngineConfig
 from pearl.drafting.disco import Classifier
-from pearl.errors import ConfigError
-from pearl.lab.bench.tasks import Task
 from pearl.lab.experiments.stops import LEAST_TEXTS, STATIC, features_of, split, train
-from pearl.lab.experiments.texts import record
 from pearl.lab.papers.figures import Figure
 from pearl.lab.papers.page import Table
 from pearl.lab.simulate import Timing
 from pearl.lab.theory import sd_improvement
-from pearl.models.checkpoints.tokenizers import load_tokenizer
-from pearl.models.recorded import Header, RecordedText, RecordedTexts
-from pearl.worker.build import make_runner
-from pearl.worker.placement import place
+from pearl.models.recorded import RecordedText, RecordedTexts
 
 _COST, _RATES, _GAMMAS = 0.05, (0.6, 0.8, 0.9), range(1, 41)  # of figure 2: t_draft / t_target, acceptance, lengths
 _BINS = 10
 _HELD_OUT = 4  # every 4th text is held out from the classifier
-
-
-def record_pair(
-    config: EngineConfig, tasks: Sequence[Task], tokens: int, tick: Callable[[str], object]
-) -> tuple[RecordedTexts, list[str]]:
-    """Record greedy answers to the first turn of each task, at most `tokens` tokens each.
-
-    Returns the recording, and for each answer the name of the set that its prompt is from.
-
-    Raises `ConfigError` if no prompt fits the context.
-    """
-    tokenizer, defaults = load_tokenizer(config.target)
-    target, draft = (make_runner(config.model(role), place(config, role)) for role in ("target", "draft"))
-    settings: dict[str, Any] = {"vocab_size": target.vocab_size, "eos": defaults.eos, "max_tokens": tokens}
-    header = Header(target=config.target, draft=str(config.draft), temperature=0.0, seed=0, **settings)
-    found = [
-        (task.set, text)
-        for task in tasks
-        for text in record(target, draft, tokenizer, [task.turns[:1]], header, tick=tick)
-    ]
-    if not found:
-        raise ConfigError("no prompt fits the context with its answer")
-    return RecordedTexts(header, tuple(text for _, text in found)), [name for name, _ in found]
 
 
 def oracle_lengths(right: Sequence[bool]) -> list[int]:
