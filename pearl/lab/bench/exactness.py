@@ -13,10 +13,9 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import NamedTuple
 
 import torch
 
@@ -26,7 +25,6 @@ from pearl.engine.request import Prompt
 from pearl.engine.stream import Stream
 from pearl.lab.bench.reference import Reference, TargetAlone, direct_rules
 from pearl.lab.bench.rows import parse_settings
-from pearl.metrics import Statistics
 from pearl.models.checkpoints.checkpoint import is_head
 from pearl.models.forward.graphs import FED
 from pearl.models.runner import ModelRunner, feed_chain
@@ -78,9 +76,6 @@ class Finding:
         return self.equal == self.count
 
 
-References = dict[str, list[list[int]]]  # the target's own texts, by rule
-
-
 def check_pair(
     config: EngineConfig,
     asked: Sequence[Prompt],
@@ -105,11 +100,11 @@ def check_pair(
             plain, shaped = TargetAlone(config, runner, tick).references(asked, params)
             asked = plain[0].prompts
         del runner  # a GPU may have no room for it beside the engine's
-    known = {reference.name: reference.texts for reference in plain}
     if config.datastore is not None:
         with Engine(config=config.model_copy(update={"datastore": None})) as engine:
-            for rule, sampling in direct_rules(params).items():
-                yield _Texts(engine, asked, sampling, rule).check("ngram", known[rule])
+            for reference in plain:
+                yield _check(engine, reference, "ngram")
+    known = {reference.name: reference.texts for reference in plain}
     with Engine(config=config) as engine:
         yield from _check_some(engine, shaped)
         yield from check_texts(engine, asked, params, kill=kill, known=known)
@@ -158,7 +153,12 @@ def compare_cuts(runner: ModelRunner, name: str, tokens: int, seed: int = 0, pie
 
 
 def check_texts(
-    engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, *, kill: bool, known: References | None = None
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    kill: bool,
+    known: Mapping[str, list[list[int]]] | None = None,
 ) -> Iterator[Finding]:
     """Compare the texts of all methods, one finding each.
 
@@ -168,81 +168,71 @@ def check_texts(
     Args:
         params: for sampled texts: needs a temperature above 0.
         kill: also decode texts during which the draft process is killed.
-        known: the target's own texts; missing ones are decoded with `ar` by this engine.
+        known: the target's own texts, by rule; missing ones are decoded with `ar` by this engine.
     """
-    config, wanted = engine.config, dict(known or {})
+    config, known = engine.config, known or {}
     alone = ("ar", "ngram", "head") if config.head is not None else ("ar", "ngram")
-    direct = {rule: _Texts(engine, prompts, sampling, rule) for rule, sampling in direct_rules(params).items()}
-    for rule, texts in direct.items():
-        wanted[rule] = wanted.get(rule) or texts.tokens("ar")
+    references = []
+    for rule, sampling in direct_rules(params).items():
+        texts = known.get(rule) or _decoded(engine, prompts, sampling, "ar,rule=coupled")
+        references.append(reference := Reference(rule, sampling, prompts, texts))
         for settings in (*alone, *(_DIRECT if config.has_draft else ())):
-            yield texts.check(settings, wanted[rule])
+            yield _check(engine, reference, settings)
     if config.has_draft and not is_head(config.draft):
-        ratio = _Texts(engine, prompts, params, "ratio")
-        reference = ratio.tokens("pearl")
+        texts = _decoded(engine, prompts, params, "pearl,rule=ratio")
         for settings in _RATIO:
-            yield ratio.check(settings, reference, "pearl")
+            yield _check(engine, Reference("ratio", params, prompts, texts), settings)
     if config.has_draft and kill:  # last: without its draft a text of the ratio rule has the same distribution only
-        for rule, texts in direct.items():
-            yield texts.check("pearl", wanted[rule], kill=True)
+        for reference in references:
+            yield _check(engine, reference, "pearl", kill=True)
 
 
 def _check_some(engine: Engine, references: Sequence[Reference], *, together: bool = False) -> Iterator[Finding]:
     """Compare texts of some methods with references, one finding each. `together`: all texts of a method at once."""
     cases = [case for case in _SOME if engine.config.has_draft or case in ("ngram", "auto")]
     for reference, settings in product(references, cases):
-        texts = _Texts(engine, reference.prompts, reference.params, reference.name)
-        yield texts.check(settings, reference.texts, together=together)
+        yield _check(engine, reference, settings, together=together)
 
 
-class Written(NamedTuple):
-    """A text. `longest`: most tokens that came at once."""
-
-    tokens: list[int]
-    statistics: Statistics
-    longest: int
+def _decoded(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, settings: str) -> list[list[int]]:
+    decoding = parse_settings(settings)
+    return [result.tokens for prompt in prompts for result in engine.generate(prompt, params, decoding=decoding)]
 
 
-class _Texts:
-    """Decodes the same prompts under one rule with one method after another. `name`: begins with the rule."""
+def _check(
+    engine: Engine, reference: Reference, settings: str, *, kill: bool = False, together: bool = False
+) -> Finding:
+    """Compare the texts of a method with a reference.
 
-    def __init__(self, engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, name: str) -> None:
-        self._engine, self._prompts, self._params, self._name = engine, prompts, params, name
-
-    def tokens(self, settings: str) -> list[list[int]]:
-        return [_read(self._start(prompt, settings)).tokens for prompt in self._prompts]
-
-    def check(
-        self,
-        settings: str,
-        wanted: list[list[int]],
-        reference: str = _TARGET,
-        *,
-        kill: bool = False,
-        together: bool = False,
-    ) -> Finding:
-        """Compare the texts of a method with `wanted`.
-
-        Args:
-            kill: kill the draft's process after three pieces of each text.
-            together: submit all prompts at once.
-        """
-        streams: Iterable[Stream] = (self._start(prompt, settings) for prompt in self._prompts)
-        streams = [*streams] if together else streams
-        written = [_read(stream, self._engine if kill else None) for stream in streams]
-        struck = ", draft killed" if kill else ""
-        several = f", {len(written)} texts in {self._engine.config.slots} slots" if together else ""
-        store = ", datastore" if settings == "ngram" and self._engine.config.datastore is not None else ""
-        return _compare(f"{self._name}: {settings}{store}{struck}{several}", reference, written, wanted)
-
-    def _start(self, prompt: Prompt, settings: str) -> Stream:
-        rule = "ratio" if self._name == "ratio" else "coupled"
-        decoding = parse_settings(f"{settings},rule={rule}")
-        return self._engine.stream(prompt, self._params, decoding=decoding)
+    Args:
+        kill: kill the draft's process after three pieces of each text.
+        together: submit all prompts at once.
+    """
+    is_ratio, config = reference.name == "ratio", engine.config
+    decoding = parse_settings(f"{settings},rule={'ratio' if is_ratio else 'coupled'}")
+    streams: Iterable[Stream] = (
+        engine.stream(prompt, reference.params, decoding=decoding) for prompt in reference.prompts
+    )
+    first, equal, longest, guessed = "", 0, 0, Counter[str]()
+    for number, stream in enumerate([*streams] if together else streams):
+        longest = max(longest, _read(stream, engine if kill else None))
+        found, wanted = stream.result.tokens, reference.texts[number]
+        guessed.update(stream.result.statistics.guessed_by_source)
+        equal += found == wanted
+        if found != wanted and not first:
+            pairs = enumerate(zip(found, wanted, strict=False))
+            at = next((k for k, (a, b) in pairs if a != b), min(len(found), len(wanted)))
+            first = f"text {number + 1}, token {at}"
+    count = len(reference.prompts)
+    what = f"{reference.name}: {settings}"
+    what += ", datastore" if settings == "ngram" and config.datastore is not None else ""
+    what += ", draft killed" if kill else ""
+    what += f", {count} texts in {config.slots} slots" if together else ""
+    return Finding(what, "pearl" if is_ratio else _TARGET, count, equal, first, dict(guessed), longest)
 
 
-def _read(stream: Stream, kill_in: Engine | None = None) -> Written:
-    """The whole text. `kill_in`: an engine whose draft's process is killed after three pieces."""
+def _read(stream: Stream, kill_in: Engine | None) -> int:
+    """Most tokens that came at once. `kill_in`: an engine whose draft's process is killed after three pieces."""
     longest = 0
     with stream:
         for done, piece in enumerate(stream, 1):
@@ -250,18 +240,4 @@ def _read(stream: Stream, kill_in: Engine | None = None) -> Written:
             if done == 3 and kill_in is not None and kill_in.draft_pid is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(kill_in.draft_pid, signal.SIGKILL)
-    return Written(stream.result.tokens, stream.result.statistics, longest)
-
-
-def _compare(what: str, reference: str, written: Sequence[Written], wanted: Iterable[list[int]]) -> Finding:
-    guessed = sum((Counter(one.statistics.guessed_by_source) for one in written), Counter[str]())
-    first, equal = "", 0
-    for number, (one, want) in enumerate(zip(written, wanted, strict=True), 1):
-        if one.tokens == want:
-            equal += 1
-        elif not first:
-            pairs = enumerate(zip(one.tokens, want, strict=False))
-            at = next((k for k, (a, b) in pairs if a != b), min(len(one.tokens), len(want)))
-            first = f"text {number}, token {at}"
-    longest = max(one.longest for one in written)
-    return Finding(what, reference, len(written), equal, first, dict(guessed), longest)
+    return longest

@@ -37,7 +37,7 @@ class Reference:
 
     name: str
     params: SamplingParams
-    prompts: list[list[int]]
+    prompts: Sequence[Prompt]
     texts: list[list[int]]
 
 
