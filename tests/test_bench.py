@@ -166,23 +166,20 @@ def test_rows_take_turns_and_the_first_place_goes_round(fake: type[FakeEngine]) 
     rows = [row_of(AR), row_of("pearl-no-pre-verify"), row_of(PEARL)]
     some = [Task("x", number, ("abc",)) for number in (1, 2, 3)]
     watcher = Quiet()
-    found = measure(plan_of(rows, some, repeats=2), watcher)
+    found = measure(plan_of(rows, some), watcher)
     order = [method for method, _, _ in fake.log[len(rows) :]]  # the first of each warms up
-    assert order[:9] == [
+    assert order == [
         *("ar", "pearl-no-pre-verify", "pearl"),
         *("pearl-no-pre-verify", "pearl", "ar"),
         *("pearl", "ar", "pearl-no-pre-verify"),
     ]
-    assert order[9:12] == ["pearl-no-pre-verify", "pearl", "ar"], "the next repeat begins with the next"
-    assert len(order) == watcher.total == watcher.done == 18
-    assert {(s.row, s.task, s.repeat) for s in found.samples} == {
-        (row.name, task.number, repeat) for row in rows for task in some for repeat in (0, 1)
-    }
-    seeds: dict[tuple[int, int], set[int]] = {}
+    assert len(order) == watcher.total == watcher.done == 9
+    assert {(s.row, s.task) for s in found.samples} == {(row.name, task.number) for row in rows for task in some}
+    seeds: dict[int, set[int]] = {}
     for (_, _, seed), one in zip(fake.log[len(rows) :], found.samples, strict=True):
-        seeds.setdefault((one.task, one.repeat), set()).add(seed)
+        seeds.setdefault(one.task, set()).add(seed)
     assert all(len(same) == 1 for same in seeds.values()), "all rows have a text's seed"
-    assert len(set.union(*seeds.values())) == 6
+    assert len(set.union(*seeds.values())) == 3
 
 
 def test_gamma_is_found_by_trying(fake: type[FakeEngine]) -> None:
@@ -212,7 +209,7 @@ def test_a_later_turn_continues_from_the_reply_and_is_summed_up(fake: type[FakeE
 
 
 def sample(row: str, task: int, rate: float, of: str = "x", **more: Any) -> Sample:
-    return Sample(row, of, task, 0, texts=[statistics_of(101, rate, **more)])
+    return Sample(row, of, task, texts=[statistics_of(101, rate, **more)])
 
 
 def test_speedups_are_ratios_over_the_same_text() -> None:

@@ -11,6 +11,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def flattened(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 @pytest.mark.parametrize("name", SHARES)
 def test_known_shares_are_reported(tmp_path: Path, name: str) -> None:
     decoding, times, expected = SHARES[name]
-    found = report(recorded(tmp_path / "t.json", decoding, **times)[1]).as_dict()
+    found = asdict(report(recorded(tmp_path / "t.json", decoding, **times)[1]))
     flat = flattened(found) | {"alternation / wall": found["alternation"] / found["wall"]}
     for key, value in expected.items():
         assert flat.get(key, 0) == pytest.approx(value, abs=0.02), key

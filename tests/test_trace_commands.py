@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def refused(*arguments: str) -> str:
 
 def test_report(run: tuple[Outcome, Path]) -> None:
     found = json.loads(invoked("report", "--json", str(run[1])))
-    assert found == json.loads(json.dumps(report(read(run[1])).as_dict()))
+    assert found == json.loads(json.dumps(asdict(report(read(run[1])))))
     text = invoked("report", str(run[1]))
     for row in ("target: busy", "draft: waits for", "both in a forward", "in alternation", "never judged"):
         assert row in text

@@ -39,9 +39,6 @@ def _prompt_options(limit: int) -> Callable[[_Command], _Command]:
     def add(command: _Command) -> _Command:
         for option in (
             click.option("--raw", is_flag=True, help="Take prompts as they are: no chat template."),
-            click.option(
-                "--repeats", type=_COUNT, default=1, show_default=True, metavar="N", help="Rounds over all prompts."
-            ),
             click.option("--limit", type=_COUNT, metavar="N", help=f"Prompts of each set.  [default: {limit}]"),
             click.option(
                 "--prompts",
@@ -95,11 +92,7 @@ def _report(kind: str, plan: Plan, to: Path | None, columns: _Columns, perplexit
         write_json(to, document(kind, plan, measured, found, conditions))
     if to != STDOUT:
         shown_columns, notes = columns(plan, measured, found)
-        sets = {task.set for task in plan.tasks}
-        more = sum(len(name) + 1 for name in sets)
-        print_columns(
-            shown_columns, found, *notes, *_result_lines(plan, measured, conditions), words=2, more_width=more
-        )
+        print_columns(shown_columns, found, *notes, *_result_lines(plan, measured, conditions), words=2)
 
 
 def _plan(
@@ -110,7 +103,6 @@ def _plan(
     *,
     prompts: Sequence[str],
     limit: int | None,
-    repeats: int,
     raw: bool,
     gamma: int | None = None,
 ) -> Plan:
@@ -121,7 +113,7 @@ def _plan(
     config, (texts, tokens) = settings.engine, size
     tasks = read_sets(prompts, limit or texts, is_emulated(config))
     params, together = sampling_of(settings.sampling, tokens, temperature), not devices_of(config)[0].gpus
-    return Plan(config, rows, tasks, params, raw=raw, repeats=repeats, together=together, gamma=gamma)
+    return Plan(config, rows, tasks, params, raw=raw, together=together, gamma=gamma)
 
 
 def _benched(settings: Settings, rows: Sequence[str], **options: Any) -> Plan:
@@ -180,11 +172,10 @@ def _bench_columns(plan: Plan, measured: Measured, found: Sequence[Figures]) -> 
 
 def _result_lines(plan: Plan, measured: Measured, conditions: Conditions) -> list[str]:
     """The lines below the table: settings and conditions."""
-    repeats = f" x {plan.repeats}" if plan.repeats != 1 else ""
     sampled = f"temperature {plan.params.temperature:g}" if plan.params.temperature else "greedy"
     tokens = sum(sample.tokens for sample in measured.samples)
     lines = [
-        f"{len(plan.tasks)} texts of up to {plan.params.max_tokens} tokens{repeats}, {sampled}, seed "
+        f"{len(plan.tasks)} texts of up to {plan.params.max_tokens} tokens, {sampled}, seed "
         f"{plan.params.seed}; {tokens} tokens in {conditions}"
     ]
     if measured.gamma is not None:

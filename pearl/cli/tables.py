@@ -17,7 +17,7 @@ from pearl.cli.console import SafeConsole
 
 _Row = TypeVar("_Row")
 Column = tuple[str, Callable[[_Row], str]]  # header, and the text of a row's cell
-_WIDTH = 120  # columns, if the output is not a terminal
+_WIDTH = 160  # columns, if the output is not a terminal
 _SILENT_SECONDS = 5.0  # between two lines of `Bars` if the output is not a terminal
 
 
@@ -67,17 +67,17 @@ class Bars:
         self._console.print(message, soft_wrap=True)
 
 
-def print_lines(*lines: str, more_width: int = 0) -> None:
+def print_lines(*lines: str) -> None:
     """Print lines, broken between words where the width is known: on a terminal, or with COLUMNS set."""
-    console, is_known = _console(more_width)
+    console, is_known = _console()
     for line in lines:
         console.print(line, soft_wrap=not is_known)
 
 
-def _console(more_width: int) -> tuple[Console, bool]:
+def _console() -> tuple[Console, bool]:
     """For standard output; and whether its width is known."""
     is_known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(highlight=False, width=None if is_known else _WIDTH + more_width), is_known
+    return Console(highlight=False, width=None if is_known else _WIDTH), is_known
 
 
 def _widths(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
@@ -105,7 +105,6 @@ def print_table(
     *notes: str,
     words: int = 1,
     title: str | None = None,
-    more_width: int = 0,
 ) -> None:
     """Print a table and notes below it; one that is too wide, as several with the same first column. Leaves out columns
     without a cell.
@@ -113,14 +112,13 @@ def print_table(
     Args:
         notes: empty ones are left out.
         words: number of leading columns that are text, aligned to the left.
-        more_width: columns beyond `_WIDTH` if the output is not a terminal.
     """
-    console, cells = _console(more_width)[0], [*rows]
+    console, cells = _console()[0], [*rows]
     widths, wanted = _widths(columns, cells), range(1, len(columns))
     filled = [i for i in wanted if not cells or any(row[i] for row in cells)]
     for number, part in enumerate(_parts(filled, widths, console.width)):
         if title and not number:
-            print_lines(title, more_width=more_width)
+            print_lines(title)
         table, room = Table(box=None, padding=(0, 1, 0, 0)), console.width - sum(1 + widths[i] for i in part)
         for i in part:
             more = max(0, min(room, max(map(cell_len, columns[i].split("\n"))) - widths[i]))
@@ -131,7 +129,7 @@ def print_table(
         for row in cells:
             table.add_row(*(row[i] for i in part))
         console.print(table, "")
-    print_lines(*filter(None, notes), more_width=more_width)
+    print_lines(*filter(None, notes))
 
 
 def print_columns(columns: Sequence[Column[_Row]], found: Iterable[_Row], *notes: str, **options: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
@@ -10,6 +9,7 @@ from rich.table import Table
 
 from pearl.cli import listed
 from pearl.cli.console import SafeConsole, say
+from pearl.cli.numbers import STDOUT, write_json
 from pearl.document import damaged
 from pearl.errors import TraceError
 from pearl.printable import printable
@@ -41,7 +41,7 @@ def report(file: Path, as_json: bool) -> None:
     """Work, waits by cause, overlap, pace and latencies of the run in FILE."""
     found = _report(file)
     if as_json:
-        click.echo(json.dumps(found.as_dict()))
+        write_json(STDOUT, found)
     else:
         _print({str(file): found})
 
@@ -64,7 +64,7 @@ def compare(a: Path, b: Path, as_json: bool, png: Path | None, seconds: float | 
         raise click.UsageError("--seconds is the length of a picture: give --png FILE too")
     reports = {str(path): _report(path) for path in (a, b)}
     if as_json:
-        click.echo(json.dumps({path: found.as_dict() for path, found in reports.items()}))
+        write_json(STDOUT, reports)
         return
     _print(reports)
     one, other = reports[str(a)], reports[str(b)]

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from pearl.metrics import Statistics, Stopwatch, fold
 from pearl.protocol.request import Counts
@@ -102,9 +103,6 @@ class Report:
     recorder: float
     texts: list[Text]
     notes: list[str] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def report(trace: Trace) -> Report:
@@ -236,13 +234,9 @@ def _forwards(draft: Iterable[Slice], verifications: Iterable[Slice]) -> dict[st
     for one in verifications:
         times.setdefault(("verify", one.args["n"]), []).append(one.seconds)
     return {
-        f"{name} {n}" if n else name: Forwards(len(t), median(t), _p99(t)) for (name, n), t in sorted(times.items())
+        f"{name} {n}" if n else name: Forwards(len(t), *np.percentile(t, (50, 99)).tolist())
+        for (name, n), t in sorted(times.items())
     }
-
-
-def _p99(values: list[float]) -> float:
-    """The 99th percentile, linearly interpolated, as numpy does by default."""
-    return quantiles(values, n=100, method="inclusive")[-1] if len(values) > 1 else values[0]
 
 
 def _drafting(draft: Sequence[Slice]) -> float:

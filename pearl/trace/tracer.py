@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from msgspec import Struct
 
 from pearl.errors import TraceError
 from pearl.protocol import events
@@ -24,6 +25,8 @@ from pearl.transport.mailbox import Mailbox
 
 _TARGET_CAUSES = {events.Cause.HELD_ROW: HELD_ROW, events.Cause.WINDOW: DRAFT, events.Cause.IDLE: CONSUMER}
 _DRAFT_CAUSES = {events.Cause.WINDOW: VERDICT, events.Cause.IDLE: CONSUMER}
+_WITHOUT_EVENT = (events.Guess, events.Spread, events.Keep, events.Rollback, events.Open)
+_WITH_EVENT = (events.Judge, events.Sample)
 _ROUNDING_NS = 1000
 _MAX_CATCH_UP = 2  # tokens that a draft forward feeds after a verdict
 
@@ -193,8 +196,7 @@ class Tracer:
         args = {"n": tokens, "start": command.start, "seconds": round(event.seconds, 7)}
         record(LOOP, "busy", name, began, done, args | ({"fed": event.fed} if event.fed else {}))
         if samples:
-            drawn = {"start": command.start + tokens, "tokens": list(event.tokens)}
-            record(LOOP, "busy", "sample", done, end, drawn)
+            record(LOOP, "busy", "sample", done, end)
 
     # ---- communication and waiting ----
 
@@ -206,14 +208,13 @@ class Tracer:
         """Record a clock answer, which gives the offset between the clocks of two hosts."""
         self.note("clock", "pong", self.clock(), sent=pong.sent, received=pong.received)
 
-    def communicated(
-        self, name: str, call: Callable[..., Any], *arguments: Any, describe: Callable[..., Any] | None = None
-    ) -> Any:
-        """The result of `call(*arguments)`, recorded as communication; `describe(*arguments)`: the record's own."""
+    def communicated(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of `call(*arguments)`, recorded as communication, with the identity of a message."""
         start = self.clock()
         result = call(*arguments)
         if self.recorder is not None:
-            self.note("communication", name, start, **(describe(*arguments) if describe else {}))
+            is_message = bool(arguments) and isinstance(arguments[0], Struct)
+            self.note("communication", name, start, **({"message": identity(arguments[0])} if is_message else {}))
         return result
 
 
@@ -225,22 +226,13 @@ def _running(machine: Coordinator | Drafter) -> dict[int, Submit | Begin]:
 
 
 def _work(command: object, event: object) -> tuple[str, dict[str, Any]] | None:
-    """The name and arguments of a command's slice; None: it has no slice."""
-    match command, event:
-        case list(), _:
-            return _joint_work(command)
-        case events.Forward(), _:
-            args = {"n": len(command.tokens), "start": command.start, "request": command.request}
-            return command.phase.value, args
-        case events.Judge(), events.Judged():
-            args = {"start": command.start, "n": len(command.tokens), "accepted": event.accepted}
-            return "judge", args | {"correction": event.token, "request": command.request}
-        case events.Sample(), events.Sampled():
-            tokens = list(event.tokens)
-            return "sample", {"start": command.position, "tokens": tokens, "request": command.request}
-        case events.Guess() | events.Spread() | events.Keep() | events.Rollback() | events.Open(), _:
-            return type(command).__name__.lower(), {}
-    return None
+    """The name and arguments of a command's slice; None: it has no slice. The decision behind it has the event."""
+    if isinstance(command, list):
+        return _joint_work(command)
+    if isinstance(command, events.Forward):
+        return command.phase.value, {"n": len(command.tokens), "start": command.start, "request": command.request}
+    is_shown = isinstance(command, _WITHOUT_EVENT) or (event is not None and isinstance(command, _WITH_EVENT))
+    return (type(command).__name__.lower(), {}) if is_shown else None
 
 
 def _joint_work(commands: Sequence[events.Forward | events.Draft]) -> tuple[str, dict[str, Any]]:
@@ -251,10 +243,6 @@ def _joint_work(commands: Sequence[events.Forward | events.Draft]) -> tuple[str,
     prompts = [each.request for each in commands if getattr(each, "phase", None) is events.Phase.PREFILL]
     args = {"n": sum(len(each.tokens) for each in commands), "requests": [each.request for each in commands]}
     return name, args | ({"prompts": prompts} if prompts else {})
-
-
-def _identified(message: Message, peer: Peer | None) -> dict[str, Any]:
-    return {"message": identity(message)}
 
 
 class TracedMailbox(Mailbox):
@@ -273,10 +261,10 @@ class TracedMailbox(Mailbox):
         return got
 
     def send(self, message: Message, peer: Peer | None = None) -> None:
-        self._tracer.communicated("send", super().send, message, peer, describe=_identified)
+        self._tracer.communicated("send", super().send, message, peer)
 
     def post(self, message: Message, peer: Peer | None = None) -> None:
-        self._tracer.communicated("post", super().post, message, peer, describe=_identified)
+        self._tracer.communicated("post", super().post, message, peer)
 
     def receive(self, timeout: float) -> list[Received]:
         start = self._tracer.clock()

@@ -10,20 +10,7 @@ from pearl.config import EngineConfig, SamplingParams
 from pearl.errors import RequestError
 from pearl.lab import Watcher
 from pearl.lab.bench.figures import Figures, figures
-from pearl.lab.bench.rows import (
-    AHEAD,
-    ALL,
-    AR,
-    AR_ON_ALL,
-    AUTO,
-    HEAD,
-    NGRAM,
-    NGRAM_ON_ALL,
-    SD,
-    SSD,
-    devices_of,
-    rows_for,
-)
+from pearl.lab.bench.rows import AHEAD, ALL, AR, AUTO, CALIBRATED, NGRAM, SD, SSD, devices_of, rows_for
 from pearl.lab.bench.runner import Plan, measure
 from pearl.lab.bench.tasks import Task
 from pearl.metrics import Statistics
@@ -33,7 +20,6 @@ from pearl.protocol.speeds import Profile
 from pearl.spec.methods import DRAFTLESS
 from pearl.worker.placement import shared_gpus
 
-_ROWS = (AR, NGRAM, HEAD, SD, SSD, AHEAD, AUTO, AR_ON_ALL, NGRAM_ON_ALL)
 _MIN_SPEEDUP = 1.02  # over ar, for a method to pay: less may be noise of a busy machine
 
 
@@ -60,7 +46,7 @@ class Calibration:
 def calibrate(config: EngineConfig, tasks: Sequence[Task], params: SamplingParams, watcher: Watcher) -> Calibration:
     """Raises `RequestError` if the texts are too short to measure, and whatever starting an engine raises."""
     config = config.model_copy(update={"profile": "none"})
-    rows = [row for row in rows_for(config) if row.name in _ROWS]
+    rows = [row for row in rows_for(config) if row.name in CALIBRATED]
     plan = Plan(config, rows, tasks, params, together=False)
     measured = measure(plan, watcher)
     found = {one.name: one for one in figures(plan, measured)}

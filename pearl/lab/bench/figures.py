@@ -24,7 +24,7 @@ from pearl.spec.rules import RULES
 from pearl.worker.build import make_runner
 from pearl.worker.placement import place
 
-_TextKey = tuple[str, int, int]
+_TextKey = tuple[str, int]
 _EXACT = Estimate(0.0, 0.0, 0.0)
 
 
@@ -175,7 +175,7 @@ def _speedup(samples: Iterable[Sample], base_rates: Mapping[_TextKey, float]) ->
 
 
 def _text_key(sample: Sample) -> _TextKey:
-    return sample.set, sample.task, sample.repeat
+    return sample.set, sample.task
 
 
 def _median(values: Iterable[float | None]) -> float | None:
@@ -225,7 +225,6 @@ def document(
             "engine": plan.config.model_dump(),
             "sampling": plan.params.model_dump(),
             "ways": {row.name: row.decoding.in_use().model_dump() for row in plan.rows},
-            "repeats": plan.repeats,
             "raw": plan.raw,
             "together": plan.together,
             "sets": {name: sum(task.set == name for task in plan.tasks) for name in {t.set: 0 for t in plan.tasks}},

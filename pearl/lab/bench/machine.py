@@ -40,19 +40,17 @@ class Conditions:
     Attributes:
         stolen: share of all cores' time that the host took for other virtual machines; 0 on a physical machine.
         others: share taken by processes that are not descendants of this one.
-        load: the load average of the last minute: processes that ran or waited for a core, ours included.
     """
 
     def __init__(self) -> None:
         self._host, self._others, self._began = *_foreign_seconds(), time.monotonic()
-        self.seconds = self.stolen = self.others = self.load = 0.0
+        self.seconds = self.stolen = self.others = 0.0
 
     def stop(self) -> None:
         self.seconds = time.monotonic() - self._began
         host, others = _foreign_seconds()
         passed = max(self.seconds, 1e-9) * (os.cpu_count() or 1)
         self.stolen, self.others = (max(0.0, one) / passed for one in (host - self._host, others - self._others))
-        self.load = os.getloadavg()[0]
 
     @property
     def are_noisy(self) -> bool:
@@ -61,12 +59,10 @@ class Conditions:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, with the hardware."""
-        shares = {"stolen": self.stolen, "others": self.others, "load": self.load}
-        return {"seconds": self.seconds, **shares, "hardware": hardware()}
+        return {"seconds": self.seconds, "stolen": self.stolen, "others": self.others, "hardware": hardware()}
 
     def __str__(self) -> str:
         words = f"of the cores' time the host took {self.stolen:.1%} and other processes {self.others:.1%}"
-        words += f", load {self.load:.1f} on {os.cpu_count()} cores"
         words += ": too much for fine differences" if self.are_noisy else ""
         return f"{self.seconds:.0f} s; {words}; {in_words(hardware())}"
 

@@ -16,6 +16,7 @@ AR, SD, SSD, PEARL, FIXED = "ar", "sd", "ssd", "pearl", "pearl, fixed"
 NGRAM, HEAD, AHEAD, AUTO = "ngram", "head", "pearl, ahead", "auto"
 PAIR, ALL = "pair", "all devices"  # systems
 AR_ON_ALL, NGRAM_ON_ALL = f"{AR}, {ALL}", f"{NGRAM}, {ALL}"
+CALIBRATED = (AR, NGRAM, HEAD, SD, SSD, AHEAD, AUTO, AR_ON_ALL, NGRAM_ON_ALL)  # by `pearl calibrate`
 PUBLISHED: dict[str, Any] = {"method": "pearl", **AS_PUBLISHED}
 COMPARED = (  # by `pearl compare`, unless others are named
     "sd",

@@ -41,7 +41,6 @@ class Sample(Sums):
     row: str
     set: str
     task: int
-    repeat: int
     of_simulated: float | None = None
 
     @property
@@ -55,7 +54,6 @@ class Plan:
 
     Attributes:
         raw: take prompts without a chat template.
-        repeats: rounds over all tasks.
         together: load all systems at once and let them take turns; otherwise run one system after the other, which
             needs less memory.
         gamma: for rows of sd and ssd without one; None: the fastest.
@@ -66,7 +64,6 @@ class Plan:
     tasks: Sequence[Task]
     params: SamplingParams
     raw: bool = False
-    repeats: int = 1
     together: bool = True
     gamma: int | None = None
 
@@ -128,7 +125,7 @@ class _Run:
     def _warm_up(self, engines: Mapping[str, Engine]) -> None:
         for row in self._rows_on(engines):
             short = self._plan.params_of(row).model_copy(update={"max_tokens": _WARM_UP})
-            list(self._decode_turns(engines[row.system], row.decoding, self._plan.tasks[0], 0, short))
+            list(self._decode_turns(engines[row.system], row.decoding, self._plan.tasks[0], short))
 
     def _rows_on(self, engines: Mapping[str, Engine]) -> list[Row]:
         return [row for row in self._rows if row.system in engines]
@@ -172,44 +169,43 @@ class _Run:
     def _tried(self, pair: Engine, tasks: Sequence[Task], **settings: Any) -> Sums:
         """The tasks' texts. `settings`: of `DecodingConfig`."""
         decoding, params = DecodingConfig(**settings), self._plan.params
-        turns = (turn for task in tasks for turn in self._decode_turns(pair, decoding, task, 0, params))
+        turns = (turn for task in tasks for turn in self._decode_turns(pair, decoding, task, params))
         return Sums(texts=[turn.statistics for turn in turns])
 
     # ---- the measurement ----
 
     def _take_turns(self, engines: Mapping[str, Engine]) -> None:
         plan, rows = self._plan, self._rows_on(engines)
-        self._watcher.begin("measuring", len(rows) * plan.repeats * len(plan.tasks))
-        for repeat in range(plan.repeats):
-            for i, task in enumerate(plan.tasks):
-                start = (i + repeat) % len(rows)  # rotate the order, so that no row gains by its place
-                for row in rows[start:] + rows[:start]:
-                    sample = self._measure_task(engines[row.system], row, task, repeat)
-                    if sample is not None:
-                        self._measured.samples.append(sample)
-                    note = f"{row.name}, {task.set} {task.number}"
-                    self._watcher.advance(1, f"{note}: {sample.rate:.1f} tokens/s" if sample and sample.rate else note)
+        self._watcher.begin("measuring", len(rows) * len(plan.tasks))
+        for i, task in enumerate(plan.tasks):
+            start = i % len(rows)  # rotate the order, so that no row gains by its place
+            for row in rows[start:] + rows[:start]:
+                sample = self._measure_task(engines[row.system], row, task)
+                if sample is not None:
+                    self._measured.samples.append(sample)
+                note = f"{row.name}, {task.set} {task.number}"
+                self._watcher.advance(1, f"{note}: {sample.rate:.1f} tokens/s" if sample and sample.rate else note)
 
-    def _measure_task(self, engine: Engine, row: Row, task: Task, repeat: int) -> Sample | None:
+    def _measure_task(self, engine: Engine, row: Row, task: Task) -> Sample | None:
         params = self._plan.params_of(row)
-        turns = list(self._decode_turns(engine, row.decoding, task, repeat, params))
+        turns = list(self._decode_turns(engine, row.decoding, task, params))
         if not turns:
             return None
-        sample = Sample(row.name, task.set, task.number, repeat, texts=[turn.statistics for turn in turns])
+        sample = Sample(row.name, task.set, task.number, texts=[turn.statistics for turn in turns])
         self._measured.texts += [(row.name, turn) for turn in turns]
         if not is_emulated(self._plan.config):
             return sample
-        seeded = self._seeded(params, task, repeat)
+        seeded = self._seeded(params, task)
         virtual = simulated(self._plan.config, row.decoding, turns[0].prompt_tokens, seeded)
         seconds = sample.total("seconds") - sample.total("queue_seconds")
         sample.of_simulated = sample.tokens / seconds * virtual.seconds / len(virtual.tokens)
         return sample
 
     def _decode_turns(
-        self, engine: Engine, decoding: DecodingConfig, task: Task, repeat: int, params: SamplingParams
+        self, engine: Engine, decoding: DecodingConfig, task: Task, params: SamplingParams
     ) -> Iterator[Result]:
         """Decode the turns of a task, after the system's own earlier replies. Ends early if the context is full."""
-        conversation, params = Conversation(self._tokenizer, self._raw), self._seeded(params, task, repeat)
+        conversation, params = Conversation(self._tokenizer, self._raw), self._seeded(params, task)
         for number, turn in enumerate(task.turns, 1):
             prompt = conversation.prompt(turn)
             if len(prompt) + (params.max_tokens or 1) > engine.context:
@@ -221,9 +217,9 @@ class _Run:
             conversation.add(turn, self._tokenizer.decode(result.tokens))
             yield result
 
-    def _seeded(self, params: SamplingParams, task: Task, repeat: int) -> SamplingParams:
-        """One seed per task and repeat, the same for all rows."""
-        return params.model_copy(update={"seed": (self._plan.params.seed or 0) + 1000 * repeat + task.number})
+    def _seeded(self, params: SamplingParams, task: Task) -> SamplingParams:
+        """One seed per task, the same for all rows."""
+        return params.model_copy(update={"seed": (self._plan.params.seed or 0) + task.number})
 
     def _skip(self, what: str) -> None:
         if what not in self._measured.skipped:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from pearl.lab.distill.answers import Answer
+    from pearl.lab.distill.config import DistillConfig
     from pearl.lab.distill.teacher import Teacher
 
 _TEMPERATURE, _TOP = 1.0, 64  # of sampling invented prompts, among the _TOP likeliest tokens
@@ -77,22 +78,11 @@ def attempts(count: int) -> int:
 
 
 def invent(
-    teacher: Teacher,
-    count: int,
-    *,
-    openings: Sequence[str],
-    limit: int,
-    batch: int,
-    generator: torch.Generator,
-    tick: Callable[[int], object] = lambda finished: None,
+    teacher: Teacher, count: int, config: DistillConfig, generator: torch.Generator, tick: Callable[[int], object]
 ) -> list[str]:
-    """Let the target invent `count` prompts, or a few fewer, each an opening and at most `limit` tokens after it.
+    """Let the target invent `count` prompts, or a few fewer: openings of the configuration, and what follows them.
 
-    Leaves out benchmark prompts, which the target may have memorised.
-
-    Args:
-        batch: prompts generated at once.
-        tick: see `answer`.
+    Leaves out benchmark prompts, which the target may have memorised. `tick`: see `answer`.
 
     Raises `ConfigError` without openings for a target without a chat template.
     """
@@ -101,17 +91,17 @@ def invent(
     from pearl.lab.distill.answers import answer, batched
     from pearl.lab.distill.benchmarks import is_benchmark
 
-    if not openings and not teacher.encode_start(""):
+    bare, openings = bool(teacher.turn_start), config.openings
+    if not openings and not bare:
         raise ConfigError(f"{teacher.name!r} has no chat template: give openings for its prompts, or prompts")
     draw = random.Random(int(torch.randint(2**62, (), generator=generator)))
-    bare = bool(teacher.encode_start(""))
     starts = [
         "" if bare and (not openings or draw.random() < _PLAIN) else draw.choice(openings)
         for _ in range(attempts(count))
     ]
     turns: list[Answer] = []
     how: dict[str, Any] = {"eos": teacher.eos, "temperatures": (_TEMPERATURE,), "top": _TOP, "generator": generator}
-    for some in batched([teacher.encode_start(start) for start in starts], batch):
-        turns += answer(teacher.model, some, limit=limit, tick=tick, **how)
+    for some in batched([teacher.encode_start(start) for start in starts], config.answer_batch):
+        turns += answer(teacher.model, some, limit=config.max_prompt_tokens, tick=tick, **how)
     texts = (start + teacher.tokenizer.decode(turn.tokens) for start, turn in zip(starts, turns, strict=True))
     return list(dict.fromkeys(text for text in texts if text.strip() and not is_benchmark(text)))[:count]

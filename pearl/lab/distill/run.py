@@ -30,7 +30,7 @@ from pearl.lab.distill.draft import head, new_draft
 from pearl.lab.distill.head import HeadLearner
 from pearl.lab.distill.learning import DraftLearner, Learner, generator, plan
 from pearl.lab.distill.prompts import attempts, invent, training_prompts
-from pearl.lab.distill.teacher import choose_device, load_teacher
+from pearl.lab.distill.teacher import load_teacher
 
 HELD_OUT = "held-out"
 _FORMAT = 4  # of the files of a run
@@ -58,13 +58,7 @@ class Distillation:
         self._config, self._watcher = config, watcher
         self._directory = Path(config.out).expanduser()
         self._given = training_prompts([Path(path) for path in config.prompts])
-        self._teacher = load_teacher(
-            config.target,
-            choose_device(config.device),
-            config.dtype,
-            trust_remote_code=config.trust_remote_code,
-            progress=watcher.say,
-        )
+        self._teacher = load_teacher(config, watcher.say)
         self._answered = self._settle(resume)
         self._place = Place()
         self._saved = _read(self._directory / "checkpoint.pt")
@@ -211,17 +205,9 @@ class Distillation:
         """Up to `count` prompts: a share of the given ones, and invented ones for the rest."""
         own = [] if name == HELD_OUT else self._given[int(name[-3:]) :: self._config.rounds][:count]
         if (wanted := count - len(own)) > 0:
-            config = self._config
             self._watcher.begin(f"{name}: inventing prompts", attempts(wanted))
-            own = own + invent(
-                self._teacher,
-                wanted,
-                openings=config.openings,
-                limit=config.max_prompt_tokens,
-                batch=config.answer_batch,
-                generator=generator(config.seed, name, "prompts"),
-                tick=self._watcher.advance,
-            )
+            draw = generator(self._config.seed, name, "prompts")
+            own = own + invent(self._teacher, wanted, self._config, draw, self._watcher.advance)
         if not own:
             raise DistillError("the target has invented no usable prompt: give some with --prompts")
         return own

@@ -8,8 +8,9 @@ from functools import cached_property
 import torch
 from transformers import PreTrainedModel
 
-from pearl.cache import Progress, silent
+from pearl.cache import Progress
 from pearl.errors import ModelError
+from pearl.lab.distill.config import DistillConfig
 from pearl.models.checkpoints.loading import load_model
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.text.stream import Tokenizer
@@ -48,19 +49,14 @@ class Teacher:
         return self.tokenizer.encode(opening)
 
 
-def load_teacher(
-    name: str,
-    device: torch.device,
-    dtype: str,
-    *,
-    trust_remote_code: bool = False,
-    progress: Progress = silent,
-) -> Teacher:
+def load_teacher(config: DistillConfig, progress: Progress) -> Teacher:
     """Load model and tokenizer. Raises `ModelError`, also for a model without an end-of-sequence token."""
-    tokenizer, defaults = load_tokenizer(name, trust_remote_code=trust_remote_code, progress=progress)
+    name, trust = config.target, config.trust_remote_code
+    tokenizer, defaults = load_tokenizer(name, trust_remote_code=trust, progress=progress)
     if not defaults.eos:
         raise ModelError(f"Model {name!r} names no end-of-sequence token: its answers would never end.")
-    model = load_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code, progress=progress)
+    device = choose_device(config.device)
+    model = load_model(name, device=device, dtype=config.dtype, trust_remote_code=trust, progress=progress)
     return Teacher(name, model.eval().requires_grad_(False), tokenizer, defaults.eos)
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
-from statistics import fmean
 
 from pearl.config import EngineConfig
 from pearl.lab import Watcher
@@ -35,64 +33,48 @@ def by_batch(target: ModelRunner, watcher: Watcher, directory: str = _RAPL) -> T
     for slot in range(max(batches)):
         target.rollback(0, slot)
         feed_chain(target, [(1 + slot) % target.vocab_size] * _CONTEXT, 0, slot)
-    meter = _gpu if target.device.type == "cuda" else _counters(directory)
     rows = []
     for batch in batches:
-        count, seconds, joules = _repeated(target, batch, meter)
-        energy = ["", ""] if joules is None else [f"{joules / count:.2f}", f"{joules / count / batch:.2f}"]
-        rows.append(
-            [
-                str(batch),
-                f"{1e3 * seconds / count:.1f}",
-                f"{1e3 * seconds / count / batch:.1f}",
-                *energy,
-                f"{PAPER[batch]}",
-            ]
-        )
+        count, seconds, joules = _repeated(target, batch, directory)
+        figures = [f"{1e3 * seconds / count:.1f}", f"{1e3 * seconds / count / batch:.1f}"]
+        figures += ["", ""] if joules is None else [f"{joules / count:.2f}", f"{joules / count / batch:.2f}"]
+        rows.append([str(batch), *figures, f"{PAPER[batch]}"])
         watcher.advance(1, f"batch {batch}")
     columns = ("batch", "ms a run", "ms an input", "J a run", "J an input", "theirs:\nJ a run")
     notes = [] if rows and rows[0][3] else ["This machine has no meter that can be read: no energy."]
     return Table("Time and energy of the target's forwards by batch (table 1)", columns, rows, notes)
 
 
-def _repeated(
-    target: ModelRunner, batch: int, meter: Callable[[], tuple[str, float] | None]
-) -> tuple[int, float, float | None]:
+def _repeated(target: ModelRunner, batch: int, directory: str) -> tuple[int, float, float | None]:
     """(forwards, seconds, joules or None): forwards of one token a sequence, for `_SECONDS`."""
-    began, first, count, powers = time.monotonic(), meter(), 0, list[float]()
-    asked = began
-    while (now := time.monotonic()) < began + _SECONDS:
+    began, before, count = time.monotonic(), _joules(directory), 0
+    while time.monotonic() < began + _SECONDS:
         target.forward([Feed([7], 1, slot) for slot in range(batch)])
         target.synchronize()
         for slot in range(batch):
             target.rollback(_CONTEXT, slot)
         count += 1
-        if now > asked + 1 and first is not None and first[0] == "W":
-            asked, powers = now, [*powers, (meter() or first)[1]]
-    seconds, last = time.monotonic() - began, meter()
-    if first is None or last is None:
-        return count, seconds, None
-    return count, seconds, last[1] - first[1] if first[0] == "J" else fmean([*powers, last[1]]) * seconds
+    seconds, after = time.monotonic() - began, _joules(directory)
+    if target.device.type == "cuda":
+        watts = _watts()
+        return count, seconds, None if watts is None else watts * seconds
+    return count, seconds, None if before is None or after is None else after - before
 
 
-def _counters(directory: str) -> Callable[[], tuple[str, float] | None]:
+def _joules(directory: str) -> float | None:
     """The processors' energy so far; None where it cannot be read."""
-
-    def read() -> tuple[str, float] | None:
-        root = Path(directory)
-        try:
-            found = [int((path / "energy_uj").read_text()) for path in root.parent.glob(root.name)]
-        except (OSError, ValueError):
-            return None
-        return ("J", sum(found) / 1e6) if found else None
-
-    return read
+    root = Path(directory)
+    try:
+        found = [int((path / "energy_uj").read_text()) for path in root.parent.glob(root.name)]
+    except (OSError, ValueError):
+        return None
+    return sum(found) / 1e6 if found else None
 
 
-def _gpu() -> tuple[str, float] | None:
-    """The GPUs' power, as the paper has it. Untested on a GPU."""
+def _watts() -> float | None:
+    """The GPUs' mean power in the last second, as `nvidia-smi` has it. Untested on a GPU."""
     try:
         done = subprocess.run(_SMI, capture_output=True, text=True, timeout=5, check=True)
-        return "W", sum(map(float, done.stdout.split()))
+        return sum(map(float, done.stdout.split()))
     except (OSError, ValueError, subprocess.SubprocessError):
         return None

@@ -8,11 +8,10 @@ forward of s tokens is measured, and needs a quiet machine.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +22,7 @@ from pearl.engine.request import resolve_sampling
 from pearl.lab import Watcher
 from pearl.lab.bench.tasks import Task
 from pearl.lab.experiments.estimate import bootstrap
-from pearl.lab.experiments.guessing import Generated, Replayed, replay, store_alone
+from pearl.lab.experiments.guessing import Generated, Replayed, Seconds, replay, store_alone
 from pearl.lab.experiments.texts import answers
 from pearl.lab.papers.figures import Figure
 from pearl.lab.papers.page import Table
@@ -51,21 +50,16 @@ PAPER: dict[Any, str] = {  # section 4 of the paper
 }
 
 
-@dataclass(frozen=True)
-class Fed:
-    """What guesses gain with a forward of `size` tokens.
+class Fed(NamedTuple):
+    """Replays with guesses from the text alone, from the datastore alone, if there is one, and from both.
 
-    Attributes:
-        size: tokens fed to a forward; None: as many as are fastest, up to `LOOK_AHEAD` guesses.
-        text, store: tokens a step with guesses from one source alone; `both`: from both.
-        speedup: where only forwards take time.
+    `size`: tokens fed to a forward; None: as many as are fastest, up to `LOOK_AHEAD` guesses.
     """
 
     size: int | None
-    text: float
-    store: float | None
+    text: Replayed
+    store: Replayed | None
     both: Replayed
-    speedup: float
 
 
 def measure_guesses(
@@ -104,12 +98,13 @@ def measure_guesses(
 
     texts = {temperature: decode(temperature) for temperature in TEMPERATURES}
     greedy, times = texts[0.0], measure_times(target, watcher)
-    rows = [*(fed(greedy, store, size - 1, size, times) for size in SIZES), fed(greedy, store, LOOK_AHEAD, None, times)]
+    seconds = interpolated(times)
+    rows = [*(fed(greedy, store, size, seconds) for size in SIZES), fed(greedy, store, None, seconds)]
     count = sum(len(text.tokens) - text.start for text in greedy)
     known = "no datastore" if store is None else f"datastore {config.datastore} of {store.header.tokens:,} tokens"
     threads = torch.get_num_threads()
     measured = f"{len(tasks)} texts, {count} tokens greedy; t(1) {times[1] * 1e3:.1f} ms, {threads} threads; {known}"
-    tables = [_by_size(rows, times), _by_temperature(texts, store, [measured, *_claims(rows)])]
+    tables = [_by_size(rows, seconds), _by_temperature(texts, store, [measured, *_claims(rows, seconds)])]
     beside, drawn = batches.baselines(greedy, store)
     virtual, by_batch = batches.roofline_speedups({row.size: row.both.tokens_per_step for row in rows if row.size})
     target = make_runner(config.model("target"), place(config, "target"))  # of one slot, and the whole context
@@ -117,16 +112,16 @@ def measure_guesses(
     tables += [beside, batches.free_tokens(target, watcher, most_context), virtual, batches.long_prompts(*given)]
     sizes = [batch for batch in batches.BATCHES if batch <= most_batch]
     tables.append(batches.by_batch(config, prompts, tokens, sizes, watcher))
-    return tables, [_by_length(rows, times), drawn, by_batch]
+    return tables, [_by_length(rows, seconds), drawn, by_batch]
 
 
-def _by_length(rows: Sequence[Fed], times: Mapping[int, float]) -> Figure:
+def _by_length(rows: Sequence[Fed], seconds: Seconds) -> Figure:
     """Figure 2: tokens a step, the cost of a forward, and their quotient."""
     sized = [(row.size, row) for row in rows if row.size]
     lines = {
         "tokens a step": [(size, row.both.tokens_per_step) for size, row in sized],
-        "t(s) / t(1)": [(size, times[size] / times[1]) for size, _ in sized],
-        "times as fast as ar": [(size, row.speedup) for size, row in sized],
+        "t(s) / t(1)": [(size, seconds(size) / seconds(1)) for size, _ in sized],
+        "times as fast as ar": [(size, row.both.speedup(seconds)) for size, row in sized],
     }
     return Figure("sssd-length", "Speculation length: gain and cost (figure 2)", "s", "", lines, log="x")
 
@@ -162,21 +157,18 @@ def measure_times(
 # ---- guesses on texts ----
 
 
-def fed(
-    texts: Sequence[Generated], store: Datastore | None, most: int, size: int | None, times: Mapping[int, float]
-) -> Fed:
-    """`most`: guesses a step; all that are found are fed, or, without a `size`, the fastest number."""
-    seconds = interpolated(dict(times))
+def fed(texts: Sequence[Generated], store: Datastore | None, size: int | None, seconds: Seconds) -> Fed:
+    """All guesses that are found are fed, or, without a `size`, the fastest number."""
 
     def steps(store: Datastore | None, **options: Any) -> Replayed:
+        most = LOOK_AHEAD if size is None else size - 1
         return replay(texts, store, most, seconds=None if size else seconds, **options)
 
-    both = steps(store)
-    alone = None if store is None else steps(store, make=store_alone).tokens_per_step
-    return Fed(size, steps(None).tokens_per_step, alone, both, both.speedup(seconds))
+    alone = None if store is None else steps(store, make=store_alone)
+    return Fed(size, steps(None), alone, steps(store))
 
 
-def _by_size(rows: Sequence[Fed], times: Mapping[int, float]) -> Table:
+def _by_size(rows: Sequence[Fed], seconds: Seconds) -> Table:
     columns = (
         *("s", "t(s)/t(1)", "tokens a step:\ntext alone", "datastore\nalone", "both"),
         *("accepted a step:\nn-gram, datastore", "over ar"),
@@ -184,12 +176,12 @@ def _by_size(rows: Sequence[Fed], times: Mapping[int, float]) -> Table:
     words = [
         [
             str(row.size or f"fastest: {row.both.fed_per_step:.1f}"),
-            f"{times[row.size] / times[1]:.2f}" if row.size else "",
-            f"{row.text:.2f}",
-            "" if row.store is None else f"{row.store:.2f}",
+            f"{seconds(row.size) / seconds(1):.2f}" if row.size else "",
+            f"{row.text.tokens_per_step:.2f}",
+            "" if row.store is None else f"{row.store.tokens_per_step:.2f}",
             f"{row.both.tokens_per_step:.2f}",
             _by_source(row.both),
-            f"{row.speedup:.2f}",
+            f"{row.both.speedup(seconds):.2f}",
         ]
         for row in rows
     ]
@@ -226,19 +218,20 @@ def _change(pairs: Sequence[tuple[Replayed, Replayed]]) -> float:
     return own / greedy - 1 if greedy else 0.0
 
 
-def _claims(rows: Sequence[Fed]) -> list[str]:
+def _claims(rows: Sequence[Fed], seconds: Seconds) -> list[str]:
     """What the columns mean, and the paper's statements in prose."""
     sized = [row for row in rows if row.size]
-    most, best = sized[-1], max(sized, key=lambda row: row.speedup)
+    most, best = sized[-1], max(sized, key=lambda row: row.both.speedup(seconds))
     lines = [
         f"s: tokens in a forward, the last committed one included; {_CONTEXT} tokens in the cache",
-        f"over ar: only forwards take time. Ours at its best s, {best.size}: {best.speedup:.2f}; theirs: "
+        f"over ar: only forwards take time. Ours at its best s, {best.size}: {best.both.speedup(seconds):.2f}; theirs: "
         f"{PAPER['speedup']}",
         f"temperatures: up to {LOOK_AHEAD} guesses, all fed, as a tree; 95% over the prompts; top-k 50 and top-p 0.7",
     ]
     if most.store is not None and (gain := most.both.tokens_per_step - 1) > 0:
+        added = most.text.tokens_per_step + most.store.tokens_per_step - 2
         lines.append(
-            f"the gains of the sources alone add up, at s = {most.size}, to {(most.text + most.store - 2) / gain:.2f} "
+            f"the gains of the sources alone add up, at s = {most.size}, to {added / gain:.2f} "
             f'times the gain of both; theirs "{PAPER["sources"]}"'
         )
     return lines
