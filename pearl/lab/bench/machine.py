@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import time
@@ -39,7 +38,7 @@ class Conditions:
 
     Attributes:
         stolen: share of all cores' time that the host took for other virtual machines; 0 on a physical machine.
-        others: share taken by processes that are not descendants of this one.
+        others: share taken by processes that are neither this one nor its children, which have ended by then.
     """
 
     def __init__(self) -> None:
@@ -68,7 +67,7 @@ class Conditions:
 
 
 def _foreign_seconds() -> tuple[float, float]:
-    """Seconds of all cores since boot: (taken by the host, taken by processes that are not ours)."""
+    """Seconds of all cores since boot: (taken by the host, by processes other than this and its ended children)."""
     try:
         user, nice, system, _, _, interrupts, soft, stolen = map(
             int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
@@ -76,23 +75,4 @@ def _foreign_seconds() -> tuple[float, float]:
     except (OSError, ValueError):
         return 0.0, 0.0
     tick = os.sysconf("SC_CLK_TCK")
-    return stolen / tick, (user + nice + system + interrupts + soft - _our_ticks()) / tick
-
-
-def _our_ticks() -> int:
-    """CPU clock ticks of this process and its descendants, including children that have ended and were waited for."""
-    parents: dict[int, int] = {}
-    ticks: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):  # the process has just ended
-                # Field 2, the name in brackets, may contain spaces and brackets.
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                parents[int(entry.name)] = int(fields[1])
-                ticks[int(entry.name)] = sum(map(int, fields[11:15]))
-    total, waiting = 0, [os.getpid()]
-    while waiting:
-        process = waiting.pop()
-        total += ticks.get(process, 0)
-        waiting += [child for child, parent in parents.items() if parent == process]
-    return total
+    return stolen / tick, (user + nice + system + interrupts + soft) / tick - sum(os.times()[:4])

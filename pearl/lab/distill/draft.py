@@ -1,4 +1,4 @@
-"""Builds the draft to train, and exports it as an ordinary Hugging Face directory.
+"""Builds the draft to train.
 
 A draft starts from an existing draft, or from some of the target's layers with its embeddings, which are not trained.
 """
@@ -6,10 +6,11 @@ A draft starts from an existing draft, or from some of the target's layers with 
 from __future__ import annotations
 
 import copy
-import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,9 @@ from transformers import PreTrainedModel
 from pearl.errors import DistillError, ModelError
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.teacher import Teacher
-from pearl.models.checkpoints.checkpoint import resolve_checkpoint
 from pearl.models.checkpoints.loading import load_model
 from pearl.models.checkpoints.tokenizers import load_tokenizer
-from pearl.text.tokenizer import check_same_vocabulary, copy_tokenizer
+from pearl.text.tokenizer import check_same_vocabulary
 
 
 def new_draft(config: DistillConfig, teacher: Teacher) -> PreTrainedModel:
@@ -110,11 +110,9 @@ def hidden_states(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     return states
 
 
-def export(model: PreTrainedModel, target: str, directory: Path, about: dict[str, Any]) -> None:
-    """Write the draft in bfloat16, with the target's tokenizer. A failed write leaves no partial directory.
-
-    Args:
-        about: written to distillation.json in the directory.
+@contextmanager
+def replacing(directory: Path) -> Iterator[Path]:
+    """A directory to write, which then takes the place of `directory`. A failed write leaves no partial directory.
 
     Raises `DistillError`.
     """
@@ -122,10 +120,8 @@ def export(model: PreTrainedModel, target: str, directory: Path, about: dict[str
     try:
         for leftover in (building, old):
             shutil.rmtree(leftover, ignore_errors=True)
-        written: Any = copy.deepcopy(model)
-        written.to(torch.bfloat16).save_pretrained(building)
-        copy_tokenizer(resolve_checkpoint(target), building)
-        (building / "distillation.json").write_text(json.dumps(about, indent=1))
+        building.mkdir()
+        yield building
         if directory.exists():
             os.replace(directory, old)
         os.replace(building, directory)
@@ -133,5 +129,5 @@ def export(model: PreTrainedModel, target: str, directory: Path, about: dict[str
     except Exception as error:  # safetensors and tokenizers raise errors of their own on a full disk
         shutil.rmtree(building, ignore_errors=True)
         raise DistillError(
-            f"cannot write the draft to {directory}: {error}. The last checkpoint is whole: make room, and --resume"
+            f"cannot write {directory}: {error}. The last checkpoint is whole: make room, and --resume"
         ) from error

@@ -9,7 +9,6 @@ Source: "EAGLE-3", Li et al. 2025, section 3.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,9 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import linear, log_softmax, rms_norm, silu
 
-from pearl.errors import DistillError
 from pearl.lab.distill.answers import Answer
 from pearl.lab.distill.config import DistillConfig
-from pearl.lab.distill.draft import embeddings
+from pearl.lab.distill.draft import embeddings, replacing
 from pearl.lab.distill.learning import Batch, Learner, batch_of
 from pearl.lab.distill.teacher import Teacher
 from pearl.models.forward.layers import tapped
@@ -149,7 +147,7 @@ class HeadLearner(Learner):
             losses.append(-(probs * known * chances).sum() / len(batch.rows) * weight)
             weight *= _LATER
         loss = torch.stack(losses).sum()
-        self._optimizers.step(loss, progress, step)
+        self._descend(loss, progress, step)
         return losses[0].item(), len(batch.rows)
 
     def _judged(self, batch: Batch) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -195,12 +193,7 @@ class HeadLearner(Learner):
             "draft_vocab_size": len(head.ids),
             "torch_dtype": "bfloat16",
         }
-        try:
-            directory.mkdir(exist_ok=True)
-            building = directory / ".building.safetensors"
-            save_file(tensors | {"d2t": head.ids - own, "t2d": self._place >= 0}, building)
-            os.replace(building, directory / "model.safetensors")
-            (directory / "config.json").write_text(json.dumps(written, indent=1))
-            (directory / "distillation.json").write_text(json.dumps(about, indent=1))
-        except OSError as error:
-            raise DistillError(f"cannot write the head to {directory}: {error}. Make room, and --resume") from error
+        with replacing(directory) as building:
+            save_file(tensors | {"d2t": head.ids - own, "t2d": self._place >= 0}, building / "model.safetensors")
+            (building / "config.json").write_text(json.dumps(written, indent=1))
+            (building / "distillation.json").write_text(json.dumps(about, indent=1))

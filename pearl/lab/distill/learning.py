@@ -5,6 +5,8 @@ Everything random is keyed by the seed and the place in the run.
 
 from __future__ import annotations
 
+import copy
+import json
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -20,8 +22,10 @@ from transformers import PreTrainedModel
 from pearl.errors import DistillError
 from pearl.lab.distill.answers import Answer
 from pearl.lab.distill.config import DistillConfig
-from pearl.lab.distill.draft import embeddings, export, head, hidden_states
+from pearl.lab.distill.draft import embeddings, head, hidden_states, replacing
 from pearl.lab.distill.loss import head_loss
+from pearl.models.checkpoints.checkpoint import resolve_checkpoint
+from pearl.text.tokenizer import copy_tokenizer
 
 _BATCHES_PER_SORT = 64  # answers are sorted by length within groups of so many batches: little padding, mostly random
 _ADAM_BETAS = (0.9, 0.95)
@@ -87,7 +91,9 @@ def rate(progress: float) -> float:
     return max(0.01, min(1.0, progress / _WARMUP, (1 - progress) / _DECAY))
 
 
-class Optimizers:
+def optimizers(
+    weights: Mapping[str, torch.nn.Parameter], tables: Collection[str], config: DistillConfig
+) -> list[Optimizer]:
     """AdamW, or Muon for the layers' matrices and AdamW for all else.
 
     Muon (Jordan et al. 2024) makes each matrix's step orthogonal.  Its steps are scaled to the size of AdamW's (Liu et
@@ -96,43 +102,15 @@ class Optimizers:
     Args:
         weights: what learns, by name. tables: those of them whose rows are tokens.
     """
-
-    def __init__(
-        self, weights: Mapping[str, torch.nn.Parameter], tables: Collection[str], config: DistillConfig
-    ) -> None:
-        self._weights, self._config = list(weights.values()), config
-        is_muon = config.optimizer == "muon"
-        matrices = [each for name, each in weights.items() if is_muon and each.ndim == 2 and name not in tables]
-        others = [each for each in self._weights if not any(each is one for one in matrices)]
-        rate = config.learning_rate
-        self._each: list[Optimizer] = []
-        if others:
-            self._each.append(torch.optim.AdamW(others, lr=rate, betas=_ADAM_BETAS, weight_decay=0.0))
-        if matrices:
-            self._each.append(torch.optim.Muon(matrices, lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
-
-    def state(self) -> list[Any]:
-        return [optimizer.state_dict() for optimizer in self._each]
-
-    def restore(self, state: Sequence[Any]) -> None:
-        for optimizer, own in zip(self._each, state, strict=True):
-            optimizer.load_state_dict(own)
-
-    def step(self, loss: torch.Tensor, progress: float, step: int) -> None:
-        """Raises `DistillError` if loss or gradient is not finite. progress, step: see `Learner.step`."""
-        for optimizer in self._each:
-            for group in optimizer.param_groups:
-                group["lr"] = self._config.learning_rate * rate(progress)
-            optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self._weights, _CLIP)
-        if not torch.isfinite(loss + norm):
-            raise DistillError(
-                f"the loss is {loss.item()} and the gradient's norm {norm.item()} at step {step}. The last good "
-                "checkpoint is kept; begin anew in another directory with a lower learning_rate"
-            )
-        for optimizer in self._each:
-            optimizer.step()
+    is_muon, rate = config.optimizer == "muon", config.learning_rate
+    matrices = {name: each for name, each in weights.items() if is_muon and each.ndim == 2 and name not in tables}
+    others = [each for name, each in weights.items() if name not in matrices]
+    found: list[Optimizer] = []
+    if others:
+        found.append(torch.optim.AdamW(others, lr=rate, betas=_ADAM_BETAS, weight_decay=0.0))
+    if matrices:
+        found.append(torch.optim.Muon(matrices.values(), lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
+    return found
 
 
 # ---- steps ----
@@ -165,20 +143,20 @@ class Learner(ABC):
     """What learns in a run, with its optimizers.
 
     Args:
-        weights: what learns, by name. tables: see `Optimizers`.
+        weights: what learns, by name. tables: see `optimizers`.
     """
 
     def __init__(
         self, config: DistillConfig, weights: Mapping[str, torch.nn.Parameter], tables: Collection[str]
     ) -> None:
         self._config, self._weights = config, weights
-        self._optimizers = Optimizers(weights, tables, config)
+        self._optimizers = optimizers(weights, tables, config)
         self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
 
     def state(self) -> dict[str, Any]:
         """The trained weights and the optimizers, for `restore`."""
         weights = {name: weight.detach() for name, weight in self._weights.items()}
-        return {"weights": weights, "optimizers": self._optimizers.state()}
+        return {"weights": weights, "optimizers": [each.state_dict() for each in self._optimizers]}
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -187,7 +165,24 @@ class Learner(ABC):
             raise DistillError("the checkpoint belongs to another draft than these settings describe")
         for name, weight in self._weights.items():
             weight.copy_(state["weights"][name])
-        self._optimizers.restore(state["optimizers"])
+        for optimizer, own in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(own)
+
+    def _descend(self, loss: torch.Tensor, progress: float, step: int) -> None:
+        """Raises `DistillError` if loss or gradient is not finite."""
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self._config.learning_rate * rate(progress)
+            optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self._weights.values(), _CLIP)
+        if not torch.isfinite(loss + norm):
+            raise DistillError(
+                f"the loss is {loss.item()} and the gradient's norm {norm.item()} at step {step}. The last good "
+                "checkpoint is kept; begin anew in another directory with a lower learning_rate"
+            )
+        for optimizer in self._optimizers:
+            optimizer.step()
 
     @abstractmethod
     def step(self, answers: Sequence[Answer], progress: float, step: int) -> tuple[float, int]:
@@ -213,7 +208,7 @@ class Learner(ABC):
 
     @abstractmethod
     def export(self, target: str, directory: Path, about: dict[str, Any]) -> None:
-        """Write what has been learned. Raises `DistillError`."""
+        """Write what has been learned, and `about` as distillation.json. Raises `DistillError`."""
 
 
 class DraftLearner(Learner):
@@ -237,7 +232,7 @@ class DraftLearner(Learner):
             generator=generator(self._config.seed, step, "negatives"),
             divergence=self._config.divergence,
         )
-        self._optimizers.step(loss, progress, step)
+        self._descend(loss, progress, step)
         return loss.item(), len(batch.rows)
 
     def _states(self, batch: Batch) -> torch.Tensor:
@@ -253,4 +248,9 @@ class DraftLearner(Learner):
         return torch.cat(chosen) == batch.top_ids[:, 0]
 
     def export(self, target: str, directory: Path, about: dict[str, Any]) -> None:
-        export(self.draft, target, directory, about)
+        """In bfloat16, with the target's tokenizer: an ordinary checkpoint."""
+        written: Any = copy.deepcopy(self.draft)
+        with replacing(directory) as building:
+            written.to(torch.bfloat16).save_pretrained(building)
+            copy_tokenizer(resolve_checkpoint(target), building)
+            (building / "distillation.json").write_text(json.dumps(about, indent=1))

@@ -91,7 +91,7 @@ def invent(
     from pearl.lab.distill.answers import answer, batched
     from pearl.lab.distill.benchmarks import is_benchmark
 
-    bare, openings = bool(teacher.turn_start), config.openings
+    bare, openings = bool(teacher.encode_start("")), config.openings
     if not openings and not bare:
         raise ConfigError(f"{teacher.name!r} has no chat template: give openings for its prompts, or prompts")
     draw = random.Random(int(torch.randint(2**62, (), generator=generator)))

@@ -42,14 +42,6 @@ class Replayed:
     accepted: Counter[Source] = field(default_factory=Counter)
     fed: Counter[int] = field(default_factory=Counter)
 
-    def __add__(self, other: Replayed) -> Replayed:
-        return Replayed(
-            self.steps + other.steps,
-            self.tokens + other.tokens,
-            self.accepted + other.accepted,
-            self.fed + other.fed,
-        )
-
     @property
     def tokens_per_step(self) -> float:
         return self.tokens / self.steps if self.steps else 0.0

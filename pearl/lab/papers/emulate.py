@@ -6,15 +6,12 @@ else of a model matters to the runtime.  So each cell comes from three sources: 
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pearl.config import DecodingConfig, EngineConfig, SamplingParams
-from pearl.engine import Engine
+from pearl.config import EngineConfig, SamplingParams
 from pearl.lab import Watcher
 from pearl.lab.bench.rows import AR, Row
 from pearl.lab.bench.runner import Measured, Plan, Sample, measure, simulated
@@ -26,13 +23,9 @@ from pearl.lab.simulate import Timing
 from pearl.metrics import Sums
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.protocol.options import RequestOptions
-from pearl.trace.reading import read
-from pearl.trace.recorder import CONSUMER
-from pearl.trace.report import report
 
 _SIMULATED_TEXTS, _SIMULATED_TOKENS = 20, 1000
 _PROMPTS = 6
-_IDLE = ("draft idle", "target idle")
 _ALONE = Run(AR)
 _Figures = dict[Unit, float | None]  # of a run by one source
 
@@ -50,16 +43,14 @@ def emulate(
     """
     cells = {name: cells_of(pair, name) for name in TABLES if name in tables}
     known = [(cell, cell.run) for some in cells.values() for cell in some if cell.run is not None]
-    runs = list(dict.fromkeys([_ALONE, *(one for cell, one in known if cell.unit not in _IDLE)]))
-    measured = measure(_plan(pair, runs, tokens, texts, seed), watcher) if runtime and runs[1:] else Measured()
-    traced = next((one for cell, one in known if cell.unit in _IDLE), None)
-    idle = idle_times(pair, traced.decoding(), tokens) if runtime and traced else None
+    runs = list(dict.fromkeys([_ALONE, *(one for _, one in known)]))
+    measured = measure(_plan(pair, runs, tokens, texts, seed), watcher) if runtime and known else Measured()
     virtual = _simulator(pair, seed)
     for cell, one in known:
         own = [sample for sample in measured.samples if sample.row == one.label]
         alone = [sample.rate for sample in measured.samples if sample.row == AR and sample.rate]
-        cell.simulator, cell.runtime = virtual(one)[cell.unit], _measured(own, alone, idle)[cell.unit]
-        shares = sorted(sample.of_simulated for sample in own if sample.of_simulated and cell.unit not in _IDLE)
+        cell.simulator, cell.runtime = virtual(one)[cell.unit], _measured(own, alone)[cell.unit]
+        shares = sorted(sample.of_simulated for sample in own if sample.of_simulated)
         cell.of_simulated = (median(shares), shares[0], shares[-1]) if shares else None
     acceptance, origin = pair.acceptance()
     about = {name: getattr(pair, name) for name in ("title", "config", "vocabulary", "t_draft", "t_target")}
@@ -102,15 +93,17 @@ def _typical_prompt(pair: Pair, number: int, tokens: int) -> str:
 # ---- simulator and runtime ----
 
 
-def _figures(rate: float | None, alone: float, accepted: float | None, idle: tuple[float, float] | None) -> _Figures:
-    """By unit, from a run's tokens per second and the target's alone, mean accepted tokens, and idle seconds a step."""
+def _figures(texts: Sums, rate: float | None, alone: float) -> _Figures:
+    """By unit. `rate`, `alone`: tokens per second of the run, and of the target alone."""
+    accepted, steps = texts.accepted_per_run, texts.total("steps")
+    waits = [item for text in texts.texts for item in text.target_wait_seconds.items()]
     return {
         "tokens/s": rate,
         "speed-up": rate and rate / alone,
         "accepted": accepted,
         "run": None if accepted is None else accepted + 1,
-        "draft idle": idle and idle[0],
-        "target idle": idle and idle[1],
+        "draft idle": texts.total("draft_wait_seconds") / steps if steps else None,
+        "target idle": sum(seconds for cause, seconds in waits if cause != "idle") / steps if steps else None,
     }
 
 
@@ -123,35 +116,16 @@ def _simulator(pair: Pair, seed: int) -> Callable[[Run], _Figures]:
     def simulator(one: Run) -> _Figures:
         options = RequestOptions(one.method, "stream" if one.window is None else "fixed", one.window)
         totals = run(texts, timing, options)
-        waits = totals.total("draft_wait_seconds"), sum(sum(s.target_wait_seconds.values()) for s in totals.texts)
-        idle = waits[0] / totals.total("steps"), waits[1] / totals.total("steps")
-        return _figures(totals.tokens_per_second, pair.target_speed, totals.accepted_per_run or 0.0, idle)
+        return _figures(totals, totals.rate, pair.target_speed)
 
     return simulator
 
 
-def _measured(samples: Sequence[Sample], alone: Sequence[float], idle: tuple[float, float] | None) -> _Figures:
+def _measured(samples: Sequence[Sample], alone: Sequence[float]) -> _Figures:
     """`alone`: rates of the target alone."""
     rates = [sample.rate for sample in samples if sample.rate]
-    accepted = Sums(texts=[text for sample in samples for text in sample.texts]).accepted_per_run
-    return _figures(median(rates) if rates else None, median(alone) if alone else 1.0, accepted, idle)
-
-
-def idle_times(pair: Pair, decoding: DecodingConfig, tokens: int) -> tuple[float, float]:
-    """(draft, target): seconds per step that each waits for the other, by the trace of one text."""
-    params = SamplingParams(temperature=0.0, seed=0, max_tokens=tokens)
-    with tempfile.TemporaryDirectory() as folder, Engine(config=engine_config(pair)) as engine:
-        engine.generate("warm", params.model_copy(update={"max_tokens": 20}), decoding=decoding)
-        engine.start_trace(Path(folder) / "sd.json")
-        engine.generate("text", params, decoding=decoding)
-        found = report(read(engine.stop_trace()))
-    assert found.draft is not None
-    steps = sum(found.steps.values())
-    draft, target = (
-        sum(share for cause, share in worker.waits.items() if cause != CONSUMER) * found.wall / steps
-        for worker in (found.draft, found.target)
-    )
-    return draft, target
+    texts = Sums(texts=[text for sample in samples for text in sample.texts])
+    return _figures(texts, median(rates) if rates else None, median(alone) if alone else 1.0)
 
 
 def window_figures(tables: Mapping[str, Sequence[Cell]]) -> list[Figure]:

@@ -36,7 +36,7 @@ NOTES = {
     ],
     "5": ["Below c every source is above the paper: there the target verifies fewer tokens than it has time for."],
     "7": ["The paper's figure is what the emulation was given."],
-    "figure 2a": ["The runtime's figures are from a trace of one text by `sd`; the paper's are rounded."],
+    "figure 2a": ["The paper's figures are rounded."],
 }
 
 

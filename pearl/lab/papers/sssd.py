@@ -198,15 +198,16 @@ def _by_temperature(texts: dict[float, list[Generated]], store: Datastore | None
     for temperature, replays in each.items():
         change = bootstrap(list(zip(replays, each[0.0], strict=True)), _change)
         against = f"{change.value:+.0%} ({change.low:+.0%} to {change.high:+.0%})" if temperature else ""
-        steps, sources = str(bootstrap(replays, _per_step)), _by_source(sum(replays, Replayed()))
+        steps, sources = str(bootstrap(replays, _per_step)), _by_source(*replays)
         rows.append([f"{temperature:g}", steps, sources, against, PAPER.get(temperature, "")])
     columns = ("temperature", "tokens a step", "n-gram, datastore", "against greedy", "theirs")
     return Table("Temperatures", columns, rows, notes)
 
 
-def _by_source(replayed: Replayed) -> str:
+def _by_source(*replays: Replayed) -> str:
     """Accepted guesses a step."""
-    return ", ".join(f"{replayed.accepted_per_step(source):.2f}" for source in (Source.NGRAM, Source.DATASTORE))
+    steps, sources = max(1, sum(one.steps for one in replays)), (Source.NGRAM, Source.DATASTORE)
+    return ", ".join(f"{sum(one.accepted[source] for one in replays) / steps:.2f}" for source in sources)
 
 
 def _per_step(replays: Sequence[Replayed]) -> float:
