@@ -46,9 +46,8 @@ def check_bits(settings: Settings, prompts: Path | None, limit: int, kill: bool,
 
     log_to_stderr("error" if kill else settings.engine.log_level, "front")
     params = settings.sampling.with_seed()
-    if not params.temperature:
-        params = params.model_copy(update={"temperature": 1.0})
-    params = params.model_copy(update={"max_tokens": params.max_tokens or _TOKENS})
+    length = {"max_tokens": params.max_tokens or _TOKENS, "stop": ()}  # the reference knows no stop strings
+    params = params.model_copy(update=length | {"temperature": params.temperature or 1.0})
     asked: list[Prompt] = [*(read_prompts(prompts, limit) if prompts else PROMPTS[:limit])]
     config = settings.engine.model_copy(update={"log_level": "error", "draft_restarts": 10_000})
     findings: list[Finding] = []

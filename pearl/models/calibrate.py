@@ -27,14 +27,14 @@ def calibrate_target(runner: ModelRunner, brief: bool = False) -> tuple[tuple[in
     `brief`: measure none, for the times are known; only run the model once.
     """
     base = 0 if brief else _fill(runner)
-    _seconds(runner, base, 1)  # a process's first forwards are slower
+    forward_seconds(runner, base, 1)  # a process's first forwards are slower
     if brief:
         runner.rollback(0)
         return ()
     few, most = SIZES[0], runner.capabilities.tree_nodes
     more = (few, few + 1, most) if runner.capabilities.launches and most > few else ()
     sizes = [fed for fed in (*FED, *more) if base + fed <= runner.context]
-    found = tuple((fed, median(_seconds(runner, base, fed) for _ in range(_REPEATS))) for fed in sizes)
+    found = tuple((fed, median(forward_seconds(runner, base, fed) for _ in range(_REPEATS))) for fed in sizes)
     runner.rollback(0)
     return found
 
@@ -50,10 +50,10 @@ def calibrate_draft(runner: ModelRunner, brief: bool = False) -> tuple[float, fl
     runner.synchronize()
     each = (time.monotonic() - began) / base
     end = time.monotonic() + (0.0 if brief else _DRAFT_SECONDS)
-    _seconds(runner, base, 1)
+    forward_seconds(runner, base, 1)
     taken: list[float] = []
     while len(taken) < _REPEATS or (time.monotonic() < end and len(taken) < _MOST_DRAFTS):
-        taken.append(_seconds(runner, base, 1))
+        taken.append(forward_seconds(runner, base, 1))
     runner.rollback(0)
     return median(taken), each
 
@@ -65,7 +65,7 @@ def _fill(runner: ModelRunner) -> int:
     return count
 
 
-def _seconds(runner: ModelRunner, base: int, fed: int) -> float:
+def forward_seconds(runner: ModelRunner, base: int, fed: int) -> float:
     """The time of one forward fed `fed` tokens after `base` others."""
     runner.rollback(base)
     runner.synchronize()

@@ -8,16 +8,13 @@ from importlib.util import find_spec
 from typing import Any
 
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
-from pearl.decoding.rules.direct import DirectDraw
-from pearl.decoding.sampling import read_draw
 from pearl.decoding.shaping import make_shaper
 from pearl.engine.request import Prompt, encode, submission
+from pearl.lab.experiments.texts import answers
 from pearl.models.checkpoints.checkpoint import is_toy
 from pearl.models.checkpoints.tokenizers import load_tokenizer
-from pearl.models.runner import ModelRunner, feed_chain
-from pearl.protocol.scheduler import PREFILL_CHUNK
+from pearl.models.runner import ModelRunner
 from pearl.text.grammar import Guides
-from pearl.text.stream import TextStream
 
 PROMPTS = (  # the second has a prefix of the first; the third repeats itself, so that many tokens are guessed
     "Explain gravity to a beginner.",
@@ -74,26 +71,12 @@ class TargetAlone:
         return Reference(name, params, prompts, [self._text(prompt, params) for prompt in prompts])
 
     def _text(self, prompt: list[int], params: SamplingParams) -> list[int]:
-        decoding, runner = DecodingConfig(method="ar"), self._runner
-        submit = submission(1, prompt, runner.context, params, self._defaults, decoding)
-        guides = Guides(lambda: self._tokenizer, runner.vocab_size)
-        draw, shaper = DirectDraw(submit.options.sampling), make_shaper(submit.options.sampling.shaping, prompt, guides)
-        stream = TextStream(self._tokenizer, submit.prompt, submit.options.stops)
-        tokens, fed = [*prompt], 0
-        runner.rollback(0)
-        while len(tokens) < submit.limit:
-            for start in range(fed, len(tokens), PREFILL_CHUNK):
-                part = tokens[start : start + PREFILL_CHUNK]
-                row = feed_chain(runner, part, 1)
-                row = row if shaper is None else shaper.chain(row, part)
-            fed = len(tokens)
-            tokens.append(read_draw(draw(row[0], fed)))
-            stream.push(tokens[-1])
-            if tokens[-1] in submit.eos or stream.stopped:
-                break
-        runner.rollback(0)
+        submit = submission(1, prompt, self._runner.context, params, self._defaults, DecodingConfig(method="ar"))
+        sampling, guides = submit.options.sampling, Guides(lambda: self._tokenizer, self._runner.vocab_size)
+        shaper = make_shaper(sampling.shaping, prompt, guides)
+        (text,) = answers(self._runner, [prompt], [sampling], submit.eos, submit.limit - len(prompt), shaper=shaper)
         self._tick("the target alone")
-        return tokens[len(prompt) :]
+        return text
 
 
 def direct_rules(params: SamplingParams) -> dict[str, SamplingParams]:

@@ -14,6 +14,7 @@ import torch
 from pearl.config import EngineConfig
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
+from pearl.decoding.shaping import Shaper
 from pearl.drafting.rows import shape_of
 from pearl.engine.conversation import Conversation
 from pearl.errors import ConfigError
@@ -105,12 +106,14 @@ def answers(
     eos: Sequence[int],
     most: int,
     tick: Callable[[int], object] = lambda tokens: None,
+    shaper: Shaper | None = None,
 ) -> list[list[int]]:
     """Seeded decoding of up to `most` tokens per prompt; as many prompts at a time as the target has slots.
 
     Args:
         samplings: one per prompt.
         tick: called after each forward with the number of tokens drawn.
+        shaper: of a single prompt's logits.
     """
     written: list[list[int]] = [[] for _ in prompts]
     for first in range(0, len(prompts), target.capabilities.slots):
@@ -122,7 +125,8 @@ def answers(
             feeds = [Feed(written[number][-1:] or prompts[number], 1, slot) for number, slot in going.items()]
             for number, row in zip(going, target.forward(feeds), strict=True):
                 position = len(prompts[number]) + len(written[number])
-                written[number].append(read_draw(draws[number](row[0], position)))
+                shaped = row if shaper is None else shaper.chain(row, written[number][-1:] or prompts[number])
+                written[number].append(read_draw(draws[number](shaped[0], position)))
             tick(len(going))
             going = {n: slot for n, slot in going.items() if len(written[n]) < most and written[n][-1] not in eos}
     return written

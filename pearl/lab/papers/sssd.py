@@ -7,7 +7,6 @@ forward of s tokens is measured, and needs a quiet machine.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -28,6 +27,7 @@ from pearl.lab.papers.figures import Figure
 from pearl.lab.papers.page import Table
 from pearl.lab.papers.studies import FILTERED
 from pearl.lab.simulate import interpolated
+from pearl.models.calibrate import forward_seconds
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.protocol.messages import Source
@@ -143,12 +143,8 @@ def measure_times(
     watcher.begin(f"forward times, {base} tokens in the cache", _ROUNDS)
     for round_ in range(_ROUNDS + 1):  # the first warms up
         for fed in sizes:
-            target.rollback(base)
-            target.synchronize()
-            began = time.perf_counter()
-            feed_chain(target, [(3 + 11 * i) % target.vocab_size for i in range(fed)], fed)
-            target.synchronize()
-            taken[fed] += [time.perf_counter() - began] if round_ else []
+            seconds = forward_seconds(target, base, fed)
+            taken[fed] += [seconds] if round_ else []
         watcher.advance(min(round_, 1))
     target.rollback(0)
     return {fed: median(some) for fed, some in taken.items()}
