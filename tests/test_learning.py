@@ -10,9 +10,9 @@ import torch
 from pearl.errors import ModelError
 from pearl.lab.distill.answers import Answer, answer
 from pearl.lab.distill.config import DistillConfig
-from pearl.lab.distill.draft import check_head
 from pearl.lab.distill.learning import DraftLearner, generator
 from pearl.lab.distill.loss import DIVERGENCES, head_loss
+from pearl.lab.distill.pair import check_head
 from pearl.models.checkpoints.loading import load_model, load_runner
 from pearl.models.runner import feed_chain
 from tests.tiny import EOS_ID, tiny_model

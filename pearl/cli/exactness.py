@@ -41,8 +41,7 @@ def check_bits(settings: Settings, prompts: Path | None, limit: int, kill: bool,
     Texts have up to --max-tokens, 16 by default: a first look; --limit 4 --max-tokens 48 is thorough. With --datastore,
     method ngram is compared with and without it.
     """
-    from pearl.lab.bench.exactness import check_pair
-    from pearl.lab.bench.reference import PROMPTS
+    from pearl.lab.bench.exactness import PROMPTS, check_pair
 
     log_to_stderr("error" if kill else settings.engine.log_level, "front")
     params = settings.sampling.with_seed()

@@ -16,8 +16,7 @@ from pearl.config import EngineConfig
 from pearl.errors import ConfigError
 from pearl.lab.bench.machine import Conditions
 from pearl.lab.bench.tasks import HUMANEVAL, Task
-from pearl.lab.papers.figures import Figure, check_drawing, draw
-from pearl.lab.papers.page import EXPLAINED, Table, pair_lines, tables
+from pearl.lab.papers.figures import Figure, Table, check_drawing, draw
 from pearl.lab.papers.pearl import TABLES, Cell, Pair, pairs
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ def of_pearl(
     """
     if figures is not None:
         check_drawing()
-    from pearl.lab.papers.emulate import emulate, window_figures
+    from pearl.lab.papers.emulate import EXPLAINED, emulate, pair_lines, tables, window_figures
 
     size = _EMULATED_QUICK if quick else _EMULATED
     settings: dict[str, Any] = size | {"seed": 0, "runtime": not simulate_only}
@@ -232,14 +231,13 @@ def mjsd(**given: Any) -> None:
 
 def _study(name: str, asked: _Asked, more: Sequence[Table], figures: Sequence[Figure]) -> None:
     """Run the study; print it and `more`, and draw the figures."""
-    from pearl.lab.papers import study
-    from pearl.lab.papers.studies import STUDIES
+    from pearl.lab.papers.studies import STUDIES, in_words, run_study, sweeps
 
     clock, about = Conditions(), STUDIES[name]
     with Bars() as bars:
-        found = study.run_study(about, asked.tasks, asked.tokens, bars, asked.config)
+        found = run_study(about, asked.tasks, asked.tokens, bars, asked.config)
     clock.stop()
-    figures, table = [*figures, *study.sweeps(name, found)], study.in_words(about, found)
+    figures, table = [*figures, *sweeps(name, found)], in_words(about, found)
     if asked.to is not None:
         settings = {"paper": name, "tokens": asked.tokens, "texts": len(asked.tasks)}
         found_all = {"rows": found, "tables": [*more, table], "figures": figures}

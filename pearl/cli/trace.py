@@ -14,11 +14,10 @@ from pearl.document import damaged
 from pearl.errors import TraceError
 from pearl.printable import printable
 from pearl.trace import chrome
-from pearl.trace.figures import REQUEST_COLUMNS, request_row, side_by_side
 from pearl.trace.gantt import chart, same_time
 from pearl.trace.gantt import png as draw
 from pearl.trace.reading import read, read_document
-from pearl.trace.report import Report
+from pearl.trace.report import REQUEST_COLUMNS, Report, request_row, side_by_side
 from pearl.trace.report import report as make_report
 
 _FILE = click.argument("file", type=click.Path(path_type=Path))

@@ -2,8 +2,8 @@
 
 Logits: one token sequence in forwards of random sizes, compared with the same sequence in forwards of equal size.
 Texts: every method and window.  Under rules that commit the target's own draw (greedy, coupled) they are compared with
-the target alone, decoded in this process (`reference`); under the ratio rule with each other.  A bug that changes only
-the distribution of sampled texts is not found here but by tests/test_verification.py.
+the target alone, decoded in this process without the engine; under the ratio rule with each other.  A bug that changes
+only the distribution of sampled texts is not found here but by tests/test_verification.py.
 """
 
 from __future__ import annotations
@@ -15,19 +15,24 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import product
+from typing import Any
 
 import torch
 
-from pearl.config import EngineConfig, SamplingParams
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.decoding.shaping import make_shaper
 from pearl.engine import Engine
-from pearl.engine.request import Prompt
+from pearl.engine.request import Prompt, encode, submission
 from pearl.engine.stream import Stream
-from pearl.lab.bench.reference import Reference, TargetAlone, direct_rules
 from pearl.lab.bench.rows import parse_settings
-from pearl.models.checkpoints.checkpoint import is_head
+from pearl.lab.experiments.texts import answers
+from pearl.models.checkpoints.checkpoint import is_head, is_toy
+from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.forward.graphs import FED
 from pearl.models.runner import ModelRunner, feed_chain
+from pearl.text.grammar import Guides
 from pearl.worker.build import make_runner
 from pearl.worker.placement import place
 
@@ -97,7 +102,7 @@ def check_pair(
         yield compare_cuts(runner, role, min(_ROWS, runner.context), piece=piece)
         if role == "target":
             has_slots = runner.capabilities.row_invariant
-            plain, shaped = TargetAlone(config, runner, tick).references(asked, params)
+            plain, shaped = references(config, runner, asked, params, tick)
             asked = plain[0].prompts
         del runner  # a GPU may have no room for it beside the engine's
     if config.datastore is not None:
@@ -241,3 +246,72 @@ def _read(stream: Stream, kill_in: Engine | None) -> int:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(kill_in.draft_pid, signal.SIGKILL)
     return longest
+
+
+# ---- the target alone ----
+
+PROMPTS = (  # the second has a prefix of the first; the third repeats itself, so that many tokens are guessed
+    "Explain gravity to a beginner.",
+    "Explain gravity to a child of five.",
+    "Go on: red green blue white black, red green blue white black, red green blue white black, red green",
+)
+_SECOND_TURN = "\n\nAnd now in one sentence:"
+_SHAPES: dict[str, dict[str, Any]] = {
+    "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.6},
+    "grammar": {"regex": "([a-z]{1,6} ){3,6}end", "json_schema": None, "ignore_eos": False},
+}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The target's texts for some prompts, sampled with `params`. `name` begins with the rule: greedy or coupled."""
+
+    name: str
+    params: SamplingParams
+    prompts: Sequence[Prompt]
+    texts: list[list[int]]
+
+
+def references(
+    config: EngineConfig,
+    runner: ModelRunner,
+    asked: Sequence[Prompt],
+    params: SamplingParams,
+    tick: Callable[[str], None],
+) -> tuple[list[Reference], list[Reference]]:
+    """Texts of prompts and of a second turn of the first, under each direct rule; and texts with shaped logits.
+
+    By the target in this process, one token a forward, from an empty cache. They share only the runner, the draw and
+    the shaper with the engine, so other bugs change its texts in another way. `tick`: told of each text.
+    """
+    tokenizer, defaults = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
+    rules, guides = direct_rules(params), Guides(lambda: tokenizer, runner.vocab_size)
+
+    def decode(prompt: list[int], params: SamplingParams) -> list[int]:
+        submit = submission(1, prompt, runner.context, params, defaults, DecodingConfig(method="ar"))
+        sampling, most = submit.options.sampling, submit.limit - len(prompt)
+        shaper = make_shaper(sampling.shaping, prompt, guides)
+        tick("the target alone")
+        return answers(runner, [prompt], [sampling], submit.eos, most, shaper=shaper)[0]
+
+    def reference(name: str, params: SamplingParams, prompts: list[list[int]]) -> Reference:
+        return Reference(name, params, prompts, [decode(prompt, params) for prompt in prompts])
+
+    prompts = [encode(tokenizer, prompt) for prompt in asked]
+    second = prompts[0] + decode(prompts[0], rules["greedy"]) + tokenizer.encode(_SECOND_TURN, special=False)
+    if len(second) + (params.max_tokens or 0) <= runner.context:
+        prompts.insert(1, second)
+    can_guide = defaults.eos and not is_toy(config.target) and find_spec("llguidance")  # a toy has no space
+    plain = [reference(rule, sampling, prompts) for rule, sampling in rules.items()]
+    shaped = [
+        reference(f"{rule}, {name}", sampling.model_copy(update=shape), prompts[:2])
+        for name, shape in _SHAPES.items()
+        for rule, sampling in rules.items()
+        if name != "grammar" or can_guide
+    ]
+    return plain, shaped
+
+
+def direct_rules(params: SamplingParams) -> dict[str, SamplingParams]:
+    """Rules that commit the target's own draw -> how to sample under them."""
+    return {"greedy": params.model_copy(update={"temperature": 0.0}), "coupled": params}

@@ -1,11 +1,11 @@
 """Train a draft: distillation on the target's own answers.
 
     config       every setting of a run
-    teacher      the loaded target: its model, tokenizer, and how it encodes prompts
+    pair         the loaded target and how it encodes prompts; the draft to train, and its states
     benchmarks   recognises benchmark prompts, which are never trained on
     prompts      from files, and invented by the target
     answers      batched generation, with the likeliest tokens of every step
-    draft        builds the model to train, and exports it
+    head         a head to train in place of a draft
     loss         the training loss
     learning     batches, schedules, optimizers and the training step
     run          the rounds of answering and learning, and its files

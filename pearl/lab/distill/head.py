@@ -20,9 +20,8 @@ from torch.nn.functional import linear, log_softmax, rms_norm, silu
 
 from pearl.lab.distill.answers import Answer
 from pearl.lab.distill.config import DistillConfig
-from pearl.lab.distill.draft import embeddings, replacing
 from pearl.lab.distill.learning import Batch, Learner, batch_of
-from pearl.lab.distill.teacher import Teacher
+from pearl.lab.distill.pair import Teacher, embeddings, replacing
 from pearl.models.forward.layers import tapped
 
 _DEPTHS = 4  # steps that are learned

@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from pearl.errors import DistillError
 from pearl.lab.distill.answers import Answer
 from pearl.lab.distill.config import DistillConfig
-from pearl.lab.distill.draft import embeddings, head, hidden_states, replacing
 from pearl.lab.distill.loss import head_loss
+from pearl.lab.distill.pair import embeddings, head, hidden_states, replacing
 from pearl.models.checkpoints.checkpoint import resolve_checkpoint
 from pearl.text.tokenizer import copy_tokenizer
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from pearl.lab.distill.answers import Answer
     from pearl.lab.distill.config import DistillConfig
-    from pearl.lab.distill.teacher import Teacher
+    from pearl.lab.distill.pair import Teacher
 
 _TEMPERATURE, _TOP = 1.0, 64  # of sampling invented prompts, among the _TOP likeliest tokens
 _PLAIN = 0.3  # share of invented prompts without an opening

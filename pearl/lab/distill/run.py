@@ -26,11 +26,10 @@ from pearl.errors import ConfigError, DistillError
 from pearl.lab import Watcher
 from pearl.lab.distill.answers import Answer, along, answer
 from pearl.lab.distill.config import DistillConfig
-from pearl.lab.distill.draft import head, new_draft
 from pearl.lab.distill.head import HeadLearner
 from pearl.lab.distill.learning import DraftLearner, Learner, generator, plan
+from pearl.lab.distill.pair import head, load_teacher, new_draft
 from pearl.lab.distill.prompts import attempts, invent, training_prompts
-from pearl.lab.distill.teacher import load_teacher
 
 HELD_OUT = "held-out"
 _FORMAT = 4  # of the files of a run

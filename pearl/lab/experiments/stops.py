@@ -226,7 +226,7 @@ def train(
         raise ConfigError(
             f"{len(recorded.texts)} texts are too few to train on and to hold some out: at least {LEAST_TEXTS}"
         )
-    learned, held_out = split(recorded, _HELD_OUT)
+    learned, held_out = split(recorded)
     tell("training")
     classifier = fit(*examples(learned.texts), recorded.header.target, recorded.header.draft, seed)
     confidences = [classifier.confidence(each) for text in held_out.texts for each in features_of(text)]
@@ -249,8 +249,8 @@ def train(
     return Trained(kept, classifier.examples, len(right), sum(predicted) / len(right), base, by_cap[cap], static)
 
 
-def split(recorded: RecordedTexts, every: int) -> tuple[RecordedTexts, RecordedTexts]:
-    """(all other texts, each `every`-th)."""
-    held_out = recorded.texts[every - 1 :: every]
-    others = tuple(text for number, text in enumerate(recorded.texts, 1) if number % every)
+def split(recorded: RecordedTexts) -> tuple[RecordedTexts, RecordedTexts]:
+    """(texts to train on, texts held out)."""
+    held_out = recorded.texts[_HELD_OUT - 1 :: _HELD_OUT]
+    others = tuple(text for number, text in enumerate(recorded.texts, 1) if number % _HELD_OUT)
     return replace(recorded, texts=others), replace(recorded, texts=held_out)

@@ -9,17 +9,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.drafting.datastore import Datastore
+from pearl.drafting.ngram import NgramIndex
 from pearl.engine import Engine
 from pearl.lab import Watcher
-from pearl.lab.experiments.guessing import Generated, replay
+from pearl.lab.experiments.guessing import Generated, MakeIndex, replay
 from pearl.lab.experiments.texts import answers
-from pearl.lab.papers.figures import Figure
-from pearl.lab.papers.page import Table
+from pearl.lab.papers.figures import Figure, Table
 from pearl.lab.papers.sssd import SIZES, measure_times
-from pearl.lab.simulate import interpolated
 from pearl.models.runner import ModelRunner
 from pearl.protocol.options import Sampling
 from pearl.text.stream import Tokenizer
@@ -69,10 +70,8 @@ def free_tokens(target: ModelRunner, watcher: Watcher, most: int) -> Table:
     """
     measured = {}
     for context in (each for each in CONTEXTS if each <= most and each + max(_FEEDS) <= target.context):
-        times = measure_times(target, watcher, _FEEDS, context)
-        measured[context] = max(
-            fed for fed in range(1, max(_FEEDS) + 1) if interpolated(times)(fed) <= _FREE * times[1]
-        )
+        seconds = measure_times(target, watcher, _FEEDS, context)
+        measured[context] = max(fed for fed in range(1, max(_FEEDS) + 1) if seconds(fed) <= _FREE * seconds(1))
     rows = [
         [str(batch), f"{PAPER.free(batch):.1f}", *(f"{free / batch:.1f}" for free in measured.values())]
         for batch in BATCHES
@@ -148,16 +147,10 @@ def long_prompts(
         turn = tokenizer.decode([*begins, *prose[: length - len(begins)]])
         prompt = prompt_of(turn)
         (text,) = answers(target, [prompt], [Sampling()], eos, tokens)
-        times = measure_times(target, watcher, SIZES, length)
-        found = replay([Generated((*prompt, *text), len(prompt))], store, SIZES[-1] - 1, seconds=interpolated(times))
-        rows.append(
-            [
-                f"{len(prompt):,}",
-                str(len(text)),
-                f"{found.tokens_per_step:.2f}",
-                f"{found.speedup(interpolated(times)):.2f}",
-            ]
-        )
+        seconds = measure_times(target, watcher, SIZES, length)
+        found = replay([Generated((*prompt, *text), len(prompt))], store, SIZES[-1] - 1, seconds=seconds)
+        gains = f"{found.tokens_per_step:.2f}", f"{found.speedup(seconds):.2f}"
+        rows.append([f"{len(prompt):,}", str(len(text)), *gains])
         watcher.advance(1, f"{length} tokens")
     columns = ("tokens of\nthe prompt", "of the\nsummary", "tokens\na step", "over ar")
     notes = ["over ar: only forwards take time. The prose is that of Python's own help pages."]
@@ -175,16 +168,16 @@ def baselines(texts: Sequence[Generated], store: Datastore | None) -> tuple[Tabl
     from pearl.drafting.guesser import text_index
     from pearl.drafting.published import INDEXES
 
-    def published(name: str) -> Callable[..., float]:
-        make = INDEXES[name]
-        return lambda s: (
-            replay(texts, store, s - 1, make=lambda prompt, known: make(prompt, known, None, None)).tokens_per_step
-        )
+    def made(prompt: Sequence[int], known: Datastore | None, *, make: Any) -> NgramIndex:
+        index: NgramIndex = make(prompt, known, None, None)
+        return index
 
     names = [name for name in ("pld", "llma", "rest", "sssd") if name != "rest" or store is not None]
-    ways = {name: published(name) for name in names}
-    ways["ngram"] = lambda s: replay(texts, store, s - 1, make=text_index).tokens_per_step
-    found = {name: [(s, way(s)) for s in SIZES] for name, way in ways.items()}
+    makes: dict[str, MakeIndex] = {name: partial(made, make=INDEXES[name]) for name in names} | {"ngram": text_index}
+    found = {
+        name: [(s, replay(texts, store, s - 1, make=make).tokens_per_step) for s in SIZES]
+        for name, make in makes.items()
+    }
     rows = [[name, *(f"{tokens:.2f}" for _, tokens in some)] for name, some in found.items()]
     title = "Tokens a step by s, the tokens in a forward, all guesses fed (figure 4)"
     notes = ["ngram: ours, with learned probabilities; sssd: as printed."]

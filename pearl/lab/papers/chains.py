@@ -14,8 +14,7 @@ from statistics import fmean, stdev
 import torch
 
 from pearl.lab import Watcher
-from pearl.lab.papers.figures import Figure
-from pearl.lab.papers.page import Table
+from pearl.lab.papers.figures import Figure, Table
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.toy import NextToken, ToyRunner
 from pearl.protocol.messages import Submit

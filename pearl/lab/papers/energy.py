@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pearl.config import EngineConfig
 from pearl.lab import Watcher
-from pearl.lab.papers.page import Table
+from pearl.lab.papers.figures import Table
 from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.worker.build import make_runner
 from pearl.worker.placement import place

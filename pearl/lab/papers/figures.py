@@ -1,4 +1,4 @@
-"""Figures: data that commands print as JSON, and draw as pictures where matplotlib is installed."""
+"""Tables, and figures: data that commands print as JSON, and draw as pictures where matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,16 @@ from pearl.extras import installing
 _WIDE = 90  # letters of a title's line
 
 Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A title, named columns and rows of words. `notes`: lines below it."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

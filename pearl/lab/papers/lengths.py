@@ -12,27 +12,19 @@ from statistics import fmean, pstdev
 
 from pearl.drafting.disco import Classifier
 from pearl.lab.experiments.stops import LEAST_TEXTS, STATIC, features_of, split, train
-from pearl.lab.papers.figures import Figure
-from pearl.lab.papers.page import Table
+from pearl.lab.papers.figures import Figure, Table
 from pearl.lab.simulate import Timing
 from pearl.lab.theory import sd_improvement
 from pearl.models.recorded import RecordedText, RecordedTexts
 
 _COST, _RATES, _GAMMAS = 0.05, (0.6, 0.8, 0.9), range(1, 41)  # of figure 2: t_draft / t_target, acceptance, lengths
 _BINS = 10
-_HELD_OUT = 4  # every 4th text is held out from the classifier
 
 
 def oracle_lengths(right: Sequence[bool]) -> list[int]:
     """Tokens that an oracle drafts in each step of a text; the target adds one to each."""
-    lengths, run = [], 0
-    for is_right in right:
-        if is_right:
-            run += 1
-        else:
-            lengths.append(run)
-            run = 0
-    return [*lengths, run] if run else lengths
+    runs = "".join("+" if is_right else "-" for is_right in right).split("-")
+    return [len(run) for run in (runs if runs[-1] else runs[:-1])]
 
 
 def forwards(right: Sequence[bool], gamma: int) -> tuple[int, int]:
@@ -90,7 +82,7 @@ def _scores(recorded: RecordedTexts, timing: Timing) -> list[Table]:
     if len(recorded.texts) < LEAST_TEXTS:
         return []
     trained = train(recorded, timing)
-    _, held_out = split(recorded, _HELD_OUT)
+    _, held_out = split(recorded)
     gamma = trained.static.totals.window
     rows = [
         [name, f"{f1([each for text in held_out.texts for each in decisions(text, gamma, known)]):.0%}"]

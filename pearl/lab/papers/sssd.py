@@ -23,8 +23,7 @@ from pearl.lab.bench.tasks import Task
 from pearl.lab.experiments.estimate import bootstrap
 from pearl.lab.experiments.guessing import Generated, Replayed, Seconds, replay, store_alone
 from pearl.lab.experiments.texts import answers
-from pearl.lab.papers.figures import Figure
-from pearl.lab.papers.page import Table
+from pearl.lab.papers.figures import Figure, Table
 from pearl.lab.papers.studies import FILTERED
 from pearl.lab.simulate import interpolated
 from pearl.models.calibrate import forward_seconds
@@ -97,13 +96,12 @@ def measure_guesses(
         return [Generated((*p, *a), len(p)) for p, a in zip(prompts, found, strict=True)]
 
     texts = {temperature: decode(temperature) for temperature in TEMPERATURES}
-    greedy, times = texts[0.0], measure_times(target, watcher)
-    seconds = interpolated(times)
+    greedy, seconds = texts[0.0], measure_times(target, watcher)
     rows = [*(fed(greedy, store, size, seconds) for size in SIZES), fed(greedy, store, None, seconds)]
     count = sum(len(text.tokens) - text.start for text in greedy)
     known = "no datastore" if store is None else f"datastore {config.datastore} of {store.header.tokens:,} tokens"
     threads = torch.get_num_threads()
-    measured = f"{len(tasks)} texts, {count} tokens greedy; t(1) {times[1] * 1e3:.1f} ms, {threads} threads; {known}"
+    measured = f"{len(tasks)} texts, {count} tokens greedy; t(1) {seconds(1) * 1e3:.1f} ms, {threads} threads; {known}"
     tables = [_by_size(rows, seconds), _by_temperature(texts, store, [measured, *_claims(rows, seconds)])]
     beside, drawn = batches.baselines(greedy, store)
     virtual, by_batch = batches.roofline_speedups({row.size: row.both.tokens_per_step for row in rows if row.size})
@@ -131,8 +129,8 @@ def _by_length(rows: Sequence[Fed], seconds: Seconds) -> Figure:
 
 def measure_times(
     target: ModelRunner, watcher: Watcher, sizes: Sequence[int] = SIZES, context: int = _CONTEXT
-) -> dict[int, float]:
-    """Seconds of a forward by tokens fed: medians over rounds in which all sizes take turns.
+) -> Seconds:
+    """Seconds of a forward by tokens fed: medians over rounds in which all sizes take turns, interpolated.
 
     `context`: tokens in the cache, if there is room for them.
     """
@@ -147,7 +145,7 @@ def measure_times(
             taken[fed] += [seconds] if round_ else []
         watcher.advance(min(round_, 1))
     target.rollback(0)
-    return {fed: median(some) for fed, some in taken.items()}
+    return interpolated({fed: median(some) for fed, some in taken.items()})
 
 
 # ---- guesses on texts ----

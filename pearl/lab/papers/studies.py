@@ -1,17 +1,28 @@
-"""Studies: tables of other papers, as far as existing rules and methods fill them, in real runs of the embedded pair.
+"""Studies: tables of other papers, as far as existing rules and methods fill them, in real runs of a pair.
 
 The papers' models and data are not here.  So compare their figures with ours in kind, not in size; each study says what
-differs and what is left out.  Data alone, without torch: `study` runs them.
+differs and what is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from pearl.config import DecodingConfig
+import torch
+
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.lab import Watcher
+from pearl.lab.bench.figures import Figures, Surprise, figures, perplexity
 from pearl.lab.bench.rows import PUBLISHED, Row
+from pearl.lab.bench.runner import Plan, measure
+from pearl.lab.bench.tasks import Task
+from pearl.lab.experiments import mjgd
+from pearl.lab.papers.figures import Figure, Table
+from pearl.models.checkpoints.tokenizers import load_tokenizer
+from pearl.models.runner import ModelRunner
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 FILTERED: dict[str, Any] = {"top_k": 50, "top_p": 0.7}  # as SSSD's paper has it
@@ -136,3 +147,93 @@ STUDIES = {
         joint=(1, 2, 3),
     ),
 }
+
+
+def run_study(
+    study: Study, tasks: Sequence[Task], tokens: int, watcher: Watcher, config: EngineConfig | None = None
+) -> list[Figures]:
+    """Decode the first turn of each task with each row of the study, in turns.
+
+    `config`: of the pair; None: the embedded one.
+    """
+    config = config or EngineConfig()
+    tasks = [replace(task, turns=task.turns[:1]) for task in tasks]
+    plan = Plan(config, study.rows, tasks, SamplingParams(seed=0, max_tokens=tokens))
+    measured = measure(plan, watcher)
+    surprise = Surprise(config) if study.joint else None
+    found = figures(plan, measured, surprise)
+    if surprise is not None:
+        prompts = list(dict.fromkeys(tuple(text.prompt_tokens) for _, text in measured.texts))
+        eos = load_tokenizer(config.target)[1].eos
+        found += _joint_rows(surprise.runner, prompts, study.joint, tokens, eos, watcher)
+    return found
+
+
+def _joint_rows(
+    runner: ModelRunner,
+    prompts: Sequence[Sequence[int]],
+    counts: Sequence[int],
+    tokens: int,
+    eos: Sequence[int],
+    watcher: Watcher,
+) -> list[Figures]:
+    """Rows of the target alone by joint greedy decoding, `counts` tokens a step, with the perplexity of its texts."""
+    watcher.begin("joint greedy decoding", len(counts) * len(prompts))
+    rows = []
+    for count in counts:
+        label, read = f"joint greedy, {count} a step", []
+        for prompt in prompts:
+            with torch.inference_mode():
+                text = mjgd.decode(runner, prompt, tokens, count, eos)
+            read.append((text.surprise, len(text.tokens)))
+            watcher.advance(1, label)
+        rows.append(Figures(label, texts=len(read), perplexity=perplexity(read)))
+    return rows
+
+
+_SWEEPS = {  # label of a row of MJSD's study, with its value; what the value is; that of the row without one
+    r"sd, joint(?:, tau ([\d.]+))?": ("tau", 0.1),
+    r"sd, joint(?:, (\d+) beams)?": ("beams", 8.0),
+    r"sd, joint(?:, blocks of (\d+))?": ("block length", 4.0),
+    r"joint greedy, (\d+) a step": ("tokens decoded jointly", 0.0),
+}
+
+
+def sweeps(name: str, found: Sequence[Figures]) -> list[Figure]:
+    """Of MJSD's study: perplexity and speed by what is varied (its table 3 and its figures of tau, and of MJGD)."""
+    drawn = []
+    for pattern, (what, usual) in _SWEEPS.items() if name == "mjsd" else ():
+        matches = [(re.fullmatch(pattern, one.name), one) for one in found]
+        varied = sorted(((float(m[1] or usual), one) for m, one in matches if m), key=lambda each: each[0])
+        lines = {
+            "perplexity": [(value, one.perplexity.value) for value, one in varied if one.perplexity],
+            "times as fast as ar": [(value, one.speedup.value) for value, one in varied if one.speedup],
+        }
+        shown = {label: points for label, points in lines.items() if points}
+        drawn.append(Figure(f"mjsd-{what.replace(' ', '-')}", f"Joint decoding by {what}", what, "", shown))
+    return drawn
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+COLUMNS: dict[str, Callable[[Figures], str]] = {
+    "over ar": lambda one: str(one.speedup or ""),
+    "tokens a step": lambda one: _number(one.tokens_per_step),
+    "accepted": lambda one: _number(one.acceptance),
+    "tokens a run": lambda one: "{:.1f}, sd {:.1f}".format(*one.accepted_in_runs) if one.accepted_in_runs else "",
+    "rejected: expected": lambda one: str(one.rejections or ""),
+    "bias": lambda one: _number(one.rejections.bias if one.rejections else None, 3),
+    "perplexity": lambda one: _number(one.perplexity.value if one.perplexity else None),
+}
+
+
+def in_words(study: Study, found: Sequence[Figures]) -> Table:
+    """The rows of a study as a table, beside the paper's figures."""
+    theirs = {row.name: row.paper for row in study.rows}
+    rows = [
+        [one.name, theirs.get(one.name, "falls with the number"), *(cell(one) for cell in COLUMNS.values())]
+        for one in found
+    ]
+    return Table(study.title, ("row", "theirs", *COLUMNS), rows, [study.differs, f"Left out: {study.left_out}"])
