@@ -145,8 +145,8 @@ def train(texts: Path, out: Path, t_draft: float | None, t_target: dict[int, flo
         found = training(recorded, timing_of(t_draft, t_target), seed, bars.step)
     found.classifier.write(out)
     click.echo(
-        f"{out}: for {found.classifier.draft} and {found.classifier.target}; trained on {found.examples} tokens, "
-        f"{found.classifier.accepted:.1%} of them accepted\n"
+        f"{out}: for {found.classifier.draft} and {found.classifier.target}; trained on "
+        f"{found.classifier.examples} tokens, {found.classifier.accepted:.1%} of them accepted\n"
         f"on {found.held_out} held-out tokens it is right about {found.accuracy:.1%} (the more frequent answer: "
         f"{found.base:.1%})\n"
         f"drafting ends at a confidence of {found.classifier.threshold:.3f}, or after {found.classifier.cap} tokens: "

@@ -94,22 +94,12 @@ def rows_for(config: EngineConfig, rule: str = "ratio") -> list[Row]:
     `ar` and `ngram` run on the target's devices; second rows run on all cores of the pair, if those are more; over more
     GPUs a target is spread layer by layer, which is no faster.
     """
-    methods: dict[str, dict[str, Any]] = {
-        AR: {"method": "ar"},
-        SD: {"method": "sd"},
-        SSD: {"method": "ssd"},
-        "pearl-no-pre-verify": {"method": "pearl-no-pre-verify"},
-        "pearl-no-post-verify": {"method": "pearl-no-post-verify"},
-        FIXED: PUBLISHED | {"window": "fixed"},
-        PEARL: PUBLISHED,
-        NGRAM: {"method": "ngram"},
-        **({HEAD: {"method": "head"}} if config.head is not None else {}),
-        AHEAD: {"method": "pearl"},
-        AUTO: {"method": "auto"},
-    }
-    # auto picks the rule under which its choices change no text
-    decodings = {name: DecodingConfig(**s, **({} if name == AUTO else {"rule": rule})) for name, s in methods.items()}
-    rows = [Row(name, decoding) for name, decoding in decodings.items()]
+    settings = {name: name for name in (AR, SD, SSD, "pearl-no-pre-verify", "pearl-no-post-verify")}
+    settings |= {FIXED: "published,window=fixed", PEARL: "published", NGRAM: NGRAM}
+    settings |= {HEAD: HEAD} if config.head is not None else {}
+    settings |= {AHEAD: "pearl"}
+    rows = [Row(name, parse_settings(f"{text},rule={rule}")) for name, text in settings.items()]
+    rows.append(Row(AUTO, parse_settings(AUTO)))  # it picks the rule under which its choices change no text
     target, draft = devices_of(config)
     if target | draft != target and not (target | draft).gpus and not is_emulated(config):
         rows += [Row(f"{name}, {ALL}", DecodingConfig(method=name), system=ALL) for name in (AR, NGRAM)]

@@ -18,11 +18,10 @@ from pearl.models.runner import ModelRunner, feed_chain
 
 @dataclass
 class Written:
-    """A text. `surprise`: minus the log of its probability, in nats; `forwards`: of the searches."""
+    """A text. `surprise`: minus the log of its probability, in nats."""
 
     tokens: list[int] = field(default_factory=list)
     surprise: float = 0.0
-    forwards: int = 0
 
 
 def decode(runner: ModelRunner, prompt: Sequence[int], limit: int, count: int, ends: Collection[int] = ()) -> Written:
@@ -34,8 +33,7 @@ def decode(runner: ModelRunner, prompt: Sequence[int], limit: int, count: int, e
     written, unfed = Written(), list(prompt)
     while len(written.tokens) < limit:
         row = feed_chain(runner, unfed, 1)[0]
-        best, surprise, forwards = _likeliest(runner, row, min(count, limit - len(written.tokens)))
-        written.forwards += 1 + forwards
+        best, surprise = _likeliest(runner, row, min(count, limit - len(written.tokens)))
         end = next((i for i, token in enumerate(best, start=1) if token in ends), len(best))
         unfed = list(best[:end])
         written.tokens += unfed
@@ -45,13 +43,13 @@ def decode(runner: ModelRunner, prompt: Sequence[int], limit: int, count: int, e
     return written
 
 
-def _likeliest(runner: ModelRunner, row: torch.Tensor, count: int) -> tuple[tuple[int, ...], list[float], int]:
-    """(the `count` likeliest tokens after the cache's contents, the surprise of each, forwards taken).
+def _likeliest(runner: ModelRunner, row: torch.Tensor, count: int) -> tuple[tuple[int, ...], list[float]]:
+    """(the `count` likeliest tokens after the cache's contents, the surprise of each).
 
     Args:
         row: logits [vocab] after the cache's contents.
     """
-    length, forwards, order = runner.length(), 0, counter()
+    length, order = runner.length(), counter()
     # By sequence: its continuations, likeliest first. The queue holds the next continuation of each sequence.
     tables: dict[tuple[int, ...], tuple[list[float], list[int]]] = {(): _table(row)}
     queue: list[tuple[float, int, tuple[int, ...], list[float], int]] = []
@@ -68,9 +66,8 @@ def _likeliest(runner: ModelRunner, row: torch.Tensor, count: int) -> tuple[tupl
         push(above, surprise, rank + 1)
         path, known = (*above, ids[rank]), [*surprise, costs[rank]]
         if len(path) == count:
-            return path, known, forwards
+            return path, known
         tables[path] = _table(feed_chain(runner, path, 1)[0])
-        forwards += 1
         runner.rollback(length)
         push(path, known, 0)
 

@@ -159,14 +159,13 @@ class Trained:
     """A trained classifier and its results on the held-out texts.
 
     Attributes:
-        examples, held_out: tokens.
+        held_out: tokens.
         accuracy: share of held-out tokens for which "confidence > 1/2" predicts acceptance correctly.
         base: the same of always predicting the more frequent outcome.
         best, static: `sd` with the classifier, and with the best static window.
     """
 
     classifier: Classifier
-    examples: int
     held_out: int
     accuracy: float
     base: float
@@ -246,7 +245,7 @@ def train(
     static = max((stopped(held_out, timing, _sd(gamma)) for gamma in _GAMMAS), key=lambda each: each.speed)
     base = max(sum(right), len(right) - sum(right)) / len(right)
     kept = classifier.model_copy(update={"threshold": threshold, "cap": cap})
-    return Trained(kept, classifier.examples, len(right), sum(predicted) / len(right), base, by_cap[cap], static)
+    return Trained(kept, len(right), sum(predicted) / len(right), base, by_cap[cap], static)
 
 
 def split(recorded: RecordedTexts) -> tuple[RecordedTexts, RecordedTexts]:
