@@ -10,11 +10,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from pearl.metrics import FIGURES, Statistics, Stopwatch, fold
 from pearl.protocol.request import Counts
@@ -233,10 +232,11 @@ def _forwards(draft: Iterable[Slice], verifications: Iterable[Slice]) -> dict[st
             times.setdefault((one.name, 0), []).append(one.ran)
     for one in verifications:
         times.setdefault(("verify", one.args["n"]), []).append(one.seconds)
-    return {
-        f"{name} {n}" if n else name: Forwards(len(t), *np.percentile(t, (50, 99)).tolist())
-        for (name, n), t in sorted(times.items())
-    }
+    found = {}
+    for (name, n), taken in sorted(times.items()):
+        cuts = quantiles(taken, n=100, method="inclusive") if len(taken) > 1 else taken * 99  # as numpy's percentiles
+        found[f"{name} {n}" if n else name] = Forwards(len(taken), cuts[49], cuts[98])
+    return found
 
 
 def _drafting(draft: Sequence[Slice]) -> float:
