@@ -1,10 +1,11 @@
-"""`pearl bench`, `pearl compare` and `pearl calibrate`: methods, rules and stop policies on real runs.
+"""`pearl bench`, `compare`, `calibrate` and `check`: methods, rules and stop policies on real runs.
 
 Arguments and tables; `pearl.lab.bench` measures.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,15 +16,18 @@ import click
 from pearl.cli import listed
 from pearl.cli.numbers import STDOUT, json_option, read_sets, sampling_of, write_json
 from pearl.cli.options import SettingsCommand, settings_options
-from pearl.cli.tables import Bars, Column, print_columns, shown
+from pearl.cli.tables import Bars, Column, print_columns, print_table, shown
 from pearl.config import DecodingConfig, Settings
 from pearl.errors import ConfigError
 from pearl.lab.bench.machine import Conditions
+from pearl.lab.distill.prompts import read_prompts
 from pearl.lab.experiments.estimate import Estimate
 from pearl.printable import log_to_stderr
 
 if TYPE_CHECKING:
+    from pearl.engine.request import Prompt
     from pearl.lab.bench.calibrate import Calibration
+    from pearl.lab.bench.exactness import Finding
     from pearl.lab.bench.figures import Figures
     from pearl.lab.bench.rows import Row
     from pearl.lab.bench.runner import Measured, Plan
@@ -34,6 +38,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 _COUNT = click.IntRange(min=1)
 _DEFAULT, _EMULATED, _COMPARED = (4, 128), (3, 500), (2, 96)  # (prompts per set, max_tokens)
 _CALIBRATED = 64  # tokens
+_CHECKED = 16  # of a text; with two prompts the embedded pair takes minutes
 
 
 def _prompt_options(limit: int) -> Callable[[_Command], _Command]:
@@ -298,3 +303,55 @@ def _print_calibration(found: Calibration, conditions: Conditions, saved: Path |
         f"kept: engines of this pair begin with it (--profile none: afresh): {saved}" if saved else "",
         words=2,
     )
+
+
+@listed("See and check", "pearl check --target my-model --draft my-small-model")
+@click.command("check", cls=SettingsCommand)
+@click.option("--prompts", type=click.Path(path_type=Path), help="File of prompts to decode.  [default: three of ours]")
+@click.option("--limit", type=click.IntRange(min=1), default=2, show_default=True, metavar="N", help="Prompts of it.")
+@click.option("--kill/--no-kill", default=True, show_default=True, help="Also kill the draft in the middle of texts.")
+@json_option
+@settings_options
+def check_bits(settings: Settings, prompts: Path | None, limit: int, kill: bool, to: Path | None) -> None:
+    """Compare logits and texts of all methods bit for bit.
+
+    Exit code 1 if any differ. Logits: one sequence, cut into forwards at random. Texts: every method and window, also
+    with the draft killed, of prompts one after the other in one cache and of a second turn of the first; some methods
+    with penalties, with a grammar (extra structured), and several texts at once in slots. They are compared with the
+    target alone, decoded from an empty cache with the same seed; under the ratio rule with each other. This does not
+    check that sampled texts have the target's distribution; the project's tests do.
+    Texts have up to --max-tokens, 16 by default: a first look; --limit 4 --max-tokens 48 is thorough. With --datastore,
+    method ngram is compared with and without it.
+    """
+    from pearl.lab.bench.exactness import PROMPTS, check_pair
+
+    log_to_stderr("error" if kill else settings.engine.log_level, "front")
+    params = settings.sampling.with_seed()
+    length = {"max_tokens": params.max_tokens or _CHECKED, "stop": ()}  # the reference knows no stop strings
+    params = params.model_copy(update=length | {"temperature": params.temperature or 1.0})
+    asked: list[Prompt] = [*(read_prompts(prompts, limit) if prompts else PROMPTS[:limit])]
+    config = settings.engine.model_copy(update={"log_level": "error", "draft_restarts": 10_000})
+    findings: list[Finding] = []
+    with Bars() as bars:
+        bars.step("loading the models")
+        for finding in check_pair(config, asked, params, kill=kill, tick=bars.step):
+            findings.append(finding)
+            bars.step(f"{finding.what}: {finding.equal} of {finding.count}")
+    if to is not None:
+        write_json(to, {"seed": params.seed, "findings": findings})
+    if to != STDOUT:
+        _print_findings(findings)
+    if not all(finding.passed for finding in findings):
+        sys.exit(1)
+
+
+def _print_findings(findings: list[Finding]) -> None:
+    rows = []
+    for one in findings:
+        guessed = ", ".join(f"{tokens} {source}" for source, tokens in sorted(one.guessed.items(), reverse=True))
+        equal, longest = f"{one.equal} of {one.count}", str(one.longest or "")
+        rows.append([one.what, one.reference, equal, guessed, longest, one.first])
+    columns = ("compared", "with", "equal", "tokens guessed", "longest step", "first difference")
+    wrong = sum(not finding.passed for finding in findings)
+    result = f"{wrong} of {len(findings)} comparisons differ" if wrong else "all equal, bit for bit"
+    print_table(columns, rows, result, words=2)

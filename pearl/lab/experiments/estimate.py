@@ -23,20 +23,12 @@ class Estimate:
     low: float
     high: float
 
-    @property
-    def margin(self) -> float:
-        """Half the width of the interval."""
-        return (self.high - self.low) / 2
-
-    @property
-    def digits(self) -> int:
-        """Significant decimals: up to the margin's first digit; 2 without an interval."""
-        return min(_MAX_DIGITS, max(0, -floor(log10(self.margin)))) if self.margin else 2
-
     def __str__(self) -> str:
-        """Such as 2.31 (2.28-2.33)."""
-        value, low, high = (f"{each:.{self.digits}f}" for each in (self.value, self.low, self.high))
-        return f"{value} ({low}-{high})" if self.margin else value
+        """Such as 2.31 (2.28-2.33): decimals up to the first digit of half the interval's width."""
+        if not (margin := (self.high - self.low) / 2):
+            return f"{self.value:.2f}"
+        digits = min(_MAX_DIGITS, max(0, -floor(log10(margin))))
+        return "{:.{d}f} ({:.{d}f}-{:.{d}f})".format(self.value, self.low, self.high, d=digits)
 
 
 def bootstrap(
