@@ -122,6 +122,7 @@ _LATENT = {  # attention of DeepSeek's
     "num_key_value_heads": 4,
 }
 _ROUTED = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+_FALCON = {"hidden_size": 32, "num_attention_heads": 4, "initializer_range": 0.1, "eos_token_id": EOS_ID}
 _FALCON_H1 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64, "mamba_d_state": 8, "mamba_chunk_size": 8}
 _NEOX = {key: value for key, value in _SIZES.items() if key != "num_key_value_heads"}
 _KINDS: dict[str, tuple[str, dict[str, object]]] = {
@@ -225,6 +226,7 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "mixtral": ("Mixtral", _SIZES | {"num_local_experts": 4, "sliding_window": None}),
     "granite": ("Granite", _SIZES),
     "phi": ("Phi", _SIZES),
+    "falcon": ("Falcon", {**_FALCON, "layer_norm_epsilon": 1e-2}),
     "falcon-h1": ("FalconH1", _SIZES | _FALCON_H1),  # attention and a state in the same layer
     "mamba2": ("Mamba2", {"hidden_size": 32, "state_size": 8, "num_heads": 8, "head_dim": 8, "chunk_size": 8}),
     "gpt-neox": ("GPTNeoX", _NEOX),
