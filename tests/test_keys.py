@@ -21,10 +21,11 @@ from pearl.errors import ConfigError, RemoteProtocolError, TransportError
 from pearl.protocol.messages import Heartbeat, Ping
 from pearl.transport import gate
 from pearl.transport.base import SOLE_PEER
+from pearl.transport.codec import encode
 from pearl.transport.gate import Account, Gate
 from pearl.transport.keys import OWN_KEYS, Keys, channel_keys, read_keys, write_keys
 from pearl.transport.zeromq import ZmqConnection, ZmqListener, new_keys
-from tests.test_transport import WAIT, collect, show_keys
+from tests.test_transport import WAIT, collect, send_raw, show_keys
 
 Dress = Callable[["zmq.Socket[bytes]"], None]
 
@@ -303,6 +304,19 @@ def test_what_messages_cost_counts_as_their_bytes_do() -> None:
             except RemoteProtocolError:
                 pass
         assert most / 3 < heard / 60 < most * 1.5
+
+
+def test_a_listener_charges_its_peer_for_decoding_and_more_for_what_is_no_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    charged: list[tuple[float, bool]] = []
+    monkeypatch.setattr(Gate, "decoded", lambda self, peer, seconds, malformed: charged.append((seconds, malformed)))
+    with contextlib.closing(ZmqListener("tcp://127.0.0.1:*")) as listener:
+        for frames in ([b"\x91\x63"], encode(Ping(1))):
+            send_raw(listener.address, frames)
+            assert len(collect(listener, 1)) == 1
+    assert [malformed for _, malformed in charged] == [True, False]
+    assert all(seconds > 0 for seconds, _ in charged)
 
 
 def test_a_debt_is_bounded_and_worked_off() -> None:
