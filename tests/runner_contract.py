@@ -2,7 +2,7 @@
 
 class TestMine(RunnerContract):
     kinds = {"mine": MyRunner}  # each makes one: empty, float32, context from 24 to 256
-    others = {"my other": MyOtherRunner}  # of which another one is in `kinds`: their tests are marked `long`
+    others = {"my other": MyOtherRunner}  # similar to one in `kinds`: their tests are marked `long`
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ def test_of_a_few_bytes_no_vocabularies_are_made_before_they_are_judged() -> Non
         examined(*[sparse([1], [1.0])] * 2047, sparse([1], [2.0]))
 
 
-def told_beside(pair: Loops, submit: Submit, *said: DraftTokens | list[bytes]) -> Told:
-    """What a front is told whose draft says that; afterwards the draft is lost."""
+def received_beside(pair: Loops, submit: Submit, *said: DraftTokens | list[bytes]) -> Told:
+    """Everything that a front receives while its draft sends `said`, for which the draft is given up."""
     fake, front = FakeDraft(pair), pair.front()
     front.endpoint.send(submit)
     fake.say(*said)
@@ -105,7 +105,7 @@ def test_a_lying_draft_is_dropped_and_the_request_goes_on(loops: MakeLoops, lie:
     """A draft may be broken; it must never take the target with it, nor leave a mark on what is drawn."""
     ends = memory_channels(32, 0.5)
     pair = loops(channel=(lambda rank: ends[rank]) if lie == "announced rows that never come" else None)
-    told = told_beside(pair, submission(40), LIES[lie])
+    told = received_beside(pair, submission(40), LIES[lie])
     assert told.tokens == simulated(submission(40, "ar")), "alone from the first token on: every draw is direct"
 
 
@@ -115,7 +115,7 @@ def test_a_pause_behind_nothing_is_a_lie(loops: MakeLoops) -> None:
     said = [
         DraftTokens(0, 0, at, tokens, rows=(row,) * len(tokens), paused=True) for at, tokens in ((3, (1,)), (4, ()))
     ]
-    assert len(told_beside(loops(), submission(40, "pearl-no-post-verify"), *said).tokens) == 40
+    assert len(received_beside(loops(), submission(40, "pearl-no-post-verify"), *said).tokens) == 40
 
 
 STALLING: dict[str, tuple[float, Callable[[int], list[Message]]]] = {  # draft_timeout; what it sends, again and again
@@ -169,7 +169,7 @@ def test_a_draft_may_not_say_now_with_distributions_and_now_without(loops: MakeL
     row = sparse([1], [1.0])
     branch = DraftTokens(0, 0, 9, (1,), rows=(row,), after=(8, 5), known=3)
     main = DraftTokens(0, 0, 3, (1,) * 20, rows=(row,) * 20, known=3)
-    told = told_beside(loops(), submit, main, branch, replace(branch, start=10, rows=()), [b"\xc1"])
+    told = received_beside(loops(), submit, main, branch, replace(branch, start=10, rows=()), [b"\xc1"])
     if rule == "coupled":
         assert told.tokens == simulated(submission(40, "ar"))
 

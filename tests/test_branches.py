@@ -129,7 +129,7 @@ def drafted(
 
 
 def drafted_on(proposer: ModelProposer, prompt: tuple[int, ...], forwards: int = 6) -> tuple[list[int], Drafted]:
-    """The text after so many forwards, and the last one's answer."""
+    """Draft from `prompt` for some forwards: the text, and the event of the last forward."""
     text, start, fed, found = list(prompt), 0, prompt, Drafted()
     for pending in range(forwards):
         found = drafted(proposer, start, fed, 8 - pending, pending)

@@ -207,7 +207,7 @@ def test_bits_depend_on_no_company_slot_or_cut(runner: ForwardRunner) -> None:
 
 
 def test_bits_do_not_depend_on_the_size_of_the_table() -> None:
-    """Chains and trees of three slots in tables of 64 rows, one of which is cut, against 16 rows at a time."""
+    """Chains and a tree in three slots: in two tables of 64 rows, then 16 rows at a time."""
     runner = shared("one layer")
     feeds = [Feed(text(40, 1), 40), Feed(text(9, 2), 9, 1), Feed(text(18, 3), 18, 2, (-1, *range(16), 0))]
     found = []

@@ -30,7 +30,7 @@ _EXACT = Estimate(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Rejections:
-    """Of the texts of which their number could be foreseen. `expected`: that number, with its standard deviation `sd`.
+    """Rejections of the texts whose expected number is known: `expected`, with standard deviation `sd`.
 
     Attributes:
         bias: as in `Figures`, but per judged token.

@@ -1,4 +1,4 @@
-"""Texts of which it is decided in advance where the draft is right, and their totals by one method.
+"""Texts with draft accuracy fixed in advance, position by position, and what one method makes of them in total.
 
 So every method, window and delay meets the same luck.  Over several texts the luck is a Latin hypercube (McKay,
 Beckman, Conover 1979): each text is i.i.d., and at each position the draft is right in the expected number of texts,

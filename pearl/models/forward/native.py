@@ -87,7 +87,7 @@ def _opened(file: Path) -> ctypes.CDLL:
 
 
 def keeps_float32() -> bool:
-    """Whether rows of float32 are multiplied as they are, and not rounded to bfloat16."""
+    """Whether rows of float32 keep 24 bits in products, and are not rounded to bfloat16."""
     loaded = library()
     return loaded is not None and not loaded.pearl_rounds()
 
