@@ -161,8 +161,8 @@ def read_decoder(
         if found is None or source.shapes(found, expected) != {name: expected[name] for name in {*expected} - {*found}}:
             return None
         plain, quantised = source.plain, found
-    if keeps_bits and quantised and own == "float16":
-        own = "bfloat16"  # the products' dtype
+    if keeps_bits and quantised:  # the rest is in the products' dtype, without instructions for it too
+        own, dtype = "bfloat16" if own == "float16" else own, None
     wanted = dtype or getattr(torch, own)
     if only_embedding:
         expected, config["tie_word_embeddings"] = {_EMBEDDING: expected[_EMBEDDING]}, False

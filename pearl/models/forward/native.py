@@ -22,8 +22,9 @@ _SUPER = 256  # inputs that share a scale of scales
 _FLOAT8, _TABLE = 9, 10
 _WIDEST, _MOST_TOGETHER = 4096, 64  # numbers of a row's queries; query heads of a key-value head
 _BUILT = (  # in this folder: name, flags of /proc/cpuinfo that it takes
-    ("_native_bf16", {"avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}),
-    ("_native_v4", {"avx512bw", "avx512vl", "avx512dq"}),
+    ("_native_bf16", {"avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"}),
+    ("_native_vnni", {"avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}),
+    ("_native_avxvnni", {"avx2", "fma", "f16c", "avx_vnni"}),
     ("_native_v3", {"avx2", "fma", "f16c"}),
     ("_native", set[str]()),
 )
@@ -82,7 +83,7 @@ def _opened(file: Path) -> ctypes.CDLL:
     opened.pearl_normalise.argtypes = (pointer, flag, pointer, flag, number, count, count, pointer, pointer, flag)
     opened.pearl_gate.argtypes = (pointer, count, count, flag, flag, pointer)
     opened.pearl_attend.argtypes = (pointer,)
-    opened.pearl_pack.argtypes = (pointer, count, count, flag, flag, pointer)
+    opened.pearl_pack.argtypes = (pointer, count, count, flag, flag, flag, pointer)
     return opened
 
 
@@ -129,7 +130,7 @@ class Native:
             weights = weights.steps
         rows = panels(weights, _LANES)
         if given.bits < 8 or given.bits == _TABLE:
-            self._keep("low", _words(rows, 0, 4))
+            self._keep("low", _words(rows, 0, 4, given.bits == _TABLE))
             if given.bits in (5, 6):
                 self._keep("high", _words(rows, 4, given.bits - 4))
         else:
@@ -169,11 +170,11 @@ class Native:
         return out
 
 
-def _words(steps: torch.Tensor, shift: int, bits: int) -> torch.Tensor:
+def _words(steps: torch.Tensor, shift: int, bits: int, is_table: bool = False) -> torch.Tensor:
     """Some bits of panels of steps [panels, 16, in], those of several inputs in a word: see `pearl_pack`."""
     many, lanes, inputs = steps.shape
     words = torch.empty(many, inputs * bits // 32, lanes, dtype=torch.int32)
-    _loaded().pearl_pack(steps.contiguous().data_ptr(), many, inputs, shift, bits, words.data_ptr())
+    _loaded().pearl_pack(steps.contiguous().data_ptr(), many, inputs, shift, bits, is_table, words.data_ptr())
     return words
 
 

@@ -7,6 +7,7 @@
 // Built several times, for instruction sets of x86 and without any; `native.py` loads the best for the processor.
 #include "native.h"
 
+#define VECTORS (LANES / WIDE)  // of a panel
 #define BLOCK 32  // inputs whose sum is scaled at once; 16 where a group is 16
 #define AHEAD 4096  // bytes of weights that are fetched before they are needed: a page
 #define ROWS 64   // rows that share the unpacking of a block
@@ -32,95 +33,55 @@ typedef struct {
     const float *table;                    // 16 numbers
 } Weights;
 
-// Of WIDE lanes, from `lane` on counted over all panels: the scales of a group, or its least weights.
-INLINE V scale_of(const Weights *w, const uint8_t *scales, const uint8_t *upper, int64_t lane, int64_t group, int kind) {
-    const int64_t panel = lane / LANES, inside = lane % LANES;
-    const int64_t at = (panel * (w->inputs / w->group) + group) * LANES + inside;
+// The scales of a vector's lanes, or their least weights: `at` is where theirs begin, `above` where those of 256 inputs do.
+INLINE V scales_of(const uint8_t *scales, const uint8_t *upper, int64_t at, int64_t above, int kind) {
     if (kind == BFLOAT16) return from_bfloat16(*(const H *)(scales + 2 * at));
     if (kind == FLOAT16) return from_float16(scales + 2 * at);
     if (kind == FLOAT32) return *(const V *)(scales + 4 * at);
-    const int64_t above = (panel * (w->inputs / 256) + group * w->group / 256) * LANES + inside;
     const V by = from_float16(upper + 2 * above);
     return from_bytes(scales + at, kind == TWO_LEVELS_SIGNED) * by;
 }
 
-// X: what inputs are multiplied as. UNIT: bits of what steps are unpacked to. ADDED: to each step of 4 to 6 bits, see
-// `unpack`; `Rows.less` takes it off again. WHOLE: steps are multiplied as whole numbers, and inputs in parts.
+// X: what inputs are multiplied as. WHOLE: steps of 4 to 6 and of 8 bits are multiplied as whole numbers, and inputs in
+// parts. ROUNDS: whether inputs of float32 are rounded to bfloat16.
 #ifdef BF16
 typedef uint16_t X;
-#define UNIT 16
-#define ADDED(bits) (1 << (bits))
-#define WHOLE 0
+#define ROUNDS 1
 #else
 typedef float X;
-#define UNIT 8
-#define ADDED(bits) 0
-#define WHOLE (WIDE > 4)
+#define ROUNDS 0
 #endif
+#define WHOLE (WIDE > 4)
 
 // Rows that are multiplied.
 typedef struct {
     const X *x;           // [rows, inputs]
     const float *totals;  // [rows, groups]: sums of x
-    const float *less;    // [rows, blocks]: of a block, added to its sum of steps times x: minus the offset
-    // If WHOLE: x is 65,536, 256 and 1 times the bytes [rows, 3, inputs], times the unit of its block; for steps of 8
-    // bits 4,096 and 1 times numbers of 16 bits [rows, 2, inputs].
+    const float *less;    // [rows, blocks]: of a block, added to its sum of steps times x: minus the offset times x
+    // If WHOLE: inputs as whole numbers times the unit of their block, taken apart for products that are exact in any
+    // order. bfloat16: numbers of 16 bits; float32: of 24. [rows, parts, inputs]: bytes, for steps of 8 bits numbers of
+    // 16 bits; a part is 256 times the one behind it, of numbers of 16 bits 4,096 times.
     const void *parts;
     const float *units;   // [rows, inputs / BLOCK]
-    int64_t inputs, groups, blocks;
+    int64_t inputs, blocks;
+    int are_wide;  // whether the parts have 24 bits
 } Rows;
 
 #ifdef BF16
-// Once: a compiler would load it anew for every shift.
-INLINE __m512i loaded(const uint8_t *from) {
-    __m512i words = _mm512_loadu_si512(from);
-    __asm__("" : "+v"(words));
-    return words;
-}
-
-INLINE __m512i shifted(__m512i words, int by) {
-    return by < 0 ? _mm512_srli_epi16(words, -by) : _mm512_slli_epi16(words, by);
-}
-
-// Steps of 32 (or 16) inputs of a panel, as pairs of bfloat16: [16 or 8][16 lanes][2].
-//
-// Of 4 to 6 bits plus 2^bits: a number of that exponent has the step in its first bits, with no conversion.
-INLINE void unpack(const Weights *w, int64_t at, __m512i table, int bits, int pairs, __m512i *found) {
-    if (bits == 8) {
-        const uint8_t *steps = w->low + at * LANES;
-        for (int i = 0; i < pairs; i++) {
-            const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((void *)(steps + 32 * i))));
-            const __m512 last = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((void *)(steps + 32 * i + 16))));
-            found[i] = (__m512i)_mm512_cvtne2ps_pbh(last, first);
-        }
-        return;
-    }
-    if (bits == FLOAT8) {
-        for (int i = 0; i < pairs; i++) {
-            const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)(w->low + at * LANES + 32 * i)));
-            const __m512i size = _mm512_and_si512(bytes, _mm512_set1_epi16(0x7f));
-            __m512i step = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(120 << 7));
-            // Subnormal numbers, which products of bfloat16 take for zero, from a table.
-            step = _mm512_mask_permutexvar_epi16(step, _mm512_cmplt_epi16_mask(size, _mm512_set1_epi16(8)), size, table);
-            found[i] = _mm512_or_si512(step, _mm512_slli_epi16(_mm512_andnot_si512(_mm512_set1_epi16(0x7f), bytes), 8));
-        }
-        return;
-    }
-    const uint8_t *low = w->low + at * LANES / 2;
-    const int more = bits - 4, by = 7 - bits;  // bits above the fourth; a step's first bit in the number
-    const __m512i high = bits == 5 || bits == 6 ? loaded(w->high + at * LANES * more / 8) : table;
-    __m512i words = table;
-    for (int i = 0; i < pairs; i++) {
-        if (i % 4 == 0) words = loaded(low + 16 * i);
+// Steps of 32 inputs of a panel, as pairs of bfloat16: [16][16 lanes][2].
+INLINE void unpack(const Weights *w, int64_t at, __m512i table, int bits, __m512i *found) {
+    for (int i = 0; i < BLOCK / 2; i++) {
         if (bits == TABLE) {
+            const __m512i words = _mm512_loadu_si512(w->low + at * LANES / 2 + 64 * (i / 4));
             found[i] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * (i % 4)), table);
             continue;
         }
-        found[i] = _mm512_ternarylogic_epi32(shifted(words, by - 4 * (i % 4)), _mm512_set1_epi16(15 << by),
-                                             _mm512_set1_epi16((0x83 + more) << 7), 0xea);
-        if (more)
-            found[i] = _mm512_ternarylogic_epi32(shifted(high, by + 4 - more * i),
-                                                 _mm512_set1_epi16(((1 << more) - 1) << (by + 4)), found[i], 0xea);
+        const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)(w->low + at * LANES + 32 * i)));
+        const __m512i size = _mm512_and_si512(bytes, _mm512_set1_epi16(0x7f));
+        __m512i step = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(120 << 7));
+        // Subnormal numbers, which products of bfloat16 take for zero, from a table.
+        step = _mm512_mask_permutexvar_epi16(step, _mm512_cmplt_epi16_mask(size, _mm512_set1_epi16(8)), size, table);
+        found[i] = _mm512_or_si512(step, _mm512_slli_epi16(_mm512_andnot_si512(_mm512_set1_epi16(0x7f), bytes), 8));
     }
 }
 
@@ -131,17 +92,16 @@ INLINE __m512i pair(const uint16_t *x) {
 }
 #define DOT(sum, a, b) _mm512_dpbf16_ps(sum, (__m512bh)(a), (__m512bh)(b))
 
-INLINE void rows_of_block(const Weights *w, int64_t at, int bits, int pairs, __m512i table, const Rows *given, int rows,
-                          V scale, V *sums) {
+INLINE void rows_of_block(const Weights *w, int64_t at, int bits, __m512i table, const Rows *given, int rows,
+                          const V *scale, V *sums) {
     __m512i steps[BLOCK / 2];
-    unpack(w, at, table, bits, pairs, steps);
+    unpack(w, at, table, bits, steps);
     for (int row = 0; row < rows; row++) {
         const X *x = given->x + row * given->inputs + at;
         __m512 part[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
-        if (bits < 8) part[0] = _mm512_set1_ps(given->less[row * given->blocks + at / (2 * pairs)]);
-        for (int i = 0; i < pairs; i += 4)
+        for (int i = 0; i < BLOCK / 2; i += 4)
             for (int j = 0; j < 4; j++) part[j] = DOT(part[j], steps[i + j], pair(x + 2 * (i + j)));
-        sums[row] += (((V)part[0] + (V)part[1]) + ((V)part[2] + (V)part[3])) * scale;
+        sums[row] += (((V)part[0] + (V)part[1]) + ((V)part[2] + (V)part[3])) * *scale;
     }
 }
 
@@ -180,141 +140,46 @@ INLINE U shifted(U words, int by) {
     return by < 0 ? words >> -by : words << by;
 }
 
-// Steps of the i-th pair of inputs from `at` on.
-INLINE void unpack(const Weights *w, int64_t at, int bits, int i, V *found) {
-    if (bits == 8) {
-        const T both = *(const T *)(w->low + at * LANES + 2 * LANES * i);
-        found[0] = __builtin_convertvector((T)((H)both << 8) >> 8, V);
-        found[1] = __builtin_convertvector(both >> 8, V);
-        return;
-    }
-    if (bits == FLOAT8) {
-        const H both = *(const H *)(w->low + at * LANES + 2 * LANES * i);
-        for (int odd = 0; odd < 2; odd++) {
+// Steps of the i-th pair of inputs from `at` on, of the lanes of a vector.
+INLINE void unpack(const Weights *w, int64_t at, int bits, int i, int vector, V *found) {
+    if (bits == 8 || bits == FLOAT8) {
+        const H both = *(const H *)(w->low + at * LANES + 2 * LANES * i + 2 * WIDE * vector);
+        for (int odd = 0; odd < 2 && bits == 8; odd++)
+            found[odd] = __builtin_convertvector((T)(both << 8 * !odd) >> 8, V);
+        for (int odd = 0; odd < 2 && bits == FLOAT8; odd++) {
             const U byte = __builtin_convertvector((both >> 8 * odd) & 0xff, U);
             found[odd] = (V)((byte & 0x7f) << 20 | (byte & 0x80) << 24) * 0x1p120f;
         }
         return;
     }
     const int more = bits - 4;  // bits above the fourth
-    const U words = *(const U *)(w->low + at * LANES / 2 + 64 * (i / 4));
+    const U words = *(const U *)(w->low + at * LANES / 2 + 64 * (i / 4) + 4 * WIDE * vector);
     for (int odd = 0; odd < 2; odd++) {
         const int byte = 2 * (i % 2) + odd, field = i / 2;
         U step = (words >> (8 * byte + 4 * (field % 2))) & 15;
         if (bits == 5 || bits == 6) {
-            const U high = *(const U *)(w->high + at * LANES * more / 8);
+            const U high = *(const U *)(w->high + at * LANES * more / 8 + 4 * WIDE * vector);
             step |= ((high >> (8 * byte + more * field)) & ((1u << more) - 1)) << 4;
         }
         found[odd] = bits == TABLE ? numbered(w->table, step) : __builtin_convertvector((I)step, V);
     }
 }
 
-INLINE void rows_of_block(const Weights *w, int64_t at, int bits, int pairs, const Rows *given, int rows, V scale,
-                          V *sums) {
-    V steps[BLOCK];
-    for (int i = 0; i < pairs; i++) unpack(w, at, bits, i, steps + 2 * i);
-    for (int row = 0; row < rows; row++) {
-        const X *x = given->x + row * given->inputs + at;
-        V part[4] = {{0}, {0}, {0}, {0}};
-        if (bits < 8) part[0] += given->less[row * given->blocks + at / (2 * pairs)];
-        for (int i = 0; i < 2 * pairs; i += 4)
-            for (int j = 0; j < 4; j++) part[j] += steps[i + j] * x[i + j];
-        sums[row] += ((part[0] + part[1]) + (part[2] + part[3])) * scale;
-    }
-}
-
-#if WHOLE
-#if WIDE == 16
-typedef __m512i B;
-#define LOAD(at) _mm512_loadu_si512(at)
-#define EACH8(value) _mm512_set1_epi8(value)
-#define EACH32(value) _mm512_set1_epi32(value)
-#define AND(a, b) _mm512_and_si512(a, b)
-#define OR(a, b) _mm512_or_si512(a, b)
-#define RIGHT(a, by) _mm512_srli_epi16(a, by)
-#define LEFT(a, by) _mm512_slli_epi16(a, by)
-#define PAIRS8(a, b) _mm512_maddubs_epi16(a, b)
-#define PAIRS16(a, b) _mm512_madd_epi16(a, b)
-#define WIDENED(at) _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)(at)))
-#define EACH16(value) _mm512_set1_epi16(value)
-#define PLUS16(a, b) _mm512_add_epi16(a, b)
-#define PLUS32(a, b) _mm512_add_epi32(a, b)
-#define FLOATS(a) (V)_mm512_cvtepi32_ps(a)
-#else
-typedef __m256i B;
-#define LOAD(at) _mm256_loadu_si256((const void *)(at))
-#define EACH8(value) _mm256_set1_epi8(value)
-#define EACH32(value) _mm256_set1_epi32(value)
-#define AND(a, b) _mm256_and_si256(a, b)
-#define OR(a, b) _mm256_or_si256(a, b)
-#define RIGHT(a, by) _mm256_srli_epi16(a, by)
-#define LEFT(a, by) _mm256_slli_epi16(a, by)
-#define PAIRS8(a, b) _mm256_maddubs_epi16(a, b)
-#define PAIRS16(a, b) _mm256_madd_epi16(a, b)
-#define WIDENED(at) _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)(at)))
-#define EACH16(value) _mm256_set1_epi16(value)
-#define PLUS16(a, b) _mm256_add_epi16(a, b)
-#define PLUS32(a, b) _mm256_add_epi32(a, b)
-#define FLOATS(a) (V)_mm256_cvtepi32_ps(a)
-#endif
-
-INLINE int32_t four_bytes(const void *at) {
-    int32_t found;
-    memcpy(&found, at, 4);
-    return found;
-}
-
-// As `rows_of_block`, for steps of 8 bits.
-INLINE void shorts_of_block(const Weights *w, int64_t at, int pairs, const Rows *given, int rows, V scale, V *sums) {
-    B steps[BLOCK / 2];
-    for (int i = 0; i < pairs; i++) steps[i] = WIDENED(w->low + at * LANES + 2 * LANES * i);
-    for (int row = 0; row < rows; row++) {
-        V sum = {0};
-        for (int part = 0; part < 2; part++) {
-            const int16_t *x = (const int16_t *)given->parts + (row * 2 + part) * given->inputs + at;
-            B even = EACH8(0), odd = even;
-            for (int i = 0; i < pairs; i += 2) {
-                even = PLUS32(even, PAIRS16(steps[i], EACH32(four_bytes(x + 2 * i))));
-                odd = PLUS32(odd, PAIRS16(steps[i + 1], EACH32(four_bytes(x + 2 * i + 2))));
-            }
-            sum = sum * 4096.0f + FLOATS(PLUS32(even, odd));
+INLINE void rows_of_block(const Weights *w, int64_t at, int bits, int pairs, const Rows *given, int rows,
+                          const V *scales, V *sums) {
+    for (int vector = 0; vector < VECTORS; vector++) {
+        V steps[BLOCK];
+        for (int i = 0; i < pairs; i++) unpack(w, at, bits, i, vector, steps + 2 * i);
+        for (int row = 0; row < rows; row++) {
+            const X *x = given->x + row * given->inputs + at;
+            V part[4] = {{0}, {0}, {0}, {0}};
+            if (bits < 8) part[0] += given->less[row * given->blocks + at / (2 * pairs)];
+            for (int i = 0; i < 2 * pairs; i += 4)
+                for (int j = 0; j < 4; j++) part[j] += steps[i + j] * x[i + j];
+            sums[row * VECTORS + vector] += ((part[0] + part[1]) + (part[2] + part[3])) * scales[vector];
         }
-        sums[row] += sum * given->units[row * (given->inputs / BLOCK) + at / BLOCK] * scale;
     }
 }
-
-// As `rows_of_block`, for steps of 4 to 6 bits: sums of products of bytes are whole numbers, so exact in any order.
-INLINE void bytes_of_block(const Weights *w, int64_t at, int bits, int pairs, const Rows *given, int rows, V scale,
-                           V *sums) {
-    const int more = bits - 4, many = pairs / 2;  // vectors of four inputs of each lane
-    const int most = 8 >> more;                   // whose products have room in 16 bits
-    B steps[BLOCK / 4], high = EACH8(0), words = high;
-    if (more) high = LOAD(w->high + at * LANES * more / 8);
-    for (int i = 0; i < many; i++) {
-        if (i % 2 == 0) words = LOAD(w->low + at * LANES / 2 + 32 * i);
-        steps[i] = AND(i % 2 ? RIGHT(words, 4) : words, EACH8(15));
-        const int by = 4 - more * i;
-        if (more) steps[i] = OR(steps[i], AND(by < 0 ? RIGHT(high, -by) : LEFT(high, by), EACH8(((1 << more) - 1) << 4)));
-    }
-    for (int row = 0; row < rows; row++) {
-        V sum = {0};
-        for (int part = 0; part < 3; part++) {
-            const int8_t *x = (const int8_t *)given->parts + (row * 3 + part) * given->inputs + at;
-            B whole = EACH8(0);
-            for (int first = 0; first < many; first += most) {
-                B some = EACH8(0);
-                for (int i = first; i < first + most; i++) {
-                    some = PLUS16(some, PAIRS8(steps[i], EACH32(four_bytes(x + 4 * i))));
-                }
-                whole = PLUS32(whole, PAIRS16(some, EACH16(1)));
-            }
-            sum = sum * 256.0f + FLOATS(whole);
-        }
-        const float unit = given->units[row * (given->inputs / BLOCK) + at / BLOCK];
-        sums[row] += (sum * unit + given->less[row * given->blocks + at / (2 * pairs)]) * scale;
-    }
-}
-#endif
 
 INLINE void plain_rows(const uint16_t *panel, int64_t inputs, const X *x, int64_t stride, int rows, V *sums) {
     V part[TOGETHER][4];
@@ -329,84 +194,234 @@ INLINE void plain_rows(const uint16_t *panel, int64_t inputs, const X *x, int64_
                 part[row][i + 1] += last * x[row * stride + at + i + 1];
             }
         }
-    for (int row = 0; row < rows; row++) sums[row] = (part[row][0] + part[row][1]) + (part[row][2] + part[row][3]);
+    for (int row = 0; row < rows; row++)
+        sums[row * VECTORS] = (part[row][0] + part[row][1]) + (part[row][2] + part[row][3]);
 }
 #endif
 
-// Sums of WIDE lanes of the rows. bits, pairs and kind are constants where this is inlined.
-INLINE void lanes_of(const Weights *w, int64_t lane, const Rows *given, int rows, V *sums, int bits, int pairs,
-                     int kind) {
-    const int64_t inputs = w->inputs, panel = lane / LANES, inside = lane % LANES;
-    const int width = bits == TABLE ? 4 : bits;
-    Weights part = *w;  // from these lanes on
-    if (bits == 16) {
-        const uint16_t *weights = (const uint16_t *)w->low + panel * inputs * LANES + 2 * inside;
-        const X *x = given->x;
-        int row = 0;
-        for (; row + TOGETHER <= rows; row += TOGETHER)
-            plain_rows(weights, inputs, x + row * inputs, inputs, TOGETHER, sums + row);
-        switch (rows - row) {
-#if TOGETHER > 2
-            case 5: plain_rows(weights, inputs, x + row * inputs, inputs, 5, sums + row); break;
-            case 4: plain_rows(weights, inputs, x + row * inputs, inputs, 4, sums + row); break;
-            case 3: plain_rows(weights, inputs, x + row * inputs, inputs, 3, sums + row); break;
-            case 2: plain_rows(weights, inputs, x + row * inputs, inputs, 2, sums + row); break;
+#if WHOLE
+#if WIDE == 16
+typedef __m512i B;
+#define LOAD(at) _mm512_loadu_si512(at)
+#define EACH8(value) _mm512_set1_epi8(value)
+#define EACH32(value) _mm512_set1_epi32(value)
+#define AND(a, b) _mm512_and_si512(a, b)
+#define OR(a, b) _mm512_or_si512(a, b)
+#define RIGHT(a, by) _mm512_srli_epi16(a, by)
+#define LEFT(a, by) _mm512_slli_epi16(a, by)
+#define LEFT32(a, by) _mm512_slli_epi32(a, by)
+#define PAIRS8(a, b) _mm512_maddubs_epi16(a, b)
+#define PAIRS16(a, b) _mm512_madd_epi16(a, b)
+#define WIDENED(at) _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)(at)))
+#define EACH16(value) _mm512_set1_epi16(value)
+#define PLUS16(a, b) _mm512_add_epi16(a, b)
+#define PLUS32(a, b) _mm512_add_epi32(a, b)
+#define FLOATS(a) (V)_mm512_cvtepi32_ps(a)
+#ifdef __AVX512VNNI__
+#define VNNI 1
+#define DOT8(sum, steps, x) _mm512_dpbusd_epi32(sum, steps, x)
+#define DOT16(sum, steps, x) _mm512_dpwssd_epi32(sum, steps, x)
 #endif
-            case 1: plain_rows(weights, inputs, x + row * inputs, inputs, 1, sums + row); break;
+#else
+typedef __m256i B;
+#define LOAD(at) _mm256_loadu_si256((const void *)(at))
+#define EACH8(value) _mm256_set1_epi8(value)
+#define EACH32(value) _mm256_set1_epi32(value)
+#define AND(a, b) _mm256_and_si256(a, b)
+#define OR(a, b) _mm256_or_si256(a, b)
+#define RIGHT(a, by) _mm256_srli_epi16(a, by)
+#define LEFT(a, by) _mm256_slli_epi16(a, by)
+#define LEFT32(a, by) _mm256_slli_epi32(a, by)
+#define PAIRS8(a, b) _mm256_maddubs_epi16(a, b)
+#define PAIRS16(a, b) _mm256_madd_epi16(a, b)
+#define WIDENED(at) _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)(at)))
+#define EACH16(value) _mm256_set1_epi16(value)
+#define PLUS16(a, b) _mm256_add_epi16(a, b)
+#define PLUS32(a, b) _mm256_add_epi32(a, b)
+#define FLOATS(a) (V)_mm256_cvtepi32_ps(a)
+#ifdef __AVXVNNI__
+#define VNNI 1
+#define DOT8(sum, steps, x) _mm256_dpbusd_avx_epi32(sum, steps, x)
+#define DOT16(sum, steps, x) _mm256_dpwssd_avx_epi32(sum, steps, x)
+#endif
+#endif
+
+INLINE int32_t four_bytes(const void *at) {
+    int32_t found;
+    memcpy(&found, at, 4);
+    return found;
+}
+
+// A sum plus products: of four bytes of each lane or, without VNNI in 16 bits, of two in each half of a lane; and of two
+// numbers of 16 bits.
+#ifdef VNNI
+#define WITH8(sum, steps, x) DOT8(sum, steps, x)
+#define WITH16(sum, steps, x) DOT16(sum, steps, x)
+#else
+#define VNNI 0
+#define WITH8(sum, steps, x) PLUS16(sum, PAIRS8(steps, x))
+#define WITH16(sum, steps, x) PLUS32(sum, PAIRS16(steps, x))
+#endif
+#define UNROLLED _Pragma("GCC unroll 16")
+
+// As `rows_of_block`, for steps of 8 bits.
+INLINE void shorts_of_block(const Weights *w, int64_t at, int pairs, int parts, const Rows *given, int rows,
+                            const V *scales, V *sums) {
+    for (int vector = 0; vector < VECTORS; vector++) {
+        B steps[BLOCK / 2];
+        for (int i = 0; i < pairs; i++) steps[i] = WIDENED(w->low + at * LANES + 2 * LANES * i + 2 * WIDE * vector);
+        for (int row = 0; row < rows; row++) {
+            V sum = {0};
+            for (int part = 0; part < parts; part++) {
+                const int16_t *x = (const int16_t *)given->parts + (row * parts + part) * given->inputs + at;
+                B even = EACH8(0), odd = even;
+                for (int i = 0; i < pairs; i += 2) {
+                    even = WITH16(even, steps[i], EACH32(four_bytes(x + 2 * i)));
+                    odd = WITH16(odd, steps[i + 1], EACH32(four_bytes(x + 2 * i + 2)));
+                }
+                sum = sum * 4096.0f + FLOATS(PLUS32(even, odd));
+            }
+            sums[row * VECTORS + vector] += sum * given->units[row * (given->inputs / BLOCK) + at / BLOCK] * scales[vector];
+        }
+    }
+}
+
+// The i-th four inputs of each lane of a vector, from `at` on.
+INLINE B bytes_of(const Weights *w, int64_t at, int bits, int i, int vector) {
+    const int more = bits - 4, by = 4 - more * i;  // bits above the fourth
+    const B words = LOAD(w->low + at * LANES / 2 + 4 * LANES * (i / 2) + 4 * WIDE * vector);
+    const B low = AND(i % 2 ? RIGHT(words, 4) : words, EACH8(15));
+    if (!more) return low;
+    const B high = LOAD(w->high + at * LANES * more / 8 + 4 * WIDE * vector);
+    return OR(low, AND(by < 0 ? RIGHT(high, -by) : LEFT(high, by), EACH8(((1 << more) - 1) << 4)));
+}
+
+// As `rows_of_block`, for steps of 4 to 6 bits.
+INLINE void bytes_of_block(const Weights *w, int64_t at, int bits, int pairs, int parts, const Rows *given, int rows,
+                           const V *scales, V *sums) {
+    const int many = pairs / 2, most = VNNI ? many : 8 >> (bits - 4);  // fours of inputs; whose sums fit 16 bits
+    B steps[BLOCK / 4][VECTORS];
+    const int is_one = __builtin_constant_p(rows) && rows == 1;  // its steps are used as they are unpacked
+    if (!is_one)
+        for (int i = 0; i < many; i++)
+            for (int vector = 0; vector < VECTORS; vector++) steps[i][vector] = bytes_of(w, at, bits, i, vector);
+    for (int row = 0; row < rows; row++) {
+        const int8_t *x = (const int8_t *)given->parts + row * parts * given->inputs + at;
+        B whole[3][VECTORS];
+        UNROLLED for (int first = 0; first < many; first += most) {
+            B some[3][VECTORS];
+            UNROLLED for (int i = first; i < first + most; i++)
+                UNROLLED for (int vector = 0; vector < VECTORS; vector++) {
+                    const B each = is_one ? bytes_of(w, at, bits, i, vector) : steps[i][vector];
+                    UNROLLED for (int part = 0; part < parts; part++) {
+                        const B before = i > first ? some[part][vector] : EACH8(0);
+                        some[part][vector] = WITH8(before, each, EACH32(four_bytes(x + part * given->inputs + 4 * i)));
+                        __asm__("" : "+v"(some[part][vector]));  // GCC would sum in another order, of more registers
+                    }
+                }
+            UNROLLED for (int vector = 0; vector < VECTORS; vector++)
+                UNROLLED for (int part = 0; part < parts; part++) {
+                    const B sum = VNNI ? some[part][vector] : PAIRS16(some[part][vector], EACH16(1));
+                    whole[part][vector] = first ? PLUS32(whole[part][vector], sum) : sum;
+                }
+        }
+        const float unit = given->units[row * (given->inputs / BLOCK) + at / BLOCK];
+        UNROLLED for (int vector = 0; vector < VECTORS; vector++) {
+            V sum = FLOATS(parts == 2 ? PLUS32(LEFT32(whole[0][vector], 8), whole[1][vector]) : whole[0][vector]);
+            UNROLLED for (int part = 1; part < parts && parts > 2; part++)
+                sum = sum * 256.0f + FLOATS(whole[part][vector]);
+            sum = sum * unit + given->less[row * given->blocks + at / (2 * pairs)];
+            sums[row * VECTORS + vector] += sum * scales[vector];
+        }
+    }
+}
+#endif
+
+// Sums [rows, VECTORS] of the panel. bits, pairs, kind and parts are constants where this is inlined.
+INLINE void sums_of(const Weights *w, int64_t panel, const Rows *rows_given, int rows, V *found, int bits, int pairs,
+                    int kind, int parts) {
+    const Rows own = *rows_given, *given = &own;  // copies, which stay in registers
+    const int64_t inputs = w->inputs, groups = inputs / w->group;
+    const int width = bits == TABLE ? 4 : bits;
+    Weights part = *w;  // from this panel on
+    V one[VECTORS], *sums = rows == 1 ? one : found;
+    if (bits == 16) {
+        for (int vector = 0; vector < VECTORS; vector++) {
+            const uint16_t *weights = (const uint16_t *)w->low + panel * inputs * LANES + 2 * WIDE * vector;
+            V *into = found + vector;
+            int row = 0;
+#define PLAIN(some) plain_rows(weights, inputs, own.x + row * inputs, inputs, some, into + row * VECTORS)
+            for (; row + TOGETHER <= rows; row += TOGETHER) PLAIN(TOGETHER);
+            switch (rows - row) {
+#if TOGETHER > 2
+                case 5: PLAIN(5); break;
+                case 4: PLAIN(4); break;
+                case 3: PLAIN(3); break;
+                case 2: PLAIN(2); break;
+#endif
+                case 1: PLAIN(1); break;
+            }
         }
         return;
     }
-    part.low += width < 8 ? panel * inputs * LANES / 2 + 4 * inside : panel * inputs * LANES + 2 * inside;
-    if (width > 4 && width < 8) part.high += panel * inputs * LANES * (bits - 4) / 8 + 4 * inside;
+    part.low += panel * inputs * LANES * (width < 8 ? 4 : 8) / 8;
+    if (width > 4 && width < 8) part.high += panel * inputs * LANES * (bits - 4) / 8;
 #ifdef BF16
     uint16_t numbers[32] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};  // FLOAT8's below 2^-6
     for (int i = 0; i < 32 && bits == TABLE; i++) numbers[i] = to_bfloat16(w->table[i % 16]);
     const __m512i table = _mm512_loadu_si512(numbers);
 #endif
-    for (int row = 0; row < rows; row++) sums[row] = (V){0};
-    V scale = {0};
+    for (int i = 0; i < rows * VECTORS; i++) sums[i] = (V){0};
+    V scales[VECTORS] = {{0}};
     for (int64_t at = 0, group = -1, end = 0; at < inputs; at += 2 * pairs) {
         if (at == end) {
             group++;
-            end += w->group;
-            scale = scale_of(w, w->scales, w->of_scales, lane, group, kind);
-            if (w->least || w->zeros) {
-                const uint8_t *zeros = w->zeros + (panel * given->groups + group) * LANES + inside;
-                const V least = w->least ? scale_of(w, w->least, w->of_least, lane, group, kind)
-                                         : -scale * from_bytes(zeros, 0);
-                for (int row = 0; row < rows; row++) sums[row] += least * given->totals[row * given->groups + group];
+            end += part.group;
+            for (int vector = 0; vector < VECTORS; vector++) {
+                const int64_t first = (panel * groups + group) * LANES + vector * WIDE;
+                const int64_t above = (panel * (inputs / 256) + at / 256) * LANES + vector * WIDE;
+                const V scale = scales_of(part.scales, part.of_scales, first, above, kind);
+                scales[vector] = scale;
+                if (!part.least && !part.zeros) continue;
+                const V least = part.least ? scales_of(part.least, part.of_least, first, above, kind)
+                                           : -scale * from_bytes(part.zeros + first, 0);
+                for (int row = 0; row < rows; row++)
+                    sums[row * VECTORS + vector] += least * given->totals[row * groups + group];
             }
         }
-        // What comes next, perhaps of the next panel: memory is slower than one row's products.
+        // What comes next, perhaps of the next panel: memory is slower than one row's products. It is read once, so it
+        // need not stay in the larger caches.
         for (int64_t i = 0; i < 2 * pairs * LANES * width / 8; i += 64)
-            __builtin_prefetch(part.low + at * LANES * (width < 8 ? 4 : 8) / 8 + AHEAD + i);
-#ifdef BF16
-        rows_of_block(&part, at, bits, pairs, table, given, rows, scale, sums);
-#else
+            __builtin_prefetch(part.low + at * LANES * (width < 8 ? 4 : 8) / 8 + AHEAD + i, 0, 0);
 #if WHOLE
         if (bits < 8) {
-            bytes_of_block(&part, at, bits, pairs, given, rows, scale, sums);
+            bytes_of_block(&part, at, bits, pairs, parts, given, rows, scales, sums);
             continue;
         }
         if (bits == 8) {
-            shorts_of_block(&part, at, pairs, given, rows, scale, sums);
+            shorts_of_block(&part, at, pairs, parts - 1, given, rows, scales, sums);
             continue;
         }
 #endif
-        rows_of_block(&part, at, bits, pairs, given, rows, scale, sums);
+#ifdef BF16
+        rows_of_block(&part, at, bits, table, given, rows, scales, sums);
+#else
+        rows_of_block(&part, at, bits, pairs, given, rows, scales, sums);
 #endif
     }
+    for (int vector = 0; vector < VECTORS && rows == 1; vector++) found[vector] = one[vector];
 }
 
-static void multiply_lanes(const Weights *w, int64_t lane, const Rows *given, int rows, V *sums) {
+static void multiply_panel(const Weights *w, int64_t panel, const Rows *given, int rows, V *sums) {
 #define CASE(BITS, PAIRS, KIND) \
     if (w->bits == BITS && w->kind == KIND) { \
-        if (rows == 1) lanes_of(w, lane, given, 1, sums, BITS, PAIRS, KIND); /* its sum stays in a register */ \
-        else lanes_of(w, lane, given, rows, sums, BITS, PAIRS, KIND); \
+        if (!ROUNDS && given->are_wide) sums_of(w, panel, given, rows, sums, BITS, PAIRS, KIND, 3); \
+        else if (rows == 1) sums_of(w, panel, given, 1, sums, BITS, PAIRS, KIND, 2); /* they stay in registers */ \
+        else sums_of(w, panel, given, rows, sums, BITS, PAIRS, KIND, 2); \
         return; \
     }
     if (w->bits == 16) {
-        lanes_of(w, lane, given, rows, sums, 16, 16, 0);
+        sums_of(w, panel, given, rows, sums, 16, 16, 0, 0);
         return;
     }
     CASE(4, 16, FLOAT16) CASE(4, 16, BFLOAT16) CASE(4, 16, TWO_LEVELS)
@@ -454,46 +469,60 @@ INLINE float total_of(const X *x, int64_t count) {
 }
 
 #if WHOLE
-// Takes a block of x apart, for steps of so many bits: its first part to `parts`, others each `stride` numbers behind
-// the one before; see `Rows`. Returns its unit.
-static float in_parts(const float *x, int64_t bits, void *parts, int64_t stride) {
-    const float most = 127 * 65536;  // a rounding above it still fits
+// Takes a block of x apart, for steps of so many bits: its first part to `into`, others each `stride` numbers behind the
+// one before; see `Rows`. Returns its unit, a power of two, so that what fits is exact; `sums`: of each 16
+// such numbers.
+static float in_parts(const X *x, int64_t bits, int parts, void *into, int64_t stride, float *sums) {
     uint32_t largest = 0;
     for (int i = 0; i < BLOCK; i++) {
+        const float value = wide(x[i]);
         uint32_t number;
-        memcpy(&number, x + i, 4);
+        memcpy(&number, &value, 4);
         number &= 0x7fffffff;
         largest = number > largest ? number : largest;
     }
-    float size;
+    float size, times;
     memcpy(&size, &largest, 4);
     const int is_number = largest < 0x7f800000;  // else it is not: NaN or infinite
-    const float times = is_number && size > 1e-30f ? most / size : 0;
+    const int exponent = (int)(largest >> 23) - 127, room = parts == 2 ? 14 : 22;  // the largest: 2^room to 2^(room + 1)
+    // Parts are rounded to the nearest, so the first is at most 127 below this.
+    const float most = parts == 2 ? 127 * 256 + 127 : 127 * 65536 + 127 * 256 + 127;
+    const uint32_t power = (uint32_t)(127 + room - exponent) << 23;
+    memcpy(&times, &power, 4);
+    if (size * times > most) times /= 2;
+    if (!is_number || exponent < -100) times = 0;
+    const float unit = is_number ? times ? 1 / times : 0 : NAN;
     int32_t whole[BLOCK];
-    for (int i = 0; i < BLOCK; i++) whole[i] = is_number ? (int32_t)rintf(x[i] * times) : 0;
+    for (int i = 0; i < BLOCK; i++) whole[i] = is_number ? (int32_t)rintf(wide(x[i]) * times) : 0;
+    for (int half = 0; half < 2; half++) {
+        int32_t sum = 0;
+        for (int i = 0; i < 16; i++) sum += whole[16 * half + i];
+        sums[half] = (float)sum * unit;
+    }
     if (bits == 8) {
-        int16_t *into = parts;
+        int16_t *first = into;
         for (int i = 0; i < BLOCK; i++) {
-            into[i] = (whole[i] + 2048) >> 12;
-            into[i + stride] = whole[i] - into[i] * 4096;
+            first[i] = parts == 2 ? whole[i] : (whole[i] + 2048) >> 12;
+            if (parts > 2) first[i + stride] = whole[i] - first[i] * 4096;
         }
     } else {
-        int8_t *into = parts;
-        for (int i = 0; i < BLOCK; i++) {
-            const int32_t low = (int8_t)whole[i], rest = (whole[i] - low) >> 8, middle = (int8_t)rest;
-            into[i] = (rest - middle) >> 8;
-            into[i + stride] = middle;
-            into[i + 2 * stride] = low;
+        for (int part = parts - 1; part >= 0; part--) {
+            int8_t *bytes = (int8_t *)into + part * stride;
+            for (int i = 0; i < BLOCK; i++) {
+                bytes[i] = whole[i];
+                whole[i] = (whole[i] - (int8_t)whole[i]) >> 8;
+            }
         }
     }
-    return is_number ? size / most : NAN;
+    return unit;
 }
 #endif
 
 // Up to WIDE outputs from `first` on; the last panel may have fewer than lanes.
 static void store(const Weights *w, int64_t first, V sums, void *out, int out_is_float32, const void *y,
                   int y_is_float32, int64_t row) {
-    const int64_t many = w->outputs - first < WIDE ? w->outputs - first : WIDE, at = row * w->outputs + first;
+    const int64_t left = w->outputs - first, at = row * w->outputs + first;
+    const int64_t many = left < 0 ? 0 : left < WIDE ? left : WIDE;
     float found[WIDE];
     memcpy(found, &sums, sizeof found);
     if (w->bias)
@@ -514,27 +543,25 @@ static void store(const Weights *w, int64_t first, V sums, void *out, int out_is
 }
 
 // words [panels][inputs * bits / 32][16 lanes] of some bits of each step [panels][16 lanes][inputs], from `shift` on.
-// The units of a word have successive inputs in their lowest bits, the next ones above them, and so on.
-void pearl_pack(const uint8_t *steps, int64_t panels, int64_t inputs, int shift, int bits, uint32_t *words) {
-    const int units = 32 / UNIT, fields = UNIT / bits;
+// A word has successive inputs in the lowest bits of its bytes (or halves, of a table's numbers for bfloat16), the next
+// ones above them, and so on.
+void pearl_pack(const uint8_t *steps, int64_t panels, int64_t inputs, int shift, int bits, int is_table,
+                uint32_t *words) {
+    const int unit = ROUNDS && is_table ? 16 : 8, units = 32 / unit, fields = unit / bits;
     for (int64_t panel = 0; panel < panels; panel++)
         for (int64_t first = 0; first < inputs; first += units * fields)
             for (int64_t lane = 0; lane < LANES; lane++) {
                 const uint8_t *some = steps + (panel * LANES + lane) * inputs + first;
                 uint32_t found = 0;
                 for (int i = 0; i < units * fields; i++)
-                    found |= (uint32_t)(some[i] >> shift & ((1 << bits) - 1)) << (UNIT * (i % units) + bits * (i / units));
+                    found |= (uint32_t)(some[i] >> shift & ((1 << bits) - 1)) << (unit * (i % units) + bits * (i / units));
                 *words++ = found;
             }
 }
 
 // Whether x is rounded to bfloat16.
 int pearl_rounds(void) {
-#ifdef BF16
-    return 1;
-#else
-    return 0;
-#endif
+    return ROUNDS;
 }
 
 // out [rows, outputs] = x [rows, inputs] times the weights, plus bias and y [rows, outputs] if there are any.
@@ -542,35 +569,44 @@ int pearl_rounds(void) {
 void pearl_multiply(const Weights *w, const void *x, int x_is_float32, const void *y, int y_is_float32, void *out,
                     int out_is_float32, int64_t rows, float *scratch, int threads) {
     const int64_t inputs = w->inputs, groups = w->bits == 16 ? 0 : inputs / w->group, size = w->bits == 6 ? 16 : 32;
-    const int64_t blocks = w->bits < 8 ? inputs / size : 0;
-    float *totals = scratch, *less = totals + rows * groups;
-    float *units = less + rows * blocks;
+    const int64_t blocks = w->bits == 16 ? 0 : inputs / size, are_whole = WHOLE && w->bits <= 8;
+    const int parts_of_row = x_is_float32 && !ROUNDS ? 3 : 2;
+    float *totals = scratch, *less = totals + rows * groups, *units = less + rows * blocks;
     X *converted = (X *)(units + rows * (inputs / BLOCK));
-    convert(x, converted, rows * inputs, x_is_float32);
-    if (w->least || w->zeros)
-        for (int64_t i = 0; i < rows * groups; i++) totals[i] = total_of(converted + i * w->group, w->group);
-    for (int64_t i = 0; i < rows * blocks; i++)
-        less[i] = -(w->offset + ADDED(w->bits)) * total_of(converted + i * size, size);
     uint8_t *parts = (uint8_t *)(converted + rows * inputs);
-    const int64_t each = w->bits == 8 ? 4 * inputs : 3 * inputs;  // bytes of a row's parts
+    const int64_t each = inputs * (w->bits == 8 ? 2 * parts_of_row - 2 : parts_of_row);  // bytes of a row's
+    convert(x, converted, rows * inputs, x_is_float32);
 #if WHOLE
-    for (int64_t i = 0; i < rows * (w->bits <= 8 ? inputs / BLOCK : 0); i++) {
+    for (int64_t i = 0; i < rows * inputs / BLOCK && are_whole; i++) {
         const int64_t row = i / (inputs / BLOCK), at = i % (inputs / BLOCK) * BLOCK;
-        units[i] = in_parts(converted + row * inputs + at, w->bits, parts + row * each + at * (w->bits == 8 ? 2 : 1), inputs);
+        uint8_t *into = parts + row * each + at * (w->bits == 8 ? 2 : 1);
+        float sums[2];
+        units[i] = in_parts(converted + row * inputs + at, w->bits, parts_of_row, into, inputs, sums);
+        if (size == 16) memcpy(less + 2 * i, sums, sizeof sums);
+        else less[i] = sums[0] + sums[1];
     }
 #endif
-    const int64_t vectors = (w->outputs + WIDE - 1) / WIDE;
+    const int has_totals = w->least || w->zeros;
+    for (int64_t i = 0; i < rows * blocks && !are_whole && (has_totals || w->bits < 8); i++)
+        less[i] = total_of(converted + i * size, size);
+    for (int64_t i = 0; i < rows * groups && has_totals; i++) {
+        totals[i] = 0;
+        for (int64_t j = 0; j < w->group / size; j++) totals[i] += less[i * (w->group / size) + j];
+    }
+    for (int64_t i = 0; i < rows * blocks && w->bits < 8; i++) less[i] *= -w->offset;
+    const int64_t panels = (w->outputs + LANES - 1) / LANES;
     // A thread keeps its weights in its cache while it goes through the rows.
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int64_t vector = 0; vector < vectors; vector++) {
-        V sums[ROWS];
+    for (int64_t panel = 0; panel < panels; panel++) {
+        V sums[ROWS * VECTORS];
         for (int64_t row = 0; row < rows; row += ROWS) {
             const int some = rows - row < ROWS ? rows - row : ROWS;
             const Rows given = {converted + row * inputs, totals + row * groups, less + row * blocks,
-                                parts + row * each, units + row * (inputs / BLOCK), inputs, groups, blocks};
-            multiply_lanes(w, vector * WIDE, &given, some, sums);
-            for (int i = 0; i < some; i++)
-                store(w, vector * WIDE, sums[i], out, out_is_float32, y, y_is_float32, row + i);
+                                parts + row * each, units + row * (inputs / BLOCK), inputs, blocks, parts_of_row > 2};
+            multiply_panel(w, panel, &given, some, sums);
+            for (int i = 0; i < some * VECTORS; i++)
+                store(w, panel * LANES + i % VECTORS * WIDE, sums[i], out, out_is_float32, y, y_is_float32,
+                      row + i / VECTORS);
         }
     }
 }
