@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn.functional import gelu, linear, silu
+from transformers import AutoModelForCausalLM
 
 from pearl.models.checkpoints.formats import GGUF_BLOCKS, from_gguf
 from pearl.models.feeds import Feed, lay_out
@@ -14,9 +15,11 @@ from pearl.models.forward.attention import Scoring
 from pearl.models.forward.native import Native
 from pearl.models.forward.probe import Heads, irregular
 from pearl.models.forward.quantised import QuantisedMatrix, are_alike, rounded, stacked
+from pearl.models.forward.runner import ForwardRunner
 from pearl.models.forward.slot_attention import NativeAttention, SpanAttention
 from pearl.models.forward.slots import Slots
 from tests.pairwise import pairwise
+from tests.tiny import tiny_model
 
 BUILT = [
     file
@@ -235,6 +238,29 @@ def test_attention(built: None, heads: Heads, scored: tuple[int, float, int], mo
         held = slots()
         held.keys, held.values, held.lengths = other.keys, other.values, [137 + row, 60]
         assert torch.equal(computed([Feed([1], 1)], states(n)[row : row + 1], held)[0], found[row])
+
+
+@pytest.mark.parametrize("rounding", ["", "int4"])
+@pytest.mark.parametrize(
+    "kind", ["llama-biased", "qwen3-short", "gemma3-short", "olmo2", "granite-scaled", "phi4-mini", "qwen3-moe"]
+)
+def test_layers_in_one_call(kind: str, rounding: matrices.Rounding) -> None:
+    """The bits of logits, features and later tokens are those of layer by layer, for chains and trees in two slots."""
+    found: list[list[torch.Tensor]] = []
+    for is_in_one_call in (True, False):
+        model = AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=torch.bfloat16)
+        runner = ForwardRunner(model, 64, slots=2, rounding=rounding, features=True)
+        layers = runner._layers
+        assert (layers.in_one_call is None) == (kind == "qwen3-moe")
+        layers.in_one_call = layers.in_one_call if is_in_one_call else None
+        kept = []
+        for feeds in ([Feed([5, 6, 7, 8, 9], 5)], [Feed([7] * 8, 8, 0, TREE), Feed([9, 8, 7], 2, 1)]):
+            kept += [*runner.forward(feeds), layers.features]
+        runner.keep([0, 2, 5])
+        kept += [*runner.forward([Feed([3, 4], 2)]), layers.features]
+        found.append([each.clone() for each in kept if each is not None])
+    assert len(found[0]) == 7
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["IQ4_NL", "MXFP4", "table"])

@@ -6,6 +6,7 @@ provides positions and attends (see `slot_attention`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from pearl.models.checkpoints.direct import Decoder
+    from pearl.models.forward.native_layers import NativeLayers
 
 Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [rows, 1, head_dim] each
 
@@ -146,6 +148,7 @@ class DecoderLayers:
         taps: layers whose inputs `features` has.
         features: of the last forward [n, len(taps) * hidden].
         scoring: with a window for each layer.
+        in_one_call: what computes the layers where a `NativeAttention` attends, if not one by one.
         scales, gate: multipliers and caps, and the activation of the gate.
 
     Args:
@@ -196,6 +199,7 @@ class DecoderLayers:
         self.norm = norm_weights(inner.norm, forward)
         self.taps = tapped(len(self.layers)) if features else ()
         self.features: torch.Tensor | None = None
+        self.in_one_call: NativeLayers | None = None
         self.head = one(model.lm_head, wide=True)
         native.give_back()
 
@@ -250,6 +254,12 @@ class DecoderLayers:
             hidden = hidden * self.scales.embedding
         hidden = hidden.to(self._residual)
         tapped: dict[int, torch.Tensor] = {}
+        if isinstance(slots, NativeAttention) and self.in_one_call is not None:
+            for first, end in itertools.pairwise(sorted({0, *self.taps, len(self.layers)})):
+                if first in self.taps:
+                    tapped[first] = hidden.to(self.dtype, copy=True)
+                self.in_one_call(slots, hidden, first, end)
+            return self._finished(hidden, tapped)
         for number, layer in enumerate(self.layers):
             if number in self.taps:
                 tapped[number] = hidden.to(self.dtype, copy=True)
@@ -260,6 +270,9 @@ class DecoderLayers:
                 hidden = hidden + layer.experts(fed, is_fed)
             else:
                 hidden = self._add(hidden, layer.down, gated(layer.gate_up(fed, None), self.gate), layer.after_mlp)
+        return self._finished(hidden, tapped)
+
+    def _finished(self, hidden: torch.Tensor, tapped: Mapping[int, torch.Tensor]) -> torch.Tensor:
         self.features = torch.cat([tapped[number] for number in self.taps], -1) if self.taps else None
         return hidden
 

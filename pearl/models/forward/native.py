@@ -1,4 +1,4 @@
-"""Our own products on a CPU: the functions of `native.c`, and matrices laid out for them."""
+"""Our own forward on a CPU: the functions in C, and matrices laid out for them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ def _opened(file: Path) -> ctypes.CDLL:
             break
     opened = ctypes.CDLL(str(file))
     pointer, flag, count, number = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
-    opened.pearl_multiply.argtypes = (pointer, pointer, flag, pointer, flag, pointer, flag, count, pointer, flag)
+    opened.pearl_multiply.argtypes = (pointer, pointer, flag, pointer, flag, pointer, flag, count, count, pointer, flag)
+    opened.pearl_layers.argtypes = (pointer,)
     opened.pearl_normalise.argtypes = (pointer, flag, pointer, flag, number, count, count, pointer, pointer, flag)
     opened.pearl_gate.argtypes = (pointer, count, count, flag, flag, pointer)
     opened.pearl_attend.argtypes = (pointer,)
@@ -108,9 +109,12 @@ def _case(weights: QuantisedMatrix) -> tuple[int, int, bool]:
 
 
 class Native:
-    """A matrix whose products `native.c` computes. `wide`: results are float32, else of the dtype of x.
+    """A matrix whose products `products.c` computes. `wide`: results are float32, else of the dtype of x.
 
     Results that are added to y have the dtype of y. Takes over what `takes` allows.
+
+    Attributes:
+        scratch: floats that a product takes for each row.
     """
 
     def __init__(self, weights: Weights, bias: torch.Tensor | None = None, wide: bool = False) -> None:
@@ -137,7 +141,7 @@ class Native:
             self._keep("low", rows.view(len(rows), _LANES, -1, 2).transpose(1, 2))
         if bias is not None:
             self._keep("bias", bias.float())
-        self._scratch = 3 * inputs + inputs // given.group
+        self.scratch = 3 * inputs + inputs // given.group
         self._at = ctypes.byref(given)
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
@@ -145,9 +149,9 @@ class Native:
         setattr(self._given, name, self._kept[-1].data_ptr())
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that a product reads."""
-        return sum(tensor.nbytes for tensor in self._kept)
+    def address(self) -> int | None:
+        """Of the `Weights` of `native.h`; None where inputs have another order."""
+        return ctypes.addressof(self._given) if self._order is None and not self._wide else None
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
         x = (x if self._order is None else x[:, self._order]).contiguous()
@@ -163,8 +167,9 @@ class Native:
             y is not None and y.dtype is torch.float32,
             out.data_ptr(),
             dtype is torch.float32,
+            self.shape[0],
             rows,
-            _scratch(rows * self._scratch),
+            scratch(rows * self.scratch),
             torch.get_num_threads(),
         )
         return out
@@ -197,7 +202,7 @@ class _Room(threading.local):
 _room = _Room()
 
 
-def _scratch(floats: int) -> int:
+def scratch(floats: int) -> int:
     """Address of a buffer for that many floats; the thread's next call may free it."""
     if _room.floats < floats:
         _room.grow(floats)
@@ -232,7 +237,7 @@ def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dt
         eps,
         x.numel() // width,
         width,
-        _scratch(width),
+        scratch(width),
         out.data_ptr(),
         dtype is torch.float32,
     )
@@ -266,3 +271,8 @@ class Attention(ctypes.Structure):
 def attend(given: Attention) -> None:
     """Fills `out`, `new_keys` and `new_values`, and the cached positions of chains."""
     _loaded().pearl_attend(ctypes.byref(given))
+
+
+def compute_layers(given: object) -> None:
+    """See `layers.c`. `given`: a reference to its `Forward`."""
+    _loaded().pearl_layers(given)

@@ -25,6 +25,7 @@ from pearl.models.forward.experts import computes_experts
 from pearl.models.forward.graphs import FED, PREFILL, Graphs, Piece, Record, Rows, ends, record_on_gpu
 from pearl.models.forward.layers import DecoderLayers, Rope
 from pearl.models.forward.matrices import Rounding, packs
+from pearl.models.forward.native_layers import NativeLayers
 from pearl.models.forward.slot_attention import FixedAttention, NativeAttention, SpanAttention
 from pearl.models.forward.slots import Slots, Tree
 from pearl.models.runner import Capabilities, check_feeds
@@ -119,6 +120,7 @@ class ForwardRunner:
             has_kernels = kernels or (kernels is None and records and self.device.type == "cuda")
             self._slots = self._make_slots(slots + (spare if has_kernels or not is_fixed else 0), cache_dtype)
             self._is_native = not is_fixed and native.computes(self._layers.embedding) and native.attends(heads)
+            self._layers.in_one_call = NativeLayers.of(self._layers, self._ropes) if self._is_native else None
             if has_kernels:
                 self._make_kernels(slots, record, records)
             if (launches := is_fixed and (record is not None or records)) and self._decode is None:

@@ -57,12 +57,14 @@ def parent_rows(parents: Sequence[int], rows: Sequence[int]) -> list[int]:
 class NativeAttention:
     """The rows of a `layout` by the functions of `attention.c`: normalises and turns queries and keys, too.
 
-    Attributes: see `SpanAttention`.
+    Attributes:
+        states: see `SpanAttention`.
+        given: what is the same in all layers; its keys and values are those of the first one.
+        strides: floats between layers, of cached keys and of new ones.
     """
 
     def __init__(self, layout: Layout, slots: Slots, scoring: attention.Scoring, heads: Heads, eps: float) -> None:
-        self._slots, self._scoring = slots, scoring
-        self.states: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if layout.trees else None
+        self._scoring = scoring
         table = torch.full((len(layout.ids), 4), -1)
         for span in layout.spans:
             at = torch.arange(span.start, span.at.stop)
@@ -73,13 +75,16 @@ class NativeAttention:
             table[rows, 3] = torch.tensor(parent_rows(feed.parents, rows))
         threads, rows_ = torch.get_num_threads(), len(table)
         positions = attention.whole_blocks(int(table[:, 1].max()) + 1)
+        new = torch.empty(2, slots.keys.shape[1] if layout.trees else 1, rows_, heads.kv, heads.dim)
+        self.states = list(zip(*new, strict=True)) if layout.trees else None
+        self.strides = slots.keys.stride(1), new.stride(1) if layout.trees else 0
         self._kept = (
             table,
             torch.empty(rows_, heads.query, heads.dim),
             torch.empty(threads, heads.query // heads.kv + 2, positions),
+            new,
         )
-        self._new = rows_, heads.kv, heads.dim
-        self._given = native.Attention(
+        self.given = native.Attention(
             rows=rows_,
             heads=heads.query,
             kv_heads=heads.kv,
@@ -90,6 +95,10 @@ class NativeAttention:
             table=table.data_ptr(),
             queries=self._kept[1].data_ptr(),
             scores=self._kept[2].data_ptr(),
+            keys=slots.keys.data_ptr(),
+            values=slots.values.data_ptr(),
+            new_keys=new[0].data_ptr(),
+            new_values=new[1].data_ptr(),
             scale=scoring.scale,
             cap=scoring.cap,
             eps=eps,
@@ -104,14 +113,9 @@ class NativeAttention:
         rope: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
         """The attention output of rows with states [n, heads + 2 * kv_heads, head_dim]."""
-        given, slots = self._given, self._slots
+        given = native.Attention.from_buffer_copy(self.given)
         out = torch.empty(len(states), given.heads * given.dim, dtype=states.dtype)
-        if self.states is not None or not layer:
-            self._kept_new = torch.empty(self._new), torch.empty(self._new)
-        keys, values = self._kept_new
-        if self.states is not None:
-            self.states.append((keys, values))
-        q_norm = norms[0]
+        q_norm, (cached, new) = norms[0], self.strides
         given.window, given.norm_width = self._scoring.windows[layer], 0 if q_norm is None else len(q_norm)
         given.states, given.out, given.is_float32 = states.data_ptr(), out.data_ptr(), states.dtype == torch.float32
         given.norm_is_float32 = q_norm is not None and q_norm.dtype == torch.float32
@@ -119,9 +123,8 @@ class NativeAttention:
         sinks = self._scoring.sinks_of(layer)
         given.sinks = None if sinks is None else sinks.data_ptr()
         given.cos, given.sin = (None, None) if rope is None else (each.data_ptr() for each in rope)
-        given.new_keys, given.new_values = keys.data_ptr(), values.data_ptr()
-        offset = layer * slots.keys.stride(1) * slots.keys.itemsize
-        given.keys, given.values = slots.keys.data_ptr() + offset, slots.values.data_ptr() + offset
+        for name, stride in (("keys", cached), ("values", cached), ("new_keys", new), ("new_values", new)):
+            setattr(given, name, getattr(given, name) + layer * stride * 4)
         native.attend(given)
         return out
 

@@ -6,39 +6,6 @@
 
 #define DEEPEST 1024  // nodes of a path
 
-typedef struct {
-    int64_t rows, heads, kv_heads, dim, window, norm_width, slot_stride, head_stride, positions;
-    const int64_t *table;  // of each row: slot (-1: padding), position, positions that are cached then, parent row or -1
-    const void *states;    // [rows][heads + 2 * kv_heads][dim]
-    const void *q_norm, *k_norm;
-    const float *sinks;      // [heads]: scores beside those of positions, of which no value comes; or none
-    const float *cos, *sin;  // [positions][dim]; the first half of the sines is negated
-    float *keys, *values;    // [slots][kv_heads][positions][dim]
-    float *queries, *new_keys, *new_values;  // of the rows: [rows][heads or kv_heads][dim]
-    float *scores;                           // [threads][heads / kv_heads + 2][positions], a multiple of WIDE
-    void *out;                               // [rows][heads][dim]
-    float scale, cap, eps;
-    int32_t is_float32, norm_is_float32, threads;
-} Attention;
-
-INLINE float wide(uint16_t bits) {
-    const uint32_t whole = (uint32_t)bits << 16;
-    float value;
-    memcpy(&value, &whole, 4);
-    return value;
-}
-
-INLINE float number(const void *from, int64_t at, int is_float32) {
-    return is_float32 ? ((const float *)from)[at] : wide(((const uint16_t *)from)[at]);
-}
-
-INLINE void put(void *to, int64_t at, float value, int is_float32) {
-    if (is_float32)
-        ((float *)to)[at] = value;
-    else
-        ((uint16_t *)to)[at] = to_bfloat16(value);
-}
-
 INLINE float total(V sum) {
     float parts[WIDE];
     memcpy(parts, &sum, sizeof parts);

@@ -76,3 +76,55 @@ INLINE uint16_t to_bfloat16(float value) {
     if ((bits & 0x7fffffff) > 0x7f800000) return (bits >> 16) | 0x40;
     return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
+
+INLINE float wide(uint16_t bits) {
+    const uint32_t whole = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &whole, 4);
+    return value;
+}
+
+INLINE float number(const void *from, int64_t at, int is_float32) {
+    return is_float32 ? ((const float *)from)[at] : wide(((const uint16_t *)from)[at]);
+}
+
+INLINE void put(void *to, int64_t at, float value, int is_float32) {
+    if (is_float32)
+        ((float *)to)[at] = value;
+    else
+        ((uint16_t *)to)[at] = to_bfloat16(value);
+}
+
+// A matrix: see `products.c`.
+typedef struct {
+    int64_t outputs, inputs, bits, group, kind;
+    const uint8_t *low, *high;             // nibbles or whole bytes or bfloat16; bits above the fourth
+    const uint8_t *scales, *of_scales;     // of each group; of 256 inputs
+    const uint8_t *least, *of_least;       // likewise, what is added to each weight of a group
+    const uint8_t *zeros;                  // of each group, bytes that are subtracted from its steps
+    const float *bias;
+    float offset;                          // subtracted from each step
+    const float *table;                    // 16 numbers
+} Weights;
+
+typedef struct {
+    int64_t rows, heads, kv_heads, dim, window, norm_width, slot_stride, head_stride, positions;
+    const int64_t *table;  // of each row: slot (-1: padding), position, positions that are cached then, parent row or -1
+    const void *states;    // [rows][heads + 2 * kv_heads][dim]
+    const void *q_norm, *k_norm;
+    const float *sinks;      // [heads]: scores beside those of positions, of which no value comes; or none
+    const float *cos, *sin;  // [positions][dim]; the first half of the sines is negated
+    float *keys, *values;    // [slots][kv_heads][positions][dim]
+    float *queries, *new_keys, *new_values;  // of the rows: [rows][heads or kv_heads][dim]
+    float *scores;                           // [threads][heads / kv_heads + 2][positions], a multiple of WIDE
+    void *out;                               // [rows][heads][dim]
+    float scale, cap, eps;
+    int32_t is_float32, norm_is_float32, threads;
+} Attention;
+
+void pearl_multiply(const Weights *w, const void *x, int x_is_float32, const void *y, int y_is_float32, void *out,
+                    int out_is_float32, int64_t stride, int64_t rows, float *scratch, int threads);
+void pearl_attend(const Attention *a);
+void pearl_normalise(const void *x, int is_float32, const void *weight, int weight_is_float32, float eps, int64_t rows,
+                     int64_t many, float *scratch, void *out, int out_is_float32);
+void pearl_gate(const void *x, int64_t rows, int64_t inner, int is_float32, int is_gelu, void *out);

@@ -22,17 +22,6 @@ enum { FLOAT16, BFLOAT16, TWO_LEVELS, TWO_LEVELS_SIGNED, FLOAT32 };
 // In place of bits: bytes that are floating-point numbers (e4m3); nibbles that number the weights of a table.
 enum { FLOAT8 = 9, TABLE = 10 };
 
-typedef struct {
-    int64_t outputs, inputs, bits, group, kind;
-    const uint8_t *low, *high;             // nibbles or whole bytes or bfloat16; bits above the fourth
-    const uint8_t *scales, *of_scales;     // of each group; of 256 inputs
-    const uint8_t *least, *of_least;       // likewise, what is added to each weight of a group
-    const uint8_t *zeros;                  // of each group, bytes that are subtracted from its steps
-    const float *bias;
-    float offset;                          // subtracted from each step
-    const float *table;                    // 16 numbers
-} Weights;
-
 // The scales of a vector's lanes, or their least weights: `at` is where theirs begin, `above` where those of 256 inputs do.
 INLINE V scales_of(const uint8_t *scales, const uint8_t *upper, int64_t at, int64_t above, int kind) {
     if (kind == BFLOAT16) return from_bfloat16(*(const H *)(scales + 2 * at));
@@ -447,12 +436,9 @@ static void convert(const uint16_t *given, X *x, int64_t count, int is_float32) 
 #endif
 }
 
-INLINE float wide(X value) {
+INLINE float float_of(X value) {
 #ifdef BF16
-    const uint32_t bits = (uint32_t)value << 16;
-    float found;
-    memcpy(&found, &bits, 4);
-    return found;
+    return wide(value);
 #else
     return value;
 #endif
@@ -462,7 +448,7 @@ INLINE float wide(X value) {
 INLINE float total_of(const X *x, int64_t count) {
     float sums[16] = {0};
     for (int64_t i = 0; i < count; i += 16)
-        for (int lane = 0; lane < 16; lane++) sums[lane] += wide(x[i + lane]);
+        for (int lane = 0; lane < 16; lane++) sums[lane] += float_of(x[i + lane]);
     for (int half = 8; half; half /= 2)
         for (int lane = 0; lane < half; lane++) sums[lane] += sums[lane + half];
     return sums[0];
@@ -475,7 +461,7 @@ INLINE float total_of(const X *x, int64_t count) {
 static float in_parts(const X *x, int64_t bits, int parts, void *into, int64_t stride, float *sums) {
     uint32_t largest = 0;
     for (int i = 0; i < BLOCK; i++) {
-        const float value = wide(x[i]);
+        const float value = float_of(x[i]);
         uint32_t number;
         memcpy(&number, &value, 4);
         number &= 0x7fffffff;
@@ -493,7 +479,7 @@ static float in_parts(const X *x, int64_t bits, int parts, void *into, int64_t s
     if (!is_number || exponent < -100) times = 0;
     const float unit = is_number ? times ? 1 / times : 0 : NAN;
     int32_t whole[BLOCK];
-    for (int i = 0; i < BLOCK; i++) whole[i] = is_number ? (int32_t)rintf(wide(x[i]) * times) : 0;
+    for (int i = 0; i < BLOCK; i++) whole[i] = is_number ? (int32_t)rintf(float_of(x[i]) * times) : 0;
     for (int half = 0; half < 2; half++) {
         int32_t sum = 0;
         for (int i = 0; i < 16; i++) sum += whole[16 * half + i];
@@ -519,27 +505,16 @@ static float in_parts(const X *x, int64_t bits, int parts, void *into, int64_t s
 #endif
 
 // Up to WIDE outputs from `first` on; the last panel may have fewer than lanes.
-static void store(const Weights *w, int64_t first, V sums, void *out, int out_is_float32, const void *y,
+static void store(const Weights *w, int64_t first, V sums, void *out, int out_is_float32, int64_t stride, const void *y,
                   int y_is_float32, int64_t row) {
-    const int64_t left = w->outputs - first, at = row * w->outputs + first;
+    const int64_t left = w->outputs - first, at = row * stride + first;
     const int64_t many = left < 0 ? 0 : left < WIDE ? left : WIDE;
     float found[WIDE];
     memcpy(found, &sums, sizeof found);
     if (w->bias)
         for (int64_t i = 0; i < many; i++) found[i] += w->bias[first + i];
-    if (y && y_is_float32)
-        for (int64_t i = 0; i < many; i++) found[i] += ((const float *)y)[at + i];
-    if (y && !y_is_float32)
-        for (int64_t i = 0; i < many; i++) {
-            const uint32_t bits = (uint32_t)((const uint16_t *)y)[at + i] << 16;
-            float more;
-            memcpy(&more, &bits, 4);
-            found[i] += more;
-        }
-    if (out_is_float32)
-        for (int64_t i = 0; i < many; i++) ((float *)out)[at + i] = found[i];
-    else
-        for (int64_t i = 0; i < many; i++) ((uint16_t *)out)[at + i] = to_bfloat16(found[i]);
+    for (int64_t i = 0; i < many && y; i++) found[i] += number(y, at + i, y_is_float32);
+    for (int64_t i = 0; i < many; i++) put(out, at + i, found[i], out_is_float32);
 }
 
 // words [panels][inputs * bits / 32][16 lanes] of some bits of each step [panels][16 lanes][inputs], from `shift` on.
@@ -564,10 +539,11 @@ int pearl_rounds(void) {
     return ROUNDS;
 }
 
-// out [rows, outputs] = x [rows, inputs] times the weights, plus bias and y [rows, outputs] if there are any.
+// out [rows, outputs] = x [rows, inputs] times the weights, plus bias and y [rows, outputs] if there are any, whose rows,
+// and those of out, begin `stride` numbers behind one another.
 // `scratch` holds rows * (3 * inputs + inputs / group) floats.
 void pearl_multiply(const Weights *w, const void *x, int x_is_float32, const void *y, int y_is_float32, void *out,
-                    int out_is_float32, int64_t rows, float *scratch, int threads) {
+                    int out_is_float32, int64_t stride, int64_t rows, float *scratch, int threads) {
     const int64_t inputs = w->inputs, groups = w->bits == 16 ? 0 : inputs / w->group, size = w->bits == 6 ? 16 : 32;
     const int64_t blocks = w->bits == 16 ? 0 : inputs / size, are_whole = WHOLE && w->bits <= 8;
     const int parts_of_row = x_is_float32 && !ROUNDS ? 3 : 2;
@@ -605,7 +581,7 @@ void pearl_multiply(const Weights *w, const void *x, int x_is_float32, const voi
                                 parts + row * each, units + row * (inputs / BLOCK), inputs, blocks, parts_of_row > 2};
             multiply_panel(w, panel, &given, some, sums);
             for (int i = 0; i < some * VECTORS; i++)
-                store(w, panel * LANES + i % VECTORS * WIDE, sums[i], out, out_is_float32, y, y_is_float32,
+                store(w, panel * LANES + i % VECTORS * WIDE, sums[i], out, out_is_float32, stride, y, y_is_float32,
                       row + i / VECTORS);
         }
     }

@@ -1,0 +1,122 @@
+"""Decoder layers on a CPU in one call of `layers.c`: one by one, their calls take a small model as long as its products."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from pearl.models.forward import native
+from pearl.models.forward.matrices import SideBySide
+from pearl.models.forward.native import Native
+
+if TYPE_CHECKING:
+    from pearl.models.forward.layers import DecoderLayers, Layer, Rope
+    from pearl.models.forward.matrices import Matrix
+    from pearl.models.forward.slot_attention import NativeAttention
+
+_SIDES = 3  # matrices of one product, side by side
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        ("products", ctypes.c_void_p * (4 * _SIDES)),
+        ("norms", ctypes.c_void_p * 4),
+        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "sinks", "cos", "sin")),
+        ("window", ctypes.c_int64),
+    )
+
+
+class _Forward(ctypes.Structure):
+    _fields_ = (
+        ("attention", native.Attention),
+        *((name, ctypes.c_void_p) for name in ("layers", "hidden", "room")),
+        *((name, ctypes.c_int64) for name in ("first", "end", "width", "inner", "layer_stride", "new_stride")),
+        ("residual", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("hidden_is_float32", "is_gelu")),
+    )
+
+
+class NativeLayers:
+    """The layers of a model whose matrices are all `Native`.
+
+    Args:
+        ropes: of all positions, by kind.
+    """
+
+    def __init__(self, layers: DecoderLayers, ropes: Mapping[str, Rope]) -> None:
+        self._kept = layers, ropes
+        made = [_layer(layer, number, layers, ropes) for number, layer in enumerate(layers.layers)]
+        self._layers = (_Layer * len(made))(*made)
+        self._width, self._inner = layers.embedding.shape[1], _parts(layers.layers[0].down)[0].shape[1]
+        self._is_float32 = layers.dtype == torch.float32
+        norms = [norm for layer in layers.layers for norm in _norms(layer) if norm is not None]
+        self._norm_is_float32 = norms[0].dtype == torch.float32
+        self._norm_width = next((len(layer.q_norm) for layer in layers.layers if layer.q_norm is not None), 0)
+        heads = layers.heads
+        products = max(part.scratch for layer in layers.layers for each in _products(layer) for part in _parts(each))
+        self._room = 3 * self._width + 3 * self._inner + 2 * (heads.query + heads.kv) * heads.dim + products
+        self._residual, self._is_gelu = layers.scales.residual, layers.gate == "gelu"
+
+    @staticmethod
+    def of(layers: DecoderLayers, ropes: Mapping[str, Rope]) -> NativeLayers | None:
+        """None where a layer has what `layers.c` has not: experts, matrices in other layouts, norms of two dtypes."""
+        for layer in layers.layers:
+            for product in _products(layer):
+                parts = _parts(product)
+                if len(parts) > _SIDES or any(not isinstance(each, Native) or each.address is None for each in parts):
+                    return None
+        dtypes = {norm.dtype for layer in layers.layers for norm in _norms(layer) if norm is not None}
+        if any(layer.experts for layer in layers.layers) or len(dtypes) != 1:
+            return None
+        return NativeLayers(layers, ropes)
+
+    def __call__(self, attends: NativeAttention, hidden: torch.Tensor, first: int, end: int) -> None:
+        """Change the hidden states [n, width] to those behind the layers from `first` to `end` - 1."""
+        attention = native.Attention.from_buffer_copy(attends.given)
+        attention.is_float32, attention.norm_is_float32 = self._is_float32, self._norm_is_float32
+        attention.norm_width = self._norm_width
+        given = _Forward(
+            attention=attention,
+            layers=ctypes.addressof(self._layers),
+            hidden=hidden.data_ptr(),
+            room=native.scratch(len(hidden) * self._room),
+            first=first,
+            end=end,
+            width=self._width,
+            inner=self._inner,
+            layer_stride=attends.strides[0],
+            new_stride=attends.strides[1],
+            residual=self._residual,
+            hidden_is_float32=hidden.dtype == torch.float32,
+            is_gelu=self._is_gelu,
+        )
+        native.compute_layers(ctypes.byref(given))
+
+
+def _layer(layer: Layer, number: int, layers: DecoderLayers, ropes: Mapping[str, Rope]) -> _Layer:
+    made, rope = _Layer(), layer.kind.rope
+    for at, product in enumerate(_products(layer)):
+        for side, part in enumerate(_parts(product)):
+            made.products[_SIDES * at + side] = part.address
+    for at, norm in enumerate(_norms(layer)[:4]):
+        made.norms[at] = None if norm is None else norm.data_ptr()
+    given = layer.q_norm, layer.k_norm, layers.scoring.sinks_of(number), *((None, None) if rope is None else ropes[rope])
+    for name, tensor in zip(("q_norm", "k_norm", "sinks", "cos", "sin"), given, strict=True):
+        setattr(made, name, None if tensor is None else tensor.data_ptr())
+    made.window = layers.scoring.windows[number]
+    return made
+
+
+def _products(layer: Layer) -> tuple[Matrix, ...]:
+    return layer.qkv, layer.out, layer.gate_up, layer.down
+
+
+def _norms(layer: Layer) -> tuple[torch.Tensor | None, ...]:
+    return layer.attention_norm, layer.after_attention, layer.mlp_norm, layer.after_mlp, layer.q_norm, layer.k_norm
+
+
+def _parts(product: Matrix) -> Sequence[Matrix]:
+    return product.parts if isinstance(product, SideBySide) else (product,)
