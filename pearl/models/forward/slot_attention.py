@@ -81,7 +81,7 @@ class NativeAttention:
         self._kept = (
             table,
             torch.empty(rows_, heads.query, heads.dim),
-            torch.empty(threads, heads.query // heads.kv + 2, positions),
+            torch.empty(threads, heads.query // heads.kv, positions + heads.dim),
             new,
         )
         self.given = native.Attention(

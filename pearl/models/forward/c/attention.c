@@ -5,6 +5,7 @@
 #include "native.h"
 
 #define DEEPEST 1024  // nodes of a path
+#define AT_ONCE 16    // positions whose keys, or values, all queries of a head go through together
 
 INLINE float total(V sum) {
     float parts[WIDE];
@@ -159,89 +160,119 @@ static void turn(const Attention *a, int64_t row, int64_t first, int64_t heads, 
     }
 }
 
-// Sums of values by the shares of several queries, over `by`. many is a constant where this is inlined.
-INLINE void mix(const Attention *a, int64_t row, int64_t query, int many, int64_t low, int64_t end, const float *shares,
-                const float **values, const float *by) {
-    for (int64_t first = 0; first < a->dim; first += 2 * WIDE) {
-        const int64_t size = a->dim - first < 2 * WIDE ? a->dim - first : 2 * WIDE;
-        V sums[4][2] = {0};
-        if (size == 2 * WIDE)
-            for (int64_t at = low; at < end; at++) {
-                const float *value = values[at - low] + first;
-                const V one = *(const V *)value, other = *(const V *)(value + WIDE);
-                for (int i = 0; i < many; i++) {
-                    sums[i][0] += shares[i * a->positions + at] * one;
-                    sums[i][1] += shares[i * a->positions + at] * other;
-                }
-            }
-        else
-            for (int64_t at = low; at < end; at++)
-                for (int i = 0; i < many; i++)
-                    for (int64_t j = 0; j < size; j++)
-                        ((float *)sums[i])[j] += shares[i * a->positions + at] * values[at - low][first + j];
-        for (int i = 0; i < many; i++)
-            for (int64_t j = 0; j < size; j++)
-                put(a->out, (row * a->heads + query + i) * a->dim + first + j, ((float *)sums[i])[j] * by[i], a->is_float32);
+// Where the keys, or values, of a head begin: of cached positions, and of new ones by the path to a row.
+typedef struct {
+    const float *cached, *new;
+    const int64_t *path;
+    int64_t dim, first_new, stride;
+} States;
+
+INLINE const float *state_of(const States *s, int64_t at) {
+    return at < s->first_new ? s->cached + at * s->dim : s->new + s->path[at - s->first_new] * s->stride;
+}
+
+// Those of a block of positions, while the next block comes: one row's work is shorter than the memory's.
+INLINE void block_of(const States *s, int64_t at, int64_t last, const float **found) {
+    for (int i = 0; i < AT_ONCE; i++) found[i] = state_of(s, at + i < last ? at + i : last);
+    for (int64_t line = 0; line < AT_ONCE * s->dim; line += 16)
+        __builtin_prefetch(s->cached + (at + AT_ONCE) * s->dim + line, 0, 0);
+}
+
+// Adds values by the shares of several queries [many][positions] to sums [many][dim]. many is a constant where this is
+// inlined.
+INLINE void mix(int many, const float **values, int count, const float *shares, int64_t positions, int64_t dim,
+                float *sums) {
+    for (int64_t first = 0; first + WIDE <= dim; first += 2 * WIDE) {
+        const int is_pair = first + 2 * WIDE <= dim;
+        V part[4][2];
+        for (int i = 0; i < many; i++) {
+            part[i][0] = *(V *)(sums + i * dim + first);
+            if (is_pair) part[i][1] = *(V *)(sums + i * dim + first + WIDE);
+        }
+        for (int at = 0; at < count; at++) {
+            const V one = *(const V *)(values[at] + first);
+            for (int i = 0; i < many; i++) part[i][0] += shares[i * positions + at] * one;
+            if (!is_pair) continue;
+            const V other = *(const V *)(values[at] + first + WIDE);
+            for (int i = 0; i < many; i++) part[i][1] += shares[i * positions + at] * other;
+        }
+        for (int i = 0; i < many; i++) {
+            *(V *)(sums + i * dim + first) = part[i][0];
+            if (is_pair) *(V *)(sums + i * dim + first + WIDE) = part[i][1];
+        }
     }
+    for (int64_t each = dim / WIDE * WIDE; each < dim; each++)
+        for (int at = 0; at < count; at++)
+            for (int i = 0; i < many; i++) sums[i * dim + each] += shares[i * positions + at] * values[at][each];
+}
+
+// Scores [positions] of a query to shares that are still to be divided by their sum, which is returned.
+static float shares_of(const Attention *a, int64_t query, int64_t begin, int64_t stop, float *scores) {
+    V highest = (V){0} - INFINITY;
+    for (int64_t at = begin; at < stop; at += WIDE) {
+        V some = *(V *)(scores + at);
+        if (a->cap) {
+            const V capped = a->cap * hyperbolic_tangent(some / a->cap);
+            some = (V)((I)capped & (some > -INFINITY)) + (V)((I)some & ~(some > -INFINITY));
+            *(V *)(scores + at) = some;
+        }
+        highest = (V)((I)some & (some > highest)) + (V)((I)highest & ~(some > highest));
+    }
+    float top = a->sinks ? a->sinks[query] : -INFINITY;
+    for (int i = 0; i < WIDE; i++) top = highest[i] > top ? highest[i] : top;
+    V sum = {0};
+    for (int64_t at = begin; at < stop; at += WIDE) {
+        const V share = exponential(*(V *)(scores + at) - top);
+        *(V *)(scores + at) = share;
+        sum += share;
+    }
+    return total(sum) + (a->sinks ? exponential((V){0} + (a->sinks[query] - top))[0] : 0);
 }
 
 // The query heads of one key-value head of a row.
 static void attend(const Attention *a, int64_t row, int64_t head, float *room) {
     const int64_t *place = a->table + 4 * row, dim = a->dim, group = a->heads / a->kv_heads;
     const int64_t last = place[1], cached = place[2], end = last + 1;
-    const int64_t low = a->window && end > a->window ? end - a->window : 0, begin = low / WIDE * WIDE;
-    const int64_t stop = (end + WIDE - 1) / WIDE * WIDE;
-    const float *keys = a->keys + place[0] * a->slot_stride + head * a->head_stride;
-    const float *values = a->values + place[0] * a->slot_stride + head * a->head_stride;
-    float by[64];
-    const float **rows = (const float **)(room + group * a->positions);
+    const int64_t low = a->window && end > a->window ? end - a->window : 0, begin = low / AT_ONCE * AT_ONCE;
+    const int64_t stop = (end + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
+    float by[64], *sums = room + group * a->positions;
     int64_t path[DEEPEST];
     for (int64_t at = last, node = row; at >= cached; at--, node = a->table[4 * node + 3] >= 0 ? a->table[4 * node + 3] : row)
         path[at - cached] = node;
-    for (int64_t query = head * group; query < (head + 1) * group; query++) {
-        const float *q = a->queries + (row * a->heads + query) * dim;
-        float *scores = room + (query - head * group) * a->positions;
-        for (int64_t at = begin; at < stop; at += WIDE) {
-            const float *some[WIDE];
-            for (int i = 0; i < WIDE; i++) {
-                const int64_t seen = at + i < end ? at + i : last;
-                some[i] = seen < cached ? keys + seen * dim
-                                        : a->new_keys + (path[seen - cached] * a->kv_heads + head) * dim;
-            }
-            *(V *)(scores + at) = dots(q, some, dim) * a->scale;
-        }
+    const int64_t slot = place[0] * a->slot_stride + head * a->head_stride, stride = a->kv_heads * dim;
+    const States keys = {a->keys + slot, a->new_keys + head * dim, path, dim, cached, stride};
+    const States values = {a->values + slot, a->new_values + head * dim, path, dim, cached, stride};
+    const float *some[AT_ONCE];
+    for (int64_t at = begin; at < stop; at += AT_ONCE) {
+        block_of(&keys, at, last, some);
+        for (int64_t query = 0; query < group; query++)
+            for (int i = 0; i < AT_ONCE; i += WIDE)
+                *(V *)(room + query * a->positions + at + i) =
+                    dots(a->queries + (row * a->heads + head * group + query) * dim, some + i, dim) * a->scale;
+    }
+    for (int64_t query = 0; query < group; query++) {
+        float *scores = room + query * a->positions;
         for (int64_t at = begin; at < low; at++) scores[at] = -INFINITY;
         for (int64_t at = end; at < stop; at++) scores[at] = -INFINITY;
-        V highest = (V){0} - INFINITY;
-        for (int64_t at = begin; at < stop; at += WIDE) {
-            V some = *(V *)(scores + at);
-            if (a->cap) {
-                const V capped = a->cap * hyperbolic_tangent(some / a->cap);
-                some = (V)((I)capped & (some > -INFINITY)) + (V)((I)some & ~(some > -INFINITY));
-                *(V *)(scores + at) = some;
-            }
-            highest = (V)((I)some & (some > highest)) + (V)((I)highest & ~(some > highest));
-        }
-        float top = a->sinks ? a->sinks[query] : -INFINITY;
-        for (int i = 0; i < WIDE; i++) top = highest[i] > top ? highest[i] : top;
-        V sum = {0};
-        for (int64_t at = begin; at < stop; at += WIDE) {
-            const V share = exponential(*(V *)(scores + at) - top);
-            *(V *)(scores + at) = share;
-            sum += share;
-        }
-        float shares = total(sum);
-        if (a->sinks) shares += exponential((V){0} + (a->sinks[query] - top))[0];
-        by[query - head * group] = 1.0f / shares;
+        by[query] = 1.0f / shares_of(a, head * group + query, begin, stop, scores);
     }
-    for (int64_t at = low; at < end; at++) {
-        const float *value = at < cached ? values + at * dim : a->new_values + (path[at - cached] * a->kv_heads + head) * dim;
-        rows[at - low] = value;
+    memset(sums, 0, group * dim * sizeof(float));
+    for (int64_t at = begin; at < end; at += AT_ONCE) {
+        block_of(&values, at, last, some);
+        const int64_t from = at > low ? at : low;
+        const int count = end - from < at + AT_ONCE - from ? end - from : at + AT_ONCE - from;
+        const float **first = some + (from - at);
+#define MIX(many) mix(many, first, count, room + query * a->positions + from, a->positions, dim, sums + query * dim)
+        int64_t query = 0;
+        for (; query + 4 <= group; query += 4) MIX(4);
+        switch (group - query) {
+            case 3: MIX(3); break;
+            case 2: MIX(2); break;
+            case 1: MIX(1); break;
+        }
     }
-    int64_t query = 0;
-    for (; query + 4 <= group; query += 4) mix(a, row, head * group + query, 4, low, end, room + query * a->positions, rows, by + query);
-    for (; query + 2 <= group; query += 2) mix(a, row, head * group + query, 2, low, end, room + query * a->positions, rows, by + query);
-    if (query < group) mix(a, row, head * group + query, 1, low, end, room + query * a->positions, rows, by + query);
+    for (int64_t i = 0; i < group * dim; i++)
+        put(a->out, (row * a->heads + head * group) * dim + i, sums[i] * by[i / dim], a->is_float32);
 }
 
 void pearl_attend(const Attention *a) {
@@ -273,7 +304,7 @@ void pearl_attend(const Attention *a) {
                 for (int64_t i = 0; i < a->heads / kv * dim; i++)
                     put(a->out, row * a->heads * dim + each % kv * (a->heads / kv) * dim + i, 0, a->is_float32);
             else
-                attend(a, row, each % kv, a->scores + thread * (a->heads / kv + 2) * a->positions);
+                attend(a, row, each % kv, a->scores + thread * (a->heads / kv) * (a->positions + dim));
         }
     }
 }

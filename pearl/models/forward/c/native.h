@@ -116,7 +116,7 @@ typedef struct {
     const float *cos, *sin;  // [positions][dim]; the first half of the sines is negated
     float *keys, *values;    // [slots][kv_heads][positions][dim]
     float *queries, *new_keys, *new_values;  // of the rows: [rows][heads or kv_heads][dim]
-    float *scores;                           // [threads][heads / kv_heads + 2][positions], a multiple of WIDE
+    float *scores;  // [threads][heads / kv_heads][positions + dim]; positions are a multiple of 16
     void *out;                               // [rows][heads][dim]
     float scale, cap, eps;
     int32_t is_float32, norm_is_float32, threads;
