@@ -149,8 +149,13 @@ class Native:
         setattr(self._given, name, self._kept[-1].data_ptr())
 
     @property
+    def nbytes(self) -> int:
+        """Bytes that a product reads."""
+        return sum(tensor.nbytes for tensor in self._kept)
+
+    @property
     def address(self) -> int | None:
-        """Of the `Weights` of `native.h`; None where inputs have another order."""
+        """Of the `Weights` of `native.h`; None where their inputs have another order, or results another dtype."""
         return ctypes.addressof(self._given) if self._order is None and not self._wide else None
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Decoder layers on a CPU in one call of `layers.c`: one by one, their calls take a small model as long as its products."""
+"""Decoder layers on a CPU in one call of `layers.c`: many short calls take as long as the products of a small model."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pearl.models.forward.slot_attention import NativeAttention
 
 _SIDES = 3  # matrices of one product, side by side
+_Products = Sequence[Sequence[Native]]
 
 
 class _Layer(ctypes.Structure):
@@ -43,35 +44,29 @@ class NativeLayers:
     """The layers of a model whose matrices are all `Native`.
 
     Args:
+        products: of each layer the four products, each as matrices side by side.
         ropes: of all positions, by kind.
     """
 
-    def __init__(self, layers: DecoderLayers, ropes: Mapping[str, Rope]) -> None:
+    def __init__(self, layers: DecoderLayers, products: Sequence[_Products], ropes: Mapping[str, Rope]) -> None:
         self._kept = layers, ropes
-        made = [_layer(layer, number, layers, ropes) for number, layer in enumerate(layers.layers)]
+        made = [_layer(number, layers, each, ropes) for number, each in enumerate(products)]
         self._layers = (_Layer * len(made))(*made)
-        self._width, self._inner = layers.embedding.shape[1], _parts(layers.layers[0].down)[0].shape[1]
+        self._width, self._inner = layers.embedding.shape[1], products[0][-1][0].shape[1]
         self._is_float32 = layers.dtype == torch.float32
-        norms = [norm for layer in layers.layers for norm in _norms(layer) if norm is not None]
-        self._norm_is_float32 = norms[0].dtype == torch.float32
+        self._norm_is_float32 = _norm_dtypes(layers) == {torch.float32}
         self._norm_width = next((len(layer.q_norm) for layer in layers.layers if layer.q_norm is not None), 0)
-        heads = layers.heads
-        products = max(part.scratch for layer in layers.layers for each in _products(layer) for part in _parts(each))
-        self._room = 3 * self._width + 3 * self._inner + 2 * (heads.query + heads.kv) * heads.dim + products
+        heads, scratch = layers.heads, max(part.scratch for each in products for parts in each for part in parts)
+        self._room = 3 * (self._width + self._inner) + 2 * (heads.query + heads.kv) * heads.dim + scratch
         self._residual, self._is_gelu = layers.scales.residual, layers.gate == "gelu"
 
     @staticmethod
     def of(layers: DecoderLayers, ropes: Mapping[str, Rope]) -> NativeLayers | None:
         """None where a layer has what `layers.c` has not: experts, matrices in other layouts, norms of two dtypes."""
-        for layer in layers.layers:
-            for product in _products(layer):
-                parts = _parts(product)
-                if len(parts) > _SIDES or any(not isinstance(each, Native) or each.address is None for each in parts):
-                    return None
-        dtypes = {norm.dtype for layer in layers.layers for norm in _norms(layer) if norm is not None}
-        if any(layer.experts for layer in layers.layers) or len(dtypes) != 1:
+        if any(layer.experts for layer in layers.layers) or len(_norm_dtypes(layers)) != 1:
             return None
-        return NativeLayers(layers, ropes)
+        products = [[_parts(each) for each in (at.qkv, at.out, at.gate_up, at.down)] for at in layers.layers]
+        return NativeLayers(layers, products, ropes) if all(all(each) for each in products) else None
 
     def __call__(self, attends: NativeAttention, hidden: torch.Tensor, first: int, end: int) -> None:
         """Change the hidden states [n, width] to those behind the layers from `first` to `end` - 1."""
@@ -96,27 +91,31 @@ class NativeLayers:
         native.compute_layers(ctypes.byref(given))
 
 
-def _layer(layer: Layer, number: int, layers: DecoderLayers, ropes: Mapping[str, Rope]) -> _Layer:
-    made, rope = _Layer(), layer.kind.rope
-    for at, product in enumerate(_products(layer)):
-        for side, part in enumerate(_parts(product)):
+def _layer(number: int, layers: DecoderLayers, products: _Products, ropes: Mapping[str, Rope]) -> _Layer:
+    made, layer = _Layer(), layers.layers[number]
+    for at, parts in enumerate(products):
+        for side, part in enumerate(parts):
             made.products[_SIDES * at + side] = part.address
     for at, norm in enumerate(_norms(layer)[:4]):
         made.norms[at] = None if norm is None else norm.data_ptr()
-    given = layer.q_norm, layer.k_norm, layers.scoring.sinks_of(number), *((None, None) if rope is None else ropes[rope])
-    for name, tensor in zip(("q_norm", "k_norm", "sinks", "cos", "sin"), given, strict=True):
+    cos, sin = (None, None) if layer.kind.rope is None else ropes[layer.kind.rope]
+    given = {"q_norm": layer.q_norm, "k_norm": layer.k_norm, "sinks": layers.scoring.sinks_of(number)}
+    for name, tensor in {**given, "cos": cos, "sin": sin}.items():
         setattr(made, name, None if tensor is None else tensor.data_ptr())
     made.window = layers.scoring.windows[number]
     return made
-
-
-def _products(layer: Layer) -> tuple[Matrix, ...]:
-    return layer.qkv, layer.out, layer.gate_up, layer.down
 
 
 def _norms(layer: Layer) -> tuple[torch.Tensor | None, ...]:
     return layer.attention_norm, layer.after_attention, layer.mlp_norm, layer.after_mlp, layer.q_norm, layer.k_norm
 
 
-def _parts(product: Matrix) -> Sequence[Matrix]:
-    return product.parts if isinstance(product, SideBySide) else (product,)
+def _norm_dtypes(layers: DecoderLayers) -> set[torch.dtype]:
+    return {norm.dtype for layer in layers.layers for norm in _norms(layer) if norm is not None}
+
+
+def _parts(product: Matrix) -> list[Native]:
+    """The matrices of a product, side by side; none where `layers.c` does not take them."""
+    parts = product.parts if isinstance(product, SideBySide) else [product]
+    taken = [part for part in parts if isinstance(part, Native) and part.address is not None]
+    return taken if len(taken) == len(parts) <= _SIDES else []

@@ -1,5 +1,5 @@
 // Decoder layers in one call: what `DecoderLayers.hidden_states` computes by calls of `products.c` and `attention.c`, in
-// the same order and with the same roundings.  The calls of one token take as long as a small model's products.
+// the same order and with the same roundings.
 #include "native.h"
 
 #define SIDES 3  // matrices of one product, side by side
