@@ -259,10 +259,8 @@ static void attend(const Attention *a, int64_t row, int64_t head, float *room) {
     memset(sums, 0, group * dim * sizeof(float));
     for (int64_t at = begin; at < end; at += AT_ONCE) {
         block_of(&values, at, last, some);
-        const int64_t from = at > low ? at : low;
-        const int count = end - from < at + AT_ONCE - from ? end - from : at + AT_ONCE - from;
-        const float **first = some + (from - at);
-#define MIX(many) mix(many, first, count, room + query * a->positions + from, a->positions, dim, sums + query * dim)
+        const int count = end - at < AT_ONCE ? end - at : AT_ONCE;
+#define MIX(many) mix(many, some, count, room + query * a->positions + at, a->positions, dim, sums + query * dim)
         int64_t query = 0;
         for (; query + 4 <= group; query += 4) MIX(4);
         switch (group - query) {
