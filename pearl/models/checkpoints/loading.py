@@ -30,6 +30,7 @@ from pearl.models.checkpoints.memory import (
 )
 from pearl.models.checkpoints.wrappers import LANGUAGE_MODEL, language_model_of
 from pearl.models.families import OWN_FORWARD
+from pearl.models.forward import native
 from pearl.models.forward.attention import plan_no_shapes, whole_blocks
 from pearl.models.forward.graphs import PREFILL
 from pearl.models.forward.matrices import Rounding, multiplies_bf16, rounding_for
@@ -107,7 +108,7 @@ def load_runner(spec: str, *, device: torch.device, progress: Progress = silent,
     plan_no_shapes(device)
     path = resolve_checkpoint(spec, progress)
     if (files := Path(path) if Path(path).is_dir() else in_cache(path)) is not None:
-        is_wide = device.type == "cpu" and wanted.forwards != "transformers"
+        is_wide = device.type == "cpu" and wanted.forwards != "transformers" and native.library() is None
         need = needed(
             files,
             wanted.weights,
@@ -166,7 +167,7 @@ def _make_runner(
 
     on_gpu = model.device.type == "cuda"
     positions = whole_blocks(context) + (PREFILL if on_gpu else 0)  # see ForwardRunner, for both
-    item = model.dtype.itemsize if on_gpu or multiplies_bf16() else 4
+    item = model.dtype.itemsize if on_gpu or native.computes(model.model.embed_tokens.weight) else 4
     left = check_cache_fits(spec, model, context, slot_bytes(model, positions, item), wanted.slots)
     return ForwardRunner(
         model,

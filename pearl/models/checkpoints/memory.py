@@ -91,7 +91,8 @@ def needed(
         dtype: the weights' dtype once loaded; "auto": as in the checkpoint. Quantised weights are not converted.
         context: tokens; None: the model's maximum, but at most `most`.
         slots: sequences that the KV cache holds.
-        is_wide: whether our own forward keeps its KV cache in float32, whatever the weights' dtype.
+        is_wide: whether our own forward keeps its KV cache in float32, whatever the weights' dtype, as where torch
+            attends on a CPU.
         keeps_bits: whether our own forward keeps the matrices of a GGUF file in their own bits.
     """
     try:

@@ -20,7 +20,7 @@ _LANES = 16  # outputs of a panel
 _LEAST = 8  # bfloat16 inputs are a multiple of this
 _SUPER = 256  # inputs that share a scale of scales
 _FLOAT8, _TABLE = 9, 10
-_WIDEST, _MOST_TOGETHER = 4096, 64  # numbers of a row's queries; query heads of a key-value head
+_WIDEST, _MOST_TOGETHER = 16384, 64  # see `native.h`: numbers of a row's queries; query heads of a key-value head
 _BUILT = (  # in this folder: name, flags of /proc/cpuinfo that it takes
     ("_native_bf16", {"avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"}),
     ("_native_vnni", {"avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}),
@@ -269,7 +269,7 @@ class Attention(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("keys", "values")),
         *((name, ctypes.c_void_p) for name in ("queries", "new_keys", "new_values", "scores", "out")),
         *((name, ctypes.c_float) for name in ("scale", "cap", "eps")),
-        *((name, ctypes.c_int32) for name in ("is_float32", "norm_is_float32", "threads")),
+        *((name, ctypes.c_int32) for name in ("is_float32", "norm_is_float32", "cache_is_float32", "threads")),
     )
 
 

@@ -106,7 +106,7 @@ class ForwardRunner:
             recorder = record or (record_on_gpu(self.device) if records else lambda work: work)
             self._graphs = Graphs(self._fixed, self._room, recorder)
         self._decode: Decode | None = None
-        # Products of bfloat16 take a CPU two to four times as long: it would lay the keys out anew for each of them.
+        # torch's products of bfloat16 take a CPU two to four times as long: it would lay the keys out anew for each.
         cache_dtype = model.dtype if is_fixed else torch.float32
         with torch.inference_mode():
             self._layers = DecoderLayers(model, context, rounding, cache_dtype, bool(kernels), features)
@@ -118,8 +118,9 @@ class ForwardRunner:
             known = self._positions.clamp_max(context - 1)  # a longrope chooses its angles by the greatest one
             self._ropes = self._layers.angles(rotary, known)
             has_kernels = kernels or (kernels is None and records and self.device.type == "cuda")
-            self._slots = self._make_slots(slots + (spare if has_kernels or not is_fixed else 0), cache_dtype)
             self._is_native = not is_fixed and native.computes(self._layers.embedding) and native.attends(heads)
+            cache_dtype = model.dtype if self._is_native else cache_dtype
+            self._slots = self._make_slots(slots + (spare if has_kernels or not is_fixed else 0), cache_dtype)
             self._layers.in_one_call = NativeLayers.of(self._layers, self._ropes) if self._is_native else None
             if has_kernels:
                 self._make_kernels(slots, record, records)

@@ -60,7 +60,7 @@ class NativeAttention:
     Attributes:
         states: see `SpanAttention`.
         given: what is the same in all layers; its keys and values are those of the first one.
-        strides: floats between layers, of cached keys and of new ones.
+        strides: numbers between layers, of cached keys and of new ones.
     """
 
     def __init__(self, layout: Layout, slots: Slots, scoring: attention.Scoring, heads: Heads, eps: float) -> None:
@@ -75,13 +75,14 @@ class NativeAttention:
             table[rows, 3] = torch.tensor(parent_rows(feed.parents, rows))
         threads, rows_ = torch.get_num_threads(), len(table)
         positions = attention.whole_blocks(int(table[:, 1].max()) + 1)
-        new = torch.empty(2, slots.keys.shape[1] if layout.trees else 1, rows_, heads.kv, heads.dim)
+        layers = slots.keys.shape[1] if layout.trees else 1
+        new = torch.empty(2, layers, rows_, heads.kv, heads.dim, dtype=slots.dtype)
         self.states = list(zip(*new, strict=True)) if layout.trees else None
         self.strides = slots.keys.stride(1), new.stride(1) if layout.trees else 0
         self._kept = (
             table,
             torch.empty(rows_, heads.query, heads.dim),
-            torch.empty(threads, heads.query // heads.kv, positions + heads.dim),
+            torch.empty(threads, heads.query // heads.kv * (positions + heads.dim) + 16 * heads.dim),
             new,
         )
         self.given = native.Attention(
@@ -102,6 +103,7 @@ class NativeAttention:
             scale=scoring.scale,
             cap=scoring.cap,
             eps=eps,
+            cache_is_float32=slots.dtype == torch.float32,
             threads=threads,
         )
 
@@ -124,7 +126,7 @@ class NativeAttention:
         given.sinks = None if sinks is None else sinks.data_ptr()
         given.cos, given.sin = (None, None) if rope is None else (each.data_ptr() for each in rope)
         for name, stride in (("keys", cached), ("values", cached), ("new_keys", new), ("new_values", new)):
-            setattr(given, name, getattr(given, name) + layer * stride * 4)
+            setattr(given, name, getattr(given, name) + layer * stride * (4 if given.cache_is_float32 else 2))
         native.attend(given)
         return out
 

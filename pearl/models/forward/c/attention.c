@@ -135,11 +135,11 @@ void pearl_gate(const void *x, int64_t rows, int64_t inner, int is_float32, int 
 static void turn(const Attention *a, int64_t row, int64_t first, int64_t heads, const void *norm, float *to) {
     const int64_t dim = a->dim, half = dim / 2, item = a->is_float32 ? 4 : 2;
     const char *from = (const char *)a->states + (row * (a->heads + 2 * a->kv_heads) + first) * dim * item;
-    float full[4096], plain[4096];
+    float full[WIDEST], plain[WIDEST];
     const int64_t together = norm && a->norm_width > dim ? heads : 1;
     for (int64_t head = 0; head < heads; head += together) {
         const int64_t many = together * dim;
-        if (norm && many <= 4096) {
+        if (norm) {
             normalise(from + head * dim * item, a->is_float32, norm, a->norm_is_float32, a->eps, many, full, plain, 1);
             if (!a->is_float32)
                 for (int64_t i = 0; i < many; i++) plain[i] = wide(to_bfloat16(plain[i]));
@@ -160,28 +160,34 @@ static void turn(const Attention *a, int64_t row, int64_t first, int64_t heads, 
     }
 }
 
-// Where the keys, or values, of a head begin: of cached positions, and of new ones by the path to a row.
+INLINE V vector_of(const void *from, int64_t at, int is_float32) {
+    return is_float32 ? *(const V *)((const float *)from + at) : from_bfloat16(*(const H *)((const uint16_t *)from + at));
+}
+
+// Where the keys, or values, of a head begin: of cached positions, and of new ones by the path to a row. Of float32 or
+// bfloat16.
 typedef struct {
-    const float *cached, *new;
+    const char *cached, *new;
     const int64_t *path;
-    int64_t dim, first_new, stride;
+    int64_t dim, first_new, stride;  // stride: of new ones
 } States;
 
-INLINE const float *state_of(const States *s, int64_t at) {
-    return at < s->first_new ? s->cached + at * s->dim : s->new + s->path[at - s->first_new] * s->stride;
-}
-
 // Those of a block of positions, while the next block comes: one row's work is shorter than the memory's.
-INLINE void block_of(const States *s, int64_t at, int64_t last, const float **found) {
-    for (int i = 0; i < AT_ONCE; i++) found[i] = state_of(s, at + i < last ? at + i : last);
-    for (int64_t line = 0; line < AT_ONCE * s->dim; line += 16)
-        __builtin_prefetch(s->cached + (at + AT_ONCE) * s->dim + line, 0, 0);
+INLINE void block_of(const States *s, int64_t at, int64_t last, int is_float32, const void **found) {
+    const int64_t item = is_float32 ? 4 : 2, each = s->dim * item;
+    for (int i = 0; i < AT_ONCE; i++) {
+        const int64_t position = at + i < last ? at + i : last;
+        found[i] = position < s->first_new ? s->cached + position * each
+                                           : s->new + s->path[position - s->first_new] * s->stride * item;
+    }
+    for (int64_t byte = 0; byte < AT_ONCE * each; byte += 64)
+        __builtin_prefetch(s->cached + (at + AT_ONCE) * each + byte, 0, 0);
 }
 
-// Adds values by the shares of several queries [many][positions] to sums [many][dim]. many is a constant where this is
-// inlined.
-INLINE void mix(int many, const float **values, int count, const float *shares, int64_t positions, int64_t dim,
-                float *sums) {
+// Adds values by the shares of several queries [many][positions] to sums [many][dim]. many and is_float32 are constants
+// where this is inlined.
+INLINE void mix(int many, const void *const *values, int is_float32, int count, const float *shares, int64_t positions,
+                int64_t dim, float *sums) {
     for (int64_t first = 0; first + WIDE <= dim; first += 2 * WIDE) {
         const int is_pair = first + 2 * WIDE <= dim;
         V part[4][2];
@@ -190,10 +196,10 @@ INLINE void mix(int many, const float **values, int count, const float *shares, 
             if (is_pair) part[i][1] = *(V *)(sums + i * dim + first + WIDE);
         }
         for (int at = 0; at < count; at++) {
-            const V one = *(const V *)(values[at] + first);
+            const V one = vector_of(values[at], first, is_float32);
             for (int i = 0; i < many; i++) part[i][0] += shares[i * positions + at] * one;
             if (!is_pair) continue;
-            const V other = *(const V *)(values[at] + first + WIDE);
+            const V other = vector_of(values[at], first + WIDE, is_float32);
             for (int i = 0; i < many; i++) part[i][1] += shares[i * positions + at] * other;
         }
         for (int i = 0; i < many; i++) {
@@ -203,7 +209,7 @@ INLINE void mix(int many, const float **values, int count, const float *shares, 
     }
     for (int64_t each = dim / WIDE * WIDE; each < dim; each++)
         for (int at = 0; at < count; at++)
-            for (int i = 0; i < many; i++) sums[i * dim + each] += shares[i * positions + at] * values[at][each];
+            for (int i = 0; i < many; i++) sums[i * dim + each] += shares[i * positions + at] * number(values[at], each, is_float32);
 }
 
 // Scores [positions] of a query to shares that are still to be divided by their sum, which is returned.
@@ -229,26 +235,34 @@ static float shares_of(const Attention *a, int64_t query, int64_t begin, int64_t
     return total(sum) + (a->sinks ? exponential((V){0} + (a->sinks[query] - top))[0] : 0);
 }
 
-// The query heads of one key-value head of a row.
-static void attend(const Attention *a, int64_t row, int64_t head, float *room) {
-    const int64_t *place = a->table + 4 * row, dim = a->dim, group = a->heads / a->kv_heads;
+// The query heads of one key-value head of a row. is_float32, of the cache, is a constant where this is inlined.
+INLINE void attend(const Attention *a, int64_t row, int64_t head, int is_float32, float *room) {
+    const int64_t *place = a->table + 4 * row, dim = a->dim, group = a->heads / a->kv_heads, item = is_float32 ? 4 : 2;
     const int64_t last = place[1], cached = place[2], end = last + 1;
     const int64_t low = a->window && end > a->window ? end - a->window : 0, begin = low / AT_ONCE * AT_ONCE;
     const int64_t stop = (end + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
-    float by[64], *sums = room + group * a->positions;
+    float by[64], *sums = room + group * a->positions, *wide_keys = sums + group * dim;
     int64_t path[DEEPEST];
     for (int64_t at = last, node = row; at >= cached; at--, node = a->table[4 * node + 3] >= 0 ? a->table[4 * node + 3] : row)
         path[at - cached] = node;
-    const int64_t slot = place[0] * a->slot_stride + head * a->head_stride, stride = a->kv_heads * dim;
-    const States keys = {a->keys + slot, a->new_keys + head * dim, path, dim, cached, stride};
-    const States values = {a->values + slot, a->new_values + head * dim, path, dim, cached, stride};
-    const float *some[AT_ONCE];
+    const int64_t from = (place[0] * a->slot_stride + head * a->head_stride) * item, own = head * dim * item;
+    const States keys = {a->keys + from, a->new_keys + own, path, dim, cached, a->kv_heads * dim};
+    const States values = {a->values + from, a->new_values + own, path, dim, cached, a->kv_heads * dim};
+    const void *some[AT_ONCE];
     for (int64_t at = begin; at < stop; at += AT_ONCE) {
-        block_of(&keys, at, last, some);
+        block_of(&keys, at, last, is_float32, some);
+        for (int i = 0; i < AT_ONCE && !is_float32; i++) {  // once for all queries
+            float *into = wide_keys + i * dim;
+            int64_t each = 0;
+            for (; each + WIDE <= dim; each += WIDE) *(V *)(into + each) = vector_of(some[i], each, 0);
+            for (; each < dim; each++) into[each] = number(some[i], each, 0);
+            some[i] = into;
+        }
         for (int64_t query = 0; query < group; query++)
             for (int i = 0; i < AT_ONCE; i += WIDE)
                 *(V *)(room + query * a->positions + at + i) =
-                    dots(a->queries + (row * a->heads + head * group + query) * dim, some + i, dim) * a->scale;
+                    dots(a->queries + (row * a->heads + head * group + query) * dim, (const float *const *)some + i, dim) *
+                    a->scale;
     }
     for (int64_t query = 0; query < group; query++) {
         float *scores = room + query * a->positions;
@@ -258,10 +272,11 @@ static void attend(const Attention *a, int64_t row, int64_t head, float *room) {
     }
     memset(sums, 0, group * dim * sizeof(float));
     for (int64_t at = begin; at < end; at += AT_ONCE) {
-        block_of(&values, at, last, some);
+        block_of(&values, at, last, is_float32, some);
         const int count = end - at < AT_ONCE ? end - at : AT_ONCE;
-#define MIX(many) mix(many, some, count, room + query * a->positions + at, a->positions, dim, sums + query * dim)
         int64_t query = 0;
+#define MIX(many) \
+    mix(many, some, is_float32, count, room + query * a->positions + at, a->positions, dim, sums + query * dim)
         for (; query + 4 <= group; query += 4) MIX(4);
         switch (group - query) {
             case 3: MIX(3); break;
@@ -278,17 +293,18 @@ void pearl_attend(const Attention *a) {
     for (int64_t row = 0; row < a->rows; row++) {
         const int64_t *place = a->table + 4 * row;
         if (place[0] < 0) continue;
-        float *keys = a->new_keys + row * kv * dim, *values = a->new_values + row * kv * dim;
+        float keys[WIDEST];
         turn(a, row, 0, a->heads, a->q_norm, a->queries + row * a->heads * dim);
         turn(a, row, a->heads, kv, a->k_norm, keys);
-        for (int64_t i = 0; i < kv * dim; i++)
-            values[i] = number(a->states, (row * all + a->heads + kv) * dim + i, a->is_float32);
-        if (place[2] > place[1])  // of a chain, which later rows find in the cache
-            for (int64_t head = 0; head < kv; head++) {
-                const int64_t at = place[0] * a->slot_stride + head * a->head_stride + place[1] * dim;
-                memcpy(a->keys + at, keys + head * dim, dim * sizeof(float));
-                memcpy(a->values + at, values + head * dim, dim * sizeof(float));
-            }
+        for (int64_t i = 0; i < kv * dim; i++) {
+            const float value = number(a->states, (row * all + a->heads + kv) * dim + i, a->is_float32);
+            put(a->new_keys, row * kv * dim + i, keys[i], a->cache_is_float32);
+            put(a->new_values, row * kv * dim + i, value, a->cache_is_float32);
+            if (place[2] <= place[1]) continue;  // else it is of a chain, which later rows find in the cache
+            const int64_t at = place[0] * a->slot_stride + i / dim * a->head_stride + place[1] * dim + i % dim;
+            put(a->keys, at, keys[i], a->cache_is_float32);
+            put(a->values, at, value, a->cache_is_float32);
+        }
     }
 #pragma omp parallel num_threads(a->threads) if (a->threads > 1)
     {
@@ -301,8 +317,10 @@ void pearl_attend(const Attention *a) {
             if (a->table[4 * row] < 0)
                 for (int64_t i = 0; i < a->heads / kv * dim; i++)
                     put(a->out, row * a->heads * dim + each % kv * (a->heads / kv) * dim + i, 0, a->is_float32);
+            else if (a->cache_is_float32)
+                attend(a, row, each % kv, 1, a->scores + thread * (a->heads / kv * (a->positions + dim) + AT_ONCE * dim));
             else
-                attend(a, row, each % kv, a->scores + thread * (a->heads / kv) * (a->positions + dim));
+                attend(a, row, each % kv, 0, a->scores + thread * (a->heads / kv * (a->positions + dim) + AT_ONCE * dim));
         }
     }
 }

@@ -79,9 +79,10 @@ void pearl_layers(const Forward *f) {
         multiply(f, layer->products[0], fed, facing, states, scratch);
         a.window = layer->window, a.sinks = layer->sinks, a.cos = layer->cos, a.sin = layer->sin;
         a.q_norm = layer->q_norm, a.k_norm = layer->k_norm;
-        a.keys = f->attention.keys + each * f->layer_stride, a.values = f->attention.values + each * f->layer_stride;
-        a.new_keys = f->attention.new_keys + each * f->new_stride;
-        a.new_values = f->attention.new_values + each * f->new_stride;
+        const int64_t item = a.cache_is_float32 ? 4 : 2, cached = each * f->layer_stride * item;
+        const int64_t new = each * f->new_stride * item;
+        a.keys = f->attention.keys + cached, a.values = f->attention.values + cached;
+        a.new_keys = f->attention.new_keys + new, a.new_values = f->attention.new_values + new;
         pearl_attend(&a);
         add(f, layer->products[1], mixed, layer->norms[1], part, normed_part, scratch);
         normed(f, f->hidden, f->hidden_is_float32, layer->norms[2], scratch, fed);

@@ -14,6 +14,7 @@
 #endif
 
 #define LANES 16  // of a panel
+#define WIDEST 16384  // numbers of a row's queries
 #ifdef __AVX512F__
 #define WIDE 16   // lanes of a vector
 #elif defined(__AVX2__)
@@ -114,12 +115,13 @@ typedef struct {
     const void *q_norm, *k_norm;
     const float *sinks;      // [heads]: scores beside those of positions, of which no value comes; or none
     const float *cos, *sin;  // [positions][dim]; the first half of the sines is negated
-    float *keys, *values;    // [slots][kv_heads][positions][dim]
-    float *queries, *new_keys, *new_values;  // of the rows: [rows][heads or kv_heads][dim]
-    float *scores;  // [threads][heads / kv_heads][positions + dim]; positions are a multiple of 16
+    char *keys, *values;     // [slots][kv_heads][positions][dim], of float32 or bfloat16
+    float *queries;          // [rows][heads][dim]
+    char *new_keys, *new_values;  // [rows][kv_heads][dim], as cached ones
+    float *scores;  // [threads][heads / kv_heads * (positions + dim) + 16 * dim]; positions are a multiple of 16
     void *out;                               // [rows][heads][dim]
     float scale, cap, eps;
-    int32_t is_float32, norm_is_float32, threads;
+    int32_t is_float32, norm_is_float32, cache_is_float32, threads;
 } Attention;
 
 void pearl_multiply(const Weights *w, const void *x, int x_is_float32, const void *y, int y_is_float32, void *out,
