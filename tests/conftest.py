@@ -151,6 +151,13 @@ def warm_workers() -> Iterator[None]:
 
 
 @pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """This user's cache, empty: PEARL_CACHE."""
+    monkeypatch.setenv("PEARL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
 def anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test's engines start their workers as users' do."""
     monkeypatch.setattr("pearl.engine.processes.Popen", subprocess.Popen)

@@ -265,12 +265,6 @@ WAYS = (("ngram", 0.0, 4), ("pearl", 0.5, 4), ("sd", -0.4, 2), ("ssd", 0.0, 0))
 FOUND = Profile(0.01, 0.6, ((1, 0.04), (4, 0.05)), ((1, 0.03),), "pearl", WAYS)
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PEARL_CACHE", str(tmp_path))
-    return tmp_path
-
-
 def test_what_is_kept_comes_back(cache: Path) -> None:
     config = EngineConfig(target=TOY, draft=TOY)
     assert profile.load(config) is None

@@ -24,13 +24,6 @@ from scripts.embed_draft import pack_layers
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PEARL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("PEARL_EMBEDDED_GGUF", raising=False)
-    return tmp_path / "cache"
-
-
 def made(cache: Path) -> list[str]:
     """What stands in the cache, lock files aside."""
     return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock")
@@ -82,6 +75,7 @@ def test_layers_survive_being_packed() -> None:
 def test_a_target_that_cannot_be_had_is_a_model_error_with_a_way_out(
     cache: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], cause: str
 ) -> None:
+    monkeypatch.delenv("PEARL_EMBEDDED_GGUF", raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ModelError, match=cause):
@@ -104,7 +98,6 @@ BUILDER = """
 import os, sys, time
 from pathlib import Path
 from pearl import cache as kept
-from pearl.models.checkpoints import embedded
 
 def build(building, progress):
     building.mkdir()

@@ -32,12 +32,6 @@ USUAL_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 AUTOMATIC = torch.bfloat16 if multiplies_bf16() else torch.float32
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PEARL_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "gguf"
-
-
 def test_a_gguf_file_gives_the_same_model(tmp_path: Path, cache: Path) -> None:
     """It is described once; an unnamed dtype is bfloat16."""
     file = tmp_path / "tiny.gguf"
@@ -50,7 +44,7 @@ def test_a_gguf_file_gives_the_same_model(tmp_path: Path, cache: Path) -> None:
     assert isinstance(automatic, ForwardRunner)
     assert automatic.dtype == AUTOMATIC
     assert messages == [f"loading {file}"]
-    (made,) = (path for path in cache.iterdir() if path.is_dir())
+    (made,) = (path for path in (cache / "gguf").iterdir() if path.is_dir())
     assert sum(each.stat().st_size for each in made.iterdir()) < file.stat().st_size, "no weights"
     tokenizer, defaults = load_tokenizer(str(file))
     assert (tokenizer.token(0), defaults.eos) == ("<end>", (0,))
@@ -308,7 +302,7 @@ def test_a_damaged_gguf_file_is_a_model_error(tmp_path: Path, cache: Path) -> No
     file.write_bytes(whole[:4] + b"\1" + whole[5:])
     with pytest.raises(ModelError, match="version 1 which we cannot handle"):
         load_runner(str(file), device=CPU)
-    assert not [path for path in cache.iterdir() if path.is_dir()]
+    assert not [path for path in (cache / "gguf").iterdir() if path.is_dir()]
 
 
 def _write_gguf(

@@ -23,12 +23,6 @@ ALPHABET = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 TEXT = 'It\'sa é  12345\n\n \txY="`$"中文。/\r\n'
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PEARL_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def write(file: Path, model: str, tokens: dict[str, int] | list[str], **said: Any) -> None:
     """A file with nothing but a tokenizer. `tokens`: their texts, and kinds."""
     writer = gguf.GGUFWriter(file, "llama")
