@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
 import socket
 import tempfile
@@ -26,7 +25,7 @@ from pearl.server.requests import Setup
 from pearl.server.service import Service
 from pearl.text.tools import format_of
 from tests.conftest import BOUND, TOY, eventually
-from tests.tiny import tiny_model
+from tests.tiny import changed_model
 
 MODEL = "toy-model"
 LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
@@ -181,9 +180,7 @@ def serving_tools() -> Iterator[Served]:
     with tempfile.TemporaryDirectory() as directory:
         models = [Path(directory, role) for role in ("target", "draft")]
         for made, noise in zip(models, (0.0, 0.3), strict=True):
-            shutil.copytree(tiny_model(noise=noise, chat=True), made)
-            config = json.loads((made / "config.json").read_text())
-            (made / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+            changed_model(made, noise=noise, max_position_embeddings=4096)
             (made / "chat_template.jinja").write_text(TOOL_TEMPLATE)
         with (
             Engine(*map(str, models), startup_timeout=120) as engine,

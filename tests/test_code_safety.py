@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import json
 import pickle
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from pearl.errors import ModelError
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.runner import ModelRunner, feed_chain
 from tests.test_imports import modules
-from tests.tiny import tiny_model
+from tests.tiny import changed_model
 
 # Of a source as `ast.unparse` writes it: without comments, each statement a line.
 FORBIDDEN = {
@@ -76,19 +74,13 @@ class Bomb:
         return open, (str(self._path), "w")
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    """A copy of a tiny model, its weights in model.safetensors."""
-    return shutil.copytree(tiny_model("llama"), tmp_path / "model")
-
-
 def load(directory: Path) -> ModelRunner:
     return load_runner(str(directory), device=torch.device("cpu"), dtype="float32")
 
 
-def test_no_weights_run_code(checkpoint: Path, tmp_path: Path) -> None:
+def test_no_weights_run_code(tmp_path: Path) -> None:
     """Safetensors come first; of pickles, also bare ones without torch's archive, only weights are read."""
-    bomb = tmp_path / "went-off"
+    checkpoint, bomb = changed_model(tmp_path / "model"), tmp_path / "went-off"
     torch.save({"model.embed_tokens.weight": Bomb(bomb)}, checkpoint / "pytorch_model.bin")
     torch.load(checkpoint / "pytorch_model.bin", weights_only=False)
     bomb.unlink()  # loaded without care it goes off
@@ -106,12 +98,11 @@ def test_no_weights_run_code(checkpoint: Path, tmp_path: Path) -> None:
     assert torch.equal(feed_chain(load(checkpoint), [5, 6, 7], 1), logits)
 
 
-def test_code_in_a_checkpoint_does_not_run_unless_asked(checkpoint: Path, tmp_path: Path) -> None:
+def test_code_in_a_checkpoint_does_not_run_unless_asked(tmp_path: Path) -> None:
     goes_off = tmp_path / "ran"
+    classes = {"AutoConfig": "theirs.C", "AutoModelForCausalLM": "theirs.M"}
+    checkpoint = changed_model(tmp_path / "model", model_type="theirs", auto_map=classes)
     (checkpoint / "theirs.py").write_text(f"open({str(goes_off)!r}, 'w')\nraise SystemExit('ran')\n")
-    config = json.loads((checkpoint / "config.json").read_text())
-    config |= {"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.C", "AutoModelForCausalLM": "theirs.M"}}
-    (checkpoint / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=r"trust_remote_code|does not recognize|could not be loaded"):
         load(checkpoint)
     assert not goes_off.exists()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +22,10 @@ from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from tests.runner_contract import close
-from tests.tiny import tiny_model
+from tests.tiny import changed_model, tiny_model
 
 CPU = torch.device("cpu")
 KINDS = ["llama", "llama-biased", "llama-tied", "llama-long", "mistral", "qwen2", "qwen3", "gpt-oss", "qwen3-moe"]
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Callable[..., Path]:
-    def copy(kind: str = "llama", **changed: Any) -> Path:
-        """A tiny model whose config.json is changed: None removes a setting."""
-        shutil.copytree(tiny_model(kind), tmp_path / "model")
-        file = tmp_path / "model" / "config.json"
-        config = {**json.loads(file.read_text()), **changed}
-        file.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
-        return tmp_path / "model"
-
-    return copy
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -73,9 +58,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         YARN | {"truncate": False, "beta_fast": 2.0, "beta_slow": 0.5, "attention_factor": 1.5},
     ],
 )
-def test_ropes(checkpoint: Callable[..., Path], rope: dict[str, Any]) -> None:
+def test_ropes(tmp_path: Path, rope: dict[str, Any]) -> None:
     """Over more positions than a forward of the other tests has."""
-    directory = checkpoint(rope_parameters={**rope, "rope_theta": 5e5})
+    directory = changed_model(tmp_path / "model", rope_parameters={**rope, "rope_theta": 5e5})
     read, reference = read_decoder(directory, None, CPU), load_model(str(directory), device=CPU)
     assert read is not None
     like, positions = torch.empty(0), torch.arange(4096)[None]
@@ -137,13 +122,13 @@ def test_experts_in_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "scaling", [None, {"type": "linear", "factor": 2.0}, {"type": "linear", "factor": 2.0, "rope_theta": 70.0}]
 )
-def test_a_rope_as_it_was_written_before(checkpoint: Callable[..., Path], scaling: dict[str, Any] | None) -> None:
+def test_a_rope_as_it_was_written_before(tmp_path: Path, scaling: dict[str, Any] | None) -> None:
     """A base that stands in the scaling goes before the one beside it."""
-    check_same(checkpoint(rope_parameters=..., rope_theta=2e4, rope_scaling=scaling))
+    check_same(changed_model(tmp_path / "model", rope_parameters=..., rope_theta=2e4, rope_scaling=scaling))
 
 
-def test_shards(checkpoint: Callable[..., Path]) -> None:
-    directory = checkpoint()
+def test_shards(tmp_path: Path) -> None:
+    directory = changed_model(tmp_path / "model")
     tensors = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     assert read_decoder(directory, None, CPU) is None, "without weights it is left to transformers"
@@ -185,10 +170,8 @@ def test_shards(checkpoint: Callable[..., Path]) -> None:
         ("qwen2", {"use_sliding_window": True, "layer_types": ...}),  # in which layers?
     ],
 )
-def test_what_is_not_as_expected_is_left_to_transformers(
-    checkpoint: Callable[..., Path], kind: str, changed: dict[str, Any]
-) -> None:
-    assert read_decoder(checkpoint(kind, **changed), None, CPU) is None
+def test_what_is_not_as_expected_is_left_to_transformers(tmp_path: Path, kind: str, changed: dict[str, Any]) -> None:
+    assert read_decoder(changed_model(tmp_path / "model", kind, **changed), None, CPU) is None
 
 
 @pytest.mark.parametrize(
@@ -201,10 +184,10 @@ def test_what_is_not_as_expected_is_left_to_transformers(
     ],
 )
 def test_a_weight_that_is_in_no_file_is_not_made_up(
-    checkpoint: Callable[..., Path], kind: str, name: str, shape: tuple[int, ...] | None
+    tmp_path: Path, kind: str, name: str, shape: tuple[int, ...] | None
 ) -> None:
     """Nor cut to size. transformers takes random numbers, or zeros: texts were others from start to start."""
-    directory = checkpoint(kind)
+    directory = changed_model(tmp_path / "model", kind)
     weights = load_file(file := directory / "model.safetensors")
     whole = next(each for each in weights if name in each)
     del weights[whole]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -18,7 +17,7 @@ from pearl.models.checkpoints.loading import load_runner
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from tests.runner_contract import some_tokens
-from tests.tiny import tiny_model
+from tests.tiny import changed_model
 
 CPU = torch.device("cpu")
 GROUP = 32
@@ -165,13 +164,12 @@ TOOLS: dict[str, tuple[Callable[[torch.Tensor], Written], dict[str, Any], str]] 
 }
 
 
-def save(tool: str, directory: Path, kind: str = "qwen3") -> dict[str, torch.Tensor]:
-    """A tiny model as that tool writes it; returns the weights that it stands for."""
-    write, scheme, _ = TOOLS[tool]
-    source = tiny_model(kind)
-    shutil.copytree(source, directory)
+def save(tool: str, directory: Path, kind: str = "qwen3", scheme: Any = None) -> dict[str, torch.Tensor]:
+    """A tiny model as that tool writes it; returns the weights that it stands for. `scheme`: in place of its own."""
+    write, usual, _ = TOOLS[tool]
+    changed_model(directory, kind, dtype="bfloat16", quantization_config=scheme or usual)
     state, found = {}, {}
-    for name, tensor in load_file(source / "model.safetensors").items():
+    for name, tensor in load_file(directory / "model.safetensors").items():
         module = name.removesuffix(".weight")
         if not name.endswith("_proj.weight"):
             state[name] = tensor.bfloat16()
@@ -180,9 +178,6 @@ def save(tool: str, directory: Path, kind: str = "qwen3") -> dict[str, torch.Ten
         parts, found[name] = write(tensor.float())
         state |= {f"{module}.{part}": each.contiguous() for part, each in parts.items()}
     save_file(state, directory / "model.safetensors", {"format": "pt"})
-    config = json.loads((directory / "config.json").read_text())
-    described = {**config, "dtype": "bfloat16", "quantization_config": scheme}
-    (directory / "config.json").write_text(json.dumps(described))
     return found
 
 
@@ -193,8 +188,7 @@ CASES = [*product(TOOLS, ["qwen3"]), ("awq", "qwen3-moe"), ("float-quantized", "
 def test_other_tools_files_run_at_their_own_bits(tool: str, kind: str, tmp_path: Path) -> None:
     """Beside transformers in float32 over the dequantised weights; and each row has its bits in any company."""
     weights = save(tool, tmp_path / "model", kind)
-    shutil.copytree(tiny_model(kind), tmp_path / "plain")
-    save_file(weights, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    save_file(weights, changed_model(tmp_path / "plain", kind) / "model.safetensors", {"format": "pt"})
     plain = load_runner(str(tmp_path / "plain"), device=CPU, max_context=96, forwards="transformers")
     runner = load_runner(str(tmp_path / "model"), device=CPU, max_context=96, exact=True)
     assert isinstance(runner, ForwardRunner)
@@ -233,7 +227,5 @@ def test_what_is_not_read_here_is_left_to_transformers(scheme: dict[str, Any], t
     from pearl.models.checkpoints.direct import read_decoder
 
     tool = {"gptq": "gptq", "compressed-tensors": "pack-quantized"}.get(scheme["quant_method"], "awq")
-    save(tool, tmp_path / "model")
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"quantization_config": scheme}))
+    save(tool, tmp_path / "model", scheme=scheme)
     assert read_decoder(tmp_path / "model", None, CPU, keeps_bits=True) is None

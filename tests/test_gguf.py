@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from pearl.models.forward.matrices import multiplies_bf16
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from tests.runner_contract import close, some_tokens
-from tests.tiny import tiny_model
+from tests.tiny import changed_model, tiny_model
 
 CPU = torch.device("cpu")
 USUAL_ROPE = {"rope_type": "default", "rope_theta": 1e4}
@@ -150,9 +149,7 @@ def test_a_gguf_file_gives_the_model_that_it_describes(tmp_path: Path, cache: Pa
     """Whether its rope is scaled (transformers drops it), what its family usually has (it was not read from the file),
     and what it leaves open, as in llama.cpp: a rope of base 10,000 that turns whole heads, and no window."""
     kind, said, changes = CASES[name]
-    shutil.copytree(tiny_model(kind), plain := tmp_path / "plain")
-    config = json.loads((plain / "config.json").read_text())
-    (plain / "config.json").write_text(json.dumps(config | changes))
+    plain = changed_model(tmp_path / "plain", kind, **changes)
     _write_gguf(file := tmp_path / "tiny.gguf", plain if name.startswith("rope") else tiny_model(kind), **said)
     runner, wanted = (load_runner(str(path), device=CPU, dtype="float32") for path in (file, plain))
     assert type(runner) is type(wanted)
