@@ -158,10 +158,6 @@ def test_an_address_takes_keys_and_means_two_hosts(tmp_path: Path, monkeypatch: 
     assert EngineConfig(keys="mine").keys == str(tmp_path / "mine"), "to be found from another directory"
 
 
-def test_one_stop_or_several() -> None:
-    assert SamplingParams(stop="a").stop == SamplingParams(stop=["a"]).stop == ("a",)  # type: ignore[arg-type]
-
-
 def test_seeds_are_drawn_only_where_none_was_given() -> None:
     assert SamplingParams(seed=0).with_seed().seed == 0
     drawn = [SamplingParams().with_seed().seed or 0 for _ in range(16)]
