@@ -28,6 +28,7 @@ from tests.screen import BOUND, CTRL_C, CTRL_D, Person, home
 
 __all__ = ["home"]  # a fixture
 
+Run = Callable[..., subprocess.CompletedProcess[str]]
 TOYS = ["--target", TOY, "--draft", TOY, "--raw", "--ignore-eos"]
 CHARACTERS = "0123456789abcdefghijklmnopqrstuv"
 SLOW = [*TOYS, "--target-pace", "0.05", "--draft-pace", "0.01"]
@@ -342,15 +343,20 @@ def test_several_lines_long_pastes_history_and_a_full_context(home: dict[str, st
 
 
 def test_files_an_editor_completion_other_models_and_the_last_conversation(
-    home: dict[str, str], attached: list[str], tmp_path: Path
+    home: dict[str, str],
+    toy: Engine,
+    attached: list[str],
+    pearl_here: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The next message has the file, what follows a command is completed, and --continue goes on where a chat ended."""
     editor, code, other = tmp_path / "editor", tmp_path / "abc.txt", "toy:vocab=32,alpha=0.5,context=512"
     editor.write_text('#!/bin/sh\necho 12 > "$1"\n')
     editor.chmod(0o755)
     code.write_text("7\n")
-    arguments = [*TOYS, "--temperature", "0", "--max-tokens", "5"]
-    with chatting(home | {"EDITOR": str(editor)}, *arguments, columns=120) as person:
+    short = ["--temperature", "0", "--max-tokens", "5"]
+    with chatting(home | {"EDITOR": str(editor)}, *TOYS, *short, columns=120) as person:
         person.sees(">>>")
         person.send(f"/model {other}")
         person.sees(f"{other} with none")
@@ -380,18 +386,15 @@ def test_files_an_editor_completion_other_models_and_the_last_conversation(
     assert last.stat().st_mode & 0o077 == 0
     turns = json.loads(last.read_text())["turns"]
     assert [turn["user"] for turn in turns] == ["12", "abc.txt:\n```\n7\n```\n\n9"]
+    monkeypatch.setenv("XDG_STATE_HOME", home["XDG_STATE_HOME"])
+    text = "".join(turn["user"] + turn["reply"] for turn in turns)
+    (reply,) = toy.generate(text + "8", SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
     for how in (["--continue"], ["--load", str(last)]):
-        with chatting(home, *attached, *how) as person:
-            person.sees(">>>")
-            person.send("/show")
-            person.sees("2 turns")
-            person.send("/bye")
-            assert person.leaves() == 0
+        went_on = pearl_here("chat", *attached, *short, *how, "-q", "8")
+        assert went_on.stdout == reply.text + "\n", went_on.stderr
     last.unlink()
-    run = subprocess.run(
-        [sys.executable, "-m", "pearl", "chat", "--continue"], capture_output=True, text=True, env=home, check=False
-    )
-    assert (run.returncode, "there is no conversation to go on with" in run.stderr) == (2, True)
+    refused = pearl_here("chat", "--continue")
+    assert (refused.returncode, "there is no conversation to go on with" in refused.stderr) == (2, True)
 
 
 # ---- no terminal ----
@@ -406,35 +409,6 @@ def test_each_line_of_a_pipe_is_a_message(home: dict[str, str], attached: list[s
     first = wanted("123", 8)
     slash = CHARACTERS[ord("/") % 32]
     assert run.stdout == f"{first}\n{wanted('123' + first + slash + '4', 8)}\n"
-
-
-def test_what_cannot_be_is_one_line_and_an_exit_code(
-    pearl_here: Callable[..., subprocess.CompletedProcess[str]],
-    attached: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    question = ["chat", "-q", "1"]
-    for arguments, code, why in (
-        ([*question, "--target", TOY, "--draft", TOY], 2, "no chat template"),
-        ([*question, "--target", "/nowhere"], 3, "/nowhere"),
-        (["chat", "-q", "1" * 600, *attached], 2, "too many tokens"),
-        (["chat", "--temperature", "x"], 2, "temperature"),
-        ([*question, "--connect", "/nowhere"], 2, "no running engine of yours is named /nowhere"),
-        (["stop", "/nowhere"], 2, "no running engine of yours is named /nowhere"),
-        (["stop", "1", "--all"], 2, "not both"),
-        ([*question, "--connect"], 2, "no engine is running"),
-        (["stop"], 2, "no engine of pearl serve is running"),
-        (["stop", "--all"], 2, "no engine of pearl serve is running"),
-    ):
-        if "is running" in why:
-            monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-            tmp_path.chmod(0o700)
-        run = pearl_here(*arguments)
-        assert run.returncode == code, run.stderr
-        assert why in " ".join(run.stderr.split())
-        assert "Traceback" not in run.stderr
-        assert run.stdout == ""
 
 
 # ---- under torchrun ----

@@ -45,10 +45,10 @@ def pearl(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def refused(pearl_here: Run) -> Callable[..., str]:
-    """What `pearl generate` says in refusing; nothing may be printed on stdout, nor a traceback."""
+    """What a command says in refusing; nothing may be printed on stdout, nor a traceback."""
 
-    def run(*arguments: str, code: int = 2) -> str:
-        ended = pearl_here("generate", *arguments)
+    def run(*arguments: str, command: str = "generate", code: int = 2) -> str:
+        ended = pearl_here(command, *arguments)
         assert ended.returncode == code, ended.stderr
         assert ended.stdout == ""
         assert "Traceback" not in ended.stderr
@@ -97,8 +97,11 @@ def test_the_record_of_a_sampled_text_gives_that_text_again(
 # ---- refusals ----
 
 
-def test_mistakes_are_refused_with_what_to_do(refused: Callable[..., str]) -> None:
-    for arguments, words in (
+def test_mistakes_are_refused_with_what_to_do(
+    refused: Callable[..., str], toy: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second table: where this user has no engine running."""
+    for flags, words in (
         ("--temprature 1 x", "No such option"),
         ("--gamma three x", "three"),
         ("--method magic x", "pearl-no-pre-verify"),
@@ -111,7 +114,22 @@ def test_mistakes_are_refused_with_what_to_do(refused: Callable[..., str]) -> No
         ("--control tcp://192.0.2.1:5555 x", "pearl keys FILE"),
         ("--control tcp://192.0.2.1:5555 --keys /nowhere/keys x", "cannot read the key file /nowhere/keys"),
     ):
-        assert words.lower() in refused(*PAIR, *shlex.split(arguments)).lower()
+        assert words.lower() in refused(*PAIR, *shlex.split(flags)).lower()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    tmp_path.chmod(0o700)
+    for line, words in (
+        (f"chat -q 1 --target {TOY} --draft {TOY}", "no chat template"),
+        (f"chat -q {'1' * 600} --raw --connect {toy.directory}", "too many tokens"),
+        ("chat --temperature x", "temperature"),
+        ("chat -q 1 --connect /nowhere", "no running engine of yours is named /nowhere"),
+        ("stop /nowhere", "no running engine of yours is named /nowhere"),
+        ("stop 1 --all", "not both"),
+        ("chat -q 1 --connect", "no engine is running"),
+        ("stop", "no engine of pearl serve is running"),
+        ("stop --all", "no engine of pearl serve is running"),
+    ):
+        command, *arguments = shlex.split(line)
+        assert words in refused(*arguments, command=command)
 
 
 # ---- flags and settings ----
