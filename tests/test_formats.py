@@ -34,36 +34,34 @@ def words(fields: np.ndarray, order: tuple[int, ...] = tuple(range(8))) -> torch
     return torch.from_numpy(packed.view(np.int32))
 
 
-def in_groups(weight: torch.Tensor, of: torch.Tensor | None = None) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
-    """Steps [out, in], zero points and scales [out, groups]; `of`: the group of each input."""
-    groups = torch.arange(weight.shape[1]) // GROUP if of is None else of
+def in_groups(weight: torch.Tensor, groups: torch.Tensor) -> tuple[np.ndarray, np.ndarray, torch.Tensor, torch.Tensor]:
+    """Steps [out, in], zero points and scales [out, groups], and the weights of these; `groups`: of each input."""
     count = int(groups.max()) + 1
     least = torch.stack([weight[:, groups == n].amin(1) for n in range(count)], 1).clamp_max(0)
     most = torch.stack([weight[:, groups == n].amax(1) for n in range(count)], 1).clamp_min(0)
     scales = ((most - least) / 15).clamp_min(1e-6).half()
     zeros = (-least / scales.float()).round().clamp(1, 15)
     steps = (weight / scales.float()[:, groups] + zeros[:, groups]).round().clamp(0, 15)
-    return steps.numpy(), zeros.numpy(), scales
+    return steps.numpy(), zeros.numpy(), scales, (steps - zeros[:, groups]) * scales.float()[:, groups]
 
 
 def awq(weight: torch.Tensor) -> Written:
-    steps, zeros, scales = in_groups(weight)
+    steps, zeros, scales, whole = in_groups(weight, torch.arange(weight.shape[1]) // GROUP)
     parts = {"qweight": words(steps.T, _AWQ), "qzeros": words(zeros.T, _AWQ), "scales": scales.T.contiguous()}
-    of = torch.arange(weight.shape[1]) // GROUP
-    return parts, torch.from_numpy(steps - zeros[:, of]) * scales.float()[:, of]
+    return parts, whole
 
 
 def gptq(weight: torch.Tensor, acts: bool = False) -> Written:
     of = torch.arange(weight.shape[1]) // GROUP
     of = of[torch.randperm(len(of), generator=torch.Generator().manual_seed(1))] if acts else of
-    steps, zeros, scales = in_groups(weight, of)
+    steps, zeros, scales, whole = in_groups(weight, of)
     parts = {
         "qweight": words(steps).T.contiguous(),
         "qzeros": words(zeros.T - 1),  # as the first version of the format has them
         "scales": scales.T.contiguous(),
         "g_idx": of.int(),
     }
-    return parts, torch.from_numpy(steps - zeros[:, of.numpy()]) * scales.float()[:, of]
+    return parts, whole
 
 
 def packed(weight: torch.Tensor) -> Written:
@@ -80,15 +78,14 @@ def packed(weight: torch.Tensor) -> Written:
 
 def packed_with_zeros(weight: torch.Tensor) -> Written:
     """Zero points are packed along the outputs."""
-    steps, zeros, scales = in_groups(weight, torch.arange(weight.shape[1]) // GROUP)
+    steps, zeros, scales, whole = in_groups(weight, torch.arange(weight.shape[1]) // GROUP)
     parts = {
         "weight_packed": words(steps),
         "weight_scale": scales,
         "weight_zero_point": words(zeros.T).T.contiguous(),
         "weight_shape": torch.tensor(weight.shape),
     }
-    of = torch.arange(weight.shape[1]) // GROUP
-    return parts, torch.from_numpy(steps - zeros[:, of.numpy()]) * scales.float()[:, of]
+    return parts, whole
 
 
 def bytes_(weight: torch.Tensor) -> Written:
