@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -54,9 +55,12 @@ def paced() -> Iterator[list[str]]:
         yield ["--connect", str(engine.directory), "--raw", "--ignore-eos"]
 
 
-def chatting(environment: dict[str, str], *arguments: str, rows: int = 30, columns: int = 100) -> Person:
-    command = [sys.executable, "-m", "pearl", "chat", *arguments]
-    return Person(command, environment, rows, columns)
+@contextmanager
+def chatting(environment: dict[str, str], *arguments: str, columns: int = 100) -> Iterator[Person]:
+    """A chat that has shown its prompt."""
+    with Person([sys.executable, "-m", "pearl", "chat", *arguments], environment, columns=columns) as person:
+        person.sees(">>>")
+        yield person
 
 
 def wanted(text: str, length: int) -> str:
@@ -69,9 +73,7 @@ def wanted(text: str, length: int) -> str:
 
 def test_ctrl_c_ends_the_reply_and_a_wait_for_another_client_is_shown(home: dict[str, str], paced: list[str]) -> None:
     with chatting(home, *paced, "--temperature", "0") as person:
-        person.sees(">>>")
-        person.send("123")
-        person.sees(wanted("123", 10))
+        person.send("123", wanted("123", 10))
         person.type(CTRL_C)
         person.sees("stopped after")
         person.sees(" tokens")
@@ -79,16 +81,13 @@ def test_ctrl_c_ends_the_reply_and_a_wait_for_another_client_is_shown(home: dict
         said = re.search(r"stopped after (\d+) tokens", text)
         assert said is not None
         assert int(said[1]) >= 10
-        person.send("/show")
-        person.sees("1 turns")
-        person.send("/set max_tokens 5")
-        person.sees("max_tokens 5")
+        person.send("/show", "1 turns")
+        person.send("/set max_tokens 5", "max_tokens 5")
         with Engine.attach(Path(paced[1])) as other:
             params = SamplingParams(temperature=0, max_tokens=480, ignore_eos=True)
             with other.stream("9", params, method="ar") as first:  # 24 s: it is still there when the message comes
                 next(first)
-                person.send("4")
-                person.sees("another client is being served")
+                person.send("4", "another client is being served")
         person.sees(STATUS)
         person.type(CTRL_C)  # in an empty line it only says how to leave
         person.sees("Ctrl-D or /bye leaves")
@@ -100,7 +99,6 @@ def test_ctrl_c_ends_the_reply_and_a_wait_for_another_client_is_shown(home: dict
 def test_what_is_typed_while_a_reply_is_made_is_kept(home: dict[str, str], paced: list[str]) -> None:
     """Messages and commands in their order, edited as at a prompt; a pasted text waits until the user ends it."""
     with chatting(home, *paced, "--temperature", "0", "--max-tokens", "20", "--no-history") as person:
-        person.sees(">>>")
         person.send("123")
         first = wanted("123", 20)
         person.sees(first[:3])
@@ -116,39 +114,31 @@ def test_what_is_typed_while_a_reply_is_made_is_kept(home: dict[str, str], paced
         person.sees(STATUS, 3)
         person.sees(">>> 7 8")
         person.type(CTRL_C)
-        person.send("/show")
-        person.sees("3 turns")
+        person.send("/show", "3 turns")
         person.send("/clear")
-        person.send("/set max_tokens 20")
-        person.sees("max_tokens 20")
-        person.send("1" * 440)
-        person.sees("1" * 20)
+        person.send("/set max_tokens 20", "max_tokens 20")
+        person.send("1" * 440, "1" * 20)
         person.type("/he")
         person.sees(">>> /he")
-        person.send("lp")
-        person.sees("/exit")
+        person.send("lp", "/exit")
 
 
 def test_workers_killed_amid_replies(home: dict[str, str]) -> None:
     """Without its draft the reply goes on; without its target the error is named, and the conversation saved."""
     with chatting(home, *SLOW, "--temperature", "0", "--max-tokens", "5") as person:
-        person.sees(">>>")
-        person.send("123")
-        person.sees(STATUS)
+        person.send("123", STATUS)
         person.send("/show")
         person.sees(f"target {TOY} on c")  # what auto has come to, not "auto"; the toy has no weights, so no dtype
         person.send("/set max_tokens 60")
         target, draft = workers(home)
         text = wanted("123" + wanted("123", 5) + "4", 60)
-        person.send("4")
-        person.sees(text[:5])
+        person.send("4", text[:5])
         draft.kill()
         person.sees(text)
         person.sees("the draft was lost during the reply")
         person.sees(STATUS, 2)
         person.send("/set max_tokens default")
-        person.send("5")
-        person.sees(wanted("123" + wanted("123", 5) + "4" + text + "5", 5))
+        person.send("5", wanted("123" + wanted("123", 5) + "4" + text + "5", 5))
         target.kill()
         assert person.leaves() == 4
         text = " ".join(person.text.split())
@@ -166,9 +156,7 @@ def test_a_chat_that_is_ended_puts_the_terminal_back(
 ) -> None:
     """And leaves nothing of an engine of its own."""
     with chatting(home, *(SLOW if own else paced), "--temperature", "0") as person:
-        person.sees(">>>")
-        person.send("123")
-        person.sees(wanted("123", 5))
+        person.send("123", wanted("123", 5))
         assert not person.echoes
         person.process.send_signal(number)
         assert person.leaves() == 128 + number
@@ -181,9 +169,7 @@ def test_the_draft_is_shown_ahead_in_colours_and_a_resize_leaves_one_whole_reply
     shown = ("--method", "pearl", "--look-ahead", "0", "--siblings", "0", "--show-draft", "--no-markdown", "--stats")
     with chatting(home, *paced, *shown, "--temperature", "0", "--max-tokens", "40") as person:
         person.sees("/? for help")
-        person.sees(">>>")
-        person.send("123")
-        person.sees(STATUS)
+        person.send("123", STATUS)
         for part in ("tokens/s", "tokens a step", "accepted of judged", "window c", "target waited", "max_tokens"):
             person.sees(part)
         reply = wanted("123", 40)
@@ -192,8 +178,7 @@ def test_the_draft_is_shown_ahead_in_colours_and_a_resize_leaves_one_whole_reply
         assert len({*meant.values()}) == len(SOURCES), "a legend"
         guesses = {text for text in person.italics if text and " " not in text}  # not the legend
         person.send("/clear")
-        person.send("/set max_tokens 150")
-        person.sees("max_tokens 150")
+        person.send("/set max_tokens 150", "max_tokens 150")
         person.send("321")
         text = wanted("321", 150)
         person.sees(text[:50])
@@ -214,7 +199,6 @@ def test_commands_and_what_they_say_of_mistakes(home: dict[str, str], attached: 
     (tmp_path / "hostile.json").write_text(json.dumps(hostile))
     text = wanted("123", 10)
     with chatting(home, *attached, "--temperature", "0", "--max-tokens", "10") as person:
-        person.sees(">>>")
         for alias in ("/help", "/?"):
             person.send(alias)
         person.sees("/exit and Ctrl-D too", 2)
@@ -243,16 +227,13 @@ def test_commands_and_what_they_say_of_mistakes(home: dict[str, str], attached: 
             ("[pasted text 7: 2,200 characters]", "is not known any more: paste it again"),
             ("/system none", "system prompt: none"),
         ):
-            person.send(line)
-            person.sees(words)
+            person.send(line, words)
         for i, method in enumerate(("pearl", "ar", "sd"), start=1):
-            person.send(f"/method {method}")
-            person.sees(f"method: {method}")
+            person.send(f"/method {method}", f"method: {method}")
             person.send("123")
             person.sees(text, i)  # all methods say the same in the same place
             person.sees(STATUS, i)
-            person.send("/undo")
-            person.sees("forgotten: 123", i)
+            person.send("/undo", "forgotten: 123", i)
         person.send("/stats")
         lines = [["pearl", "ar", "sd"], ["replies", "1", "1", "1"], ["tokens", "10", "10", "10"]]
         person.until(lambda: all(line in [row.split() for row in person.lines] for line in lines), "a column a method")
@@ -263,78 +244,55 @@ def test_commands_and_what_they_say_of_mistakes(home: dict[str, str], attached: 
 def test_undo_regen_save_load_clear_and_a_trace(home: dict[str, str], attached: list[str], tmp_path: Path) -> None:
     path, trace = tmp_path / "talk.json", tmp_path / "t.json"
     with chatting(home, *attached, "--temperature", "1", "--seed", "1", "--max-tokens", "10") as person:
-        person.sees(">>>")
-        person.send("123")
-        person.sees(STATUS)
+        person.send("123", STATUS)
         replies = []
         for times in (1, 2):
-            person.send(f"/save {path}")
-            person.sees("1 turns are in", times)
+            person.send(f"/save {path}", "1 turns are in", times)
             replies.append(json.loads(path.read_text())["turns"][0]["reply"])
             if times == 1:
-                person.send("/regen")
-                person.sees(STATUS, 2)
+                person.send("/regen", STATUS, 2)
         assert replies[0] != replies[1], "another sample under the same seed"
-        person.send("/clear")
-        person.sees("the conversation is forgotten")
-        person.send(f"/load {path}")
-        person.sees("1 turns from")
-        person.send("/undo")
-        person.sees("forgotten: 123")
+        person.send("/clear", "the conversation is forgotten")
+        person.send(f"/load {path}", "1 turns from")
+        person.send("/undo", "forgotten: 123")
         (tmp_path / "mine.txt").write_text("mine")
-        person.send(f"/save {tmp_path / 'mine.txt'}")
-        person.sees("no saved conversation: name another file")
+        person.send(f"/save {tmp_path / 'mine.txt'}", "no saved conversation: name another file")
         path.write_text("hello")
-        person.send(f"/load {path}")
-        person.sees("no saved conversation: file")
-        person.send("/trace " + "y" * 300)
-        person.sees("File name too long")
-        person.send(f"/trace {trace}")
-        person.sees("recording both workers")
-        person.send("4")
-        person.sees(STATUS, 3)
-        person.send("/trace off")
-        person.sees("pearl trace report")
-        person.send("/trace off")
-        person.sees("no trace is being recorded")
+        person.send(f"/load {path}", "no saved conversation: file")
+        person.send("/trace " + "y" * 300, "File name too long")
+        person.send(f"/trace {trace}", "recording both workers")
+        person.send("4", STATUS, 3)
+        person.send("/trace off", "pearl trace report")
+        person.send("/trace off", "no trace is being recorded")
         assert person.frames > 3, "replies are drawn, as Markdown: see test_reply"
     assert report(read(trace)).tokens == 10
 
 
 def test_several_lines_long_pastes_history_and_a_full_context(home: dict[str, str], attached: list[str]) -> None:
     with chatting(home, *attached, "--temperature", "0", "--max-tokens", "5") as person:
-        person.sees(">>>")
-        person.send('"""12')
-        person.sees("...")
-        person.send('3"""')
-        person.sees(wanted("12" + CHARACTERS[ord("\n") % 32] + "3", 5))
+        person.send('"""12', "...")
+        person.send('3"""', wanted("12" + CHARACTERS[ord("\n") % 32] + "3", 5))
         person.sees(STATUS)
-        person.send("/clear")
-        person.sees("the conversation is forgotten")
+        person.send("/clear", "the conversation is forgotten")
         for number, (data, size) in enumerate((("z" * 3000, "3,000"), ("0123456789abcdef" * 65536, "1,048,576")), 1):
             person.paste(data)
             person.sees(f"[pasted text {number}: {size} characters]")
             person.type("\r")
             person.sees("your message alone has too many tokens", number)
-        person.send("77")
-        person.sees(STATUS, 2)
+        person.send("77", STATUS, 2)
         person.type("\x1b[A\x1b[A\x1b[A\x1b[A")
         person.sees(">>> /clear", 2)
         person.type(CTRL_C)
         person.send("/clear")
         person.send("/set max_tokens 150")
         for i, message in enumerate(("1" * 100, "2" * 100), start=3):
-            person.send(message)
-            person.sees(STATUS, i)
-        person.send("3" * 10)
-        person.sees("the context is full: the oldest 1 turns are forgotten")
+            person.send(message, STATUS, i)
+        person.send("3" * 10, "the context is full: the oldest 1 turns are forgotten")
         person.sees(STATUS, 5)
-        person.send("/show")
-        person.sees("2 turns")
+        person.send("/show", "2 turns")
         person.send("/clear")
         person.send("/set max_tokens default")
-        person.send("1" * 480)
-        person.sees("the reply was cut: the context of 512 tokens is full")
+        person.send("1" * 480, "the reply was cut: the context of 512 tokens is full")
         person.type(CTRL_D)
         assert person.leaves() == 0
     history = Path(home["XDG_STATE_HOME"], "pearl", "history")
@@ -357,11 +315,8 @@ def test_files_an_editor_completion_other_models_and_the_last_conversation(
     code.write_text("7\n")
     short = ["--temperature", "0", "--max-tokens", "5"]
     with chatting(home | {"EDITOR": str(editor)}, *TOYS, *short, columns=120) as person:
-        person.sees(">>>")
-        person.send(f"/model {other}")
-        person.sees(f"{other} with none")
-        person.send("/model /nowhere")
-        person.sees(f"back to {other}")
+        person.send(f"/model {other}", f"{other} with none")
+        person.send("/model /nowhere", f"back to {other}")
         person.sees("/? for help", 3)
         person.type("\x18\x05")  # Ctrl-X Ctrl-E
         person.sees(">>> 12")
@@ -378,8 +333,7 @@ def test_files_an_editor_completion_other_models_and_the_last_conversation(
         person.sees(f"/file {code}")
         person.type("\r")
         person.sees("abc.txt, 1 lines: your next message has it")
-        person.send("9")
-        person.sees(STATUS, 2)
+        person.send("9", STATUS, 2)
         person.send("/bye")
         assert person.leaves() == 0
     last = Path(home["XDG_STATE_HOME"], "pearl", "last-chat.json")
@@ -423,8 +377,7 @@ def test_under_torchrun_ctrl_c_is_a_key(home: dict[str, str], tmp_path: Path) ->
     command = [*agent, "-m", "pearl", "chat", *SLOW, "--temperature", "0"]
     with Person(command, home) as person:
         person.sees(">>>")
-        person.send("123")
-        person.sees(wanted("123", 10))
+        person.send("123", wanted("123", 10))
         person.type(CTRL_C)
         person.sees("stopped after")
         person.resize(24, 70)
@@ -432,10 +385,8 @@ def test_under_torchrun_ctrl_c_is_a_key(home: dict[str, str], tmp_path: Path) ->
         person.type(CTRL_C)
         fifo.write_text("hello")
         person.sees("no saved conversation")
-        person.send("/set max_tokens 5")
-        person.sees("max_tokens 5")
-        person.send("4")
-        person.sees(STATUS)
+        person.send("/set max_tokens 5", "max_tokens 5")
+        person.send("4", STATUS)
         person.type(CTRL_D)
         assert person.leaves() == 0
         assert person.echoes
