@@ -190,7 +190,6 @@ def pearl_here(
         monkeypatch.setattr(sys, "stdin", io.StringIO(""))
         with pytest.raises(SystemExit) as ended:
             main()
-        assert isinstance(ended.value.code, int | None)
         return subprocess.CompletedProcess(arguments, ended.value.code or 0, *capsys.readouterr())
 
     return run

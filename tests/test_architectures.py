@@ -162,7 +162,6 @@ def test_what_is_told_before_loading_is_what_is_taken(kind: str, monkeypatch: py
     """Windows keep the whole context, states have copies."""
     monkeypatch.setattr(memory, "_MEASURED_FROM", 0)
     need = needed(tiny_model(kind), "auto", 64, 8192)
-    assert need is not None
     assert need.cache + need.states == load(kind).cache_bytes
     assert (need.states > 0) == (kind in RECURRENT)
     assert (need.cache > 0) == (kind != "mamba2")

@@ -149,7 +149,6 @@ def test_every_setting_is_a_flag_and_every_flag_a_setting() -> None:
         },
     }.items():
         command = cli.get_command(click.Context(cli), name)
-        assert command is not None
         options = [p for p in command.params if isinstance(p, click.Option)]
         assert {p.name for p in options} == fields | more | {"config"}
 
@@ -235,7 +234,6 @@ def test_broken_pipe_is_quiet(tmp_path: Path) -> None:
     """`pearl generate ... | head -c1`: the reader has had enough."""
     with (tmp_path / "stderr").open("w+") as stderr:
         process = subprocess.Popen(ENDLESS, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr)
-        assert process.stdout is not None
         assert process.stdout.read(1)
         process.stdout.close()
         assert process.wait(BOUND) == 1
@@ -246,7 +244,6 @@ def test_broken_pipe_is_quiet(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_with_130_and_no_traceback() -> None:
     process = subprocess.Popen(ENDLESS, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     assert process.stdout.read(1)
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
@@ -304,7 +301,6 @@ def test_the_list_has_the_commands_with_their_own_first_lines() -> None:
     assert len(listed_commands()) > 10
     for name, place in listed_commands().items():
         command = cli.get_command(click.Context(cli), name)
-        assert command is not None
         assert command.name == name
         assert command.get_short_help_str(200) == place.summary
         words = r"\s+".join(map(re.escape, place.summary.split()))

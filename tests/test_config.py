@@ -356,7 +356,6 @@ def test_what_a_start_has_measured_the_next_one_does_not(cache: Path) -> None:
     assert found[0] == found[1], "no two measurements are equal"
     (file,) = (cache / "profiles").iterdir()
     kept = profile.load(EngineConfig(**pair))
-    assert kept is not None
     assert kept.t_target == found[0]
     os.utime(file, (1, 1))
     assert profile.load(EngineConfig(**pair)) is None, "of long ago"

@@ -34,7 +34,6 @@ def logits(model: Any) -> torch.Tensor:
 
 def check_same(directory: Path, dtype: str = "auto") -> None:
     read = read_decoder(directory, None if dtype == "auto" else getattr(torch, dtype), CPU)
-    assert read is not None
     assert torch.equal(logits(read), logits(load_model(str(directory), device=CPU, dtype=dtype)))
 
 
@@ -62,7 +61,6 @@ def test_ropes(tmp_path: Path, rope: dict[str, Any]) -> None:
     """Over more positions than a forward of the other tests has."""
     directory = changed_model(tmp_path / "model", rope_parameters={**rope, "rope_theta": 5e5})
     read, reference = read_decoder(directory, None, CPU), load_model(str(directory), device=CPU)
-    assert read is not None
     like, positions = torch.empty(0), torch.arange(4096)[None]
     for ours, theirs in zip(
         read.model.rotary_emb(like, positions), reference.model.rotary_emb(like, positions), strict=True
@@ -101,11 +99,8 @@ def test_experts_in_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
     both = [read_decoder(path, None, CPU) for path in (tmp_path / "plain", tmp_path / "packed")]
     assert torch.equal(*(logits(read) for read in both))
     packed, unpacked = (needed(path, "auto", 64, 64) for path in (tmp_path / "packed", tmp_path / "plain"))
-    assert packed is not None
-    assert unpacked is not None
     assert packed.weights == pytest.approx(unpacked.weights, rel=0.05)
     own_bits = needed(tmp_path / "packed", "auto", 64, 64, keeps_bits=True)
-    assert own_bits is not None
     assert own_bits.weights < 0.7 * packed.weights
     theirs = load_runner(str(tmp_path / "packed"), device=CPU, max_context=64, forwards="transformers", dtype="float32")
     ours = load_runner(str(tmp_path / "packed"), device=CPU, max_context=64, dtype="float32")
@@ -137,7 +132,6 @@ def test_shards(tmp_path: Path) -> None:
         save_file({name: tensors[name] for name in tensors if where[name] == file}, directory / file)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     read = read_decoder(directory, None, CPU)
-    assert read is not None
     assert torch.equal(logits(read), logits(read_decoder(tiny_model(), None, CPU)))
 
 
