@@ -136,11 +136,8 @@ def message(content: Any, role: str = "user") -> dict[str, Any]:
 
 def raw_post(fields: dict[str, Any]) -> bytes:
     content = json.dumps(fields).encode()
-    return post_head() + b"content-length: %d\r\n\r\n" % len(content) + content
-
-
-def post_head() -> bytes:
-    return b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return head + b"content-length: %d\r\n\r\n" % len(content) + content
 
 
 def received(client: socket.socket) -> bytes:
@@ -190,6 +187,4 @@ def serving_tools() -> Iterator[Served]:
 
 
 def target_of(engine: Engine) -> int:
-    launcher: Any = engine._launcher
-    pid: int = launcher.target.pid
-    return pid
+    return engine._launcher.target.pid

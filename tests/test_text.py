@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from pearl.errors import RequestError
 from pearl.text.stream import CONTEXT, PATIENCE, REPLACEMENT, Detokenizer, StopMatcher, TextStream, Tokenizer
 from pearl.text.tokenizer import FileTokenizer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+LETTERS = bytes_to_unicode()  # of GPT-2: a printable character for each byte
 CORPUS = ["hello world, hello there 😀😃", "the cat sat on the mat. 你好世界", "the end\n\n"]
 
 
@@ -91,15 +93,7 @@ def bytes_of(tokenizer: FileTokenizer, data: bytes) -> list[int]:
     if tokenizer is byte_fallback():
         return [3 + byte for byte in data]
     ids = {tokenizer.token(id): id for id in range(tokenizer.vocab_size)}
-    return [ids[_byte_letters()[byte]] for byte in data]
-
-
-@functools.cache
-def _byte_letters() -> dict[int, str]:
-    """GPT-2's letter for each byte: itself where it is printable, else one from U+0100 on."""
-    own = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in own]
-    return {byte: chr(byte) for byte in own} | {byte: chr(0x100 + n) for n, byte in enumerate(others)}
+    return [ids[LETTERS[byte]] for byte in data]
 
 
 def tokens(tokenizer: FileTokenizer, length: int) -> st.SearchStrategy[list[int]]:

@@ -33,7 +33,6 @@ __all__ = ["run"]  # a fixture
 
 METHODS = ("ar", "sd", "ssd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify")
 TOY = "toy:vocab=32,alpha=0.5,context=4096"
-BOUND = 60.0
 SHORT = SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True)
 LONG = SHORT.model_copy(update={"max_tokens": 3000})
 
