@@ -307,20 +307,6 @@ def test_the_list_has_the_commands_with_their_own_first_lines() -> None:
         assert re.search(rf"^  {name} +{words}$", listed, re.MULTILINE), "whole, not truncated"
 
 
-def test_the_help_of_a_command_ends_with_an_example_that_it_takes() -> None:
-    for name in listed_commands():
-        program, *words = shlex.split(CliRunner().invoke(cli, [name, "--help"]).output.splitlines()[-1])
-        assert program == "pearl"
-        command, parent = cli, None
-        while isinstance(command, click.Group):
-            found = command.get_command(click.Context(command), words[0]) if words else None
-            if found is None:
-                break
-            command, parent, words = found, command, words[1:]
-        assert parent is not None, "it is a command of pearl"
-        assert command.make_context(name, list(words)).params, "parsed, with the option names and values that it has"
-
-
 _HEAVY = {"torch", "transformers", "numpy", "scipy", "matplotlib"}
 _ALL_HELP = """
 import click
