@@ -45,21 +45,31 @@ def test_logits_are_the_same_bits(kind: str) -> None:
         check_same(tiny_model(), "bfloat16")
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 5e5}
+
+
+def older(scaling: dict[str, Any] | None) -> dict[str, Any]:
+    """Settings as they were written before."""
+    return {"rope_parameters": ..., "rope_theta": 2e4, "rope_scaling": scaling}
 
 
 @pytest.mark.parametrize(
-    "rope",
+    "changed",
     [
-        {"rope_type": "linear", "factor": 4.0},
-        {"rope_type": "default"},
-        YARN,
-        YARN | {"truncate": False, "beta_fast": 2.0, "beta_slow": 0.5, "attention_factor": 1.5},
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"rope_parameters": YARN},
+        {
+            "rope_parameters": YARN | {"truncate": False, "beta_fast": 2.0, "beta_slow": 0.5, "attention_factor": 1.5},
+        },
+        older(None),
+        older({"type": "linear", "factor": 2.0}),
+        older({"type": "linear", "factor": 2.0, "rope_theta": 70.0}),  # goes before the one beside it
     ],
 )
-def test_ropes(tmp_path: Path, rope: dict[str, Any]) -> None:
+def test_ropes(tmp_path: Path, changed: dict[str, Any]) -> None:
     """Over more positions than a forward of the other tests has."""
-    directory = changed_model(tmp_path / "model", rope_parameters={**rope, "rope_theta": 5e5})
+    directory = changed_model(tmp_path / "model", **changed)
     read, reference = read_decoder(directory, None, CPU), load_model(str(directory), device=CPU)
     like, positions = torch.empty(0), torch.arange(4096)[None]
     for ours, theirs in zip(
@@ -112,14 +122,6 @@ def test_experts_in_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
     assert isinstance(few, ForwardRunner)
     assert few.weights == "4 bits", "its own"
     assert (feed_chain(few, tokens, 5) - wanted).abs().mean() < 0.05 * wanted.std()
-
-
-@pytest.mark.parametrize(
-    "scaling", [None, {"type": "linear", "factor": 2.0}, {"type": "linear", "factor": 2.0, "rope_theta": 70.0}]
-)
-def test_a_rope_as_it_was_written_before(tmp_path: Path, scaling: dict[str, Any] | None) -> None:
-    """A base that stands in the scaling goes before the one beside it."""
-    check_same(changed_model(tmp_path / "model", rope_parameters=..., rope_theta=2e4, rope_scaling=scaling))
 
 
 def test_shards(tmp_path: Path) -> None:
