@@ -188,11 +188,7 @@ def test_a_weight_that_is_in_no_file_is_not_made_up(
     whole = next(each for each in weights if name in each)
     del weights[whole]
     save_file(weights | ({} if shape is None else {whole: torch.ones(shape)}), file, {"format": "pt"})
-    cause = (
-        f"1 of its weights are in no file, .*{name}"
-        if shape is None
-        else r"has the shape \[5\] where \[6\] is expected"
-    )
+    cause = r"has the shape \[5\] where \[6\] is expected" if shape else f"1 of its weights are in no file, .*{name}"
     with pytest.raises(ModelError, match=cause):
         load_runner(str(directory), device=CPU)
 
