@@ -78,8 +78,7 @@ def test_ctrl_c_ends_the_reply_and_a_wait_for_another_client_is_shown(home: dict
         person.sees("stopped after")
         person.sees(" tokens")
         text = " ".join(person.text.split())
-        said = re.search(r"stopped after (\d+) tokens", text)
-        assert int(said[1]) >= 10
+        assert int(re.search(r"stopped after (\d+) tokens", text)[1]) >= 10
         person.send("/show", "1 turns")
         person.send("/set max_tokens 5", "max_tokens 5")
         with Engine.attach(Path(paced[1])) as other:
