@@ -53,6 +53,7 @@ HAS_NAMESPACES = (
 )
 BOUND = 180.0  # seconds that nothing here takes
 TOY = "toy:vocab=32,alpha=0.5,context=512,eos=3"  # half of what the draft says is refused
+CHARACTERS = "0123456789abcdefghijklmnopqrstuv"  # of its tokens
 
 
 def eventually(condition: Callable[[], object], what: str = "") -> None:
@@ -97,6 +98,11 @@ def greedy_text(prompt: Sequence[int], length: int, vocab: int = 32, alpha: floa
     for _ in range(length):
         tokens.append(int(target(tokens).argmax()))
     return tokens[len(prompt) :]
+
+
+def wanted(text: str, length: int) -> str:
+    """The toy's greedy continuation of a text of its own characters."""
+    return "".join(CHARACTERS[t] for t in greedy_text([CHARACTERS.index(c) for c in text], length))
 
 
 # Fixtures that take seconds, by module: the tests that use any of these run on one of the workers, where they are made

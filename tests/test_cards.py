@@ -18,12 +18,11 @@ from pearl import SamplingParams
 from pearl.engine import Engine
 from pearl.engine.card import find_card, read_card, running_engines, stop, table
 from pearl.errors import ConfigError, TargetLost
-from pearl.models.checkpoints.tokenizers import ToyTokenizer
-from tests.conftest import BOUND, TOY, greedy_text
+from tests.conftest import BOUND, TOY, wanted
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 ONE = ["--raw", "--ignore-eos", "--temperature", "0", "--max-tokens", "8", "-q", "123"]
-REPLY = ToyTokenizer(32).decode(greedy_text([1, 2, 3], 8)) + "\n"
+REPLY = wanted("123", 8) + "\n"
 
 
 @pytest.fixture

@@ -24,14 +24,13 @@ from pearl.colours import SOURCES
 from pearl.engine import Engine
 from pearl.trace.reading import read
 from pearl.trace.report import report
-from tests.conftest import AS_PUBLISHED, TOY, greedy_text, started_in
+from tests.conftest import AS_PUBLISHED, CHARACTERS, TOY, started_in, wanted
 from tests.screen import BOUND, CTRL_C, CTRL_D, Person, home
 
 __all__ = ["home"]  # a fixture
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 TOYS = ["--target", TOY, "--draft", TOY, "--raw", "--ignore-eos"]
-CHARACTERS = "0123456789abcdefghijklmnopqrstuv"
 SLOW = [*TOYS, "--target-pace", "0.05", "--draft-pace", "0.01"]
 STATUS = "tokens/s"
 
@@ -61,11 +60,6 @@ def chatting(environment: dict[str, str], *arguments: str, columns: int = 100) -
     with Person([sys.executable, "-m", "pearl", "chat", *arguments], environment, columns=columns) as person:
         person.sees(">>>")
         yield person
-
-
-def wanted(text: str, length: int) -> str:
-    """The toy's greedy continuation of a text of its own characters."""
-    return "".join(CHARACTERS[t] for t in greedy_text([CHARACTERS.index(c) for c in text], length))
 
 
 # ---- at a terminal ----

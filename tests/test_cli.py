@@ -25,16 +25,14 @@ from pearl.engine import Engine, preflight
 from pearl.lab.distill.prompts import read_prompts
 from pearl.spec.methods import METHODS
 from scripts import faulty
-from tests.conftest import TOY, greedy_text
+from tests.conftest import TOY, wanted
 from tests.tiny import tiny_model
 
 BOUND = 120.0  # seconds
 Run = Callable[..., subprocess.CompletedProcess[str]]
 PAIR = ["--target", TOY, "--draft", TOY]
 SHORT = [*PAIR, "--max-tokens", "30", "--temperature", "0", "--ignore-eos"]
-# Text of the prompt "123" as the toy tokenizer writes it.
-CHARACTERS = "0123456789abcdefghijklmnopqrstuv"
-WANTED = "".join(CHARACTERS[t] for t in greedy_text([1, 2, 3], 30))
+WANTED = wanted("123", 30)
 
 
 def pearl(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
