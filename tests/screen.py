@@ -106,9 +106,11 @@ class Person:
                 return True
         return False
 
-    def send(self, text: str) -> None:
-        """A line."""
-        self.type(text + ENTER)
+    def send(self, line: str, shown: str = "", times: int = 1) -> None:
+        """A line; waits until `shown` has appeared."""
+        self.type(line + ENTER)
+        if shown:
+            self.sees(shown, times)
 
     def paste(self, text: str) -> None:
         """As a terminal with bracketed paste does."""

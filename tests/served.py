@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
 import socket
 import tempfile
@@ -26,7 +25,7 @@ from pearl.server.requests import Setup
 from pearl.server.service import Service
 from pearl.text.tools import format_of
 from tests.conftest import BOUND, TOY, eventually
-from tests.tiny import tiny_model
+from tests.tiny import changed_model
 
 MODEL = "toy-model"
 LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
@@ -137,11 +136,8 @@ def message(content: Any, role: str = "user") -> dict[str, Any]:
 
 def raw_post(fields: dict[str, Any]) -> bytes:
     content = json.dumps(fields).encode()
-    return post_head() + b"content-length: %d\r\n\r\n" % len(content) + content
-
-
-def post_head() -> bytes:
-    return b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return head + b"content-length: %d\r\n\r\n" % len(content) + content
 
 
 def received(client: socket.socket) -> bytes:
@@ -181,9 +177,7 @@ def serving_tools() -> Iterator[Served]:
     with tempfile.TemporaryDirectory() as directory:
         models = [Path(directory, role) for role in ("target", "draft")]
         for made, noise in zip(models, (0.0, 0.3), strict=True):
-            shutil.copytree(tiny_model(noise=noise, chat=True), made)
-            config = json.loads((made / "config.json").read_text())
-            (made / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+            changed_model(made, noise=noise, max_position_embeddings=4096)
             (made / "chat_template.jinja").write_text(TOOL_TEMPLATE)
         with (
             Engine(*map(str, models), startup_timeout=120) as engine,
@@ -193,6 +187,4 @@ def serving_tools() -> Iterator[Served]:
 
 
 def target_of(engine: Engine) -> int:
-    launcher: Any = engine._launcher
-    pid: int = launcher.target.pid
-    return pid
+    return engine._launcher.target.pid

@@ -18,12 +18,11 @@ from pearl import SamplingParams
 from pearl.engine import Engine
 from pearl.engine.card import find_card, read_card, running_engines, stop, table
 from pearl.errors import ConfigError, TargetLost
-from pearl.models.checkpoints.tokenizers import ToyTokenizer
-from tests.conftest import BOUND, TOY, greedy_text
+from tests.conftest import BOUND, TOY, wanted
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 ONE = ["--raw", "--ignore-eos", "--temperature", "0", "--max-tokens", "8", "-q", "123"]
-REPLY = ToyTokenizer(32).decode(greedy_text([1, 2, 3], 8)) + "\n"
+REPLY = wanted("123", 8) + "\n"
 
 
 @pytest.fixture
@@ -70,7 +69,6 @@ def serving() -> tuple[subprocess.Popen[str], str]:
     """An engine in this user's runtime directory, and its own directory."""
     command = [sys.executable, "-m", "pearl", "serve", "--target", TOY, "--draft", TOY]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert server.stderr is not None
     lines = iter(server.stderr.readline, "")
     return server, next(line.split()[2].rstrip(";") for line in lines if line.startswith("serving in"))
 
@@ -107,7 +105,6 @@ def test_engines_are_served_listed_and_stopped(runtime: Path, pearl_here: Run) -
     assert pearl_here("ps").stderr == "no engine is running\n"
     assert not list(runtime.glob("pearl-*")), "no directory is left"
     for server in (one, other, third):
-        assert server.stderr is not None
         server.stderr.close()
 
 
@@ -116,8 +113,7 @@ def test_a_program_is_not_stopped_for_an_engine_that_is_gone(toy: Engine, runtim
     card = json.loads((toy.directory / "engine.json").read_text())
     directory = put_card(runtime, "12345678", card | {"started": card["started"] - 1})
     assert running_engines() == []
-    (found,) = [each for each in (read_card(directory),) if each is not None]
-    assert stop(found, 0.0), "it is gone; this process, which has the PID, goes on"
+    assert stop(read_card(directory), 0.0), "it is gone; this process, which has the PID, goes on"
     with pytest.raises(ConfigError, match="no running engine of yours is named"):
         find_card(str(os.getpid()))
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +22,10 @@ from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from tests.runner_contract import close
-from tests.tiny import tiny_model
+from tests.tiny import changed_model, tiny_model
 
 CPU = torch.device("cpu")
 KINDS = ["llama", "llama-biased", "llama-tied", "llama-long", "mistral", "qwen2", "qwen3", "gpt-oss", "qwen3-moe"]
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Callable[..., Path]:
-    def copy(kind: str = "llama", **changed: Any) -> Path:
-        """A tiny model whose config.json is changed: None removes a setting."""
-        shutil.copytree(tiny_model(kind), tmp_path / "model")
-        file = tmp_path / "model" / "config.json"
-        config = {**json.loads(file.read_text()), **changed}
-        file.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
-        return tmp_path / "model"
-
-    return copy
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -49,7 +34,6 @@ def logits(model: Any) -> torch.Tensor:
 
 def check_same(directory: Path, dtype: str = "auto") -> None:
     read = read_decoder(directory, None if dtype == "auto" else getattr(torch, dtype), CPU)
-    assert read is not None
     assert torch.equal(logits(read), logits(load_model(str(directory), device=CPU, dtype=dtype)))
 
 
@@ -61,23 +45,32 @@ def test_logits_are_the_same_bits(kind: str) -> None:
         check_same(tiny_model(), "bfloat16")
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 5e5}
+
+
+def older(scaling: dict[str, Any] | None) -> dict[str, Any]:
+    """Settings as they were written before."""
+    return {"rope_parameters": ..., "rope_theta": 2e4, "rope_scaling": scaling}
 
 
 @pytest.mark.parametrize(
-    "rope",
+    "changed",
     [
-        {"rope_type": "linear", "factor": 4.0},
-        {"rope_type": "default"},
-        YARN,
-        YARN | {"truncate": False, "beta_fast": 2.0, "beta_slow": 0.5, "attention_factor": 1.5},
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"rope_parameters": YARN},
+        {
+            "rope_parameters": YARN | {"truncate": False, "beta_fast": 2.0, "beta_slow": 0.5, "attention_factor": 1.5},
+        },
+        older(None),
+        older({"type": "linear", "factor": 2.0}),
+        older({"type": "linear", "factor": 2.0, "rope_theta": 70.0}),  # goes before the one beside it
     ],
 )
-def test_ropes(checkpoint: Callable[..., Path], rope: dict[str, Any]) -> None:
+def test_ropes(tmp_path: Path, changed: dict[str, Any]) -> None:
     """Over more positions than a forward of the other tests has."""
-    directory = checkpoint(rope_parameters={**rope, "rope_theta": 5e5})
+    directory = changed_model(tmp_path / "model", **changed)
     read, reference = read_decoder(directory, None, CPU), load_model(str(directory), device=CPU)
-    assert read is not None
     like, positions = torch.empty(0), torch.arange(4096)[None]
     for ours, theirs in zip(
         read.model.rotary_emb(like, positions), reference.model.rotary_emb(like, positions), strict=True
@@ -116,11 +109,8 @@ def test_experts_in_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
     both = [read_decoder(path, None, CPU) for path in (tmp_path / "plain", tmp_path / "packed")]
     assert torch.equal(*(logits(read) for read in both))
     packed, unpacked = (needed(path, "auto", 64, 64) for path in (tmp_path / "packed", tmp_path / "plain"))
-    assert packed is not None
-    assert unpacked is not None
     assert packed.weights == pytest.approx(unpacked.weights, rel=0.05)
     own_bits = needed(tmp_path / "packed", "auto", 64, 64, keeps_bits=True)
-    assert own_bits is not None
     assert own_bits.weights < 0.7 * packed.weights
     theirs = load_runner(str(tmp_path / "packed"), device=CPU, max_context=64, forwards="transformers", dtype="float32")
     ours = load_runner(str(tmp_path / "packed"), device=CPU, max_context=64, dtype="float32")
@@ -134,16 +124,8 @@ def test_experts_in_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
     assert (feed_chain(few, tokens, 5) - wanted).abs().mean() < 0.05 * wanted.std()
 
 
-@pytest.mark.parametrize(
-    "scaling", [None, {"type": "linear", "factor": 2.0}, {"type": "linear", "factor": 2.0, "rope_theta": 70.0}]
-)
-def test_a_rope_as_it_was_written_before(checkpoint: Callable[..., Path], scaling: dict[str, Any] | None) -> None:
-    """A base that stands in the scaling goes before the one beside it."""
-    check_same(checkpoint(rope_parameters=..., rope_theta=2e4, rope_scaling=scaling))
-
-
-def test_shards(checkpoint: Callable[..., Path]) -> None:
-    directory = checkpoint()
+def test_shards(tmp_path: Path) -> None:
+    directory = changed_model(tmp_path / "model")
     tensors = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     assert read_decoder(directory, None, CPU) is None, "without weights it is left to transformers"
@@ -152,7 +134,6 @@ def test_shards(checkpoint: Callable[..., Path]) -> None:
         save_file({name: tensors[name] for name in tensors if where[name] == file}, directory / file)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     read = read_decoder(directory, None, CPU)
-    assert read is not None
     assert torch.equal(logits(read), logits(read_decoder(tiny_model(), None, CPU)))
 
 
@@ -185,10 +166,8 @@ def test_shards(checkpoint: Callable[..., Path]) -> None:
         ("qwen2", {"use_sliding_window": True, "layer_types": ...}),  # in which layers?
     ],
 )
-def test_what_is_not_as_expected_is_left_to_transformers(
-    checkpoint: Callable[..., Path], kind: str, changed: dict[str, Any]
-) -> None:
-    assert read_decoder(checkpoint(kind, **changed), None, CPU) is None
+def test_what_is_not_as_expected_is_left_to_transformers(tmp_path: Path, kind: str, changed: dict[str, Any]) -> None:
+    assert read_decoder(changed_model(tmp_path / "model", kind, **changed), None, CPU) is None
 
 
 @pytest.mark.parametrize(
@@ -201,19 +180,15 @@ def test_what_is_not_as_expected_is_left_to_transformers(
     ],
 )
 def test_a_weight_that_is_in_no_file_is_not_made_up(
-    checkpoint: Callable[..., Path], kind: str, name: str, shape: tuple[int, ...] | None
+    tmp_path: Path, kind: str, name: str, shape: tuple[int, ...] | None
 ) -> None:
     """Nor cut to size. transformers takes random numbers, or zeros: texts were others from start to start."""
-    directory = checkpoint(kind)
+    directory = changed_model(tmp_path / "model", kind)
     weights = load_file(file := directory / "model.safetensors")
     whole = next(each for each in weights if name in each)
     del weights[whole]
     save_file(weights | ({} if shape is None else {whole: torch.ones(shape)}), file, {"format": "pt"})
-    cause = (
-        f"1 of its weights are in no file, .*{name}"
-        if shape is None
-        else r"has the shape \[5\] where \[6\] is expected"
-    )
+    cause = r"has the shape \[5\] where \[6\] is expected" if shape else f"1 of its weights are in no file, .*{name}"
     with pytest.raises(ModelError, match=cause):
         load_runner(str(directory), device=CPU)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -18,7 +17,7 @@ from pearl.models.checkpoints.loading import load_runner
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from tests.runner_contract import some_tokens
-from tests.tiny import tiny_model
+from tests.tiny import changed_model
 
 CPU = torch.device("cpu")
 GROUP = 32
@@ -35,36 +34,34 @@ def words(fields: np.ndarray, order: tuple[int, ...] = tuple(range(8))) -> torch
     return torch.from_numpy(packed.view(np.int32))
 
 
-def in_groups(weight: torch.Tensor, of: torch.Tensor | None = None) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
-    """Steps [out, in], zero points and scales [out, groups]; `of`: the group of each input."""
-    groups = torch.arange(weight.shape[1]) // GROUP if of is None else of
+def in_groups(weight: torch.Tensor, groups: torch.Tensor) -> tuple[np.ndarray, np.ndarray, torch.Tensor, torch.Tensor]:
+    """Steps [out, in], zero points and scales [out, groups], and the weights of these; `groups`: of each input."""
     count = int(groups.max()) + 1
     least = torch.stack([weight[:, groups == n].amin(1) for n in range(count)], 1).clamp_max(0)
     most = torch.stack([weight[:, groups == n].amax(1) for n in range(count)], 1).clamp_min(0)
     scales = ((most - least) / 15).clamp_min(1e-6).half()
     zeros = (-least / scales.float()).round().clamp(1, 15)
     steps = (weight / scales.float()[:, groups] + zeros[:, groups]).round().clamp(0, 15)
-    return steps.numpy(), zeros.numpy(), scales
+    return steps.numpy(), zeros.numpy(), scales, (steps - zeros[:, groups]) * scales.float()[:, groups]
 
 
 def awq(weight: torch.Tensor) -> Written:
-    steps, zeros, scales = in_groups(weight)
+    steps, zeros, scales, whole = in_groups(weight, torch.arange(weight.shape[1]) // GROUP)
     parts = {"qweight": words(steps.T, _AWQ), "qzeros": words(zeros.T, _AWQ), "scales": scales.T.contiguous()}
-    of = torch.arange(weight.shape[1]) // GROUP
-    return parts, torch.from_numpy(steps - zeros[:, of]) * scales.float()[:, of]
+    return parts, whole
 
 
 def gptq(weight: torch.Tensor, acts: bool = False) -> Written:
     of = torch.arange(weight.shape[1]) // GROUP
     of = of[torch.randperm(len(of), generator=torch.Generator().manual_seed(1))] if acts else of
-    steps, zeros, scales = in_groups(weight, of)
+    steps, zeros, scales, whole = in_groups(weight, of)
     parts = {
         "qweight": words(steps).T.contiguous(),
         "qzeros": words(zeros.T - 1),  # as the first version of the format has them
         "scales": scales.T.contiguous(),
         "g_idx": of.int(),
     }
-    return parts, torch.from_numpy(steps - zeros[:, of.numpy()]) * scales.float()[:, of]
+    return parts, whole
 
 
 def packed(weight: torch.Tensor) -> Written:
@@ -81,15 +78,14 @@ def packed(weight: torch.Tensor) -> Written:
 
 def packed_with_zeros(weight: torch.Tensor) -> Written:
     """Zero points are packed along the outputs."""
-    steps, zeros, scales = in_groups(weight, torch.arange(weight.shape[1]) // GROUP)
+    steps, zeros, scales, whole = in_groups(weight, torch.arange(weight.shape[1]) // GROUP)
     parts = {
         "weight_packed": words(steps),
         "weight_scale": scales,
         "weight_zero_point": words(zeros.T).T.contiguous(),
         "weight_shape": torch.tensor(weight.shape),
     }
-    of = torch.arange(weight.shape[1]) // GROUP
-    return parts, torch.from_numpy(steps - zeros[:, of.numpy()]) * scales.float()[:, of]
+    return parts, whole
 
 
 def bytes_(weight: torch.Tensor) -> Written:
@@ -165,13 +161,12 @@ TOOLS: dict[str, tuple[Callable[[torch.Tensor], Written], dict[str, Any], str]] 
 }
 
 
-def save(tool: str, directory: Path, kind: str = "qwen3") -> dict[str, torch.Tensor]:
-    """A tiny model as that tool writes it; returns the weights that it stands for."""
-    write, scheme, _ = TOOLS[tool]
-    source = tiny_model(kind)
-    shutil.copytree(source, directory)
+def save(tool: str, directory: Path, kind: str = "qwen3", scheme: Any = None) -> dict[str, torch.Tensor]:
+    """A tiny model as that tool writes it; returns the weights that it stands for. `scheme`: in place of its own."""
+    write, usual, _ = TOOLS[tool]
+    changed_model(directory, kind, dtype="bfloat16", quantization_config=scheme or usual)
     state, found = {}, {}
-    for name, tensor in load_file(source / "model.safetensors").items():
+    for name, tensor in load_file(directory / "model.safetensors").items():
         module = name.removesuffix(".weight")
         if not name.endswith("_proj.weight"):
             state[name] = tensor.bfloat16()
@@ -180,9 +175,6 @@ def save(tool: str, directory: Path, kind: str = "qwen3") -> dict[str, torch.Ten
         parts, found[name] = write(tensor.float())
         state |= {f"{module}.{part}": each.contiguous() for part, each in parts.items()}
     save_file(state, directory / "model.safetensors", {"format": "pt"})
-    config = json.loads((directory / "config.json").read_text())
-    described = {**config, "dtype": "bfloat16", "quantization_config": scheme}
-    (directory / "config.json").write_text(json.dumps(described))
     return found
 
 
@@ -193,8 +185,7 @@ CASES = [*product(TOOLS, ["qwen3"]), ("awq", "qwen3-moe"), ("float-quantized", "
 def test_other_tools_files_run_at_their_own_bits(tool: str, kind: str, tmp_path: Path) -> None:
     """Beside transformers in float32 over the dequantised weights; and each row has its bits in any company."""
     weights = save(tool, tmp_path / "model", kind)
-    shutil.copytree(tiny_model(kind), tmp_path / "plain")
-    save_file(weights, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    save_file(weights, changed_model(tmp_path / "plain", kind) / "model.safetensors", {"format": "pt"})
     plain = load_runner(str(tmp_path / "plain"), device=CPU, max_context=96, forwards="transformers")
     runner = load_runner(str(tmp_path / "model"), device=CPU, max_context=96, exact=True)
     assert isinstance(runner, ForwardRunner)
@@ -233,7 +224,5 @@ def test_what_is_not_read_here_is_left_to_transformers(scheme: dict[str, Any], t
     from pearl.models.checkpoints.direct import read_decoder
 
     tool = {"gptq": "gptq", "compressed-tensors": "pack-quantized"}.get(scheme["quant_method"], "awq")
-    save(tool, tmp_path / "model")
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"quantization_config": scheme}))
+    save(tool, tmp_path / "model", scheme=scheme)
     assert read_decoder(tmp_path / "model", None, CPU, keeps_bits=True) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,17 +24,11 @@ from pearl.models.forward.matrices import multiplies_bf16
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from tests.runner_contract import close, some_tokens
-from tests.tiny import tiny_model
+from tests.tiny import changed_model, tiny_model
 
 CPU = torch.device("cpu")
 USUAL_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 AUTOMATIC = torch.bfloat16 if multiplies_bf16() else torch.float32
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PEARL_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "gguf"
 
 
 def test_a_gguf_file_gives_the_same_model(tmp_path: Path, cache: Path) -> None:
@@ -50,7 +43,7 @@ def test_a_gguf_file_gives_the_same_model(tmp_path: Path, cache: Path) -> None:
     assert isinstance(automatic, ForwardRunner)
     assert automatic.dtype == AUTOMATIC
     assert messages == [f"loading {file}"]
-    (made,) = (path for path in cache.iterdir() if path.is_dir())
+    (made,) = (path for path in (cache / "gguf").iterdir() if path.is_dir())
     assert sum(each.stat().st_size for each in made.iterdir()) < file.stat().st_size, "no weights"
     tokenizer, defaults = load_tokenizer(str(file))
     assert (tokenizer.token(0), defaults.eos) == ("<end>", (0,))
@@ -156,9 +149,7 @@ def test_a_gguf_file_gives_the_model_that_it_describes(tmp_path: Path, cache: Pa
     """Whether its rope is scaled (transformers drops it), what its family usually has (it was not read from the file),
     and what it leaves open, as in llama.cpp: a rope of base 10,000 that turns whole heads, and no window."""
     kind, said, changes = CASES[name]
-    shutil.copytree(tiny_model(kind), plain := tmp_path / "plain")
-    config = json.loads((plain / "config.json").read_text())
-    (plain / "config.json").write_text(json.dumps(config | changes))
+    plain = changed_model(tmp_path / "plain", kind, **changes)
     _write_gguf(file := tmp_path / "tiny.gguf", plain if name.startswith("rope") else tiny_model(kind), **said)
     runner, wanted = (load_runner(str(path), device=CPU, dtype="float32") for path in (file, plain))
     assert type(runner) is type(wanted)
@@ -260,7 +251,6 @@ def test_weights_are_dequantised_as_the_reference_does(tmp_path: Path, cache: Pa
     config = json.loads((model / "config.json").read_text())
     family = OWN_FORWARD[config["architectures"][0]]
     table = table_in(Path(resolve_checkpoint(str(file))))
-    assert table is not None
     weights = GgufWeights(table, family.forward)
     for name, given in _tensors_of(model, family.gguf.architecture, config):
         its = gguf.GGMLQuantizationType[of if _is_matrix(name, given) else "F32"]
@@ -308,7 +298,7 @@ def test_a_damaged_gguf_file_is_a_model_error(tmp_path: Path, cache: Path) -> No
     file.write_bytes(whole[:4] + b"\1" + whole[5:])
     with pytest.raises(ModelError, match="version 1 which we cannot handle"):
         load_runner(str(file), device=CPU)
-    assert not [path for path in cache.iterdir() if path.is_dir()]
+    assert not [path for path in (cache / "gguf").iterdir() if path.is_dir()]
 
 
 def _write_gguf(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from pearl.errors import ModelError
 from pearl.models.checkpoints.heads import load_head, states_for
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.runner import feed_chain
-from tests.tiny import tiny_model
+from tests.tiny import changed_model, tiny_model
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(
@@ -37,8 +35,8 @@ def with_layer(kind: str, into: Path) -> tuple[Path, list[torch.Tensor]]:
     """A tiny model whose layer for multi-token prediction is a copy of its last layer; weights of the parts around it,
     as in `LAYOUTS`.
     """
-    shutil.copytree(tiny_model(kind), into)
     block, *names = LAYOUTS[kind]
+    changed_model(into, kind, num_nextn_predict_layers=... if block.startswith("mtp") else 1)
     weights = load_file(into / "model.safetensors")
     weights |= {
         name.replace("model.layers.1", block): weight.clone()
@@ -51,10 +49,6 @@ def with_layer(kind: str, into: Path) -> tuple[Path, list[torch.Tensor]]:
     prefix = "mtp" if block.startswith("mtp") else block
     weights |= {f"{prefix}.{name}.weight": part for name, part in zip(names, parts, strict=True)}
     save_file(weights, into / "model.safetensors", {"format": "pt"})
-    config = json.loads((into / "config.json").read_text())
-    if prefix != "mtp":
-        config["num_nextn_predict_layers"] = 1
-    (into / "config.json").write_text(json.dumps(config))
     return into, parts
 
 

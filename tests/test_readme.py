@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.testing import CliRunner
 
 from pearl import errors
-from pearl.cli import cli
+from pearl.cli import cli, listed_commands
 from pearl.errors import PearlError
 from pearl.protocol import drafter, request_machine
 from pearl.spec.methods import METHODS
@@ -212,22 +213,18 @@ def test_the_commands_are_found() -> None:
 
 
 def parsed(words: list[str]) -> None:
-    """As the command line would read it; nothing runs. Raises `click.UsageError`."""
+    """As the command line reads it, with its values; nothing runs. Raises `click.UsageError`."""
     command: click.Command = cli
-    while isinstance(command, click.Group):
-        context = click.Context(command)
-        _, rest, _ = command.make_parser(context).parse_args(list(words))
-        if not rest or command.get_command(context, rest[0]) is None:
-            assert command.invoke_without_command or not rest, f"no command {rest[0]}"
-            return
-        found = command.get_command(context, rest[0])
-        command, words = found, rest[1:]
-    command.make_parser(click.Context(command)).parse_args(words)
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        found = command.get_command(click.Context(command), words[0])
+        assert found is not None, f"no command {words[0]}"
+        command, words = found, words[1:]
+    command.make_context(command.name, words)
 
 
 def problem(command: str) -> str:
     """What is wrong with it: it does not exist or take these flags, or a script or configuration is not there."""
-    words = shlex.split(command.replace("$pair", ""), comments=True)
+    words = shlex.split(command.replace("$pair", "").partition(" < ")[0], comments=True)
     given = words[words.index("-m") + 1 :] if "-m pearl " in command else words
     try:
         if given[0].endswith("pearl"):
@@ -241,3 +238,10 @@ def problem(command: str) -> str:
 def test_every_command_can_be_given() -> None:
     wrong = [(*one, fault) for one in COMMANDS if (fault := problem(one[1]))]
     assert not wrong, wrong
+
+
+def test_the_help_of_a_command_ends_with_an_example_that_it_takes() -> None:
+    for name in listed_commands():
+        example = CliRunner().invoke(cli, [name, "--help"]).output.splitlines()[-1].strip()
+        assert example.startswith(f"pearl {name}")
+        assert not problem(example), example

@@ -21,7 +21,6 @@ from pearl.worker.recording import Recordings
 from tests.conftest import TOY
 from tests.traced import check_sound
 
-BOUND = 60.0
 SHORT = SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True)
 
 

@@ -46,21 +46,6 @@ def written(engine: Engine, *prompts: Any, **changes: Any) -> list[str]:
 # ---- texts ----
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_texts_are_the_engines(served: Served, engine: Engine, path: str, temperature: float) -> None:
-    """Streamed and not, of a chat and of a text, greedy and sampled."""
-    prompt: Any = "123" if path == "completions" else [message("123")]
-    (wanted,) = engine.generate([prompt], PARAMS.model_copy(update={"temperature": temperature}))
-    fields = {"temperature": temperature, "max_tokens": 40}
-    (choice,) = served.post(path, **fields).json()["choices"]
-    assert (choice["text"] if path == "completions" else choice["message"]["content"]) == wanted.text
-    assert choice["finish_reason"] == ("length" if wanted.finish_reason == "length" else "stop")
-    chunks = served.events(path, **fields)
-    assert text_of(chunks) == wanted.text
-    assert chunks[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
-
-
 def test_openais_client(served: Served, engine: Engine) -> None:
     client = served.client()
     assert [model.id for model in client.models.list()] == [client.models.retrieve(MODEL).id] == [MODEL]

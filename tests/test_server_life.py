@@ -28,25 +28,21 @@ from tests.served import BOUND, LONG, SLOWLY, Served, chatting_engine, serving, 
 LAUNCH = Path(__file__).parents[1] / "launch"
 
 
-def test_a_lost_engine_is_reported() -> None:
-    """To a client that waits for a text, to later ones, and to probes."""
-    with serving(**SLOWLY) as served, ThreadPoolExecutor(1) as pool:
+@pytest.mark.parametrize(("number", "settings"), [(signal.SIGKILL, {}), (signal.SIGSTOP, {"target_timeout": 3.5})])
+def test_a_lost_engine_is_reported(number: signal.Signals, settings: dict[str, float]) -> None:
+    """To a client that waits for a text, to later ones, and to probes.
+
+    One that hangs is noticed by who waits for it, though another thread watches the engine meanwhile, to whom its
+    silence means nothing.
+    """
+    with serving(**settings, **SLOWLY) as served, ThreadPoolExecutor(1) as pool:
         unfinished = pool.submit(lambda: served.post(**LONG))
-        served.until_running()
-        os.kill(target_of(served.service.engine), signal.SIGKILL)
+        eventually(lambda: served.figure("vllm:generation_tokens_total") > 0)
+        os.kill(target_of(served.service.engine), number)
         assert unfinished.result(BOUND).status_code == 503
         eventually(lambda: served.get("/health").status_code == 503)
         response = served.post()
         assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_lost")
-
-
-def test_a_hung_target_is_noticed_by_who_waits_for_it() -> None:
-    """Though another thread watches the engine meanwhile, to whom its silence means nothing."""
-    with serving(target_timeout=3.5, **SLOWLY) as served, ThreadPoolExecutor(1) as pool:
-        unfinished = pool.submit(lambda: served.post(**LONG))
-        eventually(lambda: served.figure("vllm:generation_tokens_total") > 0)
-        os.kill(target_of(served.service.engine), signal.SIGSTOP)
-        assert unfinished.result(BOUND).status_code == 503
 
 
 def test_a_server_that_ends_informs_its_clients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedTokenizerBase
 
 from pearl.config import DecodingConfig, SamplingParams
@@ -286,15 +284,6 @@ class TestFileTokenizer:
 
 
 class TestToyTokenizer:
-    @given(st.data())
-    def test_its_own_characters_come_back(self, data: st.DataObject) -> None:
-        tokenizer = ToyTokenizer(200)
-        ids = data.draw(st.lists(st.integers(0, 199)))
-        assert tokenizer.encode(tokenizer.decode(ids)) == ids
-
-    def test_other_characters_are_some_token(self) -> None:
-        assert ToyTokenizer(32).encode("0avw ") == [0, 10, 31, ord("w") % 32, 0]
-
     @pytest.mark.parametrize("size", [0, -1, 10**9])
     def test_sizes_that_cannot_be(self, size: int) -> None:
         with pytest.raises(ModelError, match="toy vocabulary"):

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -329,6 +331,14 @@ def tiny_model(
     model.to(getattr(torch, dtype)).save_pretrained(directory)
     tiny_tokenizer(chat).save_pretrained(directory)
     return directory
+
+
+def changed_model(into: Path, kind: str = "llama", *, noise: float = 0.0, **changed: Any) -> Path:
+    """A copy of a tiny model, whose config.json has these settings; `...` removes one."""
+    shutil.copytree(tiny_model(kind, noise=noise), into)
+    config = json.loads((into / "config.json").read_text()) | changed
+    (into / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
+    return into
 
 
 def _random_model(kind: str, seed: int, layers: int, vocab_size: int) -> transformers.PreTrainedModel:
