@@ -36,10 +36,13 @@ from pearl.config import DecodingConfig
 from pearl.engine import Engine
 from pearl.models.toy import alpha_pair
 from pearl.spec.methods import AS_PUBLISHED
+from tests.loops import loops
 from tests.warm import Nursery
 
 if TYPE_CHECKING:
     from tests.served import Served
+
+__all__ = ["loops"]  # a fixture
 
 hypothesis.settings.register_profile("pearl", deadline=None)  # a machine that is busy says nothing about our code
 hypothesis.settings.load_profile("pearl")
@@ -154,6 +157,16 @@ def warm_workers() -> Iterator[None]:
 def anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test's engines start their workers as users' do."""
     monkeypatch.setattr("pearl.engine.processes.Popen", subprocess.Popen)
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where engines of this test put their directories; at the end there must be none."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    yield tmp_path
+    eventually(lambda: not list(tmp_path.glob("pearl-*")), f"no directory in {list(tmp_path.iterdir())}")
 
 
 @pytest.fixture(scope="session")

@@ -47,7 +47,7 @@ from pearl.worker.draft import DraftWorker
 from pearl.worker.rows import RowPacker, packed
 from pearl.worker.settings import TargetSettings
 from pearl.worker.target import TargetWorker
-from tests.memory_transport import memory_hub
+from tests.memory_transport import MemoryHub
 from tests.replace import replace
 
 BOUND = 120.0  # seconds that anything here may take; far more than it does
@@ -263,7 +263,7 @@ def loops(tmp_path: Path) -> Iterator[MakeLoops]:
 
         def make(control: str = "memory", **settings: object) -> Loops:
             if control == "memory":
-                hub = memory_hub()
+                hub = MemoryHub()
                 made = Loops(hub.listener, hub.connect, **settings)  # type: ignore[arg-type]
             else:
                 tmp_path.chmod(0o700)

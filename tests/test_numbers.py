@@ -33,13 +33,11 @@ from pearl.transport.codec import decode, encode, received
 from pearl.worker.draft import DraftWorker
 from pearl.worker.health import DraftHealth
 from pearl.worker.rows import RowPacker
-from tests.loops import BOUND, CONTEXT, DIGEST, GREEDY, PROMPT, FakeDraft, MakeLoops, first, loops, submission
+from tests.loops import BOUND, CONTEXT, DIGEST, GREEDY, PROMPT, FakeDraft, MakeLoops, first, submission
 from tests.loops import simulated as simulated_text
-from tests.memory_transport import memory_hub
+from tests.memory_transport import MemoryHub
 from tests.replace import replace
 from tests.test_codec import bad_values, good_values, placed, places
-
-__all__ = ["loops"]  # a fixture
 
 SAMPLING = Sampling(1.0, 5, 0.9, 0.1, 1, 1, Shaping(2, 1.1, 0.5, -0.5, ((3, 1.5),)))
 PREFIX = (1, 2, 3)
@@ -197,7 +195,7 @@ class DraftThread:
     """A draft worker in a thread, connected to a target that only the test plays."""
 
     def __init__(self) -> None:
-        self._hub, self._ended = memory_hub(), threading.Event()
+        self._hub, self._ended = MemoryHub(), threading.Event()
         hello = m.Hello(m.PROTOCOL_VERSION, m.Role.DRAFT, 32, 64, DIGEST)
         connection = self._hub.connect()
         worker = DraftWorker(connection, hello, self._welcomed, lambda: None, self._ended.is_set, 5.0, Tracer())

@@ -46,16 +46,6 @@ def gone(pid: int) -> bool:
         return True
 
 
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where engines of this test put their directories; at the end there must be none."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    yield tmp_path
-    eventually(lambda: not list(tmp_path.glob("pearl-*")), f"no directory in {list(tmp_path.iterdir())}")
-
-
 # ---- nothing is left behind ----
 
 SCRIPT = """

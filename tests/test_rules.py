@@ -35,13 +35,11 @@ from pearl.spec.rules import (
 )
 from tests import lenient_rule
 from tests import loops as worker_loops
-from tests.loops import MakeLoops, loops, submission
+from tests.loops import MakeLoops, submission
 from tests.protocol_pair import Pair, at_random
 from tests.replace import replace
 from tests.test_verification import NEVER, TARGET, WAYS, p_value
 from tests.virtual import WARM, decoded, first_order
-
-__all__ = ["loops"]  # a fixture
 
 NAMES = [*RULES, "lenient"]
 DRAFTED = [name for name in RULES if not find(name).judges_blocks]

@@ -25,10 +25,8 @@ from pearl.protocol.events import Open
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec.stops import CAP, STOPS
 from pearl.text.tokenizer import GenerationDefaults
-from tests.loops import MakeLoops, loops, submission
+from tests.loops import MakeLoops, submission
 from tests.replace import replace
-
-__all__ = ["loops"]  # a fixture
 
 WARM = Sampling(1.0, seed=3)
 

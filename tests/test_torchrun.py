@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,15 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.config import EngineConfig
 from pearl.engine import torchrun
 from pearl.errors import ConfigError, StartError
-from pearl.lab.bench.runner import simulated
 from pearl.models.checkpoints.tokenizers import ToyTokenizer
 from pearl.transport.address import private_directory
-from pearl.transport.keys import write_keys
-from pearl.transport.zeromq import new_keys
-from tests.conftest import HAS_NAMESPACES, eventually, greedy_text, started_in
+from tests.conftest import eventually, greedy_text, started_in
 from tests.screen import home as temporary
 from tests.test_processes import gone
 
@@ -36,13 +31,6 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ROOT = Path(__file__).parent.parent
 ALONE = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "pearl", "generate"]
 PLAIN = ("--look-ahead", "0", "--siblings", "0")  # otherwise the target would not wait for its draft
-
-
-def plain(length: int) -> list[int]:
-    """The text of `SEEDED` and "123" without torchrun, and without processes: under the virtual clock."""
-    config = EngineConfig(target=SPEC, draft=SPEC, target_pace=1.0, draft_pace=0.2)
-    params = SamplingParams(temperature=1.0, seed=5, max_tokens=length)
-    return list(simulated(config, DecodingConfig(), [1, 2, 3], params).tokens)
 
 
 def launch(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
@@ -130,48 +118,7 @@ def test_the_number_of_ranks_is_checked(monkeypatch: pytest.MonkeyPatch) -> None
     torchrun.check_world(EngineConfig())
 
 
-# ---- two hosts ----
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def two_hosts(temporary: dict[str, str], keys: list[Path]) -> list[tuple[int, str, str]]:
-    """(exit code, stdout, stderr) of both ranks, as launch/two_hosts.sh starts them; they share no directory."""
-    common = {"HOST": "127.0.0.1", "PORT": str(free_port()), "CONTROL_PORT": "*", "PYTHON": sys.executable}
-    runs = []
-    for rank, path in enumerate(keys):
-        home = Path(temporary["TMPDIR"], f"host{rank}")
-        home.mkdir()
-        environment = temporary | common | {"RANK": str(rank), "KEYS": str(path), "TMPDIR": str(home)}
-        arguments = [*SEEDED, *PLAIN, "--max-tokens", "80", "--json", "123"]
-        runs.append(launch([str(ROOT / "launch" / "two_hosts.sh"), *arguments], environment))
-    said = [run.communicate(timeout=BOUND) for run in runs]
-    for rank in range(2):
-        home = Path(temporary["TMPDIR"], f"host{rank}")
-        eventually(lambda home=home: not list(home.glob("pearl-*")), "no directory is left")  # type: ignore[misc]
-        eventually(lambda home=home: not started_in(home), "no process is left")  # type: ignore[misc]
-    return [(run.returncode, *texts) for run, texts in zip(runs, said, strict=True)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("host", [pytest.param("loopback", marks=[pytest.mark.long] * HAS_NAMESPACES)])
-def test_two_hosts_give_the_same_text(temporary: dict[str, str], tmp_path: Path, host: str) -> None:
-    """Nothing in common but an address and the keys; the draft's distributions, dense here, go the same way.
-
-    Where there are namespaces, test_two_hosts has this between two of them.
-    """
-    keys = tmp_path / "keys"
-    write_keys(keys, new_keys())
-    (zero, out, said), (one, nothing, also_said) = two_hosts(temporary, [keys, keys])
-    assert (zero, one) == (0, 0), said + also_said
-    document = json.loads(out)
-    assert document["tokens"] == plain(80)
-    assert document["statistics"]["num_accepted_draft_tokens"] > 0
-    assert nothing == ""
+# ---- where the draft is on another host: test_two_hosts has texts ----
 
 
 class Store:

@@ -56,31 +56,24 @@ from tests.loops import (
     Told,
     first,
     form_of,
-    loops,
     simulated,
     sparse,
     submission,
 )
-from tests.memory_transport import memory_channels
 from tests.pairwise import pairwise
 from tests.replace import replace
 from tests.tiny import tiny_model
 
-__all__ = ["loops"]  # a fixture
-
 VOCAB = 512  # large enough for distributions to be dense
-CARRIERS = {"frames": "dense", "sparse": "sparse", "memory": "announced", "gloo": "announced"}
+CARRIERS = {"frames": "dense", "sparse": "sparse", "gloo": "announced"}
 
 
 def channels(carrier: str, directory: Path) -> Channels | None:
     """The tensor channel of each rank; None: rows travel in the messages."""
-    if carrier == "memory":
-        ends = memory_channels(VOCAB, BOUND)
-        return lambda rank: ends[rank]
-    cpu = torch.device("cpu")
-    path = directory / "group"
-    gloo = lambda rank: ProcessGroupChannel("gloo", path, "rows", rank, VOCAB, cpu, BOUND)  # noqa: E731
-    return gloo if carrier == "gloo" else None
+    path, cpu = directory / "group", torch.device("cpu")
+    if carrier != "gloo":
+        return None
+    return lambda rank: ProcessGroupChannel("gloo", path, "rows", rank, VOCAB, cpu, BOUND)
 
 
 @pytest.mark.parametrize(
@@ -324,10 +317,7 @@ def test_a_row_arrives_as_it_was(vocab: int, possible: int) -> None:
             sent.unpack(len(ids) - 1)
 
 
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=[pytest.mark.gpu, NO_GPU])])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def test_a_row_is_judged_alike_packed_or_where_it_was_brought(device: str) -> None:
     runner = load_runner(str(tiny_model()), device=torch.device(device), dtype="float32", max_context=64)
     executor = TargetExecutor(runner)
