@@ -113,7 +113,7 @@ _SHARED: dict[str, set[str]] = {
     "test_server_limits": {"served", "slow"},
     "test_server_requests": {"served"},
     "test_slots": {"several"},
-    "test_tables": {"reached"},
+    "test_protocol": {"reached"},
     "test_wheel": {"installed"},
 }
 

@@ -339,15 +339,14 @@ def test_the_pool_guesses_what_has_followed_a_token() -> None:
     assert (small.columns, small.parents) == (2, (-1, 0, *range(2 * LEVELS - 2)))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_no_text_changes(temperature: float) -> None:
+def test_no_text_changes() -> None:
     """In several slots, up to the context's end, and where n-grams of the text say the same."""
-    params = SamplingParams(temperature=temperature, seed=3, max_tokens=60, ignore_eos=True)
     prompts = [[5, 40, 7], [9, 9, 9, 9], list(range(20, 40))]
     with Engine(str(tiny_model(layers=4)), "none", slots=2, max_context=96) as engine:
-        wanted = [each.tokens for each in engine.generate(prompts, params, method="ar")]
-        found = engine.generate(prompts, params, method="lookahead")
-    assert [each.tokens for each in found] == wanted
-    if not temperature:
-        assert sum(each.statistics.guessed_by_source.get("jacobi", 0) for each in found) > 0
-    assert max(max(each) for each in wanted) < VOCAB_SIZE
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(temperature=temperature, seed=3, max_tokens=60, ignore_eos=True)
+            wanted = [each.tokens for each in engine.generate(prompts, params, method="ar")]
+            found = engine.generate(prompts, params, method="lookahead")
+            assert [each.tokens for each in found] == wanted
+            assert temperature or any(each.statistics.guessed_by_source.get("jacobi") for each in found)
+            assert max(max(each) for each in wanted) < VOCAB_SIZE

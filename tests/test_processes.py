@@ -13,7 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,6 @@ import torch
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import Engine
 from pearl.engine.processes import DraftKeeper
-from pearl.engine.stream import Stream
 from pearl.errors import EngineClosed, ModelError, PearlError, StartError, TargetLost
 from tests.conftest import BOUND, TOY, eventually, greedy_text
 
@@ -251,25 +252,15 @@ def test_all_who_wait_are_told_the_same(temporary: Path) -> None:
         streams = [engine.stream(PROMPT, ENDLESS) for _ in range(3)]
         next(streams[0])
         os.kill(engine._launcher.target.pid, signal.SIGSTOP)
-        said: list[str] = []
 
-        def wait(stream: Stream) -> None:
-            try:
-                for _ in stream:
-                    pass
-            except TargetLost as error:
-                said.append(str(error))
+        def lost(read: Callable[[], object]) -> str:
+            with pytest.raises(TargetLost, match="silent for 2 s") as caught:
+                read()
+            return str(caught.value)
 
-        threads = [threading.Thread(target=wait, args=(stream,)) for stream in streams]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(BOUND)
-        with pytest.raises(TargetLost) as later:
-            engine.generate(PROMPT, greedy(5))
-    assert len(said) == 3
-    assert {*said, str(later.value)} == {said[0]}
-    assert "silent for 2 s" in said[0]
+        with ThreadPoolExecutor(3) as pool:
+            said = {*pool.map(lost, [partial(list, stream) for stream in streams], timeout=BOUND)}
+        assert said == {lost(lambda: engine.generate(PROMPT, greedy(5)))}
 
 
 def test_device_names_pin_the_workers(anew: None, temporary: Path) -> None:
