@@ -28,18 +28,7 @@ from pearl.config import EngineConfig, SamplingParams
 from pearl.engine import Engine
 from pearl.engine.card import write_card
 from pearl.errors import NumericalError, PearlError, StartError, TargetLost
-from pearl.protocol.messages import (
-    Begin,
-    Committed,
-    DraftTokens,
-    Finish,
-    Finished,
-    Heartbeat,
-    Hello,
-    Message,
-    Verdict,
-    Welcome,
-)
+from pearl.protocol import messages as m
 from pearl.transport.address import bind_address, private_directory
 from pearl.transport.base import Endpoint, Peer
 from pearl.transport.codec import MAX_FRAME, encode
@@ -340,7 +329,7 @@ def test_the_soak_of_the_server(tmp_path: Path) -> None:
 # ---- one message changed ----
 
 # which message of its link is tampered with: its type, and the how-manieth that fits
-Chosen = tuple[Callable[[Message], bool], int]
+Chosen = tuple[Callable[[m.Message], bool], int]
 
 
 def of(kind: type, number: int = 1, work: str | None = None) -> Chosen:
@@ -349,25 +338,25 @@ def of(kind: type, number: int = 1, work: str | None = None) -> Chosen:
 
 CHOSEN: dict[str, dict[str, Chosen]] = {
     "draft": {
-        "start-up": of(Hello),
-        "prefill": of(Heartbeat, work="prefill"),
-        "drafting": of(DraftTokens),
-        "verifying": of(DraftTokens, 5),
-        "idle": of(Heartbeat, work="idle"),
+        "start-up": of(m.Hello),
+        "prefill": of(m.Heartbeat, work="prefill"),
+        "drafting": of(m.DraftTokens),
+        "verifying": of(m.DraftTokens, 5),
+        "idle": of(m.Heartbeat, work="idle"),
     },
     "target to draft": {
-        "start-up": of(Welcome),
-        "prefill": of(Begin),
-        "drafting": of(Verdict),
-        "verifying": of(Verdict, 3),
-        "idle": of(Finish),
+        "start-up": of(m.Welcome),
+        "prefill": of(m.Begin),
+        "drafting": of(m.Verdict),
+        "verifying": of(m.Verdict, 3),
+        "idle": of(m.Finish),
     },
     "target to front": {
-        "start-up": of(Welcome, 2),  # the draft's is the first
-        "prefill": of(Committed),
-        "drafting": of(Committed, 2),
-        "verifying": of(Committed, 4),
-        "idle": of(Finished),
+        "start-up": of(m.Welcome, 2),  # the draft's is the first
+        "prefill": of(m.Committed),
+        "drafting": of(m.Committed, 2),
+        "verifying": of(m.Committed, 4),
+        "idle": of(m.Finished),
     },
 }
 REFUSALS = {
@@ -387,11 +376,11 @@ class Tampered:
         self.struck = threading.Event()
         self._endpoint, self._whole, self._fault = endpoint, endpoint.send, fault
         self._fits, self._left = chosen
-        self._held: list[tuple[Message, Peer | None]] = []
+        self._held: list[tuple[m.Message, Peer | None]] = []
         self._lock = threading.RLock()
         endpoint.send = self.send
 
-    def send(self, message: Message, peer: Peer | None = None) -> None:
+    def send(self, message: m.Message, peer: Peer | None = None) -> None:
         with self._lock:
             self._left -= self._fits(message)
             if self._left == 0 and not self.struck.is_set():
@@ -404,7 +393,7 @@ class Tampered:
                 if self._held and self._held[0][1] == peer:
                     self._release()
 
-    def _tamper(self, message: Message, peer: Peer | None) -> None:
+    def _tamper(self, message: m.Message, peer: Peer | None) -> None:
         header = encode(message)[0]
         match self._fault:
             case "garbage":

@@ -183,7 +183,8 @@ def test_a_draft_that_takes_no_trees_finds_the_same(shaping: Shaping | None) -> 
 
 # ---- joint greedy decoding (MJGD): the likeliest tokens together ----
 
-ROWS = torch.softmax(2 * torch.randn(6, 6, generator=torch.Generator().manual_seed(4)), -1)
+# A text of these is the likelier, the more of its tokens are chosen together.
+ROWS = torch.softmax(2 * torch.randn(6, 6, generator=torch.Generator().manual_seed(9)), -1)
 
 
 def runner() -> ToyRunner:
@@ -205,15 +206,6 @@ def test_each_step_takes_the_likeliest_tokens_together(count: int) -> None:
         assert surprise(last, block) == pytest.approx(surprise(last, best))
         last = block[-1]
     assert written.surprise == pytest.approx(surprise(0, written.tokens), abs=1e-5)
-
-
-def test_more_tokens_a_step_are_likelier_as_a_whole_here() -> None:
-    """The likeliest token leads nowhere in particular, the second to what is sure."""
-    rows = torch.tensor([[0.0, 0.55, 0.45], [0.3, 0.4, 0.3], [0.05, 0.05, 0.9]])
-    greedy, joint = (mjgd.decode(ToyRunner(3, lambda seen: rows[seen[-1]]), [0], 4, count) for count in (1, 4))
-    assert greedy.tokens == [1, 1, 1, 1]
-    assert joint.tokens == [2, 2, 2, 2]
-    assert joint.surprise < greedy.surprise
 
 
 def test_it_ends_behind_an_end() -> None:

@@ -13,19 +13,12 @@ from hypothesis import strategies as st
 
 from pearl.decoding.sampling import read_draw
 from pearl.drafting.model import ModelProposer
-from pearl.drafting.ngram import MOST_MATCHED, Anchor, NgramIndex, anchored, guess_tree
+from pearl.drafting.ngram import MOST_MATCHED, NgramIndex, anchored, guess_tree
 from pearl.execution.target import TargetExecutor
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.runner import Feed, ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.events import (
-    Draft,
-    Forward,
-    Open,
-    Phase,
-    Sample,
-    Sampled,
-)
+from pearl.protocol.events import Draft, Forward, Open, Phase, Sample, Sampled
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.speeds import ForwardTimes
 from pearl.protocol.window import worthwhile
@@ -106,13 +99,6 @@ def test_a_tree_has_its_parents_first_and_each_child_once(text: list[int], pendi
         depth[end + i] = depth[parent] + 1
         assert depth[end + i] < limit
         assert 0 < chance <= (chances[parent - end] if parent >= end else 1)
-
-
-def test_a_chain_has_one_child_each() -> None:
-    index = NgramIndex([1, 2, 3, 1, 2, 4, 1, 2])
-    _, parents, _, _ = guess_tree(index, [Anchor(8, 1.0)], 8, 99, branches=False)
-    assert parents == [7, *range(8, 8 + len(parents) - 1)]
-    assert len(parents) > 1
 
 
 # ---- how many ----
