@@ -93,9 +93,9 @@ class Quiet:
         self.said.append(message)
 
 
-def greedy_text(prompt: Sequence[int], length: int, vocab: int = 32, alpha: float = 0.5) -> list[int]:
+def greedy_text(prompt: Sequence[int], length: int) -> list[int]:
     """What the toy target says by itself, found without any of the runtime."""
-    target, _ = alpha_pair(vocab, alpha)
+    target, _ = alpha_pair(32, 0.5)
     tokens = list(prompt)
     for _ in range(length):
         tokens.append(int(target(tokens).argmax()))

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,7 +65,6 @@ class Told:
     """What a front has received of one request."""
 
     tokens: list[int] = field(default_factory=list)
-    previews: list[m.Preview] = field(default_factory=list)
     reason: m.FinishReason | None = None
     statistics: Statistics = field(default_factory=Statistics)
     end: int | None = None  # position after the last token
@@ -78,7 +77,7 @@ class Front:
         self.endpoint = endpoint
         self._inbox: deque[object] = deque()
         endpoint.send(m.Hello(m.PROTOCOL_VERSION, m.Role.FRONT, 0, 0))
-        self.welcome = self.until(m.Welcome)
+        self.until(m.Welcome)
 
     def until(self, kind: type, told: Told | None = None) -> object:
         """The first message of that kind; raises what an Error says."""
@@ -103,8 +102,6 @@ class Front:
                 assert told.end in (None, start), "a gap, or something twice"
                 told.tokens += tokens
                 told.end = start + len(tokens)
-            case m.Preview():
-                told.previews.append(message)
             case m.Finished(_, reason, statistics):
                 told.reason, told.statistics = reason, Statistics.from_json(statistics)
 
@@ -193,8 +190,6 @@ class Loops:
 
     def draft(
         self,
-        digest: bytes = DIGEST,
-        stop: threading.Event | None = None,
         kind: type[Hanging] = Hanging,
         wrap: Callable[[Endpoint], Endpoint] = lambda endpoint: endpoint,
         chains: bool | None = None,
@@ -202,20 +197,20 @@ class Loops:
         """Starts a draft worker; returns its model. `chains`: as on a GPU."""
         endpoint = wrap(self.endpoint())
         model = kind(self.vocab, alpha_pair(self.vocab, self.alpha)[1], CONTEXT)
-        stop = stop or self._stop
 
         def welcomed(welcome: m.Welcome) -> tuple[DraftExecutor, RowPacker]:
             packer = NotingPacker(self._channel(1) if self._channel else None)
             packer.forms = self.forms
             return DraftExecutor(ModelProposer(model, welcome.vocab_size, chains=chains, texts=self.slots)), packer
 
-        def run() -> None:
-            try:
-                DraftWorker(endpoint, hello, welcomed, lambda: None, stop.is_set, 0.2, Tracer(), slots=self.slots).run()
-            finally:
-                endpoint.close()  # as its process would
+        hello = m.Hello(m.PROTOCOL_VERSION, m.Role.DRAFT, self.vocab, CONTEXT, DIGEST)
+        stop, slots = self._stop.is_set, self.slots
+        worker = DraftWorker(endpoint, hello, welcomed, lambda: None, stop, 0.2, Tracer(), slots=slots)
 
-        hello = m.Hello(m.PROTOCOL_VERSION, m.Role.DRAFT, self.vocab, CONTEXT, digest)
+        def run() -> None:
+            with closing(endpoint):  # as its process would
+                worker.run()
+
         self._start(run)
         return model
 

@@ -62,10 +62,9 @@ class Pair:
         target: Executor,
         draft: Callable[[], Executor],
         draft_context: int | None = 1 << 20,
-        speeds: Speeds | None = None,
     ) -> None:
         # Where nothing is known yet auto does without a draft, and these texts are too short to try one.
-        self.coordinator = Coordinator(speeds or Speeds(auto=Auto("pearl")))
+        self.coordinator = Coordinator(Speeds(auto=Auto("pearl")))
         self.drafter: Drafter | None = None
         self.target = target
         self.draft: Executor | None = None

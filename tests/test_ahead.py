@@ -211,7 +211,7 @@ class Counted(ToyRunner):
         return super().forward(feeds)
 
 
-def chained_with_lookup(draft: Counted, prompt: tuple[int, ...], lookup: int = 8) -> list[int]:
+def chained_with_lookup(draft: Counted, prompt: tuple[int, ...]) -> list[int]:
     """40 tokens, where one forward takes as long as another."""
     draft.rollback(0)
     draft.fed = []
@@ -221,7 +221,7 @@ def chained_with_lookup(draft: Counted, prompt: tuple[int, ...], lookup: int = 8
     proposer.model.times.observe = lambda fed, seconds: None  # type: ignore[method-assign]
     tokens: list[int] = []
     with Ahead(DraftExecutor(proposer), lambda: True) as ahead:
-        ahead.execute(Open(prompt, RequestOptions(draft_lookup=lookup, sampling=Sampling(temperature=1.0, seed=3))))
+        ahead.execute(Open(prompt, RequestOptions(draft_lookup=8, sampling=Sampling(temperature=1.0, seed=3))))
         start, fed = 0, prompt
         while len(tokens) < 40:
             event = ahead.execute(Draft(start, fed, 40 - len(tokens), len(tokens)))

@@ -40,9 +40,9 @@ from tests.test_datastore import VOCAB, make
 from tests.tiny import VOCAB_SIZE, tiny_model
 
 
-def toy_text(seed: int, length: int = 60) -> Generated:
+def toy_text(seed: int) -> Generated:
     executors = paired_executors(*(ToyRunner(VOCAB, alpha_pair(VOCAB, 0.7, order=1)[0]) for _ in range(2)))
-    submit = Submit(1, (1, 2, 3), length, RequestOptions("ar", sampling=Sampling(1.0, seed=seed)))
+    submit = Submit(1, (1, 2, 3), 60, RequestOptions("ar", sampling=Sampling(1.0, seed=seed)))
     return Generated((1, 2, 3, *simulate(submit, *executors, Timing(1.0, lambda n: 1.0)).tokens), 3)
 
 

@@ -54,11 +54,9 @@ import json, sys
 from pearl.config import SamplingParams
 from pearl.engine import Engine
 endless = SamplingParams(temperature=0, max_tokens=500_000, ignore_eos=True)
-engine = Engine({arguments})
-target, draft = engine._launcher.target, engine._launcher.draft
-workers = [target, *([draft.worker] if draft else [])]
-print(json.dumps([str(engine.directory), *[worker.pid for worker in workers]]), flush=True)
-del target, draft, workers
+engine = Engine("toy:vocab=32,alpha=0.5", "toy:vocab=32,alpha=0.5")
+workers = engine._launcher.target.pid, engine._launcher.draft.worker.pid
+print(json.dumps([str(engine.directory), *workers]), flush=True)
 sys.stdin.readline()
 {body}
 """
@@ -67,12 +65,11 @@ with engine:
     for piece in engine.stream([1, 2, 5], endless):
         print(flush=True)
 """
-TOYS = f"{LONG_TOY!r}, {LONG_TOY!r}"
 
 
-def start_front(body: str, arguments: str = TOYS) -> tuple[subprocess.Popen[str], Path, list[int]]:
+def start_front(body: str) -> tuple[subprocess.Popen[str], Path, list[int]]:
     """A front in a process of its own: it, its engine's directory and its workers' process ids."""
-    script = SCRIPT.format(arguments=arguments, body=body)
+    script = SCRIPT.format(body=body)
     pipe = subprocess.PIPE
     front = subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     line = front.stdout.readline()
@@ -136,8 +133,7 @@ def test_nothing_is_left_after_a_front_that_is_ended(
 
 
 def test_nothing_is_left_where_the_front_is_killed_while_models_load(temporary: Path) -> None:
-    script = SCRIPT.format(arguments=TOYS, body="")
-    front = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL)
+    front = subprocess.Popen([sys.executable, "-c", SCRIPT.format(body="")], stdout=subprocess.DEVNULL)
     eventually(lambda: bool(psutil.Process(front.pid).children()), "a worker has been started")
     workers = [child.pid for child in psutil.Process(front.pid).children()]
     front.kill()
@@ -184,8 +180,8 @@ class DeadDraft:
 
     alive = False
 
-    def __init__(self, cause: str = "it has died", lived: float = 0.0) -> None:
-        self._cause, self._lived = cause, lived
+    def __init__(self, lived: float = 0.0) -> None:
+        self._lived = lived
 
     @property
     def ready_since(self) -> float:
@@ -195,7 +191,7 @@ class DeadDraft:
     def kill(self) -> None: ...
     def end(self) -> None: ...
     def exit_error(self) -> PearlError:
-        return StartError(self._cause)
+        return StartError("it has died")
 
 
 DIED, LIVED_LONG = DeadDraft(), DeadDraft(lived=601)

@@ -151,8 +151,8 @@ def test_a_recording_of_several_tells_them_apart(tmp_path: Path) -> None:
 # ---- who goes when ----
 
 
-def submitted(number: int, prompt: Sequence[int], method: str = "ar") -> Submit:
-    return Submit(number, tuple(prompt), len(prompt) + 8, RequestOptions(method, sampling=Sampling()))
+def submitted(number: int, prompt: Sequence[int]) -> Submit:
+    return Submit(number, tuple(prompt), len(prompt) + 8, RequestOptions("ar", sampling=Sampling()))
 
 
 def test_a_long_prompt_is_fed_in_small_parts_while_others_write() -> None:

@@ -38,8 +38,8 @@ def launch(command: list[str], environment: dict[str, str]) -> subprocess.Popen[
     return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
 
 
-def workers(directory: str, count: int = 2, last: str = "draft") -> dict[str, int]:
-    """Process ids of PEARL's workers by role, once there are `count`. `last`: whose the last rank is."""
+def workers(directory: str) -> dict[str, int]:
+    """Process ids of PEARL's workers by role, once there are two."""
     found: dict[str, int] = {}
 
     def look() -> bool:
@@ -47,14 +47,12 @@ def workers(directory: str, count: int = 2, last: str = "draft") -> dict[str, in
             try:
                 if process.cmdline()[-1:] == ["pearl.worker"]:
                     rank = psutil.Process(process.ppid()).environ().get("RANK")
-                    assert rank is not None
-                    name = last if int(rank) == count - 1 else f"target rank {rank}"
-                    found["target" if rank == "0" else name] = process.pid
+                    found["target" if rank == "0" else "draft"] = process.pid
             except psutil.Error:
                 continue
-        return len(found) == count
+        return len(found) == 2
 
-    eventually(look, f"{count} workers run")
+    eventually(look, "two workers run")
     return found
 
 

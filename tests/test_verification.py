@@ -176,17 +176,17 @@ def test_the_direct_draw_is_one_under_either_rule(rule: str, temperature: float)
         assert executor.execute(Sample(position, position - 1)) == Sampled((expected,))
 
 
-def acceptance(rule: str, draws: int = 4000) -> tuple[float, float]:
+def acceptance(rule: str) -> tuple[float, float]:
     """(how often the draft's token is accepted, total variation distance) on one pair of distributions."""
     sampling = Sampling(1.0, seed=1)
     ours, theirs = make_draft_half(rule, sampling), make_target_half(rule, sampling)
     target, draft = logits_pair(3)
     accepted = 0
-    for position in range(draws):
+    for position in range(4000):
         ((draw, row),) = ours.draft([draft], [position])
         accepted += theirs.judge(target[None], [read_draw(draw)], [row], position).accepted
     distance = float((torch.softmax(target, -1) - torch.softmax(draft, -1)).abs().sum()) / 2
-    return accepted / draws, distance
+    return accepted / 4000, distance
 
 
 def test_acceptance_rates_are_the_papers() -> None:
@@ -213,15 +213,15 @@ def texts(decoding: RequestOptions, count: int, tokens: int) -> list[list[int]]:
     return [run(decoding, seed, tokens).tokens for seed in range(count)]
 
 
-def p_value(texts: list[list[int]], target: Table = TARGET, prompt: int = 0) -> float:
-    """Chi-square of every token given the two before it; texts begin after the token `prompt`.
+def p_value(texts: list[list[int]], target: Table = TARGET) -> float:
+    """Chi-square of every token given the two before it; texts begin after the token 0.
 
     Cells are (position in the text if it is one of the first three, the two tokens before) and the next token.
     """
     counts: dict[Any, Counter[int]] = {}
     for text in texts:
         for i, token in enumerate(text):
-            known = [prompt, *text[:i]]
+            known = [0, *text[:i]]
             cell = (min(i, 3), *known[-2:])
             counts.setdefault(cell, Counter())[token] += 1
     statistic, freedom = 0.0, 0
