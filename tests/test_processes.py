@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -26,7 +27,7 @@ import torch
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import Engine
 from pearl.engine.processes import DraftKeeper
-from pearl.errors import EngineClosed, ModelError, PearlError, StartError, TargetLost
+from pearl.errors import EngineClosed, ModelError, StartError, TargetLost
 from tests.conftest import BOUND, TOY, eventually, greedy_text
 
 PROMPT = [1, 2, 5]
@@ -175,41 +176,14 @@ def test_an_engine_that_cannot_start_names_the_cause_and_leaves_nothing(
 # ---- workers that die, in mid-text ----
 
 
-class DeadDraft:
-    """A draft worker that has ended in this way, after this long."""
-
-    alive = False
-
-    def __init__(self, lived: float = 0.0) -> None:
-        self._lived = lived
-
-    @property
-    def ready_since(self) -> float:
-        return time.monotonic() - self._lived if self._lived else 0.0
-
-    def wait_for(self, *_: object) -> None: ...
-    def kill(self) -> None: ...
-    def end(self) -> None: ...
-    def exit_error(self) -> PearlError:
-        return StartError("it has died")
+def dead(ready_since: float) -> Mock:
+    """A draft worker that has ended; ready since then, 0: never."""
+    return Mock(alive=False, ready_since=ready_since, exit_error=lambda: StartError("it has died"))
 
 
-DIED, LIVED_LONG = DeadDraft(), DeadDraft(lived=601)
-
-
+DIED, LIVED_LONG = dead(0.0), dead(time.monotonic() - 601)
 # At the limit of open files there is no process, so none that has died.
 SHORT = [OSError(24, "Too many open files"), RuntimeError("can't start new thread")]
-
-
-class Clock:
-    """In place of an event that is never set: notes how long was to be waited for it."""
-
-    def __init__(self) -> None:
-        self.waits: list[float] = []
-
-    def wait(self, seconds: float) -> bool:
-        self.waits.append(seconds)
-        return False
 
 
 @pytest.mark.parametrize(
@@ -226,20 +200,14 @@ def test_a_draft_is_restarted_with_back_off(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, drafts: list[Any], restarts: int, expected: list[float]
 ) -> None:
     """Which starts again after one that lived long."""
-    left = [*drafts]
-
-    def launch(*_: object, **__: object) -> Any:
-        if isinstance(each := left.pop(0), Exception):
-            raise each
-        return each
-
+    launch, closing = Mock(side_effect=drafts), Mock(wait=Mock(return_value=False))
     monkeypatch.setattr(DraftKeeper, "_launch", launch)
     keeper = DraftKeeper(EngineConfig(draft_restarts=restarts), "", tmp_path)
-    clock = Clock()
-    keeper._closing = clock  # type: ignore[assignment]
+    keeper._closing = closing
     keeper._watch()
-    assert not left
-    assert [seconds for seconds in clock.waits if seconds >= 1] == expected
+    assert launch.call_count == len(drafts)
+    waits = [call.args[0] for call in closing.wait.call_args_list]
+    assert [seconds for seconds in waits if seconds >= 1] == expected
 
 
 def test_all_who_wait_are_told_the_same(temporary: Path) -> None:
