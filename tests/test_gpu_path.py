@@ -33,7 +33,7 @@ from tests.pairwise import pairwise
 from tests.replace import replace
 from tests.runner_contract import close, some_tokens
 from tests.tiny import tiny_model
-from tests.turns import Turns
+from tests.virtual import Turns
 
 GPU = torch.device("cuda", 0)
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="loads to a GPU that must not be there")

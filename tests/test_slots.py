@@ -33,7 +33,7 @@ from tests.conftest import AS_PUBLISHED, TOY, greedy_text
 from tests.replace import replace
 from tests.test_forward_runner import KINDS
 from tests.tiny import tiny_model
-from tests.turns import Turns
+from tests.virtual import Turns
 
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7] * 90, [1, 2, 3, 4], [8, 9], [1, 2]]
 SEEDED = SamplingParams(temperature=1, seed=5, max_tokens=24, ignore_eos=True)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -119,14 +120,9 @@ def test_the_number_of_ranks_is_checked(monkeypatch: pytest.MonkeyPatch) -> None
 # ---- where the draft is on another host: test_two_hosts has texts ----
 
 
-class Store:
-    """torchrun's, in which a stranger has written."""
-
-    def __init__(self, **values: str) -> None:
-        self._values = values
-
-    def get(self, key: str, timeout: float) -> str:
-        return self._values[key]
+def store(directory: Path) -> Mock:
+    """Torchrun's, in which a stranger has written."""
+    return Mock(get=lambda key, timeout: {"directory": str(directory)}[key])
 
 
 def test_a_directory_that_the_store_names_is_looked_at_before_it_is_believed(tmp_path: Path) -> None:
@@ -137,7 +133,7 @@ def test_a_directory_that_the_store_names_is_looked_at_before_it_is_believed(tmp
     config = EngineConfig()
 
     def found(directory: Path, address: str) -> Path:
-        with torchrun._directory(config, Store(directory=str(directory)), address) as got:  # type: ignore[arg-type]
+        with torchrun._directory(config, store(directory), address) as got:
             return got
 
     ours.chmod(0o755)
@@ -154,12 +150,11 @@ def test_a_directory_that_the_store_names_is_looked_at_before_it_is_believed(tmp
 
 def test_a_rank_on_another_host_is_at_home_in_a_directory_of_its_own(tmp_path: Path) -> None:
     config = EngineConfig(control="tcp://192.0.2.1:*", keys="/keys")
-    store = Store(directory=str(tmp_path))
-    with torchrun._directory(config, store, "tcp://192.0.2.1:5") as home:  # type: ignore[arg-type]
+    with torchrun._directory(config, store(tmp_path), "tcp://192.0.2.1:5") as home:
         assert home.is_dir()
         assert home != tmp_path
     assert not home.exists()
-    with pytest.raises(StartError, match="same --control"), torchrun._directory(config, store, "ipc:///x/y"):  # type: ignore[arg-type]
+    with pytest.raises(StartError, match="same --control"), torchrun._directory(config, store(tmp_path), "ipc:///x/y"):
         pytest.fail("it was believed")
 
 
