@@ -6,6 +6,7 @@ And guesses as published: what is copied, counted by enumeration, taken from dis
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from pearl.lab.experiments.texts import answers
 from pearl.lab.papers import sssd as guesses
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.checkpoints.loading import load_runner
-from pearl.models.runner import feed_chain
+from pearl.models.runner import ModelRunner, feed_chain
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Forward, Guess, Judge, Keep, Open, Phase
 from pearl.protocol.messages import Source, Submit
@@ -38,12 +39,13 @@ from pearl.protocol.options import RequestOptions, Sampling
 from tests.conftest import TOY, Quiet, greedy_text
 from tests.test_datastore import VOCAB, make
 from tests.tiny import VOCAB_SIZE, tiny_model
+from tests.virtual import decoded
 
 
 def toy_text(seed: int) -> Generated:
-    executors = paired_executors(*(ToyRunner(VOCAB, alpha_pair(VOCAB, 0.7, order=1)[0]) for _ in range(2)))
-    submit = Submit(1, (1, 2, 3), 60, RequestOptions("ar", sampling=Sampling(1.0, seed=seed)))
-    return Generated((1, 2, 3, *simulate(submit, *executors, Timing(1.0, lambda n: 1.0)).tokens), 3)
+    asked, prompt = RequestOptions("ar"), (1, 2, 3)
+    found = decoded(alpha_pair(VOCAB, 0.7, order=1), VOCAB, asked, Sampling(1.0, seed=seed), 57, prompt=prompt)
+    return Generated((*prompt, *found.tokens), 3)
 
 
 # ---- replays ----
@@ -251,19 +253,20 @@ def test_rest_guesses_from_the_longest_match_of_a_datastore(tmp_path: Path) -> N
     assert {7, 3, 4} <= {each.token for each in both}
 
 
+def drawn(runner: ModelRunner, tokens: Sequence[int]) -> int:
+    runner.rollback(0)
+    return int(feed_chain(runner, tokens, 1)[0].argmax())
+
+
 def test_ouroboros_keeps_what_the_target_drew_behind_discarded_tokens() -> None:
     """As plain forwards draw it, while the draft had drawn the same; and phrases of the text."""
     runner, alone = (load_runner(str(tiny_model(layers=4)), device=torch.device("cpu")) for _ in range(2))
     executor, prompt = TargetExecutor(runner), (5, 40, 7, 93, 11, 12, 200, 3)
 
-    def drawn(tokens: list[int]) -> int:
-        alone.rollback(0)
-        return int(feed_chain(alone, tokens, 1)[0].argmax())
-
-    wrong = (drawn([*prompt]) + 1) % 200
-    agreed = drawn([*prompt, wrong])
+    wrong = (drawn(alone, prompt) + 1) % 200
+    agreed = drawn(alone, [*prompt, wrong])
     window = (wrong, agreed, 17, 18)
-    draws = [drawn([*prompt, *window[:length]]) for length in range(1, 4)]
+    draws = [drawn(alone, [*prompt, *window[:length]]) for length in range(1, 4)]
     assert draws[0] == agreed
     executor.execute(Open(prompt, RequestOptions("ouroboros", sampling=Sampling(0.0)), request=1))
     executor.execute(Forward(Phase.PREFILL, 0, prompt[:-1], 0, request=1))
@@ -305,9 +308,8 @@ def test_the_window_is_the_targets_own_writing() -> None:
         assert runner.length() == len(text)
         assert index._levels[:-1] == before[1:]
         for column in range(COLUMNS):
-            alone.rollback(0)
             chain = [*text, *before[0][: column + 1], *(level[column] for level in before[1:])]
-            assert index._levels[-1][column] == int(feed_chain(alone, chain, 1)[0].argmax())
+            assert index._levels[-1][column] == drawn(alone, chain)
         text.append(int(executor._requests[1].logits[0].argmax()))
 
 
