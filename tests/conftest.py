@@ -109,11 +109,11 @@ _SHARED: dict[str, set[str]] = {
     "test_chat": {"paced"},
     "test_distill": {"whole"},
     "test_limits": {"engine"},
+    "test_protocol": {"reached"},
     "test_server": {"engine", "served"},
     "test_server_limits": {"served", "slow"},
     "test_server_requests": {"served"},
     "test_slots": {"several"},
-    "test_protocol": {"reached"},
     "test_wheel": {"installed"},
 }
 
