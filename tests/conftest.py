@@ -36,10 +36,13 @@ from pearl.config import DecodingConfig
 from pearl.engine import Engine
 from pearl.models.toy import alpha_pair
 from pearl.spec.methods import AS_PUBLISHED
+from tests.loops import loops
 from tests.warm import Nursery
 
 if TYPE_CHECKING:
     from tests.served import Served
+
+__all__ = ["loops"]  # a fixture
 
 hypothesis.settings.register_profile("pearl", deadline=None)  # a machine that is busy says nothing about our code
 hypothesis.settings.load_profile("pearl")
@@ -91,9 +94,9 @@ class Quiet:
         self.said.append(message)
 
 
-def greedy_text(prompt: Sequence[int], length: int, vocab: int = 32, alpha: float = 0.5) -> list[int]:
+def greedy_text(prompt: Sequence[int], length: int) -> list[int]:
     """What the toy target says by itself, found without any of the runtime."""
-    target, _ = alpha_pair(vocab, alpha)
+    target, _ = alpha_pair(32, 0.5)
     tokens = list(prompt)
     for _ in range(length):
         tokens.append(int(target(tokens).argmax()))
@@ -112,11 +115,11 @@ _SHARED: dict[str, set[str]] = {
     "test_chat": {"paced"},
     "test_distill": {"whole"},
     "test_limits": {"engine"},
+    "test_protocol": {"reached"},
     "test_server": {"engine", "served"},
     "test_server_limits": {"served", "slow"},
     "test_server_requests": {"served"},
     "test_slots": {"several"},
-    "test_tables": {"reached"},
     "test_wheel": {"installed"},
 }
 
@@ -167,6 +170,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test's engines start their workers as users' do."""
     monkeypatch.setattr("pearl.engine.processes.Popen", subprocess.Popen)
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where engines of this test put their directories; at the end there must be none."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    yield tmp_path
+    eventually(lambda: not list(tmp_path.glob("pearl-*")), f"no directory in {list(tmp_path.iterdir())}")
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from enum import Enum
 from functools import partial
 from io import BytesIO
@@ -53,40 +53,18 @@ def freeze(value: object) -> object:
 
 def _freezer(value: object) -> Callable[[Any], object]:
     """How to picture what is of this value's type: found once, for half of the time goes into pictures."""
-    found: Callable[[Any], object]
     kind = type(value)
     if isinstance(value, INDIFFERENT) or callable(value):
-        found = _nothing
+        found: Callable[[Any], object] = lambda value: None  # noqa: E731
     elif isinstance(value, OPEN_UP):
-        found = _opened
+        found = lambda value: tuple([freeze(v) for k, v in vars(value).items() if k not in _LEFT_OUT])  # noqa: E731
     elif isinstance(value, dict):
-        found = _items
+        found = lambda value: tuple([(k, freeze(v)) for k, v in value.items()])  # noqa: E731
     elif kind in (list, tuple, deque):
-        found = _sequence
+        found = lambda value: tuple([v if type(v) is int else freeze(v) for v in value])  # noqa: E731
     else:
-        found = _itself
-    _FREEZERS[kind] = found
-    return found
-
-
-def _nothing(value: object) -> None:
-    return None
-
-
-def _itself(value: object) -> object:
-    return value
-
-
-def _opened(value: object) -> object:
-    return tuple([freeze(v) for k, v in vars(value).items() if k not in _LEFT_OUT])
-
-
-def _items(value: dict[Any, Any]) -> object:
-    return tuple([(k, freeze(v)) for k, v in value.items()])
-
-
-def _sequence(value: Iterable[object]) -> object:
-    return tuple([v if type(v) is int else freeze(v) for v in value])
+        found = lambda value: value  # noqa: E731
+    return _FREEZERS.setdefault(kind, found)
 
 
 _FREEZERS: dict[type, Callable[[Any], object]] = {}

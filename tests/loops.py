@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,22 +22,7 @@ from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.metrics import Statistics
 from pearl.models.runner import Feed, ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.messages import (
-    PROTOCOL_VERSION,
-    Begin,
-    Committed,
-    DraftTokens,
-    Error,
-    Finished,
-    FinishReason,
-    Heartbeat,
-    Hello,
-    Preview,
-    Resync,
-    Role,
-    Submit,
-    Welcome,
-)
+from pearl.protocol import messages as m
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.trace.tracer import Tracer
 from pearl.transport.address import bind_address
@@ -47,7 +32,7 @@ from pearl.worker.draft import DraftWorker
 from pearl.worker.rows import RowPacker, packed
 from pearl.worker.settings import TargetSettings
 from pearl.worker.target import TargetWorker
-from tests.memory_transport import memory_hub
+from tests.memory_transport import MemoryHub
 from tests.replace import replace
 
 BOUND = 120.0  # seconds that anything here may take; far more than it does
@@ -80,8 +65,7 @@ class Told:
     """What a front has received of one request."""
 
     tokens: list[int] = field(default_factory=list)
-    previews: list[Preview] = field(default_factory=list)
-    reason: FinishReason | None = None
+    reason: m.FinishReason | None = None
     statistics: Statistics = field(default_factory=Statistics)
     end: int | None = None  # position after the last token
 
@@ -92,8 +76,8 @@ class Front:
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self._inbox: deque[object] = deque()
-        endpoint.send(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0))
-        self.welcome = self.until(Welcome)
+        endpoint.send(m.Hello(m.PROTOCOL_VERSION, m.Role.FRONT, 0, 0))
+        self.until(m.Welcome)
 
     def until(self, kind: type, told: Told | None = None) -> object:
         """The first message of that kind; raises what an Error says."""
@@ -107,29 +91,27 @@ class Front:
                 self._note(message, told)
             if isinstance(message, kind):
                 return message
-            if isinstance(message, Error):
+            if isinstance(message, m.Error):
                 raise RequestError(message.message, message.kind)
         raise AssertionError(f"no {kind.__name__} within {BOUND} s")
 
     @staticmethod
     def _note(message: object, told: Told) -> None:
         match message:
-            case Committed(_, start, tokens):
+            case m.Committed(_, start, tokens):
                 assert told.end in (None, start), "a gap, or something twice"
                 told.tokens += tokens
                 told.end = start + len(tokens)
-            case Preview():
-                told.previews.append(message)
-            case Finished(_, reason, statistics):
+            case m.Finished(_, reason, statistics):
                 told.reason, told.statistics = reason, Statistics.from_json(statistics)
 
     def finish(self) -> Told:
         """All that comes of a request that was sent."""
         told = Told()
-        self.until(Finished, told)
+        self.until(m.Finished, told)
         return told
 
-    def ask(self, submit: Submit) -> Told:
+    def ask(self, submit: m.Submit) -> Told:
         self.endpoint.send(submit)
         return self.finish()
 
@@ -139,7 +121,7 @@ class NotingPacker(RowPacker):
 
     forms: set[str]
 
-    def prepare(self, message: DraftTokens) -> tuple[DraftTokens, list[torch.Tensor]]:
+    def prepare(self, message: m.DraftTokens) -> tuple[m.DraftTokens, list[torch.Tensor]]:
         prepared, announced = super().prepare(message)
         self.forms.update(form_of(row) for row in packed(prepared).rows)  # type: ignore[attr-defined]
         return prepared, announced
@@ -208,8 +190,6 @@ class Loops:
 
     def draft(
         self,
-        digest: bytes = DIGEST,
-        stop: threading.Event | None = None,
         kind: type[Hanging] = Hanging,
         wrap: Callable[[Endpoint], Endpoint] = lambda endpoint: endpoint,
         chains: bool | None = None,
@@ -217,20 +197,20 @@ class Loops:
         """Starts a draft worker; returns its model. `chains`: as on a GPU."""
         endpoint = wrap(self.endpoint())
         model = kind(self.vocab, alpha_pair(self.vocab, self.alpha)[1], CONTEXT)
-        stop = stop or self._stop
 
-        def welcomed(welcome: Welcome) -> tuple[DraftExecutor, RowPacker]:
+        def welcomed(welcome: m.Welcome) -> tuple[DraftExecutor, RowPacker]:
             packer = NotingPacker(self._channel(1) if self._channel else None)
             packer.forms = self.forms
             return DraftExecutor(ModelProposer(model, welcome.vocab_size, chains=chains, texts=self.slots)), packer
 
-        def run() -> None:
-            try:
-                DraftWorker(endpoint, hello, welcomed, lambda: None, stop.is_set, 0.2, Tracer(), slots=self.slots).run()
-            finally:
-                endpoint.close()  # as its process would
+        hello = m.Hello(m.PROTOCOL_VERSION, m.Role.DRAFT, self.vocab, CONTEXT, DIGEST)
+        stop, slots = self._stop.is_set, self.slots
+        worker = DraftWorker(endpoint, hello, welcomed, lambda: None, stop, 0.2, Tracer(), slots=slots)
 
-        hello = Hello(PROTOCOL_VERSION, Role.DRAFT, self.vocab, CONTEXT, digest)
+        def run() -> None:
+            with closing(endpoint):  # as its process would
+                worker.run()
+
         self._start(run)
         return model
 
@@ -263,7 +243,7 @@ def loops(tmp_path: Path) -> Iterator[MakeLoops]:
 
         def make(control: str = "memory", **settings: object) -> Loops:
             if control == "memory":
-                hub = memory_hub()
+                hub = MemoryHub()
                 made = Loops(hub.listener, hub.connect, **settings)  # type: ignore[arg-type]
             else:
                 tmp_path.chmod(0o700)
@@ -277,11 +257,13 @@ def loops(tmp_path: Path) -> Iterator[MakeLoops]:
         yield make
 
 
-def submission(new: int, method: str = "pearl", sampling: Sampling = WARM, request: int = 1, **decoding: str) -> Submit:
-    return Submit(request, PROMPT, len(PROMPT) + new, RequestOptions(method, **decoding, sampling=sampling))  # type: ignore[arg-type]
+def submission(
+    new: int, method: str = "pearl", sampling: Sampling = WARM, request: int = 1, **decoding: str
+) -> m.Submit:
+    return m.Submit(request, PROMPT, len(PROMPT) + new, RequestOptions(method, **decoding, sampling=sampling))  # type: ignore[arg-type]
 
 
-def simulated(submit: Submit, vocab: int = 32, alpha: float = 0.5) -> list[int]:
+def simulated(submit: m.Submit, vocab: int = 32, alpha: float = 0.5) -> list[int]:
     """The same request under the virtual clock, distributions handed over as they are."""
     runners = (ToyRunner(vocab, distribution) for distribution in alpha_pair(vocab, alpha))
     return simulate(submit, *paired_executors(*runners), Timing(1.0, lambda _: 4.0)).tokens
@@ -304,13 +286,13 @@ class FakeDraft:
 
     def __init__(self, pair: Loops) -> None:
         self.endpoint = pair.endpoint()
-        self.endpoint.send(Hello(PROTOCOL_VERSION, Role.DRAFT, pair.vocab, CONTEXT, DIGEST))
-        first(self.endpoint, Welcome)
-        self.endpoint.send(Heartbeat(0, "calibrated", 1, 1e-3))
+        self.endpoint.send(m.Hello(m.PROTOCOL_VERSION, m.Role.DRAFT, pair.vocab, CONTEXT, DIGEST))
+        first(self.endpoint, m.Welcome)
+        self.endpoint.send(m.Heartbeat(0, "calibrated", 1, 1e-3))
 
-    def say(self, *messages: DraftTokens | Resync | list[bytes]) -> None:
-        begin = first(self.endpoint, Begin)
-        assert isinstance(begin, Begin)
+    def say(self, *messages: m.DraftTokens | m.Resync | list[bytes]) -> None:
+        begin = first(self.endpoint, m.Begin)
+        assert isinstance(begin, m.Begin)
         for message in messages:
             if isinstance(message, list):
                 self.endpoint.send_frames(message)  # type: ignore[attr-defined]

@@ -18,18 +18,7 @@ from pearl.protocol.auto import Auto
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.drafter import State as DraftState
-from pearl.protocol.events import (
-    Deliver,
-    DraftDropped,
-    Drafted,
-    DraftGone,
-    DraftJoined,
-    End,
-    Failed,
-    Open,
-    Send,
-    Wait,
-)
+from pearl.protocol.events import Deliver, DraftDropped, Drafted, DraftGone, DraftJoined, End, Failed, Open, Send, Wait
 from pearl.protocol.messages import Begin, Committed, Error, Preview, Provenance, Resync, Submit, Verdict
 from pearl.protocol.options import RequestOptions
 from pearl.protocol.request import Counts
@@ -38,6 +27,7 @@ from pearl.protocol.speeds import Speeds
 from pearl.protocol.target_states import State
 from tests.scripted import PROMPT, TEXT, Executor, ScriptDraft, ScriptTarget, submission
 
+MOVES = ("submit", "to_target", "to_draft", "target", "draft", "stall")
 STALLS = 3  # so many in a row, and the worker gives the draft up: more would be a deadlock that only time resolves
 
 
@@ -72,10 +62,9 @@ class Pair:
         target: Executor,
         draft: Callable[[], Executor],
         draft_context: int | None = 1 << 20,
-        speeds: Speeds | None = None,
     ) -> None:
         # Where nothing is known yet auto does without a draft, and these texts are too short to try one.
-        self.coordinator = Coordinator(speeds or Speeds(auto=Auto("pearl")))
+        self.coordinator = Coordinator(Speeds(auto=Auto("pearl")))
         self.drafter: Drafter | None = None
         self.target = target
         self.draft: Executor | None = None
@@ -256,12 +245,7 @@ def at_random(seed: int) -> Callable[[list[str]], str]:
 
     def pick(moves: list[str]) -> str:
         if not weights or chance.random() < 0.05:
-            weights.update(
-                {
-                    m: chance.choice((0.05, 1, 10))
-                    for m in ("submit", "to_target", "to_draft", "target", "draft", "stall")
-                }
-            )
+            weights.update({move: chance.choice((0.05, 1, 10)) for move in MOVES})
         return chance.choices(moves, [weights[m] for m in moves])[0]
 
     return pick
@@ -277,10 +261,8 @@ def check_counts(result: Result, runs_ahead: bool = False) -> None:
         assert counts.provenance[kind] == result.provenance.count(kind), kind
     assert sum(counts.provenance.values()) == len(result.tokens)
     assert counts.num_accepted_draft_tokens - counts.late == counts.provenance[Provenance.ACCEPTED]
-    wrong, corrected = (
-        counts.num_judged_draft_tokens - counts.num_accepted_draft_tokens,
-        counts.provenance[Provenance.CORRECTED],
-    )
+    wrong = counts.num_judged_draft_tokens - counts.num_accepted_draft_tokens
+    corrected = counts.provenance[Provenance.CORRECTED]
     assert wrong == corrected or (runs_ahead and wrong > corrected)  # drafted wrongly, and committed before that came
     assert counts.num_judged_draft_tokens <= counts.num_draft_tokens
 

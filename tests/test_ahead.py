@@ -23,6 +23,7 @@ from pearl.protocol.events import Draft, Drafted, Open, Rollback
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.speeds import ForwardTimes
 from tests.test_gpu_path import random_llama
+from tests.virtual import Counting
 
 VOCAB, PROMPT, BOUND = 8, (1, 2, 3), 20.0
 OPEN = Open(PROMPT, RequestOptions(sampling=Sampling(temperature=1.0, seed=3)))
@@ -201,27 +202,17 @@ def test_the_next_forward_is_launched_before_the_token_is_known(runner: Watched)
     assert noting.asked == ["launch 0", "launch 3", "collect", "launch 4", "collect", "collect"]
 
 
-class Counted(ToyRunner):
-    """Notes how many tokens each forward is fed."""
-
-    fed: list[int]
-
-    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        self.fed.extend(len(feed.tokens) for feed in feeds)
-        return super().forward(feeds)
-
-
-def chained_with_lookup(draft: Counted, prompt: tuple[int, ...], lookup: int = 8) -> list[int]:
+def chained_with_lookup(draft: Counting, prompt: tuple[int, ...]) -> list[int]:
     """40 tokens, where one forward takes as long as another."""
     draft.rollback(0)
-    draft.fed = []
+    draft.fed.clear()
     proposer = ModelProposer(draft, VOCAB, chains=True)
     # Seconds; beside them no launch here takes any.
     proposer.model.times = ForwardTimes([(1, 1e3), (16, 1e3)])
     proposer.model.times.observe = lambda fed, seconds: None  # type: ignore[method-assign]
     tokens: list[int] = []
     with Ahead(DraftExecutor(proposer), lambda: True) as ahead:
-        ahead.execute(Open(prompt, RequestOptions(draft_lookup=lookup, sampling=Sampling(temperature=1.0, seed=3))))
+        ahead.execute(Open(prompt, RequestOptions(draft_lookup=8, sampling=Sampling(temperature=1.0, seed=3))))
         start, fed = 0, prompt
         while len(tokens) < 40:
             event = ahead.execute(Draft(start, fed, 40 - len(tokens), len(tokens)))
@@ -233,14 +224,15 @@ def chained_with_lookup(draft: Counted, prompt: tuple[int, ...], lookup: int = 8
 
 def test_a_token_is_awaited_where_the_draft_guesses_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """And fed with what may follow it; where nothing repeats each forward is launched before the last is done."""
-    cycle = Counted(VOCAB, lambda seen: torch.eye(VOCAB)[(seen[-1] + 1) % VOCAB])
+    cycle = Counting(ToyRunner(VOCAB, lambda seen: torch.eye(VOCAB)[(seen[-1] + 1) % VOCAB]))
     prompt = tuple(range(VOCAB)) * 3
     monkeypatch.setattr(module, "_LEAST_LEAD", 0.0)
     assert chained_with_lookup(cycle, prompt) == [position % VOCAB for position in range(40)]
     assert len(cycle.fed) < 15
     monkeypatch.setattr(module, "_LEAST_LEAD", 1e6)
     assert chained_with_lookup(cycle, prompt)[:8] == list(range(8))
-    assert set(cycle.fed[2:]) == {1}, "to await a token would cost more than guesses gain"
+    fed = [len(feed.tokens) for feeds in cycle.fed for feed in feeds]
+    assert set(fed[2:]) == {1}, "to await a token would cost more than guesses gain"
 
 
 SAMPLINGS = [

@@ -27,6 +27,7 @@ from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.speeds import ForwardTimes
 from tests.test_look_ahead import PROMPT, VOCAB
 from tests.tiny import tiny_model
+from tests.virtual import Counting
 from tests.virtual import decoded as simulated
 
 
@@ -89,18 +90,6 @@ def test_sd_whose_draft_prepares_waits_less() -> None:
 def model(kind: str) -> ModelRunner:
     path = str(tiny_model(kind, noise=0.05))
     return load_runner(path, device=torch.device("cpu"), dtype="float32", spare=5)
-
-
-class Counting(WrappedRunner):
-    """Remembers what each forward was fed."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        super().__init__(runner)
-        self.fed: list[list[Feed]] = []
-
-    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        self.fed.append(list(feeds))
-        return super().forward(feeds)
 
 
 class NoTimes(ForwardTimes):

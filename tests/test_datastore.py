@@ -32,6 +32,7 @@ from pearl.protocol.options import RequestOptions, Sampling
 from pearl.text.tokenizer import vocabulary_digest
 from tests.conftest import TOY, Quiet, greedy_text
 from tests.tiny import tiny_model
+from tests.virtual import decoded
 
 VOCAB = 6
 WIDE = 70_000  # ids that take three bytes
@@ -289,12 +290,10 @@ TIMING = Timing(1.0, lambda n: 2.0 + 0.3 * n, delay=0.7, jitter=0.5, seed=1)
 @pytest.fixture(scope="module")
 def knowing(tmp_path_factory: pytest.TempPathFactory) -> Datastore:
     """A datastore of the toy target's texts."""
-    target, _ = alpha_pair(VOCAB, 0.7, order=1)
-    texts = []
+    pair, texts = alpha_pair(VOCAB, 0.7, order=1), []
     for seed in range(20):
-        executors = paired_executors(*(ToyRunner(VOCAB, target) for _ in range(2)))
-        submit = Submit(1, PROMPT, 100, RequestOptions("ar", sampling=Sampling(1.0, seed=100 + seed)))
-        texts.append([*PROMPT, *simulate(submit, *executors, TIMING).tokens])
+        found = decoded(pair, VOCAB, RequestOptions("ar"), Sampling(1.0, seed=100 + seed), 97, TIMING, PROMPT)
+        texts.append([*PROMPT, *found.tokens])
     return make(tmp_path_factory.mktemp("knowing"), texts)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -59,16 +59,10 @@ def test_workers_of_a_host_have_cores_of_their_own(cores: int, of: int, parts: l
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is no other core")
 def test_a_worker_without_cores_of_its_own_leaves_the_others_alone() -> None:
     """That of a GPU, say: the draft's forward would wait for the thread on the core that they share."""
-    config, found = EngineConfig(target_device="cuda", draft_device=f"cpu:{CORE}"), list[set[int]]()
-
-    def pinned() -> None:
-        pin(config, "target")
-        found.append(os.sched_getaffinity(0))
-
-    thread = threading.Thread(target=pinned)
-    thread.start()
-    thread.join()
-    assert found == [os.sched_getaffinity(0) - {CORE}]
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(pin, EngineConfig(target_device="cuda", draft_device=f"cpu:{CORE}"), "target").result()
+        found = pool.submit(os.sched_getaffinity, 0).result()
+    assert found == os.sched_getaffinity(0) - {CORE}
 
 
 def test_a_draft_beside_a_gpu_leaves_cores(monkeypatch: pytest.MonkeyPatch) -> None:

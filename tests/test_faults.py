@@ -1,7 +1,8 @@
 """Every cell of FAULTS.md is made to happen: the table says what must come of it, and of nothing may anything be left.
 
 Process faults strike real workers, which do it to themselves at the right moment (`pearl.models.faulty`) or are sent a
-signal. Message faults are in test_message_faults.
+signal. Message faults change one message on a real
+socket, between loops in threads of this process.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import product
@@ -23,14 +24,20 @@ from typing import Any
 import psutil
 import pytest
 
-from pearl.config import SamplingParams
+from pearl.config import EngineConfig, SamplingParams
 from pearl.engine import Engine
-from pearl.errors import NumericalError, PearlError, TargetLost
+from pearl.engine.card import write_card
+from pearl.errors import NumericalError, PearlError, StartError, TargetLost
+from pearl.protocol import messages as m
+from pearl.transport.address import bind_address, private_directory
+from pearl.transport.base import Endpoint, Peer
+from pearl.transport.codec import MAX_FRAME, encode
+from pearl.transport.zeromq import ZmqConnection, ZmqListener
 from scripts import faulty
 from tests.conftest import AS_PUBLISHED, BOUND, TOY, eventually, greedy_text
-from tests.test_processes import children, gone, temporary
-
-__all__ = ["temporary"]  # a fixture
+from tests.loops import Loops
+from tests.replace import replace
+from tests.test_processes import children, gone
 
 PHASES = ("start-up", "prefill", "drafting", "verifying", "idle", "shutdown")
 PROCESS_FAULTS = ("SIGKILL", "SIGSTOP", "SIGSTOP, SIGCONT", "hang", "exception in a forward", "NaN")
@@ -189,10 +196,11 @@ def strike(cell: Cell, engine: Engine) -> None:
 
 
 def wait_until_speculation_resumes(engine: Engine, first: int, restarted: bool = True) -> None:
-    deadline = time.monotonic() + BOUND
-    while (statistics := text(engine)).draft_lost or not statistics.num_accepted_draft_tokens:
-        assert time.monotonic() < deadline, "the draft has not come back"
-        time.sleep(0.05)
+    def has_drafted() -> bool:
+        statistics = text(engine)
+        return not statistics.draft_lost and statistics.num_accepted_draft_tokens > 0
+
+    eventually(has_drafted, "the draft has come back")
     assert (pids(engine)["draft"] != first) == restarted
 
 
@@ -291,20 +299,16 @@ def test_process_fault(cell: Cell, temporary: Path, tmp_path_factory: pytest.Tem
 SOAK = Path(__file__).parent.parent / "scripts" / "soak.py"
 
 
-def check_soaked(code: int, said: str) -> None:
-    assert code == 0, said
-    struck = sum(int(count) for count in re.findall(r"(?m)^fault: .* (\d+) *$", said))
-    assert struck >= 2
-    assert f"{struck} faults in" in said
-
-
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_soak_has_as_many_faults_as_it_was_asked_for() -> None:
     """It once went on for so many seconds, and on a slow machine had one fault in 300."""
     command = [sys.executable, str(SOAK), "--faults", "2", "--seed", "3"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    check_soaked(ended.returncode, ended.stdout)
+    assert ended.returncode == 0, ended.stdout
+    struck = sum(int(count) for count in re.findall(r"(?m)^fault: .* (\d+) *$", ended.stdout))
+    assert struck >= 2
+    assert f"{struck} faults in" in ended.stdout
 
 
 @pytest.mark.slow
@@ -317,3 +321,183 @@ def test_the_soak_of_the_server(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "drafts killed" in done.stdout
     assert ", 0 wrong" in done.stdout
+
+
+# ---- one message changed ----
+
+# which message of its link is tampered with: its type, and the how-manieth that fits
+Chosen = tuple[Callable[[m.Message], bool], int]
+
+
+def of(kind: type, number: int = 1, work: str | None = None) -> Chosen:
+    return lambda message: isinstance(message, kind) and work in (None, getattr(message, "work", None)), number
+
+
+CHOSEN: dict[str, dict[str, Chosen]] = {
+    "draft": {
+        "start-up": of(m.Hello),
+        "prefill": of(m.Heartbeat, work="prefill"),
+        "drafting": of(m.DraftTokens),
+        "verifying": of(m.DraftTokens, 5),
+        "idle": of(m.Heartbeat, work="idle"),
+    },
+    "target to draft": {
+        "start-up": of(m.Welcome),
+        "prefill": of(m.Begin),
+        "drafting": of(m.Verdict),
+        "verifying": of(m.Verdict, 3),
+        "idle": of(m.Finish),
+    },
+    "target to front": {
+        "start-up": of(m.Welcome, 2),  # the draft's is the first
+        "prefill": of(m.Committed),
+        "drafting": of(m.Committed, 2),
+        "verifying": of(m.Committed, 4),
+        "idle": of(m.Finished),
+    },
+}
+REFUSALS = {
+    "garbage": "no message that version",
+    "oversize": "is gone",
+    "truncated": "no message that version",
+    "wrong version": r"speaks version|version \d",
+    "wrong vocabulary": "does not fit the target",
+}
+_DELAY_SECONDS = 0.3
+
+
+class Tampered:
+    """Makes `endpoint` do `fault` to one of the messages that it sends."""
+
+    def __init__(self, endpoint: Any, fault: str, chosen: Chosen) -> None:
+        self.struck = threading.Event()
+        self._endpoint, self._whole, self._fault = endpoint, endpoint.send, fault
+        self._fits, self._left = chosen
+        self._held: list[tuple[m.Message, Peer | None]] = []
+        self._lock = threading.RLock()
+        endpoint.send = self.send
+
+    def send(self, message: m.Message, peer: Peer | None = None) -> None:
+        with self._lock:
+            self._left -= self._fits(message)
+            if self._left == 0 and not self.struck.is_set():
+                self.struck.set()
+                self._tamper(message, peer)
+            elif self._held and self._fault == "delayed":
+                self._held.append((message, peer))  # a connection delays, it does not reorder
+            else:
+                self._whole(message, peer)
+                if self._held and self._held[0][1] == peer:
+                    self._release()
+
+    def _tamper(self, message: m.Message, peer: Peer | None) -> None:
+        header = encode(message)[0]
+        match self._fault:
+            case "garbage":
+                self._raw(b"\xc1 is no message that version", peer)
+            case "oversize":
+                self._raw(bytes(MAX_FRAME + 1), peer)
+            case "truncated":
+                self._raw(header[:-1], peer)
+            case "duplicate":
+                self._whole(message, peer)
+                self._whole(message, peer)
+            case "reordered":
+                self._held.append((message, peer))
+            case "delayed":
+                self._held.append((message, peer))
+                threading.Timer(_DELAY_SECONDS, self._release).start()
+            case "lost":
+                pass
+            case "wrong version":
+                self._whole(replace(message, version=message.version + 1), peer)  # type: ignore[union-attr, call-arg]
+            case "wrong vocabulary":
+                self._whole(replace(message, vocab_digest=b"other tokens"), peer)  # type: ignore[call-arg]
+
+    def _raw(self, frame: bytes, peer: Peer | None) -> None:
+        self._endpoint._send([frame] if peer is None else [peer, frame])
+
+    def _release(self) -> None:
+        with self._lock:
+            held, self._held = self._held, []
+            for message, peer in held:
+                self._whole(message, peer)
+
+
+class FaultyLoops(Loops):
+    """Loops over a Unix socket, one of whose links is tampered with. What ends a draft is kept, as its exit is."""
+
+    def __init__(self, directory: Path, cell: Cell) -> None:
+        self.ended: list[BaseException] = []
+        self.directory = directory
+        listener = ZmqListener(bind_address("ipc", directory))
+        self.address = listener.address
+        chosen = CHOSEN[cell.of][cell.phase]
+        tampered: list[Tampered] = []
+        if cell.of != "draft":
+            tampered.append(Tampered(listener, cell.fault, chosen))
+        super().__init__(listener, lambda: ZmqConnection(listener.address), draft_timeout=2.0)
+
+        def wrap(endpoint: Endpoint) -> Endpoint:
+            if cell.of == "draft":
+                tampered.append(Tampered(endpoint, cell.fault, chosen))
+            return endpoint
+
+        self.draft(wrap=wrap)
+        (self.tampered,) = tampered
+
+    def _start(self, run: Callable[[], None]) -> threading.Thread:
+        def guarded() -> None:
+            try:
+                run()
+            except PearlError as error:
+                self.ended.append(error)
+
+        return super()._start(guarded)
+
+
+def front_of(pair: FaultyLoops) -> Engine:
+    """A front of a target that is a loop and runs already."""
+    config = EngineConfig(target=TOY, draft=TOY, target_timeout=4.0).model_dump(mode="json")
+    write_card(pair.directory, pair.address, config, {})
+    return Engine.attach(pair.directory)
+
+
+def check_refused(cell: Cell, pair: FaultyLoops) -> None:
+    if cell.of == "target to front":
+        pair.wait_ready()
+        with pytest.raises(StartError, match=REFUSALS[cell.fault]):
+            front_of(pair)
+    else:
+        eventually(lambda: bool(pair.ended), "the draft has ended, with an error")
+        assert re.search(REFUSALS[cell.fault], str(pair.ended[0])), pair.ended
+        assert not pair._ready.is_set()
+
+
+def check_served(cell: Cell, pair: FaultyLoops) -> None:
+    pair.wait_ready()
+    with front_of(pair) as engine:
+        if cell.outcome == "TargetLost":
+            with pytest.raises(TargetLost, match="Start an engine again"):
+                text(engine)
+            return
+        text(engine)
+        if cell.phase == "idle":
+            eventually(pair.tampered.struck.is_set, "the idle loop has sent that message")
+        for _ in range(2):
+            text(engine)
+
+
+@pytest.mark.parametrize("cell", those(MESSAGE_FAULTS))
+def test_message_fault(cell: Cell, temporary: Path) -> None:
+    with nothing_left():
+        directory = private_directory()
+        pair = FaultyLoops(directory, cell)
+        try:
+            (check_refused if cell.outcome == "refused" else check_served)(cell, pair)
+            assert pair.tampered.struck.is_set()
+        finally:
+            pair.close()
+            (directory / "engine.json").unlink(missing_ok=True)
+            directory.rmdir()
+        assert not pair.errors

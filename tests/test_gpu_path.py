@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,12 +29,11 @@ from pearl.trace.tracer import Tracer
 from pearl.worker import build
 from pearl.worker.draft_link import DraftLink
 from pearl.worker.settings import TargetSettings, WorkerSettings
-from tests.memory_transport import memory_channels
 from tests.pairwise import pairwise
 from tests.replace import replace
 from tests.runner_contract import close, some_tokens
 from tests.tiny import tiny_model
-from tests.turns import Turns
+from tests.virtual import Turns
 
 GPU = torch.device("cuda", 0)
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="loads to a GPU that must not be there")
@@ -182,12 +182,11 @@ def test_prompts_by_our_kernels_are_those_of_torch() -> None:
 
 def test_announced_rows_are_received_where_messages_are_read() -> None:
     """Beside the forwards: over NCCL a row takes two waits for the device, which are not to be the loop's."""
-    ends = memory_channels(32, 1.0)
-    executor = TargetExecutor(ToyRunner(32, alpha_pair(32, 0.5)[0]))
-    link = DraftLink(TargetSettings(32, 64, b"", 1.0, True), executor, lambda: ends[0])
-    link.peer, row = b"draft", torch.full((32,), 1 / 32)
+    executor, row = TargetExecutor(ToyRunner(32, alpha_pair(32, 0.5)[0])), torch.full((32,), 1 / 32)
+    channel = Mock(receive=lambda count: row.expand(count, -1))
+    link = DraftLink(TargetSettings(32, 64, b"", 1.0, True), executor, lambda: channel)
+    link.peer = b"draft"
     link.open_channel()
-    ends[1].send(row)
     message = link.examined(b"draft", DraftTokens(0, 0, 3, (1,), rows=(AnnouncedRow(),)))
     assert isinstance(message, DraftTokens)
     assert torch.equal(message.rows[0], row)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from itertools import product
-from math import prod
+from math import log, prod
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from scipy import stats
 from pearl.decoding.rules import make_block_half, make_target_half
 from pearl.drafting.beams import Search
 from pearl.errors import NumericalError
+from pearl.lab.experiments import mjgd
 from pearl.lab.simulate import Outcome, Timing
 from pearl.models.runner import Feed, feed_chain
 from pearl.models.toy import ToyRunner
@@ -178,3 +179,38 @@ def test_a_draft_that_takes_no_trees_finds_the_same(shaping: Shaping | None) -> 
     found, other = (decode(decoding, shaping=shaping, wrap=wrap) for wrap in (lambda runner: runner, Chains))
     assert found.tokens == other.tokens
     assert found.counts.num_accepted_draft_tokens == other.counts.num_accepted_draft_tokens
+
+
+# ---- joint greedy decoding (MJGD): the likeliest tokens together ----
+
+# A text of these is the likelier, the more of its tokens are chosen together.
+ROWS = torch.softmax(2 * torch.randn(6, 6, generator=torch.Generator().manual_seed(9)), -1)
+
+
+def runner() -> ToyRunner:
+    return ToyRunner(6, lambda seen: ROWS[seen[-1]])
+
+
+def surprise(first: int, tokens: tuple[int, ...] | list[int]) -> float:
+    return -sum(log(ROWS[a, b].item()) for a, b in zip((first, *tokens), tokens, strict=False))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_each_step_takes_the_likeliest_tokens_together(count: int) -> None:
+    written = mjgd.decode(runner(), [0], 12, count)
+    assert len(written.tokens) == 12
+    last = 0
+    for at in range(0, 12, count):
+        block = tuple(written.tokens[at : at + count])
+        best = min(product(range(6), repeat=count), key=lambda tokens, last=last: surprise(last, tokens))
+        assert surprise(last, block) == pytest.approx(surprise(last, best))
+        last = block[-1]
+    assert written.surprise == pytest.approx(surprise(0, written.tokens), abs=1e-5)
+
+
+def test_it_ends_behind_an_end() -> None:
+    whole = mjgd.decode(runner(), [0], 12, 3).tokens
+    end = whole[4]
+    cut = mjgd.decode(runner(), [0], 12, 3, {end}).tokens
+    assert cut == whole[: whole.index(end) + 1]
+    assert len(mjgd.decode(runner(), [0], 7, 3).tokens) == 7

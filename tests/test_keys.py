@@ -280,16 +280,6 @@ def test_a_peer_that_says_too_much_is_told_once_and_heard_again_later() -> None:
     assert limits.admits(b"a", 0)
 
 
-def test_the_limit_is_bytes_at_once_and_by_time() -> None:
-    clock = Clock()
-    limits = Gate(clock)
-    assert limits.admits(b"a", gate.AT_ONCE - gate.MESSAGE)
-    clock.now = 1.0
-    assert limits.admits(b"a", gate.PER_SECOND - gate.MESSAGE)
-    refused(limits, b"a", 1)
-    refused(Gate(clock), b"a", gate.AT_ONCE)
-
-
 def test_what_messages_cost_counts_as_their_bytes_do() -> None:
     """A twentieth of a core for long, whatever they hold; and of what is no message 64 a second."""
     clock = Clock()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from functools import cache
 
 import pytest
 import torch
@@ -13,27 +12,16 @@ from hypothesis import strategies as st
 
 from pearl.decoding.sampling import read_draw
 from pearl.drafting.model import ModelProposer
-from pearl.drafting.ngram import MOST_MATCHED, Anchor, NgramIndex, anchored, guess_tree
+from pearl.drafting.ngram import MOST_MATCHED, NgramIndex, anchored, guess_tree
 from pearl.execution.target import TargetExecutor
-from pearl.models.checkpoints.loading import load_runner
 from pearl.models.runner import Feed, ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.events import (
-    Draft,
-    Forward,
-    Open,
-    Phase,
-    Sample,
-    Sampled,
-)
+from pearl.protocol.events import Draft, Forward, Open, Phase, Sample, Sampled
 from pearl.protocol.options import RequestOptions, Sampling
-from pearl.protocol.speeds import ForwardTimes
 from pearl.protocol.window import worthwhile
 from tests.test_stops import Noted
-from tests.tiny import tiny_model
 
 VOCAB, PROMPT = 6, (1, 2, 3)
-CPU = torch.device("cpu")
 
 
 # ---- the index ----
@@ -108,13 +96,6 @@ def test_a_tree_has_its_parents_first_and_each_child_once(text: list[int], pendi
         assert 0 < chance <= (chances[parent - end] if parent >= end else 1)
 
 
-def test_a_chain_has_one_child_each() -> None:
-    index = NgramIndex([1, 2, 3, 1, 2, 4, 1, 2])
-    _, parents, _, _ = guess_tree(index, [Anchor(8, 1.0)], 8, 99, branches=False)
-    assert parents == [7, *range(8, 8 + len(parents) - 1)]
-    assert len(parents) > 1
-
-
 # ---- how many ----
 
 
@@ -127,49 +108,7 @@ def test_guesses_are_fed_where_they_make_more_tokens_a_second() -> None:
     assert worthwhile([0.5], 1, 1.0, lambda n: 0.0) == 1, "nothing was measured yet"
 
 
-@cache
-def runner(kind: str, noise: float = 0.0) -> ModelRunner:
-    return load_runner(str(tiny_model(kind, noise=noise)), device=CPU, dtype="float32")
-
-
 # ---- a draft that guesses what it will say itself ----
-
-
-@pytest.mark.parametrize("rule", ["coupled", "ratio"])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_several_tokens_a_forward_are_those_of_single_forwards(
-    kind: str, rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tokens, and distributions bit by bit where the runner's rows do not depend on their company."""
-    monkeypatch.setattr(ForwardTimes, "observe", lambda *_: None)  # while no time is known, every guess is fed
-    draft = runner(kind, 0.05)
-    prompt = (5, 9, 40, 7, 12, 33) * 5
-
-    def drafted(lookup: int) -> tuple[list[int], list[torch.Tensor], int]:
-        draft.rollback(0)
-        proposer = ModelProposer(draft, draft.vocab_size)
-        drawn = Sampling(1.0, top_k=3, seed=8)
-        proposer.open(Open(prompt, RequestOptions(rule=rule, draft_lookup=lookup, sampling=drawn), request=1))
-        tokens: list[int] = []
-        rows: list[torch.Tensor] = []
-        start, fed, forwards = 0, prompt, 0
-        while len(tokens) < 40:
-            found = proposer.collect(proposer.launch(Draft(start, fed, 40 - len(tokens), len(tokens), request=1)))
-            assert len(found.tokens) == found.cached + 1
-            start += len(fed) + found.cached
-            fed = found.tokens[found.cached :]
-            assert draft.length() == start
-            tokens += found.tokens
-            rows += found.rows
-            forwards += 1
-        return tokens, rows, forwards
-
-    alone, together = drafted(0), drafted(8)
-    assert together[0] == alone[0]
-    assert together[2] < alone[2] == 40, "some forward gave several"
-    assert len(together[1]) == len(alone[1]) == (0 if rule == "coupled" else 40)
-    if draft.capabilities.row_invariant:
-        assert all(map(torch.equal, alone[1], together[1]))
 
 
 def test_a_stop_policy_sees_each_token_once_however_many_come_of_a_forward() -> None:

@@ -10,6 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from math import inf, isfinite
 
 import pytest
@@ -33,13 +34,11 @@ from pearl.transport.codec import decode, encode, received
 from pearl.worker.draft import DraftWorker
 from pearl.worker.health import DraftHealth
 from pearl.worker.rows import RowPacker
-from tests.loops import BOUND, CONTEXT, DIGEST, GREEDY, PROMPT, FakeDraft, MakeLoops, first, loops, submission
+from tests.loops import BOUND, CONTEXT, DIGEST, GREEDY, PROMPT, FakeDraft, MakeLoops, first, submission
 from tests.loops import simulated as simulated_text
-from tests.memory_transport import memory_hub
+from tests.memory_transport import MemoryHub
 from tests.replace import replace
 from tests.test_codec import bad_values, good_values, placed, places
-
-__all__ = ["loops"]  # a fixture
 
 SAMPLING = Sampling(1.0, 5, 0.9, 0.1, 1, 1, Shaping(2, 1.1, 0.5, -0.5, ((3, 1.5),)))
 PREFIX = (1, 2, 3)
@@ -186,7 +185,7 @@ def test_a_draft_ends_by_an_error_of_ours_or_not_at_all(message: m.Message) -> N
             worker.send(encode(BEGIN))
         worker.send(frames)
         worker.settle()
-        assert worker.error is None or isinstance(worker.error, PearlError), (path, value, worker.error)
+        assert isinstance(worker.error(), PearlError | None), (path, value, worker.error())
         if worker.alive and isinstance(message, m.Welcome):
             worker.close()
     if worker is not None:
@@ -197,28 +196,24 @@ class DraftThread:
     """A draft worker in a thread, connected to a target that only the test plays."""
 
     def __init__(self) -> None:
-        self._hub, self._ended = memory_hub(), threading.Event()
+        self._hub, self._ended = MemoryHub(), threading.Event()
         hello = m.Hello(m.PROTOCOL_VERSION, m.Role.DRAFT, 32, 64, DIGEST)
         connection = self._hub.connect()
         worker = DraftWorker(connection, hello, self._welcomed, lambda: None, self._ended.is_set, 5.0, Tracer())
-        self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(worker,))
-        self._thread.start()
+        self._run = ThreadPoolExecutor(1).submit(worker.run)
         ((self._peer, _),) = self._hub.listener.receive(BOUND)
 
     @staticmethod
     def _welcomed(welcome: m.Welcome) -> tuple[DraftExecutor, RowPacker]:
         return DraftExecutor(ModelProposer(ToyRunner(32, alpha_pair(32, 0.5)[1], 64), welcome.vocab_size)), RowPacker()
 
-    def _run(self, worker: DraftWorker) -> None:
-        try:
-            worker.run()
-        except BaseException as error:
-            self.error = error
-
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        return not self._run.done()
+
+    def error(self) -> BaseException | None:
+        """By which it has ended, if it has."""
+        return None if self.alive else self._run.exception()
 
     def send(self, frames: list[bytes]) -> None:
         self._hub.listener.send_frames(frames, self._peer)
@@ -235,5 +230,4 @@ class DraftThread:
 
     def close(self) -> None:
         self._ended.set()
-        self._thread.join(BOUND)
-        assert not self._thread.is_alive()
+        self._run.exception(BOUND)

@@ -13,9 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -24,8 +27,7 @@ import torch
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import Engine
 from pearl.engine.processes import DraftKeeper
-from pearl.engine.stream import Stream
-from pearl.errors import EngineClosed, ModelError, PearlError, StartError, TargetLost
+from pearl.errors import EngineClosed, ModelError, StartError, TargetLost
 from tests.conftest import BOUND, TOY, eventually, greedy_text
 
 PROMPT = [1, 2, 5]
@@ -46,16 +48,6 @@ def gone(pid: int) -> bool:
         return True
 
 
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where engines of this test put their directories; at the end there must be none."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    yield tmp_path
-    eventually(lambda: not list(tmp_path.glob("pearl-*")), f"no directory in {list(tmp_path.iterdir())}")
-
-
 # ---- nothing is left behind ----
 
 SCRIPT = """
@@ -63,11 +55,9 @@ import json, sys
 from pearl.config import SamplingParams
 from pearl.engine import Engine
 endless = SamplingParams(temperature=0, max_tokens=500_000, ignore_eos=True)
-engine = Engine({arguments})
-target, draft = engine._launcher.target, engine._launcher.draft
-workers = [target, *([draft.worker] if draft else [])]
-print(json.dumps([str(engine.directory), *[worker.pid for worker in workers]]), flush=True)
-del target, draft, workers
+engine = Engine("toy:vocab=32,alpha=0.5", "toy:vocab=32,alpha=0.5")
+workers = engine._launcher.target.pid, engine._launcher.draft.worker.pid
+print(json.dumps([str(engine.directory), *workers]), flush=True)
 sys.stdin.readline()
 {body}
 """
@@ -76,12 +66,11 @@ with engine:
     for piece in engine.stream([1, 2, 5], endless):
         print(flush=True)
 """
-TOYS = f"{LONG_TOY!r}, {LONG_TOY!r}"
 
 
-def start_front(body: str, arguments: str = TOYS) -> tuple[subprocess.Popen[str], Path, list[int]]:
+def start_front(body: str) -> tuple[subprocess.Popen[str], Path, list[int]]:
     """A front in a process of its own: it, its engine's directory and its workers' process ids."""
-    script = SCRIPT.format(arguments=arguments, body=body)
+    script = SCRIPT.format(body=body)
     pipe = subprocess.PIPE
     front = subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     line = front.stdout.readline()
@@ -145,8 +134,7 @@ def test_nothing_is_left_after_a_front_that_is_ended(
 
 
 def test_nothing_is_left_where_the_front_is_killed_while_models_load(temporary: Path) -> None:
-    script = SCRIPT.format(arguments=TOYS, body="")
-    front = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL)
+    front = subprocess.Popen([sys.executable, "-c", SCRIPT.format(body="")], stdout=subprocess.DEVNULL)
     eventually(lambda: bool(psutil.Process(front.pid).children()), "a worker has been started")
     workers = [child.pid for child in psutil.Process(front.pid).children()]
     front.kill()
@@ -188,41 +176,14 @@ def test_an_engine_that_cannot_start_names_the_cause_and_leaves_nothing(
 # ---- workers that die, in mid-text ----
 
 
-class DeadDraft:
-    """A draft worker that has ended in this way, after this long."""
-
-    alive = False
-
-    def __init__(self, cause: str = "it has died", lived: float = 0.0) -> None:
-        self._cause, self._lived = cause, lived
-
-    @property
-    def ready_since(self) -> float:
-        return time.monotonic() - self._lived if self._lived else 0.0
-
-    def wait_for(self, *_: object) -> None: ...
-    def kill(self) -> None: ...
-    def end(self) -> None: ...
-    def exit_error(self) -> PearlError:
-        return StartError(self._cause)
+def dead(ready_since: float) -> Mock:
+    """A draft worker that has ended; ready since then, 0: never."""
+    return Mock(alive=False, ready_since=ready_since, exit_error=lambda: StartError("it has died"))
 
 
-DIED, LIVED_LONG = DeadDraft(), DeadDraft(lived=601)
-
-
+DIED, LIVED_LONG = dead(0.0), dead(time.monotonic() - 601)
 # At the limit of open files there is no process, so none that has died.
 SHORT = [OSError(24, "Too many open files"), RuntimeError("can't start new thread")]
-
-
-class Clock:
-    """In place of an event that is never set: notes how long was to be waited for it."""
-
-    def __init__(self) -> None:
-        self.waits: list[float] = []
-
-    def wait(self, seconds: float) -> bool:
-        self.waits.append(seconds)
-        return False
 
 
 @pytest.mark.parametrize(
@@ -239,20 +200,14 @@ def test_a_draft_is_restarted_with_back_off(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, drafts: list[Any], restarts: int, expected: list[float]
 ) -> None:
     """Which starts again after one that lived long."""
-    left = [*drafts]
-
-    def launch(*_: object, **__: object) -> Any:
-        if isinstance(each := left.pop(0), Exception):
-            raise each
-        return each
-
+    launch, closing = Mock(side_effect=drafts), Mock(wait=Mock(return_value=False))
     monkeypatch.setattr(DraftKeeper, "_launch", launch)
     keeper = DraftKeeper(EngineConfig(draft_restarts=restarts), "", tmp_path)
-    clock = Clock()
-    keeper._closing = clock  # type: ignore[assignment]
+    keeper._closing = closing
     keeper._watch()
-    assert not left
-    assert [seconds for seconds in clock.waits if seconds >= 1] == expected
+    assert launch.call_count == len(drafts)
+    waits = [call.args[0] for call in closing.wait.call_args_list]
+    assert [seconds for seconds in waits if seconds >= 1] == expected
 
 
 def test_all_who_wait_are_told_the_same(temporary: Path) -> None:
@@ -261,25 +216,15 @@ def test_all_who_wait_are_told_the_same(temporary: Path) -> None:
         streams = [engine.stream(PROMPT, ENDLESS) for _ in range(3)]
         next(streams[0])
         os.kill(engine._launcher.target.pid, signal.SIGSTOP)
-        said: list[str] = []
 
-        def wait(stream: Stream) -> None:
-            try:
-                for _ in stream:
-                    pass
-            except TargetLost as error:
-                said.append(str(error))
+        def lost(read: Callable[[], object]) -> str:
+            with pytest.raises(TargetLost, match="silent for 2 s") as caught:
+                read()
+            return str(caught.value)
 
-        threads = [threading.Thread(target=wait, args=(stream,)) for stream in streams]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(BOUND)
-        with pytest.raises(TargetLost) as later:
-            engine.generate(PROMPT, greedy(5))
-    assert len(said) == 3
-    assert {*said, str(later.value)} == {said[0]}
-    assert "silent for 2 s" in said[0]
+        with ThreadPoolExecutor(3) as pool:
+            said = {*pool.map(lost, [partial(list, stream) for stream in streams], timeout=BOUND)}
+        assert said == {lost(lambda: engine.generate(PROMPT, greedy(5)))}
 
 
 def test_device_names_pin_the_workers(anew: None, temporary: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Sequence
 from itertools import cycle, pairwise, product
 
 import click
@@ -14,12 +14,13 @@ from pearl.cli.options import _field_option as field_option
 from pearl.config import DecodingConfig
 from pearl.config.decoding import with_registered_rules
 from pearl.decoding.rules import make_block_half, make_draft_half, make_target_half, ratio
+from pearl.decoding.rules.ratio import RatioTarget
 from pearl.decoding.sampling import read_draw, read_shortlist, shortlist
 from pearl.errors import ConfigError, RequestError
 from pearl.execution.target import TargetExecutor
 from pearl.lab.simulate import paired_executors
 from pearl.models.toy import NextToken, ToyRunner
-from pearl.protocol.events import Open
+from pearl.protocol.events import Judged, Open
 from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec.rules import (
@@ -33,15 +34,12 @@ from pearl.spec.rules import (
     find,
     named_parameters,
 )
-from tests import lenient_rule
 from tests import loops as worker_loops
-from tests.loops import MakeLoops, loops, submission
+from tests.loops import MakeLoops, submission
 from tests.protocol_pair import Pair, at_random
 from tests.replace import replace
 from tests.test_verification import NEVER, TARGET, WAYS, p_value
 from tests.virtual import WARM, decoded, first_order
-
-__all__ = ["loops"]  # a fixture
 
 NAMES = [*RULES, "lenient"]
 DRAFTED = [name for name in RULES if not find(name).judges_blocks]
@@ -49,10 +47,36 @@ FAR = torch.tensor([[4, 44, 16], [36, 4, 24], [40, 16, 8]]) / 64  # a draft that
 PAIR = first_order(TARGET, FAR)
 
 
+# What the registry asks of whoever adds a rule, and nothing else. It judges as ratio does, but against (1 - epsilon)
+# times the draft's probabilities: at 0 it is ratio bit for bit, at 1 it accepts every token that the target allows.
+LENIENT = RuleSpec(
+    "lenient",
+    "as ratio, against (1 - epsilon) times the draft's probabilities",
+    target=f"{__name__}:LenientTarget",
+    parameters=(Parameter("epsilon", float, 0, 1, 0, "how much to forgive"),),
+)
+
+
+class LenientTarget(RatioTarget):
+    def __init__(self, sampling: Sampling, epsilon: float) -> None:
+        super().__init__(sampling)
+        self._share = 1 - epsilon
+
+    def judge(
+        self,
+        logits: torch.Tensor,
+        tokens: Sequence[int],
+        rows: Sequence[torch.Tensor],
+        start: int,
+        launched: torch.Tensor | None = None,
+    ) -> Judged:
+        return super().judge(logits, tokens, [self._share * row for row in rows], start, launched)
+
+
 @pytest.fixture(autouse=True)
-def lenient() -> Iterator[RuleSpec]:
-    with lenient_rule.registered() as spec:
-        yield spec
+def lenient(monkeypatch: pytest.MonkeyPatch) -> RuleSpec:
+    monkeypatch.setitem(RULES, LENIENT.name, LENIENT)
+    return LENIENT
 
 
 def table(vocab: int, seed: int) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -109,9 +110,13 @@ def test_a_repetition_penalty_is_that_of_transformers_bit_for_bit() -> None:
 # ---- texts ----
 
 
+PAIR = alpha_pair(VOCAB, 0.6)
+
+
+@cache
 def reference(sampling: Sampling, count: int) -> list[int]:
     """What the target says by itself under the direct draw, found without any of the runtime."""
-    target, _ = alpha_pair(VOCAB, 0.6)
+    target, _ = PAIR
     draw, text = DirectDraw(sampling), list(PROMPT)
     for _ in range(count):
         logits = torch.log(target(text))
@@ -121,7 +126,7 @@ def reference(sampling: Sampling, count: int) -> list[int]:
 
 def decoded(method: str, rule: str, sampling: Sampling, timing: Timing, count: int = 24, **options: Any) -> list[int]:
     asked = RequestOptions(method, "stream", None, rule, (), 4, 4, 4)
-    found = virtual.decoded(alpha_pair(VOCAB, 0.6), VOCAB, asked, sampling, count, timing, PROMPT, **options)
+    found = virtual.decoded(PAIR, VOCAB, asked, sampling, count, timing, PROMPT, **options)
     return list(found.tokens)
 
 
@@ -139,7 +144,7 @@ def test_sampled_texts_have_the_shaped_targets_distribution() -> None:
         tuple(decoded("pearl", "ratio", Sampling(1.0, seed=seed, shaping=ALL), TIMINGS[seed % 4], count))
         for seed in range(texts)
     )
-    target, _ = alpha_pair(VOCAB, 0.6)
+    target, _ = PAIR
     expected: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(count):
         longer = {}

@@ -33,7 +33,7 @@ from tests.conftest import AS_PUBLISHED, TOY, greedy_text
 from tests.replace import replace
 from tests.test_forward_runner import KINDS
 from tests.tiny import tiny_model
-from tests.turns import Turns
+from tests.virtual import Counting, Turns
 
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7] * 90, [1, 2, 3, 4], [8, 9], [1, 2]]
 SEEDED = SamplingParams(temperature=1, seed=5, max_tokens=24, ignore_eos=True)
@@ -89,12 +89,11 @@ def test_models_of_every_family_say_in_company_what_they_say_alone(kind: str) ->
             for spare in (0, 8)
         )
         assert target.capabilities.slots == slots
-        forward, fed = target.forward, list[int]()
-        target.forward = lambda feeds, forward=forward, fed=fed: fed.append(len(feeds)) or forward(feeds)  # type: ignore[method-assign, misc]
+        counting = Counting(target)
         proposer = VirtualProposer(draft, target.vocab_size, lambda fed: 0.2, texts=slots)
-        loops = Turns(TargetExecutor(target), DraftExecutor(proposer), Timing(0.2, lambda fed: 1.0), slots, 192)
+        loops = Turns(TargetExecutor(counting), DraftExecutor(proposer), Timing(0.2, lambda fed: 1.0), slots, 192)
         texts[slots] = loops.run(asked)
-        most.append(max(fed))
+        most.append(max(map(len, counting.fed)))
     assert texts[1] == texts[3]
     assert most == [1, 3]
     assert all(len(text) == 20 for text in texts[3].values())
@@ -151,8 +150,8 @@ def test_a_recording_of_several_tells_them_apart(tmp_path: Path) -> None:
 # ---- who goes when ----
 
 
-def submitted(number: int, prompt: Sequence[int], method: str = "ar") -> Submit:
-    return Submit(number, tuple(prompt), len(prompt) + 8, RequestOptions(method, sampling=Sampling()))
+def submitted(number: int, prompt: Sequence[int]) -> Submit:
+    return Submit(number, tuple(prompt), len(prompt) + 8, RequestOptions("ar", sampling=Sampling()))
 
 
 def test_a_long_prompt_is_fed_in_small_parts_while_others_write() -> None:

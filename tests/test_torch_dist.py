@@ -20,6 +20,7 @@ import torch.distributed as dist
 from pearl.errors import ConfigError, LocalProtocolError, TransportError
 from pearl.transport import torch_dist
 from pearl.transport.torch_dist import ProcessGroupChannel, TorchrunStore
+from tests.conftest import eventually
 
 VOCAB = 2003
 WAIT = 120.0  # seconds: a bound for a slow machine, never reached where all is well
@@ -201,9 +202,7 @@ class TestAnyBackend:
         with pytest.raises(TransportError, match="dead"):
             channel.receive(1)
         group.may_end.set()
-        end = time.monotonic() + WAIT
-        while "closed" not in group.said and time.monotonic() < end:
-            time.sleep(0.01)
+        eventually(lambda: "closed" in group.said)
         assert group.said[2:] == ["close", "closed"]
 
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections import Counter
 from fractions import Fraction
 from itertools import product
-from math import log
+from math import log, prod
 from typing import Any
 
 import pytest
 import torch
 from scipy import stats
 
-from pearl.decoding.rules import make_draft_half, make_target_half, ratio, tokenwise
+from pearl.decoding.rules import ratio, several, tokenwise
 from pearl.decoding.rules.biased import BildTarget, OptTarget, UnoTarget
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.rules.ratio import RatioTarget, residual
+from pearl.decoding.rules.several import BatchTarget, SpectrTarget
 from pearl.decoding.rules.tokenwise import TokenTarget
 from pearl.decoding.sampling import pick, pick_on_device, read_draw
 from pearl.errors import NumericalError
@@ -28,7 +29,7 @@ from pearl.lab.simulate import Outcome
 from pearl.models.toy import ToyRunner
 from pearl.protocol.events import Forward, Odds, Open, Phase, Sample, Sampled
 from pearl.protocol.options import RequestOptions, Sampling
-from pearl.spec.rules import RULES
+from pearl.spec.rules import RULES, Parameters
 from tests.virtual import NEVER, decoded, first_order
 
 GRID = 64
@@ -154,47 +155,19 @@ def test_from_a_residual_of_nothing_the_target_is_drawn(size: int) -> None:
         assert read_draw(draw(some, 5, torch.tensor([0.0, 1.0]))) == 0
 
 
-def logits_pair(seed: int, vocab: int = 20) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    target = torch.randn(vocab, generator=generator)
-    return target, target + 0.7 * torch.randn(vocab, generator=generator)
-
-
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_direct_draw_is_one_under_either_rule(rule: str, temperature: float) -> None:
     """`ar`, bonus tokens and going alone give the same text whichever rule was asked for."""
     sampling = Sampling(temperature, top_k=7, seed=4)
     draw = DirectDraw(sampling)
-    probs = [torch.softmax(logits_pair(position)[0], -1) for position in range(50)]
+    probs = torch.softmax(torch.randn(50, 20, generator=torch.Generator().manual_seed(1)), -1)
     executor = TargetExecutor(ToyRunner(20, lambda seen: probs[len(seen) - 1]))
     executor.execute(Open((0,), RequestOptions(rule=rule, sampling=sampling)))
     executor.execute(Forward(Phase.PREFILL, 0, (0,) * 50, 50))
     for position in range(1, 51):
         expected = read_draw(draw(torch.log(probs[position - 1]), position))
         assert executor.execute(Sample(position, position - 1)) == Sampled((expected,))
-
-
-def acceptance(rule: str, draws: int = 4000) -> tuple[float, float]:
-    """(how often the draft's token is accepted, total variation distance) on one pair of distributions."""
-    sampling = Sampling(1.0, seed=1)
-    ours, theirs = make_draft_half(rule, sampling), make_target_half(rule, sampling)
-    target, draft = logits_pair(3)
-    accepted = 0
-    for position in range(draws):
-        ((draw, row),) = ours.draft([draft], [position])
-        accepted += theirs.judge(target[None], [read_draw(draw)], [row], position).accepted
-    distance = float((torch.softmax(target, -1) - torch.softmax(draft, -1)).abs().sum()) / 2
-    return accepted / draws, distance
-
-
-def test_acceptance_rates_are_the_papers() -> None:
-    """ratio: 1 - TV. coupled: at least (1 - TV) / (1 + TV), and never more than ratio."""
-    (ratio, distance), (coupled, _) = acceptance("ratio"), acceptance("coupled")
-    error = 3 / 4000**0.5
-    assert distance > 0.15, "the pair is too much alike to show anything"
-    assert ratio == pytest.approx(1 - distance, abs=error)
-    assert (1 - distance) / (1 + distance) - error < coupled < 1 - distance + error
 
 
 # ---- whole runs ----
@@ -212,15 +185,15 @@ def texts(decoding: RequestOptions, count: int, tokens: int) -> list[list[int]]:
     return [run(decoding, seed, tokens).tokens for seed in range(count)]
 
 
-def p_value(texts: list[list[int]], target: Table = TARGET, prompt: int = 0) -> float:
-    """Chi-square of every token given the two before it; texts begin after the token `prompt`.
+def p_value(texts: list[list[int]], target: Table = TARGET) -> float:
+    """Chi-square of every token given the two before it; texts begin after the token 0.
 
     Cells are (position in the text if it is one of the first three, the two tokens before) and the next token.
     """
     counts: dict[Any, Counter[int]] = {}
     for text in texts:
         for i, token in enumerate(text):
-            known = [prompt, *text[:i]]
+            known = [0, *text[:i]]
             cell = (min(i, 3), *known[-2:])
             counts.setdefault(cell, Counter())[token] += 1
     statistic, freedom = 0.0, 0
@@ -314,3 +287,96 @@ def test_chi_square_notices_planted_bugs(bug: str, monkeypatch: pytest.MonkeyPat
     planted = PLANTED_IN_RULE | {"accepts": generous}
     monkeypatch.setattr(ratio, bug, planted[bug])
     assert p_value(texts(RequestOptions("pearl", "fixed", 4), 3, 1000)) < NEVER
+
+
+# ---- several tokens at a root: batch and spectr ----
+
+
+def candidates(count: int) -> Parameters:
+    return (("candidates", float(count)),)
+
+
+class Outcomes:
+    """All ways in which one position may be decided: what is drawn, and whether each that is judged is accepted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._script: list[bool] = []
+        self._told: list[float] = []
+        self._rest: list[torch.Tensor] = []
+        self._drawn: tuple[int, ...] = ()
+        monkeypatch.setattr(several, "probabilities", lambda logits, sampling: logits)
+        monkeypatch.setattr(several, "candidate", lambda draft, sampling, position, number: self._drawn[number])
+        monkeypatch.setattr(several, "accepts", self._accepts)
+        monkeypatch.setattr(several, "pick", self._pick)
+
+    def _accepts(self, u: float, target_prob: float, draft_prob: float) -> bool:
+        chance = min(1.0, target_prob / draft_prob)
+        decision = self._script[len(self._told)] if len(self._told) < len(self._script) else False
+        self._told.append(chance if decision else 1 - chance)
+        return decision
+
+    def _pick(self, rest: torch.Tensor, key: int, otherwise: torch.Tensor) -> torch.Tensor:
+        self._rest.append(rest if rest.any() else otherwise)
+        return torch.zeros(2)
+
+    def law(self, target: torch.Tensor, draft: torch.Tensor, rule: BatchTarget, count: int) -> tuple[Table, float]:
+        """What is committed, and how often a correction is."""
+        law, corrected = torch.zeros(len(target), dtype=torch.float64), 0.0
+        for drawn in product(range(len(draft)), repeat=count):
+            weight = prod(draft[token].item() for token in drawn)
+            for accepted in range(count + 1 if weight else 0):
+                self._drawn, self._told, self._rest = drawn, [], []
+                self._script = [number == accepted for number in range(count)]
+                verdict = rule.judge(target[None], [drawn[0]], [draft], 7)
+                chance = weight * prod(self._told)
+                if accepted < count and len(self._told) <= accepted:  # nothing was left to judge it against
+                    continue
+                if verdict.accepted:
+                    law[drawn[0]] += chance
+                elif verdict.is_candidate:
+                    assert verdict.token is not None
+                    law[verdict.token] += chance
+                else:
+                    corrected += chance
+                    law += chance * self._rest[0].double() / self._rest[0].sum().item()
+        return law, corrected
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("rule", [BatchTarget, SpectrTarget])
+@pytest.mark.parametrize(("target", "draft"), CASES)
+def test_several_candidates_are_judged_exactly(
+    rule: type[BatchTarget],
+    target: tuple[int, ...],
+    draft: tuple[int, ...],
+    count: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over all that may be drawn and accepted; and a correction comes as often as the verdict says."""
+    p, q = torch.tensor(target) / 64, torch.tensor(draft) / 64
+    judge = rule(Sampling(1.0), count)
+    law, corrected = Outcomes(monkeypatch).law(p, q, judge, count)
+    assert law.tolist() == pytest.approx(p.tolist(), abs=1e-6)
+    judge._next = -1
+    odds = judge.judge(p[None], [draft.index(max(draft))], [q], 7).odds
+    assert odds.rejections == pytest.approx(corrected, abs=1e-6)
+
+
+def test_enumeration_of_several_notices_planted_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates judged against the target anew instead of what is left; a K-SEQ that divides by nothing."""
+    p, q = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.5, 0.25])
+    with monkeypatch.context() as planted:
+        planted.setattr(several, "residual", lambda target, draft: target)
+        law, _ = Outcomes(planted).law(p, q, BatchTarget(Sampling(1.0), 2), 2)
+        assert law.tolist() != pytest.approx(p.tolist(), abs=1e-3)
+    with monkeypatch.context() as planted:
+        planted.setattr(several, "_divisor", lambda target, draft, candidates: 1.0)
+        law, _ = Outcomes(planted).law(p, q, SpectrTarget(Sampling(1.0), 3), 3)
+        assert law.tolist() != pytest.approx(p.tolist(), abs=1e-3)
+
+
+def test_one_candidate_is_the_ratio_rule() -> None:
+    """Bit for bit, in whole texts, whatever the method."""
+    for way in WAYS:
+        one = run(RequestOptions(*way, 3, "batch", candidates(1)), 5, 300)
+        assert one.tokens == run(RequestOptions(*way, 3), 5, 300).tokens

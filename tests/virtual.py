@@ -1,8 +1,8 @@
-"""One request on toy models under the virtual clock."""
+"""Target and draft in one process: one request under the virtual clock, or several in turns without one."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -13,10 +13,13 @@ from scipy import stats
 from pearl.execution.ahead import Ahead
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
-from pearl.lab.simulate import Outcome, Timing, VirtualProposer, simulate
+from pearl.lab.simulate import Outcome, Timing, VirtualProposer, known_speeds, simulate
 from pearl.models.runner import Capabilities, Feed, ModelRunner, WrappedRunner
 from pearl.models.toy import NextToken, ToyRunner
-from pearl.protocol.messages import Submit
+from pearl.protocol.coordinator import Coordinator
+from pearl.protocol.drafter import Drafter
+from pearl.protocol.events import Deliver, Draft, DraftJoined, End, Forward, Open, Send, Wait
+from pearl.protocol.messages import Committed, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from tests.replace import replace
 
@@ -41,6 +44,18 @@ class Chains(WrappedRunner):
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         assert all(feed.parents is None for feed in feeds)
+        return super().forward(feeds)
+
+
+class Counting(WrappedRunner):
+    """Remembers what each forward was fed."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(runner)
+        self.fed: list[list[Feed]] = []
+
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        self.fed.append(list(feeds))
         return super().forward(feeds)
 
 
@@ -80,3 +95,62 @@ def likelihood(found: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], 
         observed.append(rest)
         wanted.append(total - sum(wanted))
     return float(stats.chisquare(observed, wanted).pvalue)
+
+
+class Turns:
+    """Runs both sides in turns: each handles its events, and makes one forward for all requests that are ready.
+
+    Attributes:
+        tokens: committed, by request.
+
+    Args:
+        timing: what windows are chosen by.
+        context: of the draft's model, tokens.
+    """
+
+    def __init__(
+        self, target: TargetExecutor, draft: DraftExecutor, timing: Timing, slots: int, context: int = 1 << 20
+    ) -> None:
+        piece = target.runner.capabilities.prompt_piece
+        self._machines = Coordinator(known_speeds(timing), slots, piece), Drafter(context, slots, piece)
+        self._target, self._draft, self._joined = target, draft, DraftJoined(context)
+        self._events: tuple[deque[object], deque[object]] = deque(), deque()
+        self._todo: tuple[deque[object], deque[object]] = deque(), deque()
+        self._left = 0
+        self.tokens: dict[int, list[int]] = {}
+
+    def run(self, submits: Sequence[Submit]) -> dict[int, list[int]]:
+        """Serve all requests, submitted at once."""
+        self._left = len(submits)
+        self._events[0].extend([self._joined, *submits])
+        while self._left:
+            assert any((*self._events, *self._todo)), "both sides wait for ever"
+            for side in (0, 1):
+                self._turn(side)
+        return self.tokens
+
+    def _turn(self, side: int) -> None:
+        todo, events, ready = self._todo[side], self._events[side], []
+        while todo or events:
+            if not todo:
+                todo.extend(self._machines[side].handle(events.popleft()))
+                continue
+            if isinstance(todo[0], Open) and side and ready:  # another request may take their slot
+                break
+            match todo.popleft():
+                case Send(message):
+                    self._events[1 - side].append(message)
+                case Deliver(Committed(request, _, tokens)):
+                    self.tokens.setdefault(request, []).extend(tokens)
+                case End():
+                    self._left -= 1
+                case Deliver() | Wait():
+                    pass
+                case Forward() | Draft() as command:
+                    ready.append(command)
+                case command:
+                    event = (self._draft if side else self._target).execute(command)
+                    if event is not None:
+                        todo.extend(self._machines[side].handle(event))
+        if ready:
+            events.extend(self._draft.draft(ready) if side else self._target.forward(ready))
