@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import Mock
 
 import psutil
 import pytest
 
-from pearl.config import EngineConfig
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import torchrun
 from pearl.errors import ConfigError, StartError
+from pearl.lab.bench.runner import simulated
 from pearl.models.checkpoints.tokenizers import ToyTokenizer
 from pearl.transport.address import private_directory
-from tests.conftest import eventually, greedy_text, started_in
+from pearl.transport.keys import write_keys
+from pearl.transport.zeromq import new_keys
+from tests.conftest import HAS_NAMESPACES, eventually, greedy_text, started_in
 from tests.screen import home as temporary
 from tests.test_processes import gone
 
@@ -34,13 +38,20 @@ ALONE = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "pearl", "gen
 PLAIN = ("--look-ahead", "0", "--siblings", "0")  # otherwise the target would not wait for its draft
 
 
+def plain(length: int) -> list[int]:
+    """The text of `SEEDED` and "123" without torchrun, and without processes: under the virtual clock."""
+    config = EngineConfig(target=SPEC, draft=SPEC, target_pace=1.0, draft_pace=0.2)
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=length)
+    return list(simulated(config, DecodingConfig(), [1, 2, 3], params).tokens)
+
+
 def launch(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
 
 
-def workers(directory: str) -> dict[str, int]:
-    """Process ids of PEARL's workers by role, once there are two."""
+def workers(directory: str, count: int = 2, last: str = "draft") -> dict[str, int]:
+    """Process ids of PEARL's workers by role, once there are `count`. `last`: whose the last rank is."""
     found: dict[str, int] = {}
 
     def look() -> bool:
@@ -48,12 +59,14 @@ def workers(directory: str) -> dict[str, int]:
             try:
                 if process.cmdline()[-1:] == ["pearl.worker"]:
                     rank = psutil.Process(process.ppid()).environ().get("RANK")
-                    found["target" if rank == "0" else "draft"] = process.pid
+                    assert rank is not None
+                    name = last if int(rank) == count - 1 else f"target rank {rank}"
+                    found["target" if rank == "0" else name] = process.pid
             except psutil.Error:
                 continue
-        return len(found) == 2
+        return len(found) == count
 
-    eventually(look, "two workers run")
+    eventually(look, f"{count} workers run")
     return found
 
 
@@ -117,12 +130,58 @@ def test_the_number_of_ranks_is_checked(monkeypatch: pytest.MonkeyPatch) -> None
     torchrun.check_world(EngineConfig())
 
 
-# ---- where the draft is on another host: test_two_hosts has texts ----
+# ---- two hosts ----
 
 
-def store(directory: Path) -> Mock:
-    """Torchrun's, in which a stranger has written."""
-    return Mock(get=lambda key, timeout: {"directory": str(directory)}[key])
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def two_hosts(temporary: dict[str, str], keys: list[Path]) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of both ranks, as launch/two_hosts.sh starts them; they share no directory."""
+    common = {"HOST": "127.0.0.1", "PORT": str(free_port()), "CONTROL_PORT": "*", "PYTHON": sys.executable}
+    runs = []
+    for rank, path in enumerate(keys):
+        home = Path(temporary["TMPDIR"], f"host{rank}")
+        home.mkdir()
+        environment = temporary | common | {"RANK": str(rank), "KEYS": str(path), "TMPDIR": str(home)}
+        arguments = [*SEEDED, *PLAIN, "--max-tokens", "80", "--json", "123"]
+        runs.append(launch([str(ROOT / "launch" / "two_hosts.sh"), *arguments], environment))
+    said = [run.communicate(timeout=BOUND) for run in runs]
+    for rank in range(2):
+        home = Path(temporary["TMPDIR"], f"host{rank}")
+        eventually(lambda home=home: not list(home.glob("pearl-*")), "no directory is left")  # type: ignore[misc]
+        eventually(lambda home=home: not started_in(home), "no process is left")  # type: ignore[misc]
+    return [(run.returncode, *texts) for run, texts in zip(runs, said, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", [pytest.param("loopback", marks=[pytest.mark.long] * HAS_NAMESPACES)])
+def test_two_hosts_give_the_same_text(temporary: dict[str, str], tmp_path: Path, host: str) -> None:
+    """Nothing in common but an address and the keys; the draft's distributions, dense here, go the same way.
+
+    Where there are namespaces, test_two_hosts has this between two of them.
+    """
+    keys = tmp_path / "keys"
+    write_keys(keys, new_keys())
+    (zero, out, said), (one, nothing, also_said) = two_hosts(temporary, [keys, keys])
+    assert (zero, one) == (0, 0), said + also_said
+    document = json.loads(out)
+    assert document["tokens"] == plain(80)
+    assert document["statistics"]["num_accepted_draft_tokens"] > 0
+    assert nothing == ""
+
+
+class Store:
+    """torchrun's, in which a stranger has written."""
+
+    def __init__(self, **values: str) -> None:
+        self._values = values
+
+    def get(self, key: str, timeout: float) -> str:
+        return self._values[key]
 
 
 def test_a_directory_that_the_store_names_is_looked_at_before_it_is_believed(tmp_path: Path) -> None:
@@ -133,7 +192,7 @@ def test_a_directory_that_the_store_names_is_looked_at_before_it_is_believed(tmp
     config = EngineConfig()
 
     def found(directory: Path, address: str) -> Path:
-        with torchrun._directory(config, store(directory), address) as got:
+        with torchrun._directory(config, Store(directory=str(directory)), address) as got:  # type: ignore[arg-type]
             return got
 
     ours.chmod(0o755)
@@ -150,11 +209,12 @@ def test_a_directory_that_the_store_names_is_looked_at_before_it_is_believed(tmp
 
 def test_a_rank_on_another_host_is_at_home_in_a_directory_of_its_own(tmp_path: Path) -> None:
     config = EngineConfig(control="tcp://192.0.2.1:*", keys="/keys")
-    with torchrun._directory(config, store(tmp_path), "tcp://192.0.2.1:5") as home:
+    store = Store(directory=str(tmp_path))
+    with torchrun._directory(config, store, "tcp://192.0.2.1:5") as home:  # type: ignore[arg-type]
         assert home.is_dir()
         assert home != tmp_path
     assert not home.exists()
-    with pytest.raises(StartError, match="same --control"), torchrun._directory(config, store(tmp_path), "ipc:///x/y"):
+    with pytest.raises(StartError, match="same --control"), torchrun._directory(config, store, "ipc:///x/y"):  # type: ignore[arg-type]
         pytest.fail("it was believed")
 
 
