@@ -49,7 +49,7 @@ class NativeLayers:
     """
 
     def __init__(self, layers: DecoderLayers, products: Sequence[_Products], ropes: Mapping[str, Rope]) -> None:
-        self._kept = layers, ropes
+        self._ropes = ropes  # whose memory is read; all else is that of `layers`, which hold this
         made = [_layer(number, layers, each, ropes) for number, each in enumerate(products)]
         self._layers = (_Layer * len(made))(*made)
         self._width, self._inner = layers.embedding.shape[1], products[0][-1][0].shape[1]
@@ -62,14 +62,18 @@ class NativeLayers:
 
     @staticmethod
     def of(layers: DecoderLayers, ropes: Mapping[str, Rope]) -> NativeLayers | None:
-        """None where a layer has what `layers.c` has not: experts, matrices in other layouts, norms of two dtypes."""
+        """None where layers have what `layers.c` has not: experts, matrices in other layouts, norms of two dtypes, gates of
+        several sizes."""
         if any(layer.experts for layer in layers.layers) or len(_norm_dtypes(layers)) != 1:
             return None
         products = [[_parts(each) for each in (at.qkv, at.out, at.gate_up, at.down)] for at in layers.layers]
-        return NativeLayers(layers, products, ropes) if all(all(each) for each in products) else None
+        if not all(all(each) for each in products) or len({down.shape for *_, (down, *_) in products}) != 1:
+            return None
+        return NativeLayers(layers, products, ropes)
 
     def __call__(self, attends: NativeAttention, hidden: torch.Tensor, first: int, end: int) -> None:
         """Change the hidden states [n, width] to those behind the layers from `first` to `end` - 1."""
+        room = torch.empty(len(hidden) * self._room)
         attention = native.Attention.from_buffer_copy(attends.given)
         attention.is_float32, attention.norm_is_float32 = self._is_float32, self._norm_is_float32
         attention.norm_width = self._norm_width
@@ -77,7 +81,7 @@ class NativeLayers:
             attention=attention,
             layers=ctypes.addressof(self._layers),
             hidden=hidden.data_ptr(),
-            room=native.scratch(len(hidden) * self._room),
+            room=room.data_ptr(),
             first=first,
             end=end,
             width=self._width,
