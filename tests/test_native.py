@@ -187,23 +187,26 @@ TREE = (-1, 0, 0, 1, 1, 2, -1, 6)
 
 
 @pytest.mark.parametrize(
-    ("built", "heads", "scored"),
+    ("built", "dtype", "heads", "scored"),
     pairwise(
         BUILT,
+        [torch.float32, torch.bfloat16],  # of cached keys and values
         [Heads(9, 3, 64), Heads(2, 2, 16), Heads(14, 2, 40)],
         [(0, 0.0, 0), (40, 0.0, 1), (0, 20.0, 0)],  # window, cap, sinks
     ),
     indirect=["built"],
 )
-def test_attention(built: None, heads: Heads, scored: tuple[int, float, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention(
+    built: None, dtype: torch.dtype, heads: Heads, scored: tuple[int, float, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As torch's operations, for chains and trees in two slots; each row has the bits that it has alone, and a tree's
     node those of its path."""
     window, cap, sinks = scored
     scoring = Scoring((window,), heads.dim**-0.5, cap, (irregular(1, heads.query, torch.float32)[0],) * sinks)
     shape = (2, 1, heads.kv, 512, heads.dim)
 
-    def slots() -> Slots:
-        made = Slots(shape, torch.float32, CPU)
+    def slots(dtype: torch.dtype = dtype) -> Slots:
+        made = Slots(shape, dtype, CPU)
         made.keys.copy_(irregular(2 * heads.kv, 512 * heads.dim, torch.float32).view(shape))
         made.values.copy_(made.keys.flip(-1))
         made.lengths = [137, 60]
@@ -220,12 +223,13 @@ def test_attention(built: None, heads: Heads, scored: tuple[int, float, int], mo
     n = 5 + len(TREE)
     found = computed(feeds, states(n), held := slots())
     parts = states(n).split([heads.query, heads.kv, heads.kv], 1)
-    other = slots()
+    other = slots(torch.float32)
     with monkeypatch.context() as plain:
         plain.setattr(native, "library", lambda: None)
         spans = SpanAttention(lay_out(feeds, other.lengths), other, scoring)
-        torch.testing.assert_close(found, spans.attend(0, *parts), rtol=1e-4, atol=1e-5)
-    assert torch.equal(held.keys[0], other.keys[0]), "the chain is in its slot"
+        rtol, atol = (1e-4, 1e-5) if dtype == torch.float32 else (0.01, 0.01)
+        torch.testing.assert_close(found, spans.attend(0, *parts), rtol=rtol, atol=atol)
+    assert torch.equal(held.keys[0], other.keys[0].to(dtype)), "the chain is in its slot"
     layout = lay_out(feeds, [137, 60])
     rows = layout.trees[0][1]
     for node in range(len(TREE)):
@@ -236,7 +240,7 @@ def test_attention(built: None, heads: Heads, scored: tuple[int, float, int], mo
         assert torch.equal(alone[-1], found[rows[node]])
     for row in range(5):
         held = slots()
-        held.keys, held.values, held.lengths = other.keys, other.values, [137 + row, 60]
+        held.keys, held.values, held.lengths = other.keys.to(dtype), other.values.to(dtype), [137 + row, 60]
         assert torch.equal(computed([Feed([1], 1)], states(n)[row : row + 1], held)[0], found[row])
 
 
