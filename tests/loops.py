@@ -61,7 +61,7 @@ class Hanging(ToyRunner):
 
 
 @dataclass
-class Told:
+class Received:
     """What a front has received of one request."""
 
     tokens: list[int] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Front:
         endpoint.send(m.Hello(m.PROTOCOL_VERSION, m.Role.FRONT, 0, 0))
         self.until(m.Welcome)
 
-    def until(self, kind: type, told: Told | None = None) -> object:
+    def until(self, kind: type, told: Received | None = None) -> object:
         """The first message of that kind; raises what an Error says."""
         deadline = time.monotonic() + BOUND
         while time.monotonic() < deadline:
@@ -96,7 +96,7 @@ class Front:
         raise AssertionError(f"no {kind.__name__} within {BOUND} s")
 
     @staticmethod
-    def _note(message: object, told: Told) -> None:
+    def _note(message: object, told: Received) -> None:
         match message:
             case m.Committed(_, start, tokens):
                 assert told.end in (None, start), "a gap, or something twice"
@@ -105,13 +105,13 @@ class Front:
             case m.Finished(_, reason, statistics):
                 told.reason, told.statistics = reason, Statistics.from_json(statistics)
 
-    def finish(self) -> Told:
+    def finish(self) -> Received:
         """All that comes of a request that was sent."""
-        told = Told()
+        told = Received()
         self.until(m.Finished, told)
         return told
 
-    def ask(self, submit: m.Submit) -> Told:
+    def ask(self, submit: m.Submit) -> Received:
         self.endpoint.send(submit)
         return self.finish()
 

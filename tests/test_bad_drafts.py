@@ -36,7 +36,7 @@ from tests.loops import (
     Hanging,
     Loops,
     MakeLoops,
-    Told,
+    Received,
     first,
     simulated,
     sparse,
@@ -86,14 +86,14 @@ def test_of_a_few_bytes_no_vocabularies_are_made_before_they_are_judged() -> Non
         examined(*[sparse([1], [1.0])] * 2047, sparse([1], [2.0]))
 
 
-def received_beside(pair: Loops, submit: Submit, *said: DraftTokens | list[bytes]) -> Told:
-    """Everything that a front receives while its draft sends `said`, for which the draft is given up."""
+def received_beside(pair: Loops, submit: Submit, *messages: DraftTokens | list[bytes]) -> Received:
+    """What a front receives of a request whose draft sends `messages`, for which the target gives it up."""
     fake, front = FakeDraft(pair), pair.front()
     front.endpoint.send(submit)
-    fake.say(*said)
-    told = front.finish()
-    assert told.statistics.draft_lost
-    return told
+    fake.say(*messages)
+    received = front.finish()
+    assert received.statistics.draft_lost
+    return received
 
 
 @pytest.mark.parametrize("lie", LIES)
@@ -132,7 +132,7 @@ def test_a_draft_that_lives_and_sends_no_token_is_given_up(loops: MakeLoops, way
     """In bounded time, and before many whole prefixes have been sent to it."""
     draft_timeout, messages = STALLING[way]
     pair = loops(draft_timeout=draft_timeout)
-    fake, front, told, has_ended = FakeDraft(pair), pair.front(), Told(), threading.Event()
+    fake, front, told, has_ended = FakeDraft(pair), pair.front(), Received(), threading.Event()
     front.endpoint.send(replace(submission(40), decoding=RequestOptions("pearl", "fixed", 4, "coupled")))
     first(fake.endpoint, Begin)
 

@@ -363,7 +363,7 @@ def test_several_candidates_are_judged_exactly(
 
 
 def test_enumeration_of_several_notices_planted_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Candidates judged against the target anew instead of what is left; a K-SEQ that divides by nothing."""
+    """Planted: candidates are judged against the whole distribution, not the residual; K-SEQ divides by 1."""
     p, q = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.5, 0.25])
     with monkeypatch.context() as planted:
         planted.setattr(several, "residual", lambda target, draft: target)

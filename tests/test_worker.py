@@ -36,7 +36,7 @@ from tests.loops import (
     WARM,
     Channels,
     MakeLoops,
-    Told,
+    Received,
     first,
     form_of,
     simulated,
@@ -106,7 +106,7 @@ def test_requests_of_two_fronts_are_served_in_turn(loops: MakeLoops) -> None:
     one, two = pair.front(), pair.front()
     one.endpoint.send(submission(300, request=5))
     two.endpoint.send(submission(50, request=5))  # the fronts' own numbers may coincide
-    told = [Told(), Told()]
+    told = [Received(), Received()]
     two.until(m.Finished, told[1])
     one.until(m.Finished, told[0])
     assert [len(t.tokens) for t in told] == [300, 50]
@@ -139,7 +139,7 @@ def test_what_does_not_fit_together_is_computed_one_by_one(loops: MakeLoops) -> 
     for front, begin in zip(fronts, (1, 9, 2), strict=True):
         front.endpoint.send(m.Submit(1, (begin, 4), 22, RequestOptions("ar", sampling=Sampling(0.0))))
     for front, begin in ((fronts[0], 1), (fronts[2], 2)):
-        front.until(m.Finished, told := Told())
+        front.until(m.Finished, told := Received())
         assert told.tokens == list(greedy_text([begin, 4], 20))
     with pytest.raises(RequestError, match="no memory is left"):
         fronts[1].until(m.Finished)
@@ -150,7 +150,7 @@ def test_front_that_does_not_read_delays_nobody(loops: MakeLoops) -> None:
     slow, quick = pair.front(), pair.front()
     slow.endpoint.send(submission(5000, "ar", GREEDY))
     assert quick.ask(submission(20, "ar", GREEDY)).reason is m.FinishReason.LENGTH  # served after it, so it is done
-    told = Told()
+    told = Received()
     slow.until(m.Finished, told)
     assert len(told.tokens) == 5000
 
@@ -251,7 +251,7 @@ def test_garbage_from_fronts_and_strangers_is_answered_and_survived(loops: MakeL
         assert first(stranger, m.Error).kind == "RemoteProtocolError"
     stranger.send(m.DraftTokens(1, 0, 3, (1,)))  # as from a draft that was replaced: ignored
     stranger.send(m.Resync(1, 0))
-    stranger.send(m.Cancel(1))  # as from a front that closed amid a text, and was found gone before this was read
+    stranger.send(m.Cancel(1))  # as from a front whose loss was noticed before its last message
     stranger.send(m.Ping(5))
     assert first(stranger, m.Pong).sent == 5
     assert front.ask(submission(50)).tokens == simulated(submission(50))
