@@ -18,7 +18,7 @@ from pearl.decoding.keys import Purpose, draw_key
 from pearl.models.feeds import Feed
 from pearl.models.forward.experts import Experts
 from pearl.models.forward.graphs import FED
-from pearl.models.forward.matrices import Rounding, matrix, packed_at_once
+from pearl.models.forward.matrices import Rounding, matrix, packed_together
 from pearl.models.forward.row_table import MOST_PARTS, SIZES, lay_tables, numbers, numbers_of
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
@@ -32,9 +32,10 @@ if torch.cuda.is_available():
 assert os.environ["TRITON_INTERPRET"] == "1"  # set by conftest
 
 from pearl.decoding import draw_kernels  # noqa: E402
-from pearl.models.forward import attention_kernels, cuts, decode, expert_kernels, kernels  # noqa: E402
+from pearl.models.forward import attention_kernels, cuts, decode, expert_kernels, kernels, tile_kernels  # noqa: E402
 
 ROWS = SIZES[0]
+FED_ROWS = torch.ones(1 + 4 * ROWS, dtype=torch.long)  # of a table of which all rows are needed
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 90,
@@ -285,7 +286,7 @@ def test_larger_tables_that_do_not_fit_the_gpu_are_left_out(caplog: pytest.LogCa
 def test_kernels_that_do_not_compile_are_done_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cuts, "candidates", lambda name, shape, bits, fewer: [])
+    monkeypatch.setattr(cuts, "candidates", lambda product, fewer: [])
     found = runner_of("one layer")
     assert found._decode is None
     assert "no cut fits" in caplog.text
@@ -306,9 +307,9 @@ def test_products(parts: int, adds: bool, bias: bool) -> None:
     for _ in range(2):
         expected_now = out + expected if adds else expected + more if bias else expected
         kernels.multiply[(-(-outputs // 16), parts)](
-            x, squares, norm, w, w, more, out, after, sums, counts, 1.0, 1e-5, K=inputs, N=outputs, BN=16, BK=16,
-            S=2, PARTS=parts, ROWS=ROWS, NORMS=not adds, ADDS=adds, SQUARES=adds, BIAS=bias, BITS=16, GROUP=32, EXTRA=0,
-            OFFSET=0.0, OVERLAPS=False,
+            FED_ROWS, x, squares, norm, w, w, more, out, after, sums, counts, 1.0, 1e-5, K=inputs, N=outputs, BN=16,
+            BK=16, S=2, PARTS=parts, ROWS=ROWS, NORMS=not adds, ADDS=adds, SQUARES=adds, BIAS=bias, BITS=16, GROUP=32,
+            EXTRA=0, OFFSET=0.0, OVERLAPS=False,
         )  # fmt: skip
         torch.testing.assert_close(out, expected_now)
         assert not counts.any()
@@ -318,22 +319,26 @@ def test_products(parts: int, adds: bool, bias: bool) -> None:
 
 @pytest.mark.parametrize(("rounding", "inputs"), [("int4", 768), ("int4", 192), ("int8", 256)])
 def test_products_of_quantised_weights_in_parts(rounding: Rounding, inputs: int) -> None:
-    """With as many inputs packed together as the kernels like, and fewer."""
+    """With as many inputs packed together as the kernels like, and fewer; and where few rows are needed."""
     torch.manual_seed(1)
     x, layer, out = torch.randn(ROWS, inputs), torch.nn.Linear(inputs, 41, bias=False), torch.zeros(ROWS, 41)
     parts = 1 if inputs == 192 else 2
-    at_once = packed_at_once(inputs) if rounding == "int4" else 64
+    at_once = 4 * packed_together(inputs, 32) if rounding == "int4" else 64
     sums, counts = torch.empty(9999), torch.zeros(9).int()
     found = matrix(layer.requires_grad_(False), dtype=torch.float32, rounding=rounding, plain=True)
-    kernels.multiply[(3, parts)](
-        x, x, x, found.weight, found.scales, x, out, x, sums, counts, 1.0, 1e-5, K=inputs, N=41, BN=16, BK=at_once, S=4,
-        PARTS=parts, ROWS=ROWS, NORMS=False, ADDS=False, SQUARES=False, BIAS=False, OVERLAPS=False, **found.options(),
-    )  # fmt: skip
+    few, fed = torch.zeros(ROWS, 41), torch.where(torch.arange(1 + 4 * ROWS) < 1 + 3 * ROWS + 5, FED_ROWS, 0)
+    for table, to in ((FED_ROWS, out), (fed, few)):
+        kernels.multiply[(3, parts)](
+            table, x, x, x, found.weight, found.scales, x, to, x, sums, counts, 1.0, 1e-5, K=inputs, N=41, BN=16,
+            BK=at_once, S=4, PARTS=parts, ROWS=ROWS, NORMS=False, ADDS=False, SQUARES=False, BIAS=False, OVERLAPS=False,
+            **found.options(),
+        )  # fmt: skip
     torch.testing.assert_close(out, linear(x, found.dequantised()))
+    assert torch.equal(few[:5], out[:5])
     if found.bits == 4:
         weights = torch.empty(41, inputs)
         more = {name: value for name, value in found.options().items() if name != "BITS"}
-        kernels.dequantise[(3, inputs // at_once)](
+        tile_kernels.dequantise[(3, inputs // at_once)](
             found.weight, found.scales, weights, K=inputs, N=41, BK=at_once, BN=16, **more
         )
         assert torch.equal(weights, found.dequantised())
@@ -346,8 +351,8 @@ def test_gate_and_up(parts: int) -> None:
     squares, sums, counts = x.view(ROWS, -1, 16).square().sum(2).T.contiguous(), torch.empty(9999), torch.zeros(9).int()
     for _ in range(2):
         kernels.gate_up[(3, parts)](
-            x, squares, norm, w, w, w, out, sums, counts, 1e-5, K=32, N=40, BN=16, BK=16, S=2, PARTS=parts, ROWS=ROWS,
-            NORMS=True, GELU=False, BIAS=False, BITS=16, GROUP=32, EXTRA=0, OFFSET=0.0, OVERLAPS=False,
+            FED_ROWS, x, squares, norm, w, w, w, out, sums, counts, 1e-5, K=32, N=40, BN=16, BK=16, S=2, PARTS=parts,
+            ROWS=ROWS, NORMS=True, GELU=False, BIAS=False, BITS=16, GROUP=32, EXTRA=0, OFFSET=0.0, OVERLAPS=False,
         )  # fmt: skip
         both = linear(x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5) * norm, w)
         torch.testing.assert_close(out, silu(both[:, :40]) * both[:, 40:])
@@ -380,12 +385,13 @@ def test_tables() -> None:
 
 @pytest.mark.parametrize(("shape", "fits"), [((4096, 11008), True), ((30, 80), False), ((90, 24), False)])
 def test_cuts_fit_or_there_is_none(shape: tuple[int, int], fits: bool) -> None:
+    kind = tuple({"BITS": 16, "GROUP": shape[1]}.items())
     for name in decode.PRODUCTS:
-        for cut in cuts.candidates(name, shape):
+        for cut in cuts.candidates(cuts.Product(name, shape, kind, ROWS)):
             assert shape[1] % cut.inputs == 0
             assert shape[1] >= cut.parts * cut.inputs
             assert name not in ("out", "down") or shape[0] % cut.columns == 0
-    assert bool(cuts.candidates("down", shape)) == fits
+    assert bool(cuts.candidates(cuts.Product("down", shape, kind, ROWS))) == fits
 
 
 @pytest.mark.parametrize("rounding", ["int4", "int8"])

@@ -14,7 +14,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from pearl.models.forward import attention_kernels, expert_kernels, kernels, prompt_kernels
+from pearl.models.forward import attention_kernels, expert_kernels, kernels, prompt_kernels, tile_kernels
 
 TYPES = {"table": "*i64", "ids": "*i64", "counts": "*i32"}
 TYPES |= {name: "i32" for name in ("w_stride", "scales_stride", "slot_stride", "head_stride")}
@@ -36,8 +36,8 @@ for kernel in (kernels.add, attention_kernels.attend, attention_kernels.add_part
 gate_up = [expert_kernels.expert_gate_up, kernels.gate_up]
 for bits, words, group, extra, beside, rows in (  # products of each kind of weights, other kernels of some
     (16, "*bf16", 512, 0, gate_up, 64), (8, "*i8", 512, 0, [], 16), (8, "*i8", 16, 1, [expert_kernels.expert_down], 16),
-    (8, "*fp8e4nv", 128, 0, [], 16), (4, "*u8", 32, 1, [*gate_up, kernels.dequantise], 64), (4, "*u8", 128, 2, [], 16),
-    (4, "*u8", 32, 0, [], 16), (4, "*u8", 512, 2, [], 16),
+    (8, "*fp8e4nv", 128, 0, [], 16), (4, "*u8", 32, 1, [*gate_up, tile_kernels.dequantise], 64),
+    (4, "*u8", 128, 2, [], 16), (4, "*u8", 32, 0, [], 16), (4, "*u8", 512, 2, [], 16),
 ):
     sizes = SIZES | {"BITS": bits, "BK": 128, "GROUP": group, "EXTRA": extra, "OFFSET": 8.0, "ROWS": rows}
     for kernel in (kernels.multiply, *beside):

@@ -19,7 +19,7 @@ from triton import AsyncCompileMode
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from pearl.cache import cache_directory
-from pearl.models.forward.matrices import packed_at_once
+from pearl.models.forward.matrices import packed_together
 
 log = logging.getLogger(__name__)
 
@@ -67,15 +67,14 @@ _EIGHT_BITS = (
     Cut(16, 128, 1, 4, 4),
 )
 _FOUR_BITS = (
-    Cut(32, 128, 1, 4, 3),
-    Cut(16, 128, 1, 4, 3),
-    Cut(32, 128, 1, 2, 4),
-    Cut(32, 128, 4, 4, 3),
+    Cut(32, 128, 1, 4, 1),
+    Cut(16, 128, 1, 8, 1),
+    Cut(32, 128, 1, 8, 1),
+    Cut(16, 128, 1, 4, 1),
 )
 FAILURES = (OutOfResources, PTXASError)  # of a kernel that this GPU cannot run
 ADDING = ("out", "down")  # products that are added to the hidden state
 _LEAST = 16  # inputs at once
-_PACKED = 128  # usual inputs of weights of 4 bits that are packed together
 _REPLAYS = 10
 _COMPILERS = 16  # most at once: each takes a few hundred megabytes
 _PATIENCE = 300.0  # seconds to wait for another process that times kernels
@@ -96,31 +95,29 @@ def one_at_a_time() -> Iterator[None]:
         yield
 
 
-def candidates(name: str, shape: tuple[int, int], bits: int = 16, fewer: Cut | None = None) -> list[Cut]:
-    """The cuts that fit a product of (outputs, inputs), at least one; empty where its sizes are too odd for any.
+def candidates(product: Product, fewer: Cut | None = None) -> list[Cut]:
+    """The cuts that fit a product, at least one; empty where its sizes are too odd for any.
 
     fewer: the cut that was chosen for smaller tables: then only cuts that add sums in the same order.
     """
-    outputs, inputs = shape
-    adds = name in ADDING
-    some = {4: _FOUR_BITS, 8: _EIGHT_BITS, 16: _CANDIDATES}[bits]
+    (outputs, inputs), kind, adds = product.shape, dict(product.kind), product.name in ADDING
+    some: Sequence[Cut] = {4: _FOUR_BITS, 8: _EIGHT_BITS, 16: _CANDIDATES}[kind["BITS"]]
+    if kind["BITS"] == 4:
+        some = [replace(cut, inputs=4 * packed_together(inputs, kind["GROUP"])) for cut in some]
     if fewer is not None:
-        some = (fewer, replace(fewer, columns=2 * fewer.columns), replace(fewer, stages=2))
+        some = [replace(fewer, columns=columns) for columns in sorted({fewer.columns, 16, 32})]
+        some += [replace(fewer, stages=2)] * (fewer.stages > 2)
     fitting = [
         cut
         for cut in some
         if inputs % cut.inputs == 0
         and inputs >= cut.inputs * cut.parts
         and (outputs % cut.columns == 0 or not adds)
-        and (cut.parts == 1 or name != "head")
+        and (cut.parts == 1 or product.name != "head")
     ]
-    if fewer is not None:
-        return fitting
-    if bits == 4 and (at_once := packed_at_once(inputs)) != _PACKED:
-        fitting = [Cut(32, at_once)] if at_once and (outputs % 32 == 0 or not adds) else []
     most = min(128, inputs & -inputs)
     columns = min(16, outputs & -outputs) if adds else 16
-    if not fitting and min(most, columns) >= _LEAST and bits != 4:
+    if not fitting and fewer is None and min(most, columns) >= _LEAST and kind["BITS"] != 4:
         fitting = [Cut(columns, most)]
     return fitting
 
@@ -151,7 +148,7 @@ class Cuts:
 
     def fitting(self, product: Product, fewer: Cut | None) -> list[Cut]:
         """The cuts to choose from; one if nothing is left to choose. fewer: see `candidates`."""
-        found = candidates(product.name, product.shape, dict(product.kind)["BITS"], fewer)
+        found = candidates(product, fewer)
         if not found:
             raise ValueError(f"no cut fits a product of {product.shape[0]} outputs and {product.shape[1]} inputs")
         if self._device.type != "cuda":

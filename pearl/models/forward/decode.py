@@ -264,6 +264,7 @@ class _TableForward:
                     for cut in some:
                         self._launch_all(product, cut)
         self._prepares = False
+        self.table[1 + 3 * self.size : 1 + 4 * self.size] = 1  # timed as if all rows were needed
         for product, some in fitting.items():
             self.cuts[product] = given.fastest(product, some, partial(self._launch_all, product))
 
@@ -344,7 +345,7 @@ class _TableForward:
         if layer is not None and name == "gate_up":
             norm = layer.mlp_norm
             self._start(
-                kernels.gate_up, (-(-outputs // 2 // cut.columns), cut.parts), self._x, after,
+                kernels.gate_up, (-(-outputs // 2 // cut.columns), cut.parts), self.table, self._x, after,
                 self._x if norm is None else norm, *weights, bias, self._act, self._sums, self._counts, layers.eps,
                 N=outputs // 2, NORMS=norm is not None, GELU=layers.gate == "gelu", **more,
             )  # fmt: skip
@@ -359,10 +360,10 @@ class _TableForward:
             x, norm = (self._mixed if name == "out" else self._act), None
             out, squares = (self._x, before if name == "down" else after) if adds else (self._part, other)
         self._start(
-            kernels.multiply, (-(-outputs // cut.columns), cut.parts), x, before, self._x if norm is None else norm,
-            *weights, bias, out, squares, self._sums, self._counts, layers.scales.residual, layers.eps, N=outputs,
-            NORMS=norm is not None, ADDS=adds, SQUARES=layer is not None and (name != "qkv" or self._norms(layer) == 2),
-            **more,
+            kernels.multiply, (-(-outputs // cut.columns), cut.parts), self.table, x, before,
+            self._x if norm is None else norm, *weights, bias, out, squares, self._sums, self._counts,
+            layers.scales.residual, layers.eps, N=outputs, NORMS=norm is not None, ADDS=adds,
+            SQUARES=layer is not None and (name != "qkv" or self._norms(layer) == 2), **more,
         )  # fmt: skip
 
     def _norms(self, layer: Layer) -> int:

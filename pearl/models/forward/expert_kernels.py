@@ -18,8 +18,8 @@ import triton.language as tl
 from triton.language import constexpr
 
 from pearl.models.forward.graphs import FED
-from pearl.models.forward.kernels import multiply_tile
-from pearl.models.forward.matrices import Matrix, Plain, Quantised, packed_at_once
+from pearl.models.forward.matrices import Matrix, Plain, Quantised, packed_together
+from pearl.models.forward.tile_kernels import multiply_tile
 
 _COLUMNS = 32  # outputs of a tile
 ROWS = constexpr(FED)
@@ -53,8 +53,9 @@ def expert_gate_up(
         w += expert * w_stride
         scales += expert * scales_stride
         gate, up = multiply_tile(
-            x, x, w, scales, known, 0, K, K, 2 * N, BK, S, ROWS, False, BITS, GROUP, EXTRA, OFFSET, N, K % (S * BK) == 0
-        )
+            None, x, x, w, scales, tl.program_id(1) * BN, 0, K, K, N, BN, BK, S, ROWS, False, BITS, GROUP, EXTRA,
+            OFFSET, N, K % (S * BK) == 0, False,
+        )  # fmt: skip
         if BIAS:
             its = bias + expert * 2 * N + known
             gate += tl.load(its).to(tl.float32)[:, None]
@@ -83,8 +84,8 @@ def expert_down(
         scales += expert * scales_stride
         rows_of_pair = act + pair * ROWS * K
         found, _ = multiply_tile(
-            rows_of_pair, act, w, scales, known, 0, K, K, N, BK, S, ROWS, False, BITS, GROUP, EXTRA, OFFSET, 0,
-            K % (S * BK) == 0,
+            None, rows_of_pair, act, w, scales, tl.program_id(1) * BN, 0, K, K, N, BN, BK, S, ROWS, False, BITS, GROUP,
+            EXTRA, OFFSET, 0, K % (S * BK) == 0, False,
         )  # fmt: skip
         if BIAS:
             found += tl.load(bias + expert * N + known).to(tl.float32)[:, None]
@@ -139,7 +140,8 @@ class _Stack:
         bias = weight if first.bias is None else torch.stack([each.bias for each in kinds])
         self.inputs = int(first.shape[1])
         self.tensors, self.strides = (weight, scales, bias), (weight.stride(0), scales.stride(0))
-        at_once = packed_at_once(self.inputs) if first.bits == 4 else min(128, self.inputs & -self.inputs)
+        packed = packed_together(self.inputs, first.options()["GROUP"])
+        at_once = 4 * packed if first.bits == 4 else min(128, self.inputs & -self.inputs)
         self.options = {"BK": at_once, "S": _WARPS, "BIAS": first.bias is not None, **first.options()}
         biases = [None] * len(kinds) if first.bias is None else bias
         self.each: list[Matrix] = [

@@ -49,7 +49,7 @@ class Plain:
 class Quantised:
     """Weights of 4 or 8 bits for our kernels on a GPU, which multiply by them in the rows' dtype.
 
-    4 bits: bytes [out, in / 2]: of each `at_once` inputs the first half in the lower halves of bytes.  8 bits: steps
+    4 bits: bytes [out, in / 2]: of each `packed` inputs the first half in the lower halves of bytes.  8 bits: steps
     [out, in], of int8 or float8_e4m3fn.
 
     Attributes:
@@ -75,10 +75,10 @@ class Quantised:
         if given.table is not None and given.fits_bytes:
             given = given.in_bytes(given.group)
         steps, extra, offset = given.steps, 0, given.offset
-        at_once = packed_at_once(inputs)
+        packed = packed_together(inputs, given.group)
         is_unknown = given.order is not None or given.table is not None
         is_even = given.group % 16 == 0 and (given.group & (given.group - 1) == 0 or given.group == inputs)
-        if is_unknown or not is_even or (given.bits == 4 and not at_once):
+        if is_unknown or not is_even or (given.bits == 4 and not packed):
             return Plain(given.dequantised().to(dtype), bias)
         second = given.zeros if given.least is None else given.whole_least()
         if second is not None:
@@ -86,7 +86,7 @@ class Quantised:
         both = [given.whole_scales()] + ([] if second is None else [second])
         scales = torch.stack([each.T.to(dtype) for each in both], -1)
         if given.bits == 4:
-            low, high = steps.view(outputs, -1, 2, at_once // 2).unbind(2)
+            low, high = steps.view(outputs, -1, 2, packed // 2).unbind(2)
             steps = (low | high << 4).flatten(1)
         elif steps.dtype == torch.uint8:
             steps, offset = (steps.to(torch.int16) - int(offset)).to(torch.int8), 0.0
@@ -103,18 +103,19 @@ class Quantised:
 
     def dequantised(self) -> torch.Tensor:
         """[out, in], in the dtype of the scales."""
-        (outputs, inputs), at_once = self.shape, packed_at_once(self.shape[1])
+        (outputs, inputs), packed = self.shape, packed_together(self.shape[1], self.group)
         if self.bits == 4 and self.weight.device.type == "cuda":
-            from pearl.models.forward import kernels
+            from pearl.models.forward import tile_kernels
 
             found = torch.empty(self.shape, dtype=self.scales.dtype, device=self.weight.device)
-            grid, options = (-(-outputs // 32), inputs // at_once), self.options()
+            options = self.options() | {"K": inputs, "N": outputs, "BK": 4 * packed, "BN": 32}
             options.pop("BITS")
-            kernels.dequantise[grid](self.weight, self.scales, found, K=inputs, N=outputs, BK=at_once, BN=32, **options)
+            grid = -(-outputs // 32), inputs // (4 * packed)
+            tile_kernels.dequantise[grid](self.weight, self.scales, found, **options)
             return found
         steps = self.weight
         if self.bits == 4:
-            chunks = steps.view(outputs, -1, at_once // 2)
+            chunks = steps.view(outputs, -1, packed // 2)
             steps = torch.stack((chunks & 15, chunks >> 4), 2)
         scale, *second = (each.T[..., None] for each in self.scales.unbind(-1))
         found = steps.to(scale.dtype).view(outputs, -1, self.group) - self.offset
@@ -124,9 +125,9 @@ class Quantised:
         return (found + second[0] if self.extra == 1 else found).view(self.shape)
 
 
-def packed_at_once(inputs: int) -> int:
-    """Inputs whose steps of 4 bits are packed together: 128 or 64; 0 where neither divides these."""
-    return next((size for size in (128, 64) if inputs % size == 0), 0)
+def packed_together(inputs: int, group: int) -> int:
+    """Inputs whose steps of 4 bits a lane of our kernels loads at once: 32 or 16; 0 where neither fits."""
+    return next((size for size in (32, 16) if inputs % (4 * size) == 0 and group % size == 0), 0)
 
 
 @dataclass(frozen=True)
