@@ -103,7 +103,7 @@ def mxfp4(pairs: torch.Tensor, exponents: torch.Tensor) -> QuantisedMatrix:
 
 def _mx(steps: torch.Tensor, exponents: torch.Tensor) -> QuantisedMatrix:
     """steps [out, in]; exponents [out, groups]."""
-    scales = torch.ldexp(torch.tensor(1.0), exponents.int() - 128)  # 127, and a half
+    scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 128)  # 127, and a half
     return QuantisedMatrix(steps, 4, scales.bfloat16(), table=_FP4)
 
 

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 _LANES = 16  # outputs of a panel
 _LEAST = 8  # bfloat16 inputs are a multiple of this
 _SUPER = 256  # inputs that share a scale of scales
-_FLOAT8, _TABLE = 9, 10
+_FLOAT8, _TABLE, _WHOLE_TABLE = 9, 10, 11
 _WIDEST, _MOST_TOGETHER = 16384, 64  # see `native.h`: numbers of a row's queries; query heads of a key-value head
 _BUILT = (  # in this folder: name, flags of /proc/cpuinfo that it takes
     ("_native_bf16", {"avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"}),
@@ -37,6 +37,7 @@ _CASES = {  # bits, kinds of scales, inputs of a group
     *((8, kind, True) for kind in (0, 1, 4)),
     (_FLOAT8, 4, True),
     *((_TABLE, kind, True) for kind in (0, 1, 3, 4)),
+    *((_WHOLE_TABLE, kind, True) for kind in (0, 1, 3)),
 }
 
 
@@ -104,7 +105,9 @@ def takes(weights: Weights) -> bool:
 
 
 def _case(weights: QuantisedMatrix) -> tuple[int, int, bool]:
-    bits = _FLOAT8 if weights.steps.dtype == torch.float8_e4m3fn else weights.bits if weights.table is None else _TABLE
+    bits = _FLOAT8 if weights.steps.dtype == torch.float8_e4m3fn else weights.bits
+    if weights.table is not None:
+        bits = _WHOLE_TABLE if weights.fits_bytes and keeps_float32() else _TABLE
     return bits, _KINDS[weights.scales.dtype], weights.group % 32 == 0
 
 
@@ -133,7 +136,7 @@ class Native:
                 self._keep("table", weights.table)
             weights = weights.steps
         rows = panels(weights, _LANES)
-        if given.bits < 8 or given.bits == _TABLE:
+        if given.bits < 8 or given.bits in (_TABLE, _WHOLE_TABLE):
             self._keep("low", _words(rows, 0, 4, given.bits == _TABLE))
             if given.bits in (5, 6):
                 self._keep("high", _words(rows, 4, given.bits - 4))

@@ -20,7 +20,7 @@
 // How the scales of groups are stored: as such, or as bytes times a float16 for 256 inputs.
 enum { FLOAT16, BFLOAT16, TWO_LEVELS, TWO_LEVELS_SIGNED, FLOAT32 };
 // In place of bits: bytes that are floating-point numbers (e4m3); nibbles that number the weights of a table.
-enum { FLOAT8 = 9, TABLE = 10 };
+enum { FLOAT8 = 9, TABLE = 10, WHOLE_TABLE = 11 };  // of any 16 numbers; of 16 whole numbers of 8 bits
 
 // The scales of a vector's lanes, or their least weights: `at` is where theirs begin, `above` where those of 256 inputs do.
 INLINE V scales_of(const uint8_t *scales, const uint8_t *upper, int64_t at, int64_t above, int kind) {
@@ -150,7 +150,7 @@ INLINE void unpack(const Weights *w, int64_t at, int bits, int i, int vector, V 
             const U high = *(const U *)(w->high + at * LANES * more / 8 + 4 * WIDE * vector);
             step |= ((high >> (8 * byte + more * field)) & ((1u << more) - 1)) << 4;
         }
-        found[odd] = bits == TABLE ? numbered(w->table, step) : __builtin_convertvector((I)step, V);
+        found[odd] = bits >= TABLE ? numbered(w->table, step) : __builtin_convertvector((I)step, V);
     }
 }
 
@@ -188,6 +188,8 @@ INLINE void plain_rows(const uint16_t *panel, int64_t inputs, const X *x, int64_
 }
 #endif
 
+#define TAKES_SHORTS(bits) ((bits) == 8 || (bits) == WHOLE_TABLE)
+
 #if WHOLE
 #if WIDE == 16
 typedef __m512i B;
@@ -198,6 +200,8 @@ typedef __m512i B;
 #define OR(a, b) _mm512_or_si512(a, b)
 #define RIGHT(a, by) _mm512_srli_epi16(a, by)
 #define LEFT(a, by) _mm512_slli_epi16(a, by)
+#define SIGNED_RIGHT(a, by) _mm512_srai_epi16(a, by)
+#define LOOKED_UP(at, table) _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), at)
 #define LEFT32(a, by) _mm512_slli_epi32(a, by)
 #define PAIRS8(a, b) _mm512_maddubs_epi16(a, b)
 #define PAIRS16(a, b) _mm512_madd_epi16(a, b)
@@ -220,6 +224,8 @@ typedef __m256i B;
 #define OR(a, b) _mm256_or_si256(a, b)
 #define RIGHT(a, by) _mm256_srli_epi16(a, by)
 #define LEFT(a, by) _mm256_slli_epi16(a, by)
+#define SIGNED_RIGHT(a, by) _mm256_srai_epi16(a, by)
+#define LOOKED_UP(at, table) _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), at)
 #define LEFT32(a, by) _mm256_slli_epi32(a, by)
 #define PAIRS8(a, b) _mm256_maddubs_epi16(a, b)
 #define PAIRS16(a, b) _mm256_madd_epi16(a, b)
@@ -253,12 +259,28 @@ INLINE int32_t four_bytes(const void *at) {
 #endif
 #define UNROLLED _Pragma("GCC unroll 16")
 
-// As `rows_of_block`, for steps of 8 bits.
-INLINE void shorts_of_block(const Weights *w, int64_t at, int pairs, int parts, const Rows *given, int rows,
-                            const V *scales, V *sums) {
+// The i-th four inputs of each lane of a vector, from `at` on.
+INLINE B bytes_of(const Weights *w, int64_t at, int bits, int i, int vector) {
+    const int more = bits - 4, by = 4 - more * i;  // bits above the fourth
+    const B words = LOAD(w->low + at * LANES / 2 + 4 * LANES * (i / 2) + 4 * WIDE * vector);
+    const B low = AND(i % 2 ? RIGHT(words, 4) : words, EACH8(15));
+    if (!more) return low;
+    const B high = LOAD(w->high + at * LANES * more / 8 + 4 * WIDE * vector);
+    return OR(low, AND(by < 0 ? RIGHT(high, -by) : LEFT(high, by), EACH8(((1 << more) - 1) << 4)));
+}
+
+// As `rows_of_block`, for steps of 8 bits, or of 4 bits for the numbers of a table.
+INLINE void shorts_of_block(const Weights *w, int64_t at, int bits, int pairs, __m128i table, int parts,
+                            const Rows *given, int rows, const V *scales, V *sums) {
     for (int vector = 0; vector < VECTORS; vector++) {
         B steps[BLOCK / 2];
-        for (int i = 0; i < pairs; i++) steps[i] = WIDENED(w->low + at * LANES + 2 * LANES * i + 2 * WIDE * vector);
+        for (int i = 0; i < pairs && bits == 8; i++)
+            steps[i] = WIDENED(w->low + at * LANES + 2 * LANES * i + 2 * WIDE * vector);
+        for (int i = 0; i < pairs && bits == WHOLE_TABLE; i += 2) {
+            const B four = LOOKED_UP(bytes_of(w, at, 4, i / 2, vector), table);
+            steps[i] = SIGNED_RIGHT(LEFT(four, 8), 8);  // of its first and third inputs: see `in_parts`
+            steps[i + 1] = SIGNED_RIGHT(four, 8);
+        }
         for (int row = 0; row < rows; row++) {
             V sum = {0};
             for (int part = 0; part < parts; part++) {
@@ -273,16 +295,6 @@ INLINE void shorts_of_block(const Weights *w, int64_t at, int pairs, int parts, 
             sums[row * VECTORS + vector] += sum * given->units[row * (given->inputs / BLOCK) + at / BLOCK] * scales[vector];
         }
     }
-}
-
-// The i-th four inputs of each lane of a vector, from `at` on.
-INLINE B bytes_of(const Weights *w, int64_t at, int bits, int i, int vector) {
-    const int more = bits - 4, by = 4 - more * i;  // bits above the fourth
-    const B words = LOAD(w->low + at * LANES / 2 + 4 * LANES * (i / 2) + 4 * WIDE * vector);
-    const B low = AND(i % 2 ? RIGHT(words, 4) : words, EACH8(15));
-    if (!more) return low;
-    const B high = LOAD(w->high + at * LANES * more / 8 + 4 * WIDE * vector);
-    return OR(low, AND(by < 0 ? RIGHT(high, -by) : LEFT(high, by), EACH8(((1 << more) - 1) << 4)));
 }
 
 // As `rows_of_block`, for steps of 4 to 6 bits.
@@ -331,7 +343,7 @@ INLINE void sums_of(const Weights *w, int64_t panel, const Rows *rows_given, int
                     int kind, int parts) {
     const Rows own = *rows_given, *given = &own;  // copies, which stay in registers
     const int64_t inputs = w->inputs, groups = inputs / w->group;
-    const int width = bits == TABLE ? 4 : bits;
+    const int width = bits >= TABLE ? 4 : bits;
     Weights part = *w;  // from this panel on
     V one[VECTORS], *sums = rows == 1 ? one : found;
     if (bits == 16) {
@@ -360,6 +372,11 @@ INLINE void sums_of(const Weights *w, int64_t panel, const Rows *rows_given, int
     for (int i = 0; i < 32 && bits == TABLE; i++) numbers[i] = to_bfloat16(w->table[i % 16]);
     const __m512i table = _mm512_loadu_si512(numbers);
 #endif
+#if WHOLE
+    int8_t bytes[16];
+    for (int i = 0; i < 16; i++) bytes[i] = bits == WHOLE_TABLE ? (int8_t)w->table[i] : 0;
+    const __m128i whole_table = _mm_loadu_si128((const void *)bytes);
+#endif
     for (int i = 0; i < rows * VECTORS; i++) sums[i] = (V){0};
     V scales[VECTORS] = {{0}};
     for (int64_t at = 0, group = -1, end = 0; at < inputs; at += 2 * pairs) {
@@ -387,8 +404,8 @@ INLINE void sums_of(const Weights *w, int64_t panel, const Rows *rows_given, int
             bytes_of_block(&part, at, bits, pairs, parts, given, rows, scales, sums);
             continue;
         }
-        if (bits == 8) {
-            shorts_of_block(&part, at, pairs, parts - 1, given, rows, scales, sums);
+        if (TAKES_SHORTS(bits)) {
+            shorts_of_block(&part, at, bits, pairs, whole_table, parts - 1, given, rows, scales, sums);
             continue;
         }
 #endif
@@ -416,6 +433,7 @@ static void multiply_panel(const Weights *w, int64_t panel, const Rows *given, i
     CASE(4, 16, FLOAT16) CASE(4, 16, BFLOAT16) CASE(4, 16, TWO_LEVELS)
     CASE(5, 16, FLOAT16) CASE(5, 16, TWO_LEVELS) CASE(6, 8, TWO_LEVELS_SIGNED)
     CASE(8, 16, FLOAT16) CASE(8, 16, BFLOAT16) CASE(8, 16, FLOAT32) CASE(FLOAT8, 16, FLOAT32)
+    CASE(WHOLE_TABLE, 16, FLOAT16) CASE(WHOLE_TABLE, 16, BFLOAT16) CASE(WHOLE_TABLE, 16, TWO_LEVELS_SIGNED)
     CASE(TABLE, 16, FLOAT16) CASE(TABLE, 16, BFLOAT16) CASE(TABLE, 16, FLOAT32) CASE(TABLE, 16, TWO_LEVELS_SIGNED)
 }
 
@@ -485,11 +503,13 @@ static float in_parts(const X *x, int64_t bits, int parts, void *into, int64_t s
         for (int i = 0; i < 16; i++) sum += whole[16 * half + i];
         sums[half] = (float)sum * unit;
     }
-    if (bits == 8) {
+    if (TAKES_SHORTS(bits)) {
         int16_t *first = into;
         for (int i = 0; i < BLOCK; i++) {
-            first[i] = parts == 2 ? whole[i] : (whole[i] + 2048) >> 12;
-            if (parts > 2) first[i + stride] = whole[i] - first[i] * 4096;
+            // Of each four inputs a table gives the first and the third, then the others.
+            const int place = bits == 8 || i % 4 % 3 == 0 ? i : i ^ 3;
+            first[place] = parts == 2 ? whole[i] : (whole[i] + 2048) >> 12;
+            if (parts > 2) first[place + stride] = whole[i] - first[place] * 4096;
         }
     } else {
         for (int part = parts - 1; part >= 0; part--) {
@@ -545,17 +565,17 @@ int pearl_rounds(void) {
 void pearl_multiply(const Weights *w, const void *x, int x_is_float32, const void *y, int y_is_float32, void *out,
                     int out_is_float32, int64_t stride, int64_t rows, float *scratch, int threads) {
     const int64_t inputs = w->inputs, groups = w->bits == 16 ? 0 : inputs / w->group, size = w->bits == 6 ? 16 : 32;
-    const int64_t blocks = w->bits == 16 ? 0 : inputs / size, are_whole = WHOLE && w->bits <= 8;
+    const int64_t blocks = w->bits == 16 ? 0 : inputs / size, are_whole = WHOLE && (w->bits <= 8 || w->bits == WHOLE_TABLE);
     const int parts_of_row = x_is_float32 && !ROUNDS ? 3 : 2;
     float *totals = scratch, *less = totals + rows * groups, *units = less + rows * blocks;
     X *converted = (X *)(units + rows * (inputs / BLOCK));
     uint8_t *parts = (uint8_t *)(converted + rows * inputs);
-    const int64_t each = inputs * (w->bits == 8 ? 2 * parts_of_row - 2 : parts_of_row);  // bytes of a row's
+    const int64_t each = inputs * (TAKES_SHORTS(w->bits) ? 2 * parts_of_row - 2 : parts_of_row);  // bytes of a row's
     convert(x, converted, rows * inputs, x_is_float32);
 #if WHOLE
     for (int64_t i = 0; i < rows * inputs / BLOCK && are_whole; i++) {
         const int64_t row = i / (inputs / BLOCK), at = i % (inputs / BLOCK) * BLOCK;
-        uint8_t *into = parts + row * each + at * (w->bits == 8 ? 2 : 1);
+        uint8_t *into = parts + row * each + at * (TAKES_SHORTS(w->bits) ? 2 : 1);
         float sums[2];
         units[i] = in_parts(converted + row * inputs + at, w->bits, parts_of_row, into, inputs, sums);
         if (size == 16) memcpy(less + 2 * i, sums, sizeof sums);
