@@ -43,7 +43,6 @@ class Row:
         sampling: fields of `SamplingParams` in which it differs from the plan.
         base: name of the row that its speedup is over.
         system: name of the engine that decodes it.
-        paper: a paper's figure or claim, of a row of a study.
     """
 
     name: str
@@ -51,7 +50,6 @@ class Row:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     base: str = AR
     system: str = PAIR
-    paper: str = ""
 
 
 @dataclass(frozen=True)
@@ -125,20 +123,11 @@ def parse_settings(text: str) -> DecodingConfig:
         name, equals, value = setting.partition("=")
         if not (name and equals and value):
             raise ConfigError(f"{text!r}: write METHOD,NAME=VALUE, such as pearl,rule=opt,epsilon=0.1")
-        values[name.strip().replace("-", "_")] = _number(value)
+        values[name.strip().replace("-", "_")] = value
     try:
         return DecodingConfig(**values)
     except ConfigError as error:
         raise ConfigError(f"{text!r}: {error}") from None
-
-
-def _number(text: str) -> int | float | str:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def is_emulated(config: EngineConfig) -> bool:

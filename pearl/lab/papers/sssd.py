@@ -24,7 +24,6 @@ from pearl.lab.experiments.estimate import bootstrap
 from pearl.lab.experiments.guessing import Generated, Replayed, Seconds, replay, store_alone
 from pearl.lab.experiments.texts import answers
 from pearl.lab.papers.figures import Figure, Table
-from pearl.lab.papers.studies import FILTERED
 from pearl.lab.simulate import interpolated
 from pearl.models.calibrate import forward_seconds
 from pearl.models.checkpoints.tokenizers import load_tokenizer
@@ -39,6 +38,7 @@ TEMPERATURES = (0.0, 0.4, 0.7, 1.0, 2.0)
 _AT_ONCE = 8  # texts decoded together
 _CONTEXT = 256  # tokens in the cache while forwards are timed
 _ROUNDS = 5  # of all sizes
+_FILTERED: dict[str, Any] = {"top_k": 50, "top_p": 0.7}  # as in the paper
 PAPER: dict[Any, str] = {  # section 4 of the paper
     "speedup": "2.05 to 2.61 at batch 1, s at most 30",
     "sources": "almost add up perfectly",
@@ -88,7 +88,7 @@ def measure_guesses(
     prompts = [prompt_of(task.turns[0]) for task in tasks]
 
     def decode(temperature: float) -> list[Generated]:
-        params = SamplingParams(temperature=temperature, min_p=0.0, repetition_penalty=1.0, seed=0, **FILTERED)
+        params = SamplingParams(temperature=temperature, min_p=0.0, repetition_penalty=1.0, seed=0, **_FILTERED)
         sampling = resolve_sampling(params, defaults, 0)
         samplings = [sampling.changed(seed=task.number) for task in tasks]
         watcher.begin(f"texts at temperature {temperature:g}", tokens * len(tasks))
