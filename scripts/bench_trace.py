@@ -51,14 +51,6 @@ def main(target: str, draft: str, target_pace: float | None, draft_pace: float |
         f"with over without: {ratio.value:.4f}, 95% interval {ratio.low:.4f} to {ratio.high:.4f}; "
         f"{pairs} x {tokens} tokens"
     )
-    working = sum(one.seconds for one in trace.requests)
-    for worker in trace.metadata["workers"]:
-        spent, records = worker["recorder_seconds"], worker["records"]
-        console.print(
-            f"{worker['role']}: recorder {spent / working:.2%} of the time in requests, "
-            f"{spent / found.tokens * 1e6:.0f} us a token, {spent / records * 1e6:.1f} us a record, "
-            f"{records / found.tokens:.1f} records a token"
-        )
     console.print(f"file: {size / found.tokens / 1e3:.1f} kB a token; {platform.machine()}")
 
 

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import openai
@@ -22,6 +23,7 @@ import pytest
 
 from pearl.config import SamplingParams
 from pearl.engine import Engine, Result
+from pearl.engine.recording import Recording
 from pearl.metrics import Statistics, Stopwatch
 from pearl.server.answers import Answer
 from pearl.server.figures import Figures
@@ -351,7 +353,7 @@ def test_the_timeline_has_what_both_workers_do(engine: Engine) -> None:
 
 def test_the_number_of_viewers_is_bounded(served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async def look() -> None:
-        timeline = Timeline(tmp_path)  # no engine runs there: viewers get a problem
+        timeline = Timeline(Recording(Mock(), tmp_path, is_taken=True))  # viewers get a problem: no other can begin
         with ExitStack() as stack:
             for _ in range(MOST_VIEWERS):
                 assert not timeline.is_full

@@ -36,7 +36,6 @@ class Ahead:
 
     Args:
         wanted: whether a forward may start before it is requested; called in the thread.
-        computed: called in the thread with each event at once.
         begins: called in the thread before anything else.
     """
 
@@ -44,10 +43,9 @@ class Ahead:
         self,
         executor: DraftExecutor,
         wanted: Callable[[], bool],
-        computed: Callable[[object], None] = lambda event: None,
         begins: Callable[[], None] = lambda: None,
     ) -> None:
-        self._executor, self._wanted, self._computed, self._begins = executor, wanted, computed, begins
+        self._executor, self._wanted, self._begins = executor, wanted, begins
         self._proposer = executor.proposer
         self._due = 0.0  # when the last launched forward should be done
         self._took = 0.0  # seconds, the last forward of one token and its draw
@@ -142,11 +140,9 @@ class Ahead:
                 return _Launched(self._launch(command))
             if isinstance(command, Sequence):
                 return self._executor.draft(command)
-            event = self._executor.execute(command)
-            self._computed(event)
+            return self._executor.execute(command)
         except BaseException as error:
             return error
-        return event
 
     # ---- chained ----
 
@@ -181,7 +177,6 @@ class Ahead:
         if len(command.tokens) == 1 and launched.following is not None:
             self._took = drafted.seconds + drafted.draw
         self._due = time.monotonic() + (self._took if guess else 0.0)
-        self._computed(drafted)
         if guess is not None and (known := _after(command, drafted)) is not None:
             guess = known
         return drafted, guess, following

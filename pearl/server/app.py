@@ -51,7 +51,7 @@ class App:
         self._service, self._setup, self._model = service, setup, setup.model
         self._spell = partial(token_bytes, service.engine.tokenizer)
         self._responses = Responses(setup)
-        self._timeline = Timeline(service.engine.directory)
+        self._timeline = Timeline(service.engine.client.recording)
         html = files("pearl.server").joinpath("page.html").read_text(encoding="utf-8")
         self._html = html.replace("/* colours */", style_sheet())
         self._created = int(time.time())

@@ -1,22 +1,19 @@
 """A live trace of both workers for the page: a recording that is read while it is written.
 
-It runs while there are viewers. A second front on the same engine requests it.
+It runs while there are viewers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pearl.engine import Engine
+from pearl.engine.recording import Recording
 from pearl.errors import PearlError
 from pearl.trace.recorder import LOOP, Record, part_paths, records_since, role_of
-
-log = logging.getLogger(__name__)
 
 MOST_VIEWERS = 16
 MOST_BYTES = 256 << 20  # of one recording, on disk
@@ -30,10 +27,10 @@ Viewer = asyncio.Queue[Event]  # what has not been sent to it
 
 
 class Timeline:
-    """The timeline of the engine in `directory`."""
+    """The timeline of the engine whose recordings these are."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
         self._viewers: set[Viewer] = set()
         self._working: asyncio.Task[None] | None = None
 
@@ -63,33 +60,22 @@ class Timeline:
         """Record while there are viewers."""
         while self._viewers:
             try:
-                front = await asyncio.to_thread(Engine.attach, self._directory)
-                try:
-                    await self._record(front)
-                finally:
-                    await asyncio.to_thread(_end, front)
+                await self._record()
             except (PearlError, OSError) as error:  # such as: another front records
                 self._send({"problem": str(error)})
             if self._viewers:
                 await asyncio.sleep(_RETRY)
 
-    async def _record(self, front: Engine) -> None:
-        name = await asyncio.to_thread(front.client.recording.start_live)
-        self._send({"recording": True})
-        read: dict[Path, int] = {}  # part -> bytes read
-        while self._viewers and sum(read.values()) < MOST_BYTES:
-            await asyncio.sleep(_EVERY)
-            self._send(*await asyncio.to_thread(_new_events, name, read))
-
-
-def _end(front: Engine) -> None:
-    """End the recording and close the second front."""
-    try:
-        front.client.recording.stop_live()
-    except (PearlError, OSError) as error:
-        log.warning("the live timeline: %s", error)
-    finally:
-        front.close()
+    async def _record(self) -> None:
+        name = await asyncio.to_thread(self._recording.start_live)
+        try:
+            self._send({"recording": True})
+            read: dict[Path, int] = {}  # part -> bytes read
+            while self._viewers and sum(read.values()) < MOST_BYTES:
+                await asyncio.sleep(_EVERY)
+                self._send(*await asyncio.to_thread(_new_events, name, read))
+        finally:
+            await asyncio.to_thread(self._recording.stop_live)
 
 
 def _new_events(name: Path, read: dict[Path, int]) -> list[Event]:

@@ -22,7 +22,7 @@ from pearl.spec.transports import is_on_one_host
 from pearl.trace.outcomes import ACCEPTED, DISCARDED, REJECTED, Outcomes, messages
 from pearl.trace.recorder import LOOP, TRACKS, TRANSPORT, Part, Record, part_paths
 
-VERSION = 10  # of the metadata under "pearl_trace"
+VERSION = 11  # of the metadata under "pearl_trace"
 # Perfetto ignores colours in a file ("cname") and derives a slice's hue from its name: here green, red and orange.
 DRAFTED = {ACCEPTED: "draft token accepted", REJECTED: "draft token rejected", DISCARDED: "draft token unused"}
 _MAX_HELD = 1000  # records of one wait
@@ -233,8 +233,6 @@ class _Merged:
                 "clock_offset_ns": offset,
                 "clock_uncertainty_ns": uncertainty,
                 "ended": part.end is not None,  # else it was killed: the last quarter of a second may be missing
-                "recorder_seconds": part.end.spent / 1e9 if part.end else 0.0,
-                "records": part.end.records if part.end else 0,
             }
             for number, (part, (offset, uncertainty)) in enumerate(zip(self._parts, self._clocks, strict=True), start=1)
         ]

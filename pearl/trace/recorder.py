@@ -32,10 +32,9 @@ from pearl.version import __version__
 
 log = logging.getLogger(__name__)
 
-FORMAT = 6  # of the parts; no other is read
-# tracks: the worker's loop, the thread of its mailbox, the draft's thread that computes
-LOOP, MAIL, AHEAD = 1, 2, 4
-TRACKS = {LOOP: "loop", MAIL: "mailbox", AHEAD: "forwards"}
+FORMAT = 7  # of the parts; no other is read
+LOOP, MAIL = 1, 2  # tracks: the worker's loop, the thread of its mailbox
+TRACKS = {LOOP: "loop", MAIL: "mailbox"}
 # What a loop waits for. TRANSPORT, the end of a wait once the message has been sent, is set when parts are merged.
 START_UP, CONSUMER, DRAFT, HELD_ROW = "start-up", "consumer", "draft tokens", "held row"
 VERDICT, TRANSPORT = "verdict", "transport"
@@ -71,8 +70,6 @@ class Record(Struct, tag="record", array_like=True):
 
 class End(Struct, tag="end", array_like=True):
     closed: int
-    spent: int
-    records: int
 
 
 _ENCODER = msgspec.json.Encoder()
@@ -86,14 +83,10 @@ class Recorder:
         path: must not exist yet. Raises `TraceError` if it cannot be created.
         header: description of this worker.
         clock: nanoseconds; monotonic.
-
-    Attributes:
-        spent: nanoseconds that recording has taken so far; callers add their own.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any], clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.clock = clock
-        self.spent = self.records = 0
         self._lock = threading.Lock()
         self._queue: deque[Record] = deque()
         self._written = clock()
@@ -109,7 +102,6 @@ class Recorder:
         """`args` may hold events, commands and messages, which are immutable. They are encoded later, many at once:
         right after a forward the caches are full of the model, and encoding is slow.
         """
-        self.records += 1
         self._queue.append(Record(track, kind, name, start, end, args or {}))  # type: ignore[arg-type]
         if len(self._queue) >= _MAX_QUEUED or end - self._written > _MAX_AGE_NS:
             self._write_queue()
@@ -118,7 +110,7 @@ class Recorder:
         """Write the rest and the end, once."""
         if not self._file.closed:
             self._write_queue()
-            self._write([End(self.clock(), self.spent, self.records)])
+            self._write([End(self.clock())])
             self._file.close()
 
     def _write_queue(self) -> None:

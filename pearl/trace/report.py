@@ -74,7 +74,6 @@ class Report:
         ratio: median duration of a verification forward over that of a draft forward.
         alternation: seconds that the same steps would take at least without overlap: the target's work plus the
             drafting of the judged tokens, without waits and messages.
-        recorder: share of the wall time that recording itself took, in the worker where it took more.
         texts: of each request, in order of their start.
     """
 
@@ -99,7 +98,6 @@ class Report:
     forwards: dict[str, Forwards]
     ratio: float | None
     alternation: float
-    recorder: float
     texts: list[Text]
     notes: list[str] = field(default_factory=list)
 
@@ -132,7 +130,6 @@ def report(trace: Trace) -> Report:
         forwards=forwards,
         ratio=t_target / t_draft if t_draft and t_target else None,
         alternation=sum(s.seconds for s in target if s.kind == "busy") + _drafting(draft),
-        recorder=max(w["recorder_seconds"] for w in trace.metadata["workers"]) / wall,
         texts=all_texts,
         notes=_notes(trace, *shares),
         **_outcomes(draft),
@@ -338,7 +335,6 @@ def _figures(r: Report) -> dict[str, str]:
     if r.draft:
         saved = r.alternation / r.wall if r.wall else 0.0
         figures["in alternation"] = f"{r.alternation:.3f} s, {saved:.2f} times as long"
-    figures["recorder"] = f"{r.recorder:.2%} of the busier worker's time"
     return figures
 
 

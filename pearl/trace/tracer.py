@@ -19,7 +19,7 @@ from pearl.protocol import events
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.messages import Begin, Message, Pong, Submit
-from pearl.trace.recorder import AHEAD, CONSUMER, DRAFT, HELD_ROW, LOOP, MAIL, START_UP, VERDICT, Recorder
+from pearl.trace.recorder import CONSUMER, DRAFT, HELD_ROW, LOOP, MAIL, START_UP, VERDICT, Recorder
 from pearl.transport.base import Endpoint, Peer, Received, TensorChannel
 from pearl.transport.mailbox import Mailbox
 
@@ -57,7 +57,6 @@ class Tracer:
         self._open_part = open_part
         self._loop = threading.get_ident()
         self._since = 0  # when the recording began
-        self._beside = 0  # when the thread beside the loop last finished
         self._opened: dict[int, tuple[int, dict[str, Any]]] = {}  # running request -> since when, its arguments
 
     def start(self, number: int) -> None:
@@ -85,15 +84,10 @@ class Tracer:
     def record(
         self, track: int, kind: str, name: str, start: int, end: int, args: dict[str, Any] | None = None
     ) -> None:
-        """Record what lasted from `start` to `end`, and the time that recording takes. Thread-safe."""
+        """Record what lasted from `start` to `end`. Thread-safe."""
         recorder = self.recorder  # the loop may end the recording meanwhile
         if recorder is not None and end >= self._since:
             recorder.record(track, kind, name, max(start, self._since), end, args)
-            self._spent_since(end)
-
-    def _spent_since(self, end: int) -> None:
-        if self.recorder is not None:
-            self.recorder.spent += max(0, self.clock() - end)  # in virtual time `end` may lie in the future
 
     @property
     def track(self) -> int:
@@ -123,7 +117,6 @@ class Tracer:
         for command in commands:
             if type(command) is events.Wait:
                 self.cause = causes[command.cause]
-        self._spent_since(end)
 
     def _follow_requests(self, running: Mapping[int, Submit | Begin], start: int, end: int) -> None:
         """Record requests that have ended, and note the start of new ones."""
@@ -152,24 +145,6 @@ class Tracer:
 
         return traced
 
-    def beside(self, event: object) -> None:
-        """Record what the thread beside the loop has just computed; the loop's track only shows its wait for it.
-
-        The durations of forwards chained on a GPU are the GPU's own. A forward that was collected late is shown later
-        than it ran, but never before the end of the previous one.
-        """
-        recorder = self.recorder
-        if recorder is None or not isinstance(event, events.Drafted):
-            return
-        end = self.clock()
-        done = max(self._beside, end - round(event.draw * 1e9))
-        began = max(self._beside, done - round(event.seconds * 1e9))
-        if began >= self._since:
-            recorder.record(AHEAD, "busy", "forward", began, done)
-            recorder.record(AHEAD, "busy", "draw", done, end)
-            self._beside = end
-            self._spent_since(end)
-
     def computed(self, command: object, event: object, start: int, end: int) -> None:
         """Record a command, or a forward of several requests, carried out between `start` and `end`."""
         assert self.recorder is not None
@@ -179,7 +154,6 @@ class Tracer:
         elif (work := _work(command, event)) is not None:
             name, args = work
             self.recorder.record(LOOP, "busy", name, start, end, args)
-        self._spent_since(end)
 
     def _drafted(self, command: events.Draft, event: events.Drafted, start: int, end: int) -> None:
         """A draft forward: it may have begun before the loop requested it, or after another forward ended."""
