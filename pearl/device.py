@@ -40,6 +40,26 @@ class Device:
         shown = name if len(name) < 80 else f"{name[:80]}..."
         raise ValueError(f"bad device {shown!r}: use auto, cpu, cpu:0, cpu:0-3, cpu:0,2, cuda, cuda:1 or cuda:0-1")
 
+    @property
+    def name(self) -> str:
+        """As users name it."""
+        numbers = sorted(self.gpus or self.cores or ())
+        is_range = len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1
+        listed = f"{numbers[0]}-{numbers[-1]}" if is_range else ",".join(map(str, numbers))
+        return f"{self.kind}:{listed}" if numbers else self.kind
+
+    def __or__(self, other: Device) -> Device:
+        """Both together: GPUs if one has any, otherwise cores; all cores where one of them is not pinned."""
+        if gpus := tuple(sorted({*self.gpus, *other.gpus})):
+            return Device("cuda", gpus=gpus)
+        return Device("cpu", cores=tuple(sorted({*self.cores, *other.cores})) if self.cores and other.cores else None)
+
+    @property
+    def in_words(self) -> str:
+        """Their number."""
+        kind, numbers = ("GPU", self.gpus) if self.gpus else ("core", self.cores)
+        return f"{len(numbers)} {kind}{'' if len(numbers) == 1 else 's'}" if numbers else "all cores"
+
 
 def _numbers(text: str) -> tuple[int, ...]:
     """`0-2,5` -> (0, 1, 2, 5). Raises ValueError."""

@@ -41,11 +41,11 @@ from pearl.cli.tables import print_table
 from pearl.config import DecodingConfig, EngineConfig
 from pearl.errors import ConfigError, StartError
 from pearl.lab.bench.machine import Conditions
-from pearl.lab.bench.rows import devices_of
 from pearl.lab.bench.runner import forget
 from pearl.lab.bench.tasks import HUMANEVAL, OURS, read_tasks
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.spec.methods import AS_PUBLISHED
+from pearl.worker.placement import settled
 
 LOOPS = {
     "large": "autoregressive_sampling",
@@ -216,7 +216,6 @@ def measure(
     repository: Path, config: EngineConfig, prompts: Sequence[str], max_tokens: int, gamma: int
 ) -> list[dict[str, Any]]:
     """A sample for each prompt and system, as `_sample` makes them; another text of the first prompt warms up."""
-    on_target, on_draft = devices_of(config)
     tokenizer, defaults = load_tokenizer(config.target)
     ours = {
         "ar": DecodingConfig(method="ar"),
@@ -227,8 +226,9 @@ def measure(
     settings: dict[str, Any] = {"repository": str(repository.resolve()), "vocab_size": tokenizer.vocab_size}
     settings |= {"temp": 0.0, "top_k": 0, "top_p": 0.0, "gamma": gamma, "seed": 1234}
     settings |= {name: getattr(config, name) for name in ("target", "draft", "target_dtype", "draft_dtype")}
-    settings["device"] = "cuda" if on_target.gpus else "cpu"
-    cores = {"target": list(on_target.cores), "draft": list(on_draft.cores)}
+    devices = {role: settled(config, role) for role in config.roles}
+    settings["device"] = "cuda" if devices["target"].gpus else "cpu"
+    cores = {role: sorted(device.cores or ()) for role, device in devices.items()}
     alone = [{"roles": ["draft", "target"], "cores": sorted({*cores["target"], *cores["draft"]})}]
     samples = []
     with ExitStack() as stack:

@@ -124,7 +124,7 @@ def main() -> None:
         for c in args.c:
             texts, plain = found[c, name], found[c, "ar"]
             tokens, steps = (
-                sum(values) for values in ([len(t.tokens) for t in texts], [t.target_steps for t in texts])
+                sum(values) for values in ([len(t.tokens) for t in texts], [t.counts.steps for t in texts])
             )
             speed = sum(t.seconds for t in plain) / sum(t.seconds for t in texts)
             cells.append(f"{tokens / steps:.2f}, {speed:.2f}")

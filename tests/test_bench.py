@@ -16,13 +16,14 @@ from pearl import SamplingParams
 from pearl.cli import cli
 from pearl.cli.numbers import read_sets
 from pearl.config import DecodingConfig, EngineConfig
+from pearl.device import Device
 from pearl.engine import Engine
 from pearl.engine.stream import Result as Text
 from pearl.errors import ConfigError
 from pearl.lab.bench import machine, runner
 from pearl.lab.bench.calibrate import Calibration, advise
 from pearl.lab.bench.figures import figures
-from pearl.lab.bench.rows import AR, AR_ON_ALL, AUTO, PEARL, SD, Devices, Row, devices_of, devices_of_row, rows_for
+from pearl.lab.bench.rows import AR, AR_ON_ALL, AUTO, PEARL, SD, Row, device_of_row, devices_of, rows_for
 from pearl.lab.bench.runner import Measured, Plan, Sample, forget, measure, simulated
 from pearl.lab.bench.tasks import OURS, Task, read_tasks
 from pearl.lab.experiments.estimate import Estimate
@@ -34,7 +35,7 @@ from tests.replace import replace
 from tests.tiny import tiny_model
 
 PACED = EngineConfig(target=TOY, draft=TOY, target_pace=0.004, draft_pace=0.001)
-ONE = Devices(cores=(0,))
+ONE, ANY = Device("cpu", cores=(0,)), Device("cpu")
 METHODS = ["ar", "sd", "ssd", "pearl-no-pre-verify", "pearl-no-post-verify", "pearl, fixed", "pearl", "ngram"]
 METHODS += ["pearl, ahead", "auto"]
 
@@ -47,14 +48,15 @@ def pearl(*arguments: object) -> Result:
 
 
 def test_devices_are_named_joined_and_counted() -> None:
-    gpus = Devices(gpus=(0, 1)) | Devices(gpus=(2,))
-    assert (gpus.name, gpus.in_words()) == ("cuda:0,1,2", "3 GPUs")
-    assert (ONE | Devices(cores=(1,))).name == "cpu:0,1"
-    assert (ONE.in_words(), Devices().name, Devices().in_words()) == ("1 core", "cpu", "all cores")
-    assert ONE | Devices() == Devices(), "one of them may use any core"
-    target, draft = devices_of(EngineConfig())
-    assert target != draft
-    assert devices_of(EngineConfig(draft="none"))[0] == target | draft, "auto is a half for each"
+    gpus = Device("cuda", gpus=(0, 1)) | Device("cuda", gpus=(2,))
+    assert (gpus.name, gpus.in_words) == ("cuda:0-2", "3 GPUs")
+    assert (ONE | Device("cuda", gpus=(1,))).name == "cuda:1"
+    assert (ONE | Device("cpu", cores=(1,))).name == "cpu:0,1"
+    assert (ONE.in_words, ANY.name, ANY.in_words) == ("1 core", "cpu", "all cores")
+    assert ONE | ANY == ANY, "one of them may use any core"
+    target, both = devices_of(EngineConfig())
+    assert target != both
+    assert devices_of(EngineConfig(draft="none")) == (both, both), "auto is a half for each"
     assert devices_of(EngineConfig(target_device="cuda:1-2"))[0].gpus == (1, 2)
 
 
@@ -287,7 +289,7 @@ def test_rows_depend_on_the_devices_of_the_pair(tiny_pair: EngineConfig, tmp_pat
     shared = rows_for(EngineConfig(target_device="cpu:0", draft_device="cpu:0"))
     assert [row.name for row in shared] == METHODS
     config = EngineConfig(head="some", draft_device="cpu:1")
-    with_head = {row.name: devices_of_row(row, config) for row in rows_for(config)}
+    with_head = {row.name: device_of_row(row, config) for row in rows_for(config)}
     assert with_head["head"] == with_head["ar"] != with_head["sd"]
     (tmp_path / "one.jsonl").write_text('{"prompt": "an"}\n')
     (tmp_path / "two.jsonl").write_text('{"turns": ["the", "and"]}\n')

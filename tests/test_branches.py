@@ -68,7 +68,7 @@ def test_a_foreseen_rejection_costs_no_window(idle: float | None, monkeypatch: p
         assert bool(now["chained"]) == bool(idle), "where none is worth a wait it still chains"
         assert now.total() - now["hedge"] < 0.8 * before.total()
     assert ahead.tokens == plain.tokens
-    assert ahead.target_steps < plain.target_steps
+    assert ahead.counts.steps < plain.counts.steps
     assert ahead.counts.accepted_by_source[Source.BRANCH] > 0
     assert ahead.counts.num_foreseen_rejections >= ahead.counts.accepted_by_source[Source.BRANCH] / 6
 
@@ -77,7 +77,7 @@ def test_sd_whose_draft_prepares_waits_less() -> None:
     """While the target verifies, the window for what it may decide is drafted: where it was foreseen, at once."""
     plain, ahead = (decode(method, "fixed", 3, branches, 12.0) for method, branches in (("sd", 0), ("ssd", 7)))
     known = ahead.counts.num_foreseen_rejections + ahead.counts.num_foreseen_bonuses
-    assert known > 0.5 * ahead.target_steps, "of the few tokens that there are it foresees most"
+    assert known > 0.5 * ahead.counts.steps, "of the few tokens that there are it foresees most"
     assert ahead.seconds < 0.9 * plain.seconds
     # A round that was foreseen costs the target's forward alone; another the window's three draft forwards too.
     assert ahead.seconds == pytest.approx(plain.seconds - 3 * known, rel=0.05)

@@ -67,7 +67,7 @@ def test_a_replay_feeds_and_accepts_what_decoding_does(slope: float) -> None:
     outcome = simulate(submit, *executors, Timing(1.0, seconds))
     replayed = replay([text], None, 8, seconds=seconds)
     assert tuple(outcome.tokens) == text.tokens[3:]
-    assert (replayed.steps, dict(replayed.accepted)) == (outcome.target_steps, outcome.counts.guessed_by_source)
+    assert (replayed.steps, dict(replayed.accepted)) == (outcome.counts.steps, outcome.counts.guessed_by_source)
     assert sum((size - 1) * count for size, count in replayed.fed.items()) == outcome.counts.num_guesses
     assert slope < 5 or replayed.fed == {1: replayed.steps}
 
@@ -79,7 +79,7 @@ def test_each_source_alone_and_both(tmp_path: Path) -> None:
     own, alone, both = replay([text], None, 8), replay([text], store, 8, make=store_alone), replay([text], store, 8)
     assert set(own.accepted) == {Source.NGRAM}
     assert set(alone.accepted) == {Source.DATASTORE}
-    assert both.accepted_per_step(Source.NGRAM) > 0 < both.accepted_per_step(Source.DATASTORE)
+    assert both.accepted[Source.NGRAM] > 0 < both.accepted[Source.DATASTORE]
     assert both.tokens_per_step > max(own.tokens_per_step, alone.tokens_per_step)
     assert own.tokens == alone.tokens == both.tokens == len(text.tokens) - text.start - 1
 

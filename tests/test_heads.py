@@ -413,7 +413,7 @@ def test_the_simulator_runs_heads(trained: Path) -> None:
         with torch.inference_mode():
             outcome = simulate(submit, *paired_executors(own, draft, head=head), timing, draft_context=draft.context)
         assert outcome.tokens == one["tokens"], name
-        steps[name] = outcome.target_steps
+        steps[name] = outcome.counts.steps
     assert steps["head"] < steps["ar"]
     assert steps["pearl"] < steps["ar"]
 

@@ -104,7 +104,7 @@ def test_runners_up_catch_rejections_and_change_nothing_else(branches: int, monk
     asked = RequestOptions(rule="coupled", branches=branches)
     plain, more = (outcome(asked.changed(siblings=most)) for most in (0, 16))
     assert more.tokens == plain.tokens == expected("coupled", 1.0)
-    assert more.target_steps < plain.target_steps
+    assert more.counts.steps < plain.counts.steps
     assert more.counts.guessed_by_source[Source.RUNNER_UP] > 3
     dear = Timing(1.0, lambda fed: 4.0 * fed)
     pair = [ToyRunner(PAIR[1], each) for each in PAIR[0]]
@@ -131,7 +131,7 @@ def test_under_ratio_the_text_of_sd_is_one_of_seed_window_and_policy(gamma: int,
     for timing, ssd in product(range(len(TIMINGS)), (False, True) if stop == "fixed" else (False,)):
         found = outcome(asked.changed(method="ssd", branches=7) if ssd else asked, timing=timing, pair=pair)
         assert (found.tokens, found.provenance) == (plain.tokens, plain.provenance)
-        assert found.target_steps == plain.target_steps, "the same windows, only sooner"
+        assert found.counts.steps == plain.counts.steps, "the same windows, only sooner"
         foreseen, bonuses = foreseen + found.counts.num_foreseen_rejections, bonuses + found.counts.num_foreseen_bonuses
     if stop != "fixed":
         assert plain.tokens != outcome(asked.changed(draft_stop="fixed", stop_parameters=()), pair=pair).tokens

@@ -157,7 +157,7 @@ def test_a_trace_is_sound_and_says_what_happened(tmp_path: Path, method: str) ->
         assert found.drafted + found.prepared >= counts.num_draft_tokens
         assert method != "ssd" or found.prepared > counts.accepted_by_source[Source.BRANCH] > 0
         assert found.histogram == counts.run_histogram
-        assert sum(found.steps.values()) == outcome.target_steps
+        assert sum(found.steps.values()) == outcome.counts.steps
         assert found.target.uncovered == pytest.approx(0.0, abs=1e-6)
         assert (found.draft is None) == (method == "ar")
         for worker in filter(None, (found.target, found.draft)):
@@ -170,7 +170,7 @@ def test_a_trace_is_sound_and_says_what_happened(tmp_path: Path, method: str) ->
         assert times.itl_p50 == pytest.approx(watch.token_latency(0.5))
         assert times.itl_p99 == pytest.approx(watch.token_latency(0.99))
         assert times.tokens_per_second == pytest.approx(watch.tokens_per_second)
-        assert times.tokens_per_step == pytest.approx(120 / outcome.target_steps)
+        assert times.tokens_per_step == pytest.approx(120 / outcome.counts.steps)
         assert (times.num_judged_draft_tokens, times.window) == (found.judged, outcome.statistics.window)
 
 

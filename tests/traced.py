@@ -80,9 +80,7 @@ def simulated(
     executors = paired_executors(ToyRunner(VOCAB, target), ToyRunner(VOCAB, draft))
     submit = Submit(1, PROMPT, len(PROMPT) + tokens, replace(decoding, sampling=Sampling(1.0, seed=5)))
     parts = part_path(path, "target", 1), part_path(path, "draft", 2)
-    return _TracedSimulation(*executors, Timing(1.0, lambda _: t_target, delay), 1 << 20, None).record(
-        submit, parts
-    ), parts
+    return _TracedSimulation(*executors, Timing(1.0, lambda _: t_target, delay)).record(submit, parts), parts
 
 
 def recorded(path: Path, decoding: RequestOptions, **settings: Any) -> tuple[Outcome, Trace]:

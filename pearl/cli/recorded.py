@@ -99,9 +99,9 @@ def stops(texts: Path, classifier: Path | None, t_draft: float | None, t_target:
     print_columns(
         [
             ("method, policy", lambda one: one.name),
-            ("target\ncalls", lambda one: f"{100 / one.totals.tokens_per_step:.1f}"),
+            ("target\ncalls", lambda one: f"{100 / one.tokens_per_step:.1f}"),
             ("draft\ncalls", lambda one: f"{100 * one.drafted / one.totals.total('late_tokens'):.1f}"),
-            ("tokens\na step", lambda one: f"{one.totals.tokens_per_step:.3f}"),
+            ("tokens\na step", lambda one: f"{one.tokens_per_step:.3f}"),
             ("accepted", lambda one: shown(one.totals.acceptance_rate, 3)),
             ("wasted", lambda one: "-" if one.wasted is None else f"{one.wasted:.1%}"),
             ("over ar, 95%", lambda one: str(speedup(one.totals, ar))),
@@ -151,5 +151,5 @@ def train(texts: Path, out: Path, t_draft: float | None, t_target: dict[int, flo
         f"{found.base:.1%})\n"
         f"drafting ends at a confidence of {found.classifier.threshold:.3f}, or after {found.classifier.cap} tokens: "
         f"there sd takes {found.static.speed / found.best.speed:.3f} of the time that it takes with the best static "
-        f"window, {found.static.totals.window}"
+        f"window, {found.static.window}"
     )

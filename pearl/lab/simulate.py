@@ -85,11 +85,6 @@ class Outcome:
     watch: Stopwatch = field(default_factory=Stopwatch)
     statistics: Statistics = field(default_factory=Statistics)
 
-    @property
-    def target_steps(self) -> int:
-        """Target forwards after the prefill."""
-        return self.counts.steps
-
 
 class Executor(Protocol):
     def execute(self, command: object) -> Event | None: ...
@@ -137,21 +132,9 @@ def paired_executors(
     return executor, DraftExecutor(proposer)
 
 
-def simulate(
-    submit: Submit,
-    target: Executor,
-    draft: Executor,
-    timing: Timing,
-    *,
-    draft_context: int = 1 << 20,
-    speeds: Speeds | None = None,
-) -> Outcome:
-    """Run one request to its end in virtual time.
-
-    Args:
-        speeds: outlive the request if given; default: `known_speeds`.
-    """
-    return Simulation(target, draft, timing, draft_context, speeds).run(submit)
+def simulate(submit: Submit, target: Executor, draft: Executor, timing: Timing, **options: Any) -> Outcome:
+    """Run one request to its end in virtual time. `options`: of `Simulation`."""
+    return Simulation(target, draft, timing, **options).run(submit)
 
 
 class Simulation:
@@ -159,6 +142,9 @@ class Simulation:
 
     At equal times the target goes first, and messages go before the end of the actor's own forward, as in a worker,
     which reads its messages after a forward and before the next.
+
+    Args:
+        speeds: outlive the request if given; default: `known_speeds`.
     """
 
     def __init__(
@@ -166,8 +152,8 @@ class Simulation:
         target: Executor,
         draft: Executor,
         timing: Timing,
-        draft_context: int,
-        speeds: Speeds | None,
+        draft_context: int = 1 << 20,
+        speeds: Speeds | None = None,
     ) -> None:
         self._speeds = speeds or known_speeds(timing)
         self._coordinator = Coordinator(self._speeds)

@@ -41,7 +41,7 @@ from pearl.transport.base import TensorChannel
 from pearl.transport.keys import Keys, channel_keys
 from pearl.worker.draft import DraftWorker
 from pearl.worker.lifeline import Lifeline
-from pearl.worker.placement import devices_of, occupy, pin, place, settled, shared_gpus, spreader
+from pearl.worker.placement import occupy, pin, place, settled, shared_gpus, spreader
 from pearl.worker.profile import keeper
 from pearl.worker.profile import load as load_profile
 from pearl.worker.rows import RowPacker
@@ -62,7 +62,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
         device = place(config, model.role)
         make_channel = _channel(settings, 0, device, tracer)
         spread, profile, keep = spreader(config), load_profile(config), keeper(config)
-        taken = devices_of(config, model.role)
+        taken = settled(config, model.role).name  # before this process is pinned
         if warning := shared_gpus(config):
             log.warning("%s", warning)
         pin(config, model.role)  # from here on the draft's cores are none that we may use
@@ -120,8 +120,7 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
     try:
         device = place(config, model.role)
         make_channel = _channel(settings, 1, device, tracer)
-        taken = devices_of(config, model.role)
-        cores = settled(config, model.role).cores
+        own = settled(config, model.role)  # before this process is pinned
         pin(config, model.role)
         progress = lifeline.progress()
         translation, tokenizer, spoken = _spoken(config, progress)  # first: it may refuse the pair
@@ -148,14 +147,14 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
             endpoint,
             Hello(PROTOCOL_VERSION, Role.DRAFT, runner.vocab_size, runner.context, digest),
             welcomed,
-            ready=partial(lifeline.tell, "ready", device=taken, dtype=dtype_of(runner)),
+            ready=partial(lifeline.tell, "ready", device=own.name, dtype=dtype_of(runner)),
             stopping=lifeline.closed.is_set,
             heartbeat_seconds=min(1.0, config.draft_timeout / 4),
             tracer=tracer,
             beat=lifeline.beat,
             slots=config.slots,
             piece=runner.capabilities.prompt_piece,
-            computes=lambda: None if cores is None else occupy(cores),
+            computes=lambda: None if own.cores is None else occupy(own.cores),
         )
         with torch.inference_mode():
             worker.run()

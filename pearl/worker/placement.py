@@ -77,15 +77,6 @@ def settled(config: EngineConfig, role: ModelRole) -> Device:
     return Device("cpu", cores=_equal_part(sorted(usable_cores()), here.index(role), len(here)))
 
 
-def devices_of(config: EngineConfig, role: ModelRole) -> str:
-    """The devices of a model, as users name them. To be asked before this process is pinned."""
-    device = settled(config, role)
-    numbers = sorted(device.gpus or device.cores or ())
-    is_range = len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1
-    listed = f"{numbers[0]}-{numbers[-1]}" if is_range else ",".join(map(str, numbers))
-    return f"{device.kind}:{listed}" if numbers else device.kind
-
-
 def shared_gpus(config: EngineConfig) -> str:
     """What it means that target and draft have a GPU in common; empty where they have none."""
     if not config.has_draft or not config.one_host:

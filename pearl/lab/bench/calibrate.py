@@ -95,8 +95,7 @@ def advise(found: Sequence[Figures], gamma: int, config: EngineConfig) -> tuple[
     method, _, how = name.partition(", ")
     flags = f"--method {method}"
     if method in DRAFTLESS:
-        target, draft = devices_of(config)
-        flags = f"--draft none {flags}" + (f" --target-device {(target | draft).name}" if how == ALL else "")
+        flags = f"--draft none {flags}" + (f" --target-device {devices_of(config)[1].name}" if how == ALL else "")
         words = f"no draft pays here; {words}"
     elif method in (SD, SSD):
         flags += f" --gamma {gamma}"

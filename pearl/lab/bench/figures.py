@@ -13,7 +13,7 @@ import torch
 from pearl.config import EngineConfig
 from pearl.engine.stream import Result
 from pearl.lab.bench.machine import Conditions
-from pearl.lab.bench.rows import Row, devices_of_row
+from pearl.lab.bench.rows import Row, device_of_row
 from pearl.lab.bench.runner import Measured, Plan, Sample
 from pearl.lab.experiments.estimate import Estimate, bootstrap
 from pearl.lab.experiments.texts import rows_along
@@ -124,7 +124,7 @@ def _figures(
     by_set = {name: _speedup([s for s in samples if s.set == name], base_rates) for name in sets}
     return Figures(
         name=row.name,
-        devices=devices_of_row(row, plan.config).in_words(),
+        devices=device_of_row(row, plan.config).in_words,
         rule=rule.name if drafts else "",
         exact=rule.at(1.0 if temperature is None else temperature).is_exact or not drafts,
         texts=len(samples),

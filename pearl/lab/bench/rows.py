@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pearl.config import DecodingConfig, EngineConfig
+from pearl.device import Device
 from pearl.errors import ConfigError
 from pearl.models.checkpoints.checkpoint import is_toy
 from pearl.spec.methods import AS_PUBLISHED, METHODS
@@ -52,38 +53,14 @@ class Row:
     system: str = PAIR
 
 
-@dataclass(frozen=True)
-class Devices:
-    """Numbers of cores, or of GPUs. Both empty: all cores, unpinned."""
-
-    cores: tuple[int, ...] = ()
-    gpus: tuple[int, ...] = ()
-
-    def __or__(self, other: Devices) -> Devices:
-        cores = tuple(sorted({*self.cores, *other.cores})) if self.cores and other.cores else ()
-        return Devices(cores, tuple(sorted({*self.gpus, *other.gpus})))
-
-    @property
-    def name(self) -> str:
-        """In the notation of `EngineConfig.target_device`."""
-        kind, numbers = ("cuda", self.gpus) if self.gpus else ("cpu", self.cores)
-        return f"{kind}:{','.join(map(str, numbers))}" if numbers else kind
-
-    def in_words(self) -> str:
-        kind, numbers = ("GPU", self.gpus) if self.gpus else ("core", self.cores)
-        return f"{len(numbers)} {kind}{'' if len(numbers) == 1 else 's'}" if numbers else "all cores"
+def devices_of(config: EngineConfig) -> tuple[Device, Device]:
+    """(device of the target, device of both together), as the workers resolve them."""
+    target = settled(config, "target")
+    return target, target | settled(config, "draft") if config.has_draft else target
 
 
-def devices_of(config: EngineConfig) -> tuple[Devices, Devices]:
-    """(devices of the target, devices of the draft), as the workers resolve them."""
-    found = {role: settled(config, role) for role in config.roles}
-    known = {role: Devices(tuple(sorted(one.cores or ())), tuple(sorted(one.gpus))) for role, one in found.items()}
-    return known["target"], known.get("draft", Devices())
-
-
-def devices_of_row(row: Row, config: EngineConfig) -> Devices:
-    target, draft = devices_of(config)
-    return target | draft if row.system == ALL or METHODS[row.decoding.method].drafts else target
+def device_of_row(row: Row, config: EngineConfig) -> Device:
+    return devices_of(config)[row.system == ALL or METHODS[row.decoding.method].drafts]
 
 
 def rows_for(config: EngineConfig, rule: str = "ratio") -> list[Row]:
@@ -98,8 +75,8 @@ def rows_for(config: EngineConfig, rule: str = "ratio") -> list[Row]:
     settings |= {AHEAD: "pearl"}
     rows = [Row(name, parse_settings(f"{text},rule={rule}")) for name, text in settings.items()]
     rows.append(Row(AUTO, parse_settings(AUTO)))  # it picks the rule under which its choices change no text
-    target, draft = devices_of(config)
-    if target | draft != target and not (target | draft).gpus and not is_emulated(config):
+    target, both = devices_of(config)
+    if both != target and not both.gpus and not is_emulated(config):
         rows += [Row(f"{name}, {ALL}", DecodingConfig(method=name), system=ALL) for name in (AR, NGRAM)]
     return rows
 

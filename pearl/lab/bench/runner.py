@@ -16,7 +16,7 @@ from pearl.engine.request import submission
 from pearl.engine.stream import Result
 from pearl.errors import ConfigError
 from pearl.lab import Watcher
-from pearl.lab.bench.rows import ALL, PAIR, PUBLISHED, SD, SSD, Row, devices_of_row, is_emulated
+from pearl.lab.bench.rows import ALL, PAIR, PUBLISHED, SD, SSD, Row, device_of_row, is_emulated
 from pearl.lab.bench.tasks import Task
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.lab.theory import MOST_GAMMA, sd_best_gamma
@@ -119,7 +119,7 @@ class _Run:
         config = self._plan.config.model_copy(update={"trace": None})
         if name == ALL:
             row = next(row for row in self._rows if row.system == name)
-            config = config.model_copy(update={"draft": "none", "target_device": devices_of_row(row, config).name})
+            config = config.model_copy(update={"draft": "none", "target_device": device_of_row(row, config).name})
         return Engine(config=config)
 
     def _warm_up(self, engines: Mapping[str, Engine]) -> None:

@@ -50,9 +50,6 @@ class Replayed:
     def fed_per_step(self) -> float:
         return sum(size * count for size, count in self.fed.items()) / self.steps if self.steps else 0.0
 
-    def accepted_per_step(self, source: Source) -> float:
-        return self.accepted[source] / self.steps if self.steps else 0.0
-
     def speedup(self, seconds: Seconds) -> float:
         """Speed-up over one token per forward, if only forwards take time."""
         spent = sum(count * seconds(size) for size, count in self.fed.items())

@@ -19,8 +19,9 @@ from pearl.drafting.disco import INPUTS, Classifier, inputs
 from pearl.drafting.proposer import TOP, Features, StopPolicy
 from pearl.drafting.stops import Doubtful, Heuristic, StopWindow, Threshold
 from pearl.errors import ConfigError
-from pearl.lab.experiments.workload import Text, Totals, run
+from pearl.lab.experiments.workload import Text, run
 from pearl.lab.simulate import Event, Timing
+from pearl.metrics import Sums
 from pearl.models.recorded import RecordedText, RecordedTexts
 from pearl.protocol.events import Draft, Drafted
 from pearl.protocol.options import RequestOptions
@@ -81,12 +82,23 @@ class Stopped:
     """Results of one policy. `drafted`: draft forwards; `totals.steps`: target forwards."""
 
     name: str
-    totals: Totals
+    totals: Sums
     drafted: int
 
     @property
     def speed(self) -> float:
-        return self.totals.tokens_per_second
+        """Tokens per virtual second."""
+        return self.totals.rate or 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """After a text's first commit."""
+        return float(self.totals.total("late_tokens") / self.totals.total("steps"))
+
+    @property
+    def window(self) -> int:
+        """c or gamma as last used."""
+        return self.totals.texts[-1].window
 
     @property
     def wasted(self) -> float | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from pearl.lab.simulate import Executor, Timing, known_speeds, simulate
@@ -66,29 +66,14 @@ class _Draft:
         return None
 
 
-@dataclass
-class Totals(Sums):
-    """All texts, decoded by one method. Times are virtual seconds."""
-
-    @property
-    def window(self) -> int:
-        """c or gamma as last used."""
-        return self.texts[-1].window
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.rate or 0.0
-
-    @property
-    def tokens_per_step(self) -> float:
-        return float(self.total("late_tokens") / self.total("steps"))
-
-
 def run(
     texts: Sequence[Text], timing: Timing, decoding: RequestOptions, draft: Callable[[], Executor] = _Draft
-) -> Totals:
-    """Decode all texts in turn; measured speeds and acceptance carry over. `draft`: makes the draft of a text."""
-    totals, speeds = Totals(), known_speeds(timing)
+) -> Sums:
+    """Decode all texts in turn, in virtual seconds; measured speeds and acceptance carry over.
+
+    `draft`: makes the draft of a text.
+    """
+    totals, speeds = Sums(), known_speeds(timing)
     for number, text in enumerate(texts):
         limit, options = text.prompt + len(text.right), decoding.changed(sampling=Sampling())
         submit = Submit(number, (0,) * text.prompt, limit, options)

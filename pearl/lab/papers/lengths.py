@@ -83,7 +83,7 @@ def _scores(recorded: RecordedTexts, timing: Timing) -> list[Table]:
         return []
     trained = train(recorded, timing)
     _, held_out = split(recorded)
-    gamma = trained.static.totals.window
+    gamma = trained.static.window
     rows = [
         [name, f"{f1([each for text in held_out.texts for each in decisions(text, gamma, known)]):.0%}"]
         for name, known in ((f"static length {gamma}", None), ("disco", trained.classifier))

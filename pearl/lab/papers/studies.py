@@ -37,7 +37,7 @@ class Entry(Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     way: str
     theirs: str = ""
-    sampling: dict[str, float] | None = None
+    sampling: dict[str, int | float] | None = None
     base: str = AR
 
 
@@ -51,7 +51,7 @@ class Study(Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     title: str
-    sampling: dict[str, float]
+    sampling: dict[str, int | float]
     rows: list[Entry]
     differs: str
     left_out: str
