@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pearl.decoding.distribution import AnnouncedRow, PackedRow
+from pearl.decoding.distribution import PackedRow
 from pearl.drafting.model import ModelProposer
 from pearl.errors import DraftLost, RequestError
 from pearl.execution.draft import DraftExecutor
@@ -26,10 +26,9 @@ from pearl.protocol import messages as m
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.trace.tracer import Tracer
 from pearl.transport.address import bind_address
-from pearl.transport.base import Endpoint, TensorChannel
+from pearl.transport.base import Endpoint, Peer
 from pearl.transport.zeromq import ZmqConnection, ZmqListener
 from pearl.worker.draft import DraftWorker
-from pearl.worker.rows import RowPacker, packed
 from pearl.worker.settings import TargetSettings
 from pearl.worker.target import TargetWorker
 from tests.memory_transport import MemoryHub
@@ -41,7 +40,6 @@ DIGEST = b"the same tokens"
 PROMPT = (1, 2, 3)
 WARM = Sampling(temperature=1.0, seed=7)
 METHODS = ("ar", "sd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify")
-Channels = Callable[[int], TensorChannel]
 
 
 class Hanging(ToyRunner):
@@ -116,20 +114,7 @@ class Front:
         return self.finish()
 
 
-class NotingPacker(RowPacker):
-    """Notes in which forms distributions travel."""
-
-    forms: set[str]
-
-    def prepare(self, message: m.DraftTokens) -> tuple[m.DraftTokens, list[torch.Tensor]]:
-        prepared, announced = super().prepare(message)
-        self.forms.update(form_of(row) for row in packed(prepared).rows)  # type: ignore[attr-defined]
-        return prepared, announced
-
-
-def form_of(row: PackedRow | AnnouncedRow) -> str:
-    if isinstance(row, AnnouncedRow):
-        return "announced"
+def form_of(row: PackedRow) -> str:
     return "dense" if row.ids is None else "sparse"
 
 
@@ -144,7 +129,6 @@ class Loops:
         alpha: float = 0.5,
         draft_timeout: float = 120.0,
         expects_draft: bool = True,
-        channel: Channels | None = None,
         slots: int = 1,
         wrap: Callable[[ModelRunner], ModelRunner] = lambda runner: runner,
     ) -> None:
@@ -156,7 +140,6 @@ class Loops:
         self._stop, self._ready, self._lost = threading.Event(), threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
         self._endpoints = [listener]
-        self._channel = channel
         settings = TargetSettings(vocab, CONTEXT, DIGEST, draft_timeout, expects_draft, slots)
         self._start(
             lambda: TargetWorker(
@@ -166,7 +149,6 @@ class Loops:
                 self._ready.set,
                 self._stop.is_set,
                 Tracer(),
-                (lambda: channel(0)) if channel else None,
             ).run()
         )
 
@@ -195,13 +177,19 @@ class Loops:
         chains: bool | None = None,
     ) -> Hanging:
         """Starts a draft worker; returns its model. `chains`: as on a GPU."""
-        endpoint = wrap(self.endpoint())
+        endpoint = self.endpoint()
+        send = endpoint.send
+
+        def noted(message: m.Message, peer: Peer | None = None) -> None:
+            self.forms.update(form_of(row) for row in getattr(message, "rows", ()))
+            send(message, peer)
+
+        endpoint.send = noted  # type: ignore[method-assign]
+        endpoint = wrap(endpoint)
         model = kind(self.vocab, alpha_pair(self.vocab, self.alpha)[1], CONTEXT)
 
-        def welcomed(welcome: m.Welcome) -> tuple[DraftExecutor, RowPacker]:
-            packer = NotingPacker(self._channel(1) if self._channel else None)
-            packer.forms = self.forms
-            return DraftExecutor(ModelProposer(model, welcome.vocab_size, chains=chains, texts=self.slots)), packer
+        def welcomed(welcome: m.Welcome) -> DraftExecutor:
+            return DraftExecutor(ModelProposer(model, welcome.vocab_size, chains=chains, texts=self.slots))
 
         hello = m.Hello(m.PROTOCOL_VERSION, m.Role.DRAFT, self.vocab, CONTEXT, DIGEST)
         stop, slots = self._stop.is_set, self.slots

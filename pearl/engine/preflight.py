@@ -29,8 +29,6 @@ def check(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress
     classifier_of(config)
     for role in roles:
         _check_model(config.model(role), progress)
-    if config.tensors == "nccl" and any(config.model(role).place.kind == "cpu" or not _has_gpu() for role in roles):
-        raise ModelError("tensors nccl is for two GPUs: use auto, frames or gloo")
     trust = config.trust_remote_code
     if config.has_draft and not is_head(config.draft) and (is_toy(config.target) or is_toy(config.draft)):
         target, draft = (load_tokenizer(spec, trust_remote_code=trust)[0] for spec in (config.target, config.draft))

@@ -241,7 +241,7 @@ class _Merged:
         return {
             "schemaVersion": 1,
             "displayTimeUnit": "ms",
-            "distributedInfo": {"rank": 0, "world_size": 1, "backend": config["tensors"]},
+            "distributedInfo": {"rank": 0, "world_size": 1, "backend": "zeromq"},
             "metadata": {**metadata, "config": config, "versions": versions, "workers": workers},
         }
 

@@ -14,10 +14,9 @@ from typing import Any
 import msgspec
 
 import pearl.errors
-from pearl.decoding.distribution import AnnouncedRow, PackedRow
+from pearl.decoding.distribution import PackedRow
 from pearl.errors import LocalProtocolError, PearlError, RemoteProtocolError
 from pearl.protocol.messages import (
-    CHANNEL,
     FRAME,
     LEAST_SECONDS,
     MAX_FRAME,
@@ -52,11 +51,9 @@ _ERRORS = frozenset(
 
 
 def _wire_row(row: object) -> WireRow:
-    """What the header holds for a distribution: the row if sparse, else a marker for where the dense row is sent."""
+    """What the header holds for a distribution: the row if sparse, else a marker: its frame follows."""
     if isinstance(row, PackedRow):
         return FRAME if row.ids is None else SparseRow(row.ids, row.probs)
-    if isinstance(row, AnnouncedRow):
-        return CHANNEL
     raise TypeError("a distribution was not packed")
 
 
@@ -177,5 +174,5 @@ def _with_rows(message: DraftTokens, raw: Sequence[Frame]) -> DraftTokens:
         if isinstance(row, SparseRow):
             found.append(PackedRow(row.probs, row.ids))
         else:
-            found.append(PackedRow(bytes(next(left))) if row == FRAME else AnnouncedRow())
+            found.append(PackedRow(bytes(next(left))))
     return message.changed(rows=tuple(found))

@@ -36,7 +36,7 @@ from pearl.protocol.messages import (
 from pearl.silence import SLACK
 from pearl.trace.tracer import TracedMailbox, Tracer
 from pearl.transport.base import Endpoint, Fault
-from pearl.worker.rows import RowPacker, packed
+from pearl.worker.rows import on_host, packed
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +48,7 @@ class DraftWorker:
     """Drafts for one target until `stopping()`.
 
     Args:
-        welcomed: called with the target's introduction before anything is drafted; returns the executor that fits it,
-            and how its distributions travel.
+        welcomed: called with the target's introduction before anything is drafted; returns the executor that fits it.
         slots: how many requests it drafts for side by side.
         beat: called by the loop every `heartbeat_seconds`, and before long work with the seconds that it may take.
         computes: called once in the thread that computes.
@@ -60,7 +59,7 @@ class DraftWorker:
         self,
         endpoint: Endpoint,
         hello: Hello,
-        welcomed: Callable[[Welcome], tuple[DraftExecutor, RowPacker]],
+        welcomed: Callable[[Welcome], DraftExecutor],
         ready: Callable[[], None],
         stopping: Callable[[], bool],
         heartbeat_seconds: float,
@@ -77,7 +76,6 @@ class DraftWorker:
         self._drafter = Drafter(hello.context, slots, piece)
         self._decide = tracer.deciding(self._drafter)
         self._executor: DraftExecutor | None = None
-        self._packer: RowPacker | None = None
         self._commands: deque[object] = deque()
         self._drafts: list[Draft] = []  # requested and not begun: one forward of the model is to do for all
         self._num_forwards = 0
@@ -137,8 +135,7 @@ class DraftWorker:
     def _meet(self, welcome: Welcome) -> None:
         if welcome.version != PROTOCOL_VERSION:
             raise ModelError(f"the target speaks version {welcome.version}, this draft {PROTOCOL_VERSION}")
-        self._executor, self._packer = self._welcomed(welcome)
-        self._open.callback(self._packer.close)
+        self._executor = self._welcomed(welcome)
         # A target that knows t_draft has had a draft before, and waits for this one during a text: measure briefly.
         seconds, self._prefill_pace = self._executor.proposer.measure(welcome.t_draft > 0)
         ahead = Ahead(self._executor, lambda: self._mail.is_empty, self._computes)
@@ -194,12 +191,10 @@ class DraftWorker:
 
     def _send_tokens(self, message: DraftTokens) -> None:
         """Send drafted tokens with their distributions, while the next forward runs."""
-        assert self._packer is not None
         start = self._tracer.clock()
-        message, announced = self._packer.prepare(message)
+        message = on_host(message)
         self._tracer.note("busy", "pack", start)
         self._mail.send(message)
-        self._packer.send(announced)
 
     def _draft(self) -> None:
         """One forward for all requests that are to be drafted for."""

@@ -2,49 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from pearl.decoding.distribution import AnnouncedRow, is_sparse, pack
+from pearl.decoding.distribution import pack
 from pearl.protocol.messages import DraftTokens, Message
-from pearl.transport.base import TensorChannel
 
 
-class RowPacker:
-    """Decides how each distribution travels: sparse ones inline, dense ones over the channel if there is one.
-
-    `send` sends a channel row after its announcement, so the target never waits for what was not announced.
-    """
-
-    def __init__(self, channel: TensorChannel | None = None) -> None:
-        self._channel = channel
-
-    def prepare(self, message: DraftTokens) -> tuple[DraftTokens, list[torch.Tensor]]:
-        """Announce distributions, or copy them to the host; `packed` does the rest.
-
-        Returns:
-            The message, and the announced tensors for `send`.
-        """
-        rows: list[torch.Tensor | AnnouncedRow] = []
-        announced: list[torch.Tensor] = []
-        for probs in message.rows:
-            if self._channel is not None and not is_sparse(probs):
-                rows.append(AnnouncedRow())
-                announced.append(probs)
-            else:
-                rows.append(_on_host(probs))
-        return (message.changed(rows=tuple(rows)) if rows else message), announced
-
-    def send(self, announced: Sequence[torch.Tensor]) -> None:
-        """Send the rows that the last message announced, once it is out."""
-        for probs in announced:
-            assert self._channel is not None
-            self._channel.send(probs)
-
-    def close(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
+def on_host(message: DraftTokens) -> DraftTokens:
+    """With its distributions [vocab] on the host, from a GPU by pinned memory; waits for the copies."""
+    return message.changed(rows=tuple(map(_copied, message.rows))) if message.rows else message
 
 
 def packed(message: Message, waited: float = 0.0) -> Message:
@@ -52,13 +18,11 @@ def packed(message: Message, waited: float = 0.0) -> Message:
     if not isinstance(message, DraftTokens):
         return message
     if message.rows:
-        rows = tuple(pack(row) if isinstance(row, torch.Tensor) else row for row in message.rows)
-        return message.changed(rows=rows, waited=waited)
+        return message.changed(rows=tuple(map(pack, message.rows)), waited=waited)
     return message.changed(waited=waited) if waited else message
 
 
-def _on_host(probs: torch.Tensor) -> torch.Tensor:
-    """Copy [vocab] to the host, from a GPU into pinned memory; waits for the copy."""
+def _copied(probs: torch.Tensor) -> torch.Tensor:
     if probs.is_cpu:
         return probs
     copied = probs.to("cpu", non_blocking=True)

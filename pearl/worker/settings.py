@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -40,8 +39,7 @@ class WorkerSettings(BaseModel):
 
     Attributes:
         address: where the target listens or is to listen.
-        directory: the engine's: sockets, keys, the file through which a process group meets, parts of traces.
-        tensors: how dense draft rows travel, if not as configured.
+        directory: the engine's: sockets, keys, parts of traces.
         run: names the run in traces, if `directory` is not the target's: the target's directory on its own host.
     """
 
@@ -51,7 +49,6 @@ class WorkerSettings(BaseModel):
     config: EngineConfig
     address: str = ""
     directory: Path
-    tensors: Literal["frames"] | None = None
     run: str = ""
 
     @property
