@@ -333,7 +333,7 @@ def test_wrong_input_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("times", ["5:", "1:5,1:6", "0:5", "nan"])
 def test_times_that_make_no_sense_are_refused(times: str) -> None:
-    done = pearl("simulate", "stops", "it.npz", "--t-target", times)
+    done = pearl("simulate", "stops", "it.txt", "--t-target", times)
     assert done.exit_code == 2
     assert "tokens fed:milliseconds" in done.output
 

@@ -1,6 +1,6 @@
 """Stop policies: what they declare, where they end windows, and that no text changes by them that may not.
 
-And the recorded texts on which they are compared: the file, and the simulator that decodes it again.
+And the recorded texts on which they are compared, which the simulator decodes again.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from pearl.drafting.disco import FARTHEST, INPUTS, Classifier, classifier_of, in
 from pearl.drafting.proposer import Features, StopPolicy
 from pearl.drafting.stops import Doubtful, Heuristic, StopWindow, Threshold, make_policy
 from pearl.engine.request import submission as submit_from
-from pearl.errors import ConfigError, ModelError, PearlError, RequestError
+from pearl.errors import ConfigError, RequestError
 from pearl.lab.experiments import stops
-from pearl.lab.experiments.texts import record
+from pearl.lab.experiments.texts import RecordedText, RecordedTexts, record
 from pearl.lab.experiments.workload import Text, run
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate, timing_of
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer
-from pearl.models.recorded import Header, RecordedText, RecordedTexts, read_texts, write_texts
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.protocol.events import Open
 from pearl.protocol.messages import Submit
@@ -256,32 +255,27 @@ def learnable(count: int = 12, length: int = 60, noise: float = 0.1) -> Recorded
         drawn = np.where(right, answer, (answer + 1) % 40)
         shape = np.zeros((length, 12), np.float32)
         shape[:, 0], shape[:, 10], shape[:, 11] = top, 1 - top, top
-        made.append(RecordedText((1, 2), tuple(answer.tolist()), drawn.astype(np.int32), shape))
-    header = Header(
-        target="embedded", draft="embedded-draft", vocab_size=40, eos=(), temperature=0.0, seed=1, max_tokens=60
-    )
-    return RecordedTexts(header, tuple(made))
+        made.append(RecordedText((1, 2), answer.tolist(), drawn.tolist(), shape.tolist()))
+    return RecordedTexts("embedded", "embedded-draft", made)
 
 
-def test_a_classifier_learns_what_can_be_learned_and_is_compared(tmp_path: Path) -> None:
-    known, file, out = learnable(), tmp_path / "it.npz", tmp_path / "it.disco"
-    write_texts(file, known.header, known.texts)
-    ran = CliRunner().invoke(cli, ["disco", "train", str(file), "--out", str(out)], catch_exceptions=False)
+def test_a_classifier_learns_what_can_be_learned_and_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, out = learnable(), str(tmp_path / "it.disco")
+    monkeypatch.setattr("pearl.cli.recorded._record", lambda *_, **__: known)
+    ran = CliRunner().invoke(cli, ["disco", "train", "some.txt", "--out", out], catch_exceptions=False)
     assert "for embedded-draft and embedded; trained on 540 tokens" in ran.output
     found = stops.train(known, timing_of(None, None))
-    assert found.classifier == read_classifier(out, "embedded", "embedded-draft"), "each time the same"
+    assert found.classifier == read_classifier(Path(out), "embedded", "embedded-draft"), "each time the same"
     assert found.accuracy > 0.85 > 0.6 > found.base
     assert found.best.speed > 1.02 * found.static.speed
     with pytest.raises(ConfigError, match="3 texts are too few"):
         stops.train(learnable(3), timing_of(None, None))
-    write_texts(file, known.header, known.texts[:3])
-    arguments = ["simulate", "stops", str(file), "--disco", str(out)]
-    shown = CliRunner().invoke(cli, arguments, catch_exceptions=False).output
-    assert "sd, disco" in shown
-    other = learnable()
-    write_texts(file, other.header.model_copy(update={"draft": "another"}), other.texts)
+    arguments = ["simulate", "stops", "some.txt", "--disco", out]
+    assert "sd, disco" in CliRunner().invoke(cli, arguments, catch_exceptions=False).output
     with pytest.raises(ConfigError, match="is for draft embedded-draft, not another"):
-        CliRunner().invoke(cli, arguments, catch_exceptions=False)
+        CliRunner().invoke(cli, [*arguments, "--draft", "another"], catch_exceptions=False)
 
 
 @pytest.mark.parametrize(("length", "noise"), [(60, 0.1), (37, 0.4), (24, 0.0)])
@@ -313,25 +307,20 @@ def runner(role: str) -> ModelRunner:
 
 @cache
 def recorded(temperature: float) -> RecordedTexts:
-    target, draft = runner("target"), runner("draft")
     tokenizer, _ = load_tokenizer(str(tiny_model("llama", noise=0.0)))
-    names = {"target": "tiny", "draft": "tiny", "vocab_size": target.vocab_size, "eos": [1]}
-    header = Header.model_validate_json(
-        json.dumps(names | {"temperature": temperature, "seed": 5, "max_tokens": TOKENS})
-    )
-    return RecordedTexts(header, tuple(text for _, text in record(target, draft, tokenizer, PROMPTS, header)))
+    pair = [runner(role) for role in ("target", "draft")]
+    found = record(pair, tokenizer, PROMPTS, sampled(temperature, 0), (1,), TOKENS)
+    return RecordedTexts("tiny", "tiny", [text for _, text in found])
+
+
+def sampled(temperature: float, number: int) -> Sampling:
+    """How text `number`, from 1 on, is drawn."""
+    return Sampling(temperature, seed=5 + number)
 
 
 @pytest.fixture(params=TEMPERATURES)
-def both(request: pytest.FixtureRequest) -> RecordedTexts:
-    return recorded(request.param)
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    known = recorded(0.7)
-    write_texts(tmp_path / "it.npz", known.header, known.texts)
-    return tmp_path / "it.npz"
+def both(request: pytest.FixtureRequest) -> tuple[float, RecordedTexts]:
+    return request.param, recorded(request.param)
 
 
 def empty_pair() -> list[ModelRunner]:
@@ -343,117 +332,53 @@ def empty_pair() -> list[ModelRunner]:
     return pair
 
 
-def decoded(known: RecordedTexts, number: int, decoding: RequestOptions) -> Outcome:
-    text = known.texts[number - 1]
-    options = replace(decoding, sampling=known.header.sampling(number))
-    submit = Submit(number, text.prompt, len(text.prompt) + len(text.answer), options)
+def decoded(temperature: float, number: int, decoding: RequestOptions) -> Outcome:
+    text = recorded(temperature).texts[number - 1]
+    options = replace(decoding, sampling=sampled(temperature, number))
+    submit = Submit(number, tuple(text.prompt), len(text.prompt) + len(text.answer), options)
     outcome = simulate(submit, *paired_executors(*empty_pair()), TIMING)
-    assert tuple(outcome.tokens) == text.answer
+    assert outcome.tokens == text.answer
     return outcome
 
 
 # ---- a recording is the run ----
 
 
-def test_what_is_recorded_is_seeded_decoding(both: RecordedTexts) -> None:
+def test_what_is_recorded_is_seeded_decoding(both: tuple[float, RecordedTexts]) -> None:
     """The target's text, and at every position the token that the draft draws."""
+    temperature, known = both
     rights = []
-    for number, text in enumerate(both.texts, 1):
-        draw, whole, start = DirectDraw(both.header.sampling(number)), [*text.prompt, *text.answer], len(text.prompt)
+    for number, text in enumerate(known.texts, 1):
+        draw, whole, start = DirectDraw(sampled(temperature, number)), [*text.prompt, *text.answer], len(text.prompt)
         rows = [feed_chain(each, whole, len(text.answer) + 1)[:-1] for each in empty_pair()]
         for i, (own, drafts) in enumerate(zip(*rows, strict=True)):
             assert read_draw(draw(own, start + i)) == text.answer[i]
             assert text.drawn[i] == read_draw(draw(drafts, start + i))
             rights.append(text.drawn[i] == text.answer[i])
             assert text.right[i] == rights[-1]
-    assert (len(both.texts), {*rights}) == (3, {True, False})
+    assert (len(known.texts), {*rights}) == (3, {True, False})
 
 
 @pytest.mark.parametrize("window", ["stream", "fixed"])
-def test_as_published_a_simulation_is_the_run(both: RecordedTexts, window: str) -> None:
+def test_as_published_a_simulation_is_the_run(both: tuple[float, RecordedTexts], window: str) -> None:
     """With the models, and with coins that know where the draft is right."""
-    decoding = replace(PEARL, window=window)
-    real = [decoded(both, number, decoding) for number in range(1, 4)]
-    coins = run([Text(len(text.prompt), text.right) for text in both.texts], TIMING, decoding)
+    (temperature, known), decoding = both, replace(PEARL, window=window)
+    real = [decoded(temperature, number, decoding) for number in range(1, 4)]
+    coins = run([Text(len(text.prompt), text.right) for text in known.texts], TIMING, decoding)
     for name in ("num_accepted_draft_tokens", "num_judged_draft_tokens", "seconds"):
         assert coins.total(name) == pytest.approx(sum(getattr(one.statistics, name) for one in real)), name
-
-
-# ---- the file ----
-
-
-def test_a_file_is_read_as_it_was_written(file: Path) -> None:
-    known, found = recorded(0.7), read_texts(file)
-    assert found.header == known.header
-    for one, other in zip(known.texts, found.texts, strict=True):
-        assert (one.prompt, one.answer) == (other.prompt, other.answer)
-        assert np.array_equal(one.drawn, other.drawn)
-        assert np.array_equal(one.features, other.features)
-
-
-def rewritten(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
-    """Damage that changes the arrays in a file."""
-
-    def damage(file: Path) -> None:
-        with np.load(file) as found:
-            arrays = dict(found)
-        change(arrays)
-        with file.open("wb") as out:
-            np.savez(out, **arrays)
-
-    return damage
-
-
-def flipped(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    file.write_bytes(data)
-
-
-def other_version(arrays: dict[str, Any]) -> None:
-    arrays["header"] = np.frombuffer(bytes(arrays["header"]).replace(b'_texts":2', b'_texts":1'), np.uint8)
-
-
-DAMAGE: dict[str, Callable[[Path], object]] = {
-    "cut short": lambda file: file.write_bytes(file.read_bytes()[:-200]),
-    "a byte": flipped,
-    "missing": rewritten(lambda arrays: arrays.pop("drawn")),
-    "pickle": rewritten(lambda arrays: arrays.update(tokens=np.array([object()]))),
-    "version": rewritten(other_version),
-    "tokens": rewritten(lambda arrays: arrays.update(tokens=arrays["tokens"][:-1])),
-    "rows": rewritten(lambda arrays: arrays.update(drawn=arrays["drawn"][1:])),
-    "vocabulary": rewritten(lambda arrays: arrays["tokens"].put(3, 10**6)),
-    "nan": rewritten(lambda arrays: arrays["features"].put(3, np.nan)),
-}
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_file_is_refused_by_name(file: Path, kind: str) -> None:
-    DAMAGE[kind](file)
-    with pytest.raises(ModelError, match=r"it\.npz") as raised:
-        read_texts(file)
-    assert "\n" not in str(raised.value)
 
 
 # ---- the commands ----
 
 
-def invoked(*arguments: str) -> str:
-    result = CliRunner().invoke(cli, ["simulate", *arguments])
-    if isinstance(result.exception, PearlError):
-        raise result.exception
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-def test_recorded_by_one_command_and_decoded_by_another(tmp_path: Path) -> None:
+def test_texts_are_recorded_and_decoded_by_one_command(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("abc\nhello\n")
     toy = "toy:vocab=20,alpha=0.6"
     options = ["--target", toy, "--draft", toy, "--max-tokens", "12", "--temperature", "1", "--raw"]
-    out = str(tmp_path / "it.npz")
-    assert "2 texts, 24 tokens" in invoked("record", str(tmp_path / "prompts.txt"), "--out", out, *options)
-    shown = invoked("stops", out, "--t-draft", "10", "--t-target", "50")
-    rows = [line for line in shown.splitlines() if line.startswith("pearl, oracle")]
-    assert len(rows) == 1
+    arguments = ["simulate", "stops", str(tmp_path / "prompts.txt"), *options, "--t-draft", "10", "--t-target", "50"]
+    shown = CliRunner().invoke(cli, arguments, catch_exceptions=False).output
+    assert "2 texts of" in shown
+    assert sum(line.startswith("pearl, oracle") for line in shown.splitlines()) == 1
     with pytest.raises(ConfigError, match="has the draft's tokens"):
-        invoked("record", str(tmp_path / "prompts.txt"), "--out", out, "--draft", "none")
+        CliRunner().invoke(cli, [*arguments, "--draft", "none"], catch_exceptions=False)

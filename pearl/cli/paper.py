@@ -20,7 +20,7 @@ from pearl.lab.papers.figures import Figure, Table, check_drawing, draw
 from pearl.lab.papers.pearl import TABLES, Cell, Pair, pairs
 
 if TYPE_CHECKING:
-    from pearl.models.recorded import RecordedTexts
+    from pearl.lab.experiments.texts import RecordedTexts
 
 _COUNT = click.IntRange(min=1)
 _SETS = (HUMANEVAL, "edits")

@@ -1,9 +1,10 @@
-"""Recorded texts: `pearl simulate record`, `pearl simulate stops` and `pearl disco train`. Arguments and tables."""
+"""Recorded texts: `pearl simulate stops` and `pearl disco train` record a pair's. Arguments and tables."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,43 +17,35 @@ from pearl.errors import ConfigError
 from pearl.lab.distill.prompts import read_turns
 from pearl.lab.experiments.estimate import speedup
 
-_FILE = click.Path(dir_okay=False, path_type=Path)
+if TYPE_CHECKING:
+    from pearl.lab.experiments.texts import RecordedTexts
+
 _TOKENS = 128  # of an answer, without --max-tokens
 
-t_draft_option = click.option(
-    "--t-draft", type=click.FloatRange(0, 1e6), metavar="MS", help="Of a draft forward.  [default: 10]"
-)
-t_target_option = click.option(
-    "--t-target", type=Times(), help="Of a target forward; 1:50,4:55,8:60: by tokens fed.  [default: 50]"
-)
+
+def _recorded_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Which texts are recorded, and the forward times that are assumed for them."""
+    for option in (
+        settings_options,
+        click.option(
+            "--t-target", type=Times(), help="Of a target forward; 1:50,4:55,8:60: by tokens fed.  [default: 50]"
+        ),
+        click.option(
+            "--t-draft", type=click.FloatRange(0, 1e6), metavar="MS", help="Of a draft forward.  [default: 10]"
+        ),
+        click.option("--raw", is_flag=True, help="Take prompts as they are: no chat template."),
+        click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Prompts of each file.  [default: all]"),
+        click.argument("prompts", nargs=-1, required=True, type=click.Path(path_type=Path)),
+    ):
+        command = option(command)
+    return command
 
 
-@listed("Measure", "pearl simulate record prompts.jsonl --out texts.npz")
-@click.group()
-def simulate() -> None:
-    """Record texts of a pair, and decode them in virtual time.
-
-    Runs the real coordinator; only forwards take time. Each model has its own device.
-    """
-
-
-@simulate.command(cls=SettingsCommand)
-@click.argument("prompts", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--out", required=True, type=_FILE, metavar="FILE", help="To write.")
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Prompts of each file.  [default: all]")
-@click.option("--raw", is_flag=True, help="Take prompts as they are: no chat template.")
-@settings_options
-def record(settings: Settings, prompts: tuple[Path, ...], out: Path, limit: int | None, raw: bool) -> None:
-    """Record answers of the target, and what the draft draws at each position.
-
-    PROMPTS are files as pearl bench reads them (.jsonl with prompt, question or turns; or a line each). Greedy unless
-    --temperature is above 0; then the texts are those of the coupled rule. pearl simulate stops decodes them again, at
-    any speed.
-    """
+def _record(settings: Settings, prompts: tuple[Path, ...], limit: int | None, raw: bool, bars: Bars) -> RecordedTexts:
+    """Answers of the target, and what the draft draws at each position."""
     from pearl.engine.request import resolve_sampling
     from pearl.lab.experiments.texts import record_pair
     from pearl.models.checkpoints.tokenizers import load_tokenizer
-    from pearl.models.recorded import write_texts
 
     config, given = settings.engine, settings.sampling
     if not config.has_draft:
@@ -65,35 +58,37 @@ def record(settings: Settings, prompts: tuple[Path, ...], out: Path, limit: int 
     sampling = resolve_sampling(given.model_copy(update=asked), defaults, 0)
     if sampling.shaping is not None:
         raise ConfigError("this records the models' own distributions: leave out penalties and logit_bias")
-    tokens, how = given.max_tokens or _TOKENS, {"ignore_eos": bool(given.ignore_eos), "raw": raw}
-    with Bars() as bars:
-        bars.begin("recording", None)
-        recorded, _ = record_pair(config, conversations, sampling, tokens, **how, tick=bars.step)
-    write_texts(out, recorded.header, recorded.texts)
-    tokens = sum(len(text.answer) for text in recorded.texts)
-    click.echo(f"{out}: {len(recorded.texts)} texts, {tokens} tokens, {out.stat().st_size / 1e6:.1f} MB")
+    how = {"ignore_eos": bool(given.ignore_eos), "raw": raw}
+    bars.begin("recording", None)
+    return record_pair(config, conversations, sampling, given.max_tokens or _TOKENS, **how, tick=bars.step)[0]
 
 
-@simulate.command()
-@click.argument("texts", type=_FILE)
-@click.option("--disco", "classifier", type=_FILE, help="A classifier of this pair, as pearl disco train makes it.")
-@t_draft_option
-@t_target_option
-def stops(texts: Path, classifier: Path | None, t_draft: float | None, t_target: dict[int, float] | None) -> None:
-    """Stop policies side by side, on TEXTS that pearl simulate record has written.
+@listed("Measure", "pearl simulate stops prompts.jsonl --t-draft 5 --t-target 40")
+@click.group()
+def simulate() -> None:
+    """Decode recorded texts of a pair in virtual time.
 
-    Methods sd and pearl with each policy and with the oracle, which knows which tokens are right: under sd no policy is
-    faster. The best static window and the best threshold are those of these texts.
+    Runs the real coordinator; only forwards take time. Each model has its own device.
     """
-    from pearl.drafting.disco import read_classifier
+
+
+@simulate.command(cls=SettingsCommand)
+@_recorded_options
+def stops(settings: Settings, t_draft: float | None, t_target: dict[int, float] | None, **recording: Any) -> None:
+    """Stop policies side by side, on answers of the target.
+
+    PROMPTS are files as pearl bench reads them (.jsonl with prompt, question or turns; or a line each). Greedy unless
+    --temperature is above 0; then the texts are those of the coupled rule. Methods sd and pearl with each policy (disco
+    with --disco FILE) and with the oracle, which knows which tokens are right: under sd no policy is faster. The best
+    static window and the best threshold are those of these texts.
+    """
+    from pearl.drafting.disco import classifier_of
     from pearl.lab.experiments.stops import side_by_side
     from pearl.lab.simulate import timing_of
-    from pearl.models.recorded import read_texts
 
-    recorded, timing = read_texts(texts), timing_of(t_draft, t_target)
-    header = recorded.header
-    known = None if classifier is None else read_classifier(classifier, header.target, header.draft)
+    known, timing = classifier_of(settings.engine), timing_of(t_draft, t_target)
     with Bars() as bars:
+        recorded = _record(settings, bars=bars, **recording)
         done = side_by_side(recorded, timing, known, bars.step)
     ar = done[0].totals
     print_columns(
@@ -108,13 +103,13 @@ def stops(texts: Path, classifier: Path | None, t_draft: float | None, t_target:
         ],
         done,
         f"t_draft {timing.t_draft * 1e3:.4g} ms, t_target(1) {timing.t_target(1) * 1e3:.4g} ms; "
-        f"{len(recorded.texts)} texts of {header.target} and {header.draft}; virtual time",
+        f"{len(recorded.texts)} texts of {recorded.target} and {recorded.draft}; virtual time",
         "calls: forwards of either model after the prefill, per 100 tokens; wasted: drafted tokens that were not "
         "accepted",
     )
 
 
-@listed("Make a draft", "pearl disco train texts.npz --out pair.disco")
+@listed("Make a draft", "pearl disco train prompts.jsonl --out pair.disco")
 @click.group()
 def disco() -> None:
     """Train the classifier that tells a draft where to stop.
@@ -123,26 +118,24 @@ def disco() -> None:
     """
 
 
-@disco.command()
-@click.argument("texts", type=_FILE)
-@click.option("--out", required=True, type=_FILE, metavar="FILE", help="To write.")
-@t_draft_option
-@t_target_option
-@click.option("--seed", type=click.IntRange(min=0), default=0, metavar="N", help="Of the first weights.")
-def train(texts: Path, out: Path, t_draft: float | None, t_target: dict[int, float] | None, seed: int) -> None:
-    """Train a classifier on TEXTS, which pearl simulate record has written.
+@disco.command(cls=SettingsCommand)
+@click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="To write.")
+@_recorded_options
+def train(
+    settings: Settings, out: Path, t_draft: float | None, t_target: dict[int, float] | None, **recording: Any
+) -> None:
+    """Train a classifier on answers of the target to PROMPTS, files as pearl simulate stops takes them.
 
-    Each token of the target's answers is an example: how the draft's distribution looks there, and whether its token
-    is the target's. Each fourth text is held out; on these the confidence up to which drafting ends, and the longest
-    window, are chosen by the time that method sd then takes at the given forward times.
+    Each token of the answers is an example: how the draft's distribution looks there, and whether its token is the
+    target's. Each fourth text is held out; on these the confidence up to which drafting ends, and the longest window,
+    are chosen by the time that method sd then takes at the given forward times.
     """
     from pearl.lab.experiments.stops import train as training
     from pearl.lab.simulate import timing_of
-    from pearl.models.recorded import read_texts
 
-    recorded = read_texts(texts)
     with Bars() as bars:
-        found = training(recorded, timing_of(t_draft, t_target), seed, bars.step)
+        recorded = _record(settings, bars=bars, **recording)
+        found = training(recorded, timing_of(t_draft, t_target), settings.sampling.seed or 0, bars.step)
     found.classifier.write(out)
     click.echo(
         f"{out}: for {found.classifier.draft} and {found.classifier.target}; trained on "

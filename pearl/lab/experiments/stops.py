@@ -19,10 +19,10 @@ from pearl.drafting.disco import INPUTS, Classifier, inputs
 from pearl.drafting.proposer import TOP, Features, StopPolicy
 from pearl.drafting.stops import Doubtful, Heuristic, StopWindow, Threshold
 from pearl.errors import ConfigError
+from pearl.lab.experiments.texts import RecordedText, RecordedTexts
 from pearl.lab.experiments.workload import Text, run
 from pearl.lab.simulate import Event, Timing
 from pearl.metrics import Sums
-from pearl.models.recorded import RecordedText, RecordedTexts
 from pearl.protocol.events import Draft, Drafted
 from pearl.protocol.options import RequestOptions
 from pearl.spec.stops import CAP
@@ -72,7 +72,7 @@ class StoppingDraft:
         paused = False
         if self._window is not None:
             self._window.see(command.start, command.tokens, drafts)
-            row = self._rows[min(end - self._begin, len(self._rows) - 1)].tolist()
+            row = self._rows[min(end - self._begin, len(self._rows) - 1)]
             paused = self._window.stops(end, 0, row)
         return Drafted((0,), paused=paused, request=command.request)
 
@@ -194,8 +194,8 @@ def examples(texts: Sequence[RecordedText]) -> tuple[torch.Tensor, torch.Tensor]
 
 def features_of(text: RecordedText) -> list[Features]:
     """The features of each token of the answer, except its index in a window (0)."""
-    rows = (row.tolist() for row in text.features)
-    return [Features(tuple(row[:TOP]), row[TOP], row[TOP + 1], 0, number) for number, row in enumerate(rows)]
+    rows = enumerate(text.features)
+    return [Features(tuple(row[:TOP]), row[TOP], row[TOP + 1], 0, number) for number, row in rows]
 
 
 def fit(seen: torch.Tensor, labels: torch.Tensor, target: str, draft: str, seed: int = 0) -> Classifier:
@@ -239,7 +239,7 @@ def train(
         )
     learned, held_out = split(recorded)
     tell("training")
-    classifier = fit(*examples(learned.texts), recorded.header.target, recorded.header.draft, seed)
+    classifier = fit(*examples(learned.texts), recorded.target, recorded.draft, seed)
     confidences = [classifier.confidence(each) for text in held_out.texts for each in features_of(text)]
     right = [good for text in held_out.texts for good in text.right]
     predicted = [(confidence > 0.5) == good for confidence, good in zip(confidences, right, strict=True)]
@@ -263,5 +263,5 @@ def train(
 def split(recorded: RecordedTexts) -> tuple[RecordedTexts, RecordedTexts]:
     """(texts to train on, texts held out)."""
     held_out = recorded.texts[_HELD_OUT - 1 :: _HELD_OUT]
-    others = tuple(text for number, text in enumerate(recorded.texts, 1) if number % _HELD_OUT)
+    others = [text for number, text in enumerate(recorded.texts, 1) if number % _HELD_OUT]
     return replace(recorded, texts=others), replace(recorded, texts=held_out)

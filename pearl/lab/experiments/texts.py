@@ -1,4 +1,4 @@
-"""Recorded texts: records what a pair of models writes.
+"""Recorded texts: what a pair of models writes, and what its draft draws at every position of it.
 
 Recording runs the target, then the draft along the target's text, in this process and untimed: the result depends only
 on the models and the seed.  A published method needs to know of each token only whether the draft is right.
@@ -7,19 +7,19 @@ on the models and the seed.  A published method needs to know of each token only
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from pearl.config import EngineConfig
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
 from pearl.decoding.shaping import Shaper
+from pearl.drafting.proposer import TOP
 from pearl.drafting.rows import shape_of
 from pearl.engine.conversation import Conversation
 from pearl.errors import ConfigError
 from pearl.models.checkpoints.tokenizers import load_tokenizer
-from pearl.models.recorded import FEATURES, Header, RecordedText, RecordedTexts
 from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.protocol.options import Sampling
 from pearl.text.stream import Tokenizer
@@ -28,6 +28,36 @@ from pearl.worker.build import make_runner
 from pearl.worker.placement import place
 
 _PIECE = 64  # positions per forward: a row spans the vocabulary
+
+
+@dataclass(frozen=True)
+class RecordedText:
+    """One text. `drawn` and `features` belong to the tokens of `answer`.
+
+    Attributes:
+        drawn: the token that the draft draws there.
+        features: the ten largest probabilities of the draft's whole row at temperature 1, its entropy in nats, and the
+            probability of the token that it draws.
+    """
+
+    prompt: Sequence[int]
+    answer: Sequence[int]
+    drawn: Sequence[int]
+    features: Sequence[Sequence[float]]
+
+    @property
+    def right(self) -> list[bool]:
+        """For each token of the answer, whether the draft draws it too."""
+        return [drawn == token for drawn, token in zip(self.drawn, self.answer, strict=True)]
+
+
+@dataclass(frozen=True)
+class RecordedTexts:
+    """`target`, `draft`: names of the models."""
+
+    target: str
+    draft: str
+    texts: Sequence[RecordedText]
 
 
 def record_pair(
@@ -48,27 +78,21 @@ def record_pair(
         load_tokenizer(name, trust_remote_code=config.trust_remote_code) for name in (config.target, config.draft)
     )
     check_same_vocabulary(tokenizer, theirs, config.target, config.draft)
-    target, draft = (make_runner(config.model(role), place(config, role)) for role in config.roles)
-    header = Header(
-        target=config.target,
-        draft=config.draft,
-        vocab_size=target.vocab_size,
-        eos=() if ignore_eos else defaults.eos,
-        max_tokens=tokens,
-        **{name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")},
-    )
-    found = list(record(target, draft, tokenizer, conversations, header, raw=raw, tick=tick))
+    pair = [make_runner(config.model(role), place(config, role)) for role in config.roles]
+    eos = () if ignore_eos else defaults.eos
+    found = list(record(pair, tokenizer, conversations, sampling, eos, tokens, raw=raw, tick=tick))
     if not found:
         raise ConfigError("no prompt fits the context: shorten them, lower max_tokens, or raise max_context")
-    return RecordedTexts(header, tuple(text for _, text in found)), [number for number, _ in found]
+    return RecordedTexts(config.target, config.draft, [text for _, text in found]), [number for number, _ in found]
 
 
 def record(
-    target: ModelRunner,
-    draft: ModelRunner,
+    pair: Sequence[ModelRunner],
     tokenizer: Tokenizer,
     conversations: Sequence[Sequence[str]],
-    header: Header,
+    sampling: Sampling,
+    eos: Sequence[int],
+    tokens: int,
     *,
     raw: bool = False,
     tick: Callable[[str], object] = lambda what: None,
@@ -78,11 +102,14 @@ def record(
     Skips a repeated prompt and one that does not fit either context with its answer, and the rest of its conversation.
 
     Args:
+        pair: target and draft.
+        sampling: text n, from 1 on, is drawn with its seed + n, as `pearl bench` draws its n-th.
+        tokens: most of an answer.
         raw: use no chat template.
         tick: called with a line of progress.
     """
-    seen: set[tuple[int, ...]] = set()
-    most = min(target.context, draft.context) - header.max_tokens
+    seen, (target, draft) = set[tuple[int, ...]](), pair
+    most = min(target.context, draft.context) - tokens
     raw = raw or not tokenizer.chat_template
     for number, turns in enumerate(conversations):
         conversation = Conversation(tokenizer, raw)
@@ -92,7 +119,7 @@ def record(
                 tick(f"prompt {number + 1} is left out: {'too long' if len(prompt) > most else 'it has come before'}")
                 break
             seen.add(tuple(prompt))
-            text = _record_one(target, draft, prompt, header.sampling(len(seen)), header)
+            text = _record_one(target, draft, prompt, sampling.changed(seed=sampling.seed + len(seen)), eos, tokens)
             tick(f"prompt {number + 1}: {len(text.answer)} tokens")
             yield number, text
             conversation.add(turn, tokenizer.decode(text.answer))
@@ -146,14 +173,19 @@ def rows_along(runner: ModelRunner, prompt: Sequence[int], text: Sequence[int]) 
 
 @torch.inference_mode()
 def _record_one(
-    target: ModelRunner, draft: ModelRunner, prompt: Sequence[int], sampling: Sampling, header: Header
+    target: ModelRunner,
+    draft: ModelRunner,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    eos: Sequence[int],
+    tokens: int,
 ) -> RecordedText:
-    (answer,) = answers(target, [prompt], [sampling], header.eos, header.max_tokens)
-    draw, known = DirectDraw(sampling), min(draft.vocab_size, header.vocab_size)  # further ids are padding
+    (answer,) = answers(target, [prompt], [sampling], eos, tokens)
+    draw, known = DirectDraw(sampling), min(draft.vocab_size, target.vocab_size)  # further ids are padding
     drawn, features = [], []
     rows = (row for piece in rows_along(draft, prompt, answer) for row in piece[:, :known])
     for position, row in enumerate(rows, len(prompt)):
         drawn.append(read_draw(draw(row, position)))
         *largest, entropy, chosen = shape_of(row, torch.tensor(drawn[-1:], device=row.device)).tolist()
-        features.append([*largest, *[0.0] * (FEATURES - 2 - len(largest)), entropy, chosen])
-    return RecordedText(tuple(prompt), tuple(answer), np.array(drawn, np.int32), np.array(features, np.float32))
+        features.append([*largest, *[0.0] * (TOP - len(largest)), entropy, chosen])
+    return RecordedText(prompt, answer, drawn, features)

@@ -12,10 +12,10 @@ from statistics import fmean, pstdev
 
 from pearl.drafting.disco import Classifier
 from pearl.lab.experiments.stops import LEAST_TEXTS, STATIC, features_of, split, train
+from pearl.lab.experiments.texts import RecordedText, RecordedTexts
 from pearl.lab.papers.figures import Figure, Table
 from pearl.lab.simulate import Timing
 from pearl.lab.theory import sd_improvement
-from pearl.models.recorded import RecordedText, RecordedTexts
 
 _COST, _RATES, _GAMMAS = 0.05, (0.6, 0.8, 0.9), range(1, 41)  # of figure 2: t_draft / t_target, acceptance, lengths
 _BINS = 10
