@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pearl.config import EngineConfig
 from pearl.decoding.distribution import PackedRow
 from pearl.drafting.model import ModelProposer
 from pearl.errors import DraftLost, RequestError
@@ -140,7 +141,11 @@ class Loops:
         self._stop, self._ready, self._lost = threading.Event(), threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
         self._endpoints = [listener]
-        settings = TargetSettings(vocab, CONTEXT, DIGEST, draft_timeout, expects_draft, slots)
+        names = {"target": "toy", "draft": "toy" if expects_draft else "none"}
+        config = EngineConfig(
+            **names, target_device="cpu", draft_device="cpu", draft_timeout=draft_timeout, slots=slots
+        )
+        settings = TargetSettings(config, vocab, CONTEXT, DIGEST)
         self._start(
             lambda: TargetWorker(
                 listener,

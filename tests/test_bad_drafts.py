@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from pearl.config import EngineConfig
 from pearl.decoding.distribution import PackedRow
 from pearl.errors import DraftLost, RemoteProtocolError, RequestError, TransportError
 from pearl.execution.target import TargetExecutor
@@ -66,7 +67,7 @@ def test_of_a_few_bytes_no_vocabularies_are_made_before_they_are_judged() -> Non
     """The thread that reads messages made them of all that came: of 8 MB, with an id for every page, 4 GiB."""
     vocab = 1 << 18
     executor = TargetExecutor(ToyRunner(vocab, alpha_pair(32, 0.5)[0]))
-    link = DraftLink(TargetSettings(vocab, CONTEXT, DIGEST, 1.0, True), executor)
+    link = DraftLink(TargetSettings(EngineConfig(draft_timeout=1.0), vocab, CONTEXT, DIGEST), executor)
     link.peer = b"draft"
 
     def examined(*rows: PackedRow) -> DraftTokens:
@@ -167,7 +168,7 @@ def test_a_draft_may_not_say_now_with_distributions_and_now_without(loops: MakeL
 def test_what_a_draft_says_of_a_request_before_it_is_begun_is_dropped() -> None:
     """The draft cannot know yet what the rule needs, and request numbers can be guessed."""
     executor = TargetExecutor(ToyRunner(32, alpha_pair(32, 0.5)[0]))
-    link = DraftLink(TargetSettings(32, CONTEXT, DIGEST, 1.0, True), executor)
+    link = DraftLink(TargetSettings(EngineConfig(draft_timeout=1.0), 32, CONTEXT, DIGEST), executor)
     without = DraftTokens(1, 0, 3, (5,))
     assert link.with_needed_rows(without) is None
     executor.execute(Open(PROMPT, RequestOptions(rule="coupled", sampling=WARM), request=1))

@@ -33,7 +33,7 @@ from tests.test_transport import show_keys
 
 BOUND = 60.0  # seconds
 CONTEXT = (1 << 20) + 2
-SETTINGS = TargetSettings(32, CONTEXT, b"", 30.0, False)
+SETTINGS = TargetSettings(EngineConfig(target="toy", draft="none"), 32, CONTEXT, b"")
 SPEC = f"toy:vocab=32,alpha=0.5,context={CONTEXT}"
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 MIB = 1 << 20
@@ -51,7 +51,9 @@ class Requests:
 
     def __init__(self, slots: int = 1) -> None:
         self.owners: dict[int, tuple[bytes, int]] = {}
-        self._admission = Admission(self.owners, replace(SETTINGS, slots=slots))
+        self._admission = Admission(
+            self.owners, replace(SETTINGS, config=EngineConfig(target="toy", draft="none", slots=slots))
+        )
 
     def add(self, front: bytes, asked: Submit) -> int:
         number = max(self.owners, default=0) + 1

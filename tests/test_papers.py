@@ -30,7 +30,6 @@ from pearl.lab.theory import (
     geometric,
     pearl_tokens_per_step,
     run_committed,
-    sd_best_gamma,
     sd_improvement,
     sd_tokens_per_step,
 )
@@ -331,13 +330,6 @@ def test_wrong_input_is_refused(tmp_path: Path) -> None:
         assert words in done.output + str(done.exception)
 
 
-@pytest.mark.parametrize("times", ["5:", "1:5,1:6", "0:5", "nan"])
-def test_times_that_make_no_sense_are_refused(times: str) -> None:
-    done = pearl("simulate", "stops", "it.txt", "--t-target", times)
-    assert done.exit_code == 2
-    assert "tokens fed:milliseconds" in done.output
-
-
 # ---- closed forms, against the simulator ----
 
 STEADY = Timing(1.0, lambda _: 5.0)
@@ -409,14 +401,8 @@ def test_any_window_is_as_fast_as_its_closed_form(method: str, window: int, a: f
 
 
 def test_the_papers_other_forms() -> None:
-    """Run lengths are those of a geometric distribution; no gamma is better than the best."""
+    """Run lengths are those of a geometric distribution."""
     assert run_committed(0.8) == pytest.approx(1 + sum(n * 0.8**n * 0.2 for n in range(500)))
-    for a, ratio in product((0.3, 0.6, 0.8, 0.95), (1, 3, 5, 10)):
-        best = sd_best_gamma(a, 1.0, lambda _, ratio=ratio: ratio)  # type: ignore[misc]
-        every = [sd_improvement(a, gamma, 1 / ratio) for gamma in range(1, 40)]
-        assert sd_improvement(a, best, 1 / ratio) == pytest.approx(max(every))
-    assert sd_best_gamma(0.8, 1.0, lambda _: 5.0) == 4
-    assert sd_best_gamma(0.8, 1.0, lambda n: 5.0 * n) == 1  # no use in feeding many
 
 
 # ---- workloads ----

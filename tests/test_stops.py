@@ -76,7 +76,7 @@ def test_every_policy_can_be_made_or_says_where_it_is_to_be_had(name: str) -> No
     spec, opened = STOPS[name], Open((0,), RequestOptions(draft_stop=name, sampling=WARM))
     if spec.is_simulated:
         with pytest.raises(
-            ConfigError, match="needs the recorded text, so only pearl simulate has it; choose fixed, t"
+            ConfigError, match="needs the recorded text, so only pearl paper disco has it; choose fixed, t"
         ):
             DecodingConfig(draft_stop=name)  # type: ignore[call-arg]
         with pytest.raises(RequestError, match=name):
@@ -263,26 +263,24 @@ def test_a_classifier_learns_what_can_be_learned_and_is_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known, out = learnable(), str(tmp_path / "it.disco")
-    monkeypatch.setattr("pearl.cli.recorded._record", lambda *_, **__: known)
+    monkeypatch.setattr("pearl.cli.disco._record", lambda *_, **__: known)
     ran = CliRunner().invoke(cli, ["disco", "train", "some.txt", "--out", out], catch_exceptions=False)
     assert "for embedded-draft and embedded; trained on 540 tokens" in ran.output
-    found = stops.train(known, timing_of(None, None))
+    found = stops.train(known, timing_of(10.0, 50.0))
     assert found.classifier == read_classifier(Path(out), "embedded", "embedded-draft"), "each time the same"
     assert found.accuracy > 0.85 > 0.6 > found.base
     assert found.best.speed > 1.02 * found.static.speed
     with pytest.raises(ConfigError, match="3 texts are too few"):
-        stops.train(learnable(3), timing_of(None, None))
-    arguments = ["simulate", "stops", "some.txt", "--disco", out]
-    assert "sd, disco" in CliRunner().invoke(cli, arguments, catch_exceptions=False).output
+        stops.train(learnable(3), timing_of(10.0, 50.0))
     with pytest.raises(ConfigError, match="is for draft embedded-draft, not another"):
-        CliRunner().invoke(cli, [*arguments, "--draft", "another"], catch_exceptions=False)
+        read_classifier(Path(out), "embedded", "another")
 
 
 @pytest.mark.parametrize(("length", "noise"), [(60, 0.1), (37, 0.4), (24, 0.0)])
 def test_under_sd_no_policy_is_faster_than_the_oracle(length: int, noise: float) -> None:
     """Nor does the target need fewer forwards with any. It stops only before a wrong token: it once drafted on behind
     one, and past the text's end, and needed more forwards of the draft than a threshold."""
-    done = stops.side_by_side(learnable(6, length, noise), timing_of(5.0, {1: 40.0}), classifier())
+    done = stops.side_by_side(learnable(6, length, noise), timing_of(5.0, 40.0), classifier())
     (oracle,) = (each for each in done if each.name == "sd, oracle")
     others = [each for each in done if each.name.startswith("sd, ") and each is not oracle]
     assert len(others) > 4
@@ -372,13 +370,13 @@ def test_as_published_a_simulation_is_the_run(both: tuple[float, RecordedTexts],
 # ---- the commands ----
 
 
-def test_texts_are_recorded_and_decoded_by_one_command(tmp_path: Path) -> None:
-    (tmp_path / "prompts.txt").write_text("abc\nhello\n")
-    toy = "toy:vocab=20,alpha=0.6"
-    options = ["--target", toy, "--draft", toy, "--max-tokens", "12", "--temperature", "1", "--raw"]
-    arguments = ["simulate", "stops", str(tmp_path / "prompts.txt"), *options, "--t-draft", "10", "--t-target", "50"]
+def test_a_classifier_of_a_pair_by_one_command(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("abc\nhello\nyes\nno\n")
+    toy, out = "toy:vocab=20,alpha=0.6", tmp_path / "it.disco"
+    options = ["--target", toy, "--draft", toy, "--max-tokens", "12", "--temperature", "1", "--raw", "--out", str(out)]
+    arguments = ["disco", "train", str(tmp_path / "prompts.txt"), *options]
     shown = CliRunner().invoke(cli, arguments, catch_exceptions=False).output
-    assert "2 texts of" in shown
-    assert sum(line.startswith("pearl, oracle") for line in shown.splitlines()) == 1
+    assert "trained on 36 tokens" in shown
+    assert read_classifier(out, toy, toy).examples == 36
     with pytest.raises(ConfigError, match="has the draft's tokens"):
         CliRunner().invoke(cli, [*arguments, "--draft", "none"], catch_exceptions=False)

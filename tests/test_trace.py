@@ -149,7 +149,6 @@ def test_a_trace_is_sound_and_says_what_happened(tmp_path: Path, method: str) ->
         check_sound(trace.path)
         found, counts = report(trace), outcome.counts
         flows = Counter(e["name"] for e in read_document(trace.path)["traceEvents"] if e["ph"] == "s")
-        assert method == "ssd" or flows["token"] == counts.num_judged_draft_tokens
         assert flows[chrome.REJECTION] == counts.provenance.get(Provenance.CORRECTED, 0)
         assert found.tokens == len(outcome.tokens) == 120
         assert (found.judged, found.accepted) == (counts.num_judged_draft_tokens, counts.num_accepted_draft_tokens)

@@ -1,11 +1,9 @@
-"""Option types, prompts and JSON files of the commands that simulate or measure."""
+"""Prompts and JSON files of the commands that simulate or measure."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 import msgspec
@@ -13,25 +11,6 @@ import msgspec
 from pearl.config import SamplingParams
 from pearl.errors import ConfigError
 from pearl.lab.bench.tasks import HUMANEVAL, OURS, Task, read_tasks
-
-
-class Times(click.ParamType):
-    """Forward times: `1:50,4:55,8:60` (tokens fed:milliseconds), or `50` for one token."""
-
-    name = "ms"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[int, float]:
-        if isinstance(value, dict):
-            return value
-        items = [item.split(":") if ":" in item else ["1", item] for item in value.split(",")]
-        try:
-            times = {int(fed): float(ms) for fed, ms in items}
-        except ValueError:
-            times = {}
-        if len(times) < len(items) or min(times) < 1 or not all(0 < ms < math.inf for ms in times.values()):
-            self.fail(f"{value!r}: write a finite 50, or 1:50,4:55,8:60 (tokens fed:milliseconds)", param, ctx)
-        return times
-
 
 json_option = click.option(
     "--json", "to", type=click.Path(path_type=Path, allow_dash=True), help="Write JSON here; - is standard output."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -188,14 +188,15 @@ def theory(texts: int, **given: Any) -> None:
 )
 @click.option("--t-target", type=float, default=40.0, show_default=True, metavar="MS", help="Likewise.")
 def disco(t_draft: float, t_target: float, **given: Any) -> None:
-    """DISCO: static and dynamic speculation lengths, the oracle's lengths, and the classifier's F1."""
+    """DISCO: static and dynamic speculation lengths, stop policies, the oracle's lengths, and the classifier's F1."""
     from pearl.lab.papers import lengths
     from pearl.lab.simulate import timing_of
 
     asked = _asked(given, quick=(2, 48))
     with Bars() as bars:
-        recorded, sets = _recorded(asked, bars)
-        found, figures = lengths.measure(recorded, timing_of(t_draft, {1: t_target}), sets)
+        tasks = read_sets(given["prompts"], 2 if asked.quick else 12, default=_SETS)
+        recorded, sets = _recorded(replace(asked, tasks=tasks), bars)
+        found, figures = lengths.measure(recorded, timing_of(t_draft, t_target), sets)
     _study("disco", asked, found, figures)
 
 

@@ -265,7 +265,6 @@ def interpolated(times: dict[int, float]) -> Callable[[int], float]:
     return cache(speeds.t_target)
 
 
-def timing_of(t_draft: float | None, t_target: dict[int, float] | None) -> Timing:
-    """From milliseconds, of a target by tokens fed; None: 10 for a draft forward, 50 for a target forward."""
-    verify = interpolated({n: ms / 1e3 for n, ms in (t_target or {1: 50.0}).items()})
-    return Timing((t_draft or 10.0) / 1e3, verify)
+def timing_of(t_draft: float, t_target: float) -> Timing:
+    """From milliseconds of a forward."""
+    return Timing(t_draft / 1e3, lambda fed: t_target / 1e3)

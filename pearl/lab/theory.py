@@ -6,10 +6,6 @@ acceptance rate of a draft token; times are in any one unit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-MOST_GAMMA = 64
-
 
 def geometric(a: float, n: int) -> float:
     """1 + a + ... + a**(n-1)."""
@@ -30,15 +26,6 @@ def sd_tokens_per_step(a: float, gamma: int) -> float:
 def sd_improvement(a: float, gamma: int, cost: float) -> float:
     """Speed-up over the target alone; `cost`: t_draft / t_target. Source: Leviathan et al., theorem 3.8."""
     return sd_tokens_per_step(a, gamma) / (gamma * cost + 1)
-
-
-def sd_best_gamma(a: float, t_draft: float, t_target: Callable[[int], float]) -> int:
-    """The fastest gamma, if a step takes gamma draft forwards and a target forward."""
-
-    def rate(gamma: int) -> float:
-        return sd_tokens_per_step(a, gamma) / (gamma * t_draft + t_target(gamma + 1))
-
-    return max(range(1, MOST_GAMMA + 1), key=rate)
 
 
 # ---- PEARL ----

@@ -64,7 +64,7 @@ STOPS: dict[str, StopSpec] = {  # by name, the default first
         StopSpec(
             "oracle",
             "behind the last token that the target accepts",
-            "the recorded text: for pearl simulate alone",
+            "the recorded text: for pearl paper disco alone",
             is_simulated=True,
         ),
     )
@@ -77,5 +77,5 @@ def check_stop(name: str) -> StopSpec:
         raise ValueError(f"unknown stop policy {name!r}; choose one of {', '.join(STOPS)}")
     if STOPS[name].is_simulated:
         known = ", ".join(each for each, other in STOPS.items() if not other.is_simulated)
-        raise ValueError(f"draft_stop {name} needs the recorded text, so only pearl simulate has it; choose {known}")
+        raise ValueError(f"draft_stop {name} needs the recorded text, so only pearl paper disco has it; choose {known}")
     return STOPS[name]

@@ -164,9 +164,7 @@ class _Merged:
             if record.name == "decide":
                 self._outcomes.read(record.args["event"])
             if forward is not None and record.name == "decide" and record.args["event"]["type"] == "Drafted":
-                forward, judged = self._drafted(forward, record.args)
-                for at in judged:
-                    yield from self._flow("token", (process, forward.track, forward.middle), (1, LOOP, at))
+                forward = self._drafted(forward, record.args)
                 awaited -= 1
                 if awaited == 0:
                     yield from self._slice(forward, process)
@@ -180,18 +178,14 @@ class _Merged:
         if forward is not None:
             yield from self._slice(forward, process)
 
-    def _drafted(self, forward: Record, decision: dict[str, Any]) -> tuple[Record, list[int]]:
-        """A forward with the outcomes of the tokens drafted in it, and when they were judged after it."""
-        args, judged = dict(forward.args), []
+    def _drafted(self, forward: Record, decision: dict[str, Any]) -> Record:
+        """A forward with the outcomes of the tokens drafted in it."""
+        args = dict(forward.args)
         for message in messages(decision, "Send", "DraftTokens"):
-            outcomes, is_branch = self._outcomes.of(message), message["after"] is not None
-            if not outcomes:  # its token was withheld
-                continue
-            drafted = "branches" if is_branch else "fates"
-            args[drafted] = [*args.get(drafted, ()), *(fate for fate, _ in outcomes)]
-            if not is_branch and outcomes[0][1] >= forward.middle:
-                judged.append(outcomes[0][1])
-        return replace(forward, args=args), judged
+            if outcomes := self._outcomes.of(message):  # else its token was withheld
+                drafted = "fates" if message["after"] is None else "branches"
+                args[drafted] = [*args.get(drafted, ()), *outcomes]
+        return replace(forward, args=args)
 
     def _slice(self, record: Record, process: int) -> Iterator[Event]:
         """A slice of a track; a request begins and ends beside them."""

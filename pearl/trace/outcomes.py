@@ -26,8 +26,8 @@ class Outcomes:
     """First pass all records of the target to `learn`; then the draft's in order, events to `read`, tokens to `of`."""
 
     def __init__(self) -> None:
-        #: request -> position -> the token committed there, its source, and when
-        self._committed: dict[int, dict[int, tuple[int, str, int]]] = {}
+        #: request -> position -> the token committed there, and its source
+        self._committed: dict[int, dict[int, tuple[int, str]]] = {}
         self._text: dict[int, dict[int, int]] = {}  # request -> position -> token, as the draft has the text
         self._prepared: dict[tuple[int, _Outcome], list[int]] = {}  # (request, outcome) -> tokens drafted for it
 
@@ -36,7 +36,7 @@ class Outcomes:
             text = self._committed.setdefault(message["request"], {})
             tokens = zip(message["tokens"], message["provenance"], strict=True)
             for position, (token, source) in enumerate(tokens, message["start"]):
-                text[position] = token, source, record.middle
+                text[position] = token, source
 
     def read(self, event: dict[str, Any]) -> None:
         """Apply an event of the draft to its text, as `DraftMachine` does."""
@@ -53,8 +53,8 @@ class Outcomes:
                 text |= dict(enumerate([token, *self._prepared.get((request, outcome), [])], position))
                 self._prepared = {key: each for key, each in self._prepared.items() if key[0] != request}
 
-    def of(self, message: dict[str, Any]) -> list[tuple[str, int]]:
-        """(verdict, time) of each token of a DraftTokens message; time 0 for a discarded token."""
+    def of(self, message: dict[str, Any]) -> list[str]:
+        """What became of each token of a DraftTokens message."""
         request, start, tokens = message["request"], message["start"], message["tokens"]
         branch = None if message["after"] is None else tuple(message["after"])
         prefix = self._drafted(request, branch, start, tokens)
@@ -63,16 +63,16 @@ class Outcomes:
         for position in range(message["known"], start):
             if position in prefix and (branch is None or position != branch[0]):
                 is_right = is_right and self._fate(request, position, prefix[position]) == ACCEPTED
-        found: list[tuple[str, int]] = []
+        found: list[str] = []
         for position, token in enumerate(tokens, start):
             fate = self._fate(request, position, token) if is_right else DISCARDED
             is_right = fate == ACCEPTED
-            found.append((fate, 0 if fate == DISCARDED else final[position][2]))
+            found.append(fate)
         return found
 
     def _fate(self, request: int, position: int, token: int) -> str:
         """What became of a token that follows the text as committed."""
-        committed, source, _ = self._committed.get(request, {}).get(position, (-1, "", 0))
+        committed, source = self._committed.get(request, {}).get(position, (-1, ""))
         if source in ("", "bonus"):  # nothing was committed there, or without looking at a draft token
             return DISCARDED
         return ACCEPTED if token == committed and source != "corrected" else REJECTED

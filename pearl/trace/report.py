@@ -277,7 +277,6 @@ def _notes(trace: Trace, *shares: Worker | None) -> list[str]:
 # ---- as text, for tables ----
 
 _OF_TEXTS = ("tokens/s", "tokens a step", "first token", "of it in the queue", "ITL p50", "ITL p99", "window c")
-_VERIFY = "forward: verify "  # followed by the number of tokens fed
 _FIGURES = [each for each in FIGURES if each.name in _OF_TEXTS]
 REQUEST_COLUMNS = ("request", "method", "prompt", "tokens", *_OF_TEXTS)
 
@@ -285,15 +284,8 @@ REQUEST_COLUMNS = ("request", "method", "prompt", "tokens", *_OF_TEXTS)
 def side_by_side(reports: Sequence[Report]) -> list[tuple[str, list[str]]]:
     """Each figure with its value in every run, "-" where a run has none."""
     columns = [_figures(r) for r in reports]
-    names: list[str] = []
-    for column in columns:
-        for before, name in pairwise(["", *column]):
-            if name not in names:  # a figure of one run alone stays beside its neighbour
-                names.insert(names.index(before) + 1 if before else 0, name)
-    verifies = sorted((name for name in names if name.startswith(_VERIFY)), key=lambda name: int(name.split()[-1]))
-    place = next((i for i, name in enumerate(names) if name in verifies), 0)
-    others = [name for name in names if name not in verifies]
-    return [(name, [c.get(name, "-") for c in columns]) for name in (*others[:place], *verifies, *others[place:])]
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [(name, [column.get(name, "-") for column in columns]) for name in names]
 
 
 def request_row(one: Text) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from pearl.config.decoding import wide_window
 from pearl.errors import RequestError
+from pearl.models.checkpoints.checkpoint import is_head
 from pearl.protocol.messages import Submit
 from pearl.quota import Shares
 from pearl.spec.methods import MAX_WINDOW
@@ -34,6 +35,7 @@ class Admission:
 
     def __init__(self, owners: Mapping[int, tuple[Peer, int]], settings: TargetSettings) -> None:
         self._owners, self._settings = owners, settings
+        self._is_head = is_head(settings.config.draft)
         self._held: dict[int, int] = {}
 
     def admit(self, number: int, front: Peer, submit: Submit) -> None:
@@ -63,11 +65,11 @@ class Admission:
         options, vocab, context = submit.options, self._settings.vocab_size, self._settings.context
         if problem := options.problem():
             return problem
-        if STOPS[options.draft_stop].is_trained and not self._settings.has_classifier:
+        if STOPS[options.draft_stop].is_trained and self._settings.config.disco is None:
             return f"draft_stop {options.draft_stop} needs a classifier, and this engine was started without --disco"
-        if self._settings.is_head and options.method_spec.drafts and not options.commits_draws:
+        if self._is_head and options.method_spec.drafts and not options.commits_draws:
             return f"a head as a draft serves no text by rule {options.rule}: give rule coupled, or temperature 0"
-        if self._settings.slots > 1 and (options.gamma or 0) > MAX_WINDOW:
+        if self._settings.config.slots > 1 and (options.gamma or 0) > MAX_WINDOW:
             return wide_window(options.gamma)
         if max(submit.prompt) >= vocab:
             return f"prompt holds token id {max(submit.prompt)}, the model has ids up to {vocab - 1}"

@@ -79,7 +79,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
                 head=None if config.head is None else load_head(config.head, runner, progress),
                 gives_states=is_drafting,
             ),
-            _target_settings(config, runner, digest),
+            TargetSettings(config, runner.vocab_size, runner.context, digest),
             ready=partial(lifeline.tell, "ready", device=taken, dtype=dtype_of(runner)),
             stopping=lifeline.closed.is_set,
             tracer=tracer,
@@ -90,20 +90,6 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
     finally:
         endpoint.close(flush=_FLUSH_SECONDS)
         tracer.stop()
-
-
-def _target_settings(config: EngineConfig, runner: ModelRunner, digest: bytes) -> TargetSettings:
-    return TargetSettings(
-        runner.vocab_size,
-        runner.context,
-        digest,
-        config.draft_timeout,
-        config.has_draft,
-        config.slots,
-        has_classifier=config.disco is not None,
-        is_head=is_head(config.draft),
-        shares_gpu=bool(shared_gpus(config)),
-    )
 
 
 def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:

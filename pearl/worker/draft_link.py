@@ -54,7 +54,7 @@ class DraftLink:
         self.mail: Mailbox  # the loop's, set before any other use
         self.peer: Peer | None = None
         self.context = 0  # tokens that its model holds
-        self.health = DraftHealth(settings.draft_timeout)
+        self.health = DraftHealth(settings.config.draft_timeout)
         self._probed = 0.0
         self._sent_ns = self._answered_ns = 0  # our last message to it; the last ping that it has answered
 
@@ -140,7 +140,7 @@ class DraftLink:
         Raises `DraftLost` if it has been silent for too long.
         """
         silent = self.health.silence.seconds
-        if silent > self._settings.draft_timeout:
+        if silent > self._settings.config.draft_timeout:
             raise DraftLost(f"silent for {silent:.1f} s")
         if silent > PROBE_SECONDS and now - self._probed > PROBE_SECONDS:
             self._probed = now

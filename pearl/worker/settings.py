@@ -12,26 +12,15 @@ from pearl.config import EngineConfig, ModelConfig, ModelRole
 
 @dataclass(frozen=True)
 class TargetSettings:
-    """What a target's loop takes.
+    """What a target's loop takes: the engine's settings, and what is known of the loaded target.
 
-    Attributes:
-        vocab_digest: of the target's tokens; a draft must bring the same.
-        draft_timeout: seconds of silence after which the draft is lost.
-        slots: how many requests run side by side.
-        has_classifier: whether the draft has what stop policy disco needs.
-        is_head: whether the draft is a head, which reads hidden states of the target.
-        shares_gpu: whether target and draft take turns on one GPU.
+    `vocab_digest`: of its tokens; a draft must bring the same.
     """
 
+    config: EngineConfig
     vocab_size: int
     context: int
     vocab_digest: bytes
-    draft_timeout: float
-    expects_draft: bool
-    slots: int = 1
-    has_classifier: bool = False
-    is_head: bool = False
-    shares_gpu: bool = False
 
 
 class WorkerSettings(BaseModel):

@@ -54,6 +54,7 @@ from pearl.transport.base import Fault, Listener, Peer
 from pearl.worker.draft import MAX_UNANNOUNCED
 from pearl.worker.draft_link import PROBE_SECONDS, DraftLink, weigh
 from pearl.worker.fronts import Fronts, Post
+from pearl.worker.placement import shared_gpus
 from pearl.worker.recording import Recordings
 from pearl.worker.settings import TargetSettings
 
@@ -87,9 +88,9 @@ class TargetWorker:
         speeds = Speeds.of(profile) if profile else Speeds()
         if executor.has_head:
             speeds.auto.add_head()
-        if settings.shares_gpu:  # forwards do not overlap there
+        if shared_gpus(settings.config):  # forwards do not overlap there
             speeds.auto.untimed = "sd"
-        self._coordinator = Coordinator(speeds, settings.slots, executor.runner.capabilities.prompt_piece)
+        self._coordinator = Coordinator(speeds, settings.config.slots, executor.runner.capabilities.prompt_piece)
         self._decide = tracer.deciding(self._coordinator)
         self._execute = tracer.computing(executor.execute)
         self._forward_together = tracer.computing(executor.forward)
@@ -113,7 +114,7 @@ class TargetWorker:
         mailbox = TracedMailbox(self._tracer, self._endpoint, incoming=self._draft.examined, weigh=weigh)
         with mailbox as self._mail:
             self._draft.mail = self._mail
-            if not self._settings.expects_draft:
+            if not self._settings.config.has_draft:
                 self._become_ready()
             while not self._stopping():
                 self._step()
@@ -309,7 +310,7 @@ class TargetWorker:
                 watch.resume(now)
                 if isinstance(command, Open):
                     watch.begun = now
-                    watch.draft_lost = self._settings.expects_draft and not self._coordinator.draft_context
+                    watch.draft_lost = self._settings.config.has_draft and not self._coordinator.draft_context
                 event = self._computed(command, request)
                 if event is not None:
                     self._handle(event)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -16,16 +15,16 @@ from pearl.engine.request import submission
 from pearl.engine.stream import Result
 from pearl.errors import ConfigError
 from pearl.lab import Watcher
-from pearl.lab.bench.rows import ALL, PAIR, PUBLISHED, SD, SSD, Row, device_of_row, is_emulated
+from pearl.lab.bench.rows import ALL, PAIR, SD, SSD, Row, device_of_row, is_emulated
 from pearl.lab.bench.tasks import Task
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
-from pearl.lab.theory import MOST_GAMMA, sd_best_gamma
 from pearl.metrics import Sums
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.toy import load_toy
 from pearl.spec.stops import FIXED as FIXED_STOP
 
 _WARM_UP = 16  # tokens
+_MOST_GAMMA = 64
 _GAMMA_TASKS = 3  # decoded to find the gamma of sd
 
 
@@ -133,7 +132,7 @@ class _Run:
     # ---- the gamma of sd ----
 
     def _choose_gamma(self, pair: Engine) -> None:
-        """Set the gamma of sd and ssd: as planned; otherwise by theory for an emulated pair, by trying for others.
+        """Set the gamma of sd and ssd: as planned; otherwise by trying.
 
         Rows that have a gamma keep it; rows with a stop policy keep the policy's bound.
         """
@@ -141,36 +140,26 @@ class _Run:
         needs = [each.method in (SD, SSD) and not each.gamma and each.draft_stop == FIXED_STOP for each in chosen]
         if not any(needs):
             return
-        find = self._theoretical_gamma if is_emulated(self._plan.config) else self._fastest_gamma
-        self._measured.gamma = best = self._plan.gamma or find(pair)
+        self._measured.gamma = best = self._plan.gamma or self._fastest_gamma(pair)
         self._rows = [
             replace(row, decoding=row.decoding.model_copy(update={"gamma": best})) if needs_one else row
             for row, needs_one in zip(self._rows, needs, strict=True)
         ]
-
-    def _theoretical_gamma(self, pair: Engine) -> int:
-        """The best for the acceptance rate of one text: exact for an emulated pair."""
-        timing, text = paced(self._plan.config), self._tried(pair, self._plan.tasks[:1], **PUBLISHED)
-        return sd_best_gamma(text.acceptance_rate or 0.0, timing.t_draft, timing.t_target)
 
     def _fastest_gamma(self, pair: Engine) -> int:
         """The fastest of 1, 2, ... up to where the next two are slower."""
         count = max(_GAMMA_TASKS, len({task.set for task in self._plan.tasks}))
         tasks = sorted(self._plan.tasks, key=lambda task: task.number)[:count]  # the first of each set come first
         rates, best = self._measured.gammas, 1
-        for gamma in range(1, MOST_GAMMA + 1):
-            rates[gamma] = self._tried(pair, tasks, method="sd", gamma=gamma).rate or 0.0
+        for gamma in range(1, _MOST_GAMMA + 1):
+            decoding = DecodingConfig(method="sd", gamma=gamma)
+            turns = (turn for task in tasks for turn in self._decode_turns(pair, decoding, task, self._plan.params))
+            rates[gamma] = Sums(texts=[turn.statistics for turn in turns]).rate or 0.0
             self._watcher.say(f"sd, gamma {gamma}: {rates[gamma]:.1f} tokens/s")
             best = max(rates, key=lambda each: rates[each])
             if gamma == best + 2:
                 break
         return best
-
-    def _tried(self, pair: Engine, tasks: Sequence[Task], **settings: Any) -> Sums:
-        """The tasks' texts. `settings`: of `DecodingConfig`."""
-        decoding, params = DecodingConfig(**settings), self._plan.params
-        turns = (turn for task in tasks for turn in self._decode_turns(pair, decoding, task, params))
-        return Sums(texts=[turn.statistics for turn in turns])
 
     # ---- the measurement ----
 

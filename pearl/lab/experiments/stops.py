@@ -129,7 +129,6 @@ def side_by_side(
     recorded: RecordedTexts,
     timing: Timing,
     classifier: Classifier | None,
-    tell: Callable[[str], None] = lambda what: None,
 ) -> list[Stopped]:
     """The DISCO paper's table: `ar`; `sd` with 5 tokens, with the best window, and with each policy; `pearl` likewise.
 
@@ -139,7 +138,6 @@ def side_by_side(
 
     def add(name: str, tried: Iterable[tuple[str, RequestOptions, Policies]]) -> None:
         """Append the fastest of `tried`, each with the end of its name."""
-        tell(name)
         found = [stopped(recorded, timing, one, made, name + end) for end, one, made in tried]
         done.append(max(found, key=lambda each: each.speed))
 
