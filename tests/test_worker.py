@@ -22,7 +22,7 @@ from pearl.protocol import messages as m
 from pearl.protocol.events import Forward, Judge, Open, Phase
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec import methods
-from pearl.worker.rows import on_host, packed
+from pearl.worker.draft import on_host, packed
 from tests.conftest import eventually, greedy_text
 from tests.loops import (
     BOUND,

@@ -18,14 +18,6 @@ json_option = click.option(
 STDOUT = Path("-")
 
 
-def named_file(argument: str) -> tuple[str, Path]:
-    """Parse `NAME=FILE`, or `FILE`, which is named by its stem. Raises `ConfigError`."""
-    name, equals, path = argument.partition("=")
-    if not (path if equals else name):
-        raise ConfigError(f"{argument!r}: write FILE or NAME=FILE")
-    return (name, Path(path)) if equals else (Path(name).stem, Path(name))
-
-
 def read_sets(prompts: Sequence[str], limit: int, toys: bool = False, default: Sequence[str] = OURS) -> list[Task]:
     """The first `limit` tasks of each set named by `--prompts`. Raises `ConfigError`.
 
@@ -35,7 +27,11 @@ def read_sets(prompts: Sequence[str], limit: int, toys: bool = False, default: S
         return [Task("emulated", number, ("hello",)) for number in range(1, limit + 1)]
     found: list[Task] = []
     for given in prompts or default:
-        name, path = (given, None) if given in (HUMANEVAL, *OURS) else named_file(given)
+        name, equals, file = given.partition("=")
+        path = None if given in (HUMANEVAL, *OURS) else Path(file if equals else given)
+        name = name if equals or path is None else path.stem
+        if not (file if equals else name):
+            raise ConfigError(f"{given!r}: write FILE or NAME=FILE")
         if any(task.set == name for task in found):
             raise ConfigError(f"two sets of prompts are called {name!r}: write NAME=FILE")
         found += read_tasks(name, path, limit)

@@ -67,7 +67,7 @@ class Conversation:
     def _prompt(self, turns: Sequence[Turn], message: str) -> list[int]:
         if self.is_raw:
             return self._tokenizer.encode("".join(turn.user + turn.reply for turn in turns) + message)
-        tokens = self._tokenizer.apply_chat([*self._messages(turns), _user(message)])
+        tokens = self._tokenizer.apply_chat([*self._messages(turns), {"role": "user", "content": message}])
         if tokens is None:
             raise RequestError(
                 "this model has no chat template: chat with --raw, where your text is continued as it is"
@@ -113,21 +113,13 @@ class Conversation:
 
     def _messages(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        pairs = ((_user(turn.user), self._replied(turn)) for turn in turns)
+        pairs = (({"role": "user", "content": turn.user}, self._replied(turn)) for turn in turns)
         return [*system, *(message for pair in pairs for message in pair)]
 
     def _replied(self, turn: Turn) -> dict[str, Any]:
         tags = tags_of(self._tokenizer.chat_template)
         if tags is None:
-            return _assistant(turn.reply)
-        is_open = tags.are_open(self._tokenizer.chat_text([_user(turn.user)]) or "")
+            return {"role": "assistant", "content": turn.reply}
+        is_open = tags.are_open(self._tokenizer.chat_text([{"role": "user", "content": turn.user}]) or "")
         reasoning, answer = split(turn.reply, tags, is_open)
-        return _assistant(answer) | ({"reasoning_content": reasoning} if reasoning else {})
-
-
-def _user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def _assistant(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
+        return {"role": "assistant", "content": answer} | ({"reasoning_content": reasoning} if reasoning else {})

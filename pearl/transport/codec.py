@@ -36,7 +36,6 @@ from pearl.protocol.messages import (
     Submit,
     Verdict,
     Welcome,
-    WireRow,
 )
 from pearl.protocol.options import MAX_TEXT
 
@@ -48,13 +47,6 @@ _OF_TARGET = (Welcome, Committed, Preview, Finished, Begin, Verdict, HiddenState
 _ERRORS = frozenset(
     name for name, value in vars(pearl.errors).items() if isinstance(value, type) and issubclass(value, PearlError)
 )
-
-
-def _wire_row(row: object) -> WireRow:
-    """What the header holds for a distribution: the row if sparse, else a marker: its frame follows."""
-    if isinstance(row, PackedRow):
-        return FRAME if row.ids is None else SparseRow(row.ids, row.probs)
-    raise TypeError("a distribution was not packed")
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -78,10 +70,11 @@ def encode(message: Message) -> list[bytes]:
     raw: list[bytes] = []
     try:
         if isinstance(message, DraftTokens) and message.rows:
-            raw = [row.probs for row in message.rows if isinstance(row, PackedRow) and row.ids is None]
-            message = message.changed(rows=tuple(map(_wire_row, message.rows)))
+            raw = [row.probs for row in message.rows if row.ids is None]
+            rows = tuple(FRAME if row.ids is None else SparseRow(row.ids, row.probs) for row in message.rows)
+            message = message.changed(rows=rows)
         frames = [_encoder.encode(message), *raw]
-    except (ValueError, TypeError, OverflowError, msgspec.MsgspecError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, msgspec.MsgspecError) as error:
         raise LocalProtocolError(f"{name} cannot be written: {error}") from error
     if len(frames) > MAX_FRAMES or max(map(len, frames)) > MAX_FRAME:
         raise LocalProtocolError(f"{name} exceeds {MAX_FRAMES} frames of {MAX_FRAME} bytes: send it in parts")
@@ -169,10 +162,5 @@ def _row_problems(message: DraftTokens, raw: Sequence[Frame]) -> Iterator[str]:
 
 def _with_rows(message: DraftTokens, raw: Sequence[Frame]) -> DraftTokens:
     left = iter(raw)
-    found: list[Any] = []
-    for row in message.rows:
-        if isinstance(row, SparseRow):
-            found.append(PackedRow(row.probs, row.ids))
-        else:
-            found.append(PackedRow(bytes(next(left))))
-    return message.changed(rows=tuple(found))
+    pairs = ((row.probs, row.ids) if isinstance(row, SparseRow) else (bytes(next(left)), None) for row in message.rows)
+    return message.changed(rows=tuple(PackedRow(*pair) for pair in pairs))

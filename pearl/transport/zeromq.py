@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import select
 import socket
 import struct
@@ -30,7 +31,6 @@ from pearl.protocol.messages import Message
 from pearl.transport.address import check_bind
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Peer, Received
 from pearl.transport.codec import MAX_FRAME, MAX_FRAMES, encode, received
-from pearl.transport.descriptors import raise_limit
 from pearl.transport.gate import Account, Gate
 from pearl.transport.keys import Keys
 
@@ -60,6 +60,13 @@ def new_keys() -> Keys:
         raise ConfigError("this pyzmq was built without CURVE: install one of its binary wheels")
     (_, server), (_, client) = zmq.curve_keypair(), zmq.curve_keypair()
     return Keys(server.decode(), client.decode())
+
+
+def raise_limit() -> None:
+    """Raise the limit of open files, and so of connections, to the most that the system allows: a shell's is low."""
+    with suppress(ValueError, OSError):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _public(secret: str) -> bytes:

@@ -66,7 +66,9 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
         digest = _expected_digest(config, tokenizer, progress) if config.has_draft else b""
         is_drafting = is_head(config.draft)
         features = states_for(config.head, config.target) if config.head else "layers" if is_drafting else ""
-        runner = _loaded(tracer, model, device, progress, features=features)
+        start = tracer.clock()
+        runner = make_runner(model, device, progress, features)
+        tracer.note("busy", "load", start)
         worker = TargetWorker(
             endpoint,
             TargetExecutor(
@@ -102,7 +104,9 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
         pin(config, model.role)
         progress = lifeline.progress()
         translation, tokenizer, spoken = _spoken(config, progress)  # first: it may refuse the pair
-        runner = _loaded(tracer, model, device, progress, target=config.target, shares=bool(shared_gpus(config)))
+        start = tracer.clock()
+        runner = make_runner(model, device, progress, target=config.target, shares=bool(shared_gpus(config)))
+        tracer.note("busy", "load", start)
         if translation is not None:
             runner = TranslatedRunner(runner, translation, tokenizer.vocab_size)
         digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)
@@ -172,21 +176,6 @@ def _tracer(settings: WorkerSettings) -> Tracer:
 
     whole = settings.config.trace
     return Tracer(recorder(Path(whole)) if whole else None, open_part)
-
-
-def _loaded(
-    tracer: Tracer,
-    model: ModelConfig,
-    device: torch.device,
-    progress: Progress,
-    features: str = "",
-    target: str = "",
-    shares: bool = False,
-) -> ModelRunner:
-    start = tracer.clock()
-    runner = make_runner(model, device, progress, features, target, shares)
-    tracer.note("busy", "load", start)
-    return runner
 
 
 def _tokenizer(model: ModelConfig, progress: Progress) -> Tokenizer:

@@ -8,7 +8,10 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 
+import torch
+
 from pearl import errors
+from pearl.decoding.distribution import pack
 from pearl.errors import ForwardError, ModelError, ProtocolError, RemoteProtocolError, TraceError, TransportError
 from pearl.execution.ahead import Ahead
 from pearl.execution.draft import DraftExecutor
@@ -36,7 +39,6 @@ from pearl.protocol.messages import (
 from pearl.silence import SLACK
 from pearl.trace.tracer import TracedMailbox, Tracer
 from pearl.transport.base import Endpoint, Fault
-from pearl.worker.rows import on_host, packed
 
 log = logging.getLogger(__name__)
 
@@ -219,3 +221,28 @@ class DraftWorker:
             return self._execute(command)
         except ForwardError as error:
             return Drafted(failure=str(error), request=command.request)
+
+
+# ---- how draft distributions travel ----
+
+
+def on_host(message: DraftTokens) -> DraftTokens:
+    """With its distributions [vocab] on the host, from a GPU by pinned memory; waits for the copies."""
+    return message.changed(rows=tuple(map(_copied, message.rows))) if message.rows else message
+
+
+def packed(message: Message, waited: float = 0.0) -> Message:
+    """The message as it travels: distributions as bytes, and how long the draft has waited so far."""
+    if not isinstance(message, DraftTokens):
+        return message
+    if message.rows:
+        return message.changed(rows=tuple(map(pack, message.rows)), waited=waited)
+    return message.changed(waited=waited) if waited else message
+
+
+def _copied(probs: torch.Tensor) -> torch.Tensor:
+    if probs.is_cpu:
+        return probs
+    copied = probs.to("cpu", non_blocking=True)
+    torch.cuda.current_stream(probs.device).synchronize()
+    return copied

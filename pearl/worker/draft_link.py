@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from itertools import chain
 
-from pearl.decoding.distribution import PackedRow
 from pearl.errors import DraftLost, RemoteProtocolError
 from pearl.execution.target import TargetExecutor
 from pearl.protocol.coordinator import Coordinator
@@ -174,15 +173,13 @@ class DraftLink:
         most = max((*message.tokens, *(message.after or ())[1:], *rivals), default=0)
         if most >= vocab:
             raise RemoteProtocolError(f"draft sent token {most}, the target has ids up to {vocab - 1}")
-        is_small = len(message.rows) * 4 * vocab <= _UNPACKED_AT_ONCE
-        rows = [*message.rows]
-        for i, row in enumerate(rows):
-            if isinstance(row, PackedRow):
-                if is_small:
-                    rows[i] = self._executor.bring(row)
-                else:  # a few bytes may become a vocabulary, so the executor unpacks only rows that it judges
-                    row.check(vocab)
-        return message.changed(rows=tuple(rows)) if rows else message
+        if len(message.rows) * 4 * vocab <= _UNPACKED_AT_ONCE:
+            return message.changed(rows=tuple(map(self._executor.bring, message.rows))) if message.rows else message
+        for (
+            row
+        ) in message.rows:  # a few bytes may become a vocabulary, so the executor unpacks only rows that it judges
+            row.check(vocab)
+        return message
 
     def with_needed_rows(self, message: DraftTokens) -> DraftTokens | None:
         """The message with the distributions that its request's rule judges with, or without any.

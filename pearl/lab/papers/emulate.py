@@ -156,26 +156,6 @@ EXPLAINED = (
     "median of the row; the rest is the runtime's own cost. The prompt of a greedy text is the one of six "
     "whose simulated acceptance is nearest to the pair's."
 )
-NOTES = {
-    "1": [
-        "Acceptance is that of Table 4 and times are those of Table 7: the columns of `sd` and `pearl` are "
-        "predictions. Llama 2 has no row in Table 4: its acceptance is fitted to its figure of `sd`, which therefore "
-        "says nothing.",
-    ],
-    "2": [
-        "Acceptance is fitted to the column of `sd`; those of `pearl` are predictions. The paper disagrees with itself "
-        "on GSM8K: 2.87 here, but 42.20 tokens/s in its Table 6 over 15.30 in its Table 7 make 2.76.",
-    ],
-    "3": ["Without either half the window is PEARL's, and `sd` has twice that, as in the authors' scripts."],
-    "4": [
-        "The authors' code counts accepted tokens alone; theorem 2 of the paper counts the next token too. "
-        "Acceptance is 1 - 1/M of PEARL's M, as in theorem 2: the last column is an input, and those of `sd` are "
-        "predictions.",
-    ],
-    "5": ["Below c every source is above the paper: there the target verifies fewer tokens than it has time for."],
-    "7": ["The paper's figure is what the emulation was given."],
-    "figure 2a": ["The paper's figures are rounded."],
-}
 
 
 def tables(found: Mapping[str, Sequence[Cell]]) -> list[Table]:
@@ -193,8 +173,8 @@ def _table(name: str, cells: Sequence[Cell]) -> Table:
         [pair, *(_figure(row[method]) if method in row else "" for method in methods), _shares(row.values())]
         for pair, row in rows.items()
     ]
-    title = f"{'Table ' + name if name[0].isdigit() else name.capitalize()}, emulated: {TABLES[name]}"
-    return Table(title, ["pair", *methods, "of simulated"], words, NOTES.get(name, []))
+    title = f"{'Table ' + name if name[0].isdigit() else name.capitalize()}, emulated: {TABLES[name].shows}"
+    return Table(title, ["pair", *methods, "of simulated"], words, [note for note in [TABLES[name].note] if note])
 
 
 def _figure(cell: Cell) -> str:

@@ -25,16 +25,6 @@ OTHERS = (
 )  # the paper's figures only: not built, or without guesses on emulated models
 HUMANEVAL = "HumanEval"
 Unit = Literal["speed-up", "tokens/s", "accepted", "run", "draft idle", "target idle"]
-TABLES = {
-    "1": "methods on HumanEval: times as fast as the target alone",
-    "2": "methods on GSM8K and MT-bench: times as fast as the target alone",
-    "3": "ablations: times as fast as the target alone",
-    "4": "mean accepted tokens",
-    "5": "windows by pair: tokens/s",
-    "6": "windows by benchmark: tokens/s",
-    "7": "the target alone: tokens/s",
-    "figure 2a": "idle time of a step of sd: seconds",
-}
 
 
 class Published(Struct, frozen=True, forbid_unknown_fields=True):
@@ -117,6 +107,16 @@ def _fit_rate(curve: Callable[[float], float], value: float) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if curve(middle) < value else (low, middle)
     return low
+
+
+class Shown(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a table shows, and what to know of it."""
+
+    shows: str
+    note: str = ""
+
+
+TABLES = yaml.decode((files("pearl.lab.papers") / "tables.yaml").read_bytes(), type=dict[str, Shown])
 
 
 def pairs() -> list[Pair]:
