@@ -165,19 +165,20 @@ class Simulation:
         self._order = count()
         self._now = 0.0
         self._done, self._window = False, 0
-        self._waiting: list[tuple[Cause, float] | None] = [None, None]  # by actor: cause, since
         self.outcome = Outcome()
+        self._watches = self.outcome.watch, Stopwatch()  # by actor
 
     def run(self, submit: Submit) -> Outcome:
         self._handle(0, DraftJoined(self._drafter.context))
         self._schedule(0.0, 0, submit, own=False)
         while not self._done:
             self._now, actor, _, _, event = heapq.heappop(self._queue)
-            self._end_wait(actor)
             for command in self._handle(actor, event):
                 self._carry_out(actor, command)
-        self._end_wait(1)
+        for each in self._watches:
+            each.resume(self._now)
         counts, watch = self.outcome.counts, self.outcome.watch
+        watch.draft_waited = self._watches[1].waits.get(Cause.WINDOW.value, 0.0)
         self.outcome.statistics = fold(counts, watch, self._speeds, len(submit.prompt), self._window)
         return self.outcome
 
@@ -197,14 +198,15 @@ class Simulation:
                     self._executors[1].execute(states)  # at once: it reads them with its next forward
             self._schedule(self._timing.delay, 1 - actor, message, own=False)
         elif kind is Wait:
-            self._waiting[actor] = command.cause, self._now  # type: ignore[attr-defined]
+            self._watches[actor].resume(self._now)
+            self._watches[actor].wait(command.cause.value, self._now)  # type: ignore[attr-defined]
         elif kind is Deliver:
             self._deliver(command.message)  # type: ignore[attr-defined]
         elif kind is End:
             self.outcome.counts, self._window = command.counts, command.window  # type: ignore[attr-defined]
             self._done = True
         else:
-            self._waiting[actor] = None
+            self._watches[actor].resume(self._now)
             event, seconds = self._compute(actor, command)
             if event is not None:
                 self._schedule(seconds, actor, event, own=True)
@@ -215,18 +217,6 @@ class Simulation:
             self.outcome.provenance += message.provenance
             self.outcome.seconds = self._now
             self.outcome.watch.committed(len(message.tokens), self._now)
-
-    def _end_wait(self, actor: int) -> None:
-        """Add up a wait that an event has interrupted; it goes on unless the actor then starts a computation."""
-        waiting = self._waiting[actor]
-        if waiting is None:
-            return
-        cause, since = waiting
-        self._waiting[actor] = cause, self._now
-        if actor == 0:
-            self.outcome.watch.waited(cause.value, self._now - since)
-        elif cause is Cause.WINDOW:
-            self.outcome.watch.draft_waited += self._now - since
 
     def _compute(self, actor: int, command: object) -> tuple[Event | None, float]:
         event = self._executors[actor].execute(command)
