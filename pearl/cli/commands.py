@@ -18,7 +18,7 @@ from pearl.config import DecodingConfig, ModelRole, SamplingParams
 from pearl.engine.card import read_card
 from pearl.engine.request import with_defaults
 from pearl.errors import RequestError
-from pearl.metrics import FIGURES, Figure, Statistics
+from pearl.metrics import FIGURES
 from pearl.printable import printable
 from pearl.spec.methods import METHODS
 
@@ -188,15 +188,10 @@ def _stats(chat: Chat, _: str) -> None:
     table.add_row("replies", *(str(len(of)) for of in replies))
     table.add_row("tokens", *(str(sum(one.num_generated_tokens for one in of)) for of in replies))
     for figure in FIGURES:
-        medians = [_median(figure, of) for of in replies]
-        if any(each != "-" for each in medians):
-            table.add_row(figure.name, *medians)
+        known = [[v for one in of if isinstance(v := figure.value(one), int | float)] for of in replies]
+        if any(known):
+            table.add_row(figure.name, *(figure.form.format(median_low(each)) if each else "-" for each in known))
     chat.console.print(table)
-
-
-def _median(figure: Figure, replies: list[Statistics]) -> str:
-    values = sorted(value for one in replies if isinstance(value := figure.value(one), int | float))
-    return figure.form.format(median_low(values)) if values else "-"
 
 
 def _save(chat: Chat, rest: str) -> None:

@@ -111,7 +111,7 @@ def of_pearl(
     """
     if figures is not None:
         check_drawing()
-    from pearl.lab.papers.emulate import EXPLAINED, emulate, pair_lines, tables, window_figures
+    from pearl.lab.papers.emulate import EXPLAINED, emulate, pair_lines, table, window_figures
 
     size = _EMULATED_QUICK if quick else _EMULATED
     settings: dict[str, Any] = size | {"seed": 0, "runtime": not simulate_only}
@@ -128,8 +128,8 @@ def of_pearl(
         kind = {"kind": "paper", "emulated": True, "settings": settings, **clock.as_dict()}
         write_json(to, kind | {"tables": cells, "pairs": about})
     if to != STDOUT:
-        for table in tables(cells):
-            _print(table)
+        for name, some in cells.items():
+            _print(table(name, some))
         texts = f"{size['texts']} texts of {size['tokens']} tokens for each row, seed 0; {clock}"
         print_lines(*pair_lines(cells, about), EXPLAINED, texts)
     if figures is not None:

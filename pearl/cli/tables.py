@@ -80,14 +80,6 @@ def _console() -> tuple[Console, bool]:
     return Console(highlight=False, width=None if is_known else _WIDTH), is_known
 
 
-def _widths(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
-    """Of each column, where only its header is broken, between words."""
-    cells = [
-        [*column.split(), *(line for row in rows for line in row[i].split("\n"))] for i, column in enumerate(columns)
-    ]
-    return [max(map(cell_len, each), default=0) for each in cells]
-
-
 def _parts(wanted: Iterable[int], widths: Sequence[int], width: int) -> Iterator[list[int]]:
     """Of each table the columns: the first, and as many of those wanted as fit beside it."""
     part = [0]
@@ -114,7 +106,9 @@ def print_table(
         words: number of leading columns that are text, aligned to the left.
     """
     console, cells = _console()[0], [*rows]
-    widths, wanted = _widths(columns, cells), range(1, len(columns))
+    lines = [[*name.split(), *(line for row in cells for line in row[i].split("\n"))] for i, name in enumerate(columns)]
+    widths = [max(map(cell_len, each), default=0) for each in lines]  # where only a header is broken, between words
+    wanted = range(1, len(columns))
     filled = [i for i in wanted if not cells or any(row[i] for row in cells)]
     for number, part in enumerate(_parts(filled, widths, console.width)):
         if title and not number:

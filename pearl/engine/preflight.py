@@ -49,7 +49,7 @@ def check(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress
 
 
 def _check_model(model: ModelConfig, progress: Progress) -> None:
-    if model.place.kind == "cuda" and not _has_gpu():
+    if model.place.kind == "cuda" and not any(any(Path("/dev").glob(name)) for name in _GPUS):
         raise ModelError(f"{model.role}: device {model.device} is not there: this machine shows no GPU")
     if is_toy(model.spec):
         toy_options(model.spec)
@@ -57,10 +57,6 @@ def _check_model(model: ModelConfig, progress: Progress) -> None:
     _check_dtype(model)
     if not (model.spec.startswith("embedded") or (model.role == "draft" and is_head(model.spec))):
         _check_files(model, progress)
-
-
-def _has_gpu() -> bool:
-    return any(any(Path("/dev").glob(name)) for name in _GPUS)
 
 
 def _check_dtype(model: ModelConfig) -> None:

@@ -207,11 +207,10 @@ _Prompt = Annotated[Text, Field(min_length=1)] | Annotated[list[_TokenId], Field
 _Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
-def _sampling(*names: str) -> dict[str, Any]:
-    return {name: (SamplingParams.model_fields[name].annotation, SamplingParams.model_fields[name]) for name in names}
+_FIELDS: dict[str, Any] = {name: (field.annotation, field) for name, field in SamplingParams.model_fields.items()}
 
 
-class SharedRequest(create_model("Sampling", __base__=Body, **_sampling(*SAMPLING))):  # type: ignore[misc]
+class SharedRequest(create_model("Sampling", __base__=Body, **{name: _FIELDS[name] for name in SAMPLING})):  # type: ignore[misc]
     """The fields of both endpoints; those of `SamplingParams` have its bounds."""
 
     unserved: ClassVar = UNSERVED

@@ -57,7 +57,8 @@ class Body(BaseModel):
             raise ValueError("must be an object")
         kept, unknown = {}, set() if info.context is None else info.context
         for name, value in given.items():
-            if value is None or (name in cls.unserved and any(_same(value, one) for one in cls.unserved[name])):
+            taken = (one for one in cls.unserved.get(name, ()) if isinstance(one, bool) == isinstance(value, bool))
+            if value is None or value in taken:
                 continue
             if name in cls.known or name in cls.unserved:  # pydantic refuses the latter
                 kept[name] = value
@@ -68,10 +69,6 @@ class Body(BaseModel):
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         cls.known = {field.alias or name for name, field in cls.model_fields.items()}
-
-
-def _same(value: Any, other: Any) -> bool:
-    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def check_text(value: Any) -> Any:

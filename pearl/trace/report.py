@@ -294,18 +294,14 @@ def request_row(one: Text) -> list[str]:
     return [one.request, one.method, *counts, *(each.text(one.statistics) or "-" for each in _FIGURES)]
 
 
-def _medians(texts: Sequence[Text]) -> dict[str, str]:
-    """Over the requests."""
-    known = {each: [value for one in texts if (value := each.value(one.statistics)) is not None] for each in _FIGURES}
-    return {each.name: each.form.format(median(values)) for each, values in known.items() if values}
-
-
 def _figures(r: Report) -> dict[str, str]:
     figures = {
         "wall": f"{r.wall:.3f} s, requests: {r.requests}",
         "tokens": f"{r.tokens}, {r.tokens_per_second:.2f} a second, prefill included",
     }
-    figures |= _medians(r.texts)
+    for each in _FIGURES:  # medians over the requests
+        if known := [value for one in r.texts if (value := each.value(one.statistics)) is not None]:
+            figures[each.name] = each.form.format(median(known))
     figures |= _worker_figures("target", r.target)
     if r.draft:
         figures |= _worker_figures("draft", r.draft)

@@ -40,9 +40,10 @@ class Admission:
 
     def admit(self, number: int, front: Peer, submit: Submit) -> None:
         """Raises `RequestError` if the request cannot be served, or its front has too much waiting already."""
-        problem = self._problem(submit) or self._excess(front)
-        if problem:
+        if problem := self._problem(submit):
             raise RequestError(problem)
+        if sum(owner == front for owner, _ in self._owners.values()) >= MAX_REQUESTS:
+            raise RequestError(f"{MAX_REQUESTS} requests of yours wait already: {_LATER}")
         shaping = submit.options.sampling.shaping
         grammar = shaping.grammar if shaping is not None else ""
         holds = REQUEST + len(submit.prompt) + len(submit.eos) + sum(map(len, submit.options.stops)) + len(grammar)
@@ -53,11 +54,6 @@ class Admission:
         if not shares.fits(front, holds, MAX_HELD, share=MAX_SHARE):
             raise RequestError(f"the requests that wait would hold over {MAX_HELD:,} tokens and characters: {_LATER}")
         self._held[number] = holds
-
-    def _excess(self, front: Peer) -> str | None:
-        if sum(owner == front for owner, _ in self._owners.values()) >= MAX_REQUESTS:
-            return f"{MAX_REQUESTS} requests of yours wait already: {_LATER}"
-        return None
 
     def _problem(self, submit: Submit) -> str | None:
         if not submit.prompt:

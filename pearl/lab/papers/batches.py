@@ -138,7 +138,9 @@ def long_prompts(
     most: int,
 ) -> Table:
     """Summaries of long prose, as of PG-19 in the paper: tokens a step, and the speed-up at this context."""
-    prose = tokenizer.encode(_prose())
+    from pydoc_data.topics import topics
+
+    prose = tokenizer.encode("\n".join(topics[name] for name in sorted(topics)))
     begins = tokenizer.encode("Write a summary of this text.\n\n")
     rows = []
     lengths = [each for each in _LONG if each <= most and each + tokens + max(SIZES) <= target.context]
@@ -155,12 +157,6 @@ def long_prompts(
     columns = ("tokens of\nthe prompt", "of the\nsummary", "tokens\na step", "over ar")
     notes = ["over ar: only forwards take time. The prose is that of Python's own help pages."]
     return Table("Summaries of long texts (section 4.4)", columns, rows, notes)
-
-
-def _prose() -> str:
-    from pydoc_data.topics import topics
-
-    return "\n".join(topics[name] for name in sorted(topics))
 
 
 def baselines(texts: Sequence[Generated], store: Datastore | None) -> tuple[Table, Figure]:

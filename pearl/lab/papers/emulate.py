@@ -7,7 +7,7 @@ else of a model matters to the runtime.  So each cell comes from three sources: 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from statistics import median
 from typing import Any
@@ -158,21 +158,18 @@ EXPLAINED = (
 )
 
 
-def tables(found: Mapping[str, Sequence[Cell]]) -> list[Table]:
-    """The run's tables, from the cells of each; a row for each pair, a column for each method."""
-    return [_table(name, cells) for name, cells in found.items()]
-
-
-def _table(name: str, cells: Sequence[Cell]) -> Table:
+def table(name: str, cells: Sequence[Cell]) -> Table:
+    """A row for each pair, a column for each method."""
     rows: dict[str, dict[str, Cell]] = {}
     for cell in cells:
         method = cell.label if name in _BY_WINDOW else re.sub(r", gamma \d+|\(\d+\)", "", cell.label)
         rows.setdefault(cell.pair, {})[method] = cell
     methods = list(dict.fromkeys(method for row in rows.values() for method in row))
-    words = [
-        [pair, *(_figure(row[method]) if method in row else "" for method in methods), _shares(row.values())]
-        for pair, row in rows.items()
-    ]
+    words = []
+    for pair, row in rows.items():
+        medians = [cell.of_simulated[0] for cell in row.values() if cell.of_simulated]
+        shares = f"{min(medians):.3f}-{max(medians):.3f}" if medians else ""
+        words.append([pair, *(_figure(row[method]) if method in row else "" for method in methods), shares])
     title = f"{'Table ' + name if name[0].isdigit() else name.capitalize()}, emulated: {TABLES[name].shows}"
     return Table(title, ["pair", *methods, "of simulated"], words, [note for note in [TABLES[name].note] if note])
 
@@ -181,11 +178,6 @@ def _figure(cell: Cell) -> str:
     digits = {"tokens/s": 1, "draft idle": 3, "target idle": 3}.get(cell.unit, 2)
     sources = (cell.paper, cell.simulator, cell.runtime) if cell.run else (cell.paper,)  # we cannot run all methods
     return "/".join("-" if value is None else f"{value:.{digits}f}" for value in sources)
-
-
-def _shares(cells: Iterable[Cell]) -> str:
-    medians = [cell.of_simulated[0] for cell in cells if cell.of_simulated]
-    return f"{min(medians):.3f}-{max(medians):.3f}" if medians else ""
 
 
 def pair_lines(found: Mapping[str, Sequence[Cell]], pairs: Sequence[Mapping[str, Any]]) -> list[str]:
