@@ -134,15 +134,13 @@ def stop(card: Card, seconds: float) -> bool:
 
 def table(cards: Iterable[Card]) -> str:
     """One line for each engine, below a header."""
-    rows = [_HEADER, *map(_row, cards)]
+    rows = [_HEADER]
+    for card in cards:
+        devices = " + ".join(card.place(role)[0] for role in card.roles)
+        models = (str(card.config["target"]), str(card.config["draft"]))
+        rows.append((str(card.pid), f"{card.age // 60:.0f} min", *models, devices, card.program, card.directory))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
-def _row(card: Card) -> tuple[str, ...]:
-    devices = " + ".join(card.place(role)[0] for role in card.roles)
-    models = (str(card.config["target"]), str(card.config["draft"]))
-    return (str(card.pid), f"{card.age // 60:.0f} min", *models, devices, card.program, card.directory)
 
 
 def _program(arguments: list[str]) -> str:

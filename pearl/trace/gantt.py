@@ -106,7 +106,11 @@ def chart(trace: Trace, start: float | None = None, seconds: float | None = None
         end,
         {name: cut(slices) for name, slices in workers.items() if slices},
         [arrow for arrow in verdicts if at <= arrow.sent <= end],
-        [(time, sources) for time, sources in _commits(trace) if at <= time <= end],
+        [
+            (one.end - zero, [source for _, sources in commits for source in sources])
+            for one in trace.target
+            if one.name == "decide" and at <= one.end - zero <= end and (commits := committed(one.args))
+        ],
         cut(one for one in trace.draft if "accepted" in one.args.get("branches", ())),
         _method(trace),
         f"target {trace.metadata['config']['target']}, draft {trace.metadata['config']['draft']}",
@@ -155,11 +159,6 @@ def _joined(bars: Sequence[Bar]) -> list[Bar]:
         elif bar.look != "other" or bar.seconds >= _PAUSE:
             joined.append(bar)
     return joined
-
-
-def _commits(trace: Trace) -> list[tuple[float, list[str]]]:
-    found = ((one.end - trace.start, committed(one.args)) for one in trace.target if one.name == "decide")
-    return [(time, [source for _, sources in commits for source in sources]) for time, commits in found if commits]
 
 
 def png(charts: Sequence[Chart], path: Path) -> None:

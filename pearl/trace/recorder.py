@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from enum import Enum
 from functools import cache
 from importlib.metadata import version
@@ -272,7 +272,8 @@ def _encoder(kind: type) -> Callable[[Any], Any]:
         return bytes.hex
     if kind is dict:
         return lambda value: {str(plain(k)): v if type(v) in _SIMPLE else plain(v) for k, v in value.items()}
-    names, name = [n for n in _fields(kind) if (kind, n) != (events.Judge, "rows")], kind.__name__
+    every = kind.__struct_fields__ if issubclass(kind, Struct) else [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    names, name = [n for n in every if (kind, n) != (events.Judge, "rows")], kind.__name__
 
     def encode(value: Any) -> dict[str, Any]:
         found = {"type": name}
@@ -282,10 +283,3 @@ def _encoder(kind: type) -> Callable[[Any], Any]:
         return found
 
     return encode
-
-
-def _fields(kind: type) -> tuple[str, ...]:
-    if issubclass(kind, Struct):
-        return kind.__struct_fields__
-    assert is_dataclass(kind), kind
-    return tuple(field.name for field in fields(kind))

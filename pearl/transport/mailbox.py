@@ -101,7 +101,10 @@ class Mailbox:
         try:
             while not self._is_closed:
                 self._flush()
-                self._collect()
+                self._decode()
+                if not self._undecoded and not self._is_full:
+                    self._undecoded.extend(self._read())
+                    self._decode()
                 if not self._is_full:
                     self._endpoint.wait(_WAIT_SECONDS)
                 else:
@@ -117,12 +120,6 @@ class Mailbox:
                     self._endpoint.send(self._outgoing(message), peer)
                 except (TransportError, ProtocolError) as error:
                     self._inbox.put(((SOLE_PEER if peer is None else peer, error), 0))
-
-    def _collect(self) -> None:
-        self._decode()
-        if not self._undecoded and not self._is_full:
-            self._undecoded.extend(self._read())
-            self._decode()
 
     def _read(self) -> list[Received]:
         return self._endpoint.receive(0)

@@ -63,8 +63,11 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
         pin(config, model.role)  # from here on the draft's cores are none that we may use
         progress = lifeline.progress()
         tokenizer = _tokenizer(model, progress)
-        digest = _expected_digest(config, tokenizer, progress) if config.has_draft else b""
-        is_drafting = is_head(config.draft)
+        is_drafting, digest = is_head(config.draft), b""
+        if config.has_draft:  # its token ids are compared with ours, or it translates
+            draft = tokenizer if is_drafting else _tokenizer(config.model("draft"), progress)
+            spoken = draft if have_same_vocabulary(tokenizer, draft) else tokenizer
+            digest = vocabulary_digest(spoken, spoken.vocab_size)
         features = states_for(config.head, config.target) if config.head else "layers" if is_drafting else ""
         start = tracer.clock()
         runner = make_runner(model, device, progress, features)
@@ -196,13 +199,6 @@ def _datastore(config: EngineConfig, tokenizer: Tokenizer, vocab_size: int) -> D
     if tokenizer.vocab_size >= store.header.vocab_size:  # a draft may have fewer: they are compared with the target's
         check_tokenizer(store.header, tokenizer, store.directory)
     return store
-
-
-def _expected_digest(config: EngineConfig, target: Tokenizer, progress: Progress) -> bytes:
-    """What the draft's Hello must show: it is the draft whose token ids were compared with ours, or it translates."""
-    draft = target if is_head(config.draft) else _tokenizer(config.model("draft"), progress)
-    spoken = draft if have_same_vocabulary(target, draft) else target
-    return vocabulary_digest(spoken, spoken.vocab_size)
 
 
 def make_runner(

@@ -98,14 +98,10 @@ class DraftWorker:
                 elif self._drafts:
                     self._draft()
                 else:
-                    self._wait()
+                    began, waits = time.monotonic(), self._drafter.state is not State.IDLE
+                    self._receive(_IDLE_SECONDS)
+                    self._waited += time.monotonic() - began if waits else 0.0
                 self._heartbeat()
-
-    def _wait(self) -> None:
-        began, waits = time.monotonic(), self._drafter.state is not State.IDLE
-        self._receive(_IDLE_SECONDS)
-        if waits:
-            self._waited += time.monotonic() - began
 
     # ---- messages ----
 

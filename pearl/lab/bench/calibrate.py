@@ -13,7 +13,6 @@ from pearl.lab.bench.figures import Figures, figures
 from pearl.lab.bench.rows import AHEAD, ALL, AR, AUTO, CALIBRATED, NGRAM, SD, SSD, devices_of, rows_for
 from pearl.lab.bench.runner import Plan, measure
 from pearl.lab.bench.tasks import Task
-from pearl.metrics import Statistics
 from pearl.models.checkpoints.checkpoint import is_head
 from pearl.models.checkpoints.tokenizers import translation_of
 from pearl.protocol.speeds import Profile
@@ -57,7 +56,10 @@ def calibrate(config: EngineConfig, tasks: Sequence[Task], params: SamplingParam
     advice, flags = advise(list(found.values()), gamma, config)
     notes = shared_gpus(config), _not_shared(config, [text.tokens for row, text in measured.texts if row == AR])
     advice = ". ".join([advice, *filter(None, notes)])
-    profile = _profile(last[-1], acceptance)
+    here, there = (tuple(times.items()) for times in (last[-1].t_target, last[-1].t_target_spread))
+    rates = last[-1].rates
+    ways = tuple((way, log(rate), 1) for way, rate in rates.items())
+    profile = Profile(last[-1].t_draft, acceptance, here, there, max(rates, key=rates.__getitem__, default=NGRAM), ways)
     return Calibration(tuple(found.values()), acceptance, gamma, found[AHEAD].window, advice, flags, profile)
 
 
@@ -70,14 +72,6 @@ def _not_shared(config: EngineConfig, texts: Sequence[Sequence[int]]) -> str:
     tokens = [token for text in texts for token in text]
     share = sum(token not in translation.shared for token in tokens) / len(tokens)
     return f"The draft has another vocabulary ({translation}): {share:.1%} of the texts' tokens it can never propose"
-
-
-def _profile(last: Statistics, acceptance: float) -> Profile:
-    """What the engine has measured. `last`: of its last text, by method auto."""
-    here, there = (tuple(times.items()) for times in (last.t_target, last.t_target_spread))
-    ways = tuple((way, log(rate), 1) for way, rate in last.rates.items())
-    best = max(last.rates, key=lambda way: last.rates[way], default=NGRAM)
-    return Profile(last.t_draft, acceptance, here, there, best, ways)
 
 
 def advise(found: Sequence[Figures], gamma: int, config: EngineConfig) -> tuple[str, str]:

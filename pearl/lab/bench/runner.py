@@ -198,7 +198,10 @@ class _Run:
         for number, turn in enumerate(task.turns, 1):
             prompt = conversation.prompt(turn)
             if len(prompt) + (params.max_tokens or 1) > engine.context:
-                self._skip(f"{task.set} {task.number}, turn {number}")
+                what = f"{task.set} {task.number}, turn {number}"
+                if what not in self._measured.skipped:
+                    self._measured.skipped.append(what)
+                    self._watcher.say(f"{what} does not fit the context: left out")
                 return
             if number == 1:  # an earlier row has decoded the same prompt
                 forget(engine, decoding, prompt)
@@ -209,11 +212,6 @@ class _Run:
     def _seeded(self, params: SamplingParams, task: Task) -> SamplingParams:
         """One seed per task, the same for all rows."""
         return params.model_copy(update={"seed": (self._plan.params.seed or 0) + task.number})
-
-    def _skip(self, what: str) -> None:
-        if what not in self._measured.skipped:
-            self._measured.skipped.append(what)
-            self._watcher.say(f"{what} does not fit the context: left out")
 
 
 def forget(engine: Engine, decoding: DecodingConfig, prompt: Sequence[int]) -> None:
