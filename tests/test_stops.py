@@ -373,7 +373,7 @@ def test_as_published_a_simulation_is_the_run(both: tuple[float, RecordedTexts],
 def test_a_classifier_of_a_pair_by_one_command(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("abc\nhello\nyes\nno\n")
     toy, out = "toy:vocab=20,alpha=0.6", tmp_path / "it.disco"
-    options = ["--target", toy, "--draft", toy, "--max-tokens", "12", "--temperature", "1", "--raw", "--out", str(out)]
+    options = ["--target", toy, "--draft", toy, "--max-tokens", "12", "--raw", "--out", str(out)]
     arguments = ["disco", "train", str(tmp_path / "prompts.txt"), *options]
     shown = CliRunner().invoke(cli, arguments, catch_exceptions=False).output
     assert "trained on 36 tokens" in shown

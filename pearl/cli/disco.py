@@ -43,8 +43,7 @@ def train(settings: Settings, out: Path, t_draft: float, t_target: float, **reco
 
     Each token of the answers is an example: how the draft's distribution looks there, and whether its token is the
     target's. Each fourth text is held out; on these the confidence up to which drafting ends, and the longest window,
-    are chosen by the time that method sd then takes at the given forward times. Answers are greedy unless --temperature
-    is above 0; then they are those of the coupled rule.
+    are chosen by the time that method sd then takes at the given forward times. Answers are greedy.
     """
     from pearl.lab.experiments.stops import train as training
     from pearl.lab.simulate import timing_of
@@ -65,22 +64,13 @@ def train(settings: Settings, out: Path, t_draft: float, t_target: float, **reco
 
 
 def _record(settings: Settings, prompts: tuple[Path, ...], limit: int | None, raw: bool, bars: Bars) -> RecordedTexts:
-    """Answers of the target, and what the draft draws at each position."""
-    from pearl.engine.request import resolve_sampling
+    """Greedy answers of the target, and what the draft draws at each position."""
     from pearl.lab.experiments.texts import record_pair
-    from pearl.models.checkpoints.tokenizers import load_tokenizer
+    from pearl.protocol.options import Sampling
 
-    config, given = settings.engine, settings.sampling
-    if not config.has_draft:
+    if not settings.engine.has_draft:
         raise ConfigError("--draft none: a recording has the draft's tokens")
     conversations = [turns for path in prompts for turns in read_turns(path, limit)]
-    asked: dict[str, Any] = {"temperature": given.temperature or 0.0, "seed": given.seed or 0}
-    if given.repetition_penalty is None:  # leave out the checkpoint's own
-        asked["repetition_penalty"] = 1.0
-    _, defaults = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
-    sampling = resolve_sampling(given.model_copy(update=asked), defaults, 0)
-    if sampling.shaping is not None:
-        raise ConfigError("this records the models' own distributions: leave out penalties and logit_bias")
-    how = {"ignore_eos": bool(given.ignore_eos), "raw": raw}
+    tokens = settings.sampling.max_tokens or _TOKENS
     bars.begin("recording", None)
-    return record_pair(config, conversations, sampling, given.max_tokens or _TOKENS, **how, tick=bars.step)[0]
+    return record_pair(settings.engine, conversations, Sampling(), tokens, raw=raw, tick=bars.step)[0]

@@ -31,24 +31,9 @@ def sd_improvement(a: float, gamma: int, cost: float) -> float:
 # ---- PEARL ----
 
 
-def pearl_tokens_per_step(a: float, c: int) -> float:
-    """Committed tokens per target step with the fixed window c; at t_target = c t_draft also the speed-up over `ar`.
-
-    A pre-verify step yields 1 token, a post-verify step (1 - a^c) / (1 - a). Pre leads to post with probability a,
-    post to post with a^c; the rest leads to pre. Source: the Markov chain of these two phases.
-    """
-    post = a / (1 + a - a**c)  # stationary share of post-verify steps
-    return 1 - post + post * geometric(a, c)
-
-
 def acceptance_of(mean_accepted: float) -> float:
-    """The acceptance rate, from the tokens of a run with its correction: the inverse of `run_committed`."""
-    return 1 - 1 / mean_accepted
+    """The acceptance rate, from the expected tokens of a run with its correction: 1 / (1 - a), of a geometric law.
 
-
-def run_committed(a: float) -> float:
-    """Expected tokens of a run with its correction: a geometric distribution. Some statements of it count one more.
-
-    Source: PEARL (Liu et al. 2024), theorem 2.
+    Source: PEARL (Liu et al. 2024), theorem 2; some statements of it count one token more.
     """
-    return 1 / (1 - a)
+    return 1 - 1 / mean_accepted

@@ -66,7 +66,6 @@ def record_pair(
     sampling: Sampling,
     tokens: int,
     *,
-    ignore_eos: bool = False,
     raw: bool = False,
     tick: Callable[[str], object] = lambda what: None,
 ) -> tuple[RecordedTexts, list[int]]:
@@ -79,8 +78,7 @@ def record_pair(
     )
     check_same_vocabulary(tokenizer, theirs, config.target, config.draft)
     pair = [make_runner(config.model(role), place(config, role)) for role in config.roles]
-    eos = () if ignore_eos else defaults.eos
-    found = list(record(pair, tokenizer, conversations, sampling, eos, tokens, raw=raw, tick=tick))
+    found = list(record(pair, tokenizer, conversations, sampling, defaults.eos, tokens, raw=raw, tick=tick))
     if not found:
         raise ConfigError("no prompt fits the context: shorten them, lower max_tokens, or raise max_context")
     return RecordedTexts(config.target, config.draft, [text for _, text in found]), [number for number, _ in found]
