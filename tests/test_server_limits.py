@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pearl.server import limits
+from pearl.server import app
 from pearl.server.connection import BoundedProtocol
 from pearl.server.listen import bind
 from tests.conftest import eventually
@@ -75,7 +75,7 @@ def test_a_full_queue_leaves_each_client_its_share(slow: Served) -> None:
 
 
 def test_a_slow_body_is_not_waited_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.3)
     assert answer(served, raw_post(body())[:-5]).startswith(b"HTTP/1.1 408")
     assert served.is_well()
 

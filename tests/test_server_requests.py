@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pearl.config import SamplingParams
 from pearl.engine.request import Chat
-from pearl.server import limits, ollama, responses
+from pearl.server import app, ollama, responses
 from pearl.server.errors import ApiError
 from pearl.server.requests import Setup, read_request
 from tests.served import BOUND, MODEL, SETUP, Served, body, message
@@ -318,13 +318,13 @@ def test_what_is_accepted_is_described(served: Served) -> None:
 
 def test_bodies_that_are_no_request(served: Served) -> None:
     def endless() -> Iterator[bytes]:
-        for _ in range(limits.MOST_BODY // 65536 + 2):
+        for _ in range(app.MOST_BODY // 65536 + 2):
             yield b" " * 65536
 
     bad: list[bytes] = [b"", b"{", b"[]", b"3", b'{"model": "\xff"}', b"[" * 200_000, b'{"\\ud800": 1}']
     bad += [b'{"a":' * 100_000 + b"1" + b"}" * 100_000, b'{"seed": ' + b"9" * 10_000 + b"}"]
     bad += [b'{"model": "toy-model", "prompt": "1", "temperature": NaN}']
-    for content, status in (*((each, 400) for each in bad), (b" " * (limits.MOST_BODY + 1), 413), (endless(), 413)):
+    for content, status in (*((each, 400) for each in bad), (b" " * (app.MOST_BODY + 1), 413), (endless(), 413)):
         response = served.send(content)
         assert response.status_code == status, content[:50] if isinstance(content, bytes) else ""
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}

@@ -263,7 +263,7 @@ def test_a_classifier_learns_what_can_be_learned_and_is_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known, out = learnable(), str(tmp_path / "it.disco")
-    monkeypatch.setattr("pearl.cli.disco._record", lambda *_, **__: known)
+    monkeypatch.setattr("pearl.cli.distill._record", lambda *_, **__: known)
     ran = CliRunner().invoke(cli, ["disco", "train", "some.txt", "--out", out], catch_exceptions=False)
     assert "for embedded-draft and embedded; trained on 540 tokens" in ran.output
     found = stops.train(known, timing_of(10.0, 50.0))

@@ -1,17 +1,26 @@
-"""`pearl distill`: make a draft. Arguments and output only."""
+"""`pearl distill` and `pearl disco train`: make a draft, and what tells it where to stop. Arguments and output only."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pearl.cli import listed
-from pearl.cli.options import field_options
+from pearl.cli.options import SettingsCommand, field_options, settings_options
 from pearl.cli.tables import Bars
+from pearl.config import Settings
+from pearl.errors import ConfigError
 from pearl.lab.distill.config import DistillConfig, load_config
+from pearl.lab.distill.prompts import read_turns
+
+if TYPE_CHECKING:
+    from pearl.lab.experiments.texts import RecordedTexts
+
+_MILLISECONDS = click.FloatRange(0, 1e6, min_open=True)
+_TOKENS = 128  # of an answer, without --max-tokens
 
 
 @listed("Make a draft", "pearl distill --target my-model --out my-draft")
@@ -36,3 +45,58 @@ def distill(config: Path | None, resume: bool, answers_only: bool, **given: Any)
         distillation = Distillation(settings, bars, resume=resume)
         made = distillation.answer() if answers_only else distillation.run()
     click.echo(made)
+
+
+@listed("Make a draft", "pearl disco train prompts.jsonl --out pair.disco")
+@click.group()
+def disco() -> None:
+    """Train the classifier that tells a draft where to stop.
+
+    It is for one pair, and for --draft-stop disco. pearl paper disco compares all policies.
+    """
+
+
+@disco.command(cls=SettingsCommand)
+@click.argument("prompts", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="To write.")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Prompts of each file.  [default: all]")
+@click.option("--raw", is_flag=True, help="Take prompts as they are: no chat template.")
+@click.option("--t-draft", type=_MILLISECONDS, default=10, show_default=True, metavar="MS", help="A draft forward.")
+@click.option("--t-target", type=_MILLISECONDS, default=50, show_default=True, metavar="MS", help="A target forward.")
+@settings_options
+def train(settings: Settings, out: Path, t_draft: float, t_target: float, **recording: Any) -> None:
+    """Train a classifier on answers of the target to PROMPTS, files as pearl bench reads them.
+
+    Each token of the answers is an example: how the draft's distribution looks there, and whether its token is the
+    target's. Each fourth text is held out; on these the confidence up to which drafting ends, and the longest window,
+    are chosen by the time that method sd then takes at the given forward times. Answers are greedy.
+    """
+    from pearl.lab.experiments.stops import train as training
+    from pearl.lab.simulate import timing_of
+
+    with Bars() as bars:
+        recorded = _record(settings, bars=bars, **recording)
+        found = training(recorded, timing_of(t_draft, t_target), settings.sampling.seed or 0, bars.step)
+    found.classifier.write(out)
+    click.echo(
+        f"{out}: for {found.classifier.draft} and {found.classifier.target}; trained on "
+        f"{found.classifier.examples} tokens, {found.classifier.accepted:.1%} of them accepted\n"
+        f"on {found.held_out} held-out tokens it is right about {found.accuracy:.1%} (the more frequent answer: "
+        f"{found.base:.1%})\n"
+        f"drafting ends at a confidence of {found.classifier.threshold:.3f}, or after {found.classifier.cap} tokens: "
+        f"there sd takes {found.static.speed / found.best.speed:.3f} of the time that it takes with the best static "
+        f"window, {found.static.window}"
+    )
+
+
+def _record(settings: Settings, prompts: tuple[Path, ...], limit: int | None, raw: bool, bars: Bars) -> RecordedTexts:
+    """Greedy answers of the target, and what the draft draws at each position."""
+    from pearl.lab.experiments.texts import record_pair
+    from pearl.protocol.options import Sampling
+
+    if not settings.engine.has_draft:
+        raise ConfigError("--draft none: a recording has the draft's tokens")
+    conversations = [turns for path in prompts for turns in read_turns(path, limit)]
+    tokens = settings.sampling.max_tokens or _TOKENS
+    bars.begin("recording", None)
+    return record_pair(settings.engine, conversations, Sampling(), tokens, raw=raw, tick=bars.step)[0]

@@ -18,12 +18,13 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pearl.colours import style_sheet
+from pearl.document import parse_json
 from pearl.engine import Result
 from pearl.engine.asynchronous import AsyncStream
 from pearl.engine.request import Options
@@ -32,7 +33,6 @@ from pearl.server import ollama, openapi
 from pearl.server.access import Access, Check, Checked
 from pearl.server.answers import DONE, Answer, event, usage
 from pearl.server.errors import ApiError, of_engine
-from pearl.server.limits import client_of, read_body
 from pearl.server.request_log import DISCONNECTED, log_refused, log_request
 from pearl.server.requests import Setup, TextRequest, check_fits, read_request
 from pearl.server.responses import Responses
@@ -41,6 +41,8 @@ from pearl.server.timeline import MOST_VIEWERS, Timeline
 from pearl.text.stream import token_bytes
 from pearl.version import __version__
 
+MOST_BODY = 2 << 20  # bytes of one request
+BODY_SECONDS = 30.0  # for a body to arrive
 _LOOK_SECONDS = 1.0  # between two checks of an idle timeline whether the server ends
 
 
@@ -192,6 +194,33 @@ class _ErrorResponse(JSONResponse):
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content).encode("ascii")
+
+
+def client_of(request: Request) -> str:
+    """The client's address: clients share one key, and nothing else in a request is proven."""
+    return request.client.host if request.client is not None else ""
+
+
+async def read_body(request: Request) -> Any:
+    """The parsed body. Raises `ApiError`."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "send the body with the header Content-Type: application/json")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MOST_BODY:
+                    raise ApiError(413, f"the body may have at most {MOST_BODY:,} bytes", code="body_too_large")
+        return parse_json(body.decode("utf-8"))
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
+    except ClientDisconnect:
+        raise ApiError(400, "the client closed the connection before its request was complete") from None
+    except UnicodeDecodeError:
+        raise ApiError(400, "the body is not UTF-8") from None
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
 
 
 class _WhileConnected(Response):

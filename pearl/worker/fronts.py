@@ -113,9 +113,7 @@ class Fronts:
 
     @property
     def to_reassure(self) -> set[Peer]:
-        """Fronts to send signs of life to: those that wait, for others may not be reading. If there are many fronts,
-        all: sending finds those that are gone.
-        """
+        """Fronts that wait, for others may not be reading; of many fronts all: sending finds those that are gone."""
         return set(self._attached) if len(self._attached) > MAX_FRONTS // 2 else self.waiting
 
     def deliver(self, message: Committed | Preview) -> None:

@@ -139,7 +139,11 @@ def measure(texts: int, watcher: Watcher, seed: int = 0) -> tuple[Table, list[Fi
         rows,
         [f"Theorem 2: no unbiased rule with one candidate has fewer than {bound:.2f}. Theirs: no value is printed."],
     )
-    return table, [_running(chains, counted), _saturating(chains, bound), _improvements(), _front(chains)]
+    points = [(m, expected_rejections(chains, m)) for m in range(1, 65)]
+    lines = {"theorem 3": points, "lower bound of unbiased rules, one candidate (theorem 2)": [(1, bound), (64, bound)]}
+    title = "Rejections by candidates: they stay above zero (figure 2c)"
+    saturating = Figure("theory-candidates", title, "candidates", "rejections a text", lines)
+    return table, [_running(chains, counted), saturating, _improvements(), _front(chains)]
 
 
 def _running(chains: Chains, counted: dict[int, list[int]]) -> Figure:
@@ -151,13 +155,6 @@ def _running(chains: Chains, counted: dict[int, list[int]]) -> Figure:
         lines[f"theorem, M = {candidates}"] = [(1, expected), (len(found), expected)]
     title = "Mean rejections by texts and by theorems 1 and 3, M candidates (figures 2a, 2b)"
     return Figure("theory-rejections", title, "simulated texts", "rejections a text", lines)
-
-
-def _saturating(chains: Chains, bound: float) -> Figure:
-    points = [(m, expected_rejections(chains, m)) for m in range(1, 65)]
-    lines = {"theorem 3": points, "lower bound of unbiased rules, one candidate (theorem 2)": [(1, bound), (64, bound)]}
-    title = "Rejections by candidates: they stay above zero (figure 2c)"
-    return Figure("theory-candidates", title, "candidates", "rejections a text", lines)
 
 
 def _improvements() -> Figure:
