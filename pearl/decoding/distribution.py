@@ -8,7 +8,7 @@ imports the codec.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pearl.errors import RemoteProtocolError
 
@@ -50,7 +50,8 @@ class PackedRow:
         else:
             ids = np.frombuffer(self.ids, np.uint32)  # unsigned: a negative id exceeds every vocabulary
             is_sound = 0 < ids.size <= vocab_size // _MAX_SPARSE_SHARE and bool(ids.max() < vocab_size)
-        if not is_sound or not are_probabilities(probs):
+        # With a NaN, which is then both minimum and maximum, neither holds.
+        if not is_sound or not (probs.min() >= 0 and 0 < probs.max() <= _MAX_PROBABILITY):
             raise RemoteProtocolError(f"draft sent what is no distribution over {vocab_size} tokens")
 
     def unpack(self, vocab_size: int) -> torch.Tensor:
@@ -77,12 +78,3 @@ def pack(probs: torch.Tensor) -> PackedRow:
         return PackedRow(weights.tobytes())
     ids = np.flatnonzero(possible)
     return PackedRow(weights[ids].tobytes(), ids.astype(np.int32).tobytes())
-
-
-def are_probabilities(values: Any) -> bool:
-    """Whether each row of an array or tensor lies in [0, 1] up to rounding and is not all zero, so that rules can draw.
-
-    False where there is a NaN, which is then both minimum and maximum.
-    """
-    largest = values.amax(-1) if hasattr(values, "amax") else values.max(-1)
-    return bool(values.min() >= 0 and largest.min() > 0 and largest.max() <= _MAX_PROBABILITY)
