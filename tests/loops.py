@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pearl.config import EngineConfig
-from pearl.decoding.distribution import PackedRow
+from pearl.decoding.distribution import AnnouncedRow, PackedRow
 from pearl.drafting.model import ModelProposer
 from pearl.errors import DraftLost, RequestError
 from pearl.execution.draft import DraftExecutor
@@ -27,9 +27,10 @@ from pearl.protocol import messages as m
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.trace.tracer import Tracer
 from pearl.transport.address import bind_address
-from pearl.transport.base import Endpoint, Peer
+from pearl.transport.base import Endpoint, TensorChannel
 from pearl.transport.zeromq import ZmqConnection, ZmqListener
 from pearl.worker.draft import DraftWorker
+from pearl.worker.rows import RowPacker, packed
 from pearl.worker.settings import TargetSettings
 from pearl.worker.target import TargetWorker
 from tests.memory_transport import MemoryHub
@@ -41,6 +42,7 @@ DIGEST = b"the same tokens"
 PROMPT = (1, 2, 3)
 WARM = Sampling(temperature=1.0, seed=7)
 METHODS = ("ar", "sd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify")
+Channels = Callable[[int], TensorChannel]
 
 
 class Hanging(ToyRunner):
@@ -115,7 +117,20 @@ class Front:
         return self.finish()
 
 
-def form_of(row: PackedRow) -> str:
+class NotingPacker(RowPacker):
+    """Notes in which forms distributions travel."""
+
+    forms: set[str]
+
+    def prepare(self, message: m.DraftTokens) -> tuple[m.DraftTokens, list[torch.Tensor]]:
+        prepared, announced = super().prepare(message)
+        self.forms.update(form_of(row) for row in packed(prepared).rows)  # type: ignore[attr-defined]
+        return prepared, announced
+
+
+def form_of(row: PackedRow | AnnouncedRow) -> str:
+    if isinstance(row, AnnouncedRow):
+        return "announced"
     return "dense" if row.ids is None else "sparse"
 
 
@@ -130,6 +145,7 @@ class Loops:
         alpha: float = 0.5,
         draft_timeout: float = 120.0,
         expects_draft: bool = True,
+        channel: Channels | None = None,
         slots: int = 1,
         wrap: Callable[[ModelRunner], ModelRunner] = lambda runner: runner,
     ) -> None:
@@ -141,6 +157,7 @@ class Loops:
         self._stop, self._ready, self._lost = threading.Event(), threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
         self._endpoints = [listener]
+        self._channel = channel
         names = {"target": "toy", "draft": "toy" if expects_draft else "none"}
         config = EngineConfig(
             **names, target_device="cpu", draft_device="cpu", draft_timeout=draft_timeout, slots=slots
@@ -154,6 +171,7 @@ class Loops:
                 self._ready.set,
                 self._stop.is_set,
                 Tracer(),
+                (lambda: channel(0)) if channel else None,
             ).run()
         )
 
@@ -182,19 +200,13 @@ class Loops:
         chains: bool | None = None,
     ) -> Hanging:
         """Starts a draft worker; returns its model. `chains`: as on a GPU."""
-        endpoint = self.endpoint()
-        send = endpoint.send
-
-        def noted(message: m.Message, peer: Peer | None = None) -> None:
-            self.forms.update(form_of(row) for row in getattr(message, "rows", ()))
-            send(message, peer)
-
-        endpoint.send = noted  # type: ignore[method-assign]
-        endpoint = wrap(endpoint)
+        endpoint = wrap(self.endpoint())
         model = kind(self.vocab, alpha_pair(self.vocab, self.alpha)[1], CONTEXT)
 
-        def welcomed(welcome: m.Welcome) -> DraftExecutor:
-            return DraftExecutor(ModelProposer(model, welcome.vocab_size, chains=chains, texts=self.slots))
+        def welcomed(welcome: m.Welcome) -> tuple[DraftExecutor, RowPacker]:
+            packer = NotingPacker(self._channel(1) if self._channel else None)
+            packer.forms = self.forms
+            return DraftExecutor(ModelProposer(model, welcome.vocab_size, chains=chains, texts=self.slots)), packer
 
         hello = m.Hello(m.PROTOCOL_VERSION, m.Role.DRAFT, self.vocab, CONTEXT, DIGEST)
         stop, slots = self._stop.is_set, self.slots

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pearl.config import EngineConfig
-from pearl.decoding.distribution import PackedRow
+from pearl.decoding.distribution import AnnouncedRow, PackedRow
 from pearl.errors import DraftLost, RemoteProtocolError, RequestError, TransportError
 from pearl.execution.target import TargetExecutor
 from pearl.models.runner import Feed
@@ -60,6 +60,10 @@ LIES: dict[str, DraftTokens | list[bytes]] = {
         0, 0, len(PROMPT), (1,), rows=(sparse([1] * 17, [1.0] * 17),)
     ),
     "nothing": DraftTokens(0, 0, len(PROMPT), (1,), rows=(PackedRow(b"\0" * 4 * 32),)),
+    **dict.fromkeys(
+        ("a channel that is not there", "announced rows that never come"),
+        DraftTokens(0, 0, len(PROMPT), (1,), rows=(AnnouncedRow(),)),
+    ),
 }
 
 
@@ -67,7 +71,7 @@ def test_of_a_few_bytes_no_vocabularies_are_made_before_they_are_judged() -> Non
     """The thread that reads messages made them of all that came: of 8 MB, with an id for every page, 4 GiB."""
     vocab = 1 << 18
     executor = TargetExecutor(ToyRunner(vocab, alpha_pair(32, 0.5)[0]))
-    link = DraftLink(TargetSettings(EngineConfig(draft_timeout=1.0), vocab, CONTEXT, DIGEST), executor)
+    link = DraftLink(TargetSettings(EngineConfig(draft_timeout=1.0), vocab, CONTEXT, DIGEST), executor, None)
     link.peer = b"draft"
 
     def examined(*rows: PackedRow) -> DraftTokens:
@@ -96,7 +100,9 @@ def received_beside(pair: Loops, submit: Submit, *messages: DraftTokens | list[b
 @pytest.mark.parametrize("lie", LIES)
 def test_a_lying_draft_is_dropped_and_the_request_goes_on(loops: MakeLoops, lie: str) -> None:
     """A draft may be broken; it must never take the target with it, nor leave a mark on what is drawn."""
-    told = received_beside(loops(), submission(40), LIES[lie])
+    channel = Mock(receive=Mock(side_effect=TransportError("0 of 1 rows came")))
+    pair = loops(channel=(lambda rank: channel) if lie == "announced rows that never come" else None)
+    told = received_beside(pair, submission(40), LIES[lie])
     assert told.tokens == simulated(submission(40, "ar")), "alone from the first token on: every draw is direct"
 
 
@@ -168,7 +174,7 @@ def test_a_draft_may_not_say_now_with_distributions_and_now_without(loops: MakeL
 def test_what_a_draft_says_of_a_request_before_it_is_begun_is_dropped() -> None:
     """The draft cannot know yet what the rule needs, and request numbers can be guessed."""
     executor = TargetExecutor(ToyRunner(32, alpha_pair(32, 0.5)[0]))
-    link = DraftLink(TargetSettings(EngineConfig(draft_timeout=1.0), 32, CONTEXT, DIGEST), executor)
+    link = DraftLink(TargetSettings(EngineConfig(draft_timeout=1.0), 32, CONTEXT, DIGEST), executor, None)
     without = DraftTokens(1, 0, 3, (5,))
     assert link.with_needed_rows(without) is None
     executor.execute(Open(PROMPT, RequestOptions(rule="coupled", sampling=WARM), request=1))

@@ -356,6 +356,7 @@ def test_conflicts_are_told_before_any_process_starts(
     assert "different vocabularies" in refused("1", "--target", str(tiny_model()), "--draft", TOY, code=3)
     assert "unknown key 'beta'" in refused("1", "--target", "toy:beta=1", "--draft", "none", code=3)
     assert "alpha between 0 and 1" in refused("1", "--target", TOY, "--draft", "toy:alpha=2", code=3)
+    assert "nccl is for two GPUs" in refused("1", *PAIR, "--tensors", "nccl", code=3)
     ours_alone = ("--forwards", "transformers")
     assert "draft_dtype int8 is for models of our" in refused("1", "--draft-dtype", "int8", *ours_alone, code=3)
     assert "exact refuses" in refused("1", "--exact", *ours_alone, code=3)

@@ -22,6 +22,7 @@ from pearl.protocol.speeds import Profile, Speeds
 from pearl.worker import profile
 from pearl.worker.settings import WorkerSettings
 from tests.conftest import TOY
+from tests.tiny import tiny_model
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 
@@ -86,6 +87,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"control": "tcp://10.0.0.1"}, "control: use ipc, tcp or tcp://HOST:PORT"),
     ({"control": "tcp://a b:1", "keys": "k"}, "control"),
     ({"control": "tcp://10.0.0.1:1"}, r"keys: .*pearl keys FILE"),
+    *(
+        ({"control": "tcp://10.0.0.1:*", "keys": "k", "tensors": way}, "tensors: it is not encrypted")
+        for way in ("nccl", "gloo")
+    ),
     *(({"method": m, "look_ahead": 4}, f"methods auto, ngram, head, pearl, .*not {m}") for m in ("ar", "sd")),
     ({"method": "ngram", "look_ahead": 0}, "is method ar"),
     ({"method": "ngram", "draft_lookup": 4}, "methods with a draft, not ngram"),
@@ -148,7 +153,7 @@ def test_an_address_takes_keys_and_means_two_hosts(tmp_path: Path, monkeypatch: 
     for control in ("tcp://10.0.0.1:5555", "tcp://10.0.0.1:*", "tcp://eth0:*", "tcp://[2001:db8::1]:1"):
         assert not EngineConfig(control=control, keys=str(tmp_path / "keys")).one_host
     assert EngineConfig().one_host
-    assert EngineConfig(control="tcp").one_host
+    assert EngineConfig(control="tcp", tensors="gloo").one_host
     monkeypatch.chdir(tmp_path)
     assert EngineConfig(keys="mine").keys == str(tmp_path / "mine"), "to be found from another directory"
 
@@ -338,3 +343,19 @@ def test_an_engine_begins_with_it(cache: Path, tmp_path: Path) -> None:
     assert "ngram" not in s.ways
     assert s.draft_speedup == pytest.approx(1.649, abs=0.01)
     assert s.t_target[200] == 0.25
+
+
+def test_what_a_start_has_measured_the_next_one_does_not(cache: Path) -> None:
+    pair: dict[str, Any] = {"target": str(tiny_model("llama")), "draft": str(tiny_model("qwen2")), "max_context": 64}
+    found = []
+    for _ in range(2):
+        with Engine(**pair) as engine:
+            assert engine.welcome.t_draft > 0
+            found.append(engine.welcome.t_target)
+    assert [fed for fed, _ in found[0]] == [1, 2, 4, 8]
+    assert found[0] == found[1], "no two measurements are equal"
+    (file,) = (cache / "profiles").iterdir()
+    kept = profile.load(EngineConfig(**pair))
+    assert kept.t_target == found[0]
+    os.utime(file, (1, 1))
+    assert profile.load(EngineConfig(**pair)) is None, "of long ago"

@@ -1,11 +1,16 @@
-"""What can be told of the path on GPUs without one: what CUDA and torch are asked for, and in which order."""
+"""What can be told of the path on GPUs without one: what CUDA, NCCL and torch are asked for, and in which order."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from pearl.config import EngineConfig
+from pearl.decoding.distribution import AnnouncedRow
 from pearl.decoding.rules import make_target_half
 from pearl.decoding.rules.tokenwise import TokenTarget
 from pearl.drafting.model import ModelProposer
@@ -18,8 +23,12 @@ from pearl.models.forward import graphs
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.messages import Source, Submit
+from pearl.protocol.messages import DraftTokens, Source, Submit
 from pearl.protocol.options import RequestOptions, Sampling
+from pearl.trace.tracer import Tracer
+from pearl.worker import build
+from pearl.worker.draft_link import DraftLink
+from pearl.worker.settings import TargetSettings, WorkerSettings
 from tests.pairwise import pairwise
 from tests.replace import replace
 from tests.runner_contract import close, some_tokens
@@ -41,6 +50,17 @@ def test_attention_of_cudnn_is_off_where_a_model_is_on_a_gpu(load: object) -> No
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+@pytest.mark.parametrize("tensors", ["auto", "frames", "nccl"])
+def test_rows_travel_as_frames_between_gpus_too_unless_nccl_is_asked_for(
+    tensors: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    config = EngineConfig(target_device="cuda:0", draft_device="cuda:1", tensors=tensors)  # type: ignore[arg-type]
+    settings = WorkerSettings(role="target", config=config, directory=tmp_path)
+    channel = build._channel(settings, 0, GPU, Tracer(None, lambda number: None))  # type: ignore[arg-type,return-value]
+    assert (channel is not None) == (tensors == "nccl")
 
 
 # ---- all rows judged together, before the forward has ended ----
@@ -158,6 +178,18 @@ def test_prompts_by_our_kernels_are_those_of_torch() -> None:
     assert torch.equal(rows[0], feed_chain(runners[0], tokens, 600, 1, prompt=True))
     for some in rows[:2]:
         assert (some - rows[2]).norm() < 0.03 * rows[2].norm()
+
+
+def test_announced_rows_are_received_where_messages_are_read() -> None:
+    """Beside the forwards: over NCCL a row takes two waits for the device, which are not to be the loop's."""
+    executor, row = TargetExecutor(ToyRunner(32, alpha_pair(32, 0.5)[0])), torch.full((32,), 1 / 32)
+    channel = Mock(receive=lambda count: row.expand(count, -1))
+    link = DraftLink(TargetSettings(32, 64, b"", 1.0, True), executor, lambda: channel)
+    link.peer = b"draft"
+    link.open_channel()
+    message = link.examined(b"draft", DraftTokens(0, 0, 3, (1,), rows=(AnnouncedRow(),)))
+    assert isinstance(message, DraftTokens)
+    assert torch.equal(message.rows[0], row)
 
 
 def other_bits_by_size(seed: int) -> ForwardRunner:

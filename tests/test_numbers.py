@@ -33,6 +33,7 @@ from pearl.trace.tracer import Tracer
 from pearl.transport.codec import decode, encode, received
 from pearl.worker.draft import DraftWorker
 from pearl.worker.health import DraftHealth
+from pearl.worker.rows import RowPacker
 from tests.loops import BOUND, CONTEXT, DIGEST, GREEDY, PROMPT, FakeDraft, MakeLoops, first, submission
 from tests.loops import simulated as simulated_text
 from tests.memory_transport import MemoryHub
@@ -203,8 +204,8 @@ class DraftThread:
         ((self._peer, _),) = self._hub.listener.receive(BOUND)
 
     @staticmethod
-    def _welcomed(welcome: m.Welcome) -> DraftExecutor:
-        return DraftExecutor(ModelProposer(ToyRunner(32, alpha_pair(32, 0.5)[1], 64), welcome.vocab_size))
+    def _welcomed(welcome: m.Welcome) -> tuple[DraftExecutor, RowPacker]:
+        return DraftExecutor(ModelProposer(ToyRunner(32, alpha_pair(32, 0.5)[1], 64), welcome.vocab_size)), RowPacker()
 
     @property
     def alive(self) -> bool:

@@ -1,6 +1,6 @@
 """One contract for every endpoint and for the mailbox; then what is ZeroMQ's own, and where an engine may listen.
 
-test_torch_dist has torchrun's store.
+test_torch_dist has tensor channels between two processes.
 """
 
 from __future__ import annotations

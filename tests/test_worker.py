@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from pearl.protocol import messages as m
 from pearl.protocol.events import Forward, Judge, Open, Phase
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec import methods
-from pearl.worker.draft import on_host, packed
+from pearl.transport.torch_dist import ProcessGroupChannel
+from pearl.worker.rows import RowPacker, packed
 from tests.conftest import eventually, greedy_text
 from tests.loops import (
     BOUND,
@@ -32,6 +34,7 @@ from tests.loops import (
     METHODS,
     PROMPT,
     WARM,
+    Channels,
     MakeLoops,
     Received,
     first,
@@ -45,19 +48,28 @@ from tests.replace import replace
 from tests.tiny import tiny_model
 
 VOCAB = 512  # large enough for distributions to be dense
-FORMS = ("dense", "sparse")
+CARRIERS = {"frames": "dense", "sparse": "sparse", "gloo": "announced"}
+
+
+def channels(carrier: str, directory: Path) -> Channels | None:
+    """The tensor channel of each rank; None: rows travel in the messages."""
+    path, cpu = directory / "group", torch.device("cpu")
+    if carrier != "gloo":
+        return None
+    return lambda rank: ProcessGroupChannel("gloo", path, "rows", rank, VOCAB, cpu, BOUND)
 
 
 @pytest.mark.parametrize(
-    ("form", "control", "chains", "method", "rule", "window", "stop"),
+    ("carrier", "control", "chains", "method", "rule", "window", "stop"),
     pairwise(
-        *(FORMS, ["memory", "ipc", "tcp"], [False, True], METHODS[1:], ["ratio", "coupled"], ["stream", "fixed"]),
+        *(CARRIERS, ["memory", "ipc", "tcp"], [False, True], METHODS[1:], ["ratio", "coupled"], ["stream", "fixed"]),
         ["fixed", "threshold"],
     ),
 )
 def test_text_is_the_simulators(
     loops: MakeLoops,
-    form: str,
+    tmp_path: Path,
+    carrier: str,
     control: str,
     chains: bool,
     method: str,
@@ -67,9 +79,9 @@ def test_text_is_the_simulators(
 ) -> None:
     """Invariant 5: threads, timing and transport leave no trace. A row that came late, twice or to the wrong position
     would change what is accepted."""
-    pair = loops(control, vocab=VOCAB, alpha=0.7)
+    pair = loops(control, vocab=VOCAB, alpha=0.7, channel=channels(carrier, tmp_path))
     pair.draft(chains=chains)
-    front, sampled = pair.front(), replace(WARM, top_k=20 if form == "sparse" else 0)
+    front, sampled = pair.front(), replace(WARM, top_k=20 if carrier == "sparse" else 0)
     if method in ("sd", "pearl-no-post-verify"):  # by ratio their texts depend on the window
         rule = "coupled"
     if stop == "threshold" and not methods.METHODS[method].takes_stops:
@@ -82,7 +94,7 @@ def test_text_is_the_simulators(
         assert (told.tokens, told.reason) == (simulated(submit, VOCAB, 0.7), m.FinishReason.LENGTH)
         pauses += told.statistics.num_draft_stops
     assert bool(pauses) == (stop == "threshold")
-    assert pair.forms == ({form} if rule == "ratio" else set())
+    assert pair.forms == ({CARRIERS[carrier]} if rule == "ratio" else set())
 
 
 # ---- fronts ----
@@ -275,7 +287,9 @@ def test_a_row_arrives_as_it_was(vocab: int, possible: int) -> None:
     row = torch.rand(vocab, generator=torch.Generator().manual_seed(vocab))
     row[possible:] = 0
     row /= row.sum()
-    (sent,) = packed(on_host(m.DraftTokens(1, 0, 3, (1,), rows=(row,)))).rows  # type: ignore[attr-defined]
+    prepared, announced = RowPacker().prepare(m.DraftTokens(1, 0, 3, (1,), rows=(row,)))
+    (sent,) = packed(prepared).rows  # type: ignore[attr-defined]
+    assert not announced
     assert form_of(sent) == ("sparse" if min(possible, vocab) < vocab // 8 else "dense")
     assert torch.equal(sent.unpack(vocab), row)
     if sent.ids is not None:

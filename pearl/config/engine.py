@@ -97,6 +97,9 @@ class EngineConfig(Section):
         validate_default=True,
         description="File of the keys that secure the control channel; pearl keys FILE makes one.",
     )
+    tensors: Literal["auto", "frames", "gloo", "nccl"] = Field(
+        default="auto", description="How dense draft distributions travel; auto: ZeroMQ frames, between GPUs too."
+    )
     draft_timeout: Seconds = Field(default=10.0, description="Seconds of silence after which the draft counts as lost.")
     target_timeout: Seconds = Field(
         default=120.0, description="Seconds of silence after which the target counts as lost."
@@ -141,13 +144,21 @@ class EngineConfig(Section):
     @field_validator("keys")
     @classmethod
     def _secured(cls, value: str | None, known: ValidationInfo) -> str | None:
-        # A bad `control` has an error of its own.
-        if value is None and not is_on_one_host(known.data.get("control", "ipc")):
+        if value is None and not _on_one_host(known):
             raise ValueError(
                 "other hosts can reach this control address, so it takes keys: make them with `pearl keys FILE`, "
                 "copy FILE to the other host, and give --keys FILE on both"
             )
         return value and os.path.abspath(value)  # a client may attach from another directory
+
+    @field_validator("tensors")
+    @classmethod
+    def _not_in_the_clear(cls, value: str, known: ValidationInfo) -> str:
+        if value in ("gloo", "nccl") and not _on_one_host(known):
+            raise ValueError(
+                "it is not encrypted, and its two ends meet in a file of one host; between hosts take frames or auto"
+            )
+        return value
 
     @field_validator("profile", "datastore", "disco")
     @classmethod
@@ -231,3 +242,7 @@ class ModelConfig:
     @property
     def place(self) -> Device:
         return Device.parse(self.device)
+
+
+def _on_one_host(known: ValidationInfo) -> bool:
+    return is_on_one_host(known.data.get("control", "ipc"))  # a bad `control` has an error of its own

@@ -1,14 +1,14 @@
-"""A draft distribution in its two forms: a tensor on a device, and packed bytes on the wire.
+"""A draft distribution in its three forms: a tensor on a device, packed bytes on the wire, or announced.
 
-The draft makes tensors `[vocab]` float32 over the target's vocabulary. Each travels as a `PackedRow`, of which the
-target makes a tensor. Both are immutable. Imports neither torch nor NumPy until one is needed, because the command line
-imports the codec.
+The draft makes tensors `[vocab]` float32 over the target's vocabulary. Each travels as a `PackedRow`, or as an
+`AnnouncedRow` while the tensor itself goes over the tensor channel; the target makes tensors of both. All are
+immutable. Imports neither torch nor NumPy until one is needed, because the command line imports the codec.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pearl.errors import RemoteProtocolError
 
@@ -68,6 +68,13 @@ class PackedRow:
         return torch.from_numpy(dense)
 
 
+@dataclass(frozen=True, slots=True)
+class AnnouncedRow:
+    """A distribution whose tensor follows over the tensor channel."""
+
+    nbytes = 0
+
+
 def pack(probs: torch.Tensor) -> PackedRow:
     """Pack a tensor [vocab] on the host, sparse where few tokens are possible."""
     import numpy as np
@@ -78,3 +85,17 @@ def pack(probs: torch.Tensor) -> PackedRow:
         return PackedRow(weights.tobytes())
     ids = np.flatnonzero(possible)
     return PackedRow(weights[ids].tobytes(), ids.astype(np.int32).tobytes())
+
+
+def is_sparse(probs: torch.Tensor) -> bool:
+    """Whether `pack` would make it sparse; waits for the device that holds it."""
+    return int(probs.count_nonzero()) < probs.numel() // _SPARSE_SHARE
+
+
+def are_probabilities(values: Any) -> bool:
+    """Whether each row of an array or tensor lies in [0, 1] up to rounding and is not all zero, so that rules can draw.
+
+    False where there is a NaN, which is then both minimum and maximum.
+    """
+    largest = values.amax(-1) if hasattr(values, "amax") else values.max(-1)
+    return bool(values.min() >= 0 and largest.min() > 0 and largest.max() <= _MAX_PROBABILITY)

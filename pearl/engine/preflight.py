@@ -29,6 +29,8 @@ def check(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress
     classifier_of(config)
     for role in roles:
         _check_model(config.model(role), progress)
+    if config.tensors == "nccl" and any(config.model(role).place.kind == "cpu" or not _has_gpu() for role in roles):
+        raise ModelError("tensors nccl is for two GPUs: use auto, frames or gloo")
     trust = config.trust_remote_code
     if config.has_draft and not is_head(config.draft) and (is_toy(config.target) or is_toy(config.draft)):
         target, draft = (load_tokenizer(spec, trust_remote_code=trust)[0] for spec in (config.target, config.draft))
@@ -49,7 +51,7 @@ def check(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress
 
 
 def _check_model(model: ModelConfig, progress: Progress) -> None:
-    if model.place.kind == "cuda" and not any(any(Path("/dev").glob(name)) for name in _GPUS):
+    if model.place.kind == "cuda" and not _has_gpu():
         raise ModelError(f"{model.role}: device {model.device} is not there: this machine shows no GPU")
     if is_toy(model.spec):
         toy_options(model.spec)
@@ -57,6 +59,10 @@ def _check_model(model: ModelConfig, progress: Progress) -> None:
     _check_dtype(model)
     if not (model.spec.startswith("embedded") or (model.role == "draft" and is_head(model.spec))):
         _check_files(model, progress)
+
+
+def _has_gpu() -> bool:
+    return any(any(Path("/dev").glob(name)) for name in _GPUS)
 
 
 def _check_dtype(model: ModelConfig) -> None:

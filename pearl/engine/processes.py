@@ -166,8 +166,11 @@ class DraftKeeper:
         self._settings = WorkerSettings(role="draft", config=config, address=address, directory=directory, run=run)
         self._closing = threading.Event()
         self._in_a_row = self.restarts = 0  # restarts since a sound run, and ever
-        self.worker = Worker(self._settings, progress)
+        self.worker = self._launch(progress=progress)
         self._thread = threading.Thread(target=self._watch, daemon=True, name="draft-keeper")
+
+    def _launch(self, tensors: str | None = None, progress: Progress | None = None) -> Worker:
+        return Worker(self._settings.model_copy(update={"tensors": tensors}), progress)
 
     def keep(self) -> None:
         """Starts watching; until then a failed draft stays down, so that its error can be reported."""
@@ -195,7 +198,7 @@ class DraftKeeper:
         """Tries until there is a process; a lack of files, threads or memory does not count as a restart."""
         for tries in count(1):
             try:
-                self.worker = Worker(self._settings)
+                self.worker = self._launch(tensors="frames")
                 return
             except (OSError, RuntimeError) as error:
                 log.warning("a draft worker could not be started: %s", error)

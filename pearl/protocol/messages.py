@@ -15,7 +15,7 @@ from pearl.config.sampling import LEAST_LOGPROB, MAX_LOGPROBS
 from pearl.protocol.foresight import Seen
 from pearl.protocol.options import MAX_TEXT, Count, Ends, Name, Position, Record, RequestOptions, Word
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 15
 
 MAX_FRAME = 16 << 20  # bytes
 MAX_TOKENS = 1 << 20  # in one list
@@ -76,8 +76,8 @@ class SparseRow(Record, frozen=True):
     probs: Annotated[bytes, Meta(max_length=MAX_FRAME)]
 
 
-FRAME = 0  # a distribution in a raw frame behind the header
-WireRow = SparseRow | Annotated[int, Meta(ge=FRAME, le=FRAME)] | None  # None: left out of a trace; never on the wire
+FRAME, CHANNEL = 0, 1  # a distribution in a raw frame behind the header, or over the tensor channel
+WireRow = SparseRow | Annotated[int, Meta(ge=FRAME, le=CHANNEL)] | None  # None: left out of a trace; never on the wire
 
 if TYPE_CHECKING:
     Rows = tuple[Any, ...]  # in a process tensors; see `decoding.distribution`

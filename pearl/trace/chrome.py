@@ -235,7 +235,7 @@ class _Merged:
         return {
             "schemaVersion": 1,
             "displayTimeUnit": "ms",
-            "distributedInfo": {"rank": 0, "world_size": 1, "backend": "zeromq"},
+            "distributedInfo": {"rank": 0, "world_size": 1, "backend": config["tensors"]},
             "metadata": {**metadata, "config": config, "versions": versions, "workers": workers},
         }
 

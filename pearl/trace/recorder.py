@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from pearl.decoding.distribution import PackedRow
+from pearl.decoding.distribution import AnnouncedRow, PackedRow
 from pearl.errors import TraceError
 from pearl.protocol import events
 from pearl.version import __version__
@@ -264,7 +264,7 @@ def plain(value: object) -> Any:
 
 @cache
 def _encoder(kind: type) -> Callable[[Any], Any]:
-    if kind is PackedRow or kind.__module__ == "torch":  # big, and no decision depends on it
+    if kind in (PackedRow, AnnouncedRow) or kind.__module__ == "torch":  # big, and no decision depends on it
         return lambda distribution: None
     if issubclass(kind, Enum):
         return lambda member: member.value

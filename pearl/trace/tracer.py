@@ -1,4 +1,4 @@
-"""Wrappers around what a worker's loop calls: its state machine, executor, mailbox and model.
+"""Wrappers around what a worker's loop calls: its state machine, executor, mailbox, channel and model.
 
 A worker always calls through them; without a recording that costs an `if`. Waits are recorded with the cause that the
 state machine named; nothing is inferred from gaps.
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 from msgspec import Struct
 
 from pearl.errors import TraceError
@@ -19,7 +20,7 @@ from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.messages import Begin, Message, Pong, Submit
 from pearl.trace.recorder import CONSUMER, DRAFT, HELD_ROW, LOOP, MAIL, START_UP, VERDICT, Recorder
-from pearl.transport.base import Endpoint, Peer, Received
+from pearl.transport.base import Endpoint, Peer, Received, TensorChannel
 from pearl.transport.mailbox import Mailbox
 
 _TARGET_CAUSES = {events.Cause.HELD_ROW: HELD_ROW, events.Cause.WINDOW: DRAFT, events.Cause.IDLE: CONSUMER}
@@ -250,3 +251,18 @@ class TracedMailbox(Mailbox):
         else:
             self._tracer.note("communication", "receive", start)
         return got
+
+
+class TracedChannel:
+    """Records the rows that pass."""
+
+    def __init__(self, channel: TensorChannel, tracer: Tracer) -> None:
+        self._channel, self._tracer = channel, tracer
+        self.close = channel.close
+
+    def send(self, row: torch.Tensor) -> None:
+        self._tracer.communicated("send row", self._channel.send, row)
+
+    def receive(self, count: int) -> torch.Tensor:
+        rows: torch.Tensor = self._tracer.communicated("receive rows", self._channel.receive, count)
+        return rows

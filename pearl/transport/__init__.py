@@ -1,6 +1,6 @@
-"""The control channel between the processes of an engine.
+"""Control channel and tensor channels between the processes of an engine.
 
-The functions here open it with the transport that an address names (`pearl.spec.transports`).
+The functions here open the control channel with the transport that an address names (`pearl.spec.transports`).
 """
 
 from __future__ import annotations

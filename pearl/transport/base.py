@@ -1,11 +1,17 @@
-"""The interfaces of the transports: ends of the control channel. Knows no bytes and no sockets."""
+"""The interfaces of the transports: ends of the control channel, and tensor channels.
+
+Knows no bytes, sockets or process groups.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from pearl.errors import ProtocolError, TransportError
+from pearl.errors import LocalProtocolError, ProtocolError, TransportError
 from pearl.protocol.messages import Message
+
+if TYPE_CHECKING:
+    import torch  # importing it takes seconds, and the front uses no tensors
 
 Peer = bytes
 Fault = ProtocolError | TransportError
@@ -75,3 +81,31 @@ class Connection(Endpoint, Protocol):
     def seconds_to_wait(self) -> float:
         """How long not to send, lest the listener drop it for exceeding its limit."""
         ...
+
+
+class TensorChannel(Protocol):
+    """A pipe of rows between the two model workers, beside the control channel."""
+
+    def send(self, row: torch.Tensor) -> None:
+        """Send `row`, float32 [vocab], which must not change afterwards; does not wait for the receiver.
+
+        Raises `TransportError` if the channel is dead.
+        """
+        ...
+
+    def receive(self, count: int) -> torch.Tensor:
+        """The next `count` rows in the order sent, float32 [count, vocab]; only for rows that were announced.
+
+        Raises `TransportError` if they miss the channel's deadline, after which it is dead, or if it is dead.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close the channel; a second time does nothing. Rows not yet received are lost."""
+        ...
+
+
+def check_row(row: torch.Tensor, vocab_size: int) -> None:
+    """Raises `LocalProtocolError` unless `row` is float32 [vocab_size]: the receiver could not check it."""
+    if str(row.dtype) != "torch.float32" or row.shape != (vocab_size,):
+        raise LocalProtocolError(f"a tensor channel carries float32 [{vocab_size}], not {row.dtype} {list(row.shape)}")

@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 
 import pearl.errors
-from pearl.decoding.distribution import PackedRow
+from pearl.decoding.distribution import AnnouncedRow, PackedRow
 from pearl.errors import LocalProtocolError, PearlError, RemoteProtocolError
 from pearl.protocol.messages import (
+    CHANNEL,
     FRAME,
     LEAST_SECONDS,
     MAX_FRAME,
@@ -36,6 +37,7 @@ from pearl.protocol.messages import (
     Submit,
     Verdict,
     Welcome,
+    WireRow,
 )
 from pearl.protocol.options import MAX_TEXT
 
@@ -47,6 +49,15 @@ _OF_TARGET = (Welcome, Committed, Preview, Finished, Begin, Verdict, HiddenState
 _ERRORS = frozenset(
     name for name, value in vars(pearl.errors).items() if isinstance(value, type) and issubclass(value, PearlError)
 )
+
+
+def _wire_row(row: object) -> WireRow:
+    """What the header holds for a distribution: the row if sparse, else a marker for where the dense row is sent."""
+    if isinstance(row, PackedRow):
+        return FRAME if row.ids is None else SparseRow(row.ids, row.probs)
+    if isinstance(row, AnnouncedRow):
+        return CHANNEL
+    raise TypeError("a distribution was not packed")
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -70,9 +81,8 @@ def encode(message: Message) -> list[bytes]:
     raw: list[bytes] = []
     try:
         if isinstance(message, DraftTokens) and message.rows:
-            raw = [row.probs for row in message.rows if row.ids is None]
-            rows = tuple(FRAME if row.ids is None else SparseRow(row.ids, row.probs) for row in message.rows)
-            message = message.changed(rows=rows)
+            raw = [row.probs for row in message.rows if isinstance(row, PackedRow) and row.ids is None]
+            message = message.changed(rows=tuple(map(_wire_row, message.rows)))
         frames = [_encoder.encode(message), *raw]
     except (ValueError, TypeError, AttributeError, OverflowError, msgspec.MsgspecError) as error:
         raise LocalProtocolError(f"{name} cannot be written: {error}") from error
@@ -162,5 +172,10 @@ def _row_problems(message: DraftTokens, raw: Sequence[Frame]) -> Iterator[str]:
 
 def _with_rows(message: DraftTokens, raw: Sequence[Frame]) -> DraftTokens:
     left = iter(raw)
-    pairs = ((row.probs, row.ids) if isinstance(row, SparseRow) else (bytes(next(left)), None) for row in message.rows)
-    return message.changed(rows=tuple(PackedRow(*pair) for pair in pairs))
+    found: list[Any] = []
+    for row in message.rows:
+        if isinstance(row, SparseRow):
+            found.append(PackedRow(row.probs, row.ids))
+        else:
+            found.append(PackedRow(bytes(next(left))) if row == FRAME else AnnouncedRow())
+    return message.changed(rows=tuple(found))

@@ -46,4 +46,4 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    os._exit(code)  # a library's thread that woke while the interpreter ends could abort the process
+    os._exit(code)  # a thread that waits in gloo would abort the process if it woke while the interpreter ends

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -34,13 +35,16 @@ from pearl.text.stream import TextStream, Tokenizer
 from pearl.text.tokenizer import have_same_vocabulary, vocabulary_digest
 from pearl.text.translation import Translation
 from pearl.trace.recorder import Recorder, asked_for, part_path, where_and_what
-from pearl.trace.tracer import Tracer
+from pearl.trace.tracer import TracedChannel, Tracer
 from pearl.transport import connect, listen
+from pearl.transport.base import TensorChannel
 from pearl.transport.keys import Keys, channel_keys
 from pearl.worker.draft import DraftWorker
 from pearl.worker.lifeline import Lifeline
 from pearl.worker.placement import occupy, pin, place, settled, shared_gpus, spreader
+from pearl.worker.profile import keeper
 from pearl.worker.profile import load as load_profile
+from pearl.worker.rows import RowPacker
 from pearl.worker.settings import TargetSettings, WorkerSettings
 from pearl.worker.target import TargetWorker
 
@@ -56,7 +60,8 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
     lifeline.tell("bound", address=endpoint.address)
     try:
         device = place(config, model.role)
-        spread, profile = spreader(config), load_profile(config)
+        make_channel = _channel(settings, 0, device, tracer)
+        spread, profile, keep = spreader(config), load_profile(config), keeper(config)
         taken = settled(config, model.role).name  # before this process is pinned
         if warning := shared_gpus(config):
             log.warning("%s", warning)
@@ -88,7 +93,9 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
             ready=partial(lifeline.tell, "ready", device=taken, dtype=dtype_of(runner)),
             stopping=lifeline.closed.is_set,
             tracer=tracer,
+            channel=partial(make_channel, runner.vocab_size) if make_channel else None,
             profile=profile,
+            measured=keep,
         )
         with torch.inference_mode():
             worker.run()
@@ -103,6 +110,7 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
     endpoint = connect(settings.address, _keys(settings))
     try:
         device = place(config, model.role)
+        make_channel = _channel(settings, 1, device, tracer)
         own = settled(config, model.role)  # before this process is pinned
         pin(config, model.role)
         progress = lifeline.progress()
@@ -116,7 +124,8 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
         store = _datastore(config, tokenizer, runner.vocab_size)
         policies = partial(make_policy, classifier=classifier_of(config))
 
-        def welcomed(welcome: Welcome) -> DraftExecutor:
+        def welcomed(welcome: Welcome) -> tuple[DraftExecutor, RowPacker]:
+            packer = RowPacker(make_channel(welcome.vocab_size) if make_channel else None)
             proposer = ModelProposer(
                 runner,
                 welcome.vocab_size,
@@ -125,7 +134,7 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
                 datastore=store,
                 guides=_guides(spoken, runner.vocab_size),
             )
-            return DraftExecutor(proposer)
+            return DraftExecutor(proposer), packer
 
         worker = DraftWorker(
             endpoint,
@@ -243,3 +252,19 @@ def make_runner(
     gc.collect()
     gc.freeze()  # a full collection would walk all that torch and the model made: tens of milliseconds, mid-step
     return PacedRunner(runner, model.pace) if model.pace else runner
+
+
+def _channel(
+    settings: WorkerSettings, rank: int, device: torch.device, tracer: Tracer
+) -> Callable[[int], TensorChannel] | None:
+    """How to open the tensor channel over a vocabulary of the given size; None: dense rows go as frames."""
+    config, kind = settings.config, settings.tensors or settings.config.tensors
+    if kind not in ("gloo", "nccl") or not config.has_draft:
+        return None
+    from pearl.transport.torch_dist import ProcessGroupChannel
+
+    def make(vocab_size: int) -> TensorChannel:
+        store, timeout = settings.directory / "group", config.draft_timeout
+        return TracedChannel(ProcessGroupChannel(kind, store, "rows", rank, vocab_size, device, timeout), tracer)
+
+    return make

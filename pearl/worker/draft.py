@@ -8,10 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 
-import torch
-
 from pearl import errors
-from pearl.decoding.distribution import pack
 from pearl.errors import ForwardError, ModelError, ProtocolError, RemoteProtocolError, TraceError, TransportError
 from pearl.execution.ahead import Ahead
 from pearl.execution.draft import DraftExecutor
@@ -39,6 +36,7 @@ from pearl.protocol.messages import (
 from pearl.silence import SLACK
 from pearl.trace.tracer import TracedMailbox, Tracer
 from pearl.transport.base import Endpoint, Fault
+from pearl.worker.rows import RowPacker, packed
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +48,8 @@ class DraftWorker:
     """Drafts for one target until `stopping()`.
 
     Args:
-        welcomed: called with the target's introduction before anything is drafted; returns the executor that fits it.
+        welcomed: called with the target's introduction before anything is drafted; returns the executor that fits it,
+            and how its distributions travel.
         slots: how many requests it drafts for side by side.
         beat: called by the loop every `heartbeat_seconds`, and before long work with the seconds that it may take.
         computes: called once in the thread that computes.
@@ -61,7 +60,7 @@ class DraftWorker:
         self,
         endpoint: Endpoint,
         hello: Hello,
-        welcomed: Callable[[Welcome], DraftExecutor],
+        welcomed: Callable[[Welcome], tuple[DraftExecutor, RowPacker]],
         ready: Callable[[], None],
         stopping: Callable[[], bool],
         heartbeat_seconds: float,
@@ -78,6 +77,7 @@ class DraftWorker:
         self._drafter = Drafter(hello.context, slots, piece)
         self._decide = tracer.deciding(self._drafter)
         self._executor: DraftExecutor | None = None
+        self._packer: RowPacker | None = None
         self._commands: deque[object] = deque()
         self._drafts: list[Draft] = []  # requested and not begun: one forward of the model is to do for all
         self._num_forwards = 0
@@ -133,7 +133,8 @@ class DraftWorker:
     def _meet(self, welcome: Welcome) -> None:
         if welcome.version != PROTOCOL_VERSION:
             raise ModelError(f"the target speaks version {welcome.version}, this draft {PROTOCOL_VERSION}")
-        self._executor = self._welcomed(welcome)
+        self._executor, self._packer = self._welcomed(welcome)
+        self._open.callback(self._packer.close)
         # A target that knows t_draft has had a draft before, and waits for this one during a text: measure briefly.
         seconds, self._prefill_pace = self._executor.proposer.measure(welcome.t_draft > 0)
         ahead = Ahead(self._executor, lambda: self._mail.is_empty, self._computes)
@@ -189,10 +190,12 @@ class DraftWorker:
 
     def _send_tokens(self, message: DraftTokens) -> None:
         """Send drafted tokens with their distributions, while the next forward runs."""
+        assert self._packer is not None
         start = self._tracer.clock()
-        message = on_host(message)
+        message, announced = self._packer.prepare(message)
         self._tracer.note("busy", "pack", start)
         self._mail.send(message)
+        self._packer.send(announced)
 
     def _draft(self) -> None:
         """One forward for all requests that are to be drafted for."""
@@ -217,28 +220,3 @@ class DraftWorker:
             return self._execute(command)
         except ForwardError as error:
             return Drafted(failure=str(error), request=command.request)
-
-
-# ---- how draft distributions travel ----
-
-
-def on_host(message: DraftTokens) -> DraftTokens:
-    """With its distributions [vocab] on the host, from a GPU by pinned memory; waits for the copies."""
-    return message.changed(rows=tuple(map(_copied, message.rows))) if message.rows else message
-
-
-def packed(message: Message, waited: float = 0.0) -> Message:
-    """The message as it travels: distributions as bytes, and how long the draft has waited so far."""
-    if not isinstance(message, DraftTokens):
-        return message
-    if message.rows:
-        return message.changed(rows=tuple(map(pack, message.rows)), waited=waited)
-    return message.changed(waited=waited) if waited else message
-
-
-def _copied(probs: torch.Tensor) -> torch.Tensor:
-    if probs.is_cpu:
-        return probs
-    copied = probs.to("cpu", non_blocking=True)
-    torch.cuda.current_stream(probs.device).synchronize()
-    return copied

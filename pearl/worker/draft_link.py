@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 
+import torch
+
+from pearl.decoding.distribution import AnnouncedRow, PackedRow, are_probabilities
 from pearl.errors import DraftLost, RemoteProtocolError
 from pearl.execution.target import TargetExecutor
 from pearl.protocol.coordinator import Coordinator
@@ -24,7 +27,7 @@ from pearl.protocol.messages import (
     Verdict,
 )
 from pearl.trace.tracer import Tracer
-from pearl.transport.base import Peer
+from pearl.transport.base import Peer, TensorChannel
 from pearl.transport.mailbox import Mailbox
 from pearl.worker.health import DraftHealth
 from pearl.worker.settings import TargetSettings
@@ -46,14 +49,22 @@ def weigh(message: Message) -> int:
 
 
 class DraftLink:
-    """The draft that is connected, none at first."""
+    """The draft that is connected, none at first.
 
-    def __init__(self, settings: TargetSettings, executor: TargetExecutor) -> None:
-        self._settings, self._executor = settings, executor
+    Args:
+        channel: opens the tensor channel; only for the draft that is there at start, as a process group cannot be
+            rejoined.
+    """
+
+    def __init__(
+        self, settings: TargetSettings, executor: TargetExecutor, channel: Callable[[], TensorChannel] | None
+    ) -> None:
+        self._settings, self._executor, self._open_channel = settings, executor, channel
         self.mail: Mailbox  # the loop's, set before any other use
         self.peer: Peer | None = None
         self.context = 0  # tokens that its model holds
         self.health = DraftHealth(settings.config.draft_timeout)
+        self._channel: TensorChannel | None = None
         self._probed = 0.0
         self._sent_ns = self._answered_ns = 0  # our last message to it; the last ping that it has answered
 
@@ -71,10 +82,20 @@ class DraftLink:
         self.peer, self.context = peer, hello.context
         return True
 
+    def open_channel(self) -> None:
+        if self._open_channel is not None:
+            self._channel = self._open_channel()
+
     def lose(self, why: str) -> None:
         """Give the draft up. One that is still connected exits on this error; its launcher restarts it."""
         self.post(Error(-1, "DraftLost", why))
+        self.close()
+
+    def close(self) -> None:
         self.peer = None
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
 
     def send(self, message: Message) -> None:
         """Send at once, if there is a draft."""
@@ -160,9 +181,11 @@ class DraftLink:
     def examined(self, peer: Peer, message: Message) -> Message:
         """Check a message of the draft by itself and make tensors of its distributions; runs in the mailbox's thread.
 
-        Only of the draft: a few bytes of any other peer would become a vocabulary for each token.
+        Only of the draft: a few bytes of any other peer would become a vocabulary for each token. Waits here, beside
+        the forwards of the loop, for announced rows.
 
-        Raises `RemoteProtocolError` for what is no token of the model, or no distribution over them.
+        Raises `RemoteProtocolError` for what is no token of the model, or no distribution over them, `TransportError`
+        if announced rows do not come.
         """
         if not isinstance(message, DraftTokens):
             return message
@@ -173,13 +196,19 @@ class DraftLink:
         most = max((*message.tokens, *(message.after or ())[1:], *rivals), default=0)
         if most >= vocab:
             raise RemoteProtocolError(f"draft sent token {most}, the target has ids up to {vocab - 1}")
-        if len(message.rows) * 4 * vocab <= _UNPACKED_AT_ONCE:
-            return message.changed(rows=tuple(map(self._executor.bring, message.rows))) if message.rows else message
-        for (
-            row
-        ) in message.rows:  # a few bytes may become a vocabulary, so the executor unpacks only rows that it judges
-            row.check(vocab)
-        return message
+        is_small = len(message.rows) * 4 * vocab <= _UNPACKED_AT_ONCE
+        rows = [*message.rows]
+        for i, row in enumerate(rows):
+            if isinstance(row, PackedRow):
+                if is_small:
+                    rows[i] = self._executor.bring(row)
+                else:  # a few bytes may become a vocabulary, so the executor unpacks only rows that it judges
+                    row.check(vocab)
+        announced = [i for i, row in enumerate(rows) if isinstance(row, AnnouncedRow)]
+        if announced:
+            for i, probs in zip(announced, self._receive_announced(len(announced)), strict=True):
+                rows[i] = probs
+        return message.changed(rows=tuple(rows)) if rows else message
 
     def with_needed_rows(self, message: DraftTokens) -> DraftTokens | None:
         """The message with the distributions that its request's rule judges with, or without any.
@@ -193,3 +222,16 @@ class DraftLink:
         if needs is None:
             return None
         return message if needs or not message.rows else message.changed(rows=())
+
+    def _receive_announced(self, count: int) -> torch.Tensor:
+        """Receive announced rows [count, vocab] at once, stale ones included, so that the channel stays in step.
+
+        Raises `RemoteProtocolError` for what is no distribution, `TransportError` if nothing comes.
+        """
+        channel = self._channel  # the loop may close it at any time
+        if channel is None:
+            raise RemoteProtocolError("draft announced rows on a channel that is not open")
+        rows = channel.receive(count)
+        if not are_probabilities(rows):
+            raise RemoteProtocolError("draft sent what is no distribution")
+        return rows

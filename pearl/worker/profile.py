@@ -1,5 +1,7 @@
 """Profiles: the speeds of a pair on this machine, as `pearl calibrate` measured them, kept for later engines.
 
+If there is none, the forward times that a start has measured are kept for a day, so that the next start need not.
+
 A profile holds for one pair, its devices and dtypes, one processor and one version of torch and of PEARL: all of these
 are its key.  A target worker begins with it and corrects it while it runs; texts do not depend on it, except those
 whose rule makes them depend on the window (`ratio` under `sd`).
@@ -10,6 +12,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,7 @@ import msgspec
 from pearl.cache import cache_directory
 from pearl.config import EngineConfig
 from pearl.errors import ConfigError
+from pearl.models.checkpoints.checkpoint import is_toy
 from pearl.protocol.speeds import Profile
 from pearl.trace.recorder import where_and_what
 
@@ -32,9 +37,11 @@ _SETTINGS = (  # those that speeds depend on
     "target_dtype",
     "draft_dtype",
     "forwards",
+    "tensors",
     "target_pace",
     "draft_pace",
 )
+_TIMES_SECONDS = 24 * 3600.0  # how long a start's measurement is used: something else may have kept the machine busy
 
 
 def key(config: EngineConfig) -> dict[str, Any]:
@@ -61,14 +68,8 @@ def path_of(config: EngineConfig) -> Path:
 
 def save(config: EngineConfig, profile: Profile) -> Path:
     """Keep a profile for later engines; return its file. Raises `ConfigError` if it cannot be written."""
-    path, document = path_of(config), {"format": FORMAT, "key": key(config), "profile": profile}
-    beside = path.with_suffix(f".{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
-        beside.replace(path)
-    except OSError as error:
-        raise ConfigError(f"the profile could not be kept in {path}: {error.strerror}") from None
+    path = path_of(config)
+    _write(path, key(config), profile)
     return path
 
 
@@ -83,10 +84,42 @@ def load(config: EngineConfig) -> Profile | None:
         return _read(Path(config.profile))
     path = path_of(config)
     try:
-        return _read(path) if path.exists() else None
+        found = _read(path) if path.exists() else None
     except ConfigError as error:
         log.warning("%s; going on without it", error)
         return None
+    if found is not None and not found.ways and time.time() - path.stat().st_mtime > _TIMES_SECONDS:
+        return None  # of a start, long ago
+    return found
+
+
+def keeper(config: EngineConfig) -> Callable[[Profile], None]:
+    """Keeps the forward times that a start of this pair has measured. Call before this process is pinned.
+
+    Nothing is kept of toys, nor if `config.profile` is not "auto".
+    """
+    if config.profile != "auto" or is_toy(config.target) or is_toy(config.draft):
+        return lambda profile: None
+    path, of = path_of(config), key(config)
+
+    def keep(measured: Profile) -> None:
+        try:
+            _write(path, of, Profile(t_draft=measured.t_draft, t_target=measured.t_target))
+        except ConfigError as error:  # the next start measures again
+            log.debug("%s", error)
+
+    return keep
+
+
+def _write(path: Path, key: dict[str, Any], profile: Profile) -> None:
+    document = {"format": FORMAT, "key": key, "profile": profile}
+    beside = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+        beside.replace(path)
+    except OSError as error:
+        raise ConfigError(f"the profile could not be kept in {path}: {error.strerror}") from None
 
 
 def _read(path: Path) -> Profile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -28,7 +29,8 @@ class WorkerSettings(BaseModel):
 
     Attributes:
         address: where the target listens or is to listen.
-        directory: the engine's: sockets, keys, parts of traces.
+        directory: the engine's: sockets, keys, the file through which a process group meets, parts of traces.
+        tensors: how dense draft rows travel, if not as configured.
         run: names the run in traces, if `directory` is not the target's: the target's directory on its own host.
     """
 
@@ -38,6 +40,7 @@ class WorkerSettings(BaseModel):
     config: EngineConfig
     address: str = ""
     directory: Path
+    tensors: Literal["frames"] | None = None
     run: str = ""
 
     @property

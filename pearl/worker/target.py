@@ -50,7 +50,7 @@ from pearl.protocol.scheduler import seconds_to_gather
 from pearl.protocol.speeds import Profile, Speeds
 from pearl.quota import Bucket
 from pearl.trace.tracer import TracedMailbox, Tracer
-from pearl.transport.base import Fault, Listener, Peer
+from pearl.transport.base import Fault, Listener, Peer, TensorChannel
 from pearl.worker.draft import MAX_UNANNOUNCED
 from pearl.worker.draft_link import PROBE_SECONDS, DraftLink, weigh
 from pearl.worker.fronts import Fronts, Post
@@ -70,7 +70,9 @@ class TargetWorker:
     """Serves requests until `stopping()`; `ready` is called once, when requests can be served.
 
     Args:
+        channel: opens the tensor channel to the draft; None: dense distributions come as frames.
         profile: what is known of the pair; None: nothing.
+        measured: called with the measured profile if nothing was known, once requests can be served.
     """
 
     def __init__(
@@ -81,10 +83,13 @@ class TargetWorker:
         ready: Callable[[], None],
         stopping: Callable[[], bool],
         tracer: Tracer,
+        channel: Callable[[], TensorChannel] | None = None,
         profile: Profile | None = None,
+        measured: Callable[[Profile], None] = lambda profile: None,
     ) -> None:
         self._endpoint, self._executor, self._settings, self._tracer = endpoint, executor, settings, tracer
         self._ready, self._stopping = ready, stopping
+        self._measured = None if profile else measured
         speeds = Speeds.of(profile) if profile else Speeds()
         if executor.has_head:
             speeds.auto.add_head()
@@ -96,7 +101,7 @@ class TargetWorker:
         self._forward_together = tracer.computing(executor.forward)
         post: Post = lambda message, peer: self._mail.post(message, peer)  # noqa: E731
         self._fronts = Fronts(post, settings)
-        self._draft = DraftLink(settings, executor)
+        self._draft = DraftLink(settings, executor, channel)
         self._recordings = Recordings(tracer, post)
         self._warnings = Bucket(_WARNINGS, _WARNINGS_PER_SECOND, time.monotonic())
         self._commands: deque[object] = deque()
@@ -114,10 +119,13 @@ class TargetWorker:
         mailbox = TracedMailbox(self._tracer, self._endpoint, incoming=self._draft.examined, weigh=weigh)
         with mailbox as self._mail:
             self._draft.mail = self._mail
-            if not self._settings.config.has_draft:
-                self._become_ready()
-            while not self._stopping():
-                self._step()
+            try:
+                if not self._settings.config.has_draft:
+                    self._become_ready()
+                while not self._stopping():
+                    self._step()
+            finally:
+                self._draft.close()
 
     def _step(self) -> None:
         if self._commands:
@@ -190,6 +198,9 @@ class TargetWorker:
         self._is_ready = True
         self._ready()
         self._welcome()
+        profile = self._coordinator.speeds.profile
+        if self._measured is not None and profile.t_draft and profile.t_target:
+            self._measured(profile)
 
     def _welcome(self) -> None:
         """Introduce the engine to new fronts, once requests can be served."""
@@ -211,10 +222,11 @@ class TargetWorker:
             return
         self._endpoint.trust(peer)
         self._draft.post(self._introduction)
-        if self._is_ready:  # its predecessor was lost
+        if self._is_ready:  # its predecessor was lost; this one sends frames, as a process group cannot be rejoined
             if self._tracer.number:
                 self._draft.post(Trace(self._tracer.number, True))
         else:
+            self._draft.open_channel()
             speeds = self._coordinator.speeds
             for fed, seconds in calibrate_target(self._executor.runner, brief=bool(speeds.target.measured)):
                 speeds.observe_target(fed, seconds)
@@ -236,7 +248,7 @@ class TargetWorker:
     def _lose_draft(self, why: str) -> None:
         """Go on alone; unless this worker ends, because its draft ends then, too."""
         if self._stopping():
-            self._draft.peer = None
+            self._draft.close()
             return
         self._loss = why, time.monotonic()
         self._draft.lose(why)
