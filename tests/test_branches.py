@@ -212,7 +212,9 @@ def test_slots_hold_what_their_continuations_say(data: st.DataObject) -> None:
 class Fixed(Counting):
     """A runner of a GPU's fixed sizes: forwards of `FED` rows, launched ahead."""
 
-    capabilities = Capabilities(slots=40, tree_nodes=FED, launches=True)
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(runner)
+        self.capabilities = Capabilities(slots=40, tree_nodes=FED, launches=True)
 
 
 @pytest.mark.parametrize("texts", [1, 3])

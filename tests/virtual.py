@@ -14,7 +14,7 @@ from pearl.execution.ahead import Ahead
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.lab.simulate import Outcome, Timing, VirtualProposer, known_speeds, simulate
-from pearl.models.runner import Capabilities, Feed, ModelRunner, WrappedRunner
+from pearl.models.runner import Feed, ModelRunner, WrappedRunner
 from pearl.models.toy import NextToken, ToyRunner
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
@@ -38,9 +38,9 @@ Pair = tuple[NextToken, NextToken]
 class Chains(WrappedRunner):
     """A runner that takes no trees, as the general path's."""
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, tree_nodes=0)
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(runner)
+        self.capabilities = replace(runner.capabilities, tree_nodes=0)
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         assert all(feed.parents is None for feed in feeds)

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from pearl.errors import ForwardError, ModelError
 from pearl.models.cache_layers import FixedLayer, Snapshots, cache_name, layer_for, sizes_of
 from pearl.models.checkpoints.memory import SNAPSHOTS, is_of_memory
-from pearl.models.runner import Capabilities, Feed, Tokens, check_feeds, feed_chain
+from pearl.models.runner import Capabilities, Feed, ModelRunner, Tokens, check_feeds, feed_chain
 from pearl.printable import cause_of
 
 log = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ _PIECE = 512  # the most tokens of a forward where states are copied: a rollback
 _ALIKE_IN_HALF = 0.97  # of most rows in half precision: rounding may choose other experts in some
 
 
-class HFRunner:
-    """`ModelRunner` over a loaded model, which stays where it was loaded, on one device or several.
+class HFRunner(ModelRunner):
+    """Runs a loaded model, which stays where it was loaded, on one device or several.
 
     Raises `ModelError` at construction where a trial fails or finds that logits depend on how a text is cut into
     forwards.
@@ -83,11 +83,9 @@ class HFRunner:
         return self._model
 
     def length(self, slot: int = 0) -> int:
-        """See `ModelRunner.length`."""
         return self._length
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        """See `ModelRunner.forward`."""
         check_feeds(feeds, self, "the general path through transformers")
         (feed,) = feeds
         end = self._length + len(feed.tokens)
@@ -134,27 +132,12 @@ class HFRunner:
         found: torch.Tensor = logits[0, logits.shape[1] - rows :]
         return found
 
-    def keep(self, path: Sequence[int], slot: int = 0) -> None:
-        """Never called: no tree can be fed."""
-        raise AssertionError("the general path takes no trees")
-
-    def fork(self, slot: int, into: int, length: int | None = None, shared: int = 0) -> None:
-        """Never called: there is one slot."""
-        raise AssertionError("the general path holds one sequence")
-
     def rollback(self, length: int, slot: int = 0) -> None:
-        """See `ModelRunner.rollback`."""
         assert 0 <= length <= self._length
         self._length = length
         held = self._states.rollback(length)
         for layer in self._layers:
             layer.rollback(held)
-
-    def synchronize(self) -> None:
-        """See `ModelRunner.synchronize`."""
-        if self.device.type == "cuda":
-            # This stream only, not the one that sends rows to the other worker.
-            torch.cuda.current_stream(self.device).synchronize()
 
     def _try(self) -> None:
         """Feed a text at once, again in pieces after a rollback, and without a cache or position ids.

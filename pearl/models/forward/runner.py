@@ -28,7 +28,7 @@ from pearl.models.forward.matrices import Rounding, packs
 from pearl.models.forward.native_layers import NativeLayers
 from pearl.models.forward.slot_attention import FixedAttention, NativeAttention, SpanAttention
 from pearl.models.forward.slots import Slots, Tree
-from pearl.models.runner import Capabilities, check_feeds
+from pearl.models.runner import Capabilities, ModelRunner, check_feeds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,8 +69,8 @@ def _probed(layers: DecoderLayers) -> tuple[int, bool]:
     return max(least, _FAST_ROWS if is_packed and layers.dtype == torch.bfloat16 else 1), is_invariant
 
 
-class ForwardRunner:
-    """`ModelRunner` over the weights of `model`, a `Decoder` or one for which `has_own_forward` holds; takes them away.
+class ForwardRunner(ModelRunner):
+    """Runs the weights of `model`, a `Decoder` or one for which `has_own_forward` holds; takes them away.
 
     Args:
         slots: how many sequences the cache holds.
@@ -183,7 +183,6 @@ class ForwardRunner:
         return self._layers.embedding
 
     def length(self, slot: int = 0) -> int:
-        """See `ModelRunner.length`."""
         return self._slots.lengths[slot]
 
     def features(self, slot: int = 0) -> torch.Tensor:
@@ -191,7 +190,7 @@ class ForwardRunner:
         return self._seen[slot]
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        """See `ModelRunner.forward`. Without our kernels a GPU computes feeds one after the other."""
+        """Without our kernels a GPU computes feeds one after the other."""
         check_feeds(feeds, self, "our own forward")
         with torch.inference_mode():
             if self._decode is not None:
@@ -316,19 +315,10 @@ class ForwardRunner:
         return torch.zeros(sees.shape, dtype=self.dtype, device=self.device).masked_fill_(~sees, -torch.inf)
 
     def rollback(self, length: int, slot: int = 0) -> None:
-        """See `ModelRunner.rollback`."""
         self._slots.rollback(length, slot)
 
     def keep(self, path: Sequence[int], slot: int = 0) -> None:
-        """See `ModelRunner.keep`."""
         self._slots.keep(path, slot)
 
     def fork(self, slot: int, into: int, length: int | None = None, shared: int = 0) -> None:
-        """See `ModelRunner.fork`."""
         self._slots.fork(slot, into, self.length(slot) if length is None else length, shared)
-
-    def synchronize(self) -> None:
-        """See `ModelRunner.synchronize`."""
-        if self.device.type == "cuda":
-            # This stream only, not the one that sends rows to the other worker.
-            torch.cuda.current_stream(self.device).synchronize()
