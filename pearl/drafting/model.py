@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from msgspec.structs import replace
 
-from pearl.decoding.rules import make_block_half, make_draft_half
+from pearl.decoding.rules import make_half
 from pearl.decoding.shaping import MakeGuide, make_shaper
 from pearl.drafting.beams import LevelStep
 from pearl.drafting.branch_steps import BranchStep
@@ -76,9 +76,9 @@ class ModelProposer:
 
     def open(self, command: Open) -> None:
         options, sampling = command.options, command.options.sampling
-        given = options.rule, sampling, options.parameters
         is_block = options.rule_in_force.judges_blocks
-        rule, block = (None, make_block_half(*given)) if is_block else (make_draft_half(*given), None)
+        half = make_half("draft", options.rule, sampling, options.parameters)
+        rule, block = (None, half) if is_block else (half, None)
         before = self._texts.get(command.request)
         window = before.window if before is not None else None  # a request that gets its prefix again keeps its windows
         if window is None and (policy := self._policies(command)) is not None:

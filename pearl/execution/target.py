@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from pearl.config.sampling import LEAST_LOGPROB
 from pearl.decoding.distribution import PackedRow
-from pearl.decoding.rules import TargetHalf, make_target_half
+from pearl.decoding.rules import TargetHalf, make_half
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
 from pearl.decoding.shaping import MakeGuide, Shaper, make_shaper
@@ -249,7 +249,7 @@ class TargetExecutor:
             text = self._text_stream(command.prompt, options.stops)
         self._requests[command.request] = _Request(
             command.slot,
-            make_target_half(options.rule, sampling, options.parameters),
+            make_half("target", options.rule, sampling, options.parameters),
             DirectDraw(sampling),
             options.rule_in_force,
             text,

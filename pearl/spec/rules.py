@@ -107,7 +107,7 @@ class RuleSpec:
     name: str
     description: str
     target: str
-    draft: str = "pearl.decoding.rules.tokenwise:SampledDraft"
+    draft: str = "pearl.decoding.rules.ratio:SampledDraft"
     needs: Needs = Needs.DISTRIBUTIONS
     is_exact: bool = False
     is_proposal_invariant: bool = False
