@@ -383,3 +383,22 @@ def _session_directory() -> Path:
     directory = Path(tempfile.mkdtemp(prefix="pearl-tiny-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return directory
+
+
+def attended(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sees: torch.Tensor,
+    scale: float,
+    cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention by its definition: queries [n, heads, dim], keys and values [kv_heads, positions, dim], which of these
+    each query sees [n, positions] -> [n, heads * dim]."""
+    keys, values = (each.float().repeat_interleave(queries.shape[1] // len(keys), 0) for each in (keys, values))
+    scores = torch.einsum("nhd,hpd->hnp", queries, keys) * scale
+    scores = (cap * torch.tanh(scores / cap) if cap else scores).masked_fill(~sees, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(queries), 1)), -1)
+    return torch.einsum("hnp,hpd->nhd", scores.softmax(-1)[..., : sees.shape[1]], values).flatten(1)

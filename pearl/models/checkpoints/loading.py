@@ -108,14 +108,12 @@ def load_runner(spec: str, *, device: torch.device, progress: Progress = silent,
     plan_no_shapes(device)
     path = resolve_checkpoint(spec, progress)
     if (files := Path(path) if Path(path).is_dir() else in_cache(path)) is not None:
-        is_wide = device.type == "cpu" and wanted.forwards != "transformers" and native.library() is None
         need = needed(
             files,
             wanted.weights,
             wanted.max_context,
             DEFAULT_CONTEXT,
             wanted.slots,
-            is_wide=is_wide,
             keeps_bits=keeps_bits and wanted.reads_directly,
         )
         if told := check_room(spec, need, device, torch.cuda.device_count() if wanted.is_spread else 1):

@@ -82,7 +82,6 @@ def needed(
     context: int | None,
     most: int,
     slots: int = 1,
-    is_wide: bool = False,
     keeps_bits: bool = False,
 ) -> Need | None:
     """Estimate what the checkpoint in `directory` needs; None if its files do not say.
@@ -91,8 +90,6 @@ def needed(
         dtype: the weights' dtype once loaded; "auto": as in the checkpoint. Quantised weights are not converted.
         context: tokens; None: the model's maximum, but at most `most`.
         slots: sequences that the KV cache holds.
-        is_wide: whether our own forward keeps its KV cache in float32, whatever the weights' dtype, as where torch
-            attends on a CPU.
         keeps_bits: whether our own forward keeps the matrices of a GGUF file in their own bits.
     """
     try:
@@ -115,7 +112,6 @@ def needed(
         held = table.tensors.values()
         weights = sum(each.size if each.kind in GGUF_BLOCKS else math.prod(each.shape) * item for each in held)
         weights += config["vocab_size"] * config["hidden_size"] * item  # the embedding, dequantised
-    item = 4 if is_wide and is_ours else item
     context = context or min(most, config.get("max_position_embeddings") or most)
     need = of_shape(config, weights, item, context, slots)
     if is_ours or weights < _MEASURED_FROM or (sizes := _sizes(directory, item)) is None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from pearl.models.forward.probe import Heads
 from pearl.models.forward.quantised import QuantisedMatrix, Weights, panels
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ def library() -> ctypes.CDLL | None:
                 return _opened(file)
             except (OSError, AttributeError) as problem:  # AttributeError: built from older sources
                 log.warning("%s does not load: %s", file, problem)
-    log.info("our products for this processor are not built: torch's are used, which take more time and memory")
+    log.warning("our products for this processor are not built: models run through transformers, slower and larger")
     return None
 
 
@@ -228,9 +229,12 @@ def computes(*tensors: torch.Tensor) -> bool:
     return library() is not None and all(each.is_cpu and each.dtype in _DTYPES for each in tensors)
 
 
-def attends(heads: Heads) -> bool:
-    """Whether `attention.c` has room for these."""
-    return heads.query * heads.dim <= _WIDEST and heads.query // heads.kv <= _MOST_TOGETHER
+def attends(device: torch.device, config: Mapping[str, Any]) -> bool:
+    """Whether the heads of a model can be attended to there: on a CPU by `attention.c`, if it has room for them."""
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    has_room = heads * width <= _WIDEST and heads // kv_heads <= _MOST_TOGETHER
+    return device.type != "cpu" or (library() is not None and has_room)
 
 
 def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:

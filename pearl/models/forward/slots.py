@@ -22,12 +22,12 @@ class Tree:
 
     Attributes:
         parents: see `Feed`.
-        rows: the row of each node in `states`; None where the nodes' states are in the slot itself, in their order.
+        rows: those of the nodes in `states`; None where the nodes' states are in the slot itself, in their order.
         states: for each layer (keys, values), [rows, kv_heads, head_dim].
     """
 
     parents: tuple[int, ...]
-    rows: list[int] | None = None
+    rows: Sequence[int] | None = None
     states: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
