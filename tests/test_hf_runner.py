@@ -200,7 +200,7 @@ def test_a_forward_that_fails_leaves_no_state_half_changed(kind: str, layer: int
     runner = load(kind)
     expected = feed_chain(runner, some_tokens(runner, 12), 4)
     runner.rollback(8)
-    handle = runner._model.model.layers[layer].mlp.register_forward_pre_hook(MagicMock(side_effect=cause))
+    handle = runner.model.model.layers[layer].mlp.register_forward_pre_hook(MagicMock(side_effect=cause))
     for _ in range(2):
         with pytest.raises((KeyboardInterrupt, ForwardError), match=r"ForCausalLM's forward failed: it is|^$"):
             feed_chain(runner, [3], 1)
@@ -212,8 +212,8 @@ def test_a_forward_that_fails_leaves_no_state_half_changed(kind: str, layer: int
 def test_a_model_that_ignores_its_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Custom code may keep its state elsewhere; every rollback would silently do nothing."""
     runner = load()
-    forward = runner._model.forward
-    monkeypatch.setattr(runner._model, "forward", lambda **given: forward(**given | {runner._cache_name: None}))
+    forward = runner.model.forward
+    monkeypatch.setattr(runner.model, "forward", lambda **given: forward(**given | {runner._cache_name: None}))
     with pytest.raises(ModelError, match="LlamaForCausalLM"):
         feed_chain(runner, [3, 4], 1)
 
@@ -240,7 +240,7 @@ def test_a_token_outside_the_vocabulary(token: int) -> None:
 def test_dtype(stored: str, wanted: str, found: torch.dtype) -> None:
     runner = load_runner(str(tiny_model(dtype=stored)), device=CPU, dtype=wanted, forwards="transformers")
     assert isinstance(runner, HFRunner)
-    assert runner._model.dtype == found
+    assert runner.model.dtype == found
     assert feed_chain(runner, [3, 4], 1).dtype == torch.float32
 
 

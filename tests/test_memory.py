@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from pearl.errors import ModelError
 from pearl.models.checkpoints import memory
 from pearl.models.checkpoints.loading import load_runner
-from pearl.models.checkpoints.memory import Need, check_cache_fits, check_room, needed, of_shape
+from pearl.models.checkpoints.memory import Need, check_cache_fits, check_room, needed
 from pearl.models.forward.graphs import PREFILL
 from pearl.models.forward.runner import ForwardRunner
 from tests.tiny import tiny_model, tiny_wrapper
@@ -61,8 +61,8 @@ def test_the_context_is_the_models_own_up_to_the_most() -> None:
 
 
 def test_every_slot_has_a_cache_of_its_own() -> None:
-    one, four = (of_shape(LLAMA_70B, 141_000_000_000, 2, 8192, slots) for slots in (1, 4))
-    assert (four.cache, four.weights, four.work) == (4 * one.cache, one.weights, one.work)
+    one, four = (needed(tiny_model(), "auto", 8192, 8192, slots) for slots in (1, 4))
+    assert (four.cache, four.weights) == (4 * one.cache, one.weights)
     assert "KV cache for 4 times 8,192 tokens" in str(four)
 
 
@@ -111,7 +111,7 @@ def test_over_two_gpus_it_fits_and_that_is_said_first(large: Path) -> None:
     said: list[str] = []
     with pytest.raises(ModelError, match="could not be loaded"):  # there are only holes in its files
         load_runner(str(large), device=GPU, is_spread=True, progress=said.append)
-    assert re.fullmatch(r".* needs 144.* forwards; 168\.0 GB are free on 2 GPUs", said[0])
+    assert re.fullmatch(r".* needs 144.* tokens; 168\.0 GB are free on 2 GPUs", said[0])
     assert said[1] == f"loading {large}"
 
 

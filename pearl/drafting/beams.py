@@ -107,8 +107,7 @@ class LevelStep(Step):
     """Searches on by a level, and proposes the block once it is whole."""
 
     def __init__(self, model: DraftModel, text: Text, command: Draft) -> None:
-        assert text.block is not None
-        text.search = self._search = Search.resumed(text.search, text.block, command)
+        text.search = self._search = Search.resumed(text.search, text.half, command)
         chain = model.known(command.tokens)
         self._chain = len(chain)
         self._nodes, self._parents = self._search.tree()

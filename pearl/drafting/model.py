@@ -10,10 +10,9 @@ from msgspec.structs import replace
 from pearl.decoding.rules import make_half
 from pearl.decoding.shaping import MakeGuide, make_shaper
 from pearl.drafting.beams import LevelStep
-from pearl.drafting.branch_steps import BranchStep
 from pearl.drafting.branches import Branches
 from pearl.drafting.datastore import Datastore
-from pearl.drafting.drawing import DrawStep, choose, plan_draw
+from pearl.drafting.drawing import BranchStep, DrawStep, choose, plan_draw
 from pearl.drafting.guesser import text_index
 from pearl.drafting.proposer import Launched, StopPolicy
 from pearl.drafting.step import DraftModel, Step, Text, make_mark
@@ -54,20 +53,13 @@ class ModelProposer:
         datastore: Datastore | None = None,
         guides: MakeGuide | None = None,
     ) -> None:
+        self.runner, self.device = runner, runner.device
         self.chains = runner.capabilities.launches if chains is None else chains
         self.model = DraftModel(runner, vocab_size, self.chains, runner.device.type != "cpu")
         self._policies, self._datastore, self._guides = policies, datastore, guides
         self._max_texts = texts
         self._texts: dict[int, Text] = {}  # by request
         self._foresight = Foresight()
-
-    @property
-    def runner(self) -> ModelRunner:
-        return self.model.runner
-
-    @property
-    def device(self) -> torch.device:
-        return self.runner.device
 
     def measure(self, brief: bool) -> tuple[float, float]:
         return calibrate_draft(self.runner, brief)
@@ -78,7 +70,6 @@ class ModelProposer:
         options, sampling = command.options, command.options.sampling
         is_block = options.rule_in_force.judges_blocks
         half = make_half("draft", options.rule, sampling, options.parameters)
-        rule, block = (None, half) if is_block else (half, None)
         before = self._texts.get(command.request)
         window = before.window if before is not None else None  # a request that gets its prefix again keeps its windows
         if window is None and (policy := self._policies(command)) is not None:
@@ -86,7 +77,7 @@ class ModelProposer:
         slot = self._slots.get(command.slot, command.slot)
         self._texts = {number: each for number, each in self._texts.items() if each.slot != slot}
         shaper = make_shaper(sampling.shaping, command.prompt, self._guides)
-        text = Text(command.slot, slot, rule, block, shaper, window, withholds=options.withholds)
+        text = Text(command.slot, slot, half, is_block, shaper, window, withholds=options.withholds)
         if shaper is None and not is_block:  # shaped rows depend on the text up to them, blocks are searched for
             self._prepare_guesses(text, command)
         self._texts[command.request] = text
@@ -139,7 +130,7 @@ class ModelProposer:
 
     def chained(self, request: int) -> bool:
         text = self._texts[request]
-        return self.chains and text.shaper is None and text.block is None and not text.withholds
+        return self.chains and not (text.is_block or text.shaper or text.withholds)
 
     def awaits(self, command: Draft, delay: float) -> bool:
         self.model.delay = delay
@@ -193,7 +184,7 @@ class ModelProposer:
             text.window.see(command.start, command.tokens, drafts=command.budget > 0)
         if command.hedge:
             return BranchStep(model, text, command, beside, sharing)
-        if text.block is not None and command.budget:
+        if text.is_block and command.budget:
             return LevelStep(model, text, command)
         if after is not None and after.following is not None:  # the host does not know the token, nor guesses behind it
             if text.branches is not None:

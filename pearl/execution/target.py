@@ -179,7 +179,7 @@ class TargetExecutor:
         gives_states: bool = False,
     ) -> None:
         self.runner, self._guides = runner, guides
-        self._head, self._gives_states = head, gives_states
+        self._head, self.has_head, self._gives_states = head, head is not None, gives_states
         self._states = TargetStates(runner, head, gives_states)
         self._launches = runner.device.type != "cpu" if launches is None else launches
         self._datastore, self._habits = datastore, habits
@@ -202,10 +202,6 @@ class TargetExecutor:
                 return row.pin_memory().to(self.runner.device, non_blocking=True)
         except RuntimeError:  # out of memory: judging will fail too, and that ends a request, not this worker
             return row
-
-    @property
-    def has_head(self) -> bool:
-        return self._head is not None
 
     def needs_rows(self, request: int) -> bool | None:
         """Whether judging the request takes the draft's distributions; None: it was not opened."""

@@ -45,7 +45,7 @@ class HFRunner(ModelRunner):
     def __init__(
         self, model: PreTrainedModel, context: int, is_tried: bool = False, keeps_states: bool = False
     ) -> None:
-        self._model = model.eval()
+        self.model = model.eval()
         config = model.config.get_text_config(decoder=True)
         layers = _layers(model, context)
         self._layers = [layer for layer in layers if isinstance(layer, FixedLayer)]
@@ -78,10 +78,6 @@ class HFRunner(ModelRunner):
                 ", ".join(kinds),
             )
 
-    @property
-    def model(self) -> PreTrainedModel:
-        return self._model
-
     def length(self, slot: int = 0) -> int:
         return self._length
 
@@ -101,7 +97,7 @@ class HFRunner(ModelRunner):
             self.rollback(self._length)
             if isinstance(error, (IndexError, RuntimeError)) and self.device.type == "cpu" and not is_of_memory(error):
                 # Such as a limit that its configuration does not name. On a GPU nothing could be computed after it.
-                raise ForwardError(f"{type(self._model).__name__}'s forward failed: {cause_of(error)}.") from error
+                raise ForwardError(f"{type(self.model).__name__}'s forward failed: {cause_of(error)}.") from error
             raise
         self._length = end
         # Copied outside of inference mode: the caller's rows are ordinary tensors, and writable.
@@ -125,9 +121,9 @@ class HFRunner(ModelRunner):
         start = self._states.length
         self._states.advance(end)
         rows = min(rows, end - start)
-        logits = self._model(input_ids=self._fed[:, start:end], **self._arguments(start, end, rows)).logits
+        logits = self.model(input_ids=self._fed[:, start:end], **self._arguments(start, end, rows)).logits
         if any(layer.filled != end for layer in self._layers):
-            name = type(self._model).__name__
+            name = type(self.model).__name__
             raise ModelError(f"{name} does not keep its state in the cache it is given. Use another model.")
         found: torch.Tensor = logits[0, logits.shape[1] - rows :]
         return found
@@ -144,7 +140,7 @@ class HFRunner(ModelRunner):
 
         Raises `ModelError` where that fails or the logits differ.
         """
-        name, count = type(self._model).__name__, min(_TRIED, self.context)
+        name, count = type(self.model).__name__, min(_TRIED, self.context)
         tokens = [self.vocab_size * (place + 1) // (count + 2) for place in range(count)]
         kept = count // 2
         try:
@@ -156,7 +152,7 @@ class HFRunner(ModelRunner):
             parts = tokens[kept : kept + 1], tokens[kept + 1 : kept + 2], tokens[kept + 2 :]
             cut = [feed_chain(self, part, len(part)) for part in parts if part]
             with torch.inference_mode():
-                own = self._model(input_ids=self._ids(tokens), use_cache=False).logits[0].to(self.device, torch.float32)
+                own = self.model(input_ids=self._ids(tokens), use_cache=False).logits[0].to(self.device, torch.float32)
         except Exception as error:
             if isinstance(error, ModelError) or is_of_memory(error):
                 raise

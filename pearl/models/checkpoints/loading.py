@@ -21,12 +21,12 @@ from pearl.models.checkpoints.direct import Decoder, read_decoder
 from pearl.models.checkpoints.gguf import table_in
 from pearl.models.checkpoints.gguf_weights import GgufWeights
 from pearl.models.checkpoints.memory import (
+    cache_bytes,
     check_cache_fits,
     check_room,
     fits_in_float32,
     is_of_memory,
     needed,
-    slot_bytes,
 )
 from pearl.models.checkpoints.wrappers import LANGUAGE_MODEL, language_model_of
 from pearl.models.families import OWN_FORWARD
@@ -161,12 +161,13 @@ def _make_runner(
             raise ModelError(f"{spec!r}: no memory for a cache of {context:,} tokens. Lower max_context.") from error
         check_cache_fits(spec, model, context, runner.cache_bytes, 1)
         return runner
+    from pearl.models.forward.layers import described
     from pearl.models.forward.runner import ForwardRunner
 
     on_gpu = model.device.type == "cuda"
     positions = whole_blocks(context) + (PREFILL if on_gpu else 0)  # see ForwardRunner, for both
     item = model.dtype.itemsize if on_gpu or native.computes(model.model.embed_tokens.weight) else 4
-    left = check_cache_fits(spec, model, context, slot_bytes(model, positions, item), wanted.slots)
+    left = check_cache_fits(spec, model, context, cache_bytes(described(model)[1], positions, item), wanted.slots)
     return ForwardRunner(
         model,
         context,

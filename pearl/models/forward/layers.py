@@ -198,7 +198,7 @@ class DecoderLayers:
         return len(self.layers)
 
     def probe(self) -> tuple[int, bool]:
-        """(the least number of rows from which on rows are independent on this CPU, whether there is one)."""
+        """(the least number of rows from which on rows are independent on this CPU, else 1; whether there is one)."""
         layer, hidden = next((each for each in self.layers if each.experts), self.layers[0]), self.embedding.shape[1]
         inner = layer.gate_up(probe_rows(hidden, self.dtype)[:1], None).shape[1] // 2
         outputs = self.heads.query * self.heads.dim
@@ -210,7 +210,7 @@ class DecoderLayers:
         ]
         for experts in (each.experts for each in self.layers if each.experts):
             experts.least_rows = max(found)
-        return max(found), all(found)
+        return max(1, *found), all(found)
 
     def angles(self, rotary: Any, positions: torch.Tensor) -> dict[str, Rope]:
         """Cosines and sines of `positions` [n], of each rotation that layers have; see `LayerKind.rope`.

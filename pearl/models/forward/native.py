@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -167,7 +166,7 @@ class Native:
         y = y if y is None else y.contiguous()
         dtype = torch.float32 if self._wide else x.dtype if y is None else y.dtype
         rows = x.shape[0]
-        out = torch.empty(rows, self.shape[0], dtype=dtype)
+        out, room = torch.empty(rows, self.shape[0], dtype=dtype), torch.empty(rows * self.scratch)
         _loaded().pearl_multiply(
             self._at,
             x.data_ptr(),
@@ -178,7 +177,7 @@ class Native:
             dtype is torch.float32,
             self.shape[0],
             rows,
-            scratch(rows * self.scratch),
+            room.data_ptr(),
             torch.get_num_threads(),
         )
         return out
@@ -196,26 +195,6 @@ def give_back() -> None:
     """Free memory to the system, which the C library would keep for later: laying weights out leaves gigabytes."""
     with suppress(AttributeError, OSError):  # glibc's
         ctypes.CDLL(None).malloc_trim(0)
-
-
-class _Room(threading.local):
-    """A thread's buffer for products: its size in floats, and its address."""
-
-    floats, at = 0, 0
-
-    def grow(self, floats: int) -> None:
-        self._kept = torch.empty(floats)
-        self.floats, self.at = floats, self._kept.data_ptr()
-
-
-_room = _Room()
-
-
-def scratch(floats: int) -> int:
-    """Address of a buffer for that many floats; the thread's next call may free it."""
-    if _room.floats < floats:
-        _room.grow(floats)
-    return _room.at
 
 
 def _loaded() -> ctypes.CDLL:
@@ -240,7 +219,7 @@ def attends(device: torch.device, config: Mapping[str, Any]) -> bool:
 def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
     """See `matrices.normalise`."""
     x, weight, width = x.contiguous(), weight.contiguous(), x.shape[-1]
-    out = torch.empty(x.shape, dtype=dtype)
+    out, room = torch.empty(x.shape, dtype=dtype), torch.empty(width)
     _loaded().pearl_normalise(
         x.data_ptr(),
         x.dtype is torch.float32,
@@ -249,7 +228,7 @@ def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dt
         eps,
         x.numel() // width,
         width,
-        scratch(width),
+        room.data_ptr(),
         out.data_ptr(),
         dtype is torch.float32,
     )

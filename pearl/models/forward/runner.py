@@ -24,7 +24,7 @@ from pearl.models.forward import attention, native
 from pearl.models.forward.experts import computes_experts
 from pearl.models.forward.graphs import FED, PREFILL, Graphs, Piece, Record, Rows, ends, record_on_gpu
 from pearl.models.forward.layers import DecoderLayers
-from pearl.models.forward.matrices import Rounding, packs
+from pearl.models.forward.matrices import Rounding
 from pearl.models.forward.native_layers import NativeLayers
 from pearl.models.forward.slot_attention import FixedAttention, NativeAttention
 from pearl.models.forward.slots import Slots, Tree
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _TREE_NODES = 256  # most nodes of a tree, on a CPU
-_FAST_ROWS = 4  # packed bf16 matrices multiply three to six rows in less time than one or two
 
 
 def has_own_forward(model: PreTrainedModel) -> bool:
@@ -61,13 +60,6 @@ def _has_plain_mlp(mlp: torch.nn.Module) -> bool:
     if hasattr(mlp, "experts"):
         return isinstance(getattr(mlp.experts, "gate_up_proj", None), torch.nn.Parameter)
     return type(mlp.down_proj) is torch.nn.Linear
-
-
-def _probed(layers: DecoderLayers) -> tuple[int, bool]:
-    """(from how many rows on their products are independent and fast on this CPU, whether there is such a number)."""
-    is_packed = packs(layers.embedding) and not native.takes(layers.embedding)
-    least, is_invariant = layers.probe()
-    return max(least, _FAST_ROWS if is_packed and layers.dtype == torch.bfloat16 else 1), is_invariant
 
 
 class ForwardRunner(ModelRunner):
@@ -112,8 +104,8 @@ class ForwardRunner(ModelRunner):
             self._layers = DecoderLayers(model, context, rounding, states_dtype, bool(kernels), features)
             self._seen: dict[int, torch.Tensor] = {}  # features of each slot's last feed
             self.vocab_size, self.dtype = self._layers.vocab_size, self._layers.dtype
-            self.weights = rounding or self._layers.weights
-            self._least_rows, is_invariant = (1, True) if is_fixed else _probed(self._layers)
+            self.weights, self.embedding = rounding or self._layers.weights, self._layers.embedding
+            self._least_rows, is_invariant = (1, True) if is_fixed else self._layers.probe()
             self._positions = torch.arange(self._room + PREFILL, device=self.device)
             known = self._positions.clamp_max(context - 1)  # a longrope chooses its angles by the greatest one
             self._ropes = self._layers.angles(rotary, known)
@@ -160,7 +152,7 @@ class ForwardRunner(ModelRunner):
             own = record or (record_on_gpu(self.device) if records else lambda work: work)
             self._decode = make_decode(self._layers, self._slots, self._ropes, own, expected)
         if self._decode is None and len(self._slots.lengths) > slots:
-            dtype = self._slots.dtype
+            dtype = self._slots.keys.dtype
             del self._slots
             self._slots = self._make_slots(slots, dtype)
         if make is not None:
@@ -175,11 +167,6 @@ class ForwardRunner(ModelRunner):
                 self._graphs.record(slot, end, self.device)
             self._slots.wrote(slot, FED)
             self._slots.rollback(0, slot)
-
-    @property
-    def embedding(self) -> torch.Tensor:
-        """[vocab, hidden]"""
-        return self._layers.embedding
 
     def length(self, slot: int = 0) -> int:
         return self._slots.lengths[slot]

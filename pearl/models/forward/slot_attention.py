@@ -41,7 +41,7 @@ class NativeAttention:
         threads, rows_ = torch.get_num_threads(), len(table)
         positions = attention.whole_blocks(int(table[:, 1].max()) + 1)
         layers = slots.keys.shape[1] if has_trees else 1
-        new = torch.empty(2, layers, rows_, heads.kv, heads.dim, dtype=slots.dtype)
+        new = torch.empty(2, layers, rows_, heads.kv, heads.dim, dtype=slots.keys.dtype)
         self.states = list(zip(*new, strict=True)) if has_trees else None
         self.strides = slots.keys.stride(1), new.stride(1) if has_trees else 0
         self._kept = (
@@ -68,7 +68,7 @@ class NativeAttention:
             scale=scoring.scale,
             cap=scoring.cap,
             eps=eps,
-            cache_is_float32=slots.dtype == torch.float32,
+            cache_is_float32=slots.keys.dtype == torch.float32,
             threads=threads,
         )
 

@@ -44,10 +44,6 @@ class Slots:
         self._written = [0] * shape[0]  # by slot: positions from here on are zeros
         self._trees: list[Tree | None] = [None] * shape[0]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.keys.dtype
-
     def wrote(self, slot: int, end: int) -> None:
         """Record that positions up to `end` were written to."""
         self._written[slot] = max(self._written[slot], end)
