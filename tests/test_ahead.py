@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pearl.drafting.model import ModelProposer
-from pearl.drafting.proposer import Launched
 from pearl.drafting.step import Step
 from pearl.execution import ahead as module
 from pearl.execution.ahead import Ahead
@@ -182,12 +181,12 @@ class Noting(ModelProposer):
         super().__init__(runner, VOCAB, chains=True)
         self.asked: list[str] = []
 
-    def launch(self, command: Draft, after: Launched | None = None) -> Step:
+    def launch(self, command: Draft, after: Step | None = None) -> Step:
         self.asked.append(f"launch {command.start}")
         assert (after is None) == (command.tokens != (-1,))
         return super().launch(command, after)
 
-    def collect(self, launched: Launched) -> Drafted:
+    def collect(self, launched: Step) -> Drafted:
         self.asked.append("collect")
         return super().collect(launched)
 

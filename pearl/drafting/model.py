@@ -14,7 +14,7 @@ from pearl.drafting.branches import Branches
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.drawing import BranchStep, DrawStep, choose, plan_draw
 from pearl.drafting.guesser import text_index
-from pearl.drafting.proposer import Launched, StopPolicy
+from pearl.drafting.proposer import StopPolicy
 from pearl.drafting.step import DraftModel, Step, Text, make_mark
 from pearl.drafting.stops import StopWindow, make_policy
 from pearl.errors import NumericalError, RemoteProtocolError
@@ -140,7 +140,7 @@ class ModelProposer:
         # The first guess is of the token that is waited for; those behind it would be fed with that.
         return bool(choose(self.model, text, command, text.guess(command)[1][1:], 1))
 
-    def launch(self, command: Draft, after: Launched | None = None) -> Step:
+    def launch(self, command: Draft, after: Step | None = None) -> Step:
         """See `Proposer`. Untested on a GPU."""
         step = self._step(command, after)
         step.marks[0].record()
@@ -150,7 +150,7 @@ class ModelProposer:
         step.marks[2].record()
         return step
 
-    def launch_together(self, commands: Sequence[Draft]) -> list[Launched | Drafted]:
+    def launch_together(self, commands: Sequence[Draft]) -> list[Step | Drafted]:
         steps, left = list[Step](), sum(len(command.tokens) for command in commands)
         for number, command in enumerate(commands):
             left -= len(command.tokens)
@@ -161,7 +161,7 @@ class ModelProposer:
         logits = self._forward([feed for step in steps for feed in step.feeds])
         forwarded.record()
         in_all = sum(step.tokens for step in steps)
-        launched: list[Launched | Drafted] = []
+        launched: list[Step | Drafted] = []
         for step in steps:
             own, logits = logits[: len(step.feeds)], logits[len(step.feeds) :]
             step.marks[:2], step.fed = (began, forwarded), in_all
@@ -173,7 +173,7 @@ class ModelProposer:
                 launched.append(Drafted(failure=str(error), request=step.command.request))
         return launched
 
-    def _step(self, command: Draft, after: Launched | None = None, beside: int = 0, sharing: int = 1) -> Step:
+    def _step(self, command: Draft, after: Step | None = None, beside: int = 0, sharing: int = 1) -> Step:
         """What to feed for one request; `beside`, `sharing`: see `plan_draw`."""
         text, model = self._texts[command.request], self.model
         assert self.runner.length(text.slot) == command.start, (self.runner.length(text.slot), command)
@@ -198,8 +198,7 @@ class ModelProposer:
             self.runner.synchronize()
         return logits
 
-    def collect(self, launched: Launched) -> Drafted:
-        assert isinstance(launched, Step)
+    def collect(self, launched: Step) -> Drafted:
         began, forwarded, done = launched.marks
         done.synchronize()
         seconds, draw = began.elapsed_time(forwarded) / 1000, forwarded.elapsed_time(done) / 1000

@@ -99,7 +99,7 @@ class Text:
     Attributes:
         place: the slot that the request names.
         slot: of the runner, that holds the text now.
-        half: the draft's half of the rule: a `DraftHalf`, or a `BlockHalf` where it judges blocks.
+        half: the draft's half of the rule: a `DraftHalf`, or a `JointDraft` where it judges blocks.
         shaper: changes logits; None: they are taken as they are.
         window: what its stop policy sees; None: no policy.
         index: of the tokens fed, for guesses; None: no guesses.

@@ -48,13 +48,11 @@ class FixedLayer(DynamicLayer):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate at the first update: only then are head counts, dtypes and devices known."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = self._buffer(key_states), self._buffer(value_states)
-        self.is_initialized = True
-
-    def _buffer(self, states: torch.Tensor) -> torch.Tensor:
         # empty, not zeros: on a CPU the pages of an unused context are then never touched.
-        batch, heads, _, width = states.shape
-        return states.new_empty(batch, heads, self.capacity, width)
+        self.keys, self.values = (
+            states.new_empty(*states.shape[:2], self.capacity, states.shape[3]) for states in (key_states, value_states)
+        )
+        self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -152,7 +150,7 @@ class Snapshots:
         """The tokens up to `end` are about to be fed."""
         newest = self._kept[-1][0] if self._kept else 0
         if self and not self.unknown and newest < self.length:
-            self._kept.append((self.length, self._copy()))
+            self._kept.append((self.length, [_copy(_state(layer)) for layer in self._layers]))
             if len(self._kept) > SNAPSHOTS:
                 self._thin()
         self.length = end
@@ -181,9 +179,6 @@ class Snapshots:
         for layer in self._layers:
             for state in _tensors(vars(layer).get(kind)):
                 state += 1
-
-    def _copy(self) -> list[dict[str, Any]]:
-        return [_copy(_state(layer)) for layer in self._layers]
 
     def _thin(self) -> None:
         """Drop the copy whose loss lengthens what must be fed again the least, in proportion to its age."""

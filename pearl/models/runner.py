@@ -47,12 +47,14 @@ class ModelRunner(Protocol):
         context: the most tokens that a slot can hold.
         device: where the logits live.
         capabilities: what it supports; a feed that needs more raises `RequestError`.
+        weights: their type: float32, bfloat16, int8 ...; empty for a model without weights.
     """
 
     vocab_size: int
     context: int
     device: torch.device
     capabilities: Capabilities
+    weights: str = ""
 
     def length(self, slot: int = 0) -> int:
         """Tokens that the slot holds; a tree that waits for `keep` does not count."""
@@ -134,18 +136,13 @@ def unwrapped(runner: ModelRunner) -> Any:
     return runner
 
 
-def dtype_of(runner: ModelRunner) -> str:
-    """The type of the weights: float32, bfloat16, int8 ...; empty for a model without weights."""
-    return str(getattr(unwrapped(runner), "weights", ""))
-
-
 class WrappedRunner(ModelRunner):
     """Forwards everything to another runner; subclasses override what they change."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.vocab_size, self.context = runner.vocab_size, runner.context
-        self.device, self.capabilities = runner.device, runner.capabilities
+        self.device, self.capabilities, self.weights = runner.device, runner.capabilities, runner.weights
 
     def length(self, slot: int = 0) -> int:
         return self._runner.length(slot)

@@ -84,8 +84,8 @@ class RuleSpec:
     Attributes:
         description: what it does under sampling, in one line.
         target, draft: the two halves, each the `module:name` of a factory. It is called with the sampling parameters,
-            and with those of the rule's parameters that its signature names. See `TargetHalf`, `DraftHalf` and
-            `BlockHalf` in `pearl.decoding.rules`.
+            and with those of the rule's parameters that its signature names. See `TargetHalf` and `DraftHalf` in
+            `pearl.decoding.rules`, and `JointDraft`.
         is_exact: whether committed tokens have the target's distribution.
         is_proposal_invariant: whether the text is the same whatever was drafted.
         parameters: with `BLOCK_LENGTH` among them it judges blocks, else single tokens.

@@ -55,22 +55,6 @@ class DraftHalf(Protocol):
         ...
 
 
-class BlockHalf(Protocol):
-    """How the draft searches for a block, for rules that judge blocks: see `pearl.drafting.beams`.
-
-    Attributes:
-        depth: tokens of a block.
-        width: sequences that the search keeps.
-    """
-
-    depth: int
-    width: int
-
-    def score(self, logits: Tensor) -> Tensor:
-        """The probabilities [vocab] float32 by which a sequence is continued; the target gets its tokens'."""
-        ...
-
-
 class TargetHalf(Protocol):
     """How the target judges. Positions are absolute."""
 
@@ -98,7 +82,7 @@ class TargetHalf(Protocol):
 
 
 def make_half(side: Literal["target", "draft"], name: str, sampling: Sampling, parameters: Parameters = ()) -> Any:
-    """A `TargetHalf`, or a `DraftHalf` or `BlockHalf`, with those of the rule's parameters that it takes.
+    """A `TargetHalf` or a `DraftHalf`, or a `joint.JointDraft`, with those of the rule's parameters that it takes.
 
     Raises `RequestError` for an unknown rule or a parameter that it does not take.
     """

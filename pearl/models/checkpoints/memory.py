@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from pearl.errors import ModelError, OutOfMemory
+from pearl.models.checkpoints.checkpoint import config_in
 from pearl.models.checkpoints.formats import GGUF_BLOCKS
 from pearl.models.checkpoints.gguf import table_in
 from pearl.models.families import is_of_own_forward
@@ -84,12 +84,10 @@ def needed(
         slots: sequences that the KV cache holds.
         keeps_bits: whether our own forward keeps the matrices of a GGUF file in their own bits.
     """
-    try:
-        config = json.loads((directory / "config.json").read_text())
+    config, size = config_in(directory), 0
+    with suppress(OSError, ValueError):
         size = _size_of_weights(directory)
-    except (OSError, ValueError):
-        return None
-    if not isinstance(config, dict) or not size:
+    if not config or not size:
         return None
     in_own_bits = keeps_bits and is_of_own_forward(config)
     if not in_own_bits and (added := _added(config)):
