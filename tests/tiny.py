@@ -185,8 +185,7 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "phi3-partial": ("Phi3", _SIZES | {"rope_parameters": _BASE | {"partial_rotary_factor": 0.75}}),
     "stablelm": ("StableLm", _SIZES | {"rope_parameters": _BASE | {"partial_rotary_factor": 1.0}}),
     "minimax-m2": ("MiniMaxM2", _SIZES | {"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2}),
-    "doge": ("Doge", _SIZES | {"keep_window_size": 64}),
-    "doge-moe": ("Doge", _SIZES | {"is_moe": True, "num_experts": 16, "num_experts_per_tok": 4}),
+    "doge": ("Doge", _SIZES),
     "qwen3.5": ("Qwen3_5Text", _SIZES | _DELTA),
     "qwen3-next": (
         "Qwen3Next",

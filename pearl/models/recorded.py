@@ -17,7 +17,6 @@ import os
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -114,15 +113,8 @@ def write_texts(path: Path, header: Header, texts: Sequence[RecordedText]) -> No
 
 def read_texts(path: Path) -> RecordedTexts:
     """Raises `ModelError`, which names the file and what is wrong with it."""
-    try:
-        changed = path.stat().st_mtime_ns
-    except OSError as error:
-        raise ModelError(f"cannot read the recorded texts {path}: {error.strerror}") from None
-    return _read(path, changed)
-
-
-@lru_cache(maxsize=2)  # simulations read the same files again
-def _read(path: Path, changed: int) -> RecordedTexts:
+    if not path.exists():
+        raise ModelError(f"cannot read the recorded texts {path}: No such file or directory")
     try:
         with np.load(path, allow_pickle=False) as file:
             return _checked({name: file[name] for name in _DTYPES})

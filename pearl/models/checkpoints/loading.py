@@ -25,7 +25,6 @@ from pearl.models.checkpoints.memory import (
     check_cache_fits,
     check_room,
     fits_in_float32,
-    is_of_memory,
     needed,
 )
 from pearl.models.checkpoints.wrappers import LANGUAGE_MODEL, language_model_of
@@ -153,12 +152,7 @@ def _make_runner(
         from pearl.models.hf import HFRunner
 
         assert not isinstance(model, Decoder)
-        try:
-            runner = HFRunner(model, context, keeps_states=wanted.features == "last")
-        except (RuntimeError, MemoryError) as error:
-            if not is_of_memory(error):
-                raise
-            raise ModelError(f"{spec!r}: no memory for a cache of {context:,} tokens. Lower max_context.") from error
+        runner = HFRunner(model, context, keeps_states=wanted.features == "last")
         check_cache_fits(spec, model, context, runner.cache_bytes, 1)
         return runner
     from pearl.models.forward.layers import described
