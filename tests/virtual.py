@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ def decoded(
     submit = Submit(1, prompt, len(prompt) + tokens, replace(decoding, sampling=sampling))
     proposer = VirtualProposer(draft, vocab, lambda fed: 1.0, **options)
     executor = DraftExecutor(proposer)
-    with Ahead(executor, lambda: True) if proposer.chains else nullcontext(executor) as computing:
+    with closing(Ahead(executor, lambda: True)) if proposer.chains else nullcontext(executor) as computing:
         return simulate(submit, TargetExecutor(target), computing, timing)
 
 

@@ -31,7 +31,7 @@ _UNKNOWN = Drafted((-1,))  # a token that nobody knows yet; no command has it
 
 
 class Ahead:
-    """Carries out commands in its thread, with an executor that nobody else uses. A context manager.
+    """Carries out commands in its thread, with an executor that nobody else uses, until `close`.
 
     Args:
         wanted: whether a forward may start before it is requested; called in the thread.
@@ -79,12 +79,6 @@ class Ahead:
         """End the thread after its current forward; a thread that hangs is abandoned after 3 s (it is a daemon)."""
         self._commands.put(None)
         self._thread.join(_PATIENCE)
-
-    def __enter__(self) -> Ahead:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _run(self) -> None:
         device = self._proposer.device

@@ -3,7 +3,7 @@
 What `hf` does for every model this does for one shape of them; `hf` is its reference in the tests.
 
 **Rows do not depend on their company**: the logits of a position are the same bits however its sequence was cut into
-forwards.  On a CPU `matrices` and `attention` ensure that.  On a GPU a prompt is computed in pieces of one size and all
+forwards.  On a CPU `matrices` and our C ensure that.  On a GPU a prompt is computed in pieces of one size and all
 other tokens in recordings of another (`graphs`), and how far a forward looks depends on the positions of its tokens
 alone; another text reuses the cache of a prompt in whole pieces only.  Where our kernels run (`decode`), the feeds of
 all slots are rows of one table, and a row's bits depend on its own tokens.
