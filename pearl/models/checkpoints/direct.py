@@ -26,6 +26,7 @@ from pearl.models.checkpoints.gguf import table_in
 from pearl.models.checkpoints.gguf_weights import GgufWeights
 from pearl.models.families import OWN_FORWARD, forward_of, weight_shapes
 from pearl.models.forward import native
+from pearl.models.forward.experts import computes_experts
 from pearl.models.forward.layers import set_weight
 from pearl.models.forward.quantised import QuantisedMatrix, Weights
 
@@ -148,7 +149,7 @@ def read_decoder(
     own = config.get("dtype") or config.get("torch_dtype")
     if forward is None or rope is None or own not in _DTYPES:
         return None
-    if not native.attends(device, config):
+    if (forward.has_experts and not computes_experts(device)) or not native.attends(device, config):
         return None
     expected = weight_shapes(forward, config)
     if (table := table_in(directory)) is not None:

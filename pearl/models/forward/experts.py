@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 
 _PIECE = 64  # rows of an expert's products on a GPU, where other kernels serve other numbers of rows
 _SERIAL = 32768  # elements; see `matrices.gated`
+
+
+def computes_experts(device: torch.device) -> bool:
+    """Whether experts can be computed there: on a GPU recorded forwards need our kernels."""
+    return device.type == "cpu" or find_spec("triton") is not None
 
 
 class Experts:

@@ -11,15 +11,17 @@ all slots are rows of one table, and a row's bits depend on its own tokens.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pearl.models.families import forward_of
 from pearl.models.feeds import Feed, lay_out
 from pearl.models.forward import attention, native
+from pearl.models.forward.experts import computes_experts
 from pearl.models.forward.graphs import FED, PREFILL, Graphs, Piece, Record, Rows, ends, record_on_gpu
 from pearl.models.forward.layers import DecoderLayers
 from pearl.models.forward.matrices import Rounding
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from pearl.models.checkpoints.direct import Decoder
     from pearl.models.forward.decode import Decode
 
+log = logging.getLogger(__name__)
+
 _TREE_NODES = 256  # most nodes of a tree, on a CPU
 
 
@@ -47,6 +51,7 @@ def has_own_forward(model: PreTrainedModel) -> bool:
         and len({(weight.device, weight.dtype) for weight in model.parameters() if weight.dim() > 1}) == 1
         and all(type(part) is torch.nn.Linear for part in linears)  # else quantised: it cannot be laid out anew
         and all(_has_plain_mlp(layer.mlp) for layer in model.model.layers)
+        and (not forward.has_experts or computes_experts(model.device))
         and native.attends(model.device, model.config.to_dict())
     )
 
@@ -67,7 +72,7 @@ class ForwardRunner(ModelRunner):
         record: replaces the recorder of CUDA graphs, and makes a CPU compute in the fixed sizes of a GPU (for tests).
         rounding: how matrices are rounded: see `quantised.rounded`.
         kernels: whether tokens are computed by our own kernels (`decode`, `prompts`); None: on a GPU,
-            if forwards are recorded and they fit the model.
+            if forwards are recorded, Triton is installed and they fit the model.
         features: whether hidden states are kept for a head.
     """
 
@@ -127,27 +132,32 @@ class ForwardRunner(ModelRunner):
         return Slots((slots, len(self._layers), heads.kv, self._room, heads.dim), dtype, self.device)
 
     def _make_kernels(self, slots: int, record: Record | None, records: bool) -> None:
-        """Our kernels, of tokens and of prompts, where they fit the model, else the reason in the log.
+        """Our kernels, of tokens and of prompts, where there is Triton and they fit, else the reason in the log.
 
         Without those of tokens each slot would have recordings of its own: then there are no more than `slots`.
         """
-        from pearl.models.forward.decode import make_decode
-        from pearl.models.forward.prompts import make_prompts
-
         assert self._graphs is not None
+        make: Any = None
 
         def expected(piece: Piece) -> torch.Tensor:
             return self._hidden_states(piece, 0, len(piece.ids))
 
-        # Apart from other recordings: refused kernels free theirs, and with them the workspaces of their stream.
-        own = record or (record_on_gpu(self.device) if records else lambda work: work)
-        self._decode = make_decode(self._layers, self._slots, self._ropes, own, expected)
+        try:
+            from pearl.models.forward.decode import make_decode
+            from pearl.models.forward.prompts import make_prompts as make
+        except ImportError as missing:
+            log.info("forwards are torch's operations, recorded: %s", missing)
+        else:
+            # Apart from other recordings: refused kernels free theirs, and with them the workspaces of their stream.
+            own = record or (record_on_gpu(self.device) if records else lambda work: work)
+            self._decode = make_decode(self._layers, self._slots, self._ropes, own, expected)
         if self._decode is None and len(self._slots.lengths) > slots:
             dtype = self._slots.keys.dtype
             del self._slots
             self._slots = self._make_slots(slots, dtype)
-        given = self._layers, self._slots, self._ropes
-        self._graphs.prompts = make_prompts(*given, self._graphs.recorder, expected)
+        if make is not None:
+            given = self._layers, self._slots, self._ropes
+            self._graphs.prompts = make(*given, self._graphs.recorder, expected)
 
     def _record_all(self, slots: int) -> None:
         """Make every recording, the largest first: the smaller ones fit into the memory that it took."""
