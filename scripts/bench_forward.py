@@ -15,6 +15,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from statistics import median
 from typing import get_args
 
@@ -86,7 +87,7 @@ def synchronize(device: torch.device) -> None:
 def step_seconds(runner: ModelRunner, start: int, chains: bool) -> float:
     """Of one drafted token: its forward, its draw, and the hand-over between threads."""
     executor = DraftExecutor(ModelProposer(runner, runner.vocab_size, chains=chains))
-    with Ahead(executor, lambda: True) as ahead:
+    with closing(Ahead(executor, lambda: True)) as ahead:
         runner.rollback(start)
         ahead.execute(Open((), RequestOptions(sampling=Sampling(temperature=1.0))))
         token, count, began = 0, 0, 0.0

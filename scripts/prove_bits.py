@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -304,7 +305,7 @@ def draft_text(
     executor = DraftExecutor(ModelProposer(runner, runner.vocab_size, chains=chained))
     runner.rollback(0)
     text, fed, worked, began = [*prompt], 0, 0.0, 0.0
-    with Ahead(executor, lambda: True) as ahead:
+    with closing(Ahead(executor, lambda: True)) as ahead:
         ahead.execute(Open(tuple(prompt), options))
         while len(text) < len(prompt) + count:
             event = ahead.execute(Draft(fed, tuple(text[fed:]), len(prompt) + count - len(text)))

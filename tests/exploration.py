@@ -18,8 +18,7 @@ from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.draft_view import DraftView
 from pearl.protocol.drafter import Drafter, DraftMachine
 from pearl.protocol.events import Drafted
-from pearl.protocol.fed_tokens import FedTokens
-from pearl.protocol.feeding import Feeding
+from pearl.protocol.feeding import FedTokens, Feeding
 from pearl.protocol.messages import Cancel, DraftTokens, Provenance, Resync, Source, Verdict
 from pearl.protocol.options import Sampling
 from pearl.protocol.proposals import ProposalStore

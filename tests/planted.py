@@ -9,8 +9,8 @@ from pearl.decoding.rules import ratio
 from pearl.decoding.rules.direct import DirectTarget
 from pearl.decoding.shaping import Shaper
 from pearl.execution.target import TargetExecutor
+from pearl.models import feeds
 from pearl.models.forward import runner as forward_runner
-from pearl.models.forward import slot_attention
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.forward.slots import Slots
 from pearl.protocol.events import Judged
@@ -47,11 +47,11 @@ def rollback(plain: Any) -> Any:
 
 
 def parent_rows(plain: Any) -> Any:
-    def sees_a_sibling(parents: Any, rows: Any) -> Any:
-        found = plain(parents, rows)
+    def sees_a_sibling(parents: Any, first: int) -> Any:
+        found = plain(parents, first)
         for node, parent in enumerate(parents):
             others = [i for i, one in enumerate(parents) if one == parent >= 0 and i != node]
-            found[node] = rows[others[-1]] if others else found[node]
+            found[node] = first + others[-1] if others else found[node]
         return found
 
     return sees_a_sibling
@@ -74,10 +74,10 @@ def keep(plain: Any) -> Any:
 def lay_out(plain: Any) -> Any:
     def too_far(*given: Any) -> Any:
         layout = plain(*given)
-        behind = {row for _, rows in layout.trees for row in rows if row != min(rows)}
-        for i, span in enumerate(layout.spans):
-            if span.row in behind:
-                layout.spans[i] = replace(span, start=span.start + 5)
+        parents = layout.table[:, 3].tolist()
+        for row, parent in enumerate(parents):
+            if parent >= 0 and parents.index(parent) != row:
+                layout.table[row, 1] += 5
         return layout
 
     return too_far
@@ -132,7 +132,7 @@ def plant(bug: str) -> None:
 BUGS = {
     "a KV prefix one too long on reuse": wrapped(TokenSequence, "restart", restart),
     "a rollback that clears one position too many": wrapped(Slots, "rollback", rollback),
-    "a tree's node that sees a sibling, not its parent": wrapped(slot_attention, "parent_rows", parent_rows),
+    "a tree's node that sees a sibling, not its parent": wrapped(feeds, "parent_rows", parent_rows),
     "the wrong rows of a tree kept": wrapped(Slots, "keep", keep),
     "positions too far on behind a fork of a tree": wrapped(forward_runner, "lay_out", lay_out),
     "a bonus token from the row before": wrapped(TargetExecutor, "_sampled", sampled),

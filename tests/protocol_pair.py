@@ -22,9 +22,9 @@ from pearl.protocol.events import Deliver, DraftDropped, Drafted, DraftGone, Dra
 from pearl.protocol.messages import Begin, Committed, Error, Preview, Provenance, Resync, Submit, Verdict
 from pearl.protocol.options import RequestOptions
 from pearl.protocol.request import Counts
+from pearl.protocol.request_machine import State
 from pearl.protocol.sequence import extend_digest
 from pearl.protocol.speeds import Speeds
-from pearl.protocol.target_states import State
 from tests.scripted import PROMPT, TEXT, Executor, ScriptDraft, ScriptTarget, submission
 
 MOVES = ("submit", "to_target", "to_draft", "target", "draft", "stall")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pearl.drafting.model import ModelProposer
-from pearl.drafting.proposer import Launched
 from pearl.drafting.step import Step
 from pearl.execution import ahead as module
 from pearl.execution.ahead import Ahead
@@ -70,7 +70,7 @@ def chains(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def ahead(runner: Watched, chains: bool) -> Iterator[Ahead]:
-    with Ahead(executor(runner, chains), lambda: True) as ahead:
+    with closing(Ahead(executor(runner, chains), lambda: True)) as ahead:
         ahead.execute(OPEN)
         yield ahead
 
@@ -86,7 +86,7 @@ def drafted(ahead: Ahead, start: int, tokens: tuple[int, ...], more: bool = True
 def test_none_begins_beyond_the_bound_nor_while_a_message_waits(
     runner: Watched, more: bool, wanted: bool, chains: bool
 ) -> None:
-    with Ahead(executor(runner, chains), lambda: wanted) as ahead:
+    with closing(Ahead(executor(runner, chains), lambda: wanted)) as ahead:
         ahead.execute(OPEN)
         drafted(ahead, 0, PROMPT, more)
     assert runner.began == [0]
@@ -119,7 +119,7 @@ def test_a_guess_that_failed_in_vain_is_no_failure(ahead: Ahead, runner: Watched
 def test_closing_does_not_wait_for_a_guess_that_hangs(runner: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PATIENCE", 0.1)
     release = threading.Event()
-    with Ahead(executor(runner), lambda: True) as ahead:
+    with closing(Ahead(executor(runner), lambda: True)) as ahead:
         ahead.execute(OPEN)
         runner.hangs = release
         drafted(ahead, 0, PROMPT)
@@ -134,7 +134,7 @@ def test_a_thread_that_ends_by_itself_says_why(runner: Watched) -> None:
     def wanted() -> bool:
         raise ValueError("no more")
 
-    with Ahead(executor(runner), wanted) as ahead:
+    with closing(Ahead(executor(runner), wanted)) as ahead:
         ahead.execute(OPEN)
         with pytest.raises(ValueError, match="no more"):
             ahead.execute(Draft(0, PROMPT, 2))
@@ -163,7 +163,7 @@ def test_any_course_of_commands_gives_what_it_gives_plainly(chains: bool, turns:
             events.append(own.execute(commands[-1]))
         commands.append(Draft(start, tuple(text[start:]), 1 + more))
         events.append(own.execute(commands[-1]))
-    with Ahead(executor(Watched(), chains), lambda: True) as ahead:
+    with closing(Ahead(executor(Watched(), chains), lambda: True)) as ahead:
         for command, event in zip(commands, events, strict=True):
             got = ahead.execute(command)
             if isinstance(event, Drafted):
@@ -182,19 +182,19 @@ class Noting(ModelProposer):
         super().__init__(runner, VOCAB, chains=True)
         self.asked: list[str] = []
 
-    def launch(self, command: Draft, after: Launched | None = None) -> Step:
+    def launch(self, command: Draft, after: Step | None = None) -> Step:
         self.asked.append(f"launch {command.start}")
         assert (after is None) == (command.tokens != (-1,))
         return super().launch(command, after)
 
-    def collect(self, launched: Launched) -> Drafted:
+    def collect(self, launched: Step) -> Drafted:
         self.asked.append("collect")
         return super().collect(launched)
 
 
 def test_the_next_forward_is_launched_before_the_token_is_known(runner: Watched) -> None:
     noting = Noting(runner)
-    with Ahead(DraftExecutor(noting), lambda: True) as ahead:
+    with closing(Ahead(DraftExecutor(noting), lambda: True)) as ahead:
         ahead.execute(OPEN)
         token = drafted(ahead, 0, PROMPT)
         token = drafted(ahead, 3, (token,))
@@ -211,7 +211,7 @@ def chained_with_lookup(draft: Counting, prompt: tuple[int, ...]) -> list[int]:
     proposer.model.times = ForwardTimes([(1, 1e3), (16, 1e3)])
     proposer.model.times.observe = lambda fed, seconds: None  # type: ignore[method-assign]
     tokens: list[int] = []
-    with Ahead(DraftExecutor(proposer), lambda: True) as ahead:
+    with closing(Ahead(DraftExecutor(proposer), lambda: True)) as ahead:
         ahead.execute(Open(prompt, RequestOptions(draft_lookup=8, sampling=Sampling(temperature=1.0, seed=3))))
         start, fed = 0, prompt
         while len(tokens) < 40:
@@ -271,7 +271,7 @@ def test_chained_on_a_gpu_as_one_by_one(rule: str, sampling: Sampling, dtype: to
     texts = []
     for chains in (False, True):
         runner = ForwardRunner(random_llama(128, dtype).to("cuda:0"), 128)  # type: ignore[arg-type]
-        with Ahead(executor(runner, chains), lambda: True) as ahead:
+        with closing(Ahead(executor(runner, chains), lambda: True)) as ahead:
             ahead.execute(Open(prompt, RequestOptions(rule=rule, sampling=sampling)))
             text, fed = [*prompt], 0
             while len(text) < 100:

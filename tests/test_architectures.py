@@ -76,13 +76,13 @@ def test_an_indexers_keys_are_rolled_back_too() -> None:
 def fed_by(runner: HFRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each forward of the model takes, from now on."""
     found: list[int] = []
-    forward = runner._model.forward
+    forward = runner.model.forward
 
     def counted(input_ids: torch.Tensor, **given: object) -> object:
         found.append(input_ids.shape[1])
         return forward(input_ids=input_ids, **given)
 
-    monkeypatch.setattr(runner._model, "forward", counted)
+    monkeypatch.setattr(runner.model, "forward", counted)
     return found
 
 

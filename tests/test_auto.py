@@ -22,10 +22,9 @@ from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.events import DraftGone, DraftJoined, Forwarded, Guessed, Sampled
 from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling
-from pearl.protocol.request_machine import RequestMachine
+from pearl.protocol.request_machine import RequestMachine, State
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.speeds import ForwardTimes, Profile, Speeds
-from pearl.protocol.target_states import State
 from pearl.protocol.window import Window, worthwhile
 from pearl.spec.methods import MAX_WINDOW, METHODS
 from pearl.worker import profile

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
 from pearl.drafting.model import ModelProposer
-from pearl.drafting.proposer import Launched
 from pearl.drafting.step import Step
 from pearl.lab.simulate import Outcome, Timing
 from pearl.models.checkpoints.loading import load_runner
@@ -49,7 +48,7 @@ def test_a_foreseen_rejection_costs_no_window(idle: float | None, monkeypatch: p
     monkeypatch.setattr("pearl.execution.ahead._LEAST_LEAD", idle or 0.0)
     launched, real = list[str](), ModelProposer.launch
 
-    def launch(proposer: ModelProposer, command: Draft, after: Launched | None = None) -> Step:
+    def launch(proposer: ModelProposer, command: Draft, after: Step | None = None) -> Step:
         step = real(proposer, command, after)
         launched.append("hedge" if command.hedge else "chained" if after else type(step).__name__)
         return step
@@ -212,7 +211,9 @@ def test_slots_hold_what_their_continuations_say(data: st.DataObject) -> None:
 class Fixed(Counting):
     """A runner of a GPU's fixed sizes: forwards of `FED` rows, launched ahead."""
 
-    capabilities = Capabilities(slots=40, tree_nodes=FED, launches=True)
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(runner)
+        self.capabilities = Capabilities(slots=40, tree_nodes=FED, launches=True)
 
 
 @pytest.mark.parametrize("texts", [1, 3])

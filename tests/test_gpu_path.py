@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pearl.config import EngineConfig
 from pearl.decoding.distribution import AnnouncedRow
-from pearl.decoding.rules import make_target_half
-from pearl.decoding.rules.tokenwise import TokenTarget
+from pearl.decoding.rules import make_half
+from pearl.decoding.rules.ratio import RatioTarget
 from pearl.drafting.model import ModelProposer
 from pearl.errors import ModelError
 from pearl.execution.draft import DraftExecutor
@@ -76,8 +76,8 @@ LOGITS = 3 * torch.randn(8, 1000, generator=torch.Generator().manual_seed(1))
 
 @pytest.mark.parametrize(("rule", "epsilon"), [("ratio", 0.0), ("opt", 0.01), ("uno", 0.01)])
 def test_odds_summed_together_are_those_summed_one_by_one(rule: str, epsilon: float) -> None:
-    half = make_target_half(rule, SAMPLINGS[1], (("epsilon", epsilon),) if epsilon else ())
-    assert isinstance(half, TokenTarget)
+    half = make_half("target", rule, SAMPLINGS[1], (("epsilon", epsilon),) if epsilon else ())
+    assert isinstance(half, RatioTarget)
     target, draft, tokens = torch.softmax(LOGITS, -1), torch.softmax(LOGITS.flip(0), -1), range(len(LOGITS))
     one_by_one = [half._facts(target[i : i + 1], draft[i : i + 1], [i])[0] for i in tokens]
     assert half._facts(target, draft, tokens) == one_by_one

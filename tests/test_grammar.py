@@ -22,8 +22,7 @@ from pearl.config import DecodingConfig
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import probabilities, read_draw
 from pearl.decoding.shaping import Shaper
-from pearl.errors import ForwardError, GrammarError, RequestError
-from pearl.extras import installing
+from pearl.errors import ForwardError, GrammarError, RequestError, installing
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.checkpoints.tokenizers import ToyTokenizer
 from pearl.models.toy import ToyRunner, alpha_pair

@@ -61,7 +61,7 @@ class TestContractCuda(RunnerContract):
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama", "gpt2", "gpt-neox", "mistral-wide", "gemma2-wide", "gemma4", "gemma4-shared", "doge"]
+    "kind", ["llama", "gpt2", "gpt-neox", "mistral-wide", "gemma2-wide", "gemma4", "gemma4-shared"]
 )
 def test_greedy_text_equals_generate(kind: str) -> None:
     runner, prompt = load(kind), [20, 30, 40, 50]
@@ -83,7 +83,7 @@ def test_greedy_text_equals_generate(kind: str) -> None:
         ("llama-encoder", "LlamaForCausalLM.*decoder-only"),
         ("gemma-encoder", "GemmaForCausalLM.*decoder-only"),
         ("gemma3-encoder", "Gemma3ForCausalLM.*decoder-only"),
-        ("doge-moe", "DogeForCausalLM.*fed with it"),
+        ("doge", "DogeForCausalLM.*fed with it"),
         ("t5", "not a causal language model"),
         ("bart", "BartForCausalLM cannot be used here: a trial forward failed"),
         ("roberta", "RobertaForCausalLM cannot be used here: its own forward counts positions otherwise"),
@@ -123,17 +123,12 @@ def test_a_model_whose_logits_depend_on_how_a_text_is_cut_is_refused_whatever_it
         HFRunner(model, 64)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "gpt2", "minimax-m2", "gemma4", "doge"])
+@pytest.mark.parametrize("kind", [*KINDS, "gpt2", "minimax-m2", "gemma4"])
 def test_rounding_is_no_reason_to_refuse_a_model(kind: str) -> None:
     """In half precision experts may be chosen otherwise in some rows."""
     for seed, dtype in enumerate(("bfloat16", "float16")):
         runner = load(kind, dtype=dtype, seed=seed)
         assert runner.weights == dtype
-
-
-def test_a_doge_is_refused_beyond_what_it_keeps_with_what_would_do() -> None:
-    with pytest.raises(ModelError, match="max_context 64"):
-        load_runner(str(tiny_model("doge")), device=CPU, max_context=65, forwards="transformers")
 
 
 @pytest.mark.parametrize(("kind", "steady"), [("phi3-long", 32), ("llama-dynamic", 256)])
@@ -200,7 +195,7 @@ def test_a_forward_that_fails_leaves_no_state_half_changed(kind: str, layer: int
     runner = load(kind)
     expected = feed_chain(runner, some_tokens(runner, 12), 4)
     runner.rollback(8)
-    handle = runner._model.model.layers[layer].mlp.register_forward_pre_hook(MagicMock(side_effect=cause))
+    handle = runner.model.model.layers[layer].mlp.register_forward_pre_hook(MagicMock(side_effect=cause))
     for _ in range(2):
         with pytest.raises((KeyboardInterrupt, ForwardError), match=r"ForCausalLM's forward failed: it is|^$"):
             feed_chain(runner, [3], 1)
@@ -212,8 +207,8 @@ def test_a_forward_that_fails_leaves_no_state_half_changed(kind: str, layer: int
 def test_a_model_that_ignores_its_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Custom code may keep its state elsewhere; every rollback would silently do nothing."""
     runner = load()
-    forward = runner._model.forward
-    monkeypatch.setattr(runner._model, "forward", lambda **given: forward(**given | {runner._cache_name: None}))
+    forward = runner.model.forward
+    monkeypatch.setattr(runner.model, "forward", lambda **given: forward(**given | {runner._cache_name: None}))
     with pytest.raises(ModelError, match="LlamaForCausalLM"):
         feed_chain(runner, [3, 4], 1)
 
@@ -240,7 +235,7 @@ def test_a_token_outside_the_vocabulary(token: int) -> None:
 def test_dtype(stored: str, wanted: str, found: torch.dtype) -> None:
     runner = load_runner(str(tiny_model(dtype=stored)), device=CPU, dtype=wanted, forwards="transformers")
     assert isinstance(runner, HFRunner)
-    assert runner._model.dtype == found
+    assert runner.model.dtype == found
     assert feed_chain(runner, [3, 4], 1).dtype == torch.float32
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from scipy import stats
 
-from pearl.decoding.rules import make_block_half, make_target_half
+from pearl.decoding.rules import make_half
 from pearl.drafting.beams import Search
 from pearl.errors import NumericalError
 from pearl.lab.experiments import mjgd
@@ -57,7 +57,7 @@ def likeliest_block(first: int, depth: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("first", range(4))
 def test_a_search_that_keeps_enough_finds_the_likeliest_block(first: int, depth: int) -> None:
-    half = make_block_half("joint", WARM, parameters(depth=depth, width=16))
+    half = make_half("draft", "joint", WARM, parameters(depth=depth, width=16))
     search, runner = Search(half, 1, first, depth), ToyRunner(4, PAIR[1])
     feed_chain(runner, [first], 0)
     while search.found is None:
@@ -74,7 +74,7 @@ def test_a_search_that_keeps_enough_finds_the_likeliest_block(first: int, depth:
 
 
 def test_a_narrow_search_may_miss_it_and_logits_that_are_not_finite_are_told() -> None:
-    half = make_block_half("joint", WARM, parameters(width=1))
+    half = make_half("draft", "joint", WARM, parameters(width=1))
     search = Search(half, 1, 0, 2)
     search.tree()
     search.grow(DRAFT[:1].log())
@@ -86,7 +86,7 @@ def test_a_narrow_search_may_miss_it_and_logits_that_are_not_finite_are_told() -
 
 def test_what_the_target_rules_out_is_not_accepted_whatever_the_draft_says() -> None:
     """A draft that gives its tokens next to nothing makes the joint ratio infinite; that times 0 passed for 1."""
-    half = make_target_half("joint", replace(WARM, top_k=1), parameters(depth=8))
+    half = make_half("target", "joint", replace(WARM, top_k=1), parameters(depth=8))
     logits = torch.zeros(8, 4)
     logits[:, 2] = 1.0
     tokens = [2] * 7 + [3]

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM
 from pearl.errors import ModelError
 from pearl.models.checkpoints import memory
 from pearl.models.checkpoints.loading import load_runner
-from pearl.models.checkpoints.memory import Need, check_cache_fits, check_room, needed, of_shape
-from pearl.models.forward import native
+from pearl.models.checkpoints.memory import Need, check_cache_fits, check_room, needed
 from pearl.models.forward.graphs import PREFILL
 from pearl.models.forward.runner import ForwardRunner
 from tests.tiny import tiny_model, tiny_wrapper
@@ -49,15 +48,11 @@ def test_what_is_told_is_what_is_taken(kind: str, dtype: str, halves: int) -> No
 
 
 @pytest.mark.parametrize("directory", [tiny_model(), tiny_wrapper("gemma3")], ids=["a model", "one that sees, too"])
-def test_the_cache_of_our_own_forward_on_a_cpu(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch attends it is of float32."""
-    narrow, wide = (needed(directory, "bfloat16", 200, 8192, is_wide=is_wide) for is_wide in (False, True))
-    for need in (narrow, wide) if native.library() else (wide,):
-        slots = load_runner(str(directory), device=CPU, dtype="bfloat16", max_context=200)._slots
-        # The padding of a GPU's pieces is in the estimate.
-        assert need.cache / (200 + PREFILL) == (slots.keys.nbytes + slots.values.nbytes) / slots.keys.shape[3]
-        monkeypatch.setattr(native, "library", lambda: None)
-    assert wide.cache == 2 * narrow.cache
+def test_the_cache_of_our_own_forward_on_a_cpu(directory: Path) -> None:
+    need = needed(directory, "bfloat16", 200, 8192)
+    slots = load_runner(str(directory), device=CPU, dtype="bfloat16", max_context=200)._slots
+    # The padding of a GPU's pieces is in the estimate.
+    assert need.cache / (200 + PREFILL) == (slots.keys.nbytes + slots.values.nbytes) / slots.keys.shape[3]
 
 
 def test_the_context_is_the_models_own_up_to_the_most() -> None:
@@ -66,8 +61,8 @@ def test_the_context_is_the_models_own_up_to_the_most() -> None:
 
 
 def test_every_slot_has_a_cache_of_its_own() -> None:
-    one, four = (of_shape(LLAMA_70B, 141_000_000_000, 2, 8192, slots) for slots in (1, 4))
-    assert (four.cache, four.weights, four.work) == (4 * one.cache, one.weights, one.work)
+    one, four = (needed(tiny_model(), "auto", 8192, 8192, slots) for slots in (1, 4))
+    assert (four.cache, four.weights) == (4 * one.cache, one.weights)
     assert "KV cache for 4 times 8,192 tokens" in str(four)
 
 
@@ -116,7 +111,7 @@ def test_over_two_gpus_it_fits_and_that_is_said_first(large: Path) -> None:
     said: list[str] = []
     with pytest.raises(ModelError, match="could not be loaded"):  # there are only holes in its files
         load_runner(str(large), device=GPU, is_spread=True, progress=said.append)
-    assert re.fullmatch(r".* needs 144.* forwards; 168\.0 GB are free on 2 GPUs", said[0])
+    assert re.fullmatch(r".* needs 144.* tokens; 168\.0 GB are free on 2 GPUs", said[0])
     assert said[1] == f"loading {large}"
 
 

@@ -9,17 +9,17 @@ from torch.nn.functional import gelu, linear, silu
 from transformers import AutoModelForCausalLM
 
 from pearl.models.checkpoints.formats import GGUF_BLOCKS, from_gguf
-from pearl.models.feeds import Feed, lay_out
+from pearl.models.feeds import Feed, ancestors, depths, lay_out
 from pearl.models.forward import matrices, native
 from pearl.models.forward.attention import Scoring
 from pearl.models.forward.native import Native
 from pearl.models.forward.probe import Heads, irregular
 from pearl.models.forward.quantised import QuantisedMatrix, are_alike, rounded, stacked
 from pearl.models.forward.runner import ForwardRunner
-from pearl.models.forward.slot_attention import NativeAttention, SpanAttention
+from pearl.models.forward.slot_attention import NativeAttention
 from pearl.models.forward.slots import Slots
 from tests.pairwise import pairwise
-from tests.tiny import tiny_model
+from tests.tiny import attended, tiny_model
 
 BUILT = [
     file
@@ -196,10 +196,8 @@ TREE = (-1, 0, 0, 1, 1, 2, -1, 6)
     ),
     indirect=["built"],
 )
-def test_attention(
-    built: None, dtype: torch.dtype, heads: Heads, scored: tuple[int, float, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As torch's operations, for chains and trees in two slots; each row has the bits that it has alone, and a tree's
+def test_attention(built: None, dtype: torch.dtype, heads: Heads, scored: tuple[int, float, int]) -> None:
+    """By its definition, for chains and trees in two slots; each row has the bits that it has alone, and a tree's
     node those of its path."""
     window, cap, sinks = scored
     scoring = Scoring((window,), heads.dim**-0.5, cap, (irregular(1, heads.query, torch.float32)[0],) * sinks)
@@ -216,22 +214,31 @@ def test_attention(
         return irregular(40, (heads.query + 2 * heads.kv) * heads.dim, torch.float32)[:rows].view(rows, -1, heads.dim)
 
     def computed(feeds: list[Feed], given: torch.Tensor, held: Slots) -> torch.Tensor:
-        attends = NativeAttention(lay_out(feeds, held.lengths), held, scoring, heads, 1e-6)
+        table = lay_out(feeds, held.lengths).table
+        attends = NativeAttention(table, any(feed.parents for feed in feeds), held, scoring, heads, 1e-6)
         return attends.attend_states(0, given, (None, None), None)
 
     feeds = [Feed([1] * 5, 1), Feed([1] * len(TREE), 1, 1, TREE)]
     n = 5 + len(TREE)
     found = computed(feeds, states(n), held := slots())
-    parts = states(n).split([heads.query, heads.kv, heads.kv], 1)
-    other = slots(torch.float32)
-    with monkeypatch.context() as plain:
-        plain.setattr(native, "library", lambda: None)
-        spans = SpanAttention(lay_out(feeds, other.lengths), other, scoring)
+    other, rows = slots(), range(5, n)
+    for feed, given, own in zip(feeds, states(n).split([5, len(TREE)]), found.split([5, len(TREE)]), strict=True):
+        queries, *new = given.split([heads.query, heads.kv, heads.kv], 1)
+        length, parents = other.lengths[feed.slot], feed.parents or range(-1, 4)
+        cached = (each[feed.slot, 0, :, :length] for each in (other.keys, other.values))
+        keys, values = (torch.cat((old, each.transpose(0, 1)), 1) for old, each in zip(cached, new, strict=True))
+        at = torch.tensor([*range(length), *(length + depth for depth in depths(parents))])
+        nodes = torch.tensor([[mask >> node & 1 for node in range(len(given))] for mask in ancestors(parents)])
+        sees = torch.cat((torch.ones(len(given), length), nodes), 1).bool()
+        sees &= at > at[length:, None] - (window or 512)
+        wanted = attended(queries, keys, values, sees, scoring.scale, cap, scoring.sinks_of(0))
         rtol, atol = (1e-4, 1e-5) if dtype == torch.float32 else (0.01, 0.01)
-        torch.testing.assert_close(found, spans.attend(0, *parts), rtol=rtol, atol=atol)
-    assert torch.equal(held.keys[0], other.keys[0].to(dtype)), "the chain is in its slot"
-    layout = lay_out(feeds, [137, 60])
-    rows = layout.trees[0][1]
+        torch.testing.assert_close(own, wanted, rtol=rtol, atol=atol)
+    for new, kept in zip(
+        states(5).split([heads.query, heads.kv, heads.kv], 1)[1:], (other.keys, other.values), strict=True
+    ):
+        kept[0, 0, :, 137:142] = new.transpose(0, 1)
+    assert torch.equal(held.keys[0], other.keys[0]), "the chain is in its slot"
     for node in range(len(TREE)):
         path = [node]
         while TREE[path[0]] >= 0:
@@ -240,7 +247,7 @@ def test_attention(
         assert torch.equal(alone[-1], found[rows[node]])
     for row in range(5):
         held = slots()
-        held.keys, held.values, held.lengths = other.keys.to(dtype), other.values.to(dtype), [137 + row, 60]
+        held.keys, held.values, held.lengths = other.keys, other.values, [137 + row, 60]
         assert torch.equal(computed([Feed([1], 1)], states(n)[row : row + 1], held)[0], found[row])
 
 

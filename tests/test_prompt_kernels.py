@@ -17,6 +17,7 @@ from pearl.models.forward.slot_attention import PromptAttention
 from pearl.models.forward.slots import Slots
 from pearl.models.runner import feed_chain
 from tests.test_kernels import _SIZES, model_of, text  # skips where there is no Triton, or a GPU
+from tests.tiny import attended
 
 from pearl.models.forward import prompt_kernels  # isort: skip
 
@@ -51,13 +52,13 @@ class Piece:
         keys, values = self.slots.keys[slot, 1].clone(), self.slots.values[slot, 1].clone()
         keys[:, start:end] = facing[:, self.heads :].transpose(0, 1)
         values[:, start:end] = self.values[start:end].transpose(0, 1)
-        seen, mask = attention.whole_blocks(end), attention.masks(start, ROWS, torch.float32, self.scoring.windows[1])
-        found = attention.attend(
-            facing[:, : self.heads] * self.scoring.scale, keys[:, :seen], values[:, :seen], mask, self.scoring.cap,
-            self.scoring.sinks_of(1),
-        )  # fmt: skip
         self.wanted = keys, values
-        return found
+        (_, window), scale, cap, _ = self.scoring
+        positions, own = torch.arange(end), torch.arange(start, end)[:, None]
+        sees = (positions <= own) & (positions > own - (window or ROOM))
+        return attended(
+            facing[:, : self.heads], keys[:, :end], values[:, :end], sees, scale, cap, self.scoring.sinks_of(1)
+        )
 
 
 @pytest.fixture(

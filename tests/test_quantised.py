@@ -18,7 +18,6 @@ from pearl.errors import ModelError
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.forward.runner import has_own_forward
 from pearl.models.hf import HFRunner
-from pearl.models.runner import dtype_of
 from tests.runner_contract import Kinds, RunnerContract
 from tests.tiny import tiny_model
 
@@ -120,13 +119,13 @@ def test_it_is_the_quantised_model_that_runs(checkpoint: Path) -> None:
     """Not one whose weights were drawn at random where the names in the files were unknown."""
     runner = load_runner(str(checkpoint), device=CPU, max_context=64)
     assert isinstance(runner, HFRunner)
-    assert not has_own_forward(runner._model)
+    assert not has_own_forward(runner.model)
     plain = load_runner(str(tiny_model()), device=CPU, dtype="float32", max_context=64, forwards="transformers")
     fed = torch.arange(5, 25)[None]
     with torch.inference_mode():
-        ours, exact = (each._model(input_ids=fed).logits.float().flatten() for each in (runner, plain))
+        ours, exact = (each.model(input_ids=fed).logits.float().flatten() for each in (runner, plain))
     assert 0.5 < float(torch.corrcoef(torch.stack((ours, exact)))[0, 1]) < 0.9999999
-    assert dtype_of(runner)
+    assert runner.weights
 
 
 def test_such_a_model_is_not_shared_nor_exact_and_that_is_said(checkpoint: Path) -> None:

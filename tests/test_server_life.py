@@ -18,8 +18,7 @@ from click.testing import CliRunner
 from pearl.cli import cli
 from pearl.cli.serve import serve
 from pearl.config import DecodingConfig, SamplingParams, Settings
-from pearl.errors import ConfigError, TargetLost
-from pearl.extras import installing
+from pearl.errors import ConfigError, TargetLost, installing
 from pearl.server import listen
 from pearl.server.listen import bind
 from tests.conftest import TOY, eventually

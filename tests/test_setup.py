@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pearl import extras
+from pearl.errors import installing
 
 ROOT = Path(__file__).parents[1]
 PIP = """#!/bin/sh
@@ -88,6 +88,6 @@ def test_extras_are_installed_once_and_where_type_checkers_find_them(tmp_path: P
 
 def test_what_is_missing_can_be_installed_as_told() -> None:
     """`pip install 'pearl-runtime[plot]'` works nowhere: no index has the package."""
-    assert "`scripts/setup plot`" in extras.installing("plot")
+    assert "`scripts/setup plot`" in installing("plot")
     for path in (ROOT / "pearl").rglob("*.py"):
         assert "pip install 'pearl-runtime[" not in path.read_text(), path

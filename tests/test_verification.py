@@ -16,12 +16,11 @@ import pytest
 import torch
 from scipy import stats
 
-from pearl.decoding.rules import ratio, several, tokenwise
+from pearl.decoding.rules import ratio, several
 from pearl.decoding.rules.biased import BildTarget, OptTarget, UnoTarget
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.rules.ratio import RatioTarget, residual
 from pearl.decoding.rules.several import BatchTarget, SpectrTarget
-from pearl.decoding.rules.tokenwise import TokenTarget
 from pearl.decoding.sampling import pick, pick_on_device, read_draw
 from pearl.errors import NumericalError
 from pearl.execution.target import TargetExecutor
@@ -51,7 +50,7 @@ CASES = [
 
 
 def committed(
-    target: tuple[int, ...], draft: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, rule: TokenTarget | None = None
+    target: tuple[int, ...], draft: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, rule: RatioTarget | None = None
 ) -> tuple[list[Fraction], Fraction]:
     """What the rule (default: ratio) commits at one position: over every draft token, u of the grid and correction.
 
@@ -61,18 +60,18 @@ def committed(
     target_probs, draft_probs = (torch.tensor(p).float() / 64 for p in (target, draft))
     result, corrected = [Fraction(0)] * len(target), Fraction(0)
     rests: list[torch.Tensor] = []
-    monkeypatch.setattr(tokenwise, "probabilities", lambda logits, sampling: logits)
+    monkeypatch.setattr(ratio, "probabilities", lambda logits, sampling: logits)
 
     def remember(probs: torch.Tensor, key: int, otherwise: torch.Tensor) -> torch.Tensor:
         rests.append(probs if probs.any() else otherwise)
         return torch.zeros(2)
 
-    monkeypatch.setattr(tokenwise, "pick", remember)
+    monkeypatch.setattr(ratio, "pick", remember)
     for (token, weight), k in product(enumerate(draft), range(GRID)):
         if not weight:
             continue
         chance = Fraction(weight, 64) / GRID
-        monkeypatch.setattr(tokenwise, "uniform", lambda key, k=k: k / GRID)
+        monkeypatch.setattr(ratio, "uniform", lambda key, k=k: k / GRID)
         if rule.judge(target_probs[None], [token], [draft_probs], 0).accepted:
             result[token] += chance
             continue

@@ -18,7 +18,6 @@ from pearl.errors import RemoteProtocolError, RequestError
 from pearl.execution.target import TargetExecutor
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.runner import Feed, WrappedRunner
-from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol import messages as m
 from pearl.protocol.events import Forward, Judge, Open, Phase
 from pearl.protocol.options import RequestOptions, Sampling
@@ -301,7 +300,7 @@ def test_a_row_arrives_as_it_was(vocab: int, possible: int) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
-def test_a_row_is_judged_alike_packed_or_where_it_was_brought(device: str) -> None:
+def test_a_row_is_judged_alike_packed_on_the_host_or_on_the_device(device: str) -> None:
     runner = load_runner(str(tiny_model()), device=torch.device(device), dtype="float32", max_context=64)
     executor = TargetExecutor(runner)
     executor.execute(Open(PROMPT, RequestOptions(sampling=WARM)))
@@ -309,23 +308,6 @@ def test_a_row_is_judged_alike_packed_or_where_it_was_brought(device: str) -> No
     dense, few = torch.softmax(torch.randn(runner.vocab_size), -1), torch.zeros(runner.vocab_size)
     few[[1, 5]] = torch.tensor([0.25, 0.75])
     for row in (dense, few):
-        forms = row.to(device), pack(row), executor.bring(pack(row))
-        assert torch.equal(forms[2].cpu(), row)
+        forms = row.to(device), pack(row), pack(row).unpack(runner.vocab_size)
         judged, *others = [executor.execute(Judge(len(PROMPT), (5,), (each,), (len(PROMPT) - 1,))) for each in forms]
         assert others == [judged] * 2
-
-
-def test_a_row_for_which_there_is_no_memory_does_not_end_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is brought by the thread that reads messages, and nobody survives its end."""
-
-    def full(stream: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    current: list[object] = []
-    executor = TargetExecutor(ToyRunner(32, alpha_pair(32, 0.5)[0]))
-    executor._uploads = object()  # type: ignore[assignment]
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    monkeypatch.setattr(torch.cuda, "stream", full)
-    row = torch.ones(32) / 32
-    assert torch.equal(executor.bring(pack(row)), row)
-    assert current == [executor.runner.device], "that thread's own device is GPU 0, whichever the target has"

@@ -185,8 +185,7 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "phi3-partial": ("Phi3", _SIZES | {"rope_parameters": _BASE | {"partial_rotary_factor": 0.75}}),
     "stablelm": ("StableLm", _SIZES | {"rope_parameters": _BASE | {"partial_rotary_factor": 1.0}}),
     "minimax-m2": ("MiniMaxM2", _SIZES | {"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2}),
-    "doge": ("Doge", _SIZES | {"keep_window_size": 64}),
-    "doge-moe": ("Doge", _SIZES | {"is_moe": True, "num_experts": 16, "num_experts_per_tok": 4}),
+    "doge": ("Doge", _SIZES),
     "qwen3.5": ("Qwen3_5Text", _SIZES | _DELTA),
     "qwen3-next": (
         "Qwen3Next",
@@ -383,3 +382,22 @@ def _session_directory() -> Path:
     directory = Path(tempfile.mkdtemp(prefix="pearl-tiny-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return directory
+
+
+def attended(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sees: torch.Tensor,
+    scale: float,
+    cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention by its definition: queries [n, heads, dim], keys and values [kv_heads, positions, dim], which of these
+    each query sees [n, positions] -> [n, heads * dim]."""
+    keys, values = (each.float().repeat_interleave(queries.shape[1] // len(keys), 0) for each in (keys, values))
+    scores = torch.einsum("nhd,hpd->hnp", queries, keys) * scale
+    scores = (cap * torch.tanh(scores / cap) if cap else scores).masked_fill(~sees, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(queries), 1)), -1)
+    return torch.einsum("hnp,hpd->nhd", scores.softmax(-1)[..., : sees.shape[1]], values).flatten(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from pearl.execution.ahead import Ahead
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.lab.simulate import Outcome, Timing, VirtualProposer, known_speeds, simulate
-from pearl.models.runner import Capabilities, Feed, ModelRunner, WrappedRunner
+from pearl.models.runner import Feed, ModelRunner, WrappedRunner
 from pearl.models.toy import NextToken, ToyRunner
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
@@ -38,9 +38,9 @@ Pair = tuple[NextToken, NextToken]
 class Chains(WrappedRunner):
     """A runner that takes no trees, as the general path's."""
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, tree_nodes=0)
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(runner)
+        self.capabilities = replace(runner.capabilities, tree_nodes=0)
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         assert all(feed.parents is None for feed in feeds)
@@ -80,7 +80,7 @@ def decoded(
     submit = Submit(1, prompt, len(prompt) + tokens, replace(decoding, sampling=sampling))
     proposer = VirtualProposer(draft, vocab, lambda fed: 1.0, **options)
     executor = DraftExecutor(proposer)
-    with Ahead(executor, lambda: True) if proposer.chains else nullcontext(executor) as computing:
+    with closing(Ahead(executor, lambda: True)) if proposer.chains else nullcontext(executor) as computing:
         return simulate(submit, TargetExecutor(target), computing, timing)
 
 

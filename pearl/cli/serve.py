@@ -15,8 +15,7 @@ from pearl.cli.launch import running
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.config import Settings
 from pearl.engine import torchrun
-from pearl.errors import ConfigError
-from pearl.extras import installing
+from pearl.errors import ConfigError, installing
 from pearl.text.tools import FORMATS
 
 if TYPE_CHECKING:

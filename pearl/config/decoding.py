@@ -11,9 +11,8 @@ from pearl.config.section import Section
 from pearl.errors import ConfigError
 from pearl.spec import methods
 from pearl.spec.methods import AS_PUBLISHED, METHODS
-from pearl.spec.problems import decoding_problem
 from pearl.spec.rules import RULES, Parameters, find, named_parameters
-from pearl.spec.stops import CAP, FIXED, STOPS, check_stop
+from pearl.spec.stops import CAP, FIXED, STOPS, check_stop, decoding_problem
 
 NUMBER_WORDS: dict[str, int | None] = {"auto": None, "off": 0}
 WordedNumber = BeforeValidator(lambda given: NUMBER_WORDS.get(given, given) if isinstance(given, str) else given)

@@ -7,36 +7,16 @@ it is without shaping, so every rule stays exact and one seed gives one text wha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from pearl.errors import GrammarError
 from pearl.protocol.options import Shaping
 
-
-class Guide(Protocol):
-    """The tokens that a grammar allows behind what was generated."""
-
-    def extend(self, token: int) -> None:
-        """Append a token to the text."""
-        ...
-
-    def cut(self, length: int) -> None:
-        """Forget all but the first `length` tokens."""
-        ...
-
-    def allowed(self) -> npt.NDArray[np.bool_] | None:
-        """A mask [at most vocab] of the tokens that may follow; None if the text has left the grammar, or ended.
-
-        Raises `GrammarError` where the mask cannot be computed.
-        """
-        ...
-
-
-MakeGuide = Callable[[str, Sequence[int]], Guide]  # (grammar, tokens that end a text); raises `GrammarError`
+# (grammar, tokens that end a text) -> a `pearl.text.grammar.Guide`; raises `GrammarError`.
+MakeGuide = Callable[[str, Sequence[int]], Any]
 
 
 class Shaper:
@@ -53,7 +33,7 @@ class Shaper:
 
     def __init__(self, shaping: Shaping, prompt: Sequence[int], guides: MakeGuide | None = None) -> None:
         self._shaping, self._prompt = shaping, prompt
-        self._guide: Guide | None = None
+        self._guide: Any = None  # of its grammar, if it has one
         self._broken: GrammarError | None = None  # why its grammar has no guide: only this request is to fail
         if shaping.grammar and guides is None:
             self._broken = GrammarError("texts are held to no grammar here")

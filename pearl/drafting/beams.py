@@ -12,7 +12,7 @@ from math import log
 
 import torch
 
-from pearl.decoding.rules import BlockHalf
+from pearl.decoding.rules.joint import JointDraft
 from pearl.drafting.step import DraftModel, Step, Text
 from pearl.errors import NumericalError
 from pearl.models.runner import Feed
@@ -38,14 +38,14 @@ class Search:
         depth: tokens of the block.
     """
 
-    def __init__(self, half: BlockHalf, end: int, last: int, depth: int) -> None:
+    def __init__(self, half: JointDraft, end: int, last: int, depth: int) -> None:
         self.end, self.last = end, last
         self._half, self._depth = half, depth
         self._beams = [_Beam()]
         self._nodes: dict[tuple[int, ...], int] = {}
 
     @classmethod
-    def resumed(cls, before: Search | None, half: BlockHalf, command: Draft) -> Search:
+    def resumed(cls, before: Search | None, half: JointDraft, command: Draft) -> Search:
         """`before`, if it is an unfinished search for what follows this text; otherwise a new one."""
         end, last = command.start + len(command.tokens), command.tokens[-1]
         if before is not None and (before.end, before.last) == (end, last) and not before.found:
@@ -107,8 +107,7 @@ class LevelStep(Step):
     """Searches on by a level, and proposes the block once it is whole."""
 
     def __init__(self, model: DraftModel, text: Text, command: Draft) -> None:
-        assert text.block is not None
-        text.search = self._search = Search.resumed(text.search, text.block, command)
+        text.search = self._search = Search.resumed(text.search, text.half, command)
         chain = model.known(command.tokens)
         self._chain = len(chain)
         self._nodes, self._parents = self._search.tree()

@@ -203,20 +203,15 @@ class Branches:
 
     def make(self, outcomes: Iterable[Outcome], slot: int) -> list[Branch]:
         """The continuations for outcomes; new ones are forked from the text in `slot` while slots are free."""
-        return [branch for after in outcomes if (branch := self.branch(after, slot)) is not None]
-
-    def branch(self, after: Outcome, slot: int) -> Branch | None:
-        """As `make`, for one outcome; None: no slot is free."""
-        if (known := self._live.get(after)) is not None:
-            return known
-        if not self._free:
-            return None
-        into, position = max(self._free, key=self._shared.__getitem__), after[0]  # has the fewest tokens to copy
-        self._free.remove(into)
-        self._runner.fork(slot, into, position, min(self._shared[into], position))
-        self._shared[into] = position
-        self._live[after] = Branch(after, into)
-        return self._live[after]
+        outcomes = list(outcomes)
+        for after in outcomes:
+            if after not in self._live and self._free:
+                into, position = max(self._free, key=self._shared.__getitem__), after[0]  # the fewest tokens to copy
+                self._free.remove(into)
+                self._runner.fork(slot, into, position, min(self._shared[into], position))
+                self._shared[into] = position
+                self._live[after] = Branch(after, into)
+        return [self._live[after] for after in outcomes if after in self._live]
 
     def end(self, branch: Branch) -> None:
         """Drop a branch that cannot go on."""

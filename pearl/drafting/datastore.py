@@ -28,8 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from pearl.document import damaged
 from pearl.drafting.ngram import MOST_MATCHED
-from pearl.errors import ConfigError
-from pearl.extras import installing
+from pearl.errors import ConfigError, installing
 from pearl.text.stream import Tokenizer
 from pearl.text.tokenizer import vocabulary_digest
 

@@ -66,18 +66,14 @@ class StoreGuesses:
 
     def shares(self, position: int) -> list[tuple[Candidate, int]]:
         """The candidates, each with the row of `RATES` that its share belongs to."""
-        return self._ranked(self._occurrences(position))
+        if (found := self._found.get(position)) is None:
+            found = self._found[position] = self._lookup(self._text[max(0, position - MOST_MATCHED) : position])
+        return self._ranked(found)
 
     def following(self, candidate: Candidate) -> list[Candidate]:
         """Candidates for the place behind a candidate: what followed its occurrences."""
         ends = [(place - 1, min(MOST_MATCHED, matched + 1)) for place, matched in candidate.occurrences]
         return [below for below, _ in self._ranked(ends)]
-
-    def _occurrences(self, position: int) -> list[Occurrence]:
-        if (found := self._found.get(position)) is None:
-            last = self._text[max(0, position - MOST_MATCHED) : position]
-            found = self._found[position] = self._lookup(last)
-        return found
 
     def _lookup(self, last: Sequence[int]) -> list[Occurrence]:
         return self._store.occurrences(last)
@@ -88,12 +84,8 @@ class StoreGuesses:
             return []
         powers, longest = self._powers, occurrences[0][1]
         found = self._store.followed(occurrences)
-        if occurrences[-1][1] == longest:
-            weights = {token: powers[longest] * len(seen) for token, seen in found.items()}
-            total = powers[longest] * len(occurrences)
-        else:
-            weights = {token: sum([powers[matched] for _, matched in seen]) for token, seen in found.items()}
-            total = sum([powers[matched] for _, matched in occurrences])
+        weights = {token: sum([powers[matched] for _, matched in seen]) for token, seen in found.items()}
+        total = sum([powers[matched] for _, matched in occurrences])
         result = []
         for token in nlargest(RANKS, weights, weights.__getitem__):
             seen = found[token]

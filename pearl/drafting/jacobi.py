@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pearl.drafting.ngram import RATE_WEIGHT, Candidate, NgramIndex
 from pearl.models.feeds import Feed
 from pearl.protocol.messages import Source
+from pearl.protocol.sequence import common_prefix
 
 COLUMNS, LEVELS, KEPT = 15, 4, 15
 LONGEST = LEVELS  # tokens of a phrase behind its first
@@ -61,7 +62,7 @@ class Pool(NgramIndex):
         start, phrases = self._guessed
         text = self.tokens[start:committed]
         if text and phrases:
-            best = max(_agreeing(phrase, text) for phrase in phrases)
+            best = max(common_prefix(phrase, text) for phrase in phrases)
             for place in range(min(len(text), LONGEST, best + 1)):
                 self._hits[place] += RATE_WEIGHT * ((place < best) - self._hits[place])
             self._guessed = (0, [])
@@ -87,12 +88,6 @@ class Pool(NgramIndex):
             Candidate(token, self._hits[place] / len(tokens), 1, (), Source.JACOBI, context=(*path, token))
             for token in tokens
         ]
-
-
-def _agreeing(phrase: Sequence[int], text: Sequence[int]) -> int:
-    """Tokens of the longest common prefix."""
-    pairs = zip(phrase, text, strict=False)
-    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(phrase), len(text)))
 
 
 class JacobiIndex(Pool):

@@ -7,15 +7,14 @@ from collections.abc import Callable, Sequence
 import torch
 from msgspec.structs import replace
 
-from pearl.decoding.rules import make_block_half, make_draft_half
+from pearl.decoding.rules import make_half
 from pearl.decoding.shaping import MakeGuide, make_shaper
 from pearl.drafting.beams import LevelStep
-from pearl.drafting.branch_steps import BranchStep
 from pearl.drafting.branches import Branches
 from pearl.drafting.datastore import Datastore
-from pearl.drafting.drawing import DrawStep, choose, plan_draw
+from pearl.drafting.drawing import BranchStep, DrawStep, choose, plan_draw
 from pearl.drafting.guesser import text_index
-from pearl.drafting.proposer import Launched, StopPolicy
+from pearl.drafting.proposer import StopPolicy
 from pearl.drafting.step import DraftModel, Step, Text, make_mark
 from pearl.drafting.stops import StopWindow, make_policy
 from pearl.errors import NumericalError, RemoteProtocolError
@@ -54,20 +53,13 @@ class ModelProposer:
         datastore: Datastore | None = None,
         guides: MakeGuide | None = None,
     ) -> None:
+        self.runner, self.device = runner, runner.device
         self.chains = runner.capabilities.launches if chains is None else chains
         self.model = DraftModel(runner, vocab_size, self.chains, runner.device.type != "cpu")
         self._policies, self._datastore, self._guides = policies, datastore, guides
         self._max_texts = texts
         self._texts: dict[int, Text] = {}  # by request
         self._foresight = Foresight()
-
-    @property
-    def runner(self) -> ModelRunner:
-        return self.model.runner
-
-    @property
-    def device(self) -> torch.device:
-        return self.runner.device
 
     def measure(self, brief: bool) -> tuple[float, float]:
         return calibrate_draft(self.runner, brief)
@@ -76,9 +68,8 @@ class ModelProposer:
 
     def open(self, command: Open) -> None:
         options, sampling = command.options, command.options.sampling
-        given = options.rule, sampling, options.parameters
         is_block = options.rule_in_force.judges_blocks
-        rule, block = (None, make_block_half(*given)) if is_block else (make_draft_half(*given), None)
+        half = make_half("draft", options.rule, sampling, options.parameters)
         before = self._texts.get(command.request)
         window = before.window if before is not None else None  # a request that gets its prefix again keeps its windows
         if window is None and (policy := self._policies(command)) is not None:
@@ -86,7 +77,7 @@ class ModelProposer:
         slot = self._slots.get(command.slot, command.slot)
         self._texts = {number: each for number, each in self._texts.items() if each.slot != slot}
         shaper = make_shaper(sampling.shaping, command.prompt, self._guides)
-        text = Text(command.slot, slot, rule, block, shaper, window, withholds=options.withholds)
+        text = Text(command.slot, slot, half, is_block, shaper, window, withholds=options.withholds)
         if shaper is None and not is_block:  # shaped rows depend on the text up to them, blocks are searched for
             self._prepare_guesses(text, command)
         self._texts[command.request] = text
@@ -139,7 +130,7 @@ class ModelProposer:
 
     def chained(self, request: int) -> bool:
         text = self._texts[request]
-        return self.chains and text.shaper is None and text.block is None and not text.withholds
+        return self.chains and not (text.is_block or text.shaper or text.withholds)
 
     def awaits(self, command: Draft, delay: float) -> bool:
         self.model.delay = delay
@@ -149,7 +140,7 @@ class ModelProposer:
         # The first guess is of the token that is waited for; those behind it would be fed with that.
         return bool(choose(self.model, text, command, text.guess(command)[1][1:], 1))
 
-    def launch(self, command: Draft, after: Launched | None = None) -> Step:
+    def launch(self, command: Draft, after: Step | None = None) -> Step:
         """See `Proposer`. Untested on a GPU."""
         step = self._step(command, after)
         step.marks[0].record()
@@ -159,7 +150,7 @@ class ModelProposer:
         step.marks[2].record()
         return step
 
-    def launch_together(self, commands: Sequence[Draft]) -> list[Launched | Drafted]:
+    def launch_together(self, commands: Sequence[Draft]) -> list[Step | Drafted]:
         steps, left = list[Step](), sum(len(command.tokens) for command in commands)
         for number, command in enumerate(commands):
             left -= len(command.tokens)
@@ -170,7 +161,7 @@ class ModelProposer:
         logits = self._forward([feed for step in steps for feed in step.feeds])
         forwarded.record()
         in_all = sum(step.tokens for step in steps)
-        launched: list[Launched | Drafted] = []
+        launched: list[Step | Drafted] = []
         for step in steps:
             own, logits = logits[: len(step.feeds)], logits[len(step.feeds) :]
             step.marks[:2], step.fed = (began, forwarded), in_all
@@ -182,7 +173,7 @@ class ModelProposer:
                 launched.append(Drafted(failure=str(error), request=step.command.request))
         return launched
 
-    def _step(self, command: Draft, after: Launched | None = None, beside: int = 0, sharing: int = 1) -> Step:
+    def _step(self, command: Draft, after: Step | None = None, beside: int = 0, sharing: int = 1) -> Step:
         """What to feed for one request; `beside`, `sharing`: see `plan_draw`."""
         text, model = self._texts[command.request], self.model
         assert self.runner.length(text.slot) == command.start, (self.runner.length(text.slot), command)
@@ -193,7 +184,7 @@ class ModelProposer:
             text.window.see(command.start, command.tokens, drafts=command.budget > 0)
         if command.hedge:
             return BranchStep(model, text, command, beside, sharing)
-        if text.block is not None and command.budget:
+        if text.is_block and command.budget:
             return LevelStep(model, text, command)
         if after is not None and after.following is not None:  # the host does not know the token, nor guesses behind it
             if text.branches is not None:
@@ -207,8 +198,7 @@ class ModelProposer:
             self.runner.synchronize()
         return logits
 
-    def collect(self, launched: Launched) -> Drafted:
-        assert isinstance(launched, Step)
+    def collect(self, launched: Step) -> Drafted:
         began, forwarded, done = launched.marks
         done.synchronize()
         seconds, draw = began.elapsed_time(forwarded) / 1000, forwarded.elapsed_time(done) / 1000

@@ -12,31 +12,9 @@ from pearl.protocol.messages import HiddenStates
 if TYPE_CHECKING:  # checking a stop policy's file does not need torch
     import torch
 
+    from pearl.drafting.step import Step
+
 TOP = 10  # probabilities in `Features`
-
-
-class Launched(Protocol):
-    """A proposal that was requested of a device and not waited for.
-
-    Attributes:
-        command: the command that requested it.
-    """
-
-    @property
-    def command(self) -> Draft: ...
-
-    @property
-    def done(self) -> bool:
-        """Whether `collect` would not wait."""
-        ...
-
-    @property
-    def following(self) -> torch.Tensor | None:
-        """[1], on the device: the last token proposed, which can be fed to the next forward before the host knows it.
-
-        None where the host knows it by now.
-        """
-        ...
 
 
 class Proposer(Protocol):
@@ -44,7 +22,7 @@ class Proposer(Protocol):
 
     Attributes:
         device: what it computes on.
-        chains: whether `launch` returns before the device is done, and takes the last `Launched` in place of a token
+        chains: whether `launch` returns before the device is done, and takes the last `Step` in place of a token
             that the host does not know yet.
     """
 
@@ -85,7 +63,7 @@ class Proposer(Protocol):
         """Read the target's hidden states before the next proposal. Raises `RemoteProtocolError`."""
         ...
 
-    def launch(self, command: Draft, after: Launched | None = None) -> Launched:
+    def launch(self, command: Draft, after: Step | None = None) -> Step:
         """Take in the command's tokens, which continue the text, and start on a proposal of up to `budget` tokens.
 
         Args:
@@ -93,11 +71,11 @@ class Proposer(Protocol):
         """
         ...
 
-    def launch_together(self, commands: Sequence[Draft]) -> list[Launched | Drafted]:
+    def launch_together(self, commands: Sequence[Draft]) -> list[Step | Drafted]:
         """As `launch` of each, in one forward. An event in place of one: nothing can be drawn for it."""
         ...
 
-    def collect(self, launched: Launched) -> Drafted:
+    def collect(self, launched: Step) -> Drafted:
         """Wait for a proposal, and only for that. Raises `NumericalError` where the logits were not finite."""
         ...
 

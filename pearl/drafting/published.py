@@ -75,7 +75,6 @@ class Counted(Guesser):
         return CountedStore(store, self.tokens, learn_from)
 
     def learn(self, committed: int) -> None:
-        self._matches.clear()
         self._learn_habits(committed)
 
     def _matched(self, end: int, position: int, known: int) -> int:

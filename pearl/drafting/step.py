@@ -1,7 +1,7 @@
-"""What drafting steps share: the draft model, one request's text, and a step from its feeds to what it proposes.
+"""What drafting steps share: the draft model, one request's text, rows and draws, and a step from feeds to proposals.
 
-A step is one request's share of a forward: `drawing.DrawStep` and `GuessStep` draw the text's next tokens,
-`branch_steps.BranchStep` continues other outcomes, and `beams.LevelStep` searches for a block.
+A step is one request's share of a forward: in `drawing` `DrawStep` and `GuessStep` draw the text's next tokens and
+`BranchStep` continues other outcomes; `beams.LevelStep` searches for a block.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pearl.decoding.rules import BlockHalf, DraftHalf
+from pearl.decoding.rules import DraftHalf
+from pearl.decoding.sampling import Shortlist, on_host, read_shortlist, shortlist
 from pearl.decoding.shaping import Shaper
 from pearl.drafting.branches import Branches
 from pearl.drafting.ngram import Anchor, NgramIndex, guess_tree
+from pearl.drafting.proposer import TOP
 from pearl.drafting.stops import StopWindow
 from pearl.models.runner import Feed, ModelRunner, unwrapped
 from pearl.protocol.events import Draft, Drafted
@@ -97,8 +99,7 @@ class Text:
     Attributes:
         place: the slot that the request names.
         slot: of the runner, that holds the text now.
-        rule: the draft's half of a rule that judges tokens.
-        block: that of a rule that judges blocks, instead.
+        half: the draft's half of the rule: a `DraftHalf`, or a `JointDraft` where it judges blocks.
         shaper: changes logits; None: they are taken as they are.
         window: what its stop policy sees; None: no policy.
         index: of the tokens fed, for guesses; None: no guesses.
@@ -113,8 +114,8 @@ class Text:
 
     place: int
     slot: int
-    rule: DraftHalf | None
-    block: BlockHalf | None
+    half: Any
+    is_block: bool
     shaper: Shaper | None
     window: StopWindow | None
     index: NgramIndex | None = None
@@ -126,11 +127,6 @@ class Text:
     last_drawn: tuple[int, int] | None = None
     search: Search | None = None
     states: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-
-    @property
-    def half(self) -> DraftHalf:
-        assert self.rule is not None, "a block rule draws no tokens"
-        return self.rule
 
     def read_states(self, runner: ModelRunner) -> None:
         for start, states in self.states:
@@ -162,6 +158,49 @@ class Text:
             return [], []
         tokens, _, chances, _ = guess_tree(self.index, [Anchor(end, 1.0)], most, end + most, branches=False)
         return tokens, chances
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Logits [vocab] of a forward, and what was drawn from them for a position.
+
+    Attributes:
+        top: the logits' shortlist; None where it was not asked for.
+        draw: on the host.
+        probs: what the target needs to judge the token, see `DraftHalf`.
+    """
+
+    logits: torch.Tensor
+    position: int
+    top: Shortlist | None
+    draw: torch.Tensor
+    probs: torch.Tensor | None
+
+    @property
+    def features(self) -> list[float]:
+        return shape_of(self.logits, self.draw[1:].to(self.logits.device)).tolist()
+
+
+def draw_rows(half: DraftHalf, rows: Sequence[torch.Tensor], positions: Sequence[int], is_ranked: bool) -> list[Row]:
+    """Draw for `positions` from rows [vocab]; waits for a device once, and once more for shortlists if `is_ranked`."""
+    if not rows:
+        return []
+    tops = read_shortlist(*map(shortlist, rows)) if is_ranked else []
+    known: Sequence[Shortlist | None] = tops or [None] * len(rows)
+    drafted = half.draft(rows, positions, tops)
+    draws = on_host([draw for draw, _ in drafted])
+    return [
+        Row(logits, position, top, draw, probs)
+        for logits, position, top, draw, (_, probs) in zip(rows, positions, known, draws, drafted, strict=True)
+    ]
+
+
+def shape_of(row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """What stop policies see of logits [vocab]: the `TOP` largest probabilities, entropy, and that of `token` [1]."""
+    probs = torch.softmax(row.float(), -1)
+    top = probs.topk(min(TOP, len(probs))).values
+    known = token.long().clamp(0, len(probs) - 1)  # a row that is not finite may draw any number
+    return torch.cat((top, torch.special.entr(probs).sum()[None], probs[known]))
 
 
 class Step:

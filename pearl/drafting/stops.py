@@ -111,7 +111,7 @@ class StopWindow:
         self._start, self._own, self._is_stopped = start, [], False
 
     def stops(self, position: int, token: int, row: Sequence[float]) -> bool:
-        """Whether the token drafted for `position` is the window's last. `row`: see `rows.shape_of`."""
+        """Whether the token drafted for `position` is the window's last. `row`: see `step.shape_of`."""
         index = position - self._start
         del self._own[index:]
         self._own.append(token)

@@ -14,13 +14,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 
-from pearl.drafting.proposer import Launched
+from pearl.drafting.step import Step
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import Event
 from pearl.protocol.events import Draft, Drafted, Rollback
@@ -32,7 +31,7 @@ _UNKNOWN = Drafted((-1,))  # a token that nobody knows yet; no command has it
 
 
 class Ahead:
-    """Carries out commands in its thread, with an executor that nobody else uses. A context manager.
+    """Carries out commands in its thread, with an executor that nobody else uses, until `close`.
 
     Args:
         wanted: whether a forward may start before it is requested; called in the thread.
@@ -79,12 +78,6 @@ class Ahead:
         self._commands.put(None)
         self._thread.join(_PATIENCE)
 
-    def __enter__(self) -> Ahead:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _run(self) -> None:
         device = self._proposer.device
         try:
@@ -103,7 +96,7 @@ class Ahead:
 
     def _serve(self) -> None:
         guess: Draft | None = None  # a forward started before it was requested; `outcome` is its result
-        outcome: Event | list[Drafted] | _Launched | BaseException | None = None
+        outcome: Event | list[Drafted] | Step | BaseException | None = None
         while (command := self._commands.get()) is not None:
             failed = guess is None and isinstance(outcome, BaseException)  # a guess's error is discarded with it
             if not failed and (guess is None or not _same(command, guess)):
@@ -111,8 +104,8 @@ class Ahead:
             guess = None
             if isinstance(command, Draft):
                 answer, following = outcome, None
-                if isinstance(outcome, _Launched):
-                    answer, guess, following = self._collect(command, outcome.launched)
+                if isinstance(outcome, Step):
+                    answer, guess, following = self._collect(command, outcome)
                 if guess is None:
                     guess = self._next(command, answer)
                     self._outcomes.put(answer)
@@ -130,14 +123,14 @@ class Ahead:
 
     def _attempt(
         self, command: object, forgotten: Draft | None = None
-    ) -> Event | list[Drafted] | _Launched | BaseException | None:
+    ) -> Event | list[Drafted] | Step | BaseException | None:
         try:
             # Rollbacks of the state machine, which does not know the guess, do not undo it.
             undoes = isinstance(command, Rollback) and forgotten is not None and command.request == forgotten.request
             if forgotten is not None and not undoes:
                 self._executor.execute(Rollback(forgotten.start, request=forgotten.request))
             if isinstance(command, Draft) and command.budget and self._proposer.chained(command.request):
-                return _Launched(self._launch(command))
+                return self._launch(command)
             if isinstance(command, Sequence):
                 return self._executor.draft(command)
             return self._executor.execute(command)
@@ -146,7 +139,7 @@ class Ahead:
 
     # ---- chained ----
 
-    def _launch(self, command: Draft, after: Launched | None = None) -> Launched:
+    def _launch(self, command: Draft, after: Step | None = None) -> Step:
         began = time.monotonic()
         launched = self._proposer.launch(command, after)
         now = time.monotonic()
@@ -156,18 +149,18 @@ class Ahead:
         return launched
 
     def _collect(
-        self, command: Draft, launched: Launched
-    ) -> tuple[Event | BaseException, Draft | None, _Launched | BaseException | None]:
+        self, command: Draft, launched: Step
+    ) -> tuple[Event | BaseException, Draft | None, Step | BaseException | None]:
         """The event of `command`, and the forward that was launched before it was known, with its outcome."""
         guess: Draft | None = None
-        following: _Launched | BaseException | None = None
+        following: Step | BaseException | None = None
         if command.budget > 1 and launched.following is not None and not self._proposer.awaits(command, self._lead):
             self._wait_until_late(launched)
             if self._wanted():
                 guess = _after(command, _UNKNOWN)
                 assert guess is not None
                 try:
-                    following = _Launched(self._launch(guess, launched))
+                    following = self._launch(guess, launched)
                 except BaseException as error:
                     following = error
         try:
@@ -181,17 +174,10 @@ class Ahead:
             guess = known
         return drafted, guess, following
 
-    def _wait_until_late(self, launched: Launched) -> None:
+    def _wait_until_late(self, launched: Step) -> None:
         """Sleep until `_lead` seconds before the forward should end, in naps, in case it ends earlier."""
         while (left := self._due - self._lead - time.monotonic()) > 0 and not launched.done:
             time.sleep(min(left, _LONGEST_NAP))
-
-
-@dataclass(frozen=True, slots=True)
-class _Launched:
-    """A forward that is not collected yet."""
-
-    launched: Launched
 
 
 def _after(command: Draft, drafted: Drafted) -> Draft | None:

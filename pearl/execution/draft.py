@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pearl.drafting.proposer import Launched, Proposer
+from pearl.drafting.proposer import Proposer
 from pearl.errors import NumericalError
 from pearl.execution.target import Event
 from pearl.protocol.events import (
@@ -39,13 +39,13 @@ class DraftExecutor:
 
     def draft(self, commands: Sequence[Draft]) -> list[Drafted]:
         """One forward of the model for several requests; the event that answers each."""
-        return [self._collected(launched) for launched in self.proposer.launch_together(commands)]
-
-    def _collected(self, launched: Launched | Drafted) -> Drafted:
-        """A failure in one request is no failure of the others."""
-        if isinstance(launched, Drafted):
-            return launched
-        try:
-            return self.proposer.collect(launched)
-        except NumericalError as error:
-            return Drafted(failure=str(error), request=launched.command.request)
+        found: list[Drafted] = []
+        for launched in self.proposer.launch_together(commands):
+            if isinstance(launched, Drafted):
+                found.append(launched)
+                continue
+            try:
+                found.append(self.proposer.collect(launched))
+            except NumericalError as error:  # in one request, and so no failure of the others
+                found.append(Drafted(failure=str(error), request=launched.command.request))
+        return found

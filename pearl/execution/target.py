@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from pearl.config.sampling import LEAST_LOGPROB
 from pearl.decoding.distribution import PackedRow
-from pearl.decoding.rules import TargetHalf, make_target_half
+from pearl.decoding.rules import TargetHalf, make_half
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
 from pearl.decoding.shaping import MakeGuide, Shaper, make_shaper
@@ -179,33 +179,12 @@ class TargetExecutor:
         gives_states: bool = False,
     ) -> None:
         self.runner, self._guides = runner, guides
-        self._head, self._gives_states = head, gives_states
+        self._head, self.has_head, self._gives_states = head, head is not None, gives_states
         self._states = TargetStates(runner, head, gives_states)
         self._launches = runner.device.type != "cpu" if launches is None else launches
         self._datastore, self._habits = datastore, habits
-        self._uploads = torch.cuda.Stream(runner.device) if runner.device.type == "cuda" else None
         self._text_stream, self._spread = text_stream, spread
         self._requests: dict[int, _Request] = {}
-
-    def bring(self, packed: PackedRow) -> torch.Tensor:
-        """Unpack a draft's distribution [vocab] onto the device that will judge it, while a forward may be running.
-
-        Thread-safe. Untested on a GPU. Raises as `PackedRow.check`.
-        """
-        row = packed.unpack(self.runner.vocab_size)
-        if self._uploads is None:
-            return row
-        try:
-            # Each thread has a current device of its own, GPU 0 at first, where pinning would open a second context.
-            torch.cuda.set_device(self.runner.device)
-            with torch.cuda.stream(self._uploads):
-                return row.pin_memory().to(self.runner.device, non_blocking=True)
-        except RuntimeError:  # out of memory: judging will fail too, and that ends a request, not this worker
-            return row
-
-    @property
-    def has_head(self) -> bool:
-        return self._head is not None
 
     def needs_rows(self, request: int) -> bool | None:
         """Whether judging the request takes the draft's distributions; None: it was not opened."""
@@ -249,7 +228,7 @@ class TargetExecutor:
             text = self._text_stream(command.prompt, options.stops)
         self._requests[command.request] = _Request(
             command.slot,
-            make_target_half(options.rule, sampling, options.parameters),
+            make_half("target", options.rule, sampling, options.parameters),
             DirectDraw(sampling),
             options.rule_in_force,
             text,
@@ -389,9 +368,8 @@ class TargetExecutor:
 
     def _judged(self, request: _Request, command: Judge) -> Judged:
         # A message of many rows comes packed: see `DraftLink.examined`.
-        rows = [self.bring(row) if isinstance(row, PackedRow) else row for row in command.rows if row is not None]
-        if self._uploads is not None:
-            torch.cuda.current_stream(self.runner.device).wait_stream(self._uploads)
+        given, vocab = (row for row in command.rows if row is not None), self.runner.vocab_size
+        rows = [row.unpack(vocab) if isinstance(row, PackedRow) else row for row in given]
         first, count = request.row(command.nodes[0]), len(command.nodes)
         at: slice | list[int] = slice(first, first + count)  # no copy
         if command.nodes != tuple(range(command.nodes[0], command.nodes[0] + count)):

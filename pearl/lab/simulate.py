@@ -20,7 +20,6 @@ from pearl.decoding.shaping import MakeGuide
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.habits import Habits
 from pearl.drafting.model import ModelProposer
-from pearl.drafting.proposer import Launched
 from pearl.drafting.step import Step
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import Event, TargetExecutor
@@ -101,8 +100,7 @@ class VirtualProposer(ModelProposer):
         super().__init__(draft, vocab_size, **options)
         self._seconds = seconds
 
-    def collect(self, launched: Launched) -> Drafted:
-        assert isinstance(launched, Step)
+    def collect(self, launched: Step) -> Drafted:
         began, forwarded, done = launched.marks
         forwarded.at = done.at = began.at + self._seconds(launched.fed)
         return super().collect(launched)

@@ -1,8 +1,8 @@
 """Cache layers that can be rolled back, in place of those that transformers would make: chosen by what a layer keeps.
 
-* Keys and values, of all positions or of a window or chunk: `FixedLayer` keeps all positions. transformers sizes each
-  mask by what the cache layer holds, so the model's own mask hides what its window does not reach.
-* Keys of an indexer beside them: `IndexedLayer`.
+* Keys and values, of all positions or of a window or chunk, perhaps with keys of an indexer, which chooses the
+  positions to attend to: `FixedLayer` keeps all positions. transformers sizes each mask by what the cache layer holds,
+  so the model's own mask hides what its window does not reach.
 * The state of a recurrence or a convolution: transformers' own layer, and `Snapshots` of its state.
 * Both in one layer: `HybridLayer`.
 * What else there is stays transformers' own: to go back, `Snapshots` empties it, and the text is fed again.
@@ -43,18 +43,17 @@ class FixedLayer(DynamicLayer):
     def __init__(self, capacity: int) -> None:
         super().__init__()
         self.capacity = capacity
-        self.filled = 0
+        self.filled = self.indexed = 0
+        self.indexer_keys: torch.Tensor | None = None  # [1, capacity, width]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate at the first update: only then are head counts, dtypes and devices known."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = self._buffer(key_states), self._buffer(value_states)
-        self.is_initialized = True
-
-    def _buffer(self, states: torch.Tensor) -> torch.Tensor:
         # empty, not zeros: on a CPU the pages of an unused context are then never touched.
-        batch, heads, _, width = states.shape
-        return states.new_empty(batch, heads, self.capacity, width)
+        self.keys, self.values = (
+            states.new_empty(*states.shape[:2], self.capacity, states.shape[3]) for states in (key_states, value_states)
+        )
+        self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -70,22 +69,6 @@ class FixedLayer(DynamicLayer):
         values[:, :, start:] = value_states
         return keys, values
 
-    def get_seq_length(self) -> int:
-        return self.filled
-
-    def rollback(self, length: int) -> None:
-        """Forget all but the first `length` positions."""
-        self.filled = length
-
-
-class IndexedLayer(FixedLayer):
-    """Keys and values, and the keys [1, capacity, width] of an indexer, which chooses the positions to attend to."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self.indexer_keys: torch.Tensor | None = None
-        self.indexed = 0
-
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Append states [1, n, width]; return a view of all filled rows."""
         _, count, width = indexer_key_states.shape
@@ -95,8 +78,11 @@ class IndexedLayer(FixedLayer):
         self.indexer_keys[:, start : self.indexed] = indexer_key_states
         return self.indexer_keys[:, : self.indexed]
 
+    def get_seq_length(self) -> int:
+        return self.filled
+
     def rollback(self, length: int) -> None:
-        """See `FixedLayer.rollback`."""
+        """Forget all but the first `length` positions."""
         self.filled = self.indexed = length
 
 
@@ -119,11 +105,10 @@ def layer_for(theirs: object, context: int) -> Any:
     """The layer that takes the place of `theirs` for `context` tokens: itself where it is not understood."""
     if isinstance(theirs, _NONE) or type(theirs) is LinearAttentionLayer:
         return theirs
-    if type(theirs) is DynamicIndexedLayer:
-        return IndexedLayer(context)
     if isinstance(theirs, _HYBRID):
         return HybridLayer(context, theirs.number_of_states)
-    return FixedLayer(context) if type(theirs) in (DynamicLayer, DynamicSlidingWindowLayer) else theirs
+    known = DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer
+    return FixedLayer(context) if type(theirs) in known else theirs
 
 
 class Snapshots:
@@ -152,7 +137,7 @@ class Snapshots:
         """The tokens up to `end` are about to be fed."""
         newest = self._kept[-1][0] if self._kept else 0
         if self and not self.unknown and newest < self.length:
-            self._kept.append((self.length, self._copy()))
+            self._kept.append((self.length, [_copy(_state(layer)) for layer in self._layers]))
             if len(self._kept) > SNAPSHOTS:
                 self._thin()
         self.length = end
@@ -181,9 +166,6 @@ class Snapshots:
         for layer in self._layers:
             for state in _tensors(vars(layer).get(kind)):
                 state += 1
-
-    def _copy(self) -> list[dict[str, Any]]:
-        return [_copy(_state(layer)) for layer in self._layers]
 
     def _thin(self) -> None:
         """Drop the copy whose loss lengthens what must be fed again the least, in proportion to its age."""
@@ -228,7 +210,7 @@ def sizes_of(layers: Sequence[object], item: int = 0) -> tuple[int, int]:
     each = total = 0
     for layer in layers:
         if isinstance(layer, FixedLayer):
-            kept = (layer.keys, layer.values, getattr(layer, "indexer_keys", None))
+            kept = (layer.keys, layer.values, layer.indexer_keys)
             each += sum(_nbytes(one, item) for one in kept if one is not None) // layer.capacity
         if isinstance(layer, LinearAttentionLayer):
             total += sum(_nbytes(one, item) for held in _state(layer).values() for one in _tensors(held))

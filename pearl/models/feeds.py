@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -60,24 +61,9 @@ def ancestors(parents: Sequence[int]) -> list[int]:
     return found
 
 
-def branches(parents: Sequence[int]) -> list[list[int]]:
-    """Cut a tree into chains, depth first: lists of nodes, each the parent of the next.
-
-    A chain begins below a node of an earlier chain, or below the slot's sequence. Its ancestors are then in the cache,
-    written by the last chain that reached their depth: chains can be computed one after the other in one cache.
-    """
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(parents):
-        children.setdefault(parent, []).append(node)
-    chains: list[list[int]] = []
-    waiting = [[node] for node in reversed(children.get(-1, []))]
-    while waiting:
-        chain = waiting.pop()
-        while below := children.get(chain[-1]):
-            waiting += [[node] for node in reversed(below[1:])]
-            chain.append(below[0])
-        chains.append(chain)
-    return chains
+def parent_rows(parents: Sequence[int], first: int) -> list[int]:
+    """The row of the parent of each node of a tree in rows from `first` on; -1: it follows the slot's sequence."""
+    return [first + parent if parent >= 0 else -1 for parent in parents]
 
 
 def is_path(parents: Sequence[int], path: Sequence[int]) -> bool:
@@ -87,42 +73,19 @@ def is_path(parents: Sequence[int], path: Sequence[int]) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Rows of a forward that continue a slot as one chain: `size` rows from `row` on, at positions from `start` on."""
-
-    slot: int
-    start: int
-    row: int
-    size: int
-
-    @property
-    def at(self) -> slice:
-        """Its positions."""
-        return slice(self.start, self.start + self.size)
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.row, self.row + self.size)
-
-
-@dataclass
-class Layout:
-    """Several feeds as the rows of one forward.
+class Layout(NamedTuple):
+    """Several feeds as the rows of one forward, one behind the other.
 
     Attributes:
         ids: [rows], token ids.
-        spans: in the order in which they must be computed; a tree has one for each of its `branches`.
-        fed: for each feed, the row of each of its tokens.
-        asked: for each feed, the rows whose logits are returned.
-        trees: for each feed that is a tree, the feed and the row of each node.
+        table: [rows, 4]: slot, position, how many positions of the slot are seen, and in trees the row of the parent,
+            which is seen too, else -1. Of padding -1 throughout.
+        fed: of each feed, its rows.
     """
 
     ids: torch.Tensor
-    spans: list[Span] = field(default_factory=list)
-    fed: list[list[int]] = field(default_factory=list)
-    asked: list[list[int]] = field(default_factory=list)
-    trees: list[tuple[Feed, list[int]]] = field(default_factory=list)
+    table: torch.Tensor
+    fed: list[range]
 
 
 def lay_out(feeds: Sequence[Feed], lengths: Sequence[int], least: int = 1) -> Layout:
@@ -131,25 +94,16 @@ def lay_out(feeds: Sequence[Feed], lengths: Sequence[int], least: int = 1) -> La
     Args:
         lengths: number of tokens in each slot.
     """
-    layout, ids = Layout(torch.empty(0)), []
-    count = 0
+    table: list[tuple[int, int, int, int]] = []
+    fed: list[range] = []
     for feed in feeds:
-        start, fed, order = lengths[feed.slot], len(feed.tokens), list(range(len(feed.tokens)))
+        start, slot, first, count = lengths[feed.slot], feed.slot, len(table), len(feed.tokens)
         if feed.parents is None:
-            layout.spans.append(Span(feed.slot, start, count, fed))
+            table += [(slot, at, at + 1, -1) for at in range(start, start + count)]
         else:
-            depth, row = depths(feed.parents), count
-            for chain in branches(feed.parents):
-                layout.spans.append(Span(feed.slot, start + depth[chain[0]], row, len(chain)))
-                order[row - count : row - count + len(chain)] = chain
-                row += len(chain)
-        row_of = {node: count + row for row, node in enumerate(order)}
-        ids.append(torch.as_tensor(feed.tokens) if feed.parents is None else torch.as_tensor(feed.tokens)[order])
-        layout.fed.append([row_of[node] for node in range(fed)])
-        if feed.parents is not None:
-            layout.trees.append((feed, layout.fed[-1]))
-        layout.asked.append(layout.fed[-1][fed - feed.rows :])
-        count += fed
-    padding = torch.zeros(max(0, least - count), dtype=torch.long)
-    layout.ids = torch.cat([*ids, padding]) if len(ids) > 1 or len(padding) else ids[0]
-    return layout
+            above = zip(depths(feed.parents), parent_rows(feed.parents, first), strict=True)
+            table += [(slot, start + depth, start, parent) for depth, parent in above]
+        fed.append(range(first, first + count))
+    padding = max(0, least - len(table))
+    ids = [torch.as_tensor(feed.tokens) for feed in feeds] + [torch.zeros(padding, dtype=torch.long)]
+    return Layout(torch.cat(ids), torch.tensor([*table, *[(-1,) * 4] * padding]), fed)

@@ -61,6 +61,7 @@ class Head:
         self._embedding = weights.get("embed_tokens.weight", embedding)
         self._weights = {name: weight for name, weight in weights.items() if name.endswith("norm.weight")}
         self.dtype, self.device = embedding.dtype, embedding.device
+        self.hidden, self.context = embedding.shape[1], len(cos)
         self.kind = rounding or str(self.dtype).removeprefix("torch.")
 
         def product(*names: str, wide: bool = False) -> Matrix:
@@ -83,14 +84,6 @@ class Head:
             room, dtype=torch.float32 if self.device.type == "cpu" else self.dtype, device=self.device
         )
         self.lengths = [0] * slots
-
-    @property
-    def hidden(self) -> int:
-        return self._embedding.shape[1]
-
-    @property
-    def context(self) -> int:
-        return len(self._cos)
 
     def fused(self, features: torch.Tensor) -> torch.Tensor:
         """The target's states [n, features] -> [n, hidden]."""

@@ -8,12 +8,12 @@ import torch
 
 from pearl.models.feeds import Feed
 from pearl.models.head import Head
-from pearl.models.runner import Capabilities, check_feeds
+from pearl.models.runner import Capabilities, ModelRunner, check_feeds
 
 _IN_TURN = 16  # tokens: a longer feed is part of a prompt, whose states will come
 
 
-class HeadRunner:
+class HeadRunner(ModelRunner):
     """Drafts with the target's states where they have arrived, and with the head's own outputs behind them.
 
     Token p is read with the state of token p - 1.  When further states arrive, all tokens from the first one read
@@ -37,7 +37,6 @@ class HeadRunner:
         self._news = [0] * slots  # tokens that were read with the states that are there now
 
     def length(self, slot: int = 0) -> int:
-        """See `ModelRunner`, also for the methods below."""
         return self._lengths[slot]
 
     def extend(self, start: int, features: torch.Tensor, slot: int) -> None:
@@ -98,9 +97,6 @@ class HeadRunner:
         for counts in (self._known, self._any, self._news):
             counts[slot] = min(length, counts[slot])
 
-    def keep(self, path: Sequence[int], slot: int = 0) -> None:
-        raise AssertionError("a head as a draft takes no trees")
-
     def fork(self, slot: int, into: int, length: int | None = None, shared: int = 0) -> None:
         end = self._lengths[slot] if length is None else length
         for room in (self._tokens, self._states):
@@ -108,7 +104,3 @@ class HeadRunner:
         self._head.copy(slot, into, max(0, shared - 1), max(0, end - 1))
         for counts in (self._lengths, self._known, self._any, self._news):
             counts[into] = min(end, counts[slot])
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)

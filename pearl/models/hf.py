@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from pearl.errors import ForwardError, ModelError
 from pearl.models.cache_layers import FixedLayer, Snapshots, cache_name, layer_for, sizes_of
 from pearl.models.checkpoints.memory import SNAPSHOTS, is_of_memory
-from pearl.models.runner import Capabilities, Feed, Tokens, check_feeds, feed_chain
+from pearl.models.runner import Capabilities, Feed, ModelRunner, Tokens, check_feeds, feed_chain
 from pearl.printable import cause_of
 
 log = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ _PIECE = 512  # the most tokens of a forward where states are copied: a rollback
 _ALIKE_IN_HALF = 0.97  # of most rows in half precision: rounding may choose other experts in some
 
 
-class HFRunner:
-    """`ModelRunner` over a loaded model, which stays where it was loaded, on one device or several.
+class HFRunner(ModelRunner):
+    """Runs a loaded model, which stays where it was loaded, on one device or several.
 
     Raises `ModelError` at construction where a trial fails or finds that logits depend on how a text is cut into
     forwards.
@@ -45,7 +45,7 @@ class HFRunner:
     def __init__(
         self, model: PreTrainedModel, context: int, is_tried: bool = False, keeps_states: bool = False
     ) -> None:
-        self._model = model.eval()
+        self.model = model.eval()
         config = model.config.get_text_config(decoder=True)
         layers = _layers(model, context)
         self._layers = [layer for layer in layers if isinstance(layer, FixedLayer)]
@@ -78,16 +78,10 @@ class HFRunner:
                 ", ".join(kinds),
             )
 
-    @property
-    def model(self) -> PreTrainedModel:
-        return self._model
-
     def length(self, slot: int = 0) -> int:
-        """See `ModelRunner.length`."""
         return self._length
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        """See `ModelRunner.forward`."""
         check_feeds(feeds, self, "the general path through transformers")
         (feed,) = feeds
         end = self._length + len(feed.tokens)
@@ -103,7 +97,7 @@ class HFRunner:
             self.rollback(self._length)
             if isinstance(error, (IndexError, RuntimeError)) and self.device.type == "cpu" and not is_of_memory(error):
                 # Such as a limit that its configuration does not name. On a GPU nothing could be computed after it.
-                raise ForwardError(f"{type(self._model).__name__}'s forward failed: {cause_of(error)}.") from error
+                raise ForwardError(f"{type(self.model).__name__}'s forward failed: {cause_of(error)}.") from error
             raise
         self._length = end
         # Copied outside of inference mode: the caller's rows are ordinary tensors, and writable.
@@ -127,41 +121,32 @@ class HFRunner:
         start = self._states.length
         self._states.advance(end)
         rows = min(rows, end - start)
-        logits = self._model(input_ids=self._fed[:, start:end], **self._arguments(start, end, rows)).logits
+        # No mask: each model derives its own from the cache, in under 0.1 ms.
+        given: dict[str, Any] = {self._cache_name: self._cache, "use_cache": True, "return_dict": True}
+        if self._takes_positions:
+            given["position_ids"] = self._positions[:, start:end]
+        if self._takes_rows:
+            given["logits_to_keep"] = max(rows, 1)  # 0 would mean all
+        logits = self.model(input_ids=self._fed[:, start:end], **given).logits
         if any(layer.filled != end for layer in self._layers):
-            name = type(self._model).__name__
+            name = type(self.model).__name__
             raise ModelError(f"{name} does not keep its state in the cache it is given. Use another model.")
         found: torch.Tensor = logits[0, logits.shape[1] - rows :]
         return found
 
-    def keep(self, path: Sequence[int], slot: int = 0) -> None:
-        """Never called: no tree can be fed."""
-        raise AssertionError("the general path takes no trees")
-
-    def fork(self, slot: int, into: int, length: int | None = None, shared: int = 0) -> None:
-        """Never called: there is one slot."""
-        raise AssertionError("the general path holds one sequence")
-
     def rollback(self, length: int, slot: int = 0) -> None:
-        """See `ModelRunner.rollback`."""
         assert 0 <= length <= self._length
         self._length = length
         held = self._states.rollback(length)
         for layer in self._layers:
             layer.rollback(held)
 
-    def synchronize(self) -> None:
-        """See `ModelRunner.synchronize`."""
-        if self.device.type == "cuda":
-            # This stream only, not the one that sends rows to the other worker.
-            torch.cuda.current_stream(self.device).synchronize()
-
     def _try(self) -> None:
         """Feed a text at once, again in pieces after a rollback, and without a cache or position ids.
 
         Raises `ModelError` where that fails or the logits differ.
         """
-        name, count = type(self._model).__name__, min(_TRIED, self.context)
+        name, count = type(self.model).__name__, min(_TRIED, self.context)
         tokens = [self.vocab_size * (place + 1) // (count + 2) for place in range(count)]
         kept = count // 2
         try:
@@ -173,7 +158,7 @@ class HFRunner:
             parts = tokens[kept : kept + 1], tokens[kept + 1 : kept + 2], tokens[kept + 2 :]
             cut = [feed_chain(self, part, len(part)) for part in parts if part]
             with torch.inference_mode():
-                own = self._model(input_ids=self._ids(tokens), use_cache=False).logits[0].to(self.device, torch.float32)
+                own = self.model(input_ids=self._ids(tokens), use_cache=False).logits[0].to(self.device, torch.float32)
         except Exception as error:
             if isinstance(error, ModelError) or is_of_memory(error):
                 raise
@@ -223,19 +208,6 @@ class HFRunner:
         ids = torch.tensor([list(tokens)], dtype=torch.long, pin_memory=on_gpu)
         return ids.to(self.device, non_blocking=True)
 
-    def _arguments(self, start: int, end: int, rows: int) -> dict[str, Any]:
-        """The forward's other arguments. No mask: each model derives its own from the cache, in under 0.1 ms."""
-        arguments: dict[str, Any] = {
-            self._cache_name: self._cache,
-            "use_cache": True,
-            "return_dict": True,
-        }
-        if self._takes_positions:
-            arguments["position_ids"] = self._positions[:, start:end]
-        if self._takes_rows:
-            arguments["logits_to_keep"] = max(rows, 1)  # 0 would mean all
-        return arguments
-
 
 def _cosines(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     """The cosine of each of `rows` [n, vocab] with its counterpart, about their means; 1 where they are equal.
@@ -266,23 +238,11 @@ def _layers(model: PreTrainedModel, context: int) -> list[Any]:
     if config.is_encoder_decoder or (doubtful and not _is_causal(model)):
         raise ModelError(f"{name} is not a decoder-only language model. Use a causal one.")
     if text.model_type == "doge":
-        _check_doge(name, text, context)
+        raise ModelError(
+            f"{name} cannot be used here: which tokens it attends to, or which experts it takes, depends on the tokens "
+            "that are fed with it. Use a model of another family."
+        )
     return [layer_for(layer, context) for layer in DynamicCache(config=config).layers]
-
-
-def _check_doge(name: str, config: Any, context: int) -> None:
-    """Raise `ModelError` where a row of a Doge depends on the rows fed with it."""
-    if config.is_moe:
-        raise ModelError(
-            f"{name} cannot be used here: which experts a token takes depends on the tokens that are fed with it. "
-            "Use a model without experts, or of another family."
-        )
-    if context > (most := config.keep_window_size):
-        # In the first layer equal tokens tie, and the size of a forward decides ties.
-        raise ModelError(
-            f"{name} cannot be used here: it attends to {most} tokens that it chooses, otherwise in forwards of other "
-            f"sizes. In a context of {most} it attends to all: max_context {most}."
-        )
 
 
 def _is_causal(model: PreTrainedModel) -> bool:

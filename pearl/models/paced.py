@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch.nn.functional import linear, softmax
 
-from pearl.models.runner import Capabilities, Feed, ModelRunner, WrappedRunner
+from pearl.models.runner import Feed, ModelRunner, WrappedRunner
 
 _NAP_SECONDS = 1e-5  # short: a core that sleeps through a forward is slow after it
 _SPIN_SECONDS = 5e-4  # a nap seldom overshoots by more; the rest is spent in operations
@@ -28,10 +28,7 @@ class PacedRunner(WrappedRunner):
     def __init__(self, runner: ModelRunner, seconds: float) -> None:
         super().__init__(runner)
         self._seconds = seconds
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, launches=False)  # a paced forward is done when it returns
+        self.capabilities = replace(runner.capabilities, launches=False)  # a paced forward is done when it returns
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         end = time.perf_counter() + self._seconds

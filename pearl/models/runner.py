@@ -47,19 +47,14 @@ class ModelRunner(Protocol):
         context: the most tokens that a slot can hold.
         device: where the logits live.
         capabilities: what it supports; a feed that needs more raises `RequestError`.
+        weights: their type: float32, bfloat16, int8 ...; empty for a model without weights.
     """
 
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def context(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def capabilities(self) -> Capabilities: ...
+    vocab_size: int
+    context: int
+    device: torch.device
+    capabilities: Capabilities
+    weights: str = ""
 
     def length(self, slot: int = 0) -> int:
         """Tokens that the slot holds; a tree that waits for `keep` does not count."""
@@ -86,20 +81,21 @@ class ModelRunner(Protocol):
     def keep(self, path: Sequence[int], slot: int = 0) -> None:
         """Continue the slot's sequence by these nodes of the tree fed last, each the parent of the next.
 
-        The slot's state is then that of feeding only the path.
+        The slot's state is then that of feeding only the path.  For runners that take trees.
         """
-        ...
+        raise AssertionError(f"{type(self).__name__} takes no trees")
 
     def fork(self, slot: int, into: int, length: int | None = None, shared: int = 0) -> None:
         """Replace the sequence of slot `into` by the first `length` tokens of `slot`; None: all of them.
 
-        `shared`: how many of these `into` holds already, so that they need not be copied.
+        `shared`: how many of these `into` holds already, so that they need not be copied.  For several slots.
         """
-        ...
+        raise AssertionError(f"{type(self).__name__} holds one sequence")
 
     def synchronize(self) -> None:
         """Wait until the device has finished all forwards; returns at once on a CPU."""
-        ...
+        if self.device.type == "cuda":  # this stream only, not the one that sends rows to the other worker
+            torch.cuda.current_stream(self.device).synchronize()
 
 
 def feed_chain(runner: ModelRunner, tokens: Tokens, rows: int, slot: int = 0, prompt: bool = False) -> torch.Tensor:
@@ -140,32 +136,13 @@ def unwrapped(runner: ModelRunner) -> Any:
     return runner
 
 
-def dtype_of(runner: ModelRunner) -> str:
-    """The type of the weights: float32, bfloat16, int8 ...; empty for a model without weights."""
-    return str(getattr(unwrapped(runner), "weights", ""))
-
-
-class WrappedRunner:
-    """A `ModelRunner` that forwards everything to another; subclasses override what they change."""
+class WrappedRunner(ModelRunner):
+    """Forwards everything to another runner; subclasses override what they change."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-
-    @property
-    def vocab_size(self) -> int:
-        return self._runner.vocab_size
-
-    @property
-    def context(self) -> int:
-        return self._runner.context
-
-    @property
-    def device(self) -> torch.device:
-        return self._runner.device
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._runner.capabilities
+        self.vocab_size, self.context = runner.vocab_size, runner.context
+        self.device, self.capabilities, self.weights = runner.device, runner.capabilities, runner.weights
 
     def length(self, slot: int = 0) -> int:
         return self._runner.length(slot)

@@ -26,8 +26,8 @@ _SLOTS, _TREE_NODES = 8, 256
 _COIN_ROWS, _COIN_SIDES = 32, 1 << 32
 
 
-class ToyRunner:
-    """A ModelRunner whose next-token distribution is a function of the whole context.
+class ToyRunner(ModelRunner):
+    """A runner whose next-token distribution is a function of the whole context.
 
     Args:
         distribution: the tokens so far (at least one) -> probabilities [vocab_size], float32.
@@ -86,9 +86,6 @@ class ToyRunner:
         assert self._tokens[into][:shared] == self._tokens[slot][:shared]
         self._trees[into] = None
         self._tokens[into] = self._tokens[slot][:length]
-
-    def synchronize(self) -> None:
-        pass
 
 
 def alpha_pair(vocab_size: int, alpha: float, seed: int = 0, order: int = 8) -> tuple[NextToken, NextToken]:

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 
 from pearl.models.feeds import Feed
 from pearl.models.runner import Capabilities, ModelRunner, WrappedRunner, check_feeds
+from pearl.text.translation import Translation
 
 _LONGEST = 2  # draft tokens for a token, on average from the text's beginning
-
-
-class Spells(Protocol):
-    """See `pearl.text.translation.Translation`."""
-
-    @property
-    def shared(self) -> Mapping[int, int]: ...
-
-    def spell(self, token: int) -> tuple[int, ...]: ...
 
 
 class TranslatedRunner(WrappedRunner):
@@ -30,30 +21,19 @@ class TranslatedRunner(WrappedRunner):
     would take more than twice as many draft tokens as it has tokens, the rest of a spelling is left out.
     """
 
-    def __init__(self, runner: ModelRunner, translation: Spells, vocab_size: int) -> None:
+    def __init__(self, runner: ModelRunner, translation: Translation, vocab_size: int) -> None:
         super().__init__(runner)
-        self._translation, self._vocab_size = translation, vocab_size
-        self._ends: list[list[int]] = [[] for _ in range(runner.capabilities.slots)]  # in the draft's cache, by token
+        can = runner.capabilities
+        self._translation, self.vocab_size, self.context = translation, vocab_size, runner.context // _LONGEST
+        # No trees, and no launches: tokens must be known on the host to be translated.
+        self.capabilities = Capabilities(slots=can.slots, together=can.together)
+        self._ends: list[list[int]] = [[] for _ in range(can.slots)]  # in the draft's cache, by token
         sources = [-1] * vocab_size
         for token, own in translation.shared.items():
             if token < vocab_size and own < runner.vocab_size:
                 sources[token] = own
         source = torch.tensor(sources, device=runner.device)
         self._source, self._missing = source.clamp_min(0), source < 0
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def context(self) -> int:
-        return self._runner.context // _LONGEST
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """No trees, and no launches: tokens must be known on the host to be translated."""
-        own = self._runner.capabilities
-        return Capabilities(slots=own.slots, together=own.together)
 
     def length(self, slot: int = 0) -> int:
         return len(self._ends[slot])
@@ -89,10 +69,6 @@ class TranslatedRunner(WrappedRunner):
     def rollback(self, length: int, slot: int = 0) -> None:
         self._runner.rollback(self._end(slot, length), slot)
         del self._ends[slot][length:]
-
-    def keep(self, path: Sequence[int], slot: int = 0) -> None:
-        """Never called: no tree can be fed."""
-        raise AssertionError("a draft of another vocabulary takes no trees")
 
     def fork(self, slot: int, into: int, length: int | None = None, shared: int = 0) -> None:
         length = self.length(slot) if length is None else length

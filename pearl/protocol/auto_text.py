@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from pearl.protocol.draft_view import DraftView
 from pearl.protocol.events import Spread
@@ -11,12 +11,8 @@ from pearl.protocol.machine import Do
 from pearl.protocol.request import Request
 from pearl.protocol.speeds import Speeds
 
-
-class Running(Protocol):
-    """A running request."""
-
-    draft: DraftView
-    auto: AutoText
+if TYPE_CHECKING:
+    from pearl.protocol.request_machine import RequestMachine
 
 
 class AutoText:
@@ -32,7 +28,9 @@ class AutoText:
         is_timed: whether ways are timed on this text: one text at a time. The others use the best way so far.
     """
 
-    def __init__(self, request: Request, draft: DraftView, speeds: Speeds, running: Mapping[int, Running]) -> None:
+    def __init__(
+        self, request: Request, draft: DraftView, speeds: Speeds, running: Mapping[int, RequestMachine]
+    ) -> None:
         self._request, self._draft, self._speeds, self._running = request, draft, speeds, running
         self._is_open = request.method.adapts and request.options.commits_draws
         self.is_timed: bool = self._is_open and not any(other.auto.is_timed for other in running.values())

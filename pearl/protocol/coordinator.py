@@ -9,10 +9,9 @@ from pearl.errors import LocalProtocolError
 from pearl.protocol.events import DraftGone, DraftJoined, End
 from pearl.protocol.messages import Cancel, DraftTokens, FinishReason, Resync, Submit
 from pearl.protocol.request import Counts
-from pearl.protocol.request_machine import RequestMachine
+from pearl.protocol.request_machine import WAITING, RequestMachine, State
 from pearl.protocol.scheduler import Scheduler
 from pearl.protocol.speeds import Speeds
-from pearl.protocol.target_states import WAITING, State
 
 
 class Coordinator:

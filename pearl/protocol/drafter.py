@@ -208,19 +208,22 @@ class DraftMachine(Machine):
         seq = self.sequence
         # A last token fed before a verdict made it final is fed again: its row is gone.
         seq.fed = min(seq.fed, len(seq.tokens) - 1)
+        is_alone = all(machine is self or machine.begun is None for machine in self._machines)
+        start, tokens = self._feed(prefill_chunk(seq, is_alone=is_alone), do)
+        self._hedges, known = False, len(seq.tokens)
+        budget, prompt = self._until - known if seq.fed == known else 0, start < seq.prompt
+        do(Draft(start, tokens, budget, known - seq.committed, prompt=prompt, request=self.begun.request))
+
+    def _feed(self, count: int, do: Do) -> tuple[int, tuple[int, ...]]:
+        """The position and the tokens of a forward that starts now, of `count` unfed tokens."""
+        assert self.begun is not None
+        seq = self.sequence
         if seq.cached > seq.fed:
             do(Rollback(seq.fed, request=self.begun.request))
-        start = seq.fed
-        prompt = start < seq.prompt
-        is_alone = all(machine is self or machine.begun is None for machine in self._machines)
-        count = prefill_chunk(seq, is_alone=is_alone)
-        tokens = tuple(seq.feed(count))
+        start, tokens = seq.fed, tuple(seq.feed(count))
         self._in_flight, self.computing = len(tokens), self.begun.request
-        self._overtaken = self._hedges = False
-        self.state = State.DRAFTING
-        known = len(seq.tokens)
-        budget = self._until - known if seq.fed == known else 0
-        do(Draft(start, tokens, budget, known - seq.committed, prompt=prompt, request=self.begun.request))
+        self._overtaken, self.state = False, State.DRAFTING
+        return start, tokens
 
     @property
     def _may_hedge(self) -> bool:
@@ -235,13 +238,8 @@ class DraftMachine(Machine):
         """Start a forward of branches."""
         assert self.begun is not None
         seq = self.sequence
-        if seq.cached > seq.fed:
-            do(Rollback(seq.fed, request=self.begun.request))
-        start = seq.fed
-        tokens = tuple(seq.feed(len(seq.unfed)))
-        self._in_flight, self.computing = len(tokens), self.begun.request
-        self._overtaken, self._hedges = False, True
-        self.state = State.DRAFTING
+        start, tokens = self._feed(len(seq.unfed), do)
+        self._hedges = True
         pending, depth = len(seq.tokens) - seq.committed, self.draft_until - seq.committed
         do(Draft(start, tokens, 0, pending, depth, self.begun.options.prepares_bonus, request=self.begun.request))
 

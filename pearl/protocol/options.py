@@ -25,9 +25,8 @@ from pearl.config.sampling import (
     stop_problem,
 )
 from pearl.spec.methods import MAX_BRANCHES, MAX_GAMMA, MAX_LOOK_AHEAD, METHODS, WINDOWS, Method
-from pearl.spec.problems import decoding_problem
 from pearl.spec.rules import MAX_PARAMETERS, RuleSpec, find
-from pearl.spec.stops import FIXED, THRESHOLD
+from pearl.spec.stops import FIXED, THRESHOLD, decoding_problem
 
 MAX_TEXT = 1 << 16  # bytes of UTF-8: an error message, a stop string
 _LARGEST = sys.float_info.max

@@ -57,10 +57,7 @@ class ProposalStore:
     """The proposals of one request: the main line, which follows the prefix, and branches for other outcomes."""
 
     def __init__(self) -> None:
-        self._rows: list[Any] = []
-        self._sources: list[Source] = []
-        #: What the draft says of each token of the main line; None where it says nothing.
-        self.seen: list[Seen | None] = []
+        self._line: list[tuple[Any, Source, Seen | None]] = []  # of each token: its row, who guessed it, what it says
         self.branches: dict[tuple[int, int], Proposal] = {}  # by outcome
 
     def add(self, proposal: Proposal) -> None:
@@ -69,13 +66,17 @@ class ProposalStore:
             known = self.branches.get(proposal.after)
             self.branches[proposal.after] = proposal if known is None else known.followed_by(proposal)
             return
-        self._rows.extend(proposal.rows or [None] * len(proposal.tokens))
-        self._sources.extend(proposal.sources)
-        self.seen.extend(proposal.seen or [None] * len(proposal.tokens))
+        nothing = [None] * len(proposal.tokens)
+        self._line += zip(proposal.rows or nothing, proposal.sources, proposal.seen or nothing, strict=True)
+
+    @property
+    def seen(self) -> list[Seen | None]:
+        """What the draft says of each token of the main line; None where it says nothing."""
+        return [seen for *_, seen in self._line]
 
     def rows(self, count: int) -> tuple[Any, ...]:
         """The draft distributions of the first `count` tokens of the main line."""
-        return tuple(self._rows[:count])
+        return tuple(row for row, *_ in self._line[:count])
 
     def accept(self, committed: int) -> Source:
         """The main line's first token was committed, as the last of `committed` tokens; return who guessed it.
@@ -84,9 +85,7 @@ class ProposalStore:
         """
         if self.branches:
             self.branches = {after: each for after, each in self.branches.items() if after[0] >= committed}
-        self._rows.pop(0)
-        self.seen.pop(0)
-        return self._sources.pop(0)
+        return self._line.pop(0)[1]
 
     def branch(self, position: int, token: int) -> Proposal | None:
         """The branch that holds where `token` is committed at `position`, as a proposal of the main line."""
@@ -95,7 +94,5 @@ class ProposalStore:
 
     def clear(self) -> None:
         """Drop all of them."""
-        self._rows.clear()
-        self.seen.clear()
-        self._sources.clear()
+        self._line.clear()
         self.branches.clear()

@@ -72,11 +72,10 @@ class TokenSequence:
         """Appends pending tokens."""
         self.tokens.extend(tokens)
 
-    def accept(self, count: int = 1) -> None:
-        """Commits the first `count` pending tokens."""
-        assert self.committed + count <= len(self.tokens)
-        self.digest = extend_digest(self.digest, self.tokens[self.committed : self.committed + count])
-        self.committed += count
+    def accept(self) -> None:
+        """Commits the first pending token."""
+        self.digest = extend_digest(self.digest, [self.tokens[self.committed]])
+        self.committed += 1
 
     def correct(self, token: int) -> None:
         """Commits `token` in place of the first pending one, if any; whatever else is pending is discarded."""

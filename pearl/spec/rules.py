@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import isfinite
-from typing import Protocol
+from typing import Any
 
 MAX_PARAMETERS = 8  # of one rule
 BLOCK_LENGTH = "depth"  # name of the parameter that sets the block length, in tokens
@@ -52,18 +52,8 @@ class Parameter:
         return self.kind(value)
 
 
-class Declared(Protocol):
-    """A rule or a stop policy: something with parameters."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def parameters(self) -> tuple[Parameter, ...]: ...
-
-
 def checked_values(
-    what: str, declared: Sequence[Parameter], given: Parameters, others: Iterable[Declared] = ()
+    what: str, declared: Sequence[Parameter], given: Parameters, others: Iterable[Any] = ()
 ) -> dict[str, float]:
     """Return the values of all declared parameters by name: as given, else the default.
 
@@ -94,8 +84,8 @@ class RuleSpec:
     Attributes:
         description: what it does under sampling, in one line.
         target, draft: the two halves, each the `module:name` of a factory. It is called with the sampling parameters,
-            and with those of the rule's parameters that its signature names. See `TargetHalf`, `DraftHalf` and
-            `BlockHalf` in `pearl.decoding.rules`.
+            and with those of the rule's parameters that its signature names. See `TargetHalf` and `DraftHalf` in
+            `pearl.decoding.rules`, and `JointDraft`.
         is_exact: whether committed tokens have the target's distribution.
         is_proposal_invariant: whether the text is the same whatever was drafted.
         parameters: with `BLOCK_LENGTH` among them it judges blocks, else single tokens.
@@ -107,7 +97,7 @@ class RuleSpec:
     name: str
     description: str
     target: str
-    draft: str = "pearl.decoding.rules.tokenwise:SampledDraft"
+    draft: str = "pearl.decoding.rules.ratio:SampledDraft"
     needs: Needs = Needs.DISTRIBUTIONS
     is_exact: bool = False
     is_proposal_invariant: bool = False
@@ -160,7 +150,7 @@ def find(name: str) -> RuleSpec:
     return RULES[name]
 
 
-def named_parameters(specs: Iterable[Declared]) -> dict[str, dict[str, Parameter]]:
+def named_parameters(specs: Iterable[Any]) -> dict[str, dict[str, Parameter]]:
     """Parameter name -> name of its rule or policy -> declaration. Several may share a name, if `kind` is the same."""
     found: dict[str, dict[str, Parameter]] = {}
     for spec in specs:

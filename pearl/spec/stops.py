@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pearl.spec.rules import Parameter, Parameters, checked_values
+from pearl.spec.methods import METHODS, check_method
+from pearl.spec.rules import Parameter, Parameters, checked_values, find
 
 FIXED = "fixed"  # no policy: the window alone
 THRESHOLD = "threshold"
@@ -79,3 +80,19 @@ def check_stop(name: str) -> StopSpec:
         known = ", ".join(each for each, other in STOPS.items() if not other.is_simulated)
         raise ValueError(f"draft_stop {name} needs the recorded text, so only pearl paper disco has it; choose {known}")
     return STOPS[name]
+
+
+def decoding_problem(
+    method: str, rule: str, parameters: Parameters, draft_stop: str, stop_parameters: Parameters
+) -> str | None:
+    """Why a method, an acceptance rule and a stop policy do not fit together: for configuration, wire and engine."""
+    try:
+        way, spec = check_method(method), find(rule)
+        spec.values(parameters)
+        check_stop(draft_stop).values(stop_parameters)
+    except ValueError as error:
+        return str(error)
+    if draft_stop != FIXED and not way.takes_stops:
+        takes = ", ".join(name for name, each in METHODS.items() if each.takes_stops)
+        return f"draft_stop {draft_stop} is for methods {takes}, not {method}, which takes {FIXED}"
+    return spec.problem(method, draft_stop)

@@ -11,8 +11,7 @@ from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, TypeVar
 
 from pearl.config.sampling import Schema
-from pearl.errors import GrammarError, RequestError
-from pearl.extras import installing
+from pearl.errors import GrammarError, RequestError, installing
 from pearl.text.parser import checked, limits
 from pearl.text.stream import Tokenizer, token_bytes
 

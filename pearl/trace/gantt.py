@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pearl.colours import SOURCES, WORK
-from pearl.errors import ConfigError, TraceError
-from pearl.extras import installing
+from pearl.errors import ConfigError, TraceError, installing
 from pearl.trace.chrome import committed
 from pearl.trace.reading import VERIFICATIONS, Arrow, Slice, Trace
 

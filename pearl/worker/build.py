@@ -25,7 +25,7 @@ from pearl.models.checkpoints.heads import load_draft_head, load_head, states_fo
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer, translation_of
 from pearl.models.paced import PacedRunner
-from pearl.models.runner import ModelRunner, dtype_of
+from pearl.models.runner import ModelRunner
 from pearl.models.toy import load_toy
 from pearl.models.translated import TranslatedRunner
 from pearl.protocol.messages import PROTOCOL_VERSION, Hello, Role, Welcome
@@ -90,7 +90,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
                 gives_states=is_drafting,
             ),
             TargetSettings(config, runner.vocab_size, runner.context, digest),
-            ready=partial(lifeline.tell, "ready", device=taken, dtype=dtype_of(runner)),
+            ready=partial(lifeline.tell, "ready", device=taken, dtype=runner.weights),
             stopping=lifeline.closed.is_set,
             tracer=tracer,
             channel=partial(make_channel, runner.vocab_size) if make_channel else None,
@@ -140,7 +140,7 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
             endpoint,
             Hello(PROTOCOL_VERSION, Role.DRAFT, runner.vocab_size, runner.context, digest),
             welcomed,
-            ready=partial(lifeline.tell, "ready", device=own.name, dtype=dtype_of(runner)),
+            ready=partial(lifeline.tell, "ready", device=own.name, dtype=runner.weights),
             stopping=lifeline.closed.is_set,
             heartbeat_seconds=min(1.0, config.draft_timeout / 4),
             tracer=tracer,

@@ -138,7 +138,7 @@ class DraftWorker:
         # A target that knows t_draft has had a draft before, and waits for this one during a text: measure briefly.
         seconds, self._prefill_pace = self._executor.proposer.measure(welcome.t_draft > 0)
         ahead = Ahead(self._executor, lambda: self._mail.is_empty, self._computes)
-        self._open.enter_context(ahead)
+        self._open.callback(ahead.close)
         self._execute = memory_errors(self._tracer.computing(ahead.execute))
         self._execute_together = memory_errors(self._tracer.computing(ahead.draft))
         self._mail.send(Heartbeat(0, "calibrated", 1, seconds))

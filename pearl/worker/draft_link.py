@@ -201,7 +201,7 @@ class DraftLink:
         for i, row in enumerate(rows):
             if isinstance(row, PackedRow):
                 if is_small:
-                    rows[i] = self._executor.bring(row)
+                    rows[i] = row.unpack(vocab)
                 else:  # a few bytes may become a vocabulary, so the executor unpacks only rows that it judges
                     row.check(vocab)
         announced = [i for i, row in enumerate(rows) if isinstance(row, AnnouncedRow)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -55,22 +55,6 @@ class DraftHalf(Protocol):
         ...
 
 
-class BlockHalf(Protocol):
-    """How the draft searches for a block, for rules that judge blocks: see `pearl.drafting.beams`.
-
-    Attributes:
-        depth: tokens of a block.
-        width: sequences that the search keeps.
-    """
-
-    depth: int
-    width: int
-
-    def score(self, logits: Tensor) -> Tensor:
-        """The probabilities [vocab] float32 by which a sequence is continued; the target gets its tokens'."""
-        ...
-
-
 class TargetHalf(Protocol):
     """How the target judges. Positions are absolute."""
 
@@ -97,26 +81,11 @@ class TargetHalf(Protocol):
         ...
 
 
-def make_draft_half(name: str, sampling: Sampling, parameters: Parameters = ()) -> DraftHalf:
-    """Of a rule that judges tokens. Raises `RequestError` for an unknown rule or a parameter that it does not take."""
-    half: DraftHalf = _make("draft", name, sampling, parameters)
-    return half
+def make_half(side: Literal["target", "draft"], name: str, sampling: Sampling, parameters: Parameters = ()) -> Any:
+    """A `TargetHalf` or a `DraftHalf`, or a `joint.JointDraft`, with those of the rule's parameters that it takes.
 
-
-def make_block_half(name: str, sampling: Sampling, parameters: Parameters = ()) -> BlockHalf:
-    """As `make_draft_half`, of a rule that judges blocks."""
-    half: BlockHalf = _make("draft", name, sampling, parameters)
-    return half
-
-
-def make_target_half(name: str, sampling: Sampling, parameters: Parameters = ()) -> TargetHalf:
-    """As `make_draft_half`, of any rule."""
-    half: TargetHalf = _make("target", name, sampling, parameters)
-    return half
-
-
-def _make(side: str, name: str, sampling: Sampling, parameters: Parameters) -> Any:
-    """A half, with those of the rule's parameters that it takes."""
+    Raises `RequestError` for an unknown rule or a parameter that it does not take.
+    """
     try:
         spec, values = find(name).at(sampling.temperature), find(name).values(parameters)
     except ValueError as error:

@@ -22,14 +22,13 @@ from math import exp
 import torch
 from torch import Tensor
 
-from pearl.decoding.rules.ratio import accepts, residual
-from pearl.decoding.rules.tokenwise import TokenTarget
+from pearl.decoding.rules.ratio import RatioTarget, accepts, residual
 from pearl.decoding.sampling import greedy, read_draw
 from pearl.protocol.events import Judged, Odds
 from pearl.protocol.options import Sampling
 
 
-class UnoTarget(TokenTarget):
+class UnoTarget(RatioTarget):
     """Corrects from the target.
 
     Args:

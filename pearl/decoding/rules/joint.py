@@ -24,12 +24,13 @@ from pearl.protocol.options import Sampling
 
 
 class JointDraft:
-    """What a search for a block goes by; see `pearl.decoding.rules.BlockHalf`."""
+    """What a search for a block of `depth` tokens goes by, which keeps `width` sequences: see `drafting.beams`."""
 
     def __init__(self, sampling: Sampling, depth: int, width: int) -> None:
         self.sampling, self.depth, self.width = unwarped(sampling), depth, width
 
     def score(self, logits: Tensor) -> Tensor:
+        """The probabilities [vocab] float32 by which a sequence is continued; the target gets its tokens'."""
         return probabilities(logits, self.sampling)
 
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from pearl.decoding.keys import Purpose, draw_key, uniform
 from pearl.decoding.rules import Drafted, Tops
-from pearl.decoding.rules.ratio import RatioTarget, accepts, residual
-from pearl.decoding.rules.tokenwise import SampledDraft, odds_of
+from pearl.decoding.rules.ratio import RatioTarget, SampledDraft, accepts, odds_of, residual
 from pearl.decoding.sampling import Shortlist, pick, probabilities, read_draw, shares
 from pearl.protocol.events import Judged
 from pearl.protocol.options import Sampling

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
 
-from pearl.errors import ConfigError
-from pearl.extras import installing
+from pearl.errors import ConfigError, installing
 from pearl.lab.distill.prompts import read_turns
 
 HUMANEVAL = "humaneval"

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import fill
 
-from pearl.errors import ConfigError
-from pearl.extras import installing
+from pearl.errors import ConfigError, installing
 
 _WIDE = 90  # letters of a title's line
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,13 +130,16 @@ def is_head(spec: str) -> bool:
     """Whether it names a head of another model (EAGLE-3), and not a model."""
     if is_toy(spec) or spec in ("none", "embedded", "embedded-draft"):
         return False
-    try:
-        directory = Path(spec) if Path(spec).is_dir() else in_cache(spec)
-        if directory is None:
-            return False
-        return "draft_vocab_size" in json.loads((directory / "config.json").read_text())
-    except (OSError, ValueError, TypeError):
-        return False
+    directory = Path(spec) if Path(spec).is_dir() else in_cache(spec)
+    return directory is not None and "draft_vocab_size" in config_in(directory)
+
+
+def config_in(directory: Path) -> dict[str, Any]:
+    """What config.json says; nothing where there is none that can be read."""
+    with suppress(OSError, ValueError):
+        if isinstance(found := json.loads((directory / "config.json").read_text()), dict):
+            return found
+    return {}
 
 
 def in_cache(name: str) -> Path | None:

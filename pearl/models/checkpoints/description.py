@@ -33,7 +33,7 @@ def describe(spec: str, progress: Progress) -> dict[str, Any]:
     path = Path(found or resolve_checkpoint(spec, progress))
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} has no config.json. Of a repository of GGUF files name one: {spec}:FILE.")
-    need = needed(path, "auto", None, DEFAULT_CONTEXT, is_wide=not torch.cuda.is_available(), keeps_bits=True)
+    need = needed(path, "auto", None, DEFAULT_CONTEXT, keeps_bits=True)
     about = {"model": spec, "path": str(path), "weights": kind_of(path)[0] or None}
     return about | _model(path) | {"memory": str(need) if need else None} | _chat(path)
 

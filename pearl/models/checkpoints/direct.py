@@ -21,9 +21,11 @@ from torch import nn
 
 from pearl.cache import Progress, silent
 from pearl.models.checkpoints import formats
+from pearl.models.checkpoints.checkpoint import config_in
 from pearl.models.checkpoints.gguf import table_in
 from pearl.models.checkpoints.gguf_weights import GgufWeights
 from pearl.models.families import OWN_FORWARD, forward_of, weight_shapes
+from pearl.models.forward import native
 from pearl.models.forward.experts import computes_experts
 from pearl.models.forward.layers import set_weight
 from pearl.models.forward.quantised import QuantisedMatrix, Weights
@@ -147,7 +149,7 @@ def read_decoder(
     own = config.get("dtype") or config.get("torch_dtype")
     if forward is None or rope is None or own not in _DTYPES:
         return None
-    if forward.has_experts and not computes_experts(device):
+    if (forward.has_experts and not computes_experts(device)) or not native.attends(device, config):
         return None
     expected = weight_shapes(forward, config)
     if (table := table_in(directory)) is not None:
@@ -297,7 +299,7 @@ def _weight(name: str) -> str:
 def _config(directory: Path) -> dict[str, Any] | None:
     """config.json, with `rope_parameters` and `head_dim`; None where it is not exactly of one of the families."""
     try:
-        config = json.loads((directory / "config.json").read_text())
+        config = config_in(directory)
         architecture = config["architectures"][0]
         family = OWN_FORWARD[architecture]
         has_experts = family.forward.clamps_experts
@@ -307,7 +309,7 @@ def _config(directory: Path) -> dict[str, Any] | None:
         if has_experts and config.get("quantization_config", {}).get("quant_method") == "mxfp4":
             del config["quantization_config"]
             config.setdefault("dtype", "bfloat16")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (LookupError, TypeError, AttributeError):
         return None
     # Code of its own; a scaling or a length that transformers reads before that of the rope.
     if "auto_map" in config or "original_max_position_embeddings" in config:

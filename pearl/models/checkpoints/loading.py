@@ -21,12 +21,11 @@ from pearl.models.checkpoints.direct import Decoder, read_decoder
 from pearl.models.checkpoints.gguf import table_in
 from pearl.models.checkpoints.gguf_weights import GgufWeights
 from pearl.models.checkpoints.memory import (
+    cache_bytes,
     check_cache_fits,
     check_room,
     fits_in_float32,
-    is_of_memory,
     needed,
-    slot_bytes,
 )
 from pearl.models.checkpoints.wrappers import LANGUAGE_MODEL, language_model_of
 from pearl.models.families import OWN_FORWARD
@@ -108,14 +107,12 @@ def load_runner(spec: str, *, device: torch.device, progress: Progress = silent,
     plan_no_shapes(device)
     path = resolve_checkpoint(spec, progress)
     if (files := Path(path) if Path(path).is_dir() else in_cache(path)) is not None:
-        is_wide = device.type == "cpu" and wanted.forwards != "transformers" and native.library() is None
         need = needed(
             files,
             wanted.weights,
             wanted.max_context,
             DEFAULT_CONTEXT,
             wanted.slots,
-            is_wide=is_wide,
             keeps_bits=keeps_bits and wanted.reads_directly,
         )
         if told := check_room(spec, need, device, torch.cuda.device_count() if wanted.is_spread else 1):
@@ -155,20 +152,16 @@ def _make_runner(
         from pearl.models.hf import HFRunner
 
         assert not isinstance(model, Decoder)
-        try:
-            runner = HFRunner(model, context, keeps_states=wanted.features == "last")
-        except (RuntimeError, MemoryError) as error:
-            if not is_of_memory(error):
-                raise
-            raise ModelError(f"{spec!r}: no memory for a cache of {context:,} tokens. Lower max_context.") from error
+        runner = HFRunner(model, context, keeps_states=wanted.features == "last")
         check_cache_fits(spec, model, context, runner.cache_bytes, 1)
         return runner
+    from pearl.models.forward.layers import described
     from pearl.models.forward.runner import ForwardRunner
 
     on_gpu = model.device.type == "cuda"
     positions = whole_blocks(context) + (PREFILL if on_gpu else 0)  # see ForwardRunner, for both
     item = model.dtype.itemsize if on_gpu or native.computes(model.model.embed_tokens.weight) else 4
-    left = check_cache_fits(spec, model, context, slot_bytes(model, positions, item), wanted.slots)
+    left = check_cache_fits(spec, model, context, cache_bytes(described(model)[1], positions, item), wanted.slots)
     return ForwardRunner(
         model,
         context,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -15,10 +14,11 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from pearl.errors import ModelError, OutOfMemory
+from pearl.models.checkpoints.checkpoint import config_in
 from pearl.models.checkpoints.formats import GGUF_BLOCKS
 from pearl.models.checkpoints.gguf import table_in
 from pearl.models.families import is_of_own_forward
-from pearl.models.forward.graphs import FED, PREFILL
+from pearl.models.forward.graphs import PREFILL
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _ITEMS = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -27,8 +27,7 @@ _MEMORY_WORDS = re.compile(
     r"(?i)can't allocate memory|not enough memory|CUDA error: out of memory|CUDA driver error: out of memory"
     r"|cudaErrorMemoryAllocation|CU(BLAS|DNN|SPARSE|SOLVER)_STATUS_ALLOC_FAILED"
 )
-_SHAPE = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
-_CACHE_SHAPE = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "hidden_size", "head_dim")
+_SHAPE = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 SNAPSHOTS = 8  # the most copies of the state of a recurrent model: see `cache_layers`
 _MEASURED_FROM = 1e8  # bytes of weights
 _P = ParamSpec("_P")
@@ -44,31 +43,24 @@ class Need:
         weights: in the dtype in which they will be loaded.
         cache: KV cache for `slots` sequences of `context` tokens; 0 if unknown.
         states: of recurrent layers, with the copies to which a rollback goes back.
-        work: activations of one prefill chunk, and of the largest CUDA graph, whose memory pool the others share.
     """
 
     weights: int
     cache: int = 0
-    work: int = 0
     context: int = 0
     slots: int = 1
     states: int = 0
 
     @property
-    def lasting(self) -> int:
-        """Without what forwards take: that is an estimate."""
-        return self.weights + self.cache + self.states
-
-    @property
     def total(self) -> int:
-        return self.lasting + self.work
+        """Without what forwards take on their way."""
+        return self.weights + self.cache + self.states
 
     def __str__(self) -> str:
         parts = [f"{gigabytes(self.weights)} of weights"]
         times = f"{self.slots} times " if self.slots > 1 else ""
         parts += [f"{gigabytes(self.cache)} of KV cache for {times}{self.context:,} tokens"] if self.cache else []
         parts += [f"{gigabytes(self.states)} of recurrent state and {SNAPSHOTS} copies"] if self.states else []
-        parts += [f"{gigabytes(self.work)} for its forwards"] if self.work else []
         return f"{gigabytes(self.total)}: {', '.join(parts)}"
 
 
@@ -82,7 +74,6 @@ def needed(
     context: int | None,
     most: int,
     slots: int = 1,
-    is_wide: bool = False,
     keeps_bits: bool = False,
 ) -> Need | None:
     """Estimate what the checkpoint in `directory` needs; None if its files do not say.
@@ -91,16 +82,12 @@ def needed(
         dtype: the weights' dtype once loaded; "auto": as in the checkpoint. Quantised weights are not converted.
         context: tokens; None: the model's maximum, but at most `most`.
         slots: sequences that the KV cache holds.
-        is_wide: whether our own forward keeps its KV cache in float32, whatever the weights' dtype, as where torch
-            attends on a CPU.
         keeps_bits: whether our own forward keeps the matrices of a GGUF file in their own bits.
     """
-    try:
-        config = json.loads((directory / "config.json").read_text())
+    config, size = config_in(directory), 0
+    with suppress(OSError, ValueError):
         size = _size_of_weights(directory)
-    except (OSError, ValueError):
-        return None
-    if not isinstance(config, dict) or not size:
+    if not config or not size:
         return None
     in_own_bits = keeps_bits and is_of_own_forward(config)
     if not in_own_bits and (added := _added(config)):
@@ -115,12 +102,13 @@ def needed(
         held = table.tensors.values()
         weights = sum(each.size if each.kind in GGUF_BLOCKS else math.prod(each.shape) * item for each in held)
         weights += config["vocab_size"] * config["hidden_size"] * item  # the embedding, dequantised
-    item = 4 if is_wide and is_ours else item
     context = context or min(most, config.get("max_position_embeddings") or most)
-    need = of_shape(config, weights, item, context, slots)
-    if is_ours or weights < _MEASURED_FROM or (sizes := _sizes(directory, item)) is None:
-        return need
-    return replace(need, cache=context * sizes[0], context=context, states=(1 + SNAPSHOTS) * sizes[1])
+    if not is_ours and weights >= _MEASURED_FROM and (sizes := _sizes(directory, item)) is not None:
+        return Need(weights, context * sizes[0], context, states=(1 + SNAPSHOTS) * sizes[1])
+    if not all(isinstance(config.get(name), int) for name in _SHAPE):
+        return Need(weights)
+    positions = context + PREFILL  # padding rows are written after the text
+    return Need(weights, slots * cache_bytes(config, positions, item), context, slots)
 
 
 def _added(config: Mapping[str, Any]) -> int:
@@ -159,28 +147,8 @@ def _sizes(directory: Path, item: int) -> tuple[int, int] | None:
     return None
 
 
-def of_shape(config: Mapping[str, Any], weights: int, item: int, context: int, slots: int = 1) -> Need:
-    """The need of a model of this shape.
-
-    Args:
-        config: as in config.json.
-        weights: their bytes.
-        item: bytes per number in the KV cache.
-    """
-    if not all(isinstance(config.get(name), int) for name in _SHAPE):
-        return Need(weights)
-    hidden, vocab, heads = config["hidden_size"], config["vocab_size"], config["num_attention_heads"]
-    positions = context + PREFILL  # padding rows are written after the text
-    # A prefill chunk: activations (where our kernels run, kept in the memory of a recording), and the attention mask of
-    # a group of heads (there is none then). The largest CUDA graph: attention scores before and after the softmax, and
-    # logits.
-    piece = PREFILL * (4 * hidden + 3 * config["intermediate_size"] + max(heads // FED, 1) * positions) * item
-    recorded = FED * (2 * heads * positions * item + 2 * vocab * item + 4 * vocab)
-    return Need(weights, slots * _cache_bytes(config, positions, item), piece + recorded, context, slots)
-
-
-def _cache_bytes(config: Mapping[str, Any], positions: int, item: int) -> int:
-    """Bytes of the KV cache of `positions` tokens, all layers and heads."""
+def cache_bytes(config: Mapping[str, Any], positions: int, item: int) -> int:
+    """Bytes of the KV cache of `positions` tokens, all layers and heads, of `item` bytes a number."""
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
     key_value_heads = config.get("num_key_value_heads") or heads
@@ -200,7 +168,7 @@ def check_room(spec: str, need: Need | None, device: torch.device, gpus: int = 1
         return ""
     where = f"on {device}" if gpus == 1 else f"on {gpus} GPUs"
     there = f"{gigabytes(room)} {'are free' if device.type == 'cuda' else 'is all there is'} {where}"
-    if need.lasting > room:
+    if need.total > room:
         advice = (
             "Lower max_context, use a smaller model, a smaller dtype or a 4-bit checkpoint, or spread a target over "
             "more GPUs: --target-device cuda:0-1."
@@ -216,13 +184,6 @@ def _room(device: torch.device, gpus: int) -> int | None:
         return total_memory()
     places = [device] if gpus == 1 else [torch.device("cuda", index) for index in range(gpus)]
     return sum(int(torch.cuda.mem_get_info(place)[0]) for place in places)
-
-
-def slot_bytes(model: Any, positions: int, item: int) -> int:
-    """Bytes of a slot of `positions` tokens in our own forward's cache, of `item` bytes a number."""
-    named = model.config.get_text_config(decoder=True)  # maps other families' names to these
-    config = {name: getattr(named, name, None) for name in _CACHE_SHAPE}
-    return _cache_bytes(config, positions, item)
 
 
 def check_cache_fits(spec: str, model: Any, context: int, each: int, slots: int) -> int:

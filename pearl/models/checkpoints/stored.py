@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Collection
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 
 from pearl.cache import Progress, cache_directory
 from pearl.errors import ModelError
-from pearl.models.checkpoints.checkpoint import HubName
+from pearl.models.checkpoints.checkpoint import HubName, config_in
 from pearl.models.families import QUANTISED, is_of_own_forward
 from pearl.printable import cause_of
 from pearl.text.tokenizer import FILES
@@ -70,14 +69,13 @@ def kind_of(directory: Path) -> tuple[str, str]:
     """The dtype or quantisation of the weights, and the forward of its family, "own" or "transformers"."""
     names = [directory.name, *(file.name for file in directory.rglob("*.gguf"))]
     kinds = sorted({found[1].upper() for name in names if (found := _GGUF_KIND.search(name))})
-    try:
-        config = json.loads((directory / "config.json").read_text())
-        scheme = config.get("quantization_config") or {}
-        method, bits = scheme.get("quant_method", ""), scheme.get("bits")
-        own = config.get("dtype") or config.get("torch_dtype") or ""
-        is_own = is_of_own_forward(config) and method in ("", *QUANTISED)
-    except (OSError, ValueError, AttributeError):
+    if not (config := config_in(directory)):
         return ", ".join(kinds), ""
+    given = config.get("quantization_config")
+    scheme = given if isinstance(given, dict) else {}
+    method, bits = scheme.get("quant_method", ""), scheme.get("bits")
+    own = config.get("dtype") or config.get("torch_dtype") or ""
+    is_own = is_of_own_forward(config) and method in ("", *QUANTISED)
     told = f"{method} {bits} bits" if bits else method
     return told or ", ".join(kinds) or str(own), "own" if is_own else "transformers"
 

@@ -62,7 +62,8 @@ def load_tokenizer(
     Raises `ModelError`.
     """
     if is_toy(spec):
-        return _toy(spec)
+        options = toy_options(spec)
+        return ToyTokenizer(options["vocab"]), GenerationDefaults(eos=(options["eos"],) if "eos" in options else ())
     checkpoint = resolve_checkpoint(spec, progress=progress)
     try:
         tokenizer, defaults = load(checkpoint, trust_remote_code)
@@ -100,9 +101,3 @@ def translation_of(
     if len(found.shared) < _LEAST_SHARED * ours.vocab_size:
         raise ModelError(f"{draft!r} cannot draft for {target!r}: {found}, too few. Choose another draft.")
     return found
-
-
-def _toy(spec: str) -> tuple[ToyTokenizer, GenerationDefaults]:
-    options = toy_options(spec)
-    eos = (options["eos"],) if "eos" in options else ()
-    return ToyTokenizer(options["vocab"]), GenerationDefaults(eos=eos)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.nn import Linear, Parameter
@@ -32,9 +32,9 @@ from pearl.models.forward import native
 from pearl.models.forward.attention import Scoring, cap_scores
 from pearl.models.forward.experts import Experts
 from pearl.models.forward.matrices import Matrix, Rounding, gated, matrix, normalise
-from pearl.models.forward.probe import Heads, attention_is_invariant, least_rows, probe_rows
+from pearl.models.forward.probe import Heads, least_rows, probe_rows
 from pearl.models.forward.quantised import QuantisedMatrix, Weights
-from pearl.models.forward.slot_attention import NativeAttention, PromptAttention
+from pearl.models.forward.slot_attention import FixedAttention, NativeAttention, PromptAttention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,15 +43,6 @@ if TYPE_CHECKING:
     from pearl.models.forward.native_layers import NativeLayers
 
 Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [rows, 1, head_dim] each
-
-
-class Attends(Protocol):
-    def attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Write keys and values [n, kv_heads, head_dim] to the cache; return the attention output of each row.
-
-        queries [n, heads, head_dim] -> [n, heads * head_dim]
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -207,7 +198,7 @@ class DecoderLayers:
         return len(self.layers)
 
     def probe(self) -> tuple[int, bool]:
-        """(the least number of rows from which on rows are independent on this CPU, whether there is one)."""
+        """(the least number of rows from which on rows are independent on this CPU, else 1; whether there is one)."""
         layer, hidden = next((each for each in self.layers if each.experts), self.layers[0]), self.embedding.shape[1]
         inner = layer.gate_up(probe_rows(hidden, self.dtype)[:1], None).shape[1] // 2
         outputs = self.heads.query * self.heads.dim
@@ -219,7 +210,7 @@ class DecoderLayers:
         ]
         for experts in (each.experts for each in self.layers if each.experts):
             experts.least_rows = max(found)
-        return max(found), all(found) and attention_is_invariant(self.heads, self.scoring.sinks_of(0))
+        return max(1, *found), all(found)
 
     def angles(self, rotary: Any, positions: torch.Tensor) -> dict[str, Rope]:
         """Cosines and sines of `positions` [n], of each rotation that layers have; see `LayerKind.rope`.
@@ -241,7 +232,7 @@ class DecoderLayers:
         self,
         ids: torch.Tensor,
         ropes: Mapping[str, Rope],
-        slots: Attends | NativeAttention | PromptAttention,
+        slots: FixedAttention | NativeAttention | PromptAttention,
         is_fed: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The last layer's states [n, hidden] of `ids` [n].
@@ -302,7 +293,7 @@ class DecoderLayers:
         number: int,
         hidden: torch.Tensor,
         ropes: Mapping[str, Rope],
-        slots: Attends | NativeAttention | PromptAttention,
+        slots: FixedAttention | NativeAttention | PromptAttention,
     ) -> torch.Tensor:
         """The attention output of each row, [n, heads * head_dim]."""
         n, heads, both, dim = hidden.shape[0], self.heads.query, self.heads.query + self.heads.kv, self.heads.dim

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from pearl.models.forward.probe import Heads
 from pearl.models.forward.quantised import QuantisedMatrix, Weights, panels
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def library() -> ctypes.CDLL | None:
                 return _opened(file)
             except (OSError, AttributeError) as problem:  # AttributeError: built from older sources
                 log.warning("%s does not load: %s", file, problem)
-    log.info("our products for this processor are not built: torch's are used, which take more time and memory")
+    log.warning("our products for this processor are not built: models run through transformers, slower and larger")
     return None
 
 
@@ -166,7 +166,7 @@ class Native:
         y = y if y is None else y.contiguous()
         dtype = torch.float32 if self._wide else x.dtype if y is None else y.dtype
         rows = x.shape[0]
-        out = torch.empty(rows, self.shape[0], dtype=dtype)
+        out, room = torch.empty(rows, self.shape[0], dtype=dtype), torch.empty(rows * self.scratch)
         _loaded().pearl_multiply(
             self._at,
             x.data_ptr(),
@@ -177,7 +177,7 @@ class Native:
             dtype is torch.float32,
             self.shape[0],
             rows,
-            scratch(rows * self.scratch),
+            room.data_ptr(),
             torch.get_num_threads(),
         )
         return out
@@ -197,26 +197,6 @@ def give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-class _Room(threading.local):
-    """A thread's buffer for products: its size in floats, and its address."""
-
-    floats, at = 0, 0
-
-    def grow(self, floats: int) -> None:
-        self._kept = torch.empty(floats)
-        self.floats, self.at = floats, self._kept.data_ptr()
-
-
-_room = _Room()
-
-
-def scratch(floats: int) -> int:
-    """Address of a buffer for that many floats; the thread's next call may free it."""
-    if _room.floats < floats:
-        _room.grow(floats)
-    return _room.at
-
-
 def _loaded() -> ctypes.CDLL:
     loaded = library()
     assert loaded is not None
@@ -228,15 +208,18 @@ def computes(*tensors: torch.Tensor) -> bool:
     return library() is not None and all(each.is_cpu and each.dtype in _DTYPES for each in tensors)
 
 
-def attends(heads: Heads) -> bool:
-    """Whether `attention.c` has room for these."""
-    return heads.query * heads.dim <= _WIDEST and heads.query // heads.kv <= _MOST_TOGETHER
+def attends(device: torch.device, config: Mapping[str, Any]) -> bool:
+    """Whether the heads of a model can be attended to there: on a CPU by `attention.c`, if it has room for them."""
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    has_room = heads * width <= _WIDEST and heads // kv_heads <= _MOST_TOGETHER
+    return device.type != "cpu" or (library() is not None and has_room)
 
 
 def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
     """See `matrices.normalise`."""
     x, weight, width = x.contiguous(), weight.contiguous(), x.shape[-1]
-    out = torch.empty(x.shape, dtype=dtype)
+    out, room = torch.empty(x.shape, dtype=dtype), torch.empty(width)
     _loaded().pearl_normalise(
         x.data_ptr(),
         x.dtype is torch.float32,
@@ -245,7 +228,7 @@ def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dt
         eps,
         x.numel() // width,
         width,
-        scratch(width),
+        room.data_ptr(),
         out.data_ptr(),
         dtype is torch.float32,
     )

@@ -64,9 +64,13 @@ class NativeLayers:
     def of(layers: DecoderLayers, ropes: Mapping[str, Rope]) -> NativeLayers | None:
         """None where layers have what `layers.c` has not.
 
-        That is experts, matrices in other layouts, norms of two dtypes, gates of several sizes.
+        That is experts, float16, matrices in other layouts, norms of two dtypes, gates of several sizes.
         """
-        if any(layer.experts for layer in layers.layers) or len(_norm_dtypes(layers)) != 1:
+        if (
+            not native.computes(layers.embedding)
+            or any(layer.experts for layer in layers.layers)
+            or len(_norm_dtypes(layers)) != 1
+        ):
             return None
         products = [[_parts(each) for each in (at.qkv, at.out, at.gate_up, at.down)] for at in layers.layers]
         if not all(all(each) for each in products) or len({down.shape for *_, (down, *_) in products}) != 1:

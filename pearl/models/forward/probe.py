@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-from pearl.models.forward import attention
-
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 31)  # rows that are compared with _TOGETHER
 _TOGETHER = 48
 _CANDIDATES = (1, 2, 4, 8, 16)
@@ -53,16 +51,3 @@ def irregular(count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
 def probe_rows(width: int, dtype: torch.dtype) -> torch.Tensor:
     """Rows for `least_rows`."""
     return irregular(_TOGETHER, width, dtype)
-
-
-def attention_is_invariant(heads: Heads, sinks: torch.Tensor | None = None) -> bool:
-    """Whether attention to four blocks of keys, in float32, gives a query the same bits beside any others."""
-    keys, values = irregular(2 * heads.kv, 4 * attention.BLOCK * heads.dim, torch.float32).view(
-        2, heads.kv, -1, heads.dim
-    )
-
-    def product(x: torch.Tensor) -> torch.Tensor:
-        mask = torch.zeros(len(x), attention.BLOCK)
-        return attention.attend(x.view(len(x), -1, heads.dim), keys, values, mask, sinks=sinks)
-
-    return least_rows(product, probe_rows(heads.query * heads.dim, torch.float32)) == 1

@@ -3,7 +3,7 @@
 What `hf` does for every model this does for one shape of them; `hf` is its reference in the tests.
 
 **Rows do not depend on their company**: the logits of a position are the same bits however its sequence was cut into
-forwards.  On a CPU `matrices` and `attention` ensure that.  On a GPU a prompt is computed in pieces of one size and all
+forwards.  On a CPU `matrices` and our C ensure that.  On a GPU a prompt is computed in pieces of one size and all
 other tokens in recordings of another (`graphs`), and how far a forward looks depends on the positions of its tokens
 alone; another text reuses the cache of a prompt in whole pieces only.  Where our kernels run (`decode`), the feeds of
 all slots are rows of one table, and a row's bits depend on its own tokens.
@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pearl.models.families import forward_of
-from pearl.models.feeds import Feed, Layout, lay_out
+from pearl.models.feeds import Feed, lay_out
 from pearl.models.forward import attention, native
 from pearl.models.forward.experts import computes_experts
 from pearl.models.forward.graphs import FED, PREFILL, Graphs, Piece, Record, Rows, ends, record_on_gpu
-from pearl.models.forward.layers import DecoderLayers, Rope
-from pearl.models.forward.matrices import Rounding, packs
+from pearl.models.forward.layers import DecoderLayers
+from pearl.models.forward.matrices import Rounding
 from pearl.models.forward.native_layers import NativeLayers
-from pearl.models.forward.slot_attention import FixedAttention, NativeAttention, SpanAttention
+from pearl.models.forward.slot_attention import FixedAttention, NativeAttention
 from pearl.models.forward.slots import Slots, Tree
-from pearl.models.runner import Capabilities, check_feeds
+from pearl.models.runner import Capabilities, ModelRunner, check_feeds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _TREE_NODES = 256  # most nodes of a tree, on a CPU
-_FAST_ROWS = 4  # packed bf16 matrices multiply three to six rows in less time than one or two
 
 
 def has_own_forward(model: PreTrainedModel) -> bool:
@@ -53,6 +52,7 @@ def has_own_forward(model: PreTrainedModel) -> bool:
         and all(type(part) is torch.nn.Linear for part in linears)  # else quantised: it cannot be laid out anew
         and all(_has_plain_mlp(layer.mlp) for layer in model.model.layers)
         and (not forward.has_experts or computes_experts(model.device))
+        and native.attends(model.device, model.config.to_dict())
     )
 
 
@@ -62,15 +62,8 @@ def _has_plain_mlp(mlp: torch.nn.Module) -> bool:
     return type(mlp.down_proj) is torch.nn.Linear
 
 
-def _probed(layers: DecoderLayers) -> tuple[int, bool]:
-    """(from how many rows on their products are independent and fast on this CPU, whether there is such a number)."""
-    is_packed = packs(layers.embedding) and not native.takes(layers.embedding)
-    least, is_invariant = layers.probe()
-    return max(least, _FAST_ROWS if is_packed and layers.dtype == torch.bfloat16 else 1), is_invariant
-
-
-class ForwardRunner:
-    """`ModelRunner` over the weights of `model`, a `Decoder` or one for which `has_own_forward` holds; takes them away.
+class ForwardRunner(ModelRunner):
+    """Runs the weights of `model`, a `Decoder` or one for which `has_own_forward` holds; takes them away.
 
     Args:
         slots: how many sequences the cache holds.
@@ -106,22 +99,20 @@ class ForwardRunner:
             recorder = record or (record_on_gpu(self.device) if records else lambda work: work)
             self._graphs = Graphs(self._fixed, self._room, recorder)
         self._decode: Decode | None = None
-        # float32 where torch attends on a CPU: converting keys of bfloat16 in each product takes 2 to 4 times as long.
-        cache_dtype = model.dtype if is_fixed else torch.float32
+        states_dtype = model.dtype if is_fixed else torch.float32
         with torch.inference_mode():
-            self._layers = DecoderLayers(model, context, rounding, cache_dtype, bool(kernels), features)
+            self._layers = DecoderLayers(model, context, rounding, states_dtype, bool(kernels), features)
             self._seen: dict[int, torch.Tensor] = {}  # features of each slot's last feed
-            self.vocab_size, self.dtype, heads = self._layers.vocab_size, self._layers.dtype, self._layers.heads
-            self.weights = rounding or self._layers.weights
-            self._least_rows, is_invariant = (1, True) if is_fixed else _probed(self._layers)
+            self.vocab_size, self.dtype = self._layers.vocab_size, self._layers.dtype
+            self.weights, self.embedding = rounding or self._layers.weights, self._layers.embedding
+            self._least_rows, is_invariant = (1, True) if is_fixed else self._layers.probe()
             self._positions = torch.arange(self._room + PREFILL, device=self.device)
             known = self._positions.clamp_max(context - 1)  # a longrope chooses its angles by the greatest one
             self._ropes = self._layers.angles(rotary, known)
             has_kernels = kernels or (kernels is None and records and self.device.type == "cuda")
-            self._is_native = not is_fixed and native.computes(self._layers.embedding) and native.attends(heads)
-            cache_dtype = model.dtype if self._is_native else cache_dtype
+            cache_dtype = model.dtype if is_fixed or native.computes(self._layers.embedding) else torch.float32
             self._slots = self._make_slots(slots + (spare if has_kernels or not is_fixed else 0), cache_dtype)
-            self._layers.in_one_call = NativeLayers.of(self._layers, self._ropes) if self._is_native else None
+            self._layers.in_one_call = None if is_fixed else NativeLayers.of(self._layers, self._ropes)
             if has_kernels:
                 self._make_kernels(slots, record, records)
             if (launches := is_fixed and (record is not None or records)) and self._decode is None:
@@ -141,7 +132,7 @@ class ForwardRunner:
         return Slots((slots, len(self._layers), heads.kv, self._room, heads.dim), dtype, self.device)
 
     def _make_kernels(self, slots: int, record: Record | None, records: bool) -> None:
-        """Our kernels, of tokens and of prompts, where they are to be had, else the reason in the log.
+        """Our kernels, of tokens and of prompts, where there is Triton and they fit, else the reason in the log.
 
         Without those of tokens each slot would have recordings of its own: then there are no more than `slots`.
         """
@@ -161,7 +152,7 @@ class ForwardRunner:
             own = record or (record_on_gpu(self.device) if records else lambda work: work)
             self._decode = make_decode(self._layers, self._slots, self._ropes, own, expected)
         if self._decode is None and len(self._slots.lengths) > slots:
-            dtype = self._slots.dtype
+            dtype = self._slots.keys.dtype
             del self._slots
             self._slots = self._make_slots(slots, dtype)
         if make is not None:
@@ -177,13 +168,7 @@ class ForwardRunner:
             self._slots.wrote(slot, FED)
             self._slots.rollback(0, slot)
 
-    @property
-    def embedding(self) -> torch.Tensor:
-        """[vocab, hidden]"""
-        return self._layers.embedding
-
     def length(self, slot: int = 0) -> int:
-        """See `ModelRunner.length`."""
         return self._slots.lengths[slot]
 
     def features(self, slot: int = 0) -> torch.Tensor:
@@ -191,7 +176,7 @@ class ForwardRunner:
         return self._seen[slot]
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        """See `ModelRunner.forward`. Without our kernels a GPU computes feeds one after the other."""
+        """Without our kernels a GPU computes feeds one after the other."""
         check_feeds(feeds, self, "our own forward")
         with torch.inference_mode():
             if self._decode is not None:
@@ -211,33 +196,19 @@ class ForwardRunner:
         layout = lay_out(feeds, self._slots.lengths, self._least_rows)
         for feed in feeds:
             self._slots.wrote(feed.slot, self._slots.lengths[feed.slot] + feed.depth)
-        scoring, heads, ropes = self._layers.scoring, self._layers.heads, self._ropes
-        spans: SpanAttention | NativeAttention
-        if self._is_native:
-            spans = NativeAttention(layout, self._slots, scoring, heads, self._layers.eps)
-        else:
-            spans = SpanAttention(layout, self._slots, scoring)
-            ropes = self._ropes_of(layout)
-        hidden = self._layers.hidden_states(layout.ids, ropes, spans)
-        for feed, rows in layout.trees:
-            assert feed.parents is not None
-            self._slots.hold(feed.slot, Tree(feed.parents, rows, spans.states))
-        if self._layers.features is not None:
-            for feed, fed in zip(feeds, layout.fed, strict=True):
-                self._seen[feed.slot] = self._layers.features[fed]
-        return self._asked(hidden, layout.asked)
+        layers, has_trees = self._layers, any(feed.parents is not None for feed in feeds)
+        attends = NativeAttention(layout.table, has_trees, self._slots, layers.scoring, layers.heads, layers.eps)
+        hidden = layers.hidden_states(layout.ids, self._ropes, attends)
+        for feed, rows in zip(feeds, layout.fed, strict=True):
+            if feed.parents is not None:
+                self._slots.hold(feed.slot, Tree(feed.parents, rows, attends.states))
+            if layers.features is not None:
+                self._seen[feed.slot] = layers.features[rows.start : rows.stop]
+        return self._asked(
+            hidden, [rows[len(rows) - feed.rows :] for feed, rows in zip(feeds, layout.fed, strict=True)]
+        )
 
-    def _ropes_of(self, layout: Layout) -> dict[str, Rope]:
-        """Cosines and sines of the rows, padding included."""
-        padding = len(layout.ids) - layout.spans[-1].rows.stop
-        parts = [*(span.at for span in layout.spans), *([slice(0, padding)] if padding else [])]
-
-        def of(table: torch.Tensor) -> torch.Tensor:
-            return table[parts[0]] if len(parts) == 1 else torch.cat([table[at] for at in parts])
-
-        return {name: (of(cos), of(sin)) for name, (cos, sin) in self._ropes.items()}
-
-    def _asked(self, hidden: torch.Tensor, rows_of: list[list[int]]) -> list[torch.Tensor]:
+    def _asked(self, hidden: torch.Tensor, rows_of: list[range]) -> list[torch.Tensor]:
         """Logits of the rows that feeds ask for, computed with others where there are fewer than `_least_rows`."""
         asked = [row for rows in rows_of for row in rows]
         if not asked:
@@ -316,19 +287,10 @@ class ForwardRunner:
         return torch.zeros(sees.shape, dtype=self.dtype, device=self.device).masked_fill_(~sees, -torch.inf)
 
     def rollback(self, length: int, slot: int = 0) -> None:
-        """See `ModelRunner.rollback`."""
         self._slots.rollback(length, slot)
 
     def keep(self, path: Sequence[int], slot: int = 0) -> None:
-        """See `ModelRunner.keep`."""
         self._slots.keep(path, slot)
 
     def fork(self, slot: int, into: int, length: int | None = None, shared: int = 0) -> None:
-        """See `ModelRunner.fork`."""
         self._slots.fork(slot, into, self.length(slot) if length is None else length, shared)
-
-    def synchronize(self) -> None:
-        """See `ModelRunner.synchronize`."""
-        if self.device.type == "cuda":
-            # This stream only, not the one that sends rows to the other worker.
-            torch.cuda.current_stream(self.device).synchronize()

@@ -1,4 +1,4 @@
-"""Attention of a forward's rows to their slots: in spans of any size on a CPU, in fixed sizes on a GPU."""
+"""Attention of a forward's rows to their slots: in any number on a CPU, in fixed sizes on a GPU."""
 
 from __future__ import annotations
 
@@ -9,76 +9,41 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from pearl.models.feeds import Layout, Span
 from pearl.models.forward import attention, native
 from pearl.models.forward.graphs import FED
 from pearl.models.forward.probe import Heads
 from pearl.models.forward.slots import Slots
 
 
-class SpanAttention:
-    """The rows of a `layout`, span by span: a tree's chains one after the other, each after its ancestors.
-
-    Attributes:
-        states: collects (keys, values) of every layer where there are trees.
-    """
-
-    def __init__(self, layout: Layout, slots: Slots, scoring: attention.Scoring) -> None:
-        self._slots, self._scoring = slots, scoring
-        self._parts: list[tuple[Span, Mapping[int, torch.Tensor]]] = []  # masks by window
-        self.states: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if layout.trees else None
-        for span in layout.spans:
-            given = span.start, span.size, slots.dtype
-            self._parts.append((span, {window: attention.masks(*given, window) for window in {*scoring.windows}}))
-
-    def attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """See `layers.Attends`."""
-        if self.states is not None:
-            self.states.append((keys, values))
-        mixed, cap, queries = [], self._scoring.cap, queries * self._scoring.scale
-        for span, masks in self._parts:
-            all_keys, all_values = self._slots.keys[span.slot, layer], self._slots.values[span.slot, layer]
-            seen, mask = attention.whole_blocks(span.at.stop), masks[self._scoring.windows[layer]]
-            all_keys[:, span.at] = keys[span.rows].transpose(0, 1)
-            all_values[:, span.at] = values[span.rows].transpose(0, 1)
-            given, sinks = (queries[span.rows], all_keys[:, :seen], all_values[:, :seen]), self._scoring.sinks_of(layer)
-            mixed.append(attention.attend(*given, mask, cap, sinks))
-        end = self._parts[-1][0].rows.stop
-        if end < len(queries):  # rows of padding
-            mixed.append(queries.new_zeros(len(queries) - end, mixed[0].shape[1]))
-        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
-
-
-def parent_rows(parents: Sequence[int], rows: Sequence[int]) -> list[int]:
-    """The row of the parent of each node of a tree; -1: it follows the slot's sequence. `rows`: of the nodes."""
-    return [rows[parent] if parent >= 0 else -1 for parent in parents]
-
-
 class NativeAttention:
-    """The rows of a `layout` by the functions of `attention.c`: normalises and turns queries and keys, too.
+    """The rows of a `Layout` by the functions of `attention.c`: normalises and turns queries and keys, too.
 
     Attributes:
-        states: see `SpanAttention`.
+        states: (keys, values) of every layer, where there are trees.
         given: what is the same in all layers; its keys and values are those of the first one.
         strides: numbers between layers, of cached keys and of new ones.
+
+    Args:
+        table: see `Layout`.
+        has_trees: whether there are rows of trees.
     """
 
-    def __init__(self, layout: Layout, slots: Slots, scoring: attention.Scoring, heads: Heads, eps: float) -> None:
+    def __init__(
+        self,
+        table: torch.Tensor,
+        has_trees: bool,
+        slots: Slots,
+        scoring: attention.Scoring,
+        heads: Heads,
+        eps: float,
+    ) -> None:
         self._scoring = scoring
-        table = torch.full((len(layout.ids), 4), -1)
-        for span in layout.spans:
-            at = torch.arange(span.start, span.at.stop)
-            table[span.rows, 0], table[span.rows, 1], table[span.rows, 2] = span.slot, at, at + 1
-        for feed, rows in layout.trees:
-            assert feed.parents is not None
-            table[rows, 2] = slots.lengths[feed.slot]
-            table[rows, 3] = torch.tensor(parent_rows(feed.parents, rows))
         threads, rows_ = torch.get_num_threads(), len(table)
         positions = attention.whole_blocks(int(table[:, 1].max()) + 1)
-        layers = slots.keys.shape[1] if layout.trees else 1
-        new = torch.empty(2, layers, rows_, heads.kv, heads.dim, dtype=slots.dtype)
-        self.states = list(zip(*new, strict=True)) if layout.trees else None
-        self.strides = slots.keys.stride(1), new.stride(1) if layout.trees else 0
+        layers = slots.keys.shape[1] if has_trees else 1
+        new = torch.empty(2, layers, rows_, heads.kv, heads.dim, dtype=slots.keys.dtype)
+        self.states = list(zip(*new, strict=True)) if has_trees else None
+        self.strides = slots.keys.stride(1), new.stride(1) if has_trees else 0
         self._kept = (
             table,
             torch.empty(rows_, heads.query, heads.dim),
@@ -103,7 +68,7 @@ class NativeAttention:
             scale=scoring.scale,
             cap=scoring.cap,
             eps=eps,
-            cache_is_float32=slots.dtype == torch.float32,
+            cache_is_float32=slots.keys.dtype == torch.float32,
             threads=threads,
         )
 
@@ -111,11 +76,13 @@ class NativeAttention:
         self,
         layer: int,
         states: torch.Tensor,
-        norms: tuple[torch.Tensor | None, torch.Tensor | None],
+        norms: Sequence[torch.Tensor | None],
         rope: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
         """The attention output of rows with states [n, heads + 2 * kv_heads, head_dim]."""
-        given = native.Attention.from_buffer_copy(self.given)
+        given, dtype = native.Attention.from_buffer_copy(self.given), states.dtype
+        if dtype == torch.float16:
+            states, norms = states.float(), [None if norm is None else norm.float() for norm in norms]
         out = torch.empty(len(states), given.heads * given.dim, dtype=states.dtype)
         q_norm, (cached, new) = norms[0], self.strides
         given.window, given.norm_width = self._scoring.windows[layer], 0 if q_norm is None else len(q_norm)
@@ -128,7 +95,7 @@ class NativeAttention:
         for name, stride in (("keys", cached), ("values", cached), ("new_keys", new), ("new_values", new)):
             setattr(given, name, getattr(given, name) + layer * stride * (4 if given.cache_is_float32 else 2))
         native.attend(given)
-        return out
+        return out.to(dtype)
 
 
 class FixedAttention:
@@ -154,7 +121,10 @@ class FixedAttention:
         self._masks, self._scoring = masks, scoring
 
     def attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """See `layers.Attends`."""
+        """Write keys and values [n, kv_heads, head_dim] to the cache; return the attention output of each row.
+
+        queries [n, heads, head_dim] -> [n, heads * head_dim]
+        """
         (n, heads, dim), kv_heads, mask = queries.shape, keys.shape[1], self._masks[self._scoring.windows[layer]]
         _, scale, cap, _ = self._scoring
         all_keys, all_values = self._slots.keys[self._slot, layer], self._slots.values[self._slot, layer]

@@ -22,12 +22,12 @@ class Tree:
 
     Attributes:
         parents: see `Feed`.
-        rows: the row of each node in `states`; None where the nodes' states are in the slot itself, in their order.
+        rows: those of the nodes in `states`; None where the nodes' states are in the slot itself, in their order.
         states: for each layer (keys, values), [rows, kv_heads, head_dim].
     """
 
     parents: tuple[int, ...]
-    rows: list[int] | None = None
+    rows: Sequence[int] | None = None
     states: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
@@ -43,10 +43,6 @@ class Slots:
         self.lengths = [0] * shape[0]
         self._written = [0] * shape[0]  # by slot: positions from here on are zeros
         self._trees: list[Tree | None] = [None] * shape[0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.keys.dtype
 
     def wrote(self, slot: int, end: int) -> None:
         """Record that positions up to `end` were written to."""
