@@ -28,6 +28,7 @@ from pearl.protocol.request_machine import RequestMachine
 from pearl.protocol.scheduler import Scheduler
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.speeds import Speeds
+from pearl.protocol.target_states import State
 from tests.protocol_pair import Pair, check_counts
 from tests.replace import replace
 from tests.scripted import LOST, PROMPT, Cache, ScriptDraft, ScriptTarget, script, submission
@@ -103,6 +104,7 @@ class FaultyPair(Pair):
     """A pair to which each of `faults` happens once, or never, at any time."""
 
     faults: tuple[str, ...] = ()
+    next_context = 1 << 20  # of a draft that joins
 
     @property
     def moves(self) -> list[str]:
@@ -128,7 +130,7 @@ class FaultyPair(Pair):
             case "kill" if self.drafter is not None:
                 return self.kill_draft
             case "join" if self.drafter is None:
-                return self.join_draft
+                return lambda: self.join_draft(self.next_context)
             case "repeat tokens" if tokens:
                 return lambda: self.to_target.append(tokens[0])
             case "repeat branch" if branches:
@@ -150,6 +152,8 @@ class FaultyPair(Pair):
                 return lambda: self._lose(self.to_target, self.to_target[0])
             case "lose to draft" | "lose two to draft" if self.to_draft:
                 return lambda: self._lose(self.to_draft, self.to_draft[0])
+            case "resync" if self.drafter is not None and self.coordinator.state in (State.HELD, State.GATHERING):
+                return self.stall
             case "fail" if self.target_answer is not None:
                 return self.fail_target
             case "choke" if isinstance(self.draft_answer, Drafted) and self.draft_answer.tokens:
