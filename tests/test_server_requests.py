@@ -105,6 +105,7 @@ MESSAGES: list[tuple[Any, str]] = [
     ([message("1", "function")], "messages[0].role"),
     ([message("1") | {"tool_call_id": "1"}], "messages[0].tool_call_id"),
     ([message("1") | {"tool_calls": [CALL]}], "messages[0].tool_calls"),
+    ([message("1") | {"reasoning_content": "x"}], "messages[0].reasoning_content"),
     ([message("1", "assistant") | {"tool_calls": ["f"]}], "messages[0].tool_calls[0]"),
     ([message("1", "assistant") | {"tool_calls": [CALL | {"type": "x"}]}], "messages[0].tool_calls[0]"),
     ([called(5)], "messages[0].tool_calls[0]"),
@@ -255,13 +256,14 @@ def test_a_model_without_a_chat_template(served: Served, monkeypatch: pytest.Mon
 
 
 def test_tools_and_their_calls_reach_the_template() -> None:
-    """Parts of a content are joined to one text."""
+    """And the reasoning of earlier turns; parts of a content are joined to one text."""
     function = {"name": "f", "description": "d", "parameters": {"type": "object"}}
     tool, strict = ({"type": "function", "function": function | more} for more in ({}, {"strict": True}))
     answer = {"role": "tool", "tool_call_id": "1", "content": "5"}
     parts = [{"type": "text", "text": part} for part in "12"]
-    asked = body("chat/completions") | {"messages": [message(parts), called('{"x": 2}'), answer]}
-    wanted = [message("1\n2"), called('{"x": 2}') | {"content": ""}, answer]
+    thought = called('{"x": 2}') | {"reasoning_content": "Hm"}
+    asked = body("chat/completions") | {"messages": [message(parts), thought, answer]}
+    wanted = [message("1\n2"), thought | {"content": ""}, answer]
     for tools, prompt in (
         ({"tools": [strict]}, Chat(wanted, [tool])),
         ({"tools": []}, wanted),
