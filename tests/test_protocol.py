@@ -16,22 +16,10 @@ import pytest
 
 from pearl.errors import LocalProtocolError, RemoteProtocolError
 from pearl.protocol import drafter as draft_side
+from pearl.protocol import events as e
 from pearl.protocol import request_machine as target_side
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
-from pearl.protocol.events import (
-    Draft,
-    Drafted,
-    DraftGone,
-    DraftJoined,
-    Failed,
-    Forward,
-    Forwarded,
-    Guessed,
-    Judged,
-    Sampled,
-    Send,
-)
 from pearl.protocol.messages import Begin, Cancel, DraftTokens, Finish, FinishReason, Resync, Submit, Verdict
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.sequence import extend_digest
@@ -129,9 +117,9 @@ def test_a_failed_draw_that_was_overtaken_ends_nothing() -> None:
     """The prefix that it choked on no longer stands: a verdict, or another request, came meanwhile."""
     machine = draft_in(draft_side.State.DRAFTING)
     machine.handle(Begin(2, 0, (*PROMPT, 8), 9, extend_digest(0, (*PROMPT, 8)), RequestOptions()))
-    commands = machine.handle(Drafted(failure="not finite"))
-    assert not any(isinstance(command, Send) for command in commands)
-    assert commands[-1] == Draft(0, (*PROMPT, 8), 6, prompt=True, request=2)
+    commands = machine.handle(e.Drafted(failure="not finite"))
+    assert not any(isinstance(command, e.Send) for command in commands)
+    assert commands[-1] == e.Draft(0, (*PROMPT, 8), 6, prompt=True, request=2)
 
 
 # ---- several requests ----
@@ -146,10 +134,10 @@ def test_both_caches_keep_what_two_requests_have_in_common() -> None:
     pair.submits.append(submission(TEXT, prompt=18, request=2, gamma=2))
     pair.run(at_random(0))
     assert tuple(pair.results[2].tokens) == TEXT[18:]
-    fed = {kind: next(c for c in pair.log if isinstance(c, kind)) for kind in (Forward, Draft)}
-    assert fed[Forward].start == 17
-    assert fed[Draft].start >= 16
-    assert fed[Forward].tokens == TEXT[17:18]
+    fed = {kind: next(c for c in pair.log if isinstance(c, kind)) for kind in (e.Forward, e.Draft)}
+    assert fed[e.Forward].start == 17
+    assert fed[e.Draft].start >= 16
+    assert fed[e.Forward].tokens == TEXT[17:18]
 
 
 # ---- what is told ----
@@ -170,14 +158,14 @@ def test_previews_are_sent_only_on_request_and_only_what_is_pending() -> None:
 TARGET_EVENTS = {
     Submit: submission(TEXT, request=9),
     Cancel: Cancel(9),
-    Forwarded: Forwarded(request=1),
-    Judged: Judged(0, 1, request=1),
-    Sampled: Sampled((1,), request=1),
-    Guessed: Guessed(request=1),
+    e.Forwarded: e.Forwarded(request=1),
+    e.Judged: e.Judged(0, 1, request=1),
+    e.Sampled: e.Sampled((1,), request=1),
+    e.Guessed: e.Guessed(request=1),
     DraftTokens: DraftTokens(9, 0, 0, (1,)),
-    DraftJoined: DraftJoined(100),
-    DraftGone: DraftGone("test"),
-    Failed: Failed("test", request=1),
+    e.DraftJoined: e.DraftJoined(100),
+    e.DraftGone: e.DraftGone("test"),
+    e.Failed: e.Failed("test", request=1),
     Resync: Resync(9, 0),
 }
 MACHINES = {target_side: target_side.RequestMachine, draft_side: draft_side.DraftMachine}
@@ -186,7 +174,7 @@ DRAFT_EVENTS = {
     Begin: Begin(9, 0, (1,), 5, extend_digest(0, (1,)), RequestOptions()),
     Verdict: Verdict(9, 0, 1, (1,), 5, 0),
     Finish: Finish(9),
-    Drafted: Drafted((1,)),
+    e.Drafted: e.Drafted((1,)),
 }
 
 

@@ -131,15 +131,18 @@ def test_what_is_refused_is_refused_alone(several: Engine) -> None:
 
 
 def test_a_recording_of_several_tells_them_apart(tmp_path: Path) -> None:
+    """And has the times that each waited, which count to its first token."""
     path = tmp_path / "trace.json"
-    with Engine(TOY, TOY, slots=3, trace=str(path)) as engine:
+    with Engine(TOY, TOY, slots=3, trace=str(path), target_pace=0.02) as engine:
         results = engine.generate(PROMPTS, SEEDED, decoding=AS_PUBLISHED)
     trace = read(path)
     found = [text.statistics for text in texts(trace)]
     assert [each.num_generated_tokens for each in found] == [24] * len(PROMPTS)
     assert [each.num_prompt_tokens for each in found] == [len(prompt) for prompt in PROMPTS]
-    steps = [result.statistics.tokens_per_step for result in results]
-    assert [each.tokens_per_step for each in found] == pytest.approx(steps)
+    for name, off in (("tokens_per_step", 1e-6), ("queue_seconds", 0.1), ("seconds_to_first_token", 0.1)):
+        wanted = [getattr(result.statistics, name) for result in results]
+        assert [getattr(each, name) for each in found] == pytest.approx(wanted, abs=off), name
+    assert results[-1].statistics.queue_seconds > 0.3, "the others were served first"
     together = [one.args["requests"] for one in trace.target if "requests" in one.args]
     assert max(map(len, together)) == 3
     fates = [fate for one in trace.draft for fate in one.args.get("fates", ())]
