@@ -5,12 +5,8 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from enum import Enum
 from functools import partial
-from io import BytesIO
 from typing import Any, NamedTuple
-
-from msgspec import Struct
 
 from pearl.protocol.auto import Auto
 from pearl.protocol.auto_text import AutoText
@@ -69,35 +65,6 @@ def _freezer(value: object) -> Callable[[Any], object]:
 
 
 _FREEZERS: dict[type, Callable[[Any], object]] = {}
-
-
-class _Saver(pickle.Pickler):
-    """Saves a state. What never changes (messages, commands, states' names) is only referred to, not copied."""
-
-    def reducer_override(self, value: object) -> Any:
-        if isinstance(value, (Enum, Struct)):
-            try:
-                number = _NUMBERS.setdefault((type(value), value), len(_KEPT))
-            except TypeError:  # it holds what changes
-                return NotImplemented
-            if number == len(_KEPT):
-                _KEPT.append(value)
-            return _kept, (number,)
-        return NotImplemented
-
-
-_NUMBERS: dict[tuple[type, object], int] = {}
-_KEPT: list[object] = []
-
-
-def _kept(number: int) -> object:
-    return _KEPT[number]
-
-
-def saved(state: object) -> bytes:
-    file = BytesIO()
-    _Saver(file, pickle.HIGHEST_PROTOCOL).dump(state)
-    return file.getvalue()
 
 
 class FaultyPair(Pair):
@@ -206,7 +173,7 @@ class Side:
         picture = tuple([freeze(value) for name, value in values.items() if name != "results"]), _outcomes(values)
         number = self._numbers.setdefault(picture, len(self._saved))
         if number == len(self._saved):
-            self._saved.append(saved(values))
+            self._saved.append(pickle.dumps(values, pickle.HIGHEST_PROTOCOL))
             self._shown.append(pickle.loads(self._saved[-1]))
         return number
 
