@@ -261,20 +261,6 @@ def test_bench_on_an_emulated_pair(tmp_path: Path) -> None:
     assert "times on the same texts" in run.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--draft", "none"), "nothing to compare"),
-        (("--rows", "fast"), "there are ar; sd"),
-        (("--prompts", "a=/x", "--prompts", "a=/y"), "/x"),
-    ],
-)
-def test_wrong_input_is_refused(arguments: tuple[str, ...], message: str) -> None:
-    done = pearl("bench", *arguments)
-    assert done.exit_code
-    assert message in done.output + str(done.exception)
-
-
 def test_rows_depend_on_the_devices_of_the_pair(tiny_pair: EngineConfig, tmp_path: Path) -> None:
     """A second row on all devices only where these are more than the target's; asking for it is no error.
 

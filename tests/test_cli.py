@@ -113,8 +113,21 @@ def test_mistakes_are_refused_with_what_to_do(
     ):
         assert words.lower() in refused(*PAIR, *shlex.split(flags)).lower()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("PEARL_API_KEY", raising=False)
     tmp_path.chmod(0o700)
     for line, words in (
+        *((f"{study} --habits", "--habits: ") for study in ("bench", "compare", "calibrate")),
+        *((f"simulate stops x --t-target {times}", "fed:milliseconds") for times in ("5:", "1:5,1:6", "0:5", "nan")),
+        ("bench --draft none", "nothing to compare"),
+        ("bench --rows fast", "there are ar; sd"),
+        ("bench --prompts a=/x --prompts a=/y", "/x"),
+        ("paper pearl --pair GPT", "no pair is called 'GPT'"),
+        ("paper sssd --prompts /nowhere.jsonl", "/nowhere.jsonl"),
+        ("paper Pearl", "No such command"),
+        ("serve --http 0.0.0.0:0", "takes an API key"),
+        ("serve --http nonsense", "HOST:PORT"),
+        ("serve --http-queue 3", "go with --http"),
+        ("serve --http 127.0.0.1:0 --draft none --method pearl", "needs a draft"),
         (f"chat -q 1 --target {TOY} --draft {TOY}", "no chat template"),
         (f"chat -q {'1' * 600} --raw --connect {toy.directory}", "too many tokens"),
         ("chat --temperature x", "temperature"),

@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from pearl.cli import cli
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.guesser import text_index
@@ -132,13 +130,6 @@ def test_an_engine_keeps_habits() -> None:
     assert [one.tokens for one in ahead] == [alone.tokens] * 2
     first, second = (sum(one.statistics.guessed_by_source.values()) for one in ahead)
     assert second > first + 10
-
-
-def test_where_texts_come_again_habits_are_refused() -> None:
-    for command in (["bench"], ["compare"], ["calibrate"]):
-        result = CliRunner().invoke(cli, [*command, "--habits", "--target", TOY, "--draft", TOY])
-        assert isinstance(result.exception, ConfigError), command
-        assert str(result.exception).startswith("--habits: ")
 
 
 # ---- answers ----

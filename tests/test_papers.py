@@ -320,24 +320,6 @@ def test_a_paper_is_tables_and_figures(name: str, tmp_path: Path, monkeypatch: p
     assert all(path.read_text().lstrip().startswith("<?xml") for path in (tmp_path / "drawn").iterdir())
 
 
-def test_wrong_input_is_refused(tmp_path: Path) -> None:
-    for arguments, words in (
-        (("pearl", "--pair", "GPT"), "no pair is called 'GPT'"),
-        (("sssd", "--prompts", "/nowhere.jsonl"), "/nowhere.jsonl"),
-        (("Pearl",), "No such command"),
-    ):
-        done = pearl("paper", *arguments)
-        assert done.exit_code
-        assert words in done.output + str(done.exception)
-
-
-@pytest.mark.parametrize("times", ["5:", "1:5,1:6", "0:5", "nan"])
-def test_times_that_make_no_sense_are_refused(times: str) -> None:
-    done = pearl("simulate", "stops", "it.npz", "--t-target", times)
-    assert done.exit_code == 2
-    assert "tokens fed:milliseconds" in done.output
-
-
 # ---- closed forms, against the simulator ----
 
 STEADY = Timing(1.0, lambda _: 5.0)
