@@ -135,13 +135,6 @@ def test_a_build_that_dies_leaves_no_datastore(tmp_path: Path, monkeypatch: pyte
         Datastore(tmp_path / "new")
 
 
-def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:
-    make(tmp_path / "old", [[3, 4]])
-    with pytest.raises(ConfigError, match="cannot write the datastore"):
-        make(tmp_path / "old", [[1, 2]])
-    assert found(Datastore(tmp_path / "old"), [3]) == (1, Counter({4: 1}))
-
-
 # ---- reading files ----
 
 

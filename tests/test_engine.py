@@ -101,13 +101,6 @@ def test_a_sampled_text_is_one_of_seed_and_sample(toy: Engine) -> None:
     assert len({tuple(text) for text in texts.values()}) == 3
 
 
-def test_unset_seed_is_drawn_and_reported(toy: Engine) -> None:
-    drawn = [one(toy, WARM.model_copy(update={"seed": None})) for _ in range(2)]
-    assert drawn[0].seed != drawn[1].seed
-    assert drawn[0].tokens != drawn[1].tokens
-    assert one(toy, WARM.model_copy(update={"seed": drawn[0].seed})).tokens == drawn[0].tokens
-
-
 def test_prompts_come_as_text_tokens_and_lists(toy: Engine) -> None:
     text = toy.tokenizer.decode(PROMPT)
     results = toy.generate([text, PROMPT, tuple(PROMPT)], GREEDY)

@@ -277,18 +277,6 @@ def test_no_text_changes(engine: Engine, with_a_head: Engine, temperature: float
         assert [one.tokens for one in results(with_a_head, method, temperature)] == wanted, method
 
 
-def test_a_head_saves_forwards(engine: Engine, trained: Path) -> None:
-    """On texts that it has learned, over n-grams alone."""
-    steps = dict.fromkeys(("ngram", "head"), 0)
-    for one in answers(trained):
-        params = SamplingParams(temperature=0, max_tokens=len(one["tokens"]))
-        for method in steps:
-            (found,) = engine.generate([one["prompt"]], params, method=method)
-            assert found.tokens == one["tokens"]
-            steps[method] += found.statistics.steps
-    assert steps["head"] < 0.9 * steps["ngram"]
-
-
 # ---- a head as the draft ----
 
 
@@ -404,17 +392,18 @@ def test_the_simulator_runs_heads(trained: Path) -> None:
     prompt, steps = tuple(one["prompt"]), {}
     for name, draft, head in (
         ("ar", drafting(trained), None),
+        ("ngram", drafting(trained), None),
         ("head", drafting(trained), load_head(str(trained), own, lambda what: None)),
         ("pearl", drafting(trained), None),
     ):
         own.rollback(0)
-        options = RequestOptions(name, look_ahead=8 if head else 0, gamma=4)
+        options = RequestOptions(name, look_ahead=8 if name in ("head", "ngram") else 0, gamma=4)
         submit = Submit(1, prompt, len(prompt) + len(one["tokens"]), options)
         with torch.inference_mode():
             outcome = simulate(submit, *paired_executors(own, draft, head=head), timing, draft_context=draft.context)
         assert outcome.tokens == one["tokens"], name
         steps[name] = outcome.target_steps
-    assert steps["head"] < steps["ar"]
+    assert steps["head"] < 0.9 * steps["ngram"]
     assert steps["pearl"] < steps["ar"]
 
 
