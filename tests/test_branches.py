@@ -17,7 +17,6 @@ from pearl.drafting.model import ModelProposer
 from pearl.drafting.proposer import Launched
 from pearl.drafting.step import Step
 from pearl.lab.simulate import Outcome, Timing
-from pearl.models.checkpoints.loading import load_runner
 from pearl.models.forward.graphs import FED
 from pearl.models.runner import Capabilities, Feed, ModelRunner, WrappedRunner
 from pearl.models.toy import ToyRunner, alpha_pair
@@ -26,7 +25,7 @@ from pearl.protocol.messages import Source
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.speeds import ForwardTimes
 from tests.test_look_ahead import PROMPT, VOCAB
-from tests.tiny import tiny_model
+from tests.tiny import on_cpu, tiny_model
 from tests.virtual import Counting
 from tests.virtual import decoded as simulated
 
@@ -89,7 +88,7 @@ def test_sd_whose_draft_prepares_waits_less() -> None:
 @cache
 def model(kind: str) -> ModelRunner:
     path = str(tiny_model(kind, noise=0.05))
-    return load_runner(path, device=torch.device("cpu"), dtype="float32", spare=5)
+    return on_cpu(path, dtype="float32", spare=5)
 
 
 class NoTimes(ForwardTimes):

@@ -12,10 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from pearl.errors import ModelError
-from pearl.models.checkpoints.loading import load_runner
 from pearl.models.runner import ModelRunner, feed_chain
 from tests.test_imports import modules
-from tests.tiny import changed_model
+from tests.tiny import changed_model, on_cpu
 
 # Of a source as `ast.unparse` writes it: without comments, each statement a line.
 FORBIDDEN = {
@@ -75,7 +74,7 @@ class Bomb:
 
 
 def load(directory: Path) -> ModelRunner:
-    return load_runner(str(directory), device=torch.device("cpu"), dtype="float32")
+    return on_cpu(directory, dtype="float32")
 
 
 def test_no_weights_run_code(tmp_path: Path) -> None:

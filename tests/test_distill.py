@@ -28,9 +28,7 @@ from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.text.tokenizer import check_same_vocabulary
 from tests.conftest import Quiet
-from tests.tiny import EOS_ID, VOCAB_SIZE, tiny_model
-
-CPU = torch.device("cpu")
+from tests.tiny import CPU, EOS_ID, VOCAB_SIZE, on_cpu, tiny_model
 
 
 class Silent(Quiet):
@@ -116,7 +114,7 @@ def interrupted(whole: Path, out: Path, share: float) -> None:
 def test_the_draft_is_an_ordinary_checkpoint(whole: Path) -> None:
     """Which a worker loads, with the target's vocabulary."""
     draft = str(whole / "draft")
-    runner = load_runner(draft, device=CPU)
+    runner = on_cpu(draft)
     assert runner.vocab_size == VOCAB_SIZE
     assert feed_chain(runner, [5, 6, 7], rows=1).isfinite().all()
     check_same_vocabulary(load_tokenizer(target())[0], load_tokenizer(draft)[0], target(), draft)
@@ -145,7 +143,7 @@ def test_a_draft_learns_from_texts_of_its_own(tmp_path: Path) -> None:
     config = settings(tmp_path / "own", on_policy=0.5, temperatures=(0.0,), divergence="jsd")
     run(config)
     found = answered(tmp_path / "own")
-    loaded = load_runner(target(), device=CPU, dtype="float32")
+    loaded = on_cpu(target(), dtype="float32")
     first = found["round-000"]["answers"]
     for number, one in enumerate(first):
         rows = [feed_chain_anew(loaded, [*one["prompt"], *one["tokens"][:i]]) for i in range(len(one["tokens"]))]
@@ -357,7 +355,7 @@ def model(**options):
 
 def by_hand(kind: Path, prompt: list[int], limit: int) -> list[int]:
     """Greedy text, a token at a time."""
-    runner = load_runner(str(kind), device=CPU, forwards="transformers")
+    runner = on_cpu(kind, forwards="transformers")
     tokens, logits = [], feed_chain(runner, prompt, 1)
     while len(tokens) < limit and EOS_ID not in tokens:
         tokens.append(int(logits[0].argmax()))

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.drafting.datastore import Datastore
@@ -28,7 +27,6 @@ from pearl.lab.experiments.guessing import Generated, replay, store_alone
 from pearl.lab.experiments.texts import answers
 from pearl.lab.papers import sssd as guesses
 from pearl.lab.simulate import Timing, paired_executors, simulate
-from pearl.models.checkpoints.loading import load_runner
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Forward, Guess, Judge, Keep, Open, Phase
@@ -36,7 +34,7 @@ from pearl.protocol.messages import Source, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from tests.conftest import TOY, Quiet, greedy_text
 from tests.test_datastore import VOCAB, make
-from tests.tiny import VOCAB_SIZE, tiny_model
+from tests.tiny import VOCAB_SIZE, on_cpu, tiny_model
 from tests.virtual import decoded
 
 
@@ -137,7 +135,7 @@ def test_an_engine_keeps_habits() -> None:
 
 def test_answers_are_those_of_one_at_a_time() -> None:
     """More prompts than slots, of different lengths, each with a seed of its own; some end early."""
-    runner = load_runner(str(tiny_model("llama")), device=torch.device("cpu"), dtype="float32", slots=3)
+    runner = on_cpu(tiny_model("llama"), dtype="float32", slots=3)
     prompts = [[5, 9, 40], [7], [12, 33, 8, 2], [5, 9, 40], [1, 2]]
     samplings = [Sampling(1.0, top_k=20, seed=seed) for seed in range(5)]
     eos = answers(runner, prompts[1:2], samplings[1:2], (), 12)[0][3:4]
@@ -251,7 +249,7 @@ def drawn(runner: ModelRunner, tokens: Sequence[int]) -> int:
 
 def test_ouroboros_keeps_what_the_target_drew_behind_discarded_tokens() -> None:
     """As plain forwards draw it, while the draft had drawn the same; and phrases of the text."""
-    runner, alone = (load_runner(str(tiny_model(layers=4)), device=torch.device("cpu")) for _ in range(2))
+    runner, alone = (on_cpu(tiny_model(layers=4)) for _ in range(2))
     executor, prompt = TargetExecutor(runner), (5, 40, 7, 93, 11, 12, 200, 3)
 
     wrong = (drawn(alone, prompt) + 1) % 200
@@ -281,7 +279,7 @@ PROMPT = (5, 40, 7, 93, 11, 12, 200, 3)
 
 def test_the_window_is_the_targets_own_writing() -> None:
     """Each new level is what the target draws behind each column, beside guesses and without them."""
-    runner, alone = (load_runner(str(tiny_model(layers=4)), device=torch.device("cpu")) for _ in range(2))
+    runner, alone = (on_cpu(tiny_model(layers=4)) for _ in range(2))
     executor = TargetExecutor(runner)
     executor.execute(Open(PROMPT, RequestOptions("lookahead", sampling=Sampling(0.0)), request=1))
     executor.execute(Forward(Phase.PREFILL, 0, PROMPT[:-1], 0, request=1))

@@ -25,7 +25,6 @@ from pearl.lab.distill.head import HeadModel
 from pearl.lab.distill.run import Distillation
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.checkpoints.heads import load_draft_head, load_head
-from pearl.models.checkpoints.loading import load_runner
 from pearl.models.feeds import Feed
 from pearl.models.forward.layers import tapped
 from pearl.models.forward.runner import ForwardRunner
@@ -36,9 +35,8 @@ from pearl.protocol.events import Deliver, End, Forward, Keep, Open, Phase, Roll
 from pearl.protocol.messages import Submit, Verdict
 from pearl.protocol.options import RequestOptions
 from tests.conftest import Quiet
-from tests.tiny import tiny_model
+from tests.tiny import CPU, on_cpu, tiny_model
 
-CPU = torch.device("cpu")
 KNOWN = 96  # tokens of the head's own vocabulary
 TEXT = [5, 40, 7, 93, 11, 12, 200, 3, 17, 60, 61, 5, 40]
 
@@ -78,7 +76,7 @@ def answers(head: Path) -> Any:
 
 
 def runner(**options: Any) -> Any:
-    return load_runner(str(target()), device=CPU, features="layers", **options)
+    return on_cpu(target(), features="layers", **options)
 
 
 def changed(head: Path, into: Path, tensors: dict[str, torch.Tensor | None] | None = None, **config: Any) -> Path:

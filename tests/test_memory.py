@@ -18,7 +18,7 @@ from pearl.models.checkpoints.memory import Need, check_cache_fits, check_room, 
 from pearl.models.forward import native
 from pearl.models.forward.graphs import PREFILL
 from pearl.models.forward.runner import ForwardRunner
-from tests.tiny import tiny_model, tiny_wrapper
+from tests.tiny import on_cpu, tiny_model, tiny_wrapper
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LLAMA_70B = {
@@ -53,7 +53,7 @@ def test_the_cache_of_our_own_forward_on_a_cpu(directory: Path, monkeypatch: pyt
     """Where torch attends it is of float32."""
     narrow, wide = (needed(directory, "bfloat16", 200, 8192, is_wide=is_wide) for is_wide in (False, True))
     for need in (narrow, wide) if native.library() else (wide,):
-        slots = load_runner(str(directory), device=CPU, dtype="bfloat16", max_context=200)._slots
+        slots = on_cpu(directory, dtype="bfloat16", max_context=200)._slots
         # The padding of a GPU's pieces is in the estimate.
         assert need.cache / (200 + PREFILL) == (slots.keys.nbytes + slots.values.nbytes) / slots.keys.shape[3]
         monkeypatch.setattr(native, "library", lambda: None)

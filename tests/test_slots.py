@@ -17,7 +17,6 @@ from pearl.errors import ModelError, PearlError
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.lab.simulate import Timing, VirtualProposer
-from pearl.models.checkpoints.loading import load_runner
 from pearl.models.runner import Feed, WrappedRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.coordinator import Coordinator
@@ -32,13 +31,12 @@ from pearl.trace.report import texts
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text
 from tests.replace import replace
 from tests.test_forward_runner import KINDS
-from tests.tiny import tiny_model
+from tests.tiny import on_cpu, tiny_model
 from tests.virtual import Counting, Turns
 
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7] * 90, [1, 2, 3, 4], [8, 9], [1, 2]]
 SEEDED = SamplingParams(temperature=1, seed=5, max_tokens=24, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-CPU = torch.device("cpu")
 
 
 def tokens(engine: Engine, params: SamplingParams, prompts: Sequence[object] = PROMPTS, **options: object) -> object:
@@ -85,8 +83,7 @@ def test_models_of_every_family_say_in_company_what_they_say_alone(kind: str) ->
     texts, most = {}, []
     for slots in (1, 3):
         target, draft = (
-            load_runner(str(tiny_model(kind)), device=CPU, dtype="float32", slots=slots, spare=spare, max_context=192)
-            for spare in (0, 8)
+            on_cpu(tiny_model(kind), dtype="float32", slots=slots, spare=spare, max_context=192) for spare in (0, 8)
         )
         assert target.capabilities.slots == slots
         counting = Counting(target)
@@ -257,6 +254,6 @@ def test_a_draft_that_chokes_on_one_text_drafts_on_for_the_others(branches: int)
 
 def test_slots_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pearl.models.checkpoints.memory.available_memory", lambda: 1 << 18)
-    load_runner(str(tiny_model("llama")), device=CPU, dtype="float32", max_context=128)
+    on_cpu(tiny_model("llama"), dtype="float32", max_context=128)
     with pytest.raises(ModelError, match=r"16 times 128 tokens .* Lower max_context or slots"):
-        load_runner(str(tiny_model("llama")), device=CPU, dtype="float32", max_context=128, slots=16)
+        on_cpu(tiny_model("llama"), dtype="float32", max_context=128, slots=16)

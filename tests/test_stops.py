@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from click.testing import CliRunner
 
 from pearl.cli import cli
@@ -29,7 +28,6 @@ from pearl.lab.experiments import stops
 from pearl.lab.experiments.texts import record
 from pearl.lab.experiments.workload import Text, run
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate, timing_of
-from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.recorded import Header, RecordedText, RecordedTexts, read_texts, write_texts
 from pearl.models.runner import ModelRunner, feed_chain
@@ -40,7 +38,7 @@ from pearl.spec.stops import CAP, STOPS
 from pearl.text.tokenizer import GenerationDefaults
 from tests.loops import MakeLoops, submission
 from tests.replace import replace
-from tests.tiny import tiny_model
+from tests.tiny import on_cpu, tiny_model
 
 WARM = Sampling(1.0, seed=3)
 
@@ -308,7 +306,7 @@ PROMPTS = [["the first"], ["in another, the"], ["the first"], ["a an and"]]  # o
 @cache
 def runner(role: str) -> ModelRunner:
     path = str(tiny_model("llama", noise=0.0 if role == "target" else 0.2))
-    return load_runner(path, device=torch.device("cpu"), dtype="float32", spare=8)
+    return on_cpu(path, dtype="float32", spare=8)
 
 
 @cache

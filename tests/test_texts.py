@@ -11,12 +11,10 @@ from itertools import product
 from typing import Any
 
 import pytest
-import torch
 
 from pearl.drafting.stops import make_policy
 from pearl.execution.target import TargetExecutor
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
-from pearl.models.checkpoints.loading import load_runner
 from pearl.models.runner import ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair, coin_pair
 from pearl.protocol.events import Odds, Sample, Sampled
@@ -28,7 +26,7 @@ from pearl.spec.stops import CAP
 from tests.pairwise import combined
 from tests.test_stops import classifier
 from tests.test_verification import DRAFT, TARGET
-from tests.tiny import tiny_model
+from tests.tiny import on_cpu, tiny_model
 from tests.virtual import TIMINGS, Chains, decoded, first_order
 
 PAIR = alpha_pair(6, 0.7, order=1), 6  # texts that repeat: the next token depends on the last
@@ -169,10 +167,7 @@ OURS = ("llama", "mistral", "qwen")
 def models(kind: str) -> tuple[ModelRunner, ModelRunner]:
     """A target and a draft that is often right."""
     spare = 5 if kind.startswith(OURS) else 0
-    target, draft = (
-        load_runner(str(tiny_model(kind, noise=noise)), device=torch.device("cpu"), dtype="float32", spare=spare)
-        for noise in (0.0, 0.05)
-    )
+    target, draft = (on_cpu(tiny_model(kind, noise=noise), dtype="float32", spare=spare) for noise in (0.0, 0.05))
     return target, draft
 
 
