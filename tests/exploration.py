@@ -1,7 +1,5 @@
 """Every state that a pair of state machines can come to: exhaustive, up to a short text (test_model_check)."""
 
-from __future__ import annotations
-
 import pickle
 from collections import deque
 from collections.abc import Callable, Collection, Iterator

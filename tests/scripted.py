@@ -1,7 +1,5 @@
 """Scripted executors: they decode a known text, and fail where a command disagrees with their copy of the KV cache."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 

@@ -3,8 +3,6 @@
 And the window that the measured speeds make best, what it waits for, and the times that both are chosen by.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from itertools import pairwise as neighbours

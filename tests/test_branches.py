@@ -1,7 +1,5 @@
 """Continuations for other outcomes: what is prepared is what would be drafted, and no text differs by it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache

@@ -3,8 +3,6 @@
 Replies are paced where a test has to do something while they are made.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The command line: what goes to which stream, which exit code, and that every setting is a flag."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

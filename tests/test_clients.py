@@ -1,7 +1,5 @@
 """Clients that people have, against our server: those in the extra `clients`, which the tests do without otherwise."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """What must not be in the package at all, read from its syntax trees; and that files of weights run no code."""
 
-from __future__ import annotations
-
 import ast
 import pickle
 import re

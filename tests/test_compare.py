@@ -1,7 +1,5 @@
 """`pearl compare`: settings named in a line; bias and perplexity; the table."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Conversations: which tokens ask for the next reply, under any template. And log probabilities: the target's own."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain

@@ -1,7 +1,5 @@
 """Datastores: what is found in them, what becomes of damaged ones, and that they change no text."""
 
-from __future__ import annotations
-
 import json
 import random
 import tempfile

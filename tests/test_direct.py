@@ -1,7 +1,5 @@
 """Checkpoints that are read without transformers: the bits of the others, and nothing that is not as expected."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

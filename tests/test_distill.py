@@ -1,7 +1,5 @@
 """Distillation on tiny models: the same bytes whatever happens on the way, and nothing lost when something does."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil

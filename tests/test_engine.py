@@ -3,8 +3,6 @@
 How it starts, dies and cleans up is in test_processes.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Bit for bit: logits that do not depend on how a sequence was cut into forwards, and texts that follow from it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import closing

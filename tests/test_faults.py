@@ -5,8 +5,6 @@ signal. Message faults change one message on a real
 socket, between loops in threads of this process.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

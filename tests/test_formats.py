@@ -1,7 +1,5 @@
 """Quantised checkpoints of other tools in our own forward: files written here by the formats' formulas."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from itertools import product

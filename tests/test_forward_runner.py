@@ -1,7 +1,5 @@
 """The fast forward of the Llama family: the contract, and that it computes what transformers computes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar

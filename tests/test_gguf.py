@@ -1,7 +1,5 @@
 """GGUF files: what runs is the model that the file describes, or it is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What can be told of the path on GPUs without one: what CUDA, NCCL and torch are asked for, and in which order."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest.mock import Mock
 

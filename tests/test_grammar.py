@@ -1,7 +1,5 @@
 """Texts held to a grammar: which tokens may follow is a function of the prefix, so what holds without it holds here."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -3,8 +3,6 @@
 And guesses as published: what is copied, counted by enumeration, taken from discarded tokens, or from lookahead.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from functools import partial

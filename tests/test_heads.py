@@ -1,7 +1,5 @@
 """Heads that read the target's hidden states: their checkpoints, their guesses, and that no text changes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The runner over Hugging Face models: the contract, what it refuses, and how it is loaded."""
 
-from __future__ import annotations
-
 import shutil
 from functools import partial
 from pathlib import Path

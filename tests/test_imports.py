@@ -1,7 +1,5 @@
 """The layers of the design, as data: every import of pearl.* points to the same layer or to a lower one."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from functools import cache

@@ -1,7 +1,5 @@
 """Every Triton kernel of our forward is compiled for a GPU, which needs none."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Key files, and what they are for: a peer without the key gets nothing, and is no burden to those who have it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A front that asks for more than an engine has is refused, memory stays bounded and others are served; quotas."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

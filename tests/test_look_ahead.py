@@ -1,7 +1,5 @@
 """Guesses without a model: what is guessed changes no text, only when it is known (invariant 10)."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """How much memory a model needs is told before it is loaded, and is what it then takes."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

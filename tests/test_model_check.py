@@ -5,8 +5,6 @@ are FIFO and lose nothing, as ZeroMQ's; forwards end and messages arrive at any 
 for, may strike at any time too.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """`pearl list`, `pull`, `show` and `rm`: a hub of our own on this machine, and caches in a temporary directory."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

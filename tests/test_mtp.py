@@ -1,7 +1,5 @@
 """Layers for multi-token prediction, from their published layouts, as heads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

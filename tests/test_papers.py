@@ -1,7 +1,5 @@
 """The papers' tables and figures, and their formulas against enumeration and simulation."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Fronts that are to die run as scripts of their own, with a temporary directory of their own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`scripts/prove_gpu.py` and `scripts/peer_pearl.py`, rehearsed on a CPU with tiny models and loops of our own."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

@@ -3,8 +3,6 @@
 That every interleaving comes to a good end is for test_model_check; here are single steps, and long random runs.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 import sys

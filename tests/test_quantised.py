@@ -1,7 +1,5 @@
 """Quantised checkpoints run through transformers, whatever the kind; what is not installed for one is named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

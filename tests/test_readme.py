@@ -1,7 +1,5 @@
 """The pages say what the code does: diagrams are the tables, commands can be given, links and names lead somewhere."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator, Mapping

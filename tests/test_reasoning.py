@@ -1,7 +1,5 @@
 """The reasoning of thinking models apart from their answers: as text, in a conversation and in the server's answers."""
 
-from __future__ import annotations
-
 import re
 from io import StringIO
 

@@ -1,7 +1,5 @@
 """The HTTP server's start and end: a lost engine, signals, the command, and how it runs as a service."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

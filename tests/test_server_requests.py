@@ -1,7 +1,5 @@
 """What the HTTP server accepts and refuses by name: fields, messages, tools and bodies."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

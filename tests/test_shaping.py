@@ -1,7 +1,5 @@
 """Penalties and biases: logits as a function of the prefix. So what holds without them holds with them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Several requests at once: each text is the one that its request gets alone, whatever runs beside it."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator, Sequence

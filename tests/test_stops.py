@@ -3,8 +3,6 @@
 And the recorded texts on which they are compared: the file, and the simulator that decodes it again.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import cache

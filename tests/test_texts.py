@@ -3,8 +3,6 @@
 Of toys, and of models that guess; and how often a draft is right.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache, partial
 from itertools import product

@@ -1,7 +1,5 @@
 """The same command under torchrun: real agents, real ranks, real workers; no fixed port anywhere."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ Numbers are checked in virtual time, where the right ones are known; of real pro
 never how long anything took.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`pearl trace`: reports and pictures of runs in virtual time, where the right ones are known."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A draft of another vocabulary: what it is fed, what it proposes, and that no text changes."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 test_torch_dist has tensor channels between two processes.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import stat

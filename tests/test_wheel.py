@@ -1,7 +1,5 @@
 """The wheel, installed where none of the sources are: it is whole, and says what it is."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Models that read pictures too: their language model alone has the logits of the whole, and runs as any other."""
 
-from __future__ import annotations
-
 import json
 import logging
 from functools import cache

@@ -4,8 +4,6 @@
 so any two of equal options can be target and draft of one another.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import json

@@ -1,7 +1,5 @@
 """Target and draft in one process: one request under the virtual clock, or several in turns without one."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
