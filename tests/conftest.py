@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 os.environ.pop("COLUMNS", None)  # tests that run side by side have them, and a program in a terminal would believe them
 os.environ.pop("LINES", None)
@@ -65,6 +65,13 @@ def eventually(condition: Callable[[], object], what: str = "") -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not within {BOUND} s: {what}"
         time.sleep(0.02)
+
+
+def output(*command: object, timeout: float = BOUND, **options: Any) -> str:
+    """What a program prints that ends well."""
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=timeout, check=False, **options)
+    assert done.returncode == 0, done.stderr[-6000:] + done.stdout[-6000:]
+    return done.stdout
 
 
 def started_in(directory: Path | str) -> list[psutil.Process]:

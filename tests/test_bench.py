@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ from pearl.lab.experiments.estimate import Estimate
 from pearl.metrics import Statistics
 from pearl.protocol.auto import WAYS
 from pearl.protocol.speeds import Profile
-from tests.conftest import TOY, Quiet
+from tests.conftest import TOY, Quiet, output
 from tests.replace import replace
 from tests.tiny import tiny_model
 
@@ -257,8 +256,7 @@ def test_bench_on_an_emulated_pair(tmp_path: Path) -> None:
     assert all(0 < row["of_simulated"]["value"] <= 1.01 for row in made["rows"])
     demo = Path("scripts/demo").read_text()
     (tmp_path / "demo.py").write_text(demo.partition("<<'PYTHON'\n")[2].partition("\nPYTHON\n")[0])
-    run = subprocess.run([sys.executable, tmp_path / "demo.py", path], capture_output=True, text=True, check=True)
-    assert "times on the same texts" in run.stdout
+    assert "times on the same texts" in output(sys.executable, tmp_path / "demo.py", path)
 
 
 def test_rows_depend_on_the_devices_of_the_pair(tiny_pair: EngineConfig, tmp_path: Path) -> None:

@@ -23,10 +23,9 @@ from pearl.engine import Engine, preflight
 from pearl.lab.distill.prompts import read_prompts
 from pearl.spec.methods import METHODS
 from scripts import faulty
-from tests.conftest import TOY, wanted
+from tests.conftest import BOUND, TOY, output, wanted
 from tests.tiny import tiny_model
 
-BOUND = 120.0  # seconds
 Run = Callable[..., subprocess.CompletedProcess[str]]
 PAIR = ["--target", TOY, "--draft", TOY]
 SHORT = [*PAIR, "--max-tokens", "30", "--temperature", "0", "--ignore-eos"]
@@ -336,8 +335,7 @@ help_of(cli, [])
 def test_what_is_not_needed_is_not_imported(program: str, heavy: set[str]) -> None:
     """Importing it takes seconds of CPU."""
     code = f"{program}\nimport sys\nsys.exit(' '.join({heavy} & set(sys.modules)) or 0)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    output(sys.executable, "-c", code)
 
 
 def test_conflicts_are_told_before_any_process_starts(
