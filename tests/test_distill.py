@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from pearl.cli import cli
 from pearl.errors import ConfigError, DistillError, ModelError
 from pearl.lab.distill.answers import Answer, answer
 from pearl.lab.distill.config import DistillConfig, load_config
@@ -25,7 +23,7 @@ from pearl.models.checkpoints.loading import load_model, load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.text.tokenizer import check_same_vocabulary
-from tests.conftest import Quiet
+from tests.conftest import Quiet, ran
 from tests.tiny import CPU, EOS_ID, VOCAB_SIZE, on_cpu, tiny_model
 
 
@@ -259,9 +257,8 @@ def test_a_run_is_not_overwritten_nor_continued_otherwise(whole: Path) -> None:
         run(settings(whole, seed=5, passes=2), resume=True)
     given = settings(whole).model_dump(exclude_unset=True)
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-    error = CliRunner().invoke(cli, ["distill", *flags]).exception
-    assert isinstance(error, ConfigError)
-    assert "holds a run already: --resume" in str(error)
+    with pytest.raises(ConfigError, match="holds a run already: --resume"):
+        ran("distill", *flags)
 
 
 # ---- prompts and settings ----

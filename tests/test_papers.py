@@ -35,8 +35,7 @@ from pearl.lab.theory import (
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.options import RequestOptions
 from pearl.protocol.window import expected_rate
-from tests.conftest import TOY, Quiet
-from tests.test_bench import pearl
+from tests.conftest import TOY, Quiet, ran
 
 # ---- PEARL's own ----
 
@@ -92,8 +91,7 @@ def test_simulator_and_runtime_agree(tmp_path: Path, monkeypatch: pytest.MonkeyP
     }
     monkeypatch.setattr("pearl.cli.paper.pairs", lambda: [convert(small, Pair)])
     arguments = ("--quick", "--json", out)
-    done = pearl("paper", "pearl", *arguments)
-    assert done.exit_code == 0, done.output
+    ran("paper", "pearl", *arguments)
     made = json.loads(out.read_text())
     assert made["emulated"] is True
     assert list(made["tables"]) == ["1", "3", "4", "5", "7", "figure 2a"]
@@ -111,8 +109,7 @@ def test_simulator_and_runtime_agree(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_simulating_alone_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emulate, "measure", None)
-    done = pearl("paper", "pearl", "--simulate-only", "--pair", "7B & 34B", "--table", "1", "--json", "-")
-    assert done.exit_code == 0, done.output
+    done = ran("paper", "pearl", "--simulate-only", "--pair", "7B & 34B", "--table", "1", "--json", "-")
     made = json.loads(done.stdout)
     assert [cell["runtime"] for cell in made["tables"]["1"]] == [None] * 5
     assert [cell["simulator"] is None for cell in made["tables"]["1"]] == [False, False, False, True, True]
@@ -306,8 +303,7 @@ def test_a_paper_is_tables_and_figures(name: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(energy, "_SECONDS", 0.05)
     (tmp_path / "some.jsonl").write_text('{"prompt": "an"}\n{"prompt": "the"}\n')
     where = ("--target", f"{TOY},coin=1", "--draft", f"{TOY},coin=1", "--prompts", tmp_path / "some.jsonl")
-    done = pearl("paper", name, *where, "--quick", "--figures", tmp_path / "drawn")
-    assert done.exit_code == 0, done.output
+    ran("paper", name, *where, "--quick", "--figures", tmp_path / "drawn")
     drawn = {path.stem for path in (tmp_path / "drawn").iterdir()}
     wanted = {
         "theory": {"theory-rejections", "theory-candidates", "theory-improvement", "theory-pareto"},

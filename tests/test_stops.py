@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from pearl.cli import cli
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
@@ -21,7 +19,7 @@ from pearl.drafting.disco import FARTHEST, INPUTS, Classifier, classifier_of, in
 from pearl.drafting.proposer import Features, StopPolicy
 from pearl.drafting.stops import Doubtful, Heuristic, StopWindow, Threshold, make_policy
 from pearl.engine.request import submission as submit_from
-from pearl.errors import ConfigError, ModelError, PearlError, RequestError
+from pearl.errors import ConfigError, ModelError, RequestError
 from pearl.lab.experiments import stops
 from pearl.lab.experiments.texts import record
 from pearl.lab.experiments.workload import Text, run
@@ -34,6 +32,7 @@ from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec.stops import CAP, STOPS
 from pearl.text.tokenizer import GenerationDefaults
+from tests.conftest import ran
 from tests.loops import MakeLoops, submission
 from tests.replace import replace
 from tests.tiny import on_cpu, tiny_model
@@ -262,8 +261,7 @@ def learnable(count: int = 12, length: int = 60, noise: float = 0.1) -> Recorded
 def test_a_classifier_learns_what_can_be_learned_and_is_compared(tmp_path: Path) -> None:
     known, file, out = learnable(), tmp_path / "it.npz", tmp_path / "it.disco"
     write_texts(file, known.header, known.texts)
-    ran = CliRunner().invoke(cli, ["disco", "train", str(file), "--out", str(out)], catch_exceptions=False)
-    assert "for embedded-draft and embedded; trained on 540 tokens" in ran.output
+    assert "for embedded-draft and embedded; trained on 540 tokens" in ran("disco", "train", file, "--out", out).output
     found = stops.train(known, timing_of(None, None))
     assert found.classifier == read_classifier(out, "embedded", "embedded-draft"), "each time the same"
     assert found.accuracy > 0.85 > 0.6 > found.base
@@ -271,13 +269,11 @@ def test_a_classifier_learns_what_can_be_learned_and_is_compared(tmp_path: Path)
     with pytest.raises(ConfigError, match="3 texts are too few"):
         stops.train(learnable(3), timing_of(None, None))
     write_texts(file, known.header, known.texts[:3])
-    arguments = ["simulate", "stops", str(file), "--disco", str(out)]
-    shown = CliRunner().invoke(cli, arguments, catch_exceptions=False).output
-    assert "sd, disco" in shown
+    assert "sd, disco" in ran("simulate", "stops", file, "--disco", out).output
     other = learnable()
     write_texts(file, other.header.model_copy(update={"draft": "another"}), other.texts)
     with pytest.raises(ConfigError, match="is for draft embedded-draft, not another"):
-        CliRunner().invoke(cli, arguments, catch_exceptions=False)
+        ran("simulate", "stops", file, "--disco", out)
 
 
 @pytest.mark.parametrize(("length", "noise"), [(60, 0.1), (37, 0.4), (24, 0.0)])
@@ -434,22 +430,14 @@ def test_a_damaged_file_is_refused_by_name(file: Path, kind: str) -> None:
 # ---- the commands ----
 
 
-def invoked(*arguments: str) -> str:
-    result = CliRunner().invoke(cli, ["simulate", *arguments])
-    if isinstance(result.exception, PearlError):
-        raise result.exception
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
 def test_recorded_by_one_command_and_decoded_by_another(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("abc\nhello\n")
     toy = "toy:vocab=20,alpha=0.6"
     options = ["--target", toy, "--draft", toy, "--max-tokens", "12", "--temperature", "1", "--raw"]
-    out = str(tmp_path / "it.npz")
-    assert "2 texts, 24 tokens" in invoked("record", str(tmp_path / "prompts.txt"), "--out", out, *options)
-    shown = invoked("stops", out, "--t-draft", "10", "--t-target", "50")
+    record = ("simulate", "record", tmp_path / "prompts.txt", "--out", tmp_path / "it.npz")
+    assert "2 texts, 24 tokens" in ran(*record, *options).output
+    shown = ran("simulate", "stops", tmp_path / "it.npz", "--t-draft", 10, "--t-target", 50).output
     rows = [line for line in shown.splitlines() if line.startswith("pearl, oracle")]
     assert len(rows) == 1
     with pytest.raises(ConfigError, match="has the draft's tokens"):
-        invoked("record", str(tmp_path / "prompts.txt"), "--out", out, "--draft", "none")
+        ran(*record, "--draft", "none")
