@@ -46,7 +46,7 @@ def toy_text(seed: int) -> Generated:
 
 
 @pytest.mark.parametrize("slope", [0.0, 0.3, 5.0])
-def test_a_replay_feeds_and_accepts_what_decoding_does(slope: float) -> None:
+def test_a_replay_feeds_and_accepts_what_decoding_does(slope: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where every forward takes those guesses that make most tokens a second at these times; none where none pays."""
 
     def seconds(fed: int) -> float:
@@ -57,13 +57,15 @@ def test_a_replay_feeds_and_accepts_what_decoding_does(slope: float) -> None:
     submit = Submit(
         1, text.tokens[:3], len(text.tokens), RequestOptions("ngram", look_ahead=8, sampling=Sampling(1.0, seed=4))
     )
-    executors = paired_executors(target, draft)
-    outcome = simulate(submit, *executors, Timing(1.0, seconds))
+    draws, sampled = list[object](), TargetExecutor._sampled
+    monkeypatch.setattr(TargetExecutor, "_sampled", lambda *given: draws.append(given) or sampled(*given))
+    outcome = simulate(submit, *paired_executors(target, draft), Timing(1.0, seconds))
     replayed = replay([text], None, 8, seconds=seconds)
     assert tuple(outcome.tokens) == text.tokens[3:]
     assert (replayed.steps, dict(replayed.accepted)) == (outcome.target_steps, outcome.counts.guessed_by_source)
     assert sum((size - 1) * count for size, count in replayed.fed.items()) == outcome.counts.num_guesses
     assert slope < 5 or replayed.fed == {1: replayed.steps}
+    assert len(draws) == outcome.target_steps + 1, "the prompt's, and of a forward one along its guesses"
 
 
 def test_each_source_alone_and_both(tmp_path: Path) -> None:
