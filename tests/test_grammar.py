@@ -20,6 +20,7 @@ from pearl.config import DecodingConfig
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import probabilities, read_draw
 from pearl.decoding.shaping import Shaper
+from pearl.engine.request import resolve_sampling
 from pearl.errors import ForwardError, GrammarError, RequestError
 from pearl.extras import installing
 from pearl.lab.simulate import Timing, paired_executors, simulate
@@ -30,6 +31,7 @@ from pearl.protocol.options import RequestOptions, Sampling, Shaping
 from pearl.spec.methods import METHODS
 from pearl.text import parser
 from pearl.text.grammar import Guides, grammar_of
+from pearl.text.tokenizer import GenerationDefaults
 from tests.replace import replace
 from tests.virtual import NEVER, TIMINGS, likelihood
 
@@ -266,11 +268,8 @@ def test_what_cannot_be_kept_to_is_refused_before_anything_is_sent(
 
 
 def test_a_model_without_an_end_is_held_to_none() -> None:
-    with (
-        Engine("toy:vocab=32", "none", startup_timeout=120) as engine,
-        pytest.raises(RequestError, match="no token that ends a text"),
-    ):
-        engine.generate([1], SamplingParams(max_tokens=4, regex="1+"), decoding=DecodingConfig(method="ar"))
+    with pytest.raises(RequestError, match="no token that ends a text"):
+        resolve_sampling(SamplingParams(seed=1, regex="1+"), GenerationDefaults(), 1)
 
 
 @pytest.mark.parametrize("method", ["ar", "ngram", "sd", "pearl"])
