@@ -125,7 +125,7 @@ def test_mistakes_are_refused_with_what_to_do(
         ("serve --http nonsense", "HOST:PORT"),
         ("serve --http-queue 3", "go with --http"),
         ("serve --http 127.0.0.1:0 --draft none --method pearl", "needs a draft"),
-        (f"chat -q 1 --target {TOY} --draft {TOY}", "no chat template"),
+        (f"chat -q 1 --target {TOY} --draft {TOY}", "no chat template: chat with --raw"),
         (f"chat -q {'1' * 600} --raw --connect {toy.directory}", "too many tokens"),
         ("chat --temperature x", "temperature"),
         ("chat -q 1 --connect /nowhere", "no running engine of yours is named /nowhere"),

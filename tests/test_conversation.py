@@ -118,11 +118,6 @@ def test_undo_goes_back_to_the_same_tokens() -> None:
     assert [conversation.undo() is None for _ in range(3)] == [False, False, True]
 
 
-def test_no_template_is_said_with_what_to_do() -> None:
-    with pytest.raises(RequestError, match=r"no chat template.*--raw"):
-        Conversation(Characters(None)).prompt("Hi")
-
-
 def test_raw_text_goes_on_where_it_ended() -> None:
     tokenizer = Characters(None)
     conversation = Conversation(tokenizer, raw=True)

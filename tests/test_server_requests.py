@@ -137,7 +137,7 @@ def test_bad_fields_are_refused_by_name(stream: bool) -> None:
         ("completions", {"max_tokens": 600}, "max_tokens"),
         ("completions", {"prompt": [31, 32]}, "prompt"),
         ("completions", {"prompt": "1" * 512}, "prompt"),
-        ("completions", {"logit_bias": {"9999": 1}}, "logit_bias"),
+        ("completions", {"logit_bias": {"32": 1}}, "logit_bias"),
         ("chat/completions", {"logit_bias": {"9999": 1}}, "logit_bias"),
         ("chat/completions", {"messages": [message("1" * 600)]}, "messages"),
         ("chat/completions", {"messages": [message("\ud800")]}, "messages[0].content"),
@@ -244,13 +244,6 @@ def test_seeds_and_stop_tokens_of_other_servers(served: Served) -> None:
     choice = served.post(max_tokens=40, ignore_eos=True, stop_token_ids=[4]).json()["choices"][0]
     whole = served.post(max_tokens=40, ignore_eos=True).json()["choices"][0]["text"]
     assert (choice["text"], choice["finish_reason"]) == (whole[: whole.index("4") + 1], "stop")
-
-
-def test_a_model_without_a_chat_template(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served.service.engine.tokenizer, "chat_text", lambda *_, **__: None)
-    response = served.post("chat/completions")
-    assert response.status_code == 400
-    assert "no chat template" in response.json()["error"]["message"]
 
 
 def test_tools_and_their_calls_reach_the_template() -> None:
