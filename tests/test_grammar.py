@@ -251,12 +251,11 @@ def test_a_usual_schema_is_taken(schema: dict[str, Any]) -> None:
 
 
 def test_what_cannot_be_kept_to_is_refused() -> None:
-    for expression in ("(0", r"(?=0)1"):
-        with pytest.raises(RequestError, match="regex cannot be kept to"):
-            grammar_of(None, expression)
-    for schema in ('{"type": "mouse"}', '{"$ref": "https://example.com/x"}'):
-        with pytest.raises(RequestError, match="json_schema cannot be kept to"):
-            grammar_of(schema, None)
+    """Before anything is sent."""
+    schemas: list[dict[str, str]] = [{"type": "mouse"}, {"$ref": "https://example.com/x"}]
+    for asked in ({"regex": "(0"}, {"regex": r"(?=0)1"}, *({"json_schema": schema} for schema in schemas)):
+        with pytest.raises(RequestError, match=f"{next(iter(asked))} cannot be kept to"):
+            resolve_sampling(SamplingParams(seed=1, **asked), GenerationDefaults(eos=(3,)), 1)  # type: ignore[arg-type]
 
 
 def test_a_model_without_an_end_is_held_to_none() -> None:
