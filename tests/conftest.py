@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 os.environ.pop("COLUMNS", None)  # tests that run side by side have them, and a program in a terminal would believe them
 os.environ.pop("LINES", None)
@@ -23,6 +23,7 @@ import hypothesis
 import psutil
 import pytest
 import torch
+from click.testing import CliRunner, Result
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before our kernels are imported
@@ -31,7 +32,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A script's background job ignores Ctrl-C, and so would every process that the tests start, and mean to interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from pearl.cli import main
+from pearl.cli import cli, main
 from pearl.config import DecodingConfig
 from pearl.engine import Engine
 from pearl.models.toy import alpha_pair
@@ -65,6 +66,20 @@ def eventually(condition: Callable[[], object], what: str = "") -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not within {BOUND} s: {what}"
         time.sleep(0.02)
+
+
+def output(*command: object, timeout: float = BOUND, **options: Any) -> str:
+    """What a program prints that ends well."""
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=timeout, check=False, **options)
+    assert done.returncode == 0, done.stderr[-6000:] + done.stdout[-6000:]
+    return done.stdout
+
+
+def ran(*arguments: object) -> Result:
+    """A command that ends well, in this process; a fault in it is raised here."""
+    ended = CliRunner().invoke(cli, [*map(str, arguments)], catch_exceptions=False, env={"COLUMNS": "120"})
+    assert ended.exit_code == 0, ended.output
+    return ended
 
 
 def started_in(directory: Path | str) -> list[psutil.Process]:

@@ -1,16 +1,12 @@
 """Every state that a pair of state machines can come to: exhaustive, up to a short text (test_model_check)."""
 
-from __future__ import annotations
-
 import pickle
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from enum import Enum
 from functools import partial
-from io import BytesIO
 from typing import Any, NamedTuple
 
-from msgspec import Struct
+from pearl.protocol.target_states import State
 
 from pearl.protocol.auto import Auto
 from pearl.protocol.auto_text import AutoText
@@ -69,39 +65,11 @@ def _freezer(value: object) -> Callable[[Any], object]:
 _FREEZERS: dict[type, Callable[[Any], object]] = {}
 
 
-class _Saver(pickle.Pickler):
-    """Saves a state. What never changes (messages, commands, states' names) is only referred to, not copied."""
-
-    def reducer_override(self, value: object) -> Any:
-        if isinstance(value, (Enum, Struct)):
-            try:
-                number = _NUMBERS.setdefault((type(value), value), len(_KEPT))
-            except TypeError:  # it holds what changes
-                return NotImplemented
-            if number == len(_KEPT):
-                _KEPT.append(value)
-            return _kept, (number,)
-        return NotImplemented
-
-
-_NUMBERS: dict[tuple[type, object], int] = {}
-_KEPT: list[object] = []
-
-
-def _kept(number: int) -> object:
-    return _KEPT[number]
-
-
-def saved(state: object) -> bytes:
-    file = BytesIO()
-    _Saver(file, pickle.HIGHEST_PROTOCOL).dump(state)
-    return file.getvalue()
-
-
 class FaultyPair(Pair):
     """A pair to which each of `faults` happens once, or never, at any time."""
 
     faults: tuple[str, ...] = ()
+    next_context = 1 << 20  # of a draft that joins
 
     @property
     def moves(self) -> list[str]:
@@ -127,7 +95,7 @@ class FaultyPair(Pair):
             case "kill" if self.drafter is not None:
                 return self.kill_draft
             case "join" if self.drafter is None:
-                return self.join_draft
+                return lambda: self.join_draft(self.next_context)
             case "repeat tokens" if tokens:
                 return lambda: self.to_target.append(tokens[0])
             case "repeat branch" if branches:
@@ -149,6 +117,8 @@ class FaultyPair(Pair):
                 return lambda: self._lose(self.to_target, self.to_target[0])
             case "lose to draft" | "lose two to draft" if self.to_draft:
                 return lambda: self._lose(self.to_draft, self.to_draft[0])
+            case "resync" if self.drafter is not None and self.coordinator.state in (State.HELD, State.GATHERING):
+                return self.stall
             case "fail" if self.target_answer is not None:
                 return self.fail_target
             case "choke" if isinstance(self.draft_answer, Drafted) and self.draft_answer.tokens:
@@ -201,7 +171,7 @@ class Side:
         picture = tuple([freeze(value) for name, value in values.items() if name != "results"]), _outcomes(values)
         number = self._numbers.setdefault(picture, len(self._saved))
         if number == len(self._saved):
-            self._saved.append(saved(values))
+            self._saved.append(pickle.dumps(values, pickle.HIGHEST_PROTOCOL))
             self._shown.append(pickle.loads(self._saved[-1]))
         return number
 

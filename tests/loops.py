@@ -1,7 +1,5 @@
 """Target and draft workers as threads of this process, with the test as their front, or as a misbehaving draft."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Cases of a product in which each two values of two axes meet: where two settings together go wrong, one shows it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import combinations, product
 from typing import Any

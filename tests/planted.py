@@ -1,7 +1,5 @@
 """Bugs that a test plants into the workers of its engines (`tests.warm`). Each changes texts, but for `LAW`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

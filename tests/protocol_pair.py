@@ -5,8 +5,6 @@ submits), and the test picks one.  The scripted executors decode a text that is 
 caches: they fail where a command disagrees with what the cache holds.
 """
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """A copy with other fields, of a dataclass or of a record of the wire."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

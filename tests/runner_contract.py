@@ -5,8 +5,6 @@ class TestMine(RunnerContract):
     others = {"my other": MyOtherRunner}  # similar to one in `kinds`: their tests are marked `long`
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from itertools import product
 from typing import ClassVar

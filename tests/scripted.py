@@ -1,26 +1,9 @@
 """Scripted executors: they decode a known text, and fail where a command disagrees with their copy of the KV cache."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
-from pearl.protocol.events import (
-    Draft,
-    Drafted,
-    Forward,
-    Forwarded,
-    Guess,
-    Guessed,
-    Judge,
-    Judged,
-    Keep,
-    Open,
-    Rollback,
-    Sample,
-    Sampled,
-    Spread,
-)
+from pearl.protocol import events as e
 from pearl.protocol.foresight import Seen
 from pearl.protocol.messages import Source, Submit
 from pearl.protocol.options import RequestOptions
@@ -86,32 +69,32 @@ class ScriptTarget:
 
     def execute(self, command: object) -> object | None:
         match command:
-            case Open() | Spread():
+            case e.Open() | e.Spread():
                 return None
-            case Rollback(length):
+            case e.Rollback(length):
                 self.cache.rollback(length)
                 self.parents = None
                 return None
-            case Keep(path):
+            case e.Keep(path):
                 assert self.parents is not None, "no tree waits"
                 assert [self.parents[node] for node in path] == [-1, *path[:-1]], "no path"
                 self.cache.tokens += [self.fed[node] for node in path]
                 self.parents = None
                 return None
-            case Guess():
+            case e.Guess():
                 return self._guess(command)
-            case Forward():
+            case e.Forward():
                 return self._forward(command)
-            case Judge(start, tokens, _, nodes):
+            case e.Judge(start, tokens, _, nodes):
                 for i, (token, node) in enumerate(zip(tokens, nodes, strict=True)):
                     if token != self._says(start + i, node):
-                        return Judged(i, self._says(start + i, node), request=command.request)
-                return Judged(len(tokens), None, request=command.request)
-            case Sample(position, node, follow):
+                        return e.Judged(i, self._says(start + i, node), request=command.request)
+                return e.Judged(len(tokens), None, request=command.request)
+            case e.Sample(position, node, follow):
                 return self._sample(position, node, follow, command.request)
         raise AssertionError(command)
 
-    def _forward(self, command: Forward) -> Forwarded:
+    def _forward(self, command: e.Forward) -> e.Forwarded:
         start, tokens, parents = command.start, command.tokens, command.parents
         assert 0 <= command.rows <= len(tokens)
         assert len(self.cache.tokens) == start, "the cache does not hold what the command says"
@@ -123,9 +106,9 @@ class ScriptTarget:
             self.cache.feed(start, tokens)
         else:
             assert self.trees
-        return Forwarded(request=command.request)
+        return e.Forwarded(request=command.request)
 
-    def _guess(self, command: Guess) -> Guessed:
+    def _guess(self, command: e.Guess) -> e.Guessed:
         text = self.indexed[: command.base] + list(command.tokens)
         assert len(self.indexed) >= command.base
         self.indexed = text
@@ -154,14 +137,14 @@ class ScriptTarget:
                     parents.append(above)
                     sources.append(Source.RUNNER_UP)
                 above = len(text) + list(zip(parents, tokens, strict=True)).index((above, token))
-        return Guessed(tuple(tokens), tuple(parents), (0.5,) * len(tokens), tuple(sources), request=command.request)
+        return e.Guessed(tuple(tokens), tuple(parents), (0.5,) * len(tokens), tuple(sources), request=command.request)
 
-    def _sample(self, position: int, node: int, follow: bool, request: int) -> Sampled:
+    def _sample(self, position: int, node: int, follow: bool, request: int) -> e.Sampled:
         says = [self._says(position, node)]
         while follow and (*self.contexts[node], says[-1]) in self.contexts:
             node = self.contexts.index((*self.contexts[node], says[-1]))
             says.append(self._says(position + len(says), node))
-        return Sampled(tuple(says), request=request)
+        return e.Sampled(tuple(says), request=request)
 
     def _says(self, position: int, node: int) -> int:
         assert node >= len(self.fed) - self.rows, "no row was kept for this position"
@@ -195,27 +178,27 @@ class ScriptDraft:
 
     def execute(self, command: object) -> object | None:
         match command:
-            case Open():
+            case e.Open():
                 self.ranks, self.withholds = command.options.sends_runners_up, command.options.withholds
                 return None
-            case Rollback(length):
+            case e.Rollback(length):
                 self.cache.rollback(length)
                 self.branches = {after: tokens for after, tokens in self.branches.items() if after[0] <= length}
                 return None
-            case Draft(start, tokens, budget, pending, hedge, bonus):
+            case e.Draft(start, tokens, budget, pending, hedge, bonus):
                 if tokens or not hedge:
                     self.cache.feed(start, tokens)
                 if hedge:
                     return self._hedged(pending, hedge, bonus)
                 if not budget:
-                    return Drafted()
+                    return e.Drafted()
                 known = len(self.cache.tokens)
                 if self.withholds and known in self.stops:
-                    return Drafted(paused=True)
+                    return e.Drafted(paused=True)
                 branches = self._prepared(known - pending, known + budget)
                 said = self._says(self.cache.tokens)
                 seen = (Seen(3, (self.text[known] if said == WRONG else OTHER, LOST)),) if self.ranks else ()
-                return Drafted((said,), branches=branches, paused=known in self.stops, seen=seen)
+                return e.Drafted((said,), branches=branches, paused=known in self.stops, seen=seen)
         raise AssertionError(command)
 
     def _says(self, prefix: Sequence[int]) -> int:
@@ -224,11 +207,11 @@ class ScriptDraft:
             return LOST
         return WRONG if position in self.wrong else self.text[position]
 
-    def _hedged(self, pending: int, depth: int, bonus: bool) -> Drafted:
+    def _hedged(self, pending: int, depth: int, bonus: bool) -> e.Drafted:
         """One token more for each outcome, while there is any to prepare for."""
         before, known = dict(self.branches), len(self.cache.tokens)
         branches = self._prepared(known - pending, len(self.text), depth, bonus)
-        return Drafted(branches=branches, paused=self.branches == before)
+        return e.Drafted(branches=branches, paused=self.branches == before)
 
     def _prepared(self, committed: int, until: int, depth: int = 99, bonus: bool = False) -> tuple[Proposal, ...]:
         """One token more for each outcome that is foreseen and open."""

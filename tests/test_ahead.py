@@ -1,7 +1,5 @@
 """The draft's thread: what it begins by itself is what a loop would have asked for, and nothing else ever shows."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing

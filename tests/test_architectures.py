@@ -1,7 +1,5 @@
 """Current architectures on the general path: windows and chunks, recurrences and convolutions, experts, each tiny."""
 
-from __future__ import annotations
-
 import random
 from functools import cache, partial
 from typing import ClassVar

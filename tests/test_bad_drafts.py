@@ -1,7 +1,5 @@
 """Drafts that lie, stall, lack memory, lose messages or leave: the request goes on, and its text is the target's."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Continuations for other outcomes: what is prepared is what would be drafted, and no text differs by it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
@@ -16,7 +14,6 @@ from pearl.decoding.sampling import read_draw
 from pearl.drafting.model import ModelProposer
 from pearl.drafting.step import Step
 from pearl.lab.simulate import Outcome, Timing
-from pearl.models.checkpoints.loading import load_runner
 from pearl.models.forward.graphs import FED
 from pearl.models.runner import Capabilities, Feed, ModelRunner, WrappedRunner
 from pearl.models.toy import ToyRunner, alpha_pair
@@ -25,7 +22,7 @@ from pearl.protocol.messages import Source
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.speeds import ForwardTimes
 from tests.test_look_ahead import PROMPT, VOCAB
-from tests.tiny import tiny_model
+from tests.tiny import on_cpu, tiny_model
 from tests.virtual import Counting
 from tests.virtual import decoded as simulated
 
@@ -88,7 +85,7 @@ def test_sd_whose_draft_prepares_waits_less() -> None:
 @cache
 def model(kind: str) -> ModelRunner:
     path = str(tiny_model(kind, noise=0.05))
-    return load_runner(path, device=torch.device("cpu"), dtype="float32", spare=5)
+    return on_cpu(path, dtype="float32", spare=5)
 
 
 class NoTimes(ForwardTimes):

@@ -1,7 +1,5 @@
 """Engines that run already: served, found by their cards, attached to, and stopped; none that is another's."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

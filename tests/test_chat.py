@@ -3,8 +3,6 @@
 Replies are paced where a test has to do something while they are made.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -24,8 +22,8 @@ from pearl.colours import SOURCES
 from pearl.engine import Engine
 from pearl.trace.reading import read
 from pearl.trace.report import report
-from tests.conftest import AS_PUBLISHED, CHARACTERS, TOY, started_in, wanted
-from tests.screen import BOUND, CTRL_C, CTRL_D, Person, home
+from tests.conftest import AS_PUBLISHED, CHARACTERS, TOY, output, started_in, wanted
+from tests.screen import CTRL_C, CTRL_D, Person, home
 
 __all__ = ["home"]  # a fixture
 
@@ -348,13 +346,10 @@ def test_files_an_editor_completion_other_models_and_the_last_conversation(
 
 def test_each_line_of_a_pipe_is_a_message(home: dict[str, str], attached: list[str]) -> None:
     command = [sys.executable, "-m", "pearl", "chat", *attached, "--temperature", "0", "--max-tokens", "8"]
-    run = subprocess.run(
-        command, input="123\n\n/4\n", capture_output=True, text=True, timeout=BOUND, env=home, check=False
-    )
-    assert run.returncode == 0, run.stderr
+    said = output(*command, input="123\n\n/4\n", env=home)
     first = wanted("123", 8)
     slash = CHARACTERS[ord("/") % 32]
-    assert run.stdout == f"{first}\n{wanted('123' + first + slash + '4', 8)}\n"
+    assert said == f"{first}\n{wanted('123' + first + slash + '4', 8)}\n"
 
 
 # ---- under torchrun ----

@@ -1,7 +1,5 @@
 """The command line: what goes to which stream, which exit code, and that every setting is a flag."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -25,10 +23,9 @@ from pearl.engine import Engine, preflight
 from pearl.lab.distill.prompts import read_prompts
 from pearl.spec.methods import METHODS
 from scripts import faulty
-from tests.conftest import TOY, wanted
+from tests.conftest import BOUND, TOY, output, wanted
 from tests.tiny import tiny_model
 
-BOUND = 120.0  # seconds
 Run = Callable[..., subprocess.CompletedProcess[str]]
 PAIR = ["--target", TOY, "--draft", TOY]
 SHORT = [*PAIR, "--max-tokens", "30", "--temperature", "0", "--ignore-eos"]
@@ -113,9 +110,22 @@ def test_mistakes_are_refused_with_what_to_do(
     ):
         assert words.lower() in refused(*PAIR, *shlex.split(flags)).lower()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("PEARL_API_KEY", raising=False)
     tmp_path.chmod(0o700)
     for line, words in (
-        (f"chat -q 1 --target {TOY} --draft {TOY}", "no chat template"),
+        *((f"{study} --habits", "--habits: ") for study in ("bench", "compare", "calibrate")),
+        *((f"simulate stops x --t-target {times}", "fed:milliseconds") for times in ("5:", "1:5,1:6", "0:5", "nan")),
+        ("bench --draft none", "nothing to compare"),
+        ("bench --rows fast", "there are ar; sd"),
+        ("bench --prompts a=/x --prompts a=/y", "/x"),
+        ("paper pearl --pair GPT", "no pair is called 'GPT'"),
+        ("paper sssd --prompts /nowhere.jsonl", "/nowhere.jsonl"),
+        ("paper Pearl", "No such command"),
+        ("serve --http 0.0.0.0:0", "takes an API key"),
+        ("serve --http nonsense", "HOST:PORT"),
+        ("serve --http-queue 3", "go with --http"),
+        ("serve --http 127.0.0.1:0 --draft none --method pearl", "needs a draft"),
+        (f"chat -q 1 --target {TOY} --draft {TOY}", "no chat template: chat with --raw"),
         (f"chat -q {'1' * 600} --raw --connect {toy.directory}", "too many tokens"),
         ("chat --temperature x", "temperature"),
         ("chat -q 1 --connect /nowhere", "no running engine of yours is named /nowhere"),
@@ -325,8 +335,7 @@ help_of(cli, [])
 def test_what_is_not_needed_is_not_imported(program: str, heavy: set[str]) -> None:
     """Importing it takes seconds of CPU."""
     code = f"{program}\nimport sys\nsys.exit(' '.join({heavy} & set(sys.modules)) or 0)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    output(sys.executable, "-c", code)
 
 
 def test_conflicts_are_told_before_any_process_starts(

@@ -1,12 +1,9 @@
 """Clients that people have, against our server: those in the extra `clients`, which the tests do without otherwise."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +15,7 @@ from pydantic import BaseModel
 
 from pearl import Engine
 from pearl.server.listen import bind
-from tests.conftest import TOY
+from tests.conftest import TOY, output
 from tests.served import MODEL, Served, serving_tools
 from tests.tiny import EOS_ID
 
@@ -185,12 +182,6 @@ def program(name: str) -> str:
     return path
 
 
-def output(*command: str, **options: Any) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, **options)
-    assert done.returncode == 0, done.stderr + done.stdout[-6000:]
-    return done.stdout
-
-
 def test_llm_holds_a_conversation(served: Served, wanted: str, tmp_path: Path) -> None:
     """The command `llm`: it asks, continues a conversation, and takes a schema."""
     command = program("llm")
@@ -220,5 +211,6 @@ def test_what_is_described_can_be_sent(tmp_path: Path) -> None:
             *("--checks", "not_a_server_error,status_code_conformance,content_type_conformance"),
             *("--phases", "examples,coverage,fuzzing"),
             cwd=tmp_path,
+            timeout=600,
         )
         assert running.is_well()

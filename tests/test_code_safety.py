@@ -1,7 +1,5 @@
 """What must not be in the package at all, read from its syntax trees; and that files of weights run no code."""
 
-from __future__ import annotations
-
 import ast
 import pickle
 import re
@@ -12,10 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from pearl.errors import ModelError
-from pearl.models.checkpoints.loading import load_runner
 from pearl.models.runner import ModelRunner, feed_chain
 from tests.test_imports import modules
-from tests.tiny import changed_model
+from tests.tiny import changed_model, on_cpu
 
 # Of a source as `ast.unparse` writes it: without comments, each statement a line.
 FORBIDDEN = {
@@ -75,7 +72,7 @@ class Bomb:
 
 
 def load(directory: Path) -> ModelRunner:
-    return load_runner(str(directory), device=torch.device("cpu"), dtype="float32")
+    return on_cpu(directory, dtype="float32")
 
 
 def test_no_weights_run_code(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The codec alone: every type round-trips, every limit holds, and nothing that a peer can send does harm."""
 
-from __future__ import annotations
-
 import time
 import tracemalloc
 import typing

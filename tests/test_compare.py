@@ -1,29 +1,22 @@
 """`pearl compare`: settings named in a line; bias and perplexity; the table."""
 
-from __future__ import annotations
-
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 
-from pearl.cli import cli
 from pearl.config import DecodingConfig, EngineConfig
 from pearl.engine.stream import Result as Text
 from pearl.errors import ConfigError
 from pearl.lab.bench.figures import Surprise
 from pearl.lab.bench.rows import COMPARED, named_rows, parse_settings
 from pearl.models.toy import ToyRunner, alpha_pair
-from tests.conftest import TOY
+from tests.conftest import TOY, ran
 
 SLOW_TOY = ["--target", TOY, "--draft", TOY, "--raw", "--ignore-eos", "--max-tokens", "40"]
-
-
-def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(cli, ["compare", *arguments], catch_exceptions=True)
 
 
 # ---- naming ----
@@ -64,10 +57,9 @@ def test_a_row_is_a_method_and_its_settings() -> None:
     ],
 )
 def test_rows_that_cannot_be_compared_are_refused(arguments: list[str], message: str) -> None:
-    error = invoke(*SLOW_TOY, *arguments).exception
-    assert isinstance(error, ConfigError)
-    assert message in str(error)
-    assert "\n" not in str(error)
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        ran("compare", *SLOW_TOY, *arguments)
+    assert "\n" not in str(caught.value)
 
 
 # ---- figures ----
@@ -92,9 +84,8 @@ def test_a_biased_row_is_shown_with_its_bias(tmp_path: Path) -> None:
     prompts.write_text('{"prompt": "123"}\n{"prompt": "4567"}\n')
     ways = ["published", "published,rule=opt,epsilon=0.3", "pearl,rule=coupled"]
     pair = TOY + ",coin=1"  # no token of it is impossible, so relaxed acceptance applies
-    files = ["--prompts", str(prompts), "--json", str(path)]
-    result = invoke(*ways, *SLOW_TOY, "--target", pair, "--draft", pair, *files)
-    assert result.exception is None, result.output
+    files = ["--prompts", prompts, "--json", path]
+    result = ran("compare", *ways, *SLOW_TOY, "--target", pair, "--draft", pair, *files)
     lines = {line.split()[0]: line for line in result.stdout.splitlines() if line.strip()}
     assert "exact" in lines["ar"]
     assert "exact" in lines["pearl,rule=coupled"]

@@ -1,7 +1,5 @@
 """Settings: which are refused and with what words; profiles; and that every configuration here is valid."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

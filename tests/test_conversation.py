@@ -1,7 +1,5 @@
 """Conversations: which tokens ask for the next reply, under any template. And log probabilities: the target's own."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -118,11 +116,6 @@ def test_undo_goes_back_to_the_same_tokens() -> None:
     assert turn.user == TURNS[2][0]
     assert conversation.prompt(turn.user) == before
     assert [conversation.undo() is None for _ in range(3)] == [False, False, True]
-
-
-def test_no_template_is_said_with_what_to_do() -> None:
-    with pytest.raises(RequestError, match=r"no chat template.*--raw"):
-        Conversation(Characters(None)).prompt("Hi")
 
 
 def test_raw_text_goes_on_where_it_ended() -> None:

@@ -1,7 +1,5 @@
 """`launch/hub` behind transformers' own `generate`: its arguments, its texts, our methods."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

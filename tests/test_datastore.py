@@ -1,7 +1,5 @@
 """Datastores: what is found in them, what becomes of damaged ones, and that they change no text."""
 
-from __future__ import annotations
-
 import json
 import random
 import tempfile
@@ -133,13 +131,6 @@ def test_a_build_that_dies_leaves_no_datastore(tmp_path: Path, monkeypatch: pyte
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError, match=r"is no datastore: it has no datastore\.json"):
         Datastore(tmp_path / "new")
-
-
-def test_what_is_there_is_not_written_over(tmp_path: Path) -> None:
-    make(tmp_path / "old", [[3, 4]])
-    with pytest.raises(ConfigError, match="cannot write the datastore"):
-        make(tmp_path / "old", [[1, 2]])
-    assert found(Datastore(tmp_path / "old"), [3]) == (1, Counter({4: 1}))
 
 
 # ---- reading files ----

@@ -1,7 +1,5 @@
 """Devices: their names, and where `auto` puts a worker."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints that are read without transformers: the bits of the others, and nothing that is not as expected."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -16,15 +14,14 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from pearl.errors import ModelError
 from pearl.models.checkpoints.direct import read_decoder
 from pearl.models.checkpoints.formats import mxfp4
-from pearl.models.checkpoints.loading import load_model, load_runner
+from pearl.models.checkpoints.loading import load_model
 from pearl.models.checkpoints.memory import needed
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from tests.runner_contract import close
-from tests.tiny import changed_model, tiny_model
+from tests.tiny import CPU, changed_model, on_cpu, tiny_model
 
-CPU = torch.device("cpu")
 KINDS = ["llama", "llama-biased", "llama-tied", "llama-long", "mistral", "qwen2", "qwen3", "gpt-oss", "qwen3-moe"]
 
 
@@ -112,13 +109,13 @@ def test_experts_in_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
     assert packed.weights == pytest.approx(unpacked.weights, rel=0.05)
     own_bits = needed(tmp_path / "packed", "auto", 64, 64, keeps_bits=True)
     assert own_bits.weights < 0.7 * packed.weights
-    theirs = load_runner(str(tmp_path / "packed"), device=CPU, max_context=64, forwards="transformers", dtype="float32")
-    ours = load_runner(str(tmp_path / "packed"), device=CPU, max_context=64, dtype="float32")
+    theirs = on_cpu(tmp_path / "packed", max_context=64, forwards="transformers", dtype="float32")
+    ours = on_cpu(tmp_path / "packed", max_context=64, dtype="float32")
     assert isinstance(ours, ForwardRunner)
     tokens = [5, 9, 2, 7, 100]
     wanted = feed_chain(theirs, tokens, 5)
     close(feed_chain(ours, tokens, 5), wanted)
-    few = load_runner(str(tmp_path / "packed"), device=CPU, max_context=64, exact=True)
+    few = on_cpu(tmp_path / "packed", max_context=64, exact=True)
     assert isinstance(few, ForwardRunner)
     assert few.weights == "4 bits", "its own"
     assert (feed_chain(few, tokens, 5) - wanted).abs().mean() < 0.05 * wanted.std()
@@ -190,7 +187,7 @@ def test_a_weight_that_is_in_no_file_is_not_made_up(
     save_file(weights | ({} if shape is None else {whole: torch.ones(shape)}), file, {"format": "pt"})
     cause = r"has the shape \[5\] where \[6\] is expected" if shape else f"1 of its weights are in no file, .*{name}"
     with pytest.raises(ModelError, match=cause):
-        load_runner(str(directory), device=CPU)
+        on_cpu(directory)
 
 
 def test_a_worker_imports_no_compiler(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Distillation on tiny models: the same bytes whatever happens on the way, and nothing lost when something does."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil
@@ -12,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from pearl.cli import cli
 from pearl.errors import ConfigError, DistillError, ModelError
 from pearl.lab.distill.answers import Answer, answer
 from pearl.lab.distill.config import DistillConfig, load_config
@@ -27,10 +23,8 @@ from pearl.models.checkpoints.loading import load_model, load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.text.tokenizer import check_same_vocabulary
-from tests.conftest import Quiet
-from tests.tiny import EOS_ID, VOCAB_SIZE, tiny_model
-
-CPU = torch.device("cpu")
+from tests.conftest import Quiet, ran
+from tests.tiny import CPU, EOS_ID, VOCAB_SIZE, on_cpu, tiny_model
 
 
 class Silent(Quiet):
@@ -116,7 +110,7 @@ def interrupted(whole: Path, out: Path, share: float) -> None:
 def test_the_draft_is_an_ordinary_checkpoint(whole: Path) -> None:
     """Which a worker loads, with the target's vocabulary."""
     draft = str(whole / "draft")
-    runner = load_runner(draft, device=CPU)
+    runner = on_cpu(draft)
     assert runner.vocab_size == VOCAB_SIZE
     assert feed_chain(runner, [5, 6, 7], rows=1).isfinite().all()
     check_same_vocabulary(load_tokenizer(target())[0], load_tokenizer(draft)[0], target(), draft)
@@ -145,7 +139,7 @@ def test_a_draft_learns_from_texts_of_its_own(tmp_path: Path) -> None:
     config = settings(tmp_path / "own", on_policy=0.5, temperatures=(0.0,), divergence="jsd")
     run(config)
     found = answered(tmp_path / "own")
-    loaded = load_runner(target(), device=CPU, dtype="float32")
+    loaded = on_cpu(target(), dtype="float32")
     first = found["round-000"]["answers"]
     for number, one in enumerate(first):
         rows = [feed_chain_anew(loaded, [*one["prompt"], *one["tokens"][:i]]) for i in range(len(one["tokens"]))]
@@ -263,9 +257,8 @@ def test_a_run_is_not_overwritten_nor_continued_otherwise(whole: Path) -> None:
         run(settings(whole, seed=5, passes=2), resume=True)
     given = settings(whole).model_dump(exclude_unset=True)
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-    error = CliRunner().invoke(cli, ["distill", *flags]).exception
-    assert isinstance(error, ConfigError)
-    assert "holds a run already: --resume" in str(error)
+    with pytest.raises(ConfigError, match="holds a run already: --resume"):
+        ran("distill", *flags)
 
 
 # ---- prompts and settings ----
@@ -357,7 +350,7 @@ def model(**options):
 
 def by_hand(kind: Path, prompt: list[int], limit: int) -> list[int]:
     """Greedy text, a token at a time."""
-    runner = load_runner(str(kind), device=CPU, forwards="transformers")
+    runner = on_cpu(kind, forwards="transformers")
     tokens, logits = [], feed_chain(runner, prompt, 1)
     while len(tokens) < limit and EOS_ID not in tokens:
         tokens.append(int(logits[0].argmax()))

@@ -1,7 +1,5 @@
 """Files that somebody else has written, at their worst: one line, and exit code 2; 4 where output is lost."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The embedded pair, and the cache that it is kept in: made once, by one process at a time, never used half made."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

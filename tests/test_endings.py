@@ -1,7 +1,5 @@
 """A text ends exactly where it should: EOS, stop, limit, at every offset inside a window; short and full contexts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 How it starts, dies and cleans up is in test_processes.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -26,14 +24,13 @@ from pearl.engine import Engine, Result
 from pearl.engine.asynchronous import AsyncStream
 from pearl.errors import ConfigError, EngineClosed, ModelError, PearlError, RequestError, TargetLost
 from pearl.lab.simulate import Timing, paired_executors, simulate
-from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.protocol.messages import Provenance, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text
 from tests.loops import simulated
 from tests.replace import replace
-from tests.tiny import VOCAB_SIZE, tiny_model
+from tests.tiny import VOCAB_SIZE, on_cpu, tiny_model
 
 PROMPT = [1, 2, 5]
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -63,8 +60,7 @@ def test_a_seed_gives_the_text_that_it_gave_in_an_older_release(toy: Engine, tex
 def test_the_embedded_pair_writes_what_it_wrote_in_an_older_release() -> None:
     """In float32, by the virtual clock: the same executors as in the workers."""
     tokenizer, _ = load_tokenizer("embedded")
-    cpu = torch.device("cpu")
-    runners = [load_runner(name, device=cpu, dtype="float32") for name in ("embedded", "embedded-draft")]
+    runners = [on_cpu(name, dtype="float32") for name in ("embedded", "embedded-draft")]
     for text in BEFORE["embedded"]:
         prompt, tokens = tokenizer.apply_chat([{"role": "user", "content": text["prompt"]}]), text["tokens"][:16]
         assert prompt is not None
@@ -99,13 +95,6 @@ def test_a_sampled_text_is_one_of_seed_and_sample(toy: Engine) -> None:
             assert result.seed == seed
             assert texts.setdefault((seed, sample), result.tokens) == result.tokens
     assert len({tuple(text) for text in texts.values()}) == 3
-
-
-def test_unset_seed_is_drawn_and_reported(toy: Engine) -> None:
-    drawn = [one(toy, WARM.model_copy(update={"seed": None})) for _ in range(2)]
-    assert drawn[0].seed != drawn[1].seed
-    assert drawn[0].tokens != drawn[1].tokens
-    assert one(toy, WARM.model_copy(update={"seed": drawn[0].seed})).tokens == drawn[0].tokens
 
 
 def test_prompts_come_as_text_tokens_and_lists(toy: Engine) -> None:

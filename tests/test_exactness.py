@@ -1,7 +1,5 @@
 """Bit for bit: logits that do not depend on how a sequence was cut into forwards, and texts that follow from it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -15,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from pearl import Engine, EngineConfig, SamplingParams
 from pearl.errors import ModelError
 from pearl.lab.bench.exactness import check_pair, check_texts, compare_cuts
-from pearl.models.checkpoints.loading import load_runner
 from pearl.models.forward.graphs import FED
 from pearl.models.forward.matrices import Rounding, gated, matrix, normalise
 from pearl.models.forward.probe import irregular, least_rows, probe_rows
@@ -26,9 +23,8 @@ from tests.pairwise import pairwise
 from tests.planted import BUGS, LAW
 from tests.runner_contract import some_tokens
 from tests.test_forward_runner import KINDS, replayed
-from tests.tiny import tiny_model
+from tests.tiny import on_cpu, tiny_model
 
-CPU = torch.device("cpu")
 DTYPES = ("float32", "bfloat16", "float16", "int8", "int4")
 TOKENS = 256  # two blocks of attention
 
@@ -42,7 +38,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def load(kind: str, dtype: str, **options: object) -> ModelRunner:
-    return load_runner(str(tiny_model(kind)), device=CPU, dtype=dtype, **options)  # type: ignore[arg-type]
+    return on_cpu(tiny_model(kind), dtype=dtype, **options)  # type: ignore[arg-type]
 
 
 # Every kind in one dtype, and some in all; with the tests marked `long` every kind in all.

@@ -5,12 +5,10 @@ signal. Message faults change one message on a real
 socket, between loops in threads of this process.
 """
 
-from __future__ import annotations
-
 import os
 import re
+import shlex
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -34,7 +32,7 @@ from pearl.transport.base import Endpoint, Peer
 from pearl.transport.codec import MAX_FRAME, encode
 from pearl.transport.zeromq import ZmqConnection, ZmqListener
 from scripts import faulty
-from tests.conftest import AS_PUBLISHED, BOUND, TOY, eventually, greedy_text
+from tests.conftest import AS_PUBLISHED, BOUND, TOY, eventually, greedy_text, output
 from tests.loops import Loops
 from tests.replace import replace
 from tests.test_processes import children, gone
@@ -303,24 +301,20 @@ SOAK = Path(__file__).parent.parent / "scripts" / "soak.py"
 @pytest.mark.slow
 def test_the_soak_has_as_many_faults_as_it_was_asked_for() -> None:
     """It once went on for so many seconds, and on a slow machine had one fault in 300."""
-    command = [sys.executable, str(SOAK), "--faults", "2", "--seed", "3"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert ended.returncode == 0, ended.stdout
-    struck = sum(int(count) for count in re.findall(r"(?m)^fault: .* (\d+) *$", ended.stdout))
+    said = output(sys.executable, SOAK, "--faults", 2, "--seed", 3, timeout=280)
+    struck = sum(int(count) for count in re.findall(r"(?m)^fault: .* (\d+) *$", said))
     assert struck >= 2
-    assert f"{struck} faults in" in ended.stdout
+    assert f"{struck} faults in" in said
 
 
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_soak_of_the_server(tmp_path: Path) -> None:
     """Its limits of time and memory are for a quiet machine, and for minutes."""
-    command = [sys.executable, str(SOAK.with_name("soak_http.py")), "--seconds", "6", "--clients", "4", "--slots", "2"]
-    command += ["--kill-every", "2", "--most-overhead", "1e6", "--most-growth", "1e6"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "drafts killed" in done.stdout
-    assert ", 0 wrong" in done.stdout
+    flags = shlex.split("--seconds 6 --clients 4 --slots 2 --kill-every 2 --most-overhead 1e6 --most-growth 1e6")
+    said = output(sys.executable, SOAK.with_name("soak_http.py"), *flags, timeout=240, cwd=tmp_path)
+    assert "drafts killed" in said
+    assert ", 0 wrong" in said
 
 
 # ---- one message changed ----

@@ -1,7 +1,5 @@
 """Quantised checkpoints of other tools in our own forward: files written here by the formats' formulas."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from itertools import product
@@ -13,13 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pearl.models.checkpoints.loading import load_runner
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from tests.runner_contract import some_tokens
-from tests.tiny import changed_model
+from tests.tiny import CPU, changed_model, on_cpu
 
-CPU = torch.device("cpu")
 GROUP = 32
 Written = tuple[dict[str, torch.Tensor], torch.Tensor]  # a module's tensors, and the weights that they stand for
 _AWQ = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each half byte of a word
@@ -186,8 +182,8 @@ def test_other_tools_files_run_at_their_own_bits(tool: str, kind: str, tmp_path:
     """Beside transformers in float32 over the dequantised weights; and each row has its bits in any company."""
     weights = save(tool, tmp_path / "model", kind)
     save_file(weights, changed_model(tmp_path / "plain", kind) / "model.safetensors", {"format": "pt"})
-    plain = load_runner(str(tmp_path / "plain"), device=CPU, max_context=96, forwards="transformers")
-    runner = load_runner(str(tmp_path / "model"), device=CPU, max_context=96, exact=True)
+    plain = on_cpu(tmp_path / "plain", max_context=96, forwards="transformers")
+    runner = on_cpu(tmp_path / "model", max_context=96, exact=True)
     assert isinstance(runner, ForwardRunner)
     assert runner.weights == TOOLS[tool][2]
     tokens = some_tokens(plain, 40)
@@ -196,7 +192,7 @@ def test_other_tools_files_run_at_their_own_bits(tool: str, kind: str, tmp_path:
     assert (found - wanted).abs().mean() < bound * wanted.std(), "bfloat16 is all that is between the two"
     runner.rollback(0)
     assert torch.equal(torch.cat([feed_chain(runner, tokens[n : n + 5], 5) for n in range(0, 40, 5)]), found)
-    wide = load_runner(str(tmp_path / "model"), device=CPU, max_context=96, dtype="float32")
+    wide = on_cpu(tmp_path / "model", max_context=96, dtype="float32")
     torch.testing.assert_close(feed_chain(wide, tokens, 40), wanted, rtol=1e-3, atol=1e-4)
 
 

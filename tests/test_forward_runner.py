@@ -1,7 +1,5 @@
 """The fast forward of the Llama family: the contract, and that it computes what transformers computes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
@@ -21,9 +19,8 @@ from pearl.models.runner import Feed, feed_chain
 from pearl.models.toy import ToyRunner
 from tests.pairwise import pairwise
 from tests.runner_contract import Kinds, RunnerContract, close, some_tokens
-from tests.tiny import tiny_model
+from tests.tiny import CPU, on_cpu, tiny_model
 
-CPU = torch.device("cpu")
 KINDS = (
     *("llama", "llama-biased", "llama-tied", "llama-long", "mistral", "qwen2", "qwen3", "mistral-sliding", "olmo2"),
     *("qwen3-short", "gemma3-short", "olmo3-short", "phi3-short", "smollm3-short", "granite-scaled"),
@@ -39,7 +36,7 @@ def load(kind: str = "llama", dtype: str = "float32", device: torch.device = CPU
 
 
 def reference(kind: str, dtype: str) -> HFRunner:
-    runner = load_runner(str(tiny_model(kind)), device=CPU, dtype=dtype, max_context=64, forwards="transformers")
+    runner = on_cpu(tiny_model(kind), dtype=dtype, max_context=64, forwards="transformers")
     assert isinstance(runner, HFRunner)
     return runner
 
@@ -137,7 +134,7 @@ def test_rounding_is_no_worse_than_that_of_transformers(
 def test_others_keep_the_forward_of_transformers() -> None:
     """Of a dynamic rotation the angles depend on the length of the text; a table made beforehand would be wrong."""
     for kind in ("gpt2", "opt", "llama-dynamic", "stablelm", "gemma4"):
-        assert isinstance(load_runner(str(tiny_model(kind)), device=CPU, max_context=64), HFRunner)
+        assert isinstance(on_cpu(tiny_model(kind), max_context=64), HFRunner)
 
 
 def test_quantised_models_are_left_to_transformers() -> None:
@@ -290,4 +287,4 @@ def test_what_only_our_forward_has_is_refused_elsewhere(
     kind: str, forwards: str, asked: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ModelError, match=said):
-        load_runner(str(tiny_model(kind)), device=CPU, forwards=forwards, **asked)
+        on_cpu(tiny_model(kind), forwards=forwards, **asked)

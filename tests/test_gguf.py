@@ -1,7 +1,5 @@
 """GGUF files: what runs is the model that the file describes, or it is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,16 +15,14 @@ from pearl.models.checkpoints.checkpoint import resolve_checkpoint
 from pearl.models.checkpoints.direct import llama3_frequencies
 from pearl.models.checkpoints.gguf import _NEEDED, _NEEDED_BY_EXPERTS, _family_of, _windows, table_in
 from pearl.models.checkpoints.gguf_weights import GgufWeights
-from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.families import GGUF, OWN_FORWARD
 from pearl.models.forward.matrices import multiplies_bf16
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from tests.runner_contract import close, some_tokens
-from tests.tiny import changed_model, tiny_model
+from tests.tiny import CPU, changed_model, on_cpu, tiny_model
 
-CPU = torch.device("cpu")
 USUAL_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 AUTOMATIC = torch.bfloat16 if multiplies_bf16() else torch.float32
 
@@ -35,11 +31,11 @@ def test_a_gguf_file_gives_the_same_model(tmp_path: Path, cache: Path) -> None:
     """It is described once; an unnamed dtype is bfloat16."""
     file = tmp_path / "tiny.gguf"
     _write_gguf(file)
-    runner = load_runner(str(file), device=CPU, dtype="float32", max_context=64)
+    runner = on_cpu(file, dtype="float32", max_context=64)
     tokens = some_tokens(runner, 9)
-    close(feed_chain(runner, tokens, 9), feed_chain(load_runner(str(tiny_model()), device=CPU), tokens, 9))
+    close(feed_chain(runner, tokens, 9), feed_chain(on_cpu(tiny_model()), tokens, 9))
     messages: list[str] = []
-    automatic = load_runner(str(file), device=CPU, max_context=64, progress=messages.append)
+    automatic = on_cpu(file, max_context=64, progress=messages.append)
     assert isinstance(automatic, ForwardRunner)
     assert automatic.dtype == AUTOMATIC
     assert messages == [f"loading {file}"]
@@ -151,7 +147,7 @@ def test_a_gguf_file_gives_the_model_that_it_describes(tmp_path: Path, cache: Pa
     kind, said, changes = CASES[name]
     plain = changed_model(tmp_path / "plain", kind, **changes)
     _write_gguf(file := tmp_path / "tiny.gguf", plain if name.startswith("rope") else tiny_model(kind), **said)
-    runner, wanted = (load_runner(str(path), device=CPU, dtype="float32") for path in (file, plain))
+    runner, wanted = (on_cpu(path, dtype="float32") for path in (file, plain))
     assert type(runner) is type(wanted)
     tokens = some_tokens(runner, 60)
     close(feed_chain(runner, tokens, 60), feed_chain(wanted, tokens, 60))
@@ -215,7 +211,7 @@ def test_a_gguf_file_that_cannot_be_kept_whole_is_refused(
     model = tiny_model(said.get("model", "llama"))
     _write_gguf(file := tmp_path / "tiny.gguf", model, **{name: said[name] for name in said if name != "model"})
     with pytest.raises(ModelError, match=cause):
-        load_runner(str(file), device=CPU)
+        on_cpu(file)
 
 
 def test_no_number_of_a_gguf_file_is_made_up() -> None:
@@ -240,7 +236,7 @@ def test_a_gguf_file_of_an_architecture_that_is_not_read_is_refused(tmp_path: Pa
         writer.write_kv_data_to_file()
         writer.close()
         with pytest.raises(ModelError, match=f"loaded: files of the architecture '{architecture}' are not"):
-            load_runner(str(file), device=CPU)
+            on_cpu(file)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3-linear", "phi3-partial", "qwen3-moe", "gpt-oss-plain"])
@@ -271,8 +267,8 @@ def test_weights_are_dequantised_as_the_reference_does(tmp_path: Path, cache: Pa
 def test_weights_in_their_own_bits_are_the_dequantised_ones(tmp_path: Path, cache: Path, kind: str) -> None:
     """Experts too.  Dequantised, the file runs through transformers as well."""
     _write_gguf(file := tmp_path / "tiny.gguf", tiny_model(kind), kind="Q8_0", **FAMILIES.get(kind, {}))
-    few, whole = (load_runner(str(file), device=CPU, dtype=dtype) for dtype in ("auto", "float32"))
-    theirs = load_runner(str(file), device=CPU, dtype="float32", forwards="transformers")
+    few, whole = (on_cpu(file, dtype=dtype) for dtype in ("auto", "float32"))
+    theirs = on_cpu(file, dtype="float32", forwards="transformers")
     assert isinstance(few, ForwardRunner)
     assert few.weights == "8 bits"
     assert not isinstance(theirs, ForwardRunner)
@@ -294,10 +290,10 @@ def test_a_damaged_gguf_file_is_a_model_error(tmp_path: Path, cache: Path) -> No
     for size, cause in (*((size, "cut off") for size in (5, 23, 24, 99, 3000, len(whole) - 33)), (3, "no GGUF file")):
         file.write_bytes(whole[:size])
         with pytest.raises(ModelError, match=rf"tiny\.gguf' could not be loaded: it is {cause}"):
-            load_runner(str(file), device=CPU)
+            on_cpu(file)
     file.write_bytes(whole[:4] + b"\1" + whole[5:])
     with pytest.raises(ModelError, match="version 1 which we cannot handle"):
-        load_runner(str(file), device=CPU)
+        on_cpu(file)
     assert not [path for path in (cache / "gguf").iterdir() if path.is_dir()]
 
 

@@ -1,7 +1,5 @@
 """The tokenizers of GGUF files: what llama.cpp printed for the same files, or the model's publisher says."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What can be told of the path on GPUs without one: what CUDA, NCCL and torch are asked for, and in which order."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -13,23 +11,21 @@ from pearl.config import EngineConfig
 from pearl.decoding.distribution import AnnouncedRow
 from pearl.decoding.rules import make_half
 from pearl.decoding.rules.ratio import RatioTarget
-from pearl.drafting.model import ModelProposer
 from pearl.errors import ModelError
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
-from pearl.lab.simulate import Timing, VirtualProposer, paired_executors, simulate
+from pearl.lab.simulate import Timing, VirtualProposer
 from pearl.models.checkpoints.loading import load_model, load_runner
 from pearl.models.forward import graphs
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.messages import DraftTokens, Source, Submit
+from pearl.protocol.messages import DraftTokens, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.trace.tracer import Tracer
 from pearl.worker import build
 from pearl.worker.draft_link import DraftLink
 from pearl.worker.settings import TargetSettings, WorkerSettings
-from tests.pairwise import pairwise
 from tests.replace import replace
 from tests.runner_contract import close, some_tokens
 from tests.tiny import tiny_model
@@ -63,57 +59,18 @@ def test_rows_travel_as_frames_between_gpus_too_unless_nccl_is_asked_for(
     assert (channel is not None) == (tensors == "nccl")
 
 
-# ---- all rows judged together, before the forward has ended ----
+# ---- all rows judged together ----
 
-SAMPLINGS = [
-    Sampling(),
-    Sampling(1.0, seed=3),
-    Sampling(0.8, top_k=40, seed=3),
-    Sampling(0.8, top_p=0.9, min_p=0.01, seed=3),
-]
 LOGITS = 3 * torch.randn(8, 1000, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize(("rule", "epsilon"), [("ratio", 0.0), ("opt", 0.01), ("uno", 0.01)])
 def test_odds_summed_together_are_those_summed_one_by_one(rule: str, epsilon: float) -> None:
-    half = make_half("target", rule, SAMPLINGS[1], (("epsilon", epsilon),) if epsilon else ())
+    half = make_half("target", rule, Sampling(1.0, seed=3), (("epsilon", epsilon),) if epsilon else ())
     assert isinstance(half, RatioTarget)
     target, draft, tokens = torch.softmax(LOGITS, -1), torch.softmax(LOGITS.flip(0), -1), range(len(LOGITS))
     one_by_one = [half._facts(target[i : i + 1], draft[i : i + 1], [i])[0] for i in tokens]
     assert half._facts(target, draft, tokens) == one_by_one
-
-
-@pytest.mark.parametrize(
-    ("sampling", "rule", "method"),
-    pairwise(SAMPLINGS, ["ratio", "coupled", "opt", "uno"], ["ar", "ngram", "sd", "pearl"]),
-)
-def test_nothing_changes_where_judging_begins_with_the_forward(method: str, rule: str, sampling: Sampling) -> None:
-    """Chains, trees of guesses and single draws, each row for its own position; the odds too."""
-    parameters = (("epsilon", 0.01),) if rule in ("opt", "uno") else ()
-    look_ahead = 8 if method == "ngram" else 0
-    options = RequestOptions(method, rule=rule, parameters=parameters, look_ahead=look_ahead, sampling=sampling)
-    submit, timing = Submit(1, (1, 2, 3), 83, options), Timing(1.0, lambda fed: 3.0)
-    target, draft = (ToyRunner(32, distribution) for distribution in alpha_pair(32, 0.7))
-    launching = TargetExecutor(target, launches=True), DraftExecutor(ModelProposer(draft, 32))
-    found = simulate(submit, *launching, timing)
-    wanted = simulate(submit, *paired_executors(*(ToyRunner(32, each) for each in alpha_pair(32, 0.7))), timing)
-    assert (found.tokens, found.counts.odds) == (wanted.tokens, wanted.counts.odds)
-    assert len(found.tokens) == 80
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.3, seed=5), Sampling(0.3, top_k=5, seed=6)], ids=str)
-@pytest.mark.parametrize("rule", ["ratio", "coupled", "batch", "spectr"])
-def test_nothing_changes_where_all_rows_of_a_draft_are_drawn_from_at_once(rule: str, sampling: Sampling) -> None:
-    """Rows behind a wrong guess too, and those of branches: every step is the one that draws one by one would make."""
-    decoding = RequestOptions("pearl", rule=rule, look_ahead=8, draft_lookup=6, branches=4)
-    submit, done = Submit(1, (1, 2, 3), 123, replace(decoding, sampling=sampling)), []
-    for at_once in (False, True):
-        target, draft = paired_executors(*(ToyRunner(32, each) for each in alpha_pair(32, 0.7)))
-        draft.proposer.model.at_once = at_once  # type: ignore[attr-defined]
-        done.append(simulate(submit, target, draft, Timing(1.0, lambda fed: 3.0)))
-    assert Source.LOOKUP in done[0].counts.accepted_by_source
-    assert Source.BRANCH in done[0].counts.accepted_by_source
-    assert done[0] == done[1]
 
 
 # ---- forwards in fixed sizes ----

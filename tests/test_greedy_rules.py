@@ -1,7 +1,5 @@
 """Rules that are no greedy decoding at temperature 0, against the papers' definitions: by trying all."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from math import log, prod

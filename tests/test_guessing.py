@@ -3,18 +3,13 @@
 And guesses as published: what is copied, counted by enumeration, taken from discarded tokens, or from lookahead.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-from click.testing import CliRunner
 
-from pearl.cli import cli
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.guesser import text_index
@@ -30,7 +25,6 @@ from pearl.lab.experiments.guessing import Generated, replay, store_alone
 from pearl.lab.experiments.texts import answers
 from pearl.lab.papers import sssd as guesses
 from pearl.lab.simulate import Timing, paired_executors, simulate
-from pearl.models.checkpoints.loading import load_runner
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Forward, Guess, Judge, Keep, Open, Phase
@@ -38,7 +32,7 @@ from pearl.protocol.messages import Source, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from tests.conftest import TOY, Quiet, greedy_text
 from tests.test_datastore import VOCAB, make
-from tests.tiny import VOCAB_SIZE, tiny_model
+from tests.tiny import VOCAB_SIZE, on_cpu, tiny_model
 from tests.virtual import decoded
 
 
@@ -52,7 +46,7 @@ def toy_text(seed: int) -> Generated:
 
 
 @pytest.mark.parametrize("slope", [0.0, 0.3, 5.0])
-def test_a_replay_feeds_and_accepts_what_decoding_does(slope: float) -> None:
+def test_a_replay_feeds_and_accepts_what_decoding_does(slope: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where every forward takes those guesses that make most tokens a second at these times; none where none pays."""
 
     def seconds(fed: int) -> float:
@@ -63,13 +57,15 @@ def test_a_replay_feeds_and_accepts_what_decoding_does(slope: float) -> None:
     submit = Submit(
         1, text.tokens[:3], len(text.tokens), RequestOptions("ngram", look_ahead=8, sampling=Sampling(1.0, seed=4))
     )
-    executors = paired_executors(target, draft)
-    outcome = simulate(submit, *executors, Timing(1.0, seconds))
+    draws, sampled = list[object](), TargetExecutor._sampled
+    monkeypatch.setattr(TargetExecutor, "_sampled", lambda *given: draws.append(given) or sampled(*given))
+    outcome = simulate(submit, *paired_executors(target, draft), Timing(1.0, seconds))
     replayed = replay([text], None, 8, seconds=seconds)
     assert tuple(outcome.tokens) == text.tokens[3:]
     assert (replayed.steps, dict(replayed.accepted)) == (outcome.counts.steps, outcome.counts.guessed_by_source)
     assert sum((size - 1) * count for size, count in replayed.fed.items()) == outcome.counts.num_guesses
     assert slope < 5 or replayed.fed == {1: replayed.steps}
+    assert len(draws) == outcome.target_steps + 1, "the prompt's, and of a forward one along its guesses"
 
 
 def test_each_source_alone_and_both(tmp_path: Path) -> None:
@@ -134,19 +130,12 @@ def test_an_engine_keeps_habits() -> None:
     assert second > first + 10
 
 
-def test_where_texts_come_again_habits_are_refused() -> None:
-    for command in (["bench"], ["compare"], ["calibrate"]):
-        result = CliRunner().invoke(cli, [*command, "--habits", "--target", TOY, "--draft", TOY])
-        assert isinstance(result.exception, ConfigError), command
-        assert str(result.exception).startswith("--habits: ")
-
-
 # ---- answers ----
 
 
 def test_answers_are_those_of_one_at_a_time() -> None:
     """More prompts than slots, of different lengths, each with a seed of its own; some end early."""
-    runner = load_runner(str(tiny_model("llama")), device=torch.device("cpu"), dtype="float32", slots=3)
+    runner = on_cpu(tiny_model("llama"), dtype="float32", slots=3)
     prompts = [[5, 9, 40], [7], [12, 33, 8, 2], [5, 9, 40], [1, 2]]
     samplings = [Sampling(1.0, top_k=20, seed=seed) for seed in range(5)]
     eos = answers(runner, prompts[1:2], samplings[1:2], (), 12)[0][3:4]
@@ -260,7 +249,7 @@ def drawn(runner: ModelRunner, tokens: Sequence[int]) -> int:
 
 def test_ouroboros_keeps_what_the_target_drew_behind_discarded_tokens() -> None:
     """As plain forwards draw it, while the draft had drawn the same; and phrases of the text."""
-    runner, alone = (load_runner(str(tiny_model(layers=4)), device=torch.device("cpu")) for _ in range(2))
+    runner, alone = (on_cpu(tiny_model(layers=4)) for _ in range(2))
     executor, prompt = TargetExecutor(runner), (5, 40, 7, 93, 11, 12, 200, 3)
 
     wrong = (drawn(alone, prompt) + 1) % 200
@@ -290,7 +279,7 @@ PROMPT = (5, 40, 7, 93, 11, 12, 200, 3)
 
 def test_the_window_is_the_targets_own_writing() -> None:
     """Each new level is what the target draws behind each column, beside guesses and without them."""
-    runner, alone = (load_runner(str(tiny_model(layers=4)), device=torch.device("cpu")) for _ in range(2))
+    runner, alone = (on_cpu(tiny_model(layers=4)) for _ in range(2))
     executor = TargetExecutor(runner)
     executor.execute(Open(PROMPT, RequestOptions("lookahead", sampling=Sampling(0.0)), request=1))
     executor.execute(Forward(Phase.PREFILL, 0, PROMPT[:-1], 0, request=1))

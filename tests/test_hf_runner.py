@@ -1,7 +1,5 @@
 """The runner over Hugging Face models: the contract, what it refuses, and how it is loaded."""
 
-from __future__ import annotations
-
 import shutil
 from functools import partial
 from pathlib import Path
@@ -23,9 +21,8 @@ from pearl.models.forward.runner import ForwardRunner
 from pearl.models.hf import HFRunner
 from pearl.models.runner import feed_chain
 from tests.runner_contract import Kinds, RunnerContract, close, some_tokens
-from tests.tiny import VOCAB_SIZE, tiny_model
+from tests.tiny import CPU, VOCAB_SIZE, on_cpu, tiny_model
 
-CPU = torch.device("cpu")
 AUTOMATIC = torch.bfloat16 if multiplies_bf16() else torch.float32  # of a checkpoint in bfloat16
 
 
@@ -94,7 +91,7 @@ def test_what_cannot_be_rolled_back_is_refused_by_name(kind: str, named: str) ->
     """Such a model would run, and its text would go wrong at the first rejection."""
     for forwards in ("auto", "transformers"):
         with pytest.raises(ModelError, match=named):
-            load_runner(str(tiny_model(kind)), device=CPU, max_context=64, forwards=forwards)
+            on_cpu(tiny_model(kind), max_context=64, forwards=forwards)
 
 
 @pytest.mark.parametrize(
@@ -138,11 +135,11 @@ def test_a_rope_that_changes_with_the_length_caps_the_context(
 ) -> None:
     """Longer texts turned new keys one way, and left those in the cache turned another: the text went wrong."""
     spec = str(tiny_model(kind))
-    assert load_runner(spec, device=CPU, forwards=forwards).context == steady
+    assert on_cpu(spec, forwards=forwards).context == steady
     assert ("32 tokens: beyond, its rope changes" in caplog.text) == (kind == "phi3-long")
-    assert load_runner(spec, device=CPU, forwards=forwards, max_context=steady).context == steady
+    assert on_cpu(spec, forwards=forwards, max_context=steady).context == steady
     with pytest.raises(ModelError, match=rf"max_context {steady + 1} .*{steady} positions"):
-        load_runner(spec, device=CPU, forwards=forwards, max_context=steady + 1)
+        on_cpu(spec, forwards=forwards, max_context=steady + 1)
 
 
 @pytest.mark.parametrize(("kind", "steady"), [("phi3-long", 32), ("llama-dynamic", 256)])
@@ -153,7 +150,7 @@ def test_up_to_the_cap_a_text_is_the_same_however_it_is_cut(kind: str, steady: i
     tokens = [7 + i % 90 for i in range(steady)]
     expected = model(torch.tensor([tokens])).logits[0]
     for step in (1, 5, steady // 2, steady):
-        runner = load_runner(spec, device=CPU)
+        runner = on_cpu(spec)
         cut = [tokens[at : at + step] for at in range(0, steady, step)]
         close(torch.cat([feed_chain(runner, some, len(some)) for some in cut]), expected)
         runner.rollback(steady - 3)
@@ -233,7 +230,7 @@ def test_a_token_outside_the_vocabulary(token: int) -> None:
     ],
 )
 def test_dtype(stored: str, wanted: str, found: torch.dtype) -> None:
-    runner = load_runner(str(tiny_model(dtype=stored)), device=CPU, dtype=wanted, forwards="transformers")
+    runner = on_cpu(tiny_model(dtype=stored), dtype=wanted, forwards="transformers")
     assert isinstance(runner, HFRunner)
     assert runner.model.dtype == found
     assert feed_chain(runner, [3, 4], 1).dtype == torch.float32
@@ -241,11 +238,11 @@ def test_dtype(stored: str, wanted: str, found: torch.dtype) -> None:
 
 def test_context() -> None:
     path = str(tiny_model())
-    assert load_runner(path, device=CPU).context == 256
-    assert load_runner(path, device=CPU, max_context=99).context == 99
+    assert on_cpu(path).context == 256
+    assert on_cpu(path, max_context=99).context == 99
     for wrong in (0, 257):
         with pytest.raises(ModelError, match="256 positions"):
-            load_runner(path, device=CPU, max_context=wrong)
+            on_cpu(path, max_context=wrong)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3.5"])
@@ -269,14 +266,14 @@ def test_names_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert resolve_checkpoint(str(tmp_path)) == str(tmp_path)
     for spec in ("/no/such/place", "./x", "missing.gguf", "a/b/c", ""):
         with pytest.raises(ModelError, match="no such directory"):
-            load_runner(spec, device=CPU)
+            on_cpu(spec)
     look_up = MagicMock()
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", look_up)
     assert resolve_checkpoint("some/model-1.5B") == "some/model-1.5B"
     look_up.assert_called_once_with("some/model-1.5B", timeout=10.0)
     look_up.side_effect = RepositoryNotFoundError("404", response=MagicMock())
     with pytest.raises(ModelError, match=r"nobody/no-such-model.*the hub has no model of that name"):
-        load_runner("nobody/no-such-model", device=CPU)
+        on_cpu("nobody/no-such-model")
 
 
 @pytest.fixture
@@ -294,9 +291,9 @@ def test_without_a_network_the_hubs_cache_is_used(
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0123")
     with pytest.raises(ModelError, match=r"nobody/no-such-model.*the hub cannot be reached \(.*offline"):
-        load_runner("nobody/no-such-model", device=CPU)
+        on_cpu("nobody/no-such-model")
     messages: list[str] = []
-    assert load_runner("some/model", device=CPU, progress=messages.append).vocab_size == VOCAB_SIZE
+    assert on_cpu("some/model", progress=messages.append).vocab_size == VOCAB_SIZE
     assert messages == ["the hub cannot be reached: taking some/model as it is in the cache", "loading some/model"]
 
 
@@ -307,4 +304,4 @@ def test_a_damaged_directory_is_a_model_error(tmp_path: Path) -> None:
         directory = shutil.copytree(tiny_model(), tmp_path / "model", dirs_exist_ok=True)
         (directory / name).unlink() if content is None else (directory / name).write_bytes(content)
         with pytest.raises(ModelError, match="could not be loaded"):
-            load_runner(str(directory), device=CPU)
+            on_cpu(directory)

@@ -1,7 +1,5 @@
 """The layers of the design, as data: every import of pearl.* points to the same layer or to a lower one."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from functools import cache
@@ -51,9 +49,8 @@ def modules() -> dict[str, ast.Module]:
     return found
 
 
-def imported(name: str, tree: ast.Module, known: set[str] | None = None) -> Iterator[str]:
+def imported(name: str, tree: ast.Module) -> Iterator[str]:
     """What a module imports, at its head or lazily: `from pearl import errors` is pearl.errors."""
-    known = known if known is not None else set(modules())
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -62,7 +59,7 @@ def imported(name: str, tree: ast.Module, known: set[str] | None = None) -> Iter
             assert node.module is not None
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
-                yield whole if whole in known or not whole.startswith("pearl.") else node.module
+                yield whole if whole in modules() or not whole.startswith("pearl.") else node.module
 
 
 def place(module: str) -> tuple[int, str]:
@@ -76,10 +73,10 @@ def place(module: str) -> tuple[int, str]:
         room = room.rpartition(".")[0]
 
 
-def violations(name: str, tree: ast.Module, known: set[str] | None = None) -> list[str]:
+def violations(name: str, tree: ast.Module) -> list[str]:
     """Imports that point upwards, or to a sibling."""
     depth, room = place(name)
-    ours = [m for m in imported(name, tree, known) if m == "pearl" or m.startswith("pearl.")]
+    ours = [m for m in imported(name, tree) if m == "pearl" or m.startswith("pearl.")]
     return [f"{name} imports {m}" for m in ours if place(m) != (depth, room) and place(m)[0] <= depth]
 
 

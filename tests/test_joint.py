@@ -1,7 +1,5 @@
 """The joint rule: blocks that a search finds are judged whole, by one text a seed whatever the timing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from itertools import product

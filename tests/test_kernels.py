@@ -1,7 +1,5 @@
 """Our GPU kernels in Triton's interpreter, against plain torch: small models of every family, chains, trees, slots."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from functools import cache, partial

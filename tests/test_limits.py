@@ -1,11 +1,11 @@
 """A front that asks for more than an engine has is refused, memory stays bounded and others are served; quotas."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -27,11 +27,10 @@ from pearl.worker import admission
 from pearl.worker.admission import Admission
 from pearl.worker.fronts import Fronts
 from pearl.worker.settings import TargetSettings
-from tests.conftest import greedy_text
+from tests.conftest import BOUND, greedy_text
 from tests.replace import replace
-from tests.test_transport import show_keys
+from tests.test_transport import stranger
 
-BOUND = 60.0  # seconds
 CONTEXT = (1 << 20) + 2
 SETTINGS = TargetSettings(EngineConfig(target="toy", draft="none"), 32, CONTEXT, b"")
 SPEC = f"toy:vocab=32,alpha=0.5,context={CONTEXT}"
@@ -148,60 +147,44 @@ def engine() -> Iterator[Engine]:
         yield made
 
 
-class Hostile:
-    """Speaks the wire, has the key, and keeps no measure."""
+@contextmanager
+def hostile(engine: Engine) -> Iterator[zmq.Socket[bytes]]:
+    """A front that speaks the wire, has the key, and keeps no measure."""
+    with stranger(read_keys(engine.directory / OWN_KEYS)) as peer:
+        peer.connect(engine._launcher.target.address)
+        peer.send_multipart(encode(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0)))
+        hears(peer, Welcome)
+        yield peer
 
-    def __init__(self, engine: Engine) -> None:
-        keys = read_keys(engine.directory / OWN_KEYS)
-        self._context = zmq.Context()
-        self.socket = self._context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.SNDHWM, 0)
-        show_keys(self.socket, keys.server, keys.client)
-        self.socket.connect(engine._launcher.target.address)
 
-    def send(self, message: object) -> None:
-        self.socket.send_multipart(encode(message))  # type: ignore[arg-type]
-
-    def hears(self, kind: type) -> object:
-        deadline = time.monotonic() + BOUND
-        while time.monotonic() < deadline:
-            if self.socket.poll(200):
-                message = decode(self.socket.recv_multipart())
-                if isinstance(message, kind):
-                    return message
-        raise AssertionError(f"no {kind.__name__} within {BOUND} s")
-
-    def close(self) -> None:
-        self.socket.close()
-        self._context.term()
+def hears(peer: zmq.Socket[bytes], kind: type) -> object:
+    while peer.poll(BOUND * 1000):
+        if isinstance(message := decode(peer.recv_multipart()), kind):
+            return message
+    raise AssertionError(f"no {kind.__name__} within {BOUND} s")
 
 
 def test_a_front_that_floods_costs_bounded_memory_and_others_are_served(engine: Engine) -> None:
     """150 prompts of 4 MiB each, then 20,000 small ones: it gets an error, and a text in progress goes on."""
     process = psutil.Process(engine._launcher.target.pid)
-    hostile = Hostile(engine)
-    hostile.send(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0))
-    hostile.hears(Welcome)
-    with engine.stream([1, 2, 3], GREEDY, method="ar") as stream:
-        next(iter(stream))
-        before = most = process.memory_info().rss
-        big = encode(submit(tokens=1 << 20))
-        for _ in range(150):
-            hostile.socket.send_multipart(big)
-        for number in range(20_000):
-            hostile.send(submit(request=number))
-        for _ in stream:
+    with hostile(engine) as peer:
+        with engine.stream([1, 2, 3], GREEDY, method="ar") as stream:
+            next(iter(stream))
+            before = most = process.memory_info().rss
+            big = encode(submit(tokens=1 << 20))
+            for _ in range(150):
+                peer.send_multipart(big)
+            for number in range(20_000):
+                peer.send_multipart(encode(submit(request=number)))
+            for _ in stream:
+                most = max(most, process.memory_info().rss)
+            assert stream.result.tokens == greedy_text([1, 2, 3], 60)
+        assert hears(peer, Error).kind in ("RemoteProtocolError", "RequestError")
+        deadline = time.monotonic() + 2
+        while time.monotonic() < deadline:  # while what the flood has left is worked off
             most = max(most, process.memory_info().rss)
-        assert stream.result.tokens == greedy_text([1, 2, 3], 60)
-    told = hostile.hears(Error)
-    assert told.kind in ("RemoteProtocolError", "RequestError")
-    deadline = time.monotonic() + 2
-    while time.monotonic() < deadline:  # while what the flood has left is worked off
-        most = max(most, process.memory_info().rss)
-        time.sleep(0.05)
-    assert most - before < 400 * MIB, f"{(most - before) / MIB:.0f} MiB more"
-    hostile.close()
+            time.sleep(0.05)
+        assert most - before < 400 * MIB, f"{(most - before) / MIB:.0f} MiB more"
     with Engine.attach(engine.directory) as other:
         assert other.generate([[1, 2, 3]], GREEDY, method="ar")[0].tokens == greedy_text([1, 2, 3], 60)
 
@@ -221,27 +204,23 @@ def test_one_front_delays_another_hardly(
     engine: Engine, frames: list[bytes], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As fast as it can, for as long as the other's text takes: 2 s. Sixty nested headers took 15."""
-    hostile, ended = Hostile(engine), threading.Event()
-    hostile.send(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0))
-    hostile.hears(Welcome)
+    ended = threading.Event()
 
     def flood() -> None:
         while not ended.is_set():
             for _ in range(20):
-                hostile.socket.send_multipart(frames)
+                peer.send_multipart(frames)
             ended.wait(0.005)  # 4,000 a second, and the test itself must not take the machine
 
-    thread = threading.Thread(target=flood)
-    capfd.readouterr()
-    thread.start()
-    try:
+    with hostile(engine) as peer, ThreadPoolExecutor(1) as pool:
+        capfd.readouterr()
+        pool.submit(flood)
         began = time.monotonic()
-        assert engine.generate([[1, 2, 3]], GREEDY, method="ar")[0].tokens == greedy_text([1, 2, 3], 60)
+        try:
+            assert engine.generate([[1, 2, 3]], GREEDY, method="ar")[0].tokens == greedy_text([1, 2, 3], 60)
+        finally:
+            ended.set()
         took = time.monotonic() - began
-    finally:
-        ended.set()
-        thread.join()
-        hostile.close()
     assert took < 10, f"{took:.1f} s"
     assert capfd.readouterr().err.count("dropped a message") <= 3
 

@@ -1,24 +1,17 @@
 """Guesses without a model: what is guessed changes no text, only when it is known (invariant 10)."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pearl.decoding.sampling import read_draw
 from pearl.drafting.model import ModelProposer
 from pearl.drafting.ngram import MOST_MATCHED, NgramIndex, anchored, guess_tree
-from pearl.execution.target import TargetExecutor
-from pearl.models.runner import Feed, ModelRunner
-from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.events import Draft, Forward, Open, Phase, Sample, Sampled
-from pearl.protocol.options import RequestOptions, Sampling
-from pearl.protocol.window import worthwhile
+from pearl.models.toy import ToyRunner
+from pearl.protocol.events import Draft, Open
+from pearl.protocol.options import RequestOptions
 from tests.test_stops import Noted
 
 VOCAB, PROMPT = 6, (1, 2, 3)
@@ -96,18 +89,6 @@ def test_a_tree_has_its_parents_first_and_each_child_once(text: list[int], pendi
         assert 0 < chance <= (chances[parent - end] if parent >= end else 1)
 
 
-# ---- how many ----
-
-
-def test_guesses_are_fed_where_they_make_more_tokens_a_second() -> None:
-    assert worthwhile([0.5, 0.5, 0.4], 1, 1.0, lambda n: 1.0) == 3, "they cost nothing"
-    assert worthwhile([0.5, 0.5, 0.4], 1, 1.0, lambda n: float(n)) == 0, "each costs a whole forward"
-    assert worthwhile([0.9, 0.8, 0.1], 1, 1.0, lambda n: 1 + 0.3 * (n - 1)) == 2
-    assert worthwhile([0.2, 0.2, 0.2, 0.2], 1, 1.0, lambda n: 1.0 if n == 1 else 1.5) == 4, "a step, then flat"
-    assert worthwhile([], 1, 1.0, lambda n: 1.0) == 0
-    assert worthwhile([0.5], 1, 1.0, lambda n: 0.0) == 1, "nothing was measured yet"
-
-
 # ---- a draft that guesses what it will say itself ----
 
 
@@ -120,44 +101,3 @@ def test_a_stop_policy_sees_each_token_once_however_many_come_of_a_forward() -> 
     assert (found.tokens, found.cached, found.paused) == ((0, 1, 2), 2, True)
     assert [index for _, index in policy.asked] == [0, 1, 2]
     assert repeats.length() == 14
-
-
-# ---- the executor ----
-
-
-def opened(runner: ModelRunner, sampling: Sampling = Sampling()) -> TargetExecutor:  # noqa: B008
-    executor = TargetExecutor(runner)
-    executor.execute(Open(PROMPT, RequestOptions(rule="coupled", sampling=sampling), request=1))
-    return executor
-
-
-def test_draws_follow_the_tree_as_far_as_it_holds_them() -> None:
-    target, _ = alpha_pair(VOCAB, 0.7, order=1)
-    executor, plain = opened(ToyRunner(VOCAB, target), Sampling(1.0, seed=3)), ToyRunner(VOCAB, target)
-    draw = executor._requests[1].direct
-    text = list(PROMPT)
-    while len(text) < 6:
-        logits = plain.forward([Feed(text[plain.length() :], 1)])[0][0]
-        text.append(read_draw(draw(logits, len(text))))
-    executor.execute(Forward(Phase.PREFILL, 0, PROMPT[:2], 0, request=1))
-    other = (text[3] + 1) % VOCAB
-    fed = (PROMPT[2], other, text[3], text[4], text[3])
-    executor.execute(Forward(Phase.POST_VERIFY, 2, fed, 5, (-1, 0, 0, 2, 1), request=1))
-    assert executor.execute(Sample(3, 0, True, request=1)) == Sampled((text[3], text[4], text[5]), request=1)
-    assert executor.execute(Sample(3, 0, False, request=1)) == Sampled((text[3],), request=1)
-
-
-def test_on_a_device_all_draws_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way of a device, on the host, gives what the host's own way gives."""
-    target, _ = alpha_pair(VOCAB, 0.7, order=1)
-    executor = opened(ToyRunner(VOCAB, target), Sampling(1.0, seed=3))
-    executor.execute(Forward(Phase.PREFILL, 0, PROMPT[:2], 0, request=1))
-    executor.execute(
-        Forward(Phase.POST_VERIFY, 2, (PROMPT[2], *range(VOCAB), *range(VOCAB)), 1 + 2 * VOCAB,
-                (-1, *[0] * VOCAB, *range(1, VOCAB + 1)), request=1)
-    )  # fmt: skip
-    here = executor.execute(Sample(3, 0, True, request=1))
-    monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda self: False))
-    assert isinstance(here, Sampled)
-    assert len(here.tokens) >= 2
-    assert executor.execute(Sample(3, 0, True, request=1)) == here

@@ -1,7 +1,5 @@
 """How much memory a model needs is told before it is loaded, and is what it then takes."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -17,7 +15,7 @@ from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.memory import Need, check_cache_fits, check_room, needed
 from pearl.models.forward.graphs import PREFILL
 from pearl.models.forward.runner import ForwardRunner
-from tests.tiny import tiny_model, tiny_wrapper
+from tests.tiny import on_cpu, tiny_model, tiny_wrapper
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LLAMA_70B = {
@@ -50,7 +48,7 @@ def test_what_is_told_is_what_is_taken(kind: str, dtype: str, halves: int) -> No
 @pytest.mark.parametrize("directory", [tiny_model(), tiny_wrapper("gemma3")], ids=["a model", "one that sees, too"])
 def test_the_cache_of_our_own_forward_on_a_cpu(directory: Path) -> None:
     need = needed(directory, "bfloat16", 200, 8192)
-    slots = load_runner(str(directory), device=CPU, dtype="bfloat16", max_context=200)._slots
+    slots = on_cpu(directory, dtype="bfloat16", max_context=200)._slots
     # The padding of a GPU's pieces is in the estimate.
     assert need.cache / (200 + PREFILL) == (slots.keys.nbytes + slots.values.nbytes) / slots.keys.shape[3]
 

@@ -1,7 +1,5 @@
 """`pearl list`, `pull`, `show` and `rm`: a hub of our own on this machine, and caches in a temporary directory."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -14,17 +12,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 from pearl.models.checkpoints import formats
 from pearl.models.checkpoints.checkpoint import resolve_checkpoint
 from pearl.models.checkpoints.description import describe
-from pearl.models.checkpoints.loading import load_runner
 from pearl.models.families import QUANTISED
 from pearl.models.forward.runner import ForwardRunner
 from tests.test_gguf import _write_gguf
-from tests.tiny import VOCAB_SIZE, tiny_model
+from tests.tiny import VOCAB_SIZE, on_cpu, tiny_model
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 COMMIT = "0123456789012345678901234567890123456789"
@@ -183,7 +179,7 @@ def test_what_cannot_be_pulled_is_one_line_with_what_to_do(pull: Run, model: str
 def test_show_says_which_forward_computes_a_model(kind: str) -> None:
     directory = tiny_model(kind)
     about = describe(str(directory), print)
-    runner = load_runner(str(directory), device=torch.device("cpu"), max_context=32)
+    runner = on_cpu(directory, max_context=32)
     assert (about["forward"] == "own") == isinstance(runner, ForwardRunner)
     assert (about["why"] is None) == isinstance(runner, ForwardRunner)
     assert about["parameters"] == AutoModelForCausalLM.from_pretrained(directory).num_parameters()

@@ -1,7 +1,5 @@
 """Layers for multi-token prediction, from their published layouts, as heads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +12,9 @@ from pearl.config import SamplingParams
 from pearl.engine import Engine
 from pearl.errors import ModelError
 from pearl.models.checkpoints.heads import load_head, states_for
-from pearl.models.checkpoints.loading import load_runner
 from pearl.models.runner import feed_chain
-from tests.tiny import changed_model, tiny_model
+from tests.tiny import changed_model, on_cpu, tiny_model
 
-CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(
     not hasattr(getattr(modeling_layers, "MtpModel", None), "forward_layer"), reason="needs a newer transformers"
 )
@@ -68,7 +64,7 @@ def reference(model: Any, parts: list[torch.Tensor], ids: torch.Tensor, states: 
 def test_it_computes_its_definition(kind: str, tmp_path: Path) -> None:
     path, parts = with_layer(kind, tmp_path / "model")
     assert states_for(str(path), str(path)) == "last"
-    own: Any = load_runner(str(path), device=CPU, features="last", dtype="float32")
+    own: Any = on_cpu(path, features="last", dtype="float32")
     head = load_head(str(path), own, lambda what: None)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     ids = torch.tensor(TEXT)
@@ -104,6 +100,6 @@ def test_no_text_changes(tmp_path: Path) -> None:
 
 def test_a_target_without_such_a_layer_is_refused() -> None:
     path = str(tiny_model("glm4-moe"))
-    own = load_runner(path, device=CPU, features="last")
+    own = on_cpu(path, features="last")
     with pytest.raises(ModelError, match="has no layer for multi-token prediction"):
         load_head(path, own, lambda what: None)

@@ -4,8 +4,6 @@ A number may be valid by itself and still break what is computed from it: 5e-324
 infinity.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -1,7 +1,5 @@
 """Prompts by our GPU kernels in Triton's interpreter, against plain torch: the kernels alone, then whole runners."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

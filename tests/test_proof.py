@@ -1,11 +1,8 @@
 """`scripts/prove_gpu.py` and `scripts/peer_pearl.py`, rehearsed on a CPU with tiny models and loops of our own."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from tests.conftest import output
 from tests.tiny import tiny_model
 
 Script = Any
@@ -112,17 +110,8 @@ def test_their_loops_and_ours_decode_in_turns(tmp_path: Path) -> None:
     (tmp_path / "peer" / "src" / "engine.py").write_text(ENGINE)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the inn"}\n{"prompt": "a"}\n')
     models = ["--target", str(tiny_model()), "--draft", str(tiny_model(noise=0.3))]
-    arguments = [
-        "--prompts",
-        str(tmp_path / "prompts.jsonl"),
-        "--max-tokens",
-        "12",
-        "--json",
-        str(tmp_path / "it.json"),
-    ]
-    command = [sys.executable, str(SCRIPT), str(tmp_path / "peer"), *models, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    arguments = ["--prompts", tmp_path / "prompts.jsonl", "--max-tokens", 12, "--json", tmp_path / "it.json"]
+    said = output(sys.executable, SCRIPT, tmp_path / "peer", *models, *arguments, timeout=300)
     made = json.loads((tmp_path / "it.json").read_text())["samples"]
     systems = ["ours: ar", "ours: sd", "ours: pearl, published", "ours: pearl"]
     systems += ["theirs: large", "theirs: sd", "theirs: para_sd"]
@@ -132,4 +121,4 @@ def test_their_loops_and_ours_decode_in_turns(tmp_path: Path) -> None:
         assert one["seconds"] > 0
         if one["system"].startswith("theirs"):
             assert one["returned"] == 14
-    assert all(name in done.stdout for name in systems)
+    assert all(name in said for name in systems)

@@ -1,7 +1,5 @@
 """Quantised checkpoints run through transformers, whatever the kind; what is not installed for one is named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,13 +13,10 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from pearl.errors import ModelError
-from pearl.models.checkpoints.loading import load_runner
 from pearl.models.forward.runner import has_own_forward
 from pearl.models.hf import HFRunner
 from tests.runner_contract import Kinds, RunnerContract
-from tests.tiny import tiny_model
-
-CPU = torch.device("cpu")
+from tests.tiny import on_cpu, tiny_model
 
 
 def bitnet() -> Any:
@@ -110,17 +105,17 @@ class TestContract(RunnerContract):
     @pytest.fixture(scope="class")
     @classmethod
     def runner(cls, make: Callable[[], Any], made: Callable[[Callable[[], Any]], Path]) -> HFRunner:
-        runner = load_runner(str(made(make)), device=CPU, max_context=64)
+        runner = on_cpu(made(make), max_context=64)
         assert isinstance(runner, HFRunner)
         return runner
 
 
 def test_it_is_the_quantised_model_that_runs(checkpoint: Path) -> None:
     """Not one whose weights were drawn at random where the names in the files were unknown."""
-    runner = load_runner(str(checkpoint), device=CPU, max_context=64)
+    runner = on_cpu(checkpoint, max_context=64)
     assert isinstance(runner, HFRunner)
     assert not has_own_forward(runner.model)
-    plain = load_runner(str(tiny_model()), device=CPU, dtype="float32", max_context=64, forwards="transformers")
+    plain = on_cpu(tiny_model(), dtype="float32", max_context=64, forwards="transformers")
     fed = torch.arange(5, 25)[None]
     with torch.inference_mode():
         ours, exact = (each.model(input_ids=fed).logits.float().flatten() for each in (runner, plain))
@@ -130,9 +125,9 @@ def test_it_is_the_quantised_model_that_runs(checkpoint: Path) -> None:
 
 def test_such_a_model_is_not_shared_nor_exact_and_that_is_said(checkpoint: Path) -> None:
     with pytest.raises(ModelError, match="--exact refuses"):
-        load_runner(str(checkpoint), device=CPU, exact=True)
+        on_cpu(checkpoint, exact=True)
     with pytest.raises(ModelError, match="int8"):
-        load_runner(str(checkpoint), device=CPU, dtype="int8")
+        on_cpu(checkpoint, dtype="int8")
 
 
 @pytest.mark.parametrize(("method", "package"), [("gptq", "optimum"), ("awq", "gptqmodel")])
@@ -149,4 +144,4 @@ def test_what_a_kind_needs_and_is_not_there_is_named(method: str, package: str, 
     quantization = {"quant_method": method, "bits": 4, "group_size": 32}
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
     with pytest.raises(ModelError, match=rf"(?i){package}"):
-        load_runner(str(directory), device=CPU)
+        on_cpu(directory)

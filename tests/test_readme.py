@@ -1,7 +1,5 @@
 """The pages say what the code does: diagrams are the tables, commands can be given, links and names lead somewhere."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -9,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.testing import CliRunner
 
 from pearl import errors
 from pearl.cli import cli, listed_commands
@@ -18,6 +15,7 @@ from pearl.protocol import drafter, request_machine
 from pearl.spec.methods import METHODS
 from pearl.spec.rules import RULES
 from pearl.spec.stops import STOPS
+from tests.conftest import ran
 from tests.test_imports import LAYERS
 
 ROOT = Path(__file__).parent.parent
@@ -242,6 +240,6 @@ def test_every_command_can_be_given() -> None:
 
 def test_the_help_of_a_command_ends_with_an_example_that_it_takes() -> None:
     for name in listed_commands():
-        example = CliRunner().invoke(cli, [name, "--help"]).output.splitlines()[-1].strip()
+        example = ran(name, "--help").output.splitlines()[-1].strip()
         assert example.startswith(f"pearl {name}")
         assert not problem(example), example

@@ -1,11 +1,7 @@
 """The reasoning of thinking models apart from their answers: as text, in a conversation and in the server's answers."""
 
-from __future__ import annotations
-
-import json
 import re
 from io import StringIO
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,16 +13,12 @@ from pearl.cli.chat import Chat
 from pearl.cli.console import SafeConsole
 from pearl.cli.reply import MarkdownReply
 from pearl.config import DecodingConfig, SamplingParams, Settings
-from pearl.engine import Piece, Result
 from pearl.engine.conversation import Conversation
 from pearl.protocol.messages import Provenance
-from pearl.server.answers import Answer, Parts
-from pearl.server.errors import ApiError
-from pearl.server.requests import read_request
 from pearl.text import reasoning
 from pearl.text.chat_template import render
 from pearl.text.reasoning import Splitter, Tags, split, splitter_of, tags_of
-from tests.served import SETUP, Served, body, message
+from tests.served import Served, message
 from tests.test_conversation import Characters
 
 THINK = Tags("<think>", "</think>")
@@ -195,37 +187,6 @@ def test_generate_prints_the_answer_and_shows_the_reasoning(
 # ---- the server ----
 
 
-def chosen(event: bytes) -> dict[str, Any]:
-    choice: dict[str, Any] = json.loads(event.removeprefix(b"data: "))["choices"][0]
-    return choice
-
-
-@pytest.mark.parametrize("size", [1, 3, 100])
-def test_deltas_have_either_and_add_up(size: int) -> None:
-    text = REPLY + " <thi"
-    streamed = Answer(True, "m", spell=lambda _: b"")
-    streamed.new_parts = lambda: Parts(Splitter(THINK))
-    chunks = [
-        chosen(chunk)
-        for at in range(0, len(text), size)
-        for chunk in streamed.piece(0, Piece(text[at : at + size], [1]))
-    ]
-    chunks.append(chosen(streamed.last(0, Result(text, [], finish_reason="eos"))))
-    assert all(chunk["delta"] for chunk in chunks[:-1])
-    for name, wanted in (("reasoning_content", THOUGHT), ("content", ANSWER + " <thi")):
-        assert "".join(chunk["delta"].get(name, "") for chunk in chunks) == wanted
-    assert chunks[-1]["finish_reason"] == "stop"
-
-
-def test_history_may_have_reasoning_of_the_assistant_only() -> None:
-    asked = body("chat/completions")
-    thought = message("Hello!", "assistant") | {"reasoning_content": THOUGHT}
-    messages = [message("Hi"), thought, message("Bye")]
-    assert read_request(asked | {"messages": messages}, True, SETUP).prompts == (messages,)
-    with pytest.raises(ApiError, match="reasoning_content: is for role"):
-        read_request(asked | {"messages": [message("Hi") | {"reasoning_content": "x"}]}, True, SETUP)
-
-
 def test_through_a_server(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a toy, whose tags are characters that it writes."""
     path, tokenizer = "chat/completions", served.service.engine.tokenizer
@@ -234,12 +195,14 @@ def test_through_a_server(served: Served, monkeypatch: pytest.MonkeyPatch) -> No
     tags = Tags(text[:2], text[10:12])
     monkeypatch.setattr(tokenizer, "chat_template", "it thinks")
     monkeypatch.setattr(reasoning, "_TAGS", {"it thinks": tags})
-    (choice,) = served.post(path, max_tokens=60, ignore_eos=True).json()["choices"]
-    found = choice["message"]["reasoning_content"], choice["message"]["content"]
-    assert found == split(text, tags)
-    assert all(found)
-    chunks = [chunk["choices"][0]["delta"] for chunk in served.events(path, max_tokens=60, ignore_eos=True)]
-    assert found == tuple("".join(one.get(name, "") for one in chunks) for name in ("reasoning_content", "content"))
+    for most in (60, 11):  # the second ends in half of a tag
+        (choice,) = served.post(path, max_tokens=most, ignore_eos=True).json()["choices"]
+        found = choice["message"].get("reasoning_content", ""), choice["message"]["content"]
+        assert found == split(text[:most], tags)
+        _, *deltas, last = [one["choices"][0]["delta"] for one in served.events(path, max_tokens=most, ignore_eos=True)]
+        assert all(deltas), "a chunk has something to say"
+        names = "reasoning_content", "content"
+        assert found == tuple("".join(one.get(name, "") for one in (*deltas, last)) for name in names)
     (choice,) = served.post(path, max_tokens=60, structured_outputs={"regex": "[0-9]{20}"}).json()["choices"]
     assert "reasoning_content" not in choice["message"], "a grammar has no tags"
 

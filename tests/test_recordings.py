@@ -1,7 +1,5 @@
 """Recordings that a front begins and ends while an engine runs."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """How a reply is drawn while it is made: every character of it, and no frame with less than the one before."""
 
-from __future__ import annotations
-
 import re
 from io import StringIO
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The room for several requests and many proposals: schedules, stores, and what an illegal event tells."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

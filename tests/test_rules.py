@@ -1,7 +1,5 @@
 """The registry of acceptance rules: what a rule declares is true, is read everywhere, and is all a new rule needs."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from itertools import cycle, pairwise, product

@@ -1,7 +1,5 @@
 """Logits to probabilities as transformers has it, and draws that are keyed: the same bits for ever, evenly spread."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 

@@ -1,7 +1,5 @@
 """The HTTP server's texts, answers and figures: OpenAI's client and plain HTTP against a toy pair."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib

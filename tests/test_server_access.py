@@ -1,7 +1,5 @@
 """Who may use the HTTP server: keys, hosts, origins and addresses; and the log of who did."""
 
-from __future__ import annotations
-
 import re
 import socket
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Clients of the HTTP server that leave, crowd or misbehave: others are served, and memory and time stay bounded."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Calls of tools, /v1/responses and Ollama's API, against a tiny pair that grammars hold."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """scripts/setup and the container's file, with a pip that notes what it is asked for and has what the case says."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

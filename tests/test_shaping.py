@@ -1,7 +1,5 @@
 """Penalties and biases: logits as a function of the prefix. So what holds without them holds with them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
@@ -18,7 +16,6 @@ from pearl.config import DecodingConfig
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import probabilities, read_draw
 from pearl.decoding.shaping import Shaper
-from pearl.errors import RequestError
 from pearl.lab.simulate import Timing
 from pearl.models.toy import alpha_pair
 from pearl.protocol.options import RequestOptions, Sampling, Shaping
@@ -175,12 +172,3 @@ def test_text_of_a_checkpoint_is_that_of_generate_with_its_penalty() -> None:
         never = SamplingParams(temperature=0, max_tokens=8, logit_bias=((first, -100.0),), ignore_eos=True)
         assert engine.generate(prompts[0], only)[0].tokens == [44] * 8
         assert first not in engine.generate(prompts[0], never)[0].tokens
-
-
-# ---- what is asked for ----
-
-
-def test_a_bias_for_a_token_that_the_model_has_not_is_refused(toy: Engine) -> None:
-    asked = SamplingParams(max_tokens=4, logit_bias=((32, 1.0),))
-    with pytest.raises(RequestError, match="logit_bias names token id 32, the model has ids up to 31"):
-        toy.generate([1], asked)

@@ -1,7 +1,5 @@
 """Several requests at once: each text is the one that its request gets alone, whatever runs beside it."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -17,7 +15,6 @@ from pearl.errors import ModelError, PearlError
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.lab.simulate import Timing, VirtualProposer
-from pearl.models.checkpoints.loading import load_runner
 from pearl.models.runner import Feed, WrappedRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.coordinator import Coordinator
@@ -32,13 +29,12 @@ from pearl.trace.report import texts
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text
 from tests.replace import replace
 from tests.test_forward_runner import KINDS
-from tests.tiny import tiny_model
+from tests.tiny import on_cpu, tiny_model
 from tests.virtual import Counting, Turns
 
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7] * 90, [1, 2, 3, 4], [8, 9], [1, 2]]
 SEEDED = SamplingParams(temperature=1, seed=5, max_tokens=24, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-CPU = torch.device("cpu")
 
 
 def tokens(engine: Engine, params: SamplingParams, prompts: Sequence[object] = PROMPTS, **options: object) -> object:
@@ -85,8 +81,7 @@ def test_models_of_every_family_say_in_company_what_they_say_alone(kind: str) ->
     texts, most = {}, []
     for slots in (1, 3):
         target, draft = (
-            load_runner(str(tiny_model(kind)), device=CPU, dtype="float32", slots=slots, spare=spare, max_context=192)
-            for spare in (0, 8)
+            on_cpu(tiny_model(kind), dtype="float32", slots=slots, spare=spare, max_context=192) for spare in (0, 8)
         )
         assert target.capabilities.slots == slots
         counting = Counting(target)
@@ -131,15 +126,18 @@ def test_what_is_refused_is_refused_alone(several: Engine) -> None:
 
 
 def test_a_recording_of_several_tells_them_apart(tmp_path: Path) -> None:
+    """And has the times that each waited, which count to its first token."""
     path = tmp_path / "trace.json"
-    with Engine(TOY, TOY, slots=3, trace=str(path)) as engine:
+    with Engine(TOY, TOY, slots=3, trace=str(path), target_pace=0.02) as engine:
         results = engine.generate(PROMPTS, SEEDED, decoding=AS_PUBLISHED)
     trace = read(path)
     found = [text.statistics for text in texts(trace)]
     assert [each.num_generated_tokens for each in found] == [24] * len(PROMPTS)
     assert [each.num_prompt_tokens for each in found] == [len(prompt) for prompt in PROMPTS]
-    steps = [result.statistics.tokens_per_step for result in results]
-    assert [each.tokens_per_step for each in found] == pytest.approx(steps)
+    for name, off in (("tokens_per_step", 1e-6), ("queue_seconds", 0.1), ("seconds_to_first_token", 0.1)):
+        wanted = [getattr(result.statistics, name) for result in results]
+        assert [getattr(each, name) for each in found] == pytest.approx(wanted, abs=off), name
+    assert results[-1].statistics.queue_seconds > 0.3, "the others were served first"
     together = [one.args["requests"] for one in trace.target if "requests" in one.args]
     assert max(map(len, together)) == 3
     fates = [fate for one in trace.draft for fate in one.args.get("fates", ())]
@@ -254,6 +252,6 @@ def test_a_draft_that_chokes_on_one_text_drafts_on_for_the_others(branches: int)
 
 def test_slots_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pearl.models.checkpoints.memory.available_memory", lambda: 1 << 18)
-    load_runner(str(tiny_model("llama")), device=CPU, dtype="float32", max_context=128)
+    on_cpu(tiny_model("llama"), dtype="float32", max_context=128)
     with pytest.raises(ModelError, match=r"16 times 128 tokens .* Lower max_context or slots"):
-        load_runner(str(tiny_model("llama")), device=CPU, dtype="float32", max_context=128, slots=16)
+        on_cpu(tiny_model("llama"), dtype="float32", max_context=128, slots=16)

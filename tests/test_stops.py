@@ -3,8 +3,6 @@
 And the recorded texts on which they are compared, which the simulator decodes again.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import cache
@@ -13,10 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from click.testing import CliRunner
 
-from pearl.cli import cli
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
@@ -29,7 +24,6 @@ from pearl.lab.experiments import stops
 from pearl.lab.experiments.texts import RecordedText, RecordedTexts, record
 from pearl.lab.experiments.workload import Text, run
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate, timing_of
-from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.protocol.events import Open
@@ -37,9 +31,10 @@ from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec.stops import CAP, STOPS
 from pearl.text.tokenizer import GenerationDefaults
+from tests.conftest import ran
 from tests.loops import MakeLoops, submission
 from tests.replace import replace
-from tests.tiny import tiny_model
+from tests.tiny import on_cpu, tiny_model
 
 WARM = Sampling(1.0, seed=3)
 
@@ -262,18 +257,18 @@ def learnable(count: int = 12, length: int = 60, noise: float = 0.1) -> Recorded
 def test_a_classifier_learns_what_can_be_learned_and_is_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known, out = learnable(), str(tmp_path / "it.disco")
+    known, out = learnable(), tmp_path / "it.disco"
     monkeypatch.setattr("pearl.cli.distill._record", lambda *_, **__: known)
-    ran = CliRunner().invoke(cli, ["disco", "train", "some.txt", "--out", out], catch_exceptions=False)
-    assert "for embedded-draft and embedded; trained on 540 tokens" in ran.output
+    trained = ran("disco", "train", "some.txt", "--out", out)
+    assert "for embedded-draft and embedded; trained on 540 tokens" in trained.output
     found = stops.train(known, timing_of(10.0, 50.0))
-    assert found.classifier == read_classifier(Path(out), "embedded", "embedded-draft"), "each time the same"
+    assert found.classifier == read_classifier(out, "embedded", "embedded-draft"), "each time the same"
     assert found.accuracy > 0.85 > 0.6 > found.base
     assert found.best.speed > 1.02 * found.static.speed
     with pytest.raises(ConfigError, match="3 texts are too few"):
         stops.train(learnable(3), timing_of(10.0, 50.0))
     with pytest.raises(ConfigError, match="is for draft embedded-draft, not another"):
-        read_classifier(Path(out), "embedded", "another")
+        read_classifier(out, "embedded", "another")
 
 
 @pytest.mark.parametrize(("length", "noise"), [(60, 0.1), (37, 0.4), (24, 0.0)])
@@ -300,7 +295,7 @@ PROMPTS = [["the first"], ["in another, the"], ["the first"], ["a an and"]]  # o
 @cache
 def runner(role: str) -> ModelRunner:
     path = str(tiny_model("llama", noise=0.0 if role == "target" else 0.2))
-    return load_runner(path, device=torch.device("cpu"), dtype="float32", spare=8)
+    return on_cpu(path, dtype="float32", spare=8)
 
 
 @cache
@@ -373,10 +368,9 @@ def test_as_published_a_simulation_is_the_run(both: tuple[float, RecordedTexts],
 def test_a_classifier_of_a_pair_by_one_command(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("abc\nhello\nyes\nno\n")
     toy, out = "toy:vocab=20,alpha=0.6", tmp_path / "it.disco"
-    options = ["--target", toy, "--draft", toy, "--max-tokens", "12", "--raw", "--out", str(out)]
-    arguments = ["disco", "train", str(tmp_path / "prompts.txt"), *options]
-    shown = CliRunner().invoke(cli, arguments, catch_exceptions=False).output
-    assert "trained on 36 tokens" in shown
+    options = ["--target", toy, "--draft", toy, "--max-tokens", "12", "--raw", "--out", out]
+    arguments = ["disco", "train", tmp_path / "prompts.txt", *options]
+    assert "trained on 36 tokens" in ran(*arguments).output
     assert read_classifier(out, toy, toy).examples == 36
     with pytest.raises(ConfigError, match="has the draft's tokens"):
-        CliRunner().invoke(cli, [*arguments, "--draft", "none"], catch_exceptions=False)
+        ran(*arguments, "--draft", "none")

@@ -1,7 +1,5 @@
 """Detokenisation and stop strings, piece by piece, against decoding everything and looking."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Reading tokenizers, comparing vocabularies, and the defaults as transformers reads them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

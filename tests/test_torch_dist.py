@@ -1,7 +1,5 @@
 """Rows over a process group, and torchrun's store with a real server."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -1,7 +1,5 @@
 """The same command under torchrun: real agents, real ranks, real workers; no fixed port anywhere."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -23,13 +21,12 @@ from pearl.models.checkpoints.tokenizers import ToyTokenizer
 from pearl.transport.address import private_directory
 from pearl.transport.keys import write_keys
 from pearl.transport.zeromq import new_keys
-from tests.conftest import HAS_NAMESPACES, eventually, greedy_text, started_in
+from tests.conftest import BOUND, HAS_NAMESPACES, eventually, greedy_text, output, started_in
 from tests.screen import home as temporary
 from tests.test_processes import gone
 
 __all__ = ["temporary"]  # a fixture
 
-BOUND = 120.0  # seconds; far more than anything here takes
 SPEC = "toy:vocab=32,alpha=0.5"
 SEEDED = ["--target", SPEC, "--draft", SPEC, "--temperature", "1", "--seed", "5"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -225,9 +222,7 @@ LAUNCHERS = sorted(path for path in (ROOT / "launch").iterdir() if path.is_file(
 
 def dry(launcher: Path, **environment: str) -> str:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
-    command = [str(launcher), "--dry-run", "--max-tokens", "5", "two words"]
-    run = subprocess.run(command, env=kept | environment, capture_output=True, text=True, timeout=BOUND, check=True)
-    return run.stdout
+    return output(launcher, "--dry-run", "--max-tokens", "5", "two words", env=kept | environment)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda path: path.name)
@@ -283,9 +278,7 @@ def test_under_slurm_the_first_node_is_asked_for_its_address(tmp_path: Path) -> 
         "SLURM_JOB_NODELIST": "n[1-2]",
         "SLURM_SUBMIT_DIR": str(ROOT),
     }
-    command = [str(ROOT / "launch" / "slurm_two_hosts.sbatch"), "two words"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=BOUND, check=True)
-    words = run.stdout.splitlines()
+    words = output(ROOT / "launch" / "slurm_two_hosts.sbatch", "two words", env=environment).splitlines()
     assert words[words.index("--node-rank") + 1] == "1"
     assert words[words.index("--master-addr") + 1] == "192.0.2.1"
     assert words[words.index("--control") + 1].startswith("tcp://192.0.2.1:")

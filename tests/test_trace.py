@@ -4,8 +4,6 @@ Numbers are checked in virtual time, where the right ones are known; of real pro
 never how long anything took.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -24,9 +22,9 @@ from pearl.lab.simulate import Outcome
 from pearl.protocol.messages import Provenance, Source, Verdict
 from pearl.protocol.options import RequestOptions
 from pearl.trace import chrome
-from pearl.trace.reading import Slice, Trace, read, read_document
+from pearl.trace.reading import read, read_document
 from pearl.trace.recorder import LOOP, Part, Record, Recorder, part_path, where_and_what
-from pearl.trace.report import report, texts
+from pearl.trace.report import report
 from tests.traced import PROMPT, check_sound, recorded, run, simulated
 
 __all__ = ["run"]  # a fixture
@@ -111,31 +109,6 @@ def test_known_shares_are_reported(tmp_path: Path, name: str) -> None:
     flat = flattened(found) | {"alternation / wall": found["alternation"] / found["wall"]}
     for key, value in expected.items():
         assert flat.get(key, 0) == pytest.approx(value, abs=0.02), key
-
-
-def test_time_in_the_queue_counts_to_the_first_token() -> None:
-    """Two requests are submitted together; the second begins once the first has ended."""
-
-    def decision(time: float, event: dict[str, Any], tokens: int) -> Slice:
-        message = {"type": "Committed", "request": event["request"], "provenance": ["direct"] * tokens}
-        commands = [{"type": "Deliver", "message": message}] if tokens else []
-        return Slice("decide", "busy", time, time, {"event": event, "commands": commands})
-
-    submits = [decision(0.0, {"type": "Submit", "request": number}, 0) for number in (1, 2)]
-    commits = [
-        decision(time, {"type": "Sampled", "request": number}, tokens)
-        for number, time, tokens in ((1, 1, 1), (1, 2, 3), (2, 5, 1), (2, 6, 2))
-    ]
-    requests = [
-        Slice("request 1", "whole", 0.0, 2.0, {"request": 1, "options": {"method": "sd"}, "prompt_tokens": 3}),
-        Slice("request 2", "whole", 2.5, 6.0, {"request": 2, "options": {"method": "ar"}, "prompt_tokens": 4}),
-    ]
-    trace = Trace(Path("t.json"), {}, [*submits, *commits], [], requests)
-    (one, two), methods = [each.statistics for each in texts(trace)], [each.method for each in texts(trace)]
-    assert (one.queue_seconds, one.seconds_to_first_token, one.num_generated_tokens) == (0.0, 1.0, 4)
-    assert (two.queue_seconds, two.seconds_to_first_token, two.num_generated_tokens) == (2.5, 5.0, 3)
-    assert (one.itl_p50, one.itl_p99, one.tokens_per_second) == (0.0, 1.0, 3.0)
-    assert (methods, two.num_prompt_tokens) == (["sd", "ar"], 4)
 
 
 # ---- what adds up in any run ----

@@ -1,7 +1,5 @@
 """`pearl trace`: reports and pictures of runs in virtual time, where the right ones are known."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +19,7 @@ from pearl.trace.gantt import chart, same_time
 from pearl.trace.reading import read
 from pearl.trace.recorder import part_paths
 from pearl.trace.report import report
+from tests.conftest import ran
 from tests.traced import recorded, run, simulated
 
 __all__ = ["run"]  # a fixture
@@ -34,9 +33,7 @@ def sd(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def invoked(*arguments: str) -> str:
-    result = CliRunner().invoke(cli, ["trace", *arguments], catch_exceptions=False, env={"COLUMNS": "120"})
-    assert result.exit_code == 0, result.output
-    return result.output
+    return ran("trace", *arguments).output
 
 
 def refused(*arguments: str) -> str:

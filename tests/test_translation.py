@@ -1,7 +1,5 @@
 """A draft of another vocabulary: what it is fed, what it proposes, and that no text changes."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,13 +13,12 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from pearl import Engine, SamplingParams
 from pearl.config import DecodingConfig
 from pearl.errors import ModelError
-from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import ToyTokenizer, load_tokenizer
 from pearl.models.runner import feed_chain
 from pearl.models.translated import TranslatedRunner
 from pearl.text.translation import Translation
 from tests.runner_contract import Kinds, RunnerContract
-from tests.tiny import SPECIAL, VOCAB_SIZE, tiny_model
+from tests.tiny import SPECIAL, VOCAB_SIZE, on_cpu, tiny_model
 
 MERGES = (("h", "e"), ("t", "he"), ("o", "u"), ("Ġ", "s"), ("i", "n"), ("in", "g"))  # some are the target's too
 PROMPT = "the ant and the other thing"
@@ -63,7 +60,7 @@ def other_model() -> Path:
 
 
 def translated(context: int = 64) -> TranslatedRunner:
-    runner = load_runner(str(other_model()), device=torch.device("cpu"), max_context=context, slots=2)
+    runner = on_cpu(other_model(), max_context=context, slots=2)
     return TranslatedRunner(runner, translation(other_model()), VOCAB_SIZE)
 
 
@@ -113,7 +110,7 @@ def test_characters_are_shared_as_themselves_and_words_are_spelled_as_they_stand
 
 def test_logits_are_the_drafts_for_shared_tokens_and_no_others() -> None:
     """Its weights are the target's, so after shared tokens alone they are the target's logits."""
-    runner, target = translated(), load_runner(str(tiny_model()), device=torch.device("cpu"), max_context=32)
+    runner, target = translated(), on_cpu(tiny_model(), max_context=32)
     shared = sorted(translation(other_model()).shared)
     tokens = [shared[(7 * i + i * i) % len(shared)] for i in range(20)]
     ours, theirs = feed_chain(runner, tokens, 20), feed_chain(target, tokens, 20)

@@ -3,8 +3,6 @@
 test_torch_dist has tensor channels between two processes.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import stat
@@ -70,18 +68,24 @@ def link(request: pytest.FixtureRequest, directory: Path) -> Iterator[Link]:
 
 def send_raw(address: str, frames: Sequence[bytes], keys: Keys | None = None) -> None:
     """What a program that is no PEARL might send."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+    with stranger(keys) as peer:
+        peer.connect(address)
+        peer.send_multipart(frames)
+        peer.setsockopt(zmq.LINGER, int(WAIT * 1000))
+
+
+@contextmanager
+def stranger(keys: Keys | None = None) -> Iterator[zmq.Socket[bytes]]:
+    """Not connected yet; with the secrets that are in `keys`."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.setsockopt(zmq.LINGER, 0)
+        peer.setsockopt(zmq.SNDHWM, 0)
         if keys is not None:
-            show_keys(stranger, server=keys.server, client=keys.client)
-        stranger.connect(address)
-        stranger.send_multipart(frames)
-        stranger.setsockopt(zmq.LINGER, int(WAIT * 1000))
-
-
-def show_keys(stranger: zmq.Socket[bytes], server: str, client: str) -> None:
-    """As one that has these two secrets."""
-    stranger.curve_serverkey, stranger.curve_publickey = (zmq.curve_public(k.encode()) for k in (server, client))
-    stranger.curve_secretkey = client.encode()
+            peer.curve_serverkey, peer.curve_publickey = (
+                zmq.curve_public(k.encode()) for k in (keys.server, keys.client)
+            )
+            peer.curve_secretkey = keys.client.encode()
+        yield peer
 
 
 def collect(end: Endpoint | Mailbox, count: int) -> list[tuple[Peer, Message | RemoteProtocolError]]:
@@ -318,22 +322,15 @@ def connection(listener: ZmqListener) -> Iterator[ZmqConnection]:
 
 
 @contextmanager
-def stranger(listener: ZmqListener) -> Iterator[zmq.Socket[bytes]]:
-    with zmq.Context() as context, context.socket(zmq.DEALER) as made:
-        made.setsockopt(zmq.LINGER, 0)
-        made.setsockopt(zmq.SNDHWM, 0)
-        made.connect(listener.address)
-        yield made
-
-
-@contextmanager
-def disconnected(peer: zmq.Socket[bytes]) -> Iterator[None]:
-    """Is disconnected by the end of the block."""
-    monitor = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    yield
-    assert monitor.poll(WAIT * 1000)
-    peer.disable_monitor()
-    monitor.close(0)
+def cut_off(listener: ZmqListener) -> Iterator[zmq.Socket[bytes]]:
+    """A stranger that is disconnected by the end of the block."""
+    with stranger() as peer:
+        peer.connect(listener.address)
+        monitor = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        yield peer
+        assert monitor.poll(WAIT * 1000)
+        peer.disable_monitor()
+        monitor.close(0)
 
 
 class TestZeroMQ:
@@ -351,7 +348,7 @@ class TestZeroMQ:
         self, listener: ZmqListener, connection: ZmqConnection
     ) -> None:
         """ZeroMQ must refuse it on its header, before it is in memory; the other peers notice nothing."""
-        with stranger(listener) as peer, disconnected(peer):
+        with cut_off(listener) as peer:
             peer.send_multipart([b"\x91\x63", bytes(MAX_FRAME + 1)])
         connection.send(Ping(1))
         assert messages(listener, 1) == [Ping(1)]
@@ -365,7 +362,7 @@ class TestZeroMQ:
         with few pauses: with one after each few, 200,000 in a fifth of a second took four.
         """
         pauses: list[float] = []
-        with stranger(listener) as peer, disconnected(peer):
+        with cut_off(listener) as peer:
             peer.send_multipart([b"\x91\x63"] * number)
             monkeypatch.setattr("pearl.transport.zeromq.time.sleep", pauses.append)
             ((name, error),) = collect(listener, 1)

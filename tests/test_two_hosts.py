@@ -3,8 +3,6 @@
 Needs root and iproute2, and is skipped elsewhere.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import select

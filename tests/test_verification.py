@@ -4,8 +4,6 @@ The chi-square is over windows of three committed tokens under a first-order tar
 token and one that depends on how the token before it was drawn.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from fractions import Fraction
 from itertools import product

@@ -1,19 +1,17 @@
 """The wheel, installed where none of the sources are: it is whole, and says what it is."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
-import subprocess
 import sys
 from importlib.metadata import PathDistribution
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import output
+
 ROOT = Path(__file__).parents[1]
-BOUND = 240.0
 
 
 @pytest.fixture(scope="session")  # tests marked slow come first, and other modules in between
@@ -41,11 +39,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(*command: str, site: Path | None = None) -> str:
     """What it printed."""
     place = {} if site is None else {"PYTHONPATH": str(site)}
-    done = subprocess.run(
-        command, cwd=site and site.parent, env=os.environ | place, capture_output=True, text=True, timeout=BOUND
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return output(*command, cwd=site and site.parent, env=os.environ | place, timeout=240)
 
 
 def test_it_writes_a_text(installed: Path) -> None:

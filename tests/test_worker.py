@@ -3,8 +3,6 @@
 What only real processes can show is in test_processes.py and test_faults.py.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Models that read pictures too: their language model alone has the logits of the whole, and runs as any other."""
 
-from __future__ import annotations
-
 import json
 import logging
 from functools import cache
@@ -13,14 +11,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from pearl.models.checkpoints.loading import load_model, load_runner
+from pearl.models.checkpoints.loading import load_model
 from pearl.models.checkpoints.wrappers import WRAPPERS, language_model_of
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from tests.runner_contract import close
-from tests.tiny import tiny_model, tiny_wrapper
+from tests.tiny import CPU, on_cpu, tiny_model, tiny_wrapper
 
-CPU = torch.device("cpu")
 WHOLE = [kind for kind in WRAPPERS if kind != "gemma3n"]  # whose encoder of pictures is timm's
 OURS = [kind for kind in WHOLE if kind not in ("llama4", "qwen3_5", "gemma4")]
 PROMPT = [20, 30, 40, 50, 21, 31, 41, 51, 22, 32, 42]
@@ -44,7 +41,7 @@ def test_logits_are_those_of_the_whole_and_one_line_says_what_is_loaded(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "pearl"):
-        runner = load_runner(str(tiny_wrapper(kind)), device=CPU)
+        runner = on_cpu(tiny_wrapper(kind))
     (line,) = [record.getMessage() for record in caplog.records if "language model alone" in record.getMessage()]
     assert kind in line
     assert isinstance(runner, ForwardRunner) == (kind in OURS)
@@ -67,7 +64,7 @@ def test_names_of_either_version_and_heads_of_their_own(prefix: str, is_tied: bo
     (tmp_path / "config.json").write_bytes((tiny_wrapper("gemma3") / "config.json").read_bytes())
     model = load_model(str(tmp_path), device=CPU)
     assert torch.equal(model.lm_head.weight, head)
-    assert feed_chain(load_runner(str(tmp_path), device=CPU), PROMPT, 1).isfinite().all()
+    assert feed_chain(on_cpu(tmp_path), PROMPT, 1).isfinite().all()
 
 
 def rewritten(kind: str, directory: Path) -> Path:
@@ -91,7 +88,7 @@ def rewritten(kind: str, directory: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl", "qwen2_5_vl"])
 def test_configurations_as_they_were_written_before(kind: str, tmp_path: Path) -> None:
-    runner = load_runner(str(rewritten(kind, tmp_path)), device=CPU)
+    runner = on_cpu(rewritten(kind, tmp_path))
     assert isinstance(runner, ForwardRunner)
     with torch.inference_mode():
         close(feed_chain(runner, PROMPT, len(PROMPT)), logits_of_text(kind, torch.tensor([PROMPT]))[0])
@@ -104,7 +101,7 @@ def test_shards_and_tied_heads_on_both_paths(kind: str, forwards: str, tmp_path:
     whole = transformers.AutoModelForImageTextToText if kind == "wrapper" else transformers.AutoModelForCausalLM
     whole.from_pretrained(directory).save_pretrained(tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    cut, one = (load_runner(str(path), device=CPU, forwards=forwards) for path in (tmp_path, directory))
+    cut, one = (on_cpu(path, forwards=forwards) for path in (tmp_path, directory))
     assert torch.equal(feed_chain(cut, PROMPT, len(PROMPT)), feed_chain(one, PROMPT, len(PROMPT)))
 
 
@@ -115,7 +112,7 @@ def test_experts_as_qwen_stores_them(tmp_path: Path) -> None:
     turned = {name: value.mT.contiguous() if ".experts." in name else value for name, value in weights.items()}
     save_file(turned, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())
-    stored, plain = (load_runner(str(path), device=CPU) for path in (tmp_path, directory))
+    stored, plain = (on_cpu(path) for path in (tmp_path, directory))
     assert torch.equal(feed_chain(stored, PROMPT, len(PROMPT)), feed_chain(plain, PROMPT, len(PROMPT)))
 
 
@@ -127,7 +124,7 @@ def test_gemma_3n_is_its_language_model(tmp_path: Path, caplog: pytest.LogCaptur
     config = {"model_type": "gemma3n", "dtype": "float32", "text_config": model.config.to_dict()}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with caplog.at_level(logging.INFO, "pearl"):
-        runner = load_runner(str(tmp_path), device=CPU)
+        runner = on_cpu(tmp_path)
     assert "language model alone, a gemma3n_text" in caplog.text
     with torch.inference_mode():
         close(feed_chain(runner, PROMPT, len(PROMPT)), model(torch.tensor([PROMPT])).logits[0])

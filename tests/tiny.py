@@ -4,8 +4,6 @@
 so any two of equal options can be target and draft of one another.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import json
@@ -18,6 +16,9 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from pearl.models.checkpoints.loading import load_runner
+
+CPU = torch.device("cpu")
 SPECIAL = ("<|pad|>", "<|end|>", "<|start|>")
 EOS_ID = 1
 MERGES = (("t", "h"), ("th", "e"), ("i", "n"), ("Ġ", "the"), ("a", "n"), ("an", "d"), ("Ġ", "a"), ("e", "r"))
@@ -330,6 +331,11 @@ def tiny_model(
     model.to(getattr(torch, dtype)).save_pretrained(directory)
     tiny_tokenizer(chat).save_pretrained(directory)
     return directory
+
+
+def on_cpu(model: Path | str, **options: Any) -> Any:
+    """The runner of a model. `options`: of `load_runner`."""
+    return load_runner(str(model), device=CPU, **options)
 
 
 def changed_model(into: Path, kind: str = "llama", *, noise: float = 0.0, **changed: Any) -> Path:

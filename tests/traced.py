@@ -1,7 +1,5 @@
 """Runs in virtual time, t_draft 1 s, with their traces."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Target and draft in one process: one request under the virtual clock, or several in turns without one."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
@@ -75,13 +73,18 @@ def decoded(
     wrap: Callable[[ModelRunner], ModelRunner] = lambda runner: runner,
     **options: Any,
 ) -> Outcome:
-    """`wrap`: around both runners. `options`: of the draft's proposer; if that chains, it computes in its thread."""
+    """`wrap`: around both runners. `options`: of the draft's proposer.
+
+    If that chains, all is as on a device: the draft computes in its thread, and draws from all rows of a forward at
+    once; the target begins to judge before a forward has ended.
+    """
     target, draft = (wrap(ToyRunner(vocab, each)) for each in pair)
     submit = Submit(1, prompt, len(prompt) + tokens, replace(decoding, sampling=sampling))
     proposer = VirtualProposer(draft, vocab, lambda fed: 1.0, **options)
+    proposer.model.at_once |= proposer.chains
     executor = DraftExecutor(proposer)
     with closing(Ahead(executor, lambda: True)) if proposer.chains else nullcontext(executor) as computing:
-        return simulate(submit, TargetExecutor(target), computing, timing)
+        return simulate(submit, TargetExecutor(target, launches=proposer.chains), computing, timing)
 
 
 def likelihood(found: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:

@@ -7,8 +7,6 @@ scripts) are started anew, and so are those whose environment may change what an
 the fixture `anew`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json
