@@ -6,8 +6,6 @@ from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from pearl.protocol.target_states import State
-
 from pearl.protocol.auto import Auto
 from pearl.protocol.auto_text import AutoText
 from pearl.protocol.coordinator import Coordinator
@@ -19,7 +17,7 @@ from pearl.protocol.messages import Cancel, DraftTokens, Provenance, Resync, Sou
 from pearl.protocol.options import Sampling
 from pearl.protocol.proposals import ProposalStore
 from pearl.protocol.request import Counts, Request
-from pearl.protocol.request_machine import RequestMachine
+from pearl.protocol.request_machine import RequestMachine, State
 from pearl.protocol.scheduler import Scheduler
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.speeds import Speeds

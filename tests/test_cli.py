@@ -114,7 +114,6 @@ def test_mistakes_are_refused_with_what_to_do(
     tmp_path.chmod(0o700)
     for line, words in (
         *((f"{study} --habits", "--habits: ") for study in ("bench", "compare", "calibrate")),
-        *((f"simulate stops x --t-target {times}", "fed:milliseconds") for times in ("5:", "1:5,1:6", "0:5", "nan")),
         ("bench --draft none", "nothing to compare"),
         ("bench --rows fast", "there are ar; sd"),
         ("bench --prompts a=/x --prompts a=/y", "/x"),

@@ -65,7 +65,7 @@ def test_a_replay_feeds_and_accepts_what_decoding_does(slope: float, monkeypatch
     assert (replayed.steps, dict(replayed.accepted)) == (outcome.counts.steps, outcome.counts.guessed_by_source)
     assert sum((size - 1) * count for size, count in replayed.fed.items()) == outcome.counts.num_guesses
     assert slope < 5 or replayed.fed == {1: replayed.steps}
-    assert len(draws) == outcome.target_steps + 1, "the prompt's, and of a forward one along its guesses"
+    assert len(draws) == outcome.counts.steps + 1, "the prompt's, and of a forward one along its guesses"
 
 
 def test_each_source_alone_and_both(tmp_path: Path) -> None:
