@@ -80,6 +80,7 @@ class NgramIndex:
         self.tokens: list[int] = []
         self._ends: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(LONGEST)]
         self._rates = [list(rates) for rates in _PRIOR]
+        self._matches: dict[int, list[tuple[int, int]]] = {}  # by position: looked for again when it is learned from
         self._learned = max(0, len(tokens) - _LEARN)
         self.extend(tokens)
         self.learn(len(tokens))
@@ -112,6 +113,7 @@ class NgramIndex:
                 if not known:
                     del ends[gram]
         del text[length:]
+        self._matches = {position: each for position, each in self._matches.items() if position <= length}
 
     def learn(self, committed: int) -> None:
         """Update the rates with tokens that have become final: the first `committed` of the text."""
@@ -123,10 +125,17 @@ class NgramIndex:
                 if hit:
                     break
         self._learned = max(self._learned, committed)
+        self._matches = {position: each for position, each in self._matches.items() if position >= committed}
 
     def candidates(self, position: int) -> list[Candidate]:
         """Candidates for `position` (1 to the text's length) given the tokens before it, likeliest first."""
-        text, matches = self.tokens, dict[int, int]()  # end of an earlier occurrence -> match length
+        if (known := self._matches.get(position)) is None:
+            known = self._matches[position] = self._matching(position)
+        return self._ranked(known)
+
+    def _matching(self, position: int) -> list[tuple[int, int]]:
+        """(end, match length) of earlier occurrences of the tokens before `position`."""
+        text, matches = self.tokens, dict[int, int]()
         for n in range(min(LONGEST, position), 0, -1):
             ends = self._ends[n - 1].get(tuple(text[position - n : position]), ())
             for i in range(len(ends) - 1, -1, -1):
@@ -138,7 +147,7 @@ class NgramIndex:
                     break
             if len(matches) == self.most_occurrences:
                 break
-        return self._ranked(list(matches.items()))
+        return list(matches.items())
 
     def following(self, candidate: Candidate) -> list[Candidate]:
         """Candidates for the position after `candidate`: the tokens that followed its occurrences."""
