@@ -33,7 +33,7 @@ from pearl.decoding import draw_kernels  # noqa: E402
 from pearl.models.forward import attention_kernels, cuts, decode, expert_kernels, kernels, tile_kernels  # noqa: E402
 
 ROWS = SIZES[0]
-FED_ROWS = torch.ones(1 + 4 * ROWS, dtype=torch.long)  # of a table of which all rows are needed
+FULL_TABLE = torch.ones(1 + 4 * ROWS, dtype=torch.long)  # every row is needed
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 90,
@@ -305,7 +305,7 @@ def test_products(parts: int, adds: bool, bias: bool) -> None:
     for _ in range(2):
         expected_now = out + expected if adds else expected + more if bias else expected
         kernels.multiply[(-(-outputs // 16), parts)](
-            FED_ROWS, x, squares, norm, w, w, more, out, after, sums, counts, 1.0, 1e-5, K=inputs, N=outputs, BN=16,
+            FULL_TABLE, x, squares, norm, w, w, more, out, after, sums, counts, 1.0, 1e-5, K=inputs, N=outputs, BN=16,
             BK=16, S=2, PARTS=parts, ROWS=ROWS, NORMS=not adds, ADDS=adds, SQUARES=adds, BIAS=bias, BITS=16, GROUP=32,
             EXTRA=0, OFFSET=0.0, OVERLAPS=False,
         )  # fmt: skip
@@ -324,8 +324,8 @@ def test_products_of_quantised_weights_in_parts(rounding: Rounding, inputs: int)
     at_once = 4 * packed_together(inputs, 32) if rounding == "int4" else 64
     sums, counts = torch.empty(9999), torch.zeros(9).int()
     found = matrix(layer.requires_grad_(False), dtype=torch.float32, rounding=rounding, plain=True)
-    few, fed = torch.zeros(ROWS, 41), torch.where(torch.arange(1 + 4 * ROWS) < 1 + 3 * ROWS + 5, FED_ROWS, 0)
-    for table, to in ((FED_ROWS, out), (fed, few)):
+    few, fed = torch.zeros(ROWS, 41), torch.where(torch.arange(1 + 4 * ROWS) < 1 + 3 * ROWS + 5, FULL_TABLE, 0)
+    for table, to in ((FULL_TABLE, out), (fed, few)):
         kernels.multiply[(3, parts)](
             table, x, x, x, found.weight, found.scales, x, to, x, sums, counts, 1.0, 1e-5, K=inputs, N=41, BN=16,
             BK=at_once, S=4, PARTS=parts, ROWS=ROWS, NORMS=False, ADDS=False, SQUARES=False, BIAS=False, OVERLAPS=False,
@@ -349,7 +349,7 @@ def test_gate_and_up(parts: int) -> None:
     squares, sums, counts = x.view(ROWS, -1, 16).square().sum(2).T.contiguous(), torch.empty(9999), torch.zeros(9).int()
     for _ in range(2):
         kernels.gate_up[(3, parts)](
-            FED_ROWS, x, squares, norm, w, w, w, out, sums, counts, 1e-5, K=32, N=40, BN=16, BK=16, S=2, PARTS=parts,
+            FULL_TABLE, x, squares, norm, w, w, w, out, sums, counts, 1e-5, K=32, N=40, BN=16, BK=16, S=2, PARTS=parts,
             ROWS=ROWS, NORMS=True, GELU=False, BIAS=False, BITS=16, GROUP=32, EXTRA=0, OFFSET=0.0, OVERLAPS=False,
         )  # fmt: skip
         both = linear(x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5) * norm, w)

@@ -262,7 +262,7 @@ def eventful_run(seed: int, withholds: bool = False) -> None:
             pair.faults = (trouble,)
             pair.move(trouble)
         elif pair.lossy and not pair.moves:
-            pair.kill_draft()  # as the worker gives up one of which nothing arrives
+            pair.kill_draft()  # the worker gives up a draft that it hears nothing from
         else:
             assert pair.moves, f"deadlock: {pair.coordinator.state}, {pair.drafter and pair.drafter.state}"
             pair.move(picker(pair.moves))
