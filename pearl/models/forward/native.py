@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 _LANES = 16  # outputs of a panel
 _LEAST = 8  # bfloat16 inputs are a multiple of this
 _SUPER = 256  # inputs that share a scale of scales
-_FLOAT8, _TABLE, _WHOLE_TABLE = 9, 10, 11
+_SMALL_TABLE, _FLOAT8, _TABLE, _WHOLE_TABLE = 7, 9, 10, 11  # in place of bits: see `products.c`
 _WIDEST, _MOST_TOGETHER = 16384, 64  # see `native.h`: numbers of a row's queries; query heads of a key-value head
 _BUILT = (  # in this folder: name, flags of /proc/cpuinfo that it takes
     ("_native_bf16", {"avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"}),
@@ -38,13 +38,14 @@ _CASES = {  # bits, kinds of scales, inputs of a group
     (_FLOAT8, 4, True),
     *((_TABLE, kind, True) for kind in (0, 1, 3, 4)),
     *((_WHOLE_TABLE, kind, True) for kind in (0, 1, 3)),
+    *((_SMALL_TABLE, kind, True) for kind in (0, 1, 4)),
 }
 
 
 class _Weights(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("outputs", "inputs", "bits", "group", "kind")),
-        *((name, ctypes.c_void_p) for name in ("low", "high", "scales", "of_scales", "least", "of_least", "zeros")),
+        *((name, ctypes.c_void_p) for name in ("steps", "scales", "of_scales", "least", "of_least", "zeros")),
         ("bias", ctypes.c_void_p),
         ("offset", ctypes.c_float),
         ("table", ctypes.c_void_p),
@@ -85,7 +86,7 @@ def _opened(file: Path) -> ctypes.CDLL:
     opened.pearl_normalise.argtypes = (pointer, flag, pointer, flag, number, count, count, pointer, pointer, flag)
     opened.pearl_gate.argtypes = (pointer, count, count, flag, flag, pointer)
     opened.pearl_attend.argtypes = (pointer,)
-    opened.pearl_pack.argtypes = (pointer, count, count, flag, flag, flag, pointer)
+    opened.pearl_pack.argtypes = (pointer, count, count, flag, flag, pointer)
     return opened
 
 
@@ -107,7 +108,8 @@ def takes(weights: Weights) -> bool:
 def _case(weights: QuantisedMatrix) -> tuple[int, int, bool]:
     bits = _FLOAT8 if weights.steps.dtype == torch.float8_e4m3fn else weights.bits
     if weights.table is not None:
-        bits = _WHOLE_TABLE if weights.fits_bytes and keeps_float32() else _TABLE
+        span = weights.table.max() - weights.table.min()
+        bits = _TABLE if not (weights.fits_bytes and keeps_float32()) else _SMALL_TABLE if span < 32 else _WHOLE_TABLE
     return bits, _KINDS[weights.scales.dtype], weights.group % 32 == 0
 
 
@@ -133,15 +135,14 @@ class Native:
                 if (found := getattr(weights, name)) is not None:
                     self._keep(name, panels(found, _LANES).transpose(1, 2))
             if weights.table is not None:
-                self._keep("table", weights.table)
+                given.offset = -float(weights.table.min()) if given.bits == _SMALL_TABLE else 0
+                self._keep("table", weights.table + given.offset)
             weights = weights.steps
         rows = panels(weights, _LANES)
         if given.bits < 8 or given.bits in (_TABLE, _WHOLE_TABLE):
-            self._keep("low", _words(rows, 0, 4, given.bits == _TABLE))
-            if given.bits in (5, 6):
-                self._keep("high", _words(rows, 4, given.bits - 4))
+            self._keep("steps", _words(rows, given.bits if given.bits < _SMALL_TABLE else 4, given.bits == _TABLE))
         else:
-            self._keep("low", rows.view(len(rows), _LANES, -1, 2).transpose(1, 2))
+            self._keep("steps", rows.view(len(rows), _LANES, -1, 2).transpose(1, 2))
         if bias is not None:
             self._keep("bias", bias.float())
         self.scratch = 3 * inputs + inputs // given.group
@@ -183,11 +184,11 @@ class Native:
         return out
 
 
-def _words(steps: torch.Tensor, shift: int, bits: int, is_table: bool = False) -> torch.Tensor:
-    """Some bits of panels of steps [panels, 16, in], those of several inputs in a word: see `pearl_pack`."""
+def _words(steps: torch.Tensor, bits: int, is_table: bool) -> torch.Tensor:
+    """Panels of steps [panels, 16, in], those of several inputs in a word: see `pearl_pack`."""
     many, lanes, inputs = steps.shape
     words = torch.empty(many, inputs * bits // 32, lanes, dtype=torch.int32)
-    _loaded().pearl_pack(steps.contiguous().data_ptr(), many, inputs, shift, bits, is_table, words.data_ptr())
+    _loaded().pearl_pack(steps.contiguous().data_ptr(), many, inputs, bits, is_table, words.data_ptr())
     return words
 
 

@@ -99,7 +99,7 @@ INLINE void put(void *to, int64_t at, float value, int is_float32) {
 // A matrix: see `products.c`.
 typedef struct {
     int64_t outputs, inputs, bits, group, kind;
-    const uint8_t *low, *high;             // nibbles or whole bytes or bfloat16; bits above the fourth
+    const uint8_t *steps;                  // as `pearl_pack` has them, or bytes; or bfloat16
     const uint8_t *scales, *of_scales;     // of each group; of 256 inputs
     const uint8_t *least, *of_least;       // likewise, what is added to each weight of a group
     const uint8_t *zeros;                  // of each group, bytes that are subtracted from its steps

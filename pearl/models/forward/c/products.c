@@ -19,8 +19,13 @@
 
 // How the scales of groups are stored: as such, or as bytes times a float16 for 256 inputs.
 enum { FLOAT16, BFLOAT16, TWO_LEVELS, TWO_LEVELS_SIGNED, FLOAT32 };
-// In place of bits: bytes that are floating-point numbers (e4m3); nibbles that number the weights of a table.
-enum { FLOAT8 = 9, TABLE = 10, WHOLE_TABLE = 11 };  // of any 16 numbers; of 16 whole numbers of 8 bits
+// In place of bits: bytes that are floating-point numbers (e4m3); nibbles that number the weights of a table: of any 16
+// numbers; of whole numbers of 8 bits with a sign; of whole numbers of 5 bits without one, of which `offset` comes off.
+enum { FLOAT8 = 9, TABLE = 10, WHOLE_TABLE = 11, SMALL_TABLE = 7 };
+
+INLINE int width_of(int bits) {
+    return bits >= TABLE || bits == SMALL_TABLE ? 4 : bits == FLOAT8 ? 8 : bits;
+}
 
 // The scales of a vector's lanes, or their least weights: `at` is where theirs begin, `above` where those of 256 inputs do.
 INLINE V scales_of(const uint8_t *scales, const uint8_t *upper, int64_t at, int64_t above, int kind) {
@@ -61,11 +66,11 @@ typedef struct {
 INLINE void unpack(const Weights *w, int64_t at, __m512i table, int bits, __m512i *found) {
     for (int i = 0; i < BLOCK / 2; i++) {
         if (bits == TABLE) {
-            const __m512i words = _mm512_loadu_si512(w->low + at * LANES / 2 + 64 * (i / 4));
+            const __m512i words = _mm512_loadu_si512(w->steps + at * LANES / 2 + 64 * (i / 4));
             found[i] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * (i % 4)), table);
             continue;
         }
-        const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)(w->low + at * LANES + 32 * i)));
+        const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)(w->steps + at * LANES + 32 * i)));
         const __m512i size = _mm512_and_si512(bytes, _mm512_set1_epi16(0x7f));
         __m512i step = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(120 << 7));
         // Subnormal numbers, which products of bfloat16 take for zero, from a table.
@@ -132,25 +137,24 @@ INLINE U shifted(U words, int by) {
 // Steps of the i-th pair of inputs from `at` on, of the lanes of a vector.
 INLINE void unpack(const Weights *w, int64_t at, int bits, int i, int vector, V *found) {
     if (bits == 8 || bits == FLOAT8) {
-        const H both = *(const H *)(w->low + at * LANES + 2 * LANES * i + 2 * WIDE * vector);
+        const H both = *(const H *)(w->steps + at * LANES + 2 * LANES * i + 2 * WIDE * vector);
         for (int odd = 0; odd < 2 && bits == 8; odd++)
             found[odd] = __builtin_convertvector((T)(both << 8 * !odd) >> 8, V);
-        for (int odd = 0; odd < 2 && bits == FLOAT8; odd++) {
-            const U byte = __builtin_convertvector((both >> 8 * odd) & 0xff, U);
-            found[odd] = (V)((byte & 0x7f) << 20 | (byte & 0x80) << 24) * 0x1p120f;
+        for (int odd = 0; odd < 2 && bits == FLOAT8; odd++) {  // as float16, so 2^-8 times as large
+            const H half = (H)((T)(both << 8 * !odd) >> 1) & 0xbf80;
+            found[odd] = from_float16((const uint8_t *)&half);
         }
         return;
     }
-    const int more = bits - 4;  // bits above the fourth
-    const U words = *(const U *)(w->low + at * LANES / 2 + 64 * (i / 4) + 4 * WIDE * vector);
+    const uint8_t *from = w->steps + at * LANES * width_of(bits) / 8 + 4 * WIDE * vector;
+#define WORDS(k) (*(const U *)(from + 4 * LANES * (k)))
     for (int odd = 0; odd < 2; odd++) {
-        const int byte = 2 * (i % 2) + odd, field = i / 2;
-        U step = (words >> (8 * byte + 4 * (field % 2))) & 15;
-        if (bits == 5 || bits == 6) {
-            const U high = *(const U *)(w->high + at * LANES * more / 8 + 4 * WIDE * vector);
-            step |= ((high >> (8 * byte + more * field)) & ((1u << more) - 1)) << 4;
-        }
-        found[odd] = bits >= TABLE ? numbered(w->table, step) : __builtin_convertvector((I)step, V);
+        const int by = 16 * (i % 2) + 8 * odd;  // the first bit of a byte
+        U step = bits == 6 ? WORDS(i / 2 % 3) >> by & 63 : WORDS(i / 4) >> (by + 4 * (i / 2 % 2)) & 15;
+        if (bits == 5) step |= (WORDS(4) >> (by + i / 2) & 1) << 4;
+        if (bits == 6 && i / 2 == 3)
+            step = (WORDS(0) >> by & 192) >> 6 | (WORDS(1) >> by & 192) >> 4 | (WORDS(2) >> by & 192) >> 2;
+        found[odd] = bits >= TABLE || bits == SMALL_TABLE ? numbered(w->table, step) : __builtin_convertvector((I)step, V);
     }
 }
 
@@ -260,13 +264,15 @@ INLINE int32_t four_bytes(const void *at) {
 #define UNROLLED _Pragma("GCC unroll 16")
 
 // The i-th four inputs of each lane of a vector, from `at` on.
-INLINE B bytes_of(const Weights *w, int64_t at, int bits, int i, int vector) {
-    const int more = bits - 4, by = 4 - more * i;  // bits above the fourth
-    const B words = LOAD(w->low + at * LANES / 2 + 4 * LANES * (i / 2) + 4 * WIDE * vector);
-    const B low = AND(i % 2 ? RIGHT(words, 4) : words, EACH8(15));
-    if (!more) return low;
-    const B high = LOAD(w->high + at * LANES * more / 8 + 4 * WIDE * vector);
-    return OR(low, AND(by < 0 ? RIGHT(high, -by) : LEFT(high, by), EACH8(((1 << more) - 1) << 4)));
+INLINE B bytes_of(const Weights *w, int64_t at, int bits, __m128i table, int i, int vector) {
+    const uint8_t *from = w->steps + at * LANES * width_of(bits) / 8 + 4 * WIDE * vector;
+#define WORD(k) LOAD(from + 4 * LANES * (k))
+    if (bits == 6 && i < 3) return AND(WORD(i), EACH8(63));
+    if (bits == 6)
+        return OR(OR(AND(RIGHT(WORD(0), 6), EACH8(3)), AND(RIGHT(WORD(1), 4), EACH8(12))), AND(RIGHT(WORD(2), 2), EACH8(48)));
+    const B low = AND(i % 2 ? RIGHT(WORD(i / 2), 4) : WORD(i / 2), EACH8(15));
+    if (bits >= SMALL_TABLE) return LOOKED_UP(low, table);
+    return bits == 4 ? low : OR(low, AND(i > 4 ? RIGHT(WORD(4), i - 4) : LEFT(WORD(4), 4 - i), EACH8(16)));
 }
 
 // As `rows_of_block`, for steps of 8 bits, or of 4 bits for the numbers of a table.
@@ -275,9 +281,9 @@ INLINE void shorts_of_block(const Weights *w, int64_t at, int bits, int pairs, _
     for (int vector = 0; vector < VECTORS; vector++) {
         B steps[BLOCK / 2];
         for (int i = 0; i < pairs && bits == 8; i++)
-            steps[i] = WIDENED(w->low + at * LANES + 2 * LANES * i + 2 * WIDE * vector);
+            steps[i] = WIDENED(w->steps + at * LANES + 2 * LANES * i + 2 * WIDE * vector);
         for (int i = 0; i < pairs && bits == WHOLE_TABLE; i += 2) {
-            const B four = LOOKED_UP(bytes_of(w, at, 4, i / 2, vector), table);
+            const B four = bytes_of(w, at, bits, table, i / 2, vector);
             steps[i] = SIGNED_RIGHT(LEFT(four, 8), 8);  // of its first and third inputs: see `in_parts`
             steps[i + 1] = SIGNED_RIGHT(four, 8);
         }
@@ -298,14 +304,15 @@ INLINE void shorts_of_block(const Weights *w, int64_t at, int bits, int pairs, _
 }
 
 // As `rows_of_block`, for steps of 4 to 6 bits.
-INLINE void bytes_of_block(const Weights *w, int64_t at, int bits, int pairs, int parts, const Rows *given, int rows,
-                           const V *scales, V *sums) {
-    const int many = pairs / 2, most = VNNI ? many : 8 >> (bits - 4);  // fours of inputs; whose sums fit 16 bits
+INLINE void bytes_of_block(const Weights *w, int64_t at, int bits, int pairs, __m128i table, int parts,
+                           const Rows *given, int rows, const V *scales, V *sums) {
+    const int many = pairs / 2, size = bits == SMALL_TABLE ? 5 : bits;
+    const int most = VNNI ? many : 8 >> (size - 4);  // fours of inputs; whose sums fit 16 bits
     B steps[BLOCK / 4][VECTORS];
     const int is_one = __builtin_constant_p(rows) && rows == 1;  // its steps are used as they are unpacked
     if (!is_one)
         for (int i = 0; i < many; i++)
-            for (int vector = 0; vector < VECTORS; vector++) steps[i][vector] = bytes_of(w, at, bits, i, vector);
+            for (int vector = 0; vector < VECTORS; vector++) steps[i][vector] = bytes_of(w, at, bits, table, i, vector);
     for (int row = 0; row < rows; row++) {
         const int8_t *x = (const int8_t *)given->parts + row * parts * given->inputs + at;
         B whole[3][VECTORS];
@@ -313,7 +320,7 @@ INLINE void bytes_of_block(const Weights *w, int64_t at, int bits, int pairs, in
             B some[3][VECTORS];
             UNROLLED for (int i = first; i < first + most; i++)
                 UNROLLED for (int vector = 0; vector < VECTORS; vector++) {
-                    const B each = is_one ? bytes_of(w, at, bits, i, vector) : steps[i][vector];
+                    const B each = is_one ? bytes_of(w, at, bits, table, i, vector) : steps[i][vector];
                     UNROLLED for (int part = 0; part < parts; part++) {
                         const B before = i > first ? some[part][vector] : EACH8(0);
                         some[part][vector] = WITH8(before, each, EACH32(four_bytes(x + part * given->inputs + 4 * i)));
@@ -343,12 +350,12 @@ INLINE void sums_of(const Weights *w, int64_t panel, const Rows *rows_given, int
                     int kind, int parts) {
     const Rows own = *rows_given, *given = &own;  // copies, which stay in registers
     const int64_t inputs = w->inputs, groups = inputs / w->group;
-    const int width = bits >= TABLE ? 4 : bits;
+    const int width = width_of(bits);
     Weights part = *w;  // from this panel on
     V one[VECTORS], *sums = rows == 1 ? one : found;
     if (bits == 16) {
         for (int vector = 0; vector < VECTORS; vector++) {
-            const uint16_t *weights = (const uint16_t *)w->low + panel * inputs * LANES + 2 * WIDE * vector;
+            const uint16_t *weights = (const uint16_t *)w->steps + panel * inputs * LANES + 2 * WIDE * vector;
             V *into = found + vector;
             int row = 0;
 #define PLAIN(some) plain_rows(weights, inputs, own.x + row * inputs, inputs, some, into + row * VECTORS)
@@ -365,8 +372,7 @@ INLINE void sums_of(const Weights *w, int64_t panel, const Rows *rows_given, int
         }
         return;
     }
-    part.low += panel * inputs * LANES * (width < 8 ? 4 : 8) / 8;
-    if (width > 4 && width < 8) part.high += panel * inputs * LANES * (bits - 4) / 8;
+    part.steps += panel * inputs * LANES * width / 8;
 #ifdef BF16
     uint16_t numbers[32] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};  // FLOAT8's below 2^-6
     for (int i = 0; i < 32 && bits == TABLE; i++) numbers[i] = to_bfloat16(w->table[i % 16]);
@@ -374,7 +380,7 @@ INLINE void sums_of(const Weights *w, int64_t panel, const Rows *rows_given, int
 #endif
 #if WHOLE
     int8_t bytes[16];
-    for (int i = 0; i < 16; i++) bytes[i] = bits == WHOLE_TABLE ? (int8_t)w->table[i] : 0;
+    for (int i = 0; i < 16; i++) bytes[i] = bits == WHOLE_TABLE || bits == SMALL_TABLE ? (int8_t)w->table[i] : 0;
     const __m128i whole_table = _mm_loadu_si128((const void *)bytes);
 #endif
     for (int i = 0; i < rows * VECTORS; i++) sums[i] = (V){0};
@@ -387,7 +393,7 @@ INLINE void sums_of(const Weights *w, int64_t panel, const Rows *rows_given, int
                 const int64_t first = (panel * groups + group) * LANES + vector * WIDE;
                 const int64_t above = (panel * (inputs / 256) + at / 256) * LANES + vector * WIDE;
                 const V scale = scales_of(part.scales, part.of_scales, first, above, kind);
-                scales[vector] = scale;
+                scales[vector] = bits == FLOAT8 && !ROUNDS ? scale * 256 : scale;  // see `unpack`
                 if (!part.least && !part.zeros) continue;
                 const V least = part.least ? scales_of(part.least, part.of_least, first, above, kind)
                                            : -scale * from_bytes(part.zeros + first, 0);
@@ -398,10 +404,10 @@ INLINE void sums_of(const Weights *w, int64_t panel, const Rows *rows_given, int
         // What comes next, perhaps of the next panel: memory is slower than one row's products. It is read once, so it
         // need not stay in the larger caches.
         for (int64_t i = 0; i < 2 * pairs * LANES * width / 8; i += 64)
-            __builtin_prefetch(part.low + at * LANES * (width < 8 ? 4 : 8) / 8 + AHEAD + i, 0, 0);
+            __builtin_prefetch(part.steps + at * LANES * width / 8 + AHEAD + i, 0, 0);
 #if WHOLE
         if (bits < 8) {
-            bytes_of_block(&part, at, bits, pairs, parts, given, rows, scales, sums);
+            bytes_of_block(&part, at, bits, pairs, whole_table, parts, given, rows, scales, sums);
             continue;
         }
         if (TAKES_SHORTS(bits)) {
@@ -433,6 +439,7 @@ static void multiply_panel(const Weights *w, int64_t panel, const Rows *given, i
     CASE(4, 16, FLOAT16) CASE(4, 16, BFLOAT16) CASE(4, 16, TWO_LEVELS)
     CASE(5, 16, FLOAT16) CASE(5, 16, TWO_LEVELS) CASE(6, 8, TWO_LEVELS_SIGNED)
     CASE(8, 16, FLOAT16) CASE(8, 16, BFLOAT16) CASE(8, 16, FLOAT32) CASE(FLOAT8, 16, FLOAT32)
+    CASE(SMALL_TABLE, 16, FLOAT16) CASE(SMALL_TABLE, 16, BFLOAT16) CASE(SMALL_TABLE, 16, FLOAT32)
     CASE(WHOLE_TABLE, 16, FLOAT16) CASE(WHOLE_TABLE, 16, BFLOAT16) CASE(WHOLE_TABLE, 16, TWO_LEVELS_SIGNED)
     CASE(TABLE, 16, FLOAT16) CASE(TABLE, 16, BFLOAT16) CASE(TABLE, 16, FLOAT32) CASE(TABLE, 16, TWO_LEVELS_SIGNED)
 }
@@ -537,21 +544,35 @@ static void store(const Weights *w, int64_t first, V sums, void *out, int out_is
     for (int64_t i = 0; i < many; i++) put(out, at + i, found[i], out_is_float32);
 }
 
-// words [panels][inputs * bits / 32][16 lanes] of some bits of each step [panels][16 lanes][inputs], from `shift` on.
-// A word has successive inputs in the lowest bits of its bytes (or halves, of a table's numbers for bfloat16), the next
-// ones above them, and so on.
-void pearl_pack(const uint8_t *steps, int64_t panels, int64_t inputs, int shift, int bits, int is_table,
-                uint32_t *words) {
-    const int unit = ROUNDS && is_table ? 16 : 8, units = 32 / unit, fields = unit / bits;
+// Successive steps in the lowest of `bits` bits of a word's bytes (or halves, if `unit` is 16), the next ones above them,
+// and so on. Of steps their bits from `shift` on.
+INLINE uint32_t word_of(const uint8_t *steps, int shift, int bits, int unit) {
+    const int units = 32 / unit;
+    uint32_t found = 0;
+    for (int i = 0; i < 32 / bits; i++)
+        found |= (uint32_t)(steps[i] >> shift & ((1 << bits) - 1)) << (unit * (i % units) + bits * (i / units));
+    return found;
+}
+
+// words [panels][inputs * bits / 32][16 lanes] of steps [panels][16 lanes][inputs] of 4 to 6 bits.
+// 5 bits: of 32 inputs four words with their lower bits, then one with the highest. 6 bits: of 16 inputs three words,
+// whose bytes have one step each and, above it, two bits of one of the last four.
+void pearl_pack(const uint8_t *steps, int64_t panels, int64_t inputs, int bits, int is_table, uint32_t *words) {
+    const int block = bits == 6 ? 16 : 32;
     for (int64_t panel = 0; panel < panels; panel++)
-        for (int64_t first = 0; first < inputs; first += units * fields)
-            for (int64_t lane = 0; lane < LANES; lane++) {
-                const uint8_t *some = steps + (panel * LANES + lane) * inputs + first;
-                uint32_t found = 0;
-                for (int i = 0; i < units * fields; i++)
-                    found |= (uint32_t)(some[i] >> shift & ((1 << bits) - 1)) << (unit * (i % units) + bits * (i / units));
-                *words++ = found;
-            }
+        for (int64_t first = 0; first < inputs; first += block)
+            for (int word = 0; word < block * bits / 32; word++)
+                for (int64_t lane = 0; lane < LANES; lane++) {
+                    const uint8_t *some = steps + (panel * LANES + lane) * inputs + first;
+                    if (bits < 6) {
+                        *words++ = word == 4 ? word_of(some, 4, 1, 8) : word_of(some + 8 * word, 0, 4, ROUNDS && is_table ? 16 : 8);
+                        continue;
+                    }
+                    uint32_t found = 0;
+                    for (int i = 0; i < 4; i++)
+                        found |= (some[4 * word + i] | (uint32_t)(some[12 + i] >> 2 * word & 3) << 6) << 8 * i;
+                    *words++ = found;
+                }
 }
 
 // Whether x is rounded to bfloat16.
