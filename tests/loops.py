@@ -146,6 +146,7 @@ class Loops:
         channel: Channels | None = None,
         slots: int = 1,
         wrap: Callable[[ModelRunner], ModelRunner] = lambda runner: runner,
+        launches: bool | None = None,
     ) -> None:
         torch.set_num_threads(1)
         self.connect, self.vocab, self.alpha, self.slots = connect, vocab, alpha, slots
@@ -164,7 +165,7 @@ class Loops:
         self._start(
             lambda: TargetWorker(
                 listener,
-                TargetExecutor(wrap(self.target_model)),
+                TargetExecutor(wrap(self.target_model), launches=launches),
                 settings,
                 self._ready.set,
                 self._stop.is_set,

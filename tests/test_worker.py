@@ -15,13 +15,15 @@ from pearl.decoding.distribution import PackedRow, pack
 from pearl.errors import RemoteProtocolError, RequestError
 from pearl.execution.target import TargetExecutor
 from pearl.models.checkpoints.loading import load_runner
-from pearl.models.runner import Feed, WrappedRunner
+from pearl.models.runner import Feed, ModelRunner, WrappedRunner
 from pearl.protocol import messages as m
 from pearl.protocol.events import Forward, Judge, Open, Phase
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec import methods
 from pearl.transport.torch_dist import ProcessGroupChannel
+from pearl.worker.fronts import Fronts
 from pearl.worker.rows import RowPacker, packed
+from pearl.worker.target import TargetWorker
 from tests.conftest import eventually, greedy_text
 from tests.loops import (
     BOUND,
@@ -57,10 +59,11 @@ def channels(carrier: str, directory: Path) -> Channels | None:
 
 
 @pytest.mark.parametrize(
-    ("carrier", "control", "chains", "method", "rule", "window", "stop"),
+    ("carrier", "control", "chains", "method", "rule", "window", "stop", "launches"),
     pairwise(
         *(CARRIERS, ["memory", "ipc", "tcp"], [False, True], METHODS[1:], ["ratio", "coupled"], ["stream", "fixed"]),
         ["fixed", "threshold"],
+        [False, True],
     ),
 )
 def test_text_is_the_simulators(
@@ -73,10 +76,11 @@ def test_text_is_the_simulators(
     rule: str,
     window: str,
     stop: str,
+    launches: bool,
 ) -> None:
     """Invariant 5: threads, timing and transport leave no trace. A row that came late, twice or to the wrong position
     would change what is accepted."""
-    pair = loops(control, vocab=VOCAB, alpha=0.7, channel=channels(carrier, tmp_path))
+    pair = loops(control, vocab=VOCAB, alpha=0.7, channel=channels(carrier, tmp_path), launches=launches)
     pair.draft(chains=chains)
     front, sampled = pair.front(), replace(WARM, top_k=20 if carrier == "sparse" else 0)
     if method in ("sd", "pearl-no-post-verify"):  # by ratio their texts depend on the window
@@ -92,6 +96,56 @@ def test_text_is_the_simulators(
         pauses += told.statistics.num_draft_stops
     assert bool(pauses) == (stop == "threshold")
     assert pair.forms == ({CARRIERS[carrier]} if rule == "ratio" else set())
+
+
+class Launched(WrappedRunner):
+    """Notes when a forward is launched and when it is done, 10 ms later."""
+
+    def __init__(self, runner: ModelRunner, notes: list[str]) -> None:
+        super().__init__(runner)
+        self._notes = notes
+
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        self._notes.append("launched")
+        return super().forward(feeds)
+
+    def synchronize(self) -> None:
+        time.sleep(0.01)
+        self._notes.append("done")
+
+
+def test_what_the_host_does_beside_a_forward(loops: MakeLoops, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a device: tokens go to the front and the draft's are taken, but other messages wait."""
+    notes: list[str] = []
+    pair = loops(wrap=lambda runner: Launched(runner, notes), launches=True)
+    pair.draft()
+    front = pair.front()
+    handle, flush = TargetWorker._on_message, Fronts.flush
+
+    def on_message(worker: TargetWorker, peer: bytes, message: m.Message) -> None:
+        notes.append(type(message).__name__)
+        handle(worker, peer, message)
+
+    def flushed(fronts: Fronts) -> None:
+        notes.extend(["delivered"] * len(fronts._undelivered))
+        flush(fronts)
+
+    monkeypatch.setattr(TargetWorker, "_on_message", on_message)
+    monkeypatch.setattr(Fronts, "flush", flushed)
+    told, submit = Received(), submission(60)
+    front.endpoint.send(submit)
+    for number in range(8):
+        front.until(m.Committed, told)
+        front.endpoint.send(m.Ping(number))
+    told = Received()
+    front.until(m.Finished, told)
+    beside: set[str] = set()
+    inside = False
+    for note in notes:
+        inside = note == "launched" or (inside and note != "done")
+        beside |= {note} if inside else set()
+    assert beside == {"launched", "delivered", "DraftTokens"}
+    assert notes.count("Ping") == 8
 
 
 # ---- fronts ----

@@ -164,6 +164,9 @@ class TargetExecutor:
         guides: make the guides of grammars.
         head: guesses too, for methods that take its guesses; the runner keeps features for it.
         gives_states: whether the draft reads hidden states, which the runner keeps.
+
+    Attributes:
+        meanwhile: called while a forward is computed that was launched: work of the host for which none has to wait.
     """
 
     def __init__(
@@ -181,7 +184,8 @@ class TargetExecutor:
         self.runner, self._guides = runner, guides
         self._head, self.has_head, self._gives_states = head, head is not None, gives_states
         self._states = TargetStates(runner, head, gives_states)
-        self._launches = runner.device.type != "cpu" if launches is None else launches
+        self.launches = runner.device.type != "cpu" if launches is None else launches
+        self.meanwhile: Callable[[], None] = lambda: None
         self._datastore, self._habits = datastore, habits
         self._text_stream, self._spread = text_stream, spread
         self._requests: dict[int, _Request] = {}
@@ -317,8 +321,10 @@ class TargetExecutor:
             if command.parents is None:
                 self._states.extend(command.start, request.slot)
             request.logits = _shaped(request.shaper, command, rows)
-            if self._launches and command.rows:
+            if self.launches and command.rows:
                 self._launch(request)
+        if self.launches:
+            self.meanwhile()
         self.runner.synchronize()
         now = time.perf_counter()
         fed = sum(len(command.tokens) for command in commands)

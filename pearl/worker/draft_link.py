@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from itertools import chain
+from math import inf
 
 import torch
 
@@ -65,6 +66,7 @@ class DraftLink:
         self.context = 0  # tokens that its model holds
         self.health = DraftHealth(settings.config.draft_timeout)
         self._channel: TensorChannel | None = None
+        self._loss: tuple[str, float] | None = None  # why and when the draft was lost, until it is reported
         self._probed = 0.0
         self._sent_ns = self._answered_ns = 0  # our last message to it; the last ping that it has answered
 
@@ -77,8 +79,6 @@ class DraftLink:
             why += ". A draft of another vocabulary needs the target's tokenizer on its host"
             self.mail.post(Error(-1, "ModelError", f"this draft does not fit the target: {why}"), peer)
             return False
-        if self.peer is not None:
-            self.lose("its successor is here")
         self.peer, self.context = peer, hello.context
         return True
 
@@ -88,8 +88,15 @@ class DraftLink:
 
     def lose(self, why: str) -> None:
         """Give the draft up. One that is still connected exits on this error; its launcher restarts it."""
+        self._loss = why, time.monotonic()
         self.post(Error(-1, "DraftLost", why))
         self.close()
+
+    def report_loss(self, until: float = inf) -> None:
+        """Log a loss that is not reported yet, if it was before the time `until`."""
+        if self._loss is not None and self._loss[1] < until:
+            log.warning("draft lost: %s; the target goes on alone", self._loss[0])
+            self._loss = None
 
     def close(self) -> None:
         self.peer = None

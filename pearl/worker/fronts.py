@@ -45,6 +45,7 @@ class Fronts:
         self._admission = Admission(self._owners, settings)
         self._numbers = count(1)
         self._watches: dict[int, Stopwatch] = {}
+        self._undelivered: list[Committed | Preview] = []
 
     def __contains__(self, peer: Peer) -> bool:
         return peer in self._attached
@@ -117,14 +118,21 @@ class Fronts:
         return set(self._attached) if len(self._attached) > MAX_FRONTS // 2 else self.waiting
 
     def deliver(self, message: Committed | Preview) -> None:
-        if isinstance(message, Committed):
-            self.watch(message.request).committed(len(message.tokens), time.monotonic())
-        owner = self._owners.get(message.request)
-        if owner is not None:
-            self._post(message.changed(request=owner[1]), owner[0])
+        """Send tokens with the next `flush`."""
+        self._undelivered.append(message)
+
+    def flush(self) -> None:
+        for message in self._undelivered:
+            if isinstance(message, Committed):
+                self.watch(message.request).committed(len(message.tokens), time.monotonic())
+            owner = self._owners.get(message.request)
+            if owner is not None:
+                self._post(message.changed(request=owner[1]), owner[0])
+        self._undelivered.clear()
 
     def end(self, end: End, failure: ForwardError | None, speeds: Speeds) -> None:
         """Send the last message of a request: why it failed, or its statistics."""
+        self.flush()
         peer, number = self._owners.pop(end.request, (b"", -1))
         watch = self._watches.pop(end.request, Stopwatch())
         if peer and failure is not None:

@@ -50,7 +50,7 @@ from pearl.protocol.scheduler import seconds_to_gather
 from pearl.protocol.speeds import Profile, Speeds
 from pearl.quota import Bucket
 from pearl.trace.tracer import TracedMailbox, Tracer
-from pearl.transport.base import Fault, Listener, Peer, TensorChannel
+from pearl.transport.base import Fault, Listener, Peer, Received, TensorChannel
 from pearl.worker.draft import MAX_UNANNOUNCED
 from pearl.worker.draft_link import PROBE_SECONDS, DraftLink, weigh
 from pearl.worker.fronts import Fronts, Post
@@ -62,6 +62,7 @@ log = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 0.2  # longest sleep of the loop, so that closing is noticed
 _LOSS_SECONDS = 0.5  # until a lost draft is reported: a front that ends closes both workers, and the draft may be first
+_HANDLING = 0.8  # part of a forward's usual time, on a device, in which the draft's tokens are handled beside it
 _FRONT_SECONDS = 2.0  # between signs of life to fronts
 _WARNINGS, _WARNINGS_PER_SECOND = 3, 0.1  # lines about peers and their requests: at once, and from then on
 
@@ -106,10 +107,12 @@ class TargetWorker:
         self._warnings = Bucket(_WARNINGS, _WARNINGS_PER_SECOND, time.monotonic())
         self._commands: deque[object] = deque()
         self._forwards: list[Forward] = []  # requested and not begun: one forward of the model is to do for all
+        self._unhandled: list[Received] = []  # messages that wait for the end of a forward
+        executor.meanwhile = self._meanwhile
         self._failures: dict[int, ForwardError] = {}  # request -> what ends it
         self._is_ready = False
-        self._loss: tuple[str, float] | None = None  # why and when the draft was lost, until it is reported
         self._reassured = self._looked = 0.0
+        self._computes_until = 0.0  # until when messages are handled beside the forward that is running
         self._gather_until = 0.0  # until when others may join the next forward; 0: none is due
         self._num_forwards = 0
         self._prefill_pace = 0.0  # seconds per token of the last long forward
@@ -140,23 +143,40 @@ class TargetWorker:
     # ---- messages ----
 
     def _receive(self, timeout: float) -> None:
-        for peer, message in self._mail.receive(timeout):
-            if peer == self._draft.peer:
-                self._draft.health.silence.heard()
-            try:
-                self._on_message(peer, message)
-            except (ProtocolError, TransportError, DraftLost) as error:
-                if peer == self._draft.peer:
-                    self._lose_draft(str(error))
-                elif isinstance(error, TransportError):
-                    self._record(self._recordings.lose(peer))
-                    self._commands.extend(map(Cancel, self._fronts.lose(peer)))
+        self._fronts.flush()
+        before, self._unhandled = self._unhandled, []
+        for peer, message in (*before, *self._mail.receive(0 if before else timeout)):
+            self._take(peer, message)
+
+    def _meanwhile(self) -> None:
+        """While a device computes: send what the fronts are due, and take the draft's tokens, whose handling would
+        otherwise keep the device waiting. Other messages wait: they may change what is being computed, or recorded.
+        """
+        self._fronts.flush()
+        while not self._unhandled and (left := self._computes_until - time.monotonic()) > 0:
+            for peer, message in self._mail.receive(left):
+                if self._unhandled or peer != self._draft.peer or not isinstance(message, DraftTokens):
+                    self._unhandled.append((peer, message))
                 else:
-                    self._warn("dropped a message of a peer: %s", error)
-                    self._mail.post(Error(-1, type(error).__name__, str(error)), peer)
-            except RequestError as error:
-                request = message.request if isinstance(message, Submit) else -1
-                self._mail.post(Error(request, type(error).__name__, str(error)), peer)
+                    self._take(peer, message)
+
+    def _take(self, peer: Peer, message: Message | Fault) -> None:
+        if peer == self._draft.peer:
+            self._draft.health.silence.heard()
+        try:
+            self._on_message(peer, message)
+        except (ProtocolError, TransportError, DraftLost) as error:
+            if peer == self._draft.peer:
+                self._lose_draft(str(error))
+            elif isinstance(error, TransportError):
+                self._record(self._recordings.lose(peer))
+                self._commands.extend(map(Cancel, self._fronts.lose(peer)))
+            else:
+                self._warn("dropped a message of a peer: %s", error)
+                self._mail.post(Error(-1, type(error).__name__, str(error)), peer)
+        except RequestError as error:
+            request = message.request if isinstance(message, Submit) else -1
+            self._mail.post(Error(request, type(error).__name__, str(error)), peer)
 
     def _on_message(self, peer: Peer, message: Message | Fault) -> None:
         is_draft, is_front = peer == self._draft.peer, peer in self._fronts
@@ -173,7 +193,8 @@ class TargetWorker:
                 self._meet_draft(peer, message)
             case Hello():
                 self._fronts.meet(peer, message)
-                self._welcome()
+                if self._is_ready:
+                    self._fronts.welcome(self._introduction)
             case Ping(sent):
                 self._mail.post(Pong(sent, time.monotonic_ns()), peer)
             case Pong() if is_draft:
@@ -197,15 +218,10 @@ class TargetWorker:
     def _become_ready(self) -> None:
         self._is_ready = True
         self._ready()
-        self._welcome()
+        self._fronts.welcome(self._introduction)
         profile = self._coordinator.speeds.profile
         if self._measured is not None and profile.t_draft and profile.t_target:
             self._measured(profile)
-
-    def _welcome(self) -> None:
-        """Introduce the engine to new fronts, once requests can be served."""
-        if self._is_ready:
-            self._fronts.welcome(self._introduction)
 
     @property
     def _introduction(self) -> Welcome:
@@ -241,7 +257,7 @@ class TargetWorker:
                 if not self._is_ready:
                     self._become_ready()
                 elif is_news:
-                    self._report_loss()
+                    self._draft.report_loss()
                     log.warning("a draft has joined")
                 self._draft.compare_clocks(self._tracer)
 
@@ -250,20 +266,13 @@ class TargetWorker:
         if self._stopping():
             self._draft.close()
             return
-        self._loss = why, time.monotonic()
         self._draft.lose(why)
         self._handle(DraftGone(why))
         self._recordings.done()
 
-    def _report_loss(self) -> None:
-        if self._loss is not None:
-            log.warning("draft lost: %s; the target goes on alone", self._loss[0])
-            self._loss = None
-
     def _look_after_peers(self) -> None:
         self._looked = now = time.monotonic()
-        if self._loss is not None and now - self._loss[1] > _LOSS_SECONDS:
-            self._report_loss()
+        self._draft.report_loss(now - _LOSS_SECONDS)
         if self._draft.peer is not None and self._is_ready and self._coordinator.running:
             try:
                 for event in self._draft.overdue(self._coordinator, now):
@@ -352,11 +361,15 @@ class TargetWorker:
     def _forward(self) -> None:
         """One forward for all requests that are ready for one."""
         self._gather_until = 0.0
+        if not self._executor.launches:
+            self._fronts.flush()
         commands, self._forwards = self._forwards, []
         began, fed = time.monotonic(), sum(len(command.tokens) for command in commands)
         for command in commands:
             self._fronts.watch(command.request).resume(began)
         is_long = max(len(command.tokens) for command in commands) > MAX_UNANNOUNCED
+        usual = 0.0 if is_long else self._coordinator.speeds.t_target(fed)
+        self._computes_until = began + _HANDLING * usual
         if is_long:  # tell the fronts that wait how long they may hear nothing
             each = self._prefill_pace or self._coordinator.speeds.t_target(MAX_UNANNOUNCED) / MAX_UNANNOUNCED
             for peer in self._fronts.waiting:
