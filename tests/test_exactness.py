@@ -7,7 +7,6 @@ from itertools import product
 
 import pytest
 import torch
-from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 
 from pearl import Engine, EngineConfig, SamplingParams
@@ -15,7 +14,6 @@ from pearl.errors import ModelError
 from pearl.lab.bench.exactness import check_pair, check_texts, compare_cuts
 from pearl.models.forward.graphs import FED
 from pearl.models.forward.matrices import Rounding, gated, matrix, normalise
-from pearl.models.forward.probe import irregular, least_rows, probe_rows
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.hf import HFRunner
 from pearl.models.runner import Feed, ModelRunner, feed_chain
@@ -23,7 +21,7 @@ from tests.pairwise import pairwise
 from tests.planted import BUGS, LAW
 from tests.runner_contract import some_tokens
 from tests.test_forward_runner import KINDS, replayed
-from tests.tiny import on_cpu, tiny_model
+from tests.tiny import irregular, on_cpu, tiny_model
 
 DTYPES = ("float32", "bfloat16", "float16", "int8", "int4")
 TOKENS = 256  # two blocks of attention
@@ -156,21 +154,6 @@ def test_what_is_recorded_gives_the_same_bits_however_a_sequence_is_cut(kind: st
 # ---- the parts ----
 
 
-@pytest.mark.parametrize("width", [32, 72, 96])
-def test_plain_float32_products_are_why_matrices_are_packed(width: int) -> None:
-    weight = irregular(64, width, torch.float32)
-    layer = torch.nn.Linear(width, 64, bias=False)
-    with torch.no_grad():
-        layer.weight.copy_(weight)
-        rows = probe_rows(width, torch.float32)
-        plain = least_rows(lambda x: linear(x, weight), rows)
-        with torch.inference_mode():
-            packed = matrix(layer, dtype=layer.weight.dtype)
-            assert least_rows(lambda x: packed(x, None), rows) == 1
-            assert least_rows(lambda x: packed(x, x[:, :1].expand(-1, 64).contiguous()), rows) == 1
-    assert plain != 1, "then packing proves nothing here"
-
-
 @pytest.mark.parametrize("threads", [1, 2], indirect=True)
 def test_elementwise_parts_do_not_depend_on_threads_or_company(threads: int) -> None:
     """Of so many elements that torch splits them, at widths that are no multiple of a vector."""
@@ -190,24 +173,6 @@ def test_rounding_refuses_widths_that_its_kernel_cannot_take(rounding: Rounding)
 
 
 # ---- whole pairs ----
-
-
-def test_exact_refuses_a_cpu_whose_products_depend_on_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pearl.models.forward.layers.least_rows", lambda product, rows: 0)
-    with pytest.raises(ModelError, match="on this machine"):
-        load("llama", "float32", exact=True)
-
-
-def test_rows_are_padded_where_the_cpu_needs_it() -> None:
-    """As on a CPU whose kernels are independent from eight rows on."""
-    wanted = feed_chain(load("llama", "float32"), [3, 4, 5], 3)
-    runner = load("llama", "float32")
-    assert isinstance(runner, ForwardRunner)
-    runner._least_rows = 8
-    for rows in (3, 1, 0):
-        runner.rollback(0)
-        assert torch.equal(feed_chain(runner, [3, 4, 5], rows), wanted[3 - rows :])
-    assert compare_cuts(runner, "llama", runner.context).passed
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", "qwen3"), ("float32", "llama")])

@@ -11,15 +11,14 @@ from transformers import AutoModelForCausalLM
 from pearl.models.checkpoints.formats import GGUF_BLOCKS, from_gguf
 from pearl.models.feeds import Feed, ancestors, depths, lay_out
 from pearl.models.forward import matrices, native
-from pearl.models.forward.attention import Scoring
+from pearl.models.forward.attention import Heads, Scoring
 from pearl.models.forward.native import Native
-from pearl.models.forward.probe import Heads, irregular
 from pearl.models.forward.quantised import QuantisedMatrix, are_alike, rounded, stacked
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.forward.slot_attention import NativeAttention
 from pearl.models.forward.slots import Slots
 from tests.pairwise import pairwise
-from tests.tiny import attended, tiny_model
+from tests.tiny import attended, irregular, tiny_model
 
 BUILT = [
     file
@@ -78,6 +77,7 @@ def quantised(kind: str, outputs: int, inputs: int) -> QuantisedMatrix:
     return rounded(irregular(outputs, inputs, torch.bfloat16), "int8" if kind == "int8" else "int4")
 
 
+WHOLE = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16, "narrow": torch.float32}
 KINDS = (*GGUF_BLOCKS, "table", "zeros", "float8", "order", "int8", "int4")
 
 
@@ -100,11 +100,14 @@ def test_blocks_are_what_the_reference_reads(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("built")
-@pytest.mark.parametrize("kind", [*KINDS, "bfloat16"])
+@pytest.mark.parametrize("kind", [*KINDS, "bfloat16", "float32", "float16", "narrow"])
 def test_products(kind: str) -> None:
     """Of rows of both dtypes, with bias and what is added, for outputs that fill no panel: the same whatever the rows
     beside, and the threads."""
-    weights = irregular(75, 512, torch.bfloat16) if kind == "bfloat16" else quantised(kind, 75, 512)
+    if dtype := WHOLE.get(kind):
+        weights = irregular(75, 512, torch.bfloat16 if kind == "narrow" else dtype).to(dtype)
+    else:
+        weights = quantised(kind, 75, 512)
     assert native.takes(weights)
     whole = weights.float() if isinstance(weights, torch.Tensor) else weights.dequantised()
     x, bias = irregular(70, 512, torch.bfloat16), torch.randn(75)
@@ -118,7 +121,7 @@ def test_products(kind: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         y = irregular(70, 75, dtype)
         assert torch.equal(product(x, y), (found + bias + y).to(dtype))
-    if native.keeps_float32():
+    if native.keeps_float32() or WHOLE.get(kind, torch.bfloat16) != torch.bfloat16:
         full = irregular(3, 512, torch.float32)
         torch.testing.assert_close(
             wide(full, None), linear(full, whole), rtol=1e-5, atol=1e-5 * float(wanted.abs().max())
@@ -169,18 +172,27 @@ def test_matrices_of_one_kind_are_one_and_others_side_by_side() -> None:
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(("x", "weight"), list(itertools.product((torch.float32, torch.bfloat16), repeat=2)))
-def test_norms_and_gates(x: torch.dtype, weight: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch's operations, but for the order of sums; of gates whose exponentials no float holds too."""
+def test_norms_and_gates(x: torch.dtype, weight: torch.dtype) -> None:
+    """As in transformers, but for the order of sums; of gates whose exponentials no float holds too."""
     rows, weights = irregular(9, 72, x), irregular(1, 72, weight)[0]
     rows[0, :6] = torch.tensor([-120.0, -40.0, -12.0, 12.0, 40.0, 120.0])
     found = [native.normalise(rows, weights, 1e-5, dtype) for dtype in (torch.float32, torch.bfloat16)]
     gates = [native.gated(rows, is_gelu) for is_gelu in (False, True)]
-    monkeypatch.setattr(native, "library", lambda: None)
+    full = rows.float() * (rows.float().square().mean(1, keepdim=True) + 1e-5).rsqrt()
     for each in found:
-        torch.testing.assert_close(each, matrices.normalise(rows, weights, 1e-5, each.dtype))
+        torch.testing.assert_close(each, ((full.to(x) if x == weight else full) * weights).to(each.dtype))
     for each, activate in zip(gates, (silu, lambda gate: gelu(gate, approximate="tanh")), strict=True):
         gate, up = rows.chunk(2, 1)
         torch.testing.assert_close(each, activate(gate) * up)
+
+
+def test_models_that_the_c_does_not_take() -> None:
+    config = AutoModelForCausalLM.from_pretrained(tiny_model()).config.to_dict()
+    assert native.takes_model(CPU, config)
+    for wrong in ({"intermediate_size": 100}, {"hidden_size": 36}, {"num_attention_heads": 3, "head_dim": 12}):
+        assert not native.takes_model(CPU, {**config, **wrong})
+        assert native.takes_model(torch.device("cuda"), {**config, **wrong})
+    assert not native.takes_model(CPU, {**config, "num_attention_heads": 1024, "head_dim": 64})
 
 
 TREE = (-1, 0, 0, 1, 1, 2, -1, 6)

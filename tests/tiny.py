@@ -383,6 +383,12 @@ def tiny_tokenizer(chat: bool = False) -> transformers.PreTrainedTokenizerFast:
     return wrapped
 
 
+def irregular(count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """[count, width] of normal random numbers, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(count, width, generator=generator).to(dtype)
+
+
 @functools.cache
 def _session_directory() -> Path:
     directory = Path(tempfile.mkdtemp(prefix="pearl-tiny-"))

@@ -79,7 +79,7 @@ class Layout(NamedTuple):
     Attributes:
         ids: [rows], token ids.
         table: [rows, 4]: slot, position, how many positions of the slot are seen, and in trees the row of the parent,
-            which is seen too, else -1. Of padding -1 throughout.
+            which is seen too, else -1.
         fed: of each feed, its rows.
     """
 
@@ -88,8 +88,8 @@ class Layout(NamedTuple):
     fed: list[range]
 
 
-def lay_out(feeds: Sequence[Feed], lengths: Sequence[int], least: int = 1) -> Layout:
-    """Arrange feeds in one forward of at least `least` rows; rows after the last feed are padding.
+def lay_out(feeds: Sequence[Feed], lengths: Sequence[int]) -> Layout:
+    """Arrange feeds in one forward.
 
     Args:
         lengths: number of tokens in each slot.
@@ -104,6 +104,4 @@ def lay_out(feeds: Sequence[Feed], lengths: Sequence[int], least: int = 1) -> La
             above = zip(depths(feed.parents), parent_rows(feed.parents, first), strict=True)
             table += [(slot, start + depth, start, parent) for depth, parent in above]
         fed.append(range(first, first + count))
-    padding = max(0, least - len(table))
-    ids = [torch.as_tensor(feed.tokens) for feed in feeds] + [torch.zeros(padding, dtype=torch.long)]
-    return Layout(torch.cat(ids), torch.tensor([*table, *[(-1,) * 4] * padding]), fed)
+    return Layout(torch.cat([torch.as_tensor(feed.tokens) for feed in feeds]), torch.tensor(table), fed)

@@ -149,7 +149,7 @@ def read_decoder(
     own = config.get("dtype") or config.get("torch_dtype")
     if forward is None or rope is None or own not in _DTYPES:
         return None
-    if (forward.has_experts and not computes_experts(device)) or not native.attends(device, config):
+    if (forward.has_experts and not computes_experts(device)) or not native.takes_model(device, config):
         return None
     expected = weight_shapes(forward, config)
     if (table := table_in(directory)) is not None:

@@ -134,10 +134,7 @@ def load_runner(spec: str, *, device: torch.device, progress: Progress = silent,
         rounding = wanted.rounding
         if wanted.may_round and keeps_bits and is_ours and device.type == "cpu" and (rounding := rounding_for(model)):
             model = model.to(torch.bfloat16)  # type: ignore[arg-type]
-        runner = _make_runner(spec, model, is_ours, rounding, wanted)
-        if wanted.exact:
-            _check_exact(spec, model, runner, is_ours, wanted.weights)
-        return runner
+        return _make_runner(spec, model, is_ours, rounding, wanted)
 
 
 def _make_runner(
@@ -185,22 +182,12 @@ def _check_takes(spec: str, model: object, is_ours: bool, wanted: LoadOptions) -
         raise ModelError(f"{theirs}, which keeps no hidden states, so it takes no head.")
     if wanted.slots > 1 and not is_ours:
         raise ModelError(f"{theirs}, whose cache holds one sequence: leave slots at 1.")
-
-
-def _check_exact(spec: str, model: object, runner: ModelRunner, is_ours: bool, dtype: str) -> None:
-    """Raise `ModelError` where a row's bits depend on its company."""
-    if runner.capabilities.row_invariant:
-        return
-    if is_ours:
+    if wanted.exact and not is_ours:
         raise ModelError(
-            f"Model {spec!r}: on this machine its {dtype} products depend on how many rows are computed together. "
-            "Choose another dtype, or leave --exact off."
+            f"{theirs}, where logits depend on how many tokens are fed together: texts may differ between methods at "
+            "near ties, and --exact refuses that. Leave --exact off, or take a model of the Llama family with "
+            "--forwards auto."
         )
-    raise ModelError(
-        f"Model {spec!r} ({type(model).__name__}) runs through transformers, where logits depend on how many tokens "
-        "are fed together: texts may differ between methods at near ties, and --exact refuses that. Leave --exact off, "
-        "or take a model of the Llama family with --forwards auto."
-    )
 
 
 def load_model(spec: str, *, device: torch.device, progress: Progress = silent, **options: Any) -> PreTrainedModel:

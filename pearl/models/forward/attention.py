@@ -10,6 +10,14 @@ BLOCK = 128  # positions
 _SERIAL = 16384  # elements; see `matrices.gated`
 
 
+class Heads(NamedTuple):
+    """The shape of attention: query heads, key-value heads, dimensions of a head."""
+
+    query: int
+    kv: int
+    dim: int
+
+
 class Scoring(NamedTuple):
     """How a model scores positions.
 

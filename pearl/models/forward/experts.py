@@ -34,9 +34,6 @@ class Experts:
 
     Args:
         kernels: whether forwards of `FED` rows are computed by our kernels.
-
-    Attributes:
-        least_rows: from which on the products of an expert do not depend on the number of rows; see `probe`.
     """
 
     def __init__(self, block: Any, config: Mapping[str, Any], one: Callable[..., Matrix], kernels: bool) -> None:
@@ -46,13 +43,12 @@ class Experts:
         self._limits: tuple[float, float] | None = None
         if config.get("swiglu_limit") is not None:  # gpt-oss's
             self._limits = float(config.get("swiglu_alpha", 1.702)), float(config.get("swiglu_limit", 7.0))
-        is_cpu = router.weight.device.type == "cpu"
         # Never rounded: it is small, and chooses.
         self.router = one(_linear(router.weight, getattr(router, "bias", None)), rounding="")
         self.each = [(one(*both), one(down)) for both, down in _linears(experts, self._limits is not None)]
         self._gate = gated if self._limits is None else partial(_clamped, *self._limits)
         del block.experts
-        self.least_rows, self._most_rows = (1, 1 << 30) if is_cpu else (_PIECE, _PIECE)
+        self._piece = 0 if router.weight.device.type == "cpu" else _PIECE
         self._products: ExpertProducts | None = None
         if kernels:
             from pearl.models.forward.expert_kernels import ExpertProducts
@@ -81,7 +77,7 @@ class Experts:
             found = x.new_zeros(len(x), self._top, x.shape[1])
             for expert in chosen.unique().tolist():
                 rows, places = (chosen == expert).nonzero(as_tuple=True)
-                parts = x[rows].split(self._most_rows)
+                parts = x[rows].split(self._piece or len(x))
                 found[rows, places] = torch.cat([self._through(expert, part) for part in parts])
         mixed = found[:, 0] * weights[:, :1]
         for place in range(1, self._top):
@@ -90,8 +86,8 @@ class Experts:
 
     def _through(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         count, (both, down) = len(x), self.each[expert]
-        if count < self.least_rows:
-            x = torch.cat([x, x[:1].expand(self.least_rows - count, -1)])
+        if count < self._piece:
+            x = torch.cat([x, x[:1].expand(self._piece - count, -1)])
         return down(self._gate(both(x, None)), None)[:count]
 
 

@@ -29,10 +29,9 @@ from pearl.models.families import (
     rotated,
 )
 from pearl.models.forward import native
-from pearl.models.forward.attention import Scoring, cap_scores
+from pearl.models.forward.attention import Heads, Scoring, cap_scores
 from pearl.models.forward.experts import Experts
 from pearl.models.forward.matrices import Matrix, Rounding, gated, matrix, normalise
-from pearl.models.forward.probe import Heads, least_rows, probe_rows
 from pearl.models.forward.quantised import QuantisedMatrix, Weights
 from pearl.models.forward.slot_attention import FixedAttention, NativeAttention, PromptAttention
 
@@ -70,13 +69,14 @@ class Layer:
         config: Mapping[str, Any],
         one: Callable[..., Matrix],
         kernels: bool,
+        dtype: torch.dtype,
     ) -> Layer:
-        """`kernels`: see `Experts`."""
+        """`kernels`: see `Experts`. `dtype`: of rows."""
         attention, mlp = layer.self_attn, layer.mlp
         experts = Experts(mlp, config, one, kernels) if hasattr(mlp, "experts") else None
 
         def norm(of: Any, name: str) -> torch.Tensor | None:
-            return norm_weights(getattr(of, name), forward) if name and hasattr(of, name) else None
+            return norm_weights(getattr(of, name), forward, dtype) if name and hasattr(of, name) else None
 
         before, after, before_mlp, after_mlp = (norm(layer, name) for name in forward.norms)
         return Layer(
@@ -100,8 +100,10 @@ def tapped(layers: int) -> tuple[int, ...]:
     return tuple(min(max(number, 0), layers - 1) for number in (2, layers // 2, layers - 3))
 
 
-def norm_weights(norm: Any, forward: Forward) -> torch.Tensor:
+def norm_weights(norm: Any, forward: Forward, dtype: torch.dtype) -> torch.Tensor:
+    """In a dtype that holds both them and `dtype`, that of rows."""
     weight: torch.Tensor = norm.weight.detach()
+    weight = weight.to(torch.promote_types(weight.dtype, dtype))
     return weight if forward.norm_shift is None else weight.float() + forward.norm_shift
 
 
@@ -144,7 +146,7 @@ class DecoderLayers:
 
     Args:
         context: a window at least as long is none.
-        cache_dtype: of keys and values, and so of queries.
+        is_fixed: whether sizes are fixed, as on a GPU: keys, and so queries, are then turned in the dtype of rows.
         plain: for the kernels of `decode`: see `matrices.matrix`.
         features: whether to keep `features`.
     """
@@ -154,7 +156,7 @@ class DecoderLayers:
         model: PreTrainedModel | Decoder,
         context: int,
         rounding: Rounding,
-        cache_dtype: torch.dtype,
+        is_fixed: bool,
         plain: bool = False,
         features: bool = False,
     ) -> None:
@@ -163,31 +165,34 @@ class DecoderLayers:
         heads = int(config.num_attention_heads)
         width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
         self.heads = Heads(heads, int(config.num_key_value_heads), width)
-        self.vocab_size, self.dtype = int(config.vocab_size), model.dtype
-        self.eps, self._cache_dtype = float(config.rms_norm_eps), cache_dtype
+        self.vocab_size, self.embedding = int(config.vocab_size), inner.embed_tokens.weight
+        is_widened = model.dtype == torch.float16 and self.embedding.is_cpu and not plain
+        self.dtype = torch.float32 if is_widened else model.dtype  # of rows
+        self.eps, self._cache_dtype = float(config.rms_norm_eps), self.dtype if is_fixed else torch.float32
         self._rotated = rotated(forward, settings, width)
         self.scales = Scales.of(forward, settings, width, model.dtype)
         self.gate: Literal["silu", "gelu"] = "silu" if activation_of(settings) in ("silu", "swish") else "gelu"
-        one = partial(matrix, dtype=model.dtype, rounding=rounding, plain=plain)
-        self.embedding = inner.embed_tokens.weight
+        one = partial(matrix, dtype=self.dtype, rounding=rounding, plain=plain)
         split_fused(model, forward)
         pair_up(model, forward, self._rotated, width)
         kinds = layer_kinds(forward, settings)
         windows = tuple(0 if kind.window >= context else kind.window for kind in kinds)
-        sinks = tuple(each.self_attn.sinks.detach().to(cache_dtype) for each in inner.layers if forward.has_sinks)
+        sinks = tuple(each.self_attn.sinks.detach().to(self._cache_dtype) for each in inner.layers if forward.has_sinks)
         self.scoring = Scoring(windows, self.scales.attention, self.scales.attention_cap, sinks)
         self.layers: list[Layer] = []
         bits = {int(rounding[-1])} if rounding else set()
         for layer, kind in zip(inner.layers, kinds, strict=True):
             bits |= set() if rounding else bits_of(layer)
-            self.layers.append(Layer.of(layer, kind, forward, settings, one, plain or self.embedding.is_cuda))
+            self.layers.append(
+                Layer.of(layer, kind, forward, settings, one, plain or self.embedding.is_cuda, self.dtype)
+            )
             native.give_back()
         self.weights = (
             f"{' and '.join(map(str, sorted(bits)))} bits" if bits else str(model.dtype).removeprefix("torch.")
         )
         # Rounded matrices round each result once more: sums over the layers in float32 make up for half of that.
-        self._residual = torch.float32 if bits else model.dtype
-        self.norm = norm_weights(inner.norm, forward)
+        self._residual = torch.float32 if bits else self.dtype
+        self.norm = norm_weights(inner.norm, forward, self.dtype)
         self.taps = tapped(len(self.layers)) if features else ()
         self.features: torch.Tensor | None = None
         self.in_one_call: NativeLayers | None = None
@@ -196,21 +201,6 @@ class DecoderLayers:
 
     def __len__(self) -> int:
         return len(self.layers)
-
-    def probe(self) -> tuple[int, bool]:
-        """(the least number of rows from which on rows are independent on this CPU, else 1; whether there is one)."""
-        layer, hidden = next((each for each in self.layers if each.experts), self.layers[0]), self.embedding.shape[1]
-        inner = layer.gate_up(probe_rows(hidden, self.dtype)[:1], None).shape[1] // 2
-        outputs = self.heads.query * self.heads.dim
-        products = [(layer.qkv, hidden), (layer.out, outputs), (layer.gate_up, hidden), (layer.down, inner)]
-        products += [(layer.experts.router, hidden)] if layer.experts else []
-        found = [
-            least_rows(lambda x, by=by: by(x, None), probe_rows(width, self.dtype))  # type: ignore[misc]
-            for by, width in [*products, (self.head, hidden)]
-        ]
-        for experts in (each.experts for each in self.layers if each.experts):
-            experts.least_rows = max(found)
-        return max(1, *found), all(found)
 
     def angles(self, rotary: Any, positions: torch.Tensor) -> dict[str, Rope]:
         """Cosines and sines of `positions` [n], of each rotation that layers have; see `LayerKind.rope`.

@@ -1,7 +1,7 @@
 """Products of a forward pass whose bits do not depend on how many rows are computed together.
 
-A `Matrix` multiplies rows by weights in the layout that is fastest for them.  Most kernels choose their order of
-summation by the number of rows; those used here do not, or do not from some number of rows on, which `probe` finds.
+A `Matrix` multiplies rows by weights in the layout that is fastest for them: on a CPU by `products.c`, on a GPU by our
+kernels.  Most others choose their order of summation by the number of rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ Rounding = Literal["", "int8", "int4"]
 Matrix = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]  # (x, y) -> x times the matrix, plus y if any
 
 _LARGE = 100_000_000  # weights in layers: a model whose forward of one token takes as long as reading them
-_SERIAL = 32768  # elements: torch splits elementwise operations of at least this size between threads
 
 
 @dataclass(frozen=True)
@@ -130,30 +129,6 @@ def packed_together(inputs: int, group: int) -> int:
     return next((size for size in (32, 16) if inputs % (4 * size) == 0 and group % size == 0), 0)
 
 
-@dataclass(frozen=True)
-class Packed:
-    """Weights in oneDNN's layout: multiplies rows of their dtype by them."""
-
-    matrix: torch.Tensor
-
-    def __call__(
-        self, x: torch.Tensor, bias: torch.Tensor | None = None, y: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        product = torch.ops.mkldnn._linear_pointwise
-        result: torch.Tensor = (
-            product(x, self.matrix, bias, "none", [], "")
-            if y is None
-            else product.binary(x, y, self.matrix, bias, "add")
-        )
-        return result
-
-
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """The matrix [out, in] in oneDNN's layout, for `Packed`."""
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
-    return packed
-
-
 def matrix(
     *linears: Any, dtype: torch.dtype, rounding: Rounding = "", wide: bool = False, plain: bool = False
 ) -> Matrix:
@@ -212,32 +187,11 @@ def _for_kernels(weights: list[Weights], bias: torch.Tensor | None, dtype: torch
 
 
 def _laid_out(weight: Weights, bias: torch.Tensor | None, wide: bool) -> Matrix:
-    if isinstance(weight, torch.Tensor) and weight.dtype == torch.float32 and native.keeps_float32():
-        narrow = weight.bfloat16()  # half the bytes for the same numbers
-        weight = narrow if torch.equal(narrow.float(), weight) else weight
-    if native.takes(weight):
-        return native.Native(weight, bias, wide)
-    if isinstance(weight, QuantisedMatrix):
+    if isinstance(weight, QuantisedMatrix) and not native.takes(weight):
         weight = weight.dequantised().to(torch.bfloat16 if multiplies_bf16() else torch.float32)
-    if packs(weight):
-        return _cast(Packed(pack(weight)), weight.dtype, bias, wide)
-    if _widens(weight):
-        return _cast(Packed(pack(weight.float())), torch.float32, bias, wide)
+    if isinstance(weight, QuantisedMatrix) or native.takes(weight):
+        return native.Native(weight, bias, wide)
     return Plain(weight, bias)
-
-
-def _cast(product: Packed, dtype: torch.dtype, bias: torch.Tensor | None, wide: bool) -> Matrix:
-    """Products of rows of any dtype, computed in `dtype`."""
-
-    def multiply(x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-        if x.dtype == dtype and (y is None or y.dtype == dtype):
-            return product(x, bias, y)
-        result = product(x.to(dtype))
-        result = result if bias is None else result + bias
-        result = result if wide else result.to(x.dtype)
-        return result if y is None else result + y
-
-    return multiply
 
 
 @dataclass(frozen=True)
@@ -249,15 +203,6 @@ class SideBySide:
     def __call__(self, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
         product = torch.cat([part(x, None) for part in self.parts], -1)
         return product if y is None else y + product
-
-
-def _widens(weight: torch.Tensor) -> bool:
-    """Whether a matrix of this dtype is multiplied in float32, and results are rounded to its dtype.
-
-    float16 on a CPU: one row uses another kernel than several, and their sums differ so rarely after rounding that
-    the probe does not see it.
-    """
-    return weight.dtype == torch.float16 and weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
 
 
 def rounding_for(model: Any) -> Rounding:
@@ -278,16 +223,6 @@ def rounding_for(model: Any) -> Rounding:
     return "int4" if is_large and is_bf16 else ""
 
 
-def packs(weight: torch.Tensor) -> bool:
-    """Whether oneDNN can lay this matrix out for the CPU once, instead of in every multiplication.
-
-    Rows of its packed float32 products do not depend on one another; rows of plain ones do.
-    """
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and multiplies_bf16())
-
-
 @cache
 def multiplies_bf16() -> bool:
     """Whether this CPU has instructions for products of bfloat16; without them these take several times as long."""
@@ -297,22 +232,13 @@ def multiplies_bf16() -> bool:
 def gated(gate_up: torch.Tensor, name: Literal["silu", "gelu"] = "silu") -> torch.Tensor:
     """The activation of the first half of the columns times the second half: [n, 2 * inner] -> [n, inner].
 
-    gelu: by tanh, as Gemma's.  On a CPU in pieces that torch does not split between threads: elements next to a cut
-    within a row use the scalar exponential, whose bits are not the vector one's.
+    gelu: by tanh, as Gemma's.
     """
     if native.computes(gate_up):
         return native.gated(gate_up, name == "gelu")
-    n, inner = gate_up.shape[0], gate_up.shape[1] // 2
     activate = silu if name == "silu" else partial(gelu, approximate="tanh")
-    if gate_up.device.type != "cpu" or n * inner < _SERIAL:
-        gate, up = gate_up.chunk(2, -1)
-        return activate(gate).mul_(up)
-    result = gate_up.new_empty(n, inner)
-    some = max(1, (_SERIAL - 1) // inner)
-    for start in range(0, n, some):
-        gate, up = gate_up[start : start + some].chunk(2, -1)
-        torch.mul(activate(gate), up, out=result[start : start + some])
-    return result
+    gate, up = gate_up.chunk(2, -1)
+    return activate(gate).mul_(up)
 
 
 def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -320,19 +246,9 @@ def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dt
 
     As in transformers: in float32, rounded before the weights are applied; after, where these have another dtype than
     `x`.
-
-    On a CPU in operations that each round once, so that vectorised and scalar code agree; the built-in one is
-    composed of more of them, and takes three times as long for a row.
     """
-    dtype, is_alike = dtype or weight.dtype, x.dtype == weight.dtype
+    dtype = dtype or weight.dtype
     if native.computes(x, weight) and dtype in (torch.float32, torch.bfloat16):
         return native.normalise(x, weight, eps, dtype)
-    if x.device.type != "cpu":
-        given = (x, weight) if is_alike else (x.float(), weight.float())
-        return rms_norm(given[0], weight.shape, given[1], eps).to(dtype)
-    full = x.float()
-    inverse = torch.linalg.vector_norm(full, dim=-1, keepdim=True)
-    inverse.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
-    if not is_alike:
-        return (full * inverse).mul_(weight).to(dtype)
-    return (full * inverse).to(x.dtype).mul_(weight).to(dtype)
+    given = (x, weight) if x.dtype == weight.dtype else (x.float(), weight.float())
+    return rms_norm(given[0], weight.shape, given[1], eps).to(dtype)

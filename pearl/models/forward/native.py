@@ -17,7 +17,7 @@ from pearl.models.forward.quantised import QuantisedMatrix, Weights, panels
 log = logging.getLogger(__name__)
 
 _LANES = 16  # outputs of a panel
-_LEAST = 8  # bfloat16 inputs are a multiple of this
+_LEAST = 8  # inputs are a multiple of this
 _SUPER = 256  # inputs that share a scale of scales
 _SMALL_TABLE, _FLOAT8, _TABLE, _WHOLE_TABLE = 7, 9, 10, 11  # in place of bits: see `products.c`
 _WIDEST, _MOST_TOGETHER = 16384, 64  # see `native.h`: numbers of a row's queries; query heads of a key-value head
@@ -102,7 +102,7 @@ def takes(weights: Weights) -> bool:
         return False
     if isinstance(weights, QuantisedMatrix):
         return _case(weights) in _CASES
-    return weights.dtype == torch.bfloat16 and weights.shape[1] % _LEAST == 0
+    return weights.is_floating_point() and weights.shape[1] % _LEAST == 0
 
 
 def _case(weights: QuantisedMatrix) -> tuple[int, int, bool]:
@@ -138,11 +138,16 @@ class Native:
                 given.offset = -float(weights.table.min()) if given.bits == _SMALL_TABLE else 0
                 self._keep("table", weights.table + given.offset)
             weights = weights.steps
+        elif weights.dtype != torch.bfloat16:  # multiplied in float32
+            narrow = weights.bfloat16()  # half the bytes for the same numbers
+            weights = narrow if torch.equal(narrow.to(weights.dtype), weights) else weights
+            given.bits, given.kind = 32, _KINDS[weights.dtype]
         rows = panels(weights, _LANES)
         if given.bits < 8 or given.bits in (_TABLE, _WHOLE_TABLE):
             self._keep("steps", _words(rows, given.bits if given.bits < _SMALL_TABLE else 4, given.bits == _TABLE))
         else:
-            self._keep("steps", rows.view(len(rows), _LANES, -1, 2).transpose(1, 2))
+            together = 1 if given.bits == 32 else 2
+            self._keep("steps", rows.view(len(rows), _LANES, -1, together).transpose(1, 2))
         if bias is not None:
             self._keep("bias", bias.float())
         self.scratch = 3 * inputs + inputs // given.group
@@ -209,12 +214,14 @@ def computes(*tensors: torch.Tensor) -> bool:
     return library() is not None and all(each.is_cpu and each.dtype in _DTYPES for each in tensors)
 
 
-def attends(device: torch.device, config: Mapping[str, Any]) -> bool:
-    """Whether the heads of a model can be attended to there: on a CPU by `attention.c`, if it has room for them."""
+def takes_model(device: torch.device, config: Mapping[str, Any]) -> bool:
+    """Whether a model can be computed there: on a CPU by our C, if it is built and has room for its heads and sizes."""
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    width = config.get("head_dim") or config["hidden_size"] // heads
-    has_room = heads * width <= _WIDEST and heads // kv_heads <= _MOST_TOGETHER
-    return device.type != "cpu" or (library() is not None and has_room)
+    width = heads * (config.get("head_dim") or config["hidden_size"] // heads)
+    inner = [config.get(name) or 0 for name in ("intermediate_size", "moe_intermediate_size")]
+    has_room = width <= _WIDEST and heads // kv_heads <= _MOST_TOGETHER
+    is_even = not any(size % _LEAST for size in (width, config["hidden_size"], *inner))
+    return device.type != "cpu" or (library() is not None and has_room and is_even)
 
 
 def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:

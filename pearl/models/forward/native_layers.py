@@ -64,7 +64,7 @@ class NativeLayers:
     def of(layers: DecoderLayers, ropes: Mapping[str, Rope]) -> NativeLayers | None:
         """None where layers have what `layers.c` has not.
 
-        That is experts, float16, matrices in other layouts, norms of two dtypes, gates of several sizes.
+        That is experts, matrices in other layouts, norms of two dtypes, gates of several sizes.
         """
         if (
             not native.computes(layers.embedding)

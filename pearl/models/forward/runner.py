@@ -3,7 +3,7 @@
 What `hf` does for every model this does for one shape of them; `hf` is its reference in the tests.
 
 **Rows do not depend on their company**: the logits of a position are the same bits however its sequence was cut into
-forwards.  On a CPU `matrices` and our C ensure that.  On a GPU a prompt is computed in pieces of one size and all
+forwards.  On a CPU our C ensures that.  On a GPU a prompt is computed in pieces of one size and all
 other tokens in recordings of another (`graphs`), and how far a forward looks depends on the positions of its tokens
 alone; another text reuses the cache of a prompt in whole pieces only.  Where our kernels run (`decode`), the feeds of
 all slots are rows of one table, and a row's bits depend on its own tokens.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,7 +51,7 @@ def has_own_forward(model: PreTrainedModel) -> bool:
         and all(type(part) is torch.nn.Linear for part in linears)  # else quantised: it cannot be laid out anew
         and all(_has_plain_mlp(layer.mlp) for layer in model.model.layers)
         and (not forward.has_experts or computes_experts(model.device))
-        and native.attends(model.device, model.config.to_dict())
+        and native.takes_model(model.device, model.config.to_dict())
     )
 
 
@@ -99,19 +98,16 @@ class ForwardRunner(ModelRunner):
             recorder = record or (record_on_gpu(self.device) if records else lambda work: work)
             self._graphs = Graphs(self._fixed, self._room, recorder)
         self._decode: Decode | None = None
-        states_dtype = model.dtype if is_fixed else torch.float32
         with torch.inference_mode():
-            self._layers = DecoderLayers(model, context, rounding, states_dtype, bool(kernels), features)
+            self._layers = DecoderLayers(model, context, rounding, is_fixed, bool(kernels), features)
             self._seen: dict[int, torch.Tensor] = {}  # features of each slot's last feed
             self.vocab_size, self.dtype = self._layers.vocab_size, self._layers.dtype
             self.weights, self.embedding = rounding or self._layers.weights, self._layers.embedding
-            self._least_rows, is_invariant = (1, True) if is_fixed else self._layers.probe()
             self._positions = torch.arange(self._room + PREFILL, device=self.device)
             known = self._positions.clamp_max(context - 1)  # a longrope chooses its angles by the greatest one
             self._ropes = self._layers.angles(rotary, known)
             has_kernels = kernels or (kernels is None and records and self.device.type == "cuda")
-            cache_dtype = model.dtype if is_fixed or native.computes(self._layers.embedding) else torch.float32
-            self._slots = self._make_slots(slots + (spare if has_kernels or not is_fixed else 0), cache_dtype)
+            self._slots = self._make_slots(slots + (spare if has_kernels or not is_fixed else 0))
             self._layers.in_one_call = None if is_fixed else NativeLayers.of(self._layers, self._ropes)
             if has_kernels:
                 self._make_kernels(slots, record, records)
@@ -121,15 +117,15 @@ class ForwardRunner(ModelRunner):
             slots=len(self._slots.lengths),
             tree_nodes=(self._decode.most if self._decode else FED) if is_fixed else _TREE_NODES,
             launches=launches,
-            row_invariant=is_invariant,
+            row_invariant=True,
             features=len(self._layers.taps) * self._layers.embedding.shape[1],
             together=self._decode is not None or not is_fixed,
             prompt_piece=PREFILL if is_fixed else 1,
         )
 
-    def _make_slots(self, slots: int, dtype: torch.dtype) -> Slots:
+    def _make_slots(self, slots: int) -> Slots:
         heads = self._layers.heads
-        return Slots((slots, len(self._layers), heads.kv, self._room, heads.dim), dtype, self.device)
+        return Slots((slots, len(self._layers), heads.kv, self._room, heads.dim), self.dtype, self.device)
 
     def _make_kernels(self, slots: int, record: Record | None, records: bool) -> None:
         """Our kernels, of tokens and of prompts, where there is Triton and they fit, else the reason in the log.
@@ -152,9 +148,8 @@ class ForwardRunner(ModelRunner):
             own = record or (record_on_gpu(self.device) if records else lambda work: work)
             self._decode = make_decode(self._layers, self._slots, self._ropes, own, expected)
         if self._decode is None and len(self._slots.lengths) > slots:
-            dtype = self._slots.keys.dtype
             del self._slots
-            self._slots = self._make_slots(slots, dtype)
+            self._slots = self._make_slots(slots)
         if make is not None:
             given = self._layers, self._slots, self._ropes
             self._graphs.prompts = make(*given, self._graphs.recorder, expected)
@@ -193,7 +188,7 @@ class ForwardRunner(ModelRunner):
 
     def _together(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         """Logits of each feed [rows, vocab]."""
-        layout = lay_out(feeds, self._slots.lengths, self._least_rows)
+        layout = lay_out(feeds, self._slots.lengths)
         for feed in feeds:
             self._slots.wrote(feed.slot, self._slots.lengths[feed.slot] + feed.depth)
         layers, has_trees = self._layers, any(feed.parents is not None for feed in feeds)
@@ -204,22 +199,10 @@ class ForwardRunner(ModelRunner):
                 self._slots.hold(feed.slot, Tree(feed.parents, rows, attends.states))
             if layers.features is not None:
                 self._seen[feed.slot] = layers.features[rows.start : rows.stop]
-        return self._asked(
-            hidden, [rows[len(rows) - feed.rows :] for feed, rows in zip(feeds, layout.fed, strict=True)]
-        )
-
-    def _asked(self, hidden: torch.Tensor, rows_of: list[range]) -> list[torch.Tensor]:
-        """Logits of the rows that feeds ask for, computed with others where there are fewer than `_least_rows`."""
-        asked = [row for rows in rows_of for row in rows]
+        asked = [row for feed, rows in zip(feeds, layout.fed, strict=True) for row in rows[len(rows) - feed.rows :]]
         if not asked:
-            return [torch.empty(0, self.vocab_size) for _ in rows_of]
-        every = asked
-        if len(asked) < self._least_rows:
-            others = (row for row in range(len(hidden)) if row not in asked)
-            every = [*asked, *islice(others, self._least_rows - len(asked))]
-        is_run = every == list(range(every[0], every[0] + len(every)))
-        chosen = hidden[every[0] : every[0] + len(every)] if is_run else hidden[every]
-        return list(self._layers.logits(chosen)[: len(asked)].split([len(rows) for rows in rows_of]))
+            return [torch.empty(0, self.vocab_size) for _ in feeds]
+        return list(layers.logits(hidden[asked]).split([feed.rows for feed in feeds]))
 
     # ---- in fixed sizes: on a GPU ----
 

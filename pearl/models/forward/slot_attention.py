@@ -11,7 +11,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pearl.models.forward import attention, native
 from pearl.models.forward.graphs import FED
-from pearl.models.forward.probe import Heads
 from pearl.models.forward.slots import Slots
 
 
@@ -34,7 +33,7 @@ class NativeAttention:
         has_trees: bool,
         slots: Slots,
         scoring: attention.Scoring,
-        heads: Heads,
+        heads: attention.Heads,
         eps: float,
     ) -> None:
         self._scoring = scoring
@@ -80,9 +79,7 @@ class NativeAttention:
         rope: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
         """The attention output of rows with states [n, heads + 2 * kv_heads, head_dim]."""
-        given, dtype = native.Attention.from_buffer_copy(self.given), states.dtype
-        if dtype == torch.float16:
-            states, norms = states.float(), [None if norm is None else norm.float() for norm in norms]
+        given = native.Attention.from_buffer_copy(self.given)
         out = torch.empty(len(states), given.heads * given.dim, dtype=states.dtype)
         q_norm, (cached, new) = norms[0], self.strides
         given.window, given.norm_width = self._scoring.windows[layer], 0 if q_norm is None else len(q_norm)
@@ -95,7 +92,7 @@ class NativeAttention:
         for name, stride in (("keys", cached), ("values", cached), ("new_keys", new), ("new_values", new)):
             setattr(given, name, getattr(given, name) + layer * stride * (4 if given.cache_is_float32 else 2))
         native.attend(given)
-        return out.to(dtype)
+        return out
 
 
 class FixedAttention:

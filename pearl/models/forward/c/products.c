@@ -49,7 +49,7 @@ typedef float X;
 
 // Rows that are multiplied.
 typedef struct {
-    const X *x;           // [rows, inputs]
+    const X *x;           // [rows, inputs]; for `float_rows` float32
     const float *totals;  // [rows, groups]: sums of x
     const float *less;    // [rows, blocks]: of a block, added to its sum of steps times x: minus the offset times x
     // If WHOLE: inputs as whole numbers times the unit of their block, taken apart for products that are exact in any
@@ -191,6 +191,22 @@ INLINE void plain_rows(const uint16_t *panel, int64_t inputs, const X *x, int64_
         sums[row * VECTORS] = (part[row][0] + part[row][1]) + (part[row][2] + part[row][3]);
 }
 #endif
+
+// Weights [inputs][16 lanes] of a dtype, by rows of float32 of which none is rounded: for models of such dtypes.
+INLINE void float_rows(const uint8_t *weights, int kind, int64_t inputs, const float *x, int rows, V *sums) {
+    const int64_t size = kind == FLOAT32 ? 4 : 2;
+    V part[TOGETHER][4];
+    for (int row = 0; row < rows; row++)
+        for (int i = 0; i < 4; i++) part[row][i] = (V){0};
+    for (int64_t at = 0; at < inputs; at += 4)
+        for (int i = 0; i < 4; i++) {
+            const uint8_t *from = weights + (at + i) * LANES * size;
+            const V some = kind == FLOAT32 ? *(const V *)from : kind == FLOAT16 ? from_float16(from) : from_bfloat16(*(const H *)from);
+            for (int row = 0; row < rows; row++) part[row][i] += some * x[row * inputs + at + i];
+        }
+    for (int row = 0; row < rows; row++)
+        sums[row * VECTORS] = (part[row][0] + part[row][1]) + (part[row][2] + part[row][3]);
+}
 
 #define TAKES_SHORTS(bits) ((bits) == 8 || (bits) == WHOLE_TABLE)
 
@@ -353,12 +369,18 @@ INLINE void sums_of(const Weights *w, int64_t panel, const Rows *rows_given, int
     const int width = width_of(bits);
     Weights part = *w;  // from this panel on
     V one[VECTORS], *sums = rows == 1 ? one : found;
-    if (bits == 16) {
+    if (bits >= 16) {
         for (int vector = 0; vector < VECTORS; vector++) {
-            const uint16_t *weights = (const uint16_t *)w->steps + panel * inputs * LANES + 2 * WIDE * vector;
+            const int size = kind == FLOAT32 ? 4 : 2, lanes = bits == 16 ? 2 * WIDE : WIDE;  // 16: pairs of inputs
+            const uint8_t *weights = w->steps + (panel * inputs * LANES + lanes * vector) * size;
+            const float *x = (const float *)own.x;
             V *into = found + vector;
             int row = 0;
-#define PLAIN(some) plain_rows(weights, inputs, own.x + row * inputs, inputs, some, into + row * VECTORS)
+#define PLAIN(some) \
+    if (bits == 16) \
+        plain_rows((const uint16_t *)weights, inputs, own.x + row * inputs, inputs, some, into + row * VECTORS); \
+    else \
+        float_rows(weights, kind, inputs, x + row * inputs, some, into + row * VECTORS)
             for (; row + TOGETHER <= rows; row += TOGETHER) PLAIN(TOGETHER);
             switch (rows - row) {
 #if TOGETHER > 2
@@ -436,6 +458,12 @@ static void multiply_panel(const Weights *w, int64_t panel, const Rows *given, i
         sums_of(w, panel, given, rows, sums, 16, 16, 0, 0);
         return;
     }
+#define WHOLE_CASE(KIND) \
+    if (w->bits == 32 && w->kind == KIND) { \
+        sums_of(w, panel, given, rows, sums, 32, 16, KIND, 0); \
+        return; \
+    }
+    WHOLE_CASE(FLOAT16) WHOLE_CASE(BFLOAT16) WHOLE_CASE(FLOAT32)
     CASE(4, 16, FLOAT16) CASE(4, 16, BFLOAT16) CASE(4, 16, TWO_LEVELS)
     CASE(5, 16, FLOAT16) CASE(5, 16, TWO_LEVELS) CASE(6, 8, TWO_LEVELS_SIGNED)
     CASE(8, 16, FLOAT16) CASE(8, 16, BFLOAT16) CASE(8, 16, FLOAT32) CASE(FLOAT8, 16, FLOAT32)
@@ -444,21 +472,14 @@ static void multiply_panel(const Weights *w, int64_t panel, const Rows *given, i
     CASE(TABLE, 16, FLOAT16) CASE(TABLE, 16, BFLOAT16) CASE(TABLE, 16, FLOAT32) CASE(TABLE, 16, TWO_LEVELS_SIGNED)
 }
 
-static void convert(const uint16_t *given, X *x, int64_t count, int is_float32) {
-#ifdef BF16
-    if (is_float32)
-        for (int64_t i = 0; i < count; i++) x[i] = to_bfloat16(((const float *)given)[i]);
+// Rows as they are multiplied: to float32, or to bfloat16.
+static void convert(const void *given, void *x, int64_t count, int is_float32, int to_float32) {
+    if (is_float32 == to_float32)
+        memcpy(x, given, (to_float32 ? 4 : 2) * count);
+    else if (to_float32)
+        for (int64_t i = 0; i < count; i++) ((float *)x)[i] = wide(((const uint16_t *)given)[i]);
     else
-        memcpy(x, given, 2 * count);
-#else
-    if (is_float32)
-        memcpy(x, given, 4 * count);
-    else
-        for (int64_t i = 0; i < count; i++) {
-            const uint32_t bits = (uint32_t)given[i] << 16;
-            memcpy(x + i, &bits, 4);
-        }
-#endif
+        for (int64_t i = 0; i < count; i++) ((uint16_t *)x)[i] = to_bfloat16(((const float *)given)[i]);
 }
 
 INLINE float float_of(X value) {
@@ -585,27 +606,28 @@ int pearl_rounds(void) {
 // `scratch` holds rows * (3 * inputs + inputs / group) floats.
 void pearl_multiply(const Weights *w, const void *x, int x_is_float32, const void *y, int y_is_float32, void *out,
                     int out_is_float32, int64_t stride, int64_t rows, float *scratch, int threads) {
-    const int64_t inputs = w->inputs, groups = w->bits == 16 ? 0 : inputs / w->group, size = w->bits == 6 ? 16 : 32;
-    const int64_t blocks = w->bits == 16 ? 0 : inputs / size, are_whole = WHOLE && (w->bits <= 8 || w->bits == WHOLE_TABLE);
+    const int64_t inputs = w->inputs, groups = w->bits >= 16 ? 0 : inputs / w->group, size = w->bits == 6 ? 16 : 32;
+    const int64_t blocks = w->bits >= 16 ? 0 : inputs / size, are_whole = WHOLE && (w->bits <= 8 || w->bits == WHOLE_TABLE);
     const int parts_of_row = x_is_float32 && !ROUNDS ? 3 : 2;
     float *totals = scratch, *less = totals + rows * groups, *units = less + rows * blocks;
-    X *converted = (X *)(units + rows * (inputs / BLOCK));
-    uint8_t *parts = (uint8_t *)(converted + rows * inputs);
+    const int is_float32 = w->bits == 32 || !ROUNDS;
+    const int64_t of_row = inputs * (is_float32 ? 4 : 2);  // bytes
+    uint8_t *converted = (uint8_t *)(units + rows * (inputs / BLOCK)), *parts = converted + rows * of_row;
     const int64_t each = inputs * (TAKES_SHORTS(w->bits) ? 2 * parts_of_row - 2 : parts_of_row);  // bytes of a row's
-    convert(x, converted, rows * inputs, x_is_float32);
+    convert(x, converted, rows * inputs, x_is_float32, is_float32);
 #if WHOLE
     for (int64_t i = 0; i < rows * inputs / BLOCK && are_whole; i++) {
         const int64_t row = i / (inputs / BLOCK), at = i % (inputs / BLOCK) * BLOCK;
         uint8_t *into = parts + row * each + at * (TAKES_SHORTS(w->bits) ? 2 : 1);
         float sums[2];
-        units[i] = in_parts(converted + row * inputs + at, w->bits, parts_of_row, into, inputs, sums);
+        units[i] = in_parts((X *)(converted + row * of_row) + at, w->bits, parts_of_row, into, inputs, sums);
         if (size == 16) memcpy(less + 2 * i, sums, sizeof sums);
         else less[i] = sums[0] + sums[1];
     }
 #endif
     const int has_totals = w->least || w->zeros;
     for (int64_t i = 0; i < rows * blocks && !are_whole && (has_totals || w->bits < 8); i++)
-        less[i] = total_of(converted + i * size, size);
+        less[i] = total_of((X *)converted + i * size, size);
     for (int64_t i = 0; i < rows * groups && has_totals; i++) {
         totals[i] = 0;
         for (int64_t j = 0; j < w->group / size; j++) totals[i] += less[i * (w->group / size) + j];
@@ -618,7 +640,7 @@ void pearl_multiply(const Weights *w, const void *x, int x_is_float32, const voi
         V sums[ROWS * VECTORS];
         for (int64_t row = 0; row < rows; row += ROWS) {
             const int some = rows - row < ROWS ? rows - row : ROWS;
-            const Rows given = {converted + row * inputs, totals + row * groups, less + row * blocks,
+            const Rows given = {(X *)(converted + row * of_row), totals + row * groups, less + row * blocks,
                                 parts + row * each, units + row * (inputs / BLOCK), inputs, blocks, parts_of_row > 2};
             multiply_panel(w, panel, &given, some, sums);
             for (int i = 0; i < some * VECTORS; i++)
