@@ -16,6 +16,7 @@ from pearl.models.forward.quantised import QuantisedMatrix, Weights, panels
 
 log = logging.getLogger(__name__)
 
+_VERSION = 1  # see `native.h`
 _LANES = 16  # outputs of a panel
 _LEAST = 8  # inputs are a multiple of this
 _SUPER = 256  # inputs that share a scale of scales
@@ -66,7 +67,7 @@ def library() -> ctypes.CDLL | None:
         for file in sorted(Path(__file__).parent.glob(f"{name}.*so")) if needed <= has else ():
             try:
                 return _opened(file)
-            except (OSError, AttributeError) as problem:  # AttributeError: built from older sources
+            except (OSError, AttributeError) as problem:
                 log.warning("%s does not load: %s", file, problem)
     log.warning("our products for this processor are not built: models run through transformers, slower and larger")
     return None
@@ -80,6 +81,8 @@ def _opened(file: Path) -> ctypes.CDLL:
             ctypes.CDLL(line.split()[-1], mode=ctypes.RTLD_GLOBAL)
             break
     opened = ctypes.CDLL(str(file))
+    if opened.pearl_version() != _VERSION:  # AttributeError: built from sources that had none yet
+        raise OSError("it was built from other sources: run scripts/setup, or install PEARL again")
     pointer, flag, count, number = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
     opened.pearl_multiply.argtypes = (pointer, pointer, flag, pointer, flag, pointer, flag, count, count, pointer, flag)
     opened.pearl_layers.argtypes = (pointer,)

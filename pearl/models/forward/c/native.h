@@ -13,6 +13,7 @@
 #define BF16 1
 #endif
 
+#define VERSION 1  // of all that `native.py` and these files agree on: raised with every change of theirs
 #define LANES 16  // of a panel
 #define WIDEST 16384  // numbers of a row's queries
 #ifdef __AVX512F__

@@ -596,6 +596,10 @@ void pearl_pack(const uint8_t *steps, int64_t panels, int64_t inputs, int bits, 
                 }
 }
 
+int pearl_version(void) {
+    return VERSION;
+}
+
 // Whether x is rounded to bfloat16.
 int pearl_rounds(void) {
     return ROUNDS;
