@@ -11,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -116,6 +117,16 @@ class Served:
             yield
         finally:
             os.kill(pid, signal.SIGCONT)
+
+    @contextmanager
+    def writing(self, regex: str) -> Iterator[None]:
+        """Texts of chats and completions match it meanwhile: as of `pearl serve --regex`."""
+        before = self.app._setup
+        self.app._setup = replace(before, settings=replace(before.settings, sampling=SamplingParams(regex=regex)))
+        try:
+            yield
+        finally:
+            self.app._setup = before
 
     @contextmanager
     def connection(self) -> Iterator[socket.socket]:

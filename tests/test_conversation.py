@@ -17,7 +17,6 @@ from pearl.engine.conversation import Conversation
 from pearl.errors import ConfigError, RequestError
 from pearl.models.toy import alpha_pair
 from pearl.protocol import messages as m
-from pearl.server.answers import Answer
 from pearl.text.stream import token_bytes
 from tests.conftest import AS_PUBLISHED
 from tests.test_text import byte_fallback, byte_level
@@ -232,20 +231,6 @@ def test_they_are_told_only_where_asked_for_and_up_to_the_end(toy: Engine) -> No
 
 
 # ---- as OpenAI's clients read them; see test_server too ----
-
-
-def test_tokens_of_one_text_and_parts_of_characters_are_told_apart() -> None:
-    """In `/v1/completions`: one part of a character was left of several."""
-    of = [b"a", b"a", b"\xe4", b"\xbd", b"\xa0", "ü".encode(), b"x"]
-    answer = Answer(False, "m", spell=of.__getitem__)
-    parts = [answer._logprobs(tokens, [m.Logprobs(-1.0, ((2, -2.0), (3, -3.0), (0, -4.0), (1, -5.0)))] * len(tokens))
-             for tokens in ([1, 2], [3, 4, 5, 6])]  # fmt: skip
-    assert all(parts)
-    tokens = [text for part in parts for text in part["tokens"]]  # type: ignore[index]
-    assert tokens == ["a", r"bytes:\xe4", r"bytes:\xbd", r"bytes:\xa0", "ü", "x"]
-    first, second = parts[0]["top_logprobs"]  # type: ignore[index]
-    assert first == {r"bytes:\xe4": -2.0, r"bytes:\xbd": -3.0, "a": -1.0}
-    assert second == {r"bytes:\xe4": -1.0, r"bytes:\xbd": -3.0, "a": -4.0}
 
 
 def test_a_token_is_its_bytes() -> None:

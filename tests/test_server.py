@@ -71,7 +71,7 @@ def test_openais_client(served: Served, engine: Engine) -> None:
     assert refused.value.param == "temperature"
 
 
-def test_openais_client_reads_log_probabilities_of_a_chat(served: Served) -> None:
+def test_openais_client_reads_log_probabilities(served: Served) -> None:
     client = served.client().chat.completions
     asked: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "seed": 5, "temperature": 1.0}
     asked |= {"messages": [message("123")]}
@@ -89,22 +89,6 @@ def test_openais_client_reads_log_probabilities_of_a_chat(served: Served) -> Non
     assert client.create(**asked).choices[0].logprobs is None
     with pytest.raises(openai.BadRequestError, match="logprobs true"):
         client.create(top_logprobs=2, **asked)
-
-
-def test_openais_client_reads_log_probabilities_of_a_completion(served: Served) -> None:
-    client = served.client().completions
-    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "seed": 5, "temperature": 1.0, "prompt": "123"}
-    (choice,) = client.create(logprobs=2, **asked).choices
-    tokens, logprobs = choice.logprobs.tokens or [], choice.logprobs.token_logprobs
-    assert "".join(tokens) == choice.text
-    for token, own, top in zip(tokens, logprobs or [], choice.logprobs.top_logprobs or [], strict=True):
-        assert top[token] == own
-        assert 2 <= len(top) <= 3
-    chunks = client.create(logprobs=2, stream=True, **asked)
-    parts = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices and chunk.choices[0].logprobs]
-    assert [token for part in parts for token in part.tokens or []] == tokens
-    none = client.create(logprobs=0, **asked).choices[0].logprobs
-    assert (none.top_logprobs, none.token_logprobs) == (None, logprobs)
 
 
 def test_several_texts_of_one_request(served: Served, engine: Engine) -> None:

@@ -162,7 +162,11 @@ def test_calls_that_must_be_made_fit_their_schema(served: Served, choice: Any) -
 
 def test_calls_that_the_model_chooses_to_make(served: Served) -> None:
     """Content before them; streamed as deltas that add up."""
-    fields = asked(structured_outputs={"regex": f"{WRITTEN}({WRITTEN[5:]})?"})
+    with served.writing(f"{WRITTEN}({WRITTEN[5:]})?"):
+        _check_chosen_calls(served, asked())
+
+
+def _check_chosen_calls(served: Served, fields: dict[str, Any]) -> None:
     (choice,) = served.post("chat/completions", **fields).json()["choices"]
     calls = choice["message"]["tool_calls"]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("Well", "tool_calls")
@@ -175,6 +179,8 @@ def test_calls_that_the_model_chooses_to_make(served: Served) -> None:
         assert (choice["finish_reason"], "tool_calls" in choice["message"]) == ("stop", False)
     (cut,) = served.post("chat/completions", **fields | {"max_tokens": 48}).json()["choices"]
     assert cut["finish_reason"] == "length"
+    (held,) = served.post("chat/completions", **fields, response_format={"type": "json_object"}).json()["choices"]
+    assert held["message"]["content"].startswith("{"), "a request's own grammar is kept to in place of the server's"
 
 
 def test_openais_client_runs_a_tool(served: Served) -> None:

@@ -145,38 +145,19 @@ class Answer:
             yield event({**self._head, "object": self._object(".chunk"), "choices": [], "usage": usage})
 
     def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[Logprobs]) -> dict[str, Any] | None:
-        """Log probabilities of tokens; None if the client did not request them."""
-        if not logprobs:
+        """Log probabilities of tokens; None if the client did not request them, as only chats can."""
+        if not (self._chat and logprobs):
             return None
-        if self._chat:
-            content = [
-                self._entry(token, one.logprob)
-                | {"top_logprobs": [self._entry(other, logprob) for other, logprob in one.top]}
-                for token, one in zip(tokens, logprobs, strict=True)
-            ]
-            return {"content": content, "refusal": None}
-        top = [self._top(token, one) for token, one in zip(tokens, logprobs, strict=True)]
-        return {
-            "tokens": [self._shown(token) for token in tokens],
-            "token_logprobs": [one.logprob for one in logprobs],
-            "top_logprobs": top if logprobs[0].top else None,
-        }
+        content = [
+            self._entry(token, one.logprob)
+            | {"top_logprobs": [self._entry(other, logprob) for other, logprob in one.top]}
+            for token, one in zip(tokens, logprobs, strict=True)
+        ]
+        return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         spelled = self._spell(token)
         return {"token": spelled.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(spelled)}
-
-    def _shown(self, token: int) -> str:
-        spelled = self._spell(token)
-        try:
-            return spelled.decode()
-        except UnicodeDecodeError:  # as OpenAI writes it
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
-
-    def _top(self, token: int, logprobs: Logprobs) -> dict[str, float]:
-        """By text. Of tokens with the same text (a letter and its byte) it has the chosen or likeliest one."""
-        likeliest_last = (*reversed(logprobs.top), (token, logprobs.logprob))
-        return {self._shown(id): logprob for id, logprob in likeliest_last}
 
     def _chunk(
         self, index: int, delta: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None

@@ -33,6 +33,7 @@ UNSERVED: Unserved = {
     "use_beam_search": (False,),
     **dict.fromkeys(("audio", "web_search_options", "prompt_logprobs", "truncate_prompt_tokens"), ()),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar", "json_schema"), ()),
+    "structured_outputs": ({},),
     **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors"), ([],)),
 }
 # Clients send back the messages that they received.
@@ -162,32 +163,11 @@ class ResponseFormat(Body):
         return value
 
     @property
-    def grammar(self) -> dict[str, Any]:
-        """The fields of `SamplingParams` that keep the text to it."""
+    def schema_to_keep(self) -> dict[str, Any] | None:
+        """That of the text; None: it is free."""
         if self.json_schema is not None:
-            return {"json_schema": self.json_schema.json_schema}
-        return {"json_schema": {"type": "object"}} if self.type == "json_object" else {}
-
-
-class StructuredOutputs(Body):
-    """vLLM's grammars; at most one of them."""
-
-    unserved: ClassVar = dict.fromkeys(("choice", "grammar", "structural_tag"), ())
-
-    json_schema: dict[str, Any] | None = Field(default=None, alias="json")
-    regex: str | None = Field(default=None, min_length=1)
-    json_object: bool = False
-
-    @model_validator(mode="after")
-    def _is_one(self) -> StructuredOutputs:
-        if (self.json_schema is not None) + (self.regex is not None) + self.json_object > 1:
-            raise ValueError("takes one of json, regex, json_object")
-        return self
-
-    @property
-    def grammar(self) -> dict[str, Any]:
-        given = {"json_schema": {"type": "object"} if self.json_object else self.json_schema, "regex": self.regex}
-        return {name: value for name, value in given.items() if value is not None}
+            return self.json_schema.json_schema
+        return {"type": "object"} if self.type == "json_object" else None
 
 
 class StreamOptions(Body):
@@ -204,7 +184,6 @@ SAMPLING = (
 _Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _Prompt = Annotated[Text, Field(min_length=1)] | Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)]
-_Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 _FIELDS: dict[str, Any] = {name: (field.annotation, field) for name, field in SamplingParams.model_fields.items()}
@@ -221,7 +200,6 @@ class SharedRequest(create_model("Sampling", __base__=Body, **{name: _FIELDS[nam
     stop: _Stop | Annotated[list[_Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,20}$")], float] = Field(default={}, max_length=MAX_BIASES)
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=MOST_STOPS, fail_fast=True)] = Field(default=[])
 
     @field_validator("top_k", "seed", mode="before")
@@ -251,13 +229,12 @@ class CompletionRequest(SharedRequest):
         "echo": (False,),
     }
     prompt: _Prompt | Annotated[list[_Prompt], Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True)]
-    logprobs: _Logprobs | None = None
 
 
 class ChatCompletionRequest(SharedRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     logprobs: bool = False
-    top_logprobs: _Logprobs = 0
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_LOGPROBS)
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] = Field(default=[])
     tool_choice: Annotated[
         Annotated[Literal["none", "auto", "required"], Tag("|")] | Annotated[NamedTool, Tag("|named")],

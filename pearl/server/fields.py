@@ -36,7 +36,6 @@ _MOST_WARNED = 100  # clients choose these names
 # Errors below one of these paths name this path.
 _WHOLE = re.compile(
     r"^(prompt|input|stop|stop_token_ids|logit_bias|tool_choice|tools\[\d+\](?=\.type)|tools\[\d+\]\.function"
-    r"|structured_outputs(?=\.(?:json|regex)$)"
     r"|response_format\.json_schema|messages\[\d+\]\.content\[\d+\](?=\.type)"
     r"|messages\[\d+\]\.tool_calls\[\d+\])(?!\w).*",
     re.DOTALL,

@@ -55,7 +55,8 @@ def _options(body: dict[str, Any]) -> dict[str, Any]:
     if given.get("max_tokens") in (-1, -2):  # as many as fit
         del given["max_tokens"]
     if format:
-        given["structured_outputs"] = {"json_object": True} if format == "json" else {"json": format}
+        schema = {"type": "json_schema", "json_schema": {"schema": format}}
+        given["response_format"] = {"type": "json_object"} if format == "json" else schema
     if isinstance(think, str):
         given["reasoning_effort"] = think
     elif think is not None:

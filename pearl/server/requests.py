@@ -135,11 +135,13 @@ def _params(asked: Body, setup: Setup) -> SamplingParams:
     values = {name: getattr(asked, name) for name in SAMPLING if name in given}
     if isinstance(asked, CompletionRequest):
         values.setdefault("max_tokens", defaults.max_tokens or LEGACY_MAX_TOKENS)
-        more = {"logprobs": asked.logprobs, "stop": asked.stop}
     else:
-        logprobs = asked.top_logprobs if asked.logprobs else None
-        more = {"max_tokens": asked.max_completion_tokens, "logprobs": logprobs, "stop": asked.stop}
-    values |= {name: value for name, value in more.items() if value is not None}
+        if asked.max_completion_tokens is not None:
+            values["max_tokens"] = asked.max_completion_tokens
+        if asked.logprobs:
+            values["logprobs"] = asked.top_logprobs
+    if asked.stop is not None:
+        values["stop"] = asked.stop
     if asked.stop_token_ids:
         values["stop_token_ids"] = tuple(asked.stop_token_ids)
     if asked.logit_bias:
@@ -153,26 +155,23 @@ def _params(asked: Body, setup: Setup) -> SamplingParams:
 
 def _grammar(asked: Body, setup: Setup) -> dict[str, Any]:
     """The fields of `SamplingParams` that keep the text to a grammar; calls that must be made have one, too."""
-    formats = {"response_format": asked.response_format, "structured_outputs": asked.structured_outputs}
-    grammars = {field: given.grammar for field, given in formats.items() if given is not None and given.grammar}
-    if len(grammars) > 1:
-        raise ApiError(400, "response_format and structured_outputs are two grammars", param="structured_outputs")
+    field = "response_format"
+    schema = asked.response_format.schema_to_keep if asked.response_format is not None else None
     if isinstance(asked, ChatCompletionRequest) and (functions := asked.forced_functions):
+        field = "tools"
         try:
             schema = forced_schema([function.model_dump() for function in functions], setup.tools.key)
         except RecursionError:
             raise ApiError(400, "tools: are nested too deep", param="tools") from None
-        grammars = {"tools": {"json_schema": schema}}
-    for field, grammar in grammars.items():
-        if asked.ignore_eos:
-            raise ApiError(400, f"{field} ends a text where it is whole, which ignore_eos forbids", param="ignore_eos")
-        try:
-            params = SamplingParams(**grammar)
-            grammar_of(params.json_schema, params.regex)
-        except (ConfigError, RequestError) as error:
-            raise ApiError(400, f"{field}: {error}", param=field) from None
-        return grammar
-    return {}
+    if schema is None:
+        return {}
+    if asked.ignore_eos:
+        raise ApiError(400, f"{field} ends a text where it is whole, which ignore_eos forbids", param="ignore_eos")
+    try:
+        grammar_of(SamplingParams(json_schema=schema).json_schema, None)
+    except (ConfigError, RequestError) as error:
+        raise ApiError(400, f"{field}: {error}", param=field) from None
+    return {"json_schema": schema, "regex": None}
 
 
 def check_fits(tokens: Sequence[int], asked: TextRequest, context: int) -> None:
