@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import resolve_checkpoint
-from pearl.models.checkpoints.direct import llama3_frequencies
+from pearl.models.checkpoints.direct import frequencies
 from pearl.models.checkpoints.gguf import _NEEDED, _NEEDED_BY_EXPERTS, _family_of, _windows, table_in
 from pearl.models.checkpoints.gguf_weights import GgufWeights
 from pearl.models.checkpoints.tokenizers import load_tokenizer
@@ -329,7 +329,8 @@ def _write_gguf(
             adders[type(value)](f"{family}.{name}", value)
     if freqs is not None:
         plain = 5e5 ** -(torch.arange(4) / 4)
-        scaled = llama3_frequencies(plain, LLAMA3) if freqs is True else plain / freqs
+        rope = {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}
+        scaled = frequencies(rope, {"head_dim": 8})[0] if freqs is True else plain / freqs
         writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
     for length in ("long", "short") if "long_factor" in ropes else ():
         factors = torch.tensor(ropes[f"{length}_factor"], dtype=torch.float32)

@@ -31,7 +31,7 @@ TWINS = {
     "qwen3_vl_moe_text": "qwen3_moe",
 }
 # Whose angles do not depend on the length of the text; longrope's do not within a runner's context.
-_ROPES = {"default", "linear", "llama3", "yarn", "longrope"}
+ROPES = {"default", "linear", "llama3", "yarn", "longrope"}
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ def forward_of(architecture: str, config: Mapping[str, Any]) -> Forward | None:
     ropes = [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, Mapping)]
     parts = {where.get("partial_rotary_factor", 1.0) for where in (*ropes, config)}
     is_computed = (
-        all(each.get("rope_type") in _ROPES for each in ropes)
+        all(each.get("rope_type") in ROPES for each in ropes)
         and (parts == {1.0} or (bool(forward.rotates) and len(ropes) == 1))
         and set(config.get("layer_types") or [_FULL]) <= {_FULL, _SLIDING}
         and bool(config.get("layer_types") or not config.get("use_sliding_window"))

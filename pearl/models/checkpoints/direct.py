@@ -7,7 +7,6 @@ None for every checkpoint that is not exactly as expected: transformers then loa
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -24,21 +23,12 @@ from pearl.models.checkpoints import formats
 from pearl.models.checkpoints.checkpoint import config_in
 from pearl.models.checkpoints.gguf import table_in
 from pearl.models.checkpoints.gguf_weights import GgufWeights
-from pearl.models.families import OWN_FORWARD, forward_of, weight_shapes
+from pearl.models.families import OWN_FORWARD, ROPES, forward_of, weight_shapes
 from pearl.models.forward import native
 from pearl.models.forward.experts import computes_experts
 from pearl.models.forward.layers import set_weight
 from pearl.models.forward.quantised import QuantisedMatrix, Weights
 
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
-_LENGTH = "original_max_position_embeddings"
-_ROPES = {  # settings
-    "default": (),
-    "linear": ("factor",),
-    "llama3": (*_LLAMA3, _LENGTH),
-    "yarn": ("factor", _LENGTH),
-    "longrope": ("attention_factor", _LENGTH),
-}
 _NEEDED = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("rms_norm_eps", "vocab_size", "max_position_embeddings", "hidden_act", "tie_word_embeddings"),
@@ -336,56 +326,24 @@ def rope_of(config: Mapping[str, Any]) -> Rope | None:
     """`config`: with `rope_parameters` and `head_dim`. None for an unknown one."""
     named = config["rope_parameters"]
     each = {"": named} if "rope_type" in named else named
-    found = {kind: _frequencies(rope, config["head_dim"]) for kind, rope in each.items()}
-    known = {kind: frequencies for kind, frequencies in found.items() if frequencies is not None}
-    return Rope(known) if len(known) == len(found) else None
-
-
-def _frequencies(rope: Any, dim: int) -> Frequencies | None:
-    needed = _ROPES.get(str(rope.get("rope_type"))) if isinstance(rope, dict) else None
-    if needed is None or not all(isinstance(rope.get(name), int | float) for name in ("rope_theta", *needed)):
+    try:
+        return Rope({kind: frequencies(rope, config) for kind, rope in each.items()})
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError):
         return None
-    dim = int(dim * rope.get("partial_rotary_factor", 1.0))
-    wide = rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)
-    if rope["rope_type"] == "longrope":  # whose long factors are for texts beyond a runner's context
-        return 1.0 / (torch.tensor(rope["short_factor"]) * wide), rope["attention_factor"]
-    plain = 1.0 / wide
-    if rope["rope_type"] == "llama3":
-        return llama3_frequencies(plain, rope), 1.0
-    if rope["rope_type"] == "yarn":
-        return _yarn(rope, dim)
-    return plain / rope["factor"] if needed else plain, 1.0
 
 
-def _yarn(rope: dict[str, Any], dim: int) -> Frequencies | None:
-    """As transformers' `_compute_yarn_parameters`; "YaRN", Peng et al. 2023, section 3."""
-    if rope.get("mscale") or rope.get("mscale_all_dim"):
-        return None
-    base, factor, length = rope["rope_theta"], rope["factor"], rope[_LENGTH]
+def frequencies(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Frequencies:
+    """Of one kind of layer; a longrope's up to the length at which they change. Raises where `rope` does not say."""
+    kind = rope["rope_type"]
+    if kind == "default":
+        dim = int(config["head_dim"] * rope.get("partial_rotary_factor", 1.0))
+        return 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)), 1.0
+    if kind not in ROPES:
+        raise ValueError(kind)
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # takes half a second
 
-    def dimension(rotations: float) -> float:
-        return float(dim * math.log(length / (rotations * 2 * math.pi))) / (2 * math.log(base))
-
-    low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
-    if rope.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)
-    kept = 1 - ramp.clamp(0, 1)
-    wide = base ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)
-    scale = rope.get("attention_factor") or (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
-    return 1.0 / (factor * wide) * (1 - kept) + 1.0 / wide * kept, scale
-
-
-def llama3_frequencies(plain: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
-    """Those of Llama 3.1, as transformers' `_compute_llama3_parameters`; `plain`: without any scaling."""
-    factor, low, high = (rope[name] for name in _LLAMA3)
-    length = rope["original_max_position_embeddings"]
-    wavelength = 2 * math.pi / plain
-    slowed = torch.where(wavelength > length / low, plain / factor, plain)
-    share = (length / wavelength - low) / (high - low)
-    between = ~(wavelength < length / high) & ~(wavelength > length / low)
-    return torch.where(between, (1 - share) * slowed / factor + share * slowed, slowed)
+    given: Any = SimpleNamespace(**{**config, "rope_parameters": rope}, standardize_rope_params=lambda: None)
+    return ROPE_INIT_FUNCTIONS[kind](given, torch.device("cpu"))
 
 
 def _files(directory: Path) -> dict[str, str] | None:

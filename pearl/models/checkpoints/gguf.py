@@ -290,12 +290,12 @@ def _llama3(base: float, divisors: Any) -> dict[str, Any]:
     """The scaling whose frequencies are the plain ones divided by `divisors` [head_dim / 2]."""
     import torch
 
-    from pearl.models.checkpoints.direct import llama3_frequencies
+    from pearl.models.checkpoints.direct import frequencies
 
-    count, given = len(divisors), torch.from_numpy(divisors)
+    given, size, theta = torch.from_numpy(divisors), {"head_dim": 2 * len(divisors)}, {"rope_theta": base}
     found = {"rope_type": "llama3", "factor": round(float(given.max()), 3), **_LLAMA3}
-    plain = 1.0 / (base ** (torch.arange(count, dtype=torch.float) / count))
-    if not torch.allclose(plain / given, llama3_frequencies(plain, found), rtol=1e-3, atol=0):
+    (plain, _), (scaled, _) = (frequencies(theta | rope, size) for rope in ({"rope_type": "default"}, found))
+    if not torch.allclose(plain / given, scaled, rtol=1e-3, atol=0):
         raise ValueError("its rope has frequencies that are not those of Llama 3.1, and no others are read")
     return found
 

@@ -181,7 +181,7 @@ def _made(config: dict[str, Any], weights: dict[str, torch.Tensor], target: Head
         bool(config.get("norm_before_residual")),
     )
     parameters = parameters_of_rope({"rope_theta": 1e4, **inner})
-    if parameters is None or (rope := rope_of({"rope_parameters": parameters, "head_dim": dim})) is None:
+    if parameters is None or (rope := rope_of({**inner, "rope_parameters": parameters, "head_dim": dim})) is None:
         raise ValueError("its rope is not computed")
     device = target.embedding.device
     like = torch.empty(0, dtype=torch.float32, device=device)
