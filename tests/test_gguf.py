@@ -246,7 +246,7 @@ def test_weights_are_dequantised_as_the_reference_does(tmp_path: Path, cache: Pa
     _write_gguf(file := tmp_path / "tiny.gguf", model := tiny_model(kind), kind=of, **FAMILIES.get(kind, {}))
     config = json.loads((model / "config.json").read_text())
     family = OWN_FORWARD[config["architectures"][0]]
-    table = table_in(Path(resolve_checkpoint(str(file))))
+    table = table_in(resolve_checkpoint(str(file)))
     weights = GgufWeights(table, family.forward)
     for name, given in _tensors_of(model, family.gguf.architecture, config):
         its = gguf.GGMLQuantizationType[of if _is_matrix(name, given) else "F32"]

@@ -121,7 +121,7 @@ def test_a_model_is_pulled_shown_and_removed(caches: None, pull: Run, pearl_here
     assert " in 6 files, " in pulled.stderr.splitlines()[0], "before the download"
     directory = Path(pulled.stdout.strip())
     assert {file.name for file in directory.iterdir()} == {file.name for file in tiny_model(chat=True).iterdir()}
-    assert " in 6 files, 0.0 MB to download" in pull("some/model@main").stderr
+    assert "to download" not in pull("some/model@main").stderr
     (row,) = json.loads(pearl_here("list", "--json").stdout)
     assert (row["name"], row["weights"], row["forward"]) == ("some/model", "float32", "own")
     assert re.search(r"\nsome/model +0\.2 MB +\d{4}-\d\d-\d\d +float32 +own", pearl_here("list").stdout)
@@ -129,7 +129,7 @@ def test_a_model_is_pulled_shown_and_removed(caches: None, pull: Run, pearl_here
     assert shown["path"] == str(directory)
     assert (shown["architecture"], shown["vocabulary"], shown["context"]) == ("LlamaForCausalLM", VOCAB_SIZE, 256)
     assert (shown["chat_template"], shown["tools"], shown["reasoning"]) == (True, None, False)
-    assert resolve_checkpoint("some/model") == resolve_checkpoint("some/model@main") == str(directory)
+    assert resolve_checkpoint("some/model") == resolve_checkpoint("some/model@main") == directory
     asked = pearl_here("rm", "some/model")
     assert (asked.returncode, names(pearl_here)) == (2, ["some/model"]), "nobody can be asked"
     assert "this would free 0.2 MB: give --yes" in asked.stderr
@@ -139,6 +139,25 @@ def test_a_model_is_pulled_shown_and_removed(caches: None, pull: Run, pearl_here
     for again in (pearl_here("rm", "some/model", "--yes"), pearl_here("show", "some/model")):
         assert again.returncode == 3
         assert "is in no cache" in again.stderr or "pearl pull some/model" in again.stderr
+
+
+def test_a_model_is_fetched_as_it_is_loaded(hub: str, tmp_path: Path) -> None:
+    """For the tokenizer without its weights; then they are read straight from their files."""
+    code = """
+import sys, torch
+from pearl.models.checkpoints.loading import load_runner
+from pearl.models.checkpoints.tokenizers import load_tokenizer
+load_tokenizer("some/model", progress=print)
+load_runner("some/model", device=torch.device("cpu"), progress=print)
+load_runner("some/model", device=torch.device("cpu"), progress=print)
+print([name for name in ("transformers",) if name in sys.modules])
+"""
+    env = os.environ | {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    tokenizer, weights, *rest = done.stdout.splitlines()
+    assert re.fullmatch(r"some/model: 0\.0 MB in 5 files, 0\.0 MB to download", tokenizer)
+    assert re.fullmatch(r"some/model: 0\.2 MB in 6 files, 0\.1 MB to download", weights)
+    assert rest == ["loading some/model", "loading some/model", "[]"]
 
 
 def test_a_gguf_file_is_named_by_a_part_of_its_name(caches: None, pull: Run, pearl_here: Run) -> None:

@@ -164,7 +164,7 @@ class TestFileTokenizer:
         (checkpoint / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools | length }} tools")
         defaults(checkpoint, eos_token_id=5)
         (copy := tmp_path / "copy").mkdir()
-        copy_tokenizer(str(checkpoint), copy)
+        copy_tokenizer(checkpoint, copy)
         (found, settings), (original, _) = load_tokenizer(str(copy)), load_tokenizer(str(checkpoint))
         assert settings.eos == (5,)
         assert found.encode("the cat") == original.encode("the cat")

@@ -27,7 +27,8 @@ def list_models(as_json: bool) -> None:
 
     Those in the hub's cache, and the embedded pair. forward: by the model's family; pearl show is exact.
     """
-    from pearl.models.checkpoints.stored import size_text, stored
+    from pearl.models.checkpoints.hub import size_text
+    from pearl.models.checkpoints.stored import stored
 
     found = stored()
     if as_json:
@@ -48,9 +49,9 @@ def pull(model: str) -> None:
     MODEL is ID, ID@REVISION, or ID:FILE for a GGUF file, where a part of its name is enough: Q4_K_M. Takes only the
     files that are loaded, and prints their path.
     """
-    from pearl.models.checkpoints import stored
+    from pearl.models.checkpoints import hub
 
-    click.echo(stored.pull(model, say))
+    click.echo(hub.pull(model, say))
 
 
 @listed("Use it", "pearl show Qwen/Qwen3-0.6B")
@@ -82,7 +83,8 @@ def rm(model: str, yes: bool) -> None:
 
     MODEL is ID, ID@REVISION, or another name of pearl list.
     """
-    from pearl.models.checkpoints.stored import removal, size_text
+    from pearl.models.checkpoints.hub import size_text
+    from pearl.models.checkpoints.stored import removal
 
     size, remove = removal(model)
     if not yes and not sys.stdin.isatty():

@@ -36,8 +36,8 @@ def check(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress
         target, draft = (load_tokenizer(spec, trust_remote_code=trust)[0] for spec in (config.target, config.draft))
         check_same_vocabulary(target, draft, config.target, config.draft)
     if config.head is not None and "target" in roles:
-        files = Path(resolve_checkpoint(config.head, progress))
-        if files.is_dir() and not (files / "config.json").is_file():
+        files = resolve_checkpoint(config.head, progress)
+        if not (files / "config.json").is_file():
             raise ModelError(f"Head {config.head!r} could not be loaded: {files} has no config.json.")
     if config.profile not in ("auto", "none"):
         load(config)
@@ -79,9 +79,7 @@ def _check_dtype(model: ModelConfig) -> None:
 
 
 def _check_files(model: ModelConfig, progress: Progress) -> None:
-    directory = Path(resolve_checkpoint(model.spec, progress))
-    if not directory.is_dir():
-        return  # a hub id
+    directory = resolve_checkpoint(model.spec, progress)
     try:
         config = json.loads((directory / "config.json").read_text())
     except FileNotFoundError:

@@ -155,15 +155,14 @@ def vocabulary_digest(tokenizer: Tokenizer, size: int) -> bytes:
     return hashlib.blake2b(json.dumps([tokenizer.token(id) for id in range(size)]).encode(), digest_size=16).digest()
 
 
-def load(path: str, trust_remote_code: bool) -> tuple[Tokenizer, GenerationDefaults]:
-    """The tokenizer in a directory (or a hub id), and how the checkpoint wants to be sampled."""
-    directory = _directory(path)
+def load(directory: Path, trust_remote_code: bool) -> tuple[Tokenizer, GenerationDefaults]:
+    """The tokenizer in a directory, and how the checkpoint wants to be sampled."""
     if (directory / "tokenizer.json").is_file():
         tokenizer = FileTokenizer(directory)
     else:
         from transformers import AutoTokenizer
 
-        converted = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        converted = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
         if not converted.is_fast:
             raise ValueError(f"{type(converted).__name__} has no fast version")
         with TemporaryDirectory() as scratch:
@@ -172,17 +171,8 @@ def load(path: str, trust_remote_code: bool) -> tuple[Tokenizer, GenerationDefau
     return tokenizer, _defaults(directory, tokenizer.eos)
 
 
-def _directory(path: str) -> Path:
-    if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(path, allow_patterns=["config.json", *FILES]))
-
-
-def copy_tokenizer(path: str, directory: Path) -> None:
+def copy_tokenizer(source: Path, directory: Path) -> None:
     """Copy what a checkpoint says of its tokenizer and of how to sample it. Raises `OSError`."""
-    source = _directory(path)
     for file in (file for pattern in FILES for file in source.glob(pattern) if file.is_file()):
         (copy := directory / file.relative_to(source)).parent.mkdir(exist_ok=True)
         shutil.copyfile(file, copy)

@@ -10,7 +10,8 @@ import torch
 
 from pearl.cache import Progress
 from pearl.errors import ModelError
-from pearl.models.checkpoints.checkpoint import in_cache, resolve_checkpoint
+from pearl.models.checkpoints.checkpoint import resolve_checkpoint
+from pearl.models.checkpoints.hub import in_cache
 from pearl.models.checkpoints.loading import DEFAULT_CONTEXT, context_of
 from pearl.models.checkpoints.memory import needed
 from pearl.models.checkpoints.stored import kind_of, stored
@@ -43,7 +44,7 @@ def _model(path: Path) -> dict[str, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config: Any = language_model_of(str(path)) or AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config: Any = language_model_of(path) or AutoConfig.from_pretrained(path, trust_remote_code=False)
         method = (vars(config).pop("quantization_config", None) or {}).get("quant_method", "")
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -67,7 +68,7 @@ def _model(path: Path) -> dict[str, Any]:
 
 def _chat(path: Path) -> dict[str, Any]:
     with suppress(Exception):  # files and their readers raise anything
-        tokenizer, _ = load(str(path), trust_remote_code=False)
+        tokenizer, _ = load(path, trust_remote_code=False)
         known = next(name for name, each in FORMATS.items() if each is format_of(tokenizer))
         return {
             "chat_template": bool(tokenizer.chat_template),

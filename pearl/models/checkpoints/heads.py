@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from pearl.cache import Progress
 from pearl.errors import ModelError
-from pearl.models.checkpoints.checkpoint import in_cache, is_toy, resolve_checkpoint
+from pearl.models.checkpoints.checkpoint import is_toy, resolve_checkpoint
 from pearl.models.checkpoints.direct import parameters_of_rope, read_decoder, rope_of
 from pearl.models.checkpoints.gguf import table_in
 from pearl.models.checkpoints.loading import context_of
@@ -84,7 +84,7 @@ def _multi_token_layer(spec: str, runner: Any) -> MtpHead:
     if getattr(config, "layer_types", None) and not hasattr(config, "mtp_layer_types"):
         config.mtp_layer_types = ["full_attention"] * config.num_mtp_layers
     try:
-        if table_in(Path(resolve_checkpoint(spec))) is not None:
+        if table_in(resolve_checkpoint(spec)) is not None:
             raise ValueError("GGUF files are read without one")
         found = kind.from_pretrained(model, device_map={"": runner.device}).eval()
         return MtpHead(found, cache_utils.MtpCache(config=found.config), runner.vocab_size, runner.context)
@@ -112,7 +112,7 @@ def load_draft_head(
         raise _needs_own_forward(spec)
     path = resolve_checkpoint(target, progress)
     dtype = None if device.type != "cpu" or multiplies_bf16() else torch.float32
-    decoder = read_decoder(Path(path), dtype, device, progress, keeps_bits=True, only_embedding=True)
+    decoder = read_decoder(path, dtype, device, progress, keeps_bits=True, only_embedding=True)
     if decoder is None:
         raise _needs_own_forward(spec)
     table, vocab = decoder.model.embed_tokens.weight, decoder.config.vocab_size
@@ -125,10 +125,7 @@ def _needs_own_forward(spec: str) -> ModelError:
 
 
 def _load(spec: str, target: HeadTarget, progress: Progress, rounding: Rounding = "") -> Head:
-    path = resolve_checkpoint(spec, progress)
-    directory = Path(path) if Path(path).is_dir() else in_cache(path)
-    if directory is None:
-        raise ModelError(f"Head {spec!r} could not be loaded: no such directory or hub id.")
+    directory = resolve_checkpoint(spec, progress)
     try:
         config = json.loads((directory / "config.json").read_text())
         weights = _weights(directory)

@@ -16,7 +16,7 @@ import torch
 
 from pearl.cache import Progress, silent
 from pearl.errors import ModelError
-from pearl.models.checkpoints.checkpoint import in_cache, resolve_checkpoint
+from pearl.models.checkpoints.checkpoint import resolve_checkpoint
 from pearl.models.checkpoints.direct import Decoder, read_decoder
 from pearl.models.checkpoints.gguf import table_in
 from pearl.models.checkpoints.gguf_weights import GgufWeights
@@ -106,23 +106,16 @@ def load_runner(spec: str, *, device: torch.device, progress: Progress = silent,
     keeps_bits = wanted.dtype == "auto"
     plan_no_shapes(device)
     path = resolve_checkpoint(spec, progress)
-    if (files := Path(path) if Path(path).is_dir() else in_cache(path)) is not None:
-        need = needed(
-            files,
-            wanted.weights,
-            wanted.max_context,
-            DEFAULT_CONTEXT,
-            wanted.slots,
-            keeps_bits=keeps_bits and wanted.reads_directly,
-        )
-        if told := check_room(spec, need, device, torch.cuda.device_count() if wanted.is_spread else 1):
-            progress(told)
+    kept = keeps_bits and wanted.reads_directly
+    need = needed(path, wanted.weights, wanted.max_context, DEFAULT_CONTEXT, wanted.slots, keeps_bits=kept)
+    if told := check_room(spec, need, device, torch.cuda.device_count() if wanted.is_spread else 1):
+        progress(told)
     progress(f"loading {spec}")
     dtype = _dtype(path, device, wanted.weights, wanted)
     model: PreTrainedModel | Decoder | None = None
     if wanted.reads_directly:
         with _explained(spec):
-            model = read_decoder(Path(path), dtype, device, progress, keeps_bits)
+            model = read_decoder(path, dtype, device, progress, keeps_bits)
     is_ours = model is not None
     if model is None:
         model = _load(spec, path, device, dtype, wanted)
@@ -199,7 +192,7 @@ def load_model(spec: str, *, device: torch.device, progress: Progress = silent, 
     return _load(spec, path, device, _dtype(path, device, wanted.dtype, wanted), wanted)
 
 
-def _dtype(path: str, device: torch.device, dtype: str, wanted: LoadOptions) -> torch.dtype | None:
+def _dtype(path: Path, device: torch.device, dtype: str, wanted: LoadOptions) -> torch.dtype | None:
     """In which weights are loaded; None: the checkpoint's own."""
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ModelError(f"Unknown dtype {dtype!r}: choose auto, float32, bfloat16, float16, int8 or int4.")
@@ -207,11 +200,11 @@ def _dtype(path: str, device: torch.device, dtype: str, wanted: LoadOptions) -> 
         found: torch.dtype = getattr(torch, dtype)
         return found
     is_slow = device.type == "cpu" and not wanted.is_spread and not multiplies_bf16()
-    return torch.float32 if is_slow and fits_in_float32(Path(path)) else None
+    return torch.float32 if is_slow and fits_in_float32(path) else None
 
 
 def _load(
-    spec: str, path: str, device: torch.device, dtype: torch.dtype | None, wanted: LoadOptions
+    spec: str, path: Path, device: torch.device, dtype: torch.dtype | None, wanted: LoadOptions
 ) -> PreTrainedModel:
     """The model itself. transformers takes sdpa attention where the model has it, else eager."""
     import transformers
@@ -226,8 +219,8 @@ def _load(
             # It would list each weight of the encoders.
             logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
         kind: Any = transformers.AutoModelForCausalLM
-        given: str | None = path
-        if (table := table_in(Path(path))) is not None:
+        given: Path | None = path
+        if (table := table_in(path)) is not None:
             config = transformers.AutoConfig.from_pretrained(path)
             weights = GgufWeights(table, OWN_FORWARD[config.architectures[0]].forward)
             more = {"config": config, "state_dict": weights.state_dict(dtype or torch.bfloat16)}
@@ -297,10 +290,6 @@ def _advice(error: Exception) -> str:
         return "Memory ran out: take a smaller model, dtype or max_context, or spread the target over GPUs."
     if "configuration class" in text or "unrecognized model" in text or "model type" in text:
         return "It is not a causal language model that the installed transformers knows."
-    if "connect" in text or "offline" in text or "resolve" in text:
-        return "Check the network or $HF_ENDPOINT, or give a local directory."
-    if "gated" in text or "401" in text or "not a valid model identifier" in text:
-        return "Check the name; a gated or private model needs `hf auth login`."
     if isinstance(error, ImportError):
         return "Install what it asks for."
     return "Check that the files are complete and belong to a causal language model."

@@ -1,27 +1,19 @@
-"""Models on this machine's disk, in the hub's cache and in ours: list, fetch and remove them. Must not import torch."""
+"""Models on this machine's disk, in the hub's cache and in ours: list and remove them. Must not import torch."""
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Collection
-from fnmatch import fnmatch
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pearl.cache import Progress, cache_directory
+from pearl.cache import cache_directory
 from pearl.errors import ModelError
-from pearl.models.checkpoints.checkpoint import HubName, config_in
+from pearl.models.checkpoints.checkpoint import config_in
+from pearl.models.checkpoints.hub import HubName
 from pearl.models.families import QUANTISED, is_of_own_forward
-from pearl.printable import cause_of
-from pearl.text.tokenizer import FILES
 
-_WEIGHTS = (  # the first of these that a repository has are loaded
-    ("model.safetensors",),
-    ("model-*.safetensors", "model.safetensors.index.json"),
-    ("pytorch_model.bin",),
-    ("pytorch_model-*.bin", "pytorch_model.bin.index.json"),
-)
 _GGUF_KIND = re.compile(r"(?i)(?<![a-z0-9])(I?Q\d\w*?|MXFP4|BF16|F16|F32)(?=[.-]|$)")
 
 
@@ -109,53 +101,3 @@ def removal(name: str) -> tuple[int, Callable[[], None]]:
             place.with_name(f"{place.name}.lock").unlink(missing_ok=True)
 
     return (strategy.expected_freed_size if strategy is not None else 0) + sum(map(_size, made)), remove
-
-
-def pull(spec: str, progress: Progress) -> Path:
-    """Fetch from the hub what we load of `spec`, a `HubName`, and return its directory, or its GGUF file.
-
-    Reports the size before it begins. Raises `ModelError`.
-    """
-    from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-
-    if (name := HubName.parse(spec)) is None:
-        raise ModelError(f"{spec!r} is no hub id: give ID, ID@REVISION or ID:FILE, with an ID such as Qwen/Qwen3-0.6B.")
-    try:
-        info = HfApi().model_info(name.repo, revision=name.revision, files_metadata=True)
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-        files = _wanted(name, sizes)
-        there = {file for file in files if isinstance(try_to_load_from_cache(name.repo, file, revision=info.sha), str)}
-        total, missing = (sum(sizes[file] for file in some) for some in (files, files - there))
-        progress(
-            f"{spec}: {size_text(total)} in {len(files)} file{'s' * (len(files) > 1)}, {size_text(missing)} to download"
-        )
-        directory = Path(snapshot_download(name.repo, revision=name.revision, allow_patterns=[*files]))
-        return directory / next((file for file in files if file.endswith(".gguf")), "")
-    except ModelError:
-        raise
-    except Exception as error:  # the network, a proxy, the disk: no common base
-        cause = f"{cause_of(error)}. Check the network, $HF_ENDPOINT and $HF_HUB_OFFLINE"
-        if isinstance(error, GatedRepoError):
-            cause = f"it is gated: accept its terms at https://huggingface.co/{name.repo}, then `hf auth login`"
-        elif isinstance(error, RepositoryNotFoundError):
-            cause = "the hub has no such model that you may read. Check the name; a private one needs `hf auth login`"
-        elif isinstance(error, RevisionNotFoundError):
-            cause = f"it has no revision {name.revision}"
-        raise ModelError(f"{name.repo} was not fetched: {cause}.") from error
-
-
-def _wanted(name: HubName, files: Collection[str]) -> set[str]:
-    """Config, tokenizer and weights; or a GGUF file, and how to sample."""
-
-    def matching(*patterns: str) -> set[str]:
-        return {f for f in files for p in patterns if fnmatch(f, p) and f.count("/") == p.count("/")}
-
-    weights = next((found for patterns in _WEIGHTS if (found := matching(*patterns))), None)
-    if name.file or weights is None:  # without a file's name it is refused, with the names of those that there are
-        return {name.gguf(files), *matching("generation_config.json")}
-    return weights | matching("config.json", *FILES)
-
-
-def size_text(count: float) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -64,7 +64,7 @@ def load_tokenizer(
     if is_toy(spec):
         options = toy_options(spec)
         return ToyTokenizer(options["vocab"]), GenerationDefaults(eos=(options["eos"],) if "eos" in options else ())
-    checkpoint = resolve_checkpoint(spec, progress=progress)
+    checkpoint = resolve_checkpoint(spec, progress, weights=False)
     try:
         tokenizer, defaults = load(checkpoint, trust_remote_code)
     except Exception as error:  # files, their readers and a model's own code raise anything

@@ -6,6 +6,7 @@ encoders beside them, which stay on disk.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pearl.models.families import TWINS
@@ -25,7 +26,7 @@ LANGUAGE_MODEL = {
 }
 
 
-def language_model_of(path: str) -> PreTrainedConfig | None:
+def language_model_of(path: Path) -> PreTrainedConfig | None:
     """The configuration of the language model in the wrapper at `path`; None where it is none of `WRAPPERS`.
 
     Raises what transformers raises.
