@@ -248,9 +248,9 @@ def test_while_no_text_uses_the_draft_its_cores_are_the_targets(
     """From the first token on, if a profile says that the draft does not pay."""
     monkeypatch.setenv("PEARL_CACHE", str(tmp_path))
     known = Profile(best="ngram", ways=tuple((way, -2.0 * (way != "ngram"), 16) for way in WAYS))
-    path = profile.save(EngineConfig(target=TOY, draft=TOY), known)
+    profile.save(EngineConfig(target=TOY, draft=TOY), known)
     params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
-    with Engine(TOY, TOY, profile=str(path)) as engine:
+    with Engine(TOY, TOY) as engine:
         target = engine._launcher.target.pid  # type: ignore[union-attr]
         others = os.sched_getaffinity(0) - os.sched_getaffinity(target)
 

@@ -231,7 +231,6 @@ def test_a_field_out_of_range_is_refused(message: m.Message) -> None:
                 ({"parameters": (("epsilon", 0.5),) * 2}, "twice"),
                 ({"parameters": (("delta", 0.5),)}, "delta"),
                 ({"draft_stop": "any"}, "stop policy"),
-                ({"draft_stop": "oracle", "stop_parameters": ()}, "paper disco"),
                 ({"draft_stop": "fixed"}, "confidence"),
                 ({"stop_parameters": (("confidence", 1.5),)}, "confidence"),
                 ({"method": "ssd"}, "draft_stop"),

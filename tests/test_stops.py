@@ -67,16 +67,8 @@ def classifier(**changes: Any) -> Classifier:
 
 
 @pytest.mark.parametrize("name", STOPS)
-def test_every_policy_can_be_made_or_says_where_it_is_to_be_had(name: str) -> None:
+def test_every_policy_can_be_made_or_says_what_it_lacks(name: str) -> None:
     spec, opened = STOPS[name], Open((0,), RequestOptions(draft_stop=name, sampling=WARM))
-    if spec.is_simulated:
-        with pytest.raises(
-            ConfigError, match="needs the recorded text, so only pearl paper disco has it; choose fixed, t"
-        ):
-            DecodingConfig(draft_stop=name)  # type: ignore[call-arg]
-        with pytest.raises(RequestError, match=name):
-            make_policy(opened, classifier())
-        return
     assert DecodingConfig(draft_stop=name).draft_stop == name  # type: ignore[call-arg]
     assert (make_policy(opened, classifier()) is None) == (name == "fixed")
     if spec.is_trained:

@@ -105,10 +105,10 @@ class EngineConfig(Section):
         default=120.0, description="Seconds of silence after which the target counts as lost."
     )
     startup_timeout: Seconds = Field(default=900.0, description="Seconds within which both models must be loaded.")
-    profile: str = Field(
+    profile: Literal["auto", "none"] = Field(
         default="auto",
-        description="Measured speeds of the pair to start with: auto (those that pearl calibrate has kept for this "
-        "pair on this machine, if any), none, or such a file.",
+        description="Measured speeds of the pair to start with: those that pearl calibrate has kept for this pair on "
+        "this machine, if any, or none.",
     )
     draft_restarts: int = Field(
         default=3, ge=0, description="How often in a row, for one cause, a lost draft is restarted."
@@ -160,12 +160,10 @@ class EngineConfig(Section):
             )
         return value
 
-    @field_validator("profile", "datastore", "disco")
+    @field_validator("datastore", "disco")
     @classmethod
-    def _absolute(cls, value: str | None, known: ValidationInfo) -> str | None:
-        if value is None or (known.field_name == "profile" and value in ("auto", "none")):
-            return value
-        return os.path.abspath(os.path.expanduser(value))  # a worker may run in another directory
+    def _absolute(cls, value: str | None) -> str | None:
+        return value and os.path.abspath(os.path.expanduser(value))  # a worker may run in another directory
 
     @field_validator("trace")
     @classmethod

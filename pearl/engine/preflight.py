@@ -16,7 +16,6 @@ from pearl.models.checkpoints.checkpoint import is_head, is_toy, resolve_checkpo
 from pearl.models.checkpoints.gguf import TABLE
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.text.tokenizer import check_same_vocabulary
-from pearl.worker.profile import load
 
 _GPUS = ("nvidia[0-9]*", "dxg", "kfd")  # devices of NVIDIA's driver, of WSL, of AMD's driver
 
@@ -39,8 +38,6 @@ def check(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress
         files = resolve_checkpoint(config.head, progress)
         if not (files / "config.json").is_file():
             raise ModelError(f"Head {config.head!r} could not be loaded: {files} has no config.json.")
-    if config.profile not in ("auto", "none"):
-        load(config)
     if config.datastore is not None:
         from pearl.drafting.datastore import check_tokenizer, read_header
 

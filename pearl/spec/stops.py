@@ -24,7 +24,6 @@ class StopSpec:
         description: when it ends drafting, in one line.
         looks_at: what it decides by.
         is_trained: whether it needs a file made by `pearl disco train`.
-        is_simulated: whether only the simulator has what it needs.
     """
 
     name: str
@@ -32,7 +31,6 @@ class StopSpec:
     looks_at: str
     parameters: tuple[Parameter, ...] = ()
     is_trained: bool = False
-    is_simulated: bool = False
 
     def values(self, parameters: Parameters) -> dict[str, float]:
         """As `checked_values`."""
@@ -62,23 +60,14 @@ STOPS: dict[str, StopSpec] = {  # by name, the default first
             "the draft's 10 largest probabilities, its entropy, the position",
             is_trained=True,
         ),
-        StopSpec(
-            "oracle",
-            "behind the last token that the target accepts",
-            "the recorded text: for pearl paper disco alone",
-            is_simulated=True,
-        ),
     )
 }
 
 
 def check_stop(name: str) -> StopSpec:
-    """Raises ValueError for a policy that is unknown, naming all, and for one of the simulator."""
+    """Raises ValueError, naming all policies, for one that is unknown."""
     if name not in STOPS:
         raise ValueError(f"unknown stop policy {name!r}; choose one of {', '.join(STOPS)}")
-    if STOPS[name].is_simulated:
-        known = ", ".join(each for each, other in STOPS.items() if not other.is_simulated)
-        raise ValueError(f"draft_stop {name} needs the recorded text, so only pearl paper disco has it; choose {known}")
     return STOPS[name]
 
 

@@ -74,21 +74,22 @@ def save(config: EngineConfig, profile: Profile) -> Path:
 
 
 def load(config: EngineConfig) -> Profile | None:
-    """The profile that `config.profile` names; None: it names none, or there is none of this pair on this machine.
+    """The profile of this pair on this machine; None: there is none, or `config.profile` wants none.
 
-    Raises `ConfigError` for a named file that is no profile. A damaged one in the cache is ignored, with a warning.
+    A damaged one is ignored, with a warning.
     """
-    if config.profile == "none":
-        return None
-    if config.profile != "auto":
-        return _read(Path(config.profile))
     path = path_of(config)
-    try:
-        found = _read(path) if path.exists() else None
-    except ConfigError as error:
-        log.warning("%s; going on without it", error)
+    if config.profile == "none" or not path.exists():
         return None
-    if found is not None and not found.ways and time.time() - path.stat().st_mtime > _TIMES_SECONDS:
+    try:
+        document = msgspec.json.decode(path.read_bytes())
+        if document["format"] != FORMAT:
+            raise ValueError(f"it has format {document['format']!r}, and this version reads {FORMAT}")
+        found = msgspec.convert(document["profile"], Profile)
+    except (msgspec.MsgspecError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        log.warning("profile %s is not read (%s): make one with pearl calibrate", path, error)
+        return None
+    if not found.ways and time.time() - path.stat().st_mtime > _TIMES_SECONDS:
         return None  # of a start, long ago
     return found
 
@@ -120,18 +121,6 @@ def _write(path: Path, key: dict[str, Any], profile: Profile) -> None:
         beside.replace(path)
     except OSError as error:
         raise ConfigError(f"the profile could not be kept in {path}: {error.strerror}") from None
-
-
-def _read(path: Path) -> Profile:
-    try:
-        document = msgspec.json.decode(path.read_bytes())
-        if document["format"] != FORMAT:
-            raise ConfigError(f"profile {path} has format {document['format']!r}; this version reads {FORMAT}")
-        return msgspec.convert(document["profile"], Profile)
-    except OSError as error:
-        raise ConfigError(f"profile {path} cannot be read: {error.strerror}") from None
-    except (msgspec.MsgspecError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"profile {path} is damaged: make one with pearl calibrate ({error})") from None
 
 
 def _identity(spec: str) -> str:
