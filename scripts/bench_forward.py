@@ -25,6 +25,7 @@ from random_models import SHAPES, random_model
 from rich.console import Console
 from rich.table import Table
 
+from pearl.config import ModelConfig
 from pearl.config.engine import DType
 from pearl.drafting.model import ModelProposer
 from pearl.execution.ahead import Ahead
@@ -48,7 +49,8 @@ def load_runners(model: str, device: torch.device, dtypes: Sequence[str], contex
     for dtype, forwards in (*((dtype, "auto") for dtype in dtypes), (dtypes[0], "transformers")):
         name = dtype if forwards == "auto" else forwards
         if model not in SHAPES:
-            found[name] = load_runner(model, device=device, dtype=dtype, max_context=context, forwards=forwards)
+            wanted = ModelConfig(model, dtype=dtype, max_context=context, forwards=forwards)  # type: ignore[arg-type]
+            found[name] = load_runner(wanted, device)
             continue
         rounding: Rounding = dtype if dtype in ("int8", "int4") else ""  # type: ignore[assignment]
         made = random_model(model, device, _torch_dtype("auto" if rounding else dtype))

@@ -121,9 +121,11 @@ class _Model:
     def __init__(self, name: str, dtype: str, device: str) -> None:
         import torch
 
+        from pearl.config import ModelConfig
         from pearl.models.checkpoints.loading import load_model
 
-        self._model = load_model(name, device=torch.device(device), dtype=dtype).eval()
+        wanted = ModelConfig(name, dtype=dtype)  # type: ignore[arg-type]
+        self._model = load_model(wanted, torch.device(device)).eval()
         self.device = self._model.device
 
     def __call__(self, input_ids: Any, past_key_values: Any = None, use_cache: bool = True) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from pearl.config import ModelConfig
 from pearl.lab.bench.tasks import read_tasks
 from pearl.lab.simulate import Outcome, Simulation, Timing, paired_executors
 from pearl.models.checkpoints.heads import load_draft_head, load_head
@@ -73,8 +74,8 @@ class TimedGuesses(Simulation):
 def outcomes(args: argparse.Namespace) -> Iterator[tuple[int, str, Outcome]]:
     """(c, row, outcome) of each text."""
     tokenizer, defaults = load_tokenizer(args.target)
-    target = load_runner(args.target, device=CPU, features="layers")
-    draft = load_runner(args.draft, device=CPU, slots=1, spare=8, may_round=True)
+    target = load_runner(ModelConfig(args.target), CPU, features="layers")
+    draft = load_runner(ModelConfig(args.draft, "draft"), CPU, spare=8)
     heads = load_draft_head(args.head, args.target, CPU, None, 9, lambda what: None)
     prompts = [task.turns[0] for name in args.prompts for task in read_tasks(name, None, args.limit)]
     for prompt in prompts:

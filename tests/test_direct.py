@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from pearl.config import ModelConfig
 from pearl.errors import ModelError
 from pearl.models.checkpoints.direct import read_decoder
 from pearl.models.checkpoints.formats import mxfp4
@@ -31,7 +32,7 @@ def logits(model: Any) -> torch.Tensor:
 
 def check_same(directory: Path, dtype: str = "auto") -> None:
     read = read_decoder(directory, None if dtype == "auto" else getattr(torch, dtype), CPU)
-    assert torch.equal(logits(read), logits(load_model(str(directory), device=CPU, dtype=dtype)))
+    assert torch.equal(logits(read), logits(load_model(ModelConfig(str(directory), dtype=dtype), CPU)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -67,7 +68,7 @@ def older(scaling: dict[str, Any] | None) -> dict[str, Any]:
 def test_ropes(tmp_path: Path, changed: dict[str, Any]) -> None:
     """Over more positions than a forward of the other tests has."""
     directory = changed_model(tmp_path / "model", **changed)
-    read, reference = read_decoder(directory, None, CPU), load_model(str(directory), device=CPU)
+    read, reference = read_decoder(directory, None, CPU), load_model(ModelConfig(str(directory)), CPU)
     like, positions = torch.empty(0), torch.arange(4096)[None]
     for ours, theirs in zip(
         read.model.rotary_emb(like, positions), reference.model.rotary_emb(like, positions), strict=True
@@ -195,10 +196,11 @@ def test_a_worker_imports_no_compiler(tmp_path: Path) -> None:
     code = """
 import sys, torch
 import pearl.worker.build
+from pearl.config import ModelConfig
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 load_tokenizer(sys.argv[1])
-load_runner(sys.argv[1], device=torch.device("cpu"))
+load_runner(ModelConfig(sys.argv[1]), torch.device("cpu"))
 print([name for name in ("transformers", "torch._dynamo") if name in sys.modules])
 """
     load_tokenizer(str(tiny_model()))  # keeps it for the next

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from pearl.config import ModelConfig
 from pearl.errors import ConfigError, DistillError, ModelError
 from pearl.lab.distill.answers import Answer, answer
 from pearl.lab.distill.config import DistillConfig, load_config
@@ -334,7 +335,7 @@ def test_every_device_takes_the_same_path(tmp_path: Path, device: str) -> None:
     config = settings(tmp_path, device=device, dtype="bfloat16", negatives=16)
     with pytest.raises(KeyboardInterrupt):
         Distillation(config, Silent(20)).run()
-    runner = load_runner(str(run(config, resume=True)), device=torch.device(device))
+    runner = load_runner(ModelConfig(str(run(config, resume=True))), torch.device(device))
     assert feed_chain(runner, [5, 6, 7], rows=1).isfinite().all()
     assert agreements(tmp_path)[-1] > 0
 
@@ -345,7 +346,7 @@ PROMPTS = [[5, 6, 7, 8], [9, 10], [40, 41, 42, 43, 44, 45, 46]]
 
 
 def model(**options):
-    return load_model(str(tiny_model("llama", **options)), device=CPU).eval()
+    return load_model(ModelConfig(str(tiny_model("llama", **options))), CPU).eval()
 
 
 def by_hand(kind: Path, prompt: list[int], limit: int) -> list[int]:
@@ -363,7 +364,7 @@ def test_a_batch_answers_as_each_alone() -> None:
     kind = tiny_model("llama")
     prompts = [[i, *range(3, 3 + i % 7)] for i in range(5, 29)]
     limits = 20
-    model = load_model(str(kind), device=CPU).eval()
+    model = load_model(ModelConfig(str(kind)), CPU).eval()
     found = answer(model, prompts, limit=limits, eos=(EOS_ID,), top=5, allow_loops=True)
     assert [a.tokens for a in found] == [by_hand(kind, prompt, limits) for prompt in prompts]
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pearl.config import ModelConfig
 from pearl.errors import ModelError
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.forward import graphs, native
@@ -30,7 +31,7 @@ CHUNKS = (7, 1, 4, 2, 1, 1, 3, 8, 20)  # fed to both, so that every row has a ca
 
 
 def load(kind: str = "llama", dtype: str = "float32", device: torch.device = CPU) -> ForwardRunner:
-    runner = load_runner(str(tiny_model(kind)), device=device, dtype=dtype, max_context=64)
+    runner = load_runner(ModelConfig(str(tiny_model(kind)), dtype=dtype, max_context=64), device)
     assert isinstance(runner, ForwardRunner)
     return runner
 

@@ -12,6 +12,7 @@ import torch
 from huggingface_hub.errors import RepositoryNotFoundError
 from transformers import AutoModelForCausalLM
 
+from pearl.config import ModelConfig
 from pearl.errors import ForwardError, ModelError, RequestError
 from pearl.models.checkpoints import loading, memory
 from pearl.models.checkpoints.checkpoint import resolve_checkpoint
@@ -32,7 +33,7 @@ def load(
     """`dtype`: of the checkpoint too."""
     path = tiny_model(kind, seed=seed, dtype=dtype if hasattr(torch, dtype) else "float32")
     options = {"max_context": 64, "dtype": dtype, **options}
-    runner = load_runner(str(path), device=device, forwards="transformers", **options)
+    runner = load_runner(ModelConfig(str(path), forwards="transformers", **options), device)
     assert isinstance(runner, HFRunner)
     return runner
 
@@ -250,15 +251,15 @@ def test_a_cache_that_memory_cannot_hold_is_refused_before_any_request(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the runner says it takes; of a recurrent one with the copies of its state. A byte less is too little."""
-    options = {"device": CPU, "max_context": 64, "dtype": "float32"}
-    runner = load_runner(str(tiny_model(kind)), **options)
+    wanted = ModelConfig(str(tiny_model(kind)), dtype="float32", max_context=64)
+    runner = load_runner(wanted, CPU)
     held = runner._slots if isinstance(runner, ForwardRunner) else None
     taken = held.keys.nbytes + held.values.nbytes if held else runner.cache_bytes
     monkeypatch.setattr(memory, "available_memory", lambda: taken)
-    load_runner(str(tiny_model(kind)), **options)
+    load_runner(wanted, CPU)
     monkeypatch.setattr(memory, "available_memory", lambda: taken - 1)
     with pytest.raises(ModelError, match=r"KV cache .* 64 tokens .* Lower max_context"):
-        load_runner(str(tiny_model(kind)), **options)
+        load_runner(wanted, CPU)
 
 
 def test_names_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pearl.config import ModelConfig
 from pearl.errors import ModelError
 from pearl.models.checkpoints import memory
 from pearl.models.checkpoints.loading import load_runner
@@ -95,7 +96,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_loaded(large: Path) -> No
     said: list[str] = []
     needs = r"144\.\d GB: 141\.1 GB of weights, 2\.9 GB of KV cache for 8,192.*84\.0 GB are"
     with pytest.raises(ModelError, match=f"{needs}.*--target-device cuda:0-1"):
-        load_runner(str(large), device=GPU, progress=said.append)
+        load_runner(ModelConfig(str(large)), GPU, said.append)
     assert said == []
 
 
@@ -108,7 +109,7 @@ def test_spare_slots_are_counted_in_the_memory_of_the_device(large: Path, monkey
 def test_over_two_gpus_it_fits_and_that_is_said_first(large: Path) -> None:
     said: list[str] = []
     with pytest.raises(ModelError, match="could not be loaded"):  # there are only holes in its files
-        load_runner(str(large), device=GPU, is_spread=True, progress=said.append)
+        load_runner(ModelConfig(str(large), device="cuda:0-1"), GPU, said.append)
     assert re.fullmatch(r".* needs 144.* tokens; 168\.0 GB are free on 2 GPUs", said[0])
     assert said[1] == f"loading {large}"
 

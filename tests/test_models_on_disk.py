@@ -145,11 +145,12 @@ def test_a_model_is_fetched_as_it_is_loaded(hub: str, tmp_path: Path) -> None:
     """For the tokenizer without its weights; then they are read straight from their files."""
     code = """
 import sys, torch
+from pearl.config import ModelConfig
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 load_tokenizer("some/model", progress=print)
-load_runner("some/model", device=torch.device("cpu"), progress=print)
-load_runner("some/model", device=torch.device("cpu"), progress=print)
+load_runner(ModelConfig("some/model"), torch.device("cpu"), print)
+load_runner(ModelConfig("some/model"), torch.device("cpu"), print)
 print([name for name in ("transformers",) if name in sys.modules])
 """
     env = os.environ | {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path)}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pearl.config import ModelConfig
 from pearl.decoding.distribution import PackedRow, pack
 from pearl.errors import RemoteProtocolError, RequestError
 from pearl.execution.target import TargetExecutor
@@ -353,7 +354,7 @@ def test_a_row_arrives_as_it_was(vocab: int, possible: int) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def test_a_row_is_judged_alike_packed_on_the_host_or_on_the_device(device: str) -> None:
-    runner = load_runner(str(tiny_model()), device=torch.device(device), dtype="float32", max_context=64)
+    runner = load_runner(ModelConfig(str(tiny_model()), dtype="float32", max_context=64), torch.device(device))
     executor = TargetExecutor(runner)
     executor.execute(Open(PROMPT, RequestOptions(sampling=WARM)))
     executor.execute(Forward(Phase.PREFILL, 0, PROMPT, 1))

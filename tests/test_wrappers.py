@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from pearl.config import ModelConfig
 from pearl.models.checkpoints.loading import load_model
 from pearl.models.checkpoints.wrappers import WRAPPERS, language_model_of
 from pearl.models.forward.runner import ForwardRunner
@@ -62,7 +63,7 @@ def test_names_of_either_version_and_heads_of_their_own(prefix: str, is_tied: bo
     named["lm_head.weight" if prefix.startswith("model") else "language_model.lm_head.weight"] = head
     save_file(named, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_bytes((tiny_wrapper("gemma3") / "config.json").read_bytes())
-    model = load_model(str(tmp_path), device=CPU)
+    model = load_model(ModelConfig(str(tmp_path)), CPU)
     assert torch.equal(model.lm_head.weight, head)
     assert feed_chain(on_cpu(tmp_path), PROMPT, 1).isfinite().all()
 

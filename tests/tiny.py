@@ -16,6 +16,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from pearl.config import ModelConfig
 from pearl.models.checkpoints.loading import load_runner
 
 CPU = torch.device("cpu")
@@ -334,8 +335,9 @@ def tiny_model(
 
 
 def on_cpu(model: Path | str, **options: Any) -> Any:
-    """The runner of a model. `options`: of `load_runner`."""
-    return load_runner(str(model), device=CPU, **options)
+    """The runner of a model. `options`: of `load_runner` and of `ModelConfig`."""
+    own = {name: options.pop(name) for name in ("progress", "features", "spare") if name in options}
+    return load_runner(ModelConfig(str(model), **options), CPU, **own)
 
 
 def changed_model(into: Path, kind: str = "llama", *, noise: float = 0.0, **changed: Any) -> Path:

@@ -209,7 +209,7 @@ class EngineConfig(Section):
         values = self.model_dump()
         names = [field.name for field in fields(ModelConfig) if field.name not in ("role", "spec")]
         own: dict[str, Any] = {name: values.get(f"{role}_{name}", values.get(name)) for name in names}
-        return ModelConfig(role, values[role], **own)
+        return ModelConfig(values[role], role, **own)
 
     @property
     def one_host(self) -> bool:
@@ -226,20 +226,35 @@ class ModelConfig:
         device: as users name it; `place`: what that means.
     """
 
-    role: ModelRole
     spec: str
-    device: str
-    dtype: DType
-    pace: float | None
-    forwards: str
-    exact: bool
-    max_context: int | None
-    slots: int
-    trust_remote_code: bool
+    role: ModelRole = "target"
+    device: str = "auto"
+    dtype: DType = "auto"
+    pace: float | None = None
+    forwards: str = "auto"
+    exact: bool = False
+    max_context: int | None = None
+    slots: int = 1
+    trust_remote_code: bool = False
 
     @property
     def place(self) -> Device:
         return Device.parse(self.device)
+
+    @property
+    def is_spread(self) -> bool:
+        """Over several GPUs, as accelerate does it."""
+        return len(self.place.gpus) > 1
+
+    @property
+    def rounding(self) -> Literal["", "int8", "int4"]:
+        """To how many bits its matrices are rounded at load; "": they are not."""
+        return self.dtype if self.dtype in ("int8", "int4") else ""
+
+    @property
+    def weights(self) -> str:
+        """The dtype in which weights are read."""
+        return "bfloat16" if self.rounding else self.dtype
 
 
 def _on_one_host(known: ValidationInfo) -> bool:

@@ -64,7 +64,7 @@ def _has_gpu() -> bool:
 
 def _check_dtype(model: ModelConfig) -> None:
     """Only our own forward has rounded matrices, and logits that do not depend on the window."""
-    if model.dtype in ("int8", "int4") and model.forwards == "transformers":
+    if model.rounding and model.forwards == "transformers":
         raise ModelError(
             f"{model.role}_dtype {model.dtype} is for models of our own forward with --forwards auto or eager. Choose "
             "another dtype."

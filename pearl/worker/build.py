@@ -22,7 +22,7 @@ from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.models.checkpoints.checkpoint import is_head, is_toy
 from pearl.models.checkpoints.heads import load_draft_head, load_head, states_for
-from pearl.models.checkpoints.loading import load_runner
+from pearl.models.checkpoints.loading import Features, load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer, translation_of
 from pearl.models.paced import PacedRunner
 from pearl.models.runner import ModelRunner
@@ -214,14 +214,14 @@ def make_runner(
     model: ModelConfig,
     device: torch.device,
     progress: Progress = silent,
-    features: str = "",
+    features: Features = "",
     target: str = "",
     shares: bool = False,
 ) -> ModelRunner:
     """Loads the model on `device`. Raises `ModelError`.
 
     Args:
-        features: see `LoadOptions`.
+        features: see `load_runner`.
         target: names the model that it drafts for, should it be a head.
         shares: whether the target has the same GPU.
     """
@@ -231,24 +231,9 @@ def make_runner(
         runner = load_toy(model.spec, model.role, model.max_context, model.slots)
     elif target and is_head(model.spec):
         slots = model.slots + (spare if device.type == "cpu" else 0)
-        rounding = model.dtype if model.dtype in ("int8", "int4") else ""
-        runner = load_draft_head(model.spec, target, device, model.max_context, slots, progress, rounding)
+        runner = load_draft_head(model.spec, target, device, model.max_context, slots, progress, model.rounding)
     else:
-        runner = load_runner(
-            model.spec,
-            exact=model.exact,
-            device=device,
-            dtype=model.dtype,
-            max_context=model.max_context,
-            is_spread=len(model.place.gpus) > 1,
-            forwards=model.forwards,
-            trust_remote_code=model.trust_remote_code,
-            progress=progress,
-            slots=model.slots,
-            spare=spare,
-            may_round=model.role == "draft",
-            features=features,
-        )
+        runner = load_runner(model, device, progress, features, spare)
     gc.collect()
     gc.freeze()  # a full collection would walk all that torch and the model made: tens of milliseconds, mid-step
     return PacedRunner(runner, model.pace) if model.pace else runner

@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pearl.cache import Progress
+from pearl.config import ModelConfig
 from pearl.errors import DistillError, ModelError
 from pearl.lab.distill.config import DistillConfig
 from pearl.models.checkpoints.loading import load_model
@@ -68,7 +69,7 @@ def load_teacher(config: DistillConfig, progress: Progress) -> Teacher:
     if not defaults.eos:
         raise ModelError(f"Model {name!r} names no end-of-sequence token: its answers would never end.")
     device = choose_device(config.device)
-    model = load_model(name, device=device, dtype=config.dtype, trust_remote_code=trust, progress=progress)
+    model = load_model(ModelConfig(name, dtype=config.dtype, trust_remote_code=trust), device, progress)
     return Teacher(name, model.eval().requires_grad_(False), tokenizer, defaults.eos)
 
 
@@ -106,7 +107,8 @@ def _existing(config: DistillConfig, teacher: Teacher) -> PreTrainedModel:
     trust = config.trust_remote_code
     tokenizer, _ = load_tokenizer(config.init_from, trust_remote_code=trust)
     check_same_vocabulary(teacher.tokenizer, tokenizer, teacher.name, config.init_from)
-    draft = load_model(config.init_from, device=teacher.device, dtype="float32", trust_remote_code=trust)
+    wanted = ModelConfig(config.init_from, dtype="float32", trust_remote_code=trust)
+    draft = load_model(wanted, teacher.device)
     if head(draft).shape[0] < head(teacher.model).shape[0]:
         raise ModelError(
             f"{config.init_from!r} has {head(draft).shape[0]} tokens and the target {head(teacher.model).shape[0]}: "

@@ -1,6 +1,6 @@
 """From the name of a model to a runner: its dtype, context and device, and errors with their cause.
 
-Must not know toy or paced runners, nor roles.
+Must not know toy or paced runners.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from pearl.cache import Progress, silent
+from pearl.config import ModelConfig
 from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import resolve_checkpoint
 from pearl.models.checkpoints.direct import Decoder, read_decoder
@@ -44,173 +44,136 @@ log = logging.getLogger(__name__)
 _CHANGING_ROPES = ("longrope", "su")  # and all that are "dynamic"; "su" was longrope's first name
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")  # of various families
 DEFAULT_CONTEXT = 8192  # tokens; a cache is allocated whole, so a longer one only on request
+Features = Literal["", "layers", "last"]  # see `load_runner`
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
-    """How `load_runner` loads a model.
+def load_runner(
+    wanted: ModelConfig,
+    device: torch.device,
+    progress: Progress = silent,
+    features: Features = "",
+    spare: int = 0,
+) -> ModelRunner:
+    """Load a model on `device`. Raises `ModelError`.
 
-    Attributes:
-        dtype: "float32", "bfloat16" or "float16"; "int8" (each row in 255 steps) or "int4" (each 32 weights in 16
-            steps), which are bfloat16 with rounded matrices, in our own forward; "auto": the checkpoint's own,
-            and bfloat16 for a GGUF file.  In our own forward auto keeps the bits of quantised weights; on a CPU other
-            weights are float32 where there are no instructions for bfloat16.
-        may_round: "auto" may also be "int4" where that is faster; see `rounding_for`.
-        max_context: in tokens; None: the model's own, at most `DEFAULT_CONTEXT`.
-        is_spread: over all GPUs, as accelerate does it.
-        forwards: "transformers": never our own forward; "eager": our own without recordings; "auto".
-        trust_remote_code: load code that the checkpoint brings.
-        exact: refuse a runner that is not row-invariant.
-        slots: sequences to hold side by side.
-        spare: further slots, as far as memory allows, and see `ForwardRunner`.
+    Args:
         features: the hidden states to keep for a head: inputs of three "layers" (EAGLE-3), which our own forward keeps,
             the "last" ones (multi-token prediction), which transformers' does, or none.
-    """
-
-    dtype: str = "auto"
-    may_round: bool = False
-    max_context: int | None = None
-    is_spread: bool = False
-    forwards: str = "auto"
-    trust_remote_code: bool = False
-    exact: bool = False
-    slots: int = 1
-    spare: int = 0
-    features: Literal["", "layers", "last"] = ""
-
-    @property
-    def rounding(self) -> Rounding:
-        return self.dtype if self.dtype in ("int8", "int4") else ""  # type: ignore[return-value]
-
-    @property
-    def weights(self) -> str:
-        """The dtype in which weights are read."""
-        return "bfloat16" if self.rounding else self.dtype
-
-    @property
-    def reads_directly(self) -> bool:
-        """Whether a checkpoint may be read without transformers."""
-        is_general = self.forwards == "transformers" or self.features == "last"
-        return not (is_general or self.is_spread or self.trust_remote_code)
-
-
-def load_runner(spec: str, *, device: torch.device, progress: Progress = silent, **options: Any) -> ModelRunner:
-    """Load the model named `spec` (see `resolve_checkpoint`) on `device`.
-
-    `options`: see `LoadOptions`. Raises `ModelError`.
+        spare: further slots, as far as memory allows, and see `ForwardRunner`.
     """
     from pearl.models.forward.layers import described, split_fused
+
+    plan_no_shapes(device)
+    spec, rounding = wanted.spec, wanted.rounding
+    model, is_ours = _read(wanted, device, progress, features)
+    with _explained(spec):
+        if not is_ours:
+            return _general_runner(wanted, model, features)
+        split_fused(model, described(model)[0])
+        may_round = wanted.role == "draft" and wanted.dtype == "auto" and device.type == "cpu"
+        if may_round and (rounding := rounding_for(model)):
+            model = model.to(torch.bfloat16)  # type: ignore[arg-type]
+        return _own_runner(wanted, model, rounding, features, spare)
+
+
+def _read(
+    wanted: ModelConfig, device: torch.device, progress: Progress, features: Features
+) -> tuple[PreTrainedModel | Decoder, bool]:
+    """The model, and whether our own forward computes it."""
     from pearl.models.forward.runner import has_own_forward
 
-    wanted = LoadOptions(**options)
-    keeps_bits = wanted.dtype == "auto"
-    plan_no_shapes(device)
+    spec, keeps_bits = wanted.spec, wanted.dtype == "auto"
+    is_general = wanted.forwards == "transformers" or features == "last"
+    reads_directly = not (is_general or wanted.is_spread or wanted.trust_remote_code)
     path = resolve_checkpoint(spec, progress)
-    kept = keeps_bits and wanted.reads_directly
+    kept = keeps_bits and reads_directly
     need = needed(path, wanted.weights, wanted.max_context, DEFAULT_CONTEXT, wanted.slots, keeps_bits=kept)
     if told := check_room(spec, need, device, torch.cuda.device_count() if wanted.is_spread else 1):
         progress(told)
     progress(f"loading {spec}")
-    dtype = _dtype(path, device, wanted.weights, wanted)
-    model: PreTrainedModel | Decoder | None = None
-    if wanted.reads_directly:
+    dtype = _dtype(path, device, wanted)
+    if reads_directly:
         with _explained(spec):
-            model = read_decoder(path, dtype, device, progress, keeps_bits)
-    is_ours = model is not None
-    if model is None:
-        model = _load(spec, path, device, dtype, wanted)
-        is_ours = wanted.forwards != "transformers" and wanted.features != "last" and has_own_forward(model)
-    _check_takes(spec, model, is_ours, wanted)
-    with _explained(spec):
-        if is_ours:
-            split_fused(model, described(model)[0])
-        rounding = wanted.rounding
-        if wanted.may_round and keeps_bits and is_ours and device.type == "cpu" and (rounding := rounding_for(model)):
-            model = model.to(torch.bfloat16)  # type: ignore[arg-type]
-        return _make_runner(spec, model, is_ours, rounding, wanted)
+            if (found := read_decoder(path, dtype, device, progress, keeps_bits)) is not None:
+                return found, True
+    model = _load(wanted, path, device, dtype)
+    return model, not is_general and has_own_forward(model)
 
 
-def _make_runner(
-    spec: str,
-    model: PreTrainedModel | Decoder,
-    is_ours: bool,
-    rounding: Rounding,
-    wanted: LoadOptions,
-) -> ModelRunner:
-    context = context_of(spec, model, wanted.max_context)
-    if not is_ours:
-        from pearl.models.hf import HFRunner
+def _general_runner(wanted: ModelConfig, model: Any, features: Features) -> ModelRunner:
+    """One through transformers. Raises `ModelError` for what only our own forward does."""
+    from pearl.models.hf import HFRunner
 
-        assert not isinstance(model, Decoder)
-        runner = HFRunner(model, context, keeps_states=wanted.features == "last")
-        check_cache_fits(spec, model, context, runner.cache_bytes, 1)
-        return runner
-    from pearl.models.forward.layers import described
-    from pearl.models.forward.runner import ForwardRunner
-
-    on_gpu = model.device.type == "cuda"
-    positions = whole_blocks(context) + (PREFILL if on_gpu else 0)  # see ForwardRunner, for both
-    item = model.dtype.itemsize if on_gpu or native.computes(model.model.embed_tokens.weight) else 4
-    left = check_cache_fits(spec, model, context, cache_bytes(described(model)[1], positions, item), wanted.slots)
-    return ForwardRunner(
-        model,
-        context,
-        slots=wanted.slots,
-        spare=max(0, min(wanted.spare, left // 2)),
-        records=wanted.forwards == "auto",
-        rounding=rounding,
-        features=wanted.features == "layers",
-    )
-
-
-def _check_takes(spec: str, model: object, is_ours: bool, wanted: LoadOptions) -> None:
-    """Raise `ModelError` for what only our own forward does, where the model has another."""
-    if wanted.rounding and not is_ours:
+    spec = wanted.spec
+    theirs = f"Model {spec!r} ({type(model).__name__}) runs through transformers"
+    if wanted.rounding:
         raise ModelError(
             f"Model {spec!r} cannot have its weights in {wanted.rounding}: that is for models of our own forward with "
             "--forwards auto or eager. Choose another dtype."
         )
-    theirs = f"Model {spec!r} ({type(model).__name__}) runs through transformers"
-    if wanted.features == "layers" and not is_ours:
+    if features == "layers":
         raise ModelError(f"{theirs}, which keeps no hidden states, so it takes no head.")
-    if wanted.slots > 1 and not is_ours:
+    if wanted.slots > 1:
         raise ModelError(f"{theirs}, whose cache holds one sequence: leave slots at 1.")
-    if wanted.exact and not is_ours:
+    if wanted.exact:
         raise ModelError(
             f"{theirs}, where logits depend on how many tokens are fed together: texts may differ between methods at "
             "near ties, and --exact refuses that. Leave --exact off, or take a model of the Llama family with "
             "--forwards auto."
         )
+    context = context_of(spec, model, wanted.max_context)
+    runner = HFRunner(model, context, keeps_states=features == "last")
+    check_cache_fits(spec, model, context, runner.cache_bytes, 1)
+    return runner
 
 
-def load_model(spec: str, *, device: torch.device, progress: Progress = silent, **options: Any) -> PreTrainedModel:
-    """The `transformers` model itself, for what needs more than a runner. Arguments and errors as `load_runner`'s."""
-    wanted = LoadOptions(**options)
+def _own_runner(
+    wanted: ModelConfig, model: PreTrainedModel | Decoder, rounding: Rounding, features: Features, spare: int
+) -> ModelRunner:
+    from pearl.models.forward.layers import described
+    from pearl.models.forward.runner import ForwardRunner
+
+    context = context_of(wanted.spec, model, wanted.max_context)
+    on_gpu = model.device.type == "cuda"
+    positions = whole_blocks(context) + (PREFILL if on_gpu else 0)  # see ForwardRunner, for both
+    item = model.dtype.itemsize if on_gpu or native.computes(model.model.embed_tokens.weight) else 4
+    each = cache_bytes(described(model)[1], positions, item)
+    left = check_cache_fits(wanted.spec, model, context, each, wanted.slots)
+    return ForwardRunner(
+        model,
+        context,
+        slots=wanted.slots,
+        spare=max(0, min(spare, left // 2)),
+        records=wanted.forwards == "auto",
+        rounding=rounding,
+        features=features == "layers",
+    )
+
+
+def load_model(wanted: ModelConfig, device: torch.device, progress: Progress = silent) -> PreTrainedModel:
+    """The `transformers` model itself, for what needs more than a runner. Raises `ModelError`."""
     plan_no_shapes(device)
-    path = resolve_checkpoint(spec, progress)
-    progress(f"loading {spec}")
-    return _load(spec, path, device, _dtype(path, device, wanted.dtype, wanted), wanted)
+    path = resolve_checkpoint(wanted.spec, progress)
+    progress(f"loading {wanted.spec}")
+    return _load(wanted, path, device, _dtype(path, device, wanted))
 
 
-def _dtype(path: Path, device: torch.device, dtype: str, wanted: LoadOptions) -> torch.dtype | None:
+def _dtype(path: Path, device: torch.device, wanted: ModelConfig) -> torch.dtype | None:
     """In which weights are loaded; None: the checkpoint's own."""
-    if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise ModelError(f"Unknown dtype {dtype!r}: choose auto, float32, bfloat16, float16, int8 or int4.")
-    if dtype != "auto":
-        found: torch.dtype = getattr(torch, dtype)
+    if wanted.weights != "auto":
+        found: torch.dtype = getattr(torch, wanted.weights)
         return found
     is_slow = device.type == "cpu" and not wanted.is_spread and not multiplies_bf16()
     return torch.float32 if is_slow and fits_in_float32(path) else None
 
 
-def _load(
-    spec: str, path: Path, device: torch.device, dtype: torch.dtype | None, wanted: LoadOptions
-) -> PreTrainedModel:
+def _load(wanted: ModelConfig, path: Path, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
     """The model itself. transformers takes sdpa attention where the model has it, else eager."""
     import transformers
     from transformers.utils import logging as bars
 
     bars.disable_progress_bar()
+    spec = wanted.spec
     with _explained(spec):
         more: dict[str, Any] = {}
         if not wanted.trust_remote_code and (text := language_model_of(path)) is not None:
