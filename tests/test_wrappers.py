@@ -12,8 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from pearl.config import ModelConfig
-from pearl.models.checkpoints.loading import load_model
-from pearl.models.checkpoints.wrappers import WRAPPERS, language_model_of
+from pearl.models.checkpoints.loading import WRAPPERS, language_model_of, load_model
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from tests.runner_contract import close

@@ -184,18 +184,15 @@ class EngineConfig(Section):
         """The roles that have a model."""
         return ("target", "draft") if self.has_draft else ("target",)
 
-    def check_method(self, method: str) -> None:
-        """Raises `ConfigError` if the method needs a draft, or another setting, that this engine does not have."""
+    def check_decoding(self, decoding: DecodingConfig) -> None:
+        """Raises `ConfigError` if method, window or stop policy need what this engine does not have."""
+        method = decoding.method
         if method not in (*DRAFTLESS, "auto") and not self.has_draft:
             use = " or ".join(name for name in DRAFTLESS if not (METHODS[name].guesses or METHODS[name].needs))
             raise ConfigError(f"method {method} needs a draft model and this engine has none; use method {use}")
         if (needed := METHODS[method].needs) and not getattr(self, needed):
             how = f"give --{needed}" if needed == "habits" else f"name one with --{needed}"
             raise ConfigError(f"method {method} needs {needed}: {how}")
-
-    def check_decoding(self, decoding: DecodingConfig) -> None:
-        """Raises `ConfigError` if method, window or stop policy need what this engine does not have."""
-        self.check_method(decoding.method)
         if self.slots > 1 and (decoding.gamma or 0) > MAX_WINDOW:
             raise ConfigError(wide_window(decoding.gamma))
         if STOPS[decoding.draft_stop].is_trained and self.disco is None:

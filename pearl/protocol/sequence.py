@@ -33,12 +33,10 @@ class TokenSequence:
         piece: see `Capabilities.prompt_piece`.
     """
 
-    def __init__(self, cached_tokens: Sequence[int] = (), piece: int = 1) -> None:
-        self.tokens: list[int] = list(cached_tokens)
-        self.piece, self.prompt = piece, len(self.tokens)
-        self.committed = 0
-        self.fed = self.cached = len(self.tokens)
-        self.digest = 0
+    def __init__(self, piece: int = 1) -> None:
+        self.tokens: list[int] = []
+        self.piece = piece
+        self.prompt = self.committed = self.fed = self.cached = self.digest = 0
 
     @property
     def pending(self) -> list[int]:

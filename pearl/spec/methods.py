@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 MAX_WINDOW = 64  # tokens, where the window is measured, or several requests share forwards: none waits for more
 MAX_GAMMA = 1024  # tokens of a fixed window
@@ -13,6 +14,7 @@ BRANCHES = 8  # outcomes that a draft prepares for: its cache has room for as ma
 LOOK_AHEAD, DRAFT_LOOKUP = 16, 8  # default guesses in one forward of the target, and of the draft
 SIBLINGS = 16  # default runners-up of the draft in one forward of the target
 WINDOWS = ("stream", "fixed")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,8 @@ DRAFTLESS = tuple(name for name, method in METHODS.items() if not method.drafts)
 AS_PUBLISHED: dict[str, int] = dict.fromkeys(_GUESSES, 0)  # the settings of the paper's PEARL
 
 
-def check_method(name: str) -> Method:
-    """Raises ValueError, naming all methods, for one that is unknown."""
-    if name not in METHODS:
-        raise ValueError(f"unknown method {name!r}; choose one of {', '.join(METHODS)}")
-    return METHODS[name]
+def chosen(what: str, name: str, known: Mapping[str, _T]) -> _T:
+    """The one of this name. Raises ValueError, naming all, where there is none."""
+    if name not in known:
+        raise ValueError(f"unknown {what} {name!r}; choose one of {', '.join(known)}")
+    return known[name]

@@ -12,6 +12,8 @@ from enum import Enum
 from math import isfinite
 from typing import Any
 
+from pearl.spec.methods import chosen
+
 MAX_PARAMETERS = 8  # of one rule
 BLOCK_LENGTH = "depth"  # name of the parameter that sets the block length, in tokens
 GREEDY = "coupled"  # the rule that most rules are at temperature 0: the target's likeliest token, and only that
@@ -145,9 +147,7 @@ _EPSILON = Parameter("epsilon", float, 0.0, 1.0, 0.05, "is added to the target's
 
 def find(name: str) -> RuleSpec:
     """The rule of this name. Raises ValueError if there is none; the message lists all."""
-    if name not in RULES:
-        raise ValueError(f"unknown acceptance rule {name!r}; choose one of {', '.join(RULES)}")
-    return RULES[name]
+    return chosen("acceptance rule", name, RULES)
 
 
 def named_parameters(specs: Iterable[Any]) -> dict[str, dict[str, Parameter]]:

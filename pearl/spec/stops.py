@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pearl.spec.methods import METHODS, check_method
+from pearl.spec.methods import METHODS, chosen
 from pearl.spec.rules import Parameter, Parameters, checked_values, find
 
 FIXED = "fixed"  # no policy: the window alone
@@ -65,10 +65,8 @@ STOPS: dict[str, StopSpec] = {  # by name, the default first
 
 
 def check_stop(name: str) -> StopSpec:
-    """Raises ValueError, naming all policies, for one that is unknown."""
-    if name not in STOPS:
-        raise ValueError(f"unknown stop policy {name!r}; choose one of {', '.join(STOPS)}")
-    return STOPS[name]
+    """The policy of this name. Raises ValueError if there is none; the message lists all."""
+    return chosen("stop policy", name, STOPS)
 
 
 def decoding_problem(
@@ -76,7 +74,7 @@ def decoding_problem(
 ) -> str | None:
     """Why a method, an acceptance rule and a stop policy do not fit together: for configuration, wire and engine."""
     try:
-        way, spec = check_method(method), find(rule)
+        way, spec = chosen("method", method, METHODS), find(rule)
         spec.values(parameters)
         check_stop(draft_stop).values(stop_parameters)
     except ValueError as error:

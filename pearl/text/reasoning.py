@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -54,14 +53,6 @@ def splitter_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> Splitter | None:
     return None if tags is None else Splitter(tags, tags.are_open(tokenizer.decode(prompt[-_TAIL:])))
 
 
-class _Phase(Enum):
-    START = auto()  # nothing so far but white space and a part of the opening tag
-    OPENED = auto()  # nothing behind that tag
-    THINKING = auto()
-    CLOSED = auto()  # nothing behind the closing tag
-    ANSWER = auto()
-
-
 class Splitter:
     """Splits a text that comes in pieces of any size.
 
@@ -71,49 +62,34 @@ class Splitter:
 
     def __init__(self, tags: Tags, is_open: bool = False) -> None:
         self.tags, self.is_open = tags, is_open
-        self._phase = _Phase.START
-        self._pending = ""  # text that may be part of a tag, or white space beside one
+        self._text = ""  # so far
+        self._known = 0, 0  # lengths of what was returned of reasoning and answer
 
     def feed(self, piece: str, is_last: bool = False) -> tuple[str, str]:
         """The reasoning and the answer that are known with this piece, and were not before."""
-        self._pending += piece
-        if self._phase is _Phase.START and not self._has_begun(is_last):
-            return "", ""
-        thought = self._thought(is_last) if self._phase in (_Phase.OPENED, _Phase.THINKING) else ""
-        if self._phase is _Phase.CLOSED:
-            self._pending = self._pending.lstrip()
-            self._phase = _Phase.ANSWER if self._pending else _Phase.CLOSED
-        if self._phase is not _Phase.ANSWER:
-            return thought, ""
-        answer, self._pending = self._pending, ""
-        return thought, answer
+        self._text += piece
+        before, (thought, answer) = self._known, self._split(is_last)
+        self._known = len(thought), len(answer)
+        return thought[before[0] :], answer[before[1] :]
 
-    def _has_begun(self, is_last: bool) -> bool:
-        """Whether what the text begins with is known."""
-        start, text = self.tags.start, self._pending.lstrip()
+    def _split(self, is_last: bool) -> tuple[str, str]:
+        """Both as far as they are known: text that may be part of a tag waits, and white space beside one."""
+        start, text = self.tags.start, self._text.lstrip()
         plain = () if self.is_open else self.tags.plain
-        said = next((one for one in plain if text.startswith(one)), "")
-        if text.startswith(start):
-            self._phase, self._pending = _Phase.OPENED, text[len(start) :]
-        elif said:
-            self._phase, self._pending = _Phase.CLOSED, text[len(said) :]
-        elif is_last or not any(one.startswith(text) for one in (start, *plain)):
-            self._phase = _Phase.OPENED if self.is_open else _Phase.ANSWER
-        return self._phase is not _Phase.START
-
-    def _thought(self, is_last: bool) -> str:
-        if self._phase is _Phase.OPENED:
-            self._pending = self._pending.lstrip()
-            self._phase = _Phase.THINKING if self._pending else _Phase.OPENED
-        text, ends = self._pending, [end for end in (self.tags.end, self.tags.other_end) if end]
-        found = [(text.index(end), len(end)) for end in ends if end in text]
-        if found:
+        if begun := next((one for one in plain if text.startswith(one)), ""):
+            return "", text[len(begun) :].lstrip()
+        if not text.startswith(start):
+            if not is_last and any(one.startswith(text) for one in (start, *plain)):
+                return "", ""
+            if not self.is_open:
+                return "", self._text
+        thought = text.removeprefix(start).lstrip()
+        ends = [end for end in (self.tags.end, self.tags.other_end) if end]
+        if found := [(thought.index(end), len(end)) for end in ends if end in thought]:
             at, size = min(found)
-            self._phase, self._pending = _Phase.CLOSED, text[at + size :]
-            return text[:at].rstrip()
-        known = len(text) if is_last else min(decided(text, end) for end in ends)
-        self._pending = text[known:]
-        return text[:known]
+            return thought[:at].rstrip(), thought[at + size :].lstrip()
+        known = len(thought) if is_last else min(decided(thought, end) for end in ends)
+        return thought[:known], ""
 
 
 def decided(text: str, tag: str) -> int:

@@ -12,10 +12,9 @@ from pearl.cache import Progress
 from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import resolve_checkpoint
 from pearl.models.checkpoints.hub import in_cache
-from pearl.models.checkpoints.loading import DEFAULT_CONTEXT, context_of
+from pearl.models.checkpoints.loading import DEFAULT_CONTEXT, context_of, language_model_of
 from pearl.models.checkpoints.memory import needed
 from pearl.models.checkpoints.stored import kind_of, stored
-from pearl.models.checkpoints.wrappers import language_model_of
 from pearl.models.families import OWN_FORWARD, QUANTISED
 from pearl.models.forward.runner import has_own_forward
 from pearl.text.reasoning import tags_of

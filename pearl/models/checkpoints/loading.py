@@ -27,8 +27,7 @@ from pearl.models.checkpoints.memory import (
     fits_in_float32,
     needed,
 )
-from pearl.models.checkpoints.wrappers import LANGUAGE_MODEL, language_model_of
-from pearl.models.families import OWN_FORWARD
+from pearl.models.families import OWN_FORWARD, TWINS
 from pearl.models.forward import native
 from pearl.models.forward.attention import plan_no_shapes, whole_blocks
 from pearl.models.forward.graphs import PREFILL
@@ -37,7 +36,7 @@ from pearl.models.runner import ModelRunner
 from pearl.printable import cause_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +44,16 @@ _CHANGING_ROPES = ("longrope", "su")  # and all that are "dynamic"; "su" was lon
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")  # of various families
 DEFAULT_CONTEXT = 8192  # tokens; a cache is allocated whole, so a longer one only on request
 Features = Literal["", "layers", "last"]  # see `load_runner`
+# Model types whose language model has been compared with the whole. Others may store or compute it in their own way.
+WRAPPERS = (
+    *("gemma3", "gemma3n", "gemma4", "llama4", "llava", "mistral3"),
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"),
+)
+# Names in a checkpoint, as patterns -> names in a language model.
+LANGUAGE_MODEL = {
+    r"^(model\.)?language_model\.lm_head\.": "lm_head.",
+    r"^(model\.)?language_model\.(model\.)?": "model.",
+}
 
 
 def load_runner(
@@ -207,6 +216,32 @@ def _load(wanted: ModelConfig, path: Path, device: torch.device, dtype: torch.dt
             f"Model {spec!r} does not fit into GPU memory. Use more GPUs, a smaller model or a smaller dtype."
         )
     return model
+
+
+def language_model_of(path: Path) -> PreTrainedConfig | None:
+    """The configuration of the language model in a checkpoint that also reads pictures or sound; None: it is no such.
+
+    Such have its weights under `language_model.`, with or without a `model.` before or behind, and those of encoders
+    beside them, which stay on disk.  Raises what transformers raises.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    if config.model_type not in WRAPPERS or (text := config.get_text_config(decoder=True)) is config:
+        return None
+    if twin := TWINS.get(text.model_type):
+        given = {name: value for name, value in text.to_dict().items() if name != "model_type"}
+        rope = {name: value for name, value in given["rope_parameters"].items() if not name.startswith("mrope")}
+        has_experts = twin == "qwen3_moe"
+        more = {"norm_topk_prob": True} if has_experts else {}  # what its twin may leave undone
+        text = AutoConfig.for_model(twin, **{**given, **more, "rope_parameters": rope})
+        if has_experts:  # transformers turns stored experts by this name
+            text.model_type = config.model_type  # type: ignore[misc]
+    text.tie_word_embeddings = config.tie_word_embeddings  # where a head of its own is found, transformers unties it
+    text.dtype = text.dtype or config.dtype
+    if (quantised := getattr(config, "quantization_config", None)) is not None:
+        text.quantization_config = quantised
+    return text
 
 
 def _unfit_weights(model: Any, found: dict[str, Any]) -> str:
