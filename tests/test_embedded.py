@@ -14,10 +14,10 @@ from pearl import cache as kept
 from pearl.errors import ModelError
 from pearl.models.checkpoints import embedded
 from pearl.models.checkpoints.formats import from_gguf
-from pearl.models.checkpoints.loading import load_runner
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from scripts.embed_draft import pack_layers
+from tests.tiny import on_cpu
 
 CPU = torch.device("cpu")
 
@@ -151,9 +151,9 @@ def test_in_4_bits_the_target_says_what_it_says_in_float32_and_the_draft_often_t
     numbers. The draft has the target's tokenizer, and four layers of its own."""
     target, draft = embedded.embedded_target(), embedded.embedded_draft()
     assert (draft / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
-    load = partial(load_runner, device=CPU, max_context=512)
+    load = partial(on_cpu, max_context=512)
     few, whole, guessing = load("embedded"), load("embedded", dtype="float32"), load("embedded-draft")
-    for runner in (few, guessing, load("embedded-draft", may_round=True)):
+    for runner in (few, guessing, load("embedded-draft", role="draft")):
         assert isinstance(runner, ForwardRunner)
         assert (runner.dtype, runner.weights) == (torch.bfloat16, "4 bits")
     assert len(guessing._layers) == 4  # type: ignore[attr-defined]

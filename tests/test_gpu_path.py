@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pearl.config import EngineConfig
+from pearl.config import EngineConfig, ModelConfig
 from pearl.decoding.distribution import AnnouncedRow
 from pearl.decoding.rules import make_half
 from pearl.decoding.rules.ratio import RatioTarget
@@ -42,7 +42,7 @@ def test_attention_of_cudnn_is_off_where_a_model_is_on_a_gpu(load: object) -> No
     torch.backends.cuda.enable_cudnn_sdp(True)
     try:
         with pytest.raises(ModelError):  # there is no GPU
-            load(str(tiny_model()), device=GPU)  # type: ignore[operator]
+            load(ModelConfig(str(tiny_model())), GPU)  # type: ignore[operator]
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
