@@ -181,6 +181,8 @@ def _check_chosen_calls(served: Served, fields: dict[str, Any]) -> None:
     assert cut["finish_reason"] == "length"
     (held,) = served.post("chat/completions", **fields, response_format={"type": "json_object"}).json()["choices"]
     assert held["message"]["content"].startswith("{"), "a request's own grammar is kept to in place of the server's"
+    refused = served.post("chat/completions", **fields, ignore_eos=True)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "regex")
 
 
 def test_openais_client_runs_a_tool(served: Served) -> None:

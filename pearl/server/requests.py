@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -147,10 +148,9 @@ def _params(asked: Body, setup: Setup) -> SamplingParams:
     if asked.logit_bias:
         values["logit_bias"] = tuple((int(token), bias) for token, bias in asked.logit_bias.items())
     try:
-        SamplingParams(**values)
-    except ConfigError as error:
-        raise ApiError(400, str(error), param=str(error).partition(":")[0]) from None
-    return SamplingParams(**(defaults.model_dump(exclude_unset=True) | values | _grammar(asked, setup)))
+        return SamplingParams(**(defaults.model_dump(exclude_unset=True) | values | _grammar(asked, setup)))
+    except ConfigError as error:  # it begins with a field's name
+        raise ApiError(400, str(error), param=re.split(r"\W", str(error))[0]) from None
 
 
 def _grammar(asked: Body, setup: Setup) -> dict[str, Any]:
