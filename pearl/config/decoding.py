@@ -101,18 +101,17 @@ class DecodingConfig(Section):
         Args:
             window: c of the text, if measured.
         """
-        chosen = dict(zip(AS_PUBLISHED, self.guesses, strict=True), rule=self.rule_in_use, gamma=self.gamma_in_use)
+        chosen = {**self.guesses, "rule": self.rule_in_use, "gamma": self.gamma_in_use}
         if METHODS[self.method].drafts and METHODS[self.method].bonus:  # whose ratio texts depend on c
             chosen["gamma"] = self.gamma_in_use or window or None
         values = find(self.rule_in_use).values(self.parameters)
         return self.model_copy(update=chosen | values | check_stop(self.draft_stop).values(self.stop_parameters))
 
     @property
-    def guesses(self) -> tuple[int, ...]:
-        """The settings of `AS_PUBLISHED`, in that order, with their defaults."""
-        method = METHODS[self.method]
-        of = (self if getattr(self, name) is not None else method for name in AS_PUBLISHED)
-        return tuple(getattr(each, name) for each, name in zip(of, AS_PUBLISHED, strict=True))
+    def guesses(self) -> dict[str, int]:
+        """The settings of `AS_PUBLISHED`, with their defaults."""
+        method, given = METHODS[self.method], {name: getattr(self, name) for name in AS_PUBLISHED}
+        return {name: getattr(method, name) if value is None else value for name, value in given.items()}
 
     @property
     def parameters(self) -> Parameters:

@@ -13,7 +13,6 @@ from pearl.config import DecodingConfig, SamplingParams
 from pearl.errors import RequestError
 from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling, Shaping
-from pearl.spec.methods import AS_PUBLISHED
 from pearl.text.grammar import grammar_of
 from pearl.text.reasoning import tags_of
 from pearl.text.stream import Tokenizer, Tools
@@ -163,7 +162,7 @@ def submission(
             decoding.gamma_in_use,
             decoding.rule_in_use,
             decoding.parameters,
-            **dict(zip(AS_PUBLISHED, decoding.guesses, strict=True)),
+            **decoding.guesses,
             draft_stop=decoding.draft_stop,
             stop_parameters=decoding.stop_parameters,
             sampling=resolve_sampling(params, defaults, len(tokens)),
