@@ -31,7 +31,7 @@ from pearl.models.families import OWN_FORWARD, TWINS
 from pearl.models.forward import native
 from pearl.models.forward.attention import plan_no_shapes, whole_blocks
 from pearl.models.forward.graphs import PREFILL
-from pearl.models.forward.matrices import Rounding, multiplies_bf16, rounding_for
+from pearl.models.forward.matrices import multiplies_bf16, rounding_for
 from pearl.models.runner import ModelRunner
 from pearl.printable import cause_of
 
@@ -71,6 +71,7 @@ def load_runner(
         spare: further slots, as far as memory allows, and see `ForwardRunner`.
     """
     from pearl.models.forward.layers import described, split_fused
+    from pearl.models.forward.runner import ForwardRunner
 
     plan_no_shapes(device)
     spec, rounding = wanted.spec, wanted.rounding
@@ -79,10 +80,23 @@ def load_runner(
         if not is_ours:
             return _general_runner(wanted, model, features)
         split_fused(model, described(model)[0])
-        may_round = wanted.role == "draft" and wanted.dtype == "auto" and device.type == "cpu"
-        if may_round and (rounding := rounding_for(model)):
+        on_gpu = device.type == "cuda"
+        if wanted.role == "draft" and wanted.dtype == "auto" and not on_gpu and (rounding := rounding_for(model)):
             model = model.to(torch.bfloat16)  # type: ignore[arg-type]
-        return _own_runner(wanted, model, rounding, features, spare)
+        context = context_of(spec, model, wanted.max_context)
+        positions = whole_blocks(context) + (PREFILL if on_gpu else 0)  # see ForwardRunner, for both
+        item = model.dtype.itemsize if on_gpu or native.computes(model.model.embed_tokens.weight) else 4
+        each = cache_bytes(described(model)[1], positions, item)
+        left = check_cache_fits(spec, model, context, each, wanted.slots)
+        return ForwardRunner(
+            model,
+            context,
+            slots=wanted.slots,
+            spare=max(0, min(spare, left // 2)),
+            records=wanted.forwards == "auto",
+            rounding=rounding,
+            features=features == "layers",
+        )
 
 
 def _read(
@@ -134,29 +148,6 @@ def _general_runner(wanted: ModelConfig, model: Any, features: Features) -> Mode
     runner = HFRunner(model, context, keeps_states=features == "last")
     check_cache_fits(spec, model, context, runner.cache_bytes, 1)
     return runner
-
-
-def _own_runner(
-    wanted: ModelConfig, model: PreTrainedModel | Decoder, rounding: Rounding, features: Features, spare: int
-) -> ModelRunner:
-    from pearl.models.forward.layers import described
-    from pearl.models.forward.runner import ForwardRunner
-
-    context = context_of(wanted.spec, model, wanted.max_context)
-    on_gpu = model.device.type == "cuda"
-    positions = whole_blocks(context) + (PREFILL if on_gpu else 0)  # see ForwardRunner, for both
-    item = model.dtype.itemsize if on_gpu or native.computes(model.model.embed_tokens.weight) else 4
-    each = cache_bytes(described(model)[1], positions, item)
-    left = check_cache_fits(wanted.spec, model, context, each, wanted.slots)
-    return ForwardRunner(
-        model,
-        context,
-        slots=wanted.slots,
-        spare=max(0, min(spare, left // 2)),
-        records=wanted.forwards == "auto",
-        rounding=rounding,
-        features=features == "layers",
-    )
 
 
 def load_model(wanted: ModelConfig, device: torch.device, progress: Progress = silent) -> PreTrainedModel:
