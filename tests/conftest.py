@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import io
 import os
@@ -28,15 +27,6 @@ from click.testing import CliRunner, Result
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before our kernels are imported
-    with suppress(ImportError):
-        from triton.runtime import interpreter
-
-        # At every call of a function, the interpreter puts its own functions into Triton's language, and takes them
-        # out after every launch: once is enough, and is most of the time. It computes whether each sum overflows,
-        # and looks at the answer in a debug mode only.
-        interpreter._patch_lang = functools.cache(interpreter._patch_lang)
-        interpreter._LangPatchScope.restore = lambda scope: None
-        interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A script's background job ignores Ctrl-C, and so would every process that the tests start, and mean to interrupt.

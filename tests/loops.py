@@ -14,6 +14,7 @@ import torch
 from pearl.config import EngineConfig
 from pearl.decoding.distribution import AnnouncedRow, PackedRow
 from pearl.drafting.model import ModelProposer
+from pearl.drafting.step import HostMark
 from pearl.errors import DraftLost, RequestError
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
@@ -41,6 +42,16 @@ PROMPT = (1, 2, 3)
 WARM = Sampling(temperature=1.0, seed=7)
 METHODS = ("ar", "sd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify")
 Channels = Callable[[int], TensorChannel]
+
+
+class DraftMark(HostMark):
+    """Of a clock by which drafts take what their models say: on a busy machine they would be slow, and given up."""
+
+    now = 0.0  # seconds
+
+    def record(self) -> None:
+        DraftMark.now += 1e-4
+        self.at = DraftMark.now
 
 
 class Hanging(ToyRunner):
@@ -241,8 +252,9 @@ MakeLoops = Callable[..., Loops]
 
 
 @pytest.fixture
-def loops(tmp_path: Path) -> Iterator[MakeLoops]:
+def loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeLoops]:
     """Makes `Loops` over "memory", "ipc" or "tcp"; at the end none of their threads may have died of an error."""
+    monkeypatch.setattr("pearl.drafting.step.HostMark", DraftMark)
     with ExitStack() as stack:
 
         def make(control: str = "memory", **settings: object) -> Loops:

@@ -1,7 +1,6 @@
 """Drafts that lie, stall, lack memory, lose messages or leave: the request goes on, and its text is the target's."""
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -31,6 +30,7 @@ from tests.loops import (
     GREEDY,
     PROMPT,
     WARM,
+    DraftMark,
     FakeDraft,
     Hanging,
     Loops,
@@ -202,13 +202,11 @@ def test_second_draft_takes_over_in_mid_request(loops: MakeLoops) -> None:
 
 
 class Ailing(Hanging):
-    """A model that is `pause` seconds slower from forward `after` on."""
-
-    pause = 0.0
+    """A model that takes minutes from forward `after` on."""
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         if len(self.fed) >= self.after:
-            time.sleep(self.pause)
+            DraftMark.now += BOUND
         self.fed.append(len(feeds[0].tokens))
         return ToyRunner.forward(self, feeds)
 
@@ -218,9 +216,8 @@ def test_draft_that_becomes_far_too_slow_is_given_up(loops: MakeLoops, method: s
     """It sends tokens and beats, so it is not silent; but each token costs more than it can save."""
     pair = loops(draft_timeout=1000.0)
     draft = pair.draft(kind=Ailing)
-    assert isinstance(draft, Ailing)
     front = pair.front()
-    draft.after, draft.pause = len(draft.fed) + 10, 0.2
+    draft.after = len(draft.fed) + 10
     told = front.ask(replace(submission(100, method, GREEDY), decoding=RequestOptions(method, gamma=4)))
     assert told.tokens == simulated(submission(100, sampling=GREEDY))
     assert told.statistics.draft_lost
@@ -236,7 +233,7 @@ class Chainwise(Hanging):
         self.capabilities = replace(self.capabilities, tree_nodes=0)
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        time.sleep(0.00025 * len(feeds[0].tokens))
+        DraftMark.now += 0.00025 * len(feeds[0].tokens)
         return super().forward(feeds)
 
 

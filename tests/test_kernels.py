@@ -23,11 +23,19 @@ from pearl.models.runner import feed_chain
 from pearl.protocol.options import Sampling
 
 pytest.importorskip("triton")
+from triton.runtime import interpreter
 from triton.runtime.errors import OutOfResources
 
 if torch.cuda.is_available():
     pytest.skip("these are for the interpreter; test_forward_runner has the GPU's", allow_module_level=True)
 assert os.environ["TRITON_INTERPRET"] == "1"  # set by conftest
+
+# At every call of a function the interpreter puts its own functions into Triton's language, and after every launch it
+# takes them out: once is enough, and was most of the time. It computes whether a sum overflows, and asks only in a mode
+# for debugging.
+interpreter._patch_lang = cache(interpreter._patch_lang)
+interpreter._LangPatchScope.restore = lambda scope: None
+interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
 from pearl.decoding import draw_kernels  # noqa: E402
 from pearl.models.forward import attention_kernels, cuts, decode, expert_kernels, kernels, tile_kernels  # noqa: E402
