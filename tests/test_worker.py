@@ -93,6 +93,7 @@ def test_text_is_the_simulators(
         asked = {"rule": rule, "window": window, "draft_stop": stop, "stop_parameters": policy, "gamma": 8}
         submit = submission(60, method, sampling, request, **asked)
         told = front.ask(submit)
+        assert not told.statistics.draft_lost
         assert (told.tokens, told.reason) == (simulated(submit, VOCAB, 0.7), m.FinishReason.LENGTH)
         pauses += told.statistics.num_draft_stops
     assert bool(pauses) == (stop == "threshold")
