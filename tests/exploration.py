@@ -162,7 +162,7 @@ class Side:
         self._names = names
         self._numbers: dict[object, int] = {}
         self._saved: list[bytes] = []
-        self._shown: list[dict[str, Any]] = []
+        self.shown: list[dict[str, Any]] = []
 
     def number(self, pair: FaultyPair) -> int:
         values = {name: getattr(pair, name) for name in self._names}
@@ -170,12 +170,12 @@ class Side:
         number = self._numbers.setdefault(picture, len(self._saved))
         if number == len(self._saved):
             self._saved.append(pickle.dumps(values, pickle.HIGHEST_PROTOCOL))
-            self._shown.append(pickle.loads(self._saved[-1]))
+            self.shown.append(pickle.loads(self._saved[-1]))
         return number
 
     def put(self, number: int, pair: FaultyPair, *, is_changed: bool) -> None:
         """Gives the pair this side: its own copy, or one that is only to be looked at."""
-        vars(pair).update(pickle.loads(self._saved[number]) if is_changed else self._shown[number])
+        vars(pair).update(pickle.loads(self._saved[number]) if is_changed else self.shown[number])
 
 
 def _outcomes(values: dict[str, Any]) -> object:
@@ -246,7 +246,8 @@ class Exploration:
 
     def _after_target(self, state: System, move: str) -> System:
         taken = state.to_target[:1] if move == "to_target" else ()
-        key = "target", state.target, move, taken, self._has_draft(state)  # what is sent to no draft is not sent
+        has_draft = self._draft.shown[state.draft]["drafter"] is not None  # what is sent to no draft is not sent
+        key = "target", state.target, move, taken, has_draft
         if key not in self._known:
             pair = self._pair(state, "target")
             pair.move(move)
@@ -264,9 +265,6 @@ class Exploration:
             self._known[key] = self._draft.number(pair), tuple(pair.to_target)[len(state.to_target) :]
         number, sent = self._known[key]
         return state._replace(draft=number, to_target=state.to_target + sent, to_draft=state.to_draft[len(taken) :])
-
-    def _has_draft(self, state: System) -> bool:
-        return self._pair(state).drafter is not None
 
 
 def explore(

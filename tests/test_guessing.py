@@ -333,9 +333,9 @@ def test_the_pool_guesses_what_has_followed_a_token() -> None:
 def test_no_text_changes() -> None:
     """In several slots, up to the context's end, and where n-grams of the text say the same."""
     prompts = [[5, 40, 7], [9, 9, 9, 9], list(range(20, 40))]
-    with Engine(str(tiny_model(layers=4)), "none", slots=2, max_context=96) as engine:
+    with Engine(str(tiny_model(layers=4)), "none", slots=2, max_context=56) as engine:
         for temperature in (0.0, 1.0):
-            params = SamplingParams(temperature=temperature, seed=3, max_tokens=60, ignore_eos=True)
+            params = SamplingParams(temperature=temperature, seed=3, max_tokens=36, ignore_eos=True)
             wanted = [each.tokens for each in engine.generate(prompts, params, method="ar")]
             found = engine.generate(prompts, params, method="lookahead")
             assert [each.tokens for each in found] == wanted
