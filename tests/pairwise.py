@@ -1,6 +1,7 @@
 """Cases of a product in which each two values of two axes meet: where two settings together go wrong, one shows it."""
 
 from collections.abc import Iterable
+from functools import cache
 from itertools import combinations, product
 from typing import Any
 
@@ -10,13 +11,18 @@ import pytest
 def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     """As `itertools.product`, with as few cases as a greedy choice finds."""
     values = [list(axis) for axis in axes]
-    places = list(product(*(range(len(axis)) for axis in values)))
-    pairs = [set(combinations(enumerate(place), 2)) for place in places]
+    return [tuple(axis[at] for axis, at in zip(values, case, strict=True)) for case in _cases(*map(len, values))]
+
+
+@cache
+def _cases(*sizes: int) -> list[tuple[int, ...]]:
+    cases = list(product(*map(range, sizes)))
+    pairs = [set(combinations(enumerate(case), 2)) for case in cases]
     missing, chosen = set().union(*pairs), []
     while missing:
-        best = max(range(len(places)), key=lambda case: len(pairs[case] & missing))
+        best = max(range(len(cases)), key=lambda case: len(pairs[case] & missing))
         missing -= pairs[best]
-        chosen.append(tuple(axis[at] for axis, at in zip(values, places[best], strict=True)))
+        chosen.append(cases[best])
     return chosen
 
 
