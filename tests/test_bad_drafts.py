@@ -201,23 +201,29 @@ def test_second_draft_takes_over_in_mid_request(loops: MakeLoops) -> None:
     assert not again.statistics.draft_lost
 
 
-class Ailing(Hanging):
-    """A model that takes minutes from forward `after` on."""
+class Slow(Hanging):
+    """A model that takes no trees, and `pace` seconds for each token of its forwards from number `slow_from` on."""
+
+    pace, slow_from = 0.00025, 0
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.capabilities = replace(self.capabilities, tree_nodes=0)
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        if len(self.fed) >= self.after:
-            DraftMark.now += BOUND
-        self.fed.append(len(feeds[0].tokens))
-        return ToyRunner.forward(self, feeds)
+        if len(self.fed) >= self.slow_from:
+            DraftMark.now += self.pace * len(feeds[0].tokens)
+        return super().forward(feeds)
 
 
 @pytest.mark.parametrize("method", ["sd", "pearl"])
 def test_draft_that_becomes_far_too_slow_is_given_up(loops: MakeLoops, method: str) -> None:
     """It sends tokens and beats, so it is not silent; but each token costs more than it can save."""
     pair = loops(draft_timeout=1000.0)
-    draft = pair.draft(kind=Ailing)
+    draft = pair.draft(kind=Slow)
+    assert isinstance(draft, Slow)
     front = pair.front()
-    draft.after = len(draft.fed) + 10
+    draft.slow_from, draft.pace = len(draft.fed) + 10, BOUND
     told = front.ask(replace(submission(100, method, GREEDY), decoding=RequestOptions(method, gamma=4)))
     assert told.tokens == simulated(submission(100, sampling=GREEDY))
     assert told.statistics.draft_lost
@@ -225,22 +231,10 @@ def test_draft_that_becomes_far_too_slow_is_given_up(loops: MakeLoops, method: s
     pair.wait_lost()
 
 
-class Chainwise(Hanging):
-    """A model that takes no trees, and a quarter of a millisecond for each token."""
-
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)
-        self.capabilities = replace(self.capabilities, tree_nodes=0)
-
-    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        DraftMark.now += 0.00025 * len(feeds[0].tokens)
-        return super().forward(feeds)
-
-
 def test_draft_that_searches_widely_is_not_taken_for_slow(loops: MakeLoops) -> None:
     """A token of a block takes it 50 times what a token takes, for each sequence is a forward of its own."""
     pair = loops()
-    pair.draft(kind=Chainwise)
+    pair.draft(kind=Slow)
     widest = (("tau", 0.0), ("depth", 8), ("width", 16))
     told = pair.front().ask(replace(submission(24), decoding=RequestOptions("sd", rule="joint", parameters=widest)))
     assert told.statistics.num_draft_tokens > 8 * 8, "more blocks than slow tokens would end a draft"
