@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
@@ -33,8 +34,9 @@ assert os.environ["TRITON_INTERPRET"] == "1"  # set by conftest
 # At every call of a function the interpreter puts its own functions into Triton's language, and after every launch it
 # takes them out: once is enough, and was most of the time. It computes whether a sum overflows, and asks only in a mode
 # for debugging.
-interpreter._patch_lang = cache(interpreter._patch_lang)
-interpreter._LangPatchScope.restore = lambda scope: None
+with suppress(AttributeError):  # these names are its own: without them the tests take longer
+    interpreter._LangPatchScope.restore = lambda scope: None
+    interpreter._patch_lang = cache(interpreter._patch_lang)
 interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
 from pearl.decoding import draw_kernels  # noqa: E402
