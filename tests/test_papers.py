@@ -69,7 +69,7 @@ def test_each_table_has_the_cells_of_the_paper() -> None:
 
 @pytest.mark.slow
 def test_simulator_and_runtime_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every cell; the runtime has each, is never faster than its simulation."""
+    """In every cell; the runtime has each."""
     out = tmp_path / "it.json"
     small = {
         "name": "Small",
@@ -100,8 +100,6 @@ def test_simulator_and_runtime_agree(tmp_path: Path, monkeypatch: pytest.MonkeyP
         if cell["unit"] == "speed-up" and cell["run"]["window"]:
             wanted = FORMS[cell["run"]["method"]](0.8, cell["run"]["window"], 4)
             assert cell["simulator"] == pytest.approx(wanted, rel=0.02), cell
-        if cell["of_simulated"]:
-            assert cell["of_simulated"][2] <= 1.01
     assert [cell["runtime"] for cell in made["tables"]["1"]][-1] is None
 
 

@@ -16,7 +16,6 @@ import pytest
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import torchrun
 from pearl.errors import ConfigError, StartError
-from pearl.lab.bench.runner import simulated
 from pearl.models.checkpoints.tokenizers import ToyTokenizer
 from pearl.transport.address import private_directory
 from pearl.transport.keys import write_keys
@@ -24,6 +23,7 @@ from pearl.transport.zeromq import new_keys
 from tests.conftest import BOUND, HAS_NAMESPACES, eventually, greedy_text, output, started_in
 from tests.screen import home as temporary
 from tests.test_processes import gone
+from tests.virtual import emulated
 
 __all__ = ["temporary"]  # a fixture
 
@@ -39,7 +39,7 @@ def plain(length: int) -> list[int]:
     """The text of `SEEDED` and "123" without torchrun, and without processes: under the virtual clock."""
     config = EngineConfig(target=SPEC, draft=SPEC, target_pace=1.0, draft_pace=0.2)
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=length)
-    return list(simulated(config, DecodingConfig(), [1, 2, 3], params).tokens)
+    return list(emulated(config, DecodingConfig(), [1, 2, 3], params).tokens)
 
 
 def launch(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:

@@ -20,7 +20,6 @@ from subprocess import DEVNULL
 import pytest
 
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
-from pearl.lab.bench.runner import simulated
 from pearl.models.checkpoints.tokenizers import ToyTokenizer
 from pearl.trace import chrome
 from pearl.trace.reading import read
@@ -29,6 +28,7 @@ from pearl.transport.keys import write_keys
 from pearl.transport.zeromq import new_keys
 from tests.conftest import HAS_NAMESPACES, eventually
 from tests.screen import home as temporary
+from tests.virtual import emulated
 
 __all__ = ["temporary"]  # a fixture
 pytestmark = pytest.mark.slow
@@ -161,7 +161,7 @@ def on_one_host(length: int, spec: str = SPEC, rule: str = "coupled", temperatur
     config = EngineConfig(target=spec, draft=spec, target_pace=1.0, draft_pace=0.2)
     decoding = DecodingConfig(method="pearl", rule=rule, look_ahead=0, siblings=0)
     params = SamplingParams(temperature=temperature, seed=5, max_tokens=length)
-    tokens = simulated(config, decoding, [1, 2, 3], params).tokens
+    tokens = emulated(config, decoding, [1, 2, 3], params).tokens
     return ToyTokenizer(int(spec.partition("vocab=")[2].partition(",")[0])).decode(tokens) + "\n"
 
 

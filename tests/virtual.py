@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from scipy import stats
 
+from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.engine.request import submission
 from pearl.execution.ahead import Ahead
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
-from pearl.lab.simulate import Outcome, Timing, VirtualProposer, known_speeds, simulate
+from pearl.lab.simulate import Outcome, Timing, VirtualProposer, known_speeds, paired_executors, simulate
+from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.runner import Feed, ModelRunner, WrappedRunner
-from pearl.models.toy import NextToken, ToyRunner
+from pearl.models.toy import NextToken, ToyRunner, load_toy
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import Deliver, Draft, DraftJoined, End, Forward, Open, Send, Wait
@@ -85,6 +88,14 @@ def decoded(
     executor = DraftExecutor(proposer)
     with closing(Ahead(executor, lambda: True)) if proposer.chains else nullcontext(executor) as computing:
         return simulate(submit, TargetExecutor(target, launches=proposer.chains), computing, timing)
+
+
+def emulated(config: EngineConfig, decoding: DecodingConfig, prompt: Sequence[int], params: SamplingParams) -> Outcome:
+    """A request to an emulated pair in virtual time: models, seed, decisions and forward times, and no more."""
+    target, draft = load_toy(config.target, "target", config.max_context), load_toy(config.draft, "draft")
+    submit = submission(1, prompt, target.context, params, load_tokenizer(config.target)[1], decoding)
+    timing = Timing(config.draft_pace or 0.0, lambda _: config.target_pace or 0.0)
+    return simulate(submit, *paired_executors(target, draft), timing)
 
 
 def likelihood(found: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:

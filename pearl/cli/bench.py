@@ -166,8 +166,6 @@ def _bench_columns(plan: Plan, measured: Measured, found: Sequence[Figures]) -> 
         ("accepted\nlength", lambda one: shown(one.tokens_per_run)),
         ("tokens\na step", lambda one: shown(one.tokens_per_step)),
     ]
-    if any(one.of_simulated for one in found):
-        columns.append(("of simu-\nlated", lambda one: shown(one.of_simulated, 3)))
     tried = ", ".join(f"{g}: {rate:.1f}" for g, rate in sorted(measured.gammas.items()))
     notes = [
         "tokens/s: after a text's first commit, median over texts; over ar: speedup on the same text, median over "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -15,9 +15,6 @@ from pearl.config import Settings
 from pearl.errors import ConfigError
 from pearl.lab.distill.config import DistillConfig, load_config
 from pearl.lab.distill.prompts import read_turns
-
-if TYPE_CHECKING:
-    from pearl.lab.experiments.texts import RecordedTexts
 
 _MILLISECONDS = click.FloatRange(0, 1e6, min_open=True)
 _TOKENS = 128  # of an answer, without --max-tokens
@@ -64,7 +61,15 @@ def disco() -> None:
 @click.option("--t-draft", type=_MILLISECONDS, default=10, show_default=True, metavar="MS", help="A draft forward.")
 @click.option("--t-target", type=_MILLISECONDS, default=50, show_default=True, metavar="MS", help="A target forward.")
 @settings_options
-def train(settings: Settings, out: Path, t_draft: float, t_target: float, **recording: Any) -> None:
+def train(
+    settings: Settings,
+    prompts: tuple[Path, ...],
+    out: Path,
+    limit: int | None,
+    raw: bool,
+    t_draft: float,
+    t_target: float,
+) -> None:
     """Train a classifier on answers of the target to PROMPTS, files as pearl bench reads them.
 
     Each token of the answers is an example: how the draft's distribution looks there, and whether its token is the
@@ -72,10 +77,16 @@ def train(settings: Settings, out: Path, t_draft: float, t_target: float, **reco
     are chosen by the time that method sd then takes at the given forward times. Answers are greedy.
     """
     from pearl.lab.experiments.stops import train as training
+    from pearl.lab.experiments.texts import record_pair
     from pearl.lab.simulate import timing_of
 
+    if not settings.engine.has_draft:
+        raise ConfigError("--draft none: a recording has the draft's tokens")
+    conversations = [turns for path in prompts for turns in read_turns(path, limit)]
+    tokens = settings.sampling.max_tokens or _TOKENS
     with Bars() as bars:
-        recorded = _record(settings, bars=bars, **recording)
+        bars.begin("recording", None)
+        recorded, _ = record_pair(settings.engine, conversations, tokens, raw=raw, tick=bars.step)
         found = training(recorded, timing_of(t_draft, t_target), settings.sampling.seed or 0, bars.step)
     found.classifier.write(out)
     click.echo(
@@ -87,16 +98,3 @@ def train(settings: Settings, out: Path, t_draft: float, t_target: float, **reco
         f"there sd takes {found.static.speed / found.best.speed:.3f} of the time that it takes with the best static "
         f"window, {found.static.window}"
     )
-
-
-def _record(settings: Settings, prompts: tuple[Path, ...], limit: int | None, raw: bool, bars: Bars) -> RecordedTexts:
-    """Greedy answers of the target, and what the draft draws at each position."""
-    from pearl.lab.experiments.texts import record_pair
-    from pearl.protocol.options import Sampling
-
-    if not settings.engine.has_draft:
-        raise ConfigError("--draft none: a recording has the draft's tokens")
-    conversations = [turns for path in prompts for turns in read_turns(path, limit)]
-    tokens = settings.sampling.max_tokens or _TOKENS
-    bars.begin("recording", None)
-    return record_pair(settings.engine, conversations, Sampling(), tokens, raw=raw, tick=bars.step)[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,10 +38,11 @@ quick_option = click.option("--quick", is_flag=True, help="Fewer and shorter tex
 
 @dataclass(frozen=True)
 class _Asked:
-    """What the commands on a real pair have in common."""
+    """What the commands on a real pair have in common. `tasks`: of the study; `more`: for what takes less time."""
 
     config: EngineConfig
     tasks: list[Task]
+    more: list[Task]
     tokens: int
     quick: bool
     figures: Path | None
@@ -68,16 +69,14 @@ def _on_a_pair(command: _Command) -> _Command:
     return command
 
 
-def _asked(
-    given: dict[str, Any], texts: int = 4, tokens: int = 96, quick: tuple[int, int] = (1, 48), **settings: Any
-) -> _Asked:
-    """`texts`: prompts of each set; `quick`: texts and tokens with --quick."""
+def _asked(given: dict[str, Any], **settings: Any) -> _Asked:
     if given["figures"] is not None:
         check_drawing()
     names = {name: given[name] for name in ("target", "draft") if given[name] is not None}
-    texts, tokens = quick if given["quick"] else (texts, tokens)
-    tasks = read_sets(given["prompts"], texts, default=_SETS)
-    return _Asked(EngineConfig(**names, **settings), tasks, tokens, given["quick"], given["figures"], given["to"])
+    few, many, tokens = (1, 2, 48) if given["quick"] else (4, 12, 96)
+    more = read_sets(given["prompts"], many, default=_SETS)
+    tasks = [task for task in more if task.number <= few]
+    return _Asked(EngineConfig(**names, **settings), tasks, more, tokens, given["quick"], given["figures"], given["to"])
 
 
 @listed("Measure", "pearl paper theory --figures theory/")
@@ -111,13 +110,14 @@ def of_pearl(
     """
     if figures is not None:
         check_drawing()
-    from pearl.lab.papers.emulate import EXPLAINED, emulate, pair_lines, table, window_figures
+    from pearl.lab.papers.emulate import EXPLAINED, emulate, pair_line, table, window_figures
 
     size = _EMULATED_QUICK if quick else _EMULATED
     settings: dict[str, Any] = size | {"seed": 0, "runtime": not simulate_only}
     clock, cells, about = Conditions(), dict[str, list[Cell]](), []
+    asked = _pairs(names)
     with Bars() as bars:
-        for pair in _pairs(names):
+        for pair in asked:
             bars.say(pair.title)
             found, known = emulate(pair, wanted or tuple(TABLES), bars, **settings)
             about.append(known)
@@ -131,7 +131,7 @@ def of_pearl(
         for name, some in cells.items():
             _print(table(name, some))
         texts = f"{size['texts']} texts of {size['tokens']} tokens for each row, seed 0; {clock}"
-        print_lines(*pair_lines(cells, about), EXPLAINED, texts)
+        print_lines(*map(pair_line, asked), EXPLAINED, texts)
     if figures is not None:
         _draw([*window_figures(cells), *_optimal_lengths()], figures)
 
@@ -149,20 +149,18 @@ def _optimal_lengths() -> list[Figure]:
     from pearl.lab.papers.lengths import step_by_step
 
     with Bars() as bars:
-        recorded, _ = _recorded(_Asked(EngineConfig(), read_sets((), 1, default=_SETS[1:]), 96, True, None, None), bars)
+        recorded, _ = _recorded(EngineConfig(), read_sets((), 1, default=_SETS[1:]), 96, bars)
     title = "The optimal draft length changes from step to step (figure 2b)"
     return [step_by_step(recorded.texts[0], "pearl-lengths", title)]
 
 
-def _recorded(asked: _Asked, bars: Bars) -> tuple[RecordedTexts, list[str]]:
+def _recorded(config: EngineConfig, tasks: Sequence[Task], tokens: int, bars: Bars) -> tuple[RecordedTexts, list[str]]:
     """Greedy answers with the draft's tokens, and the set of each."""
     from pearl.lab.experiments.texts import record_pair
-    from pearl.protocol.options import Sampling
 
-    bars.begin("recording", len(asked.tasks))
-    turns = [task.turns[:1] for task in asked.tasks]
-    recorded, numbers = record_pair(asked.config, turns, Sampling(), asked.tokens, tick=bars.step)
-    return recorded, [asked.tasks[number].set for number in numbers]
+    bars.begin("recording", len(tasks))
+    recorded, numbers = record_pair(config, [task.turns[:1] for task in tasks], tokens, tick=bars.step)
+    return recorded, [tasks[number].set for number in numbers]
 
 
 # ---- on a real pair ----
@@ -192,10 +190,9 @@ def disco(t_draft: float, t_target: float, **given: Any) -> None:
     from pearl.lab.papers import lengths
     from pearl.lab.simulate import timing_of
 
-    asked = _asked(given, quick=(2, 48))
+    asked = _asked(given)
     with Bars() as bars:
-        tasks = read_sets(given["prompts"], 2 if asked.quick else 12, default=_SETS)
-        recorded, sets = _recorded(replace(asked, tasks=tasks), bars)
+        recorded, sets = _recorded(asked.config, asked.more, asked.tokens, bars)
         found, figures = lengths.measure(recorded, timing_of(t_draft, t_target), sets)
     _study("disco", asked, found, figures)
 
@@ -212,9 +209,9 @@ def sssd(datastore: str | None, most_batch: int, most_context: int, **given: Any
     asked = _asked(given, datastore=datastore)
     if asked.quick:
         most_batch, most_context = min(most_batch, 4), min(most_context, 1000)
-    prompts = read_sets(given["prompts"], 2 if asked.quick else 12, default=_SETS)
     with Bars() as bars:
-        tables, figures = guesses.measure_guesses(asked.config, prompts, asked.tokens, bars, most_batch, most_context)
+        limits = most_batch, most_context
+        tables, figures = guesses.measure_guesses(asked.config, asked.more, asked.tokens, bars, *limits)
     _study("sssd", asked, tables, figures)
 
 

@@ -62,7 +62,6 @@ class Figures:
         tokens_per_run: mean tokens committed up to and including a correction or bonus.
         accepted_in_runs: mean and standard deviation of the accepted tokens of a run.
         tokens_per_step: tokens per target forward, prefills left out.
-        of_simulated: speed / simulated speed; emulated pairs only.
         bias: total variation distance between the distribution sampled from and the target's, per committed token.
         perplexity: of the texts under the target, at temperature 1 and unfiltered.
     """
@@ -84,7 +83,6 @@ class Figures:
     accepted_in_runs: tuple[float, float] | None = None
     tokens_per_step: float | None = None
     window: int = 0
-    of_simulated: Estimate | None = None
     bias: Estimate = _EXACT
     rejections: Rejections | None = None
     perplexity: Estimate | None = None
@@ -140,7 +138,6 @@ def _figures(
         accepted_in_runs=(fmean(runs), pstdev(runs)) if runs else None,
         tokens_per_step=tokens / steps if steps else None,
         window=samples[-1].texts[-1].window,
-        of_simulated=_interval(s.of_simulated for s in samples),
         bias=bootstrap([(sum(text.bias or 0.0 for text in s.texts), s.tokens) for s in samples], _per_token),
         rejections=_rejections(together),
         perplexity=perplexity(read),

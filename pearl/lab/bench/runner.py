@@ -6,21 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import Engine
 from pearl.engine.conversation import Conversation
-from pearl.engine.request import submission
 from pearl.engine.stream import Result
 from pearl.errors import ConfigError
 from pearl.lab import Watcher
-from pearl.lab.bench.rows import ALL, PAIR, SD, SSD, Row, device_of_row, is_emulated
+from pearl.lab.bench.rows import ALL, PAIR, SD, SSD, Row, device_of_row
 from pearl.lab.bench.tasks import Task
-from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.metrics import Sums
 from pearl.models.checkpoints.tokenizers import load_tokenizer
-from pearl.models.toy import load_toy
 from pearl.spec.stops import FIXED as FIXED_STOP
 
 _WARM_UP = 16  # tokens
@@ -34,13 +29,11 @@ class Sample(Sums):
 
     Attributes:
         task: number within the set, from 1.
-        of_simulated: speed / speed of the same text in virtual time, both with the prefill; emulated pairs only.
     """
 
     row: str
     set: str
     task: int
-    of_simulated: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -176,25 +169,19 @@ class _Run:
                 self._watcher.advance(1, f"{note}: {sample.rate:.1f} tokens/s" if sample and sample.rate else note)
 
     def _measure_task(self, engine: Engine, row: Row, task: Task) -> Sample | None:
-        params = self._plan.params_of(row)
-        turns = list(self._decode_turns(engine, row.decoding, task, params))
+        turns = list(self._decode_turns(engine, row.decoding, task, self._plan.params_of(row)))
         if not turns:
             return None
-        sample = Sample(row.name, task.set, task.number, texts=[turn.statistics for turn in turns])
         self._measured.texts += [(row.name, turn) for turn in turns]
-        if not is_emulated(self._plan.config):
-            return sample
-        seeded = self._seeded(params, task)
-        virtual = simulated(self._plan.config, row.decoding, turns[0].prompt_tokens, seeded)
-        seconds = sample.total("seconds") - sample.total("queue_seconds")
-        sample.of_simulated = sample.tokens / seconds * virtual.seconds / len(virtual.tokens)
-        return sample
+        return Sample(row.name, task.set, task.number, texts=[turn.statistics for turn in turns])
 
     def _decode_turns(
         self, engine: Engine, decoding: DecodingConfig, task: Task, params: SamplingParams
     ) -> Iterator[Result]:
         """Decode the turns of a task, after the system's own earlier replies. Ends early if the context is full."""
-        conversation, params = Conversation(self._tokenizer, self._raw), self._seeded(params, task)
+        conversation = Conversation(self._tokenizer, self._raw)
+        seed = (self._plan.params.seed or 0) + task.number  # the same for all rows
+        params = params.model_copy(update={"seed": seed})
         for number, turn in enumerate(task.turns, 1):
             prompt = conversation.prompt(turn)
             if len(prompt) + (params.max_tokens or 1) > engine.context:
@@ -209,37 +196,8 @@ class _Run:
             conversation.add(turn, self._tokenizer.decode(result.tokens))
             yield result
 
-    def _seeded(self, params: SamplingParams, task: Task) -> SamplingParams:
-        """One seed per task, the same for all rows."""
-        return params.model_copy(update={"seed": (self._plan.params.seed or 0) + task.number})
-
 
 def forget(engine: Engine, decoding: DecodingConfig, prompt: Sequence[int]) -> None:
     """Make sure that no KV cache holds a prefix of `prompt`, by a short text that begins with another token."""
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
     engine.generate([int(prompt[0] == 0)], params, decoding=decoding)
-
-
-# ---- emulated pairs ----
-
-
-def simulated(config: EngineConfig, decoding: DecodingConfig, prompt: Sequence[int], params: SamplingParams) -> Outcome:
-    """Simulate the request to an emulated pair in virtual time: an upper bound of its real run.
-
-    Run and simulation share models, seed and decisions; messages and the runtime's own work take no time here.  Sets
-    torch to one thread: with a vocabulary of a few tokens, several threads take five times as long.
-    """
-    torch.set_num_threads(1)
-    target = load_toy(config.target, "target", config.max_context)
-    draft = load_toy(config.draft, "draft")
-    _, defaults = load_tokenizer(config.target)
-    submit = submission(1, prompt, target.context, params, defaults, decoding)
-    return simulate(submit, *paired_executors(target, draft), paced(config))
-
-
-def paced(config: EngineConfig) -> Timing:
-    """Forward times of an emulated pair, from its configuration."""
-    assert config.target_pace is not None
-    assert config.draft_pace is not None
-    pace = config.target_pace
-    return Timing(config.draft_pace, lambda fed: pace)

@@ -63,13 +63,12 @@ class RecordedTexts:
 def record_pair(
     config: EngineConfig,
     conversations: Sequence[Sequence[str]],
-    sampling: Sampling,
     tokens: int,
     *,
     raw: bool = False,
-    tick: Callable[[str], object] = lambda what: None,
+    tick: Callable[[str], object],
 ) -> tuple[RecordedTexts, list[int]]:
-    """Load a pair, and record its answers of at most `tokens` tokens; also of each the number of its conversation.
+    """Load a pair, and record its greedy answers of at most `tokens`; also of each the number of its conversation.
 
     Raises `ConfigError` if no prompt fits the context, or for a draft of another vocabulary.
     """
@@ -78,7 +77,7 @@ def record_pair(
     )
     check_same_vocabulary(tokenizer, theirs, config.target, config.draft)
     pair = [make_runner(config.model(role), place(config, role)) for role in config.roles]
-    found = list(record(pair, tokenizer, conversations, sampling, defaults.eos, tokens, raw=raw, tick=tick))
+    found = list(record(pair, tokenizer, conversations, Sampling(), defaults.eos, tokens, raw=raw, tick=tick))
     if not found:
         raise ConfigError("no prompt fits the context: shorten them, lower max_tokens, or raise max_context")
     return RecordedTexts(config.target, config.draft, [text for _, text in found]), [number for number, _ in found]

@@ -6,7 +6,6 @@ else of a model matters to the runtime.  So each cell comes from three sources: 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from statistics import median
@@ -15,18 +14,16 @@ from typing import Any
 from pearl.config import EngineConfig, SamplingParams
 from pearl.lab import Watcher
 from pearl.lab.bench.rows import AR, Row
-from pearl.lab.bench.runner import Measured, Plan, Sample, measure, simulated
+from pearl.lab.bench.runner import Measured, Plan, Sample, measure
 from pearl.lab.bench.tasks import Task
 from pearl.lab.experiments.workload import independent, run
 from pearl.lab.papers.figures import Figure, Table
 from pearl.lab.papers.pearl import TABLES, Cell, Pair, Run, Unit, cells_of
 from pearl.lab.simulate import Timing
 from pearl.metrics import Sums
-from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.protocol.options import RequestOptions
 
 _SIMULATED_TEXTS, _SIMULATED_TOKENS = 20, 1000
-_PROMPTS = 6
 _ALONE = Run(AR)
 _Figures = dict[Unit, float | None]  # of a run by one source
 
@@ -38,8 +35,7 @@ def emulate(
 
     Args:
         tokens: length of each text.
-        texts: decoded by each row. Each has a prompt of its own, see `_typical_prompt`; text n is sampled with
-            seed + n.
+        texts: decoded by each row. Each has a prompt of its own; text n is sampled with seed + n.
         runtime: False: simulate only.
     """
     cells = {name: cells_of(pair, name) for name in TABLES if name in tables}
@@ -51,8 +47,6 @@ def emulate(
         own = [sample for sample in measured.samples if sample.row == one.label]
         alone = [sample.rate for sample in measured.samples if sample.row == AR and sample.rate]
         cell.simulator, cell.runtime = virtual(one)[cell.unit], _measured(own, alone)[cell.unit]
-        shares = sorted(sample.of_simulated for sample in own if sample.of_simulated)
-        cell.of_simulated = (median(shares), shares[0], shares[-1]) if shares else None
     acceptance, origin = pair.acceptance()
     about = {name: getattr(pair, name) for name in ("title", "config", "vocabulary", "t_draft", "t_target")}
     return cells, about | {"acceptance": acceptance, "acceptance_from": origin, "texts": measured.samples}
@@ -68,27 +62,10 @@ def _plan(pair: Pair, runs: Sequence[Run], tokens: int, texts: int, seed: int) -
     return Plan(
         engine_config(pair),
         [Row(one.label, one.decoding()) for one in runs],
-        [Task(pair.title, number, (_typical_prompt(pair, number, tokens),)) for number in range(1, texts + 1)],
+        [Task(pair.title, number, (f"text {number}",)) for number in range(1, texts + 1)],
         SamplingParams(temperature=0.0, seed=seed, max_tokens=tokens),
         gamma=pair.gamma,
     )
-
-
-def _typical_prompt(pair: Pair, number: int, tokens: int) -> str:
-    """Of `_PROMPTS` prompts the one whose greedy text comes nearest to the pair's acceptance rate, when simulated.
-
-    Reduces the variance of a few short texts, as the hypercube of `independent` does; all rows decode the same prompts.
-    """
-    config, params = engine_config(pair), SamplingParams(temperature=0.0, seed=0, max_tokens=tokens)
-    tokenizer, acceptance = load_tokenizer(config.target)[0], pair.acceptance()[0]
-    decoding = Run("pearl", pair.window).decoding()
-
-    def error(prompt: str) -> float:
-        counts = simulated(config, decoding, tokenizer.encode(prompt), params).counts
-        judged = counts.num_judged_draft_tokens
-        return abs(counts.num_accepted_draft_tokens / judged - acceptance) if judged else 1.0
-
-    return min((f"text {number}, {variant}" for variant in range(_PROMPTS)), key=error)
 
 
 # ---- simulator and runtime ----
@@ -147,14 +124,11 @@ def window_figures(tables: Mapping[str, Sequence[Cell]]) -> list[Figure]:
 
 # ---- in words ----
 
-_BY_WINDOW = ("5", "6")  # tables whose columns are windows
 EXPLAINED = (
     "EMULATION: two real processes run toys with the pair's vocabulary, forward times (the paper's Table 7) and "
     "acceptance rate (its Table 4). Greedy. Each cell: paper/simulator/runtime. The "
     "simulator runs the same state machines under a virtual clock, on 20 texts of 1,000 tokens; it agrees with "
-    "the closed forms. Of simulated: the runtime's speed over the simulator's on the same texts, lowest and highest "
-    "median of the row; the rest is the runtime's own cost. The prompt of a greedy text is the one of six "
-    "whose simulated acceptance is nearest to the pair's."
+    "the closed forms."
 )
 
 
@@ -162,16 +136,13 @@ def table(name: str, cells: Sequence[Cell]) -> Table:
     """A row for each pair, a column for each method."""
     rows: dict[str, dict[str, Cell]] = {}
     for cell in cells:
-        method = cell.label if name in _BY_WINDOW else re.sub(r", gamma \d+|\(\d+\)", "", cell.label)
-        rows.setdefault(cell.pair, {})[method] = cell
+        rows.setdefault(cell.pair, {})[cell.label] = cell
     methods = list(dict.fromkeys(method for row in rows.values() for method in row))
-    words = []
-    for pair, row in rows.items():
-        medians = [cell.of_simulated[0] for cell in row.values() if cell.of_simulated]
-        shares = f"{min(medians):.3f}-{max(medians):.3f}" if medians else ""
-        words.append([pair, *(_figure(row[method]) if method in row else "" for method in methods), shares])
+    words = [
+        [pair, *(_figure(row[method]) if method in row else "" for method in methods)] for pair, row in rows.items()
+    ]
     title = f"{'Table ' + name if name[0].isdigit() else name.capitalize()}, emulated: {TABLES[name].shows}"
-    return Table(title, ["pair", *methods, "of simulated"], words, [note for note in [TABLES[name].note] if note])
+    return Table(title, ["pair", *methods], words, [note for note in [TABLES[name].note] if note])
 
 
 def _figure(cell: Cell) -> str:
@@ -180,15 +151,10 @@ def _figure(cell: Cell) -> str:
     return "/".join("-" if value is None else f"{value:.{digits}f}" for value in sources)
 
 
-def pair_lines(found: Mapping[str, Sequence[Cell]], pairs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each pair: its times, and the windows of `sd` and `pearl` in all tables but those that vary them."""
-    cells = [cell for name, some in found.items() if name not in _BY_WINDOW for cell in some]
-    lines = []
-    for pair in pairs:
-        labels = " ".join(cell.label for cell in cells if cell.pair == pair["title"])
-        windows = ", ".join(dict.fromkeys(re.findall(r"gamma \d+|fixed\(\d+\)", labels)))
-        lines.append(
-            f"{pair['title']}: t_draft {pair['t_draft'] * 1e3:.2f} ms, t_target {pair['t_target'] * 1e3:.2f} ms, "
-            f"acceptance {pair['acceptance']:.4f} ({pair['acceptance_from']}), {pair['vocabulary']:,} ids; {windows}"
-        )
-    return lines
+def pair_line(pair: Pair) -> str:
+    """Its times, and its windows of `sd` and `pearl`; tables 5 and 6 vary the latter."""
+    acceptance, origin = pair.acceptance()
+    return (
+        f"{pair.title}: t_draft {pair.t_draft * 1e3:.2f} ms, t_target {pair.t_target * 1e3:.2f} ms, acceptance "
+        f"{acceptance:.4f} ({origin}), {pair.vocabulary:,} ids; gamma {pair.gamma}, fixed({pair.window})"
+    )

@@ -136,10 +136,13 @@ class Run:
     window: int | None = None
 
     @property
+    def name(self) -> str:
+        return self.method if self.method != "pearl" else f"pearl, {'stream' if self.window is None else 'fixed'}"
+
+    @property
     def label(self) -> str:
-        if self.method == "pearl":
-            return "pearl, stream" if self.window is None else f"pearl, fixed({self.window})"
-        return f"{self.method}, gamma {self.window}" if self.method == "sd" else self.method
+        """With its window."""
+        return self.name if self.window is None else f"{self.name}({self.window})"
 
     def decoding(self) -> DecodingConfig:
         window: Literal["stream", "fixed"] = "stream" if self.window is None else "fixed"
@@ -154,11 +157,10 @@ class Cell:
     Attributes:
         pair: its title.
         run: None if there are only the paper's figures.
-        label: of its row.
+        label: of its column.
         paper: the published figure.
         simulator: in virtual time, over many texts.
         runtime: measured, median over the texts; mean accepted tokens and idle times over all of them together.
-        of_simulated: runtime speed / simulated speed of the same text: (median, minimum, maximum).
     """
 
     pair: str
@@ -168,7 +170,6 @@ class Cell:
     paper: float | None = None
     simulator: float | None = None
     runtime: float | None = None
-    of_simulated: tuple[float, float, float] | None = None
 
 
 def cells_of(pair: Pair, table: str) -> list[Cell]:
@@ -179,27 +180,28 @@ def cells_of(pair: Pair, table: str) -> list[Cell]:
     def cell(run: Run | None, label: str, unit: Unit, paper: float | None) -> Cell:
         return Cell(pair.title, run, label, unit, paper)
 
-    def speed(run: Run, paper: float | None, unit: Unit = "speed-up") -> Cell:
-        return cell(run, run.label, unit, paper)
+    def speed(run: Run) -> Cell:
+        return cell(run, run.name, "speed-up", known.speedup.get(run.method))
 
     match table if table in {*pair.tables, "7"} else None:
         case "1" | "2":
-            cells = [speed(one, known.speedup.get(one.method)) for one in (sd, fixed, stream)]
+            cells = [speed(one) for one in (sd, fixed, stream)]
             return [*cells, *(cell(None, n, "speed-up", known.speedup[n]) for n in OTHERS if n in known.speedup)]
         case "3":
             ablations = [Run(f"pearl-no-{half}-verify", pair.window) for half in ("pre", "post")]
-            return [speed(one, known.speedup.get(one.method)) for one in (*ablations, fixed)]
+            return [speed(one) for one in (*ablations, fixed)]
         case "4":  # as the authors count, without the correction or bonus, and as their theorem 2 does, with it
             units: list[tuple[Unit, str]] = [("accepted", "accepted"), ("run", "correction included")]
             return [
-                cell(one, f"{one.label}, {words}", unit, known.mean_accepted.get(one.method))
+                cell(one, f"{one.name}, {words}", unit, known.mean_accepted.get(one.method))
                 for one in (sd, fixed)
                 for unit, words in units
             ]
         case "5" | "6":
-            return [speed(Run("pearl", window), paper, "tokens/s") for window, paper in known.windows.items()]
+            runs = [(Run("pearl", window), paper) for window, paper in known.windows.items()]
+            return [cell(run, run.label, "tokens/s", paper) for run, paper in runs]
         case "7":
-            return [speed(Run("ar"), pair.target_speed, "tokens/s")]
+            return [cell(Run("ar"), "ar", "tokens/s", pair.target_speed)]
         case "figure 2a":
             idle = known.idle
             return [
