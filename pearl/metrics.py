@@ -126,7 +126,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure as summary, chat and trace reports print it.
+    """A figure as summary and chat print it.
 
     Attributes:
         of: the field of `Statistics`, or what computes it; None: there is none.

@@ -24,8 +24,8 @@ from pearl.protocol.messages import Begin, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.scheduler import PREFILL_CHUNK, SHARED_CHUNK, Scheduler
 from pearl.protocol.sequence import extend_digest
+from pearl.trace.chrome import committed
 from pearl.trace.reading import read
-from pearl.trace.report import texts
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text
 from tests.replace import replace
 from tests.test_forward_runner import KINDS
@@ -126,17 +126,18 @@ def test_what_is_refused_is_refused_alone(several: Engine) -> None:
 
 
 def test_a_recording_of_several_tells_them_apart(tmp_path: Path) -> None:
-    """And has the times that each waited, which count to its first token."""
+    """By what is committed, by how many go through one forward, and by what became of draft tokens."""
     path = tmp_path / "trace.json"
     with Engine(TOY, TOY, slots=3, trace=str(path), target_pace=0.02) as engine:
         results = engine.generate(PROMPTS, SEEDED, decoding=AS_PUBLISHED)
     trace = read(path)
-    found = [text.statistics for text in texts(trace)]
-    assert [each.num_generated_tokens for each in found] == [24] * len(PROMPTS)
-    assert [each.num_prompt_tokens for each in found] == [len(prompt) for prompt in PROMPTS]
-    for name, off in (("tokens_per_step", 1e-6), ("queue_seconds", 0.1), ("seconds_to_first_token", 0.1)):
-        wanted = [getattr(result.statistics, name) for result in results]
-        assert [getattr(each, name) for each in found] == pytest.approx(wanted, abs=off), name
+    decided = [each for one in trace.target if one.name == "decide" for each in committed(one.args)]
+    written = {
+        one.args["request"]: sum(len(of) for request, of in decided if request == one.args["request"])
+        for one in trace.requests
+    }
+    assert list(written.values()) == [24] * len(PROMPTS)
+    assert [one.args["prompt_tokens"] for one in trace.requests] == [len(prompt) for prompt in PROMPTS]
     assert results[-1].statistics.queue_seconds > 0.3, "the others were served first"
     together = [one.args["requests"] for one in trace.target if "requests" in one.args]
     assert max(map(len, together)) == 3

@@ -25,7 +25,7 @@ from pearl.trace import chrome
 from pearl.trace.reading import read, read_document
 from pearl.trace.recorder import LOOP, Part, Record, Recorder, part_path, where_and_what
 from pearl.trace.report import report
-from tests.traced import PROMPT, check_sound, recorded, run, simulated
+from tests.traced import check_sound, recorded, run, simulated
 
 __all__ = ["run"]  # a fixture
 
@@ -128,7 +128,6 @@ def test_a_trace_is_sound_and_says_what_happened(tmp_path: Path, method: str) ->
         assert found.rejected == counts.num_judged_draft_tokens - counts.num_accepted_draft_tokens
         assert found.drafted + found.prepared >= counts.num_draft_tokens
         assert method != "ssd" or found.prepared > counts.accepted_by_source[Source.BRANCH] > 0
-        assert found.histogram == counts.run_histogram
         assert sum(found.steps.values()) == outcome.counts.steps
         assert found.target.uncovered == pytest.approx(0.0, abs=1e-6)
         assert (found.draft is None) == (method == "ar")
@@ -136,14 +135,6 @@ def test_a_trace_is_sound_and_says_what_happened(tmp_path: Path, method: str) ->
             assert worker.busy + worker.wait + worker.communication + worker.uncovered == pytest.approx(1.0)
             assert -1e-9 <= worker.uncovered < 0.05  # virtual time ends while the draft is in a forward, or waits
             assert sum(worker.waits.values()) == pytest.approx(worker.wait)
-        watch, times = outcome.watch, found.texts[0].statistics
-        assert (times.num_prompt_tokens, times.num_generated_tokens) == (len(PROMPT), 120)
-        assert times.seconds_to_first_token == pytest.approx(watch.first - watch.submitted)
-        assert times.itl_p50 == pytest.approx(watch.token_latency(0.5))
-        assert times.itl_p99 == pytest.approx(watch.token_latency(0.99))
-        assert times.tokens_per_second == pytest.approx(watch.tokens_per_second)
-        assert times.tokens_per_step == pytest.approx(120 / outcome.counts.steps)
-        assert (times.num_judged_draft_tokens, times.window) == (found.judged, outcome.statistics.window)
 
 
 # ---- broken files ----

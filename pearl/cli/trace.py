@@ -17,7 +17,7 @@ from pearl.trace import chrome
 from pearl.trace.gantt import chart, same_time
 from pearl.trace.gantt import png as draw
 from pearl.trace.reading import read, read_document
-from pearl.trace.report import REQUEST_COLUMNS, Report, request_row, side_by_side
+from pearl.trace.report import Report, side_by_side
 from pearl.trace.report import report as make_report
 
 _FILE = click.argument("file", type=click.Path(path_type=Path))
@@ -37,7 +37,7 @@ def trace() -> None:
 @_FILE
 @_JSON
 def report(file: Path, as_json: bool) -> None:
-    """Work, waits by cause, overlap, pace and latencies of the run in FILE."""
+    """Work, waits by cause, overlap and pace of the run in FILE."""
     found = _report(file)
     if as_json:
         write_json(STDOUT, found)
@@ -102,17 +102,12 @@ def _report(file: Path) -> Report:
 
 
 def _print(reports: dict[str, Report]) -> None:
-    """Figures and requests; one column for each run."""
+    """One column for each run."""
     console = SafeConsole()
     table = Table("", *(f"{path}\n{r.method}" for path, r in reports.items()), box=None, padding=(0, 2, 0, 0))
     for name, values in side_by_side(list(reports.values())):
         table.add_row(name, *values)
     console.print(table)
     for path, found in reports.items():
-        if found.requests > 1:
-            each = Table(*REQUEST_COLUMNS, title=path, title_justify="left", box=None, padding=(0, 2, 0, 0))
-            for one in found.texts:
-                each.add_row(*request_row(one))
-            console.print("", each)
         for note in found.notes:
             console.print(f"note on {path}: {note}")

@@ -11,13 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median, quantiles
-from typing import Any
 
-import msgspec
-
-from pearl.metrics import FIGURES, Statistics, Stopwatch, fold
-from pearl.protocol.request import Counts
-from pearl.protocol.speeds import Speeds
 from pearl.trace.chrome import committed, incident, lacks_draft
 from pearl.trace.reading import FORWARDS, VERIFICATIONS, Slice, Trace
 from pearl.trace.recorder import DRAFT, HELD_ROW, TRANSPORT
@@ -47,15 +41,6 @@ class Forwards:
 
 
 @dataclass(frozen=True)
-class Text:
-    """One request, and its statistics as far as the recording has it: without what only the workers know."""
-
-    request: str
-    method: str
-    statistics: Statistics
-
-
-@dataclass(frozen=True)
 class Report:
     """One run. Times are seconds, shares are of `wall`.
 
@@ -66,15 +51,12 @@ class Report:
             a consumer. Together with its communication and `uncovered` time they add up to 1.
         steps: number of verification forwards, by kind.
         drafted: draft tokens, of which `judged` were `accepted` or `rejected`, and the rest `discarded`.
-        stops: windows that the draft's stop policy ended.
         prepared: tokens drafted in branches. If the branch's outcome came and they were judged, `drafted` counts them
             too.
-        histogram: accepted length -> count.
         forwards: durations, of the draft's forwards, and of the target's by number of tokens fed.
         ratio: median duration of a verification forward over that of a draft forward.
         alternation: seconds that the same steps would take at least without overlap: the target's work plus the
             drafting of the judged tokens, without waits and messages.
-        texts: of each request, in order of their start.
     """
 
     method: str
@@ -92,13 +74,10 @@ class Report:
     accepted: int
     rejected: int
     discarded: int
-    stops: int
     prepared: int
-    histogram: dict[int, int]
     forwards: dict[str, Forwards]
     ratio: float | None
     alternation: float
-    texts: list[Text]
     notes: list[str] = field(default_factory=list)
 
 
@@ -112,8 +91,6 @@ def report(trace: Trace) -> Report:
     tokens = sum(len(provenance) for one in target if one.name == "decide" for _, provenance in committed(one.args))
     t_draft = forwards["draft"].p50 if "draft" in forwards else 0.0
     t_target = median(s.seconds for s in verifications) if verifications else 0.0
-    all_texts = texts(trace)
-    histogram = sum((Counter(one.statistics.run_histogram) for one in all_texts), Counter[int]())
     return Report(
         method=trace.method,
         wall=wall,
@@ -125,41 +102,12 @@ def report(trace: Trace) -> Report:
         overlap=_overlap(_spans(target), _spans(draft)) / wall,
         pace=_pace(shares[0]),
         steps=dict(Counter(s.name for s in verifications)),
-        stops=sum(one.statistics.num_draft_stops for one in all_texts),
-        histogram=dict(sorted(histogram.items())),
         forwards=forwards,
         ratio=t_target / t_draft if t_draft and t_target else None,
         alternation=sum(s.seconds for s in target if s.kind == "busy") + _drafting(draft),
-        texts=all_texts,
         notes=_notes(trace, *shares),
         **_outcomes(draft),
     )
-
-
-def texts(trace: Trace) -> list[Text]:
-    """Of each request, in order of their start."""
-    watches = {each.args.get("request"): Stopwatch(each.start, each.start) for each in trace.requests}
-    submitted: set[Any] = set()
-    ends: dict[Any, dict[str, Any]] = {}
-    for one in (each for each in trace.target if each.name == "decide"):
-        event = one.args["event"]
-        if event["type"] == "Submit" and event["request"] in watches:
-            submitted.add(event["request"])
-            watch = watches[event["request"]]
-            watch.submitted = min(watch.submitted, one.start)
-        for request, provenance in committed(one.args):
-            if request in watches:
-                watches[request].committed(len(provenance), one.end)
-        ends |= {each["request"]: each for each in one.args.get("commands", ()) if each["type"] == "End"}
-    found = []
-    for whole in trace.requests:
-        number = whole.args.get("request")
-        end = ends.get(number, {}) if number in submitted else {}  # else its counts have more than was recorded
-        counts = msgspec.convert(end.get("counts", {}), Counts, str_keys=True)
-        prompt = whole.args.get("prompt_tokens", 0)
-        statistics = fold(counts, watches[number], Speeds(), prompt, end.get("window", 0))
-        found.append(Text(whole.name.removeprefix("request "), whole.method, statistics))
-    return found
 
 
 def _between(slices: Iterable[Slice], start: float, end: float) -> list[Slice]:
@@ -276,10 +224,6 @@ def _notes(trace: Trace, *shares: Worker | None) -> list[str]:
 
 # ---- as text, for tables ----
 
-_OF_TEXTS = ("tokens/s", "tokens a step", "first token", "of it in the queue", "ITL p50", "ITL p99", "window c")
-_FIGURES = [each for each in FIGURES if each.name in _OF_TEXTS]
-REQUEST_COLUMNS = ("request", "method", "prompt", "tokens", *_OF_TEXTS)
-
 
 def side_by_side(reports: Sequence[Report]) -> list[tuple[str, list[str]]]:
     """Each figure with its value in every run, "-" where a run has none."""
@@ -288,20 +232,11 @@ def side_by_side(reports: Sequence[Report]) -> list[tuple[str, list[str]]]:
     return [(name, [column.get(name, "-") for column in columns]) for name in names]
 
 
-def request_row(one: Text) -> list[str]:
-    """The values of `REQUEST_COLUMNS`."""
-    counts = str(one.statistics.num_prompt_tokens), str(one.statistics.num_generated_tokens)
-    return [one.request, one.method, *counts, *(each.text(one.statistics) or "-" for each in _FIGURES)]
-
-
 def _figures(r: Report) -> dict[str, str]:
     figures = {
         "wall": f"{r.wall:.3f} s, requests: {r.requests}",
         "tokens": f"{r.tokens}, {r.tokens_per_second:.2f} a second, prefill included",
     }
-    for each in _FIGURES:  # medians over the requests
-        if known := [value for one in r.texts if (value := each.value(one.statistics)) is not None]:
-            figures[each.name] = each.form.format(median(known))
     figures |= _worker_figures("target", r.target)
     if r.draft:
         figures |= _worker_figures("draft", r.draft)
@@ -311,12 +246,9 @@ def _figures(r: Report) -> dict[str, str]:
     if r.draft:
         fates = f"{r.accepted} accepted, {r.rejected} rejected, {r.discarded} never judged"
         figures["draft tokens"] = f"{r.drafted}: {fates}"
-        if r.stops:
-            figures["draft tokens"] += f"; a stop policy ended {r.stops} windows"
         if r.prepared:
             figures["draft tokens"] += f"; {r.prepared} prepared for other outcomes"
         figures["acceptance"] = f"{r.accepted / r.judged:.3f} of the judged" if r.judged else "-"
-        figures["accepted in a run"] = ", ".join(f"{k}: {n}" for k, n in r.histogram.items()) or "-"
         figures["ratio"] = f"{r.ratio:.2f}" if r.ratio else "-"
     for name, f in r.forwards.items():
         figures[f"forward: {name}"] = f"p50 {f.p50 * 1e3:.2f} ms, p99 {f.p99 * 1e3:.2f} ms, {f.count} of them"
