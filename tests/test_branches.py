@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
+from pearl.drafting.drawing import DrawStep
 from pearl.drafting.model import ModelProposer
 from pearl.drafting.step import Step
 from pearl.lab.simulate import Outcome, Timing
@@ -47,7 +48,8 @@ def test_a_foreseen_rejection_costs_no_window(idle: float | None, monkeypatch: p
 
     def launch(proposer: ModelProposer, command: Draft, after: Step | None = None) -> Step:
         step = real(proposer, command, after)
-        launched.append("hedge" if command.hedge else "chained" if after else type(step).__name__)
+        kind = "waited for" if isinstance(step, DrawStep) and step.following is None else "launched"
+        launched.append("hedge" if command.hedge else "chained" if after else kind)
         return step
 
     monkeypatch.setattr(ModelProposer, "launch", launch)
@@ -59,7 +61,7 @@ def test_a_foreseen_rejection_costs_no_window(idle: float | None, monkeypatch: p
     assert now["hedge"]
     assert before["chained"] > 0.8 * before.total() if idle else not before["chained"] + now["chained"]
     if idle == 1e6:
-        assert not now["GuessStep"], "at the look-ahead limit alone branches cost no chain"
+        assert not now["waited for"], "at the look-ahead limit alone branches cost no chain"
     else:
         assert bool(now["chained"]) == bool(idle), "where none is worth a wait it still chains"
         assert now.total() - now["hedge"] < 0.8 * before.total()

@@ -5,7 +5,6 @@ And guesses as published: what is copied, counted by enumeration, taken from dis
 
 import random
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -112,7 +111,8 @@ def test_the_next_text_is_guessed_from_the_last(tmp_path: Path) -> None:
     text = Generated((7, *range(10, 40)), 1)
     for store in (None, make(tmp_path / "store", [[1, 2]], 70)):
         habits = Habits()
-        first, second = (replay([text], store, 8, make=partial(text_index, habits=habits)) for _ in range(2))
+        make_index = lambda tokens, store, *_, habits=habits: text_index(tokens, store, habits)  # noqa: E731
+        first, second = (replay([text], store, 8, make=make_index) for _ in range(2))
         assert first.tokens_per_step == 1
         assert second.tokens_per_step > 4
         assert replay([text] * 2, store, 8).tokens_per_step == 1, "without habits nothing outlives a text"

@@ -250,8 +250,9 @@ def test_a_classifier_learns_what_can_be_learned_and_is_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known, out = learnable(), tmp_path / "it.disco"
-    monkeypatch.setattr("pearl.cli.distill._record", lambda *_, **__: known)
-    trained = ran("disco", "train", "some.txt", "--out", out)
+    monkeypatch.setattr("pearl.lab.experiments.texts.record_pair", lambda *_, **__: (known, []))
+    (tmp_path / "some.txt").write_text("a")
+    trained = ran("disco", "train", tmp_path / "some.txt", "--out", out)
     assert "for embedded-draft and embedded; trained on 540 tokens" in trained.output
     found = stops.train(known, timing_of(10.0, 50.0))
     assert found.classifier == read_classifier(out, "embedded", "embedded-draft"), "each time the same"

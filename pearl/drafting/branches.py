@@ -26,24 +26,14 @@ _LEAST_CHANCE = 0.005  # a continuation's next token that is less likely is not 
 Outcome = tuple[int, int]  # (position, token): the target commits this token there
 
 
-def see(
-    top: Shortlist,
-    position: int,
-    token: int,
-    half: DraftHalf,
-    is_root: bool = False,
-    confidence: float | None = None,
-) -> Seen:
+def see(top: Shortlist, position: int, token: int, half: DraftHalf, is_root: bool = False) -> Seen:
     """What a row's shortlist says about `token`, which was drawn from the row for `position`.
 
-    Args:
-        is_root: see `DraftHalf.likeliest`.
-        confidence: a stop policy's estimate that the target accepts the token, in place of the token's share.
+    `is_root`: see `DraftHalf.likeliest`.
     """
     likeliest, shares = half.likeliest(top, position, RIVALS + 1, is_root)
-    if confidence is None:
-        confidence = next((share for each, share in zip(likeliest, shares, strict=True) if each == token), 0.0)
-    return Seen(min(7, int(8 * confidence)), tuple(each for each in likeliest if each != token)[:RIVALS])
+    share = dict(zip(likeliest, shares, strict=True)).get(token, 0.0)
+    return Seen(min(7, int(8 * share)), tuple(each for each in likeliest if each != token)[:RIVALS])
 
 
 @dataclass(slots=True)

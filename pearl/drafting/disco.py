@@ -7,7 +7,6 @@ how it is trained: see `pearl.lab.experiments.stops`.
 
 from __future__ import annotations
 
-import json
 import os
 from math import exp
 from operator import mul
@@ -17,7 +16,6 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pearl.config import EngineConfig
-from pearl.document import parse_json
 from pearl.drafting.proposer import TOP, Features
 from pearl.errors import ConfigError
 
@@ -82,7 +80,7 @@ class Classifier(BaseModel):
         """Write the file atomically. Raises `ConfigError`."""
         building = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            building.write_text(json.dumps(self.model_dump()) + "\n")
+            building.write_text(self.model_dump_json() + "\n")
             building.replace(path)
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
@@ -93,15 +91,13 @@ class Classifier(BaseModel):
 def read_classifier(path: Path, target: str, draft: str) -> Classifier:
     """Read the classifier of this pair. Raises `ConfigError` for a damaged file or another pair's."""
     try:
-        found = Classifier.model_validate_json(json.dumps(parse_json(path.read_text(encoding="utf-8"))))
+        found = Classifier.model_validate_json(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"cannot read the classifier {path}: {error.strerror}") from None
     except ValidationError as error:
         first = error.errors()[0]
         why = f"{'.'.join(map(str, first['loc'])) or 'contents'}: {first['msg']}"
         raise ConfigError(f"{path} is no classifier that pearl disco train has made: {why}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is no classifier that pearl disco train has made: {error}") from None
     for role, own, wanted in (("target", found.target, target), ("draft", found.draft, draft)):
         if not _same(own, wanted):
             raise ConfigError(

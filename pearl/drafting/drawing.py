@@ -1,8 +1,8 @@
-"""Steps that draw: the text's next token without waiting for the device, or as many as were guessed right; branches."""
+"""Steps that draw: the text's next token, or as many as were guessed right; branches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 
 import torch
@@ -14,69 +14,18 @@ from pearl.errors import NumericalError
 from pearl.models.runner import Feed
 from pearl.protocol.events import Draft, Drafted
 from pearl.protocol.foresight import Seen
+from pearl.protocol.proposals import Proposal
 from pearl.protocol.window import worthwhile
 
 
 class DrawStep(Step):
-    """Draws one token, without waiting for what a device has not computed yet.
+    """Draws the next token, and position after position while each draw is what was guessed; continues branches.
+
+    A chained forward without guesses and branches is not waited for: `collect` reads its draw.
 
     Args:
         tokens: to feed: ids, or the token that the step before draws on the device.
-    """
-
-    def __init__(self, model: DraftModel, text: Text, command: Draft, tokens: Sequence[int] | torch.Tensor) -> None:
-        super().__init__(model, text, command, [Feed(tokens, 1, text.slot, prompt=command.prompt)])
-        is_known = not isinstance(tokens, torch.Tensor)
-        self._is_root = is_known and text.last_drawn != (self.end - 1, command.tokens[-1])
-        self._features: torch.Tensor | None = None
-        self._top: torch.Tensor | None = None
-
-    def draw(self, logits: Sequence[torch.Tensor]) -> None:
-        row, text = self.model.fit(logits[0][0]), self.text
-        if text.shaper is not None:
-            row = text.shaper.shape(row)
-        ((draw, self._probs),) = text.half.draft([row], [self.end])
-        if text.window is not None:
-            self._features = self._launched(shape_of(row, draw[1:]))
-        if text.ranks or text.branches is not None:
-            self._top = self._launched(shortlist(row))
-        if self.model.chains:
-            # If logits are not finite the draw may be any number, and a wrong id would abort the process.
-            self.following = draw[1:].long().clamp_(0, self.model.runner.vocab_size - 1)
-        self._draw = self._launched(draw)
-
-    def _launched(self, values: torch.Tensor) -> torch.Tensor:
-        return values.to("cpu", non_blocking=True) if self.model.chains else values
-
-    def collect(self) -> Drafted:
-        token, text, is_paused, confidence = read_draw(self._draw), self.text, False, None
-        text.last_drawn = self.end, token
-        if self.following is not None and text.index is not None:  # the next forward may be out without this token
-            text.index.cut(self.end)
-            text.index.extend([token])
-        if self._features is not None:
-            assert text.window is not None
-            features = self._features.tolist()
-            confidence = text.window.confidence(self.end, features)
-            is_paused = text.window.stops(self.end, token, features)
-            if is_paused and text.withholds:
-                return Drafted(paused=True)
-        seen: tuple[Seen, ...] = ()
-        if self._top is not None:
-            (top,) = read_shortlist(self._top)
-            seen = (see(top, self.end, token, text.half, self._is_root, confidence),)
-            if text.branches is not None:
-                text.branches.add_drafted(self.end, token, seen[0])
-        rows = () if self._probs is None else (self._probs,)
-        return Drafted((token,), rows=rows, paused=is_paused, seen=seen if text.ranks else ())
-
-
-class GuessStep(Step):
-    """Draws position after position while each draw is what was guessed; continues branches beside that.
-
-    Args:
-        tokens: to feed before the guesses.
-        guesses: of the tokens that this model draws, a chain.
+        guesses: of the tokens that this model draws, a chain behind `tokens`.
         continued: branches to continue in the same forward.
     """
 
@@ -85,61 +34,90 @@ class GuessStep(Step):
         model: DraftModel,
         text: Text,
         command: Draft,
-        tokens: Sequence[int],
-        guesses: Sequence[int],
-        continued: Sequence[Branch],
+        tokens: Sequence[int] | torch.Tensor,
+        guesses: Sequence[int] = (),
+        continued: Sequence[Branch] = (),
     ) -> None:
-        own = Feed([*model.known(tokens), *guesses], 1 + len(guesses), text.slot, prompt=command.prompt)
-        feeds = [own, *(Feed(model.known([branch.unfed]), 1, branch.slot) for branch in continued)]
+        fed = tokens if isinstance(tokens, torch.Tensor) else [*model.known(tokens), *guesses]
+        feeds = [Feed(fed, 1 + len(guesses), text.slot, prompt=command.prompt)]
+        feeds += [Feed(model.known([branch.unfed]), 1, branch.slot) for branch in continued]
         super().__init__(model, text, command, feeds)
+        self._is_root = fed is not tokens and text.last_drawn != (self.end - 1, command.tokens[-1])
+        self._is_ranked = text.branches is not None or text.ranks
         self._guesses, self._continued = guesses, continued
-
-    def draw(self, logits: Sequence[torch.Tensor]) -> None:
-        text, branches = self.text, self.text.branches
-        is_root = text.last_drawn != (self.end - 1, self.command.tokens[-1])
         self._drafted: list[Row] = []
         self._seen: list[Seen] = []
         self._is_paused = False
-        for i, row in enumerate(self._rows(logits)):
-            token, confidence = read_draw(row.draw), None
-            if text.window is not None:
-                features = row.features
-                confidence = None if row.top is None else text.window.confidence(row.position, features)
-                self._is_paused = text.window.stops(row.position, token, features)
-            self._drafted.append(row)
-            if row.top is not None:
-                self._seen.append(see(row.top, row.position, token, text.half, is_root and i == 0, confidence))
-            if branches is not None:
-                branches.add_drafted(row.position, token, self._seen[-1])
-            if self._is_paused or (i < len(self._guesses) and token != self._guesses[i]):
-                break
-        text.last_drawn = self._drafted[-1].position, token
+        self._proposals: tuple[Proposal, ...] = ()
+
+    def draw(self, logits: Sequence[torch.Tensor]) -> None:
+        if self.model.chains and not self._guesses and not self._continued:
+            self._launch(*self._own(logits))
+            return
+        self._take(self._rows(logits))
         if self._guesses:
-            self.model.runner.rollback(self.end + len(self._drafted) - 1, text.slot)
-        self._proposals = () if branches is None else branches.proposals
+            self.model.runner.rollback(self.end + len(self._drafted) - 1, self.text.slot)
+        if self.text.branches is not None:
+            self._proposals = self.text.branches.proposals
+
+    def _own(self, logits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The rows [vocab] of the text's feed."""
+        own, shaper = [self.model.fit(row) for row in logits[0]], self.text.shaper
+        return own if shaper is None else [shaper.shape(row) for row in own]  # one: shaped texts have no guesses
+
+    def _launch(self, row: torch.Tensor) -> None:
+        text = self.text
+        ((draw, self._probs),) = text.half.draft([row], [self.end])
+        self._shape = None if text.window is None else shape_of(row, draw[1:]).to("cpu", non_blocking=True)
+        self._top = shortlist(row).to("cpu", non_blocking=True) if self._is_ranked else None
+        self._draw = draw.to("cpu", non_blocking=True)
+        # If logits are not finite the draw may be any number, and a wrong id would abort the process.
+        self.following = draw[1:].long().clamp_(0, self.model.runner.vocab_size - 1)
 
     def _rows(self, logits: Sequence[torch.Tensor]) -> Iterator[Row]:
         """The rows of the text's feed with their draws; those of branches are drawn and taken in before the first."""
-        own, others = [self.model.fit(row) for row in logits[0]], [self.model.fit(row) for (row,) in logits[1:]]
+        own, others = self._own(logits), [self.model.fit(row) for (row,) in logits[1:]]
         ends = [branch.end for branch in self._continued]
         count = len(own) if self.model.at_once else 1
-        is_ranked = self.text.branches is not None or self.text.ranks
         positions = range(self.end, self.end + len(own))
-        rows = draw_rows(self.text.half, [*others, *own[:count]], [*ends, *positions[:count]], is_ranked)
+        rows = draw_rows(self.text, [*others, *own[:count]], [*ends, *positions[:count]], self._is_ranked)
         extend_branches(self.text, self._continued, rows[: len(others)])
         yield from rows[len(others) :]
         for row, position in zip(own[count:], positions[count:], strict=True):
-            yield from draw_rows(self.text.half, [row], [position], is_ranked)
+            yield from draw_rows(self.text, [row], [position], self._is_ranked)
+
+    def _take(self, rows: Iterable[Row]) -> None:
+        """Take in the drawn tokens up to the first that was guessed otherwise, or where the window ends."""
+        text = self.text
+        for i, row in enumerate(rows):
+            token = read_draw(row.draw)
+            if text.window is not None and row.shape is not None:
+                self._is_paused = text.window.stops(row.position, token, row.shape.tolist())
+            self._drafted.append(row)
+            if row.top is not None:
+                self._seen.append(see(row.top, row.position, token, text.half, self._is_root and i == 0))
+            if text.branches is not None:
+                text.branches.add_drafted(row.position, token, self._seen[-1])
+            if self._is_paused or (i < len(self._guesses) and token != self._guesses[i]):
+                break
+        text.last_drawn = row.position, token
 
     def collect(self) -> Drafted:
-        proposed = self._drafted[: len(self._drafted) - (self._is_paused and self.text.withholds)]
+        text = self.text
+        if self.following is not None:
+            (top,) = [None] if self._top is None else read_shortlist(self._top)
+            self._take([Row(self.end, top, self._draw, self._probs, self._shape)])
+            if text.index is not None:  # the next forward may be out without this token
+                text.index.cut(self.end)
+                text.index.extend([read_draw(self._draw)])
+        proposed = self._drafted[: len(self._drafted) - (self._is_paused and text.withholds)]
         return Drafted(
             tuple(read_draw(row.draw) for row in proposed),
             rows=tuple(row.probs for row in proposed if row.probs is not None),
             cached=len(self._drafted) - 1,
             paused=self._is_paused,
             branches=self._proposals,
-            seen=tuple(self._seen) if self.text.ranks else (),
+            seen=tuple(self._seen) if text.ranks else (),
         )
 
 
@@ -173,7 +151,7 @@ class BranchStep(Step):
             branches.see_bonus(self.end, self.text.half, self.model.fit(logits[0][0]))
         rows = [self.model.fit(row) for (row,) in logits[self._has_own :]]
         ends = [branch.end for branch in self._continued]
-        extend_branches(self.text, self._continued, draw_rows(self.text.half, rows, ends, is_ranked=True))
+        extend_branches(self.text, self._continued, draw_rows(self.text, rows, ends, is_ranked=True))
 
     def collect(self) -> Drafted:
         branches = self.text.branches
@@ -189,9 +167,8 @@ def extend_branches(text: Text, branches: Sequence[Branch], rows: Sequence[Row])
         except NumericalError:
             text.branches.end(branch)
             continue
-        confidence = None if text.window is None else text.window.confidence(row.position, row.features)
         assert row.top is not None
-        branch.seen.append(see(row.top, row.position, token, text.half, confidence=confidence))
+        branch.seen.append(see(row.top, row.position, token, text.half))
         branch.tokens.append(token)
         branch.rows += [] if row.probs is None else [row.probs]
 
@@ -213,9 +190,7 @@ def plan_draw(model: DraftModel, text: Text, command: Draft, beside: int, sharin
     guesses, continued = model.known(guesses[: chosen.count(None)]), list[Branch]()
     if branches is not None:
         continued = branches.make([after for after in chosen if after is not None], text.slot)
-    if guesses or continued or (not model.chains and (branches is not None or text.ranks)):
-        return GuessStep(model, text, command, tokens, guesses, continued)
-    return DrawStep(model, text, command, model.known(tokens))
+    return DrawStep(model, text, command, tokens, guesses, continued)
 
 
 def choose(

@@ -102,16 +102,12 @@ class Features:
 class StopPolicy(Protocol):
     """Where one request's draft ends a window before its bound. See `pearl.drafting.stops`.
 
-    A subclass without an opinion about single tokens, or that learns nothing from a window, leaves those methods out.
+    A subclass that learns nothing from a window leaves `end_window` out.
     """
 
     def stop(self, features: Features) -> bool:
         """Whether the window ends behind this token."""
         ...
-
-    def confidence(self, features: Features) -> float | None:
-        """Probability that the target accepts this token; None: the policy has no estimate."""
-        return None
 
     def end_window(self, accepted: int) -> None:
         """Learn that a window is over, and that its first `accepted` tokens were accepted."""

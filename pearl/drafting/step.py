@@ -1,7 +1,7 @@
 """What drafting steps share: the draft model, one request's text, rows and draws, and a step from feeds to proposals.
 
-A step is one request's share of a forward: in `drawing` `DrawStep` and `GuessStep` draw the text's next tokens and
-`BranchStep` continues other outcomes; `beams.LevelStep` searches for a block.
+A step is one request's share of a forward: in `drawing` `DrawStep` draws the text's next tokens and `BranchStep`
+continues other outcomes; `beams.LevelStep` searches for a block.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pearl.decoding.rules import DraftHalf
 from pearl.decoding.sampling import Shortlist, on_host, read_shortlist, shortlist
 from pearl.decoding.shaping import Shaper
 from pearl.drafting.branches import Branches
@@ -162,37 +161,34 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Logits [vocab] of a forward, and what was drawn from them for a position.
+    """What was drawn for a position from logits [vocab] of a forward.
 
     Attributes:
         top: the logits' shortlist; None where it was not asked for.
         draw: on the host.
         probs: what the target needs to judge the token, see `DraftHalf`.
+        shape: see `shape_of`; None for a text without a stop policy.
     """
 
-    logits: torch.Tensor
     position: int
     top: Shortlist | None
     draw: torch.Tensor
     probs: torch.Tensor | None
-
-    @property
-    def features(self) -> list[float]:
-        return shape_of(self.logits, self.draw[1:].to(self.logits.device)).tolist()
+    shape: torch.Tensor | None
 
 
-def draw_rows(half: DraftHalf, rows: Sequence[torch.Tensor], positions: Sequence[int], is_ranked: bool) -> list[Row]:
+def draw_rows(text: Text, rows: Sequence[torch.Tensor], positions: Sequence[int], is_ranked: bool) -> list[Row]:
     """Draw for `positions` from rows [vocab]; waits for a device once, and once more for shortlists if `is_ranked`."""
     if not rows:
         return []
     tops = read_shortlist(*map(shortlist, rows)) if is_ranked else []
     known: Sequence[Shortlist | None] = tops or [None] * len(rows)
-    drafted = half.draft(rows, positions, tops)
-    draws = on_host([draw for draw, _ in drafted])
-    return [
-        Row(logits, position, top, draw, probs)
-        for logits, position, top, draw, (_, probs) in zip(rows, positions, known, draws, drafted, strict=True)
+    drafted = text.half.draft(rows, positions, tops)
+    draws, probs = on_host([draw for draw, _ in drafted]), [each for _, each in drafted]
+    shapes = [
+        None if text.window is None else shape_of(row, draw[1:]) for row, (draw, _) in zip(rows, drafted, strict=True)
     ]
+    return [Row(*each) for each in zip(positions, known, draws, probs, shapes, strict=True)]
 
 
 def shape_of(row: torch.Tensor, token: torch.Tensor) -> torch.Tensor:

@@ -49,10 +49,8 @@ class Doubtful(StopPolicy):
         self._classifier = classifier
 
     def stop(self, features: Features) -> bool:
-        return features.index + 1 >= self._classifier.cap or self.confidence(features) <= self._classifier.threshold
-
-    def confidence(self, features: Features) -> float:
-        return self._classifier.confidence(features)
+        classifier = self._classifier
+        return features.index + 1 >= classifier.cap or classifier.confidence(features) <= classifier.threshold
 
 
 def make_policy(command: Open, classifier: Classifier | None = None) -> StopPolicy | None:
@@ -115,13 +113,6 @@ class StopWindow:
         index = position - self._start
         del self._own[index:]
         self._own.append(token)
-        self._is_stopped = self.policy.stop(self._features(position, row))
-        return self._is_stopped
-
-    def confidence(self, position: int, row: Sequence[float]) -> float | None:
-        """Probability that the target accepts a token for `position`; None: the policy has no estimate."""
-        return self.policy.confidence(self._features(position, row))
-
-    def _features(self, position: int, row: Sequence[float]) -> Features:
         *top, entropy, chosen = row
-        return Features(tuple(top), entropy, chosen, max(0, position - self._start), position - self._origin)
+        self._is_stopped = self.policy.stop(Features(tuple(top), entropy, chosen, index, position - self._origin))
+        return self._is_stopped

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.guesser import Guesser, text_index
 from pearl.drafting.ngram import Candidate, NgramIndex, anchored, guess_tree
+from pearl.drafting.published import MakeIndex
 from pearl.protocol.messages import Source
 from pearl.protocol.window import worthwhile
 
 Seconds = Callable[[int], float]  # of a forward, by tokens fed
-MakeIndex = Callable[[Sequence[int], Datastore | None], NgramIndex]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class _StoreOnly(Guesser):
         return self._store.candidates(position)
 
 
-def store_alone(tokens: Sequence[int], store: Datastore | None) -> NgramIndex:
+def store_alone(tokens: Sequence[int], store: Datastore | None, *_: object) -> NgramIndex:
     return _StoreOnly(tokens, store)
 
 
@@ -84,7 +84,7 @@ def replay(
     """
     total = Replayed()
     for text in texts:
-        index = make(text.tokens[: text.start], store)
+        index = make(text.tokens[: text.start], store, None, None)
         committed, end = text.start + 1, len(text.tokens)
         while committed < end:
             index.extend(text.tokens[len(index) : committed])

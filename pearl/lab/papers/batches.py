@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.drafting.datastore import Datastore
-from pearl.drafting.ngram import NgramIndex
+from pearl.drafting.guesser import text_index
+from pearl.drafting.published import INDEXES
 from pearl.engine import Engine
 from pearl.lab import Watcher
-from pearl.lab.experiments.guessing import Generated, MakeIndex, replay
+from pearl.lab.experiments.guessing import Generated, replay
 from pearl.lab.experiments.texts import answers
 from pearl.lab.papers.figures import Figure, Table
 from pearl.lab.papers.sssd import SIZES, measure_times
@@ -33,34 +31,24 @@ _FEEDS = (*SIZES, 64)
 _FREE = 1.1  # a forward is free up to this multiple of that of one token
 
 
-@dataclass(frozen=True)
-class Roofline:
-    """A device and a dense model in 16 bits; an operation takes what it computes or what it reads, if that is more.
+# The paper's device and model, an Ascend 910B4 and Llama 2 7B in 16 bits, which has no grouped heads.
+_FLOPS, _BANDWIDTH = 280e12, 0.8e12  # a second
+_WIDTH, _LAYERS, _WEIGHTS = 4096, 32, 6.6e9
 
-    Attributes:
-        flops, bandwidth: a second.
-        width, layers, weights: of the model; it has no grouped heads.
+
+def free_in_theory(batch: int) -> float:
+    """Tokens of a sequence, its last one included, up to which a product of width by width costs no more there."""
+    return 1 / (_BANDWIDTH / _FLOPS - 2 / _WIDTH) / batch
+
+
+def roofline_seconds(batch: int, fed: int, context: int) -> float:
+    """Time there of a forward that feeds `fed` tokens to each of `batch` sequences, each with `context` tokens cached.
+
+    An operation takes what it computes or what it reads, if that is more.
     """
-
-    flops: float = 280e12
-    bandwidth: float = 0.8e12
-    width: int = 4096
-    layers: int = 32
-    weights: float = 6.6e9
-
-    def free(self, batch: int) -> float:
-        """Tokens of a sequence, its last one included, up to which a product of width by width costs no more."""
-        return 1 / (self.bandwidth / self.flops - 2 / self.width) / batch
-
-    def seconds(self, batch: int, fed: int, context: int) -> float:
-        """Time of a forward that feeds `fed` tokens to each of `batch` sequences, each with `context` tokens cached."""
-        rows = batch * fed
-        products = max(2 * self.weights * rows / self.flops, 2 * self.weights / self.bandwidth)
-        pairs = context * self.width * self.layers * batch
-        return products + max(4 * pairs * fed / self.flops, 4 * pairs / self.bandwidth)
-
-
-PAPER = Roofline()  # Llama 2 7B on an Ascend 910B4
+    products = max(2 * _WEIGHTS * batch * fed / _FLOPS, 2 * _WEIGHTS / _BANDWIDTH)
+    pairs = context * _WIDTH * _LAYERS * batch
+    return products + max(4 * pairs * fed / _FLOPS, 4 * pairs / _BANDWIDTH)
 
 
 def free_tokens(target: ModelRunner, watcher: Watcher, most: int) -> Table:
@@ -73,7 +61,7 @@ def free_tokens(target: ModelRunner, watcher: Watcher, most: int) -> Table:
         seconds = measure_times(target, watcher, _FEEDS, context)
         measured[context] = max(fed for fed in range(1, max(_FEEDS) + 1) if seconds(fed) <= _FREE * seconds(1))
     rows = [
-        [str(batch), f"{PAPER.free(batch):.1f}", *(f"{free / batch:.1f}" for free in measured.values())]
+        [str(batch), f"{free_in_theory(batch):.1f}", *(f"{free / batch:.1f}" for free in measured.values())]
         for batch in BATCHES
     ]
     columns = ("batch", "theirs\n(closed form)", *(f"ours, {context}\nin the cache" for context in measured))
@@ -85,8 +73,8 @@ def roofline_speedups(steps: Mapping[int, float]) -> tuple[Table, Figure]:
     """Times as fast as without guesses on the paper's device, at the best s. `steps`: tokens a step by s, of ours."""
 
     def best(batch: int, context: int) -> tuple[float, int]:
-        alone = PAPER.seconds(batch, 1, context)
-        return max((tokens * alone / PAPER.seconds(batch, s, context), s) for s, tokens in steps.items())
+        alone = roofline_seconds(batch, 1, context)
+        return max((tokens * alone / roofline_seconds(batch, s, context), s) for s, tokens in steps.items())
 
     found = {context: [(batch, *best(batch, context)) for batch in BATCHES] for context in _LENGTHS}
     rows = [
@@ -161,15 +149,8 @@ def long_prompts(
 
 def baselines(texts: Sequence[Generated], store: Datastore | None) -> tuple[Table, Figure]:
     """Tokens a step by s, of the guesses of other papers and ours (figure 4)."""
-    from pearl.drafting.guesser import text_index
-    from pearl.drafting.published import INDEXES
-
-    def made(prompt: Sequence[int], known: Datastore | None, *, make: Any) -> NgramIndex:
-        index: NgramIndex = make(prompt, known, None, None)
-        return index
-
     names = [name for name in ("pld", "llma", "rest", "sssd") if name != "rest" or store is not None]
-    makes: dict[str, MakeIndex] = {name: partial(made, make=INDEXES[name]) for name in names} | {"ngram": text_index}
+    makes = {name: INDEXES[name] for name in names} | {"ngram": text_index}
     found = {
         name: [(s, replay(texts, store, s - 1, make=make).tokens_per_step) for s in SIZES]
         for name, make in makes.items()
