@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from math import ceil, sqrt
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -129,24 +130,16 @@ class Figure:
     """A figure as summary and chat print it.
 
     Attributes:
-        of: the field of `Statistics`, or what computes it; None: there is none.
-        scale: what a field's value is multiplied by.
+        value: its value, None where there is none.
         is_brief: the line below a reply of the chat has it.
     """
 
     name: str
-    of: str | Callable[[Statistics], Any]
+    value: Callable[[Statistics], Any]
     form: str
     is_brief: bool = False
-    scale: float = 1
 
-    def value(self, one: Any) -> Any:
-        if not isinstance(self.of, str):
-            return self.of(one)
-        value = getattr(one, self.of)
-        return None if value is None else value * self.scale
-
-    def text(self, one: Any) -> str | None:
+    def text(self, one: Statistics) -> str | None:
         return None if (value := self.value(one)) is None else self.form.format(value)
 
 
@@ -158,22 +151,26 @@ def _share(s: Statistics, seconds: float) -> float | None:
     return min(1.0, seconds / s.seconds) if s.seconds else None
 
 
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds
+
+
 def _siblings(s: Statistics) -> str | None:
     return f"{s.guessed_by_source.get('runner-up', 0)} of {s.num_siblings}" if s.num_siblings else None
 
 
 FIGURES = (
-    Figure("tokens/s", "tokens_per_second", "{:.1f}", True),
-    Figure("tokens a step", "tokens_per_step", "{:.2f}", True),
-    Figure("times the target alone", "speedup", "{:.2f}", True),
-    Figure("first token", "seconds_to_first_token", "{:.2f} s"),
-    Figure("of it in the queue", "queue_seconds", "{:.2f} s"),
+    Figure("tokens/s", attrgetter("tokens_per_second"), "{:.1f}", True),
+    Figure("tokens a step", attrgetter("tokens_per_step"), "{:.2f}", True),
+    Figure("times the target alone", attrgetter("speedup"), "{:.2f}", True),
+    Figure("first token", attrgetter("seconds_to_first_token"), "{:.2f} s"),
+    Figure("of it in the queue", attrgetter("queue_seconds"), "{:.2f} s"),
     Figure("next tokens (TPOT)", lambda s: s.tokens_per_second and 1e3 / s.tokens_per_second, "{:.1f} ms"),
-    Figure("ITL p50", "itl_p50", "{:.0f} ms", scale=1e3),
-    Figure("ITL p99", "itl_p99", "{:.0f} ms", scale=1e3),
-    Figure("accepted of judged", "acceptance_rate", "{:.0%}"),
-    Figure("accepted of drafted", "draft_acceptance_rate", "{:.0%}"),
-    Figure("tokens per run", "mean_run_length", "{:.1f}"),
+    Figure("ITL p50", lambda s: _milliseconds(s.itl_p50), "{:.0f} ms"),
+    Figure("ITL p99", lambda s: _milliseconds(s.itl_p99), "{:.0f} ms"),
+    Figure("accepted of judged", attrgetter("acceptance_rate"), "{:.0%}"),
+    Figure("accepted of drafted", attrgetter("draft_acceptance_rate"), "{:.0%}"),
+    Figure("tokens per run", attrgetter("mean_run_length"), "{:.1f}"),
     Figure("guessed", lambda s: s.provenance.get("guessed"), "{} tokens"),
     Figure("runners-up", _siblings, "{} fed"),
     Figure("ways", lambda s: ", ".join(f"{way} {count}" for way, count in s.ways.items()) or None, "{}"),

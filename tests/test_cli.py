@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from pearl.cli import chat, cli, generate, listed_commands, main
 from pearl.config import SECTIONS, DecodingConfig, SamplingParams
 from pearl.engine import Engine, preflight
-from pearl.lab.distill.prompts import read_prompts
+from pearl.lab.distill.prompts import read_turns
 from pearl.spec.methods import METHODS
 from scripts import faulty
 from tests.conftest import BOUND, TOY, output, wanted
@@ -219,7 +219,7 @@ def test_no_input_has_a_byte_order_mark_or_a_carriage_return(monkeypatch: pytest
     _pipe(monkeypatch, b"\xef\xbb\xbfTwo\r\nlines")
     assert generate._prompt(None, False) == "Two\r\nlines"
     (tmp_path / "it.txt").write_bytes(b"\xef\xbb\xbfHello")
-    assert read_prompts(tmp_path / "it.txt") == ["Hello"]
+    assert read_turns(tmp_path / "it.txt") == [("Hello",)]
     heard: list[str] = []
     _pipe(monkeypatch, b"\xef\xbb\xbf12\r\n34")
     monkeypatch.setattr(chat.Chat, "answer", lambda self, message: heard.append(message))

@@ -19,14 +19,13 @@ from pearl.lab.experiments.estimate import Estimate, bootstrap
 from pearl.lab.experiments.workload import independent, run
 from pearl.lab.papers import chains as theory
 from pearl.lab.papers import emulate, energy, lengths
-from pearl.lab.papers.batches import PAPER, roofline_speedups
+from pearl.lab.papers.batches import free_in_theory, roofline_seconds, roofline_speedups
 from pearl.lab.papers.chains import Chains
 from pearl.lab.papers.pearl import OTHERS, TABLES, Pair, cells_of, pairs
 from pearl.lab.papers.studies import COLUMNS, STUDIES, in_words, run_study
 from pearl.lab.simulate import Timing
 from pearl.lab.theory import (
     acceptance_of,
-    geometric,
     sd_improvement,
     sd_tokens_per_step,
 )
@@ -262,8 +261,8 @@ def test_oracle_lengths_and_forwards() -> None:
 
 
 def test_the_roofline_has_the_papers_free_tokens() -> None:
-    assert [round(PAPER.free(batch), 1) for batch in (8, 16, 32, 64)] == [52.8, 26.4, 13.2, 6.6]
-    assert PAPER.seconds(1, 16, 500) == pytest.approx(PAPER.seconds(1, 1, 500)), "free at batch 1"
+    assert [round(free_in_theory(batch), 1) for batch in (8, 16, 32, 64)] == [52.8, 26.4, 13.2, 6.6]
+    assert roofline_seconds(1, 16, 500) == pytest.approx(roofline_seconds(1, 1, 500)), "free at batch 1"
     table, figure = roofline_speedups({1: 1.0, 8: 2.0, 32: 2.4})
     for points in figure.lines.values():
         assert points[0][1] == pytest.approx(2.4, abs=0.01)
@@ -323,7 +322,7 @@ def pearl_tokens_per_step(a: float, c: int) -> float:
     post to post with a^c; the rest leads to pre. Source: the Markov chain of these two phases.
     """
     post = a / (1 + a - a**c)  # stationary share of post-verify steps
-    return 1 - post + post * geometric(a, c)
+    return 1 - post + post * sd_tokens_per_step(a, c - 1)
 
 
 def pearl_improvement(a: float, window: int, ratio: float) -> float:
@@ -352,7 +351,7 @@ def no_pre_verify_improvement(a: float, window: int, ratio: float) -> float:
     if a == 1:
         return window / (1 + late)
     again = a ** (window + 1) / (1 - a**window)  # steps of a renewal after its first
-    tokens = geometric(a, window + 1) + again * geometric(a, window)
+    tokens = sd_tokens_per_step(a, window) + again * sd_tokens_per_step(a, window - 1)
     seconds = window / ratio + 1 + late * a ** (window + 1) + again * (1 + late * a**window)
     return tokens / seconds
 
@@ -362,7 +361,7 @@ def no_post_verify_improvement(a: float, window: int, ratio: float) -> float:
 
     If that accepts, the target waits until the window is full, verifies the rest and draws a bonus token.
     """
-    tokens = 1 + a * geometric(a, window)
+    tokens = 1 + a * sd_tokens_per_step(a, window - 1)
     return tokens / (1 - a + a * (max(window / ratio, 1.0) + 1))
 
 

@@ -61,14 +61,13 @@ SHARES: dict[str, tuple[RequestOptions, dict[str, Any], dict[str, float]]] = {
             "draft.busy": 4 / 9,
             "draft.waits.verdict": 5 / 9,
             "overlap": 0,
-            "pace.draft works": 4 / 9,
             "alternation / wall": 1,
         },
     ),
     "a slow draft sets the pace": (
         PEARL_5,
         {"t_target": 2.0},
-        {"target.busy": 0.4, "pace.draft works": 0.6, "draft.busy": 1, "overlap": 0.4},
+        {"target.busy": 0.4, "target.wait": 0.6, "draft.busy": 1, "overlap": 0.4},
     ),
     "a round of sd with messages under way: 4 + 0.5 + 5 + 0.5": (
         SD_4,
@@ -79,7 +78,6 @@ SHARES: dict[str, tuple[RequestOptions, dict[str, Any], dict[str, float]]] = {
             "target.waits.draft tokens": 4.5 / 10,
             "draft.busy": 4 / 10,
             "draft.waits.transport": 0.5 / 10,
-            "pace.message on its way": 0.5 / 10,
         },
     ),
     "a row is held where a forward ends before the token that it judges is there": (

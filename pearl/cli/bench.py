@@ -20,7 +20,7 @@ from pearl.cli.tables import Bars, Column, print_columns, print_table, shown
 from pearl.config import DecodingConfig, Settings
 from pearl.errors import ConfigError
 from pearl.lab.bench.machine import Conditions
-from pearl.lab.distill.prompts import read_prompts
+from pearl.lab.distill.prompts import read_turns
 from pearl.lab.experiments.estimate import Estimate
 from pearl.printable import log_to_stderr
 
@@ -327,7 +327,7 @@ def check_bits(settings: Settings, prompts: Path | None, limit: int, kill: bool,
     params = settings.sampling.with_seed()
     length = {"max_tokens": params.max_tokens or _CHECKED, "stop": ()}  # the reference knows no stop strings
     params = params.model_copy(update=length | {"temperature": params.temperature or 1.0})
-    asked: list[Prompt] = [*(read_prompts(prompts, limit) if prompts else PROMPTS[:limit])]
+    asked: list[Prompt] = [turns[0] for turns in read_turns(prompts, limit)] if prompts else [*PROMPTS[:limit]]
     config = settings.engine.model_copy(update={"log_level": "error", "draft_restarts": 10_000})
     findings: list[Finding] = []
     with Bars() as bars:

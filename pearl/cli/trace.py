@@ -37,7 +37,7 @@ def trace() -> None:
 @_FILE
 @_JSON
 def report(file: Path, as_json: bool) -> None:
-    """Work, waits by cause, overlap and pace of the run in FILE."""
+    """Work, waits by cause and overlap of the run in FILE."""
     found = _report(file)
     if as_json:
         write_json(STDOUT, found)

@@ -7,28 +7,17 @@ acceptance rate of a draft token; times are in any one unit.
 from __future__ import annotations
 
 
-def geometric(a: float, n: int) -> float:
-    """1 + a + ... + a**(n-1)."""
-    return float(n) if a == 1 else (1 - a**n) / (1 - a)
-
-
-# ---- speculative decoding ----
-
-
 def sd_tokens_per_step(a: float, gamma: int) -> float:
     """Committed tokens per target forward that verifies `gamma` draft tokens, correction or bonus included.
 
     Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding", equation 1.
     """
-    return geometric(a, gamma + 1)
+    return gamma + 1.0 if a == 1 else (1 - a ** (gamma + 1)) / (1 - a)
 
 
 def sd_improvement(a: float, gamma: int, cost: float) -> float:
     """Speed-up over the target alone; `cost`: t_draft / t_target. Source: Leviathan et al., theorem 3.8."""
     return sd_tokens_per_step(a, gamma) / (gamma * cost + 1)
-
-
-# ---- PEARL ----
 
 
 def acceptance_of(mean_accepted: float) -> float:

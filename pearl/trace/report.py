@@ -14,9 +14,6 @@ from statistics import median, quantiles
 
 from pearl.trace.chrome import committed, incident, lacks_draft
 from pearl.trace.reading import FORWARDS, VERIFICATIONS, Slice, Trace
-from pearl.trace.recorder import DRAFT, HELD_ROW, TRANSPORT
-
-_OF_DRAFT = (DRAFT, HELD_ROW)  # causes of waits of the target that count as waiting for the draft
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,6 @@ class Report:
     Attributes:
         wall: from the start of the first request to the end of the last, idle time in between included.
         overlap: share of the time in which both models were running a forward.
-        pace: shares of the time that the target worked, waited for the draft's work, for a message in transit, or for
-            a consumer. Together with its communication and `uncovered` time they add up to 1.
         steps: number of verification forwards, by kind.
         drafted: draft tokens, of which `judged` were `accepted` or `rejected`, and the rest `discarded`.
         prepared: tokens drafted in branches. If the branch's outcome came and they were judged, `drafted` counts them
@@ -67,7 +62,6 @@ class Report:
     target: Worker
     draft: Worker | None
     overlap: float
-    pace: dict[str, float]
     steps: dict[str, int]
     drafted: int
     judged: int
@@ -100,7 +94,6 @@ def report(trace: Trace) -> Report:
         target=shares[0],
         draft=shares[1],
         overlap=_overlap(_spans(target), _spans(draft)) / wall,
-        pace=_pace(shares[0]),
         steps=dict(Counter(s.name for s in verifications)),
         forwards=forwards,
         ratio=t_target / t_draft if t_draft and t_target else None,
@@ -132,16 +125,6 @@ def _worker(slices: Sequence[Slice], wall: float) -> Worker:
         waits=dict(shares["wait"].most_common()),
         work=dict(shares["busy"].most_common()),
     )
-
-
-def _pace(target: Worker) -> dict[str, float]:
-    waits = target.waits
-    return {
-        "target works": target.busy,
-        "draft works": sum(waits.get(cause, 0.0) for cause in _OF_DRAFT),
-        "message on its way": waits.get(TRANSPORT, 0.0),
-        "consumer": sum(share for cause, share in waits.items() if cause not in (*_OF_DRAFT, TRANSPORT)),
-    }
 
 
 def _outcomes(draft: Sequence[Slice]) -> dict[str, int]:
@@ -241,7 +224,6 @@ def _figures(r: Report) -> dict[str, str]:
     if r.draft:
         figures |= _worker_figures("draft", r.draft)
         figures["both in a forward"] = f"{r.overlap:.1%}"
-    figures |= {f"pace: {name}": f"{share:.1%}" for name, share in r.pace.items()}
     figures["steps"] = ", ".join(f"{n} {kind}" for kind, n in sorted(r.steps.items(), reverse=True)) or "-"
     if r.draft:
         fates = f"{r.accepted} accepted, {r.rejected} rejected, {r.discarded} never judged"

@@ -22,11 +22,6 @@ _PLAIN = 0.3  # share of invented prompts without an opening
 _TURNS_PER_PROMPT = 1.15  # invented: some are empty, duplicates or benchmark prompts
 
 
-def read_prompts(path: Path, count: int | None = None) -> list[str]:
-    """The first turns of the first `count` prompts of a file. Raises `ConfigError`. See `read_turns`."""
-    return [turns[0] for turns in read_turns(path, count)]
-
-
 def read_turns(path: Path, count: int | None = None) -> list[tuple[str, ...]]:
     """The user's turns of the first `count` prompts of a file.
 
@@ -62,7 +57,7 @@ def training_prompts(paths: Sequence[Path]) -> list[str]:
     """All prompts of some files. Raises `ConfigError` if one belongs to a benchmark: its figures would be invalid."""
     from pearl.lab.distill.benchmarks import is_benchmark
 
-    found = [(text, path) for path in paths for text in read_prompts(path)]
+    found = [(text, path) for path in paths for text, *_ in read_turns(path)]
     for text, path in found:
         if is_benchmark(text):
             raise ConfigError(
