@@ -20,13 +20,14 @@ import torch
 from transformers import PreTrainedModel
 
 from pearl.cache import Progress
-from pearl.config import ModelConfig
+from pearl.config import EngineConfig, ModelConfig
 from pearl.errors import DistillError, ModelError
 from pearl.lab.distill.config import DistillConfig
 from pearl.models.checkpoints.loading import load_model
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.text.stream import Tokenizer
 from pearl.text.tokenizer import check_same_vocabulary
+from pearl.worker.placement import place
 
 _MARK = "\u2042"  # placeholder for a user's message, to split the chat template at
 
@@ -68,22 +69,9 @@ def load_teacher(config: DistillConfig, progress: Progress) -> Teacher:
     tokenizer, defaults = load_tokenizer(name, trust_remote_code=trust, progress=progress)
     if not defaults.eos:
         raise ModelError(f"Model {name!r} names no end-of-sequence token: its answers would never end.")
-    device = choose_device(config.device)
+    device = place(EngineConfig(target=name, draft="none", target_device=config.device), "target")
     model = load_model(ModelConfig(name, dtype=config.dtype, trust_remote_code=trust), device, progress)
     return Teacher(name, model.eval().requires_grad_(False), tokenizer, defaults.eos)
-
-
-def choose_device(name: str) -> torch.device:
-    """Parse a device; "auto": the first GPU if there is one, otherwise the CPU. Raises `ModelError`."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ModelError(f"bad device {name!r}: use auto, cpu or cuda:0") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError(f"there is no {name} here: use auto or cpu")
-    return device
 
 
 # ---- the draft ----

@@ -17,13 +17,12 @@ import torch
 
 from pearl.drafting.disco import INPUTS, Classifier, inputs
 from pearl.drafting.proposer import TOP, Features, StopPolicy
-from pearl.drafting.stops import Doubtful, Heuristic, StopWindow, Threshold
+from pearl.drafting.stops import Doubtful, Heuristic, Threshold
 from pearl.errors import ConfigError
 from pearl.lab.experiments.texts import RecordedText, RecordedTexts
-from pearl.lab.experiments.workload import Text, run
-from pearl.lab.simulate import Event, Timing
+from pearl.lab.experiments.workload import Text, VirtualDraft, run
+from pearl.lab.simulate import Timing
 from pearl.metrics import Sums
-from pearl.protocol.events import Draft, Drafted
 from pearl.protocol.options import RequestOptions
 from pearl.spec.stops import CAP
 
@@ -51,30 +50,6 @@ class Oracle(StopPolicy):
     def stop(self, features: Features) -> bool:
         drawn = features.position
         return drawn + 2 >= len(self._right) or not (self._right[drawn] and self._right[drawn + 1])
-
-
-class StoppingDraft:
-    """Drafts token 0 in windows that a policy ends by the recorded distributions. Counts its forwards in `calls`."""
-
-    def __init__(self, text: RecordedText, policy: StopPolicy | None) -> None:
-        begin = len(text.prompt)
-        self._rows, self._begin = text.features, begin
-        self._window = None if policy is None else StopWindow(policy, begin)
-        self.calls = 0
-
-    def execute(self, command: object) -> Event | None:
-        if not isinstance(command, Draft):
-            return None
-        end, drafts = command.start + len(command.tokens), command.budget > 0
-        if not drafts:
-            return Drafted(paused=command.hedge > 0, request=command.request)
-        self.calls += 1
-        paused = False
-        if self._window is not None:
-            self._window.see(command.start, command.tokens, drafts)
-            row = self._rows[min(end - self._begin, len(self._rows) - 1)]
-            paused = self._window.stops(end, 0, row)
-        return Drafted((0,), paused=paused, request=command.request)
 
 
 @dataclass(frozen=True)
@@ -114,7 +89,7 @@ def stopped(
     name: str = "",
 ) -> Stopped:
     """Decode all texts by one method. `policies`: makes the policy of each text."""
-    drafts = [StoppingDraft(text, policies(text)) for text in recorded.texts]
+    drafts = [VirtualDraft(len(text.prompt), text.features, policies(text)) for text in recorded.texts]
     waiting = iter(drafts)
     texts = [Text(len(text.prompt), text.right) for text in recorded.texts]
     totals = run(texts, timing, decoding, draft=lambda: next(waiting))

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from pearl.drafting.proposer import StopPolicy
+from pearl.drafting.stops import StopWindow
 from pearl.lab.simulate import Executor, Timing, known_speeds, simulate
 from pearl.metrics import Sums
 from pearl.protocol.events import Draft, Drafted, Forward, Forwarded, Judge, Judged, Sample, Sampled
@@ -56,18 +58,35 @@ class _Target:
         return None
 
 
-class _Draft:
-    """Drafts token 0 at every position, without branches."""
+class VirtualDraft:
+    """Drafts token 0 at every position, without branches; counts its forwards in `calls`.
+
+    Args:
+        begin: length of the prompt.
+        rows: by position behind it, what the policy sees there: see `drafting.step.shape_of`.
+        policy: ends windows; None: their bound does.
+    """
+
+    def __init__(self, begin: int = 0, rows: Sequence[Sequence[float]] = (), policy: StopPolicy | None = None) -> None:
+        self._begin, self._rows = begin, rows
+        self._window = None if policy is None else StopWindow(policy, begin)
+        self.calls = 0
 
     def execute(self, command: object) -> Drafted | None:
-        match command:
-            case Draft(budget=budget, hedge=hedge):
-                return Drafted((0,) if budget else (), paused=hedge > 0, request=command.request)
-        return None
+        if not isinstance(command, Draft):
+            return None
+        if not command.budget:
+            return Drafted(paused=command.hedge > 0, request=command.request)
+        self.calls += 1
+        end, paused = command.start + len(command.tokens), False
+        if self._window is not None:
+            self._window.see(command.start, command.tokens, drafts=True)
+            paused = self._window.stops(end, 0, self._rows[min(end - self._begin, len(self._rows) - 1)])
+        return Drafted((0,), paused=paused, request=command.request)
 
 
 def run(
-    texts: Sequence[Text], timing: Timing, decoding: RequestOptions, draft: Callable[[], Executor] = _Draft
+    texts: Sequence[Text], timing: Timing, decoding: RequestOptions, draft: Callable[[], Executor] = VirtualDraft
 ) -> Sums:
     """Decode all texts in turn, in virtual seconds; measured speeds and acceptance carry over.
 
