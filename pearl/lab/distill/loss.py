@@ -2,14 +2,13 @@
 
 The recorded tokens are the target's likeliest.  All other tokens together are one more outcome, with the probability
 that the recorded ones leave.  Divergences are those of DistillSpec (Zhou et al. 2024), over these outcomes.  The output
-head is part of the loss, which computes forward and gradient chunk by chunk: logits exist for `_CHUNK_ROWS` rows at a
+head is part of the loss, whose gradient is computed with it, chunk by chunk: logits exist for `_CHUNK_ROWS` rows at a
 time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -17,88 +16,33 @@ _CHUNK_ROWS = 512  # rows of logits in memory at a time
 _MIN_PROB = 1e-9
 
 
-def _forward(p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return -p * q.log(), -p / q  # cross-entropy: less than KL(p, q) by the target's entropy, which is constant
+def _jensen_shannon(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    q = log_q.exp()
+    middle = ((p + q) / 2).log()
+    return (p * (p.log() - middle) + q * (log_q - middle)) / 2
 
 
-def _reverse(p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    ratio = (q / p).log()
-    return q * ratio, ratio + 1
-
-
-def _jensen_shannon(p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    middle = (p + q) / 2
-    ratio = (q / middle).log()
-    return (p * (p / middle).log() + q * ratio) / 2, ratio / 2
-
-
-def _total_variation(p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return (p - q).abs() / 2, (q - p).sign() / 2
-
-
-# Of target p and draft q, for each outcome: (its part of the divergence, the derivative by q).
-DIVERGENCES: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
-    "fkl": _forward,
-    "rkl": _reverse,
+# Of target p and the logarithm of draft q, for each outcome: its part of the divergence.
+DIVERGENCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "fkl": lambda p, log_q: -p * log_q,  # cross-entropy: less than KL(p, q) by the target's entropy, which is constant
+    "rkl": lambda p, log_q: log_q.exp() * (log_q - p.log()),
     "jsd": _jensen_shannon,
-    "tvd": _total_variation,
+    "tvd": lambda p, log_q: (p - log_q.exp()).abs() / 2,
 }
 
 
-class HeadLoss(torch.autograd.Function):
-    """`head_loss` as an autograd function; gradients for the hidden states and, if it is trained, the head."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        ids: torch.Tensor,
-        probs: torch.Tensor,
-        offsets: torch.Tensor | None,
-        divergence: str,
-    ) -> torch.Tensor:
-        head = weight.to(hidden.dtype)
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
-        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        for start in range(0, len(hidden), _CHUNK_ROWS):
-            rows = slice(start, start + _CHUNK_ROWS)
-            loss, grad = _rows_loss(hidden[rows] @ head.T, ids[rows], probs[rows], offsets, divergence)
-            total += loss.double()
-            grad = grad.to(hidden.dtype)
-            grad_hidden[rows] = grad @ head
-            if grad_weight is not None:
-                grad_weight += (grad.T @ hidden[rows]).float()
-        count = len(hidden)
-        ctx.save_for_backward(grad_hidden / count, grad_weight / count if grad_weight is not None else None)
-        return (total / count).float()
-
-    @staticmethod
-    def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight = ctx.saved_tensors
-        return hidden * outer[0], None if weight is None else weight * outer[0], None, None, None, None
-
-
-def _rows_loss(
-    logits: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor, offsets: torch.Tensor | None, divergence: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of the rows' losses, its gradient with respect to the logits [rows, tokens]).
+def _rows_loss(logits: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor, divergence: str) -> torch.Tensor:
+    """The sum of the rows' losses.
 
     Args:
         logits: [rows, tokens], of the draft, for all tokens that the loss considers.
         ids, probs: [rows, top], as in `head_loss`; `ids` are columns of `logits`.
-        offsets: [tokens], added to the logits.
     """
-    logits = logits.float() if offsets is None else logits.float() + offsets
-    draft = logits.softmax(-1)
-    known = draft.gather(1, ids)
-    # Outcomes [rows, top + 1]: the recorded tokens, and all others.
+    log_known = logits.gather(1, ids) - logits.logsumexp(-1, keepdim=True)
+    others = 1 - log_known.exp().sum(-1, keepdim=True)
+    others = others + (others.clamp_min(_MIN_PROB) - others).detach()  # a bound that stops no gradient
     target = torch.cat((probs, 1 - probs.sum(-1, keepdim=True)), -1).clamp_min(_MIN_PROB)
-    own = torch.cat((known, 1 - known.sum(-1, keepdim=True)), -1).clamp_min(_MIN_PROB)
-    parts, slopes = DIVERGENCES[divergence](target, own)
-    slopes = slopes - (slopes * own).sum(-1, keepdim=True)  # of the softmax
-    return parts.sum(), draft.mul_(slopes[:, -1:]).scatter_(1, ids, own[:, :-1] * slopes[:, :-1])
+    return DIVERGENCES[divergence](target, torch.cat((log_known, others.log()), -1)).sum()
 
 
 def head_loss(
@@ -122,12 +66,25 @@ def head_loss(
         generator: a host generator, for the negatives.
         divergence: a name in `DIVERGENCES`.
     """
-    if not negatives or negatives >= len(weight):
-        return HeadLoss.apply(hidden, weight, ids, probs, None, divergence)
-    known, places = ids.unique(return_inverse=True)
-    others = torch.randint(len(weight), (negatives,), generator=generator).to(ids.device).unique()
-    others = others[~torch.isin(others, known)]
-    offsets = torch.zeros(len(known) + len(others), device=ids.device)
-    offsets[len(known) :] = torch.tensor((len(weight) - len(known)) / max(1, len(others))).log()
-    chosen = weight[torch.cat((known, others))]
-    return HeadLoss.apply(hidden, chosen, places, probs, offsets, divergence)
+    offsets: torch.Tensor | None = None
+    if 0 < negatives < len(weight):
+        known, ids = ids.unique(return_inverse=True)
+        others = torch.randint(len(weight), (negatives,), generator=generator).to(ids.device).unique()
+        others = others[~torch.isin(others, known)]
+        offsets = torch.zeros(len(known) + len(others), device=ids.device)
+        offsets[len(known) :] = torch.tensor((len(weight) - len(known)) / max(1, len(others))).log()
+        weight = weight[torch.cat((known, others))]
+    states, head = hidden.detach().requires_grad_(), weight.detach().requires_grad_(weight.requires_grad)
+    total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+    for start in range(0, len(hidden), _CHUNK_ROWS):
+        rows = slice(start, start + _CHUNK_ROWS)
+        logits = (states[rows] @ head.to(hidden.dtype).T).float()
+        logits = logits if offsets is None else logits + offsets
+        loss = _rows_loss(logits, ids[rows], probs[rows], divergence)
+        loss.backward()
+        total += loss.detach()
+    count = len(hidden)
+    computed = ((each, leaf.grad) for each, leaf in ((hidden, states), (weight, head)) if leaf.grad is not None)
+    # Linear in both, so that it has these gradients.
+    gradient = torch.stack([(each * slope / count).sum().float() for each, slope in computed]).sum()
+    return (total / count).float() + (gradient - gradient.detach())
