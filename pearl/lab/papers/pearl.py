@@ -6,7 +6,6 @@ results of every method (Tables 1 to 3, 5 and 6) are predicted from these: see `
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Literal
@@ -14,7 +13,6 @@ from typing import Literal
 from msgspec import Struct, yaml
 
 from pearl.config import DecodingConfig
-from pearl.errors import ConfigError
 from pearl.lab import theory
 from pearl.spec.methods import AS_PUBLISHED
 
@@ -54,6 +52,7 @@ class Pair(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         draft_speed, target_speed: of each model alone, tokens per second.
         window: PEARL's, tokens: the paper's c, a whole number.
         gamma: the authors' window for sd, tokens.
+        fitted: the acceptance rate with which `theory.sd_improvement` is the paper's row of sd; None: Table 4 has it.
     """
 
     name: str
@@ -65,6 +64,7 @@ class Pair(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     target_speed: float
     window: int
     gamma: int
+    fitted: float | None = None
     published: Published = Published()
 
     @property
@@ -87,26 +87,10 @@ class Pair(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return self.draft_speed / self.target_speed
 
     def acceptance(self) -> tuple[float, str]:
-        """(acceptance rate, how it was derived, in words). Raises `ConfigError` if no published figure gives it."""
-        known = self.published
-        if "pearl" in known.mean_accepted:
-            return theory.acceptance_of(known.mean_accepted["pearl"]), "from Table 4"
-        if "sd" in known.speedup:
-            gamma, cost = self.gamma, 1 / self.c
-            rate = _fit_rate(lambda a: theory.sd_improvement(a, gamma, cost), known.speedup["sd"])
-            return rate, "fitted to the row of sd"
-        raise ConfigError(f"{self.name}: no published figure says how often its draft tokens are accepted")
-
-
-def _fit_rate(curve: Callable[[float], float], value: float) -> float:
-    """Solve curve(acceptance rate) = value, curve rising, by bisection. Raises `ConfigError` without a solution."""
-    low, high = 0.0, 1.0
-    if not curve(low) <= value <= curve(high):
-        raise ConfigError(f"no acceptance rate makes it {value} times as fast: {curve(low):.2f} to {curve(high):.2f}")
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if curve(middle) < value else (low, middle)
-    return low
+        """(acceptance rate, how it was derived, in words)."""
+        if self.fitted is not None:
+            return self.fitted, "fitted to the row of sd"
+        return theory.acceptance_of(self.published.mean_accepted["pearl"]), "from Table 4"
 
 
 class Shown(Struct, frozen=True, forbid_unknown_fields=True):
