@@ -237,13 +237,8 @@ class Stopwatch:
 
         Tokens of one commit arrive together: all but the first of them have a latency of 0.
         """
-        tokens = sum(count for _, count in self.gaps)
-        above = tokens - max(1, ceil(share * tokens))
-        for gap, _ in sorted(self.gaps, reverse=True):
-            if above == 0:
-                return gap
-            above -= 1
-        return 0.0 if tokens else None
+        every = sorted(latency for gap, tokens in self.gaps for latency in (gap, *[0.0] * (tokens - 1)))
+        return every[max(1, ceil(share * len(every))) - 1] if every else None
 
     @property
     def tokens_per_second(self) -> float | None:

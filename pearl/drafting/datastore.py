@@ -147,11 +147,7 @@ class Datastore:
         found: dict[bytes, list[Occurrence]] = {}
         for each in occurrences:
             end = each[0] * width
-            token = tokens[end - width : end]  # empty at the end of the last document
-            if (known := found.get(token)) is None:
-                found[token] = [each]
-            else:
-                known.append(each)
+            found.setdefault(tokens[end - width : end], []).append(each)  # empty at the end of the last document
         usable = {int.from_bytes(token, "big") - 1: those for token, those in found.items()}
         return {token: those for token, those in usable.items() if 0 <= token < self._num_ids}
 

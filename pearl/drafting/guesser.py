@@ -84,12 +84,8 @@ class StoreGuesses:
             return []
         powers, longest = self._powers, occurrences[0][1]
         found = self._store.followed(occurrences)
-        if occurrences[-1][1] == longest:
-            weights = {token: powers[longest] * len(seen) for token, seen in found.items()}
-            total = powers[longest] * len(occurrences)
-        else:
-            weights = {token: sum([powers[matched] for _, matched in seen]) for token, seen in found.items()}
-            total = sum([powers[matched] for _, matched in occurrences])
+        weights = {token: sum([powers[matched] for _, matched in seen]) for token, seen in found.items()}
+        total = sum([powers[matched] for _, matched in occurrences])
         result = []
         for token in nlargest(RANKS, weights, weights.__getitem__):
             seen = found[token]

@@ -95,12 +95,7 @@ class NgramIndex:
             text.append(token)
             end = len(text)
             for n in range(1, min(LONGEST, end) + 1):
-                ends = self._ends[n - 1]
-                gram = tuple(text[end - n :])
-                if (known := ends.get(gram)) is None:
-                    ends[gram] = [end]
-                else:
-                    known.append(end)
+                self._ends[n - 1].setdefault(tuple(text[end - n :]), []).append(end)
 
     def cut(self, length: int) -> None:
         """Truncate the text to its first `length` tokens."""
@@ -138,15 +133,12 @@ class NgramIndex:
         text, matches = self.tokens, dict[int, int]()
         for n in range(min(LONGEST, position), 0, -1):
             ends = self._ends[n - 1].get(tuple(text[position - n : position]), ())
-            for i in range(len(ends) - 1, -1, -1):
-                end = ends[i]
+            for end in reversed(ends):
                 if end >= position or end in matches:
                     continue
                 matches[end] = n if n < LONGEST else self._matched(end, position, n)
                 if len(matches) == self.most_occurrences:
-                    break
-            if len(matches) == self.most_occurrences:
-                break
+                    return list(matches.items())
         return list(matches.items())
 
     def following(self, candidate: Candidate) -> list[Candidate]:
@@ -158,11 +150,7 @@ class NgramIndex:
         text, last = self.tokens, len(self.tokens)
         for occurrence in occurrences:
             if occurrence[0] < last:
-                token = text[occurrence[0]]
-                if token in found:
-                    found[token].append(occurrence)
-                else:
-                    found[token] = [occurrence]
+                found.setdefault(text[occurrence[0]], []).append(occurrence)
         best = list(found)
         if len(best) > 1:  # ties go to the more recent
             weights = {token: sum([_WEIGHTS[matched] for _, matched in seen]) for token, seen in found.items()}
