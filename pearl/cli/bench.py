@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from pearl.cli import listed
-from pearl.cli.numbers import STDOUT, json_option, read_sets, sampling_of, write_json
+from pearl.cli.numbers import json_option, read_sets, reported, sampling_of
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.cli.tables import Bars, Column, print_columns, print_table, shown
 from pearl.config import DecodingConfig, Settings
@@ -96,9 +96,7 @@ def _report(kind: str, plan: Plan, to: Path | None, columns: _Columns, perplexit
         if perplexity:
             bars.say("reading the texts for their perplexity")
         found = figures(plan, measured, Surprise(plan.config) if perplexity else None)
-    if to is not None:
-        write_json(to, document(kind, plan, measured, found, conditions))
-    if to != STDOUT:
+    if reported(to, document(kind, plan, measured, found, conditions)):
         shown_columns, notes = columns(plan, measured, found)
         print_columns(shown_columns, found, *notes, *_result_lines(plan, measured, conditions), words=2)
 
@@ -277,9 +275,7 @@ def calibrate_pair(settings: Settings, prompts: str | None, limit: int, to: Path
     conditions.stop()
     is_saved = not toys and not conditions.are_noisy
     saved = profile.save(settings.engine, found.profile) if is_saved else None
-    if to is not None:
-        write_json(to, asdict(found) | conditions.as_dict() | {"settings": settings.engine.model_dump()})
-    if to != STDOUT:
+    if reported(to, asdict(found) | conditions.as_dict() | {"settings": settings.engine.model_dump()}):
         _print_calibration(found, conditions, saved)
 
 
@@ -335,9 +331,7 @@ def check_bits(settings: Settings, prompts: Path | None, limit: int, kill: bool,
         for finding in check_pair(config, asked, params, kill=kill, tick=bars.step):
             findings.append(finding)
             bars.step(f"{finding.what}: {finding.equal} of {finding.count}")
-    if to is not None:
-        write_json(to, {"seed": params.seed, "findings": findings})
-    if to != STDOUT:
+    if reported(to, {"seed": params.seed, "findings": findings}):
         _print_findings(findings)
     if not all(finding.passed for finding in findings):
         sys.exit(1)

@@ -44,6 +44,13 @@ def sampling_of(given: SamplingParams, max_tokens: int, temperature: float) -> S
     return given.model_copy(update={name: value for name, value in defaults.items() if getattr(given, name) is None})
 
 
+def reported(to: Path | None, document: object) -> bool:
+    """Write the document where --json names a file. Whether to print tables: not beside JSON on standard output."""
+    if to is not None:
+        write_json(to, document)
+    return to != STDOUT
+
+
 def write_json(path: Path, document: object) -> None:
     """Write to a file, or to standard output for `STDOUT`. Raises `ConfigError` if the file cannot be written.
 

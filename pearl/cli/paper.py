@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from pearl.cli import listed
-from pearl.cli.numbers import STDOUT, json_option, read_sets, write_json
+from pearl.cli.numbers import json_option, read_sets, reported
 from pearl.cli.tables import Bars, print_lines, print_table
 from pearl.config import EngineConfig
 from pearl.errors import ConfigError
@@ -124,13 +124,10 @@ def of_pearl(
             cells |= {name: cells.get(name, []) + some for name, some in found.items() if some}
     clock.stop()
     cells = {name: cells[name] for name in TABLES if name in cells}
-    if to is not None:
-        kind = {"kind": "paper", "emulated": True, "settings": settings, **clock.as_dict()}
-        write_json(to, kind | {"tables": cells, "pairs": about})
-    if to != STDOUT:
-        for name, some in cells.items():
-            _print(table(name, some))
+    kind = {"kind": "paper", "emulated": True, "settings": settings, **clock.as_dict()}
+    if reported(to, kind | {"tables": cells, "pairs": about}):
         texts = f"{size['texts']} texts of {size['tokens']} tokens for each row, seed 0; {clock}"
+        _print(*(table(name, some) for name, some in cells.items()))
         print_lines(*map(pair_line, asked), EXPLAINED, texts)
     if figures is not None:
         _draw([*window_figures(cells), *_optimal_lengths()], figures)
@@ -236,13 +233,10 @@ def _study(name: str, asked: _Asked, more: Sequence[Table], figures: Sequence[Fi
         found = run_study(about, asked.tasks, asked.tokens, bars, asked.config)
     clock.stop()
     figures, table = [*figures, *sweeps(name, found)], in_words(about, found)
-    if asked.to is not None:
-        settings = {"paper": name, "tokens": asked.tokens, "texts": len(asked.tasks)}
-        found_all = {"rows": found, "tables": [*more, table], "figures": figures}
-        write_json(asked.to, {"kind": "study", "settings": settings, **clock.as_dict(), **found_all})
-    if asked.to != STDOUT:
-        for one in more:
-            _print(one)
+    settings = {"paper": name, "tokens": asked.tokens, "texts": len(asked.tasks)}
+    found_all = {"rows": found, "tables": [*more, table], "figures": figures}
+    if reported(asked.to, {"kind": "study", "settings": settings, **clock.as_dict(), **found_all}):
+        _print(*more)
         _print(table, words=2)
         sets = ", ".join(dict.fromkeys(task.set for task in asked.tasks))
         print_lines(f"{len(asked.tasks)} prompts ({sets}), up to {asked.tokens} tokens; {clock}", "")
@@ -255,6 +249,7 @@ def _draw(figures: Sequence[Figure], directory: Path) -> None:
         click.echo(f"drawn: {path}", err=True)
 
 
-def _print(table: Table, words: int = 1) -> None:
-    notes = (f"  {note}" for note in table.notes)
-    print_table(table.columns, table.rows, *notes, " ", words=words, title=table.title)
+def _print(*tables: Table, words: int = 1) -> None:
+    for table in tables:
+        notes = (f"  {note}" for note in table.notes)
+        print_table(table.columns, table.rows, *notes, " ", words=words, title=table.title)

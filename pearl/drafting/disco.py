@@ -7,7 +7,6 @@ how it is trained: see `pearl.lab.experiments.stops`.
 
 from __future__ import annotations
 
-import os
 from math import exp
 from operator import mul
 from pathlib import Path
@@ -77,15 +76,11 @@ class Classifier(BaseModel):
         return 1 / (1 + exp(-logit)) if logit > -700 else 0.0
 
     def write(self, path: Path) -> None:
-        """Write the file atomically. Raises `ConfigError`."""
-        building = path.with_name(f".{path.name}.{os.getpid()}")
+        """Raises `ConfigError`."""
         try:
-            building.write_text(self.model_dump_json() + "\n")
-            building.replace(path)
+            path.write_text(self.model_dump_json() + "\n")
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
-        finally:
-            building.unlink(missing_ok=True)
 
 
 def read_classifier(path: Path, target: str, draft: str) -> Classifier:
