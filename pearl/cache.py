@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
+from typing import Protocol
 
 from filelock import FileLock, Timeout
 
@@ -26,6 +27,16 @@ Build = Callable[[Path, Progress], None]  # writes a directory that does not exi
 
 GGUF_FILES = "gguf"  # the part of the cache that describes the user's GGUF files
 FORMAT = 7  # increase it where the same files would be described differently
+
+
+class Watcher(Protocol):
+    """Receives progress reports. `total` and `count`: units of the work, such as samples, steps or bytes."""
+
+    def begin(self, what: str, total: int) -> None: ...
+
+    def advance(self, count: int, note: str = "") -> None: ...
+
+    def say(self, message: str) -> None: ...
 
 
 def silent(_message: str) -> None:

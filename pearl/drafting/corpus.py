@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from pearl.cache import Watcher
 from pearl.document import parse_json
 from pearl.drafting.datastore import Header, check_free, width_of, write
 from pearl.errors import ConfigError
@@ -20,14 +21,6 @@ from pearl.text.tokenizer import vocabulary_digest
 
 _PIECE = 1 << 18  # characters tokenized at once: a tokenizer's time and memory grow faster than the text
 _BATCH = 64  # pieces that wait for each other
-
-
-class Watcher(Protocol):
-    """Receives progress. `total` and `count` are bytes."""
-
-    def begin(self, what: str, total: int) -> None: ...
-
-    def advance(self, count: int, note: str = "") -> None: ...
 
 
 class File(NamedTuple):

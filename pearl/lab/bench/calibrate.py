@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
 
+from pearl.cache import Watcher
 from pearl.config import EngineConfig, SamplingParams
 from pearl.errors import RequestError
-from pearl.lab import Watcher
 from pearl.lab.bench.figures import Figures, figures
 from pearl.lab.bench.rows import AHEAD, ALL, AR, AUTO, CALIBRATED, NGRAM, SD, SSD, devices_of, rows_for
 from pearl.lab.bench.runner import Plan, measure

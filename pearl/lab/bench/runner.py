@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
+from pearl.cache import Watcher
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import Engine
 from pearl.engine.conversation import Conversation
 from pearl.engine.stream import Result
 from pearl.errors import ConfigError
-from pearl.lab import Watcher
 from pearl.lab.bench.rows import ALL, PAIR, SD, SSD, Row, device_of_row
 from pearl.lab.bench.tasks import Task
 from pearl.metrics import Sums

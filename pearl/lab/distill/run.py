@@ -22,8 +22,8 @@ import torch
 from filelock import FileLock, Timeout
 from transformers import PreTrainedModel
 
+from pearl.cache import Watcher
 from pearl.errors import ConfigError, DistillError
-from pearl.lab import Watcher
 from pearl.lab.distill.answers import Answer, along, answer
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.head import HeadLearner

@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from pearl.cache import Watcher
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.guesser import text_index
 from pearl.drafting.published import INDEXES
 from pearl.engine import Engine
-from pearl.lab import Watcher
 from pearl.lab.experiments.guessing import Generated, replay
 from pearl.lab.experiments.texts import answers
 from pearl.lab.papers.figures import Figure, Table

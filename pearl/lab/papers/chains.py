@@ -13,7 +13,7 @@ from statistics import fmean, stdev
 
 import torch
 
-from pearl.lab import Watcher
+from pearl.cache import Watcher
 from pearl.lab.papers.figures import Figure, Table
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.toy import NextToken, ToyRunner

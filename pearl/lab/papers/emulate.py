@@ -11,8 +11,8 @@ from functools import cache
 from statistics import median
 from typing import Any
 
+from pearl.cache import Watcher
 from pearl.config import EngineConfig, SamplingParams
-from pearl.lab import Watcher
 from pearl.lab.bench.rows import AR, Row
 from pearl.lab.bench.runner import Measured, Plan, Sample, measure
 from pearl.lab.bench.tasks import Task

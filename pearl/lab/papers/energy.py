@@ -6,8 +6,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from pearl.cache import Watcher
 from pearl.config import EngineConfig
-from pearl.lab import Watcher
 from pearl.lab.papers.figures import Table
 from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.worker.build import make_runner

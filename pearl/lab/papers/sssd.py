@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pearl.cache import Watcher
 from pearl.config import EngineConfig, SamplingParams
 from pearl.drafting.datastore import Datastore, check_tokenizer
 from pearl.engine.conversation import Conversation
 from pearl.engine.request import resolve_sampling
-from pearl.lab import Watcher
 from pearl.lab.bench.tasks import Task
 from pearl.lab.experiments.estimate import bootstrap
 from pearl.lab.experiments.guessing import Generated, Replayed, Seconds, replay, store_alone

@@ -14,8 +14,8 @@ from importlib.resources import files
 import torch
 from msgspec import Struct, yaml
 
+from pearl.cache import Watcher
 from pearl.config import EngineConfig, SamplingParams
-from pearl.lab import Watcher
 from pearl.lab.bench.figures import Figures, Surprise, figures, perplexity
 from pearl.lab.bench.rows import AR, Row, parse_settings
 from pearl.lab.bench.runner import Plan, measure
