@@ -7,7 +7,6 @@ of its nodes pay, verification) is that of method `ngram`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from heapq import nlargest
 
 from pearl.drafting.datastore import Datastore, Occurrence
@@ -122,16 +121,12 @@ class LongestMatch(CountedStore):
         return [each for each in found if each[1] == found[0][1]]
 
 
-def _text_alone(make: Callable[[Sequence[int]], NgramIndex]) -> MakeIndex:
-    return lambda tokens, store, habits, head: make(tokens)
-
-
 INDEXES: dict[str, MakeIndex] = {
-    "jacobi": _text_alone(JacobiIndex),
-    "phrases": _text_alone(PhraseIndex),
-    "pld": _text_alone(partial(Copied, longest=3, is_prompt_alone=False)),
-    "llma": _text_alone(partial(Copied, longest=5, is_prompt_alone=True)),
-    "pia": lambda tokens, store, habits, head: Counted(tokens, None, habits),
+    "jacobi": lambda tokens, *_: JacobiIndex(tokens),
+    "phrases": lambda tokens, *_: PhraseIndex(tokens),
+    "pld": lambda tokens, *_: Copied(tokens, longest=3, is_prompt_alone=False),
+    "llma": lambda tokens, *_: Copied(tokens, longest=5, is_prompt_alone=True),
+    "pia": lambda tokens, store, habits, *_: Counted(tokens, None, habits),
     "rest": Rest,
-    "sssd": lambda tokens, store, habits, head: Counted(tokens, store),
+    "sssd": lambda tokens, store, *_: Counted(tokens, store),
 }

@@ -52,15 +52,11 @@ def emulate(
     return cells, about | {"acceptance": acceptance, "acceptance_from": origin, "texts": measured.samples}
 
 
-def engine_config(pair: Pair) -> EngineConfig:
-    """Two toys with the pair's vocabulary, acceptance rate and forward times."""
-    spec = f"toy:vocab={pair.vocabulary},alpha={pair.acceptance()[0]:.6f},seed=1,coin=1"
-    return EngineConfig(target=spec, draft=spec, target_pace=pair.t_target, draft_pace=pair.t_draft)
-
-
 def _plan(pair: Pair, runs: Sequence[Run], tokens: int, texts: int, seed: int) -> Plan:
+    """For two toys with the pair's vocabulary, acceptance rate and forward times."""
+    spec = f"toy:vocab={pair.vocabulary},alpha={pair.acceptance()[0]:.6f},seed=1,coin=1"
     return Plan(
-        engine_config(pair),
+        EngineConfig(target=spec, draft=spec, target_pace=pair.t_target, draft_pace=pair.t_draft),
         [Row(one.label, one.decoding()) for one in runs],
         [Task(pair.title, number, (f"text {number}",)) for number in range(1, texts + 1)],
         SamplingParams(temperature=0.0, seed=seed, max_tokens=tokens),

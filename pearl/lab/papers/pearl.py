@@ -81,11 +81,6 @@ class Pair(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def t_target(self) -> float:
         return 1 / self.target_speed
 
-    @property
-    def c(self) -> float:
-        """t_target / t_draft, as measured by the paper."""
-        return self.draft_speed / self.target_speed
-
     def acceptance(self) -> tuple[float, str]:
         """(acceptance rate, how it was derived, in words)."""
         if self.fitted is not None:
