@@ -35,7 +35,7 @@ def test_a_row_is_a_method_and_its_settings() -> None:
         "published": {"method": "pearl", "look_ahead": 0, "draft_lookup": 0, "branches": 0, "siblings": 0},
     }.items():
         assert parse_settings(text) == DecodingConfig(**settings)  # type: ignore[arg-type]
-    assert parse_settings("pearl,branches=off").guesses[2] == 0
+    assert parse_settings("pearl,branches=off").guesses["branches"] == 0
     assert all(parse_settings(name) for name in COMPARED)
     rows = named_rows(["sd", "ar", "ngram"])
     assert [row.name for row in rows] == ["ar", "sd", "ngram"], "ar is there once and first"
