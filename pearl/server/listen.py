@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import logging
 import re
 import socket
 from dataclasses import dataclass
@@ -31,8 +30,6 @@ _CUT_SECONDS = 5  # until open connections are closed
 _IDLE_SECONDS = 15  # that a connection may be idle between two requests
 _LOOK_SECONDS = 0.2
 _BACKLOG = 128  # connections waiting to be accepted; asyncio accepts all of them in a row
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ log = logging.getLogger(__name__)
 _VERSION = 1  # see `native.h`
 _LANES = 16  # outputs of a panel
 _LEAST = 8  # inputs are a multiple of this
-_SUPER = 256  # inputs that share a scale of scales
 _SMALL_TABLE, _FLOAT8, _TABLE, _WHOLE_TABLE = 7, 9, 10, 11  # in place of bits: see `products.c`
 _WIDEST, _MOST_TOGETHER = 16384, 64  # see `native.h`: numbers of a row's queries; query heads of a key-value head
 _BUILT = (  # in this folder: name, flags of /proc/cpuinfo that it takes
