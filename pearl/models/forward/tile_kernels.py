@@ -305,6 +305,43 @@ def _load_packed(
 
 
 @triton.jit
+def _places(ROWS: constexpr, H: constexpr, S: constexpr, BK: constexpr):
+    """Of lanes in the order of a right side: their row, where their warp's inputs begin, their own from there on."""
+    places = tl.arange(0, ROWS * H * S * 4)
+    inputs = (places // (S * 32) % H * 8 + places % 4 * (BK // 4))[:, None] + tl.arange(0, 8)[None, :]
+    return places // (H * S * 32) * 8 + places // 4 % 8, places // 32 % S * BK, inputs
+
+
+@triton.jit
+def _needed(fed, row, is_input):
+    """`is_input`, and false for rows that nobody needs. fed: [rows], 0 for those; None: all are needed."""
+    if fed is not None:
+        is_input = is_input & (tl.load(fed + row) != 0)
+    return is_input
+
+
+@triton.jit
+def _load_rows(
+    x, norm, row, at, is_needed, K: constexpr, S: constexpr, H: constexpr, KEPT: constexpr, NORMS: constexpr
+):
+    """The inputs `at` of rows, as the right side of a product."""
+    some = tl.load(x + row[:, None] * K + at, mask=is_needed[:, None], other=0.0)
+    if NORMS:
+        some = weighted(some, tl.load(norm + at))
+    return _right(some, S, H, KEPT)
+
+
+@triton.jit
+def _add_half(
+    found, right, loaded, upper: constexpr, scale, kind: constexpr, WORDS: constexpr, EXTRA: constexpr,
+    OFFSET: constexpr, J: constexpr, S: constexpr, KEPT: constexpr,
+):  # fmt: skip
+    """`found` plus the product of rows by a half of the weights that lanes have loaded."""
+    tile = _left(_half_of(loaded, upper, scale, kind, WORDS, EXTRA, OFFSET, J), S, KEPT)
+    return tl.dot(tile, right, found, input_precision="ieee")
+
+
+@triton.jit
 def _multiply_packed(
     fed, x, norm, w, scales, first, begin, end, K: constexpr, N: constexpr, BN: constexpr, BK: constexpr, S: constexpr,
     ROWS: constexpr, NORMS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr, APART: constexpr,
@@ -330,9 +367,7 @@ def _multiply_packed(
     warps, inner = lanes // 32 % S * BK, lanes % 4 * CHUNK
     weights = w.to(tl.pointer_type(tl.int32), bitcast=True) if WORDS else w
     weights += (columns.to(tl.int64) * (K // PER) + inner // PER)[:, None] + tl.arange(0, CHUNK // PER)[None, :]
-    places = tl.arange(0, ROWS * H * S * 4)
-    row, behind = places // (H * S * 32) * 8 + places // 4 % 8, places // 32 % S * BK
-    inputs = (places // (S * 32) % H * 8 + places % 4 * CHUNK)[:, None] + tl.arange(0, 8)[None, :]
+    row, behind, inputs = _places(ROWS, H, S, BK)
 
     found, other = tl.zeros((S, BN, ROWS), tl.float32), tl.zeros((S, BN, ROWS), tl.float32)
     starts = tl.minimum(begin + warps, end - BK)
@@ -347,21 +382,15 @@ def _multiply_packed(
         loaded, scale, apart, scale_apart = _load_packed(
             weights, scales, starts, columns, inner, TOTAL, K, GROUP, EXTRA, PER, APART
         )
-        there = i + behind < end
-        if fed is not None:
-            there = there & (tl.load(fed + row) != 0)
-        begins = tl.minimum(i + behind, end - BK)
+        is_needed, begins = _needed(fed, row, i + behind < end), tl.minimum(i + behind, end - BK)
         for upper in tl.static_range(2):
             at = (begins + upper * J)[:, None] + inputs
-            some = tl.load(x + row[:, None] * K + at, mask=there[:, None], other=0.0)
-            if NORMS:
-                some = weighted(some, tl.load(norm + at))
-            right = _right(some, S, H, KEPT)
-            tile = _half_of(now, upper, now_scale, kind, WORDS, EXTRA, OFFSET, J)
-            found = tl.dot(_left(tile, S, KEPT), right, found, input_precision="ieee")
+            right = _load_rows(x, norm, row, at, is_needed, K, S, H, KEPT, NORMS)
+            found = _add_half(found, right, now, upper, now_scale, kind, WORDS, EXTRA, OFFSET, J, S, KEPT)
             if APART:
-                tile = _half_of(now_apart, upper, now_scale_apart, kind, WORDS, EXTRA, OFFSET, J)
-                other = tl.dot(_left(tile, S, KEPT), right, other, input_precision="ieee")
+                other = _add_half(
+                    other, right, now_apart, upper, now_scale_apart, kind, WORDS, EXTRA, OFFSET, J, S, KEPT
+                )
     return found, other
 
 
