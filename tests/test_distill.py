@@ -420,6 +420,30 @@ def test_the_loss_and_its_gradients(rows: int, name: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_the_gradient_of_a_draft_that_is_very_sure(name: str) -> None:
+    """Of tokens that the target did not record it leaves less than float32 can tell from 1 minus the others."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(7, 6, requires_grad=True), torch.randn(20, 6)
+    ids, probs = torch.arange(4).expand(7, 4), (torch.randn(7, 20) * 2).softmax(-1)[:, :4]
+    with torch.no_grad():
+        hidden[:, 0], weight[:, 0] = 1, torch.tensor([22.0] * 4 + [0.0] * 16)
+    wanted = reference(hidden.double(), weight.double(), ids, probs.double(), name)
+    found = head_loss(hidden, weight, ids, probs, divergence=name)
+    ours, theirs = (torch.autograd.grad(each, hidden)[0] for each in (found, wanted))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_where_the_target_recorded_all_tokens_there_are_no_others() -> None:
+    hidden, weight = torch.randn(7, 6, requires_grad=True), torch.randn(4, 6)
+    ids, probs = torch.arange(4).expand(7, 4), torch.randn(7, 4).softmax(-1)
+    found = head_loss(hidden, weight, ids, probs)
+    wanted = -(probs * (hidden @ weight.T).log_softmax(-1)).sum() / 7
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    ours, theirs = (torch.autograd.grad(each, hidden)[0] for each in (found, wanted))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 def test_a_head_that_does_more_is_refused() -> None:
     """Bloom multiplies only; a cap on the logits would make every figure wrong."""
     loaded = model()

@@ -14,6 +14,7 @@ import torch
 
 _CHUNK_ROWS = 512  # rows of logits in memory at a time
 _MIN_PROB = 1e-9
+_LEFT_OUT = -1e4  # logit of a token that is none of the others; finite, because all of them may be recorded
 
 
 def _jensen_shannon(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
@@ -38,11 +39,11 @@ def _rows_loss(logits: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor, div
         logits: [rows, tokens], of the draft, for all tokens that the loss considers.
         ids, probs: [rows, top], as in `head_loss`; `ids` are columns of `logits`.
     """
-    log_known = logits.gather(1, ids) - logits.logsumexp(-1, keepdim=True)
-    others = 1 - log_known.exp().sum(-1, keepdim=True)
-    others = others + (others.clamp_min(_MIN_PROB) - others).detach()  # a bound that stops no gradient
+    # Not by 1 minus the recorded ones: where the draft is very sure that is a rounding error, and so is its gradient.
+    others = logits.scatter(1, ids, _LEFT_OUT).logsumexp(-1, keepdim=True)
+    draft = torch.cat((logits.gather(1, ids), others), -1).log_softmax(-1)
     target = torch.cat((probs, 1 - probs.sum(-1, keepdim=True)), -1).clamp_min(_MIN_PROB)
-    return DIVERGENCES[divergence](target, torch.cat((log_known, others.log()), -1)).sum()
+    return DIVERGENCES[divergence](target, draft).sum()
 
 
 def head_loss(
