@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from pearl.models.checkpoints import formats
 from pearl.models.checkpoints.checkpoint import resolve_checkpoint
 from pearl.models.checkpoints.description import describe
+from pearl.models.checkpoints.gguf import table_in
 from pearl.models.families import QUANTISED
 from pearl.models.forward.runner import ForwardRunner
 from tests.test_gguf import _write_gguf
@@ -83,6 +84,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "some/model": model | more,
         "some/gated": model,
         "some/ggufs": {"tiny-Q8_0.gguf": gguf.read_bytes(), "tiny-F16.gguf": b"GGUF"},
+        "some/gguf": {"tiny-Q8_0.gguf": gguf.read_bytes()},
     }
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -141,24 +143,26 @@ def test_a_model_is_pulled_shown_and_removed(caches: None, pull: Run, pearl_here
         assert "is in no cache" in again.stderr or "pearl pull some/model" in again.stderr
 
 
-def test_a_model_is_fetched_as_it_is_loaded(hub: str, tmp_path: Path) -> None:
-    """For the tokenizer without its weights; then they are read straight from their files."""
+@pytest.mark.parametrize("model", ["some/model", "some/model@main"])
+def test_a_model_is_fetched_as_it_is_loaded(hub: str, tmp_path: Path, model: str) -> None:
+    """For the tokenizer without its weights, which are not taken for a whole model then; they are read straight from
+    their files."""
     code = """
 import sys, torch
 from pearl.config import ModelConfig
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer
-load_tokenizer("some/model", progress=print)
-load_runner(ModelConfig("some/model"), torch.device("cpu"), print)
-load_runner(ModelConfig("some/model"), torch.device("cpu"), print)
+load_tokenizer(sys.argv[1], progress=print)
+load_runner(ModelConfig(sys.argv[1]), torch.device("cpu"), print)
+load_runner(ModelConfig(sys.argv[1]), torch.device("cpu"), print)
 print([name for name in ("transformers",) if name in sys.modules])
 """
     env = os.environ | {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code, model], env=env, capture_output=True, text=True, check=True)
     tokenizer, weights, *rest = done.stdout.splitlines()
-    assert re.fullmatch(r"some/model: 0\.0 MB in 5 files, 0\.0 MB to download", tokenizer)
-    assert re.fullmatch(r"some/model: 0\.2 MB in 6 files, 0\.1 MB to download", weights)
-    assert rest == ["loading some/model", "loading some/model", "[]"]
+    assert re.fullmatch(model + r": 0\.0 MB in 5 files, 0\.0 MB to download", tokenizer)
+    assert re.fullmatch(model + r": 0\.2 MB in 6 files, 0\.1 MB to download", weights)
+    assert rest == [f"loading {model}", f"loading {model}", "[]"]
 
 
 def test_a_gguf_file_is_named_by_a_part_of_its_name(caches: None, pull: Run, pearl_here: Run) -> None:
@@ -174,6 +178,12 @@ def test_a_gguf_file_is_named_by_a_part_of_its_name(caches: None, pull: Run, pea
     pearl_here("rm", "some/ggufs", "--yes")
     assert not file.exists()
     assert names(pearl_here) == []
+
+
+def test_the_only_gguf_file_of_a_repository_needs_no_name(caches: None, pull: Run) -> None:
+    file = Path(pull("some/gguf").stdout.strip())
+    assert file.name == "tiny-Q8_0.gguf"
+    assert table_in(resolve_checkpoint("some/gguf")) is not None
 
 
 @pytest.mark.parametrize(

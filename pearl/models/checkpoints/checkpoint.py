@@ -67,9 +67,8 @@ def resolve_checkpoint(spec: str, progress: Progress = silent, weights: bool = T
             f"Model {spec!r}: no such directory or .gguf file. Give a directory with config.json, a .gguf "
             'file, a hub id such as "Qwen/Qwen3-0.6B", "embedded" or "embedded-draft".'
         )
-    found = in_cache(spec) if named.revision or named.file else None
-    found = found or pull(spec, progress, weights)
-    return directory_of(found, progress) if named.file else found
+    found = (in_cache(spec) if named.file else None) or pull(spec, progress, weights)
+    return directory_of(found, progress) if found.suffix == ".gguf" else found
 
 
 def is_head(spec: str) -> bool:

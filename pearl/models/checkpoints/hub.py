@@ -102,7 +102,8 @@ def _wanted(name: HubName, files: Collection[str], weights: bool) -> set[str]:
     found = next((found for patterns in _WEIGHTS if (found := matching(*patterns))), None)
     if name.file or found is None:  # without a file's name it is refused, with the names of those that there are
         return {name.gguf(files), *matching("generation_config.json")}
-    return matching("config.json", *FILES) | (found | matching("*.py") if weights else set())
+    # The code of a tokenizer that is one's own, too.
+    return matching("config.json", "*.py", *FILES) | (found if weights else set())
 
 
 def in_cache(name: str) -> Path | None:
@@ -120,9 +121,9 @@ def in_cache(name: str) -> Path | None:
         directory = Path(found)  # some of the repository's files are missing: those that `pearl pull` leaves out, say
     except ValueError:
         return None
-    if not named.file:
-        return directory
     files = [str(file.relative_to(directory)) for file in directory.rglob("*.gguf")]
+    if not named.file and (len(files) != 1 or (directory / "config.json").exists()):
+        return directory
     return directory / named.gguf(files) if files else None
 
 
