@@ -136,6 +136,7 @@ def test_others_keep_the_forward_of_transformers() -> None:
     """Of a dynamic rotation the angles depend on the length of the text; a table made beforehand would be wrong."""
     for kind in ("gpt2", "opt", "llama-dynamic", "stablelm", "gemma4"):
         assert isinstance(on_cpu(tiny_model(kind), max_context=64), HFRunner)
+    assert not has_own_forward(AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float64))
 
 
 def test_quantised_models_are_left_to_transformers() -> None:

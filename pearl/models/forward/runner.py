@@ -46,6 +46,7 @@ def has_own_forward(model: PreTrainedModel) -> bool:
     forward = forward_of(type(model).__name__, model.config.to_dict())
     return (
         forward is not None
+        and model.dtype in (torch.float32, torch.bfloat16, torch.float16)
         # Norms may be wider.
         and len({(weight.device, weight.dtype) for weight in model.parameters() if weight.dim() > 1}) == 1
         and all(type(part) is torch.nn.Linear for part in linears)  # else quantised: it cannot be laid out anew
