@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 BLOCK = 128  # positions
-_SERIAL = 16384  # elements; see `matrices.gated`
+_SERIAL = 16384  # elements: torch splits operations of twice as many between threads
 
 
 class Heads(NamedTuple):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pearl.models.forward.expert_kernels import ExpertProducts
 
 _PIECE = 64  # rows of an expert's products on a GPU, where other kernels serve other numbers of rows
-_SERIAL = 32768  # elements; see `matrices.gated`
+_SERIAL = 32768  # elements: torch splits operations of at least as many between threads
 
 
 def computes_experts(device: torch.device) -> bool:
@@ -111,7 +111,11 @@ def _linears(experts: Any, alternates: bool) -> Iterator[tuple[list[Any], Any]]:
 
 
 def _clamped(alpha: float, limit: float, gate_up: torch.Tensor) -> torch.Tensor:
-    """gpt-oss's activation: [n, 2 * inner] -> [n, inner]. Overwrites its argument. In pieces: see `matrices.gated`."""
+    """gpt-oss's activation: [n, 2 * inner] -> [n, inner]. Overwrites its argument.
+
+    In pieces that torch does not split between threads: elements next to a cut within a row would use the scalar
+    exponential, whose bits are not the vector one's.
+    """
     found = []
     for some in gate_up.split(max(1, _SERIAL // gate_up.shape[1])):
         gate, up = some.chunk(2, -1)
