@@ -77,6 +77,16 @@ def test_text_is_given_out_once_it_cannot_be_a_tag() -> None:
     assert given == [*[("", "")] * 2, ("a b", ""), (" c", ""), (" </em>", ""), *[("", "")] * 2, ("", "d "), ("", "e")]
 
 
+@pytest.mark.parametrize("begun", ["<think>", "<think></think>", ""])
+def test_no_piece_costs_more_in_a_longer_text(begun: str) -> None:
+    """What was given out is not looked at again."""
+    splitter = Splitter(THINK)
+    splitter.feed(begun)
+    for _ in range(100):
+        splitter.feed("word </th")
+        assert sum(len(value) for value in vars(splitter).values() if isinstance(value, str)) < 30
+
+
 def test_templates_say_which_models_think() -> None:
     assert tags_of("{{ content.split('</think>')[-1] }}") == THINK
     assert tags_of("{{ '<|channel|>analysis<|message|>' + thinking }}") == HARMONY

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from pearl.text.stream import Tokenizer
@@ -62,34 +62,50 @@ class Splitter:
 
     def __init__(self, tags: Tags, is_open: bool = False) -> None:
         self.tags, self.is_open = tags, is_open
-        self._text = ""  # so far
-        self._known = 0, 0  # lengths of what was returned of reasoning and answer
+        self._part: Literal["", "reasoning", "answer"] = ""  # that the text is in; empty: not known yet
+        self._is_begun = False  # whether that part has more than the white space that is dropped
+        self._text = ""  # not returned yet: it may be part of a tag, or white space beside one
 
     def feed(self, piece: str, is_last: bool = False) -> tuple[str, str]:
         """The reasoning and the answer that are known with this piece, and were not before."""
         self._text += piece
-        before, (thought, answer) = self._known, self._split(is_last)
-        self._known = len(thought), len(answer)
-        return thought[before[0] :], answer[before[1] :]
+        thought = answer = ""
+        if not self._part:
+            self._begin(is_last)
+        if self._part == "reasoning":
+            thought = self._reasoning(is_last)
+        if self._part == "answer":
+            self._strip()
+            answer, self._text = self._text, ""
+        return thought, answer
 
-    def _split(self, is_last: bool) -> tuple[str, str]:
-        """Both as far as they are known: text that may be part of a tag waits, and white space beside one."""
+    def _begin(self, is_last: bool) -> None:
+        """Find what the text begins with, if that is known yet."""
         start, text = self.tags.start, self._text.lstrip()
         plain = () if self.is_open else self.tags.plain
         if begun := next((one for one in plain if text.startswith(one)), ""):
-            return "", text[len(begun) :].lstrip()
-        if not text.startswith(start):
-            if not is_last and any(one.startswith(text) for one in (start, *plain)):
-                return "", ""
-            if not self.is_open:
-                return "", self._text
-        thought = text.removeprefix(start).lstrip()
-        ends = [end for end in (self.tags.end, self.tags.other_end) if end]
-        if found := [(thought.index(end), len(end)) for end in ends if end in thought]:
+            self._part, self._text = "answer", text[len(begun) :]
+        elif text.startswith(start):
+            self._part, self._text = "reasoning", text[len(start) :]
+        elif is_last or not any(one.startswith(text) for one in (start, *plain)):
+            self._part = "reasoning" if self.is_open else "answer"
+            self._is_begun = not self.is_open  # an answer without tags is left as it is
+
+    def _reasoning(self, is_last: bool) -> str:
+        self._strip()
+        text, ends = self._text, [end for end in (self.tags.end, self.tags.other_end) if end]
+        if found := [(text.index(end), len(end)) for end in ends if end in text]:
             at, size = min(found)
-            return thought[:at].rstrip(), thought[at + size :].lstrip()
-        known = len(thought) if is_last else min(decided(thought, end) for end in ends)
-        return thought[:known], ""
+            self._part, self._is_begun, self._text = "answer", False, text[at + size :]
+            return text[:at].rstrip()
+        known = len(text) if is_last else min(decided(text, end) for end in ends)
+        self._text = text[known:]
+        return text[:known]
+
+    def _strip(self) -> None:
+        if not self._is_begun:
+            self._text = self._text.lstrip()
+            self._is_begun = bool(self._text)
 
 
 def decided(text: str, tag: str) -> int:
