@@ -17,7 +17,21 @@ from pearl.models.runner import Feed
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Open
 from pearl.protocol.foresight import Seen
-from pearl.protocol.messages import Begin, Committed, DraftTokens, Finished, Heartbeat, Message, Pong, Resync, Submit
+from pearl.protocol.messages import (
+    PROTOCOL_VERSION,
+    Begin,
+    Committed,
+    DraftTokens,
+    Error,
+    Finished,
+    Heartbeat,
+    Hello,
+    Message,
+    Pong,
+    Resync,
+    Role,
+    Submit,
+)
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.speeds import Speeds
 from pearl.worker.draft_link import DraftLink, weigh
@@ -199,6 +213,20 @@ def test_second_draft_takes_over_in_mid_request(loops: MakeLoops) -> None:
     again = front.ask(submission(300, request=2))
     assert again.tokens == simulated(submission(300))
     assert not again.statistics.draft_lost
+
+
+def test_a_draft_that_does_not_fit_takes_nobodys_place(loops: MakeLoops) -> None:
+    pair = loops()
+    pair.draft()
+    front, other = pair.front(), pair.endpoint()
+    other.send(Hello(PROTOCOL_VERSION, Role.DRAFT, pair.vocab, CONTEXT, b"other tokens"))
+    refusal = first(other, Error)
+    assert isinstance(refusal, Error)
+    assert "does not fit the target" in refusal.message
+    told = front.ask(submission(60))
+    assert told.tokens == simulated(submission(60))
+    assert told.statistics.num_draft_tokens
+    assert not told.statistics.draft_lost
 
 
 class Slow(Hanging):

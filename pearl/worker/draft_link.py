@@ -72,15 +72,17 @@ class DraftLink:
 
     # ---- connecting ----
 
-    def meet(self, peer: Peer, hello: Hello) -> bool:
-        """Take a draft that speaks our version and has the target's tokens; else tell it why not, and return False."""
+    def fits(self, peer: Peer, hello: Hello) -> bool:
+        """Whether a draft speaks our version and has the target's tokens; else tell it why not."""
         if hello.version != PROTOCOL_VERSION or hello.vocab_digest != self._settings.vocab_digest:
             why = f"version {hello.version}, vocabulary {hello.vocab_digest.hex()}"
             why += ". A draft of another vocabulary needs the target's tokenizer on its host"
             self.mail.post(Error(-1, "ModelError", f"this draft does not fit the target: {why}"), peer)
             return False
-        self.peer, self.context = peer, hello.context
         return True
+
+    def meet(self, peer: Peer, hello: Hello) -> None:
+        self.peer, self.context = peer, hello.context
 
     def open_channel(self) -> None:
         if self._open_channel is not None:

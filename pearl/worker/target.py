@@ -232,10 +232,11 @@ class TargetWorker:
     # ---- peers ----
 
     def _meet_draft(self, peer: Peer, hello: Hello) -> None:
+        if not self._draft.fits(peer, hello):
+            return
         if self._draft.peer is not None:
             self._lose_draft("its successor is here")
-        if not self._draft.meet(peer, hello):
-            return
+        self._draft.meet(peer, hello)
         self._endpoint.trust(peer)
         self._draft.post(self._introduction)
         if self._is_ready:  # its predecessor was lost; this one sends frames, as a process group cannot be rejoined
