@@ -273,6 +273,20 @@ def test_no_text_changes(engine: Engine, with_a_head: Engine, temperature: float
         assert [one.tokens for one in results(with_a_head, method, temperature)] == wanted, method
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_head_of_a_target_of_another_dtype(trained: Path, dtype: str) -> None:
+    """As in float32, but for rounding."""
+    found = []
+    for name in ("float32", dtype):
+        own = runner(dtype=name)
+        head = load_head(str(trained), own, lambda what: None)
+        with torch.inference_mode():
+            feed_chain(own, TEXT, 1)
+            outputs = head.read(torch.tensor(TEXT[1:]), head.fused(own.features()[:-1]), 0)
+            found.append(head.logits(outputs))
+    assert (found[0] - found[1]).abs().mean() < 0.02 * found[0].std()
+
+
 # ---- a head as the draft ----
 
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from pearl.models.forward.matrices import Matrix, Rounding, gated, matrix, normalise
+from pearl.models.forward.matrices import Matrix, Rounding, dtype_of_rows, gated, matrix, normalise
 
 _PIECE = 512  # tokens of a prompt that are computed together
 
@@ -59,10 +59,10 @@ class Head:
     ) -> None:
         self._shape, self._cos, self._sin = shape, cos, sin
         self._embedding = weights.get("embed_tokens.weight", embedding)
-        self._weights = {name: weight for name, weight in weights.items() if name.endswith("norm.weight")}
-        self.dtype, self.device = embedding.dtype, embedding.device
+        self.dtype, self.device = dtype_of_rows(embedding.dtype, embedding.device), embedding.device
+        self._norms = {name: weight.to(self.dtype) for name, weight in weights.items() if name.endswith("norm.weight")}
         self.hidden, self.context = embedding.shape[1], len(cos)
-        self.kind = rounding or str(self.dtype).removeprefix("torch.")
+        self.kind = rounding or str(embedding.dtype).removeprefix("torch.")
 
         def product(*names: str, wide: bool = False) -> Matrix:
             parts = [
@@ -106,13 +106,13 @@ class Head:
         self.lengths[into] = end
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return normalise(x, self._weights[f"{name}.weight"], self._shape.eps, self.dtype)
+        return normalise(x, self._norms[f"{name}.weight"], self._shape.eps, self.dtype)
 
     def _layer(self, tokens: torch.Tensor, states: torch.Tensor, slot: int) -> torch.Tensor:
         shape, n, start = self._shape, len(tokens), self.lengths[slot]
         end = start + n
         normed = self._norm(states, "midlayer.hidden_norm")
-        x = torch.cat((self._norm(self._embedding[tokens], "midlayer.input_layernorm"), normed), -1)
+        x = torch.cat((self._norm(self._embedding[tokens].to(self.dtype), "midlayer.input_layernorm"), normed), -1)
         mixed = self._qkv(x, None).view(n, -1, shape.dim).transpose(0, 1).to(self._cache.dtype)
         queries, keys, values = mixed.split((shape.heads, shape.kv_heads, shape.kv_heads))
         cache = self._cache[slot, :, :, :end]

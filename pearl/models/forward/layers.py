@@ -31,7 +31,7 @@ from pearl.models.families import (
 from pearl.models.forward import native
 from pearl.models.forward.attention import Heads, Scoring, cap_scores
 from pearl.models.forward.experts import Experts
-from pearl.models.forward.matrices import Matrix, Rounding, gated, matrix, normalise
+from pearl.models.forward.matrices import Matrix, Rounding, dtype_of_rows, gated, matrix, normalise
 from pearl.models.forward.quantised import QuantisedMatrix, Weights
 from pearl.models.forward.slot_attention import FixedAttention, NativeAttention, PromptAttention
 
@@ -166,8 +166,7 @@ class DecoderLayers:
         width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
         self.heads = Heads(heads, int(config.num_key_value_heads), width)
         self.vocab_size, self.embedding = int(config.vocab_size), inner.embed_tokens.weight
-        is_widened = model.dtype == torch.float16 and self.embedding.is_cpu and not plain
-        self.dtype = torch.float32 if is_widened else model.dtype  # of rows
+        self.dtype = model.dtype if plain else dtype_of_rows(model.dtype, self.embedding.device)
         self.eps, self._cache_dtype = float(config.rms_norm_eps), self.dtype if is_fixed else torch.float32
         self._rotated = rotated(forward, settings, width)
         self.scales = Scales.of(forward, settings, width, model.dtype)

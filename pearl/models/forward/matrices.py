@@ -205,6 +205,11 @@ class SideBySide:
         return product if y is None else y + product
 
 
+def dtype_of_rows(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """In a model of `dtype`: the same, but on a CPU float32 for float16, of which our C takes no rows."""
+    return torch.float32 if device.type == "cpu" and dtype == torch.float16 else dtype
+
+
 def rounding_for(model: Any) -> Rounding:
     """ "int4" for a large model of bfloat16 weights on a CPU, whose single tokens then take a third of the time.
 

@@ -170,6 +170,7 @@ class Native:
         return ctypes.addressof(self._given) if self._order is None and not self._wide else None
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+        assert x.dtype in _DTYPES, x.dtype
         x = (x if self._order is None else x[:, self._order]).contiguous()
         y = y if y is None else y.contiguous()
         dtype = torch.float32 if self._wide else x.dtype if y is None else y.dtype
