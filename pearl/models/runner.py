@@ -97,6 +97,10 @@ class ModelRunner(Protocol):
         if self.device.type == "cuda":  # this stream only, not the one that sends rows to the other worker
             torch.cuda.current_stream(self.device).synchronize()
 
+    def is_done(self) -> bool:
+        """Whether `synchronize` would return at once."""
+        return self.device.type != "cuda" or bool(torch.cuda.current_stream(self.device).query())
+
 
 def feed_chain(runner: ModelRunner, tokens: Tokens, rows: int, slot: int = 0, prompt: bool = False) -> torch.Tensor:
     """Feed one chain; return its logits [rows, vocab_size]."""
@@ -161,3 +165,6 @@ class WrappedRunner(ModelRunner):
 
     def synchronize(self) -> None:
         self._runner.synchronize()
+
+    def is_done(self) -> bool:
+        return self._runner.is_done()
