@@ -3,6 +3,7 @@
 What only real processes can show is in test_processes.py and test_faults.py.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from pearl.protocol.events import Forward, Judge, Open, Phase
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec import methods
 from pearl.transport.torch_dist import ProcessGroupChannel
+from pearl.worker.draft import MAX_UNANNOUNCED
 from pearl.worker.fronts import Fronts
 from pearl.worker.rows import RowPacker, packed
 from pearl.worker.target import TargetWorker
@@ -116,7 +118,7 @@ class Noted(Launched):
         self._notes, self._lasts = notes, lasts
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        self._notes.append("launched")
+        self._notes += ["launched", *["wide"] * (len(feeds[0].tokens) > MAX_UNANNOUNCED)]
         return super().forward(feeds)
 
     def is_done(self) -> bool:
@@ -147,8 +149,8 @@ def test_what_the_host_does_beside_a_forward(loops: MakeLoops, monkeypatch: pyte
 
     monkeypatch.setattr(TargetWorker, "_on_message", on_message)
     monkeypatch.setattr(Fronts, "flush", flushed)
-    told, submit = Received(), submission(60)
-    front.endpoint.send(submit)
+    told = Received()
+    front.endpoint.send(submission(60))
     for number in range(8):
         front.until(m.Committed, told)
         front.endpoint.send(m.Ping(number))
@@ -159,8 +161,23 @@ def test_what_the_host_does_beside_a_forward(loops: MakeLoops, monkeypatch: pyte
     for note in notes:
         inside = note == "launched" or (inside and note != "done")
         beside |= {note} if inside else set()
-    assert beside == {"launched", "delivered", *(["DraftTokens"] if lasts else [])}
+    assert beside - {"wide"} == {"launched", "delivered", *(["DraftTokens"] if lasts else [])}
     assert notes.count("Ping") == 8
+
+
+def test_the_drafts_tokens_are_taken_beside_a_wide_window(loops: MakeLoops, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    pair = loops(wrap=lambda runner: Noted(runner, notes, True), launches=True, alpha=0.99)
+    pair.draft()
+    front, handle = pair.front(), TargetWorker._on_draft
+
+    def on_draft(worker: TargetWorker, message: m.DraftTokens) -> None:
+        notes.append("taken")
+        handle(worker, message)
+
+    monkeypatch.setattr(TargetWorker, "_on_draft", on_draft)
+    front.ask(submission(200, window="fixed", gamma=12))  # type: ignore[arg-type]
+    assert ("wide", "taken") in itertools.pairwise(notes)
 
 
 # ---- fronts ----

@@ -371,8 +371,7 @@ class TargetWorker:
         for command in commands:
             self._fronts.watch(command.request).resume(began)
         is_long = max(len(command.tokens) for command in commands) > MAX_UNANNOUNCED
-        usual = 0.0 if is_long else self._coordinator.speeds.t_target(fed)
-        self._computes_until = began + _HANDLING * usual
+        self._computes_until = began + _HANDLING * self._coordinator.speeds.t_target(fed)
         if is_long:  # tell the fronts that wait how long they may hear nothing
             each = self._prefill_pace or self._coordinator.speeds.t_target(MAX_UNANNOUNCED) / MAX_UNANNOUNCED
             for peer in self._fronts.waiting:
