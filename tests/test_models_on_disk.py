@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from pearl.models.checkpoints import formats
+from pearl.models.checkpoints import checkpoint, formats
 from pearl.models.checkpoints.checkpoint import resolve_checkpoint
 from pearl.models.checkpoints.description import describe
 from pearl.models.checkpoints.gguf import table_in
@@ -163,6 +163,25 @@ print([name for name in ("transformers",) if name in sys.modules])
     assert re.fullmatch(model + r": 0\.0 MB in 5 files, 0\.0 MB to download", tokenizer)
     assert re.fullmatch(model + r": 0\.2 MB in 6 files, 0\.1 MB to download", weights)
     assert rest == [f"loading {model}", f"loading {model}", "[]"]
+
+
+def test_the_hub_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a process, for what is still there: a hub that does not answer takes ten seconds each time."""
+    asked: list[bool] = []
+
+    def pull(spec: str, progress: object, weights: bool = True) -> Path:
+        asked.append(weights)
+        (tmp_path / "files").mkdir(exist_ok=True)
+        return tmp_path / "files"
+
+    monkeypatch.setattr(checkpoint, "pull", pull)
+    monkeypatch.setattr(checkpoint, "_fetched", {})
+    for weights in (False, True, True):
+        assert resolve_checkpoint("some/model", weights=weights) == tmp_path / "files"
+    assert asked == [False, True]
+    (tmp_path / "files").rmdir()
+    resolve_checkpoint("some/model")
+    assert asked == [False, True, True]
 
 
 def test_a_gguf_file_is_named_by_a_part_of_its_name(caches: None, pull: Run, pearl_here: Run) -> None:

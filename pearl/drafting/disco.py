@@ -7,6 +7,7 @@ how it is trained: see `pearl.lab.experiments.stops`.
 
 from __future__ import annotations
 
+import os
 from math import exp
 from operator import mul
 from pathlib import Path
@@ -76,9 +77,11 @@ class Classifier(BaseModel):
         return 1 / (1 + exp(-logit)) if logit > -700 else 0.0
 
     def write(self, path: Path) -> None:
-        """Raises `ConfigError`."""
+        """Write the file whole or not at all. Raises `ConfigError`."""
+        building = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            path.write_text(self.model_dump_json() + "\n")
+            building.write_text(self.model_dump_json() + "\n")
+            building.replace(path)
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 

@@ -44,6 +44,9 @@ def toy_options(spec: str) -> dict[str, Any]:
     return values
 
 
+_fetched: dict[tuple[str, bool], Path] = {}  # by this process, so that a hub that does not answer is asked once
+
+
 def resolve_checkpoint(spec: str, progress: Progress = silent, weights: bool = True) -> Path:
     """The directory of `spec`: "embedded", "embedded-draft", a directory, a .gguf file or a `HubName`.
 
@@ -67,7 +70,9 @@ def resolve_checkpoint(spec: str, progress: Progress = silent, weights: bool = T
             f"Model {spec!r}: no such directory or .gguf file. Give a directory with config.json, a .gguf "
             'file, a hub id such as "Qwen/Qwen3-0.6B", "embedded" or "embedded-draft".'
         )
-    found = (in_cache(spec) if named.file else None) or pull(spec, progress, weights)
+    if (found := _fetched.get((spec, weights))) is None or not found.exists():
+        found = (in_cache(spec) if named.file else None) or pull(spec, progress, weights)
+        _fetched[spec, weights] = found
     return directory_of(found, progress) if found.suffix == ".gguf" else found
 
 
