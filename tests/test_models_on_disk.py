@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from pearl.models.checkpoints import checkpoint, formats
@@ -19,6 +20,7 @@ from pearl.models.checkpoints.checkpoint import resolve_checkpoint
 from pearl.models.checkpoints.description import describe
 from pearl.models.checkpoints.gguf import table_in
 from pearl.models.families import QUANTISED
+from pearl.models.forward import native
 from pearl.models.forward.runner import ForwardRunner
 from tests.test_gguf import _write_gguf
 from tests.tiny import VOCAB_SIZE, on_cpu, tiny_model
@@ -232,6 +234,16 @@ def test_show_says_which_forward_computes_a_model(kind: str) -> None:
     assert (about["forward"] == "own") == isinstance(runner, ForwardRunner)
     assert (about["why"] is None) == isinstance(runner, ForwardRunner)
     assert about["parameters"] == AutoModelForCausalLM.from_pretrained(directory).num_parameters()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes all sizes")
+def test_show_says_what_this_machine_does_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
+    about = describe(str(tiny_model()), print)
+    assert (about["forward"], about["why"]) == (
+        "transformers",
+        "our own forward does not compute its layers or sizes here",
+    )
 
 
 def test_the_quantised_weights_that_are_read_are_listed_once() -> None:

@@ -50,10 +50,11 @@ def _model(path: Path) -> dict[str, Any]:
         context = context_of(str(path), model, None)
     except Exception as error:  # whatever transformers raises
         return {"architecture": None, "forward": None, "why": " ".join(str(error).split())[:300]}
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     family = OWN_FORWARD.get(type(model).__name__)
     is_read = not method or (method in QUANTISED and family and family.forward.reads_directly)
     why = "our own forward does not compute its family" if family is None else ""
-    why = why or ("" if has_own_forward(model) else "our own forward does not compute its rope, activation or layers")
+    why = why or ("" if has_own_forward(model, here) else "our own forward does not compute its layers or sizes here")
     why = why or ("" if is_read else f"our own forward does not read its weights, quantised by {method}")
     return {
         "architecture": type(model).__name__,

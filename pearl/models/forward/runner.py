@@ -40,8 +40,9 @@ log = logging.getLogger(__name__)
 _TREE_NODES = 256  # most nodes of a tree, on a CPU
 
 
-def has_own_forward(model: PreTrainedModel) -> bool:
-    """Whether `ForwardRunner` computes what this model does."""
+def has_own_forward(model: PreTrainedModel, device: torch.device | None = None) -> bool:
+    """Whether `ForwardRunner` computes what this model does, on `device`; None: where it is."""
+    device = device or model.device
     linears = [part for part in model.modules() if isinstance(part, torch.nn.Linear)]
     forward = forward_of(type(model).__name__, model.config.to_dict())
     return (
@@ -51,8 +52,8 @@ def has_own_forward(model: PreTrainedModel) -> bool:
         and len({(weight.device, weight.dtype) for weight in model.parameters() if weight.dim() > 1}) == 1
         and all(type(part) is torch.nn.Linear for part in linears)  # else quantised: it cannot be laid out anew
         and all(_has_plain_mlp(layer.mlp) for layer in model.model.layers)
-        and (not forward.has_experts or computes_experts(model.device))
-        and native.takes_model(model.device, model.config.to_dict())
+        and (not forward.has_experts or computes_experts(device))
+        and native.takes_model(device, model.config.to_dict())
     )
 
 
