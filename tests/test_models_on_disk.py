@@ -168,7 +168,7 @@ print([name for name in ("transformers",) if name in sys.modules])
 
 
 def test_the_hub_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a process, for what is still there: a hub that does not answer takes ten seconds each time."""
+    """By each process, while the files are there: a hub that does not answer takes ten seconds each time."""
     asked: list[bool] = []
 
     def pull(spec: str, progress: object, weights: bool = True) -> Path:

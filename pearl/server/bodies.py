@@ -164,7 +164,7 @@ class ResponseFormat(Body):
 
     @property
     def schema_to_keep(self) -> dict[str, Any] | None:
-        """That of the text; None: it is free."""
+        """The JSON schema that the text keeps to; None: to none."""
         if self.json_schema is not None:
             return self.json_schema.json_schema
         return {"type": "object"} if self.type == "json_object" else None

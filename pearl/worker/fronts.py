@@ -122,6 +122,7 @@ class Fronts:
         self._undelivered.append(message)
 
     def flush(self) -> None:
+        """Send what `deliver` has taken, in its order."""
         for message in self._undelivered:
             if isinstance(message, Committed):
                 self.watch(message.request).committed(len(message.tokens), time.monotonic())

@@ -62,8 +62,8 @@ log = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 0.2  # longest sleep of the loop, so that closing is noticed
 _LOSS_SECONDS = 0.5  # until a lost draft is reported: a front that ends closes both workers, and the draft may be first
-_HANDLING = 0.8  # part of a forward's usual time, on a device, in which the draft's tokens are handled beside it
-_NAP_SECONDS = 1e-3  # between two looks at a device that may be done sooner: else its measured times would hardly fall
+_HANDLING = 0.8  # share of a forward's usual time on a device during which the draft's tokens are handled
+_NAP_SECONDS = 1e-3  # between two looks whether the device is done: waiting longer would show in its measured times
 _FRONT_SECONDS = 2.0  # between signs of life to fronts
 _WARNINGS, _WARNINGS_PER_SECOND = 3, 0.1  # lines about peers and their requests: at once, and from then on
 

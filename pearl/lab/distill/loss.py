@@ -86,6 +86,6 @@ def head_loss(
         total += loss.detach()
     count = len(hidden)
     computed = ((each, leaf.grad) for each, leaf in ((hidden, states), (weight, head)) if leaf.grad is not None)
-    # Linear in both, so that it has these gradients.
+    # Of value 0, and linear in states and head: autograd takes the gradients computed above for its own.
     gradient = torch.stack([(each * slope / count).sum().float() for each, slope in computed]).sum()
     return (total / count).float() + (gradient - gradient.detach())

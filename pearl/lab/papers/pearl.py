@@ -120,7 +120,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        """With its window."""
+        """The name and, if it is fixed, the window."""
         return self.name if self.window is None else f"{self.name}({self.window})"
 
     def decoding(self) -> DecodingConfig:

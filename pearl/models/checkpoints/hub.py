@@ -78,8 +78,10 @@ def pull(spec: str, progress: Progress, weights: bool = True) -> Path:
         if isinstance(error, GatedRepoError):
             cause = f"it is gated: accept its terms at https://huggingface.co/{name.repo}, then `hf auth login`"
         elif isinstance(error, RepositoryNotFoundError):
-            cause = "there is no such directory, and the hub has no such model that you may read. Check the name; a "
-            cause += "private one needs `hf auth login`"
+            cause = (
+                "there is no such directory, and the hub has no such model that you may read. Check the name; a "
+                "private one needs `hf auth login`"
+            )
         elif isinstance(error, RevisionNotFoundError):
             cause = f"it has no revision {name.revision}"
         elif (found := in_cache(spec)) is not None:
@@ -88,8 +90,8 @@ def pull(spec: str, progress: Progress, weights: bool = True) -> Path:
         else:
             cause = (
                 f"it is no directory, nor in its cache, and the hub cannot be reached ({cause_of(error)}). Check the "
+                "network, $HF_ENDPOINT and $HF_HUB_OFFLINE"
             )
-            cause += "network, $HF_ENDPOINT and $HF_HUB_OFFLINE"
         raise ModelError(f"{name.repo} was not fetched: {cause}.") from error
 
 

@@ -206,7 +206,7 @@ class SideBySide:
 
 
 def dtype_of_rows(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """In a model of `dtype`: the same, but on a CPU float32 for float16, of which our C takes no rows."""
+    """The dtype of rows in a model of `dtype`: float32 for float16 on a CPU, where our C takes no such rows."""
     return torch.float32 if device.type == "cpu" and dtype == torch.float16 else dtype
 
 

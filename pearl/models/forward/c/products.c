@@ -192,7 +192,8 @@ INLINE void plain_rows(const uint16_t *panel, int64_t inputs, const X *x, int64_
 }
 #endif
 
-// Weights [inputs][16 lanes] of a dtype, by rows of float32 of which none is rounded: for models of such dtypes.
+// Weights [inputs][16 lanes] of float32, float16 or bfloat16 times rows of float32, which are not rounded: for models of
+// float32 and float16.
 INLINE void float_rows(const uint8_t *weights, int kind, int64_t inputs, const float *x, int rows, V *sums) {
     const int64_t size = kind == FLOAT32 ? 4 : 2;
     V part[TOGETHER][4];
