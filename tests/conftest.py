@@ -174,6 +174,12 @@ def warm_workers() -> Iterator[None]:
     nursery.close()
 
 
+@pytest.fixture(autouse=True)
+def nothing_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test knows which models another one fetched: each may have a hub and a cache of its own."""
+    monkeypatch.setattr("pearl.models.checkpoints.checkpoint._fetched", {})
+
+
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """This user's cache, empty: PEARL_CACHE."""

@@ -177,7 +177,6 @@ def test_the_hub_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return tmp_path / "files"
 
     monkeypatch.setattr(checkpoint, "pull", pull)
-    monkeypatch.setattr(checkpoint, "_fetched", {})
     for weights in (False, True, True):
         assert resolve_checkpoint("some/model", weights=weights) == tmp_path / "files"
     assert asked == [False, True]
