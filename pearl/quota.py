@@ -1,7 +1,7 @@
-"""Quotas: how fast a peer may go (a token bucket), how much of a total it may hold, and whose turn is next.
+"""Quotas: how much of a total a client may hold, and whose turn is next.
 
-The one mechanism behind the limits of the listener, of the target's queue and of the HTTP server; each brings its own
-numbers. Knows no messages and no sockets.
+The one mechanism behind the limits of the target's queue and of the HTTP server; each brings its own numbers. Knows no
+messages and no sockets.
 """
 
 from __future__ import annotations
@@ -10,35 +10,6 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import inf
-
-
-class Bucket:
-    """A token bucket: `burst` at once, then `rate` a second. Below zero it is in debt, which time pays off.
-
-    Args:
-        now: the current time in seconds, of the clock that every call uses.
-        level: how much is there at first; None: a full bucket.
-    """
-
-    def __init__(self, burst: float, rate: float, now: float, level: float | None = None) -> None:
-        self.burst, self.rate = burst, rate
-        self._level, self._at = burst if level is None else level, now
-
-    def level(self, now: float) -> float:
-        """What may be taken now."""
-        self._level, self._at = min(self.burst, self._level + (now - self._at) * self.rate), now
-        return self._level
-
-    def take(self, amount: float, now: float, least: float = -inf) -> float:
-        """Take `amount`, down to a level of `least`. Returns what would be left without that bound."""
-        left = self.level(now) - amount
-        self._level = max(left, least)
-        return left
-
-    def seconds_until(self, wanted: float, now: float) -> float:
-        """How long until the level is `wanted`; 0 if it is already."""
-        return max(0.0, (wanted - self.level(now)) / self.rate)
 
 
 class Shares:

@@ -16,7 +16,7 @@ from pearl.transport.codec import encode, received
 class MemoryEndpoint:
     """Either end: it puts frames into its peers' queues, under the name that they have for it."""
 
-    connected, seconds_to_wait, address = True, 0.0, "memory"
+    connected, address = True, "memory"
 
     def __init__(self, name: Peer, peers: dict[Peer, MemoryEndpoint]) -> None:
         self._name, self._peers = name, peers
@@ -56,9 +56,6 @@ class MemoryEndpoint:
         with self._changed:
             self._is_woken = True
             self._changed.notify_all()
-
-    def trust(self, peer: Peer) -> None:
-        """Does nothing: peers here have no limit."""
 
     def close(self, flush: float = 0.0) -> None:
         with self._changed:

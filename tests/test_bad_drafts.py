@@ -11,7 +11,7 @@ import torch
 
 from pearl.config import EngineConfig
 from pearl.decoding.distribution import AnnouncedRow, PackedRow
-from pearl.errors import DraftLost, RemoteProtocolError, RequestError, TransportError
+from pearl.errors import DraftLost, RequestError, TransportError
 from pearl.execution.target import TargetExecutor
 from pearl.models.runner import Feed
 from pearl.models.toy import ToyRunner, alpha_pair
@@ -34,7 +34,7 @@ from pearl.protocol.messages import (
 )
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.speeds import Speeds
-from pearl.worker.draft_link import DraftLink, weigh
+from pearl.worker.draft_link import DraftLink
 from pearl.worker.health import DraftHealth
 from pearl.worker.settings import TargetSettings
 from tests.loops import (
@@ -77,26 +77,6 @@ LIES: dict[str, DraftTokens | list[bytes]] = {
         DraftTokens(0, 0, len(PROMPT), (1,), rows=(AnnouncedRow(),)),
     ),
 }
-
-
-def test_of_a_few_bytes_no_vocabularies_are_made_before_they_are_judged() -> None:
-    """The thread that reads messages made them of all that came: of 8 MB, with an id for every page, 4 GiB."""
-    vocab = 1 << 18
-    executor = TargetExecutor(ToyRunner(vocab, alpha_pair(32, 0.5)[0]))
-    link = DraftLink(TargetSettings(EngineConfig(draft_timeout=1.0), vocab, CONTEXT, DIGEST), executor, None)
-    link.peer = b"draft"
-
-    def examined(*rows: PackedRow) -> DraftTokens:
-        message = link.examined(b"draft", DraftTokens(1, 0, 3, (1,) * len(rows), rows=rows))
-        assert isinstance(message, DraftTokens)
-        return message
-
-    many, few = (examined(*(sparse([1], [1.0]) for _ in range(count))) for count in (2048, 8))
-    assert sum(row.nbytes for row in many.rows) == 8 * 2048
-    assert {type(row) for row in few.rows} == {torch.Tensor}, "beside a forward, as the rows of any window are"
-    assert weigh(few) > 8 * 4 * vocab
-    with pytest.raises(RemoteProtocolError, match="no distribution"):
-        examined(*[sparse([1], [1.0])] * 2047, sparse([1], [2.0]))
 
 
 def received_beside(pair: Loops, submit: Submit, *messages: DraftTokens | list[bytes]) -> Received:

@@ -15,15 +15,12 @@ import pytest
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from pearl.errors import ConfigError, RemoteProtocolError, TransportError
+from pearl.errors import ConfigError, TransportError
 from pearl.protocol.messages import Heartbeat, Ping
-from pearl.transport import gate
 from pearl.transport.base import SOLE_PEER
-from pearl.transport.codec import encode
-from pearl.transport.gate import Account, Gate
 from pearl.transport.keys import OWN_KEYS, Keys, channel_keys, read_keys, write_keys
 from pearl.transport.zeromq import ZmqConnection, ZmqListener, new_keys
-from tests.test_transport import WAIT, collect, send_raw, stranger
+from tests.test_transport import WAIT, collect, stranger
 
 
 @pytest.fixture(scope="module")
@@ -237,127 +234,3 @@ def relayed(keys: Keys | None) -> bytes:
             for end in ends:
                 end.result(WAIT)
     return bytes(seen)
-
-
-# ---- how much is heard ----
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def refused(limits: Gate, peer: bytes, size: int) -> None:
-    with pytest.raises(RemoteProtocolError, match="too much at once"):
-        limits.admits(peer, size)
-
-
-def test_a_peer_that_says_too_much_is_told_once_and_heard_again_later() -> None:
-    clock = Clock()
-    limits = Gate(clock)
-    for _ in range(gate.AT_ONCE // gate.MESSAGE):
-        assert limits.admits(b"a", 0)
-    refused(limits, b"a", 0)
-    assert not limits.admits(b"a", 0)
-    assert limits.admits(b"b", 1 << 20), "another peer has a bucket of its own"
-    clock.now += gate.AT_ONCE / gate.PER_SECOND - 0.01
-    assert not limits.admits(b"a", 0), "still talking does not earn it back, but time does"
-    clock.now += 0.02
-    assert limits.admits(b"a", 0)
-
-
-def test_what_messages_cost_counts_as_their_bytes_do() -> None:
-    """A twentieth of a core for long, whatever they hold; and of what is no message 64 a second."""
-    clock = Clock()
-    for seconds, malformed, most in ((0.01, False, 5.5), (0.0, True, 66)):
-        limits, heard = Gate(clock), 0
-        for _ in range(600_000):
-            clock.now += 1e-4
-            try:
-                if limits.admits(b"a", 0):
-                    heard += 1
-                    limits.decoded(b"a", seconds, malformed)
-            except RemoteProtocolError:
-                pass
-        assert most / 3 < heard / 60 < most * 1.5
-
-
-def test_a_listener_charges_its_peer_for_decoding_and_more_for_what_is_no_message(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    charged: list[tuple[float, bool]] = []
-    monkeypatch.setattr(Gate, "decoded", lambda self, peer, seconds, malformed: charged.append((seconds, malformed)))
-    with contextlib.closing(ZmqListener("tcp://127.0.0.1:*")) as listener:
-        for frames in ([b"\x91\x63"], encode(Ping(1))):
-            send_raw(listener.address, frames)
-            assert len(collect(listener, 1)) == 1
-    assert [malformed for _, malformed in charged] == [True, False]
-    assert all(seconds > 0 for seconds, _ in charged)
-
-
-def test_a_debt_is_bounded_and_worked_off() -> None:
-    clock = Clock()
-    limits = Gate(clock)
-    assert limits.admits(b"a", 0)
-    limits.decoded(b"a", 3600.0)
-    with pytest.raises(RemoteProtocolError, match="ignored for 8 s"):
-        limits.admits(b"a", 0)
-    clock.now = 7.9
-    assert not limits.admits(b"a", 0)
-    clock.now = 8.1
-    assert limits.admits(b"a", 0)
-    limits.decoded(b"unknown", 1.0)
-    limits.trust(b"b")
-    limits.decoded(b"b", 3600.0)
-    assert limits.admits(b"b", 1 << 40)
-
-
-@pytest.mark.parametrize("size", [0, 100, 36_000, 400_000, 4 << 20])
-def test_who_keeps_account_and_waits_is_always_heard(size: int) -> None:
-    """A front with long prompts, and short texts, was not heard for seconds; what it asked for then never came."""
-    clock = Clock()
-    limits, account = Gate(clock), Account(clock)
-    heard = 0
-    while clock.now < 60:
-        clock.now += account.seconds + 1e-6
-        assert limits.admits(b"a", size)
-        limits.decoded(b"a", (size + 2000) * 1.05 / gate.WORK)  # the most that has been measured
-        account.sent(size)
-        heard += size + gate.MESSAGE
-    assert heard > 60 * gate.PER_SECOND / 3, "and does not wait for much longer than it has to"
-
-
-def test_who_is_trusted_is_heard_and_only_the_last_is() -> None:
-    limits = Gate(Clock())
-    limits.trust(b"a")
-    assert all(limits.admits(b"a", gate.AT_ONCE) for _ in range(10))
-    limits.trust(b"b")
-    refused(limits, b"a", 2 * gate.AT_ONCE)
-
-
-def test_who_is_new_again_and_again_is_not_heard_without_end() -> None:
-    """A connection for every 16 MiB: five hundred of them made a gigabyte, and others wait for seconds."""
-    clock, heard = Clock(), 0
-    limits = Gate(clock)
-    assert limits.admits(b"here before", gate.AT_ONCE - gate.MESSAGE)
-    clock.now += gate.AT_ONCE / gate.PER_SECOND
-    for number in range(1000):
-        clock.now += 0.01
-        with contextlib.suppress(RemoteProtocolError):
-            heard += limits.admits(b"%d" % number, gate.PER_SECOND)
-    assert heard < 80
-    assert limits.admits(b"one more", gate.NEW_EACH - gate.MESSAGE), "a little is heard of everybody"
-    assert limits.admits(b"here before", gate.AT_ONCE - gate.MESSAGE), "and as ever of who has been there"
-    clock.now += gate.AT_ONCE / gate.PER_SECOND
-    assert limits.admits(b"one more", gate.AT_ONCE - gate.MESSAGE)
-
-
-def test_peers_that_come_and_go_are_forgotten() -> None:
-    clock = Clock()
-    limits = Gate(clock)
-    for number in range(20 * gate._MANY):
-        clock.now += 0.01
-        limits.admits(str(number).encode(), 0)
-    assert len(limits._buckets) <= gate._MANY

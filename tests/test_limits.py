@@ -14,14 +14,13 @@ import zmq
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.decoding.distribution import PackedRow
 from pearl.engine import Engine
-from pearl.errors import ConfigError, ProtocolError, RemoteProtocolError, RequestError
-from pearl.protocol.messages import PROTOCOL_VERSION, DraftTokens, Error, Hello, Role, Submit, Trace, Welcome
+from pearl.errors import ConfigError, RemoteProtocolError, RequestError
+from pearl.protocol.messages import PROTOCOL_VERSION, DraftTokens, Error, Hello, Role, Submit, Welcome
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.scheduler import Scheduler
-from pearl.quota import Bucket, FairSemaphore, Shares
+from pearl.quota import FairSemaphore, Shares
 from pearl.spec.methods import MAX_WINDOW
 from pearl.transport.codec import decode, encode
-from pearl.transport.gate import AT_ONCE, Account
 from pearl.transport.keys import OWN_KEYS, read_keys
 from pearl.worker import admission
 from pearl.worker.admission import Admission
@@ -165,21 +164,21 @@ def hears(peer: zmq.Socket[bytes], kind: type) -> object:
 
 
 def test_a_front_that_floods_costs_bounded_memory_and_others_are_served(engine: Engine) -> None:
-    """150 prompts of 4 MiB each, then 20,000 small ones: it gets an error, and a text in progress goes on."""
+    """20 prompts of 4 MiB each, then 20,000 small ones: it gets an error, and a text in progress goes on."""
     process = psutil.Process(engine._launcher.target.pid)
     with hostile(engine) as peer:
         with engine.stream([1, 2, 3], GREEDY, method="ar") as stream:
             next(iter(stream))
             before = most = process.memory_info().rss
             big = encode(submit(tokens=1 << 20))
-            for _ in range(150):
+            for _ in range(20):
                 peer.send_multipart(big)
             for number in range(20_000):
                 peer.send_multipart(encode(submit(request=number)))
             for _ in stream:
                 most = max(most, process.memory_info().rss)
             assert stream.result.tokens == greedy_text([1, 2, 3], 60)
-        assert hears(peer, Error).kind in ("RemoteProtocolError", "RequestError")
+        assert hears(peer, Error).kind == "RequestError"
         deadline = time.monotonic() + 2
         while time.monotonic() < deadline:  # while what the flood has left is worked off
             most = max(most, process.memory_info().rss)
@@ -195,7 +194,6 @@ FLOODS = {
     "nested headers": [DEEP],
     "no msgpack": [b"\xc1"],
     "another's rows": encode(ROWS),
-    "prompts that do not fit": encode(Submit(1, (40,) * 100_000, CONTEXT, RequestOptions("ar", sampling=Sampling()))),
 }
 
 
@@ -225,22 +223,6 @@ def test_one_front_delays_another_hardly(
     assert capfd.readouterr().err.count("dropped a message") <= 3
 
 
-def test_a_front_waits_where_it_would_not_be_heard(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = [0.001, 0.002, 0.0, 0.0]
-
-    class Full(Account):
-        @property
-        def seconds(self) -> float:
-            return left.pop(0) if left else 0.0
-
-    account = Full()
-    monkeypatch.setattr(engine.client.endpoint, "_account", account)
-    (text,) = engine.generate([[1, 2, 3]], GREEDY, method="ar")
-    assert text.tokens == greedy_text([1, 2, 3], 60)
-    assert len(left) == 1, "asked again until there is nothing to wait for"
-    assert account._bucket._level < AT_ONCE, "and what was sent is on it"
-
-
 def test_a_text_whose_request_was_dropped_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one thread reads for several texts, that error is of none of them: this one was waited for without end."""
     with engine.stream([1, 2, 3], GREEDY, method="ar") as heard:
@@ -248,34 +230,13 @@ def test_a_text_whose_request_was_dropped_ends(engine: Engine, monkeypatch: pyte
         monkeypatch.setattr(engine.client.endpoint, "send", lambda message: None)
         dropped = engine.stream([1, 2, 3], GREEDY, method="ar")
         monkeypatch.undo()
-        engine.client.receive([(b"", Error(-1, "RemoteProtocolError", "too much at once"))])
-        with pytest.raises(RemoteProtocolError, match="too much"):
+        engine.client.receive([(b"", Error(-1, "RemoteProtocolError", "no such type"))])
+        with pytest.raises(RemoteProtocolError, match="no such type"):
             next(dropped)
         assert not dropped.is_open
         for _ in heard:
             pass
     assert heard.result.tokens == greedy_text([1, 2, 3], 60)
-
-
-def test_a_front_is_told_when_it_says_too_much(engine: Engine) -> None:
-    """By name, in the stream that waits: not by silence."""
-    with engine.stream([1, 2, 3], GREEDY, method="ar") as stream:
-        for number in range(20_000):
-            engine.client.endpoint.send(Trace(number, False))
-        with pytest.raises((ProtocolError, RequestError), match=r"too much at once|too many recordings"):
-            for _ in stream:
-                pass
-
-
-def test_a_bucket_fills_up_and_pays_its_debt() -> None:
-    bucket = Bucket(10, 2, now=0)
-    assert bucket.take(12, now=0) == -2
-    assert bucket.seconds_until(4, now=1) == 2
-    assert bucket.level(now=1) == 0
-    assert bucket.level(now=100) == 10
-    assert bucket.take(50, now=100, least=-4) == -40
-    assert bucket.level(now=102) == 0
-    assert Bucket(10, 2, now=0, level=3).level(now=1) == 5
 
 
 def test_a_share_is_that_of_the_clients_that_hold_any() -> None:

@@ -21,7 +21,7 @@ import zmq
 
 from pearl.decoding.distribution import PackedRow
 from pearl.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TransportError
-from pearl.protocol.messages import Cancel, DraftTokens, Finish, Message, Ping, Pong
+from pearl.protocol.messages import Cancel, DraftTokens, Finish, Message, Ping
 from pearl.transport.address import bind_address, check_bind, private_directory
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Endpoint, Peer
 from pearl.transport.codec import MAX_FRAME
@@ -137,8 +137,7 @@ class TestEndpoints:
 
     def test_big_rows_arrive_whole(self, link: Link) -> None:
         rows = tuple(PackedRow(os.urandom(200_000)) for _ in range(5))
-        draft, peer = met(link)
-        link.listener.trust(peer)  # type: ignore[attr-defined]
+        draft, _ = met(link)
         draft.send(message := DraftTokens(1, 0, 3, (1, 2, 3, 4, 5), 0.1, rows))
         assert messages(link.listener, 1) == [message]
 
@@ -284,27 +283,13 @@ class TestMailbox:
                 collect(into, 1)
 
     def test_a_flood_waits_outside(self, link: Link) -> None:
-        """In number; and a thousand messages, however small on the wire, may become gigabytes while a forward runs."""
-        large: list[Message] = []
-
-        def incoming(peer: Peer, message: Message) -> Message:
-            large.append(message)
-            return message
-
-        connection, peer = met(link)
-        link.listener.trust(peer)  # type: ignore[attr-defined]
+        connection, _ = met(link)
         with Mailbox(link.listener) as mail:
             for number in range(3 * MAX_BATCH):
                 connection.send(Ping(number))
             time.sleep(0.3)
             assert mail._inbox.qsize() <= 2 * MAX_BATCH
             assert messages(mail, 3 * MAX_BATCH) == [*map(Ping, range(3 * MAX_BATCH))]
-        with Mailbox(link.listener, incoming=incoming, weigh=lambda message: 24 << 20) as mail:
-            for number in range(100):
-                connection.send(Ping(number))
-            time.sleep(0.3)
-            assert len(large) == 3, "the last of them may be as large as it likes"
-            assert messages(mail, 100) == [*map(Ping, range(100))]
 
 
 @pytest.fixture(params=["ipc"])
@@ -353,41 +338,6 @@ class TestZeroMQ:
         connection.send(Ping(1))
         assert messages(listener, 1) == [Ping(1)]
 
-    @pytest.mark.parametrize("listener", ["ipc", "tcp"], indirect=True)
-    @pytest.mark.parametrize("number", [2, 200, 200_000])
-    def test_frames_where_one_belongs_cost_their_sender_the_connection(
-        self, listener: ZmqListener, connection: ZmqConnection, number: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """To read them is work, and ZeroMQ does not limit it. The rest of them hides nobody's messages, and is read
-        with few pauses: with one after each few, 200,000 in a fifth of a second took four.
-        """
-        pauses: list[float] = []
-        with cut_off(listener) as peer:
-            peer.send_multipart([b"\x91\x63"] * number)
-            monkeypatch.setattr("pearl.transport.zeromq.time.sleep", pauses.append)
-            ((name, error),) = collect(listener, 1)
-            assert isinstance(error, RemoteProtocolError)
-        connection.send(Ping(1))
-        ((other, message),) = collect(listener, 1)
-        assert (message, other != name) == (Ping(1), True)
-        assert sum(pauses) < 0.1
-        listener.send(Pong(1, 2), other)
-        assert messages(connection, 1) == [Pong(1, 2)]
-
-    def test_only_the_sender_of_too_many_frames_is_cut_off(
-        self, listener: ZmqListener, connection: ZmqConnection, directory: Path
-    ) -> None:
-        """The number of a file descriptor may be another's by the time that a message is read."""
-        connection.send(Ping(1))
-        assert collect(listener, 1)
-        with socket.socketpair()[0] as other, open(directory / "file", "wb") as file:
-            for descriptor in (other.fileno(), file.fileno(), 9999):
-                listener._disconnect(descriptor)
-            other.getpeername()  # still connected
-        (directory / "file").unlink()
-        connection.send(Ping(2))
-        assert messages(listener, 1) == [Ping(2)]
-
     def test_many_connections_do_not_end_the_listener(self, directory: Path) -> None:
         """ZeroMQ aborts if an accepted connection finds no descriptor; a shell's limit of them is often 1,024."""
         address = bind_address("ipc", directory)
@@ -412,15 +362,8 @@ class TestZeroMQ:
                 client.close()
         assert printed == f"{Ping(1)}\n"
 
-    @pytest.mark.parametrize("is_draft", [False, True])
-    def test_what_only_a_target_sends_is_not_decoded(
-        self, listener: ZmqListener, connection: ZmqConnection, is_draft: bool
-    ) -> None:
+    def test_what_only_a_target_sends_is_not_decoded(self, listener: ZmqListener, connection: ZmqConnection) -> None:
         """One message with the log probabilities of four million tokens took eight seconds, and half a gigabyte."""
-        connection.send(Ping(1))
-        ((peer, _),) = collect(listener, 1)
-        if is_draft:
-            listener.trust(peer)
         lines = b"\0\0" + b"\0\0\x80\xbf" * ((MAX_FRAME >> 2) - 2048)
         connection._send([msgpack.packb([4, 1, 0, bytes(4), b"\0", lines])])
         began = time.process_time()

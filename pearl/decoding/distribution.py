@@ -32,17 +32,14 @@ class PackedRow:
     probs: bytes
     ids: bytes | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return len(self.probs) + len(self.ids or b"")
-
-    def check(self, vocab_size: int) -> None:
-        """Check what a peer sent without allocating a vocabulary.
+    def unpack(self, vocab_size: int) -> torch.Tensor:
+        """The tensor [vocab_size] on the host.
 
         Raises `RemoteProtocolError` where this is no distribution over `vocab_size` tokens (a broken draft model may
         send NaN) or takes more bytes than a dense one.
         """
         import numpy as np
+        import torch
 
         probs = np.frombuffer(self.probs, np.float32)
         if self.ids is None:
@@ -53,26 +50,16 @@ class PackedRow:
         # With a NaN, which is then both minimum and maximum, neither holds.
         if not is_sound or not (probs.min() >= 0 and 0 < probs.max() <= _MAX_PROBABILITY):
             raise RemoteProtocolError(f"draft sent what is no distribution over {vocab_size} tokens")
-
-    def unpack(self, vocab_size: int) -> torch.Tensor:
-        """The tensor [vocab_size] on the host. Raises as `check`."""
-        import numpy as np
-        import torch
-
-        self.check(vocab_size)
-        probs = np.frombuffer(self.probs, np.float32)
         if self.ids is None:
             return torch.from_numpy(probs.copy())
         dense = np.zeros(vocab_size, np.float32)
-        dense[np.frombuffer(self.ids, np.uint32)] = probs
+        dense[ids] = probs
         return torch.from_numpy(dense)
 
 
 @dataclass(frozen=True, slots=True)
 class AnnouncedRow:
     """A distribution whose tensor follows over the tensor channel."""
-
-    nbytes = 0
 
 
 def pack(probs: torch.Tensor) -> PackedRow:

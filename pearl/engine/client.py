@@ -152,17 +152,11 @@ class Client:
     # ---- requests ----
 
     def submit(self, stream: Stream, submit: Submit) -> Stream:
-        self.wait_to_send()
         with self._changed:
             self._fault = self._fault if self._streams else None
             self._streams[submit.request] = stream
         self.post(submit)
         return stream
-
-    def wait_to_send(self) -> None:
-        """Returns once a request may be sent: a target drops all messages of a peer that exceeds its limit."""
-        while (seconds := self.endpoint.seconds_to_wait) and not self.is_closed:
-            time.sleep(min(seconds, _READ_SECONDS))
 
     def forget(self, request: int) -> None:
         """The request has ended."""

@@ -12,7 +12,6 @@ import torch
 from msgspec.structs import replace
 
 from pearl.config.sampling import LEAST_LOGPROB
-from pearl.decoding.distribution import PackedRow
 from pearl.decoding.rules import TargetHalf, make_half
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
@@ -373,9 +372,7 @@ class TargetExecutor:
             request.shaper.extend(request.fed.tokens[node] for node in path)
 
     def _judged(self, request: _Request, command: Judge) -> Judged:
-        # A message of many rows comes packed: see `DraftLink.examined`.
-        given, vocab = (row for row in command.rows if row is not None), self.runner.vocab_size
-        rows = [row.unpack(vocab) if isinstance(row, PackedRow) else row for row in given]
+        rows = [row for row in command.rows if row is not None]
         first, count = request.row(command.nodes[0]), len(command.nodes)
         at: slice | list[int] = slice(first, first + count)  # no copy
         if command.nodes != tuple(range(command.nodes[0], command.nodes[0] + count)):

@@ -56,17 +56,13 @@ class Endpoint(Protocol):
 
 
 class Listener(Endpoint, Protocol):
-    """The end that others connect to. It limits what it takes from each peer a second.
+    """The end that others connect to.
 
     Attributes:
         address: where it listens, the port included.
     """
 
     address: str
-
-    def trust(self, peer: Peer) -> None:
-        """Lift the limit for `peer`, and restore it for the peer trusted before."""
-        ...
 
 
 class Connection(Endpoint, Protocol):
@@ -75,11 +71,6 @@ class Connection(Endpoint, Protocol):
     @property
     def connected(self) -> bool:
         """False once it has been cut off."""
-        ...
-
-    @property
-    def seconds_to_wait(self) -> float:
-        """How long not to send, lest the listener drop it for exceeding its limit."""
         ...
 
 

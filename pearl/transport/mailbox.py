@@ -19,7 +19,6 @@ from pearl.transport.base import MAX_BATCH, SOLE_PEER, Endpoint, Fault, Peer, Re
 
 _WAIT_SECONDS = 60.0  # longest wait of the thread; it is woken for whatever there is to do
 _FULL_SECONDS = 0.01  # between two looks at a full inbox
-_MOST_BYTES = 64 << 20  # in an inbox, exceeded by at most one message
 
 
 class Mailbox:
@@ -29,8 +28,6 @@ class Mailbox:
         outgoing: applied to each message before it is sent.
         incoming: applied to each received message; a `ProtocolError` or `TransportError` that it raises takes the place
             of the message.
-        weigh: bytes that a message holds after `incoming`. Over the inbox's byte limit messages stay undecoded, then in
-            the peer's socket (back-pressure).
     """
 
     def __init__(
@@ -38,13 +35,10 @@ class Mailbox:
         endpoint: Endpoint,
         outgoing: Callable[[Message], Message] = lambda message: message,
         incoming: Callable[[Peer, Message], Message] = lambda peer, message: message,
-        weigh: Callable[[Message], int] = lambda message: 0,
     ) -> None:
         self._endpoint = endpoint
-        self._outgoing, self._incoming, self._weigh = outgoing, incoming, weigh
-        self._inbox: SimpleQueue[tuple[Received, int]] = SimpleQueue()
-        self._undecoded: deque[Received] = deque()
-        self._bytes_in = self._bytes_out = 0  # totals, each written by one side only
+        self._outgoing, self._incoming = outgoing, incoming
+        self._inbox: SimpleQueue[Received] = SimpleQueue()
         self._outbox: deque[tuple[Message, Peer | None]] = deque()
         self._sending = threading.Lock()  # keeps the messages in order
         self._is_closed = False
@@ -67,17 +61,12 @@ class Mailbox:
         got: list[Received] = []
         if timeout > 0:
             with suppress(Empty):
-                got.append(self._next(timeout))
+                got.append(self._inbox.get(timeout=timeout))
         while len(got) < MAX_BATCH and not self._inbox.empty():
-            got.append(self._next(0))
+            got.append(self._inbox.get())
         if self._failure is not None:
             raise self._failure
         return got
-
-    def _next(self, timeout: float) -> Received:
-        received, size = self._inbox.get(timeout=timeout)
-        self._bytes_out += size
-        return received
 
     @property
     def is_empty(self) -> bool:
@@ -101,14 +90,12 @@ class Mailbox:
         try:
             while not self._is_closed:
                 self._flush()
-                self._decode()
-                if not self._undecoded and not self._is_full:
-                    self._undecoded.extend(self._read())
-                    self._decode()
-                if not self._is_full:
-                    self._endpoint.wait(_WAIT_SECONDS)
-                else:
+                if self._inbox.qsize() >= MAX_BATCH:  # the rest waits in the peer's socket
                     time.sleep(_FULL_SECONDS)
+                    continue
+                for peer, message in self._read():
+                    self._inbox.put((peer, self._checked(peer, message)))
+                self._endpoint.wait(_WAIT_SECONDS)
         except BaseException as error:
             self._failure = error
 
@@ -119,25 +106,13 @@ class Mailbox:
                 try:
                     self._endpoint.send(self._outgoing(message), peer)
                 except (TransportError, ProtocolError) as error:
-                    self._inbox.put(((SOLE_PEER if peer is None else peer, error), 0))
+                    self._inbox.put((SOLE_PEER if peer is None else peer, error))
 
     def _read(self) -> list[Received]:
         return self._endpoint.receive(0)
-
-    def _decode(self) -> None:
-        while self._undecoded and not self._is_full:
-            peer, message = self._undecoded.popleft()
-            checked = self._checked(peer, message)
-            size = 0 if isinstance(checked, Exception) else self._weigh(checked)
-            self._bytes_in += size
-            self._inbox.put(((peer, checked), size))
 
     def _checked(self, peer: Peer, message: Message | Fault) -> Message | Fault:
         try:
             return message if isinstance(message, Exception) else self._incoming(peer, message)
         except (ProtocolError, TransportError) as error:
             return error
-
-    @property
-    def _is_full(self) -> bool:
-        return self._inbox.qsize() >= MAX_BATCH or self._bytes_in - self._bytes_out >= _MOST_BYTES

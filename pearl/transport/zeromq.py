@@ -13,7 +13,6 @@ import ctypes
 import os
 import resource
 import select
-import socket
 import struct
 import threading
 import time
@@ -26,12 +25,11 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from pearl.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TransportError
+from pearl.errors import ConfigError, LocalProtocolError, TransportError
 from pearl.protocol.messages import Message
 from pearl.transport.address import check_bind
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Peer, Received
-from pearl.transport.codec import MAX_FRAME, MAX_FRAMES, encode, received
-from pearl.transport.gate import Account, Gate
+from pearl.transport.codec import MAX_FRAME, encode, received
 from pearl.transport.keys import Keys
 
 if TYPE_CHECKING:
@@ -43,12 +41,9 @@ _HANDSHAKE_SECONDS = 30  # for a peer to prove its key: a worker that loads its 
 _CONNECT_SECONDS = 5  # for one attempt to connect: the kernel's own come a minute apart after a long outage
 _LOST_SECONDS = 15  # without an acknowledgement by the peer's kernel: the link is cut, or its host is gone
 _MAX_TAKEN = 16 << 20  # bytes that one `receive` takes, or one message: decoded they may be 15 times as many
-_DROPPED_AT_ONCE = 4096  # frames of a refused message; each takes 1 us and the interpreter lock twice
-_PAUSE_SECONDS = 1e-3  # after these, for other threads: no other message can be read before the last of them
 _write = ctypes.PyDLL(None).write
 # As enums they cost twice the time.
 _EVENTS, _POLLIN, _NOBLOCK, _SNDMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.SNDMORE)
-_RCVMORE = int(zmq.RCVMORE)
 _EVENT = struct.Struct("=H")  # the start of a monitor's message; pyzmq's parser imports asyncio
 _ZAP_DOMAIN = "pearl"  # names the listener to the authenticator (RFC 27)
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -98,7 +93,6 @@ class _Socket:
         os.set_blocking(self._wakeup, False)
         os.set_blocking(self._waker, False)
         self._is_woken = False
-        self._is_dropping = False  # the rest of a refused message has to be read and dropped
         self._lock = threading.Lock()  # the socket itself is for one thread at a time
         self._poll = select.poll()
         self._poll.register(self._wakeup, select.POLLIN)
@@ -128,58 +122,14 @@ class _Socket:
 
     def _take(self) -> list[list[bytes]]:
         messages: list[list[bytes]] = []
-        if self._is_dropping:
-            time.sleep(_PAUSE_SECONDS)
         with self._lock:
             self._check_open()
             size = 0
-            if self._is_dropping:
-                self._drop()
-            while (
-                not self._is_dropping and len(messages) < MAX_BATCH and size < _MAX_TAKEN and _is_readable(self._socket)
-            ):
-                messages.append(self._read())
+            while len(messages) < MAX_BATCH and size < _MAX_TAKEN and _is_readable(self._socket):
+                messages.append(self._socket.recv_multipart(_NOBLOCK))
                 size += sum(map(len, messages[-1]))
             self._pass_on()
         return messages
-
-    def _read(self) -> list[bytes]:
-        """The frames of a message; of one with too many the first ones, and its sender's connection is closed."""
-        frames = [self._socket.recv(_NOBLOCK)]
-        most = self._most_frames(frames[0])
-        while self._socket.getsockopt(_RCVMORE):
-            if len(frames) == most:
-                last = self._socket.recv(_NOBLOCK, copy=False)
-                self._disconnect(int(last.get(zmq.SRCFD)))
-                frames.append(last.bytes)
-                self._drop()
-                break
-            frames.append(self._socket.recv(_NOBLOCK))
-        return frames
-
-    def _most_frames(self, first: bytes) -> int:
-        """How many frames a message with this first frame may have."""
-        return MAX_FRAMES
-
-    def _drop(self) -> None:
-        """Read and drop a refused message, or part of it: nothing else can be read before its end."""
-        self._is_dropping = bool(self._socket.getsockopt(_RCVMORE))
-        for _ in range(_DROPPED_AT_ONCE):
-            if not self._is_dropping:
-                return
-            self._is_dropping = self._socket.recv(_NOBLOCK, copy=False).more
-
-    def _disconnect(self, descriptor: int) -> None:
-        """Close the connection that a message came by: ZeroMQ itself limits bytes, not frames.
-
-        The descriptor may have been closed and reused since, so one that is not connected to this socket's address is
-        left alone.
-        """
-        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            name = connection.getsockname()
-            at = f"ipc://{name}" if isinstance(name, str) else f":{name[1]}"
-            if self._socket.getsockopt_string(zmq.LAST_ENDPOINT).endswith(at):
-                connection.shutdown(socket.SHUT_RDWR)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -250,7 +200,6 @@ class ZmqListener(_Socket):
         admitted = None if keys is None else _public(keys.client)
         super().__init__(zmq.ROUTER, _LISTENER_QUEUE)
         raise_limit()  # ZeroMQ aborts the process if it has no descriptor for a new connection (ipc_listener.cpp)
-        self._gate = Gate()
         self._file: Path | None = None
         self._authenticator: ThreadAuthenticator | None = None
         if keys is not None and admitted is not None:
@@ -278,26 +227,7 @@ class ZmqListener(_Socket):
         self._send([peer, *encode(message)])
 
     def receive(self, timeout: float) -> list[Received]:
-        return [got for peer, *frames in self._receive(timeout) for got in self._decoded(peer, frames)]
-
-    def _decoded(self, peer: Peer, frames: Sequence[bytes]) -> list[Received]:
-        """The message or the error, or nothing if the peer has exceeded its limit."""
-        try:
-            if not self._gate.admits(peer, sum(map(len, frames))):
-                return []
-        except RemoteProtocolError as error:
-            return [(peer, error)]
-        began = time.thread_time()
-        message = received(frames, to_target=True)
-        self._gate.decoded(peer, time.thread_time() - began, isinstance(message, Exception))
-        return [(peer, message)]
-
-    def _most_frames(self, first: bytes) -> int:
-        """The sender's name, a header, and only in the draft's messages rows."""
-        return 1 + MAX_FRAMES if self._gate.trusts(first) else 2
-
-    def trust(self, peer: Peer) -> None:
-        self._gate.trust(peer)
+        return [(peer, received(frames, to_target=True)) for peer, *frames in self._receive(timeout)]
 
     def close(self, flush: float = 0.0) -> None:
         if self._file is not None and not self._is_closed:
@@ -320,7 +250,6 @@ class ZmqConnection(_Socket):
         self._failure = ""  # why it cannot be used any more
         self._is_pending = True  # neither admitted nor refused, as far as `receive` has returned
         self._has_keys = keys is not None
-        self._account = Account()
         if keys is not None and public is not None:
             self._socket.curve_serverkey, self._socket.curve_publickey = public
             self._socket.curve_secretkey = keys.client.encode()
@@ -340,13 +269,7 @@ class ZmqConnection(_Socket):
     def send(self, message: Message, peer: Peer | None = None) -> None:
         if not self.connected:
             raise TransportError(self._failure)
-        frames = encode(message)
-        self._account.sent(sum(map(len, frames)))
-        self._send(frames)
-
-    @property
-    def seconds_to_wait(self) -> float:
-        return self._account.seconds
+        self._send(encode(message))
 
     def receive(self, timeout: float) -> list[Received]:
         got: list[Received] = [(SOLE_PEER, received(frames)) for frames in self._receive(timeout)]

@@ -37,16 +37,7 @@ log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 0.1  # between pings to a draft that is waited for: a dead process's socket refuses them at once
 _CLOCK_PINGS = 8  # in a trace: they give the offset between the two clocks
-_UNPACKED_AT_ONCE = 64 << 20  # bytes of distributions in one message; larger ones are unpacked where they are judged
 _IGNORED = DraftTokens(-1, 0, 0, ())  # of no request: in place of what is not examined
-_PER_TOKEN, _PER_ROW = 64, 256  # bytes of Python's own
-
-
-def weigh(message: Message) -> int:
-    """Bytes that a draft's tokens take while they wait in the inbox, roughly."""
-    if not isinstance(message, DraftTokens):
-        return 0
-    return _PER_TOKEN * len(message.tokens) + sum(_PER_ROW + row.nbytes for row in message.rows)
 
 
 class DraftLink:
@@ -205,14 +196,7 @@ class DraftLink:
         most = max((*message.tokens, *(message.after or ())[1:], *rivals), default=0)
         if most >= vocab:
             raise RemoteProtocolError(f"draft sent token {most}, the target has ids up to {vocab - 1}")
-        is_small = len(message.rows) * 4 * vocab <= _UNPACKED_AT_ONCE
-        rows = [*message.rows]
-        for i, row in enumerate(rows):
-            if isinstance(row, PackedRow):
-                if is_small:
-                    rows[i] = row.unpack(vocab)
-                else:  # a few bytes may become a vocabulary, so the executor unpacks only rows that it judges
-                    row.check(vocab)
+        rows = [row.unpack(vocab) if isinstance(row, PackedRow) else row for row in message.rows]
         announced = [i for i, row in enumerate(rows) if isinstance(row, AnnouncedRow)]
         if announced:
             for i, probs in zip(announced, self._receive_announced(len(announced)), strict=True):

@@ -48,11 +48,10 @@ from pearl.protocol.messages import (
 )
 from pearl.protocol.scheduler import seconds_to_gather
 from pearl.protocol.speeds import Profile, Speeds
-from pearl.quota import Bucket
 from pearl.trace.tracer import TracedMailbox, Tracer
 from pearl.transport.base import Fault, Listener, Peer, Received, TensorChannel
 from pearl.worker.draft import MAX_UNANNOUNCED
-from pearl.worker.draft_link import PROBE_SECONDS, DraftLink, weigh
+from pearl.worker.draft_link import PROBE_SECONDS, DraftLink
 from pearl.worker.fronts import Fronts, Post
 from pearl.worker.placement import shared_gpus
 from pearl.worker.recording import Recordings
@@ -65,7 +64,7 @@ _LOSS_SECONDS = 0.5  # until a lost draft is reported: a front that ends closes 
 _HANDLING = 0.8  # share of a forward's usual time on a device during which the draft's tokens are handled
 _NAP_SECONDS = 1e-3  # between two looks whether the device is done: waiting longer would show in its measured times
 _FRONT_SECONDS = 2.0  # between signs of life to fronts
-_WARNINGS, _WARNINGS_PER_SECOND = 3, 0.1  # lines about peers and their requests: at once, and from then on
+_WARN_SECONDS = 10.0  # between two lines of a kind about peers and their requests
 
 
 class TargetWorker:
@@ -105,7 +104,7 @@ class TargetWorker:
         self._fronts = Fronts(post, settings)
         self._draft = DraftLink(settings, executor, channel)
         self._recordings = Recordings(tracer, post)
-        self._warnings = Bucket(_WARNINGS, _WARNINGS_PER_SECOND, time.monotonic())
+        self._warned: dict[str, float] = {}  # kind of line -> when it was written last
         self._commands: deque[object] = deque()
         self._forwards: list[Forward] = []  # requested and not begun: one forward of the model is to do for all
         self._unhandled: list[Received] = []  # messages that wait for the end of a forward
@@ -120,7 +119,7 @@ class TargetWorker:
 
     def run(self) -> None:
         """The loop. Between any two forwards it looks at its messages."""
-        mailbox = TracedMailbox(self._tracer, self._endpoint, incoming=self._draft.examined, weigh=weigh)
+        mailbox = TracedMailbox(self._tracer, self._endpoint, incoming=self._draft.examined)
         with mailbox as self._mail:
             self._draft.mail = self._mail
             try:
@@ -239,7 +238,6 @@ class TargetWorker:
         if self._draft.peer is not None:
             self._lose_draft("its successor is here")
         self._draft.meet(peer, hello)
-        self._endpoint.trust(peer)
         self._draft.post(self._introduction)
         if self._is_ready:  # its predecessor was lost; this one sends frames, as a process group cannot be rejoined
             if self._tracer.number:
@@ -300,7 +298,9 @@ class TargetWorker:
 
     def _warn(self, text: str, why: object) -> None:
         """Now and then: a peer may send faults as fast as it likes."""
-        if self._warnings.take(1, time.monotonic(), least=0) >= 0:
+        now = time.monotonic()
+        if now - self._warned.get(text, -_WARN_SECONDS) >= _WARN_SECONDS:
+            self._warned[text] = now
             log.warning(text, why)
 
     # ---- commands ----
