@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -272,7 +273,7 @@ class TestFileTokenizer:
 
     def test_the_template_for_tools_is_taken_with_tools(self, checkpoint: Path) -> None:
         """Of a checkpoint whose templates have names."""
-        tokenizer = byte_level_files()
+        tokenizer = deepcopy(byte_level_files())
         tokenizer.chat_template = {"default": "plain", "tool_use": "{{ tools | length }} tools"}
         tokenizer.save_pretrained(checkpoint)
         made, kept = both(checkpoint)

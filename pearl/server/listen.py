@@ -17,7 +17,6 @@ from pearl.engine import Engine
 from pearl.errors import ConfigError, TargetLost
 from pearl.server.access import NOT_EMBEDDED, Access
 from pearl.server.app import App
-from pearl.server.connection import MOST_HEADER, BoundedProtocol
 from pearl.server.request_log import show_requests
 from pearl.server.requests import Setup
 from pearl.server.service import Service
@@ -29,6 +28,8 @@ STOP_SECONDS = 2.0  # for running requests to end after the signal
 _CUT_SECONDS = 5  # until open connections are closed
 _IDLE_SECONDS = 15  # that a connection may be idle between two requests
 _LOOK_SECONDS = 0.2
+_HEADER = 32 << 10  # bytes of a request line and headers that have not ended
+_CONNECTIONS = 512  # answered by 503 beyond
 _BACKLOG = 128  # connections waiting to be accepted; asyncio accepts all of them in a row
 
 
@@ -108,7 +109,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app.asgi,
-                http=BoundedProtocol,
+                http="h11",
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -120,7 +121,8 @@ class Server(uvicorn.Server):
                 headers=NOT_EMBEDDED,
                 timeout_keep_alive=_IDLE_SECONDS,
                 timeout_graceful_shutdown=_CUT_SECONDS,
-                h11_max_incomplete_event_size=MOST_HEADER,
+                limit_concurrency=_CONNECTIONS,
+                h11_max_incomplete_event_size=_HEADER,
             )
         )
         self._service = service
