@@ -34,8 +34,8 @@ from tests.virtual import emulated
 
 PACED = EngineConfig(target=TOY, draft=TOY, target_pace=0.004, draft_pace=0.001)
 ONE, ANY = Device("cpu", cores=(0,)), Device("cpu")
-METHODS = ["ar", "sd", "ssd", "pearl-no-pre-verify", "pearl-no-post-verify", "pearl, fixed", "pearl", "ngram"]
-METHODS += ["pearl, ahead", "auto"]
+METHODS = ["ar", "sd", "ssd", "pearl-no-pre-verify", "pearl-no-post-verify", "published,window=fixed"]
+METHODS += ["published", "ngram", "pearl", "auto"]
 
 
 # ---- hardware, devices ----
@@ -245,7 +245,7 @@ def test_bench_on_an_emulated_pair(tmp_path: Path) -> None:
     path, config = tmp_path / "bench.json", tmp_path / "toy.yaml"
     config.write_text(f"target: {TOY}\ndraft: {TOY}\ntarget_pace: 0.004\ndraft_pace: 0.001\nmethod: pearl\n")
     done = ran("bench", "--config", config, "--limit", 1, "--max-tokens", 30, "--json", path)
-    for row in ("ar", "sd, gamma", "pearl-no-pre-verify", "pearl-no-post-verify", "pearl, fixed("):
+    for row in ("ar", "sd, gamma", "pearl-no-pre-verify", "pearl-no-post-verify", "published, window"):
         assert row in done.output
     made = json.loads(path.read_text())
     assert [row["name"] for row in made["rows"]] == METHODS
@@ -272,7 +272,7 @@ def test_rows_depend_on_the_devices_of_the_pair(tiny_pair: EngineConfig, tmp_pat
     (tmp_path / "two.jsonl").write_text('{"turns": ["the", "and"]}\n')
     where = ("--target-device", "cpu:0", "--draft-device", "cpu:0")
     where += ("--prompts", tmp_path / "one.jsonl", "--prompts", f"b={tmp_path / 'two.jsonl'}")
-    asked = ("--rows", "auto", "--rows", AR_ON_ALL, "--max-tokens", 8, "--json", "-")
+    asked = ("auto", AR_ON_ALL, "--max-tokens", 8, "--json", "-")
     done = ran("bench", "--target", tiny_pair.target, "--draft", tiny_pair.draft, *where, *asked)
     made = json.loads(done.stdout)
     assert [row["name"] for row in made["rows"]] == [AR, AUTO]
@@ -292,7 +292,7 @@ def test_calibration_of_an_emulated_pair(tmp_path: Path) -> None:
     for word in ("t_draft", "t_target(1)", "acceptance", "--method"):
         assert word in done.output
     made = json.loads((tmp_path / "it.json").read_text())
-    assert [row["name"] for row in made["rows"]] == ["ar", "sd", "ssd", "ngram", "pearl, ahead", "auto"]
+    assert [row["name"] for row in made["rows"]] == ["ar", "sd", "ssd", "ngram", "pearl", "auto"]
     assert 0.2 < made["acceptance"] < 0.8, "0.5 is the toy's"
     assert made["profile"]["t_draft"] > 0
     assert all(seconds >= 0.008 for _, seconds in made["profile"]["t_target"])
@@ -315,7 +315,7 @@ def test_a_calibration_on_a_busy_machine_is_not_kept(
 def test_advice_names_the_fastest_and_what_ties_with_it() -> None:
     def advice(**speedups: tuple[float, float]) -> tuple[str, str]:
         """`speedups`: value and margin of each method."""
-        names = {"pearl": "pearl, ahead", "wide": "ar, all devices"}
+        names = {"wide": "ar, all devices"}
         rows = [row_of(AR), *(row_of("ar", names.get(name, name)) for name in speedups)]
         plain = figures(plan_of(rows), Measured([sample(row.name, i, 10.0) for row in rows for i in range(2)]))
         estimates = (Estimate(value, value - margin, value + margin) for value, margin in speedups.values())
@@ -326,7 +326,7 @@ def test_advice_names_the_fastest_and_what_ties_with_it() -> None:
     assert "no draft pays here; ar, all devices: 1.50" in words
     assert flags.startswith("--draft none --method ar --target-device cpu:")
     assert advice(pearl=(1.1, 0.05), ngram=(1.4, 0.05))[1] == "--draft none --method ngram"
-    assert advice(pearl=(1.4, 0.05)) == ("pearl, ahead: 1.40 times as fast as the target alone", "--method pearl")
+    assert advice(pearl=(1.4, 0.05)) == ("pearl: 1.40 times as fast as the target alone", "--method pearl")
     assert advice(sd=(1.3, 0.05))[1] == "--method sd --gamma 3"
     assert "nothing is faster" in advice(pearl=(1.1, 0.2))[0], "1 lies in the interval"
     assert advice(pearl=(1.01, 0.0))[1] == "--draft none --method ar"

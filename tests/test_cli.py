@@ -113,9 +113,9 @@ def test_mistakes_are_refused_with_what_to_do(
     monkeypatch.delenv("PEARL_API_KEY", raising=False)
     tmp_path.chmod(0o700)
     for line, words in (
-        *((f"{study} --habits", "--habits: ") for study in ("bench", "compare", "calibrate")),
+        *((f"{study} --habits", "--habits: ") for study in ("bench", "calibrate")),
         ("bench --draft none", "nothing to compare"),
-        ("bench --rows fast", "there are ar; sd"),
+        ("bench fast", "'fast'"),
         ("bench --prompts a=/x --prompts a=/y", "/x"),
         ("paper pearl --pair GPT", "no pair is called 'GPT'"),
         ("paper sssd --prompts /nowhere.jsonl", "/nowhere.jsonl"),

@@ -1,4 +1,4 @@
-"""`pearl compare`: settings named in a line; bias and perplexity; the table."""
+"""`pearl bench` with ways of one's own: settings named in a line; bias and perplexity; the table."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from pearl.config import DecodingConfig, EngineConfig
 from pearl.engine.stream import Result as Text
 from pearl.errors import ConfigError
 from pearl.lab.bench.figures import Surprise
-from pearl.lab.bench.rows import COMPARED, named_rows, parse_settings
+from pearl.lab.bench.rows import named_rows, parse_settings
 from pearl.models.toy import ToyRunner, alpha_pair
 from tests.conftest import TOY, ran
 
@@ -36,7 +36,6 @@ def test_a_row_is_a_method_and_its_settings() -> None:
     }.items():
         assert parse_settings(text) == DecodingConfig(**settings)  # type: ignore[arg-type]
     assert parse_settings("pearl,branches=off").guesses["branches"] == 0
-    assert all(parse_settings(name) for name in COMPARED)
     rows = named_rows(["sd", "ar", "ngram"])
     assert [row.name for row in rows] == ["ar", "sd", "ngram"], "ar is there once and first"
 
@@ -49,7 +48,8 @@ def test_a_row_is_a_method_and_its_settings() -> None:
         (["sd", "pearl,epsilon"], "write METHOD,NAME=VALUE"),
         (["sd", "pearl,ruel=opt"], "ruel"),
         (["sd", "sd"], "'sd' is named twice"),
-        (["sd", "--rule", "opt"], "--rule: say it with each way"),
+        (["sd", "--rule", "opt"], "--rule: pearl bench runs untraced, and each way with its own settings"),
+        (["sd", "--branches", "0"], "--branches: pearl bench runs untraced, and each way with its own settings"),
         (["sd", "--draft", "none"], "method sd needs a draft"),
         (["pia"], "give --habits"),
         (["rest", "--draft", "none"], "with --datastore"),
@@ -58,7 +58,7 @@ def test_a_row_is_a_method_and_its_settings() -> None:
 )
 def test_rows_that_cannot_be_compared_are_refused(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
-        ran("compare", *SLOW_TOY, *arguments)
+        ran("bench", *SLOW_TOY, *arguments)
     assert "\n" not in str(caught.value)
 
 
@@ -84,12 +84,9 @@ def test_a_biased_row_is_shown_with_its_bias(tmp_path: Path) -> None:
     prompts.write_text('{"prompt": "123"}\n{"prompt": "4567"}\n')
     ways = ["published", "published,rule=opt,epsilon=0.3", "pearl,rule=coupled"]
     pair = TOY + ",coin=1"  # no token of it is impossible, so relaxed acceptance applies
-    files = ["--prompts", prompts, "--json", path]
-    result = ran("compare", *ways, *SLOW_TOY, "--target", pair, "--draft", pair, *files)
-    lines = {line.split()[0]: line for line in result.stdout.splitlines() if line.strip()}
-    assert "exact" in lines["ar"]
-    assert "exact" in lines["pearl,rule=coupled"]
-    assert "biased by 0." in lines["published,rule=opt,epsilon=0.3"]
+    files, warm = ["--prompts", prompts, "--json", path], ["--temperature", 1, "--perplexity"]
+    result = ran("bench", *ways, *SLOW_TOY, "--target", pair, "--draft", pair, *files, *warm)
+    assert "biased by: total variation distance" in result.stdout
     document = json.loads(path.read_text())
     rows = {row["name"]: row for row in document["rows"]}
     assert [*rows] == ["ar", *ways]

@@ -1,4 +1,4 @@
-"""`pearl bench`, `compare`, `calibrate` and `check`: methods, rules and stop policies on real runs.
+"""`pearl bench`, `calibrate` and `check`: methods, rules and stop policies on real runs.
 
 Arguments and tables; `pearl.lab.bench` measures.
 """
@@ -29,14 +29,11 @@ if TYPE_CHECKING:
     from pearl.lab.bench.calibrate import Calibration
     from pearl.lab.bench.exactness import Finding
     from pearl.lab.bench.figures import Figures
-    from pearl.lab.bench.rows import Row
     from pearl.lab.bench.runner import Measured, Plan
-
-    _Columns = Callable[[Plan, Measured, Sequence[Figures]], tuple[list[Column[Figures]], list[str]]]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _COUNT = click.IntRange(min=1)
-_DEFAULT, _EMULATED, _COMPARED = (4, 128), (3, 500), (2, 96)  # (prompts per set, max_tokens)
+_DEFAULT, _EMULATED = (4, 128), (3, 500)  # (prompts per set, max_tokens)
 _CALIBRATED = 64  # tokens
 _CHECKED = 16  # of a text; with two prompts the embedded pair takes minutes
 
@@ -62,27 +59,36 @@ def _prompt_options(limit: int) -> Callable[[_Command], _Command]:
     return add
 
 
-@listed("Measure", 'pearl bench --prompts summaries --limit 5 --rows auto --rows "ar, all devices"')
+@listed("Measure", "pearl bench pearl pearl,rule=opt,epsilon=0.1 --temperature 1 --perplexity")
 @click.command(cls=SettingsCommand)
+@click.argument("ways", nargs=-1, metavar="[WAY]...")
 @_prompt_options(4)
-@click.option("--rows", multiple=True, metavar="NAME", help="Only this row and ar. Repeatable; a wrong name lists all.")
+@click.option("--perplexity", is_flag=True, help="Also that of the texts, for which the target is loaded once more.")
 @json_option
 @settings_options
 @click.pass_context
-def bench(ctx: click.Context, settings: Settings, to: Path | None, **options: Any) -> None:
-    """Compare all methods on the same prompts.
+def bench(
+    ctx: click.Context, settings: Settings, ways: tuple[str, ...], perplexity: bool, to: Path | None, **options: Any
+) -> None:
+    """Compare methods, rules and stop policies on the same prompts.
 
-    Methods take turns. ar runs on the target's device, and again on all cores that PEARL uses. sd runs with its fastest
-    gamma. Decoding is greedy unless --temperature is given; only committed tokens up to EOS count.
+    A WAY is a method and its settings, such as sd,draft_stop=threshold,confidence=0.4 or pearl,rule=opt,epsilon=0.1;
+    "published" is pearl with none of its guesses. Without any: all methods, ar and ngram also on all cores that PEARL
+    uses ("ar, all devices"). They take turns, text by text, beside ar. sd runs with its fastest gamma. Decoding is
+    greedy unless --temperature is given; only committed tokens up to EOS count.
     """
-    for name in ("method", "window", "trace"):  # a configuration file may set them for other commands
+    for name in {*DecodingConfig.model_fields, "trace"} - {"gamma", "" if ways else "rule"}:
+        # A configuration file may set them for other commands.
         if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            raise ConfigError(f"--{name}: pearl bench runs all methods and windows, untraced; select with --rows")
-    _report("bench", _benched(settings, **options), to, _bench_columns)
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: pearl bench runs untraced, and each way with its own settings, such as "
+                "pearl,draft_stop=heuristic"
+            )
+    _report(_benched(settings, ways, **options), to, perplexity)
 
 
-def _report(kind: str, plan: Plan, to: Path | None, columns: _Columns, perplexity: bool = False) -> None:
-    """Measure; write JSON, or print a table and notes, which `columns` makes."""
+def _report(plan: Plan, to: Path | None, perplexity: bool) -> None:
+    """Measure; write JSON, or print a table and notes."""
     from pearl.lab.bench.figures import Surprise, document, figures
     from pearl.lab.bench.runner import measure
 
@@ -96,52 +102,34 @@ def _report(kind: str, plan: Plan, to: Path | None, columns: _Columns, perplexit
         if perplexity:
             bars.say("reading the texts for their perplexity")
         found = figures(plan, measured, Surprise(plan.config) if perplexity else None)
-    if reported(to, document(kind, plan, measured, found, conditions)):
-        shown_columns, notes = columns(plan, measured, found)
-        print_columns(shown_columns, found, *notes, *_result_lines(plan, measured, conditions), words=2)
+    if reported(to, document(plan, measured, found, conditions)):
+        columns, notes = _columns(plan, measured, found)
+        print_columns(columns, found, *notes, *_result_lines(plan, measured, conditions), words=2)
 
 
-def _plan(
-    settings: Settings,
-    rows: Sequence[Row],
-    size: tuple[int, int],
-    temperature: float,
-    *,
-    prompts: Sequence[str],
-    limit: int | None,
-    raw: bool,
-    gamma: int | None = None,
-) -> Plan:
-    """`size`: prompts of each set, if no limit is given, and tokens, if no maximum is."""
-    from pearl.lab.bench.rows import devices_of, is_emulated
+def _benched(settings: Settings, ways: Sequence[str], *, prompts: Sequence[str], limit: int | None, raw: bool) -> Plan:
+    from pearl.lab.bench.rows import devices_of, is_emulated, named_rows, rows_for
     from pearl.lab.bench.runner import Plan
 
-    config, (texts, tokens) = settings.engine, size
-    tasks = read_sets(prompts, limit or texts, is_emulated(config))
-    params, together = sampling_of(settings.sampling, tokens, temperature), not devices_of(config)[0].gpus
-    return Plan(config, rows, tasks, params, raw=raw, together=together, gamma=gamma)
+    config, decoding = settings.engine, settings.decoding
+    if not config.has_draft and not ways:
+        raise ConfigError("--draft none: there is nothing to compare with ar; name ways, such as ngram")
+    rows = named_rows(ways, rows_for(config, decoding.rule)) if ways else rows_for(config, decoding.rule)
+    for row in rows:
+        config.check_decoding(row.decoding)
+    toys = is_emulated(config)
+    texts, tokens, temperature = (*_EMULATED, 1.0) if toys else (*_DEFAULT, 0.0)  # a toy's rate is under sampling
+    tasks, params = read_sets(prompts, limit or texts, toys), sampling_of(settings.sampling, tokens, temperature)
+    together = not devices_of(config)[0].gpus
+    return Plan(config, rows, tasks, params, raw=raw, together=together, gamma=decoding.gamma)
 
 
-def _benched(settings: Settings, rows: Sequence[str], **options: Any) -> Plan:
-    from pearl.lab.bench.rows import AR, AR_ON_ALL, NGRAM_ON_ALL, is_emulated, rows_for
-
-    config = settings.engine
-    if not config.has_draft:
-        raise ConfigError("--draft none: there is nothing to compare with ar")
-    known = {row.name: row for row in rows_for(config, settings.decoding.rule)}
-    if unknown := {*rows} - {*known, AR_ON_ALL, NGRAM_ON_ALL}:  # these two are there on some devices only
-        raise ConfigError(f"no row {sorted(unknown)[0]!r}; there are {'; '.join(known)}")
-    wanted = [row for name, row in known.items() if not rows or name in (AR, *rows)]
-    size, temperature = (_EMULATED, 1.0) if is_emulated(config) else (_DEFAULT, 0.0)  # a toy's rate is under sampling
-    return _plan(settings, wanted, size, temperature, gamma=settings.decoding.gamma, **options)
-
-
-def _bench_columns(plan: Plan, measured: Measured, found: Sequence[Figures]) -> tuple[list[Column[Figures]], list[str]]:
+def _columns(plan: Plan, measured: Measured, found: Sequence[Figures]) -> tuple[list[Column[Figures]], list[str]]:
     def between(one: Estimate | None) -> str:
         return "" if one is None or one.low == one.high else f"{one.low:.2f}-{one.high:.2f}"
 
     def named(one: Figures) -> str:
-        special = {"sd": f"sd, gamma {measured.gamma}", "pearl, fixed": f"pearl, fixed({one.window})"}
+        special = {"sd": f"sd, gamma {measured.gamma}", "published,window=fixed": f"published, window {one.window}"}
         return special.get(one.name, one.name)
 
     def milliseconds(seconds: float | None) -> str:
@@ -156,6 +144,8 @@ def _bench_columns(plan: Plan, measured: Measured, found: Sequence[Figures]) -> 
         ("95%", lambda one: between(one.rate)),
         ("over\nar", lambda one: shown(one.speedup)),
         ("95%", lambda one: between(one.speedup)),
+        ("biased\nby", lambda one: "" if one.exact else f"{one.bias.value:.3f}"),
+        ("perplexity", lambda one: str(one.perplexity or "")),
         *((name, lambda one, name=name: shown(one.by_set.get(name))) for name in sets),
         ("first\ntoken", lambda one: milliseconds(one.first_seconds)),
         ("ITL\np50", lambda one: milliseconds(one.itl_p50)),
@@ -170,6 +160,10 @@ def _bench_columns(plan: Plan, measured: Measured, found: Sequence[Figures]) -> 
         "texts; 95%: bootstrap interval; first token (without queueing), ITL (inter-token latency): ms, medians over "
         "texts; accepted length: mean, including the correction or bonus token",
         f"tokens/s of sd by gamma: {tried}" if tried else "",
+        "biased by: total variation distance between the distribution sampled from and the target's, per token"
+        if any(not one.exact for one in found)
+        else "",
+        "perplexity: of the texts under the target, at temperature 1" if any(one.perplexity for one in found) else "",
     ]
     return columns, notes
 
@@ -187,61 +181,6 @@ def _result_lines(plan: Plan, measured: Measured, conditions: Conditions) -> lis
     if measured.skipped:
         lines.insert(0, f"skipped, because the context is too small: {', '.join(measured.skipped)}")
     return lines
-
-
-@listed("Measure", "pearl compare sd pearl,rule=coupled pearl,rule=opt,epsilon=0.1 --temperature 1")
-@click.command(cls=SettingsCommand)
-@click.argument("ways", nargs=-1, metavar="[METHOD[,NAME=VALUE...]]...")
-@_prompt_options(2)
-@click.option("--no-perplexity", is_flag=True, help="Skip perplexity, for which the target is loaded once more.")
-@json_option
-@settings_options
-@click.pass_context
-def compare(
-    ctx: click.Context, settings: Settings, ways: tuple[str, ...], no_perplexity: bool, to: Path | None, **options: Any
-) -> None:
-    """Methods, rules and stop policies of your choice, in one table.
-
-    Each row is a method and its settings, such as sd,draft_stop=threshold,confidence=0.4 or
-    pearl,rule=opt,epsilon=0.1; "published" is pearl with none of its guesses. The default is a dozen.
-    They take turns, text by text, beside ar, at temperature 1 unless --temperature is given. Perplexity is that of
-    their texts under the target.
-    """
-    for name in DecodingConfig.model_fields:  # a configuration file may set them for other commands
-        if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag}: say it with each way that has it, such as: pearl compare pearl,{name}=...")
-    _report("compare", _compared(settings, ways, **options), to, _compare_columns, perplexity=not no_perplexity)
-
-
-def _compared(settings: Settings, ways: Sequence[str], **options: Any) -> Plan:
-    from pearl.lab.bench.rows import COMPARED, named_rows
-
-    config = settings.engine
-    rows = named_rows(ways or [name for name in COMPARED if config.has_draft or name == "ngram"])
-    for row in rows:
-        config.check_decoding(row.decoding)
-    return _plan(settings, rows, _COMPARED, 1.0, **options)
-
-
-def _compare_columns(
-    plan: Plan, measured: Measured, found: Sequence[Figures]
-) -> tuple[list[Column[Figures]], list[str]]:
-    has_perplexity = any(one.perplexity for one in found)
-    columns: list[Column[Figures]] = [
-        ("way", lambda one: one.name),
-        ("exact?", lambda one: "exact" if one.exact else f"biased by {one.bias.value:.3f}"),
-        ("accepted", lambda one: shown(one.acceptance)),
-        ("tokens\na step", lambda one: shown(one.tokens_per_step)),
-        ("tokens/s", lambda one: shown(one.rate, 1)),
-        ("over ar, 95%", lambda one: str(one.speedup or "-")),
-    ]
-    columns += [("perplexity", lambda one: str(one.perplexity or "-"))] if has_perplexity else []
-    return columns, [
-        "biased by: total variation distance between the distribution sampled from and the target's, per token",
-        "over ar: median over texts of the ratio on the same text; 95%: bootstrap over texts"
-        + ("; perplexity of the texts under the target, at temperature 1" if has_perplexity else ""),
-    ]
 
 
 @listed("Measure", "pearl calibrate --target my-model --draft my-small-model")

@@ -10,7 +10,7 @@ from pearl.cache import Watcher
 from pearl.config import EngineConfig, SamplingParams
 from pearl.errors import RequestError
 from pearl.lab.bench.figures import Figures, figures
-from pearl.lab.bench.rows import AHEAD, ALL, AR, AUTO, CALIBRATED, NGRAM, SD, SSD, devices_of, rows_for
+from pearl.lab.bench.rows import ALL, AR, AUTO, CALIBRATED, NGRAM, PEARL, SD, SSD, devices_of, rows_for
 from pearl.lab.bench.runner import Plan, measure
 from pearl.lab.bench.tasks import Task
 from pearl.models.checkpoints.checkpoint import is_head
@@ -60,7 +60,7 @@ def calibrate(config: EngineConfig, tasks: Sequence[Task], params: SamplingParam
     rates = last[-1].rates
     ways = tuple((way, log(rate), 1) for way, rate in rates.items())
     profile = Profile(last[-1].t_draft, acceptance, here, there, max(rates, key=rates.__getitem__, default=NGRAM), ways)
-    return Calibration(tuple(found.values()), acceptance, gamma, found[AHEAD].window, advice, flags, profile)
+    return Calibration(tuple(found.values()), acceptance, gamma, found[PEARL].window, advice, flags, profile)
 
 
 def _not_shared(config: EngineConfig, texts: Sequence[Sequence[int]]) -> str:

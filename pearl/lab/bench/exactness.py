@@ -42,7 +42,7 @@ _REFERENCE_PIECE = 512  # tokens per forward of the reference
 _CUT_SIZES = (1, 1, 1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 31, 64, 200)
 _TARGET = "the target's own"
 _FIXED = "pearl,window=fixed,gamma=3"
-# Settings as of `pearl compare`.
+# Settings as of `pearl bench`.
 _DIRECT = (
     "sd",
     "sd,gamma=3",

@@ -212,12 +212,9 @@ class Surprise:
 # ---- the document ----
 
 
-def document(
-    kind: str, plan: Plan, measured: Measured, found: Sequence[Figures], conditions: Conditions
-) -> dict[str, Any]:
-    """For JSON: settings, conditions, figures, and every sample. `kind`: "bench" or "compare"."""
+def document(plan: Plan, measured: Measured, found: Sequence[Figures], conditions: Conditions) -> dict[str, Any]:
+    """For JSON: settings, conditions, figures, and every sample."""
     return {
-        "kind": kind,
         "settings": {
             "engine": plan.config.model_dump(),
             "sampling": plan.params.model_dump(),

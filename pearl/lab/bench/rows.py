@@ -1,4 +1,4 @@
-"""The rows of a benchmark: decoding settings, built in or named in a line as for `pearl compare`; their devices."""
+"""The rows of a benchmark: decoding settings, built in or named in a line as for `pearl bench`; their devices."""
 
 from __future__ import annotations
 
@@ -13,27 +13,11 @@ from pearl.models.checkpoints.checkpoint import is_toy
 from pearl.spec.methods import AS_PUBLISHED, METHODS
 from pearl.worker.placement import settled
 
-AR, SD, SSD, PEARL, FIXED = "ar", "sd", "ssd", "pearl", "pearl, fixed"
-NGRAM, HEAD, AHEAD, AUTO = "ngram", "head", "pearl, ahead", "auto"
+AR, SD, SSD, PEARL, NGRAM, HEAD, AUTO = "ar", "sd", "ssd", "pearl", "ngram", "head", "auto"
+PUBLISHED, FIXED = "published", "published,window=fixed"
 PAIR, ALL = "pair", "all devices"  # systems
 AR_ON_ALL, NGRAM_ON_ALL = f"{AR}, {ALL}", f"{NGRAM}, {ALL}"
-CALIBRATED = (AR, NGRAM, HEAD, SD, SSD, AHEAD, AUTO, AR_ON_ALL, NGRAM_ON_ALL)  # by `pearl calibrate`
-PUBLISHED: dict[str, Any] = {"method": "pearl", **AS_PUBLISHED}
-COMPARED = (  # by `pearl compare`, unless others are named
-    "sd",
-    "sd,rule=coupled",
-    "sd,draft_stop=heuristic",
-    "published",
-    "published,rule=batch",
-    "published,rule=spectr",
-    *(f"published,rule={rule},epsilon={epsilon}" for rule in ("opt", "uno") for epsilon in (0.02, 0.1)),
-    "sd,rule=bild,draft_stop=threshold",
-    "published,rule=joint",
-    "pearl",
-    "pearl,rule=coupled",
-    "ngram",
-    "auto",
-)
+CALIBRATED = (AR, NGRAM, HEAD, SD, SSD, PEARL, AUTO, AR_ON_ALL, NGRAM_ON_ALL)  # by `pearl calibrate`
 
 
 @dataclass(frozen=True)
@@ -69,11 +53,9 @@ def rows_for(config: EngineConfig, rule: str = "ratio") -> list[Row]:
     `ar` and `ngram` run on the target's devices; second rows run on all cores of the pair, if those are more; over more
     GPUs a target is spread layer by layer, which is no faster.
     """
-    settings = {name: name for name in (AR, SD, SSD, "pearl-no-pre-verify", "pearl-no-post-verify")}
-    settings |= {FIXED: "published,window=fixed", PEARL: "published", NGRAM: NGRAM}
-    settings |= {HEAD: HEAD} if config.head is not None else {}
-    settings |= {AHEAD: "pearl"}
-    rows = [Row(name, parse_settings(f"{text},rule={rule}")) for name, text in settings.items()]
+    names = [AR, SD, SSD, "pearl-no-pre-verify", "pearl-no-post-verify", FIXED, PUBLISHED, NGRAM]
+    names += [HEAD, PEARL] if config.head is not None else [PEARL]
+    rows = [Row(name, parse_settings(f"{name},rule={rule}")) for name in names]
     rows.append(Row(AUTO, parse_settings(AUTO)))  # it picks the rule under which its choices change no text
     target, both = devices_of(config)
     if both != target and not both.gpus and not is_emulated(config):
@@ -81,21 +63,25 @@ def rows_for(config: EngineConfig, rule: str = "ratio") -> list[Row]:
     return rows
 
 
-def named_rows(names: Iterable[str]) -> list[Row]:
-    """`ar`, and a row for each of `names`; see `parse_settings`. Raises `ConfigError` for a bad or repeated name."""
-    rows = {AR: Row(AR, DecodingConfig(method=AR))}
+def named_rows(names: Iterable[str], known: Iterable[Row] = ()) -> list[Row]:
+    """`ar`, and a row for each of `names`: a known one, else as `parse_settings`; on all devices if there are more.
+
+    Raises `ConfigError` for a bad or repeated name.
+    """
+    named = {row.name: row for row in (Row(AR, DecodingConfig(method=AR)), *known)}
+    names = [name for name in names if name in named or name not in (AR_ON_ALL, NGRAM_ON_ALL)]
+    rows = {AR: named[AR]}
     for name in names:
-        row = Row(name, parse_settings(name))
         if name in rows and name != AR:
             raise ConfigError(f"{name!r} is named twice")
-        rows.setdefault(name, row)
+        rows[name] = named.get(name) or Row(name, parse_settings(name))
     return list(rows.values())
 
 
 def parse_settings(text: str) -> DecodingConfig:
     """Parse `METHOD,NAME=VALUE,...`: a method, or `published`, and fields of `DecodingConfig`. Raises `ConfigError`."""
     method, *settings = text.split(",")
-    values: dict[str, Any] = dict(PUBLISHED) if method == "published" else {"method": method}
+    values: dict[str, Any] = {"method": PEARL, **AS_PUBLISHED} if method == PUBLISHED else {"method": method}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not (name and equals and value):

@@ -27,7 +27,7 @@ from pearl.models.runner import ModelRunner
 
 
 class Entry(Struct, frozen=True, forbid_unknown_fields=True):
-    """A row: a way to decode, as `pearl compare` takes it, and the paper's figure or claim.
+    """A row: a way to decode, as `pearl bench` takes it, and the paper's figure or claim.
 
     Attributes:
         sampling: None: the study's.
