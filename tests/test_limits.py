@@ -1,6 +1,5 @@
-"""A front that asks for more than an engine has is refused, memory stays bounded and others are served; quotas."""
+"""A front that asks for more than an engine has is refused, memory stays bounded and others are served."""
 
-import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,6 @@ from pearl.errors import ConfigError, RemoteProtocolError, RequestError
 from pearl.protocol.messages import PROTOCOL_VERSION, DraftTokens, Error, Hello, Role, Submit, Welcome
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.scheduler import Scheduler
-from pearl.quota import FairSemaphore, Shares
 from pearl.spec.methods import MAX_WINDOW
 from pearl.transport.codec import decode, encode
 from pearl.transport.keys import OWN_KEYS, read_keys
@@ -80,19 +78,6 @@ def test_what_waiting_requests_hold_is_bounded(asked: Submit) -> None:
     requests.refuse(b"b", asked, "would hold")
     del requests.owners[first]
     requests.add(b"b", asked)
-
-
-def test_a_front_that_fills_the_bound_leaves_others_their_share() -> None:
-    """One front's two long prompts had every other refused until the first of them was written."""
-    requests = Requests()
-    share = submit(tokens=admission.MAX_SHARE // 2 - admission.REQUEST)
-    requests.add(b"a", submit(tokens=1 << 20))
-    requests.add(b"a", submit(tokens=admission.MAX_HELD - (1 << 20) - 2 * admission.REQUEST))
-    requests.refuse(b"a", share, "would hold")
-    for _ in range(2):
-        requests.add(b"b", share)
-    requests.refuse(b"b", share, "would hold")
-    requests.add(b"c", share)
 
 
 def test_stop_strings_are_bounded() -> None:
@@ -230,75 +215,3 @@ def test_a_text_whose_request_was_dropped_ends(engine: Engine, monkeypatch: pyte
         for _ in heard:
             pass
     assert heard.result.tokens == greedy_text([1, 2, 3], 60)
-
-
-def test_a_share_is_that_of_the_clients_that_hold_any() -> None:
-    shares = Shares()
-    for amount in (4, 5):
-        assert shares.fits("a", amount, 9)
-        assert not shares.fits("a", amount + 10, 9)
-        shares.take("a", amount)
-    assert not shares.fits("a", 1, 9)
-    for _ in range(4):
-        assert shares.fits("b", 1, 9)
-        shares.take("b", 1)
-    assert not shares.fits("b", 1, 9), "half of nine is four"
-    assert shares.fits("c", 3, 9)
-    assert not shares.fits("c", 4, 9)
-    assert shares.fits("c", 4, 9, share=4)
-    shares.take("a", -9)
-    assert shares.fits("b", 5, 9), "nobody else has any"
-    with shares.held("a"):
-        assert shares.total == 5
-    shares.take("b", -4)
-    assert shares.total == 0
-
-
-async def order(*comers: str) -> str:
-    """The order in which they get a place; `-x` is an x that leaves before its turn."""
-    served: list[str] = []
-    semaphore = FairSemaphore(1)
-
-    async def come(client: str) -> None:
-        await semaphore.acquire(client)
-        served.append(client)
-
-    await semaphore.acquire("first")
-    assert not semaphore._free
-    tasks = []
-    for comer in comers:
-        tasks.append(asyncio.create_task(come(comer[-1])))
-        await asyncio.sleep(0)
-    for comer, task in zip(comers, tasks, strict=True):
-        if comer.startswith("-"):
-            task.cancel()
-    for _ in comers:
-        semaphore.release()
-        await asyncio.sleep(0)
-    await asyncio.wait(tasks)
-    while not semaphore._free:
-        semaphore.release()
-    assert not semaphore._waiting
-    return "".join(served)
-
-
-@pytest.mark.parametrize(
-    ("comers", "served"),
-    [("a a a", "aaa"), ("a a a b c c", "abcaca"), ("a a -b c", "aca"), ("-a a b -b", "ab"), ("-a -a", "")],
-)
-def test_clients_take_turns(comers: str, served: str) -> None:
-    assert asyncio.run(order(*comers.split())) == served
-
-
-def test_a_client_that_leaves_as_its_turn_comes_passes_it_on() -> None:
-    async def run() -> bool:
-        semaphore = FairSemaphore(1)
-        await semaphore.acquire("a")
-        waiting = [asyncio.create_task(semaphore.acquire(client)) for client in "bc"]
-        await asyncio.sleep(0)
-        semaphore.release()
-        waiting[0].cancel()  # before it has resumed
-        await asyncio.wait(waiting)
-        return waiting[0].cancelled() and not waiting[1].cancelled()
-
-    assert asyncio.run(asyncio.wait_for(run(), 60))

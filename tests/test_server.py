@@ -28,7 +28,7 @@ from pearl.server.figures import Figures
 from pearl.server.timeline import MOST_VIEWERS, Timeline
 from tests.browser import CHROMIUM, Browser
 from tests.conftest import eventually
-from tests.served import BOUND, MODEL, Served, body, message, serving, text_of
+from tests.served import BOUND, MODEL, Served, message, serving, text_of
 
 PARAMS = SamplingParams(temperature=1, seed=5, max_tokens=40)
 
@@ -102,7 +102,7 @@ def test_several_texts_of_one_request(served: Served, engine: Engine) -> None:
     assert [text_of(chunks, index) for index in range(4)] == texts
 
 
-def test_texts_are_written_side_by_side_and_clients_take_turns(engine: Engine) -> None:
+def test_texts_are_written_side_by_side(engine: Engine) -> None:
     """The texts of one request, streamed and not, and those of many clients, are as with one slot."""
     with serving(64, slots=3, target_pace=0.01, draft_pace=0.003) as several:
         wanted = [written(engine, "123", sample=number)[0] for number in range(5)]
@@ -115,16 +115,6 @@ def test_texts_are_written_side_by_side_and_clients_take_turns(engine: Engine) -
         with ThreadPoolExecutor(12) as pool:
             got = list(pool.map(lambda prompt: several.post(prompt=prompt, max_tokens=30).json(), prompts))
         assert [one["choices"][0]["text"] for one in got] == written(engine, *prompts, max_tokens=30)
-        several.until_running(0)
-        other = httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2"), timeout=BOUND)
-        with ThreadPoolExecutor(16) as pool, other:
-            with several.held():
-                own = [pool.submit(several.post) for _ in range(9)]
-                several.until_running(3, waiting=6)
-                others = pool.submit(other.post, f"{several.url}/v1/completions", json=body())
-                several.until_running(3, waiting=7)
-            waits = [each.result(BOUND).json()["usage"]["pearl"]["queue_seconds"][0] for each in (*own, others)]
-        assert waits[-1] < max(waits), "it came last, and waited for less than the last of the other client's"
 
 
 def test_pieces_come_as_they_are_made(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,4 +337,4 @@ def test_the_number_of_viewers_is_bounded(served: Served, monkeypatch: pytest.Mo
     asyncio.run(look())
     monkeypatch.setattr("pearl.server.timeline.MOST_VIEWERS", 0)
     response = served.get("/v1/timeline")
-    assert (response.status_code, "retry-after" in response.headers) == (429, True)
+    assert response.status_code == 429

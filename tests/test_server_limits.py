@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import Any
 
-import httpx
 import pytest
 
 from pearl.server import app
@@ -42,11 +41,9 @@ def test_a_client_that_leaves_cancels_its_text(slow: Served, stream: bool) -> No
     assert slow.is_well()
 
 
-def test_a_full_queue_leaves_each_client_its_share(slow: Served) -> None:
-    """A refused client learns when to retry; one that waits may leave. Sixty connections of one client had kept every
-    other client out."""
-    other = httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2"), timeout=BOUND)
-    with ThreadPoolExecutor() as pool, other:
+def test_a_full_queue_refuses(slow: Served) -> None:
+    """One that waits may leave."""
+    with ThreadPoolExecutor() as pool:
         with slow.held():
             first = pool.submit(slow.post, max_tokens=10, ignore_eos=True)
             slow.until_running()
@@ -55,15 +52,12 @@ def test_a_full_queue_leaves_each_client_its_share(slow: Served) -> None:
                 slow.until_running(waiting=1)
                 response = slow.post()
                 assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
-                assert int(response.headers["retry-after"]) >= 1
             slow.until_running(waiting=0)
             second = pool.submit(slow.post)
             slow.until_running(waiting=1)
-            third = pool.submit(other.post, f"{slow.url}/v1/completions", json=body())
-            slow.until_running(waiting=2)
             assert slow.post().status_code == 429
         assert first.result(BOUND).json()["usage"]["completion_tokens"] == 10
-        assert [each.result(BOUND).status_code for each in (second, third)] == [200, 200]
+        assert second.result(BOUND).status_code == 200
     assert slow.figure("pearl:http_refused_total") >= 2
 
 

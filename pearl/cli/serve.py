@@ -37,7 +37,7 @@ _QUEUE = 32
     "--http-queue",
     type=click.IntRange(0, 256),
     default=None,
-    help=f"Requests that may wait; more get an error with Retry-After.  [default: {_QUEUE}]",
+    help=f"Requests that may wait; more are refused.  [default: {_QUEUE}]",
 )
 @click.option("--http-model", metavar="NAME", help="The model's name for clients; default: the target's.")
 @click.option(

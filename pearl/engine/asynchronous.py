@@ -17,7 +17,6 @@ from pearl.engine.request import Options, Prompt, as_prompts
 from pearl.engine.stream import Piece, Result, Stream
 from pearl.errors import EngineClosed, RequestError
 from pearl.metrics import Stopwatch
-from pearl.quota import FairSemaphore
 
 
 class AsyncStream:
@@ -30,11 +29,9 @@ class AsyncStream:
         on_piece: called with each piece as it arrives, however slowly they are read.
     """
 
-    def __init__(
-        self, engine: AsyncEngine, prompt: Prompt, params: SamplingParams | None, options: Options, client: str = ""
-    ) -> None:
+    def __init__(self, engine: AsyncEngine, prompt: Prompt, params: SamplingParams | None, options: Options) -> None:
         _ = engine.engine  # raises if it is closed
-        self._engine, self._client = engine, client
+        self._engine = engine
         self._request: tuple[Prompt, SamplingParams | None, Options] | None = (prompt, params, options)
         self._events: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()  # None: the end of the text
         self._stream: Stream | None = None
@@ -64,7 +61,7 @@ class AsyncStream:
             raise RequestError("this stream is being read already, or has been")
         request, self._request = self._request, None
         self.watch.submitted = time.monotonic()
-        await self._engine.slots.acquire(self._client)
+        await self._engine.slots.acquire()
         self._engine.streams[self] = asyncio.create_task(self._write(*request))
         try:
             while (event := await self._events.get()) is not None:
@@ -111,7 +108,7 @@ class AsyncEngine:
                 print(piece.text, end="", flush=True)
 
     Starting and closing do not block the event loop. As many texts are written side by side as the engine has `slots`;
-    others wait in the order in which they are first read, and clients (see `stream`) take turns.
+    others wait in the order in which they are first read.
 
     Attributes:
         slots: a place for each text in progress.
@@ -134,7 +131,7 @@ class AsyncEngine:
 
     def _open(self, engine: Engine) -> None:
         self._engine = engine
-        self.slots = FairSemaphore(engine.config.slots)
+        self.slots = asyncio.Semaphore(engine.config.slots)
         self.readers = ThreadPoolExecutor(engine.config.slots, "pearl-piece")
 
     @property
@@ -167,14 +164,12 @@ class AsyncEngine:
         """The tokens of a prompt. Raises `RequestError`."""
         return await asyncio.get_running_loop().run_in_executor(self.encoder, self.engine.encode, prompt)
 
-    def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, client: str = "", **options: Unpack[Options]
-    ) -> AsyncStream:
-        """Generates one text, piece by piece; arguments as for `Engine.stream`. `client`: whose text it is.
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[Options]) -> AsyncStream:
+        """Generates one text, piece by piece; arguments as for `Engine.stream`.
 
         Errors of `Engine.stream` are raised with the first piece.
         """
-        return AsyncStream(self, prompt, params, options, client)
+        return AsyncStream(self, prompt, params, options)
 
     async def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **options: Unpack[Options]

@@ -109,7 +109,7 @@ class App:
 
     async def _live(self, request: Request) -> Response:
         if self._timeline.is_full:
-            raise ApiError(429, f"the timeline has {MOST_VIEWERS} viewers already; try again later", retry_after=10)
+            raise ApiError(429, f"the timeline has {MOST_VIEWERS} viewers already; try again later")
         return _WhileConnected(self._send_timeline)
 
     async def _send_timeline(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -151,7 +151,7 @@ class App:
             body = await read_body(request)
             # In a thread, for checking a schema may take long.
             asked, written = await asyncio.to_thread(read, body)
-            return _WhileConnected(_Reply(self._service, asked, written, arrived, client_of(request)))
+            return _WhileConnected(_Reply(self._service, asked, written, arrived))
 
         return answer
 
@@ -194,11 +194,6 @@ class _ErrorResponse(JSONResponse):
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content).encode("ascii")
-
-
-def client_of(request: Request) -> str:
-    """The client's address: clients share one key, and nothing else in a request is proven."""
-    return request.client.host if request.client is not None else ""
 
 
 async def read_body(request: Request) -> Any:
@@ -249,14 +244,14 @@ class _WhileConnected(Response):
 class _Reply:
     """The texts of one request, as a stream or all at once."""
 
-    def __init__(self, service: Service, asked: TextRequest, answer: Answer, arrived: float, client: str) -> None:
-        self._service, self._asked, self._arrived, self._client = service, asked, arrived, client
+    def __init__(self, service: Service, asked: TextRequest, answer: Answer, arrived: float) -> None:
+        self._service, self._asked, self._arrived = service, asked, arrived
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         log_as = partial(log_request, f"{scope['method']} {scope['path']}", self._asked.body.model, self._arrived)
         try:
-            with self._service.admitted(self._client):
+            with self._service.admitted():
                 prompts = [await self._encoded(prompt) for prompt in self._asked.prompts]
                 self._answer.new_parts = partial(self._asked.parts, self._service.engine.tokenizer, prompts[0])
                 if self._asked.body.stream:
@@ -306,7 +301,7 @@ class _Reply:
             options = Options(decoding=self._asked.decoding)
             if self._asked.format is not None:
                 options["show"] = self._asked.format.shown
-            async with self._service.text(tokens, params, options, self._arrived, self._client) as text:
+            async with self._service.text(tokens, params, options, self._arrived) as text:
                 yield text
 
     async def _send_stream(self, prompts: list[list[int]], send: Send) -> tuple[int, dict[str, Any]]:

@@ -41,15 +41,11 @@ class ApiError(Exception):
         status: of HTTP.
         param: the wrong field of the request, if any.
         code: a short name for programs.
-        retry_after: seconds after which the client may try again; 0: not stated.
     """
 
-    def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: int = 0
-    ) -> None:
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
-        self.retry_after = retry_after
 
     @property
     def body(self) -> dict[str, Any]:
@@ -58,9 +54,8 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        headers = {"retry-after": str(self.retry_after)} if self.retry_after else {}
         # After 408 the rest of the body would otherwise be read as the next request.
-        return headers | {401: {"www-authenticate": "Bearer"}, 408: {"connection": "close"}}.get(self.status, {})
+        return {401: {"www-authenticate": "Bearer"}, 408: {"connection": "close"}}.get(self.status, {})
 
 
 def engine_lost(why: str) -> ApiError:

@@ -5,7 +5,6 @@ Series that mean the same as vLLM's have vLLM's names, so that its dashboards sh
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,7 +18,6 @@ from pearl.server.answers import finish_reason, sources
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)  # seconds between tokens
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _POSITIONS = 32  # of an accepted run that have a series of their own
-_WEIGHT = 0.2  # of the latest text in the moving average of seconds per text
 _ENDED = ", of texts that came to their end."
 _SERIES: dict[str, tuple[type[Any], str, str, str]] = {  # key here -> kind, name, help, label
     "running": (Gauge, "vllm:num_requests_running", "Requests whose text is being written.", ""),
@@ -52,7 +50,6 @@ class Figures:
 
     def __init__(self, model: str, **gauges: Callable[[], int]) -> None:
         self._registry = CollectorRegistry()
-        self._mean = 1.0
         self._of: dict[str, Any] = {}  # with a label, a function from the label's value to its series
         for key, (kind, name, about, label) in _SERIES.items():
             more = {"buckets": _SHORT if key == "between" else _LONG} if kind is Histogram else {}
@@ -87,7 +84,6 @@ class Figures:
             self._of["sources"](source).inc(count)
         if not complete:
             return
-        self._mean += _WEIGHT * (watch.last - watch.begun - self._mean)
         self._of["whole"].observe(watch.last - arrived)
         self._of["drafted"].inc(result.statistics.num_draft_tokens)
         self._of["accepted"].inc(result.statistics.num_accepted_draft_tokens)
@@ -99,8 +95,3 @@ class Figures:
                 self._of["positions"](place).inc(count)
         for cause, waited in result.statistics.target_wait_seconds.items():
             self._of["waits"](cause).inc(max(0.0, waited))
-
-    @property
-    def retry_after(self) -> int:
-        """The moving average of seconds per text, from 1 to 60."""
-        return min(60, max(1, math.ceil(self._mean)))

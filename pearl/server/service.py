@@ -10,7 +10,6 @@ from pearl.engine import Engine
 from pearl.engine.asynchronous import AsyncEngine, AsyncStream
 from pearl.engine.request import Options
 from pearl.errors import EngineClosed
-from pearl.quota import Shares
 from pearl.server.errors import ApiError, engine_lost, of_engine
 from pearl.server.figures import Figures
 
@@ -25,7 +24,7 @@ class Service:
     def __init__(self, engine: Engine, most_waiting: int, model: str) -> None:
         self.engine = engine
         self._most = most_waiting + engine.config.slots
-        self._admitted = Shares()
+        self._admitted = 0
         self._texts: set[AsyncStream] = set()  # that are written, wait, or are still being read
         self.figures = Figures(
             model,
@@ -60,26 +59,26 @@ class Service:
             raise of_engine(_shutting_down())
 
     @contextmanager
-    def admitted(self, client: str) -> Iterator[None]:
+    def admitted(self) -> Iterator[None]:
         """While a request is served or waits. Raises `ApiError` if there are too many."""
         self.check()
-        if not self._admitted.fits(client, 1, self._most):
+        if self._admitted >= self._most:
             raise ApiError(
-                429,
-                f"{self._admitted.total} requests are being served or wait; try again later",
-                code="overloaded",
-                retry_after=self.figures.retry_after,
+                429, f"{self._admitted} requests are being served or wait; try again later", code="overloaded"
             )
-        with self._admitted.held(client):
+        self._admitted += 1
+        try:
             yield
+        finally:
+            self._admitted -= 1
 
     @asynccontextmanager
     async def text(
-        self, tokens: list[int], params: SamplingParams, options: Options, arrived: float, client: str
+        self, tokens: list[int], params: SamplingParams, options: Options, arrived: float
     ) -> AsyncIterator[AsyncStream]:
         """A text, which is queued once it is read; leaving it early cancels it. `arrived` is a time.monotonic()."""
         self.check()
-        text = self._async.stream(tokens, params, client=client, **options)
+        text = self._async.stream(tokens, params, **options)
         text.on_piece = self.figures.piece
         self._texts.add(text)
         try:

@@ -11,7 +11,6 @@ from pearl.config.decoding import wide_window
 from pearl.errors import RequestError
 from pearl.models.checkpoints.checkpoint import is_head
 from pearl.protocol.messages import Submit
-from pearl.quota import Shares
 from pearl.spec.methods import MAX_WINDOW
 from pearl.spec.stops import STOPS
 from pearl.transport.base import Peer
@@ -20,7 +19,6 @@ from pearl.worker.settings import TargetSettings
 MAX_FRONTS = 256
 MAX_REQUESTS = 128  # of one front, running ones included
 MAX_HELD = 1 << 21  # tokens, and characters of stop strings and grammars, in the requests of all fronts
-MAX_SHARE = MAX_HELD // MAX_FRONTS  # what a front may hold however much the others do
 REQUEST = 1 << 10  # tokens that a request counts beside its own
 MAX_RECORDINGS = 16  # that wait to begin or end
 _LATER = "try again later"
@@ -48,10 +46,7 @@ class Admission:
         grammar = shaping.grammar if shaping is not None else ""
         holds = REQUEST + len(submit.prompt) + len(submit.eos) + sum(map(len, submit.options.stops)) + len(grammar)
         self._held = {waiting: held for waiting, held in self._held.items() if waiting in self._owners}
-        shares = Shares()
-        for waiting, held in self._held.items():
-            shares.take(self._owners[waiting][0], held)
-        if not shares.fits(front, holds, MAX_HELD, share=MAX_SHARE):
+        if sum(self._held.values()) + holds > MAX_HELD:
             raise RequestError(f"the requests that wait would hold over {MAX_HELD:,} tokens and characters: {_LATER}")
         self._held[number] = holds
 
