@@ -8,13 +8,12 @@ import pytest
 
 from pearl.config import SamplingParams
 from pearl.engine import Engine
-from pearl.errors import RemoteProtocolError, TraceError
+from pearl.errors import TraceError
 from pearl.protocol import messages
 from pearl.trace.reading import read
 from pearl.trace.recorder import Recorder
 from pearl.trace.report import report
 from pearl.trace.tracer import Tracer
-from pearl.worker.admission import MAX_RECORDINGS
 from pearl.worker.recording import Recordings
 from tests.conftest import TOY
 from tests.traced import check_sound
@@ -110,12 +109,3 @@ def test_a_front_that_leaves_ends_its_own_recording(tmp_path: Path) -> None:
     assert (tracer.number, asked.fronts) == (0, set())
     asked.done(begin)
     assert len(posted) == 1, "nobody is left to hear it"
-
-
-def test_wishes_to_record_do_not_pile_up(tmp_path: Path) -> None:
-    """They wait for the draft's answer, however long it takes."""
-    asked, _, _ = recordings(tmp_path)
-    for number in range(MAX_RECORDINGS):
-        asked.ask(b"front", messages.Trace(number, False))
-    with pytest.raises(RemoteProtocolError, match="too many recordings"):
-        asked.ask(b"front", messages.Trace(1, True))

@@ -25,7 +25,7 @@ from pearl.engine.recording import Recording
 from pearl.metrics import Statistics, Stopwatch
 from pearl.server.answers import Answer
 from pearl.server.figures import Figures
-from pearl.server.timeline import MOST_VIEWERS, Timeline
+from pearl.server.timeline import Timeline
 from tests.browser import CHROMIUM, Browser
 from tests.conftest import eventually
 from tests.served import BOUND, MODEL, Served, message, serving, text_of
@@ -323,18 +323,10 @@ def test_the_timeline_has_what_both_workers_do(engine: Engine) -> None:
     assert all(event["from"] < event["to"] for event in seen if "of" in event)
 
 
-def test_the_number_of_viewers_is_bounded(served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_viewer_learns_why_there_is_nothing_to_see(tmp_path: Path) -> None:
     async def look() -> None:
-        timeline = Timeline(Recording(Mock(), tmp_path, is_taken=True))  # viewers get a problem: no other can begin
-        with ExitStack() as stack:
-            for _ in range(MOST_VIEWERS):
-                assert not timeline.is_full
-                viewer = stack.enter_context(timeline.viewed())
-            assert timeline.is_full
+        timeline = Timeline(Recording(Mock(), tmp_path, is_taken=True))  # no other can begin
+        with timeline.viewed() as viewer:
             assert "problem" in await asyncio.wait_for(viewer.get(), BOUND)
-        assert not timeline.is_full
 
     asyncio.run(look())
-    monkeypatch.setattr("pearl.server.timeline.MOST_VIEWERS", 0)
-    response = served.get("/v1/timeline")
-    assert response.status_code == 429

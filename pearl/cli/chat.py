@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -36,19 +35,6 @@ from pearl.text.reasoning import Splitter, splitter_of
 from pearl.text.stream import CONTEXT, REPLACEMENT
 
 _MIN_REPLY_TOKENS = 16  # a message that leaves fewer tokens of the context is refused
-
-
-class _Waiting:
-    """A line that says what a request waits for at the moment."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._began = engine, time.monotonic()
-
-    def __rich__(self) -> Text:
-        ahead = self._engine.client.ahead
-        others = "another client is being served" if ahead == 1 else f"{ahead} requests of other clients come first"
-        what = others if ahead else "reading the conversation"
-        return Text(f"{what}, {time.monotonic() - self._began:.0f} s", "dim")
 
 
 @dataclass
@@ -130,10 +116,10 @@ class Chat:
         return self.console.is_terminal and not self.console.is_dumb_terminal
 
     def _await_first(self, stream: Stream) -> list[Piece]:
-        """The first piece, if any comes; until then a line says what the request waits for."""
+        """The first piece, if any comes; until then a line says so."""
         if not self._is_screen:
             return []
-        with self.console.status(_Waiting(self.engine), spinner_style="dim"):
+        with self.console.status(Text("waiting for the first token", "dim"), spinner_style="dim"):
             return list(islice(stream, 1))
 
     def _display(self, splitter: Splitter | None) -> Reply:

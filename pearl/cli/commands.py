@@ -280,20 +280,6 @@ def _undo(chat: Chat, _: str) -> None:
     _say(chat, f"forgotten: {turn.user[:60]}")
 
 
-def _trace(chat: Chat, rest: str) -> None:
-    """record a timeline of both workers: /trace FILE, and /trace off to write it; see pearl trace"""
-    if rest == "off":
-        path = chat.engine.stop_trace()
-        _say(chat, f"{path}: pearl trace report {path}")
-    else:
-        path = _path(rest, "/trace FILE, or /trace off")
-        with _file_errors(f"cannot write {path}"):
-            if path.exists():
-                raise RequestError(f"{path} is there: name another file")
-        chat.engine.start_trace(path)
-        _say(chat, f"recording both workers; /trace off writes {path}")
-
-
 def _method(chat: Chat, name: str) -> None:
     """show the method, or use another: /method ar, sd or pearl"""
     if name:
@@ -320,7 +306,6 @@ _HANDLERS: dict[str, Callable[[Chat, str], str | None]] = {
         _file,
         _regen,
         _undo,
-        _trace,
         _method,
         _model,
         _bye,
@@ -331,7 +316,7 @@ _VALUES = {name: {"default"} for name in (*_SAMPLING, *_DECODING)} | {name: {"on
 ARGUMENTS = {  # what may follow a command
     "/method": NestedCompleter.from_nested_dict(dict.fromkeys(METHODS)),
     "/set": NestedCompleter.from_nested_dict({**_VALUES, "system": None}),
-    **dict.fromkeys(("/save", "/load", "/file", "/trace", "/model"), PathCompleter(expanduser=True)),
+    **dict.fromkeys(("/save", "/load", "/file", "/model"), PathCompleter(expanduser=True)),
 }
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import select
 import signal
 import sys
@@ -27,10 +26,6 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPress, KeyPressEvent
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.styles import Style
 
-from pearl.errors import RequestError
-
-_LONG_PASTE = 2000  # characters; the line shows a note for a longer paste, which would not fit the screen
-_NOTE = re.compile(r"\[pasted text \d+: [\d,]+ characters\]")
 _MARK_PASTES, _MARK_NO_PASTES = b"\x1b[?2004h", b"\x1b[?2004l"  # bracketed paste on, off
 _RERAISE_SECONDS = 1.0
 _QUOTES = '"""'
@@ -141,7 +136,7 @@ class _Commands(Completer):
 class LineReader:
     """Reads messages from a terminal, with editing, history and completion of commands.
 
-    Triple quotes begin and end a message of several lines. The line shows a note in place of a long paste.
+    Triple quotes begin and end a message of several lines.
 
     Args:
         commands: command -> description.
@@ -149,7 +144,6 @@ class LineReader:
     """
 
     def __init__(self, commands: Mapping[str, str], arguments: Mapping[str, Completer], remember: bool) -> None:
-        self._pastes: dict[str, str] = {}
         self._session: PromptSession[str] = PromptSession(
             history=_history() if remember else InMemoryHistory(),
             completer=_Commands(commands, arguments),
@@ -163,8 +157,7 @@ class LineReader:
     def read(self) -> str:
         """The next message.
 
-        Raises `EOFError` for Ctrl-D, `KeyboardInterrupt` for Ctrl-C in an empty line, and `RequestError` for the note
-        of a paste that is no longer known.
+        Raises `EOFError` for Ctrl-D and `KeyboardInterrupt` for Ctrl-C in an empty line.
         """
         hint = HTML("<placeholder>Send a message (/? for help)</placeholder>")
         text = self._session.prompt(">>> ", placeholder=hint)
@@ -174,7 +167,7 @@ class LineReader:
             except (KeyboardInterrupt, EOFError):
                 return ""
         text = text.encode("utf-8", "replace").decode()  # surrogates, from invalid bytes
-        return _NOTE.sub(self._expand_note, _without_quotes(text))
+        return _without_quotes(text)
 
     def _key_bindings(self) -> KeyBindings:
         keys = KeyBindings()
@@ -182,7 +175,7 @@ class LineReader:
         @keys.add(Keys.BracketedPaste)
         def paste(event: KeyPressEvent) -> None:
             data = event.data.replace("\r\n", "\n").replace("\r", "\n")
-            event.current_buffer.insert_text(self._fold_paste(data))
+            event.current_buffer.insert_text(data)
 
         @keys.add("escape", "enter")
         def newline(event: KeyPressEvent) -> None:
@@ -196,18 +189,6 @@ class LineReader:
                 event.app.exit(exception=KeyboardInterrupt())
 
         return keys
-
-    def _fold_paste(self, data: str) -> str:
-        if len(data) <= _LONG_PASTE:
-            return data
-        note = f"[pasted text {len(self._pastes) + 1}: {len(data):,} characters]"
-        self._pastes[note] = data
-        return note
-
-    def _expand_note(self, note: re.Match[str]) -> str:
-        if note[0] not in self._pastes:
-            raise RequestError(f"the text of {note[0]} is not known any more: paste it again")
-        return self._pastes[note[0]]
 
 
 def _without_quotes(text: str) -> str:

@@ -57,7 +57,6 @@ class Client:
 
     Attributes:
         numbers: of requests to come.
-        ahead: requests of other clients that come before ours, as reported every two seconds.
         lost: why the target cannot be used any more; empty while it can.
     """
 
@@ -75,7 +74,6 @@ class Client:
         self._streams: WeakValueDictionary[int, Stream] = WeakValueDictionary()
         self.lost = ""
         self._silence = Silence(10 * _READ_SECONDS)
-        self.ahead = 0
         self.welcome: Welcome | None = None
         self.recording = Recording(self, directory, is_taken=config.trace is not None)
         self.endpoint = connect(address, channel_keys(config.keys, directory))
@@ -250,7 +248,7 @@ class Client:
             case Welcome():
                 self.welcome = message
             case Heartbeat():
-                self.ahead = message.tokens if message.work == "queued" else 0
+                pass
             case Trace():
                 self.recording.answer = message
             case Committed(request) | Preview(request) | Finished(request) | Error(request) if request >= 0:

@@ -37,7 +37,7 @@ from pearl.server.request_log import DISCONNECTED, log_refused, log_request
 from pearl.server.requests import Setup, TextRequest, check_fits, read_request
 from pearl.server.responses import Responses
 from pearl.server.service import Service
-from pearl.server.timeline import MOST_VIEWERS, Timeline
+from pearl.server.timeline import Timeline
 from pearl.text.stream import token_bytes
 from pearl.version import __version__
 
@@ -108,8 +108,6 @@ class App:
         return Response(self._service.figures.page(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _live(self, request: Request) -> Response:
-        if self._timeline.is_full:
-            raise ApiError(429, f"the timeline has {MOST_VIEWERS} viewers already; try again later")
         return _WhileConnected(self._send_timeline)
 
     async def _send_timeline(self, scope: Scope, receive: Receive, send: Send) -> None:

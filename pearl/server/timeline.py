@@ -15,7 +15,6 @@ from pearl.engine.recording import Recording
 from pearl.errors import PearlError
 from pearl.trace.recorder import LOOP, Record, part_paths, records_since, role_of
 
-MOST_VIEWERS = 16
 MOST_BYTES = 256 << 20  # of one recording, on disk
 _EVERY = 0.2  # seconds between two reads
 _RETRY = 2.0  # seconds until the next attempt to record
@@ -33,10 +32,6 @@ class Timeline:
         self._recording = recording
         self._viewers: set[Viewer] = set()
         self._working: asyncio.Task[None] | None = None
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._viewers) >= MOST_VIEWERS
 
     @contextlib.contextmanager
     def viewed(self) -> Iterator[Viewer]:

@@ -20,7 +20,6 @@ MAX_FRONTS = 256
 MAX_REQUESTS = 128  # of one front, running ones included
 MAX_HELD = 1 << 21  # tokens, and characters of stop strings and grammars, in the requests of all fronts
 REQUEST = 1 << 10  # tokens that a request counts beside its own
-MAX_RECORDINGS = 16  # that wait to begin or end
 _LATER = "try again later"
 
 

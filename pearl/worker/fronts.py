@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import count
 
 from pearl.errors import ForwardError, RemoteProtocolError, RequestError
@@ -98,14 +98,6 @@ class Fronts:
     def owner(self, number: int) -> Peer:
         """The front that submitted a request; empty if it is gone."""
         return self._owners[number][0] if number in self._owners else b""
-
-    def ahead(self, peer: Peer, waiting: Sequence[Submit]) -> int:
-        """How many requests come before all of a front's; 0 if one of its own runs. `waiting`: in their order."""
-        queued = [self.owner(submit.request) for submit in waiting]
-        own = [number for number, (owner, _) in self._owners.items() if owner == peer]
-        if not own or len(own) > queued.count(peer):
-            return 0
-        return len(self._owners) - len(queued) + queued.index(peer)
 
     @property
     def waiting(self) -> set[Peer]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pearl.errors import RemoteProtocolError, TraceError
+from pearl.errors import TraceError
 from pearl.protocol.messages import Error, Trace
 from pearl.trace.tracer import Tracer
 from pearl.transport.base import Peer
-from pearl.worker.admission import MAX_RECORDINGS
 from pearl.worker.fronts import Post
 
 
@@ -23,12 +22,7 @@ class Recordings:
         self.recorder: Peer | None = None  # the front whose recording is running
 
     def ask(self, peer: Peer, trace: Trace) -> Trace | None:
-        """Begin or end a recording for a front; return the message for the draft, None where it is not for it.
-
-        Raises `RemoteProtocolError` if too many wait for the draft.
-        """
-        if len(self._asked) >= MAX_RECORDINGS:
-            raise RemoteProtocolError("too many recordings are asked for: try again later")
+        """Begin or end a recording for a front; return the message for the draft, None where it is not for it."""
         try:
             if trace.on:
                 self._tracer.start(trace.number)

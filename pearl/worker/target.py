@@ -283,9 +283,7 @@ class TargetWorker:
         if now - self._reassured > _FRONT_SECONDS:
             self._reassured = now
             for peer in self._fronts.to_reassure | self._recordings.fronts:
-                ahead = self._fronts.ahead(peer, self._coordinator.scheduler.waiting)
-                work = "queued" if ahead else self._coordinator.state.value
-                self._mail.post(Heartbeat(self._num_forwards, work, ahead), peer)
+                self._mail.post(Heartbeat(self._num_forwards, self._coordinator.state.value, 0), peer)
 
     def _record(self, trace: Trace | None) -> None:
         """A recording has begun or ended here: the draft is to do likewise."""
