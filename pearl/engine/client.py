@@ -258,13 +258,6 @@ class Client:
             case Error(_, "TraceError", text):  # for the thread that records, not for the one that reads
                 self.recording.answer = TraceError(text)
             case Error(_, kind, text):
-                if kind == "RemoteProtocolError":  # the target has dropped that message and later ones unread
-                    with self._changed:
-                        unheard = [each for each in self._streams.values() if not each.has_begun]
-                    for stream in unheard:
-                        stream.take(Error(stream.request, kind, text))
-                    if unheard:
-                        return
                 raise error_named(kind)(text)
             case Exception():
                 self._lose(f"the target sent a malformed message ({message})")

@@ -68,7 +68,6 @@ class Stream:
         self.request = submit.request
         self.inbox: deque[object] = deque()
         self.is_open = True
-        self.has_begun = False  # whether a message has arrived
         self.result = Result(seed=submit.options.sampling.seed, prompt_tokens=list(submit.prompt))
         self._end = len(submit.prompt)  # position after the last token that has arrived
         self._client = client
@@ -80,7 +79,6 @@ class Stream:
             if message.start != self._end:
                 return False
             self._end += len(message.tokens)
-        self.has_begun = True
         self.inbox.append(message)
         return True
 

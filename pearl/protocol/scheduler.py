@@ -51,15 +51,6 @@ class Scheduler:
         self._free = list(range(slots))  # least recently released first
         self._queues: dict[str, deque[Submit]] = {}  # by client, the next to be served first
 
-    @property
-    def waiting(self) -> list[Submit]:
-        """The waiting requests, in the order in which they will be admitted unless more are submitted."""
-        queues, found = [list(queue) for queue in self._queues.values()], []
-        while queues:
-            found += [queue.pop(0) for queue in queues]
-            queues = [queue for queue in queues if queue]
-        return found
-
     def submit(self, submit: Submit) -> None:
         self._queues.setdefault(submit.client, deque()).append(submit)
 

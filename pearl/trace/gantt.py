@@ -15,7 +15,6 @@ from pearl.trace.reading import VERIFICATIONS, Arrow, Slice, Trace
 
 _STEPS = 12  # verification forwards shown by default
 _PAUSE = 1e-3  # seconds: shorter work (a heartbeat, say) is too short to see and does not split a wait
-_FORESEEN = ("#2fb5a0", "a branch drafted here was accepted")
 _VERDICTS = {  # is it a rejection -> colour, meaning
     False: ("#333333", "verdict: all accepted"),
     True: (WORK["rejected"][0], "verdict: a draft token rejected"),
@@ -23,7 +22,6 @@ _VERDICTS = {  # is it a rejection -> colour, meaning
 _IN_TEXT = {source: (colour, f"in the text: {meaning}") for source, (colour, meaning) in SOURCES.items()}
 # Measures of a picture, in units of its vertical axis; `_CHARACTER` is a share of the horizontal one.
 _HALF = 0.36  # half the height of a worker's row
-_STRIP = 0.2  # height of the marks of accepted branches
 _STEP = 1.1  # between the middles of two rows
 _TEXT = 0.95  # height of the largest step in the row of the text
 _CHARACTER = 0.005  # width of a character
@@ -50,7 +48,6 @@ class Chart:
 
     Attributes:
         commits: time, and the source of each token that became part of the text.
-        foreseen: draft forwards that prepared a branch that was accepted.
     """
 
     start: float
@@ -58,7 +55,6 @@ class Chart:
     rows: dict[str, list[Bar]]
     verdicts: list[Arrow]
     commits: list[tuple[float, list[str]]]
-    foreseen: list[Bar]
     method: str
     models: str
 
@@ -110,7 +106,6 @@ def chart(trace: Trace, start: float | None = None, seconds: float | None = None
             for one in trace.target
             if one.name == "decide" and at <= one.end - zero <= end and (commits := committed(one.args))
         ],
-        cut(one for one in trace.draft if "accepted" in one.args.get("branches", ())),
         _method(trace),
         f"target {trace.metadata['config']['target']}, draft {trace.metadata['config']['draft']}",
     )
@@ -183,7 +178,7 @@ def png(charts: Sequence[Chart], path: Path) -> None:
     axes.set_xlabel("seconds since the request began")
     title = "\n".join(dict.fromkeys(chart.models for chart in charts))
     form = {"frameon": False, "fontsize": 8.5, "title": title, "title_fontsize": 8}
-    labels = [label for _, label in (*WORK.values(), _FORESEEN, *_VERDICTS.values(), *_IN_TEXT.values())]
+    labels = [label for _, label in (*WORK.values(), *_VERDICTS.values(), *_IN_TEXT.values())]
     labels = [label for label in labels if label in legend]
     figure.legend([legend[label] for label in labels], labels, loc="outside lower center", ncols=4, **form)
     try:
@@ -201,8 +196,6 @@ def _panel(axes: Any, chart: Chart, seconds: float, most: int, first: Chart) -> 
     """
     for row, bars in enumerate(chart.rows.values()):
         _row(axes, bars, row * _STEP, seconds)
-    if chart.foreseen:
-        _draw(axes, chart.foreseen, (_STEP + _HALF - _STRIP, _STRIP), _FORESEEN, **_EDGE)
     for verdict in chart.verdicts:
         line = {"arrowstyle": "-|>", "linewidth": 1.2, "shrinkA": 0, "shrinkB": 0, "mutation_scale": 9}
         line["color"] = _VERDICTS[verdict.is_rejection][0]

@@ -95,10 +95,6 @@ class Fronts:
         """Requests that wait for their draft."""
         return {number for number, watch in self._watches.items() if watch.waiting is not None}
 
-    def owner(self, number: int) -> Peer:
-        """The front that submitted a request; empty if it is gone."""
-        return self._owners[number][0] if number in self._owners else b""
-
     @property
     def waiting(self) -> set[Peer]:
         """Fronts that wait for a text."""
