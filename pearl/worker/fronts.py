@@ -35,11 +35,14 @@ class Fronts:
 
     Args:
         post: sends a message to a front.
+
+    Attributes:
+        attached: all of them, busy or not.
     """
 
     def __init__(self, post: Post, settings: TargetSettings) -> None:
         self._post = post
-        self._attached: set[Peer] = set()
+        self.attached: set[Peer] = set()
         self._unwelcomed: list[Peer] = []  # attached before requests could be served
         self._owners: dict[int, tuple[Peer, int]] = {}  # our number -> front, its number
         self._admission = Admission(self._owners, settings)
@@ -48,15 +51,15 @@ class Fronts:
         self._undelivered: list[Committed | Preview] = []
 
     def __contains__(self, peer: Peer) -> bool:
-        return peer in self._attached
+        return peer in self.attached
 
     def meet(self, peer: Peer, hello: Hello) -> None:
         """Attach a front; `welcome` is due. Raises `RemoteProtocolError` or `RequestError` if it is refused."""
         if hello.version != PROTOCOL_VERSION:
             raise RemoteProtocolError(f"front speaks version {hello.version}, this target {PROTOCOL_VERSION}")
-        if len(self._attached) >= MAX_FRONTS:
+        if len(self.attached) >= MAX_FRONTS:
             raise RequestError(f"{MAX_FRONTS} fronts are attached: try again later")
-        self._attached.add(peer)
+        self.attached.add(peer)
         self._unwelcomed.append(peer)
 
     def welcome(self, introduction: Message) -> None:
@@ -67,7 +70,7 @@ class Fronts:
 
     def lose(self, peer: Peer) -> list[int]:
         """Forget a front that is gone; return its requests, whose results nobody reads."""
-        self._attached.discard(peer)
+        self.attached.discard(peer)
         numbers = [number for number, (owner, _) in self._owners.items() if owner == peer]
         for number in numbers:
             log.info("front is gone: cancelling its request")
@@ -99,11 +102,6 @@ class Fronts:
     def waiting(self) -> set[Peer]:
         """Fronts that wait for a text."""
         return {peer for peer, _ in self._owners.values()}
-
-    @property
-    def to_reassure(self) -> set[Peer]:
-        """Fronts that wait, for others may not be reading; of many fronts all: sending finds those that are gone."""
-        return set(self._attached) if len(self._attached) > MAX_FRONTS // 2 else self.waiting
 
     def deliver(self, message: Committed | Preview) -> None:
         """Send tokens with the next `flush`."""

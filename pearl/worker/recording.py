@@ -19,14 +19,14 @@ class Recordings:
     def __init__(self, tracer: Tracer, post: Post) -> None:
         self._tracer, self._post = tracer, post
         self._asked: list[tuple[Peer, Trace]] = []  # fronts that wait for the draft to have done the same
-        self.recorder: Peer | None = None  # the front whose recording is running
+        self._recorder: Peer | None = None  # the front whose recording is running
 
     def ask(self, peer: Peer, trace: Trace) -> Trace | None:
         """Begin or end a recording for a front; return the message for the draft, None where it is not for it."""
         try:
             if trace.on:
                 self._tracer.start(trace.number)
-                self.recorder = peer
+                self._recorder = peer
             else:
                 self._end(trace.number)
         except TraceError as error:
@@ -38,20 +38,15 @@ class Recordings:
     def lose(self, peer: Peer) -> Trace | None:
         """A front is gone: end its recording; return the message for the draft if there was one."""
         self._asked = [asked for asked in self._asked if asked[0] != peer]
-        if self.recorder != peer:
+        if self._recorder != peer:
             return None
         ended = Trace(self._tracer.number, False)
         self._end(ended.number)
         return ended
 
-    @property
-    def fronts(self) -> set[Peer]:
-        """The front with a running recording, if there is one: sending to it finds out whether it is gone."""
-        return set() if self.recorder is None else {self.recorder}
-
     def _end(self, number: int) -> None:
         self._tracer.stop(number)
-        self.recorder = self.recorder if self._tracer.number else None
+        self._recorder = self._recorder if self._tracer.number else None
 
     def done(self, echo: Trace | None = None) -> None:
         """Tell who waits, now that the draft has confirmed `echo`, or is gone (None)."""

@@ -282,7 +282,7 @@ class TargetWorker:
                 self._lose_draft(str(lost))
         if now - self._reassured > _FRONT_SECONDS:
             self._reassured = now
-            for peer in self._fronts.to_reassure | self._recordings.fronts:
+            for peer in self._fronts.attached:  # sending finds those that are gone
                 self._mail.post(Heartbeat(self._num_forwards, self._coordinator.state.value, 0), peer)
 
     def _record(self, trace: Trace | None) -> None:
