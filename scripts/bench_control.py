@@ -19,12 +19,12 @@ from statistics import quantiles
 import click
 
 from pearl.protocol.messages import DraftTokens, Verdict
-from pearl.transport import ensured_keys
+from pearl.transport import connect, listen
 from pearl.transport.address import bind_address
-from pearl.transport.base import Received
-from pearl.transport.keys import channel_keys
+from pearl.transport.base import Connection, Listener, Received
+from pearl.transport.keys import channel_keys, write_keys
 from pearl.transport.mailbox import Mailbox
-from pearl.transport.zeromq import ZmqConnection, ZmqListener
+from pearl.transport.zeromq import new_keys
 
 _BOUND = 30.0  # seconds for an answer
 _VERDICT = Verdict(request=1, epoch=1, start=100, tokens=(5, 6, 7, 8), draft_until=120, digest=123456789)
@@ -38,7 +38,7 @@ def heard(mail: Mailbox) -> Received:
     return got[0]
 
 
-def answer(endpoint: ZmqConnection, rounds: int) -> None:
+def answer(endpoint: Connection, rounds: int) -> None:
     """The other process: a token for each verdict."""
     with Mailbox(endpoint) as mail:
         mail.send(_TOKEN)
@@ -48,7 +48,7 @@ def answer(endpoint: ZmqConnection, rounds: int) -> None:
     endpoint.close(flush=1.0)
 
 
-def times(endpoint: ZmqListener, rounds: int, pause: float) -> list[float]:
+def times(endpoint: Listener, rounds: int, pause: float) -> list[float]:
     taken = []
     with Mailbox(endpoint) as mail:
         peer, _ = heard(mail)
@@ -70,12 +70,13 @@ def times(endpoint: ZmqListener, rounds: int, pause: float) -> list[float]:
 def main(control: str, rounds: int, pause: float, as_json: bool, child: str | None) -> None:
     if child is not None:
         address, home = child.split()
-        answer(ZmqConnection(address, channel_keys(None, Path(home))), rounds)
+        answer(connect(address, None if address.startswith("ipc") else channel_keys(f"{home}/keys")), rounds)
         return
     with tempfile.TemporaryDirectory(prefix="pearl-") as name:
         directory = Path(name)
-        keys = ensured_keys(control, None, directory)
-        listener = ZmqListener(bind_address(control, directory), keys)
+        keys = new_keys()
+        write_keys(directory / "keys", keys)
+        listener = listen(bind_address("ipc", directory) if control == "ipc" else "tcp://127.0.0.1:*", keys)
         command = [sys.executable, __file__, "--rounds", str(rounds), "--child", f"{listener.address} {directory}"]
         other = subprocess.Popen(command)
         try:

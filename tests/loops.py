@@ -25,9 +25,9 @@ from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol import messages as m
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.trace.tracer import Tracer
+from pearl.transport import connect, listen
 from pearl.transport.address import bind_address
 from pearl.transport.base import Endpoint, TensorChannel
-from pearl.transport.zeromq import ZmqConnection, ZmqListener
 from pearl.worker.draft import DraftWorker
 from pearl.worker.rows import RowPacker, packed
 from pearl.worker.settings import TargetSettings
@@ -253,7 +253,7 @@ MakeLoops = Callable[..., Loops]
 
 @pytest.fixture
 def loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeLoops]:
-    """Makes `Loops` over "memory", "ipc" or "tcp"; at the end none of their threads may have died of an error."""
+    """Makes `Loops` over "memory" or "ipc"; at the end none of their threads may have died of an error."""
     monkeypatch.setattr("pearl.drafting.step.HostMark", DraftMark)
     with ExitStack() as stack:
 
@@ -263,9 +263,8 @@ def loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeLoops
                 made = Loops(hub.listener, hub.connect, **settings)  # type: ignore[arg-type]
             else:
                 tmp_path.chmod(0o700)
-                listener = ZmqListener(bind_address(control, tmp_path))
-                connect = lambda: ZmqConnection(listener.address)  # noqa: E731
-                made = Loops(listener, connect, **settings)  # type: ignore[arg-type]
+                listener = listen(bind_address(control, tmp_path))
+                made = Loops(listener, lambda: connect(listener.address), **settings)  # type: ignore[arg-type]
             stack.callback(made.close)
             stack.callback(lambda: made.errors and pytest.fail(f"a loop failed: {made.errors!r}"))
             return made

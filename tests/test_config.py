@@ -82,7 +82,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"regex": "a", "json_schema": {}}, "two grammars"),
     ({"regex": "a", "ignore_eos": True}, "which ignore_eos forbids"),
     ({"control": "udp"}, "control"),
-    ({"control": "tcp://10.0.0.1"}, "control: use ipc, tcp or tcp://HOST:PORT"),
+    ({"control": "tcp://10.0.0.1"}, "control: use ipc, or tcp://HOST:PORT"),
     ({"control": "tcp://a b:1", "keys": "k"}, "control"),
     ({"control": "tcp://10.0.0.1:1"}, r"keys: .*pearl keys FILE"),
     *(
@@ -151,7 +151,7 @@ def test_an_address_takes_keys_and_means_two_hosts(tmp_path: Path, monkeypatch: 
     for control in ("tcp://10.0.0.1:5555", "tcp://10.0.0.1:*", "tcp://eth0:*", "tcp://[2001:db8::1]:1"):
         assert not EngineConfig(control=control, keys=str(tmp_path / "keys")).one_host
     assert EngineConfig().one_host
-    assert EngineConfig(control="tcp", tensors="gloo").one_host
+    assert EngineConfig(tensors="gloo").one_host
     monkeypatch.chdir(tmp_path)
     assert EngineConfig(keys="mine").keys == str(tmp_path / "mine"), "to be found from another directory"
 

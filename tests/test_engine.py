@@ -77,7 +77,7 @@ def test_ratio_rule_over_the_tensor_channel_of_two_processes() -> None:
     """Dense distributions over gloo leave no trace in the text either."""
     spec = "toy:vocab=512,alpha=0.7"
     params = WARM.model_copy(update={"max_tokens": 150})
-    with Engine(spec, spec, tensors="gloo", control="tcp") as engine:
+    with Engine(spec, spec, tensors="gloo") as engine:
         assert (engine.directory / "group").exists()
         result = one(engine, params, decoding=AS_PUBLISHED)  # otherwise the target would not wait for its draft
     submit = Submit(1, tuple(PROMPT), 153, RequestOptions(sampling=Sampling(1.0, seed=11)))

@@ -27,10 +27,10 @@ from pearl.engine import Engine
 from pearl.engine.card import write_card
 from pearl.errors import NumericalError, PearlError, StartError, TargetLost
 from pearl.protocol import messages as m
+from pearl.transport import connect, listen
 from pearl.transport.address import bind_address, private_directory
-from pearl.transport.base import Endpoint, Peer
+from pearl.transport.base import SOLE_PEER, Endpoint, Peer
 from pearl.transport.codec import MAX_FRAME, encode
-from pearl.transport.zeromq import ZmqConnection, ZmqListener
 from scripts import faulty
 from tests.conftest import AS_PUBLISHED, BOUND, TOY, eventually, greedy_text, output
 from tests.loops import Loops
@@ -409,7 +409,8 @@ class Tampered:
                 self._whole(replace(message, vocab_digest=b"other tokens"), peer)  # type: ignore[call-arg]
 
     def _raw(self, frame: bytes, peer: Peer | None) -> None:
-        self._endpoint._send([frame] if peer is None else [peer, frame])
+        with self._endpoint._lock:
+            self._endpoint._send(SOLE_PEER if peer is None else peer, [frame])
 
     def _release(self) -> None:
         with self._lock:
@@ -424,13 +425,13 @@ class FaultyLoops(Loops):
     def __init__(self, directory: Path, cell: Cell) -> None:
         self.ended: list[BaseException] = []
         self.directory = directory
-        listener = ZmqListener(bind_address("ipc", directory))
+        listener = listen(bind_address("ipc", directory))
         self.address = listener.address
         chosen = CHOSEN[cell.of][cell.phase]
         tampered: list[Tampered] = []
         if cell.of != "draft":
             tampered.append(Tampered(listener, cell.fault, chosen))
-        super().__init__(listener, lambda: ZmqConnection(listener.address), draft_timeout=2.0)
+        super().__init__(listener, lambda: connect(listener.address), draft_timeout=2.0)
 
         def wrap(endpoint: Endpoint) -> Endpoint:
             if cell.of == "draft":

@@ -18,7 +18,7 @@ from zmq.utils.monitor import parse_monitor_message
 from pearl.errors import ConfigError, TransportError
 from pearl.protocol.messages import Heartbeat, Ping
 from pearl.transport.base import SOLE_PEER
-from pearl.transport.keys import OWN_KEYS, Keys, channel_keys, read_keys, write_keys
+from pearl.transport.keys import Keys, read_keys, write_keys
 from pearl.transport.zeromq import ZmqConnection, ZmqListener, new_keys
 from tests.test_transport import WAIT, collect, stranger
 
@@ -102,22 +102,12 @@ def test_characters_that_stand_for_no_key_are_refused() -> None:
         ZmqListener("tcp://127.0.0.1:*", Keys("#" * 40, "#" * 40))
 
 
-def test_an_engines_own_keys_give_way_to_the_users(tmp_path: Path, keys: Keys) -> None:
-    assert channel_keys(None, tmp_path) is None
-    write_keys(tmp_path / OWN_KEYS, keys)
-    assert channel_keys(None, tmp_path) == keys
-    other = new_keys()
-    write_keys(tmp_path / "other", other)
-    assert channel_keys(str(tmp_path / "other"), tmp_path) == other
-
-
 # ---- who is let in ----
 
 
-@pytest.fixture(params=["tcp", "ipc"])
-def listener(request: pytest.FixtureRequest, tmp_path: Path, keys: Keys) -> Iterator[ZmqListener]:
-    tmp_path.chmod(0o700)
-    made = ZmqListener("tcp://127.0.0.1:*" if request.param == "tcp" else f"ipc://{tmp_path}/control", keys)
+@pytest.fixture
+def listener(keys: Keys) -> Iterator[ZmqListener]:
+    made = ZmqListener("tcp://127.0.0.1:*", keys)
     before = threading.active_count()
     yield made
     made.close()
@@ -157,7 +147,6 @@ def test_nobody_is_let_in_once_the_authenticator_is_gone(keys: Keys, monkeypatch
     # Where the authenticator has taken the question and not answered, it is refused when the handshake is overdue.
     monkeypatch.setattr("pearl.transport.zeromq._HANDSHAKE_SECONDS", 2)
     listener = ZmqListener("tcp://127.0.0.1:*", keys)
-    assert listener._authenticator is not None
     listener._authenticator.stop()
     connection = ZmqConnection(listener.address, keys)
     try:
@@ -180,7 +169,6 @@ def test_a_connection_that_is_not_let_in_learns_it(listener: ZmqListener, keys: 
     """Once, and long before any time-out: nothing else will ever come."""
     for wrong, said in (
         (new_keys(), "not its own"),
-        (None, "--keys FILE"),
         (Keys(keys.server, new_keys().client), "not"),
     ):
         connection = ZmqConnection(listener.address, wrong)
@@ -195,7 +183,7 @@ def test_a_connection_that_is_not_let_in_learns_it(listener: ZmqListener, keys: 
 
 def test_a_listener_that_does_not_prove_its_key_is_told_nothing(keys: Keys) -> None:
     """Whoever took the address of a target that is gone must not get the prompts."""
-    impostor = ZmqListener("tcp://127.0.0.1:*")
+    impostor = ZmqListener("tcp://127.0.0.1:*", new_keys())
     connection = ZmqConnection(impostor.address, keys)
     with suppress(TransportError):  # it may have learned it by now
         connection.send(Ping(1))
@@ -206,13 +194,7 @@ def test_a_listener_that_does_not_prove_its_key_is_told_nothing(keys: Keys) -> N
 
 
 def test_prompts_cannot_be_read_on_the_way(keys: Keys) -> None:
-    """A relay that records what passes; without keys it reads the same message in clear."""
-    assert b"heartbeat" not in relayed(keys)
-    assert b"heartbeat" in relayed(None)
-
-
-def relayed(keys: Keys | None) -> bytes:
-    """What passes between two that have met through a relay."""
+    """A relay records what passes."""
     listener, seen = ZmqListener("tcp://127.0.0.1:*", keys), bytearray()
 
     def pass_on(source: socket.socket, sink: socket.socket) -> None:
@@ -233,4 +215,5 @@ def relayed(keys: Keys | None) -> bytes:
             listener.close()
             for end in ends:
                 end.result(WAIT)
-    return bytes(seen)
+    assert len(seen) > 200
+    assert b"heartbeat" not in seen

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -18,7 +19,8 @@ from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.scheduler import Scheduler
 from pearl.spec.methods import MAX_WINDOW
 from pearl.transport.codec import decode, encode
-from pearl.transport.keys import OWN_KEYS, read_keys
+from pearl.transport.keys import read_keys, write_keys
+from pearl.transport.zeromq import new_keys
 from pearl.worker import admission
 from pearl.worker.admission import Admission
 from pearl.worker.fronts import Fronts
@@ -125,17 +127,18 @@ def test_fronts_take_turns() -> None:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    """Over the loopback, with keys of its own; slow enough to be in the middle of a text for a while."""
-    with Engine(SPEC, "none", control="tcp", target_pace=0.03, startup_timeout=120) as made:
-        assert (made.directory / OWN_KEYS).stat().st_mode & 0o077 == 0, "the port is open to all users of the machine"
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """Over the loopback; slow enough to be in the middle of a text for a while."""
+    write_keys(file := tmp_path_factory.mktemp("keys") / "keys", new_keys())
+    more = {"control": "tcp://127.0.0.1:*", "keys": str(file)}
+    with Engine(SPEC, "none", target_pace=0.03, startup_timeout=120, **more) as made:
         yield made
 
 
 @contextmanager
 def hostile(engine: Engine) -> Iterator[zmq.Socket[bytes]]:
     """A front that speaks the wire, has the key, and keeps no measure."""
-    with stranger(read_keys(engine.directory / OWN_KEYS)) as peer:
+    with stranger(read_keys(Path(engine.config.keys))) as peer:
         peer.connect(engine._launcher.target.address)
         peer.send_multipart(encode(Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0)))
         hears(peer, Welcome)

@@ -71,7 +71,7 @@ class Launched(WrappedRunner):
 @pytest.mark.parametrize(
     ("carrier", "control", "chains", "method", "rule", "window", "stop", "launches"),
     pairwise(
-        *(CARRIERS, ["memory", "ipc", "tcp"], [False, True], METHODS[1:], ["ratio", "coupled"], ["stream", "fixed"]),
+        *(CARRIERS, ["memory", "ipc"], [False, True], METHODS[1:], ["ratio", "coupled"], ["stream", "fixed"]),
         ["fixed", "threshold"],
         [False, True],
     ),

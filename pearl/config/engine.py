@@ -89,8 +89,8 @@ class EngineConfig(Section):
     draft_pace: Seconds | None = Field(default=None, description="Emulation: seconds that each draft forward lasts.")
     control: str = Field(
         default="ipc",
-        description="Control channel: ipc (private socket files), tcp (127.0.0.1), or for two hosts tcp://HOST:PORT, "
-        "an address of the target's host; PORT * is a free one.",
+        description="Control channel: ipc (private socket files), or for two hosts tcp://HOST:PORT, an address of the "
+        "target's host; PORT * is a free one.",
     )
     keys: str | None = Field(
         default=None,
@@ -138,7 +138,7 @@ class EngineConfig(Section):
     @classmethod
     def _channel(cls, value: str) -> str:
         if not is_control(value):
-            raise ValueError("use ipc, tcp or tcp://HOST:PORT, an address of the target's host")
+            raise ValueError("use ipc, or tcp://HOST:PORT, an address of the target's host")
         return value
 
     @field_validator("keys")

@@ -76,7 +76,7 @@ class Client:
         self._silence = Silence(10 * _READ_SECONDS)
         self.welcome: Welcome | None = None
         self.recording = Recording(self, directory, is_taken=config.trace is not None)
-        self.endpoint = connect(address, channel_keys(config.keys, directory))
+        self.endpoint = connect(address, channel_keys(config.keys))
         self._reader = threading.Thread(target=_read, args=(ref(self), self.endpoint), daemon=True, name="pearl-text")
 
     def meet(self, deadline: float) -> Client:

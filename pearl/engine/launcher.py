@@ -18,8 +18,9 @@ from pearl.engine.recording import logged_not_raised
 from pearl.errors import PearlError, StartError, TraceError, TransportError
 from pearl.trace.chrome import merge
 from pearl.trace.recorder import being_written, part_paths
-from pearl.transport import check_bind, ensured_keys
+from pearl.transport import check_bind
 from pearl.transport.address import bind_address, private_directory
+from pearl.transport.keys import channel_keys
 from pearl.worker.settings import WorkerSettings
 
 _DRAFT_END_SECONDS = 1.0  # for the draft to end by itself after the target is lost, while callers wait
@@ -55,8 +56,7 @@ class LocalLauncher:
         check(config, ("target",) if self._draft_elsewhere else config.roles, progress)
         self._deadline = time.monotonic() + config.startup_timeout
         address = bind_address(config.control, directory)
-        keys = ensured_keys(config.control, config.keys, directory)
-        check_bind(address, keys is not None)
+        check_bind(address, channel_keys(config.keys) is not None)
         settings = WorkerSettings(role="target", config=config, address=address, directory=directory)
         self.target = Worker(settings, progress)
         is_known = not address.endswith("*")  # else the target chooses a free port

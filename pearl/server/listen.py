@@ -21,7 +21,7 @@ from pearl.server.request_log import show_requests
 from pearl.server.requests import Setup
 from pearl.server.service import Service
 from pearl.text.tools import format_of
-from pearl.transport.zeromq import raise_limit
+from pearl.transport.address import raise_limit
 
 LOST_SECONDS = 5.0  # of answers with 503 after the engine is lost
 STOP_SECONDS = 2.0  # for running requests to end after the signal

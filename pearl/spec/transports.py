@@ -16,25 +16,20 @@ class Transport:
 
     Attributes:
         module: its module.
-        local: the address that the bare scheme stands for, reachable from this machine only. `{directory}` is the
-            engine's private directory.
-        makes_keys: whether other users of this machine can reach `local`, so that the engine makes keys of its own.
-        remote: pattern of addresses that other machines may reach; they take keys. None: every address names a file,
-            which must be in a private directory.
+        local: the address that the bare scheme stands for, a file that only this user can reach. `{directory}` is the
+            engine's private directory. None: there is none.
+        remote: pattern of addresses that other machines may reach; they take keys.
     """
 
     module: str
-    local: str
-    makes_keys: bool = False
+    local: str | None = None
     remote: str | None = None
 
 
 TRANSPORTS = {
-    "ipc": Transport("pearl.transport.zeromq", "ipc://{directory}/control"),
+    "ipc": Transport("pearl.transport.sockets", "ipc://{directory}/control"),
     "tcp": Transport(
         "pearl.transport.zeromq",
-        "tcp://127.0.0.1:*",
-        makes_keys=True,
         remote=r"tcp://[^:\s/]+:(\*|\d{1,5})|tcp://\[[^]\s]+\]:(\*|\d{1,5})",
     ),
 }
@@ -47,7 +42,7 @@ def of_address(address: str) -> Transport | None:
 
 def is_on_one_host(control: str) -> bool:
     """Whether this setting of the control channel is a bare scheme: both workers are on this machine."""
-    return control in TRANSPORTS
+    return control in TRANSPORTS and TRANSPORTS[control].local is not None
 
 
 def is_remote(address: str) -> bool:

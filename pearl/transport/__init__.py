@@ -6,12 +6,11 @@ The functions here open the control channel with the transport that an address n
 from __future__ import annotations
 
 from importlib import import_module
-from pathlib import Path
 from typing import Any, cast
 
 from pearl.spec.transports import TRANSPORTS, of_address
 from pearl.transport.base import Connection, Listener
-from pearl.transport.keys import OWN_KEYS, Keys, channel_keys, write_keys
+from pearl.transport.keys import Keys
 
 
 def listen(address: str, keys: Keys | None = None) -> Listener:
@@ -27,13 +26,6 @@ def connect(address: str, keys: Keys | None = None) -> Connection:
 def check_bind(address: str, has_keys: bool) -> None:
     """Raises `ConfigError` where strangers could reach `address` and there are no keys, or it cannot be bound."""
     _module(address).check_bind(address, has_keys)
-
-
-def ensured_keys(control: str, given: str | None, directory: Path) -> Keys | None:
-    """As `channel_keys`, but an engine that other users of this machine could reach makes keys if it was given none."""
-    if given is None and control in TRANSPORTS and TRANSPORTS[control].makes_keys:
-        write_keys(directory / OWN_KEYS, _module(control).new_keys())
-    return channel_keys(given, directory)
 
 
 def _module(address: str) -> Any:

@@ -1,15 +1,13 @@
-"""Where an engine may listen: on a socket file in a private directory, on loopback, or on a network address with keys.
+"""Where an engine may listen: on a socket file in a private directory, or on a network address with keys.
 
-Knows paths and the syntax of addresses; opens no sockets.
-
-Without keys nobody is authenticated, so access control is up to the address: in a private directory, only this user can
-connect; on loopback, anyone on this machine.
+Knows paths and the syntax of addresses; opens no sockets. In a private directory, only this user can connect.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import resource
 import stat
 import tempfile
 from contextlib import suppress
@@ -17,11 +15,10 @@ from pathlib import Path
 
 from pearl.config.section import check_utf8
 from pearl.errors import ConfigError
-from pearl.spec.transports import TRANSPORTS, is_control, of_address
+from pearl.spec.transports import is_control, of_address
 
 _MAX_IPC_PATH = 107  # bytes: size of sun_path on Linux, without the final NUL
 _PREFIX = "pearl-"
-_LOOPBACK = re.compile(r"tcp://(127\.0\.0\.1|\[::1\]):(\*|\d{1,5})")
 _TCP = re.compile(r"tcp://(?!\*|0\.0\.0\.0:|\[[0:]*\]:)([\w.-]+|\[[0-9A-Fa-f:.]+(%\w+)?\]):(\*|\d{1,5})")
 
 
@@ -46,18 +43,17 @@ def is_engine_directory(directory: Path) -> bool:
 
 
 def bind_address(control: str, directory: Path) -> str:
-    """The address for this value of `control`: for a bare scheme (ipc, tcp) a local one, else the value itself."""
+    """The address for this value of `control`: for ipc a local one, else the value itself."""
     if not is_control(control):
-        raise ConfigError(f"control channel {control!r} is unknown: choose ipc, tcp, or tcp://HOST:PORT")
-    return TRANSPORTS[control].local.format(directory=directory) if control in TRANSPORTS else control
+        raise ConfigError(f"control channel {control!r} is unknown: choose ipc, or tcp://HOST:PORT")
+    transport = of_address(control)
+    return control if transport is None or transport.local is None else transport.local.format(directory=directory)
 
 
 def is_local(address: str) -> bool:
-    """Whether only this machine can reach `address`: a socket file in a private directory, or loopback."""
+    """Whether `address` is a socket file in a private directory, so that only this user can reach it."""
     transport = of_address(address)
-    if transport is not None and transport.remote is None:
-        return is_private(Path(address.partition("://")[2]).parent)
-    return _LOOPBACK.fullmatch(address) is not None
+    return transport is not None and transport.local is not None and is_private(Path(address[len("ipc://") :]).parent)
 
 
 def check_bind(address: str, keys: bool = False) -> None:
@@ -70,7 +66,7 @@ def check_bind(address: str, keys: bool = False) -> None:
             "other transports can be secured. HOST is an address of this machine that the other host can reach, or the "
             "name of a network interface; no wildcard, because it does not tell the other host where to connect"
         )
-    elif not (keys or _LOOPBACK.fullmatch(address)):
+    elif not keys:
         raise ConfigError(
             f"refusing to bind {address} until there are keys: anyone who reaches it could use the engine. Make a key "
             "file with `pearl keys FILE`, copy it to the other host, and give --keys FILE on both"
@@ -82,14 +78,14 @@ def _check_socket_file(path: Path) -> None:
     if length > _MAX_IPC_PATH:
         raise ConfigError(
             f"the socket path {path} has {length} bytes, a Unix socket at most {_MAX_IPC_PATH}: "
-            "set TMPDIR or XDG_RUNTIME_DIR to a shorter directory, or use tcp"
+            "set TMPDIR or XDG_RUNTIME_DIR to a shorter directory"
         )
     if not path.is_absolute() or not is_private(path.parent):
         raise ConfigError(
             f"refusing to bind {path} until its directory is absolute, owned by this user and of mode 0700: "
             "others could connect"
         )
-    if os.path.lexists(path):  # ZeroMQ would silently unlink it and take over the address of a running engine
+    if os.path.lexists(path):
         raise ConfigError(f"{path} exists: an engine is listening there; or one was killed, then remove the file")
 
 
@@ -100,6 +96,13 @@ def is_private(directory: Path) -> bool:
     except (OSError, ValueError):
         return False
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+
+
+def raise_limit() -> None:
+    """Raise the limit of open files, and so of connections, to the most that the system allows: a shell's is low."""
+    with suppress(ValueError, OSError):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _runtime_directory() -> Path:

@@ -24,11 +24,13 @@ MAX_BATCH = 1000  # messages that one `receive` returns: a flood must not starve
 class Endpoint(Protocol):
     """One end of the control channel. Messages of one peer arrive in order, each once.
 
-    Any thread may send and receive, but only one at a time may wait.
+    Any thread may send; one at a time receives and waits.
     """
 
     def send(self, message: Message, peer: Peer | None = None) -> None:
         """Queue `message`; never blocks. A listener needs `peer`, a connection takes None.
+
+        What the system does not take at once is sent by the next call, or the thread that waits.
 
         Raises `TransportError` if the peer is gone or its queue is full, `LocalProtocolError` if the message exceeds a
         limit of the wire. A peer's absence is noticed after a while; what is sent before that is lost.

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from pearl.errors import ConfigError
 
-OWN_KEYS = "keys"  # the file in an engine's private directory if keys are needed and the user gave none
 _VERSION = 1
 _LONGEST = 4096  # bytes; a key file has 200
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # 32 bytes as Z85 (ZeroMQ RFC 32) writes them
@@ -31,13 +30,9 @@ class Keys:
     client: str = field(repr=False)
 
 
-def channel_keys(given: str | None, directory: Path) -> Keys | None:
-    """Keys from the file `given` by the user, else the engine's own from its `directory`, else None.
-
-    Each process of an engine reads the file itself: processes never send keys.
-    """
-    own = directory / OWN_KEYS
-    return read_keys(Path(given)) if given else read_keys(own) if own.exists() else None
+def channel_keys(given: str | None) -> Keys | None:
+    """Keys from the file `given` by the user, if any. Each process reads the file itself: processes never send keys."""
+    return read_keys(Path(given)) if given else None
 
 
 def write_keys(path: Path, keys: Keys) -> None:

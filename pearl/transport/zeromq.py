@@ -1,36 +1,27 @@
-"""The control channel over ZeroMQ: the one file that imports zmq.
+"""The control channel over ZeroMQ, between hosts: the one file that imports zmq.
 
-The target worker binds a `ZmqListener` (ROUTER); the draft and each front make a `ZmqConnection` (DEALER).
+The target worker binds a `ZmqListener` (ROUTER); the draft and each front make a `ZmqConnection` (DEALER). Both have
+keys (CURVE, ZeroMQ RFC 26): all is encrypted, the listener proves its key to its peers, and admits one client key only.
 Knows frames and peers, not what messages mean.
-
-Without keys ZeroMQ authenticates nobody, and the address protects an engine (see `address`). With keys it is CURVE
-(ZeroMQ RFC 26): all is encrypted, the listener proves its key to its peers, and admits one client key only.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
-import resource
 import select
 import struct
-import threading
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from errno import ENODEV
-from math import ceil
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import zmq
 
 from pearl.errors import ConfigError, LocalProtocolError, TransportError
 from pearl.protocol.messages import Message
-from pearl.transport.address import check_bind
+from pearl.transport.address import check_bind, raise_limit
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Peer, Received
 from pearl.transport.codec import MAX_FRAME, encode, received
 from pearl.transport.keys import Keys
+from pearl.transport.polled import Polled
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
@@ -41,7 +32,6 @@ _HANDSHAKE_SECONDS = 30  # for a peer to prove its key: a worker that loads its 
 _CONNECT_SECONDS = 5  # for one attempt to connect: the kernel's own come a minute apart after a long outage
 _LOST_SECONDS = 15  # without an acknowledgement by the peer's kernel: the link is cut, or its host is gone
 _MAX_TAKEN = 16 << 20  # bytes that one `receive` takes, or one message: decoded they may be 15 times as many
-_write = ctypes.PyDLL(None).write
 # As enums they cost twice the time.
 _EVENTS, _POLLIN, _NOBLOCK, _SNDMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.SNDMORE)
 _EVENT = struct.Struct("=H")  # the start of a monitor's message; pyzmq's parser imports asyncio
@@ -57,13 +47,6 @@ def new_keys() -> Keys:
     return Keys(server.decode(), client.decode())
 
 
-def raise_limit() -> None:
-    """Raise the limit of open files, and so of connections, to the most that the system allows: a shell's is low."""
-    with suppress(ValueError, OSError):
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 def _public(secret: str) -> bytes:
     try:
         return zmq.curve_public(secret.encode())
@@ -77,25 +60,18 @@ def _is_readable(socket: zmq.Socket[bytes]) -> bool:
     return bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
 
 
-class _Socket:
+class _Socket(Polled[list[bytes]]):
     """A socket with a context of its own, so that closing it waits for no other socket."""
 
     def __init__(self, kind: int, queue: int) -> None:
+        super().__init__()
         self._context = zmq.Context()
         self._socket = self._context.socket(kind)
-        self._is_closed = False
         self._socket.setsockopt(zmq.LINGER, 0)  # nothing may wait for a socket that is dropped unclosed
         self._socket.setsockopt(zmq.SNDHWM, _QUEUE)
         self._socket.setsockopt(zmq.RCVHWM, queue)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_SECONDS * 1000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)  # of a frame; ZeroMQ disconnects who exceeds it
-        self._wakeup, self._waker = os.pipe()
-        os.set_blocking(self._wakeup, False)
-        os.set_blocking(self._waker, False)
-        self._is_woken = False
-        self._lock = threading.Lock()  # the socket itself is for one thread at a time
-        self._poll = select.poll()
-        self._poll.register(self._wakeup, select.POLLIN)
         self._poll.register(int(self._socket.getsockopt(zmq.FD)), select.POLLIN)
 
     def _send(self, frames: Sequence[bytes]) -> None:
@@ -112,14 +88,6 @@ class _Socket:
             finally:
                 self._pass_on()
 
-    def _receive(self, timeout: float) -> list[list[bytes]]:
-        """Frames of the messages that have arrived; waits for the first only."""
-        messages, deadline, is_woken = self._take(), time.monotonic() + timeout, False
-        while not messages and not is_woken and (left := deadline - time.monotonic()) > 0:
-            is_woken = self._wait(left)
-            messages = self._take()
-        return messages
-
     def _take(self) -> list[list[bytes]]:
         messages: list[list[bytes]] = []
         with self._lock:
@@ -131,41 +99,16 @@ class _Socket:
             self._pass_on()
         return messages
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise TransportError("this end of the control channel was closed")
-
     def _pass_on(self) -> None:
         """Wake the waiting thread if more can be read: the file descriptor signals it only once."""
         if _is_readable(self._socket):
             self._rouse()
 
-    def wait(self, timeout: float) -> None:
-        self._wait(timeout)
-
-    def _wait(self, timeout: float) -> bool:
-        """Whether `wake` was called. ZeroMQ's descriptor may also signal what is no message."""
-        if any(ready == self._wakeup for ready, _ in self._poll.poll(ceil(timeout * 1000))):
-            os.read(self._wakeup, _QUEUE)
-        is_woken, self._is_woken = self._is_woken, False
-        return is_woken
-
-    def wake(self) -> None:
-        self._is_woken = True
-        self._rouse()
-
-    def _rouse(self) -> None:
-        # `os.write` would release the interpreter lock, and the woken thread would take it from the waker. A full pipe
-        # needs no further byte.
-        _write(self._waker, b"!", 1)
-
     def close(self, flush: float = 0.0) -> None:
         if not self._is_closed:
-            self._is_closed = True
+            super().close()
             self._socket.close(linger=int(flush * 1000))
             self._context.term()  # waits for that linger only
-            os.close(self._wakeup)
-            os.close(self._waker)
 
 
 class _OneKey:
@@ -180,7 +123,7 @@ class _OneKey:
 
 def _authenticator(context: zmq.Context[zmq.Socket[bytes]], admitted: bytes) -> ThreadAuthenticator:
     """A running thread that admits one key to the listeners of `context`. `stop` it before the context ends."""
-    from zmq.auth.thread import ThreadAuthenticator  # imports asyncio (0.1 s); only listeners with keys need it
+    from zmq.auth.thread import ThreadAuthenticator  # imports asyncio (0.1 s); only listeners need it
 
     authenticator = ThreadAuthenticator(context)
     authenticator.configure_curve_callback(_ZAP_DOMAIN, _OneKey(admitted))
@@ -197,17 +140,15 @@ class ZmqListener(_Socket):
         `keys`: a peer without the same keys gets no answer, and is disconnected with at most one frame in memory.
         """
         check_bind(address, keys is not None)
-        admitted = None if keys is None else _public(keys.client)
+        assert keys is not None
+        admitted = _public(keys.client)
         super().__init__(zmq.ROUTER, _LISTENER_QUEUE)
-        raise_limit()  # ZeroMQ aborts the process if it has no descriptor for a new connection (ipc_listener.cpp)
-        self._file: Path | None = None
-        self._authenticator: ThreadAuthenticator | None = None
-        if keys is not None and admitted is not None:
-            self._authenticator = _authenticator(self._context, admitted)
-            self._socket.curve_server = True
-            self._socket.curve_secretkey = keys.server.encode()
-            self._socket.zap_domain = _ZAP_DOMAIN.encode()
-            self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator nobody is admitted
+        raise_limit()
+        self._authenticator = _authenticator(self._context, admitted)
+        self._socket.curve_server = True
+        self._socket.curve_secretkey = keys.server.encode()
+        self._socket.zap_domain = _ZAP_DOMAIN.encode()
+        self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator nobody is admitted
         self._socket.setsockopt(zmq.IPV6, "[" in address)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else messages to a vanished peer are dropped silently
         try:
@@ -217,9 +158,6 @@ class ZmqListener(_Socket):
             hint = "; HOST must be an address or a network interface of this machine" if error.errno == ENODEV else ""
             raise ConfigError(f"cannot bind {address}: {error.strerror}{hint}") from None
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        if address.startswith("ipc://"):
-            self._file = Path(address.removeprefix("ipc://"))
-            self._file.chmod(0o600)  # whatever the umask was
 
     def send(self, message: Message, peer: Peer | None = None) -> None:
         if peer is None:
@@ -230,9 +168,7 @@ class ZmqListener(_Socket):
         return [(peer, received(frames, to_target=True)) for peer, *frames in self._receive(timeout)]
 
     def close(self, flush: float = 0.0) -> None:
-        if self._file is not None and not self._is_closed:
-            self._file.unlink(missing_ok=True)  # ZeroMQ leaves it behind
-        if self._authenticator is not None:
+        if not self._is_closed:
             self._authenticator.stop()  # its sockets belong to this context, which ends only once they are closed
         super().close(flush)
 
@@ -245,14 +181,14 @@ class ZmqConnection(_Socket):
     """
 
     def __init__(self, address: str, keys: Keys | None = None) -> None:
-        public = None if keys is None else (_public(keys.server), _public(keys.client))
+        if keys is None:
+            raise ConfigError(f"cannot connect to {address} without its keys (--keys FILE)")
+        public = _public(keys.server), _public(keys.client)
         super().__init__(zmq.DEALER, _QUEUE)
         self._failure = ""  # why it cannot be used any more
         self._is_pending = True  # neither admitted nor refused, as far as `receive` has returned
-        self._has_keys = keys is not None
-        if keys is not None and public is not None:
-            self._socket.curve_serverkey, self._socket.curve_publickey = public
-            self._socket.curve_secretkey = keys.client.encode()
+        self._socket.curve_serverkey, self._socket.curve_publickey = public
+        self._socket.curve_secretkey = keys.client.encode()
         self._socket.setsockopt(zmq.IPV6, "[" in address)
         self._socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_SECONDS * 1000)
         self._socket.setsockopt(zmq.TCP_MAXRT, _LOST_SECONDS * 1000)  # the kernel would try for a quarter of an hour
@@ -289,8 +225,9 @@ class ZmqConnection(_Socket):
     def _explain(self, event: int) -> str:
         if event == zmq.EVENT_DISCONNECTED:
             return f"the peer at {self.address} is gone"
-        ours = "our key file is not its own" if self._has_keys else "it wants keys and we have none (--keys FILE)"
-        return f"the peer at {self.address} did not let us in: {ours}, or it went away at that moment"
+        return (
+            f"the peer at {self.address} did not let us in: our key file is not its own, or it went away at that moment"
+        )
 
     def close(self, flush: float = 0.0) -> None:
         if not self._is_closed:

@@ -170,7 +170,7 @@ def _spoken(config: EngineConfig, progress: Progress) -> tuple[Translation | Non
 
 
 def _keys(settings: WorkerSettings) -> Keys | None:
-    return channel_keys(settings.config.keys, settings.directory)
+    return channel_keys(settings.config.keys)
 
 
 def _tracer(settings: WorkerSettings) -> Tracer:
