@@ -24,7 +24,7 @@ MAX_BATCH = 1000  # messages that one `receive` returns: a flood must not starve
 class Endpoint(Protocol):
     """One end of the control channel. Messages of one peer arrive in order, each once.
 
-    Any thread may send; one at a time receives and waits.
+    Any thread may send and receive, but only one at a time may wait.
     """
 
     def send(self, message: Message, peer: Peer | None = None) -> None:

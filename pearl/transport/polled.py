@@ -1,4 +1,4 @@
-"""What endpoints share whose thread waits in `poll`: its wait, and what ends it."""
+"""What the ends of the control channel share: they send and receive messages, and one of their threads may wait."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ import os
 import select
 import threading
 import time
+from collections.abc import Sequence
 from math import ceil
-from typing import Generic, TypeVar
 
-from pearl.errors import TransportError
+from pearl.errors import LocalProtocolError, TransportError
+from pearl.protocol.messages import Message
+from pearl.transport.base import SOLE_PEER, Peer, Received
+from pearl.transport.codec import encode, received
 
-_Item = TypeVar("_Item")
+Frames = list[bytes]
 _PIPE = 1 << 16  # bytes that a pipe holds
 _write = ctypes.PyDLL(None).write
 
 
-class Polled(Generic[_Item]):
-    """An end of the control channel: it registers its descriptors with `_poll`, and `_take` reads what has arrived."""
+class Polled:
+    """An end of the control channel; a transport has `_send`, `_take`, and descriptors that `_poll` watches."""
+
+    is_listener = False
 
     def __init__(self) -> None:
         self._is_closed = False
@@ -26,29 +31,45 @@ class Polled(Generic[_Item]):
         os.set_blocking(self._wakeup, False)
         os.set_blocking(self._waker, False)
         self._is_woken = False
-        self._ready: list[int] | None = None  # descriptors that the last wait reported; None: they have been looked at
+        self._ready: set[int] | None = None  # descriptors that the last wait reported; None: they have been looked at
         self._lock = threading.Lock()  # sockets are for one thread at a time
         self._poll = select.poll()
         self._poll.register(self._wakeup, select.POLLIN)
 
-    def _take(self) -> list[_Item]:
-        """What has arrived."""
+    def _send(self, peer: Peer, frames: Sequence[bytes]) -> None:
+        """Raises `TransportError`. Called with the lock."""
         raise NotImplementedError
 
-    def _receive(self, timeout: float) -> list[_Item]:
-        """What has arrived; waits for the first only."""
-        found, deadline, is_woken = self._take(), time.monotonic() + timeout, False
+    def _take(self) -> list[tuple[Peer, Frames]]:
+        """What has arrived. Called with the lock."""
+        raise NotImplementedError
+
+    def send(self, message: Message, peer: Peer | None = None) -> None:
+        if peer is None and self.is_listener:
+            raise LocalProtocolError("a listener must name the peer to which it sends")
+        frames = encode(message)
+        with self._lock:
+            self._check_open()
+            self._send(SOLE_PEER if peer is None else peer, frames)
+
+    def receive(self, timeout: float) -> list[Received]:
+        found, deadline, is_woken = self._taken(), time.monotonic() + timeout, False
         while not found and not is_woken and (left := deadline - time.monotonic()) > 0:
             is_woken = self._wait(left)
-            found = self._take()
-        return found
+            found = self._taken()
+        return [(peer, received(frames, to_target=self.is_listener)) for peer, frames in found]
+
+    def _taken(self) -> list[tuple[Peer, Frames]]:
+        with self._lock:
+            self._check_open()
+            return self._take()
 
     def wait(self, timeout: float) -> None:
         self._wait(timeout)
 
     def _wait(self, timeout: float) -> bool:
         """Whether `wake` was called. A descriptor may also signal what is no message."""
-        self._ready = [descriptor for descriptor, _ in self._poll.poll(ceil(timeout * 1000))]
+        self._ready = {descriptor for descriptor, _ in self._poll.poll(ceil(timeout * 1000))}
         if self._wakeup in self._ready:
             os.read(self._wakeup, _PIPE)
         is_woken, self._is_woken = self._is_woken, False

@@ -1,8 +1,8 @@
 """The control channel over a socket file, between the processes of one host.
 
-The target worker listens; the draft and each front connect. A message goes to the kernel in its sender's thread.
-ZeroMQ, which serves other hosts, has a thread at each end for that, and a message and its answer take four times as
-long (`scripts/bench_control.py`). Knows frames and peers, not what messages mean.
+The target worker listens; the draft and each front connect. A message goes to the kernel in its sender's thread;
+ZeroMQ, which serves other hosts, has a thread at each end for that, which costs time (`scripts/bench_control.py`).
+Knows frames and peers, not what messages mean.
 
 A message is the number of its frames and the bytes of each (uint32, little-endian), then the frames. The file is
 protected by its directory (see `address`), so no keys are needed.
@@ -21,16 +21,14 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from pearl.errors import ConfigError, LocalProtocolError, TransportError
-from pearl.protocol.messages import Message
+from pearl.errors import ConfigError, TransportError
 from pearl.transport.address import check_bind, raise_limit
-from pearl.transport.base import MAX_BATCH, SOLE_PEER, Peer, Received
-from pearl.transport.codec import MAX_FRAME, MAX_FRAMES, encode, received
+from pearl.transport.base import MAX_BATCH, SOLE_PEER, Peer
+from pearl.transport.codec import MAX_FRAME, MAX_FRAMES
 from pearl.transport.keys import Keys
-from pearl.transport.polled import Polled
+from pearl.transport.polled import Frames, Polled
 
 _QUEUE = 1 << 16  # messages queued for a peer that does not read: more than a text has, so a front may read slowly
-_IN_TURN = 16  # messages of one peer before it is the next peer's turn
 _CHUNK = 1 << 18  # bytes of one read
 _BACKLOG = 128  # connections that wait to be accepted
 _RETRY_SECONDS = 0.01  # between two attempts to connect, or to accept where there is no descriptor left
@@ -64,15 +62,8 @@ class _Pipe:
                 raise ConnectionResetError
             self._read += data
 
-    def messages(self, most: int) -> list[list[bytes]]:
-        """Up to `most` of those that have been read. Raises `OSError` if the peer breaks the format."""
-        found: list[list[bytes]] = []
-        while len(found) < most and (frames := self._message()) is not None:
-            found.append(frames)
-        return found
-
-    def _message(self) -> list[bytes] | None:
-        """The frames of the first message, if it is there."""
+    def message(self) -> Frames | None:
+        """The frames of the first message that was read, if it is whole. Raises `OSError` for a wrong header."""
         with memoryview(self._read) as data:
             if len(data) < 4:
                 return None
@@ -95,87 +86,79 @@ class _Pipe:
         return frames
 
 
-class _End(Polled[tuple[Peer, list[bytes]]]):
+class _End(Polled):
     """Its connections by the names of their peers."""
 
     def __init__(self) -> None:
         super().__init__()
         self._pipes: dict[Peer, _Pipe] = {}
-        self._has_more = False  # messages may have been read that the system does not signal again
 
-    def _add(self, peer: Peer, connection: socket.socket) -> _Pipe:
-        pipe = self._pipes[peer] = _Pipe(connection)
+    def _add(self, peer: Peer, connection: socket.socket) -> None:
+        self._pipes[peer] = _Pipe(connection)
         self._poll.register(connection, select.POLLIN)
-        return pipe
 
     def _lose(self, peer: Peer) -> None:
         pipe = self._pipes.pop(peer)
         self._poll.unregister(pipe.socket)
         pipe.socket.close()
 
+    def _meet(self) -> None:
+        """Take new connections, or make one."""
+
+    def _exchange(self, peer: Peer, reads: bool = True) -> None:
+        """Send what waits, and read; a peer that is gone is lost."""
+        pipe = self._pipes[peer]
+        try:
+            if pipe.unsent:
+                pipe.flush()
+                self._poll.modify(pipe.socket, select.POLLIN | (select.POLLOUT if pipe.unsent else 0))
+            if reads:
+                pipe.read()
+        except OSError:
+            self._lose(peer)
+
     def _send(self, peer: Peer, frames: Sequence[bytes]) -> None:
         if (pipe := self._pipes.get(peer)) is None:
             raise TransportError("the peer is gone")
         if len(pipe.unsent) >= _QUEUE:
             raise TransportError("the peer's queue is full: it has stopped receiving")
-        is_idle = not pipe.unsent
         pipe.unsent.append(b"".join((struct.pack(f"<{1 + len(frames)}I", len(frames), *map(len, frames)), *frames)))
-        self._flush(peer, pipe)
-        if pipe.unsent and is_idle:  # the thread that waits sends the rest
-            self._poll.modify(pipe.socket, select.POLLIN | select.POLLOUT)
-            self._rouse()
+        self._exchange(peer, reads=False)
+        if peer not in self._pipes:
+            raise TransportError("the peer is gone")
+        if pipe.unsent:
+            self._rouse()  # the thread that waits sends the rest
 
-    def _flush(self, peer: Peer, pipe: _Pipe) -> None:
-        try:
-            pipe.flush()
-        except OSError as error:
-            self._lose(peer)
-            raise TransportError(f"the peer is gone ({error.strerror})") from None
-
-    def _take(self) -> list[tuple[Peer, list[bytes]]]:
-        ready, self._ready = self._ready, None
-        if ready is None:
-            ready = [descriptor for descriptor, _ in self._poll.poll(0)]
-        with self._lock:
-            self._check_open()
-            self._meet(ready)
-            found = self._messages(MAX_BATCH) if self._has_more else []
-            if len(found) < MAX_BATCH:
-                for peer, pipe in [*self._pipes.items()]:
-                    if pipe.socket.fileno() in ready:
-                        self._exchange(peer, pipe)
-                found += self._messages(MAX_BATCH - len(found))
-            self._has_more = len(found) == MAX_BATCH
-            if self._has_more:
-                self._rouse()
-        return found
-
-    def _exchange(self, peer: Peer, pipe: _Pipe) -> None:
-        """Read, and send what waits."""
-        try:
-            if pipe.unsent:
-                pipe.flush()
-                if not pipe.unsent:
-                    self._poll.modify(pipe.socket, select.POLLIN)
-            pipe.read()
-        except OSError:
-            self._lose(peer)
-
-    def _messages(self, most: int) -> list[tuple[Peer, list[bytes]]]:
-        """Up to `most` of those that have been read; the peers take turns."""
-        found: list[tuple[Peer, list[bytes]]] = []
-        before = -1
-        while before < len(found) < most:
-            before = len(found)
+    def _take(self) -> list[tuple[Peer, Frames]]:
+        self._meet()
+        found = self._messages(MAX_BATCH)  # left from the last time
+        if not found:
             for peer, pipe in [*self._pipes.items()]:
-                try:
-                    found += [(peer, frames) for frames in pipe.messages(min(_IN_TURN, most - len(found)))]
-                except OSError:
-                    self._lose(peer)
+                if self._may_read(pipe.socket):
+                    self._exchange(peer)
+            found = self._messages(MAX_BATCH)
+        self._ready = None
+        if len(found) == MAX_BATCH:
+            self._rouse()  # the kernel does not signal again what has been read
         return found
 
-    def _meet(self, ready: Sequence[int] = ()) -> None:
-        """Take new connections, or make one."""
+    def _may_read(self, connection: socket.socket) -> bool:
+        return self._ready is None or connection.fileno() in self._ready
+
+    def _messages(self, most: int) -> list[tuple[Peer, Frames]]:
+        """Up to `most` that have been read; a peer that fills them comes last the next time."""
+        found: list[tuple[Peer, Frames]] = []
+        for peer, pipe in [*self._pipes.items()]:
+            try:
+                while len(found) < most and (frames := pipe.message()) is not None:
+                    found.append((peer, frames))
+            except OSError:
+                self._lose(peer)
+                continue
+            if len(found) == most:
+                self._pipes[peer] = self._pipes.pop(peer)
+                break
+        return found
 
     @property
     def _has_unsent(self) -> bool:
@@ -189,9 +172,8 @@ class _End(Polled[tuple[Peer, list[bytes]]]):
             while self._has_unsent and time.monotonic() < deadline:
                 time.sleep(_RETRY_SECONDS)
                 self._meet()
-                for peer, pipe in [*self._pipes.items()]:
-                    with suppress(TransportError):
-                        self._flush(peer, pipe)
+                for peer in [*self._pipes]:
+                    self._exchange(peer, reads=False)
             super().close()
             for peer in [*self._pipes]:
                 self._lose(peer)
@@ -200,6 +182,8 @@ class _End(Polled[tuple[Peer, list[bytes]]]):
 class SocketListener(_End):
     """The end that others connect to. A peer has a new name with every connection."""
 
+    is_listener = True
+
     def __init__(self, address: str, keys: Keys | None = None) -> None:
         """Raises `ConfigError` as `check_bind` does. `keys` are not needed."""
         check_bind(address)
@@ -207,36 +191,20 @@ class SocketListener(_End):
         raise_limit()
         self.address, self._file, self._numbers = address, Path(address.removeprefix("ipc://")), count(1)
         self._door = socket.socket(socket.AF_UNIX)
-        try:
-            self._door.bind(str(self._file))
-        except OSError as error:
-            super().close()
-            self._door.close()
-            raise ConfigError(f"cannot bind {address}: {error.strerror}") from None
-        self._file.chmod(0o600)  # whatever the umask was
         self._door.setblocking(False)
+        self._door.bind(str(self._file))
+        self._file.chmod(0o600)  # whatever the umask was
         self._door.listen(_BACKLOG)
         self._poll.register(self._door, select.POLLIN)
 
-    def _meet(self, ready: Sequence[int] = ()) -> None:
+    def _meet(self) -> None:
         try:
-            while self._door.fileno() in ready:
+            while self._may_read(self._door):
                 self._add(b"%d" % next(self._numbers), self._door.accept()[0])
         except BlockingIOError:
             pass
         except OSError:  # no descriptor is left
             time.sleep(_RETRY_SECONDS)
-
-    def send(self, message: Message, peer: Peer | None = None) -> None:
-        if peer is None:
-            raise LocalProtocolError("a listener must name the peer to which it sends")
-        frames = encode(message)
-        with self._lock:
-            self._check_open()
-            self._send(peer, frames)
-
-    def receive(self, timeout: float) -> list[Received]:
-        return [(peer, received(frames, to_target=True)) for peer, frames in self._receive(timeout)]
 
     def close(self, flush: float = 0.0) -> None:
         if not self._is_closed:
@@ -265,7 +233,7 @@ class SocketConnection(_End):
             self.close()
             raise ConfigError(f"cannot connect to {address}: {error.strerror or error}") from None
 
-    def _meet(self, ready: Sequence[int] = ()) -> None:
+    def _meet(self) -> None:
         if self._early is None:
             return
         with suppress(*_ABSENT):
@@ -273,29 +241,23 @@ class SocketConnection(_End):
             self._add(SOLE_PEER, self._socket)
             early, self._early = self._early, None
             for frames in early:
-                self._send(SOLE_PEER, frames)
+                super()._send(SOLE_PEER, frames)
 
-    @property
-    def _has_unsent(self) -> bool:
-        return bool(self._early) or super()._has_unsent
+    def _send(self, peer: Peer, frames: Sequence[bytes]) -> None:
+        self._meet()
+        if self._early is None:
+            super()._send(peer, frames)
+        elif len(self._early) < _QUEUE:
+            self._early.append(frames)
+        else:
+            raise TransportError("there is no listener, and the queue for it is full")
 
     def _wait(self, timeout: float) -> bool:
         return super()._wait(timeout if self._early is None else min(timeout, _RETRY_SECONDS))
 
-    def send(self, message: Message, peer: Peer | None = None) -> None:
-        frames = encode(message)
-        with self._lock:
-            self._check_open()
-            self._meet()
-            if self._early is None:
-                self._send(SOLE_PEER, frames)
-            elif len(self._early) < _QUEUE:
-                self._early.append(frames)
-            else:
-                raise TransportError("there is no listener, and the queue for it is full")
-
-    def receive(self, timeout: float) -> list[Received]:
-        return [(peer, received(frames)) for peer, frames in self._receive(timeout)]
+    @property
+    def _has_unsent(self) -> bool:
+        return bool(self._early) or super()._has_unsent
 
     @property
     def connected(self) -> bool:

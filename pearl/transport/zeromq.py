@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from pearl.errors import ConfigError, LocalProtocolError, TransportError
-from pearl.protocol.messages import Message
+from pearl.errors import ConfigError, TransportError
 from pearl.transport.address import check_bind, raise_limit
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Peer, Received
-from pearl.transport.codec import MAX_FRAME, encode, received
+from pearl.transport.codec import MAX_FRAME
 from pearl.transport.keys import Keys
-from pearl.transport.polled import Polled
+from pearl.transport.polled import Frames, Polled
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
@@ -60,7 +59,7 @@ def _is_readable(socket: zmq.Socket[bytes]) -> bool:
     return bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
 
 
-class _Socket(Polled[list[bytes]]):
+class _Socket(Polled):
     """A socket with a context of its own, so that closing it waits for no other socket."""
 
     def __init__(self, kind: int, queue: int) -> None:
@@ -74,30 +73,27 @@ class _Socket(Polled[list[bytes]]):
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)  # of a frame; ZeroMQ disconnects who exceeds it
         self._poll.register(int(self._socket.getsockopt(zmq.FD)), select.POLLIN)
 
-    def _send(self, frames: Sequence[bytes]) -> None:
-        with self._lock:
-            self._check_open()
-            try:
-                for frame in frames[:-1]:
-                    self._socket.send(frame, _NOBLOCK | _SNDMORE)
-                self._socket.send(frames[-1], _NOBLOCK)
-            except zmq.Again:
-                raise TransportError("the peer's queue is full: it has stopped receiving") from None
-            except zmq.ZMQError as error:
-                raise TransportError(f"the peer is gone ({error.strerror})") from None
-            finally:
-                self._pass_on()
-
-    def _take(self) -> list[list[bytes]]:
-        messages: list[list[bytes]] = []
-        with self._lock:
-            self._check_open()
-            size = 0
-            while len(messages) < MAX_BATCH and size < _MAX_TAKEN and _is_readable(self._socket):
-                messages.append(self._socket.recv_multipart(_NOBLOCK))
-                size += sum(map(len, messages[-1]))
+    def _send_frames(self, frames: Sequence[bytes]) -> None:
+        try:
+            for frame in frames[:-1]:
+                self._socket.send(frame, _NOBLOCK | _SNDMORE)
+            self._socket.send(frames[-1], _NOBLOCK)
+        except zmq.Again:
+            raise TransportError("the peer's queue is full: it has stopped receiving") from None
+        except zmq.ZMQError as error:
+            raise TransportError(f"the peer is gone ({error.strerror})") from None
+        finally:
             self._pass_on()
-        return messages
+
+    def _take(self) -> list[tuple[Peer, Frames]]:
+        found: list[tuple[Peer, Frames]] = []
+        size = 0
+        while len(found) < MAX_BATCH and size < _MAX_TAKEN and _is_readable(self._socket):
+            frames = self._socket.recv_multipart(_NOBLOCK)
+            size += sum(map(len, frames))
+            found.append((frames[0], frames[1:]) if self.is_listener else (SOLE_PEER, frames))
+        self._pass_on()
+        return found
 
     def _pass_on(self) -> None:
         """Wake the waiting thread if more can be read: the file descriptor signals it only once."""
@@ -134,6 +130,8 @@ def _authenticator(context: zmq.Context[zmq.Socket[bytes]], admitted: bytes) -> 
 class ZmqListener(_Socket):
     """The end that others connect to. A peer is named by its ZeroMQ identity, new with every connection."""
 
+    is_listener = True
+
     def __init__(self, address: str, keys: Keys | None = None) -> None:
         """Binds `address`; the attribute `address` includes the port. Raises `ConfigError` as `check_bind` does.
 
@@ -159,13 +157,8 @@ class ZmqListener(_Socket):
             raise ConfigError(f"cannot bind {address}: {error.strerror}{hint}") from None
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def send(self, message: Message, peer: Peer | None = None) -> None:
-        if peer is None:
-            raise LocalProtocolError("a listener must name the peer to which it sends")
-        self._send([peer, *encode(message)])
-
-    def receive(self, timeout: float) -> list[Received]:
-        return [(peer, received(frames, to_target=True)) for peer, *frames in self._receive(timeout)]
+    def _send(self, peer: Peer, frames: Sequence[bytes]) -> None:
+        self._send_frames([peer, *frames])
 
     def close(self, flush: float = 0.0) -> None:
         if not self._is_closed:
@@ -202,13 +195,14 @@ class ZmqConnection(_Socket):
             self.close()
             raise ConfigError(f"cannot connect to {address}: {error.strerror}") from None
 
-    def send(self, message: Message, peer: Peer | None = None) -> None:
-        if not self.connected:
+    def _send(self, peer: Peer, frames: Sequence[bytes]) -> None:
+        self._look()
+        if self._failure:
             raise TransportError(self._failure)
-        self._send(encode(message))
+        self._send_frames(frames)
 
     def receive(self, timeout: float) -> list[Received]:
-        got: list[Received] = [(SOLE_PEER, received(frames)) for frames in self._receive(timeout)]
+        got = super().receive(timeout)
         if self._is_pending and (got or not self.connected):
             self._is_pending = False
             got = got or [(SOLE_PEER, TransportError(self._failure))]
@@ -218,9 +212,12 @@ class ZmqConnection(_Socket):
     def connected(self) -> bool:
         """False once it has been cut off; True while there is no listener yet."""
         with self._lock:
-            if not self._failure and not self._is_closed and _is_readable(self._monitor):
-                self._failure = self._explain(*_EVENT.unpack_from(self._monitor.recv_multipart(_NOBLOCK)[0]))
+            self._look()
         return not self._failure
+
+    def _look(self) -> None:
+        if not self._failure and not self._is_closed and _is_readable(self._monitor):
+            self._failure = self._explain(*_EVENT.unpack_from(self._monitor.recv_multipart(_NOBLOCK)[0]))
 
     def _explain(self, event: int) -> str:
         if event == zmq.EVENT_DISCONNECTED:
