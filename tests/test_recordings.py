@@ -11,12 +11,12 @@ from pearl.engine import Engine
 from pearl.errors import TraceError
 from pearl.protocol import messages
 from pearl.trace.reading import read
-from pearl.trace.recorder import Recorder
+from pearl.trace.recorder import Recorder, part_paths
 from pearl.trace.report import report
 from pearl.trace.tracer import Tracer
 from pearl.worker.recording import Recordings
-from tests.conftest import TOY
-from tests.traced import check_sound
+from tests.conftest import TOY, eventually
+from tests.traced import check_sound, recording_of
 
 SHORT = SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True)
 
@@ -25,12 +25,11 @@ def test_recordings_hold_what_was_asked_between_start_and_stop(toy: Engine, tmp_
     """Though the engine had a history before it: caches, an epoch, a draft that has joined."""
     for name, methods in {"a.json": ["pearl"], "b.json": ["sd", "ar"]}.items():
         toy.generate([[1, 2, 3]], SHORT, method="pearl")
-        toy.start_trace(tmp_path / name)
         statistics = []
-        for method in methods:
-            time.sleep(0.3)  # the target has nothing to do, for long enough to be seen
-            statistics.append(toy.generate([[1, 2, 3]], SHORT, method=method)[0].statistics)
-        assert toy.stop_trace() == tmp_path / name
+        with recording_of(toy, tmp_path / name):
+            for method in methods:
+                time.sleep(0.3)  # the target has nothing to do, for long enough to be seen
+                statistics.append(toy.generate([[1, 2, 3]], SHORT, method=method)[0].statistics)
         trace = read(tmp_path / name)
         found = report(trace)
         check_sound(trace.path)
@@ -50,9 +49,8 @@ def test_a_recording_begins_and_ends_amid_a_text(tmp_path: Path) -> None:
     with Engine(TOY, TOY, target_pace=0.02, draft_pace=0.004) as engine:
         stream = engine.stream([1, 2, 3], SHORT.model_copy(update={"max_tokens": 400}), method="pearl")
         pieces = [next(stream) for _ in range(5)]
-        engine.start_trace(tmp_path / "t.json")
-        pieces += [next(stream) for _ in range(30)]
-        engine.stop_trace()
+        with recording_of(engine, tmp_path / "t.json"):
+            pieces += [next(stream) for _ in range(30)]
         pieces += stream
     check_sound(tmp_path / "t.json")
     found = report(read(tmp_path / "t.json"))
@@ -61,18 +59,16 @@ def test_a_recording_begins_and_ends_amid_a_text(tmp_path: Path) -> None:
     assert found.accepted > 0
 
 
-def test_one_recording_at_a_time_into_what_can_be_written(toy: Engine, tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="no trace is being recorded"):
-        toy.stop_trace()
-    with pytest.raises(TraceError, match="directory that exists"):
-        toy.start_trace(tmp_path / "nowhere" / "t.json")
-    toy.start_trace(tmp_path / "t.json")
+def test_one_recording_at_a_time(toy: Engine) -> None:
+    parts = toy.client.recording.start()
     with pytest.raises(TraceError, match="already"):
-        toy.start_trace(tmp_path / "u.json")
+        toy.client.recording.start()
     with Engine.attach(toy.directory) as other, pytest.raises(TraceError, match="already"):
-        other.start_trace(tmp_path / "u.json")
+        other.client.recording.start()
     toy.generate([[1, 2, 3]], SHORT, method="pearl")
-    toy.stop_trace()
+    assert part_paths(parts)
+    toy.client.recording.stop()
+    eventually(lambda: not part_paths(parts))
 
 
 def recordings(directory: Path) -> tuple[Recordings, Tracer, list[Any]]:

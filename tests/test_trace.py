@@ -25,7 +25,7 @@ from pearl.trace import chrome
 from pearl.trace.reading import read, read_document
 from pearl.trace.recorder import LOOP, Part, Record, Recorder, part_path, where_and_what
 from pearl.trace.report import report
-from tests.traced import check_sound, recorded, run, simulated
+from tests.traced import check_sound, recorded, recording_of, run, simulated
 
 __all__ = ["run"]  # a fixture
 
@@ -269,8 +269,7 @@ def test_a_draft_that_was_started_again_is_a_process_of_its_own(tmp_path: Path) 
     path = tmp_path / "t.json"
     with Engine(TOY, TOY, target_pace=0.02, draft_pace=0.004) as engine:
         first = engine._launcher.draft.worker.pid
-        engine.start_trace(path)
-        with engine.stream([1, 2, 3], LONG, method="pearl") as stream:
+        with recording_of(engine, path), engine.stream([1, 2, 3], LONG, method="pearl") as stream:
             for _ in range(10):
                 next(stream)
             os.kill(first, signal.SIGKILL)
@@ -281,7 +280,6 @@ def test_a_draft_that_was_started_again_is_a_process_of_its_own(tmp_path: Path) 
                     break
         assert back == 20, "the draft that returned was of use before the text ended"
         assert engine._launcher.draft.restarts == 1
-        engine.stop_trace()
     trace = read(path)
     assert len(trace.metadata["workers"]) >= 2
     marks = [e["name"].partition(":")[0] for e in read_document(path)["traceEvents"] if e["ph"] == "i"]

@@ -15,7 +15,7 @@ from pearl.lab.simulate import Outcome
 from pearl.protocol.messages import Provenance
 from pearl.protocol.options import RequestOptions
 from pearl.trace import chrome
-from pearl.trace.gantt import chart, same_time
+from pearl.trace.gantt import chart, charts
 from pearl.trace.reading import read
 from pearl.trace.recorder import part_paths
 from pearl.trace.report import report
@@ -70,10 +70,10 @@ def test_a_forward_that_was_done_before_its_loop_asked_for_it_counts(run: tuple[
 
 
 def test_compare(run: tuple[Outcome, Path], sd: Path) -> None:
-    text = invoked("compare", str(sd), str(run[1]))
+    text = invoked("report", str(sd), str(run[1]))
     rates = [report(read(path)).tokens_per_second for path in (sd, run[1])]
     assert f"is {rates[1] / rates[0]:.2f} times as fast" in " ".join(text.split())
-    assert set(json.loads(invoked("compare", "--json", str(sd), str(run[1])))) == {str(sd), str(run[1])}
+    assert set(json.loads(invoked("report", "--json", str(sd), str(run[1])))) == {str(sd), str(run[1])}
 
 
 # ---- merge ----
@@ -119,16 +119,15 @@ def test_commits_are_the_text(run: tuple[Outcome, Path]) -> None:
 def test_two_runs_in_one_picture(run: tuple[Outcome, Path], sd: Path, tmp_path: Path) -> None:
     """On one scale of time: sd waits about half of it, pearl hardly, and its text grows faster."""
     pytest.importorskip("matplotlib")
-    charts = same_time([read(sd), read(run[1])])
-    assert [c.method for c in charts] == ["sd", "pearl as published"]
-    assert [(c.start, c.end) for c in charts] == [(0.0, pytest.approx(charts[0].end))] * 2
-    assert charts[0].shares("target")[1] > 0.3 > 0.1 > charts[1].shares("target")[1]
-    assert {bar.cause for bar in charts[0].rows["target"] if bar.look == "wait"} == {"draft tokens"}
-    assert charts[0].tokens <= charts[1].tokens
-    assert charts[1].rate == pytest.approx(charts[1].tokens / charts[1].end)
-    for command in (("show", str(run[1])), ("compare", str(sd), str(run[1]), "--seconds", "30")):
+    both = charts([read(sd), read(run[1])])
+    assert [c.method for c in both] == ["sd", "pearl as published"]
+    assert [(c.start, c.end) for c in both] == [(0.0, pytest.approx(both[0].end))] * 2
+    assert both[0].shares("target")[1] > 0.3 > 0.1 > both[1].shares("target")[1]
+    assert {bar.cause for bar in both[0].rows["target"] if bar.look == "wait"} == {"draft tokens"}
+    assert both[0].tokens <= both[1].tokens
+    assert both[1].rate == pytest.approx(both[1].tokens / both[1].end)
+    for command in (("show", str(run[1])), ("show", str(sd), str(run[1]), "--seconds", "30")):
         invoked(*command, "--png", str(tmp_path / "g.png"))
         assert (tmp_path / "g.png").read_bytes().startswith(b"\x89PNG")
         assert "cannot write" in refused(*command, "--png", str(tmp_path / "no" / "g.png"))
-    assert "give --png FILE too" in refused("compare", str(sd), str(run[1]), "--seconds", "30")
     assert "Missing option '--png'" in refused("show", str(run[1]))

@@ -1,25 +1,40 @@
 """Runs in virtual time, t_draft 1 s, with their traces."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pearl.config import EngineConfig
+from pearl.engine import Engine
 from pearl.execution.target import Event
 from pearl.lab.simulate import Outcome, Simulation, Timing, paired_executors
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Drafted, Forwarded, Send
 from pearl.protocol.messages import Submit, Verdict
+from pearl.protocol.messages import Trace as Record
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.trace import chrome
 from pearl.trace.reading import Trace, read
-from pearl.trace.recorder import Recorder, part_path, where_and_what
+from pearl.trace.recorder import Recorder, asked_for, part_path, where_and_what
 from pearl.trace.tracer import Tracer, identity
 from tests.replace import replace
 
 VOCAB, PROMPT = 12, (1, 2, 3)
+
+
+@contextmanager
+def recording_of(engine: Engine, path: Path) -> Iterator[None]:
+    """What is done meanwhile, in one file, as of a recording that the page shows."""
+    recording = engine.client.recording
+    recording.start()
+    yield
+    number, recording._number = recording._number, 0
+    recording._request(Record(number, False))
+    chrome.merge(path, asked_for(engine.directory, number))
 
 
 class _TracedSimulation(Simulation):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -14,75 +15,56 @@ from pearl.document import damaged
 from pearl.errors import TraceError
 from pearl.printable import printable
 from pearl.trace import chrome
-from pearl.trace.gantt import chart, same_time
+from pearl.trace.gantt import charts
 from pearl.trace.gantt import png as draw
 from pearl.trace.reading import read, read_document
 from pearl.trace.report import Report, side_by_side
 from pearl.trace.report import report as make_report
 
 _FILE = click.argument("file", type=click.Path(path_type=Path))
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+_FILES = click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
 
 
-@listed("See and check", "pearl trace compare sd.json pearl.json --png both.png")
+@listed("See and check", "pearl trace show sd.json pearl.json --png both.png")
 @click.group()
 def trace() -> None:
-    """Report, compare or draw the recordings of --trace FILE.
+    """Report or draw the recordings of --trace FILE.
 
     The file is a Chrome trace: ui.perfetto.dev opens it too.
     """
 
 
 @trace.command()
-@_FILE
-@_JSON
-def report(file: Path, as_json: bool) -> None:
-    """Work, waits by cause and overlap of the run in FILE."""
-    found = _report(file)
+@_FILES
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def report(files: Sequence[Path], as_json: bool) -> None:
+    """Work, waits by cause and overlap of each run, side by side: one of sd and one of pearl, say."""
+    reports = {str(path): _report(path) for path in files}
     if as_json:
-        write_json(STDOUT, found)
-    else:
-        _print({str(file): found})
-
-
-@trace.command()
-@click.argument("a", type=click.Path(path_type=Path))
-@click.argument("b", type=click.Path(path_type=Path))
-@_JSON
-@click.option("--png", type=click.Path(path_type=Path), help="Instead draw both runs, A above B on one time scale.")
-@click.option("--seconds", type=float, help="Seconds of each in --png; default: twelve verification steps of one.")
-def compare(a: Path, b: Path, as_json: bool, png: Path | None, seconds: float | None) -> None:
-    """Two runs side by side: one of sd and one of pearl, say."""
-    if png is not None:
-        with damaged(a, TraceError):
-            charts = same_time([read(a), read(b)], seconds)
-            draw(charts, png)
-        say(f"{png}: {a} above {b}, {max(chart.end for chart in charts):.3f} s of each")
-        return
-    if seconds is not None:
-        raise click.UsageError("--seconds is the length of a picture: give --png FILE too")
-    reports = {str(path): _report(path) for path in (a, b)}
-    if as_json:
-        write_json(STDOUT, reports)
+        write_json(STDOUT, reports if len(reports) > 1 else reports[str(files[0])])
         return
     _print(reports)
-    one, other = reports[str(a)], reports[str(b)]
-    if one.tokens_per_second and other.tokens_per_second:
-        rate = other.tokens_per_second / one.tokens_per_second
-        SafeConsole().print(f"{b} ({other.method}) is {rate:.2f} times as fast as {a} ({one.method}) in these two runs")
+    (a, one), *others = reports.items()
+    for b, other in others:
+        if one.tokens_per_second and other.tokens_per_second:
+            rate = other.tokens_per_second / one.tokens_per_second
+            SafeConsole().print(f"{b} ({other.method}) is {rate:.2f} times as fast as {a} ({one.method}) in these runs")
 
 
 @trace.command()
-@_FILE
+@_FILES
 @click.option("--png", type=click.Path(path_type=Path), required=True, help="The picture to write.")
 @click.option("--from", "start", type=float, help="Seconds from the start of the first request.")
-@click.option("--seconds", type=float, help="Length of the picture; default: twelve verification steps.")
-def show(file: Path, png: Path, start: float | None, seconds: float | None) -> None:
-    """Draw both workers on one time axis."""
-    with damaged(file, TraceError):
-        shown = chart(read(file), start, seconds)
-        draw([shown], png)
-    say(f"{png}: {shown.start:.3f} s to {shown.end:.3f} s of {file}")
+@click.option("--seconds", type=float, help="Length of the picture; default: twelve verification steps of one run.")
+def show(files: Sequence[Path], png: Path, start: float | None, seconds: float | None) -> None:
+    """Draw both workers on one time axis; several runs one above the other, on one scale of time."""
+    traces = []
+    for file in files:
+        with damaged(file, TraceError):
+            traces.append(read(file))
+    shown = charts(traces, start, seconds)
+    draw(shown, png)
+    say(f"{png}: {shown[0].start:.3f} s to {max(one.end for one in shown):.3f} s of {', '.join(map(str, files))}")
 
 
 @trace.command()

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary, ref
 
 from pearl.config import EngineConfig
 from pearl.engine.launcher import LocalLauncher
-from pearl.engine.recording import Recording, logged_not_raised
+from pearl.engine.recording import Recording
 from pearl.engine.stream import Stream
 from pearl.errors import EngineClosed, PearlError, StartError, TargetLost, TraceError, TransportError, error_named
 from pearl.protocol.messages import (
@@ -118,9 +118,8 @@ class Client:
         if not self._is_ours:
             self.is_closed = True
             return
-        if self.recording.file is not None:
-            with logged_not_raised():
-                self.recording.stop()
+        with suppress(TargetLost):
+            self.recording.stop()
         self.is_closed = True
         self.endpoint.wake()
         if self._reader.is_alive() and self._reader is not threading.current_thread():

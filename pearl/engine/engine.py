@@ -198,14 +198,6 @@ class Engine:
         """The tokens of a prompt; see `stream`. Raises `RequestError`."""
         return encode(self.tokenizer, prompt, raw, self.context)
 
-    def start_trace(self, path: str | Path) -> None:
-        """Records what both workers do until `stop_trace`. Raises `TraceError`."""
-        self.client.recording.start(Path(path).absolute())
-
-    def stop_trace(self) -> Path:
-        """Ends the recording, writes its file and returns the file's path. After a `TraceError` try again."""
-        return self.client.recording.stop()
-
 
 def _load_tokenizer(config: EngineConfig, progress: Progress) -> tuple[Any, GenerationDefaults]:
     trust = config.trust_remote_code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import threading
@@ -14,7 +15,6 @@ from pearl.config import EngineConfig
 from pearl.engine.card import write_card
 from pearl.engine.preflight import check
 from pearl.engine.processes import END_SECONDS, DraftKeeper, Worker
-from pearl.engine.recording import logged_not_raised
 from pearl.errors import PearlError, StartError, TraceError, TransportError
 from pearl.trace.chrome import merge
 from pearl.trace.recorder import being_written, part_paths
@@ -22,6 +22,8 @@ from pearl.transport import check_bind
 from pearl.transport.address import bind_address, private_directory
 from pearl.transport.keys import channel_keys
 from pearl.worker.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
 
 _DRAFT_END_SECONDS = 1.0  # for the draft to end by itself after the target is lost, while callers wait
 _EXIT_SECONDS = 5.0  # for the last status line of a worker that exits
@@ -142,10 +144,12 @@ class LocalLauncher:
         self._end(END_SECONDS)
         if self.config.trace:
             path, deadline = Path(self.config.trace), time.monotonic() + _EXIT_SECONDS
-            with logged_not_raised():
-                while being_written(path) and time.monotonic() < deadline:  # by a draft of another process
-                    time.sleep(_LOOK_SECONDS)
+            while being_written(path) and time.monotonic() < deadline:  # by a draft of another process
+                time.sleep(_LOOK_SECONDS)
+            try:
                 self._merge(path)
+            except TraceError as error:  # it does not make the texts wrong
+                log.error("no trace: %s", error)
 
     def _merge(self, path: Path) -> None:
         """Leaves no parts behind, nor an earlier trace in the place of this one."""

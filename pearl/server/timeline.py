@@ -62,7 +62,7 @@ class Timeline:
                 await asyncio.sleep(_RETRY)
 
     async def _record(self) -> None:
-        name = await asyncio.to_thread(self._recording.start_live)
+        name = await asyncio.to_thread(self._recording.start)
         try:
             self._send({"recording": True})
             read: dict[Path, int] = {}  # part -> bytes read
@@ -70,7 +70,7 @@ class Timeline:
                 await asyncio.sleep(_EVERY)
                 self._send(*await asyncio.to_thread(_new_events, name, read))
         finally:
-            await asyncio.to_thread(self._recording.stop_live)
+            await asyncio.to_thread(self._recording.stop)
 
 
 def _new_events(name: Path, read: dict[Path, int]) -> list[Event]:

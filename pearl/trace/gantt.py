@@ -111,10 +111,10 @@ def chart(trace: Trace, start: float | None = None, seconds: float | None = None
     )
 
 
-def same_time(traces: Sequence[Trace], seconds: float | None = None) -> list[Chart]:
-    """The first `seconds` of each run; by default the first steps of the run with shorter steps."""
-    seconds = seconds or min(_first_steps(trace, 0.0) for trace in traces)
-    return [chart(trace, None, seconds) for trace in traces]
+def charts(traces: Sequence[Trace], start: float | None = None, seconds: float | None = None) -> list[Chart]:
+    """As `chart`, the same time of each run; by default the first steps of the run with shorter steps."""
+    seconds = seconds or min(_first_steps(trace, start or 0.0) for trace in traces)
+    return [chart(trace, start, seconds) for trace in traces]
 
 
 def _method(trace: Trace) -> str:
