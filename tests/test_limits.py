@@ -21,9 +21,7 @@ from pearl.spec.methods import MAX_WINDOW
 from pearl.transport.codec import decode, encode
 from pearl.transport.keys import read_keys, write_keys
 from pearl.transport.zeromq import new_keys
-from pearl.worker import admission
-from pearl.worker.admission import Admission
-from pearl.worker.fronts import Fronts
+from pearl.worker.fronts import MAX_REQUESTS, Fronts
 from pearl.worker.settings import TargetSettings
 from tests.conftest import BOUND, greedy_text
 from tests.replace import replace
@@ -43,49 +41,31 @@ def submit(tokens: int = 3, request: int = 1, stops: tuple[str, ...] = ()) -> Su
 # ---- what is admitted ----
 
 
-class Requests:
-    """Those that a target worker has admitted."""
+def fronts_of(slots: int = 1) -> Fronts:
+    config = EngineConfig(target="toy", draft="none", slots=slots)
+    return Fronts(lambda message, peer: None, replace(SETTINGS, config=config))
 
-    def __init__(self, slots: int = 1) -> None:
-        self.owners: dict[int, tuple[bytes, int]] = {}
-        self._admission = Admission(
-            self.owners, replace(SETTINGS, config=EngineConfig(target="toy", draft="none", slots=slots))
-        )
 
-    def add(self, front: bytes, asked: Submit) -> int:
-        number = max(self.owners, default=0) + 1
-        self._admission.admit(number, front, asked)
-        self.owners[number] = (front, asked.request)
-        return number
-
-    def refuse(self, front: bytes, asked: Submit, match: str) -> None:
-        with pytest.raises(RequestError, match=match):
-            self.add(front, asked)
+def refuse(asked: Submit, match: str, slots: int = 1) -> None:
+    with pytest.raises(RequestError, match=match):
+        fronts_of(slots).number(b"a", asked)
 
 
 def test_the_requests_of_one_front_are_bounded() -> None:
-    requests = Requests()
-    first, *_ = [requests.add(b"a", submit()) for _ in range(admission.MAX_REQUESTS)]
-    requests.refuse(b"a", submit(), "try again later")
-    requests.add(b"b", submit())
-    del requests.owners[first]  # it has ended
-    requests.add(b"a", submit())
-
-
-@pytest.mark.parametrize("asked", [submit(tokens=1 << 20), submit(tokens=(1 << 20) - 40_000, stops=("x" * 1000,) * 64)])
-def test_what_waiting_requests_hold_is_bounded(asked: Submit) -> None:
-    """Tokens and stop strings; the longest prompt still fits into an engine that is idle."""
-    requests = Requests()
-    first = requests.add(b"a", asked)
-    requests.refuse(b"b", asked, "would hold")
-    del requests.owners[first]
-    requests.add(b"b", asked)
+    fronts = fronts_of()
+    for _ in range(MAX_REQUESTS):
+        fronts.number(b"a", submit())
+    with pytest.raises(RequestError, match="try again later"):
+        fronts.number(b"a", submit())
+    fronts.number(b"b", submit())
+    fronts.lose(b"a")
+    fronts.number(b"a", submit())
 
 
 def test_stop_strings_are_bounded() -> None:
     """Two thousand stops of a thousand characters took a second, again and again, in the loop that all share."""
     for stops in (("x",) * 65, ("x" * 1001,)):
-        Requests().refuse(b"a", submit(stops=stops), "at most 64 strings of at most 1000 characters")
+        refuse(submit(stops=stops), "at most 64 strings of at most 1000 characters")
         with pytest.raises(ConfigError, match="stop: at most 64 strings of at most 1000 characters"):
             SamplingParams(stop=stops)
 
@@ -93,8 +73,8 @@ def test_stop_strings_are_bounded() -> None:
 def test_a_wide_window_is_for_an_engine_of_one_slot() -> None:
     """One of 1024 tokens made another text wait for six seconds."""
     asked = replace(submit(), decoding=RequestOptions("sd", "fixed", MAX_WINDOW + 1))
-    Requests().add(b"a", asked)
-    Requests(slots=2).refuse(b"a", asked, "gamma 65 is more than 64")
+    fronts_of().number(b"a", asked)
+    refuse(asked, "gamma 65 is more than 64", slots=2)
     decoding = DecodingConfig(method="sd", window="fixed", gamma=MAX_WINDOW + 1)
     EngineConfig().check_decoding(decoding)
     with pytest.raises(ConfigError, match="gamma 65 is more than 64"):
@@ -105,7 +85,7 @@ def test_a_wide_window_is_for_an_engine_of_one_slot() -> None:
 
 
 def test_fronts_take_turns() -> None:
-    fronts = Fronts(lambda message, peer: None, SETTINGS)
+    fronts = fronts_of()
     for peer in (b"a", b"b", b"c"):
         fronts.meet(peer, Hello(PROTOCOL_VERSION, Role.FRONT, 0, 0))
     scheduler = Scheduler()

@@ -9,6 +9,7 @@ from itertools import count
 
 from pearl.errors import ForwardError, RemoteProtocolError, RequestError
 from pearl.metrics import Stopwatch, fold
+from pearl.models.checkpoints.checkpoint import is_head
 from pearl.protocol.events import End
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
@@ -22,12 +23,14 @@ from pearl.protocol.messages import (
 )
 from pearl.protocol.speeds import Speeds
 from pearl.transport.base import Peer
-from pearl.worker.admission import MAX_FRONTS, Admission
+from pearl.worker.admission import problem
 from pearl.worker.settings import TargetSettings
 
 log = logging.getLogger(__name__)
 
 Post = Callable[[Message, Peer], None]
+MAX_FRONTS = 256
+MAX_REQUESTS = 128  # of one front, running ones included
 
 
 class Fronts:
@@ -45,7 +48,7 @@ class Fronts:
         self.attached: set[Peer] = set()
         self._unwelcomed: list[Peer] = []  # attached before requests could be served
         self._owners: dict[int, tuple[Peer, int]] = {}  # our number -> front, its number
-        self._admission = Admission(self._owners, settings)
+        self._settings, self._is_head = settings, is_head(settings.config.draft)
         self._numbers = count(1)
         self._watches: dict[int, Stopwatch] = {}
         self._undelivered: list[Committed | Preview] = []
@@ -80,7 +83,10 @@ class Fronts:
     def number(self, peer: Peer, submit: Submit) -> Submit:
         """A front's request under a number of our own. Raises `RequestError` if it cannot be served."""
         number = next(self._numbers)
-        self._admission.admit(number, peer, submit)
+        if why := problem(submit, self._settings, self._is_head):
+            raise RequestError(why)
+        if sum(owner == peer for owner, _ in self._owners.values()) >= MAX_REQUESTS:
+            raise RequestError(f"{MAX_REQUESTS} requests of yours wait already: try again later")
         self._owners[number] = (peer, submit.request)
         self._watches[number] = Stopwatch(time.monotonic())
         return submit.changed(request=number, client=f"{peer.hex()[:24]} {submit.client[:32]}")
