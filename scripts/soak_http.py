@@ -141,7 +141,7 @@ class Server:
     def __init__(self, slots: int, clients: int) -> None:
         paces = ["--target-pace", "0.004", "--draft-pace", "0.001"]
         command = [sys.executable, "-m", "pearl", "serve", "--http", "127.0.0.1:0", "--target", SPEC, "--draft", SPEC]
-        command += [*paces, "--slots", str(slots), "--http-queue", str(clients), "--draft-restarts", "100000"]
+        command += [*paces, "--slots", str(slots), "--draft-restarts", "100000"]
         self._process = subprocess.Popen(
             [*command, "--log-level", "error"], stderr=subprocess.PIPE, text=True, env=os.environ | {"COLUMNS": "200"}
         )

@@ -46,8 +46,8 @@ class Served:
     """A server on its own thread and event loop."""
 
     def __init__(self, engine: Engine, door: Door | None = None, method: Literal["auto", "pearl"] = "auto") -> None:
-        door = door or bind("127.0.0.1:0", None, 8, None)
-        self.service = Service(engine, door.queue, MODEL)
+        door = door or bind("127.0.0.1:0")
+        self.service = Service(engine, MODEL)
         self.url = door.url
         self.address: tuple[str, int] = door.bound.getsockname()[:2]
         settings = Settings(engine.config, DecodingConfig(method=method), SamplingParams())
@@ -177,8 +177,8 @@ def chatting_engine(**settings: Any) -> Iterator[Engine]:
 
 
 @contextmanager
-def serving(queue: int = 8, **settings: Any) -> Iterator[Served]:
-    with chatting_engine(**settings) as engine, Served(engine, bind("127.0.0.1:0", None, queue, None)) as served:
+def serving(**settings: Any) -> Iterator[Served]:
+    with chatting_engine(**settings) as engine, Served(engine) as served:
         yield served
 
 
@@ -192,7 +192,7 @@ def serving_tools() -> Iterator[Served]:
             (made / "chat_template.jinja").write_text(TOOL_TEMPLATE)
         with (
             Engine(*map(str, models), startup_timeout=120) as engine,
-            Served(engine, bind("127.0.0.1:0", None, 8, None)) as served,
+            Served(engine) as served,
         ):
             yield served
 

@@ -122,7 +122,7 @@ def test_mistakes_are_refused_with_what_to_do(
         ("paper Pearl", "No such command"),
         ("serve --http 0.0.0.0:0", "takes an API key"),
         ("serve --http nonsense", "HOST:PORT"),
-        ("serve --http-queue 3", "go with --http"),
+        ("serve --http-model name", "go with --http"),
         ("serve --http 127.0.0.1:0 --draft none --method pearl", "needs a draft"),
         (f"chat -q 1 --target {TOY} --draft {TOY}", "no chat template: chat with --raw"),
         (f"chat -q {'1' * 600} --raw --connect {toy.directory}", "too many tokens"),
@@ -150,8 +150,7 @@ def test_every_setting_is_a_flag_and_every_flag_a_setting() -> None:
             *("show_draft", "markdown", "history", "stats", "connect"),
         },
         "serve": {
-            *("http", "api_key", "http_queue", "http_model"),
-            *("origins", "tool_parser", "log_requests"),
+            *("http", "api_key", "model", "origins", "tool_parser", "log_requests"),
         },
     }.items():
         command = cli.get_command(click.Context(cli), name)

@@ -104,7 +104,7 @@ def test_several_texts_of_one_request(served: Served, engine: Engine) -> None:
 
 def test_texts_are_written_side_by_side(engine: Engine) -> None:
     """The texts of one request, streamed and not, and those of many clients, are as with one slot."""
-    with serving(64, slots=3, target_pace=0.01, draft_pace=0.003) as several:
+    with serving(slots=3, target_pace=0.01, draft_pace=0.003) as several:
         wanted = [written(engine, "123", sample=number)[0] for number in range(5)]
         assert [choice["text"] for choice in several.post(n=5, max_tokens=40).json()["choices"]] == wanted
         chunks = several.events(n=5, max_tokens=40)

@@ -17,7 +17,7 @@ from tests.served import BOUND, MODEL, Served, body, raw_post
 
 
 def test_a_key_is_required(served: Served) -> None:
-    with Served(served.service.engine, bind("127.0.0.1:0", "secret", 8, None)) as keyed:
+    with Served(served.service.engine, bind("127.0.0.1:0", "secret")) as keyed:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}):
             for path in ("/v1/models", "/v1/timeline", "/v1/nothing"):
                 response = keyed.get(path, headers=headers)
@@ -61,7 +61,7 @@ def test_a_page_of_another_host_or_origin_gets_no_text_and_no_timeline(
 def test_pages_of_named_origins_may_ask(served: Served) -> None:
     """The browser asks first, without the key; others get no permission."""
     page, url = "http://localhost:3000", "/v1/completions"
-    with Served(served.service.engine, bind("127.0.0.1:0", "secret", 8, None, origins=(page,))) as shared:
+    with Served(served.service.engine, bind("127.0.0.1:0", "secret", origins=(page,))) as shared:
         for origin, is_named in ((page, True), ("http://evil.example", False)):
             headers = {"origin": origin, "sec-fetch-site": "cross-site"}
             asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
@@ -73,7 +73,7 @@ def test_pages_of_named_origins_may_ask(served: Served) -> None:
             for answer in (before, text):
                 assert answer.headers.get("access-control-allow-origin") == (page if is_named else None)
     with pytest.raises(ConfigError, match="--cors"):
-        bind("127.0.0.1:0", None, 1, None, origins=("*",))
+        bind("127.0.0.1:0", origins=("*",))
 
 
 def test_a_request_is_a_line_in_the_log(served: Served, caplog: pytest.LogCaptureFixture) -> None:
@@ -99,18 +99,18 @@ def test_a_request_is_a_line_in_the_log(served: Served, caplog: pytest.LogCaptur
 
 def test_addresses() -> None:
     with pytest.raises(ConfigError, match="takes an API key"):
-        bind("0.0.0.0:0", None, 1, None)
-    bind("0.0.0.0:0", "secret", 1, None).close()
+        bind("0.0.0.0:0")
+    bind("0.0.0.0:0", "secret").close()
     for wrong in ("8000", "127.0.0.1", "127.0.0.1:99999", "::1:80", "a b:1"):
         with pytest.raises(ConfigError, match="HOST:PORT"):
-            bind(wrong, None, 1, None)
+            bind(wrong)
     for key in ("", "two words", "ümlaut"):
         with pytest.raises(ConfigError, match="API key"):
-            bind("127.0.0.1:0", key, 1, None)
-    door = bind("localhost:0", None, 1, None)
+            bind("127.0.0.1:0", key)
+    door = bind("localhost:0")
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="cannot listen"):
-        bind(f"127.0.0.1:{taken.getsockname()[1]}", None, 1, None)
-    other = bind(f"127.0.0.1:{door.bound.getsockname()[1]}", None, 1, None)
+        bind(f"127.0.0.1:{taken.getsockname()[1]}")
+    other = bind(f"127.0.0.1:{door.bound.getsockname()[1]}")
     door.bound.listen()
     with pytest.raises(ConfigError, match="cannot listen"):
         other.serve(cast(Engine, None), cast(Settings, None))

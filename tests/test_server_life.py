@@ -86,7 +86,7 @@ def test_the_command_ends_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> No
             return False
 
     with chatting_engine() as engine, ThreadPoolExecutor(1) as pool:
-        door = bind("127.0.0.1:0", None, 8, None)
+        door = bind("127.0.0.1:0")
         ended = pool.submit(door.serve, engine, Settings(engine.config, DecodingConfig(), SamplingParams()))
         eventually(answers)
         os.kill(target_of(engine), signal.SIGKILL)

@@ -16,12 +16,12 @@ from tests.served import BOUND, LONG, MODEL, SLOWLY, Served, body, raw_post, rec
 
 @pytest.fixture(scope="module")
 def slow() -> Iterator[Served]:
-    """`LONG` takes many seconds; one request may wait."""
-    with serving(1, **SLOWLY) as served:
+    """`LONG` takes many seconds."""
+    with serving(**SLOWLY) as served:
         yield served
 
 
-# ---- clients that leave, and a full queue ----
+# ---- clients that leave ----
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -41,8 +41,7 @@ def test_a_client_that_leaves_cancels_its_text(slow: Served, stream: bool) -> No
     assert slow.is_well()
 
 
-def test_a_full_queue_refuses(slow: Served) -> None:
-    """One that waits may leave."""
+def test_one_that_waits_may_leave(slow: Served) -> None:
     with ThreadPoolExecutor() as pool:
         with slow.held():
             first = pool.submit(slow.post, max_tokens=10, ignore_eos=True)
@@ -50,15 +49,11 @@ def test_a_full_queue_refuses(slow: Served) -> None:
             with slow.connection() as waiting:
                 waiting.sendall(raw_post(body()))
                 slow.until_running(waiting=1)
-                response = slow.post()
-                assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
             slow.until_running(waiting=0)
             second = pool.submit(slow.post)
             slow.until_running(waiting=1)
-            assert slow.post().status_code == 429
         assert first.result(BOUND).json()["usage"]["completion_tokens"] == 10
         assert second.result(BOUND).status_code == 200
-    assert slow.figure("pearl:http_refused_total") >= 2
 
 
 # ---- bodies ----
@@ -102,7 +97,7 @@ def test_connections_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch
 
 def test_a_client_that_does_not_read_delays_nobody(served: Served) -> None:
     """Its text is written at the engine's pace, and the next one begins."""
-    door = bind("127.0.0.1:0", None, 8, None)
+    door = bind("127.0.0.1:0")
     door.bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
     with Served(served.service.engine, door) as other, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

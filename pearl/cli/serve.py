@@ -21,8 +21,6 @@ from pearl.text.tools import FORMATS
 if TYPE_CHECKING:
     from pearl.server.listen import Door
 
-_QUEUE = 32
-
 
 @listed("Use it", "pearl serve --target my-model --draft my-small-model")
 @click.command(cls=SettingsCommand)
@@ -33,13 +31,7 @@ _QUEUE = 32
     metavar="KEY",
     help="Key that clients of --http must send; required beyond the loopback. $PEARL_API_KEY hides it from ps.",
 )
-@click.option(
-    "--http-queue",
-    type=click.IntRange(0, 256),
-    default=None,
-    help=f"Requests that may wait; more are refused.  [default: {_QUEUE}]",
-)
-@click.option("--http-model", metavar="NAME", help="The model's name for clients; default: the target's.")
+@click.option("--http-model", "model", metavar="NAME", help="The model's name for clients; default: the target's.")
 @click.option(
     "--cors",
     "origins",
@@ -61,8 +53,6 @@ def serve(
     settings: Settings,
     http: str | None,
     api_key: str | None,
-    http_queue: int | None,
-    http_model: str | None,
     log_requests: str,
     **more: Any,
 ) -> None:
@@ -74,14 +64,13 @@ def serve(
     With --http it is also a server for every client of OpenAI's API, with the base URL http://HOST:PORT/v1. The
     sampling settings are defaults of its requests, the decoding settings hold for all of them.
     """
-    if http is None and (http_queue is not None or http_model is not None or more["origins"]):
-        raise ConfigError("--http-queue, --http-model and --cors go with --http HOST:PORT")
+    if http is None and (more["model"] is not None or more["origins"]):
+        raise ConfigError("--http-model and --cors go with --http HOST:PORT")
     if http is not None:
         settings.engine.check_decoding(settings.decoding)
     door = None
     if http is not None and not torchrun.rank():
-        more["logs_requests"] = log_requests == "on"
-        door = _bind(http, api_key or None, _QUEUE if http_queue is None else http_queue, http_model, **more)
+        door = _bind(http, api_key or None, logs_requests=log_requests == "on", **more)
     with closing(door) if door else nullcontext(), running(settings.engine, SafeConsole(stderr=True)) as engine:
         if engine is None:
             return
@@ -98,11 +87,11 @@ def serve(
             click.echo("stopped", err=True)
 
 
-def _bind(address: str, key: str | None, queue: int, model: str | None, **more: Any) -> Door:
+def _bind(address: str, key: str | None, **more: Any) -> Door:
     try:
         from pearl.server.listen import bind
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "h11", "prometheus_client"):
             raise
         raise ConfigError(f"--http needs the extra `server`: {installing('server')}") from None
-    return bind(address, key, queue, model, **more)
+    return bind(address, key, **more)

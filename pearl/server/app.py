@@ -29,7 +29,7 @@ from pearl.engine import Result
 from pearl.engine.asynchronous import AsyncStream
 from pearl.engine.request import Options
 from pearl.errors import PearlError
-from pearl.server import ollama, openapi
+from pearl.server import ollama
 from pearl.server.access import Access, Check, Checked
 from pearl.server.answers import DONE, Answer, event, usage
 from pearl.server.errors import ApiError, of_engine
@@ -57,7 +57,6 @@ class App:
         html = files("pearl.server").joinpath("page.html").read_text(encoding="utf-8")
         self._html = html.replace("/* colours */", style_sheet())
         self._created = int(time.time())
-        self._described = openapi.document(setup.model, keyed=access.key is not None)
         self.asgi = self._routed(access)
 
     def _routed(self, access: Access) -> Starlette:
@@ -87,7 +86,6 @@ class App:
             Route("/health", self._health),
             Route("/metrics", self._metrics),
             Route("/version", _json({"version": __version__})),
-            Route("/openapi.json", _json(self._described)),
             Mount("/v1", routes=versioned, middleware=own),
             Mount("/api", routes=of_ollama, middleware=own),
         ]
@@ -249,16 +247,15 @@ class _Reply:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         log_as = partial(log_request, f"{scope['method']} {scope['path']}", self._asked.body.model, self._arrived)
         try:
-            with self._service.admitted():
-                prompts = [await self._encoded(prompt) for prompt in self._asked.prompts]
-                self._answer.new_parts = partial(self._asked.parts, self._service.engine.tokenizer, prompts[0])
-                if self._asked.body.stream:
-                    log_as(*await self._send_stream(prompts, send))
-                    return
-                results, counted = await self._generate(prompts, _read)
-                whole = await asyncio.to_thread(self._answer.whole, results, counted)
-                await Response(whole, media_type="application/json")(scope, receive, send)
-                log_as(200, counted)
+            prompts = [await self._encoded(prompt) for prompt in self._asked.prompts]
+            self._answer.new_parts = partial(self._asked.parts, self._service.engine.tokenizer, prompts[0])
+            if self._asked.body.stream:
+                log_as(*await self._send_stream(prompts, send))
+                return
+            results, counted = await self._generate(prompts, _read)
+            whole = await asyncio.to_thread(self._answer.whole, results, counted)
+            await Response(whole, media_type="application/json")(scope, receive, send)
+            log_as(200, counted)
         except asyncio.CancelledError:
             log_as(DISCONNECTED)
             raise

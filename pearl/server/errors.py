@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel
-
 from pearl.config import SamplingParams
 from pearl.errors import (
     ConfigError,
@@ -17,21 +15,6 @@ from pearl.errors import (
     TargetLost,
     TransportError,
 )
-
-_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
-
-
-class Problem(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class Error(BaseModel):
-    """The body of an error, as /openapi.json describes it."""
-
-    error: Problem
 
 
 class ApiError(Exception):
@@ -49,7 +32,8 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        usual = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "authentication_error" if self.status == 401 else usual
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     @property

@@ -39,7 +39,6 @@ class Door:
 
     Attributes:
         bound: a socket that does not listen yet, so connections are refused until the models are loaded.
-        queue: requests that may wait besides those that are served.
         model: the name under which clients request the model; None: as it was loaded.
         origins: of web pages that may ask, besides the server's own.
         tool_parser: the format of the model's calls, of `pearl.text.tools`.
@@ -49,8 +48,7 @@ class Door:
     bound: socket.socket
     host: str
     key: str | None
-    queue: int
-    model: str | None
+    model: str | None = None
     origins: tuple[str, ...] = ()
     tool_parser: str = "auto"
     logs_requests: bool = True
@@ -87,7 +85,7 @@ class Door:
 
     async def _serve(self, engine: Engine, settings: Settings) -> None:
         model = self.model_name(engine)
-        service = Service(engine, self.queue, model)
+        service = Service(engine, model)
         show_requests(self.logs_requests)
         setup = Setup(model, settings, format_of(engine.tokenizer, self.tool_parser))
         app = App(service, setup, self.access)
@@ -144,7 +142,7 @@ def name_of(target: str) -> str:
     return Path(target).name if Path(target).exists() else target
 
 
-def bind(address: str, key: str | None, queue: int, model: str | None, **more: Any) -> Door:
+def bind(address: str, key: str | None = None, **more: Any) -> Door:
     """Binds HOST:PORT, port 0 a free one. `more`: fields of `Door`. Raises `ConfigError`."""
     host, port = _split(address)
     if key is not None and not re.fullmatch(r"[!-~]+", key):
@@ -169,7 +167,7 @@ def bind(address: str, key: str | None, queue: int, model: str | None, **more: A
     except OSError as error:
         bound.close()
         raise ConfigError(f"--http {address}: cannot listen there: {error.strerror}") from None
-    return Door(bound, host, key, queue, model, **more)
+    return Door(bound, host, key, **more)
 
 
 def _split(address: str) -> tuple[str, int]:

@@ -1,30 +1,24 @@
-"""The engine as the server uses it: which requests are admitted, and what is measured of their texts."""
+"""The engine as the server uses it: its texts, and what is measured of them."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from pearl.config import SamplingParams
 from pearl.engine import Engine
 from pearl.engine.asynchronous import AsyncEngine, AsyncStream
 from pearl.engine.request import Options
 from pearl.errors import EngineClosed
-from pearl.server.errors import ApiError, engine_lost, of_engine
+from pearl.server.errors import engine_lost, of_engine
 from pearl.server.figures import Figures
 
 
 class Service:
-    """Admits requests, queues their texts for the engine, and counts them.
+    """Queues texts for the engine, and counts them."""
 
-    Args:
-        most_waiting: requests that may wait besides those that are served.
-    """
-
-    def __init__(self, engine: Engine, most_waiting: int, model: str) -> None:
+    def __init__(self, engine: Engine, model: str) -> None:
         self.engine = engine
-        self._most = most_waiting + engine.config.slots
-        self._admitted = 0
         self._texts: set[AsyncStream] = set()  # that are written, wait, or are still being read
         self.figures = Figures(
             model,
@@ -57,20 +51,6 @@ class Service:
             raise engine_lost(self.lost)
         if self.is_stopping:
             raise of_engine(_shutting_down())
-
-    @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """While a request is served or waits. Raises `ApiError` if there are too many."""
-        self.check()
-        if self._admitted >= self._most:
-            raise ApiError(
-                429, f"{self._admitted} requests are being served or wait; try again later", code="overloaded"
-            )
-        self._admitted += 1
-        try:
-            yield
-        finally:
-            self._admitted -= 1
 
     @asynccontextmanager
     async def text(
