@@ -12,12 +12,11 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from pearl.config.section import check_utf8
 from pearl.errors import ModelError
@@ -73,7 +72,7 @@ def built_once(name: str, build: Build, progress: Progress, root: Path | None = 
         return final
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _locked(root / f"{name}.lock", progress):
+        with FileLock(root / f"{name}.lock"):
             if not final.is_dir():
                 for leftover in root.glob(f".{name}.*"):  # of a builder that was killed: we hold the lock
                     shutil.rmtree(leftover, ignore_errors=True)
@@ -95,13 +94,3 @@ def _flush(directory: Path) -> None:
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-
-
-def _locked(path: Path, progress: Progress) -> AbstractContextManager[object]:
-    """Hold an exclusive lock; the kernel releases it when the holder dies."""
-    lock = FileLock(path)
-    try:
-        return lock.acquire(blocking=False)
-    except Timeout:
-        progress("waiting for another process to prepare the model")
-        return lock.acquire()

@@ -66,11 +66,6 @@ class Chat:
     is_attached: bool = False
     remembers: bool = True
 
-    @property
-    def is_greedy(self) -> bool:
-        temperature = self.sampling.temperature
-        return (self.engine.defaults.temperature if temperature is None else temperature) == 0
-
     def answer(self, message: str) -> Result:
         """Send a message and show the reply as it comes. Ctrl-C ends the reply and keeps what there is of it.
 

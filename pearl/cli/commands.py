@@ -149,25 +149,15 @@ def _in_use(name: str, value: Any) -> str:
 
 def _show(chat: Chat, _: str) -> None:
     """the models, the engine and how full the context is"""
-    engine, welcome = chat.engine, chat.engine.welcome
-    used = chat.conversation.length
-    times = ", ".join(f"{n}: {t * 1e3:.1f}" for n, t in welcome.t_target)
-    _print_pairs(
-        chat,
-        [
-            *_models(chat),
-            ("method", chat.decoding.method),
-            ("system prompt", chat.conversation.system or "none"),
-            ("conversation", f"{len(chat.conversation.turns)} turns, {used:,} of {engine.context:,} tokens"),
-            ("at start", f"t_draft {welcome.t_draft * 1e3:.1f} ms; t_target(n) {times} ms"),
-            ("engine", f"{engine.directory}   (pearl chat --connect)"),
-        ],
-    )
-
-
-def _models(chat: Chat) -> list[tuple[str, str]]:
+    turns, used = len(chat.conversation.turns), chat.conversation.length
     draft = _placed(chat, "draft") if chat.engine.config.has_draft else "none"
-    return [("target", _placed(chat, "target")), ("draft", draft)]
+    pairs = [
+        ("target", _placed(chat, "target")),
+        ("draft", draft),
+        ("conversation", f"{turns} turns, {used:,} of {chat.engine.context:,} tokens"),
+        ("engine", f"{chat.engine.directory}   (pearl chat --connect)"),
+    ]
+    _print_pairs(chat, pairs)
 
 
 def _placed(chat: Chat, role: ModelRole) -> str:
@@ -252,7 +242,7 @@ def _file(chat: Chat, rest: str) -> None:
 def _model(chat: Chat, rest: str) -> None:
     """show the models, or go on with others: /model TARGET [DRAFT]"""
     if not rest:
-        _print_pairs(chat, _models(chat))
+        _show(chat, "")
         return
     if chat.is_attached:
         raise RequestError("this chat did not start its engine, so it cannot load another model")
@@ -267,7 +257,7 @@ def _regen(chat: Chat, _: str) -> str | None:
         raise RequestError("there is no reply yet")
     if chat.sampling.seed is not None:
         chat.sampling = chat.sampling.model_copy(update={"sample": chat.sampling.sample + 1})
-    if chat.is_greedy:
+    if with_defaults(chat.sampling, chat.engine.defaults)["temperature"] == 0:
         _say(chat, "temperature is 0, so the reply will be the same: /set temperature 0.8 makes others likely")
     return turn.user
 

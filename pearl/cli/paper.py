@@ -110,7 +110,7 @@ def of_pearl(
     """
     if figures is not None:
         check_drawing()
-    from pearl.lab.papers.emulate import EXPLAINED, emulate, pair_line, table, window_figures
+    from pearl.lab.papers.emulate import EXPLAINED, emulate, pair_line, table
 
     size = _EMULATED_QUICK if quick else _EMULATED
     settings: dict[str, Any] = size | {"seed": 0, "runtime": not simulate_only}
@@ -130,7 +130,7 @@ def of_pearl(
         _print(*(table(name, some) for name, some in cells.items()))
         print_lines(*map(pair_line, asked), EXPLAINED, texts)
     if figures is not None:
-        _draw([*window_figures(cells), *_optimal_lengths()], figures)
+        _draw(_optimal_lengths(), figures)
 
 
 def _pairs(names: Sequence[str]) -> list[Pair]:

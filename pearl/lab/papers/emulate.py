@@ -6,7 +6,7 @@ else of a model matters to the runtime.  So each cell comes from three sources: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from statistics import median
 from typing import Any
@@ -17,7 +17,7 @@ from pearl.lab.bench.rows import AR, Row
 from pearl.lab.bench.runner import Measured, Plan, Sample, measure
 from pearl.lab.bench.tasks import Task
 from pearl.lab.experiments.workload import independent, run
-from pearl.lab.papers.figures import Figure, Table
+from pearl.lab.papers.figures import Table
 from pearl.lab.papers.pearl import TABLES, Cell, Pair, Run, Unit, cells_of
 from pearl.lab.simulate import Timing
 from pearl.metrics import Sums
@@ -100,22 +100,6 @@ def _measured(samples: Sequence[Sample], alone: Sequence[float]) -> _Figures:
     rates = [sample.rate for sample in samples if sample.rate]
     texts = Sums(texts=[text for sample in samples for text in sample.texts])
     return _figures(texts, median(rates) if rates else None, median(alone) if alone else 1.0)
-
-
-def window_figures(tables: Mapping[str, Sequence[Cell]]) -> list[Figure]:
-    """Tables 5 and 6 as pictures: tokens per second by window."""
-    found = []
-    for name, about in (("5", "pair"), ("6", "benchmark")):
-        lines: dict[str, list[tuple[float, float]]] = {}
-        for cell in tables.get(name, ()):
-            for source in ("paper", "simulator", "runtime"):
-                if (value := getattr(cell, source)) is not None:
-                    assert cell.run is not None
-                    lines.setdefault(f"{cell.pair}: {source}", []).append((cell.run.window or 0, value))
-        if lines:
-            title = f"Windows by {about} (table {name}, emulated)"
-            found.append(Figure(f"pearl-windows-{about}", title, "window", "tokens/s", lines))
-    return found
 
 
 # ---- in words ----
