@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 SLACK = 4.0  # announced work may take this many times its measured time before the silence counts
 
@@ -19,21 +18,21 @@ class Silence:
         between_looks: seconds; the listener normally looks at least as often.
     """
 
-    def __init__(self, between_looks: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._most, self._clock = between_looks, clock
+    def __init__(self, between_looks: float = 1.0) -> None:
+        self._most = between_looks
         self._lock = threading.Lock()  # one thread may listen and another look
         self.heard()
 
     def heard(self, allowance: float = 0.0) -> None:
         """A sign of life. `allowance`: seconds of announced work, which do not count as silence."""
         with self._lock:
-            self._seconds, self._looked = -allowance, self._clock()
+            self._seconds, self._looked = -allowance, time.monotonic()
 
     @property
     def seconds(self) -> float:
         """Seconds of silence so far; reading this is a look."""
         with self._lock:
-            now = self._clock()
+            now = time.monotonic()
             self._seconds += min(now - self._looked, self._most)
             self._looked = now
             return self._seconds
