@@ -28,7 +28,7 @@ from pearl.document import parse_json
 from pearl.engine import Result
 from pearl.engine.asynchronous import AsyncStream
 from pearl.engine.request import Options
-from pearl.errors import PearlError
+from pearl.errors import EngineClosed, PearlError
 from pearl.server import ollama
 from pearl.server.access import Access, Check, Checked
 from pearl.server.answers import DONE, Answer, event, usage
@@ -111,7 +111,7 @@ class App:
     async def _send_timeline(self, scope: Scope, receive: Receive, send: Send) -> None:
         """What both workers do, as server-sent events, until the server ends."""
         stream = _EventStream(send)
-        with self._timeline.viewed() as viewer, suppress(ApiError):
+        with self._timeline.viewed() as viewer, suppress(ApiError, EngineClosed):
             while True:
                 self._service.check()
                 with suppress(TimeoutError):

@@ -59,7 +59,7 @@ def of_engine(error: PearlError, param: str | None = None) -> ApiError:
         case GrammarError():
             return ApiError(400, str(error), code=type(error).__name__)
         case EngineClosed():
-            return ApiError(503, str(error), code="shutting_down")
+            return ApiError(503, "the server is shutting down", code="shutting_down")
         case TargetLost() | StartError() | TransportError():
             return engine_lost(str(error))
         case _:

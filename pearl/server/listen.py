@@ -126,7 +126,7 @@ class Server(uvicorn.Server):
         self._service = service
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().call_later(STOP_SECONDS, self._service.stop)
+        asyncio.get_running_loop().call_later(STOP_SECONDS, self._service.close)
         await super().shutdown(sockets)
 
 

@@ -10,7 +10,7 @@ from pearl.engine import Engine
 from pearl.engine.asynchronous import AsyncEngine, AsyncStream
 from pearl.engine.request import Options
 from pearl.errors import EngineClosed
-from pearl.server.errors import engine_lost, of_engine
+from pearl.server.errors import engine_lost
 from pearl.server.figures import Figures
 
 
@@ -28,29 +28,23 @@ class Service:
         )
         self._async = AsyncEngine.of(engine)
         self.encode = self._async.encode
-        self.is_stopping = False
 
     @property
     def lost(self) -> str:
         """Why the engine is lost; empty while it runs."""
         return self.engine.client.lost
 
-    def stop(self) -> None:
-        """Fails the texts that are being written or wait: the server is shutting down."""
-        self.is_stopping = True
-        for text in self._texts:
-            text.fail(_shutting_down())
-
     def close(self) -> None:
-        """Begins no more texts; threads end after their current work."""
+        """The server ends: texts that are being written or wait fail, and no more begin."""
+        for text in self._texts:
+            text.fail(EngineClosed())
         self._async.close()
 
     def check(self) -> None:
-        """Raises `ApiError` once the engine is lost or the server ends."""
+        """Raises `ApiError` once the engine is lost, `EngineClosed` once the server ends."""
         if self.lost:
             raise engine_lost(self.lost)
-        if self.is_stopping:
-            raise of_engine(_shutting_down())
+        _ = self._async.engine
 
     @asynccontextmanager
     async def text(
@@ -68,7 +62,3 @@ class Service:
             text.close()
             if text.watch.begun:
                 self.figures.ended(text.result, text.watch, arrived)
-
-
-def _shutting_down() -> EngineClosed:
-    return EngineClosed("the server is shutting down")
