@@ -12,11 +12,8 @@ from typing import Any, Literal
 import openai
 import pytest
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 
 from pearl import Engine
-from pearl.server.bodies import ChatCompletionRequest, CompletionRequest
-from pearl.server.responses import ResponsesRequest
 from tests.conftest import TOY, output
 from tests.served import MODEL, Served, serving_tools
 from tests.tiny import EOS_ID
@@ -204,33 +201,12 @@ def test_llm_holds_a_conversation(served: Served, wanted: str, tmp_path: Path) -
     assert Cat.model_validate_json(llm("-m", "pearl", "--schema", schema, "Describe a cat.", most=80))
 
 
-def described_bodies() -> dict[str, Any]:
-    """The endpoints that take a body, as an OpenAPI document."""
-    paths = {
-        "chat/completions": ChatCompletionRequest,
-        "completions": CompletionRequest,
-        "responses": ResponsesRequest,
-    }
-    models = [(model, "validation") for model in paths.values()]
-    _, made = models_json_schema(models, ref_template="#/components/schemas/{model}")
-    answers = {str(status): {"description": ""} for status in (200, 400, 404, 405, 408, 413, 415, 500, 503)}
-    posts: dict[str, Any] = {}
-    for path, model in paths.items():
-        schema = made["$defs"][model.__name__]
-        schema["properties"]["model"] = {"type": "string", "enum": [MODEL]}
-        content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
-        posts[f"/v1/{path}"] = {"post": {"requestBody": {"required": True, "content": content}, "responses": answers}}
-    about = {"title": "PEARL", "version": "1"}
-    return {"openapi": "3.1.0", "info": about, "paths": posts, "components": {"schemas": made["$defs"]}}
-
-
 def test_what_is_described_can_be_sent(tmp_path: Path) -> None:
-    """Requests generated from the models of the bodies, right and wrong ones: none is an error of the server's."""
+    """Requests generated from the OpenAPI document, right and wrong ones: none is an error of the server's."""
     command = program("schemathesis")
-    (tmp_path / "bodies.json").write_text(json.dumps(described_bodies()))
     with Engine(TOY, TOY) as engine, Served(engine) as running:
         output(
-            *(command, "run", "bodies.json", "--url", running.url, "--max-examples", "60", "--seed", "1", "--no-color"),
+            *(command, "run", f"{running.url}/openapi.json", "--max-examples", "60", "--seed", "1", "--no-color"),
             *("--checks", "not_a_server_error,status_code_conformance,content_type_conformance"),
             *("--phases", "examples,coverage,fuzzing"),
             cwd=tmp_path,

@@ -335,6 +335,16 @@ async def streams_block_nobody_are_closed_before_amid_and_after_and_end_with_the
             await reading
 
 
+async def texts_of_a_closed_engine_end_whether_they_are_written_or_wait() -> None:
+    async with started(SLOWLY) as engine:
+        texts = [asyncio.create_task(read(engine.stream([1, 2, 3], LONG, method="ar"))) for _ in range(2)]
+        while not engine.streams:
+            await asyncio.sleep(0.01)
+    for text in texts:
+        with pytest.raises(EngineClosed):
+            await text
+
+
 async def mistakes_are_reported_where_they_are_made() -> None:
     idle = AsyncEngine(TOY, TOY)
     with pytest.raises(EngineClosed, match="async with"):
@@ -362,6 +372,7 @@ async def mistakes_are_reported_where_they_are_made() -> None:
     [
         texts_of_several_tasks_are_each_their_own,
         streams_block_nobody_are_closed_before_amid_and_after_and_end_with_their_target,
+        texts_of_a_closed_engine_end_whether_they_are_written_or_wait,
         mistakes_are_reported_where_they_are_made,
     ],
     ids=lambda scenario: scenario.__name__,

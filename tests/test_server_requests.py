@@ -1,6 +1,7 @@
 """What the HTTP server accepts and refuses by name: fields, messages, tools and bodies."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -289,6 +290,23 @@ def test_paths_and_methods(served: Served) -> None:
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
     response = served.post(model="other")
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_what_is_accepted_is_described(served: Served) -> None:
+    """The fields of both bodies, with bounds, and every status that occurs; each name in it leads somewhere."""
+    described = served.get("/openapi.json").json()
+    schemas = described["components"]["schemas"]
+    fields = {each: schemas[each]["properties"] for each in ("ChatCompletionRequest", "CompletionRequest")}
+    assert {"messages", "tools", "top_logprobs", "max_completion_tokens"} <= fields["ChatCompletionRequest"].keys()
+    assert {"prompt", "seed", "response_format"} <= fields["CompletionRequest"].keys()
+    assert {"suffix", "best_of"}.isdisjoint(fields["CompletionRequest"])
+    assert (fields["CompletionRequest"]["n"]["minimum"], fields["CompletionRequest"]["n"]["maximum"]) == (1, 128)
+    assert set(re.findall('"#/components/schemas/(.+?)"', json.dumps(described))) == schemas.keys()
+    for path, methods in described["paths"].items():
+        for method in methods:
+            status = httpx.request(method, served.url + path.replace("{name}", MODEL), timeout=BOUND).status_code
+            assert str(status) in methods[method]["responses"], path
+    assert "security" not in described
 
 
 def test_bodies_that_are_no_request(served: Served) -> None:

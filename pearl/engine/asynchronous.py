@@ -75,6 +75,7 @@ class AsyncStream:
         """Pass on the pieces as they arrive."""
         run, end = asyncio.get_running_loop().run_in_executor, None
         try:
+            _ = self._engine.engine  # it may have been closed while this text waited
             stream = await run(self._engine.encoder, self._begin, prompt, params, options)
             while stream is not None and (piece := await run(self._engine.readers, next, stream, None)) is not None:
                 if piece.tokens:

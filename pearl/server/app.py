@@ -29,7 +29,7 @@ from pearl.engine import Result
 from pearl.engine.asynchronous import AsyncStream
 from pearl.engine.request import Options
 from pearl.errors import EngineClosed, PearlError
-from pearl.server import ollama
+from pearl.server import ollama, openapi
 from pearl.server.access import Access, Check, Checked
 from pearl.server.answers import DONE, Answer, event, usage
 from pearl.server.errors import ApiError, of_engine
@@ -57,6 +57,7 @@ class App:
         html = files("pearl.server").joinpath("page.html").read_text(encoding="utf-8")
         self._html = html.replace("/* colours */", style_sheet())
         self._created = int(time.time())
+        self._described = openapi.document(setup.model, keyed=access.key is not None)
         self.asgi = self._routed(access)
 
     def _routed(self, access: Access) -> Starlette:
@@ -86,6 +87,7 @@ class App:
             Route("/health", self._health),
             Route("/metrics", self._metrics),
             Route("/version", _json({"version": __version__})),
+            Route("/openapi.json", _json(self._described)),
             Mount("/v1", routes=versioned, middleware=own),
             Mount("/api", routes=of_ollama, middleware=own),
         ]

@@ -1,4 +1,4 @@
-"""The bodies of requests as pydantic models."""
+"""The bodies of requests as pydantic models, which also give /openapi.json."""
 
 from __future__ import annotations
 

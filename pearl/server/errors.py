@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import BaseModel
+
 from pearl.config import SamplingParams
 from pearl.errors import (
     ConfigError,
@@ -15,6 +17,19 @@ from pearl.errors import (
     TargetLost,
     TransportError,
 )
+
+
+class Problem(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """The body of an error, as /openapi.json describes it."""
+
+    error: Problem
 
 
 class ApiError(Exception):
