@@ -16,8 +16,7 @@ from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
 from pearl.drafting.disco import FARTHEST, INPUTS, Classifier, classifier_of, inputs, read_classifier
-from pearl.drafting.proposer import Features, StopPolicy
-from pearl.drafting.stops import Doubtful, Heuristic, StopWindow, Threshold, make_policy
+from pearl.drafting.stops import Doubtful, Features, Heuristic, StopPolicy, StopWindow, Threshold, make_policy
 from pearl.engine.request import submission as submit_from
 from pearl.errors import ConfigError, RequestError
 from pearl.lab.experiments import stops

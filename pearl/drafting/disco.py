@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pearl.config import EngineConfig
-from pearl.drafting.proposer import TOP, Features
+from pearl.drafting.stops import TOP, Features
 from pearl.errors import ConfigError
 
 INPUTS = TOP + 2

@@ -14,9 +14,8 @@ from pearl.drafting.branches import Branches
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.drawing import BranchStep, DrawStep, choose, plan_draw
 from pearl.drafting.guesser import text_index
-from pearl.drafting.proposer import StopPolicy
 from pearl.drafting.step import DraftModel, Step, Text, make_mark
-from pearl.drafting.stops import StopWindow, make_policy
+from pearl.drafting.stops import StopPolicy, StopWindow, make_policy
 from pearl.errors import NumericalError, RemoteProtocolError
 from pearl.models.calibrate import calibrate_draft
 from pearl.models.head_runner import HeadRunner
@@ -62,11 +61,13 @@ class ModelProposer:
         self._foresight = Foresight()
 
     def measure(self, brief: bool) -> tuple[float, float]:
+        """Seconds a token, and seconds a token of a long prefix; forgets all texts. `brief`: in little time."""
         return calibrate_draft(self.runner, brief)
 
     # ---- texts ----
 
     def open(self, command: Open) -> None:
+        """Get ready for a request. Raises `RequestError` where it cannot be served."""
         options, sampling = command.options, command.options.sampling
         is_block = options.rule_in_force.judges_blocks
         half = make_half("draft", options.rule, sampling, options.parameters)
@@ -107,6 +108,7 @@ class ModelProposer:
         return [each for each in range(every) if each not in taken][:share]
 
     def rollback(self, length: int, request: int) -> None:
+        """Forget all but the first `length` tokens of the request's text."""
         text = self._texts.get(request)
         if text is None:  # of no request: before a recording all caches are emptied
             for slot in self._slots.values():
@@ -119,6 +121,7 @@ class ModelProposer:
         self.runner.rollback(length, text.slot)
 
     def see(self, states: HiddenStates) -> None:
+        """Read the target's hidden states before the next proposal. Raises `RemoteProtocolError`."""
         text, runner = self._texts.get(states.request), unwrapped(self.runner)
         if not isinstance(runner, HeadRunner) or len(states.states) % (2 * runner.features):
             raise RemoteProtocolError("target sent hidden states that this draft does not read")
@@ -129,10 +132,16 @@ class ModelProposer:
     # ---- forwards ----
 
     def chained(self, request: int) -> bool:
+        """Whether this request's forwards may be launched before the host knows the tokens to feed."""
         text = self._texts[request]
         return self.chains and not (text.is_block or text.shaper or text.withholds)
 
     def awaits(self, command: Draft, delay: float) -> bool:
+        """Whether to await the token that `command` requests before the next forward is launched.
+
+        That forward can then be fed guesses behind the token, which has to gain more than the `delay` in seconds for
+        which the device idles.
+        """
         self.model.delay = delay
         if not self.model.times.measured:
             return False
@@ -141,7 +150,11 @@ class ModelProposer:
         return bool(choose(self.model, text, command, text.guess(command)[1][1:], 1))
 
     def launch(self, command: Draft, after: Step | None = None) -> Step:
-        """See `Proposer`. Untested on a GPU."""
+        """Take in the command's tokens, which continue the text, and start on a proposal of up to `budget` tokens.
+
+        Args:
+            after: what was launched last; its token stands in place of the command's one token. Untested on a GPU.
+        """
         step = self._step(command, after)
         step.marks[0].record()
         logits = self._forward(step.feeds)
@@ -151,6 +164,7 @@ class ModelProposer:
         return step
 
     def launch_together(self, commands: Sequence[Draft]) -> list[Step | Drafted]:
+        """As `launch` of each, in one forward. An event in place of one: nothing can be drawn for it."""
         steps, left = list[Step](), sum(len(command.tokens) for command in commands)
         for number, command in enumerate(commands):
             left -= len(command.tokens)
@@ -199,6 +213,7 @@ class ModelProposer:
         return logits
 
     def collect(self, launched: Step) -> Drafted:
+        """Wait for a proposal, and only for that. Raises `NumericalError` where the logits were not finite."""
         began, forwarded, done = launched.marks
         done.synchronize()
         seconds, draw = began.elapsed_time(forwarded) / 1000, forwarded.elapsed_time(done) / 1000

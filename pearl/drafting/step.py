@@ -17,8 +17,7 @@ from pearl.decoding.sampling import Shortlist, on_host, read_shortlist, shortlis
 from pearl.decoding.shaping import Shaper
 from pearl.drafting.branches import Branches
 from pearl.drafting.ngram import Anchor, NgramIndex, guess_tree
-from pearl.drafting.proposer import TOP
-from pearl.drafting.stops import StopWindow
+from pearl.drafting.stops import TOP, StopWindow
 from pearl.models.runner import Feed, ModelRunner, unwrapped
 from pearl.protocol.events import Draft, Drafted
 from pearl.protocol.speeds import ForwardTimes

@@ -9,14 +9,52 @@ bias the text, so only a rule that is not exact does: see `RuleSpec.withholds`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-from pearl.drafting.disco import Classifier
-from pearl.drafting.proposer import Features, StopPolicy
 from pearl.errors import RequestError
 from pearl.protocol.events import Open
 from pearl.spec.stops import FIXED, check_stop
 
+if TYPE_CHECKING:
+    from pearl.drafting.disco import Classifier
+
+TOP = 10  # probabilities in `Features`
 _FIRST_WINDOW = 5  # tokens; as in transformers, and in the DISCO paper's use of it
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What a stop policy sees of a drafted token. Probabilities are the draft's own: at temperature 1, unfiltered.
+
+    Attributes:
+        top: the largest, descending; at most `TOP`.
+        entropy: of the whole distribution, nats.
+        chosen: of the token.
+        index: in its window, from 0.
+        position: in the generated text, from 0.
+    """
+
+    top: tuple[float, ...]
+    entropy: float
+    chosen: float
+    index: int
+    position: int
+
+
+class StopPolicy(Protocol):
+    """Where one request's draft ends a window before its bound.
+
+    A subclass that learns nothing from a window leaves `end_window` out.
+    """
+
+    def stop(self, features: Features) -> bool:
+        """Whether the window ends behind this token."""
+        ...
+
+    def end_window(self, accepted: int) -> None:
+        """Learn that a window is over, and that its first `accepted` tokens were accepted."""
+        return
 
 
 class Threshold(StopPolicy):

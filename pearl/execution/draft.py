@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pearl.drafting.proposer import Proposer
+from pearl.drafting.model import ModelProposer
 from pearl.errors import NumericalError
 from pearl.execution.target import Event
-from pearl.protocol.events import (
-    Draft,
-    Drafted,
-    Open,
-    Rollback,
-)
+from pearl.protocol.events import Draft, Drafted, Open, Rollback
 from pearl.protocol.messages import HiddenStates
 
 
 class DraftExecutor:
     """Computes for the drafter."""
 
-    def __init__(self, proposer: Proposer) -> None:
+    def __init__(self, proposer: ModelProposer) -> None:
         self.proposer = proposer
 
     def execute(self, command: object) -> Event | None:

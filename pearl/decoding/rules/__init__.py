@@ -3,7 +3,7 @@
 A half sees logits, tokens and draft distributions; nothing of windows, epochs or processes.  The target's own draw
 (`ar`, bonus tokens, going alone) belongs to no rule: it is `direct.DirectDraw` under all of them.
 
-A rule whose draft reads the target's hidden states would get them through its `Proposer`: no half needs to change.
+A rule whose draft reads the target's hidden states would get them through its `ModelProposer`: no half needs to change.
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from pearl.drafting.disco import INPUTS, Classifier, inputs
-from pearl.drafting.proposer import TOP, Features, StopPolicy
-from pearl.drafting.stops import Doubtful, Heuristic, Threshold
+from pearl.drafting.stops import TOP, Doubtful, Features, Heuristic, StopPolicy, Threshold
 from pearl.errors import ConfigError
 from pearl.lab.experiments.texts import RecordedText, RecordedTexts
 from pearl.lab.experiments.workload import Text, VirtualDraft, run

@@ -15,8 +15,8 @@ from pearl.config import EngineConfig
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
 from pearl.decoding.shaping import Shaper
-from pearl.drafting.proposer import TOP
 from pearl.drafting.step import shape_of
+from pearl.drafting.stops import TOP
 from pearl.engine.conversation import Conversation
 from pearl.errors import ConfigError
 from pearl.models.checkpoints.tokenizers import load_tokenizer

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from pearl.drafting.proposer import StopPolicy
-from pearl.drafting.stops import StopWindow
+from pearl.drafting.stops import StopPolicy, StopWindow
 from pearl.lab.simulate import Executor, Timing, known_speeds, simulate
 from pearl.metrics import Sums
 from pearl.protocol.events import Draft, Drafted, Forward, Forwarded, Judge, Judged, Sample, Sampled
