@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from pearl.engine import processes
-from pearl.models.runner import Feed, ModelRunner, WrappedRunner
+from pearl.models.runner import Feed, ModelRunner
 from pearl.worker import build
 from pearl.worker.__main__ import main
 
@@ -27,8 +27,8 @@ _SLOW_SECONDS = 0.3
 _LATER = 6  # forwards of a draft after which a target can be verifying its tokens
 
 
-class FaultyRunner(WrappedRunner):
-    """Wraps `runner`; the fault happens in the first forward of its phase.
+class Fault:
+    """Happens in the first forward of its phase.
 
     "raise", "slow" and "nan" last for all later forwards, because the result of a speculative forward may be discarded;
     in a draft "nan" ends with the next prompt of the same length.
@@ -40,7 +40,7 @@ class FaultyRunner(WrappedRunner):
     """
 
     def __init__(self, runner: ModelRunner, name: str, role: str, once: str = "") -> None:
-        super().__init__(runner)
+        self._healthy = runner.forward
         self._fault, _, self._phase = name.partition("@")
         self._role, self._once = role, once
         self._since_prompt: list[int] = []  # tokens of each forward after the first prompt's, and of that
@@ -59,7 +59,7 @@ class FaultyRunner(WrappedRunner):
             time.sleep(_SLOW_SECONDS)
         if self._struck and self._fault == "raise":
             raise RuntimeError("a fault on purpose")
-        found = self._runner.forward(feeds)
+        found = self._healthy(feeds)
         if self._struck and self._fault == "nan" and not self._cured:
             return [torch.full_like(logits, torch.nan) for logits in found]
         return found
@@ -89,7 +89,7 @@ class FaultyRunner(WrappedRunner):
 
 @contextmanager
 def inflicted(role: str, name: str, once: object = "") -> Iterator[None]:
-    """Workers that are launched meanwhile fail as `FaultyRunner` says, if they are of this role."""
+    """Workers that are launched meanwhile fail as `Fault` says, if they are of this role."""
     launched = processes.COMMAND
     processes.COMMAND = [sys.executable, __file__]
     os.environ[_FAULT] = f"{role} {name} {once}"
@@ -107,7 +107,9 @@ def make_faulty() -> None:
 
     def load_faulty(spec: str, role: str, *how: Any) -> ModelRunner:
         runner = load(spec, role, *how)
-        return FaultyRunner(runner, name, role, once) if role == of else runner
+        if role == of:
+            runner.forward = Fault(runner, name, role, once).forward  # type: ignore[method-assign]
+        return runner
 
     build.load_toy = load_faulty  # type: ignore[assignment]
 

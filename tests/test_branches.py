@@ -16,7 +16,7 @@ from pearl.drafting.model import ModelProposer
 from pearl.drafting.step import Step
 from pearl.lab.simulate import Outcome, Timing
 from pearl.models.forward.graphs import FED
-from pearl.models.runner import Capabilities, Feed, ModelRunner, WrappedRunner
+from pearl.models.runner import Capabilities, Feed, ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Draft, Drafted, Open
 from pearl.protocol.messages import Source
@@ -26,6 +26,7 @@ from tests.test_look_ahead import PROMPT, VOCAB
 from tests.tiny import on_cpu, tiny_model
 from tests.virtual import Counting
 from tests.virtual import decoded as simulated
+from tests.wrapped import WrappedRunner
 
 
 def decode(method: str, window: str, gamma: int, branches: int, seconds: float, chains: bool = False) -> Outcome:

@@ -15,7 +15,7 @@ from pearl.errors import ModelError, PearlError
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.lab.simulate import Timing, VirtualProposer
-from pearl.models.runner import Feed, WrappedRunner
+from pearl.models.runner import Feed
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
@@ -31,6 +31,7 @@ from tests.replace import replace
 from tests.test_forward_runner import KINDS
 from tests.tiny import on_cpu, tiny_model
 from tests.virtual import Counting, Turns
+from tests.wrapped import WrappedRunner
 
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7] * 90, [1, 2, 3, 4], [8, 9], [1, 2]]
 SEEDED = SamplingParams(temperature=1, seed=5, max_tokens=24, ignore_eos=True)

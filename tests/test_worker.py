@@ -17,7 +17,7 @@ from pearl.decoding.distribution import PackedRow, pack
 from pearl.errors import RemoteProtocolError, RequestError
 from pearl.execution.target import TargetExecutor
 from pearl.models.checkpoints.loading import load_runner
-from pearl.models.runner import Feed, ModelRunner, WrappedRunner
+from pearl.models.runner import Feed, ModelRunner
 from pearl.protocol import messages as m
 from pearl.protocol.events import Forward, Judge, Open, Phase
 from pearl.protocol.options import RequestOptions, Sampling
@@ -48,6 +48,7 @@ from tests.loops import (
 from tests.pairwise import pairwise
 from tests.replace import replace
 from tests.tiny import tiny_model
+from tests.wrapped import WrappedRunner
 
 VOCAB = 512  # large enough for distributions to be dense
 CARRIERS = {"frames": "dense", "sparse": "sparse", "gloo": "announced"}

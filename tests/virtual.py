@@ -15,7 +15,7 @@ from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.lab.simulate import Outcome, Timing, VirtualProposer, known_speeds, paired_executors, simulate
 from pearl.models.checkpoints.tokenizers import load_tokenizer
-from pearl.models.runner import Feed, ModelRunner, WrappedRunner
+from pearl.models.runner import Feed, ModelRunner
 from pearl.models.toy import NextToken, ToyRunner, load_toy
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
@@ -23,6 +23,7 @@ from pearl.protocol.events import Deliver, Draft, DraftJoined, End, Forward, Ope
 from pearl.protocol.messages import Committed, Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from tests.replace import replace
+from tests.wrapped import WrappedRunner
 
 NEVER = 1e-4  # a p-value below this does not come by chance; seeds are fixed, so it either does or does not
 FOUR_TO_ONE = Timing(1.0, lambda _: 4.0)

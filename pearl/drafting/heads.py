@@ -9,13 +9,14 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 
 from pearl.drafting.ngram import RANKS, RATE_WEIGHT, Candidate
 from pearl.models.head import Head
 from pearl.models.mtp import MtpHead
-from pearl.models.runner import ModelRunner, unwrapped
+from pearl.models.runner import ModelRunner
 from pearl.protocol.messages import MAX_FRAME, HiddenStates, Source
 
 _DEEPEST = 8  # tokens of a chain
@@ -117,7 +118,8 @@ class TargetStates:
     """
 
     def __init__(self, runner: ModelRunner, head: Head | MtpHead | None, gives: bool) -> None:
-        self._runner, slots = unwrapped(runner), range(runner.capabilities.slots)
+        slots = range(runner.capabilities.slots)
+        self._runner: Any = runner
         self.texts = [] if head is None else [HeadText(head, slot) for slot in slots]
         self._given = [StateLog() for _ in slots] if gives else []
 

@@ -19,7 +19,7 @@ from pearl.drafting.stops import StopPolicy, StopWindow, make_policy
 from pearl.errors import NumericalError, RemoteProtocolError
 from pearl.models.calibrate import calibrate_draft
 from pearl.models.head_runner import HeadRunner
-from pearl.models.runner import Feed, ModelRunner, unwrapped
+from pearl.models.runner import Feed, ModelRunner
 from pearl.protocol.events import Draft, Drafted, Open
 from pearl.protocol.foresight import Foresight
 from pearl.protocol.messages import HiddenStates
@@ -122,7 +122,7 @@ class ModelProposer:
 
     def see(self, states: HiddenStates) -> None:
         """Read the target's hidden states before the next proposal. Raises `RemoteProtocolError`."""
-        text, runner = self._texts.get(states.request), unwrapped(self.runner)
+        text, runner = self._texts.get(states.request), self.runner
         if not isinstance(runner, HeadRunner) or len(states.states) % (2 * runner.features):
             raise RemoteProtocolError("target sent hidden states that this draft does not read")
         if text is not None and states.states:

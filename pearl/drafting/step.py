@@ -18,7 +18,7 @@ from pearl.decoding.shaping import Shaper
 from pearl.drafting.branches import Branches
 from pearl.drafting.ngram import Anchor, NgramIndex, guess_tree
 from pearl.drafting.stops import TOP, StopWindow
-from pearl.models.runner import Feed, ModelRunner, unwrapped
+from pearl.models.runner import Feed, ModelRunner
 from pearl.protocol.events import Draft, Drafted
 from pearl.protocol.speeds import ForwardTimes
 
@@ -126,9 +126,9 @@ class Text:
     search: Search | None = None
     states: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
-    def read_states(self, runner: ModelRunner) -> None:
+    def read_states(self, runner: Any) -> None:
         for start, states in self.states:
-            unwrapped(runner).extend(start, states, self.slot)
+            runner.extend(start, states, self.slot)
         self.states.clear()
 
     def unfed(self, command: Draft) -> Sequence[int]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch.nn.functional import linear, softmax
 
-from pearl.models.runner import Feed, ModelRunner, WrappedRunner
+from pearl.models.runner import Feed, ModelRunner
 
 _NAP_SECONDS = 1e-5  # short: a core that sleeps through a forward is slow after it
 _SPIN_SECONDS = 5e-4  # a nap seldom overshoots by more; the rest is spent in operations
@@ -22,21 +22,20 @@ _OPERATION_SECONDS = 5e-5  # of one operation
 _WEIGHT = torch.ones(64, 64)
 
 
-class PacedRunner(WrappedRunner):
-    """Wraps a runner. `seconds`: how long each forward lasts, whatever it is fed."""
+def pace(runner: ModelRunner, seconds: float) -> None:
+    """From now on each forward of the runner lasts this long, whatever it is fed."""
+    forward = runner.forward
 
-    def __init__(self, runner: ModelRunner, seconds: float) -> None:
-        super().__init__(runner)
-        self._seconds = seconds
-        self.capabilities = replace(runner.capabilities, launches=False)  # a paced forward is done when it returns
-
-    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        end = time.perf_counter() + self._seconds
-        logits = self._runner.forward(feeds)
-        self._runner.synchronize()
+    def paced(feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        end = time.perf_counter() + seconds
+        logits = forward(feeds)
+        runner.synchronize()
         while (left := end - time.perf_counter()) > 0:
             if left > _SPIN_SECONDS:
                 time.sleep(_NAP_SECONDS)
             elif left > _OPERATION_SECONDS:
                 softmax(linear(_WEIGHT[:1], _WEIGHT), -1)
         return logits
+
+    runner.forward = paced  # type: ignore[method-assign]
+    runner.capabilities = replace(runner.capabilities, launches=False)  # a paced forward is done when it returns

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from pearl.errors import RequestError
 from pearl.models.feeds import Feed, Tokens
 
-__all__ = ["Capabilities", "Feed", "ModelRunner", "Tokens", "WrappedRunner", "check_feeds", "feed_chain"]
+__all__ = ["Capabilities", "Feed", "ModelRunner", "Tokens", "check_feeds", "feed_chain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,40 +131,3 @@ def check_feeds(feeds: Sequence[Feed], runner: ModelRunner, name: str) -> None:
                 "the prompt was made with another model's tokenizer."
             )
     assert len({feed.slot for feed in feeds}) == len(feeds), "one feed a slot"
-
-
-def unwrapped(runner: ModelRunner) -> Any:
-    """The runner inside of `WrappedRunner`s, with what it has beyond `ModelRunner`."""
-    while isinstance(runner, WrappedRunner):
-        runner = runner._runner
-    return runner
-
-
-class WrappedRunner(ModelRunner):
-    """Forwards everything to another runner; subclasses override what they change."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-        self.vocab_size, self.context = runner.vocab_size, runner.context
-        self.device, self.capabilities, self.weights = runner.device, runner.capabilities, runner.weights
-
-    def length(self, slot: int = 0) -> int:
-        return self._runner.length(slot)
-
-    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
-        return self._runner.forward(feeds)
-
-    def rollback(self, length: int, slot: int = 0) -> None:
-        self._runner.rollback(length, slot)
-
-    def keep(self, path: Sequence[int], slot: int = 0) -> None:
-        self._runner.keep(path, slot)
-
-    def fork(self, slot: int, into: int, length: int | None = None, shared: int = 0) -> None:
-        self._runner.fork(slot, into, length, shared)
-
-    def synchronize(self) -> None:
-        self._runner.synchronize()
-
-    def is_done(self) -> bool:
-        return self._runner.is_done()

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from pearl.models.feeds import Feed
-from pearl.models.runner import Capabilities, ModelRunner, WrappedRunner, check_feeds
+from pearl.models.runner import Capabilities, ModelRunner, check_feeds
 from pearl.text.translation import Translation
 
 _LONGEST = 2  # draft tokens for a token, on average from the text's beginning
 
 
-class TranslatedRunner(WrappedRunner):
+class TranslatedRunner(ModelRunner):
     """Takes and gives token ids of `translation`'s target, over a vocabulary of `vocab_size`.
 
     Logits of tokens that the draft does not have are minus infinity, so its distribution is renormalised over those
@@ -22,9 +22,9 @@ class TranslatedRunner(WrappedRunner):
     """
 
     def __init__(self, runner: ModelRunner, translation: Translation, vocab_size: int) -> None:
-        super().__init__(runner)
-        can = runner.capabilities
-        self._translation, self.vocab_size, self.context = translation, vocab_size, runner.context // _LONGEST
+        self._runner, self._translation, can = runner, translation, runner.capabilities
+        self.vocab_size, self.context = vocab_size, runner.context // _LONGEST
+        self.device, self.weights = runner.device, runner.weights
         # No trees, and no launches: tokens must be known on the host to be translated.
         self.capabilities = Capabilities(slots=can.slots, together=can.together)
         self._ends: list[list[int]] = [[] for _ in range(can.slots)]  # in the draft's cache, by token

@@ -24,7 +24,7 @@ from pearl.models.checkpoints.checkpoint import is_head, is_toy
 from pearl.models.checkpoints.heads import load_draft_head, load_head, states_for
 from pearl.models.checkpoints.loading import Features, load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer, translation_of
-from pearl.models.paced import PacedRunner
+from pearl.models.paced import pace
 from pearl.models.runner import ModelRunner
 from pearl.models.toy import load_toy
 from pearl.models.translated import TranslatedRunner
@@ -236,7 +236,9 @@ def make_runner(
         runner = load_runner(model, device, progress, features, spare)
     gc.collect()
     gc.freeze()  # a full collection would walk all that torch and the model made: tens of milliseconds, mid-step
-    return PacedRunner(runner, model.pace) if model.pace else runner
+    if model.pace:
+        pace(runner, model.pace)
+    return runner
 
 
 def _channel(

@@ -19,7 +19,7 @@ from pearl.models.forward.matrices import Rounding, multiplies_bf16
 from pearl.models.head import Head, HeadShape
 from pearl.models.head_runner import HeadRunner
 from pearl.models.mtp import MtpHead
-from pearl.models.runner import ModelRunner, unwrapped
+from pearl.models.runner import ModelRunner
 from pearl.printable import cause_of
 
 _LAYER = "midlayer."
@@ -55,7 +55,8 @@ def load_head(spec: str, runner: ModelRunner, progress: Progress) -> Head | MtpH
 
     Raises `ModelError` for a checkpoint of another layout, or of another model.
     """
-    own, can = unwrapped(runner), runner.capabilities
+    own: Any = runner
+    can = runner.capabilities
     if not can.features:
         raise _needs_own_forward(spec)
     if not hasattr(own, "embedding"):  # it runs through transformers
