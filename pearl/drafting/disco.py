@@ -97,7 +97,8 @@ def read_classifier(path: Path, target: str, draft: str) -> Classifier:
         why = f"{'.'.join(map(str, first['loc'])) or 'contents'}: {first['msg']}"
         raise ConfigError(f"{path} is no classifier that pearl disco train has made: {why}") from None
     for role, own, wanted in (("target", found.target, target), ("draft", found.draft, draft)):
-        if not _same(own, wanted):
+        is_same = own == wanted or (os.path.exists(own) and os.path.exists(wanted) and os.path.samefile(own, wanted))
+        if not is_same:
             raise ConfigError(
                 f"the classifier {path} is for {role} {own}, not {wanted}: make one with pearl disco train"
             )
@@ -107,13 +108,3 @@ def read_classifier(path: Path, target: str, draft: str) -> Classifier:
 def classifier_of(config: EngineConfig) -> Classifier | None:
     """An engine's classifier, if it is configured with one. Raises `ConfigError`."""
     return None if config.disco is None else read_classifier(Path(config.disco), config.target, config.draft)
-
-
-def _same(one: str, other: str) -> bool:
-    """Whether two names mean one model: they are equal, or one directory or file."""
-    if one == other:
-        return True
-    try:
-        return Path(one).exists() and Path(one).samefile(other)
-    except (OSError, ValueError):
-        return False

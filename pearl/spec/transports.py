@@ -17,22 +17,18 @@ class Transport:
     Attributes:
         module: its module.
         local: the address that the bare scheme stands for, a file that only this user can reach. `{directory}` is the
-            engine's private directory. None: there is none.
-        remote: pattern of addresses that other machines may reach; they take keys.
+            engine's private directory. None: other machines may reach its addresses; they take keys.
     """
 
     module: str
     local: str | None = None
-    remote: str | None = None
 
 
 TRANSPORTS = {
     "ipc": Transport("pearl.transport.sockets", "ipc://{directory}/control"),
-    "tcp": Transport(
-        "pearl.transport.zeromq",
-        remote=r"tcp://[^:\s/]+:(\*|\d{1,5})|tcp://\[[^]\s]+\]:(\*|\d{1,5})",
-    ),
+    "tcp": Transport("pearl.transport.zeromq"),
 }
+_REMOTE = re.compile(r"tcp://([^:\s/]+|\[[^]\s]+\]):(\*|\d{1,5})")
 
 
 def of_address(address: str) -> Transport | None:
@@ -47,8 +43,7 @@ def is_on_one_host(control: str) -> bool:
 
 def is_remote(address: str) -> bool:
     """Whether this is the address of a transport between machines."""
-    transport = of_address(address)
-    return transport is not None and transport.remote is not None and bool(re.fullmatch(transport.remote, address))
+    return _REMOTE.fullmatch(address) is not None
 
 
 def is_control(control: str) -> bool:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,11 +49,7 @@ def embedded_target(progress: Progress = silent) -> Path:
 
 def embedded_draft(progress: Progress = silent) -> Path:
     """Directory of the embedded draft, our layers on the target's embeddings; makes the target's first."""
-    target = embedded_target(progress)
-
-    def build(building: Path, progress: Progress) -> None:
-        _build_draft(target, building, progress)
-
+    build = partial(_build_draft, embedded_target(progress))
     return built_once(f"smollm2-135m-draft-{DRAFT_SHA256[:12]}-{FORMAT}", build, progress)
 
 
