@@ -120,7 +120,7 @@ def _type(kind: Any) -> Any:
         return click.Choice(typing.get_args(kind))
     if typing.get_origin(kind) is not tuple:
         return kind
-    each = typing.get_args(kind)[0]
+    each = _bare(typing.get_args(kind)[0])
     return typing.get_args(each) or each  # pairs are two arguments of the flag
 
 

@@ -35,6 +35,7 @@ else:
     Stops, Biases, Schema = tuple[str, ...], tuple[tuple[int, float], ...], str
 
 
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Penalty = Annotated[float, Field(ge=-MOST_PENALTY, le=MOST_PENALTY)]
 
 
@@ -53,7 +54,7 @@ class SamplingParams(Section):
         default=None, ge=1, description="Most tokens to generate; default: the checkpoint's, else up to the context."
     )
     stop: Stops = Field(default=(), description="End before any of these strings (may be given several times).")
-    stop_token_ids: tuple[int, ...] = Field(
+    stop_token_ids: tuple[TokenId, ...] = Field(
         default=(),
         max_length=MOST_STOPS,
         description="End at any of these token ids, too (may be given several times).",
@@ -115,13 +116,6 @@ class SamplingParams(Section):
     def _can_be_found(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if problem := "a stop string must not be empty" if "" in value else stop_problem(value):
             raise ValueError(problem)
-        return value
-
-    @field_validator("stop_token_ids")
-    @classmethod
-    def _are_ids(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        if not all(0 <= token < 2**31 for token in value):
-            raise ValueError("takes token ids, from 0")
         return value
 
     @field_validator("json_schema", mode="before")

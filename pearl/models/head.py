@@ -10,26 +10,15 @@ Source: "EAGLE-3", Li et al. 2025; its published checkpoints.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from pearl.models.forward.attention import Heads
 from pearl.models.forward.matrices import Matrix, Rounding, dtype_of_rows, gated, matrix, normalise
 
 _PIECE = 512  # tokens of a prompt that are computed together
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """Numbers of a head's configuration. `norms_residual`: whether the layer adds to the normalised states."""
-
-    heads: int
-    kv_heads: int
-    dim: int
-    eps: float
-    norms_residual: bool = False
 
 
 class Head:
@@ -37,6 +26,7 @@ class Head:
 
     Args:
         weights: by their names in EAGLE-3's checkpoints; without an embedding, that of the target is used.
+        norms_residual: whether the layer adds to the normalised states.
         embedding: the target's [vocab, hidden].
         cos, sin: [positions, dim].
         rounding: of the products' weights; see `matrices.matrix`.
@@ -50,14 +40,16 @@ class Head:
     def __init__(
         self,
         weights: Mapping[str, torch.Tensor],
-        shape: HeadShape,
+        heads: Heads,
+        eps: float,
+        norms_residual: bool,
         embedding: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
         slots: int,
         rounding: Rounding = "",
     ) -> None:
-        self._shape, self._cos, self._sin = shape, cos, sin
+        self._heads, self._eps, self._norms_residual, self._cos, self._sin = heads, eps, norms_residual, cos, sin
         self._embedding = weights.get("embed_tokens.weight", embedding)
         self.dtype, self.device = dtype_of_rows(embedding.dtype, embedding.device), embedding.device
         self._norms = {name: weight.to(self.dtype) for name, weight in weights.items() if name.endswith("norm.weight")}
@@ -79,7 +71,7 @@ class Head:
         self._head = product("lm_head", wide=True)
         ids = torch.arange(len(weights["lm_head.weight"]), device=self.device)
         self.ids = ids + weights["d2t"].to(self.device) if "d2t" in weights else ids  # of the target's vocabulary
-        room = (slots, 2, shape.kv_heads, len(cos), shape.dim)
+        room = (slots, 2, heads.kv, len(cos), heads.dim)
         self._cache = torch.zeros(
             room, dtype=torch.float32 if self.device.type == "cpu" else self.dtype, device=self.device
         )
@@ -106,15 +98,15 @@ class Head:
         self.lengths[into] = end
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return normalise(x, self._norms[f"{name}.weight"], self._shape.eps, self.dtype)
+        return normalise(x, self._norms[f"{name}.weight"], self._eps, self.dtype)
 
     def _layer(self, tokens: torch.Tensor, states: torch.Tensor, slot: int) -> torch.Tensor:
-        shape, n, start = self._shape, len(tokens), self.lengths[slot]
+        heads, n, start = self._heads, len(tokens), self.lengths[slot]
         end = start + n
         normed = self._norm(states, "midlayer.hidden_norm")
         x = torch.cat((self._norm(self._embedding[tokens].to(self.dtype), "midlayer.input_layernorm"), normed), -1)
-        mixed = self._qkv(x, None).view(n, -1, shape.dim).transpose(0, 1).to(self._cache.dtype)
-        queries, keys, values = mixed.split((shape.heads, shape.kv_heads, shape.kv_heads))
+        mixed = self._qkv(x, None).view(n, -1, heads.dim).transpose(0, 1).to(self._cache.dtype)
+        queries, keys, values = mixed.split((heads.query, heads.kv, heads.kv))
         cache = self._cache[slot, :, :, :end]
         cache[0, :, start:], cache[1, :, start:] = self._rotated(keys, start), values
         mask = None
@@ -123,7 +115,7 @@ class Head:
         found = scaled_dot_product_attention(
             self._rotated(queries, start)[None], cache[None, 0], cache[None, 1], mask, enable_gqa=True
         )
-        residual = normed if shape.norms_residual else states
+        residual = normed if self._norms_residual else states
         hidden = self._out(found[0].transpose(0, 1).reshape(n, -1).to(self.dtype), residual)
         fed = self._norm(hidden, "midlayer.post_attention_layernorm")
         self.lengths[slot] = end

@@ -15,8 +15,9 @@ from pearl.models.checkpoints.checkpoint import is_toy, resolve_checkpoint
 from pearl.models.checkpoints.direct import parameters_of_rope, read_decoder, rope_of
 from pearl.models.checkpoints.gguf import table_in
 from pearl.models.checkpoints.loading import context_of
+from pearl.models.forward.attention import Heads
 from pearl.models.forward.matrices import Rounding, multiplies_bf16
-from pearl.models.head import Head, HeadShape
+from pearl.models.head import Head
 from pearl.models.head_runner import HeadRunner
 from pearl.models.mtp import MtpHead
 from pearl.models.runner import ModelRunner
@@ -171,13 +172,8 @@ def _made(config: dict[str, Any], weights: dict[str, torch.Tensor], target: Head
     inner = config.get("transformer_layer_config") or config  # speculators
     heads, hidden = int(inner["num_attention_heads"]), target.embedding.shape[1]
     dim = int(inner.get("head_dim") or hidden // heads)
-    shape = HeadShape(
-        heads,
-        int(inner.get("num_key_value_heads") or heads),
-        dim,
-        float(inner.get("rms_norm_eps", 1e-6)),
-        bool(config.get("norm_before_residual")),
-    )
+    shape = Heads(heads, int(inner.get("num_key_value_heads") or heads), dim)
+    eps, norms_residual = float(inner.get("rms_norm_eps", 1e-6)), bool(config.get("norm_before_residual"))
     parameters = parameters_of_rope({"rope_theta": 1e4, **inner})
     if parameters is None or (rope := rope_of({**inner, "rope_parameters": parameters, "head_dim": dim})) is None:
         raise ValueError("its rope is not computed")
@@ -189,4 +185,4 @@ def _made(config: dict[str, Any], weights: dict[str, torch.Tensor], target: Head
         for name, tensor in weights.items()
         if name != "t2d"
     }
-    return Head(placed, shape, target.embedding, cos, sin, target.slots, rounding)
+    return Head(placed, shape, eps, norms_residual, target.embedding, cos, sin, target.slots, rounding)
