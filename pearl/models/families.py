@@ -75,19 +75,6 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class LayerKind:
-    """What differs between the layers of a model.
-
-    Attributes:
-        window: how many positions a token sees, its own included; 0: all earlier ones.
-        rope: which of the model's rotations; "": its only one. None: queries and keys are not rotated.
-    """
-
-    window: int = 0
-    rope: str | None = ""
-
-
-@dataclass(frozen=True)
 class Gguf:
     """A family's GGUF files, with llama.cpp's defaults for what they leave open.
 
@@ -291,8 +278,12 @@ def activation_of(config: Mapping[str, Any]) -> str | None:
     return config.get("hidden_activation") or config.get("hidden_act")
 
 
-def layer_kinds(forward: Forward, config: Mapping[str, Any]) -> list[LayerKind]:
-    """Of each layer of a model that `forward_of` takes."""
+def layer_kinds(forward: Forward, config: Mapping[str, Any]) -> list[tuple[int, str | None]]:
+    """(window, rope) of each layer of a model that `forward_of` takes.
+
+    How many positions a token sees, its own included, 0: all earlier ones; and which of the model's rotations, "": its
+    only one, None: queries and keys are not rotated.
+    """
     count, ropes = config["num_hidden_layers"], config["rope_parameters"]
     window = config.get("sliding_window", forward.default_window) or 0
     if not config.get("use_sliding_window", True):
@@ -300,10 +291,7 @@ def layer_kinds(forward: Forward, config: Mapping[str, Any]) -> list[LayerKind]:
     types = config.get("layer_types") or [_FULL if forward.default_window is None else _SLIDING] * count
     rotates = config.get("no_rope_layers") or [1] * count
     return [
-        LayerKind(
-            window if kind == _SLIDING else 0,
-            None if not has_rope else kind if "rope_type" not in ropes else "",
-        )
+        (window if kind == _SLIDING else 0, None if not has_rope else kind if "rope_type" not in ropes else "")
         for kind, has_rope in zip(types, rotates, strict=True)
     ]
 

@@ -377,12 +377,12 @@ class _TableForward:
         (hq, hk, dim), scoring, sinks = layers.heads, layers.scoring, layers.scoring.sinks_of(number)
         keys, values = slots.keys[:, number], slots.values[:, number]
         q_norm, k_norm = (self._x if norm is None else norm for norm in (layer.q_norm, layer.k_norm))
-        cos, sin = (self._x, self._x) if layer.kind.rope is None else self._angles[layer.kind.rope]
+        cos, sin = (self._x, self._x) if layer.rope is None else self._angles[layer.rope]
         self._start(
             attention_kernels.attend, (hk * MOST_PARTS if self._device.type == "cuda" else 3,), self.table, self._qkv,
             keys, values, q_norm, k_norm, self._squares[2], cos, sin, self._sums, self._stats, keys.stride(0),
             keys.stride(1), scoring.scale, layers.eps, HQ=hq, HK=hk, D=dim, NORMS=self._norms(layer),
-            TURNS=layer.kind.rope is not None, WINDOW=scoring.windows[number], CAP=scoring.cap,
+            TURNS=layer.rope is not None, WINDOW=scoring.windows[number], CAP=scoring.cap,
         )  # fmt: skip
         self._start(
             attention_kernels.add_parts, (hq, self.size // TILE_ROWS), self.table, self._sums, self._stats,

@@ -21,7 +21,6 @@ from pearl.models.families import (
     CAPS,
     MATRICES,
     Forward,
-    LayerKind,
     activation_of,
     dimensions,
     forward_of,
@@ -48,7 +47,7 @@ Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [rows, 1, head_di
 class Layer:
     """One decoder layer: its matrices, and the weights of its norms, None where there is none."""
 
-    kind: LayerKind
+    rope: str | None  # see `layer_kinds`
     attention_norm: torch.Tensor | None
     qkv: Matrix
     q_norm: torch.Tensor | None
@@ -64,7 +63,7 @@ class Layer:
     @staticmethod
     def of(
         layer: Any,
-        kind: LayerKind,
+        rope: str | None,
         forward: Forward,
         config: Mapping[str, Any],
         one: Callable[..., Matrix],
@@ -80,7 +79,7 @@ class Layer:
 
         before, after, before_mlp, after_mlp = (norm(layer, name) for name in forward.norms)
         return Layer(
-            kind,
+            rope,
             before,
             one(attention.q_proj, attention.k_proj, attention.v_proj),
             norm(attention, "q_norm"),
@@ -175,15 +174,15 @@ class DecoderLayers:
         split_fused(model, forward)
         pair_up(model, forward, self._rotated, width)
         kinds = layer_kinds(forward, settings)
-        windows = tuple(0 if kind.window >= context else kind.window for kind in kinds)
+        windows = tuple(0 if window >= context else window for window, _ in kinds)
         sinks = tuple(each.self_attn.sinks.detach().to(self._cache_dtype) for each in inner.layers if forward.has_sinks)
         self.scoring = Scoring(windows, self.scales.attention, self.scales.attention_cap, sinks)
         self.layers: list[Layer] = []
         bits = {int(rounding[-1])} if rounding else set()
-        for layer, kind in zip(inner.layers, kinds, strict=True):
+        for layer, (_, rope) in zip(inner.layers, kinds, strict=True):
             bits |= set() if rounding else bits_of(layer)
             self.layers.append(
-                Layer.of(layer, kind, forward, settings, one, plain or self.embedding.is_cuda, self.dtype)
+                Layer.of(layer, rope, forward, settings, one, plain or self.embedding.is_cuda, self.dtype)
             )
             native.give_back()
         self.weights = (
@@ -202,14 +201,14 @@ class DecoderLayers:
         return len(self.layers)
 
     def angles(self, rotary: Any, positions: torch.Tensor) -> dict[str, Rope]:
-        """Cosines and sines of `positions` [n], of each rotation that layers have; see `LayerKind.rope`.
+        """Cosines and sines of `positions` [n], of each rotation that layers have; see `layer_kinds`.
 
         The first half of the sines is negated: rotating a vector swaps its halves and negates one; `roll` only swaps.
         """
         half, found = self._rotated // 2, dict[str, Rope]()
         rest = self.heads.dim // 2 - half  # numbers that are not rotated
         like = torch.empty(0, dtype=self._cache_dtype, device=positions.device)
-        for name in sorted({layer.kind.rope for layer in self.layers if layer.kind.rope is not None}):
+        for name in sorted({layer.rope for layer in self.layers if layer.rope is not None}):
             tables = rotary(like, positions[None], *([name] if name else []))
             # gpt-oss's tables have each angle once, others' twice.
             cos, sin = (table[0, :, None, :half].to(self._cache_dtype) for table in tables)
@@ -287,7 +286,7 @@ class DecoderLayers:
         """The attention output of each row, [n, heads * head_dim]."""
         n, heads, both, dim = hidden.shape[0], self.heads.query, self.heads.query + self.heads.kv, self.heads.dim
         states = layer.qkv(self._normalise(hidden, layer.attention_norm), None).view(n, -1, dim)
-        rope = None if layer.kind.rope is None else ropes[layer.kind.rope]
+        rope = None if layer.rope is None else ropes[layer.rope]
         if isinstance(slots, NativeAttention):
             return slots.attend_states(number, states, (layer.q_norm, layer.k_norm), rope)
         facing = states[:, :both]  # queries and keys

@@ -108,7 +108,7 @@ def _layer(number: int, layers: DecoderLayers, products: _Products, ropes: Mappi
             made.products[_SIDES * at + side] = part.address
     for at, norm in enumerate(_norms(layer)[:4]):
         made.norms[at] = None if norm is None else norm.data_ptr()
-    cos, sin = (None, None) if layer.kind.rope is None else ropes[layer.kind.rope]
+    cos, sin = (None, None) if layer.rope is None else ropes[layer.rope]
     given = {"q_norm": layer.q_norm, "k_norm": layer.k_norm, "sinks": layers.scoring.sinks_of(number)}
     for name, tensor in {**given, "cos": cos, "sin": sin}.items():
         setattr(made, name, None if tensor is None else tensor.data_ptr())
