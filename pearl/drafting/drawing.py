@@ -110,7 +110,7 @@ class DrawStep(Step):
             if text.index is not None:  # the next forward may be out without this token
                 text.index.cut(self.end)
                 text.index.extend([read_draw(self._draw)])
-        proposed = self._drafted[: len(self._drafted) - (self._is_paused and text.withholds)]
+        proposed = self._drafted[: len(self._drafted) - (self._is_paused and text.options.withholds)]
         return Drafted(
             tuple(read_draw(row.draw) for row in proposed),
             rows=tuple(row.probs for row in proposed if row.probs is not None),
@@ -135,7 +135,7 @@ class BranchStep(Step):
         self._has_own, self._continued = bool(unfed), list[Branch]()
         if branches is not None:
             cached, until, fed = model.runner.length(text.slot), model.runner.context, len(unfed)
-            worth = branches.worth(text.max_branches, cached, until, command.hedge)
+            worth = branches.worth(text.options.branches, cached, until, command.hedge)
             chances = [chance for chance, _ in worth[: model.room(beside + fed) // sharing]]
             count = worthwhile(chances, beside + fed, float(fed > 0), model.times.seconds)
             self._continued = branches.make([after for _, after in worth[:count]], text.slot)
@@ -212,7 +212,7 @@ def choose(
     ranked: list[tuple[float, Outcome | None]] = []
     if branches is not None:
         reach, until = branches.reach(), command.start + len(command.tokens) + command.budget
-        ranked += branches.worth(text.max_branches, model.runner.length(text.slot), until)
+        ranked += branches.worth(text.options.branches, model.runner.length(text.slot), until)
     ranked += [(reach * chance, None) for chance in chances]
     ranked = sorted(ranked, key=itemgetter(0), reverse=True)[: model.room(fed) // sharing]
     seconds = model.times.seconds if beside else model.seconds(fed)  # forwards of several texts are not chained

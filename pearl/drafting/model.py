@@ -8,6 +8,7 @@ import torch
 from msgspec.structs import replace
 
 from pearl.decoding.rules import make_half
+from pearl.decoding.rules.joint import JointDraft
 from pearl.decoding.shaping import MakeGuide, make_shaper
 from pearl.drafting.beams import LevelStep
 from pearl.drafting.branches import Branches
@@ -69,7 +70,6 @@ class ModelProposer:
     def open(self, command: Open) -> None:
         """Get ready for a request. Raises `RequestError` where it cannot be served."""
         options, sampling = command.options, command.options.sampling
-        is_block = options.rule_in_force.judges_blocks
         half = make_half("draft", options.rule, sampling, options.parameters)
         before = self._texts.get(command.request)
         window = before.window if before is not None else None  # a request that gets its prefix again keeps its windows
@@ -78,18 +78,19 @@ class ModelProposer:
         slot = self._slots.get(command.slot, command.slot)
         self._texts = {number: each for number, each in self._texts.items() if each.slot != slot}
         shaper = make_shaper(sampling.shaping, command.prompt, self._guides)
-        text = Text(command.slot, slot, half, is_block, shaper, window, withholds=options.withholds)
-        if shaper is None and not is_block:  # shaped rows depend on the text up to them, blocks are searched for
-            self._prepare_guesses(text, command)
+        text = Text(command.slot, slot, half, options, shaper, window)
+        if shaper is None and not isinstance(
+            half, JointDraft
+        ):  # shaped rows depend on the text up to them, blocks are searched for
+            self._prepare_guesses(text, command.prompt)
         self._texts[command.request] = text
 
-    def _prepare_guesses(self, text: Text, command: Open) -> None:
-        options, capabilities = command.options, self.runner.capabilities
+    def _prepare_guesses(self, text: Text, prompt: Sequence[int]) -> None:
+        options = text.options
         if options.draft_lookup:
-            text.index = text_index(command.prompt, self._datastore)
-        text.max_guesses, text.max_branches = options.draft_lookup, options.branches
+            text.index = text_index(prompt, self._datastore)
         text.ranks = options.sends_runners_up
-        may_branch = options.branches and capabilities.together and not text.withholds
+        may_branch = options.branches and self.runner.capabilities.together and not options.withholds
         if may_branch and (spare := self._spare(text.slot)):
             text.branches = Branches(self.runner, spare, self._foresight)
 
@@ -134,7 +135,7 @@ class ModelProposer:
     def chained(self, request: int) -> bool:
         """Whether this request's forwards may be launched before the host knows the tokens to feed."""
         text = self._texts[request]
-        return self.chains and not (text.is_block or text.shaper or text.withholds)
+        return self.chains and not (isinstance(text.half, JointDraft) or text.shaper or text.options.withholds)
 
     def awaits(self, command: Draft, delay: float) -> bool:
         """Whether to await the token that `command` requests before the next forward is launched.
@@ -198,7 +199,7 @@ class ModelProposer:
             text.window.see(command.start, command.tokens, drafts=command.budget > 0)
         if command.hedge:
             return BranchStep(model, text, command, beside, sharing)
-        if text.is_block and command.budget:
+        if isinstance(text.half, JointDraft) and command.budget:
             return LevelStep(model, text, command)
         if after is not None and after.following is not None:  # the host does not know the token, nor guesses behind it
             if text.branches is not None:

@@ -20,6 +20,7 @@ from pearl.drafting.ngram import Anchor, NgramIndex, guess_tree
 from pearl.drafting.stops import TOP, StopWindow
 from pearl.models.runner import Feed, ModelRunner
 from pearl.protocol.events import Draft, Drafted
+from pearl.protocol.options import RequestOptions
 from pearl.protocol.speeds import ForwardTimes
 
 if TYPE_CHECKING:
@@ -102,9 +103,7 @@ class Text:
         window: what its stop policy sees; None: no policy.
         index: of the tokens fed, for guesses; None: no guesses.
         branches: prepared for other outcomes; None: none are.
-        max_guesses, max_branches: in one forward.
         ranks: whether the target is sent the runners-up of each token.
-        withholds: whether the token that ends a window is not proposed.
         last_drawn: (position, token) of the last token that was drawn for it.
         search: for its next block.
         states: hidden states of the target that have come and are still to be read, each with its first position.
@@ -113,15 +112,12 @@ class Text:
     place: int
     slot: int
     half: Any
-    is_block: bool
+    options: RequestOptions
     shaper: Shaper | None
     window: StopWindow | None
     index: NgramIndex | None = None
     branches: Branches | None = None
-    max_guesses: int = 0
-    max_branches: int = 0
     ranks: bool = False
-    withholds: bool = False
     last_drawn: tuple[int, int] | None = None
     search: Search | None = None
     states: list[tuple[int, torch.Tensor]] = field(default_factory=list)
@@ -151,7 +147,7 @@ class Text:
         self.index.extend(command.tokens)
         end = len(self.index)
         self.index.learn(end)
-        most = min(self.max_guesses, command.budget - 1)
+        most = min(self.options.draft_lookup, command.budget - 1)
         if most <= 0 or end - command.start > PROMPT_PIECE:
             return [], []
         tokens, _, chances, _ = guess_tree(self.index, [Anchor(end, 1.0)], most, end + most, branches=False)
