@@ -79,9 +79,8 @@ class ModelProposer:
         self._texts = {number: each for number, each in self._texts.items() if each.slot != slot}
         shaper = make_shaper(sampling.shaping, command.prompt, self._guides)
         text = Text(command.slot, slot, half, options, shaper, window)
-        if shaper is None and not isinstance(
-            half, JointDraft
-        ):  # shaped rows depend on the text up to them, blocks are searched for
+        # Shaped rows depend on the text up to them, blocks are searched for.
+        if shaper is None and not isinstance(half, JointDraft):
             self._prepare_guesses(text, command.prompt)
         self._texts[command.request] = text
 
