@@ -8,7 +8,6 @@ import torch
 from msgspec.structs import replace
 
 from pearl.decoding.rules import make_half
-from pearl.decoding.rules.joint import JointDraft
 from pearl.decoding.shaping import MakeGuide, make_shaper
 from pearl.drafting.beams import LevelStep
 from pearl.drafting.branches import Branches
@@ -80,7 +79,7 @@ class ModelProposer:
         shaper = make_shaper(sampling.shaping, command.prompt, self._guides)
         text = Text(command.slot, slot, half, options, shaper, window)
         # Shaped rows depend on the text up to them, blocks are searched for.
-        if shaper is None and not isinstance(half, JointDraft):
+        if shaper is None and not text.is_block:
             self._prepare_guesses(text, command.prompt)
         self._texts[command.request] = text
 
@@ -134,7 +133,7 @@ class ModelProposer:
     def chained(self, request: int) -> bool:
         """Whether this request's forwards may be launched before the host knows the tokens to feed."""
         text = self._texts[request]
-        return self.chains and not (isinstance(text.half, JointDraft) or text.shaper or text.options.withholds)
+        return self.chains and not (text.is_block or text.shaper or text.options.withholds)
 
     def awaits(self, command: Draft, delay: float) -> bool:
         """Whether to await the token that `command` requests before the next forward is launched.
@@ -198,7 +197,7 @@ class ModelProposer:
             text.window.see(command.start, command.tokens, drafts=command.budget > 0)
         if command.hedge:
             return BranchStep(model, text, command, beside, sharing)
-        if isinstance(text.half, JointDraft) and command.budget:
+        if text.is_block and command.budget:
             return LevelStep(model, text, command)
         if after is not None and after.following is not None:  # the host does not know the token, nor guesses behind it
             if text.branches is not None:

@@ -122,6 +122,11 @@ class Text:
     search: Search | None = None
     states: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
+    @property
+    def is_block(self) -> bool:
+        """Whether its rule judges blocks of tokens."""
+        return self.options.rule_in_force.judges_blocks
+
     def read_states(self, runner: Any) -> None:
         for start, states in self.states:
             runner.extend(start, states, self.slot)
