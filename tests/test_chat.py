@@ -61,7 +61,7 @@ def chatting(environment: dict[str, str], *arguments: str, columns: int = 100) -
 # ---- at a terminal ----
 
 
-def test_ctrl_c_ends_the_reply_and_a_wait_for_another_client_is_shown(home: dict[str, str], paced: list[str]) -> None:
+def test_ctrl_c_ends_the_reply(home: dict[str, str], paced: list[str]) -> None:
     with chatting(home, *paced, "--temperature", "0") as person:
         person.send("123", wanted("123", 10))
         person.type(CTRL_C)
@@ -223,7 +223,7 @@ def test_commands_and_what_they_say_of_mistakes(home: dict[str, str], attached: 
         assert person.leaves() == 0
 
 
-def test_undo_regen_save_load_clear_and_a_trace(home: dict[str, str], attached: list[str], tmp_path: Path) -> None:
+def test_undo_regen_save_load_and_clear(home: dict[str, str], attached: list[str], tmp_path: Path) -> None:
     path = tmp_path / "talk.json"
     with chatting(home, *attached, "--temperature", "1", "--seed", "1", "--max-tokens", "10") as person:
         person.send("123", STATUS)

@@ -40,6 +40,16 @@ def test_a_row_is_a_method_and_its_settings() -> None:
     assert [row.name for row in rows] == ["ar", "sd", "ngram"], "ar is there once and first"
 
 
+def test_ways_of_ones_own_have_their_own_rules(tmp_path: Path) -> None:
+    """Whatever a configuration file says, and whether a way is one of those that run by default."""
+    (tmp_path / "it.yaml").write_text(f"target: {TOY}\ndraft: {TOY}\nrule: coupled\n")
+    (tmp_path / "it.jsonl").write_text('{"prompt": "123"}\n')
+    path = tmp_path / "it.json"
+    asked = ("--config", tmp_path / "it.yaml", "--prompts", tmp_path / "it.jsonl", "--max-tokens", 8, "--json", path)
+    ran("bench", "sd", "sd,gamma=3", *asked)
+    assert [row["rule"] for row in json.loads(path.read_text())["rows"]] == ["", "ratio", "ratio"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -85,14 +85,40 @@ def test_headers_are_bounded(served: Served) -> None:
     assert served.is_well()
 
 
+GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+
+
 def test_connections_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    eventually(lambda: len(served.server.server_state.connections) == 0)
+    def are_open(count: int) -> None:
+        eventually(lambda: len(served.server.server_state.connections) == count)
+
+    are_open(0)
     monkeypatch.setattr(served.server.config, "limit_concurrency", 16)
     with ExitStack() as opened:
-        for _ in range(16):
-            opened.enter_context(served.connection())
-        assert answer(served, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n").startswith(b"HTTP/1.1 503")
+        for others, opening, wanted in ((14, 14, b"HTTP/1.1 200"), (15, 1, b"HTTP/1.1 503")):
+            for _ in range(opening):
+                opened.enter_context(served.connection())
+            are_open(others)
+            assert answer(served, GET).startswith(wanted)
     eventually(served.is_well)
+
+
+def test_a_connection_that_sends_nothing_is_closed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.server.config, "timeout_keep_alive", 0.3)
+    assert answer(served, b"") == b""
+
+
+def test_garbage_behind_an_early_answer(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    """uvicorn would answer it a second time, and fail."""
+    head = b"POST /v1/nothing HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+    with served.connection() as client:
+        client.sendall(head)
+        assert client.recv(4096).startswith(b"HTTP/1.1 404")
+        client.sendall(b"zz\r\n")
+        with suppress(OSError):
+            received(client)
+    assert served.is_well()
+    assert "Fatal error" not in caplog.text
 
 
 def test_a_client_that_does_not_read_delays_nobody(served: Served) -> None:

@@ -69,7 +69,7 @@ def test_a_forward_that_was_done_before_its_loop_asked_for_it_counts(run: tuple[
     assert before.judged > 0
 
 
-def test_compare(run: tuple[Outcome, Path], sd: Path) -> None:
+def test_a_report_of_two_runs(run: tuple[Outcome, Path], sd: Path) -> None:
     text = invoked("report", str(sd), str(run[1]))
     rates = [report(read(path)).tokens_per_second for path in (sd, run[1])]
     assert f"is {rates[1] / rates[0]:.2f} times as fast" in " ".join(text.split())

@@ -341,6 +341,21 @@ class TestTransports:
             assert messages(mail, 1) == [Pong(1, 2)]
         listener.close()
 
+    def test_what_a_peer_sent_before_its_end_is_read(self, listener: Listener, connection: Connection) -> None:
+        """Though something was sent to it in vain meanwhile."""
+        connection.send(Ping(1))
+        ((peer, _),) = collect(listener, 1)
+        connection.send(Ping(2))
+        connection.close(flush=WAIT)
+        with pytest.raises(TransportError, match="gone"):
+            send_until_refused(lambda: listener.send(Finish(1), peer))
+        assert messages(listener, 1) == [Ping(2)]
+
+    def test_a_path_that_cannot_be_bound_is_an_error(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("pearl.transport.sockets.check_bind", lambda address: None)
+        with pytest.raises(ConfigError, match="cannot bind"):
+            listen(f"ipc://{directory}/nowhere/control")
+
     def test_a_frame_beyond_the_limit_costs_its_sender_the_connection(
         self, listener: Listener, connection: Connection
     ) -> None:

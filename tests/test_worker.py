@@ -341,6 +341,16 @@ def test_garbage_from_fronts_and_strangers_is_answered_and_survived(loops: MakeL
     assert front.ask(submission(50)).tokens == simulated(submission(50))
 
 
+def test_faults_of_peers_are_logged_now_and_then(loops: MakeLoops, caplog: pytest.LogCaptureFixture) -> None:
+    """A line in ten seconds: they may come by the thousand."""
+    stranger = loops(expects_draft=False).endpoint()
+    for _ in range(100):
+        stranger.send_frames([b"\xc1"])  # type: ignore[attr-defined]
+    stranger.send(m.Ping(5))
+    first(stranger, m.Pong)  # by then all have been handled
+    assert 1 <= caplog.text.count("dropped a message") < 10
+
+
 def test_rows_of_who_is_not_the_draft_are_not_unpacked(loops: MakeLoops, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a few bytes each would become a whole vocabulary: 28 KB made 1.2 GB. Nor do they reach a draft that joins."""
     unpacked: list[object] = []

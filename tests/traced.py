@@ -31,9 +31,11 @@ def recording_of(engine: Engine, path: Path) -> Iterator[None]:
     """What is done meanwhile, in one file, as of a recording that the page shows."""
     recording = engine.client.recording
     recording.start()
-    yield
-    number, recording._number = recording._number, 0
-    recording._request(Record(number, False))
+    try:
+        yield
+    finally:
+        number, recording._number = recording._number, 0
+        recording._request(Record(number, False))
     chrome.merge(path, asked_for(engine.directory, number))
 
 

@@ -114,7 +114,7 @@ def _benched(settings: Settings, ways: Sequence[str], *, prompts: Sequence[str],
     config, decoding = settings.engine, settings.decoding
     if not config.has_draft and not ways:
         raise ConfigError("--draft none: there is nothing to compare with ar; name ways, such as ngram")
-    rows = named_rows(ways, rows_for(config, decoding.rule)) if ways else rows_for(config, decoding.rule)
+    rows = named_rows(ways, rows_for(config)) if ways else rows_for(config, decoding.rule)
     for row in rows:
         config.check_decoding(row.decoding)
     toys = is_emulated(config)

@@ -240,7 +240,7 @@ def _file(chat: Chat, rest: str) -> None:
 
 
 def _model(chat: Chat, rest: str) -> None:
-    """show the models, or go on with others: /model TARGET [DRAFT]"""
+    """as /show, or go on with other models: /model TARGET [DRAFT]"""
     if not rest:
         _show(chat, "")
         return

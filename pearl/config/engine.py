@@ -95,10 +95,11 @@ class EngineConfig(Section):
     keys: str | None = Field(
         default=None,
         validate_default=True,
-        description="File of the keys that secure the control channel; pearl keys FILE makes one.",
+        description="File of the keys that secure a tcp:// control channel; pearl keys FILE makes one.",
     )
     tensors: Literal["auto", "frames", "gloo", "nccl"] = Field(
-        default="auto", description="How dense draft distributions travel; auto: ZeroMQ frames, between GPUs too."
+        default="auto",
+        description="How dense draft distributions travel; auto: as frames of messages, between GPUs too.",
     )
     draft_timeout: Seconds = Field(default=10.0, description="Seconds of silence after which the draft counts as lost.")
     target_timeout: Seconds = Field(

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pearl.config import Settings
 from pearl.engine import Engine
@@ -26,10 +28,10 @@ from pearl.transport.address import raise_limit
 LOST_SECONDS = 5.0  # of answers with 503 after the engine is lost
 STOP_SECONDS = 2.0  # for running requests to end after the signal
 _CUT_SECONDS = 5  # until open connections are closed
-_IDLE_SECONDS = 15  # that a connection may be idle between two requests
+_IDLE_SECONDS = 15  # that a connection may be idle before its first request and between two
 _LOOK_SECONDS = 0.2
 _HEADER = 32 << 10  # bytes of a request line and headers that have not ended
-_CONNECTIONS = 512  # answered by 503 beyond
+_CONNECTIONS = 512  # with so many open every request is answered by 503
 _BACKLOG = 128  # connections waiting to be accepted; asyncio accepts all of them in a row
 
 
@@ -100,6 +102,20 @@ class Door:
             raise TargetLost(service.lost)
 
 
+class Connection(H11Protocol):
+    """uvicorn's, which also ends one that sends nothing at first, or what is no request during an answer."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            super().data_received(data)
+        except h11.LocalProtocolError:  # no error can be sent
+            self.transport.abort()
+
+
 class Server(uvicorn.Server):
     """uvicorn's, which at shutdown fails texts that do not end in time."""
 
@@ -107,7 +123,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app.asgi,
-                http="h11",
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,

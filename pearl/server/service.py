@@ -10,7 +10,7 @@ from pearl.engine import Engine
 from pearl.engine.asynchronous import AsyncEngine, AsyncStream
 from pearl.engine.request import Options
 from pearl.errors import EngineClosed
-from pearl.server.errors import engine_lost
+from pearl.server.errors import engine_lost, of_engine
 from pearl.server.figures import Figures
 
 
@@ -41,10 +41,13 @@ class Service:
         self._async.close()
 
     def check(self) -> None:
-        """Raises `ApiError` once the engine is lost, `EngineClosed` once the server ends."""
+        """Raises `ApiError` once the engine is lost or the server ends."""
         if self.lost:
             raise engine_lost(self.lost)
-        _ = self._async.engine
+        try:
+            _ = self._async.engine
+        except EngineClosed as error:
+            raise of_engine(error) from None
 
     @asynccontextmanager
     async def text(

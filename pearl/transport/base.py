@@ -30,7 +30,7 @@ class Endpoint(Protocol):
     def send(self, message: Message, peer: Peer | None = None) -> None:
         """Queue `message`; never blocks. A listener needs `peer`, a connection takes None.
 
-        What the system does not take at once is sent by the next call, or the thread that waits.
+        What the system does not take at once is sent by the next call that sends or receives, or the thread that waits.
 
         Raises `TransportError` if the peer is gone or its queue is full, `LocalProtocolError` if the message exceeds a
         limit of the wire. A peer's absence is noticed after a while; what is sent before that is lost.

@@ -82,7 +82,8 @@ class Polled:
     def _rouse(self) -> None:
         # `os.write` would release the interpreter lock, and the woken thread would take it from the waker. A full pipe
         # needs no further byte.
-        _write(self._waker, b"!", 1)
+        if not self._is_closed:
+            _write(self._waker, b"!", 1)
 
     def _check_open(self) -> None:
         if self._is_closed:

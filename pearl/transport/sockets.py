@@ -42,6 +42,7 @@ class _Pipe:
         connection.setblocking(False)
         self.socket = connection
         self.unsent: deque[bytes | memoryview] = deque()
+        self.is_broken = False  # nothing can be sent any more; what the peer has sent may still be read
         self._read = bytearray()
 
     def flush(self) -> None:
@@ -106,28 +107,37 @@ class _End(Polled):
         """Take new connections, or make one."""
 
     def _exchange(self, peer: Peer, reads: bool = True) -> None:
-        """Send what waits, and read; a peer that is gone is lost."""
+        """Send what waits, and read; a peer that is gone is lost once all that it has sent was read."""
         pipe = self._pipes[peer]
-        try:
-            if pipe.unsent:
+        if pipe.unsent:
+            try:
                 pipe.flush()
-                self._poll.modify(pipe.socket, select.POLLIN | (select.POLLOUT if pipe.unsent else 0))
-            if reads:
+            except OSError:
+                pipe.is_broken = True
+                pipe.unsent.clear()
+            self._poll.modify(pipe.socket, select.POLLIN | (select.POLLOUT if pipe.unsent else 0))
+        if reads:
+            try:
                 pipe.read()
-        except OSError:
-            self._lose(peer)
+            except OSError:
+                self._lose(peer)
 
     def _send(self, peer: Peer, frames: Sequence[bytes]) -> None:
-        if (pipe := self._pipes.get(peer)) is None:
+        pipe = self._pipes.get(peer)
+        if pipe is None or pipe.is_broken:
             raise TransportError("the peer is gone")
         if len(pipe.unsent) >= _QUEUE:
             raise TransportError("the peer's queue is full: it has stopped receiving")
-        pipe.unsent.append(b"".join((struct.pack(f"<{1 + len(frames)}I", len(frames), *map(len, frames)), *frames)))
-        self._exchange(peer, reads=False)
-        if peer not in self._pipes:
+        self._queue(peer, frames)
+        if pipe.is_broken:
             raise TransportError("the peer is gone")
         if pipe.unsent:
             self._rouse()  # the thread that waits sends the rest
+
+    def _queue(self, peer: Peer, frames: Sequence[bytes]) -> None:
+        header = struct.pack(f"<{1 + len(frames)}I", len(frames), *map(len, frames))
+        self._pipes[peer].unsent.append(b"".join((header, *frames)))
+        self._exchange(peer, reads=False)
 
     def _take(self) -> list[tuple[Peer, Frames]]:
         self._meet()
@@ -192,7 +202,13 @@ class SocketListener(_End):
         self.address, self._file, self._numbers = address, Path(address.removeprefix("ipc://")), count(1)
         self._door = socket.socket(socket.AF_UNIX)
         self._door.setblocking(False)
-        self._door.bind(str(self._file))
+        self._is_shut = False  # for lack of descriptors
+        try:
+            self._door.bind(str(self._file))
+        except OSError as error:
+            super().close()
+            self._door.close()
+            raise ConfigError(f"cannot bind {address}: {error.strerror}") from None
         self._file.chmod(0o600)  # whatever the umask was
         self._door.listen(_BACKLOG)
         self._poll.register(self._door, select.POLLIN)
@@ -203,8 +219,16 @@ class SocketListener(_End):
                 self._add(b"%d" % next(self._numbers), self._door.accept()[0])
         except BlockingIOError:
             pass
-        except OSError:  # no descriptor is left
-            time.sleep(_RETRY_SECONDS)
+        except OSError:  # no descriptor is left: others come in once a peer is gone, not in a busy loop
+            if not self._is_shut:
+                self._poll.unregister(self._door)
+            self._is_shut = True
+
+    def _lose(self, peer: Peer) -> None:
+        super()._lose(peer)
+        if self._is_shut and not self._is_closed:
+            self._poll.register(self._door, select.POLLIN)
+            self._is_shut = False
 
     def close(self, flush: float = 0.0) -> None:
         if not self._is_closed:
@@ -225,23 +249,27 @@ class SocketConnection(_End):
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.setblocking(False)
         self._early: list[Sequence[bytes]] | None = []  # sent before there was a listener; None: there is one
-        try:
-            if not os.path.isabs(self._path):
-                raise OSError("it names no socket file")
+        self._failure = "" if os.path.isabs(self._path) else "it names no socket file"
+        if not self._failure:
             self._meet()
-        except OSError as error:
+        if self._failure:
             self.close()
-            raise ConfigError(f"cannot connect to {address}: {error.strerror or error}") from None
+            raise ConfigError(f"cannot connect to {address}: {self._failure}")
 
     def _meet(self) -> None:
         if self._early is None:
             return
-        with suppress(*_ABSENT):
+        try:
             self._socket.connect(self._path)
-            self._add(SOLE_PEER, self._socket)
-            early, self._early = self._early, None
-            for frames in early:
-                super()._send(SOLE_PEER, frames)
+        except _ABSENT:
+            return
+        except OSError as error:
+            self._early, self._failure = None, error.strerror or str(error)
+            return
+        self._add(SOLE_PEER, self._socket)
+        early, self._early = self._early, None
+        for frames in early:
+            self._queue(SOLE_PEER, frames)
 
     def _send(self, peer: Peer, frames: Sequence[bytes]) -> None:
         self._meet()
@@ -262,7 +290,7 @@ class SocketConnection(_End):
     @property
     def connected(self) -> bool:
         """False once it has been cut off; True while there is no listener yet."""
-        return self._early is not None or SOLE_PEER in self._pipes
+        return self._early is not None or (SOLE_PEER in self._pipes and not self._pipes[SOLE_PEER].is_broken)
 
     def close(self, flush: float = 0.0) -> None:
         super().close(flush)

@@ -30,7 +30,6 @@ _LISTENER_QUEUE = 16  # messages of one peer that a listener queues, 256 MiB at 
 _HANDSHAKE_SECONDS = 30  # for a peer to prove its key: a worker that loads its model may be slow
 _CONNECT_SECONDS = 5  # for one attempt to connect: the kernel's own come a minute apart after a long outage
 _LOST_SECONDS = 15  # without an acknowledgement by the peer's kernel: the link is cut, or its host is gone
-_MAX_TAKEN = 16 << 20  # bytes that one `receive` takes, or one message: decoded they may be 15 times as many
 # As enums they cost twice the time.
 _EVENTS, _POLLIN, _NOBLOCK, _SNDMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.SNDMORE)
 _EVENT = struct.Struct("=H")  # the start of a monitor's message; pyzmq's parser imports asyncio
@@ -87,10 +86,8 @@ class _Socket(Polled):
 
     def _take(self) -> list[tuple[Peer, Frames]]:
         found: list[tuple[Peer, Frames]] = []
-        size = 0
-        while len(found) < MAX_BATCH and size < _MAX_TAKEN and _is_readable(self._socket):
+        while len(found) < MAX_BATCH and _is_readable(self._socket):
             frames = self._socket.recv_multipart(_NOBLOCK)
-            size += sum(map(len, frames))
             found.append((frames[0], frames[1:]) if self.is_listener else (SOLE_PEER, frames))
         self._pass_on()
         return found
@@ -102,9 +99,10 @@ class _Socket(Polled):
 
     def close(self, flush: float = 0.0) -> None:
         if not self._is_closed:
-            super().close()
+            self._is_closed = True
             self._socket.close(linger=int(flush * 1000))
             self._context.term()  # waits for that linger only
+            super().close()
 
 
 class _OneKey:
