@@ -16,7 +16,6 @@ from pearl.transport.base import SOLE_PEER, Peer, Received
 from pearl.transport.codec import encode, received
 
 Frames = list[bytes]
-_PIPE = 1 << 16  # bytes that a pipe holds
 _write = ctypes.PyDLL(None).write
 
 
@@ -71,7 +70,7 @@ class Polled:
         """Whether `wake` was called. A descriptor may also signal what is no message."""
         self._ready = {descriptor for descriptor, _ in self._poll.poll(ceil(timeout * 1000))}
         if self._wakeup in self._ready:
-            os.read(self._wakeup, _PIPE)
+            os.read(self._wakeup, 1 << 16)  # all that a pipe holds
         is_woken, self._is_woken = self._is_woken, False
         return is_woken
 

@@ -30,7 +30,7 @@ from pearl.transport.polled import Frames, Polled
 
 _QUEUE = 1 << 16  # messages queued for a peer that does not read: more than a text has, so a front may read slowly
 _CHUNK = 1 << 18  # bytes of one read
-_BACKLOG = 128  # connections that wait to be accepted
+_BUFFER = 4 << 20  # bytes in the kernel, if it grants so many: rows of a large vocabulary leave in one call
 _RETRY_SECONDS = 0.01  # between two attempts to connect, or to accept where there is no descriptor left
 _ABSENT = (FileNotFoundError, ConnectionRefusedError, BlockingIOError)  # no listener yet, or its backlog is full
 
@@ -40,6 +40,7 @@ class _Pipe:
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         self.socket = connection
         self.unsent: deque[bytes | memoryview] = deque()
         self.is_broken = False  # nothing can be sent any more; what the peer has sent may still be read
@@ -210,7 +211,7 @@ class SocketListener(_End):
             self._door.close()
             raise ConfigError(f"cannot bind {address}: {error.strerror}") from None
         self._file.chmod(0o600)  # whatever the umask was
-        self._door.listen(_BACKLOG)
+        self._door.listen()
         self._poll.register(self._door, select.POLLIN)
 
     def _meet(self) -> None:
