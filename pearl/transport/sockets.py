@@ -176,10 +176,10 @@ class _End(Polled):
         return any(pipe.unsent for pipe in self._pipes.values())
 
     def close(self, flush: float = 0.0) -> None:
-        if self._is_closed:
-            return
         deadline = time.monotonic() + flush
         with self._lock:
+            if self._is_closed:
+                return
             while self._has_unsent and time.monotonic() < deadline:
                 time.sleep(_RETRY_SECONDS)
                 self._meet()
