@@ -31,7 +31,7 @@ _CUT_SECONDS = 5  # until open connections are closed
 _IDLE_SECONDS = 15  # that a connection may be idle before its first request and between two
 _LOOK_SECONDS = 0.2
 _HEADER = 32 << 10  # bytes of a request line and headers that have not ended
-_CONNECTIONS = 512  # with so many open every request is answered by 503
+_CONNECTIONS = 512  # maximum open connections: from there on every request gets 503
 _BACKLOG = 128  # connections waiting to be accepted; asyncio accepts all of them in a row
 
 

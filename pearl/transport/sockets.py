@@ -25,12 +25,12 @@ from pearl.errors import ConfigError, TransportError
 from pearl.transport.address import check_bind, raise_limit
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Peer
 from pearl.transport.codec import MAX_FRAME, MAX_FRAMES
+from pearl.transport.endpoint import BaseEndpoint, Frames
 from pearl.transport.keys import Keys
-from pearl.transport.polled import Frames, Polled
 
 _QUEUE = 1 << 16  # messages queued for a peer that does not read: more than a text has, so a front may read slowly
 _CHUNK = 1 << 18  # bytes of one read
-_BUFFER = 4 << 20  # bytes in the kernel, if it grants so many: rows of a large vocabulary leave in one call
+_BUFFER = 4 << 20  # bytes of the send buffer (the kernel may cap it), so that a large row is sent in one call
 _RETRY_SECONDS = 0.01  # between two attempts to connect, or to accept where there is no descriptor left
 _ABSENT = (FileNotFoundError, ConnectionRefusedError, BlockingIOError)  # no listener yet, or its backlog is full
 
@@ -88,7 +88,7 @@ class _Pipe:
         return frames
 
 
-class _End(Polled):
+class _End(BaseEndpoint):
     """Its connections by the names of their peers."""
 
     def __init__(self) -> None:

@@ -19,8 +19,8 @@ from pearl.errors import ConfigError, TransportError
 from pearl.transport.address import check_bind, raise_limit
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Peer, Received
 from pearl.transport.codec import MAX_FRAME
+from pearl.transport.endpoint import BaseEndpoint, Frames
 from pearl.transport.keys import Keys
-from pearl.transport.polled import Frames, Polled
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
@@ -58,7 +58,7 @@ def _is_readable(socket: zmq.Socket[bytes]) -> bool:
     return bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
 
 
-class _Socket(Polled):
+class _Socket(BaseEndpoint):
     """A socket with a context of its own, so that closing it waits for no other socket."""
 
     def __init__(self, kind: int, queue: int) -> None:

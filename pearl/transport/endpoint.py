@@ -19,7 +19,7 @@ Frames = list[bytes]
 _write = ctypes.PyDLL(None).write
 
 
-class Polled:
+class BaseEndpoint:
     """An end of the control channel; a transport has `_send`, `_take`, and descriptors that `_poll` watches."""
 
     is_listener = False
