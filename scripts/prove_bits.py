@@ -150,14 +150,16 @@ def _table_of(scale: Scale, runner: ForwardRunner, name: str) -> Figure:
 
 
 def _beside_others(runner: ForwardRunner) -> tuple[int, int]:
-    """Rows of two chains and a tree in one forward, and how many differ from those of each alone, the longest cut."""
+    """Rows of two chains and a tree in one forward, and how many differ from those of each alone, the longest cut, the
+    tree's path as a chain.
+    """
     tokens = tokens_of(runner, 300)
-    nodes = min(20, runner.capabilities.tree_nodes)
-    tree = Feed(tokens[50 : 50 + nodes], nodes, 2, (-1, *range(nodes - 2), 0))
-    chain, *others = Feed(tokens[:20], 20), Feed(tokens[30:39], 9, 1), tree
-    cut = [Feed(tokens[at : at + 5], 5) for at in range(0, 20, 5)]
+    tree = path = Feed(tokens[50:69], 19, 2)
+    if runner.capabilities.tree_nodes:
+        tree = Feed(tokens[49:69], 19, 2, (-1, -1, *range(1, 19)))  # another first node before the path
+    chain, other, cut = Feed(tokens[:20], 20), Feed(tokens[30:39], 9, 1), range(0, 20, 5)
     made = []
-    for forwards in ([[chain, *others]], [[feed] for feed in (*cut, *others)]):
+    for forwards in ([[chain, other, tree]], [[Feed(tokens[at : at + 5], 5)] for at in cut] + [[other], [path]]):
         for slot, start in enumerate((100, 250, 37)):
             runner.rollback(0, slot)
             feed_chain(runner, tokens[:start], 1, slot, prompt=True)

@@ -1,6 +1,7 @@
 """Our GPU kernels in Triton's interpreter, against plain torch: small models of every family, chains, trees, slots."""
 
 import os
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 
 from pearl.decoding import sampling
 from pearl.decoding.keys import Purpose, draw_key
-from pearl.models.feeds import Feed
+from pearl.models.feeds import Feed, paths
 from pearl.models.forward.experts import Experts
 from pearl.models.forward.graphs import FED
 from pearl.models.forward.matrices import Rounding, matrix, packed_together
@@ -43,7 +44,7 @@ from pearl.decoding import draw_kernels  # noqa: E402
 from pearl.models.forward import attention_kernels, cuts, decode, expert_kernels, kernels, tile_kernels  # noqa: E402
 
 ROWS = SIZES[0]
-FULL_TABLE = torch.ones(1 + 4 * ROWS, dtype=torch.long)  # every row is needed
+FULL_TABLE = torch.ones(1 + 3 * ROWS, dtype=torch.long)  # every row is needed
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 90,
@@ -108,7 +109,9 @@ def model_of(name: str) -> PreTrainedModel:
 
 
 def runner_of(name: str, kernels: bool = True, context: int = 600) -> ForwardRunner:
-    return ForwardRunner(model_of(name), context, slots=3, record=lambda work: work, kernels=kernels)
+    """Without our kernels: in torch's operations and C."""
+    record = (lambda work: work) if kernels else None
+    return ForwardRunner(model_of(name), context, slots=3, record=record, kernels=kernels)
 
 
 @cache
@@ -153,20 +156,24 @@ def test_forwards_are_those_of_torch() -> None:
 @pytest.mark.usefixtures("small_tables")
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "one layer"])
 def test_every_family(name: str) -> None:
-    """A chain behind a prompt that is longer than windows, with a tree beside it; then each row alone."""
+    """A chain behind a prompt that is longer than windows, with a tree beside it; then the chain's rows and a path of
+    the tree alone.
+    """
     both = runner_of(name, context=160), runner_of(name, kernels=False, context=160)
     assert both[0]._decode is not None
     for runner in both:
         feed_chain(runner, text(126), 1, prompt=True)
         feed_chain(runner, text(75, 5), 1, 1, prompt=True)
     tree = Feed(text(6, 4), 6, 1, (-1, 0, 0, 1, 2, 3))
-    whole, _ = fed_both(both, Feed(text(6, 1), 6), tree)
+    whole, nodes = fed_both(both, Feed(text(6, 1), 6), tree)
     for runner in both:
         runner.keep([0, 2, 4], 1)
     fed_both(both, Feed(text(2, 7), 2, 1))
     both[0].rollback(126)
     apart = [feed_chain(both[0], text(6, 1)[at : at + count], count) for at, count in ((0, 1), (1, 5))]
     assert torch.equal(torch.cat(apart), whole)
+    both[0].rollback(75, 1)
+    assert torch.equal(feed_chain(both[0], [tree.tokens[node] for node in (0, 2, 4)], 3, 1), nodes[[0, 2, 4]])
 
 
 @pytest.mark.parametrize("name", ["experts", "experts with biases, windows and sinks"])
@@ -215,6 +222,23 @@ def test_bits_depend_on_no_company_slot_or_cut(runner: ForwardRunner) -> None:
         assert torch.equal(torch.cat(found), whole)
 
 
+@pytest.mark.parametrize(("start", "count"), [(0, 16), (59, 9), (505, 16), (40, 40)])
+def test_a_trees_nodes_have_the_bits_of_their_path(start: int, count: int) -> None:
+    """In the first part, across two, across two lengths of parts, and more nodes than a small table has."""
+    runner, order = shared("one layer"), random.Random(start)
+    parents = [max(-1, node - order.choice((1, 1, 2, 5))) for node in range(count)]
+    runner.rollback(0, 2)
+    feed_chain(runner, text(start + 1), 1, 2, prompt=True)
+    runner.rollback(start, 2)
+    (nodes,) = (rows.clone() for rows in runner.forward([Feed(text(count, 1), count, 2, tuple(parents))]))
+    runner.rollback(start, 2)
+    for leaf in {*range(count)} - {*parents}:
+        path = list(paths(parents)[leaf])
+        alone = feed_chain(runner, [text(count, 1)[node] for node in path], len(path), 2)
+        assert torch.equal(nodes[path], alone), path
+        runner.rollback(start, 2)
+
+
 def test_bits_do_not_depend_on_the_size_of_the_table() -> None:
     """Chains and a tree in three slots: in two tables of 64 rows, then 16 rows at a time."""
     runner = shared("one layer")
@@ -256,12 +280,18 @@ def by_length(self: decode.Decode, feeds: Sequence[Feed]) -> list[Any]:
     return [(rows * (1 + 1e-6 * (len(feed.tokens) == 1)), more) for (rows, more), feed in found]
 
 
+def by_tree(self: decode.Decode, feeds: Sequence[Feed]) -> list[Any]:
+    found = zip(_FORWARD(self, feeds), feeds, strict=True)
+    return [(rows * (1 + 1e-6 * (feed.parents is not None)), more) for (rows, more), feed in found]
+
+
 @pytest.mark.parametrize(
     ("method", "planted", "said", "most"),
     [
         ("_run", other_bits, "other bits", ROWS),
         ("_run", wrong_rows, "wrong rows", 0),
         ("forward", by_length, "depend on their company", 0),
+        ("forward", by_tree, "depend on their company", 0),
     ],
 )
 def test_kernels_that_are_wrong_are_given_up_or_their_larger_tables(
@@ -334,7 +364,7 @@ def test_products_of_quantised_weights_in_parts(rounding: Rounding, inputs: int)
     at_once = 4 * packed_together(inputs, 32) if rounding == "int4" else 64
     sums, counts = torch.empty(9999), torch.zeros(9).int()
     found = matrix(layer.requires_grad_(False), dtype=torch.float32, rounding=rounding, plain=True)
-    few, fed = torch.zeros(ROWS, 41), torch.where(torch.arange(1 + 4 * ROWS) < 1 + 3 * ROWS + 5, FULL_TABLE, 0)
+    few, fed = torch.zeros(ROWS, 41), torch.where(torch.arange(1 + 3 * ROWS) < 1 + 2 * ROWS + 5, FULL_TABLE, 0)
     for table, to in ((FULL_TABLE, out), (fed, few)):
         kernels.multiply[(3, parts)](
             table, x, x, x, found.weight, found.scales, x, to, x, sums, counts, 1.0, 1e-5, K=inputs, N=41, BN=16,
@@ -377,18 +407,20 @@ def test_tables() -> None:
         [(1, 0, 14, 0), (2, 0, 2, 14)],
     ]
     flat = numbers(feeds, tables[0], ROWS)
-    assert len(flat) == numbers_of(ROWS)
     assert flat[0] == 2
-    assert flat[1 + 3 * ROWS : 1 + 4 * ROWS] == [16] * 4 + [9] * 12  # parts that each row sees
-    # first, rows, feed, fed, slot, start, span, parts, least: parts of position 1023 are the last of 64 positions
-    assert flat[1 + 4 * ROWS :][:18] == [0, 4, 0, 16, 0, 1020, 64, 16, 1020, 4, 12, 0, 16, 0, 1020, 128, 9, 1024]
+    assert flat[1 + 2 * ROWS : 1 + 3 * ROWS] == [16] * 4 + [9] * 12  # parts that each row sees
+    # first, rows, feed, fed, slot, start, span, begin, parts, apart: position 1023 is the last with parts of 64
+    assert flat[1 + 3 * ROWS :] == [0, 4, 0, 16, 0, 1020, 64, 0, 16, 0, 4, 12, 0, 16, 0, 1020, 128, 0, 9, 0]
     assert FED == ROWS == expert_kernels.ROWS.value
     assert attention_kernels.MOST_PARTS.value == MOST_PARTS
     chain = numbers([Feed(text(40), 1)], lay_tables([Feed(text(40), 1)], [0], 64)[0], 64)
     assert chain[0] == 3  # tiles of 16 rows
+    flat = numbers(feeds, tables[2], ROWS)  # the part before the tree for all its rows, then each row's own
+    assert flat[1 + 3 * ROWS :][:20] == [0, 14, 0, 14, 1, 100, 64, 0, 1, 0, 0, 14, 0, 14, 1, 100, 64, 1, 2, 1]
     tree = [Feed(text(64), 1, 0, (-1, *range(63)))]
-    last = numbers(tree, lay_tables(tree, [0], 64)[0], 64)[1 + 3 * 64 - 1]
-    assert last == -1  # the 64th node sees all 64: its mask as a number of 64 bits with a sign
+    flat = numbers(tree, lay_tables(tree, [500], 64)[0], 64)
+    assert len(flat) == numbers_of(64)
+    assert torch.tensor(flat[-8:]).view(torch.uint8).tolist() == [*range(64)]  # the path of the last node
 
 
 @pytest.mark.parametrize(("shape", "fits"), [((4096, 11008), True), ((30, 80), False), ((90, 24), False)])

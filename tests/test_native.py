@@ -11,7 +11,7 @@ from torch.nn.functional import gelu, linear, silu
 from transformers import AutoModelForCausalLM
 
 from pearl.models.checkpoints.formats import GGUF_BLOCKS, from_gguf
-from pearl.models.feeds import Feed, ancestors, depths, lay_out
+from pearl.models.feeds import Feed, depths, lay_out, paths
 from pearl.models.forward import matrices, native
 from pearl.models.forward.attention import Heads, Scoring
 from pearl.models.forward.native import Native
@@ -254,7 +254,7 @@ def test_attention(built: None, dtype: torch.dtype, heads: Heads, scored: tuple[
         cached = (each[feed.slot, 0, :, :length] for each in (other.keys, other.values))
         keys, values = (torch.cat((old, each.transpose(0, 1)), 1) for old, each in zip(cached, new, strict=True))
         at = torch.tensor([*range(length), *(length + depth for depth in depths(parents))])
-        nodes = torch.tensor([[mask >> node & 1 for node in range(len(given))] for mask in ancestors(parents)])
+        nodes = torch.tensor([[node in path for node in range(len(given))] for path in paths(parents)])
         sees = torch.cat((torch.ones(len(given), length), nodes), 1).bool()
         sees &= at > at[length:, None] - (window or 512)
         wanted = attended(queries, keys, values, sees, scoring.scale, cap, scoring.sinks_of(0))

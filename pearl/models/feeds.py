@@ -53,11 +53,11 @@ def depths(parents: Sequence[int]) -> list[int]:
     return found
 
 
-def ancestors(parents: Sequence[int]) -> list[int]:
-    """Return for each node of a tree its ancestors and itself, as a bit mask: bit j is node j."""
-    found: list[int] = []
+def paths(parents: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return for each node of a tree its ancestors and itself, in the order of the text."""
+    found: list[tuple[int, ...]] = []
     for node, parent in enumerate(parents):
-        found.append((1 << node) | (0 if parent < 0 else found[parent]))
+        found.append((*(() if parent < 0 else found[parent]), node))
     return found
 
 

@@ -1,7 +1,7 @@
 """Triton kernels of attention in a decoding forward: to parts of the positions, and the sum of the parts.
 
-A row's bits depend on its own tokens only, or on its tree.  Positions are cut into parts, and parts into blocks, by the
-row's own position (see `row_table`).  A part or block that a row does not see adds exactly zero.
+A row's bits depend on its own tokens only.  Positions are cut into parts, and parts into blocks, by the row's own
+position (see `row_table`).  A part or block that a row does not see adds exactly zero.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pearl.models.forward.kernels import root_scale, weighted
 MOST_PARTS = constexpr(row_table.MOST_PARTS)
 TILE_ROWS = constexpr(row_table.TILE_ROWS)  # rows of a tile
 NUMBERS = constexpr(row_table.TILE_NUMBERS)
-PER_ROW = constexpr(row_table.ROW_NUMBERS)  # numbers of a row in a table, before its tiles
+PER_ROW = constexpr(row_table.ROW_NUMBERS)  # numbers of a row in a table, before the tiles
+PATH_BYTES = constexpr(row_table.PATH_BYTES)
 _BLOCK = constexpr(64)  # positions at once
 _LOW = constexpr(-1.0e30)
 
@@ -62,15 +63,14 @@ def _write_new(
     table, qkv, to_keys, to_values, norm, squares, cos, sin, feed, fed, start, low, high, head, eps, ROWS: constexpr,
     HQ: constexpr, HK: constexpr, D: constexpr, WIDE: constexpr, NORMS: constexpr, TURNS: constexpr,
 ):  # fmt: skip
-    """Write the keys and values of a feed's rows whose positions are from `low` to `high`."""
+    """Write the keys and values of a feed's rows whose positions in the text are from `low` to `high`."""
     d = tl.arange(0, WIDE)
     for first in range(0, fed, TILE_ROWS):
         nodes = first + tl.arange(0, TILE_ROWS)
-        row, at = feed + nodes, start + nodes
-        inside = (nodes < fed) & (at >= low) & (at < high)
-        row = tl.where(inside, row, 0)
+        positions = tl.load(table + 1 + ROWS + feed + nodes, mask=nodes < fed, other=-1)
+        inside = (positions >= low) & (positions < high)
+        row, at = tl.where(inside, feed + nodes, 0), start + nodes
         source = qkv + row * ((HQ + 2 * HK) * D) + (HQ + head) * D
-        positions = tl.load(table + 1 + ROWS + row, mask=inside, other=0)
         scale = root_scale(squares, HQ * D // 16, HK * D, eps, ROWS, row) if NORMS == 2 else positions
         its = norm + row * 0 + (head * D if NORMS == 2 else 0)
         key = _turned(source, positions, inside, its, scale, cos, sin, eps, NORMS, TURNS, D, WIDE)
@@ -83,26 +83,13 @@ def _write_new(
 
 
 @triton.jit
-def _seen(table, there, inside, feed, start, sees, positions, ROWS: constexpr, WINDOW: constexpr):
-    """[R, BLOCK]: whether each row sees each of the cache's positions `there`; `sees`: its nodes of the feed."""
-    node = tl.minimum(tl.maximum(there - start, 0), 63).to(tl.int64)
-    is_node = there >= start
-    seen = inside[None, :] & ((there < start)[None, :] | (((sees[:, None] >> node[None, :]) & 1) == 1))
-    if WINDOW:  # a node stands where it was fed; its position in the text may be an earlier one
-        stands = tl.load(table + 1 + ROWS + feed + node, mask=inside & is_node, other=0)
-        stands = tl.where(is_node, stands, there.to(tl.int64))
-        seen = seen & (stands[None, :] > positions[:, None] - WINDOW)
-    return seen
-
-
-@triton.jit
 def _attend_part(
-    table, query, sees, positions, keys, values, feed, start, begin, low, high, scale, ROWS: constexpr, R: constexpr,
-    D: constexpr, WIDE: constexpr, WINDOW: constexpr, CAP: constexpr,
+    query, positions, keys, values, start, path, begin, high, scale, R: constexpr, D: constexpr, WIDE: constexpr,
+    WINDOW: constexpr, CAP: constexpr,
 ):  # fmt: skip
-    """(mixed values [R, WIDE], greatest score [R], sum of shares [R]) of the positions from `low` to `high`.
+    """(mixed values [R, WIDE], greatest score [R], sum of shares [R]) of the positions from `begin` to `high`.
 
-    Of those before `begin`, whole blocks behind `low`, no row sees any.
+    In the cache the positions from `start` on stand as the nodes of `path`, others in their order.
     """
     d = tl.arange(0, WIDE)
     kind: constexpr = query.dtype
@@ -110,15 +97,18 @@ def _attend_part(
     weight, mixed = tl.zeros((R,), tl.float32), tl.zeros((R, WIDE), tl.float32)
     for first in range(begin, high, _BLOCK):
         there = first + tl.arange(0, _BLOCK)
-        inside = there < high
-        at = there[:, None] * D + d[None, :]
+        inside, is_node = there < high, there >= start
+        node = tl.load(path + there - start, mask=inside & is_node, other=0).to(tl.int32)
+        at = tl.where(is_node, start + node, there)[:, None] * D + d[None, :]
         is_in = inside[:, None] & (d < D)[None, :]
         key = tl.load(keys + at, mask=is_in, other=0.0, cache_modifier=".cg")
         value = tl.load(values + at, mask=is_in, other=0.0, cache_modifier=".cg")
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         if CAP > 0:
             scores = CAP * (1 - 2 / (tl.exp(2 * scores / CAP) + 1))
-        seen = _seen(table, there, inside, feed, start, sees, positions, ROWS, WINDOW)
+        seen = inside[None, :] & (there[None, :] <= positions[:, None])
+        if WINDOW:
+            seen = seen & (there[None, :] > positions[:, None] - WINDOW)
         scores = tl.where(seen, scores, _LOW)
         higher = tl.maximum(top, tl.max(scores, 1))
         shares = tl.where(seen, tl.exp(scores - higher[:, None]), 0.0)
@@ -136,8 +126,8 @@ def _tile_at(table, t, ROWS: constexpr):
     first, count = tl.load(at).to(tl.int32), tl.load(at + 1).to(tl.int32)
     feed, fed = tl.load(at + 2).to(tl.int32), tl.load(at + 3).to(tl.int32)
     slot, start = tl.load(at + 4), tl.load(at + 5).to(tl.int32)
-    span, parts = tl.load(at + 6).to(tl.int32), tl.load(at + 7).to(tl.int32)
-    return first, count, feed, fed, slot, start, span, parts, tl.load(at + 8).to(tl.int32)
+    span, begin = tl.load(at + 6).to(tl.int32), tl.load(at + 7).to(tl.int32)
+    return first, count, feed, fed, slot, start, span, begin, tl.load(at + 8).to(tl.int32) - begin, tl.load(at + 9) != 0
 
 
 @triton.jit
@@ -148,8 +138,9 @@ def attend(
 ):  # fmt: skip
     """Write the rows' keys and values to their slots, and attend to each part of what the rows see. Any grid.
 
-    A unit of work is one key-value head of one part of a tile's positions, with all query heads that share it; it
-    writes the keys and values of its feed that belong into its part.  `add_parts` adds what the parts give. NORMS: see
+    A unit of work is one key-value head of one part of a tile's positions, with all query heads that share it, for the
+    tile's rows or one of those that are apart; it writes the keys and values of its feed whose positions are in its
+    part.  `add_parts` adds what the parts give. NORMS: see
     `_turned`; squares: of the columns of qkv, for 2. TURNS: queries and keys are rotated. WINDOW: positions that a row
     sees, its own included; 0: all earlier ones. CAP: of scores, by tanh; 0: none.
     """
@@ -157,18 +148,20 @@ def attend(
     R: constexpr = triton.next_power_of_2(TILE_ROWS * GROUP)
     WIDE: constexpr = triton.next_power_of_2(D)
     r, d, programs, before = tl.arange(0, R), tl.arange(0, WIDE), tl.num_programs(0), 0  # units of the tiles before
+    paths = (table + 1 + (PER_ROW + 2 * NUMBERS) * ROWS).to(tl.pointer_type(tl.uint8))
     if OVERLAPS:
         gdc_wait()
     for t in range(tl.load(table).to(tl.int32)):
-        first, count, feed, fed, slot, start, span, parts, least = _tile_at(table, t, ROWS)
-        end = start + first - feed + count
-        asks, row = (r % TILE_ROWS < count) & (r < TILE_ROWS * GROUP), first + r % TILE_ROWS
-        row = tl.where(asks, row, 0)
-        positions = tl.load(table + 1 + ROWS + row, mask=asks, other=0)
-        sees = tl.load(table + 1 + 2 * ROWS + row, mask=asks, other=1)
-        for unit in range((tl.program_id(0) + programs - before % programs) % programs, HK * parts, programs):
-            head, part = unit % HK, unit // HK
-            low, high = part * span, tl.minimum(part * span + span, end)
+        first, count, feed, fed, slot, start, span, begin, parts, apart = _tile_at(table, t, ROWS)
+        units = HK * parts * tl.where(apart, count, 1)
+        for unit in range((tl.program_id(0) + programs - before % programs) % programs, units, programs):
+            head, part = unit % HK, begin + unit // HK % parts
+            its_first, its_count = first + unit // HK // parts, tl.where(apart, 1, count)
+            low, last = part * span, tl.load(table + ROWS + its_first + its_count).to(tl.int32)
+            high = tl.minimum(low + span, last + 1)
+            asks, row = (r % TILE_ROWS < its_count) & (r < TILE_ROWS * GROUP), its_first + r % TILE_ROWS
+            row = tl.where(asks, row, 0)
+            positions = tl.load(table + 1 + ROWS + row, mask=asks, other=0)
             at = slot * slot_stride + head * head_stride
             _write_new(
                 table, qkv, keys + at, values + at, k_norm, squares, cos, sin, feed, fed, start, low, high, head, eps,
@@ -179,16 +172,18 @@ def attend(
             norm = q_norm + (its * D if NORMS == 2 else its * 0)
             source = qkv + (row * (HQ + 2 * HK) + its) * D
             query = _turned(source, positions, asks, norm, scales, cos, sin, eps, NORMS, TURNS, D, WIDE)
-            begin = low + tl.maximum(least - WINDOW + 1 - low, 0) // _BLOCK * _BLOCK if WINDOW else low
+            if WINDOW:  # no row sees blocks before its first one's window
+                least = tl.min(tl.where(asks, positions, 1 << 30)).to(tl.int32)
+                low += tl.maximum(least - WINDOW + 1 - low, 0) // _BLOCK * _BLOCK
+            path, nodes_from = paths + its_first * PATH_BYTES, tl.where(apart, start, 1 << 30)
             mixed, top, weight = _attend_part(
-                table, query, sees, positions, keys + at, values + at, feed, start, begin, low, high, scale, ROWS, R, D,
-                WIDE, WINDOW, CAP,
-            )  # fmt: skip
+                query, positions, keys + at, values + at, nodes_from, path, low, high, scale, R, D, WIDE, WINDOW, CAP
+            )
             place = (row * MOST_PARTS + part) * HQ + its
             tl.store(sums + place[:, None] * D + d[None, :], mixed, mask=asks[:, None] & (d < D)[None, :])
             tl.store(stats + place * 2, top, mask=asks)
             tl.store(stats + place * 2 + 1, weight, mask=asks)
-        before += HK * parts
+        before += units
     if OVERLAPS:
         gdc_launch_dependents()
 
@@ -205,7 +200,7 @@ def add_parts(
     rows, d, head = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS), tl.arange(0, WIDE), tl.program_id(0)
     if OVERLAPS:
         gdc_wait()
-    parts = tl.load(table + 1 + 3 * ROWS + rows)
+    parts = tl.load(table + 1 + 2 * ROWS + rows)
     top = tl.full((TILE_ROWS,), _LOW, tl.float32)
     if SINKS:
         top = tl.maximum(top, tl.load(sinks + head).to(tl.float32))

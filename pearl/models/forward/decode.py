@@ -128,7 +128,7 @@ class Decode:
         slot.rollback(0, 0)
         tokens = tuple((7 + 11 * i) % self._layers.vocab_size for i in range(before + least))
         ids = torch.tensor(tokens, device=self._device)
-        wanted = self._layers.logits(expected(Piece(torch.zeros_like(ids[:1]), ids, ids, None))[before:]).float()
+        wanted = self._layers.logits(expected(Piece(torch.zeros_like(ids[:1]), ids, None))[before:]).float()
         self.forward([Feed(tokens[:before], 0)])
         last = Feed(tokens[before:], least)
         slot.lengths[0] = before
@@ -143,10 +143,14 @@ class Decode:
         for begin, end in ((0, 1), (1, 4), (4, least)):
             slot.lengths[0] = before + begin
             apart.append(self.forward([Feed(last.tokens[begin:end], end - begin)])[0][0].clone())
+        slot.lengths[0] = before
+        line = [max(-1, node - 2 + node % 2) for node in range(least)]  # a path of every second node, between others
+        twice = [tokens[before + node // 2] for node in range(least)]
+        tree = self.forward([Feed(twice, least, 0, tuple(line))])[0][0]
         slot.wrote(0, before + self.most)
         slot.lengths[0] = before + least
         slot.rollback(0, 0)
-        if not torch.equal(together, torch.cat(apart)):
+        if not torch.equal(together, torch.cat(apart)) or not torch.equal(tree[::2], together[: least // 2]):
             return "rows of our kernels depend on their company here"
         off = (together - wanted).norm(dim=1) / wanted.norm(dim=1)
         # Where there are experts, a few rows may have chosen others, whose probabilities nearly tie.
@@ -189,7 +193,7 @@ class Decode:
         """One table by one of the recordings."""
         table = self._tables[which].table
         given = torch.tensor(numbers(feeds, pieces, self._tables[which].size), pin_memory=self._device.type == "cuda")
-        table.copy_(given, non_blocking=True)
+        table[: len(given)].copy_(given, non_blocking=True)
         for piece in pieces:
             tokens = feeds[piece.feed].tokens
             if isinstance(tokens, torch.Tensor):
@@ -264,7 +268,7 @@ class _TableForward:
                     for cut in some:
                         self._launch_all(product, cut)
         self._prepares = False
-        self.table[1 + 3 * self.size : 1 + 4 * self.size] = 1  # timed as if all rows were needed
+        self.table[1 + 2 * self.size : 1 + 3 * self.size] = 1  # timed as if all rows were needed
         for product, some in fitting.items():
             self.cuts[product] = given.fastest(product, some, partial(self._launch_all, product))
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pearl.models.feeds import Feed, ancestors, depths
+from pearl.models.feeds import Feed
 
 if TYPE_CHECKING:
     from pearl.models.forward.prompts import Prompts
@@ -35,15 +35,12 @@ class Piece(NamedTuple):
     Attributes:
         start: [1], position of the first token.
         ids: [n]
-        depths: [n], of a tree's nodes; a chain's are 0, 1, 2, ...
-        sees: [n], a bit mask of the nodes that each node sees, 0 of padding; None for a prompt: all earlier ones and
-            itself.
+        fed: [1], how many rows there are before the padding; None for a prompt.
     """
 
     start: torch.Tensor
     ids: torch.Tensor
-    depths: torch.Tensor
-    sees: torch.Tensor | None
+    fed: torch.Tensor | None
 
 
 Rows = tuple[torch.Tensor, torch.Tensor | None]  # logits [rows, vocab], and features of every token fed, if any
@@ -57,11 +54,8 @@ def visible(position: int) -> int:
 
 
 def ends(context: int, room: int) -> list[int]:
-    """Every number of positions that a recorded forward may look at, the largest first.
-
-    A tree whose path ends within the context may have nodes that stand beyond it.
-    """
-    return sorted({min(visible(position), room) for position in range(context + FED)}, reverse=True)
+    """Every number of positions that a recorded forward may look at, the largest first."""
+    return sorted({min(visible(position), room) for position in range(context)}, reverse=True)
 
 
 def pieces(start: int, count: int, rows: int) -> Iterator[tuple[int, int]]:
@@ -95,8 +89,6 @@ class Graphs:
         were written to the cache.
         """
         end = start + len(feed.tokens)
-        if feed.parents is not None:
-            return self._few(feed, start, visible(end - 1), device), start + FED
         found, seen, written, size = [], list[torch.Tensor](), 0, PREFILL if feed.prompt else FED
         for begin, stop in pieces(start, len(feed.tokens), size):
             rows = min(stop - begin, max(0, stop - (end - feed.rows)))
@@ -113,19 +105,16 @@ class Graphs:
         return (torch.cat(found) if len(found) > 1 else found[0], torch.cat(seen) if seen else None), written
 
     def _few(self, feed: Feed, start: int, end: int, device: torch.device) -> Rows:
-        """Of a chain or tree of at most `FED` tokens, recorded."""
+        """Of a chain of at most `FED` tokens, recorded."""
         count, end = len(feed.tokens), min(end, self._room)
         known = [0] * count if isinstance(feed.tokens, torch.Tensor) else list(feed.tokens)
-        depth = list(range(FED)) if feed.parents is None else depths(feed.parents)
-        sees = [(2 << node) - 1 for node in range(count)] if feed.parents is None else ancestors(feed.parents)
-        columns = [[*column, *[0] * (FED - len(column))] for column in (known, depth, sees)]
-        given = torch.tensor([start, *columns[0], *columns[1], *columns[2]], pin_memory=device.type == "cuda")
+        given = torch.tensor([start, count, *known, *[0] * (FED - count)], pin_memory=device.type == "cuda")
         if (feed.slot, end) not in self._known:
             self.record(feed.slot, end, device)
         buffer, replay = self._known[feed.slot, end]
         buffer.copy_(given, non_blocking=True)
         if isinstance(feed.tokens, torch.Tensor):
-            buffer[1 : 1 + count] = feed.tokens
+            buffer[2 : 2 + count] = feed.tokens
         logits, features = replay()
         return logits[count - feed.rows : count], None if features is None else features[:count]
 
@@ -137,7 +126,7 @@ class Graphs:
         buffer = given.to(device, non_blocking=True)
         if isinstance(feed.tokens, torch.Tensor):
             buffer[1 : 1 + count] = feed.tokens
-        piece = Piece(buffer[:1], buffer[1:], buffer[1:], None)
+        piece = Piece(buffer[:1], buffer[1:], None)
         logits, features = self._step(piece, feed.slot, start + PREFILL, count if feed.rows else 0)
         return logits[len(logits) - feed.rows :], None if features is None else features[:count]
 
@@ -146,8 +135,8 @@ class Graphs:
 
         Done before any text: it takes 40 to 150 ms on a GPU, and waits for all its other work.
         """
-        buffer = torch.zeros(1 + 3 * FED, dtype=torch.long, device=device)
-        piece = Piece(buffer[:1], *buffer[1:].split(FED))
+        buffer = torch.zeros(2 + FED, dtype=torch.long, device=device)
+        piece = Piece(buffer[:1], buffer[2:], buffer[1:2])
 
         def work() -> Rows:
             return self._step(piece, slot, end, FED)

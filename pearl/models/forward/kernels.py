@@ -126,7 +126,7 @@ def multiply(
     columns = tile * BN + tl.arange(0, BN)
     begin = part * PART
     found, _ = multiply_tile(
-        table + 1 + 3 * ROWS, x, norm, w, scales, tile * BN, begin, tl.minimum(begin + PART, K), K, N, BN, BK, S, ROWS,
+        table + 1 + 2 * ROWS, x, norm, w, scales, tile * BN, begin, tl.minimum(begin + PART, K), K, N, BN, BK, S, ROWS,
         NORMS, BITS, GROUP, EXTRA, OFFSET, 0, PART % (S * BK) == 0 and K % PART == 0, OVERLAPS,
     )  # fmt: skip
     if OVERLAPS:
@@ -189,7 +189,7 @@ def gate_up(
     columns = tile * BN + tl.arange(0, BN)
     known, begin = tl.minimum(columns, N - 1), part * PART
     gate, up = multiply_tile(
-        table + 1 + 3 * ROWS, x, norm, w, scales, tile * BN, begin, tl.minimum(begin + PART, K), K, N, BN, BK, S, ROWS,
+        table + 1 + 2 * ROWS, x, norm, w, scales, tile * BN, begin, tl.minimum(begin + PART, K), K, N, BN, BK, S, ROWS,
         NORMS, BITS, GROUP, EXTRA, OFFSET, N, PART % (S * BK) == 0 and K % PART == 0, OVERLAPS,
     )  # fmt: skip
     if OVERLAPS:

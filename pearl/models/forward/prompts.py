@@ -83,7 +83,7 @@ class Prompts:
         count, last = min(_CHECKED, self._rows), len(self._slots.lengths) - 1
         ids = tuple((7 + 11 * i) % self._layers.vocab_size for i in range(count))
         found, again = (self.hidden_states(Feed(ids, 0, slot), 0)[0][:count].clone() for slot in (0, last))
-        wanted = expected(Piece(self._given[1:2], self._given[3:], self._given[3:], None))[:count].float()
+        wanted = expected(Piece(self._given[1:2], self._given[3:], None))[:count].float()
         off = (found.float() - wanted).norm(dim=1) / wanted.norm(dim=1)
         return torch.equal(found, again) and bool(off.median() < MOST_OFF)
 

@@ -1,27 +1,29 @@
 """Row tables: the rows of one forward of a fixed size, whatever slots, chains and trees they belong to.
 
-A table has a fixed number of rows, each with its token, its position in its text, and the nodes of its own feed that it
-sees.  Rows of one feed that see the same number of parts of the cache are a tile, which attention computes together.
-What a row's bits depend on (its position, and so the length of the parts; in a tree the last node's) does not depend
-on what else is in the table.
+A table has a fixed number of rows, each with its token and its position in its text.  Rows of one feed that see the
+same number of parts of the cache are a tile, which attention computes together; of a tree only the parts before it,
+behind them each row sees its path in the order of the text.  What a row's bits depend on (its text, its position, and
+so the length of the parts) does not depend on what else is in the table.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from pearl.models.feeds import Feed, ancestors, depths
+from pearl.models.feeds import Feed, paths
 from pearl.models.forward.graphs import FED, visible
 
 SIZES = (FED, 64)  # rows of a table
 MOST_PARTS = 16  # of the positions that a row sees
 TILE_ROWS = 16  # most rows of a tile
 _LEAST_SPAN = 64  # positions of a part
-ROW_NUMBERS = 4  # of a row in a table: id, position, nodes that it sees, parts
-TILE_NUMBERS = 9
+ROW_NUMBERS = 3  # of a row in a table: id, position, parts
+TILE_NUMBERS = 10
+PATH_BYTES = SIZES[-1]  # of a row: the nodes of its path
 
 
 class Tile(NamedTuple):
@@ -31,8 +33,9 @@ class Tile(NamedTuple):
         first, rows: its first row, and how many there are.
         feed, fed: the first row of its feed in this table, and the number of those rows.
         slot: whose keys and values they see. start: the slot's length before this table.
-        span: positions of a part. parts: how many the tile sees; the last may be shorter.
-        least: the first position of its rows.
+        span: positions of a part. begin, parts: the tile is the parts from `begin` on, before `parts`; each row's last
+            may be shorter.
+        apart: 1: each row is computed by itself, of its feed it sees a path. 0: together, rows of a chain.
     """
 
     first: int
@@ -42,8 +45,9 @@ class Tile(NamedTuple):
     slot: int
     start: int
     span: int
+    begin: int
     parts: int
-    least: int
+    apart: int
 
 
 class Piece(NamedTuple):
@@ -58,7 +62,7 @@ class Piece(NamedTuple):
 
 def numbers_of(size: int) -> int:
     """Numbers of a table of `size` rows."""
-    return 1 + (ROW_NUMBERS + TILE_NUMBERS) * size
+    return 1 + (ROW_NUMBERS + 2 * TILE_NUMBERS + PATH_BYTES // 8) * size
 
 
 def lay_tables(feeds: Sequence[Feed], lengths: Sequence[int], most: int) -> list[list[Piece]]:
@@ -88,39 +92,42 @@ def rows_of(pieces: Sequence[Piece]) -> int:
 
 
 def numbers(feeds: Sequence[Feed], pieces: Sequence[Piece], size: int) -> list[int]:
-    """A table of `size` rows as the kernels read it: the number of tiles; of the rows their ids, positions, seen nodes
-    and parts, 0 of padding; tiles.
+    """A table of `size` rows as the kernels read it: the number of tiles; of the rows their ids, positions and parts, 0
+    of padding; tiles, at most two a row; paths.  It ends behind what they read.
 
     Ids that are on the device are 0 here: see `Feed.tokens`.
     """
-    ids, positions, sees, parts, tiles = [0] * size, [0] * size, [0] * size, [0] * size, list[Tile]()
+    ids, positions, parts, tiles, nodes = [0] * size, [0] * size, [0] * size, list[Tile](), b""
     for piece in pieces:
         feed, count = feeds[piece.feed], piece.end - piece.begin
         rows = slice(piece.row, piece.row + count)
         if not isinstance(feed.tokens, torch.Tensor):
             ids[rows] = feed.tokens[piece.begin : piece.end]
-        chain = feed.parents is None
-        positions[rows] = [piece.start + each for each in (range(count) if chain else depths(feed.parents or ()))]
-        masks = [(2 << node) - 1 for node in range(count)] if chain else ancestors(feed.parents or ())
-        sees[rows] = [mask - (mask >> 63 << 64) for mask in masks]  # as 64 bits with a sign
-        # Nodes of a tree stand in the cache in their order, so beyond their positions in the text.
-        looks = positions[rows] if chain else [piece.start + count - 1] * count
-        tiles += _tiles(piece, feed.slot, looks, positions[rows])
-    for tile in tiles:
+        positions[rows] = range(piece.start, piece.start + count)
+        if feed.parents is not None:
+            its = paths(feed.parents)
+            positions[rows] = [piece.start + len(path) - 1 for path in its]
+            nodes = nodes.ljust(piece.row * PATH_BYTES, b"\0")
+            nodes += b"".join(bytes(path).ljust(PATH_BYTES, b"\0") for path in its)
+        tiles += _tiles(piece, feed.slot, positions[rows], feed.parents is None)
+    for tile in tiles:  # the last of a row has the last parts
         parts[tile.first : tile.first + tile.rows] = [tile.parts] * tile.rows
     flat = [number for tile in tiles for number in tile]
-    return [len(tiles), *ids, *positions, *sees, *parts, *flat, *[0] * (TILE_NUMBERS * size - len(flat))]
+    if nodes:
+        flat += [0] * (2 * TILE_NUMBERS * size - len(flat)) + list(struct.unpack(f"<{len(nodes) // 8}q", nodes))
+    return [len(tiles), *ids, *positions, *parts, *flat]
 
 
-def _tiles(piece: Piece, slot: int, looks: Sequence[int], positions: Sequence[int]) -> list[Tile]:
-    """The tiles of a piece whose rows look as far as those of chains at `looks`."""
-    count, found, first = len(looks), list[Tile](), 0
+def _tiles(piece: Piece, slot: int, positions: Sequence[int], chain: bool) -> list[Tile]:
+    """The tiles of a piece whose rows have these positions."""
+    count, found, first = len(positions), list[Tile](), 0
     while first < count:
-        size, most = visible(looks[first]), min(count, first + TILE_ROWS)
-        last = next((row for row in range(first, most) if visible(looks[row]) != size), most)
+        size, most = visible(positions[first]), min(count, first + TILE_ROWS)
+        last = next((row for row in range(first, most) if visible(positions[row]) != size), most)
         span = max(_LEAST_SPAN, size // MOST_PARTS)
-        parts = -(-(piece.start + last) // span)
-        least = min(positions[first:last])
-        found.append(Tile(piece.row + first, last - first, piece.row, count, slot, piece.start, span, parts, least))
+        parts, whole = max(positions[first:last]) // span + 1, 0 if chain else piece.start // span
+        its = piece.row + first, last - first, piece.row, count, slot, piece.start, span
+        found += [Tile(*its, 0, whole, 0)] if whole else []
+        found.append(Tile(*its, whole, parts, 0 if chain else 1))
         first = last
     return found

@@ -117,7 +117,8 @@ class ForwardRunner(ModelRunner):
                 self._record_all(slots)
         self.capabilities = Capabilities(
             slots=len(self._slots.lengths),
-            tree_nodes=(self._decode.most if self._decode else FED) if is_fixed else _TREE_NODES,
+            # In fixed sizes only our kernels give a tree's nodes the bits of their path.
+            tree_nodes=self._decode.most if self._decode else 0 if is_fixed else _TREE_NODES,
             launches=launches,
             row_invariant=True,
             features=len(self._layers.taps) * self._layers.embedding.shape[1],
@@ -228,8 +229,6 @@ class ForwardRunner(ModelRunner):
         if features is not None:
             self._seen[feed.slot] = features.clone()
         self._slots.wrote(feed.slot, written)
-        if feed.parents is not None:
-            self._slots.hold(feed.slot, Tree(feed.parents))
         return logits
 
     def _fixed(self, piece: Piece, slot: int, end: int, rows: int) -> Rows:
@@ -243,32 +242,23 @@ class ForwardRunner(ModelRunner):
         Args:
             end: how many positions are looked at; a prompt's piece ends there.
         """
-        at = piece.start + self._positions[: len(piece.ids)]  # where keys and values are written
-        standing = at if piece.sees is None else piece.start + piece.depths  # positions in the sequence
-        ropes = {name: (cos[standing], sin[standing]) for name, (cos, sin) in self._ropes.items()}
-        scoring = self._layers.scoring
-        masks = {window: self._mask(piece, standing, end, window) for window in {*scoring.windows}}
+        rows = self._positions[: len(piece.ids)]
+        at, scoring = piece.start + rows, self._layers.scoring
+        ropes = {name: (cos[at], sin[at]) for name, (cos, sin) in self._ropes.items()}
+        is_fed = None if piece.fed is None else rows < piece.fed
+        masks = {window: self._mask(at, end, window, is_fed is None) for window in {*scoring.windows}}
         attends = FixedAttention(self._slots, slot, at, end, masks, scoring)
-        is_fed = None if piece.sees is None else piece.sees != 0
         return self._layers.hidden_states(piece.ids, ropes, attends, is_fed)
 
-    def _mask(self, piece: Piece, standing: torch.Tensor, end: int, window: int) -> torch.Tensor | None:
-        """The mask [n, end] of a piece whose rows have the positions `standing`; None: see `FixedAttention`."""
+    def _mask(self, at: torch.Tensor, end: int, window: int, is_prompt: bool) -> torch.Tensor | None:
+        """The mask [n, end] of rows at the positions `at`; None: see `FixedAttention`."""
         scoring = self._layers.scoring
-        if piece.sees is None and not window and not scoring.cap and not scoring.sinks:
+        if is_prompt and not window and not scoring.cap and not scoring.sinks:
             return None
-        positions, rows = self._positions[:end], standing[:, None]
-        if piece.sees is None:
-            sees, where = positions <= rows, positions
-        else:
-            behind = positions - piece.start  # nodes, counted from the first
-            is_node, node = (behind >= 0) & (behind < len(piece.ids)), behind.clamp(0, len(piece.ids) - 1)
-            # Padding sees itself: a softmax of nothing is NaN.
-            nodes = piece.sees | 1 << self._positions[: len(piece.ids)]
-            sees = (behind < 0) | (is_node & ((nodes[:, None] >> node) & 1 == 1))
-            where = torch.where(is_node, standing[node], positions)
+        positions, rows = self._positions[:end], at[:, None]
+        sees = positions <= rows
         if window:
-            sees = sees & (where > rows - window)
+            sees = sees & (positions > rows - window)
         return torch.zeros(sees.shape, dtype=self.dtype, device=self.device).masked_fill_(~sees, -torch.inf)
 
     def rollback(self, length: int, slot: int = 0) -> None:
