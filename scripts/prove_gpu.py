@@ -38,13 +38,17 @@ from rich.console import Console
 
 from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import Engine
+from pearl.engine.request import submission
+from pearl.execution.pair import decode
 from pearl.lab.bench.exactness import check_texts
 from pearl.lab.bench.machine import hardware
+from pearl.models.checkpoints.loading import load_runner
 from pearl.models.forward.graphs import FED
 from pearl.models.forward.row_table import SIZES
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.spec.methods import AS_PUBLISHED
+from pearl.text.tokenizer import GenerationDefaults
 
 _ROOT = Path(__file__).parents[1]
 _SMALL = 40e9  # bytes: a GPU with less takes smaller models
@@ -148,6 +152,8 @@ def engine(scale: Scale) -> Iterator[Figure]:
             )  # fmt: skip
             with Engine(config=config) as running:
                 yield from _differing(scale, running) if eps else _equal(scale, running)
+            if not eps:
+                yield _in_one_process(scale, config)
 
 
 _PROMPT = list(range(40, 72))
@@ -171,6 +177,22 @@ def _equal(scale: Scale, running: Engine) -> Iterator[Figure]:
     yield figure
     what, must = "acceptance of a draft that equals its target", f"above {_LEAST_ACCEPTANCE}"
     yield Figure(what, accepted, "", must, accepted > _LEAST_ACCEPTANCE)
+
+
+def _in_one_process(scale: Scale, config: EngineConfig) -> Figure:
+    """The same pair in this process, in turns: what `sd` would gain without messages and a second process."""
+    runners = [load_runner(config.model(role), scale.device) for role in config.roles]
+    given = SamplingParams(max_tokens=scale.text, seed=1), GenerationDefaults(), DecodingConfig(method="sd")
+    for _ in range(2):  # the first warms up
+        for runner in runners:
+            runner.rollback(0)
+        with torch.inference_mode():
+            times = [
+                time.perf_counter()
+                for committed in decode(submission(1, _PROMPT, runners[0].context, *given), *runners)
+                for _ in committed.tokens
+            ]
+    return Figure("sd in one process: tokens a second", (len(times) - 1) / (times[-1] - times[0]))
 
 
 def _speed_by(scale: Scale, running: Engine, name: str, **settings: Any) -> tuple[Figure, float]:
