@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from pearl.decoding import sampling
 from pearl.decoding.keys import Purpose, draw_key
+from pearl.execution import pair
 from pearl.models.feeds import Feed, paths
 from pearl.models.forward.experts import Experts
 from pearl.models.forward.graphs import FED
@@ -22,7 +23,8 @@ from pearl.models.forward.matrices import Rounding, matrix, packed_together
 from pearl.models.forward.row_table import MOST_PARTS, SIZES, lay_tables, numbers, numbers_of
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
-from pearl.protocol.options import Sampling
+from pearl.protocol.messages import Submit
+from pearl.protocol.options import RequestOptions, Sampling
 
 pytest.importorskip("triton")
 from triton.runtime import interpreter
@@ -115,9 +117,14 @@ def runner_of(name: str, kernels: bool = True, context: int = 600) -> ForwardRun
 
 
 @cache
-def shared(name: str) -> ForwardRunner:
-    """With our kernels; several tests use it, for making one takes seconds."""
-    return runner_of(name)
+def shared(name: str, kernels: bool = True) -> ForwardRunner:
+    """Several tests use it, for making one with our kernels takes seconds."""
+    return runner_of(name, kernels)
+
+
+def decoded(submit: Submit, *runners: ForwardRunner) -> list[int]:
+    """The text by a target, and a draft if there is one."""
+    return [token for committed in pair.decode(submit, *runners) for token in committed.tokens]
 
 
 def text(count: int, start: int = 0) -> tuple[int, ...]:
@@ -156,8 +163,8 @@ def test_forwards_are_those_of_torch() -> None:
 @pytest.mark.usefixtures("small_tables")
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "one layer"])
 def test_every_family(name: str) -> None:
-    """A chain behind a prompt that is longer than windows, with a tree beside it; then the chain's rows and a path of
-    the tree alone.
+    """A chain behind a prompt that is longer than windows, with a tree beside it; the chain's rows and a path of the
+    tree alone; and a text.
     """
     both = runner_of(name, context=160), runner_of(name, kernels=False, context=160)
     assert both[0]._decode is not None
@@ -174,6 +181,14 @@ def test_every_family(name: str) -> None:
     assert torch.equal(torch.cat(apart), whole)
     both[0].rollback(75, 1)
     assert torch.equal(feed_chain(both[0], [tree.tokens[node] for node in (0, 2, 4)], 3, 1), nodes[[0, 2, 4]])
+
+    draft, guesses = shared("one layer", kernels=False), {"rule": "coupled", "look_ahead": 6, "siblings": 2}
+    for emptied in (*both, draft):
+        for slot in range(3):
+            emptied.rollback(0, slot)
+    greedy = partial(RequestOptions, sampling=Sampling(0.0))
+    pearl, ar = (Submit(1, text(20) * 2, 52, options) for options in (greedy("pearl", **guesses), greedy("ar")))
+    assert decoded(pearl, both[0], draft) == decoded(ar, both[1])
 
 
 @pytest.mark.parametrize("name", ["experts", "experts with biases, windows and sinks"])

@@ -139,10 +139,10 @@ def attend(
     """Write the rows' keys and values to their slots, and attend to each part of what the rows see. Any grid.
 
     A unit of work is one key-value head of one part of a tile's positions, with all query heads that share it, for the
-    tile's rows or one of those that are apart; it writes the keys and values of its feed whose positions are in its
-    part.  `add_parts` adds what the parts give. NORMS: see
-    `_turned`; squares: of the columns of qkv, for 2. TURNS: queries and keys are rotated. WINDOW: positions that a row
-    sees, its own included; 0: all earlier ones. CAP: of scores, by tanh; 0: none.
+    tile's rows or for one of those that are apart; it writes the keys and values of its feed whose positions are in its
+    part.  `add_parts` adds what the parts give. NORMS: see `_turned`; squares: of the columns of qkv, for 2. TURNS:
+    queries and keys are rotated. WINDOW: positions that a row sees, its own included; 0: all earlier ones. CAP: of
+    scores, by tanh; 0: none.
     """
     GROUP: constexpr = HQ // HK
     R: constexpr = triton.next_power_of_2(TILE_ROWS * GROUP)
