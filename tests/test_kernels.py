@@ -63,6 +63,7 @@ _ONE = {"num_hidden_layers": 1}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "initializer_range": 0.3}
 _OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "initializer_range": 0.3, "swiglu_limit": 0.5}
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+WINDOWS = "windows, caps, gelu, norms behind"
 _WINDOW = {"sliding_window": 70, "layer_types": ["sliding_attention", "full_attention"]}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "one layer": ("Llama", _ONE),
@@ -72,7 +73,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         _ONE | {"num_key_value_heads": 4, "rms_norm_eps": 1e-3},
     ),
     "biases of all matrices, heads of no power of two": ("Llama", _ONE | {"mlp_bias": True, "head_dim": 24}),
-    "windows, caps, gelu, norms behind": (
+    WINDOWS: (
         "Gemma2",
         _WINDOW | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     ),
@@ -252,6 +253,85 @@ def test_a_trees_nodes_have_the_bits_of_their_path(start: int, count: int) -> No
         alone = feed_chain(runner, [text(count, 1)[node] for node in path], len(path), 2)
         assert torch.equal(nodes[path], alone), path
         runner.rollback(start, 2)
+
+
+@pytest.mark.usefixtures("small_tables")
+@pytest.mark.parametrize("name", ["one layer", WINDOWS])
+def test_parts_of_two_blocks_and_the_end_of_the_cache(name: str) -> None:
+    """All 16 parts of 64 positions, then parts of 128; a chain and a tree over that border, which ends the cache."""
+    both = runner_of(name, context=1030), runner_of(name, kernels=False, context=1030)
+    for runner in both:
+        feed_chain(runner, text(1015), 1, prompt=True)
+        feed_chain(runner, text(1022, 5), 1, 1, prompt=True)
+    parents = (*range(-1, 7), 0)  # the last node is not the deepest
+    _, nodes = fed_both(both, Feed(text(7, 2), 7), Feed(text(9, 1), 9, 1, parents))
+    (rows,) = fed_both(both, Feed(text(8, 3), 8))  # to the last position
+    both[0].rollback(1022)
+    both[0].rollback(1022, 1)
+    alone = both[0].forward([Feed(text(8, 3), 8), Feed(text(8, 1), 8, 1)])
+    assert torch.equal(alone[0], rows)
+    assert torch.equal(alone[1], nodes[:8])
+
+
+def test_a_tile_of_a_tree_may_begin_with_a_deep_node() -> None:
+    """Its last rows, at the tree's root, see a block of positions that the window of the first does not reach."""
+    both = runner_of(WINDOWS, context=300), runner_of(WINDOWS, kernels=False, context=300)
+    for runner in both:
+        feed_chain(runner, text(184), 1, prompt=True)
+    fed_both(both, Feed(text(28, 1), 28, 0, (*range(-1, 23), -1, 0, 1, 2)))
+
+
+def test_two_trees_in_one_table() -> None:
+    """Behind a chain; one is deep, and has more nodes than a tile has rows. Then the table held other trees."""
+    runner, starts = shared("one layer"), (50, 60, 100)
+    shapes = (-1, 0, 0, 1, 2, 4, -1, 5), (*range(-1, 39), 3, 20)
+    trees = [Feed(text(len(parents), slot), len(parents), slot, parents) for slot, parents in enumerate(shapes, 1)]
+    found = []
+    for feeds in ([Feed(text(7), 7), *trees], trees[1:], trees[:1], [Feed(text(40, 2), 40, 2)]):
+        for slot, start in enumerate(starts):
+            runner.rollback(0, slot)
+            feed_chain(runner, text(start, slot), 1, slot, prompt=True)
+        found.append(runner.forward(feeds))
+    (_, few, many), (many_alone,), (few_alone,), (path,) = found
+    assert torch.equal(few, few_alone)
+    assert torch.equal(many, many_alone)
+    assert torch.equal(many[:40], path)
+
+
+@pytest.mark.usefixtures("small_tables")
+def test_features_of_a_tree_behind_another_feed() -> None:
+    record = {"record": lambda work: work}
+    runner = ForwardRunner(model_of(WINDOWS), 100, slots=2, kernels=True, features=True, **record)  # type: ignore[arg-type]
+    tree, found = Feed(text(4, 1), 1, 1, (-1, 0, 0, 2)), []
+    for beside in ([Feed(text(3), 1)], []):
+        feed_chain(runner, text(20, 2), 1, 1, prompt=True)
+        runner.forward([*beside, tree])
+        found.append(runner.features(1))
+        runner.rollback(0, 1)
+    assert torch.equal(*found)
+
+
+@pytest.mark.usefixtures("small_tables")
+def test_all_feeds_are_one_forward_in_spare_slots_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+
+    def run(self: decode.Decode, which: int, *given: Any) -> Any:
+        ran.append(which)
+        return _RUN(self, which, *given)
+
+    monkeypatch.setattr(decode.Decode, "_run", run)
+    runner = ForwardRunner(model_of("one layer"), 100, slots=1, spare=3, record=lambda work: work, kernels=True)
+    assert runner.capabilities.slots == 4
+    feed_chain(runner, text(20), 1, prompt=True)
+    runner.fork(0, 3)
+    ran.clear()
+    feeds = Feed(text(3), 1), Feed(text(4, 2), 4, 1), Feed(text(5, 1), 5, 3, (-1, 0, 0, 1, -1))
+    together = runner.forward(feeds)
+    assert ran == [0]
+    for slot, length in ((0, 20), (1, 0), (3, 20)):
+        runner.rollback(length, slot)
+    for feed, rows in zip(feeds, together, strict=True):
+        assert torch.equal(runner.forward([feed])[0], rows)
 
 
 def test_bits_do_not_depend_on_the_size_of_the_table() -> None:
