@@ -82,7 +82,7 @@ class DraftModel:
         return [token if token < self.runner.vocab_size else 0 for token in tokens]
 
     def room(self, fed: int) -> int:
-        """Rows left in a forward that is fed `fed` tokens: in fixed sizes it has as many as a tree."""
+        """Rows left in a forward that is fed `fed` tokens, as many as a tree has; without trees there is no bound."""
         return max(0, (self.runner.capabilities.tree_nodes or 1 << 31) - fed)
 
     def seconds(self, alone: int) -> Callable[[int], float]:
