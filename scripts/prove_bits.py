@@ -150,13 +150,14 @@ def _table_of(scale: Scale, runner: ForwardRunner, name: str) -> Figure:
 
 
 def _beside_others(runner: ForwardRunner) -> tuple[int, int]:
-    """Rows of two chains and a tree in one forward, and how many differ from those of each alone, the longest cut, the
-    tree's path as a chain.
+    """Rows of two chains and a tree in one forward, and how many differ from those of each fed alone: the longest chain
+    in pieces, the tree's path as a chain.
     """
-    tokens = tokens_of(runner, 300)
-    tree = path = Feed(tokens[50:69], 19, 2)
-    if runner.capabilities.tree_nodes:
-        tree = Feed(tokens[49:69], 19, 2, (-1, -1, *range(1, 19)))  # another first node before the path
+    tokens, nodes = tokens_of(runner, 300), min(20, runner.capabilities.tree_nodes)
+    count = max(2, nodes) - 1
+    tree = path = Feed(tokens[50 : 50 + count], count, 2)
+    if nodes:  # another first node before the path
+        tree = Feed(tokens[49 : 50 + count], count, 2, (-1, -1, *range(1, count)))
     chain, other, cut = Feed(tokens[:20], 20), Feed(tokens[30:39], 9, 1), range(0, 20, 5)
     made = []
     for forwards in ([[chain, other, tree]], [[Feed(tokens[at : at + 5], 5)] for at in cut] + [[other], [path]]):

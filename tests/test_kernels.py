@@ -240,7 +240,7 @@ def test_bits_depend_on_no_company_slot_or_cut(runner: ForwardRunner) -> None:
 
 @pytest.mark.parametrize(("start", "count"), [(0, 16), (59, 9), (505, 16), (40, 40)])
 def test_a_trees_nodes_have_the_bits_of_their_path(start: int, count: int) -> None:
-    """In the first part, across two, across two lengths of parts, and more nodes than a small table has."""
+    """In the first part, across two, over 512 positions, and more nodes than a small table has."""
     runner, order = shared("one layer"), random.Random(start)
     parents = [max(-1, node - order.choice((1, 1, 2, 5))) for node in range(count)]
     runner.rollback(0, 2)
@@ -398,6 +398,12 @@ def test_kernels_that_are_wrong_are_given_up_or_their_larger_tables(
     assert said in caplog.text
     assert (found._decode.most if found._decode else 0) == most
     assert not most or found.capabilities.tree_nodes == most
+
+
+def test_spare_slots_are_given_up_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pearl.models.forward.decode.make_decode", lambda *given: None)
+    runner = ForwardRunner(model_of("one layer"), 100, slots=2, spare=3, record=lambda work: work, kernels=True)
+    assert runner.capabilities.slots == 2
 
 
 def test_larger_tables_that_do_not_fit_the_gpu_are_left_out(caplog: pytest.LogCaptureFixture) -> None:

@@ -121,7 +121,7 @@ def _attend_part(
 
 @triton.jit
 def _tile_at(table, t, ROWS: constexpr):
-    """The numbers of a `row_table.Tile`."""
+    """The numbers of a `row_table.Tile`, in place of `parts` how many there are from `begin` on."""
     at = table + 1 + PER_ROW * ROWS + t * NUMBERS
     first, count = tl.load(at).to(tl.int32), tl.load(at + 1).to(tl.int32)
     feed, fed = tl.load(at + 2).to(tl.int32), tl.load(at + 3).to(tl.int32)
@@ -172,7 +172,7 @@ def attend(
             norm = q_norm + (its * D if NORMS == 2 else its * 0)
             source = qkv + (row * (HQ + 2 * HK) + its) * D
             query = _turned(source, positions, asks, norm, scales, cos, sin, eps, NORMS, TURNS, D, WIDE)
-            if WINDOW:  # no row sees blocks before its first one's window
+            if WINDOW:  # no row sees blocks before the window of the least position
                 least = tl.min(tl.where(asks, positions, 1 << 30)).to(tl.int32)
                 low += tl.maximum(least - WINDOW + 1 - low, 0) // _BLOCK * _BLOCK
             path, nodes_from = paths + its_first * PATH_BYTES, tl.where(apart, start, 1 << 30)

@@ -32,7 +32,7 @@ _SQUARED = 16  # see `kernels.SQUARED`; also columns of a tile of the embedding
 PRODUCTS = ("qkv", "out", "gate_up", "down", "head")
 _BESIDE_EXPERTS = ("qkv", "out")
 _OVERLAPS_FROM = (9, 0)  # compute capability
-_CHECKED = 80  # tokens before the rows that are checked at load: two parts, and more than one table of 16 rows
+_CHECKED = 150  # tokens before the rows that are checked at load: three parts, whose sum has an order
 
 
 def make_decode(
@@ -119,7 +119,7 @@ class Decode:
         return self._tables[-1].size
 
     def problem(self, expected: Callable[[Piece], torch.Tensor]) -> str:
-        """What is wrong with rows behind a text of two parts; empty: nothing.
+        """What is wrong with rows behind a text of three parts; empty: nothing.
 
         They may not be near torch's, or have other bits in another cut or in other rows of a table. Gives up larger
         tables whose rows have other bits. Overwrites slot 0.

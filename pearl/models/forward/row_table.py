@@ -33,9 +33,10 @@ class Tile(NamedTuple):
         first, rows: its first row, and how many there are.
         feed, fed: the first row of its feed in this table, and the number of those rows.
         slot: whose keys and values they see. start: the slot's length before this table.
-        span: positions of a part. begin, parts: the tile is the parts from `begin` on, before `parts`; each row's last
-            may be shorter.
-        apart: 1: each row is computed by itself, of its feed it sees a path. 0: together, rows of a chain.
+        span: positions of a part. begin, parts: the tile is the parts from `begin` up to, not with, `parts`; each row's
+            last may be shorter.
+        apart: 1: each row is computed by itself, of its feed it sees a path. 0: together; of their feed the rows see a
+            chain, or nothing.
     """
 
     first: int
@@ -93,7 +94,7 @@ def rows_of(pieces: Sequence[Piece]) -> int:
 
 def numbers(feeds: Sequence[Feed], pieces: Sequence[Piece], size: int) -> list[int]:
     """A table of `size` rows as the kernels read it: the number of tiles; of the rows their ids, positions and parts, 0
-    of padding; tiles, at most two a row; paths.  It ends behind what they read.
+    of padding; tiles, at most two a row; paths.  It ends behind the last number that is read.
 
     Ids that are on the device are 0 here: see `Feed.tokens`.
     """
