@@ -27,6 +27,8 @@ from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling
 
 pytest.importorskip("triton")
+import triton
+import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.errors import OutOfResources
 
@@ -61,6 +63,7 @@ _SIZES: dict[str, Any] = {
 }
 _ONE = {"num_hidden_layers": 1}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "initializer_range": 0.3}
+_MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "initializer_range": 0.3, "sliding_window": None}
 _OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "initializer_range": 0.3, "swiglu_limit": 0.5}
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 WINDOWS = "windows, caps, gelu, norms behind"
@@ -72,7 +75,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3",
         _ONE | {"num_key_value_heads": 4, "rms_norm_eps": 1e-3},
     ),
-    "biases of all matrices, heads of no power of two": ("Llama", _ONE | {"mlp_bias": True, "head_dim": 24}),
+    "biases of all matrices, heads of no power of two": (
+        "Llama",
+        _ONE | {"mlp_bias": True, "attention_bias": True, "head_dim": 24},
+    ),
     WINDOWS: (
         "Gemma2",
         _WINDOW | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
@@ -86,6 +92,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "a layer without rotation": ("SmolLM3", {"no_rope_layers": [1, 0]}),
     "partial rotation in pairs": ("Glm4", _ONE | {"partial_rotary_factor": 0.5}),
+    "mistral": ("Mistral", _ONE | {"sliding_window": 70}),
+    "mixtral": ("Mixtral", _ONE | _MIXTRAL),
+    "olmo3": ("Olmo3", _WINDOW),
+    "phi3": ("Phi3", _ONE | {"sliding_window": None}),
+    "glm": ("Glm", _ONE | {"partial_rotary_factor": 0.5}),
     "experts": ("Qwen3Moe", _ONE | _MOE),
     "experts with biases, windows and sinks": ("GptOss", _ONE | _OSS | {"sliding_window": 70} | _ROPE),
 }
@@ -357,6 +368,16 @@ def test_bits_do_not_depend_on_the_size_of_the_table() -> None:
     assert torch.equal(tree[:16], tree_alone)
 
 
+def test_bits_do_not_depend_on_the_size_of_the_table_behind_five_parts() -> None:
+    runner = shared("one layer")
+    runner.rollback(0)
+    feed_chain(runner, text(270), 1, prompt=True)
+    whole = feed_chain(runner, text(40, 1), 40)
+    runner.rollback(270)
+    apart = [feed_chain(runner, text(40, 1)[at : at + 10], 10) for at in range(0, 40, 10)]
+    assert torch.equal(torch.cat(apart), whole)
+
+
 _RUN, _FORWARD = decode.Decode._run, decode.Decode.forward
 
 
@@ -398,6 +419,25 @@ def test_kernels_that_are_wrong_are_given_up_or_their_larger_tables(
     assert said in caplog.text
     assert (found._decode.most if found._decode else 0) == most
     assert not most or found.capabilities.tree_nodes == most
+
+
+_ADD_WARPS = tile_kernels._add_warps
+
+
+@triton.jit
+def otherwise_for_64(found):  # type: ignore[no-untyped-def]
+    ROWS: tl.constexpr = found.shape[2]
+    return tl.sum(found, 0) if ROWS == 64 else _ADD_WARPS(found)
+
+
+def test_a_kernel_that_adds_in_another_order_for_64_rows_is_found(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tile_kernels, "_add_warps", otherwise_for_64)
+    with caplog.at_level("INFO"):
+        found = runner_of("one layer", context=100)
+    assert "other bits" in caplog.text
+    assert found.capabilities.tree_nodes == ROWS
 
 
 def test_spare_slots_are_given_up_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
