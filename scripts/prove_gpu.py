@@ -154,6 +154,7 @@ def engine(scale: Scale) -> Iterator[Figure]:
                 yield from _differing(scale, running) if eps else _equal(scale, running)
             if not eps:
                 yield _in_one_process(scale, config)
+                gc.collect()  # before there is another pair
 
 
 _PROMPT = list(range(40, 72))

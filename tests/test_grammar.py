@@ -24,6 +24,7 @@ from pearl.engine.request import resolve_sampling
 from pearl.errors import ForwardError, GrammarError, RequestError, installing
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.checkpoints.tokenizers import ToyTokenizer
+from pearl.models.feeds import paths
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling, Shaping
@@ -92,7 +93,7 @@ def test_rows_behind_a_guess_that_breaks_the_grammar_are_as_they_were() -> None:
     """They are never drawn from: the guess has no probability."""
     shaper = Shaper(shaping(), PROMPT, toy_guides())
     shaper.hold(len(PROMPT))
-    rows = shaper.tree(torch.zeros(4, VOCAB), [0, 4, 1, 2], [-1, 0, 0, 2])
+    rows = shaper.tree(torch.zeros(4, VOCAB), [0, 4, 1, 2], paths([-1, 0, 0, 2]))
     assert [set(row.isfinite().nonzero()[:, 0].tolist()) for row in rows] == [
         {0, 1},
         {*range(VOCAB)},

@@ -17,6 +17,7 @@ from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import probabilities, read_draw
 from pearl.decoding.shaping import Shaper
 from pearl.lab.simulate import Timing
+from pearl.models.feeds import paths
 from pearl.models.toy import alpha_pair
 from pearl.protocol.options import RequestOptions, Sampling, Shaping
 from pearl.spec.methods import METHODS
@@ -83,7 +84,7 @@ def test_a_tree_is_shaped_path_by_path(shaping: Shaping, prompt: list[int], data
     shaper = Shaper(shaping, prompt)
     shaper.hold(len(prompt))
     logits = torch.randn(rows, VOCAB)
-    shaped = shaper.tree(logits, nodes, parents)
+    shaped = shaper.tree(logits, nodes, paths(parents))
     for row, node in enumerate(range(len(nodes) - rows, len(nodes))):
         path, at = list[int](), node
         while at >= 0:

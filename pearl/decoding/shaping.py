@@ -78,12 +78,12 @@ class Shaper:
             shaped.append(self._shaped(row))
         return torch.stack(shaped) if shaped else logits
 
-    def tree(self, logits: torch.Tensor, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
-        """Shape the rows [n, vocab] after the last n nodes of a tree behind the text."""
+    def tree(self, logits: torch.Tensor, tokens: Sequence[int], paths: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Shape the rows [n, vocab] after the last n nodes of a tree behind the text. paths: of its nodes."""
         self.stuck, length, first = None, len(self._text), len(tokens) - len(logits)
         shaped = []
         for node, row in enumerate(logits, start=first):
-            self.extend(tokens[each] for each in _path(parents, node))
+            self.extend(tokens[each] for each in paths[node])
             shaped.append(self._shaped(row))
             self.hold(length)
         return torch.stack(shaped) if shaped else logits
@@ -140,14 +140,6 @@ class Shaper:
 def make_shaper(shaping: Shaping | None, prompt: Sequence[int], guides: MakeGuide | None = None) -> Shaper | None:
     """None: the request changes no logits."""
     return None if shaping is None else Shaper(shaping, prompt, guides)
-
-
-def _path(parents: Sequence[int], node: int) -> list[int]:
-    """The nodes from a root of the tree to `node`."""
-    path = [node]
-    while parents[path[-1]] >= 0:
-        path.append(parents[path[-1]])
-    return path[::-1]
 
 
 def _less(counts: dict[int, int], token: int) -> None:

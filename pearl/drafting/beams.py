@@ -15,6 +15,7 @@ import torch
 from pearl.decoding.rules.joint import JointDraft
 from pearl.drafting.step import DraftModel, Step, Text
 from pearl.errors import NumericalError
+from pearl.models.feeds import paths
 from pearl.models.runner import Feed
 from pearl.protocol.events import Draft, Drafted
 
@@ -126,7 +127,7 @@ class LevelStep(Step):
             self.marks[1].record()
         rows = torch.stack([model.fit(row) for row in rows])
         if shaper is not None:
-            rows = shaper.tree(rows, self._nodes, self._parents) if self._nodes else shaper.shape(rows[0])[None]
+            rows = shaper.tree(rows, self._nodes, paths(self._parents)) if self._nodes else shaper.shape(rows[0])[None]
         search.grow(rows)
         self._tokens, self._probs = search.found or ((), ())
         self._vocab_size = rows.shape[-1]

@@ -25,7 +25,7 @@ from pearl.drafting.ngram import NgramIndex, anchored, guess_tree
 from pearl.drafting.published import INDEXES, PhraseIndex
 from pearl.errors import NumericalError
 from pearl.models.checkpoints.memory import memory_errors
-from pearl.models.feeds import depths
+from pearl.models.feeds import depths, paths
 from pearl.models.head import Head
 from pearl.models.mtp import MtpHead
 from pearl.models.runner import Feed, ModelRunner
@@ -428,4 +428,4 @@ def _shaped(shaper: Shaper | None, fed: Forward, logits: torch.Tensor) -> torch.
     shaper.hold(fed.start)
     if fed.parents is None:
         return shaper.chain(logits, fed.tokens)
-    return shaper.tree(logits, fed.tokens, fed.parents)
+    return shaper.tree(logits, fed.tokens, paths(fed.parents))

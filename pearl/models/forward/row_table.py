@@ -94,7 +94,8 @@ def rows_of(pieces: Sequence[Piece]) -> int:
 
 def numbers(feeds: Sequence[Feed], pieces: Sequence[Piece], size: int) -> list[int]:
     """A table of `size` rows as the kernels read it: the number of tiles; of the rows their ids, positions and parts, 0
-    of padding; tiles, at most two a row; paths.  It ends behind the last number that is read.
+    of padding; tiles, at most two a row; of rows of trees the nodes of their paths, a byte each.  It ends behind the
+    last number that is read.
 
     Ids that are on the device are 0 here: see `Feed.tokens`.
     """
@@ -111,7 +112,7 @@ def numbers(feeds: Sequence[Feed], pieces: Sequence[Piece], size: int) -> list[i
             nodes = nodes.ljust(piece.row * PATH_BYTES, b"\0")
             nodes += b"".join(bytes(path).ljust(PATH_BYTES, b"\0") for path in its)
         tiles += _tiles(piece, feed.slot, positions[rows], feed.parents is None)
-    for tile in tiles:  # the last of a row has the last parts
+    for tile in tiles:  # a row's last tile has its last parts
         parts[tile.first : tile.first + tile.rows] = [tile.parts] * tile.rows
     flat = [number for tile in tiles for number in tile]
     if nodes:
@@ -126,9 +127,9 @@ def _tiles(piece: Piece, slot: int, positions: Sequence[int], chain: bool) -> li
         size, most = visible(positions[first]), min(count, first + TILE_ROWS)
         last = next((row for row in range(first, most) if visible(positions[row]) != size), most)
         span = max(_LEAST_SPAN, size // MOST_PARTS)
-        parts, whole = max(positions[first:last]) // span + 1, 0 if chain else piece.start // span
-        its = piece.row + first, last - first, piece.row, count, slot, piece.start, span
-        found += [Tile(*its, 0, whole, 0)] if whole else []
-        found.append(Tile(*its, whole, parts, 0 if chain else 1))
+        parts, shared = max(positions[first:last]) // span + 1, 0 if chain else piece.start // span
+        where = piece.row + first, last - first, piece.row, count, slot, piece.start, span
+        found += [Tile(*where, 0, shared, 0)] if shared else []
+        found.append(Tile(*where, shared, parts, 0 if chain else 1))
         first = last
     return found
