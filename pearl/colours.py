@@ -21,7 +21,7 @@ WORK = {
     "prepare": ("#8fbf6a", "draft forward for other outcomes alone (branches)"),
     "draft": ("#9a9a9a", "draft forward whose tokens no verdict judged"),
     "other": ("#6b6b6b", "judging, sampling, messages"),
-    "wait": ("#ececec", "waiting"),
+    "wait": ("#b0900066", "waiting"),  # see-through: a text on it is readable, and it is no work
 }
 
 

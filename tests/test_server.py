@@ -7,6 +7,7 @@ import json
 import os
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ import httpx
 import openai
 import pytest
 
+from pearl.colours import WORK
 from pearl.config import SamplingParams
 from pearl.engine import Engine, Result
 from pearl.engine.recording import Recording
@@ -267,19 +269,71 @@ def test_the_page_runs_in_a_browser(tmp_path: Path) -> None:
             browser.screenshot(Path(kept))
         browser.sees("!running")
         assert "times the target alone" in browser.run("document.querySelector('.figures').textContent")
+        coloured = "document.querySelectorAll('.assistant .text span[title]').length"
+        assert browser.run(coloured) == browser.run("Number($('tokens').textContent)")
         browser.run("$('coloured').click()")
-        assert browser.run("document.querySelectorAll('.coloured span[title]').length") == browser.run(
-            "Number($('tokens').textContent)"
-        )
+        assert browser.run(coloured) == 0
         browser.run("$('text').value = '1'; $('most').value = 3; $('send').click()")
         browser.sees("!running && replies[1].mark.startsWith('cut at max tokens')")
-        browser.run("$('text').value = '12'; $('send').click(); $('stop').click()")
+        browser.run("$('text').value = '12'; $('send').click()")
+        assert browser.run("$('send').textContent") == "Stop"
+        browser.run("$('text').value = '34'; $('ask').requestSubmit()")  # Enter, while a text is written
+        assert browser.run("$('text').value") == "34", "it stays for the next message"
+        browser.run("$('send').click()")
         assert browser.sees("replies[2].mark") == "stopped"
+        assert browser.run("$('send').textContent") == "Send"
         assert browser.run("$('waiting').textContent") in ("0", "-")
         browser.run("$('look').click()")
         browser.sees("!looking && $('live').hidden")
         eventually(lambda: not list(served.service.engine.directory.glob("trace-*")))
         assert browser.said == []
+
+
+MARKED = "*So*\n1. **two** [it](https://a) `3`\n   ```py\n   Copy\n   x = 4\n   ```\nEnd"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_the_page_shows_who_guessed_each_token(served: Served, tmp_path: Path) -> None:
+    """In rendered Markdown too, of which tokens hold any part; and behind a thought, which may say the same."""
+    pieces = re.findall(r".{1,3}", MARKED, re.DOTALL)
+    origins = ["accepted", "corrected", "guessed", "direct"]
+    tokens = [{"text": text, "source": origins[i % 4]} for i, text in enumerate(pieces)]
+    thought = [{"text": f"<think>\n{MARKED * 3}", "source": "bonus"}, {"text": "\n</think>\n", "source": "direct"}]
+    with Browser(served.url, tmp_path / "profile") as browser:
+        assert browser.sees("document.querySelector('.hint').checkVisibility()"), "what to do stands in the empty box"
+        browser.run("new Reply()")
+        assert not browser.run("document.querySelector('.hint').checkVisibility()")
+        shown = "[...replies[0].box.querySelectorAll('.text span[title]')].map((one) => [one.textContent, one.title])"
+        for before in ([], thought):
+            said = json.dumps({"text": MARKED, "thought": MARKED * 3 if before else "", "tokens": before + tokens})
+            browser.run(f"Object.assign(replies[0], {said}).draw()")
+            names = browser.run("SOURCES")
+            at = 0
+            for text, title in browser.run(shown):
+                at = MARKED.index(text, at)
+                assert title == names[origins[at // 3 % 4]], (text, at)
+                at += len(text)
+            plain = "".join(text for text, _ in browser.run(shown))
+            assert plain == "Sotwo ithttps://a) 3Copy\nx = 4End"
+        of_source = "[...replies[0].box.querySelectorAll('.text span')].find((one) => one.title === SOURCES.%s)"
+        colour = f"getComputedStyle({of_source}).color"
+        assert browser.run(colour % "corrected") == "rgb(217, 119, 6)"
+        assert browser.run(colour % "direct") == browser.run("getComputedStyle(document.body).color")
+        browser.run("$('clear').click()")
+        assert browser.run("document.querySelector('.hint').checkVisibility()")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+@pytest.mark.parametrize("width", [1000, 700, 500])  # the narrowest window that Chromium opens
+def test_the_page_leaves_no_figure_alone_in_a_row(served: Served, tmp_path: Path, width: int) -> None:
+    with Browser(served.url, tmp_path / "profile", (width, 900)) as browser:
+        browser.sees("$('model').textContent")
+        tops = browser.run("[...document.querySelectorAll('dl > div')].map((one) => one.getBoundingClientRect().top)")
+        assert min(Counter(tops).values()) > 1
+        assert browser.run("document.documentElement.scrollWidth <= innerWidth"), "nothing is cut off"
+        assert browser.run("colour(colourOf('waits: verdict'))") == WORK["wait"][0], "as in pictures"
 
 
 # ---- the timeline ----
