@@ -41,6 +41,10 @@ def parse_yaml(text: str) -> Any:
     try:
         has_aliases = any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
         values = None if has_aliases else yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        raise ValueError(f"{error.problem}{where}") from None
     except (yaml.YAMLError, *_WRONG) as error:
         raise ValueError(" ".join(str(error).split())[:300] or type(error).__name__) from None
     if has_aliases:

@@ -14,6 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -44,6 +45,7 @@ Shell completion, for bash (zsh and fish likewise):
 """
 
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # output is lost
+_NO_ARGUMENTS = getattr(click.exceptions, "NoArgsIsHelpError", ())  # older versions of click print the help
 
 _Command = TypeVar("_Command", bound=click.Command)
 
@@ -91,6 +93,17 @@ class _Group(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            nearest = get_close_matches(args[0], listed_commands(), n=1)
+            if not nearest:
+                raise
+            raise click.UsageError(f"{error.message} Did you mean {nearest[0]!r}?", ctx) from None
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for section in _SECTIONS:
             with formatter.section(section):
@@ -119,6 +132,15 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(path, mode))  # noqa: SIM115 - takes the lowest free descriptor, which is the stream's
 
 
+def _explained(error: click.ClickException) -> str:
+    """What is wrong with the arguments, and which help to read; for no arguments at all the help itself."""
+    text = error.format_message()
+    if isinstance(error, _NO_ARGUMENTS):
+        return text
+    where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "pearl"
+    return f"error: {text}\n  See {where} --help."
+
+
 def main() -> None:
     """Entry point. Prints a `PearlError` in a line or two and exits with its code.
 
@@ -139,9 +161,7 @@ def main() -> None:
         text = f"error: output is lost: {'standard output is closed' if closed else error.strerror}"
         code, is_lost = 4, True
     except click.ClickException as error:
-        shown = io.StringIO()  # may quote arguments with control characters: print it through `say`
-        error.show(shown)
-        text, code = shown.getvalue().rstrip("\n"), error.exit_code
+        text, code = _explained(error), error.exit_code
     except click.exceptions.Abort:
         text, code = "interrupted", 130
     except PearlError as error:

@@ -31,11 +31,14 @@ if TYPE_CHECKING:
     from pearl.lab.bench.figures import Figures
     from pearl.lab.bench.runner import Measured, Plan
 
+_EACH_WAY = "pearl bench runs untraced, and each way with its own settings, such as pearl,draft_stop=heuristic"
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _COUNT = click.IntRange(min=1)
 _DEFAULT, _EMULATED = (4, 128), (3, 500)  # (prompts per set, max_tokens)
 _CALIBRATED = 64  # tokens
 _CHECKED = 16  # of a text; with two prompts the embedded pair takes minutes
+_UNTRACED = {*DecodingConfig.model_fields, "trace"}  # settings that bench, calibrate and check choose themselves
+_SEEDED = {"seed": "0"}
 
 
 def _prompt_options(limit: int) -> Callable[[_Command], _Command]:
@@ -65,7 +68,16 @@ def _prompt_options(limit: int) -> Callable[[_Command], _Command]:
 @_prompt_options(4)
 @click.option("--perplexity", is_flag=True, help="Also that of the texts, for which the target is loaded once more.")
 @json_option
-@settings_options
+@settings_options(
+    _SEEDED
+    | {
+        "max_tokens": f"{_DEFAULT[1]}; of an emulated pair {_EMULATED[1]}",
+        "temperature": "0; of an emulated pair 1",
+        "gamma": "for sd and ssd the fastest one tried",
+    },
+    unread=_UNTRACED - {"gamma", "rule"},
+    instead=_EACH_WAY,
+)
 @click.pass_context
 def bench(
     ctx: click.Context, settings: Settings, ways: tuple[str, ...], perplexity: bool, to: Path | None, **options: Any
@@ -77,13 +89,9 @@ def bench(
     uses ("ar, all devices"). They take turns, text by text, beside ar. sd runs with its fastest gamma. Decoding is
     greedy unless --temperature is given; only committed tokens up to EOS count.
     """
-    for name in {*DecodingConfig.model_fields, "trace"} - {"gamma", "" if ways else "rule"}:
-        # A configuration file may set them for other commands.
-        if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            raise ConfigError(
-                f"--{name.replace('_', '-')}: pearl bench runs untraced, and each way with its own settings, such as "
-                "pearl,draft_stop=heuristic"
-            )
+    # A configuration file may set it for other commands.
+    if ways and ctx.get_parameter_source("rule") is click.core.ParameterSource.COMMANDLINE:
+        raise ConfigError(f"--rule: {_EACH_WAY}")
     _report(_benched(settings, ways, **options), to, perplexity)
 
 
@@ -190,7 +198,11 @@ def _result_lines(plan: Plan, measured: Measured, conditions: Conditions) -> lis
 )
 @click.option("--limit", type=click.IntRange(min=1), default=4, show_default=True, metavar="N", help="Prompts of it.")
 @json_option
-@settings_options
+@settings_options(
+    _SEEDED | {"max_tokens": str(_CALIBRATED), "temperature": "0; of an emulated pair 1"},
+    unread=_UNTRACED,
+    instead="pearl calibrate runs untraced, and compares the methods that auto chooses from",
+)
 def calibrate_pair(settings: Settings, prompts: str | None, limit: int, to: Path | None) -> None:
     """Measure a pair on this machine: which method to use.
 
@@ -240,12 +252,17 @@ def _print_calibration(found: Calibration, conditions: Conditions, saved: Path |
 
 @listed("See and check", "pearl check --target my-model --draft my-small-model")
 @click.command("check", cls=SettingsCommand)
-@click.option("--prompts", type=click.Path(path_type=Path), help="File of prompts to decode.  [default: three of ours]")
+@click.option("--prompts", type=click.Path(path_type=Path), help="File of prompts to decode.  [default: ours]")
 @click.option("--limit", type=click.IntRange(min=1), default=2, show_default=True, metavar="N", help="Prompts of it.")
 @click.option("--kill/--no-kill", default=True, show_default=True, help="Also kill the draft in the middle of texts.")
+@click.option("--quick", is_flag=True, help="One prompt, and one method of each kind: a first look.")
 @json_option
-@settings_options
-def check_bits(settings: Settings, prompts: Path | None, limit: int, kill: bool, to: Path | None) -> None:
+@settings_options(
+    {"max_tokens": str(_CHECKED), "temperature": "1; greedy texts are compared too"},
+    unread={*_UNTRACED, "stop"},
+    instead="pearl check runs untraced, without stop strings, and compares every method",
+)
+def check_bits(settings: Settings, prompts: Path | None, limit: int, kill: bool, quick: bool, to: Path | None) -> None:
     """Compare logits and texts of all methods bit for bit.
 
     Exit code 1 if any differ. Logits: one sequence, cut into forwards at random. Texts: every method and window, also
@@ -253,8 +270,8 @@ def check_bits(settings: Settings, prompts: Path | None, limit: int, kill: bool,
     with penalties, with a grammar (extra structured), and several texts at once in slots. They are compared with the
     target alone, decoded from an empty cache with the same seed; under the ratio rule with each other. This does not
     check that sampled texts have the target's distribution; the project's tests do.
-    Texts have up to --max-tokens, 16 by default: a first look; --limit 4 --max-tokens 48 is thorough. With --datastore,
-    method ngram is compared with and without it.
+    Texts have up to --max-tokens; --limit 4 --max-tokens 48 is thorough. With --datastore, method ngram is compared
+    with and without it.
     """
     from pearl.lab.bench.exactness import PROMPTS, check_pair
 
@@ -262,21 +279,30 @@ def check_bits(settings: Settings, prompts: Path | None, limit: int, kill: bool,
     params = settings.sampling.with_seed()
     length = {"max_tokens": params.max_tokens or _CHECKED, "stop": ()}  # the reference knows no stop strings
     params = params.model_copy(update=length | {"temperature": params.temperature or 1.0})
+    limit = 1 if quick else limit
     asked: list[Prompt] = [turns[0] for turns in read_turns(prompts, limit)] if prompts else [*PROMPTS[:limit]]
     config = settings.engine.model_copy(update={"log_level": "error", "draft_restarts": 10_000})
     findings: list[Finding] = []
     with Bars() as bars:
-        bars.step("loading the models")
-        for finding in check_pair(config, asked, params, kill=kill, tick=bars.step):
+        bars.begin("loading the models", None)
+        for finding in check_pair(
+            config,
+            asked,
+            params,
+            kill=kill,
+            quick=quick,
+            tick=lambda what: bars.advance(0, what),
+            begin=lambda total: bars.begin("checking", total),
+        ):
             findings.append(finding)
-            bars.step(f"{finding.what}: {finding.equal} of {finding.count}")
+            bars.advance(1, f"{finding.what}: {finding.equal} of {finding.count} equal")
     if reported(to, {"seed": params.seed, "findings": findings}):
-        _print_findings(findings)
+        _print_findings(findings, params.seed)
     if not all(finding.passed for finding in findings):
         sys.exit(1)
 
 
-def _print_findings(findings: list[Finding]) -> None:
+def _print_findings(findings: list[Finding], seed: int | None) -> None:
     rows = []
     for one in findings:
         guessed = ", ".join(f"{tokens} {source}" for source, tokens in sorted(one.guessed.items(), reverse=True))
@@ -285,4 +311,4 @@ def _print_findings(findings: list[Finding]) -> None:
     columns = ("compared", "with", "equal", "tokens guessed", "longest step", "first difference")
     wrong = sum(not finding.passed for finding in findings)
     result = f"{wrong} of {len(findings)} comparisons differ" if wrong else "all equal, bit for bit"
-    print_table(columns, rows, result, words=2)
+    print_table(columns, rows, f"{result}; seed {seed}", words=2)

@@ -177,7 +177,7 @@ def status(result: Result, context: int, stats: bool) -> Text:
 )
 @click.option("--stats", is_flag=True, help="Show all figures below each reply.")
 @connect_option
-@settings_options
+@settings_options()
 def chat(
     settings: Settings,
     question: str | None,

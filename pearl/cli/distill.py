@@ -9,9 +9,10 @@ from typing import Any
 import click
 
 from pearl.cli import listed
+from pearl.cli.numbers import output_option
 from pearl.cli.options import SettingsCommand, field_options, settings_options
 from pearl.cli.tables import Bars
-from pearl.config import Settings
+from pearl.config import DecodingConfig, SamplingParams, Settings
 from pearl.errors import ConfigError
 from pearl.lab.distill.config import DistillConfig, load_config
 from pearl.lab.distill.prompts import read_turns
@@ -55,12 +56,16 @@ def disco() -> None:
 
 @disco.command(cls=SettingsCommand)
 @click.argument("prompts", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="To write.")
+@output_option("--out", required=True, metavar="FILE", help="To write.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Prompts of each file.  [default: all]")
 @click.option("--raw", is_flag=True, help="Take prompts as they are: no chat template.")
 @click.option("--t-draft", type=_MILLISECONDS, default=10, show_default=True, metavar="MS", help="A draft forward.")
 @click.option("--t-target", type=_MILLISECONDS, default=50, show_default=True, metavar="MS", help="A target forward.")
-@settings_options
+@settings_options(
+    {"max_tokens": str(_TOKENS), "seed": "0"},
+    unread={"trace", *DecodingConfig.model_fields, *SamplingParams.model_fields} - {"max_tokens", "seed"},
+    instead="pearl disco train records greedy answers, and reads no such setting",
+)
 def train(
     settings: Settings,
     prompts: tuple[Path, ...],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import click
@@ -44,28 +45,48 @@ def ps(as_json: bool) -> None:
 def stop(engine: str, every: bool) -> None:
     """Stop an engine of yours on this machine.
 
-    Name it by its PID or directory, as listed by pearl ps. Without a name it is the one engine of pearl serve: those of
-    other programs end only by name, and --all leaves them alone. The program that owns the engine gets SIGTERM and ends
-    its workers.
+    Name it by its PID or directory, as listed by pearl ps. Without a name, on a terminal, it asks whether to stop the
+    one engine of pearl serve: another program may need it. Engines of other programs end only by name, and --all leaves
+    them alone. The program that owns the engine gets SIGTERM and ends its workers.
     """
     if engine and every:
         raise ConfigError("name an engine or give --all, not both")
-    running = card.running_engines()
-    served = [each for each in running if each.program == _SERVED]
-    if engine or (len(served) > 1 and not every):
+    if engine:
         _stop(card.find_card(engine))
         return
-    for each in running:
-        if each not in served:
-            say(f"left alone: PID {each.pid}, the engine of {each.program}")
-    if not served:
-        raise ConfigError(f"no engine of {_SERVED} is running")
+    served = _served()
+    if not every:
+        _confirm(served)
     for each in served:
         _stop(each)
 
 
+def _served() -> list[Card]:
+    """The engines of `pearl serve`. Says which others are left alone; raises `ConfigError` if none is served."""
+    served: list[Card] = []
+    for engine in card.running_engines():
+        if engine.program == _SERVED:
+            served.append(engine)
+        else:
+            say(f"left alone: PID {engine.pid}, the engine of {engine.program}")
+    if not served:
+        raise ConfigError(f"no engine of {_SERVED} is running")
+    return served
+
+
+def _confirm(served: list[Card]) -> None:
+    """Ask whether to stop the one engine. Raises `ConfigError` if there are several, or nobody can be asked."""
+    if len(served) > 1 or not sys.stdin.isatty():
+        raise ConfigError(f"name the engine by its PID or directory, or give --all:\n{card.table(served)}")
+    click.confirm(printable(f"stop {_described(served[0])}?"), abort=True, err=True)
+
+
+def _described(engine: Card) -> str:
+    return f"PID {engine.pid}: {engine.program} with {engine.config['target']} in {engine.directory}"
+
+
 def _stop(engine: Card) -> None:
-    what = f"PID {engine.pid}: {engine.program} with {engine.config['target']} in {engine.directory}"
+    what = _described(engine)
     if not card.stop(engine, _STOP_SECONDS):
         raise StartError(f"still running {_STOP_SECONDS:.0f} s after SIGTERM: {what}. kill -9 {engine.pid} ends it")
     say(f"stopped {what}")

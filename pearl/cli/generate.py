@@ -38,7 +38,7 @@ from pearl.text.tokenizer import GenerationDefaults
 @click.option("--stats", is_flag=True, help="Print all figures below the text.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text and figures.")
 @connect_option
-@settings_options
+@settings_options()
 def generate(
     settings: Settings, prompt: str | None, raw: bool, stats: bool, as_json: bool, connect: str | None
 ) -> None:

@@ -59,6 +59,8 @@ def running(config: EngineConfig, console: Console, connect: str | None = None) 
         with _show_progress(console, "starting the workers") as progress:
             launcher = LocalLauncher(config) if rank is None else torchrun.TorchrunLauncher(config)
             engine = Engine.launched_by(launcher, progress)
+        for note in engine.notes:
+            console.print(note, style="yellow")
     with engine:
         yield engine
     if engine.config.trace and not Path(engine.config.trace).exists():  # the log says why; the command prints its text

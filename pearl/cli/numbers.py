@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 import msgspec
@@ -12,10 +14,26 @@ from pearl.config import SamplingParams
 from pearl.errors import ConfigError
 from pearl.lab.bench.tasks import HUMANEVAL, OURS, Task, read_tasks
 
-json_option = click.option(
-    "--json", "to", type=click.Path(path_type=Path, allow_dash=True), help="Write JSON here; - is standard output."
-)
 STDOUT = Path("-")
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def _writable(_: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
+    """Refuse a file that cannot be written before minutes are spent on what it is to hold."""
+    if path is None or path == STDOUT:
+        return path
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"{option.opts[0]}: cannot write {path}: name a file in a directory that exists")
+    return path
+
+
+def output_option(name: str, *names: str, **form: Any) -> Callable[[_Command], _Command]:
+    """An option that names a file to write, which is refused at once if that is impossible."""
+    kind: click.Path = click.Path(path_type=Path, allow_dash=form.pop("allow_dash", False))
+    return click.option(name, *names, type=kind, callback=_writable, **form)
+
+
+json_option = output_option("--json", "to", allow_dash=True, help="Write JSON here; - is standard output.")
 
 
 def read_sets(prompts: Sequence[str], limit: int, toys: bool = False, default: Sequence[str] = OURS) -> list[Task]:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 @click.option(
     "--log-requests", type=click.Choice(["on", "off"]), default="on", help="A line for each request.  [default: on]"
 )
-@settings_options
+@settings_options()
 def serve(
     settings: Settings,
     http: str | None,

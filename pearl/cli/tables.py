@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from pearl.cli.console import SafeConsole
@@ -18,6 +18,7 @@ from pearl.cli.console import SafeConsole
 _Row = TypeVar("_Row")
 Column = tuple[str, Callable[[_Row], str]]  # header, and the text of a row's cell
 _WIDTH = 160  # columns, if the output is not a terminal
+_MOST_COUNTED = 999  # pieces of work that are counted one by one where the output is not a terminal
 _SILENT_SECONDS = 5.0  # between two lines of `Bars` if the output is not a terminal
 
 
@@ -26,7 +27,8 @@ class Bars:
 
     def __init__(self) -> None:
         self._console = SafeConsole(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        count = MofNCompleteColumn(separator=" of ")
+        columns = (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
         self._progress = Progress(
             *columns, TextColumn("[dim]{task.fields[note]}"), console=self._console, transient=True
         )
@@ -54,8 +56,7 @@ class Bars:
         task, now = self._progress.tasks[-1], time.monotonic()
         if not self._console.is_terminal and now - self._last > _SILENT_SECONDS:
             self._last = now
-            done = "" if task.total is None else f"{task.percentage:.0f}% "
-            self.say(f"{task.description} {done}{note}")
+            self.say(f"{task.description} {_done(task)}{note}")
 
     def step(self, note: str) -> None:
         """Report the next step of work of unknown length."""
@@ -65,6 +66,13 @@ class Bars:
 
     def say(self, message: str) -> None:
         self._console.print(message, soft_wrap=True)
+
+
+def _done(task: Task) -> str:
+    """How much of the work is done; of bytes and of thousands of samples as a share."""
+    if task.total is None:
+        return ""
+    return f"{task.percentage:.0f}% " if task.total > _MOST_COUNTED else f"[{task.completed:.0f} of {task.total:.0f}] "
 
 
 def print_lines(*lines: str) -> None:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from pearl.cli import listed
 from pearl.cli.console import SafeConsole, say
-from pearl.cli.numbers import STDOUT, write_json
+from pearl.cli.numbers import STDOUT, output_option, write_json
 from pearl.document import damaged
 from pearl.errors import TraceError
 from pearl.printable import printable
@@ -53,7 +53,7 @@ def report(files: Sequence[Path], as_json: bool) -> None:
 
 @trace.command()
 @_FILES
-@click.option("--png", type=click.Path(path_type=Path), required=True, help="The picture to write.")
+@output_option("--png", required=True, help="The picture to write.")
 @click.option("--from", "start", type=float, help="Seconds from the start of the first request.")
 @click.option("--seconds", type=float, help="Length of the picture; default: twelve verification steps of one run.")
 def show(files: Sequence[Path], png: Path, start: float | None, seconds: float | None) -> None:

@@ -83,6 +83,8 @@ def read_file(path: Path) -> dict[str, Any]:
         values = parse_yaml((found or path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not YAML that PEARL reads: it is no text in UTF-8") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not YAML that PEARL reads: {error}") from None
     if values is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from pearl.config.decoding import DecodingConfig, wide_window
 from pearl.config.section import Section, check_utf8
@@ -17,11 +17,21 @@ from pearl.spec.methods import DRAFTLESS, MAX_WINDOW, METHODS
 from pearl.spec.stops import STOPS
 from pearl.spec.transports import is_control, is_on_one_host
 
+_EMBEDDED_DRAFT = "embedded-draft"
 MAX_SLOTS = 64  # requests side by side: half as many as one front may have waiting
 
 Seconds = Annotated[float, Field(gt=0)]
 ModelRole = Literal["target", "draft"]
-DType = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
+# Names of data types as other tools write them.
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+SHORT_DTYPES |= {"half": "float16", "float": "float32", "f16": "float16", "f32": "float32"}
+ShortDType = BeforeValidator(lambda name: SHORT_DTYPES.get(name, name) if isinstance(name, str) else name)
+DType = Annotated[Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"], ShortDType]
+
+
+def is_toy(spec: str) -> bool:
+    """Whether `spec` names a model without weights: "toy" or "toy:KEY=VALUE,..."."""
+    return spec.partition(":")[0] == "toy"
 
 
 class EngineConfig(Section):
@@ -32,8 +42,10 @@ class EngineConfig(Section):
         description="Target model: embedded, directory, hub id, .gguf file, or toy:vocab=32,alpha=0.8.",
     )
     draft: str = Field(
-        default="embedded-draft",
-        description="Draft model, named likewise, or a head of the target (EAGLE-3); 'none' for methods ar and ngram.",
+        default=_EMBEDDED_DRAFT,
+        validate_default=True,
+        description="Draft model, named likewise, or a head of the target (EAGLE-3); 'none' for methods ar and ngram. "
+        "That of a toy target is by default the target itself.",
     )
     target_device: str = Field(
         default="auto", description="cuda:0, cuda:0-1 (spread over GPUs), cpu:0 or cpu:0-3 (pinned)."
@@ -126,6 +138,13 @@ class EngineConfig(Section):
     @classmethod
     def _utf8(cls, value: object, info: ValidationInfo) -> object:
         return check_utf8(value, str(info.field_name)) if isinstance(value, str) else value
+
+    @field_validator("draft")
+    @classmethod
+    def _of_a_toy(cls, value: str, known: ValidationInfo) -> str:
+        """The embedded draft cannot draft for a toy, whose tokens are others."""
+        target = known.data.get("target", "")
+        return target if value == _EMBEDDED_DRAFT and is_toy(target) else value
 
     @field_validator("target_device", "draft_device")
     @classmethod

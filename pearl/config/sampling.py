@@ -48,7 +48,9 @@ class SamplingParams(Section):
         default=None, gt=0, le=1, description="Keep the likeliest tokens that hold this probability."
     )
     min_p: float | None = Field(default=None, ge=0, le=1, description="Drop tokens below this share of the likeliest.")
-    seed: int | None = Field(default=None, ge=0, lt=2**64, description="Default: drawn, and reported.")
+    seed: int | None = Field(
+        default=None, ge=0, lt=2**64, description="Of all random draws; default: drawn, and reported."
+    )
     sample: int = Field(default=0, ge=0, lt=2**63, description="Index of this sample under one seed.")
     max_tokens: int | None = Field(
         default=None, ge=1, description="Most tokens to generate; default: the checkpoint's, else up to the context."
@@ -123,7 +125,10 @@ class SamplingParams(Section):
     def _as_json(cls, value: object) -> object:
         if value is None:
             return None
-        schema = parse_json(value) if isinstance(value, str) else value
+        try:
+            schema = parse_json(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise ValueError(f"is not JSON: {error}") from None
         if not isinstance(schema, Mapping):
             raise ValueError("must be a JSON object")
         try:

@@ -40,9 +40,9 @@ def refuse_unknown(values: Mapping[str, Any], allowed: Mapping[str, Any]) -> Non
     """Raises `ConfigError` for a setting that is not allowed."""
     for key in values:
         if key not in allowed:
-            near = get_close_matches(key, allowed, n=1)
-            meant = f"did you mean {near[0]}? " if near else ""
-            raise ConfigError(f"unknown setting {key!r}; {meant}allowed are {', '.join(sorted(allowed))}")
+            if nearest := get_close_matches(key, allowed, n=1):
+                raise ConfigError(f"unknown setting {key!r}: did you mean {nearest[0]}?")
+            raise ConfigError(f"unknown setting {key!r}: allowed are {', '.join(sorted(allowed))}")
 
 
 def _explained(error: Any) -> str:

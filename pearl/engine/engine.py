@@ -108,6 +108,11 @@ class Engine:
         """
         self.client.close()
 
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of these models on these devices, such as a draft of another vocabulary."""
+        return self._launcher.notes if self._launcher is not None else []
+
     def __repr__(self) -> str:
         pair = self.config.target + (f" with {self.config.draft}" if self.config.has_draft else "")
         return f"<Engine: {pair}, {'closed' if self.client.is_closed else 'running'} in {self.directory}>"

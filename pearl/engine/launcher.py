@@ -117,9 +117,18 @@ class LocalLauncher:
         config = self.config.model_dump(mode="json")
         for role in ("target", "draft"):  # other fronts may run in another directory
             config[role] = os.path.abspath(config[role]) if os.path.exists(config[role]) else config[role]
-        workers = {"target": self.target} | ({"draft": self.draft.worker} if self.draft else {})
-        places = {role: worker.place for role, worker in workers.items()}
+        places: dict[str, dict[str, str]] = {worker.role: worker.place for worker in self._workers}
         write_card(self.directory, self.target.address, config, places)
+
+    @property
+    def _workers(self) -> list[Worker]:
+        workers = [self.target, self.draft.worker if self.draft else None]
+        return [worker for worker in workers if worker is not None]
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of these models on these devices, a sentence or two each."""
+        return [note for worker in self._workers for note in worker.notes]
 
     @property
     def alive(self) -> bool:

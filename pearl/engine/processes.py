@@ -42,6 +42,7 @@ class Worker:
         self.role = settings.role
         self.address = ""  # the target's, once it is bound
         self.place: dict[str, str] = {}  # its device and dtype, once it is ready
+        self.notes: list[str] = []  # sentences for the user, complete once it is ready
         self.silence = Silence(_LOOK_SECONDS * 5)
         self.began = time.monotonic()
         self.ready_since = 0.0
@@ -86,6 +87,8 @@ class Worker:
         if status["state"] == "loading" and self._progress:
             self._progress(f"{self.role}: {status['message']}")
         with self._changed:
+            if status["state"] == "note":
+                self.notes.append(str(status["message"]))
             if status["state"] == "ready":
                 self.ready_since = time.monotonic()
                 self.place = {name: status[name] for name in ("device", "dtype") if name in status}

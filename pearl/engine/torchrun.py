@@ -122,6 +122,8 @@ def serve(config: EngineConfig, progress: Progress) -> None:
             keeper = DraftKeeper(config, address, directory, progress, run)
             try:
                 _wait_until_ready(keeper, store, config)
+                for note in keeper.worker.notes:
+                    log.warning("%s", note)
                 keeper.keep()
                 while not _is_closed(store):
                     pass

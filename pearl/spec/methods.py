@@ -55,6 +55,11 @@ class Method:
     adapts: bool = False
 
     @property
+    def is_usual(self) -> bool:
+        """Whether it is of general use: neither an ablation nor a method of another paper."""
+        return self.pre_verify == self.post_verify and not self.guesses
+
+    @property
     def bonus(self) -> bool:
         """Whether the row after a fully accepted window is drawn from: only where no draft token will come for it."""
         return not self.post_verify

@@ -64,7 +64,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
         spread, profile, keep = spreader(config), load_profile(config), keeper(config)
         taken = settled(config, model.role).name  # before this process is pinned
         if warning := shared_gpus(config):
-            log.warning("%s", warning)
+            lifeline.note(warning)
         pin(config, model.role)  # from here on the draft's cores are none that we may use
         progress = lifeline.progress()
         tokenizer = _tokenizer(model, progress)
@@ -115,6 +115,11 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
         pin(config, model.role)
         progress = lifeline.progress()
         translation, tokenizer, spoken = _spoken(config, progress)  # first: it may refuse the pair
+        if translation is not None:
+            lifeline.note(
+                f"the draft {config.draft} has another vocabulary than its target: {translation} and proposes no "
+                "other. Texts stay the same, but more of its guesses are rejected."
+            )
         start = tracer.clock()
         runner = make_runner(model, device, progress, target=config.target, shares=bool(shared_gpus(config)))
         tracer.note("busy", "load", start)
@@ -165,7 +170,6 @@ def _spoken(config: EngineConfig, progress: Progress) -> tuple[Translation | Non
     translation = translation_of(config.target, config.draft, trust, own)
     if translation is None:
         return None, own[0], config.model("draft")
-    log.warning("%r has another vocabulary than its target: %s", config.draft, translation)
     return translation, translation.target, config.model("target")
 
 

@@ -82,6 +82,10 @@ class Lifeline:
     def progress(self) -> Callable[[str], None]:
         return lambda message: self.tell("loading", message=message)
 
+    def note(self, message: str) -> None:
+        """Send a sentence that the user should read before the first text."""
+        self.tell("note", message=message)
+
     def end(self) -> None:
         """The loop has ended by itself: the watcher need not wait any longer.
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,6 +56,8 @@ _DIRECT = (
 )
 _SOME = ("ngram", "sd,gamma=3", _FIXED, "auto")  # for shaped texts, and for several at once
 _RATIO = ("auto", "published", "pearl,window=fixed,gamma=1", _FIXED, "pearl-no-pre-verify")
+_QUICK = ("ngram", "sd,gamma=3", "pearl", "auto")  # one way of each kind
+_RULES = ("greedy", "coupled")  # that commit the target's own draw
 
 
 @dataclass(frozen=True)
@@ -87,22 +89,31 @@ def check_pair(
     params: SamplingParams,
     *,
     kill: bool,
+    quick: bool = False,
     tick: Callable[[str], None] = lambda what: None,
+    begin: Callable[[int], None] = lambda total: None,
 ) -> Iterator[Finding]:
     """All that `pearl check` compares, one finding each; arguments as of `check_texts`.
 
-    `tick`: told of each text of the target alone, which take most of the time before the first comparison of texts.
+    Args:
+        quick: compare fewer: one method of each kind, no shaped logits, and no texts side by side.
+        tick: told of each text of the target alone, which take most of the time before the first comparison of texts.
+        begin: told how many findings there will be, once the target is loaded.
     """
     plain, shaped, has_slots = list[Reference](), list[Reference](), False
-    for role in config.roles:
-        if role == "draft" and is_head(config.draft):  # its logits depend on the states that have come
-            continue
+    roles = [role for role in config.roles if role == "target" or not is_head(config.draft)]
+    for role in roles:  # the logits of a head depend on the states that have come
         runner = make_runner(config.model(role), place(config, role))
+        if role == "target":
+            has_slots = runner.capabilities.row_invariant and not quick
+            shapes = {} if quick else _shapes(config)
+            total = len(roles) + len(text_cases(config, kill=kill, quick=quick))
+            total += len(_RULES) * len(_some(config)) * (len(shapes) + has_slots)
+            begin(total + len(_RULES) * (config.datastore is not None))
         piece = max(FED, runner.capabilities.tree_nodes) if runner.device.type == "cuda" else _REFERENCE_PIECE
         yield compare_cuts(runner, role, min(_ROWS, runner.context), piece=piece)
         if role == "target":
-            has_slots = runner.capabilities.row_invariant
-            plain, shaped = references(config, runner, asked, params, tick)
+            plain, shaped = references(config, runner, asked, params, shapes, tick)
             asked = plain[0].prompts
         del runner  # a GPU may have no room for it beside the engine's
     if config.datastore is not None:
@@ -112,7 +123,7 @@ def check_pair(
     known = {reference.name: reference.texts for reference in plain}
     with Engine(config=config) as engine:
         yield from _check_some(engine, shaped)
-        yield from check_texts(engine, asked, params, kill=kill, known=known)
+        yield from check_texts(engine, asked, params, kill=kill, quick=quick, known=known)
     if has_slots:
         with Engine(config=config.model_copy(update={"slots": max(_SLOTS, config.slots)})) as engine:
             yield from _check_some(engine, plain, together=True)
@@ -157,12 +168,34 @@ def compare_cuts(runner: ModelRunner, name: str, tokens: int, seed: int = 0, pie
 # ---- texts ----
 
 
+class Case(NamedTuple):
+    """Texts to compare with a reference: its rule, the settings of the method, and whether the draft is killed."""
+
+    rule: str
+    settings: str
+    kill: bool = False
+
+
+def text_cases(config: EngineConfig, *, kill: bool, quick: bool) -> list[Case]:
+    """What `check_texts` compares, in order."""
+    settings = ["ar", "ngram"]
+    settings += ["head"] if config.head is not None else []
+    settings += _DIRECT if config.has_draft else []
+    cases = [Case(rule, each) for rule in _RULES for each in settings if not quick or each in _QUICK]
+    if config.has_draft and not is_head(config.draft):
+        cases += [Case("ratio", each) for each in ([_FIXED] if quick else _RATIO)]
+    if config.has_draft and kill:  # last: without its draft a text of the ratio rule has the same distribution only
+        cases += [Case(rule, "pearl", kill=True) for rule in (_RULES[:1] if quick else _RULES)]
+    return cases
+
+
 def check_texts(
     engine: Engine,
     prompts: Sequence[Prompt],
     params: SamplingParams,
     *,
     kill: bool,
+    quick: bool = False,
     known: Mapping[str, list[list[int]]] | None = None,
 ) -> Iterator[Finding]:
     """Compare the texts of all methods, one finding each.
@@ -173,30 +206,27 @@ def check_texts(
     Args:
         params: for sampled texts: needs a temperature above 0.
         kill: also decode texts during which the draft process is killed.
+        quick: one method of each kind.
         known: the target's own texts, by rule; missing ones are decoded with `ar` by this engine.
     """
-    config, known = engine.config, known or {}
-    alone = ("ar", "ngram", "head") if config.head is not None else ("ar", "ngram")
-    references = []
-    for rule, sampling in direct_rules(params).items():
-        texts = known.get(rule) or _decoded(engine, prompts, sampling, "ar,rule=coupled")
-        references.append(reference := Reference(rule, sampling, prompts, texts))
-        for settings in (*alone, *(_DIRECT if config.has_draft else ())):
-            yield _check(engine, reference, settings)
-    if config.has_draft and not is_head(config.draft):
-        texts = _decoded(engine, prompts, params, "pearl,rule=ratio")
-        for settings in _RATIO:
-            yield _check(engine, Reference("ratio", params, prompts, texts), settings)
-    if config.has_draft and kill:  # last: without its draft a text of the ratio rule has the same distribution only
-        for reference in references:
-            yield _check(engine, reference, "pearl", kill=True)
+    texts = dict(known or {})
+    sampling = {**direct_rules(params), "ratio": params}
+    for rule, settings, is_killed in text_cases(engine.config, kill=kill, quick=quick):
+        if rule not in texts:
+            alone = "pearl,rule=ratio" if rule == "ratio" else "ar,rule=coupled"
+            texts[rule] = _decoded(engine, prompts, sampling[rule], alone)
+        reference = Reference(rule, sampling[rule], prompts, texts[rule])
+        yield _check(engine, reference, settings, kill=is_killed)
 
 
 def _check_some(engine: Engine, references: Sequence[Reference], *, together: bool = False) -> Iterator[Finding]:
     """Compare texts of some methods with references, one finding each. `together`: all texts of a method at once."""
-    cases = [case for case in _SOME if engine.config.has_draft or case in ("ngram", "auto")]
-    for reference, settings in product(references, cases):
+    for reference, settings in product(references, _some(engine.config)):
         yield _check(engine, reference, settings, together=together)
+
+
+def _some(config: EngineConfig) -> list[str]:
+    return [settings for settings in _SOME if config.has_draft or settings in ("ngram", "auto")]
 
 
 def _decoded(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, settings: str) -> list[list[int]]:
@@ -277,9 +307,10 @@ def references(
     runner: ModelRunner,
     asked: Sequence[Prompt],
     params: SamplingParams,
+    shapes: Mapping[str, Mapping[str, Any]],
     tick: Callable[[str], None],
 ) -> tuple[list[Reference], list[Reference]]:
-    """Texts of prompts and of a second turn of the first, under each direct rule; and texts with shaped logits.
+    """Texts of prompts and of a second turn of the first, under each direct rule; and texts with these shapes.
 
     By the target in this process, one token a forward, from an empty cache. They share only the runner, the draw and
     the shaper with the engine, so other bugs change its texts in another way. `tick`: told of each text.
@@ -301,17 +332,22 @@ def references(
     second = prompts[0] + decode(prompts[0], rules["greedy"]) + tokenizer.encode(_SECOND_TURN, special=False)
     if len(second) + (params.max_tokens or 0) <= runner.context:
         prompts.insert(1, second)
-    can_guide = defaults.eos and not is_toy(config.target) and find_spec("llguidance")  # a toy has no space
     plain = [reference(rule, sampling, prompts) for rule, sampling in rules.items()]
     shaped = [
         reference(f"{rule}, {name}", sampling.model_copy(update=shape), prompts[:2])
-        for name, shape in _SHAPES.items()
+        for name, shape in shapes.items()
         for rule, sampling in rules.items()
-        if name != "grammar" or can_guide
     ]
     return plain, shaped
 
 
+def _shapes(config: EngineConfig) -> dict[str, dict[str, Any]]:
+    """Those that the target's texts can have: a toy has no space, which the grammar needs."""
+    _, defaults = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
+    can_guide = defaults.eos and not is_toy(config.target) and find_spec("llguidance")
+    return {name: shape for name, shape in _SHAPES.items() if name != "grammar" or can_guide}
+
+
 def direct_rules(params: SamplingParams) -> dict[str, SamplingParams]:
     """Rules that commit the target's own draw -> how to sample under them."""
-    return {"greedy": params.model_copy(update={"temperature": 0.0}), "coupled": params}
+    return dict(zip(_RULES, (params.model_copy(update={"temperature": 0.0}), params), strict=True))

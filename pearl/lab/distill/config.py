@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from pearl.config import Section, read_file
+from pearl.config.engine import ShortDType
+from pearl.config.section import refuse_unknown
 from pearl.errors import ConfigError
 
 Count = Annotated[int, Field(ge=1)]
@@ -38,7 +40,9 @@ class DistillConfig(Section):
     head_tokens: int = Field(8192, ge=0, description="Tokens that a head knows, the likeliest ones; 0: all.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of all random numbers.")
     device: str = Field("auto", description="auto, cpu or cuda:N.")
-    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Of forwards; trained weights are float32.")
+    dtype: Annotated[Literal["bfloat16", "float32"], ShortDType] = Field(
+        "bfloat16", description="Of forwards; trained weights are float32."
+    )
     trust_remote_code: bool = Field(False, description="Run code that comes with a checkpoint.")
 
     prompts: tuple[str, ...] = Field((), description="Files of prompts, .jsonl or a line each (may be given again).")
@@ -98,7 +102,12 @@ class DistillConfig(Section):
 
 def load_config(path: Path | None, overrides: Mapping[str, Any]) -> DistillConfig:
     """Read a configuration file, if any; `overrides` (flags) win over it. Raises `ConfigError`."""
-    values = {**(read_file(path) if path else {}), **overrides}
+    written = read_file(path) if path else {}
+    try:
+        refuse_unknown(written, DistillConfig.model_fields)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    values = {**written, **overrides}
     if not values.get("out"):
         raise ConfigError("where is the run to live? Give --out DIRECTORY")
     return DistillConfig(**values)

@@ -30,8 +30,10 @@ def read_turns(path: Path, count: int | None = None) -> list[tuple[str, ...]]:
     """
     try:
         lines = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()][:count]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the prompts in {path}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read the prompts in {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"cannot read the prompts in {path}: it is no text in UTF-8") from None
     jsonl = path.suffix == ".jsonl"
     found = [_turns(line, path, i) if jsonl else (line,) for i, line in enumerate(lines, 1)]
     if not found:

@@ -12,15 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from pearl.cache import Progress, silent
+from pearl.config.engine import is_toy as is_toy  # one of the ways to name a model, as those below
 from pearl.errors import ModelError
 from pearl.models.checkpoints.embedded import embedded_draft, embedded_target
 from pearl.models.checkpoints.gguf import directory_of
 from pearl.models.checkpoints.hub import HubName, in_cache, pull
-
-
-def is_toy(spec: str) -> bool:
-    """Whether `spec` names a model without weights: "toy" or "toy:KEY=VALUE,..."."""
-    return spec.partition(":")[0] == "toy"
 
 
 def toy_options(spec: str) -> dict[str, Any]:
@@ -66,8 +62,9 @@ def resolve_checkpoint(spec: str, progress: Progress = silent, weights: bool = T
     if path.is_file() and path.suffix == ".gguf":
         return directory_of(path, progress)
     if path.is_file() or path.suffix == ".gguf" or not named:
+        what = "it is a file, but no .gguf file" if path.is_file() else "no such directory or .gguf file"
         raise ModelError(
-            f"Model {spec!r}: no such directory or .gguf file. Give a directory with config.json, a .gguf "
+            f"Model {spec!r}: {what}. Give a directory with config.json, a .gguf "
             'file, a hub id such as "Qwen/Qwen3-0.6B", "embedded" or "embedded-draft".'
         )
     if (found := _fetched.get((spec, weights))) is None or not found.exists():

@@ -23,6 +23,7 @@ from pearl.models.forward.graphs import PREFILL
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _ITEMS = {"float32": 4, "bfloat16": 2, "float16": 2}
 _REPORTED_FROM = 1e9  # bytes
+_SCARCE = 0.75  # share of a device's memory above which its size is told
 _MEMORY_WORDS = re.compile(
     r"(?i)can't allocate memory|not enough memory|CUDA error: out of memory|CUDA driver error: out of memory"
     r"|cudaErrorMemoryAllocation|CU(BLAS|DNN|SPARSE|SOLVER)_STATUS_ALLOC_FAILED"
@@ -156,7 +157,7 @@ def cache_bytes(config: Mapping[str, Any], positions: int, item: int) -> int:
 
 
 def check_room(spec: str, need: Need | None, device: torch.device, gpus: int = 1) -> str:
-    """Return a line that compares the need with the memory; "" if the need is below 1 GB or either is unknown.
+    """Return a line on the need, beside the memory where that is scarce; "" if it is below 1 GB or either is unknown.
 
     Args:
         gpus: the model is spread over this many GPUs, from cuda:0 on.
@@ -168,6 +169,7 @@ def check_room(spec: str, need: Need | None, device: torch.device, gpus: int = 1
         return ""
     where = f"on {device}" if gpus == 1 else f"on {gpus} GPUs"
     there = f"{gigabytes(room)} {'are free' if device.type == 'cuda' else 'is all there is'} {where}"
+    is_scarce = need.total > _SCARCE * room
     if need.total > room:
         advice = (
             "Lower max_context, use a smaller model, a smaller dtype or a 4-bit checkpoint, or spread a target over "
@@ -176,7 +178,7 @@ def check_room(spec: str, need: Need | None, device: torch.device, gpus: int = 1
             else "Lower max_context, or use a smaller model or dtype."
         )
         raise ModelError(f"Model {spec!r} needs {need}; {there}. {advice}")
-    return f"{spec} needs {need}; {there}"
+    return f"{spec} needs {need}; {there}" if is_scarce else f"{spec} needs {need}"
 
 
 def _room(device: torch.device, gpus: int) -> int | None:
