@@ -7,8 +7,9 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
+from difflib import get_close_matches
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -32,7 +33,7 @@ from pearl.errors import EngineClosed, PearlError
 from pearl.server import ollama, openapi
 from pearl.server.access import Access, Check, Checked
 from pearl.server.answers import DONE, Answer, event, usage
-from pearl.server.errors import ApiError, of_engine
+from pearl.server.errors import ApiError, no_model, of_engine
 from pearl.server.request_log import DISCONNECTED, log_refused, log_request
 from pearl.server.requests import Setup, TextRequest, check_fits, read_request
 from pearl.server.responses import Responses
@@ -134,7 +135,7 @@ class App:
     async def _one_model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name != self._model:
-            raise ApiError(404, f"there is no model {name[:100]!r} here", param="model", code="model_not_found")
+            raise no_model(name, self._model)
         return JSONResponse(self._card)
 
     def _openai(self, is_chat: bool, body: Any) -> tuple[TextRequest, Answer]:
@@ -157,12 +158,22 @@ class App:
         headers: dict[str, str] = {}
         if isinstance(error, HTTPException):  # no such path, or not this method
             headers = dict(error.headers or {})
-            error = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
+            error = ApiError(error.status_code, self._what_is_there(request, error.status_code, headers))
         assert isinstance(error, ApiError)
         self._service.figures.refused(error.status)
         log_refused(f"{request.method} {request.url.path}", error.status, error.message)
         body = {"error": error.message} if request.url.path.startswith("/api/") else error.body  # Ollama's shape
         return _ErrorResponse(body, error.status, error.headers | headers)
+
+    def _what_is_there(self, request: Request, status: int, headers: Mapping[str, str]) -> str:
+        """Why a request has no endpoint, and which one may be meant."""
+        path = request.url.path[:200]
+        if status == 405:
+            methods = sorted(headers.get("Allow", "other methods").split(", "))
+            return f"{request.method} {path}: this path takes {', '.join(methods)}"
+        nearest = get_close_matches(path, self._described["paths"], n=1)
+        meant = f"did you mean {nearest[0]}? " if nearest else ""
+        return f"there is no {path} here: {meant}/openapi.json lists what there is"
 
     async def _failed(self, request: Request, error: Exception) -> Response:
         self._service.figures.refused(500)

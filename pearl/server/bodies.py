@@ -215,6 +215,8 @@ class SharedRequest(create_model("Sampling", __base__=Body, **{name: _FIELDS[nam
     def _is_short(cls, value: Any) -> Any:
         if isinstance(value, dict) and len(value) > MAX_BIASES:  # before each of very many is checked
             raise ValueError(f"takes at most {MAX_BIASES} token ids")
+        if isinstance(value, dict) and not all(key.isascii() and key.isdigit() for key in value):
+            raise ValueError('takes token ids, each with a number, such as {"42": -100}')
         return value
 
     _of_stream = only_with("stream_options", "stream", True)
@@ -229,6 +231,13 @@ class CompletionRequest(SharedRequest):
         "echo": (False,),
     }
     prompt: _Prompt | Annotated[list[_Prompt], Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True)]
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _is_some(cls, value: Any) -> Any:
+        if value in ("", []):
+            raise ValueError("must not be empty")
+        return value
 
 
 class ChatCompletionRequest(SharedRequest):

@@ -57,6 +57,11 @@ class ApiError(Exception):
         return {401: {"www-authenticate": "Bearer"}, 408: {"connection": "close"}}.get(self.status, {})
 
 
+def no_model(name: str, only: str) -> ApiError:
+    text = f"there is no model {name[:100]!r} here, only {only!r}"
+    return ApiError(404, text, param="model", code="model_not_found")
+
+
 def engine_lost(why: str) -> ApiError:
     return ApiError(503, why, code="engine_lost")
 

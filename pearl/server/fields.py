@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
@@ -110,7 +111,9 @@ def validate(model: type[_Some], body: Any) -> _Some:
     for name in sorted(unknown - _warned):
         if len(_warned) < _MOST_WARNED:
             _warned.add(name)
-            log.warning("requests have the field %r, which is not known and ignored", name)
+            nearest = get_close_matches(name, model.known, n=1)
+            meant = f": did you mean {nearest[0]}?" if nearest else ""
+            log.warning("requests have the field %r, which is not known and ignored%s", name, meant)
     return made
 
 

@@ -35,6 +35,8 @@ def read(kind: str, setup: Setup, body: Any) -> tuple[TextRequest, Answer]:
         raise ApiError(400, f"the body {error}") from None
     asked, messages = _options(body), body.get("messages")
     if kind == "generate":
+        if not isinstance(body.get("prompt"), str):
+            raise ApiError(400, "prompt: is missing, or no text", param="prompt")
         system = [{"role": "system", "content": body["system"]}] if body.get("system") else []
         messages = [*system, {"role": "user", "content": body.get("prompt")}]
     if isinstance(messages, list):

@@ -12,7 +12,7 @@ from pearl.engine.request import Chat, Prompt
 from pearl.errors import ConfigError, RequestError
 from pearl.server.answers import Parts
 from pearl.server.bodies import MOST_TEXTS, SAMPLING, ChatCompletionRequest, CompletionRequest, Function
-from pearl.server.errors import ApiError
+from pearl.server.errors import ApiError, no_model
 from pearl.server.fields import validate
 from pearl.text.grammar import grammar_of
 from pearl.text.reasoning import splitter_of
@@ -100,8 +100,7 @@ def read_request(body: Any, is_chat: bool, setup: Setup) -> TextRequest:
     model = ChatCompletionRequest if is_chat else CompletionRequest
     asked: Body = validate(model, body)
     if asked.model != setup.model:
-        text = f"there is no model {asked.model[:100]!r} here, only {setup.model!r}"
-        raise ApiError(404, text, param="model", code="model_not_found")
+        raise no_model(asked.model, setup.model)
     prompts = (_chat(asked, body, setup),) if isinstance(asked, ChatCompletionRequest) else _prompts(asked)
     if asked.n * len(prompts) > MOST_TEXTS:
         raise ApiError(400, f"prompts times n may be at most {MOST_TEXTS} texts a request", param="n")
