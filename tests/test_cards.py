@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -125,6 +126,31 @@ def test_a_damaged_card_hides_no_other(toy: Engine, runtime: Path) -> None:
         put_card(runtime, str(23456780 + number), damaged)
     assert [Path(each.directory).name for each in running_engines()] == ["pearl-12345678"]
     assert f"{runtime}/pearl-12345678" in table(running_engines())
+
+
+def test_stop_without_a_name_asks_or_wants_one(
+    toy: Engine, runtime: Path, pearl_here: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that forgot the name ended the server that another program had started."""
+    card = json.loads((toy.directory / "engine.json").read_text()) | {"program": "pearl serve"}
+    put_card(runtime, "12345678", card)
+    stopped: list[int] = []
+    monkeypatch.setattr("pearl.engine.card.stop", lambda card, seconds: stopped.append(card.pid) or True)
+    run = pearl_here("stop")
+    assert run.returncode == 2
+    assert "name the engine by its PID or directory, or give --all" in run.stderr
+    assert str(os.getpid()) in run.stderr
+    monkeypatch.setattr("pearl.cli.engines.sys", Mock(stdin=Mock(isatty=lambda: True)))
+    for answer, code in ((False, 130), (True, 0)):
+        assert stopped == []
+        monkeypatch.setattr("click.termui.visible_prompt_func", lambda _, answer=answer: "y" if answer else "n")
+        assert pearl_here("stop").returncode == code
+    assert stopped == [os.getpid()]
+    put_card(runtime, "23456789", card)
+    run = pearl_here("stop")
+    assert (run.returncode, stopped) == (2, [os.getpid()]), "of several none is the one"
+    assert pearl_here("stop", "--all").returncode == 0
+    assert len(stopped) == 3
 
 
 def test_an_engine_of_another_program_is_not_stopped_with_all(toy: Engine, runtime: Path, pearl_here: Run) -> None:

@@ -18,7 +18,8 @@ import pytest
 from click.testing import CliRunner
 
 from pearl.cli import chat, cli, generate, listed_commands, main
-from pearl.config import SECTIONS, DecodingConfig, SamplingParams
+from pearl.cli.options import settings_options
+from pearl.config import SECTIONS, DecodingConfig, SamplingParams, Settings
 from pearl.engine import Engine, preflight
 from pearl.lab.distill.prompts import read_turns
 from pearl.spec.methods import METHODS
@@ -156,6 +157,50 @@ def test_every_setting_is_a_flag_and_every_flag_a_setting() -> None:
         command = cli.get_command(click.Context(cli), name)
         options = [p for p in command.params if isinstance(p, click.Option)]
         assert {p.name for p in options} == fields | more | {"config"}
+
+
+def help_of(*words: str) -> str:
+    shown = CliRunner().invoke(cli, [*words], catch_exceptions=False, terminal_width=4000).output
+    return re.sub(r"[ \n]+", " ", shown)
+
+
+def test_help_is_of_the_command_that_shows_it() -> None:
+    """Other commands have other defaults than generate, and do not read every setting: that is no flag of theirs."""
+    assert "Most tokens to generate; default: the checkpoint's" in help_of("generate", "--help")
+    for words, tokens, seed in (
+        (["bench"], "128; of an emulated pair 500", "0"),
+        (["calibrate"], "64", "0"),
+        (["check"], "16", None),
+        (["disco", "train"], "128", "0"),
+    ):
+        shown = help_of(*words, "--help-all")
+        assert f"Most tokens to generate. [default: {tokens}]" in shown
+        assert ("Of all random draws; default: drawn" in shown) == (seed is None)
+        assert (f"Of all random draws. [default: {seed}]" in shown) == (seed is not None)
+        assert "--method" not in shown
+        assert "--trace" not in shown
+    assert "for sd and ssd the fastest one tried" in help_of("bench", "--help-all")
+
+
+def test_help_names_the_usual_methods_and_help_all_every_one() -> None:
+    usual, every = (help_of("generate", flag) for flag in ("--help", "--help-all"))
+    assert "[auto|ar|ngram|head|sd|ssd|pearl|...]" in usual
+    assert "pearl: draft and target at once; --help-all: 9 others. [default: auto]" in usual
+    for name, method in METHODS.items():
+        assert (f" {name}: {method.description}" in usual) == method.is_usual
+        assert f" {name}: {method.description}" in every
+
+
+def test_short_names_of_data_types_are_flags_too() -> None:
+    given: list[str] = []
+
+    @click.command()
+    @settings_options()
+    def command(settings: Settings) -> None:
+        given.append(settings.engine.target_dtype)
+
+    assert CliRunner().invoke(command, ["--target-dtype", "fp16"], catch_exceptions=False).exit_code == 0
+    assert given == ["float16"]
 
 
 @pytest.mark.parametrize("fits", [16, pytest.param(500, marks=pytest.mark.long)])  # a part; the merged file

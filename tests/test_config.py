@@ -16,6 +16,7 @@ from pearl.config import SECTIONS, DecodingConfig, EngineConfig, SamplingParams,
 from pearl.config.sampling import MAX_GRAMMAR
 from pearl.engine import Engine
 from pearl.errors import ConfigError
+from pearl.lab.distill.config import DistillConfig
 from pearl.protocol.speeds import Profile, Speeds
 from pearl.worker import profile
 from pearl.worker.settings import WorkerSettings
@@ -191,6 +192,22 @@ def test_a_model_has_the_settings_of_its_role_and_those_of_both(tmp_path: Path) 
     assert asdict(config.model("target")) == expected
 
 
+def test_data_types_have_short_names_too() -> None:
+    for short, name in (("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32"), ("int8", "int8")):
+        config = EngineConfig(target_dtype=short)  # type: ignore[arg-type]
+        assert config.target_dtype == name
+    assert DistillConfig(out="x", dtype="bf16").dtype == "bfloat16"  # type: ignore[arg-type]
+
+
+def test_a_toy_target_drafts_for_itself_unless_another_draft_is_named() -> None:
+    """The embedded draft, which is the default, has other tokens."""
+    assert EngineConfig(target=TOY).draft == TOY
+    assert EngineConfig(target=TOY).model_fields_set == {"target"}
+    assert EngineConfig(target=TOY, draft="toy:vocab=32").draft == "toy:vocab=32"
+    assert EngineConfig(target=TOY, draft="none").draft == "none"
+    assert EngineConfig(target="embedded").draft == EngineConfig(target="models/toy").draft == "embedded-draft"
+
+
 # ---- files ----
 
 
@@ -201,7 +218,8 @@ def test_bad_files_are_refused_and_named(tmp_path: Path) -> None:
         b"just text": "not a str",
         b"a: b: c": "is not YAML",
         b"\xff\xfe\x00\x80": "is not YAML",
-        b"temprature: 1.0\n": r"unknown setting 'temprature'; did you mean temperature\? allowed are .*top_p",
+        b"temprature: 1.0\n": r"unknown setting 'temprature': did you mean temperature\?$",
+        b"zzz: 1.0\n": r"unknown setting 'zzz': allowed are .*top_p",
         b"gamma: three\n": "gamma: .*got 'three'",
     }.items():
         path.write_bytes(content)

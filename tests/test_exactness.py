@@ -11,12 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from pearl import Engine, EngineConfig, SamplingParams
 from pearl.errors import ModelError
-from pearl.lab.bench.exactness import check_pair, check_texts, compare_cuts
+from pearl.lab.bench.exactness import check_pair, check_texts, compare_cuts, text_cases
 from pearl.models.forward.graphs import FED
 from pearl.models.forward.matrices import Rounding, gated, matrix, normalise
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.hf import HFRunner
 from pearl.models.runner import Feed, ModelRunner, feed_chain
+from tests.conftest import TOY
 from tests.pairwise import pairwise
 from tests.planted import BUGS, LAW
 from tests.runner_contract import some_tokens
@@ -193,6 +194,26 @@ def test_texts_of_every_method_are_equal_bit_for_bit(dtype: str, kind: str) -> N
         findings = list(check_texts(engine, prompts, params, kill=True))
     assert len(findings) == 2 * 12 + 5
     assert [finding for finding in findings if not finding.passed] == []
+
+
+@pytest.mark.parametrize(("draft", "quick"), [(TOY, True), (TOY, False), ("none", False)])
+def test_the_number_of_comparisons_is_told_before_the_first(draft: str, quick: bool) -> None:
+    totals: list[int] = []
+    config = EngineConfig(target=TOY, draft=draft, log_level="error", draft_restarts=1000)
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True)
+    kinds = set()
+    for number, finding in enumerate(
+        check_pair(config, [[1, 2, 3]], params, kill=True, quick=quick, begin=totals.append)
+    ):
+        assert len(totals) == 1, "before the first"
+        assert finding.passed
+        assert number < totals[0]
+        kinds.add(finding.what.partition(":")[0])
+    assert totals == [number + 1]
+    assert {"greedy", "coupled"} <= kinds
+    assert ("ratio" in kinds) == (draft != "none")
+    cases = [len(text_cases(config, kill=True, quick=is_quick)) for is_quick in (True, False)]
+    assert cases[0] < cases[1], "a first look is shorter"
 
 
 # Of a cache, a tree and a window.

@@ -136,6 +136,14 @@ def engine() -> Iterator[Engine]:
 
 
 @pytest.mark.slow
+def test_the_user_is_told_in_a_sentence(engine: Engine) -> None:
+    """It was a line of the draft's log, which the chat does not show."""
+    (note,) = engine.notes
+    assert note.startswith(f"the draft {engine.config.draft} has another vocabulary than its target: it has ")
+    assert "Texts stay the same" in note
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_texts_are_the_targets(engine: Engine, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=48, ignore_eos=True)

@@ -98,7 +98,7 @@ class SettingsCommand(click.Command):
             if record is not None:
                 listed[titles.get(str(option.name), "Options")].append(record)
         for title, records in listed.items():
-            if title:
+            if title and records:
                 with formatter.section(title):
                     formatter.write_dl(records)
 

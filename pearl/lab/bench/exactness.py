@@ -107,9 +107,11 @@ def check_pair(
         if role == "target":
             has_slots = runner.capabilities.row_invariant and not quick
             shapes = {} if quick else _shapes(config)
+            references_of_some = len(_RULES) * (len(shapes) + has_slots)
             total = len(roles) + len(text_cases(config, kill=kill, quick=quick))
-            total += len(_RULES) * len(_some(config)) * (len(shapes) + has_slots)
-            begin(total + len(_RULES) * (config.datastore is not None))
+            total += references_of_some * len(_some(config))
+            total += len(_RULES) if config.datastore is not None else 0
+            begin(total)
         piece = max(FED, runner.capabilities.tree_nodes) if runner.device.type == "cuda" else _REFERENCE_PIECE
         yield compare_cuts(runner, role, min(_ROWS, runner.context), piece=piece)
         if role == "target":
