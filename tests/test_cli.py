@@ -16,8 +16,9 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from rich.progress import Progress
 
-from pearl.cli import chat, cli, generate, listed_commands, main
+from pearl.cli import chat, cli, generate, listed_commands, main, tables
 from pearl.cli.options import settings_options
 from pearl.config import SECTIONS, DecodingConfig, SamplingParams, Settings
 from pearl.engine import Engine, preflight
@@ -189,6 +190,13 @@ def test_help_names_the_usual_methods_and_help_all_every_one() -> None:
     for name, method in METHODS.items():
         assert (f" {name}: {method.description}" in usual) == method.is_usual
         assert f" {name}: {method.description}" in every
+
+
+def test_progress_counts_few_pieces_of_work_and_shares_of_many() -> None:
+    progress = Progress()
+    for total, done in ((23, "[3 of 23] "), (6000, "0% "), (None, "")):
+        progress.add_task("checking", total=total, completed=3)
+        assert tables._done(progress.tasks[-1]) == done
 
 
 def test_short_names_of_data_types_are_flags_too() -> None:

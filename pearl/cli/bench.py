@@ -253,16 +253,18 @@ def _print_calibration(found: Calibration, conditions: Conditions, saved: Path |
 @listed("See and check", "pearl check --target my-model --draft my-small-model")
 @click.command("check", cls=SettingsCommand)
 @click.option("--prompts", type=click.Path(path_type=Path), help="File of prompts to decode.  [default: ours]")
-@click.option("--limit", type=click.IntRange(min=1), default=2, show_default=True, metavar="N", help="Prompts of it.")
+@click.option("--limit", type=_COUNT, metavar="N", help="Prompts of it.  [default: 2; with --quick 1]")
 @click.option("--kill/--no-kill", default=True, show_default=True, help="Also kill the draft in the middle of texts.")
-@click.option("--quick", is_flag=True, help="One prompt, and one method of each kind: a first look.")
+@click.option("--quick", is_flag=True, help="Compare one method of each kind only: a first look.")
 @json_option
 @settings_options(
     {"max_tokens": str(_CHECKED), "temperature": "1; greedy texts are compared too"},
     unread={*_UNTRACED, "stop"},
     instead="pearl check runs untraced, without stop strings, and compares every method",
 )
-def check_bits(settings: Settings, prompts: Path | None, limit: int, kill: bool, quick: bool, to: Path | None) -> None:
+def check_bits(
+    settings: Settings, prompts: Path | None, limit: int | None, kill: bool, quick: bool, to: Path | None
+) -> None:
     """Compare logits and texts of all methods bit for bit.
 
     Exit code 1 if any differ. Logits: one sequence, cut into forwards at random. Texts: every method and window, also
@@ -279,7 +281,8 @@ def check_bits(settings: Settings, prompts: Path | None, limit: int, kill: bool,
     params = settings.sampling.with_seed()
     length = {"max_tokens": params.max_tokens or _CHECKED, "stop": ()}  # the reference knows no stop strings
     params = params.model_copy(update=length | {"temperature": params.temperature or 1.0})
-    limit = 1 if quick else limit
+    if limit is None:
+        limit = 1 if quick else 2
     asked: list[Prompt] = [turns[0] for turns in read_turns(prompts, limit)] if prompts else [*PROMPTS[:limit]]
     config = settings.engine.model_copy(update={"log_level": "error", "draft_restarts": 10_000})
     findings: list[Finding] = []

@@ -175,7 +175,8 @@ class _MethodOption(click.Option):
         words = "; ".join(f"{method.name}: {method.description}" for method in usual)
         names = "|".join(method.name for method in usual)
         others = len(METHODS) - len(usual)
-        return f"--method [{names}|...]", f"{words}; --help-all: {others} others.  [default: auto]"
+        default = _FIELDS["method"].default
+        return f"--method [{names}|...]", f"{words}; --help-all: {others} others.  [default: {default}]"
 
 
 def _bare(annotation: Any) -> Any:
