@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from pearl.cli import chat, cli, generate, listed_commands, main
-from pearl.config import SECTIONS, DecodingConfig, SamplingParams
+from pearl.config import SECTIONS, RequestOptions, SamplingParams
 from pearl.engine import Engine, preflight
 from pearl.lab.distill.prompts import read_turns
 from pearl.spec.methods import METHODS
@@ -83,8 +83,8 @@ def test_the_record_of_a_sampled_text_gives_that_text_again(
     assert used["decoding"]["rule"] == ("coupled" if method == "auto" else "ratio")
     assert (used["decoding"]["gamma"] is not None) == (METHODS[method].drafts and METHODS[method].bonus)
     monkeypatch.undo()
-    params, decoding = SamplingParams(**used["sampling"]), DecodingConfig(**used["decoding"])
-    (again,) = toy.generate(document["prompt_tokens"], params, decoding=decoding)
+    params, decoding = SamplingParams(**used["sampling"]), RequestOptions(**used["decoding"])
+    (again,) = toy.generate(document["prompt_tokens"], params.overridden_by(decoding))
     assert (again.tokens, again.text) == (document["tokens"], document["text"])
 
 

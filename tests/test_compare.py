@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pearl.config import DecodingConfig, EngineConfig
+from pearl.config import EngineConfig, RequestOptions
 from pearl.engine.stream import Result as Text
 from pearl.errors import ConfigError
 from pearl.lab.bench.figures import Surprise
@@ -34,7 +34,7 @@ def test_a_row_is_a_method_and_its_settings() -> None:
         },
         "published": {"method": "pearl", "look_ahead": 0, "draft_lookup": 0, "branches": 0, "siblings": 0},
     }.items():
-        assert parse_settings(text) == DecodingConfig(**settings)  # type: ignore[arg-type]
+        assert parse_settings(text) == RequestOptions(**settings)  # type: ignore[arg-type]
     assert parse_settings("pearl,branches=off").guesses["branches"] == 0
     rows = named_rows(["sd", "ar", "ngram"])
     assert [row.name for row in rows] == ["ar", "sd", "ngram"], "ar is there once and first"

@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 from pydantic.fields import FieldInfo
 
-from pearl.config import SECTIONS, DecodingConfig, EngineConfig, SamplingParams, load_settings, read_file
-from pearl.config.sampling import MAX_GRAMMAR
+from pearl.config import SECTIONS, EngineConfig, RequestOptions, SamplingParams, load_settings, read_file
+from pearl.config.options import MAX_GRAMMAR
 from pearl.engine import Engine
 from pearl.errors import ConfigError
 from pearl.protocol.speeds import Profile, Speeds
@@ -167,14 +167,14 @@ def test_seeds_are_drawn_only_where_none_was_given() -> None:
 def test_a_bound_is_a_number_or_a_word(name: str, tmp_path: Path) -> None:
     """YAML reads `off` as false."""
     path = tmp_path / "mine.yaml"
-    defaults = DecodingConfig(method="pearl")
+    defaults = RequestOptions(method="pearl")
     for written, meant in (("auto", defaults.guesses), ("off", None), ("0", None), ('"off"', None)):
         path.write_text(f"{name}: {written}\nmethod: pearl\n")
         decoding = load_settings(path, {}).decoding
-        assert decoding.guesses == (meant or DecodingConfig(method="pearl", **{name: 0}).guesses)  # type: ignore[arg-type]
+        assert decoding.guesses == (meant or RequestOptions(method="pearl", **{name: 0}).guesses)  # type: ignore[arg-type]
     assert load_settings(path, {name: "auto"}).decoding.guesses == defaults.guesses, "a flag wins over the file"
     with pytest.raises(ConfigError, match=name):
-        DecodingConfig(method="pearl", **{name: "on"})  # type: ignore[arg-type]
+        RequestOptions(method="pearl", **{name: "on"})  # type: ignore[arg-type]
 
 
 def test_a_model_has_the_settings_of_its_role_and_those_of_both(tmp_path: Path) -> None:
@@ -243,9 +243,9 @@ def test_a_type_checker_without_our_plugin_takes_what_the_settings_take(tmp_path
         "[mypy-torch.*,transformers.*,numpy.*,rich.*,pearl.engine.*]\nfollow_imports = skip\n"
     )
     (tmp_path / "use.py").write_text(
-        "from pearl import DecodingConfig, EngineConfig, SamplingParams\n"
+        "from pearl import RequestOptions, EngineConfig, SamplingParams\n"
         'SamplingParams(temperature=0.7, stop=["end"], logit_bias={3: 1.0}, json_schema={"type": "object"})\n'
-        'DecodingConfig(method="sd"), EngineConfig(target="toy")\n'
+        'RequestOptions(method="sd"), EngineConfig(target="toy")\n'
         'SamplingParams(temperature="hot")\n'
     )
     command = [sys.executable, "-m", "mypy", "--config-file=mypy.ini", "--cache-dir=cache", "use.py"]

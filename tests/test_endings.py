@@ -15,12 +15,12 @@ from pearl.models.checkpoints.tokenizers import ToyTokenizer
 from pearl.models.toy import ToyRunner
 from pearl.protocol.events import Guess, Guessed
 from pearl.protocol.messages import FinishReason, Provenance, Source, Submit
-from pearl.protocol.options import Sampling
 from pearl.protocol.request import Counts
 from pearl.protocol.scheduler import PREFILL_CHUNK
 from pearl.protocol.speeds import Speeds
 from pearl.spec.methods import METHODS
 from pearl.text.stream import TextStream
+from tests.options import draws
 from tests.pairwise import combined
 from tests.protocol_pair import Pair, Result, at_random, check_counts
 from tests.scripted import PROMPT, ScriptDraft, ScriptTarget, submission
@@ -91,7 +91,7 @@ def test_the_text_is_cut_at_its_end(method: str, look_ahead: int, combined: Any)
     for (window, gamma), reason, offset, is_wrong in combined(WINDOWS, ENDS, OFFSETS, range(3)):
         end = len(PROMPT) + offset
         wrong = ((), (end - 1,), (4, 7))[is_wrong]
-        sampling = Sampling(temperature=offset % 2, seed=offset)
+        sampling = draws(temperature=offset % 2, seed=offset)
         settings = {"window": window, "gamma": gamma, "look_ahead": look_ahead, "sampling": sampling}
         submit = submission(TEXT, method, **settings, **ENDS[reason](offset))
         result = run(submit, wrong=wrong, seed=offset)

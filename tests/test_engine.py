@@ -19,16 +19,16 @@ import torch
 import transformers
 
 from pearl import AsyncEngine
-from pearl.config import DecodingConfig, SamplingParams
+from pearl.config import RequestOptions, SamplingParams
 from pearl.engine import Engine, Result
 from pearl.engine.asynchronous import AsyncStream
 from pearl.errors import ConfigError, EngineClosed, ModelError, PearlError, RequestError, TargetLost
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.protocol.messages import Provenance, Submit
-from pearl.protocol.options import RequestOptions, Sampling
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text
 from tests.loops import simulated
+from tests.options import draws, resolved
 from tests.replace import replace
 from tests.tiny import VOCAB_SIZE, on_cpu, tiny_model
 
@@ -52,7 +52,7 @@ BEFORE = json.loads((Path(__file__).parent / "texts_of_before.json").read_text()
 def test_a_seed_gives_the_text_that_it_gave_in_an_older_release(toy: Engine, text: dict[str, Any]) -> None:
     sampling = {name: text[name] for name in ("temperature", "top_p", "seed")}
     params = SamplingParams(**sampling, max_tokens=len(text["tokens"]), ignore_eos=True)
-    decoding = DecodingConfig(method="pearl", rule=text["rule"])
+    decoding = RequestOptions(method="pearl", rule=text["rule"])
     assert one(toy, params, [1, 2, 7], decoding=decoding).tokens == text["tokens"]
 
 
@@ -64,7 +64,7 @@ def test_the_embedded_pair_writes_what_it_wrote_in_an_older_release() -> None:
     for text in BEFORE["embedded"]:
         prompt, tokens = tokenizer.apply_chat([{"role": "user", "content": text["prompt"]}]), text["tokens"][:16]
         assert prompt is not None
-        sampling, decoding = Sampling(text["temperature"], seed=5), RequestOptions("pearl", rule=text["rule"])
+        sampling, decoding = draws(text["temperature"], seed=5), resolved("pearl", rule=text["rule"])
         submit = Submit(1, tuple(prompt), len(prompt) + len(tokens), replace(decoding, sampling=sampling))
         with torch.inference_mode():
             outcome = simulate(submit, *paired_executors(*runners), Timing(1.0, lambda _: 4.0))
@@ -80,7 +80,7 @@ def test_ratio_rule_over_the_tensor_channel_of_two_processes() -> None:
     with Engine(spec, spec, tensors="gloo") as engine:
         assert (engine.directory / "group").exists()
         result = one(engine, params, decoding=AS_PUBLISHED)  # otherwise the target would not wait for its draft
-    submit = Submit(1, tuple(PROMPT), 153, RequestOptions(sampling=Sampling(1.0, seed=11)))
+    submit = Submit(1, tuple(PROMPT), 153, resolved(sampling=draws(1.0, seed=11)))
     assert result.tokens == simulated(submit, 512, 0.7)
     assert result.statistics.num_accepted_draft_tokens > 0
     assert not result.statistics.draft_lost
@@ -91,7 +91,7 @@ def test_a_sampled_text_is_one_of_seed_and_sample(toy: Engine) -> None:
     for window in ("stream", "fixed"):
         for seed, sample in ((11, 0), (11, 1), (12, 0)):
             params = WARM.model_copy(update={"seed": seed, "sample": sample})
-            result = one(toy, params, decoding=DecodingConfig(window=window))  # type: ignore[arg-type]
+            result = one(toy, params, decoding=RequestOptions(window=window))  # type: ignore[arg-type]
             assert result.seed == seed
             assert texts.setdefault((seed, sample), result.tokens) == result.tokens
     assert len({tuple(text) for text in texts.values()}) == 3

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from pearl.cli import listed
-from pearl.cli.options import SettingsCommand, field_options, settings_options
+from pearl.cli.options import SettingsCommand, field_options, of_field, settings_options
 from pearl.cli.tables import Bars
 from pearl.config import Settings
 from pearl.errors import ConfigError
@@ -26,7 +26,10 @@ _TOKENS = 128  # of an answer, without --max-tokens
 @click.option(
     "--answers-only", is_flag=True, help="Only answer: write OUT/answers.jsonl, as for `pearl datastore build`."
 )
-@field_options(DistillConfig.model_fields, "YAML file of these settings; see configs/distill/embedded.yaml.")
+@field_options(
+    {name: of_field(field) for name, field in DistillConfig.model_fields.items()},
+    "YAML file of these settings; see configs/distill/embedded.yaml.",
+)
 def distill(config: Path | None, resume: bool, answers_only: bool, **given: Any) -> None:
     """Make a draft for a target, out of the target's own answers.
 
@@ -83,11 +86,11 @@ def train(
     if not settings.engine.has_draft:
         raise ConfigError("--draft none: a recording has the draft's tokens")
     conversations = [turns for path in prompts for turns in read_turns(path, limit)]
-    tokens = settings.sampling.max_tokens or _TOKENS
+    tokens = settings.options.max_tokens or _TOKENS
     with Bars() as bars:
         bars.begin("recording", None)
         recorded, _ = record_pair(settings.engine, conversations, tokens, raw=raw, tick=bars.step)
-        found = training(recorded, timing_of(t_draft, t_target), settings.sampling.seed or 0, bars.step)
+        found = training(recorded, timing_of(t_draft, t_target), settings.options.seed or 0, bars.step)
     found.classifier.write(out)
     click.echo(
         f"{out}: for {found.classifier.draft} and {found.classifier.target}; trained on "

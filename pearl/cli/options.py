@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
-import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import click
 from pydantic.fields import FieldInfo
 
-from pearl.config import SECTIONS, load_settings
-from pearl.config.decoding import NUMBER_WORDS, WordedNumber
+from pearl.config import OPTION_NAMES, EngineConfig, load_settings
+from pearl.config.options import DECODING_NAMES, OPTIONS, description_of, kind_of_parameter, type_of
+from pearl.spec.methods import AS_PUBLISHED, METHODS, WINDOWS
+from pearl.spec.rules import RULES
+from pearl.spec.stops import STOPS
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -23,27 +25,23 @@ def settings_options(command: _Command) -> _Command:
 
     @functools.wraps(command)
     def wrapped(config: Path | None, **given: Any) -> Any:
-        rest = {name: given.pop(name) for name in list(given) if name not in _FIELDS}
+        rest = {name: given.pop(name) for name in list(given) if name not in _SETTINGS}
         settings = load_settings(config, {k: v for k, v in given.items() if v is not None and v != ()})
         return command(settings=settings, **rest)
 
     about = "YAML file of these settings, see configs/; toy: an emulated pair."
-    return typing.cast(_Command, field_options(_FIELDS, about)(wrapped))
+    return typing.cast(_Command, field_options(_SETTINGS, about)(wrapped))
 
 
-def field_options(fields: Mapping[str, FieldInfo], about: str) -> Callable[[Any], Any]:
+def field_options(settings: Mapping[str, Setting], about: str) -> Callable[[Any], Any]:
     """--config, with this help, and a flag for each field."""
 
     def add(command: Any) -> Any:
-        for name, field in reversed([*fields.items()]):
-            command = _field_option(name, field)(command)
+        for name, setting in reversed([*settings.items()]):
+            command = _flag(name, setting)(command)
         return click.option("--config", type=click.Path(dir_okay=False, path_type=Path), help=about)(command)
 
     return add
-
-
-# The heading of each section's flags in a command's help.
-_TITLES = dict(zip(SECTIONS, ("The pair, and where it runs", "How it is decoded", "How tokens are drawn"), strict=True))
 
 
 # Settings that --help of a command lists; --help-all lists every one.
@@ -57,8 +55,8 @@ class SettingsCommand(click.Command):
         return [*super().get_params(ctx), _HELP_ALL]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        titles = {name: title for section, title in _TITLES.items() for name in section.model_fields}
-        order = ["Options", *titles.values()]
+        titles = _titles()
+        order = ["Options", *dict.fromkeys(titles.values())]
         if not ctx.meta.get(_ALL):
             titles = dict.fromkeys(titles, "") | dict.fromkeys(_USUAL, "Settings used most")
             order = ["Settings used most", "Options", ""]
@@ -71,6 +69,13 @@ class SettingsCommand(click.Command):
             if title:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+
+def _titles() -> dict[str, str]:
+    """The heading under which --help-all lists each setting."""
+    titles = dict.fromkeys(EngineConfig.model_fields, "The pair, and where it runs")
+    titles |= dict.fromkeys(DECODING_NAMES, "How it is decoded")
+    return {**titles, **dict.fromkeys(OPTION_NAMES, "How tokens are drawn"), **titles}
 
 
 def _print_all(ctx: click.Context, _: click.Parameter, is_given: bool) -> None:
@@ -91,40 +96,76 @@ _HELP_ALL = click.Option(
 )
 
 
-_FIELDS: dict[str, FieldInfo] = {name: field for s in SECTIONS for name, field in s.model_fields.items()}
+_CHOICES: dict[str, Iterable[str]] = {"method": METHODS, "rule": RULES, "draft_stop": STOPS, "window": WINDOWS}
+_METAVARS = {"json_schema": "JSON", "regex": "EXPRESSION"} | dict.fromkeys(AS_PUBLISHED, "N|auto|off")
+_METAVAR_OF_KIND = {int: "N", float: "X", str: "NAME"}
 
 
-def _field_option(name: str, field: FieldInfo) -> Callable[[Any], Any]:
-    """A flag with the field's type, description and default."""
-    kind, flag = _bare(field.annotation), f"--{name.replace('_', '-')}"
-    if kind is bool:
-        return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=field.description)
-    multiple = typing.get_origin(kind) is tuple
-    if WordedNumber in field.metadata:
-        return click.option(flag, name, metavar="|".join(["N", *NUMBER_WORDS]), default=None, help=_help(field))
-    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-    metavar = extra.get("metavar") or {int: "N", float: "X", str: "NAME"}.get(kind)
-    form = {"type": _type(kind), "multiple": multiple, "metavar": metavar}
-    return click.option(flag, name, default=None, help=_help(field), **form)
+class Setting(NamedTuple):
+    """What a flag takes.
+
+    Attributes:
+        kind: int, float, str or bool; or a tuple of one of these or of pairs, for a flag given several times.
+        choices: the words that it may have; empty: any.
+    """
+
+    kind: Any
+    description: str
+    default: Any = None
+    choices: tuple[str, ...] = ()
+    metavar: str | None = None
 
 
-def _bare(annotation: Any) -> Any:
-    """The type without `| None` and without Annotated."""
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        (annotation,) = (a for a in typing.get_args(annotation) if a is not type(None))
-    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation
+def of_field(field: FieldInfo) -> Setting:
+    """The setting of a pydantic field."""
+    kind = type_of(field.annotation)
+    default = None if field.is_required() else field.default
+    if get_origin(kind) is Literal:
+        return Setting(str, field.description or "", default, get_args(kind))
+    return Setting(kind, field.description or "", default, (), _METAVAR_OF_KIND.get(kind))
+
+
+def of_option(name: str) -> Setting:
+    """The setting of a request's option, or of a parameter of a rule or stop policy."""
+    description = description_of(name)
+    if name not in OPTIONS:
+        of_parameter = kind_of_parameter(name)
+        return Setting(of_parameter, description, None, (), _METAVAR_OF_KIND[of_parameter])
+    field = OPTIONS[name]
+    kind = str if name in AS_PUBLISHED else type_of(field.type)
+    metavar = _METAVARS.get(name) or _METAVAR_OF_KIND.get(kind)
+    default = next(iter(RULES)) if name == "rule" else field.default
+    return Setting(kind, description, default, tuple(_CHOICES.get(name, ())), metavar)
+
+
+_SETTINGS = {name: of_field(field) for name, field in EngineConfig.model_fields.items()}
+_SETTINGS |= {name: of_option(name) for name in OPTION_NAMES}
+
+
+def _flag(name: str, setting: Setting) -> Callable[[Any], Any]:
+    """A click option with the setting's type, description and default."""
+    flag = f"--{name.replace('_', '-')}"
+    if setting.kind is bool:
+        return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=setting.description)
+    multiple = get_origin(setting.kind) is tuple
+    return click.option(
+        flag,
+        name,
+        default=None,
+        help=_help(setting),
+        type=click.Choice(setting.choices) if setting.choices else _type(setting.kind),
+        multiple=multiple,
+        metavar=setting.metavar,
+    )
 
 
 def _type(kind: Any) -> Any:
-    if typing.get_origin(kind) is Literal:
-        return click.Choice(typing.get_args(kind))
-    if typing.get_origin(kind) is not tuple:
+    if get_origin(kind) is not tuple:
         return kind
-    each = _bare(typing.get_args(kind)[0])
-    return typing.get_args(each) or each  # pairs are two arguments of the flag
+    item = type_of(get_args(kind)[0])
+    return tuple(type_of(part) for part in get_args(item)) or item  # pairs are two arguments of the flag
 
 
-def _help(field: FieldInfo) -> str:
-    shown = not field.is_required() and field.default not in (None, ()) and not isinstance(field.default, tuple)
-    default = f"  [default: {field.default}]" if shown else ""
-    return f"{field.description}{default}"
+def _help(setting: Setting) -> str:
+    is_shown = setting.default is not None and not isinstance(setting.default, tuple)
+    return f"{setting.description}  [default: {setting.default}]" if is_shown else setting.description
