@@ -32,14 +32,14 @@ from pearl.worker.rows import RowPacker, packed
 from pearl.worker.settings import TargetSettings
 from pearl.worker.target import TargetWorker
 from tests.memory_transport import MemoryHub
-from tests.options import draws, resolved
+from tests.options import drawn_by, resolved
 from tests.replace import replace
 
 BOUND = 120.0  # seconds that anything here may take; far more than it does
 CONTEXT = 1 << 19
 DIGEST = b"the same tokens"
 PROMPT = (1, 2, 3)
-WARM = draws(temperature=1.0, seed=7)
+WARM = drawn_by(temperature=1.0, seed=7)
 METHODS = ("ar", "sd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify")
 Channels = Callable[[int], TensorChannel]
 
@@ -284,7 +284,7 @@ def simulated(submit: m.Submit, vocab: int = 32, alpha: float = 0.5) -> list[int
     return simulate(submit, *paired_executors(*runners), Timing(1.0, lambda _: 4.0)).tokens
 
 
-GREEDY = draws()
+GREEDY = drawn_by()
 
 
 def first(endpoint: Endpoint, kind: type) -> object:

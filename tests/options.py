@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from msgspec import structs
+
 from pearl.config import RequestOptions
 
 #: The options that say how tokens are drawn; the others say how they are decoded.
@@ -11,44 +13,54 @@ DRAWING = (
 )
 
 
+SHAPING = DRAWING[DRAWING.index("repetition_penalty") :]  #: those by which the text before a token changes its logits
+
+
 def shaped(
     prompt_length: int,
     repetition_penalty: float = 1.0,
     presence_penalty: float = 0.0,
     frequency_penalty: float = 0.0,
     logit_bias: tuple[tuple[int, float], ...] = (),
-    grammar: str = "",
-    grammar_ends: tuple[int, ...] = (),
-) -> dict[str, Any]:
-    """The options by which the text before a token changes its logits."""
-    return {
-        "prompt_length": prompt_length,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "logit_bias": logit_bias,
-        "grammar": grammar,
-        "grammar_ends": grammar_ends,
-    }
+    **more: Any,
+) -> RequestOptions:
+    """Options by which the text before a token changes its logits."""
+    return resolved(
+        prompt_length=prompt_length,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=logit_bias,
+        **more,
+    )
 
 
-def draws(
+def drawn_by(
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
     seed: int = 0,
     sample: int = 0,
-    shaping: dict[str, Any] | None = None,
+    shaping: RequestOptions | None = None,
 ) -> RequestOptions:
-    """Options that draw tokens so."""
+    """Options that draw tokens so. `shaping`: options that shape logits as these are to."""
     filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    return resolved(seed=seed, sample=sample, **filters, **(shaping or {}))
+    shapes = {} if shaping is None else {name: getattr(shaping, name) for name in SHAPING}
+    return resolved(seed=seed, sample=sample, **filters, **shapes)
 
 
 def drawing(options: RequestOptions) -> dict[str, Any]:
     """How these options draw tokens, for `RequestOptions.changed`."""
     return {name: getattr(options, name) for name in DRAWING}
+
+
+def unchecked(options: RequestOptions, **values: Any) -> RequestOptions:
+    """A copy with values that `RequestOptions` refuses, as a faulty peer would send them."""
+    copy = options.changed()
+    for name, value in values.items():
+        structs.force_setattr(copy, name, value)
+    return copy
 
 
 def resolved(

@@ -20,12 +20,12 @@ from pearl.models.runner import Feed, ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Draft, Drafted, Open, Rollback
 from pearl.protocol.speeds import ForwardTimes
-from tests.options import draws, resolved
+from tests.options import drawn_by, resolved
 from tests.test_gpu_path import random_llama
 from tests.virtual import Counting
 
 VOCAB, PROMPT, BOUND = 8, (1, 2, 3), 20.0
-OPEN = Open(PROMPT, resolved(sampling=draws(temperature=1.0, seed=3)))
+OPEN = Open(PROMPT, resolved(sampling=drawn_by(temperature=1.0, seed=3)))
 
 
 class Watched(ToyRunner):
@@ -211,7 +211,7 @@ def chained_with_lookup(draft: Counting, prompt: tuple[int, ...]) -> list[int]:
     proposer.model.times.observe = lambda fed, seconds: None  # type: ignore[method-assign]
     tokens: list[int] = []
     with closing(Ahead(DraftExecutor(proposer), lambda: True)) as ahead:
-        ahead.execute(Open(prompt, resolved(draft_lookup=8, sampling=draws(temperature=1.0, seed=3))))
+        ahead.execute(Open(prompt, resolved(draft_lookup=8, sampling=drawn_by(temperature=1.0, seed=3))))
         start, fed = 0, prompt
         while len(tokens) < 40:
             event = ahead.execute(Draft(start, fed, 40 - len(tokens), len(tokens)))
@@ -235,9 +235,9 @@ def test_a_token_is_awaited_where_the_draft_guesses_itself(monkeypatch: pytest.M
 
 
 SAMPLINGS = [
-    draws(),
-    draws(temperature=1.0, seed=3),
-    draws(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=3),
+    drawn_by(),
+    drawn_by(temperature=1.0, seed=3),
+    drawn_by(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=3),
 ]
 
 

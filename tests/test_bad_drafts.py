@@ -54,7 +54,7 @@ from tests.loops import (
     sparse,
     submission,
 )
-from tests.options import draws, resolved
+from tests.options import drawn_by, resolved
 from tests.replace import replace
 
 NAN = float("nan")
@@ -292,7 +292,7 @@ def test_a_draft_without_memory_for_all_drafts_one_by_one(loops: MakeLoops, chai
     pair.draft(kind=_Crammed, chains=chains)
     fronts = [pair.front() for _ in range(3)]
     for front, begin in zip(fronts, (1, 9, 2), strict=True):
-        front.endpoint.send(Submit(1, (begin, 4), 62, resolved("pearl", sampling=draws(0.0))))
+        front.endpoint.send(Submit(1, (begin, 4), 62, resolved("pearl", sampling=drawn_by(0.0))))
     drafted = []
     for front in fronts:
         told = front.finish()

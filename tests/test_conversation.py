@@ -176,7 +176,7 @@ WAYS = {
     "ngram": RequestOptions(method="ngram"),
     "sd": RequestOptions(method="sd", gamma=3),
     "published": AS_PUBLISHED,
-    "coupled": AS_PUBLISHED.model_copy(update={"rule": "coupled"}),
+    "coupled": AS_PUBLISHED.changed(rule="coupled"),
     "pearl": RequestOptions(method="pearl", rule="coupled"),
     "auto": RequestOptions(method="auto"),
 }
@@ -209,7 +209,7 @@ def test_they_are_the_targets_own(toy: Engine, way: str, temperature: float) -> 
 
 def test_penalties_and_biases_are_not_in_them(toy: Engine) -> None:
     asked = SamplingParams(temperature=1, seed=2, max_tokens=40, ignore_eos=True, logprobs=0)
-    shaped = asked.model_copy(update={"presence_penalty": 2.0, "logit_bias": ((4, 5.0),)})
+    shaped = asked.changed(presence_penalty=2.0, logit_bias=((4, 5.0),))
     (result,) = toy.generate([PROMPT], shaped.overridden_by(WAYS["pearl"]))
     assert result.tokens != toy.generate([PROMPT], asked.overridden_by(WAYS["pearl"]))[0].tokens
     for token, told, row in zip(result.tokens, result.logprobs, rows(result.tokens), strict=True):

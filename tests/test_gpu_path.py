@@ -25,7 +25,7 @@ from pearl.trace.tracer import Tracer
 from pearl.worker import build
 from pearl.worker.draft_link import DraftLink
 from pearl.worker.settings import TargetSettings, WorkerSettings
-from tests.options import draws, resolved
+from tests.options import drawn_by, resolved
 from tests.replace import replace
 from tests.runner_contract import close, some_tokens
 from tests.tiny import tiny_model
@@ -66,7 +66,7 @@ LOGITS = 3 * torch.randn(8, 1000, generator=torch.Generator().manual_seed(1))
 
 @pytest.mark.parametrize(("rule", "epsilon"), [("ratio", 0.0), ("opt", 0.01), ("uno", 0.01)])
 def test_odds_summed_together_are_those_summed_one_by_one(rule: str, epsilon: float) -> None:
-    half = make_half("target", rule, draws(1.0, seed=3), (("epsilon", epsilon),) if epsilon else ())
+    half = make_half("target", rule, drawn_by(1.0, seed=3), (("epsilon", epsilon),) if epsilon else ())
     assert isinstance(half, RatioTarget)
     target, draft, tokens = torch.softmax(LOGITS, -1), torch.softmax(LOGITS.flip(0), -1), range(len(LOGITS))
     one_by_one = [half._facts(target[i : i + 1], draft[i : i + 1], [i])[0] for i in tokens]
@@ -181,7 +181,7 @@ def test_a_text_does_not_depend_on_what_was_in_the_cache(method: str, temperatur
         decoding = resolved(method, *(("stream", None) if method == "ar" else ("fixed", 20)))
         prompt = tuple(prompts[number])
         return Submit(
-            number, prompt, len(prompt) + 24, replace(decoding, sampling=draws(temperature=temperature, seed=3))
+            number, prompt, len(prompt) + 24, replace(decoding, sampling=drawn_by(temperature=temperature, seed=3))
         )
 
     one = loops()

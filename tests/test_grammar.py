@@ -31,7 +31,7 @@ from pearl.spec.methods import METHODS
 from pearl.text import parser
 from pearl.text.grammar import Guides, grammar_of
 from pearl.text.tokenizer import GenerationDefaults
-from tests.options import draws, resolved, shaped
+from tests.options import drawn_by, resolved, shaped
 from tests.replace import replace
 from tests.virtual import NEVER, TIMINGS, likelihood
 
@@ -47,8 +47,8 @@ def toy_guides(size: int = VOCAB) -> Guides:
     return Guides(lambda: ToyTokenizer(VOCAB), size)
 
 
-def shaping(**others: float) -> dict[str, Any]:
-    return shaped(len(PROMPT), grammar=grammar_of(None, REGEX), ends=(END,), **others)
+def shaping(**others: float) -> RequestOptions:
+    return shaped(len(PROMPT), grammar=grammar_of(None, REGEX), grammar_ends=(END,), **others)
 
 
 def allowed(text: str) -> set[int]:
@@ -148,7 +148,7 @@ def decoded(method: str, rule: str, sampling: RequestOptions, timing: Timing, ex
 @pytest.mark.parametrize("method", METHODS)
 def test_a_direct_text_is_that_of_the_held_target(method: str) -> None:
     for seed, timing in product(range(3), TIMINGS):
-        sampling = draws(float(seed > 0), seed=seed, shaping=shaping())
+        sampling = drawn_by(float(seed > 0), seed=seed, shaping=shaping())
         text = decoded(method, "coupled", sampling, timing)
         assert text == reference(sampling)
         assert text[-1] == END
@@ -157,7 +157,7 @@ def test_a_direct_text_is_that_of_the_held_target(method: str) -> None:
 
 def test_sampled_texts_have_the_held_targets_distribution() -> None:
     found = Counter(
-        tuple(decoded("pearl", "ratio", draws(1.0, seed=seed, shaping=shaping()), TIMINGS[seed % 4]))
+        tuple(decoded("pearl", "ratio", drawn_by(1.0, seed=seed, shaping=shaping()), TIMINGS[seed % 4]))
         for seed in range(300)
     )
     expected: dict[tuple[int, ...], float] = {}
@@ -169,7 +169,7 @@ def test_sampled_texts_have_the_held_targets_distribution() -> None:
             expected[tuple(so_far)] = chance
             continue
         text = [*PROMPT, *so_far]
-        probs = probabilities(masked(text, torch.log(target(text))), draws(1.0))
+        probs = probabilities(masked(text, torch.log(target(text))), drawn_by(1.0))
         open_ += [([*so_far, token], chance * float(prob)) for token, prob in enumerate(probs) if prob]
     assert {written(list(text[:-1])) for text in expected} <= LANGUAGE
     assert likelihood(found, expected) > NEVER

@@ -13,7 +13,7 @@ from pearl.decoding.rules import biased
 from pearl.decoding.rules import joint as joint_rule
 from pearl.lab.simulate import Outcome
 from pearl.protocol.messages import Provenance
-from tests.options import draws, resolved
+from tests.options import drawn_by, resolved
 from tests.pairwise import combined, pairwise
 from tests.virtual import TIMINGS, Chains, decoded
 
@@ -41,7 +41,7 @@ def likeliest(row: Sequence[float]) -> int:
 def decode(
     options: RequestOptions, timing: int = 0, tokens: int = TOKENS, sampling: RequestOptions | None = None, **more: Any
 ) -> Outcome:
-    return decoded(PAIR, VOCAB, options, sampling or draws(), tokens, TIMINGS[timing], PROMPT, **more)
+    return decoded(PAIR, VOCAB, options, sampling or drawn_by(), tokens, TIMINGS[timing], PROMPT, **more)
 
 
 # ---- BiLD (Kim et al. 2023): fallback and rollback ----
@@ -159,7 +159,7 @@ def test_the_bias_is_the_number_of_tokens_that_are_not_the_targets() -> None:
 # ---- planted bugs ----
 
 PLANTED: dict[str, tuple[object, str, Any]] = {
-    "likelihoods at another temperature": (joint_rule, "unwarped", lambda _: draws(0.5)),
+    "likelihoods at another temperature": (joint_rule, "unwarped", lambda _: drawn_by(0.5)),
     "greedy decoding after all": (biased.GreedyBildTarget, "launch", lambda self, logits, _: 99 * logits),
     "the unsure token is sent": (RequestOptions, "withholds", False),
 }

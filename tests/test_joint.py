@@ -20,7 +20,7 @@ from pearl.models.runner import Feed, feed_chain
 from pearl.models.toy import ToyRunner
 from pearl.protocol.messages import Provenance
 from pearl.spec.rules import Parameters
-from tests.options import draws, resolved, shaped
+from tests.options import drawn_by, resolved, shaped
 from tests.replace import replace
 from tests.virtual import NEVER, WARM, Chains, decoded, first_order
 
@@ -36,7 +36,7 @@ PAIR = first_order(TARGET, DRAFT)
 
 
 def decode(decoding: RequestOptions, seed: int = 3, tokens: int = 120, ratio: float = 4.0, **more: Any) -> Outcome:
-    sampling = draws(1.0, seed=seed, shaping=more.pop("shaping", None))
+    sampling = drawn_by(1.0, seed=seed, shaping=more.pop("shaping", None))
     return decoded(PAIR, 4, decoding, sampling, tokens, Timing(1.0, lambda _: ratio), **more)
 
 
@@ -170,7 +170,7 @@ def test_one_text_a_seed_whatever_the_timing(methods: Sequence[str], tokens: int
 
 
 @pytest.mark.parametrize("shaping", [None, shaped(1, 1.3, 0.5, 0.1), shaped(1, logit_bias=((2, 3.0),))])
-def test_a_draft_that_takes_no_trees_finds_the_same(shaping: dict[str, Any] | None) -> None:
+def test_a_draft_that_takes_no_trees_finds_the_same(shaping: RequestOptions | None) -> None:
     """What the search leaves in the cache is text to the penalties too: a draft that did not hold it ended."""
     decoding = resolved("pearl", "stream", 4, "joint", parameters())
     found, other = (decode(decoding, shaping=shaping, wrap=wrap) for wrap in (lambda runner: runner, Chains))

@@ -34,11 +34,11 @@ from pearl.worker.rows import RowPacker
 from tests.loops import BOUND, CONTEXT, DIGEST, GREEDY, PROMPT, FakeDraft, MakeLoops, first, submission
 from tests.loops import simulated as simulated_text
 from tests.memory_transport import MemoryHub
-from tests.options import draws, resolved, shaped
+from tests.options import drawn_by, resolved, shaped
 from tests.replace import replace
 from tests.test_codec import bad_values, good_values, placed, places
 
-SAMPLING = draws(1.0, 5, 0.9, 0.1, 1, 1, shaped(2, 1.1, 0.5, -0.5, ((3, 1.5),)))
+SAMPLING = drawn_by(1.0, 5, 0.9, 0.1, 1, 1, shaped(2, 1.1, 0.5, -0.5, ((3, 1.5),)))
 PREFIX = (1, 2, 3)
 BEGIN = m.Begin(1, 0, PREFIX, 6, extend_digest(0, PREFIX), resolved(sampling=SAMPLING))
 EXAMPLES: tuple[m.Message, ...] = (

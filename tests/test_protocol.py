@@ -22,7 +22,7 @@ from pearl.protocol.messages import Begin, Cancel, DraftTokens, Finish, FinishRe
 from pearl.protocol.sequence import extend_digest
 from pearl.spec.methods import METHODS
 from tests.exploration import FaultyPair, freeze
-from tests.options import draws, resolved
+from tests.options import drawn_by, resolved
 from tests.protocol_pair import Pair, at_random, check_counts, draft_in, make_pair, until
 from tests.replace import replace
 from tests.scripted import LOST, PROMPT, TEXT, WRONG, ScriptDraft, ScriptTarget, script, submission
@@ -239,9 +239,9 @@ def eventful_run(seed: int, withholds: bool = False) -> None:
     wrong = tuple(p for p in range(len(text)) if chance.random() < often)
     foresees = tuple(p for p in range(len(text)) if chance.random() < 0.5)
     options: dict[str, Any] = {name: chance.choice((0, 8)) for name in ("look_ahead", "branches")}
-    options |= {"window": chance.choice(("fixed", "stream")), "sampling": draws(chance.choice((0.0, 1.0)))}
+    options |= {"window": chance.choice(("fixed", "stream")), "sampling": drawn_by(chance.choice((0.0, 1.0)))}
     if withholds:
-        options |= {"rule": "bild", "draft_stop": "threshold", "sampling": draws()}
+        options |= {"rule": "bild", "draft_stop": "threshold", "sampling": drawn_by()}
     elif options["sampling"].temperature and chance.random() < 0.3:
         options |= {"rule": "joint", "parameters": (("depth", chance.choice((2.0, 3.0))),)}
     method = chance.choice(DIFFERENT)

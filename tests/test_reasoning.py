@@ -177,7 +177,7 @@ def test_generate_prints_the_answer_and_shows_the_reasoning(
 ) -> None:
     """To standard output the first; in --json both have a field."""
     engine = served.service.engine
-    settings = Settings(engine.config, RequestOptions(), SamplingParams())
+    settings = Settings(engine.config, RequestOptions())
     text = engine.generate("123", SamplingParams(max_tokens=40, ignore_eos=True))[0].text
     tags = Tags(text[:2], text[10:12])
     wanted = split(text, tags)

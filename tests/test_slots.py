@@ -26,7 +26,7 @@ from pearl.protocol.sequence import extend_digest
 from pearl.trace.chrome import committed
 from pearl.trace.reading import read
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text
-from tests.options import draws, resolved
+from tests.options import drawn_by, resolved
 from tests.replace import replace
 from tests.test_forward_runner import KINDS
 from tests.tiny import on_cpu, tiny_model
@@ -77,7 +77,7 @@ def test_models_of_every_family_say_in_company_what_they_say_alone(kind: str) ->
     for number in range(3):
         options = resolved("pearl", "fixed", 3, "ratio" if number == 1 else "coupled", (), 8, 4, 4)
         prompt = tuple(range(3 + number, 40 + 40 * number))
-        options = replace(options, sampling=draws(0.9, seed=number))
+        options = replace(options, sampling=drawn_by(0.9, seed=number))
         asked.append(Submit(number, prompt, len(prompt) + 20, options))
     texts, most = {}, []
     for slots in (1, 3):
@@ -96,7 +96,7 @@ def test_models_of_every_family_say_in_company_what_they_say_alone(kind: str) ->
 
 
 def test_a_draft_that_is_killed_is_lost_to_all_and_changes_no_text(toy: Engine) -> None:
-    params = SEEDED.model_copy(update={"max_tokens": 120})
+    params = SEEDED.changed(max_tokens=120)
     wanted = tokens(toy, params, PROMPTS[:4], method="auto")
     with Engine(TOY, TOY, slots=4, target_pace=0.01, draft_pace=0.003) as engine:
         streams = [engine.stream(prompt, params, method="auto") for prompt in PROMPTS[:4]]
@@ -109,7 +109,7 @@ def test_a_draft_that_is_killed_is_lost_to_all_and_changes_no_text(toy: Engine) 
 
 
 def test_one_that_is_cancelled_makes_room_and_harms_no_other(several: Engine) -> None:
-    long = GREEDY.model_copy(update={"max_tokens": 300})
+    long = GREEDY.changed(max_tokens=300)
     streams = [several.stream(prompt, long, method="pearl") for prompt in PROMPTS[:4]]
     waiting = several.stream(PROMPTS[4], GREEDY, method="pearl")
     next(streams[1])
@@ -151,7 +151,7 @@ def test_a_recording_of_several_tells_them_apart(tmp_path: Path) -> None:
 
 
 def submitted(number: int, prompt: Sequence[int]) -> Submit:
-    return Submit(number, tuple(prompt), len(prompt) + 8, resolved("ar", sampling=draws()))
+    return Submit(number, tuple(prompt), len(prompt) + 8, resolved("ar", sampling=drawn_by()))
 
 
 def test_a_long_prompt_is_fed_in_small_parts_while_others_write() -> None:
@@ -213,7 +213,7 @@ def test_only_one_text_at_a_time_compares_with_and_without_the_draft() -> None:
     """Of two that change over at will neither would know what made it faster."""
     coordinator = Coordinator(slots=3)
     coordinator.handle(DraftJoined(100, 0.01))
-    auto = resolved("auto", "stream", None, "coupled", (), 8, sampling=draws())
+    auto = resolved("auto", "stream", None, "coupled", (), 8, sampling=drawn_by())
     for number in (1, 2):
         coordinator.handle(Submit(number, (1, 2), 90, auto))
     one, other = coordinator.running.values()
@@ -243,7 +243,7 @@ class _Choking(WrappedRunner):
 def test_a_draft_that_chokes_on_one_text_drafts_on_for_the_others(branches: int) -> None:
     _, draft = alpha_pair(32, 0.5)
     executor = DraftExecutor(ModelProposer(_Choking(ToyRunner(32, draft)), 32, texts=2))
-    options = resolved(rule="coupled", branches=branches, sampling=draws(1.0))
+    options = resolved(rule="coupled", branches=branches, sampling=drawn_by(1.0))
     for slot, text in enumerate(((1, 2), (3, 9))):
         executor.execute(Open(text, options, slot=slot, request=slot))
     asked = [Draft(0, text, 4, request=slot) for slot, text in enumerate(((1, 2), (3, 9)))]

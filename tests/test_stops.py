@@ -31,11 +31,11 @@ from pearl.spec.stops import CAP, STOPS
 from pearl.text.tokenizer import GenerationDefaults
 from tests.conftest import ran
 from tests.loops import MakeLoops, submission
-from tests.options import draws, resolved
+from tests.options import drawn_by, resolved
 from tests.replace import replace
 from tests.tiny import on_cpu, tiny_model
 
-WARM = draws(1.0, seed=3)
+WARM = drawn_by(1.0, seed=3)
 
 
 def features(chosen: float = 0.5, index: int = 0, top: tuple[float, ...] = (0.5, 0.5), position: int = 0) -> Features:
@@ -300,7 +300,7 @@ def recorded(temperature: float) -> RecordedTexts:
 
 def sampled(temperature: float, number: int) -> RequestOptions:
     """How text `number`, from 1 on, is drawn."""
-    return draws(temperature, seed=5 + number)
+    return drawn_by(temperature, seed=5 + number)
 
 
 @pytest.fixture(params=TEMPERATURES)

@@ -21,8 +21,9 @@ from pearl.protocol.messages import Source, Submit
 from pearl.spec.methods import METHODS
 from pearl.spec.rules import RULES, find
 from pearl.spec.stops import CAP
-from tests.options import draws, resolved
+from tests.options import drawn_by, resolved
 from tests.pairwise import combined
+from tests.replace import replace
 from tests.test_stops import classifier
 from tests.test_verification import DRAFT, TARGET
 from tests.tiny import on_cpu, tiny_model
@@ -37,7 +38,7 @@ SEEDED = [(rule, 1.0) for rule in RULES if rule != "coupled" and not find(rule).
 
 def outcome(asked: RequestOptions, temperature: float = 1.0, timing: int = 0, pair: Any = PAIR, **more: Any) -> Outcome:
     policies = partial(make_policy, classifier=classifier())
-    sampling = draws(temperature, seed=5)
+    sampling = drawn_by(temperature, seed=5)
     return decoded(*pair, asked, sampling, 60, TIMINGS[timing], (1, 2, 0), policies=policies, **more)
 
 
@@ -106,7 +107,7 @@ def test_runners_up_catch_rejections_and_change_nothing_else(branches: int, monk
     assert more.counts.guessed_by_source[Source.RUNNER_UP] > 3
     dear = Timing(1.0, lambda fed: 4.0 * fed)
     pair = [ToyRunner(PAIR[1], each) for each in PAIR[0]]
-    submit = Submit(1, (1, 2, 0), 63, replace(asked, siblings=16, sampling=draws(1.0, seed=5)))
+    submit = Submit(1, (1, 2, 0), 63, replace(asked, siblings=16, sampling=drawn_by(1.0, seed=5)))
     found = simulate(submit, *paired_executors(*pair), dear)
     assert (found.tokens, found.counts.num_siblings) == (plain.tokens, 0)
     real = TargetExecutor._sampled
@@ -140,7 +141,7 @@ def test_under_ratio_the_text_of_sd_is_one_of_seed_window_and_policy(gamma: int,
 
 # ---- how often a draft is right ----
 
-SAMPLINGS = {"greedy": draws(0.0), "sampled": draws(1.0, seed=5), "nucleus": draws(0.7, 20, 0.9, seed=5)}
+SAMPLINGS = {"greedy": drawn_by(0.0), "sampled": drawn_by(1.0, seed=5), "nucleus": drawn_by(0.7, 20, 0.9, seed=5)}
 SLOW = {("ratio", "greedy"), ("coupled", "nucleus")}
 
 
@@ -184,7 +185,7 @@ def decode_model(kind: str, decoding: RequestOptions, timing: Timing) -> Outcome
 @pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.long) for kind in MORE)])
 def test_all_that_guesses_writes_one_text(kind: str, rule: str, temperature: float, combined: Any) -> None:
     """Look-ahead, lookup, branches and siblings, with either window, and whatever forwards and messages take."""
-    plain = resolved("pearl", "fixed", 3, rule, sampling=draws(temperature, top_k=5, seed=8))
+    plain = resolved("pearl", "fixed", 3, rule, sampling=drawn_by(temperature, top_k=5, seed=8))
     expected, seen = decode_model(kind, plain, TIMINGS[0]).tokens, Odds()
     axes = (0, 8), (0, 4), (0, 4), (0, 16), ("stream", "fixed"), TIMINGS[:3]
     for ahead, lookup, branches, siblings, window, timing in combined(*axes):

@@ -32,7 +32,7 @@ __all__ = ["run"]  # a fixture
 METHODS = ("ar", "sd", "ssd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify")
 TOY = "toy:vocab=32,alpha=0.5,context=4096"
 SHORT = SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True)
-LONG = SHORT.model_copy(update={"max_tokens": 3000})
+LONG = SHORT.changed(max_tokens=3000)
 
 
 @pytest.fixture(autouse=True)

@@ -145,7 +145,7 @@ def test_texts_are_the_targets(engine: Engine, temperature: float) -> None:
         assert found.tokens == alone.tokens, method
         if method == "sd":
             assert (found.statistics.acceptance_rate or 0) > 0.3
-    held = params.model_copy(update={"regex": "(the|and) [a-z]{20}", "ignore_eos": False})  # in the target's tokens
+    held = params.changed(regex="(the|and) [a-z]{20}", ignore_eos=False)  # in the target's tokens
     texts = [
         engine.generate(PROMPT, held.overridden_by(RequestOptions(method=way, rule="coupled")))[0]
         for way in ("ar", "sd")

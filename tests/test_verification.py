@@ -27,7 +27,7 @@ from pearl.lab.simulate import Outcome
 from pearl.models.toy import ToyRunner
 from pearl.protocol.events import Forward, Odds, Open, Phase, Sample, Sampled
 from pearl.spec.rules import RULES, Parameters
-from tests.options import draws, resolved
+from tests.options import drawn_by, resolved
 from tests.virtual import NEVER, decoded, first_order
 
 GRID = 64
@@ -55,7 +55,7 @@ def committed(
 
     And how often a correction is.
     """
-    rule = rule or RatioTarget(draws(1.0))
+    rule = rule or RatioTarget(drawn_by(1.0))
     target_probs, draft_probs = (torch.tensor(p).float() / 64 for p in (target, draft))
     result, corrected = [Fraction(0)] * len(target), Fraction(0)
     rests: list[torch.Tensor] = []
@@ -95,7 +95,7 @@ def test_bias_and_rejections_are_as_told(
     rule: Any, target: tuple[int, ...], draft: tuple[int, ...], parameter: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As fractions; for opt the two add up to the distance of the models, and no replacement has less bias."""
-    judge = rule(draws(1.0), *([] if rule is RatioTarget else [parameter / 64]))
+    judge = rule(drawn_by(1.0), *([] if rule is RatioTarget else [parameter / 64]))
     p, q = ([Fraction(each, 64) for each in weights] for weights in (target, draft))
     law, rejected = committed(target, draft, monkeypatch, judge)
     told = judge.judge(torch.tensor([target]) / 64, [draft.index(max(draft))], [torch.tensor(draft) / 64], 0).odds
@@ -157,7 +157,7 @@ def test_from_a_residual_of_nothing_the_target_is_drawn(size: int) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_direct_draw_is_one_under_either_rule(rule: str, temperature: float) -> None:
     """`ar`, bonus tokens and going alone give the same text whichever rule was asked for."""
-    sampling = draws(temperature, top_k=7, seed=4)
+    sampling = drawn_by(temperature, top_k=7, seed=4)
     draw = DirectDraw(sampling)
     probs = torch.softmax(torch.randn(50, 20, generator=torch.Generator().manual_seed(1)), -1)
     executor = TargetExecutor(ToyRunner(20, lambda seen: probs[len(seen) - 1]))
@@ -176,7 +176,7 @@ DRAFT = torch.tensor([[16, 32, 16], [32, 16, 16], [16, 16, 32]]) / 64
 
 
 def run(decoding: RequestOptions, seed: int, tokens: int) -> Outcome:
-    return decoded(first_order(TARGET, DRAFT), 3, decoding, draws(1.0, seed=seed), tokens)
+    return decoded(first_order(TARGET, DRAFT), 3, decoding, drawn_by(1.0, seed=seed), tokens)
 
 
 def texts(decoding: RequestOptions, count: int, tokens: int) -> list[list[int]]:
@@ -352,7 +352,7 @@ def test_several_candidates_are_judged_exactly(
 ) -> None:
     """Over all that may be drawn and accepted; and a correction comes as often as the verdict says."""
     p, q = torch.tensor(target) / 64, torch.tensor(draft) / 64
-    judge = rule(draws(1.0), count)
+    judge = rule(drawn_by(1.0), count)
     law, corrected = Outcomes(monkeypatch).law(p, q, judge, count)
     assert law.tolist() == pytest.approx(p.tolist(), abs=1e-6)
     judge._next = -1
@@ -365,11 +365,11 @@ def test_enumeration_of_several_notices_planted_bugs(monkeypatch: pytest.MonkeyP
     p, q = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.5, 0.25])
     with monkeypatch.context() as planted:
         planted.setattr(several, "residual", lambda target, draft: target)
-        law, _ = Outcomes(planted).law(p, q, BatchTarget(draws(1.0), 2), 2)
+        law, _ = Outcomes(planted).law(p, q, BatchTarget(drawn_by(1.0), 2), 2)
         assert law.tolist() != pytest.approx(p.tolist(), abs=1e-3)
     with monkeypatch.context() as planted:
         planted.setattr(several, "_divisor", lambda target, draft, candidates: 1.0)
-        law, _ = Outcomes(planted).law(p, q, SpectrTarget(draws(1.0), 3), 3)
+        law, _ = Outcomes(planted).law(p, q, SpectrTarget(drawn_by(1.0), 3), 3)
         assert law.tolist() != pytest.approx(p.tolist(), abs=1e-3)
 
 

@@ -20,7 +20,7 @@ from pearl.trace import chrome
 from pearl.trace.reading import Trace, read
 from pearl.trace.recorder import Recorder, asked_for, part_path, where_and_what
 from pearl.trace.tracer import Tracer, identity
-from tests.options import draws, resolved
+from tests.options import drawn_by, resolved
 from tests.replace import replace
 
 VOCAB, PROMPT = 12, (1, 2, 3)
@@ -93,7 +93,7 @@ def simulated(
     """A run and the parts of its trace, target and draft, not merged."""
     target, draft = alpha_pair(VOCAB, alpha)
     executors = paired_executors(ToyRunner(VOCAB, target), ToyRunner(VOCAB, draft))
-    submit = Submit(1, PROMPT, len(PROMPT) + tokens, replace(decoding, sampling=draws(1.0, seed=5)))
+    submit = Submit(1, PROMPT, len(PROMPT) + tokens, replace(decoding, sampling=drawn_by(1.0, seed=5)))
     parts = part_path(path, "target", 1), part_path(path, "draft", 2)
     return _TracedSimulation(*executors, Timing(1.0, lambda _: t_target, delay)).record(submit, parts), parts
 

@@ -201,7 +201,8 @@ class RequestOptions(Record, frozen=True):
         Biases,
         Meta(
             max_length=MAX_BIASES,
-            description=f"Add a number, {MOST_BIAS:g} at most, to the logit of a token id (may be given several times).",
+            description=f"Add a number, {MOST_BIAS:g} at most, to the logit of a token id (may be given several "
+            "times).",
         ),
     ] = ()
     json_schema: Annotated[
@@ -317,7 +318,7 @@ class RequestOptions(Record, frozen=True):
             stop_parameters=check_stop(self.draft_stop).values(self.stop_parameters),
         )
 
-    def resolved(self, defaults: Mapping[str, Any] = {}) -> Self:  # noqa: B006 (it is not changed)
+    def resolved(self, defaults: Mapping[str, Any] = {}) -> Self:
         """Return a copy in which no field is None for its default.
 
         Args:

@@ -15,7 +15,7 @@ LARGEST = sys.float_info.max
 
 Position = Annotated[int, Meta(ge=0, lt=2**31)]  # an index in a text, a token id, a length
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Word = Annotated[int, Meta(ge=0, lt=2**64)]  # 64 bits: msgpack has no larger integer
+Word = Annotated[int, Meta(ge=0)]  # 64 bits: msgpack has no larger integer
 Name = Annotated[str, Meta(max_length=64)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT // 4)]
 Finite = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]

@@ -10,7 +10,6 @@ from math import inf
 from typing import Any, TypedDict
 
 from pearl.config import RequestOptions
-from pearl.config.options import RequestOptions
 from pearl.errors import RequestError
 from pearl.protocol.messages import Submit
 from pearl.text.grammar import grammar_of

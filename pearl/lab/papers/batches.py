@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pearl.cache import Watcher
 from pearl.config import EngineConfig, RequestOptions
-from pearl.config.options import RequestOptions
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.guesser import text_index
 from pearl.drafting.published import INDEXES
