@@ -128,10 +128,10 @@ class FakeEngine:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def generate(self, prompt: list[int], params: SamplingParams, decoding: RequestOptions) -> list[Text]:
-        self.log.append((decoding.method, decoding.gamma, params.seed or 0))
+    def generate(self, prompt: list[int], params: SamplingParams) -> list[Text]:
+        self.log.append((params.method, params.gamma, params.seed or 0))
         self.prompts.append(list(prompt))
-        rate = self.gammas.get(decoding.gamma or 0, 1.0) if decoding.method == "sd" else 20.0
+        rate = self.gammas.get(params.gamma or 0, 1.0) if params.method == "sd" else 20.0
         more = {"num_judged_draft_tokens": 10, "num_accepted_draft_tokens": 8, "run_histogram": {4: 2}}
         statistics = statistics_of(11, rate, acceptance_rate=0.8, t_draft=0.01, t_target={1: 0.05}, **more)
         return [Text(tokens=[*range(5, 5 + 11)], prompt_tokens=prompt, statistics=statistics)]

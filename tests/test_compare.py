@@ -108,4 +108,4 @@ def test_a_biased_row_is_shown_with_its_bias(tmp_path: Path) -> None:
     # Half the tokens of a toy have no probability: biased texts have some of these.
     assert rows["ar"]["perplexity"]["value"] == rows[ways[2]]["perplexity"]["value"] < 32
     assert rows[ways[1]]["perplexity"]["value"] > rows["ar"]["perplexity"]["value"]
-    assert document["settings"]["sampling"]["temperature"] == 1
+    assert document["settings"]["options"]["temperature"] == 1

@@ -20,7 +20,7 @@ from pearl.config import RequestOptions
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import probabilities, read_draw
 from pearl.decoding.shaping import Shaper
-from pearl.engine.request import resolve_sampling
+from pearl.engine import request as requests
 from pearl.errors import ForwardError, GrammarError, RequestError, installing
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.checkpoints.tokenizers import ToyTokenizer
@@ -255,12 +255,12 @@ def test_what_cannot_be_kept_to_is_refused() -> None:
     schemas: list[dict[str, str]] = [{"type": "mouse"}, {"$ref": "https://example.com/x"}]
     for asked in ({"regex": "(0"}, {"regex": r"(?=0)1"}, *({"json_schema": schema} for schema in schemas)):
         with pytest.raises(RequestError, match=f"{next(iter(asked))} cannot be kept to"):
-            resolve_sampling(SamplingParams(seed=1, **asked), GenerationDefaults(eos=(3,)), 1)  # type: ignore[arg-type]
+            requests.resolved(SamplingParams(seed=1, **asked), GenerationDefaults(eos=(3,)), 1)  # type: ignore[arg-type]
 
 
 def test_a_model_without_an_end_is_held_to_none() -> None:
     with pytest.raises(RequestError, match="no token that ends a text"):
-        resolve_sampling(SamplingParams(seed=1, regex="1+"), GenerationDefaults(), 1)
+        requests.resolved(SamplingParams(seed=1, regex="1+"), GenerationDefaults(), 1)
 
 
 @pytest.mark.parametrize("method", ["ar", "ngram", "sd", "pearl"])

@@ -271,7 +271,7 @@ def test_ouroboros_keeps_what_the_target_drew_behind_discarded_tokens() -> None:
 def test_methods_that_need_a_setting_are_refused_without() -> None:
     for method, needed in (("rest", "--datastore"), ("pia", "--habits"), ("head", "--head")):
         with pytest.raises(ConfigError, match=needed):
-            EngineConfig(target=TOY, draft="none").check_decoding(RequestOptions(method=method))  # type: ignore[call-arg]
+            EngineConfig(target=TOY, draft="none").check_options(RequestOptions(method=method))  # type: ignore[call-arg]
 
 
 PROMPT = (5, 40, 7, 93, 11, 12, 200, 3)

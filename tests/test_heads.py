@@ -237,7 +237,7 @@ def test_the_layout_of_speculators_is_read(trained: Path, tmp_path: Path) -> Non
 
 def test_who_needs_a_head_and_who_cannot_have_one(trained: Path) -> None:
     with pytest.raises(ConfigError, match="name one with --head"):
-        EngineConfig(draft="none").check_decoding(RequestOptions(method="head"))  # type: ignore[call-arg]
+        EngineConfig(draft="none").check_options(RequestOptions(method="head"))  # type: ignore[call-arg]
     with pytest.raises(ModelError, match="keeps no hidden states"):
         runner(forwards="transformers")
     with pytest.raises(ModelError, match="needs a target of our own forward"):

@@ -75,9 +75,9 @@ def test_a_wide_window_is_for_an_engine_of_one_slot() -> None:
     fronts_of().number(b"a", asked)
     refuse(asked, "gamma 65 is more than 64", slots=2)
     decoding = RequestOptions(method="sd", window="fixed", gamma=MAX_WINDOW + 1)
-    EngineConfig().check_decoding(decoding)
+    EngineConfig().check_options(decoding)
     with pytest.raises(ConfigError, match="gamma 65 is more than 64"):
-        EngineConfig(slots=2).check_decoding(decoding)
+        EngineConfig(slots=2).check_options(decoding)
 
 
 # ---- whose turn it is ----

@@ -226,6 +226,6 @@ def test_plain_text_has_the_opening_tag_that_the_prompt_has(
     tags = Tags(engine.tokenizer.decode(conversation.prompt("123")[-2:]), "~")
     monkeypatch.setattr(engine.tokenizer, "chat_template", "it thinks")
     monkeypatch.setattr(reasoning, "_TAGS", {"it thinks": tags})
-    chat = Chat(engine, SamplingParams(max_tokens=8), RequestOptions(), conversation, console=Console(file=StringIO()))
+    chat = Chat(engine, SamplingParams(max_tokens=8), conversation, console=Console(file=StringIO()))
     text = chat.answer("123").text
     assert capsys.readouterr().out == f"{tags.start}\n{text}\n"

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pearl.config import EngineConfig, RequestOptions, SamplingParams
+from pearl.config import EngineConfig, RequestOptions
+from pearl.config.options import options_of
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
 from pearl.drafting.disco import FARTHEST, INPUTS, Classifier, classifier_of, inputs, read_classifier
@@ -77,8 +78,8 @@ def test_every_policy_can_be_made_or_says_what_it_lacks(name: str) -> None:
 
 def test_policy_and_parameters_travel_with_a_request_and_bound_the_windows_of_sd() -> None:
     def sent(**given: Any) -> RequestOptions:
-        asked = RequestOptions(**given)
-        return submit_from(1, [1, 2], 100, SamplingParams(seed=1), GenerationDefaults(), asked).options
+        asked = options_of({"seed": 1, **given})
+        return submit_from(1, [1, 2], 100, asked, GenerationDefaults()).options
 
     given = {"draft_stop": "threshold", "confidence": 0.3}
     assert (sent(**given).draft_stop, sent(**given).stop_parameters) == ("threshold", (("confidence", 0.3),))
@@ -172,8 +173,8 @@ def test_what_was_drafted_and_forgotten_counts_once() -> None:
 def test_disco_is_refused_where_there_is_no_classifier_and_the_target_goes_on(loops: MakeLoops) -> None:
     asked = RequestOptions(draft_stop="disco")  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="pearl disco train"):
-        EngineConfig().check_decoding(asked)
-    EngineConfig(disco="some.disco").check_decoding(asked)
+        EngineConfig().check_options(asked)
+    EngineConfig(disco="some.disco").check_options(asked)
     pair = loops()
     pair.draft()
     front = pair.front()

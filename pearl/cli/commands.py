@@ -15,7 +15,7 @@ from rich.text import Text
 
 from pearl.cli.reply import legend
 from pearl.config import ModelRole, RequestOptions
-from pearl.config.options import OPTION_NAMES, options_of, parse_value
+from pearl.config.options import OPTION_NAMES, options_of
 from pearl.engine.card import read_card
 from pearl.errors import RequestError
 from pearl.metrics import FIGURES
@@ -118,7 +118,7 @@ def _changed(options: RequestOptions, name: str, value: str) -> RequestOptions:
     values.pop(name, None)
     if value != "default":
         try:
-            values[name] = tuple(shlex.split(value)) if name == "stop" else parse_value(name, value)
+            values[name] = tuple(shlex.split(value)) if name == "stop" else value
         except ValueError as error:
             raise RequestError(f"cannot read {value!r}: {error}") from None
     return options_of(values)

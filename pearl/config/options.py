@@ -404,13 +404,16 @@ DECODING_NAMES = (*OPTION_NAMES[:_FIRST_OF_DRAWING], *OF_RULES, *OF_STOPS)  # th
 def options_of(values: Mapping[str, Any]) -> RequestOptions:
     """Return the options that a flat mapping names, as flags and files do: with each parameter by its own name.
 
+    A number may be text, as YAML reads 1e-3.
+
         options_of({"method": "sd", "rule": "opt", "epsilon": 0.1, "look_ahead": "off"})
 
     Raises `ConfigError`.
     """
     fields: dict[str, Any] = {}
     parameters: dict[str, list[tuple[str, Any]]] = {"parameters": [], "stop_parameters": []}
-    for name, value in values.items():
+    for name, given in values.items():
+        value = _parsed(name, given) if isinstance(given, str) else given
         if name in OF_RULES or name in OF_STOPS:
             parameters["parameters" if name in OF_RULES else "stop_parameters"].append((name, value))
         else:
@@ -420,7 +423,7 @@ def options_of(values: Mapping[str, Any]) -> RequestOptions:
     return RequestOptions(**fields)
 
 
-def parse_value(name: str, text: str) -> Any:
+def _parsed(name: str, text: str) -> Any:
     """Return the value that a text means for an option; the text itself where it means none."""
     if name in AS_PUBLISHED or name not in OPTION_NAMES:
         return text

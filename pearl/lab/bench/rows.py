@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pearl.config import EngineConfig, RequestOptions
-from pearl.config.options import options_of, parse_value
+from pearl.config.options import options_of
 from pearl.device import Device
 from pearl.errors import ConfigError
 from pearl.models.checkpoints.checkpoint import is_toy
@@ -87,7 +87,7 @@ def parse_settings(text: str) -> RequestOptions:
         if not (name and equals and value):
             raise ConfigError(f"{text!r}: write METHOD,NAME=VALUE, such as pearl,rule=opt,epsilon=0.1")
         name = name.strip().replace("-", "_")
-        values[name] = parse_value(name, value)
+        values[name] = value
     try:
         return options_of(values)
     except ConfigError as error:
