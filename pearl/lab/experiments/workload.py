@@ -18,6 +18,7 @@ from pearl.lab.simulate import Executor, Timing, known_speeds, simulate
 from pearl.metrics import Sums
 from pearl.protocol.events import Draft, Drafted, Forward, Forwarded, Judge, Judged, Sample, Sampled
 from pearl.protocol.messages import Submit
+from pearl.spec.methods import AS_PUBLISHED
 
 
 class Text(NamedTuple):
@@ -94,7 +95,7 @@ def run(
     totals, speeds = Sums(), known_speeds(timing)
     for number, text in enumerate(texts):
         limit = text.prompt + len(text.right)
-        options = decoding.changed(temperature=0.0).resolved()
+        options = decoding.changed(temperature=0.0, **AS_PUBLISHED).resolved()  # the target makes no guesses
         submit = Submit(number, (0,) * text.prompt, limit, options)
         outcome = simulate(submit, _Target(text), draft(), replace(timing, seed=number), speeds=speeds)
         totals.texts.append(outcome.statistics)
