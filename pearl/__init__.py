@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING
 from pearl.version import __version__
 
 if TYPE_CHECKING:
-    from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+    from pearl.config import EngineConfig, RequestOptions, SamplingParams
     from pearl.engine import Engine
     from pearl.engine.asynchronous import AsyncEngine
     from pearl.engine.stream import Result
 
-__all__ = ["AsyncEngine", "DecodingConfig", "Engine", "EngineConfig", "Result", "SamplingParams", "__version__"]
+__all__ = ["AsyncEngine", "Engine", "EngineConfig", "RequestOptions", "Result", "SamplingParams", "__version__"]
 
 _ROOMS = {
     "AsyncEngine": "pearl.engine.asynchronous",
-    "DecodingConfig": "pearl.config",
     "Engine": "pearl.engine",
     "EngineConfig": "pearl.config",
+    "RequestOptions": "pearl.config",
     "Result": "pearl.engine.stream",
     "SamplingParams": "pearl.config",
 }

@@ -15,7 +15,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from pearl import Engine, SamplingParams
+from pearl import Engine, RequestOptions
 from pearl.engine.conversation import Conversation
 from pearl.lab.bench.machine import Conditions
 from pearl.lab.experiments.estimate import bootstrap
@@ -32,7 +32,7 @@ SUBJECTS = ["the sea", "the sun", "the fog", "the sky", "a tree", "a cat", "a bi
 def main(target: str, draft: str, turns: int, conversations: int, tokens: int) -> None:
     """Prints the time to the first token by turn."""
     console = Console(soft_wrap=True, highlight=False)
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    params = RequestOptions(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     seconds: list[list[float]] = [[] for _ in range(turns)]
     new: list[list[int]] = [[] for _ in range(turns)]
     lengths = [0] * turns

@@ -27,6 +27,7 @@ from rich.table import Table
 
 from pearl.config import ModelConfig
 from pearl.config.engine import DType
+from pearl.config.options import RequestOptions
 from pearl.drafting.model import ModelProposer
 from pearl.execution.ahead import Ahead
 from pearl.execution.draft import DraftExecutor
@@ -37,7 +38,6 @@ from pearl.models.forward.runner import ForwardRunner
 from pearl.models.hf import HFRunner
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.protocol.events import Draft, Drafted, Open
-from pearl.protocol.options import RequestOptions, Sampling
 
 _STEPS, _WARM = 48, 8  # tokens drafted, and those of them before the clock is started
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16)
@@ -91,7 +91,7 @@ def step_seconds(runner: ModelRunner, start: int, chains: bool) -> float:
     executor = DraftExecutor(ModelProposer(runner, runner.vocab_size, chains=chains))
     with closing(Ahead(executor, lambda: True)) as ahead:
         runner.rollback(start)
-        ahead.execute(Open((), RequestOptions(sampling=Sampling(temperature=1.0))))
+        ahead.execute(Open((), RequestOptions(temperature=1.0).resolved()))
         token, count, began = 0, 0, 0.0
         while count < _STEPS:
             if count == _WARM:

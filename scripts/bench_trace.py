@@ -15,7 +15,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from pearl import Engine, SamplingParams
+from pearl import Engine, RequestOptions
 from pearl.lab.experiments.estimate import bootstrap
 from pearl.trace.reading import read
 from pearl.trace.report import report
@@ -31,7 +31,7 @@ from pearl.trace.report import report
 def main(target: str, draft: str, target_pace: float | None, draft_pace: float | None, tokens: int, pairs: int) -> None:
     """Prints seconds with a trace over seconds without, and the recorder's own share."""
     console = Console(soft_wrap=True, highlight=False)
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    params = RequestOptions(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     prompt = list(range(5, 25))
     pace: dict[str, Any] = {"target_pace": target_pace, "draft_pace": draft_pace}
     ratios: list[float] = []

@@ -35,10 +35,10 @@ from typing import Any
 
 import click
 
-from pearl import Engine, SamplingParams
+from pearl import Engine
 from pearl.cli.numbers import json_option, write_json
 from pearl.cli.tables import print_table
-from pearl.config import DecodingConfig, EngineConfig
+from pearl.config import EngineConfig, RequestOptions
 from pearl.errors import ConfigError, StartError
 from pearl.lab.bench.machine import Conditions
 from pearl.lab.bench.runner import forget
@@ -220,10 +220,10 @@ def measure(
     """A sample for each prompt and system, as `_sample` makes them; another text of the first prompt warms up."""
     tokenizer, defaults = load_tokenizer(config.target)
     ours = {
-        "ar": DecodingConfig(method="ar"),
-        "sd": DecodingConfig(method="sd", gamma=gamma),
-        "pearl, published": DecodingConfig(method="pearl", window="fixed", gamma=gamma, **AS_PUBLISHED),
-        "pearl": DecodingConfig(method="pearl"),
+        "ar": RequestOptions(method="ar"),
+        "sd": RequestOptions(method="sd", gamma=gamma),
+        "pearl, published": RequestOptions(method="pearl", window="fixed", gamma=gamma, **AS_PUBLISHED),
+        "pearl": RequestOptions(method="pearl"),
     }
     settings: dict[str, Any] = {"repository": str(repository.resolve()), "vocab_size": tokenizer.vocab_size}
     settings |= {"temp": 0.0, "top_k": 0, "top_p": 0.0, "gamma": gamma, "seed": 1234}
@@ -243,10 +243,10 @@ def measure(
         stack.callback(two.close)
         for number, text in enumerate([prompts[0], *prompts]):
             prompt, limit = engine.encode(text), max_tokens if number else WARM_UP
-            params, texts = SamplingParams(temperature=0.0, seed=0, max_tokens=limit), {}
+            params, texts = RequestOptions(temperature=0.0, seed=0, max_tokens=limit), {}
             for name, decoding in ours.items():
                 forget(engine, decoding, prompt)
-                (result,) = engine.generate(prompt, params, decoding=decoding)
+                (result,) = engine.generate(prompt, params.overridden_by(decoding))
                 known = result.statistics
                 texts[f"ours: {name}"] = result.tokens, known.seconds - known.queue_seconds
             for loop, group in {"large": one, "sd": one, "para_sd": two}.items():

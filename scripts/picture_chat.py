@@ -18,7 +18,7 @@ from rich.text import Text
 
 from pearl.cli.chat import Chat, status
 from pearl.cli.reply import PENDING, STYLES, Reply, legend
-from pearl.config import DecodingConfig, SamplingParams
+from pearl.config import RequestOptions
 from pearl.engine import Engine, Piece, Stream
 from pearl.engine.conversation import Conversation
 from pearl.protocol.messages import Provenance
@@ -71,17 +71,16 @@ def main() -> None:
     file: Path = parser.parse_args().file
     console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True, highlight=False, markup=False)
     with Engine() as engine:
-        sampling = SamplingParams(temperature=0, max_tokens=96)
+        options = RequestOptions(method="pearl", rule="coupled", gamma=4, temperature=0, max_tokens=96)
         chat = Pictured(
             engine,
-            sampling,
-            DecodingConfig(method="pearl", rule="coupled", gamma=4),
+            options,
             Conversation(engine.tokenizer, False, ""),
             True,
             False,
         )
         chat.console = console
-        engine.generate(QUESTIONS[0], sampling)
+        engine.generate(QUESTIONS[0], options)
         for question in QUESTIONS:
             chat.frozen_at = FROZEN_AT if question == QUESTIONS[-1] else None
             if not chat.has_legend:

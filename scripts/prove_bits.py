@@ -12,6 +12,7 @@ import torch
 from bench_forward import synchronize
 from random_models import FAMILIES, random_family, random_model
 
+from pearl.config.options import RequestOptions
 from pearl.drafting.model import ModelProposer
 from pearl.execution.ahead import Ahead
 from pearl.execution.draft import DraftExecutor
@@ -23,16 +24,15 @@ from pearl.models.forward.runner import ForwardRunner
 from pearl.models.hf import HFRunner
 from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.protocol.events import Draft, Drafted, Open
-from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec.methods import DRAFT_LOOKUP
 
 _TOLERANCE = 2.0  # bound on our difference from transformers, times that of transformers from a wider dtype
 _NEAR = 5.0  # times that bound, relative to a row's root mean square: nearer logits may change places
 _LEAST_BUSY = 0.9  # share of the time that a chain keeps its device busy
 _SAMPLINGS = {
-    "greedy": ("coupled", Sampling()),
-    "coupled": ("coupled", Sampling(temperature=1.0, seed=3)),
-    "ratio, top-p": ("ratio", Sampling(temperature=0.8, top_p=0.9, seed=3)),
+    "greedy": RequestOptions(rule="coupled"),
+    "coupled": RequestOptions(rule="coupled", temperature=1.0, seed=3),
+    "ratio, top-p": RequestOptions(rule="ratio", temperature=0.8, top_p=0.9, seed=3),
 }
 ROUNDINGS: tuple[Rounding, ...] = ("", "int8", "int4")
 
@@ -282,8 +282,8 @@ def chains(scale: Scale) -> Iterator[Figure]:
     prompt = tuple(range(5, 25))
     runner = scale.runner(scale.wide, len(prompt) + scale.chain + 1)
     differ = 0
-    for name, (rule, sampling) in _SAMPLINGS.items():
-        options = RequestOptions(rule=rule, sampling=sampling)
+    for name, chosen in _SAMPLINGS.items():
+        options = chosen.resolved()
         single, _, apart = draft_text(runner, prompt, scale.chain, False, options)
         chained, busy, together = draft_text(runner, prompt, scale.chain, True, options)
         looked_up, _, _ = draft_text(runner, prompt, scale.chain, True, options.changed(draft_lookup=DRAFT_LOOKUP))

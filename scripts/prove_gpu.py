@@ -36,7 +36,7 @@ from prove_bits import FORWARDS, REHEARSAL, ROUNDINGS, Figure, Scale, none_of, t
 from random_models import save_pair
 from rich.console import Console
 
-from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.config import EngineConfig, RequestOptions
 from pearl.engine import Engine
 from pearl.engine.request import submission
 from pearl.execution.pair import decode
@@ -164,7 +164,7 @@ _METHODS = "ar", "sd", "pearl"
 def _differing(scale: Scale, running: Engine) -> Iterator[Figure]:
     for name, branches in (("no branches", 0), ("branches", None)):
         yield _speed_by(scale, running, f"pearl, {name}", method="pearl", branches=branches)[0]
-    params, differ = SamplingParams(temperature=1.0, seed=5, max_tokens=scale.text, ignore_eos=True), 0
+    params, differ = RequestOptions(temperature=1.0, seed=5, max_tokens=scale.text, ignore_eos=True), 0
     for found in check_texts(running, [_PROMPT], params, kill=True):
         differ += found.count - found.equal
         yield none_of(f"{found.what}: texts differ", found.count - found.equal, found.first)
@@ -183,7 +183,7 @@ def _equal(scale: Scale, running: Engine) -> Iterator[Figure]:
 def _in_one_process(scale: Scale, config: EngineConfig) -> Figure:
     """The same pair in this process, in turns: what `sd` would gain without messages and a second process."""
     runners = [load_runner(config.model(role), scale.device) for role in config.roles]
-    given = SamplingParams(max_tokens=scale.text, seed=1), GenerationDefaults(), DecodingConfig(method="sd")
+    given = RequestOptions(method="sd", max_tokens=scale.text, seed=1), GenerationDefaults()
     for _ in range(2):  # the first warms up
         for runner in runners:
             runner.rollback(0)
@@ -198,10 +198,9 @@ def _in_one_process(scale: Scale, config: EngineConfig) -> Figure:
 
 def _speed_by(scale: Scale, running: Engine, name: str, **settings: Any) -> tuple[Figure, float]:
     """Tokens a second of a greedy text, and the acceptance."""
-    params = SamplingParams(temperature=0.0, max_tokens=scale.text, ignore_eos=True)
-    decoding = DecodingConfig(**settings)
+    params = RequestOptions(temperature=0.0, max_tokens=scale.text, ignore_eos=True, **settings)
     for _ in range(2):  # the first warms up
-        found = running.generate(_PROMPT, params, decoding=decoding)[0].statistics
+        found = running.generate(_PROMPT, params)[0].statistics
     guessed = ", ".join(f"{source} {count}" for source, count in found.guessed_by_source.items())
     rate = found.tokens_per_second or 0.0
     summary = f"{name} {rate:.0f}" + " tokens/s" * (name == "pearl") if name in _METHODS else ""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from pearl.config import ModelConfig
+from pearl.config.options import RequestOptions
 from pearl.lab.bench.tasks import read_tasks
 from pearl.lab.simulate import Outcome, Simulation, Timing, paired_executors
 from pearl.models.checkpoints.heads import load_draft_head, load_head
@@ -23,7 +24,6 @@ from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.protocol.events import Forward
 from pearl.protocol.messages import Submit
-from pearl.protocol.options import RequestOptions
 
 CPU = torch.device("cpu")
 ALL = {"look_ahead": 16, "draft_lookup": 8, "branches": 8, "siblings": 16}

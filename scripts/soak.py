@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from pearl import Engine, SamplingParams
+from pearl import Engine, RequestOptions
 from pearl.engine.launcher import LocalLauncher
 from pearl.engine.processes import DraftKeeper, Worker
 from pearl.errors import NumericalError, PearlError, TargetLost
@@ -91,7 +91,7 @@ class Real:
     def __init__(self, target: str, draft: str) -> None:
         self.specs = {"target": target, "draft": draft}
         noise = random.Random(0)
-        params = SamplingParams(temperature=0, max_tokens=self._LENGTH, ignore_eos=True)
+        params = RequestOptions(temperature=0, max_tokens=self._LENGTH, ignore_eos=True)
         with Engine(target, "none", log_level="error") as engine:
             size = engine.tokenizer.vocab_size
             ids = range(size // 50, size // 2)  # no special tokens
@@ -198,7 +198,7 @@ class Soak:
     def ask(self, engine: Engine, had: list[Fault]) -> None:
         prompt, length = self.pair.request(self.noise)
         method = self.noise.choice(METHODS)
-        params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+        params = RequestOptions(temperature=0, max_tokens=length, ignore_eos=True)
         (result,) = engine.generate([prompt], params, method=method)
         self.counts["texts"] += 1
         self.counts["texts that lost their draft"] += result.statistics.draft_lost

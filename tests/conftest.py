@@ -33,10 +33,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from pearl.cli import cli, main
-from pearl.config import DecodingConfig
+from pearl.config import RequestOptions
 from pearl.engine import Engine
 from pearl.models.toy import alpha_pair
-from pearl.spec.methods import AS_PUBLISHED
+from pearl.spec import methods
 from tests.loops import loops
 from tests.warm import Nursery
 
@@ -49,7 +49,7 @@ hypothesis.settings.register_profile("pearl", deadline=None)  # a machine that i
 hypothesis.settings.load_profile("pearl")
 
 # PEARL as in the paper: the target waits for its draft
-AS_PUBLISHED = DecodingConfig(method="pearl", **AS_PUBLISHED)
+AS_PUBLISHED = RequestOptions(method="pearl", **methods.AS_PUBLISHED)
 # Whether this user can have hosts of its own: tests/test_two_hosts.py needs them.
 HAS_NAMESPACES = (
     bool(shutil.which("ip") and shutil.which("unshare"))

@@ -14,13 +14,13 @@ from pearl.protocol.drafter import Drafter, DraftMachine
 from pearl.protocol.events import Drafted
 from pearl.protocol.feeding import FedTokens, Feeding
 from pearl.protocol.messages import Cancel, DraftTokens, Provenance, Resync, Source, Verdict
-from pearl.protocol.options import Sampling
 from pearl.protocol.proposals import ProposalStore
 from pearl.protocol.request import Counts, Request
 from pearl.protocol.request_machine import RequestMachine, State
 from pearl.protocol.scheduler import Scheduler
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.speeds import Speeds
+from tests.options import drawn_by
 from tests.protocol_pair import Pair, check_counts
 from tests.replace import replace
 from tests.scripted import LOST, PROMPT, Cache, ScriptDraft, ScriptTarget, script, submission
@@ -284,7 +284,7 @@ def explore(
     """
     target = {name: ahead.pop(name) for name in ("unguessed", "trees") if name in ahead}
     drafts = ahead.pop("foresees", ()), ahead.pop("stops", ())
-    sampling = Sampling(1.0 if ahead.get("rule") in ("ratio", "joint") else 0.0)
+    sampling = drawn_by(1.0 if ahead.get("rule") in ("ratio", "joint") else 0.0)
     submit = submission(text, method, window=window, gamma=gamma, sampling=sampling, **ahead)
     pair = FaultyPair([submit], ScriptTarget(text, **target), partial(ScriptDraft, text, wrong, *drafts))
     pair.faults = faults

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pearl.config import EngineConfig
+from pearl.config import EngineConfig, RequestOptions
 from pearl.decoding.distribution import AnnouncedRow, PackedRow
 from pearl.drafting.model import ModelProposer
 from pearl.drafting.step import HostMark
@@ -23,7 +23,6 @@ from pearl.metrics import Statistics
 from pearl.models.runner import Feed, ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol import messages as m
-from pearl.protocol.options import RequestOptions, Sampling
 from pearl.trace.tracer import Tracer
 from pearl.transport import connect, listen
 from pearl.transport.address import bind_address
@@ -33,13 +32,14 @@ from pearl.worker.rows import RowPacker, packed
 from pearl.worker.settings import TargetSettings
 from pearl.worker.target import TargetWorker
 from tests.memory_transport import MemoryHub
+from tests.options import drawn_by, resolved
 from tests.replace import replace
 
 BOUND = 120.0  # seconds that anything here may take; far more than it does
 CONTEXT = 1 << 19
 DIGEST = b"the same tokens"
 PROMPT = (1, 2, 3)
-WARM = Sampling(temperature=1.0, seed=7)
+WARM = drawn_by(temperature=1.0, seed=7)
 METHODS = ("ar", "sd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify")
 Channels = Callable[[int], TensorChannel]
 
@@ -273,9 +273,9 @@ def loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeLoops
 
 
 def submission(
-    new: int, method: str = "pearl", sampling: Sampling = WARM, request: int = 1, **decoding: str
+    new: int, method: str = "pearl", sampling: RequestOptions = WARM, request: int = 1, **decoding: str
 ) -> m.Submit:
-    return m.Submit(request, PROMPT, len(PROMPT) + new, RequestOptions(method, **decoding, sampling=sampling))  # type: ignore[arg-type]
+    return m.Submit(request, PROMPT, len(PROMPT) + new, resolved(method, **decoding, sampling=sampling))  # type: ignore[arg-type]
 
 
 def simulated(submit: m.Submit, vocab: int = 32, alpha: float = 0.5) -> list[int]:
@@ -284,7 +284,7 @@ def simulated(submit: m.Submit, vocab: int = 32, alpha: float = 0.5) -> list[int
     return simulate(submit, *paired_executors(*runners), Timing(1.0, lambda _: 4.0)).tokens
 
 
-GREEDY = Sampling()
+GREEDY = drawn_by()
 
 
 def first(endpoint: Endpoint, kind: type) -> object:

@@ -18,11 +18,11 @@ from pearl.protocol.drafter import Drafter
 from pearl.protocol.drafter import State as DraftState
 from pearl.protocol.events import Deliver, DraftDropped, Drafted, DraftGone, DraftJoined, End, Failed, Open, Send, Wait
 from pearl.protocol.messages import Begin, Committed, Error, Preview, Provenance, Resync, Submit, Verdict
-from pearl.protocol.options import RequestOptions
 from pearl.protocol.request import Counts
 from pearl.protocol.request_machine import State
 from pearl.protocol.sequence import extend_digest
 from pearl.protocol.speeds import Speeds
+from tests.options import resolved
 from tests.scripted import PROMPT, TEXT, Executor, ScriptDraft, ScriptTarget, submission
 
 MOVES = ("submit", "to_target", "to_draft", "target", "draft", "stall")
@@ -282,7 +282,7 @@ def until(pair: Pair, there: Callable[[Pair], bool], picker: Callable[[list[str]
 
 def draft_in(state: DraftState) -> Drafter:
     machine = Drafter(100)
-    begin = Begin(1, 0, PROMPT, 3, extend_digest(0, PROMPT), RequestOptions())
+    begin = Begin(1, 0, PROMPT, 3, extend_digest(0, PROMPT), resolved())
     paths: dict[DraftState, list[object]] = {
         DraftState.IDLE: [],
         DraftState.DRAFTING: [begin],

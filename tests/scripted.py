@@ -3,11 +3,12 @@
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
+from pearl.config import RequestOptions
 from pearl.protocol import events as e
 from pearl.protocol.foresight import Seen
 from pearl.protocol.messages import Source, Submit
-from pearl.protocol.options import RequestOptions
 from pearl.protocol.proposals import Proposal
+from tests.options import resolved
 
 PROMPT = (3, 1)
 WRONG = 1_000  # what a scripted draft says where it is wrong
@@ -27,7 +28,7 @@ def submission(text: Sequence[int], method: str = "pearl", prompt: int = len(PRO
     """Asks for the rest of `text`. `settings`: fields of RequestOptions or of Submit."""
     ours = {k: v for k, v in settings.items() if k in RequestOptions.__struct_fields__}
     fields: dict[str, Any] = {"request": 1, "limit": len(text)} | {k: v for k, v in settings.items() if k not in ours}
-    return Submit(prompt=tuple(text[:prompt]), options=RequestOptions(method, **ours), **fields)
+    return Submit(prompt=tuple(text[:prompt]), options=resolved(method, **ours), **fields)
 
 
 class Executor(Protocol):

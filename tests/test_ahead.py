@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pearl.config import RequestOptions
 from pearl.drafting.model import ModelProposer
 from pearl.drafting.step import Step
 from pearl.execution import ahead as module
@@ -18,13 +19,13 @@ from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import Feed, ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Draft, Drafted, Open, Rollback
-from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.speeds import ForwardTimes
+from tests.options import drawn_by, resolved
 from tests.test_gpu_path import random_llama
 from tests.virtual import Counting
 
 VOCAB, PROMPT, BOUND = 8, (1, 2, 3), 20.0
-OPEN = Open(PROMPT, RequestOptions(sampling=Sampling(temperature=1.0, seed=3)))
+OPEN = Open(PROMPT, resolved(sampling=drawn_by(temperature=1.0, seed=3)))
 
 
 class Watched(ToyRunner):
@@ -210,7 +211,7 @@ def chained_with_lookup(draft: Counting, prompt: tuple[int, ...]) -> list[int]:
     proposer.model.times.observe = lambda fed, seconds: None  # type: ignore[method-assign]
     tokens: list[int] = []
     with closing(Ahead(DraftExecutor(proposer), lambda: True)) as ahead:
-        ahead.execute(Open(prompt, RequestOptions(draft_lookup=8, sampling=Sampling(temperature=1.0, seed=3))))
+        ahead.execute(Open(prompt, resolved(draft_lookup=8, sampling=drawn_by(temperature=1.0, seed=3))))
         start, fed = 0, prompt
         while len(tokens) < 40:
             event = ahead.execute(Draft(start, fed, 40 - len(tokens), len(tokens)))
@@ -234,9 +235,9 @@ def test_a_token_is_awaited_where_the_draft_guesses_itself(monkeypatch: pytest.M
 
 
 SAMPLINGS = [
-    Sampling(),
-    Sampling(temperature=1.0, seed=3),
-    Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=3),
+    drawn_by(),
+    drawn_by(temperature=1.0, seed=3),
+    drawn_by(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=3),
 ]
 
 
@@ -244,12 +245,12 @@ SAMPLINGS = [
 @pytest.mark.parametrize("rule", ["ratio", "coupled"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_launch_does_not_wait_for_the_gpu(rule: str, sampling: Sampling, dtype: torch.dtype) -> None:
+def test_a_launch_does_not_wait_for_the_gpu(rule: str, sampling: RequestOptions, dtype: torch.dtype) -> None:
     """By torch's operations in float32, by our kernels in bfloat16."""
     runner = ForwardRunner(random_llama(128, dtype).to("cuda:0"), 128)  # type: ignore[arg-type]
     assert (runner._decode is not None) == (dtype == torch.bfloat16)
     chained = ModelProposer(runner, runner.vocab_size, chains=True)
-    chained.open(Open(PROMPT, RequestOptions(rule=rule, sampling=sampling)))
+    chained.open(Open(PROMPT, resolved(rule=rule, sampling=sampling)))
     last = chained.launch(Draft(0, PROMPT, 3))
     last = chained.launch(Draft(3, (-1,), 2), last)  # records
     torch.cuda.set_sync_debug_mode("error")
@@ -264,13 +265,13 @@ def test_a_launch_does_not_wait_for_the_gpu(rule: str, sampling: Sampling, dtype
 @pytest.mark.parametrize("rule", ["ratio", "coupled"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_chained_on_a_gpu_as_one_by_one(rule: str, sampling: Sampling, dtype: torch.dtype) -> None:
+def test_chained_on_a_gpu_as_one_by_one(rule: str, sampling: RequestOptions, dtype: torch.dtype) -> None:
     prompt = tuple(range(5, 25))
     texts = []
     for chains in (False, True):
         runner = ForwardRunner(random_llama(128, dtype).to("cuda:0"), 128)  # type: ignore[arg-type]
         with closing(Ahead(executor(runner, chains), lambda: True)) as ahead:
-            ahead.execute(Open(prompt, RequestOptions(rule=rule, sampling=sampling)))
+            ahead.execute(Open(prompt, resolved(rule=rule, sampling=sampling)))
             text, fed = [*prompt], 0
             while len(text) < 100:
                 text.append(drafted(ahead, fed, tuple(text[fed:])))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.config import EngineConfig, RequestOptions, SamplingParams
 from pearl.engine import Engine
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.toy import ToyRunner, alpha_pair
@@ -20,7 +20,6 @@ from pearl.protocol.auto import WAYS, Auto
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.events import DraftGone, DraftJoined, Forwarded, Guessed, Sampled
 from pearl.protocol.messages import Submit
-from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.request_machine import RequestMachine, State
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.speeds import ForwardTimes, Profile, Speeds
@@ -28,6 +27,7 @@ from pearl.protocol.window import Window, worthwhile
 from pearl.spec.methods import MAX_WINDOW, METHODS
 from pearl.worker import profile
 from tests.conftest import TOY
+from tests.options import drawn_by, resolved
 from tests.pairwise import pairwise
 from tests.replace import replace
 from tests.virtual import decoded
@@ -134,15 +134,15 @@ def test_a_size_that_seems_too_slow_is_tried_again(real: float, least: int, most
 def asked(method: str, tokens: int, rule: str = "coupled", temperature: float = 0.0, seed: int = 5) -> Submit:
     look_ahead = 8 if METHODS[method].look_ahead else 0
     lookup, branches = (8, 7) if method in ("auto", "pearl") else (0, 0)
-    sampling = Sampling(temperature, seed=seed)
-    options = RequestOptions(method, "stream", None, rule, (), look_ahead, lookup, branches, sampling=sampling)
+    sampling = drawn_by(temperature, seed=seed)
+    options = resolved(method, "stream", None, rule, (), look_ahead, lookup, branches, sampling=sampling)
     return Submit(1, PROMPT, len(PROMPT) + tokens, options)
 
 
 def decode(method: str, timing: Timing, tokens: int, **given: object) -> Outcome:
     submit = asked(method, tokens, **given)  # type: ignore[arg-type]
     pair = alpha_pair(VOCAB, 0.7, order=2)
-    return decoded(pair, VOCAB, submit.options, submit.options.sampling, tokens, timing, PROMPT)
+    return decoded(pair, VOCAB, submit.options, submit.options, tokens, timing, PROMPT)
 
 
 def test_no_choice_changes_a_text() -> None:
@@ -263,7 +263,7 @@ def test_while_no_text_uses_the_draft_its_cores_are_the_targets(
         with engine.stream([1, 2, 3], params, method="auto") as stream:
             assert {computing() for _ in stream} == {len(others)}
         assert stream.result.statistics.ways == {"ngram": 150}
-        (after,) = engine.generate([[1, 2, 3]], params.model_copy(update={"max_tokens": 5}), method="pearl")
+        (after,) = engine.generate([[1, 2, 3]], params.changed(max_tokens=5), method="pearl")
         assert after.statistics.ways == {}
 
 
@@ -273,7 +273,7 @@ def test_while_no_text_uses_the_draft_its_cores_are_the_targets(
 def test_an_engine_chooses_and_reports_it(toy: Engine) -> None:
     """Its text is the target's own, however it is asked for: auto takes rule coupled unless another is chosen."""
     params = SamplingParams(temperature=1, max_tokens=400, ignore_eos=True, seed=4)
-    ways: list[dict[str, Any]] = [{"method": "auto"}, {"decoding": DecodingConfig(method="auto")}, {"method": "ar"}]
+    ways: list[dict[str, Any]] = [{"method": "auto"}, {"decoding": RequestOptions(method="auto")}, {"method": "ar"}]
     first, second, alone = (toy.generate([[1, 2, 3]], params, **way)[0] for way in ways)
     assert first.tokens == second.tokens == alone.tokens
     assert sum(first.statistics.ways.values()) == 400
@@ -377,7 +377,7 @@ def test_stream_waits_for_a_token_that_is_due_but_never_after_a_rejection() -> N
 )
 def test_a_text_that_depends_on_its_measured_window_keeps_it(method: str, temperature: float, keeps: bool) -> None:
     """So that it can be recorded, and the text made again."""
-    submit = Submit(1, (1,), 99, RequestOptions(method, sampling=Sampling(temperature)))
+    submit = Submit(1, (1,), 99, resolved(method, sampling=drawn_by(temperature)))
     machine = RequestMachine(submit, TokenSequence(), 0, speeds := Speeds(t_draft=1.0), 99, 0, {})
     windows = []
     for seconds in (2.0, 9.0):

@@ -32,7 +32,6 @@ from pearl.protocol.messages import (
     Role,
     Submit,
 )
-from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.speeds import Speeds
 from pearl.worker.draft_link import DraftLink
 from pearl.worker.health import DraftHealth
@@ -55,6 +54,7 @@ from tests.loops import (
     sparse,
     submission,
 )
+from tests.options import drawn_by, resolved
 from tests.replace import replace
 
 NAN = float("nan")
@@ -126,7 +126,7 @@ def test_a_draft_that_lives_and_sends_no_token_is_given_up(loops: MakeLoops, way
     draft_timeout, messages = STALLING[way]
     pair = loops(draft_timeout=draft_timeout)
     fake, front, told, has_ended = FakeDraft(pair), pair.front(), Received(), threading.Event()
-    front.endpoint.send(replace(submission(40), decoding=RequestOptions("pearl", "fixed", 4, "coupled")))
+    front.endpoint.send(replace(submission(40), decoding=resolved("pearl", "fixed", 4, "coupled")))
     first(fake.endpoint, Begin)
 
     def speak() -> None:
@@ -154,7 +154,7 @@ def test_a_draft_that_lives_and_sends_no_token_is_given_up(loops: MakeLoops, way
 @pytest.mark.parametrize("rule", ["ratio", "coupled"])
 def test_a_draft_may_not_say_now_with_distributions_and_now_without(loops: MakeLoops, rule: str) -> None:
     """Where the rule needs none they are dropped. They ended the target: a branch had fewer of them than tokens."""
-    submit = replace(submission(40), decoding=RequestOptions("pearl", "fixed", 64, rule, branches=4))
+    submit = replace(submission(40), decoding=resolved("pearl", "fixed", 64, rule, branches=4))
     row = sparse([1], [1.0])
     branch = DraftTokens(0, 0, 9, (1,), rows=(row,), after=(8, 5), known=3)
     main = DraftTokens(0, 0, 3, (1,) * 20, rows=(row,) * 20, known=3)
@@ -169,7 +169,7 @@ def test_what_a_draft_says_of_a_request_before_it_is_begun_is_dropped() -> None:
     link = DraftLink(TargetSettings(EngineConfig(draft_timeout=1.0), 32, CONTEXT, DIGEST), executor, None)
     without = DraftTokens(1, 0, 3, (5,))
     assert link.with_needed_rows(without) is None
-    executor.execute(Open(PROMPT, RequestOptions(rule="coupled", sampling=WARM), request=1))
+    executor.execute(Open(PROMPT, resolved(rule="coupled", sampling=WARM), request=1))
     assert link.with_needed_rows(without) == without
 
 
@@ -232,7 +232,7 @@ def test_draft_that_becomes_far_too_slow_is_given_up(loops: MakeLoops, method: s
     assert isinstance(draft, Slow)
     front = pair.front()
     draft.slow_from, draft.pace = len(draft.fed) + 10, BOUND
-    told = front.ask(replace(submission(100, method, GREEDY), decoding=RequestOptions(method, gamma=4)))
+    told = front.ask(replace(submission(100, method, GREEDY), decoding=resolved(method, gamma=4)))
     assert told.tokens == simulated(submission(100, sampling=GREEDY))
     assert told.statistics.draft_lost
     assert told.statistics.provenance["direct"] > 50
@@ -244,7 +244,7 @@ def test_draft_that_searches_widely_is_not_taken_for_slow(loops: MakeLoops) -> N
     pair = loops()
     pair.draft(kind=Slow)
     widest = (("tau", 0.0), ("depth", 8), ("width", 16))
-    told = pair.front().ask(replace(submission(24), decoding=RequestOptions("sd", rule="joint", parameters=widest)))
+    told = pair.front().ask(replace(submission(24), decoding=resolved("sd", rule="joint", parameters=widest)))
     assert told.statistics.num_draft_tokens > 8 * 8, "more blocks than slow tokens would end a draft"
     assert not told.statistics.draft_lost
 
@@ -263,7 +263,7 @@ def test_a_prompt_that_the_draft_chokes_on_ends_drafting_for_that_request_only(
     for request in range(3):
         told = front.ask(replace(poisoned, request=request))
         assert told.statistics.draft_lost
-        assert told.tokens == simulated(replace(poisoned, decoding=RequestOptions("ar", rule=rule)))
+        assert told.tokens == simulated(replace(poisoned, decoding=resolved("ar", rule=rule)))
         sound = submission(120, rule=rule, request=100 + request)
         told = front.ask(sound)
         assert not told.statistics.draft_lost
@@ -292,7 +292,7 @@ def test_a_draft_without_memory_for_all_drafts_one_by_one(loops: MakeLoops, chai
     pair.draft(kind=_Crammed, chains=chains)
     fronts = [pair.front() for _ in range(3)]
     for front, begin in zip(fronts, (1, 9, 2), strict=True):
-        front.endpoint.send(Submit(1, (begin, 4), 62, RequestOptions("pearl", sampling=Sampling(0.0))))
+        front.endpoint.send(Submit(1, (begin, 4), 62, resolved("pearl", sampling=drawn_by(0.0))))
     drafted = []
     for front in fronts:
         told = front.finish()

@@ -12,7 +12,7 @@ import pytest
 
 from pearl import SamplingParams
 from pearl.cli.numbers import read_sets
-from pearl.config import DecodingConfig, EngineConfig
+from pearl.config import EngineConfig, RequestOptions
 from pearl.device import Device
 from pearl.engine import Engine
 from pearl.engine.stream import Result as Text
@@ -91,12 +91,12 @@ def engine(tiny_pair: EngineConfig) -> Iterator[Engine]:
 
 def test_a_row_does_not_profit_from_the_cache_of_the_one_before(engine: Engine) -> None:
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=5)
-    for decoding in (DecodingConfig(method="pearl"), DecodingConfig(method="ar")):
+    for decoding in (RequestOptions(method="pearl"), RequestOptions(method="ar")):
         cached = []
         for again in (False, False, True):
             if not again:
                 forget(engine, decoding, [0, 6, 7, 8])
-            (result,) = engine.generate([0, 6, 7, 8], params, decoding=decoding)
+            (result,) = engine.generate([0, 6, 7, 8], params.overridden_by(decoding))
             cached.append(result.statistics.num_cached_tokens)
         assert cached == [0, 0, 3]
 
@@ -128,10 +128,10 @@ class FakeEngine:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def generate(self, prompt: list[int], params: SamplingParams, decoding: DecodingConfig) -> list[Text]:
-        self.log.append((decoding.method, decoding.gamma, params.seed or 0))
+    def generate(self, prompt: list[int], params: SamplingParams) -> list[Text]:
+        self.log.append((params.method, params.gamma, params.seed or 0))
         self.prompts.append(list(prompt))
-        rate = self.gammas.get(decoding.gamma or 0, 1.0) if decoding.method == "sd" else 20.0
+        rate = self.gammas.get(params.gamma or 0, 1.0) if params.method == "sd" else 20.0
         more = {"num_judged_draft_tokens": 10, "num_accepted_draft_tokens": 8, "run_histogram": {4: 2}}
         statistics = statistics_of(11, rate, acceptance_rate=0.8, t_draft=0.01, t_target={1: 0.05}, **more)
         return [Text(tokens=[*range(5, 5 + 11)], prompt_tokens=prompt, statistics=statistics)]
@@ -147,7 +147,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
 
 
 def row_of(method: str, name: str = "", **settings: Any) -> Row:
-    return Row(name or method, DecodingConfig(method=method, **settings))
+    return Row(name or method, RequestOptions(method=method, **settings))
 
 
 ABC = [Task("x", 1, ("abc",))]
@@ -233,8 +233,8 @@ def test_an_emulated_run_decodes_the_text_of_its_simulation() -> None:
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=60)
     with Engine(config=PACED) as engine:
         for method, gamma in (("ar", None), ("sd", 3), ("pearl", None)):
-            decoding = DecodingConfig(method=method, gamma=gamma)
-            real = engine.generate("hello", params, decoding=decoding)[0]
+            decoding = RequestOptions(method=method, gamma=gamma)
+            real = engine.generate("hello", params.overridden_by(decoding))[0]
             virtual = emulated(PACED, decoding, engine.encode("hello"), params)
             assert real.tokens == virtual.tokens
             assert real.statistics.seconds >= 0.99 * virtual.seconds, "the simulator is an upper bound"

@@ -20,8 +20,8 @@ from pearl.models.runner import Capabilities, Feed, ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Draft, Drafted, Open
 from pearl.protocol.messages import Source
-from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.speeds import ForwardTimes
+from tests.options import drawn_by, resolved
 from tests.test_look_ahead import PROMPT, VOCAB
 from tests.tiny import on_cpu, tiny_model
 from tests.virtual import Counting
@@ -31,10 +31,10 @@ from tests.wrapped import WrappedRunner
 
 def decode(method: str, window: str, gamma: int, branches: int, seconds: float, chains: bool = False) -> Outcome:
     """By the models of a text that repeats: the next token depends on the last."""
-    asked = RequestOptions(method, window, gamma, "coupled", branches=branches)
+    asked = resolved(method, window, gamma, "coupled", branches=branches)
     timing = Timing(1.0, lambda _: seconds)
     return simulated(
-        alpha_pair(VOCAB, 0.6, order=1), VOCAB, asked, Sampling(1.0, seed=5), 60, timing, PROMPT, chains=chains
+        alpha_pair(VOCAB, 0.6, order=1), VOCAB, asked, drawn_by(1.0, seed=5), 60, timing, PROMPT, chains=chains
     )
 
 
@@ -103,9 +103,7 @@ def opened(runner: ModelRunner, prompt: tuple[int, ...], rule: str, temperature:
         runner.rollback(0, slot)
     proposer = ModelProposer(runner, runner.vocab_size)
     proposer.open(
-        Open(
-            prompt, RequestOptions(rule=rule, branches=most, sampling=Sampling(temperature, top_k=5, seed=8)), request=1
-        )
+        Open(prompt, resolved(rule=rule, branches=most, sampling=drawn_by(temperature, top_k=5, seed=8)), request=1)
     )
     return proposer
 
@@ -173,7 +171,7 @@ def test_slots_hold_what_their_continuations_say(data: st.DataObject) -> None:
     runner = ToyRunner(VOCAB, alpha_pair(VOCAB, 0.5, order=2)[1])
     proposer = ModelProposer(runner, VOCAB)
     proposer.model.times = NoTimes()
-    proposer.open(Open(PROMPT, RequestOptions(rule="coupled", branches=5, sampling=Sampling(1.0, seed=4)), request=1))
+    proposer.open(Open(PROMPT, resolved(rule="coupled", branches=5, sampling=drawn_by(1.0, seed=4)), request=1))
     known: list[int] = []
     text, pending = list(PROMPT), 0
     for _ in range(20):
@@ -223,7 +221,7 @@ def test_no_forward_of_a_fixed_size_has_more_rows(texts: int, monkeypatch: pytes
     runner = Fixed(ToyRunner(VOCAB, alpha_pair(VOCAB, 0.5, order=1)[1], slots=40))
     proposer = ModelProposer(runner, VOCAB, texts=texts)
     proposer.model.times = NoTimes()
-    options = RequestOptions(rule="coupled", branches=30, draft_lookup=8, sampling=Sampling(1.0, seed=4))
+    options = resolved(rule="coupled", branches=30, draft_lookup=8, sampling=drawn_by(1.0, seed=4))
     drafts = [Draft(0, PROMPT, 20, request=slot) for slot in range(texts)]
     for draft in drafts:
         proposer.open(Open(PROMPT, options, draft.request, request=draft.request))
@@ -269,7 +267,7 @@ def test_a_cache_that_has_moved_is_found_by_who_has_no_request() -> None:
     assert place != 0
     proposer.rollback(0, -1)
     assert proposer.runner.length(place) == 0
-    proposer.open(Open(PROMPT, RequestOptions(rule="coupled", branches=5), request=2))
+    proposer.open(Open(PROMPT, resolved(rule="coupled", branches=5), request=2))
     assert proposer._texts[2].slot == place
     assert len(drafted(proposer, 0, PROMPT, 8, 0, request=2).tokens) == 1
 
@@ -287,14 +285,14 @@ def test_runners_up_are_the_next_of_the_row(temperature: float) -> None:
     ):
         runner.rollback(0, 0)
         proposer = ModelProposer(runner, VOCAB, chains=chains)
-        asked = RequestOptions(rule=rule, branches=branches, siblings=8, sampling=Sampling(temperature, seed=8))
+        asked = resolved(rule=rule, branches=branches, siblings=8, sampling=drawn_by(temperature, seed=8))
         proposer.open(Open(PROMPT, asked, request=1))
         found.append(drafted(proposer, 0, PROMPT, 5, 0))
     (token,), (seen,) = found[0].tokens, found[0].seen
     assert [(each.tokens, each.seen) for each in found[1:3]] == [((token,), (seen,))] * 2
     assert bool(found[3].seen) == (temperature == 0)
     row = torch.softmax(runner._logits([list(PROMPT)])[0], -1)
-    draw = DirectDraw(Sampling(temperature, seed=8))
+    draw = DirectDraw(drawn_by(temperature, seed=8))
     others = list(range(VOCAB))
     for expected in (token, *seen.rivals):  # each wins among those that are left
         left = torch.zeros(VOCAB)

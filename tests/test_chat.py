@@ -171,7 +171,7 @@ def test_the_draft_is_shown_ahead_in_colours_and_a_resize_leaves_one_whole_reply
         assert person.screen.replace("\n", "").count(text[:40]) == 1
         assert person.text.count("not judged yet") <= 1, "said once"
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    (same,) = toy.generate([[1, 2, 3]], params, decoding=AS_PUBLISHED)
+    (same,) = toy.generate([[1, 2, 3]], params.overridden_by(AS_PUBLISHED))
     assert colours == [meant[source.value] for source in same.provenance]
     assert any(guess in reply for guess in guesses)
     assert any(guess not in reply for guess in guesses), "half of what the draft says is refused"

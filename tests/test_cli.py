@@ -20,7 +20,8 @@ from rich.progress import Progress
 
 from pearl.cli import chat, cli, generate, listed_commands, main, tables
 from pearl.cli.options import settings_options
-from pearl.config import SECTIONS, DecodingConfig, SamplingParams, Settings
+from pearl.config import SETTING_NAMES, Settings
+from pearl.config.options import options_of
 from pearl.engine import Engine, preflight
 from pearl.lab.distill.prompts import read_turns
 from pearl.spec.methods import METHODS
@@ -79,14 +80,13 @@ def test_the_record_of_a_sampled_text_gives_that_text_again(
     assert statistics["num_generated_tokens"] == 120 == len(document["tokens"]) == len(document["provenance"])
     assert statistics["provenance"] == {p: document["provenance"].count(p) for p in set(document["provenance"])}
     assert (document["prompt_tokens"], document["finish_reason"]) == ([1, 2, 3], "length")
-    used = {name: document["settings"][name] for name in ("sampling", "decoding")}
-    assert (used["sampling"]["temperature"], used["sampling"]["top_k"], used["sampling"]["top_p"]) == (0.9, 20, 0.95)
-    assert used["sampling"]["seed"] == document["seed"]
-    assert used["decoding"]["rule"] == ("coupled" if method == "auto" else "ratio")
-    assert (used["decoding"]["gamma"] is not None) == (METHODS[method].drafts and METHODS[method].bonus)
+    used = document["settings"]["options"]
+    assert (used["temperature"], used["top_k"], used["top_p"]) == (0.9, 20, 0.95)
+    assert used["seed"] == document["seed"]
+    assert used["rule"] == ("coupled" if method == "auto" else "ratio")
+    assert (used["gamma"] is not None) == (METHODS[method].drafts and METHODS[method].bonus)
     monkeypatch.undo()
-    params, decoding = SamplingParams(**used["sampling"]), DecodingConfig(**used["decoding"])
-    (again,) = toy.generate(document["prompt_tokens"], params, decoding=decoding)
+    (again,) = toy.generate(document["prompt_tokens"], options_of(used))
     assert (again.tokens, again.text) == (document["tokens"], document["text"])
 
 
@@ -144,7 +144,7 @@ def test_mistakes_are_refused_with_what_to_do(
 
 
 def test_every_setting_is_a_flag_and_every_flag_a_setting() -> None:
-    fields = {name for section in SECTIONS for name in section.model_fields}
+    fields = set(SETTING_NAMES)
     for name, more in {
         "generate": {"raw", "as_json", "stats", "connect"},
         "chat": {

@@ -16,9 +16,9 @@ from pearl.decoding.distribution import PackedRow
 from pearl.errors import LocalProtocolError, RemoteProtocolError
 from pearl.protocol import messages as m
 from pearl.protocol.foresight import Seen
-from pearl.protocol.options import RequestOptions, Sampling, Shaping
 from pearl.transport import codec
 from pearl.transport.codec import TYPE_CODES, decode, encode
+from tests.options import drawn_by, resolved, shaped, unchecked
 from tests.replace import replace
 
 # Their codes are 1, 2, ...
@@ -30,8 +30,8 @@ SOURCES = ["model", "n-gram", "datastore", "branch", "lookup", "runner-up", "hea
 
 
 HELLO = m.Hello(1, m.Role.DRAFT, 32000, 2048)
-SUBMIT = m.Submit(1, (1, 2), 10, RequestOptions(stops=("end",)), eos=(2,))
-BEGIN = m.Begin(1, 0, (1, 2), 10, 5, RequestOptions(sampling=Sampling()))
+SUBMIT = m.Submit(1, (1, 2), 10, resolved(stop=("end",)), eos=(2,))
+BEGIN = m.Begin(1, 0, (1, 2), 10, 5, resolved(sampling=drawn_by()))
 DRAFT = m.DraftTokens(1, 0, 2, (7,), 0.5)
 COMMITTED = m.Committed(1, 0, (4, 5), (m.Provenance.ACCEPTED, m.Provenance.BONUS))
 
@@ -143,14 +143,14 @@ def placed(message: m.Message, path: tuple[int, ...], value: object) -> list[byt
     return [msgpack.packb(header), *encode(message)[1:]]
 
 
-FULL = RequestOptions(
+FULL = resolved(
     gamma=4,
     rule="opt",
     parameters=(("epsilon", 0.5),),
     draft_stop="threshold",
     stop_parameters=(("confidence", 0.5),),
-    sampling=Sampling(1.0, shaping=Shaping(2, logit_bias=((3, 1.0),), ends=(2,))),
-    stops=("end",),
+    sampling=drawn_by(1.0, shaping=shaped(2, logit_bias=((3, 1.0),), grammar_ends=(2,))),
+    stop=("end",),
     logprobs=1,
 )
 EXAMPLES = (
@@ -221,7 +221,7 @@ def test_a_field_out_of_range_is_refused(message: m.Message) -> None:
     ("message", "wrong"),
     [
         *(
-            (kind(*before, replace(FULL, **changes)), problem)
+            (kind(*before, unchecked(FULL, **changes)), problem)
             for kind, before in ((m.Submit, (1, (1,), 9)), (m.Begin, (1, 0, (1,), 9, 5)))
             for changes, problem in (
                 ({"method": "beam"}, "method"),
@@ -234,9 +234,9 @@ def test_a_field_out_of_range_is_refused(message: m.Message) -> None:
                 ({"draft_stop": "fixed"}, "confidence"),
                 ({"stop_parameters": (("confidence", 1.5),)}, "confidence"),
                 ({"method": "ssd"}, "draft_stop"),
-                ({"stops": ("",)}, "stop string"),
-                ({"sampling": Sampling(temperature=1e-5)}, "temperature"),
-                ({"sampling": Sampling(1.0, shaping=Shaping(2, logit_bias=((3, 1.0), (3, 2.0))))}, "twice"),
+                ({"stop": ("",)}, "stop string"),
+                ({"temperature": 1e-5}, "temperature"),
+                ({"logit_bias": ((3, 1.0), (3, 2.0))}, "twice"),
             )
         ),
         (m.Error(-1, "OSError", ""), "OSError"),
@@ -283,7 +283,7 @@ def test_the_largest_message_passes_and_more_is_refused() -> None:
         prompt,
         finished,
         m.DraftTokens(1, 0, 2, (7,) * m.MAX_RUN, 0.5, rows),
-        replace(SUBMIT, options=RequestOptions(stops=("\u0708" * 9,) * 64), prompt=(0xDC,) * 100_000),
+        replace(SUBMIT, options=resolved(stop=("\u0708" * 9,) * 64), prompt=(0xDC,) * 100_000),
         m.Welcome(2, 5, 5, 5, 0.5, tuple((2**40 + n, 0.5) for n in range(m.MAX_RUN)), 4),
     ):
         assert decode(encode(message)) == message
@@ -303,7 +303,7 @@ def test_frames_are_limited_in_number_and_length() -> None:
 
 @pytest.mark.parametrize(
     "message",
-    [m.Finish(2**70), replace(SUBMIT, options=RequestOptions(stops=("\ud800",))), Sampling()],
+    [m.Finish(2**70), replace(SUBMIT, options=unchecked(resolved(), stop=("\ud800",))), drawn_by()],
     ids=["too large", "half a surrogate", "no message"],
 )
 def test_our_own_mistakes_are_local_errors(message: m.Message) -> None:
@@ -313,8 +313,8 @@ def test_our_own_mistakes_are_local_errors(message: m.Message) -> None:
 
 def test_numbers_given_as_integers_travel_as_floats() -> None:
     """A caller's temperature=1 must not be refused by the peer for its type."""
-    sampling = Sampling(temperature=1, top_p=1)
-    assert decode(encode(replace(BEGIN, options=RequestOptions(sampling=sampling)))).options.sampling == sampling  # type: ignore[union-attr]
+    sampling = drawn_by(temperature=1, top_p=1)
+    assert decode(encode(replace(BEGIN, options=resolved(sampling=sampling)))).options == resolved(sampling=sampling)  # type: ignore[union-attr]
 
 
 def test_an_error_too_long_to_send_is_cut() -> None:

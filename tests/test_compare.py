@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pearl.config import DecodingConfig, EngineConfig
+from pearl.config import EngineConfig, RequestOptions
 from pearl.engine.stream import Result as Text
 from pearl.errors import ConfigError
 from pearl.lab.bench.figures import Surprise
@@ -34,7 +34,7 @@ def test_a_row_is_a_method_and_its_settings() -> None:
         },
         "published": {"method": "pearl", "look_ahead": 0, "draft_lookup": 0, "branches": 0, "siblings": 0},
     }.items():
-        assert parse_settings(text) == DecodingConfig(**settings)  # type: ignore[arg-type]
+        assert parse_settings(text) == RequestOptions(**settings)  # type: ignore[arg-type]
     assert parse_settings("pearl,branches=off").guesses["branches"] == 0
     rows = named_rows(["sd", "ar", "ngram"])
     assert [row.name for row in rows] == ["ar", "sd", "ngram"], "ar is there once and first"
@@ -108,4 +108,4 @@ def test_a_biased_row_is_shown_with_its_bias(tmp_path: Path) -> None:
     # Half the tokens of a toy have no probability: biased texts have some of these.
     assert rows["ar"]["perplexity"]["value"] == rows[ways[2]]["perplexity"]["value"] < 32
     assert rows[ways[1]]["perplexity"]["value"] > rows["ar"]["perplexity"]["value"]
-    assert document["settings"]["sampling"]["temperature"] == 1
+    assert document["settings"]["options"]["temperature"] == 1

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pearl import SamplingParams
-from pearl.config import DecodingConfig
-from pearl.config.sampling import LEAST_LOGPROB
+from pearl.config import RequestOptions
+from pearl.config.options import LEAST_LOGPROB
 from pearl.engine import Engine
 from pearl.engine.conversation import Conversation
 from pearl.errors import ConfigError, RequestError
@@ -172,13 +172,13 @@ def test_what_is_no_conversation_is_refused_and_changes_nothing(text: str, where
 
 PROMPT = [1, 2, 3]
 WAYS = {
-    "ar": DecodingConfig(method="ar"),
-    "ngram": DecodingConfig(method="ngram"),
-    "sd": DecodingConfig(method="sd", gamma=3),
+    "ar": RequestOptions(method="ar"),
+    "ngram": RequestOptions(method="ngram"),
+    "sd": RequestOptions(method="sd", gamma=3),
     "published": AS_PUBLISHED,
-    "coupled": AS_PUBLISHED.model_copy(update={"rule": "coupled"}),
-    "pearl": DecodingConfig(method="pearl", rule="coupled"),
-    "auto": DecodingConfig(method="auto"),
+    "coupled": AS_PUBLISHED.changed(rule="coupled"),
+    "pearl": RequestOptions(method="pearl", rule="coupled"),
+    "auto": RequestOptions(method="auto"),
 }
 
 
@@ -194,7 +194,7 @@ def rows(tokens: Sequence[int]) -> Iterator[torch.Tensor]:
 def test_they_are_the_targets_own(toy: Engine, way: str, temperature: float) -> None:
     """At temperature 1 and unfiltered, however the text was drawn and whoever proposed it."""
     params = SamplingParams(temperature=temperature, top_k=9, seed=4, max_tokens=60, ignore_eos=True, logprobs=3)
-    with toy.stream(PROMPT, params, decoding=WAYS[way]) as stream:
+    with toy.stream(PROMPT, params.overridden_by(WAYS[way])) as stream:
         pieces = list(stream)
     result = stream.result
     assert [one for piece in pieces for one in piece.logprobs] == result.logprobs
@@ -209,9 +209,9 @@ def test_they_are_the_targets_own(toy: Engine, way: str, temperature: float) -> 
 
 def test_penalties_and_biases_are_not_in_them(toy: Engine) -> None:
     asked = SamplingParams(temperature=1, seed=2, max_tokens=40, ignore_eos=True, logprobs=0)
-    shaped = asked.model_copy(update={"presence_penalty": 2.0, "logit_bias": ((4, 5.0),)})
-    (result,) = toy.generate([PROMPT], shaped, decoding=WAYS["pearl"])
-    assert result.tokens != toy.generate([PROMPT], asked, decoding=WAYS["pearl"])[0].tokens
+    shaped = asked.changed(presence_penalty=2.0, logit_bias=((4, 5.0),))
+    (result,) = toy.generate([PROMPT], shaped.overridden_by(WAYS["pearl"]))
+    assert result.tokens != toy.generate([PROMPT], asked.overridden_by(WAYS["pearl"]))[0].tokens
     for token, told, row in zip(result.tokens, result.logprobs, rows(result.tokens), strict=True):
         assert told == m.Logprobs(pytest.approx(float(row[token]), abs=1e-4))
 

@@ -26,9 +26,9 @@ from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.checkpoints.tokenizers import ToyTokenizer, load_tokenizer
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import Provenance, Source, Submit
-from pearl.protocol.options import RequestOptions, Sampling
 from pearl.text.tokenizer import vocabulary_digest
 from tests.conftest import TOY, Quiet, greedy_text, ran
+from tests.options import drawn_by, resolved
 from tests.tiny import tiny_model
 from tests.virtual import decoded
 
@@ -269,14 +269,14 @@ def knowing(tmp_path_factory: pytest.TempPathFactory) -> Datastore:
     """A datastore of the toy target's texts."""
     pair, texts = alpha_pair(VOCAB, 0.7, order=1), []
     for seed in range(20):
-        found = decoded(pair, VOCAB, RequestOptions("ar"), Sampling(1.0, seed=100 + seed), 97, TIMING, PROMPT)
+        found = decoded(pair, VOCAB, resolved("ar"), drawn_by(1.0, seed=100 + seed), 97, TIMING, PROMPT)
         texts.append([*PROMPT, *found.tokens])
     return make(tmp_path_factory.mktemp("knowing"), texts)
 
 
 def decode(method: str, rule: str, store: Datastore | None, **options: int) -> Outcome:
     target, draft = (ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.7, order=1))
-    decoding = RequestOptions(method, "stream", 3, rule, sampling=Sampling(1.0, seed=4), **options)
+    decoding = resolved(method, "stream", 3, rule, sampling=drawn_by(1.0, seed=4), **options)
     submit = Submit(1, PROMPT, len(PROMPT) + 60, decoding)
     return simulate(submit, *paired_executors(target, draft, store), TIMING)
 

@@ -15,12 +15,12 @@ from pearl.models.checkpoints.tokenizers import ToyTokenizer
 from pearl.models.toy import ToyRunner
 from pearl.protocol.events import Guess, Guessed
 from pearl.protocol.messages import FinishReason, Provenance, Source, Submit
-from pearl.protocol.options import Sampling
 from pearl.protocol.request import Counts
 from pearl.protocol.scheduler import PREFILL_CHUNK
 from pearl.protocol.speeds import Speeds
 from pearl.spec.methods import METHODS
 from pearl.text.stream import TextStream
+from tests.options import drawn_by
 from tests.pairwise import combined
 from tests.protocol_pair import Pair, Result, at_random, check_counts
 from tests.scripted import PROMPT, ScriptDraft, ScriptTarget, submission
@@ -91,7 +91,7 @@ def test_the_text_is_cut_at_its_end(method: str, look_ahead: int, combined: Any)
     for (window, gamma), reason, offset, is_wrong in combined(WINDOWS, ENDS, OFFSETS, range(3)):
         end = len(PROMPT) + offset
         wrong = ((), (end - 1,), (4, 7))[is_wrong]
-        sampling = Sampling(temperature=offset % 2, seed=offset)
+        sampling = drawn_by(temperature=offset % 2, seed=offset)
         settings = {"window": window, "gamma": gamma, "look_ahead": look_ahead, "sampling": sampling}
         submit = submission(TEXT, method, **settings, **ENDS[reason](offset))
         result = run(submit, wrong=wrong, seed=offset)
@@ -104,7 +104,7 @@ def test_the_text_is_cut_at_its_end(method: str, look_ahead: int, combined: Any)
 def test_an_end_that_was_drafted_but_rejected_ends_nothing(method: str) -> None:
     for position in range(len(PROMPT), len(TEXT) - 1, 3):
         stop = TOKENIZER.decode([TEXT[position - 1], 38])
-        submit = submission(TEXT, method, window="stream", gamma=4, eos=(38,), stops=(stop,))
+        submit = submission(TEXT, method, window="stream", gamma=4, eos=(38,), stop=(stop,))
         result = run(submit, wrong=(position,), says=38, seed=position)
         assert tuple(result.tokens) == TEXT[len(PROMPT) :]
 
@@ -112,12 +112,12 @@ def test_an_end_that_was_drafted_but_rejected_ends_nothing(method: str) -> None:
 def test_a_stop_is_looked_for_in_what_was_generated_only() -> None:
     """Not in the prompt, nor across its end."""
     stops = (TOKENIZER.decode(PROMPT), TOKENIZER.decode(TEXT[1:3]))
-    result = run(submission(TEXT, gamma=3, stops=stops))
+    result = run(submission(TEXT, gamma=3, stop=stops))
     assert tuple(result.tokens) == TEXT[len(PROMPT) :]
 
 
 def test_of_several_endings_at_one_token_eos_is_named() -> None:
-    submit = submission(TEXT[:8], gamma=3, eos=(TEXT[7],), stops=(TOKENIZER.decode(TEXT[7:8]),))
+    submit = submission(TEXT[:8], gamma=3, eos=(TEXT[7],), stop=(TOKENIZER.decode(TEXT[7:8]),))
     result = run(submit)
     assert result.end is not None
     assert result.end.reason is FinishReason.EOS

@@ -19,16 +19,16 @@ import torch
 import transformers
 
 from pearl import AsyncEngine
-from pearl.config import DecodingConfig, SamplingParams
+from pearl.config import RequestOptions, SamplingParams
 from pearl.engine import Engine, Result
 from pearl.engine.asynchronous import AsyncStream
 from pearl.errors import ConfigError, EngineClosed, ModelError, PearlError, RequestError, TargetLost
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.protocol.messages import Provenance, Submit
-from pearl.protocol.options import RequestOptions, Sampling
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text
 from tests.loops import simulated
+from tests.options import drawn_by, resolved
 from tests.replace import replace
 from tests.tiny import VOCAB_SIZE, on_cpu, tiny_model
 
@@ -52,8 +52,8 @@ BEFORE = json.loads((Path(__file__).parent / "texts_of_before.json").read_text()
 def test_a_seed_gives_the_text_that_it_gave_in_an_older_release(toy: Engine, text: dict[str, Any]) -> None:
     sampling = {name: text[name] for name in ("temperature", "top_p", "seed")}
     params = SamplingParams(**sampling, max_tokens=len(text["tokens"]), ignore_eos=True)
-    decoding = DecodingConfig(method="pearl", rule=text["rule"])
-    assert one(toy, params, [1, 2, 7], decoding=decoding).tokens == text["tokens"]
+    decoding = RequestOptions(method="pearl", rule=text["rule"])
+    assert one(toy, params.overridden_by(decoding), [1, 2, 7]).tokens == text["tokens"]
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def test_the_embedded_pair_writes_what_it_wrote_in_an_older_release() -> None:
     for text in BEFORE["embedded"]:
         prompt, tokens = tokenizer.apply_chat([{"role": "user", "content": text["prompt"]}]), text["tokens"][:16]
         assert prompt is not None
-        sampling, decoding = Sampling(text["temperature"], seed=5), RequestOptions("pearl", rule=text["rule"])
+        sampling, decoding = drawn_by(text["temperature"], seed=5), resolved("pearl", rule=text["rule"])
         submit = Submit(1, tuple(prompt), len(prompt) + len(tokens), replace(decoding, sampling=sampling))
         with torch.inference_mode():
             outcome = simulate(submit, *paired_executors(*runners), Timing(1.0, lambda _: 4.0))
@@ -76,11 +76,11 @@ def test_the_embedded_pair_writes_what_it_wrote_in_an_older_release() -> None:
 def test_ratio_rule_over_the_tensor_channel_of_two_processes() -> None:
     """Dense distributions over gloo leave no trace in the text either."""
     spec = "toy:vocab=512,alpha=0.7"
-    params = WARM.model_copy(update={"max_tokens": 150})
+    params = WARM.changed(max_tokens=150)
     with Engine(spec, spec, tensors="gloo") as engine:
         assert (engine.directory / "group").exists()
-        result = one(engine, params, decoding=AS_PUBLISHED)  # otherwise the target would not wait for its draft
-    submit = Submit(1, tuple(PROMPT), 153, RequestOptions(sampling=Sampling(1.0, seed=11)))
+        result = one(engine, params.overridden_by(AS_PUBLISHED))  # otherwise the target would not wait for its draft
+    submit = Submit(1, tuple(PROMPT), 153, resolved(sampling=drawn_by(1.0, seed=11)))
     assert result.tokens == simulated(submit, 512, 0.7)
     assert result.statistics.num_accepted_draft_tokens > 0
     assert not result.statistics.draft_lost
@@ -90,8 +90,8 @@ def test_a_sampled_text_is_one_of_seed_and_sample(toy: Engine) -> None:
     texts = {}
     for window in ("stream", "fixed"):
         for seed, sample in ((11, 0), (11, 1), (12, 0)):
-            params = WARM.model_copy(update={"seed": seed, "sample": sample})
-            result = one(toy, params, decoding=DecodingConfig(window=window))  # type: ignore[arg-type]
+            params = WARM.changed(seed=seed, sample=sample)
+            result = one(toy, params.changed(window=window))  # type: ignore[arg-type]
             assert result.seed == seed
             assert texts.setdefault((seed, sample), result.tokens) == result.tokens
     assert len({tuple(text) for text in texts.values()}) == 3
@@ -129,7 +129,7 @@ def test_impossible_prompts_are_refused_and_the_engine_unharmed(toy: Engine, pro
 
 def test_text_may_fill_the_context_to_its_last_token(toy: Engine) -> None:
     for max_tokens in (62, None):
-        result = one(toy, GREEDY.model_copy(update={"max_tokens": max_tokens}), [1] * 450)
+        result = one(toy, GREEDY.changed(max_tokens=max_tokens), [1] * 450)
         assert (result.tokens, result.finish_reason) == (greedy_text([1] * 450, 62), "length")
 
 
@@ -149,7 +149,7 @@ def test_a_stream_closed_from_another_thread_ends_at_once() -> None:
         assert engine.generate([PROMPT], GREEDY)[0].tokens == greedy_text(PROMPT, 60)
 
 
-LONG = GREEDY.model_copy(update={"max_tokens": 500})
+LONG = GREEDY.changed(max_tokens=500)
 
 
 def test_stream_left_early_is_cancelled_and_the_next_served(toy: Engine) -> None:
@@ -173,7 +173,7 @@ def test_engine_without_a_draft_serves_what_needs_none_and_closes_for_good() -> 
     engine = Engine(TOY, "none", target_pace=0.05)  # nobody is away so long that LONG has come whole meanwhile
     with engine:
         assert engine.welcome.draft_context == 0
-        short = GREEDY.model_copy(update={"max_tokens": 10})
+        short = GREEDY.changed(max_tokens=10)
         assert one(engine, short, method="ar").tokens == greedy_text(PROMPT, 10)
         assert one(engine, short).tokens == greedy_text(PROMPT, 10), "what is not told otherwise needs no draft"
         with pytest.raises(ConfigError, match="needs a draft model"):
@@ -232,7 +232,7 @@ def test_draft_may_have_padding_ids_and_a_smaller_context(
     """Beyond its context the target goes on alone, to the same text."""
     with Engine(str(tiny_model(chat=True)), str(_draft_of_odd_size(tmp_path / "draft"))) as engine:
         assert engine.welcome.draft_context == 40
-        result = one(engine, SamplingParams(temperature=0, max_tokens=100), STORY, decoding=AS_PUBLISHED)
+        result = one(engine, AS_PUBLISHED.changed(temperature=0, max_tokens=100), STORY)
         usual = one(engine, SamplingParams(temperature=0, max_tokens=100), STORY)
         sampled = one(engine, SamplingParams(temperature=1.0, seed=3, max_tokens=30, ignore_eos=True), STORY)
     assert usual.tokens == result.tokens == transformers_greedy(reference, result.prompt_tokens, 100)

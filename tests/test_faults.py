@@ -182,7 +182,7 @@ def waker() -> Iterator[None]:
 
 def text(engine: Engine) -> Any:
     """As published: otherwise the target would go on at once, and end before it misses the draft."""
-    (result,) = engine.generate([PROMPT], GREEDY, decoding=AS_PUBLISHED)
+    (result,) = engine.generate([PROMPT], GREEDY.overridden_by(AS_PUBLISHED))
     assert result.tokens == TEXT
     return result.statistics
 

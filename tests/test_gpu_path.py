@@ -21,11 +21,11 @@ from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import DraftTokens, Submit
-from pearl.protocol.options import RequestOptions, Sampling
 from pearl.trace.tracer import Tracer
 from pearl.worker import build
 from pearl.worker.draft_link import DraftLink
 from pearl.worker.settings import TargetSettings, WorkerSettings
+from tests.options import drawn_by, resolved
 from tests.replace import replace
 from tests.runner_contract import close, some_tokens
 from tests.tiny import tiny_model
@@ -66,7 +66,7 @@ LOGITS = 3 * torch.randn(8, 1000, generator=torch.Generator().manual_seed(1))
 
 @pytest.mark.parametrize(("rule", "epsilon"), [("ratio", 0.0), ("opt", 0.01), ("uno", 0.01)])
 def test_odds_summed_together_are_those_summed_one_by_one(rule: str, epsilon: float) -> None:
-    half = make_half("target", rule, Sampling(1.0, seed=3), (("epsilon", epsilon),) if epsilon else ())
+    half = make_half("target", rule, drawn_by(1.0, seed=3), (("epsilon", epsilon),) if epsilon else ())
     assert isinstance(half, RatioTarget)
     target, draft, tokens = torch.softmax(LOGITS, -1), torch.softmax(LOGITS.flip(0), -1), range(len(LOGITS))
     one_by_one = [half._facts(target[i : i + 1], draft[i : i + 1], [i])[0] for i in tokens]
@@ -178,10 +178,10 @@ def test_a_text_does_not_depend_on_what_was_in_the_cache(method: str, temperatur
         return Turns(TargetExecutor(target), DraftExecutor(proposer), timing, 2, draft.context)
 
     def submit(number: int) -> Submit:
-        decoding = RequestOptions(method, *(("stream", None) if method == "ar" else ("fixed", 20)))
+        decoding = resolved(method, *(("stream", None) if method == "ar" else ("fixed", 20)))
         prompt = tuple(prompts[number])
         return Submit(
-            number, prompt, len(prompt) + 24, replace(decoding, sampling=Sampling(temperature=temperature, seed=3))
+            number, prompt, len(prompt) + 24, replace(decoding, sampling=drawn_by(temperature=temperature, seed=3))
         )
 
     one = loops()

@@ -16,22 +16,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pearl import Engine, SamplingParams
-from pearl.config import DecodingConfig
+from pearl.config import RequestOptions
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import probabilities, read_draw
 from pearl.decoding.shaping import Shaper
-from pearl.engine.request import resolve_sampling
+from pearl.engine import request as requests
 from pearl.errors import ForwardError, GrammarError, RequestError, installing
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.checkpoints.tokenizers import ToyTokenizer
 from pearl.models.feeds import paths
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import Submit
-from pearl.protocol.options import RequestOptions, Sampling, Shaping
 from pearl.spec.methods import METHODS
 from pearl.text import parser
 from pearl.text.grammar import Guides, grammar_of
 from pearl.text.tokenizer import GenerationDefaults
+from tests.options import drawn_by, resolved, shaped
 from tests.replace import replace
 from tests.virtual import NEVER, TIMINGS, likelihood
 
@@ -47,8 +47,8 @@ def toy_guides(size: int = VOCAB) -> Guides:
     return Guides(lambda: ToyTokenizer(VOCAB), size)
 
 
-def shaping(**others: float) -> Shaping:
-    return Shaping(len(PROMPT), grammar=grammar_of(None, REGEX), ends=(END,), **others)
+def shaping(**others: float) -> RequestOptions:
+    return shaped(len(PROMPT), grammar=grammar_of(None, REGEX), grammar_ends=(END,), **others)
 
 
 def allowed(text: str) -> set[int]:
@@ -129,7 +129,7 @@ def masked(text: list[int], logits: torch.Tensor) -> torch.Tensor:
     return torch.tensor([value if token in may else -torch.inf for token, value in enumerate(values)])
 
 
-def reference(sampling: Sampling) -> list[int]:
+def reference(sampling: RequestOptions) -> list[int]:
     """What the target says by itself under the direct draw, found without runtime and parser."""
     target, _ = alpha_pair(VOCAB, 0.6)
     draw, text = DirectDraw(sampling), list(PROMPT)
@@ -138,9 +138,9 @@ def reference(sampling: Sampling) -> list[int]:
     return text[len(PROMPT) :]
 
 
-def decoded(method: str, rule: str, sampling: Sampling, timing: Timing, extras: int = 4) -> list[int]:
+def decoded(method: str, rule: str, sampling: RequestOptions, timing: Timing, extras: int = 4) -> list[int]:
     target, draft = (ToyRunner(VOCAB, each) for each in alpha_pair(VOCAB, 0.6))
-    decoding = RequestOptions(method, "stream", None, rule, (), extras, extras, extras)
+    decoding = resolved(method, "stream", None, rule, (), extras, extras, extras)
     submit = Submit(1, PROMPT, 100, replace(decoding, sampling=sampling), eos=(END,))
     return list(simulate(submit, *paired_executors(target, draft, guides=toy_guides()), timing).tokens)
 
@@ -148,7 +148,7 @@ def decoded(method: str, rule: str, sampling: Sampling, timing: Timing, extras: 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_direct_text_is_that_of_the_held_target(method: str) -> None:
     for seed, timing in product(range(3), TIMINGS):
-        sampling = Sampling(float(seed > 0), seed=seed, shaping=shaping())
+        sampling = drawn_by(float(seed > 0), seed=seed, shaping=shaping())
         text = decoded(method, "coupled", sampling, timing)
         assert text == reference(sampling)
         assert text[-1] == END
@@ -157,7 +157,7 @@ def test_a_direct_text_is_that_of_the_held_target(method: str) -> None:
 
 def test_sampled_texts_have_the_held_targets_distribution() -> None:
     found = Counter(
-        tuple(decoded("pearl", "ratio", Sampling(1.0, seed=seed, shaping=shaping()), TIMINGS[seed % 4]))
+        tuple(decoded("pearl", "ratio", drawn_by(1.0, seed=seed, shaping=shaping()), TIMINGS[seed % 4]))
         for seed in range(300)
     )
     expected: dict[tuple[int, ...], float] = {}
@@ -169,7 +169,7 @@ def test_sampled_texts_have_the_held_targets_distribution() -> None:
             expected[tuple(so_far)] = chance
             continue
         text = [*PROMPT, *so_far]
-        probs = probabilities(masked(text, torch.log(target(text))), Sampling(1.0))
+        probs = probabilities(masked(text, torch.log(target(text))), drawn_by(1.0))
         open_ += [([*so_far, token], chance * float(prob)) for token, prob in enumerate(probs) if prob]
     assert {written(list(text[:-1])) for text in expected} <= LANGUAGE
     assert likelihood(found, expected) > NEVER
@@ -255,12 +255,12 @@ def test_what_cannot_be_kept_to_is_refused() -> None:
     schemas: list[dict[str, str]] = [{"type": "mouse"}, {"$ref": "https://example.com/x"}]
     for asked in ({"regex": "(0"}, {"regex": r"(?=0)1"}, *({"json_schema": schema} for schema in schemas)):
         with pytest.raises(RequestError, match=f"{next(iter(asked))} cannot be kept to"):
-            resolve_sampling(SamplingParams(seed=1, **asked), GenerationDefaults(eos=(3,)), 1)  # type: ignore[arg-type]
+            requests.resolved(SamplingParams(seed=1, **asked), GenerationDefaults(eos=(3,)), 1)  # type: ignore[arg-type]
 
 
 def test_a_model_without_an_end_is_held_to_none() -> None:
     with pytest.raises(RequestError, match="no token that ends a text"):
-        resolve_sampling(SamplingParams(seed=1, regex="1+"), GenerationDefaults(), 1)
+        requests.resolved(SamplingParams(seed=1, regex="1+"), GenerationDefaults(), 1)
 
 
 @pytest.mark.parametrize("method", ["ar", "ngram", "sd", "pearl"])
@@ -269,16 +269,16 @@ def test_a_grammar_that_goes_on_with_no_token_of_the_model_is_to_blame(toy: Engi
 
     Where it goes on, the text is that of ar, and fits.
     """
-    decoding = DecodingConfig(method=method, rule="coupled")
+    decoding = RequestOptions(method=method, rule="coupled")
     with pytest.raises(ForwardError, match="goes on with no token that this model has"):
-        toy.generate([7, 8], SamplingParams(regex="(0|12){2}x", max_tokens=20), decoding=decoding)
+        toy.generate([7, 8], decoding.changed(regex="(0|12){2}x", max_tokens=20))
     ended = set()
     for seed in range(20):
         asked = SamplingParams(temperature=1, seed=seed, regex="(0|12|4x){3}4", max_tokens=20)
         said = []
-        for way in (decoding, DecodingConfig(method="ar")):
+        for way in (decoding, RequestOptions(method="ar")):
             try:
-                said.append(toy.generate([7, 8], asked, decoding=way)[0].text)
+                said.append(toy.generate([7, 8], asked.overridden_by(way))[0].text)
             except ForwardError as error:
                 said.append(str(error))
         assert said[0] == said[1], "guesses change nothing of it"

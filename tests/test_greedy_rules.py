@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from pearl.config import RequestOptions
 from pearl.decoding.rules import biased
 from pearl.decoding.rules import joint as joint_rule
 from pearl.lab.simulate import Outcome
 from pearl.protocol.messages import Provenance
-from pearl.protocol.options import RequestOptions, Sampling
+from tests.options import drawn_by, resolved
 from tests.pairwise import combined, pairwise
 from tests.virtual import TIMINGS, Chains, decoded
 
@@ -38,9 +39,9 @@ def likeliest(row: Sequence[float]) -> int:
 
 
 def decode(
-    options: RequestOptions, timing: int = 0, tokens: int = TOKENS, sampling: Sampling | None = None, **more: Any
+    options: RequestOptions, timing: int = 0, tokens: int = TOKENS, sampling: RequestOptions | None = None, **more: Any
 ) -> Outcome:
-    return decoded(PAIR, VOCAB, options, sampling or Sampling(), tokens, TIMINGS[timing], PROMPT, **more)
+    return decoded(PAIR, VOCAB, options, sampling or drawn_by(), tokens, TIMINGS[timing], PROMPT, **more)
 
 
 # ---- BiLD (Kim et al. 2023): fallback and rollback ----
@@ -70,7 +71,7 @@ def bild_text(method: str, rollback: float, confidence: float, gamma: int) -> li
 
 def bild(method: str, rollback: float, confidence: float, gamma: int, window: str = "stream") -> RequestOptions:
     how = method, window, gamma, "bild", (("rollback", rollback),), 0, 0, 0, 0
-    return RequestOptions(*how, *(("threshold", (("confidence", confidence),)) if confidence else ()))
+    return resolved(*how, *(("threshold", (("confidence", confidence),)) if confidence else ()))
 
 
 @combined
@@ -103,7 +104,7 @@ def test_a_token_that_the_draft_is_unsure_of_is_not_sent() -> None:
     run = decode(bild("sd", 20.0, 1.0, 4))
     assert run.counts.num_draft_tokens == 0
     assert run.counts.num_draft_stops == TOKENS
-    assert run.tokens == decode(RequestOptions("ar")).tokens
+    assert run.tokens == decode(resolved("ar")).tokens
     assert set(run.provenance) == {Provenance.DIRECT}
 
 
@@ -129,7 +130,7 @@ def joint_text(method: str, tau: float, depth: int, until: int) -> list[int]:
 
 def joint(method: str, tau: float, depth: int, window: str = "stream") -> RequestOptions:
     parameters = (("tau", tau), ("depth", float(depth)), ("width", 16.0))
-    return RequestOptions(method, window, depth, "joint", parameters)
+    return resolved(method, window, depth, "joint", parameters)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -143,7 +144,7 @@ def test_joint_is_as_in_its_paper(method: str, depth: int) -> None:
             assert decode(joint(method, tau, depth, window), timing).tokens[: TOKENS - depth] == expected
         found.add(tuple(expected))
     assert len(found) >= 2
-    assert tuple(decode(RequestOptions("ar")).tokens[: TOKENS - depth]) in found, "at tau 1 nothing passes"
+    assert tuple(decode(resolved("ar")).tokens[: TOKENS - depth]) in found, "at tau 1 nothing passes"
 
 
 def test_the_bias_is_the_number_of_tokens_that_are_not_the_targets() -> None:
@@ -158,7 +159,7 @@ def test_the_bias_is_the_number_of_tokens_that_are_not_the_targets() -> None:
 # ---- planted bugs ----
 
 PLANTED: dict[str, tuple[object, str, Any]] = {
-    "likelihoods at another temperature": (joint_rule, "unwarped", lambda _: Sampling(0.5)),
+    "likelihoods at another temperature": (joint_rule, "unwarped", lambda _: drawn_by(0.5)),
     "greedy decoding after all": (biased.GreedyBildTarget, "launch", lambda self, logits, _: 99 * logits),
     "the unsure token is sent": (RequestOptions, "withholds", False),
 }

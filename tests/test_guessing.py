@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.config import EngineConfig, RequestOptions, SamplingParams
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.guesser import text_index
 from pearl.drafting.habits import Habits
@@ -28,16 +28,16 @@ from pearl.models.runner import ModelRunner, feed_chain
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Forward, Guess, Judge, Keep, Open, Phase
 from pearl.protocol.messages import Source, Submit
-from pearl.protocol.options import RequestOptions, Sampling
 from tests.conftest import TOY, Quiet, greedy_text
+from tests.options import drawn_by, resolved
 from tests.test_datastore import VOCAB, make
 from tests.tiny import VOCAB_SIZE, on_cpu, tiny_model
 from tests.virtual import decoded
 
 
 def toy_text(seed: int) -> Generated:
-    asked, prompt = RequestOptions("ar"), (1, 2, 3)
-    found = decoded(alpha_pair(VOCAB, 0.7, order=1), VOCAB, asked, Sampling(1.0, seed=seed), 57, prompt=prompt)
+    asked, prompt = resolved("ar"), (1, 2, 3)
+    found = decoded(alpha_pair(VOCAB, 0.7, order=1), VOCAB, asked, drawn_by(1.0, seed=seed), 57, prompt=prompt)
     return Generated((*prompt, *found.tokens), 3)
 
 
@@ -54,17 +54,17 @@ def test_a_replay_feeds_and_accepts_what_decoding_does(slope: float, monkeypatch
     text = toy_text(4)
     target, draft = (ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.7, order=1))
     submit = Submit(
-        1, text.tokens[:3], len(text.tokens), RequestOptions("ngram", look_ahead=8, sampling=Sampling(1.0, seed=4))
+        1, text.tokens[:3], len(text.tokens), resolved("ngram", look_ahead=8, sampling=drawn_by(1.0, seed=4))
     )
-    draws, sampled = list[object](), TargetExecutor._sampled
-    monkeypatch.setattr(TargetExecutor, "_sampled", lambda *given: draws.append(given) or sampled(*given))
+    drawn, sampled = list[object](), TargetExecutor._sampled
+    monkeypatch.setattr(TargetExecutor, "_sampled", lambda *given: drawn.append(given) or sampled(*given))
     outcome = simulate(submit, *paired_executors(target, draft), Timing(1.0, seconds))
     replayed = replay([text], None, 8, seconds=seconds)
     assert tuple(outcome.tokens) == text.tokens[3:]
     assert (replayed.steps, dict(replayed.accepted)) == (outcome.counts.steps, outcome.counts.guessed_by_source)
     assert sum((size - 1) * count for size, count in replayed.fed.items()) == outcome.counts.num_guesses
     assert slope < 5 or replayed.fed == {1: replayed.steps}
-    assert len(draws) == outcome.counts.steps + 1, "the prompt's, and of a forward one along its guesses"
+    assert len(drawn) == outcome.counts.steps + 1, "the prompt's, and of a forward one along its guesses"
 
 
 def test_each_source_alone_and_both(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_an_engine_keeps_habits() -> None:
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=60, ignore_eos=True)
     with Engine(TOY, "none", habits=True, target_pace=0.004) as engine:  # forwards of any size last as long: all pay
         alone, *ahead = (
-            engine.generate([[1, 2, 3]], params, decoding=DecodingConfig(method=method, rule="coupled"))[0]
+            engine.generate([[1, 2, 3]], params.overridden_by(RequestOptions(method=method, rule="coupled")))[0]
             for method in ("ar", "ngram", "ngram")
         )
     assert [one.tokens for one in ahead] == [alone.tokens] * 2
@@ -137,7 +137,7 @@ def test_answers_are_those_of_one_at_a_time() -> None:
     """More prompts than slots, of different lengths, each with a seed of its own; some end early."""
     runner = on_cpu(tiny_model("llama"), dtype="float32", slots=3)
     prompts = [[5, 9, 40], [7], [12, 33, 8, 2], [5, 9, 40], [1, 2]]
-    samplings = [Sampling(1.0, top_k=20, seed=seed) for seed in range(5)]
+    samplings = [drawn_by(1.0, top_k=20, seed=seed) for seed in range(5)]
     eos = answers(runner, prompts[1:2], samplings[1:2], (), 12)[0][3:4]
     drawn: list[int] = []
     together = answers(runner, prompts, samplings, eos, 12, drawn.append)
@@ -257,7 +257,7 @@ def test_ouroboros_keeps_what_the_target_drew_behind_discarded_tokens() -> None:
     window = (wrong, agreed, 17, 18)
     draws = [drawn(alone, [*prompt, *window[:length]]) for length in range(1, 4)]
     assert draws[0] == agreed
-    executor.execute(Open(prompt, RequestOptions("ouroboros", sampling=Sampling(0.0)), request=1))
+    executor.execute(Open(prompt, resolved("ouroboros", sampling=drawn_by(0.0)), request=1))
     executor.execute(Forward(Phase.PREFILL, 0, prompt[:-1], 0, request=1))
     executor.execute(Guess(0, (*prompt, *window), len(prompt), 99, (0.5,) * 4, 16, request=1))
     executor.execute(Forward(Phase.POST_VERIFY, len(prompt) - 1, (prompt[-1], *window), 5, request=1))
@@ -271,7 +271,7 @@ def test_ouroboros_keeps_what_the_target_drew_behind_discarded_tokens() -> None:
 def test_methods_that_need_a_setting_are_refused_without() -> None:
     for method, needed in (("rest", "--datastore"), ("pia", "--habits"), ("head", "--head")):
         with pytest.raises(ConfigError, match=needed):
-            EngineConfig(target=TOY, draft="none").check_decoding(DecodingConfig(method=method))  # type: ignore[call-arg]
+            EngineConfig(target=TOY, draft="none").check_options(RequestOptions(method=method))  # type: ignore[call-arg]
 
 
 PROMPT = (5, 40, 7, 93, 11, 12, 200, 3)
@@ -281,7 +281,7 @@ def test_the_window_is_the_targets_own_writing() -> None:
     """Each new level is what the target draws behind each column, beside guesses and without them."""
     runner, alone = (on_cpu(tiny_model(layers=4)) for _ in range(2))
     executor = TargetExecutor(runner)
-    executor.execute(Open(PROMPT, RequestOptions("lookahead", sampling=Sampling(0.0)), request=1))
+    executor.execute(Open(PROMPT, resolved("lookahead", sampling=drawn_by(0.0)), request=1))
     executor.execute(Forward(Phase.PREFILL, 0, PROMPT[:-1], 0, request=1))
     text = [*PROMPT]
     for step in range(3 * LEVELS):

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.config import EngineConfig, RequestOptions, SamplingParams
 from pearl.drafting.heads import HeadText
 from pearl.engine import Engine
 from pearl.engine.stream import Result
@@ -31,8 +31,8 @@ from pearl.models.runner import feed_chain
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.events import Deliver, End, Forward, Keep, Open, Phase, Rollback, Wait
 from pearl.protocol.messages import Submit, Verdict
-from pearl.protocol.options import RequestOptions
 from tests.conftest import Quiet
+from tests.options import resolved
 from tests.tiny import CPU, on_cpu, tiny_model
 
 KNOWN = 96  # tokens of the head's own vocabulary
@@ -187,7 +187,7 @@ def test_a_head_reads_each_tree_before_it_guesses_again(trained: Path, monkeypat
     monkeypatch.setattr(HeadText, "read", lambda *given: was_read.append(read(*given)) or was_read[-1])
     executor = TargetExecutor(own, head=load_head(str(trained), own, lambda what: None))
     coordinator, trees = Coordinator(piece=own.capabilities.prompt_piece), 0
-    events: list[object] = [Submit(1, tuple(TEXT), 80, RequestOptions("head", look_ahead=8, rule="coupled"))]
+    events: list[object] = [Submit(1, tuple(TEXT), 80, resolved("head", look_ahead=8, rule="coupled"))]
     with torch.inference_mode():
         while events:
             for command in coordinator.handle(events.pop()):
@@ -237,7 +237,7 @@ def test_the_layout_of_speculators_is_read(trained: Path, tmp_path: Path) -> Non
 
 def test_who_needs_a_head_and_who_cannot_have_one(trained: Path) -> None:
     with pytest.raises(ConfigError, match="name one with --head"):
-        EngineConfig(draft="none").check_decoding(DecodingConfig(method="head"))  # type: ignore[call-arg]
+        EngineConfig(draft="none").check_options(RequestOptions(method="head"))  # type: ignore[call-arg]
     with pytest.raises(ModelError, match="keeps no hidden states"):
         runner(forwards="transformers")
     with pytest.raises(ModelError, match="needs a target of our own forward"):
@@ -370,7 +370,7 @@ def test_the_target_gives_each_state_once_and_those_of_a_tree_before_it_is_settl
     verdict = lambda start, *tokens: Verdict(1, 0, start, tokens, 99, 0)  # noqa: E731
     with torch.inference_mode():
         wanted = tapped_states(AutoModelForCausalLM.from_pretrained(target(), dtype=torch.float32).eval())
-        executor.execute(Open(tuple(TEXT[:5]), RequestOptions(), request=1))
+        executor.execute(Open(tuple(TEXT[:5]), resolved(), request=1))
         executor.forward([Forward(Phase.PREFILL, 0, tuple(TEXT[:3]), 0, request=1)])
         executor.forward([Forward(Phase.PREFILL, 3, tuple(TEXT[3:5]), 1, request=1)])
         given = [*executor.states(verdict(5, TEXT[5]))]
@@ -396,7 +396,9 @@ def test_a_head_that_drafts_is_right_as_often_as_it_learned(with_a_head: Engine,
         judged = accepted = 0
         for one in answers(trained):
             params = SamplingParams(temperature=0, max_tokens=len(one["tokens"]))
-            (found,) = with_a_head.generate([one["prompt"]], params, decoding=DecodingConfig(method=method, **plain))
+            (found,) = with_a_head.generate(
+                [one["prompt"]], params.overridden_by(RequestOptions(method=method, **plain))
+            )
             assert found.tokens == one["tokens"]
             judged += found.statistics.num_judged_draft_tokens
             accepted += found.statistics.num_accepted_draft_tokens
@@ -415,7 +417,7 @@ def test_the_simulator_runs_heads(trained: Path) -> None:
         ("pearl", drafting(trained), None),
     ):
         own.rollback(0)
-        options = RequestOptions(name, look_ahead=8 if name in ("head", "ngram") else 0, gamma=4)
+        options = resolved(name, look_ahead=8 if name in ("head", "ngram") else 0, gamma=4)
         submit = Submit(1, prompt, len(prompt) + len(one["tokens"]), options)
         with torch.inference_mode():
             outcome = simulate(submit, *paired_executors(own, draft, head=head), timing, draft_context=draft.context)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
+from pearl.config import RequestOptions
 from pearl.decoding.rules import make_half
 from pearl.drafting.beams import Search
 from pearl.errors import NumericalError
@@ -18,8 +19,8 @@ from pearl.lab.simulate import Outcome, Timing
 from pearl.models.runner import Feed, feed_chain
 from pearl.models.toy import ToyRunner
 from pearl.protocol.messages import Provenance
-from pearl.protocol.options import RequestOptions, Sampling, Shaping
 from pearl.spec.rules import Parameters
+from tests.options import drawn_by, resolved, shaped
 from tests.replace import replace
 from tests.virtual import NEVER, WARM, Chains, decoded, first_order
 
@@ -35,7 +36,7 @@ PAIR = first_order(TARGET, DRAFT)
 
 
 def decode(decoding: RequestOptions, seed: int = 3, tokens: int = 120, ratio: float = 4.0, **more: Any) -> Outcome:
-    sampling = Sampling(1.0, seed=seed, shaping=more.pop("shaping", None))
+    sampling = drawn_by(1.0, seed=seed, shaping=more.pop("shaping", None))
     return decoded(PAIR, 4, decoding, sampling, tokens, Timing(1.0, lambda _: ratio), **more)
 
 
@@ -116,7 +117,7 @@ def follow(text: Sequence[int], tau: float, depth: int, planted: bool = False) -
 @pytest.mark.parametrize(("window", "tau"), [("stream", 0.55), ("fixed", 0.9)])
 def test_texts_are_what_the_rule_writes(window: str, tau: float) -> None:
     """All that is accepted follows from the two models; what is not has the target's distribution."""
-    decoding = RequestOptions("pearl", window, 4, "joint", parameters(tau, 3, 16))
+    decoding = resolved("pearl", window, 4, "joint", parameters(tau, 3, 16))
     drawn = [each for seed in range(6) for each in follow(decode(decoding, seed, 400).tokens, tau, 3)]
     pvalues = []
     for state in range(4):
@@ -130,7 +131,7 @@ def test_texts_are_what_the_rule_writes(window: str, tau: float) -> None:
 
 def test_the_bias_is_what_the_text_had_no_choice_in() -> None:
     """At an accepted position one token could come: the distance from the target is 1 less its probability there."""
-    run = decode(RequestOptions("pearl", "stream", 4, "joint", parameters(0.55, 3, 16)), 5, 300)
+    run = decode(resolved("pearl", "stream", 4, "joint", parameters(0.55, 3, 16)), 5, 300)
     states = [0, *run.tokens]
     expected = sum(
         1 - TARGET[a, b].item()
@@ -142,7 +143,7 @@ def test_the_bias_is_what_the_text_had_no_choice_in() -> None:
 
 def test_reading_it_so_notices_a_planted_bug() -> None:
     """A prefix that does not pass ends the block: the text of the rule is not that."""
-    decoding = RequestOptions("pearl", "stream", 4, "joint", parameters(0.7, 3, 16))
+    decoding = resolved("pearl", "stream", 4, "joint", parameters(0.7, 3, 16))
     text = decode(decoding, 1, 400).tokens
     follow(text, 0.7, 3)
     with pytest.raises(AssertionError):
@@ -162,18 +163,16 @@ def test_one_text_a_seed_whatever_the_timing(methods: Sequence[str], tokens: int
     for method, window, gamma, ratio in product(methods, ["stream", "fixed"], [1, 4, 7], [0.5, 4.0, 9.0]):
         if method == "sd" and gamma > 4:
             continue  # where its bonus tokens stand depends on the window
-        text = decode(
-            RequestOptions(method, window, gamma, "joint", parameters(0.6, 4)), tokens=tokens, ratio=ratio
-        ).tokens
+        text = decode(resolved(method, window, gamma, "joint", parameters(0.6, 4)), tokens=tokens, ratio=ratio).tokens
         assert len(text) == tokens
         found.add(tuple(text))
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("shaping", [None, Shaping(1, 1.3, 0.5, 0.1), Shaping(1, logit_bias=((2, 3.0),))])
-def test_a_draft_that_takes_no_trees_finds_the_same(shaping: Shaping | None) -> None:
+@pytest.mark.parametrize("shaping", [None, shaped(1, 1.3, 0.5, 0.1), shaped(1, logit_bias=((2, 3.0),))])
+def test_a_draft_that_takes_no_trees_finds_the_same(shaping: RequestOptions | None) -> None:
     """What the search leaves in the cache is text to the penalties too: a draft that did not hold it ended."""
-    decoding = RequestOptions("pearl", "stream", 4, "joint", parameters())
+    decoding = resolved("pearl", "stream", 4, "joint", parameters())
     found, other = (decode(decoding, shaping=shaping, wrap=wrap) for wrap in (lambda runner: runner, Chains))
     assert found.tokens == other.tokens
     assert found.counts.num_accepted_draft_tokens == other.counts.num_accepted_draft_tokens

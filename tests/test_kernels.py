@@ -22,7 +22,7 @@ from pearl.models.forward.row_table import SIZES
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from pearl.protocol.messages import Submit
-from pearl.protocol.options import RequestOptions, Sampling
+from tests.options import drawn_by, resolved
 
 pytest.importorskip("triton")
 from triton.runtime import interpreter
@@ -193,7 +193,7 @@ def test_every_family(name: str) -> None:
     for emptied in (*both, draft):
         for slot in range(3):
             emptied.rollback(0, slot)
-    greedy = partial(RequestOptions, sampling=Sampling(0.0))
+    greedy = partial(resolved, sampling=drawn_by(0.0))
     pearl, ar = (Submit(1, text(20) * 2, 52, options) for options in (greedy("pearl", **guesses), greedy("ar")))
     assert decoded(pearl, both[0], draft) == decoded(ar, both[1])
 
@@ -327,7 +327,7 @@ def test_kernels_race_as_torchs_operations_do(vocab: int) -> None:
     """With impossible tokens too; and the check value of a row that is not finite is not."""
     logits = 3 * torch.randn(7, vocab, generator=torch.Generator().manual_seed(1))
     logits[3, 7:] = -torch.inf
-    keys = [draw_key(Sampling(seed=seed), 5, Purpose.DRAFT) for seed in range(len(logits))]
+    keys = [draw_key(drawn_by(seed=seed), 5, Purpose.DRAFT) for seed in range(len(logits))]
     ours = draw_kernels.race_rows(logits, keys, 0.7)
     assert ours[:, 1].tolist() == sampling.race_rows(torch.softmax(logits / 0.7, -1), keys)[:, 1].tolist()
     assert ours[:, 0].isfinite().all()

@@ -10,12 +10,11 @@ import psutil
 import pytest
 import zmq
 
-from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.config import EngineConfig, RequestOptions, SamplingParams
 from pearl.decoding.distribution import PackedRow
 from pearl.engine import Engine
 from pearl.errors import ConfigError, RequestError
 from pearl.protocol.messages import PROTOCOL_VERSION, DraftTokens, Error, Hello, Role, Submit, Welcome
-from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.scheduler import Scheduler
 from pearl.spec.methods import MAX_WINDOW
 from pearl.transport.codec import decode, encode
@@ -24,6 +23,7 @@ from pearl.transport.zeromq import new_keys
 from pearl.worker.fronts import MAX_REQUESTS, Fronts
 from pearl.worker.settings import TargetSettings
 from tests.conftest import BOUND, greedy_text
+from tests.options import drawn_by, resolved
 from tests.replace import replace
 from tests.test_transport import stranger
 
@@ -35,7 +35,7 @@ MIB = 1 << 20
 
 
 def submit(tokens: int = 3, request: int = 1, stops: tuple[str, ...] = ()) -> Submit:
-    return Submit(request, (1,) * tokens, tokens + 1, RequestOptions("ar", sampling=Sampling(), stops=stops))
+    return Submit(request, (1,) * tokens, tokens + 1, resolved("ar", sampling=drawn_by(), stop=stops))
 
 
 # ---- what is admitted ----
@@ -65,20 +65,19 @@ def test_the_requests_of_one_front_are_bounded() -> None:
 def test_stop_strings_are_bounded() -> None:
     """Two thousand stops of a thousand characters took a second, again and again, in the loop that all share."""
     for stops in (("x",) * 65, ("x" * 1001,)):
-        refuse(submit(stops=stops), "at most 64 strings of at most 1000 characters")
         with pytest.raises(ConfigError, match="stop: at most 64 strings of at most 1000 characters"):
             SamplingParams(stop=stops)
 
 
 def test_a_wide_window_is_for_an_engine_of_one_slot() -> None:
     """One of 1024 tokens made another text wait for six seconds."""
-    asked = replace(submit(), decoding=RequestOptions("sd", "fixed", MAX_WINDOW + 1))
+    asked = replace(submit(), decoding=resolved("sd", "fixed", MAX_WINDOW + 1))
     fronts_of().number(b"a", asked)
     refuse(asked, "gamma 65 is more than 64", slots=2)
-    decoding = DecodingConfig(method="sd", window="fixed", gamma=MAX_WINDOW + 1)
-    EngineConfig().check_decoding(decoding)
+    decoding = RequestOptions(method="sd", window="fixed", gamma=MAX_WINDOW + 1)
+    EngineConfig().check_options(decoding)
     with pytest.raises(ConfigError, match="gamma 65 is more than 64"):
-        EngineConfig(slots=2).check_decoding(decoding)
+        EngineConfig(slots=2).check_options(decoding)
 
 
 # ---- whose turn it is ----

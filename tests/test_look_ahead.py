@@ -11,7 +11,7 @@ from pearl.drafting.model import ModelProposer
 from pearl.drafting.ngram import MOST_MATCHED, NgramIndex, anchored, guess_tree
 from pearl.models.toy import ToyRunner
 from pearl.protocol.events import Draft, Open
-from pearl.protocol.options import RequestOptions
+from tests.options import resolved
 from tests.test_stops import Noted
 
 VOCAB, PROMPT = 6, (1, 2, 3)
@@ -96,7 +96,7 @@ def test_a_stop_policy_sees_each_token_once_however_many_come_of_a_forward() -> 
     policy = Noted(3)
     repeats = ToyRunner(4, lambda seen: torch.nn.functional.one_hot(torch.tensor((seen[-1] + 1) % 4), 4).float())
     proposer = ModelProposer(repeats, 4, lambda opened: policy)
-    proposer.open(Open((0, 1, 2, 3) * 3, RequestOptions(rule="coupled", draft_lookup=8), request=1))
+    proposer.open(Open((0, 1, 2, 3) * 3, resolved(rule="coupled", draft_lookup=8), request=1))
     found = proposer.collect(proposer.launch(Draft(0, (0, 1, 2, 3) * 3, 20, request=1)))
     assert (found.tokens, found.cached, found.paused) == ((0, 1, 2), 2, True)
     assert [index for _, index in policy.asked] == [0, 1, 2]

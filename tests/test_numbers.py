@@ -22,7 +22,6 @@ from pearl.execution.draft import DraftExecutor
 from pearl.metrics import Stopwatch, fold
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol import messages as m
-from pearl.protocol.options import RequestOptions, Sampling, Shaping
 from pearl.protocol.request import Counts
 from pearl.protocol.sequence import extend_digest
 from pearl.protocol.speeds import Speeds
@@ -35,17 +34,18 @@ from pearl.worker.rows import RowPacker
 from tests.loops import BOUND, CONTEXT, DIGEST, GREEDY, PROMPT, FakeDraft, MakeLoops, first, submission
 from tests.loops import simulated as simulated_text
 from tests.memory_transport import MemoryHub
+from tests.options import drawn_by, resolved, shaped
 from tests.replace import replace
 from tests.test_codec import bad_values, good_values, placed, places
 
-SAMPLING = Sampling(1.0, 5, 0.9, 0.1, 1, 1, Shaping(2, 1.1, 0.5, -0.5, ((3, 1.5),)))
+SAMPLING = drawn_by(1.0, 5, 0.9, 0.1, 1, 1, shaped(2, 1.1, 0.5, -0.5, ((3, 1.5),)))
 PREFIX = (1, 2, 3)
-BEGIN = m.Begin(1, 0, PREFIX, 6, extend_digest(0, PREFIX), RequestOptions(sampling=SAMPLING))
+BEGIN = m.Begin(1, 0, PREFIX, 6, extend_digest(0, PREFIX), resolved(sampling=SAMPLING))
 EXAMPLES: tuple[m.Message, ...] = (
     m.Hello(m.PROTOCOL_VERSION, m.Role.DRAFT, 32, CONTEXT, DIGEST),
     m.Hello(m.PROTOCOL_VERSION, m.Role.FRONT, 0, 0),
     m.Welcome(m.PROTOCOL_VERSION, 32, CONTEXT, CONTEXT, 1e-3, ((1, 1e-2), (4, 2e-2)), 4),
-    m.Submit(9, PROMPT, 6, replace(RequestOptions(gamma=4), sampling=SAMPLING), eos=(2,)),
+    m.Submit(9, PROMPT, 6, replace(resolved(gamma=4), sampling=SAMPLING), eos=(2,)),
     m.Committed(1, 3, (4,), (m.Provenance.DIRECT,)),
     m.Preview(1, 3, (4,)),
     m.Finished(1, m.FinishReason.LENGTH, "{}"),

@@ -30,9 +30,9 @@ from pearl.lab.theory import (
     sd_tokens_per_step,
 )
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.options import RequestOptions
 from pearl.protocol.window import expected_rate
 from tests.conftest import TOY, Quiet, ran
+from tests.options import resolved
 
 # ---- PEARL's own ----
 
@@ -312,7 +312,7 @@ def test_a_paper_is_tables_and_figures(name: str, tmp_path: Path, monkeypatch: p
 # ---- closed forms, against the simulator ----
 
 STEADY = Timing(1.0, lambda _: 5.0)
-STREAM, FIXED = RequestOptions("pearl", "stream"), RequestOptions("pearl", "fixed")
+STREAM, FIXED = resolved("pearl", "stream"), resolved("pearl", "fixed")
 
 
 def pearl_tokens_per_step(a: float, c: int) -> float:
@@ -376,7 +376,7 @@ FORMS: dict[str, Callable[[float, int, float], float]] = {  # of acceptance, win
 @pytest.mark.parametrize(("method", "window", "a"), [*product(FORMS, [5], [0.8]), ("sd", 3, 0.4), ("pearl", 3, 0.4)])
 def test_any_window_is_as_fast_as_its_closed_form(method: str, window: int, a: float) -> None:
     """Within a hundredth. And so are tokens a step, of sd as Leviathan et al. have it, and runs, by theorem 2."""
-    found = run(independent(a, 20, 1000, 1), STEADY, RequestOptions(method, "fixed", window))
+    found = run(independent(a, 20, 1000, 1), STEADY, resolved(method, "fixed", window))
     tokens_per_step = found.total("late_tokens") / found.total("steps")
     assert found.rate * 5 == pytest.approx(FORMS[method](a, window, 5), rel=0.01)
     if method == "sd":
@@ -401,7 +401,7 @@ def test_every_method_meets_the_same_luck() -> None:
     """Where every position is judged, as many draft tokens are right by any window and delay."""
     texts = independent(0.7, 4, 300)
     expected = sum(sum(text.right) for text in texts)
-    for decoding in (STREAM, FIXED, RequestOptions("pearl", "fixed", 2), RequestOptions("pearl-no-pre-verify")):
+    for decoding in (STREAM, FIXED, resolved("pearl", "fixed", 2), resolved("pearl-no-pre-verify")):
         for timing in ({}, {"delay": 2.0}, {"jitter": 0.4}):
             done = run(texts, replace(STEADY, **timing), decoding)
             sums = [done.total(f"num_{kind}_draft_tokens") for kind in ("judged", "accepted")]

@@ -22,7 +22,7 @@ import psutil
 import pytest
 import torch
 
-from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.config import EngineConfig, RequestOptions, SamplingParams
 from pearl.engine import Engine
 from pearl.engine.processes import DraftKeeper
 from pearl.errors import EngineClosed, ModelError, StartError, TargetLost
@@ -252,13 +252,13 @@ def test_a_thousand_requests_leave_memory_files_and_threads_flat(temporary: Path
         return [(p.num_fds(), p.num_threads(), p.memory_info().rss) for p in ours]
 
     prompts = [[(i * j) % 30 + 1 for j in range(256)] for i in range(30)]
-    usual = DecodingConfig(branches=0)  # of what is prepared the toy model would meet ever new contexts
+    usual = RequestOptions(branches=0)  # of what is prepared the toy model would meet ever new contexts
     with Engine("toy:vocab=32,alpha=0.5,context=512", "toy:vocab=32,alpha=0.5,context=512") as engine:
         for i in range(300):
-            engine.generate([prompts[i % 30]], warm, decoding=usual)
+            engine.generate([prompts[i % 30]], warm.overridden_by(usual))
         before = footprints(engine)
         for i in range(1000):
-            engine.generate([prompts[i % 30]], warm, decoding=usual)
+            engine.generate([prompts[i % 30]], warm.overridden_by(usual))
         after = footprints(engine)
     for (files, threads, memory), (files_now, threads_now, memory_now) in zip(before, after, strict=True):
         assert files_now <= files

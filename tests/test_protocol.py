@@ -19,10 +19,10 @@ from pearl.protocol import request_machine as target_side
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.messages import Begin, Cancel, DraftTokens, Finish, FinishReason, Resync, Submit, Verdict
-from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.sequence import extend_digest
 from pearl.spec.methods import METHODS
 from tests.exploration import FaultyPair, freeze
+from tests.options import drawn_by, resolved
 from tests.protocol_pair import Pair, at_random, check_counts, draft_in, make_pair, until
 from tests.replace import replace
 from tests.scripted import LOST, PROMPT, TEXT, WRONG, ScriptDraft, ScriptTarget, script, submission
@@ -85,7 +85,7 @@ def test_a_draft_prepares_no_further_than_it_may_draft(branches: int) -> None:
 
 
 def test_a_begin_that_contradicts_itself_is_refused() -> None:
-    begin = Begin(1, 0, PROMPT, 9, extend_digest(0, PROMPT), RequestOptions())
+    begin = Begin(1, 0, PROMPT, 9, extend_digest(0, PROMPT), resolved())
     for bad in (
         replace(begin, digest=begin.digest ^ 1),
         replace(begin, tokens=(), digest=0),
@@ -114,7 +114,7 @@ def test_digests_tell_prefixes_apart() -> None:
 def test_a_failed_draw_that_was_overtaken_ends_nothing() -> None:
     """The prefix that it choked on no longer stands: a verdict, or another request, came meanwhile."""
     machine = draft_in(draft_side.State.DRAFTING)
-    machine.handle(Begin(2, 0, (*PROMPT, 8), 9, extend_digest(0, (*PROMPT, 8)), RequestOptions()))
+    machine.handle(Begin(2, 0, (*PROMPT, 8), 9, extend_digest(0, (*PROMPT, 8)), resolved()))
     commands = machine.handle(e.Drafted(failure="not finite"))
     assert not any(isinstance(command, e.Send) for command in commands)
     assert commands[-1] == e.Draft(0, (*PROMPT, 8), 6, prompt=True, request=2)
@@ -169,7 +169,7 @@ TARGET_EVENTS = {
 MACHINES = {target_side: target_side.RequestMachine, draft_side: draft_side.DraftMachine}
 DIFFERENT = [name for name, each in METHODS.items() if not each.needs and not each.guesses]  # for the protocol
 DRAFT_EVENTS = {
-    Begin: Begin(9, 0, (1,), 5, extend_digest(0, (1,)), RequestOptions()),
+    Begin: Begin(9, 0, (1,), 5, extend_digest(0, (1,)), resolved()),
     Verdict: Verdict(9, 0, 1, (1,), 5, 0),
     Finish: Finish(9),
     e.Drafted: e.Drafted((1,)),
@@ -239,9 +239,9 @@ def eventful_run(seed: int, withholds: bool = False) -> None:
     wrong = tuple(p for p in range(len(text)) if chance.random() < often)
     foresees = tuple(p for p in range(len(text)) if chance.random() < 0.5)
     options: dict[str, Any] = {name: chance.choice((0, 8)) for name in ("look_ahead", "branches")}
-    options |= {"window": chance.choice(("fixed", "stream")), "sampling": Sampling(chance.choice((0.0, 1.0)))}
+    options |= {"window": chance.choice(("fixed", "stream")), "sampling": drawn_by(chance.choice((0.0, 1.0)))}
     if withholds:
-        options |= {"rule": "bild", "draft_stop": "threshold", "sampling": Sampling()}
+        options |= {"rule": "bild", "draft_stop": "threshold", "sampling": drawn_by()}
     elif options["sampling"].temperature and chance.random() < 0.3:
         options |= {"rule": "joint", "parameters": (("depth", chance.choice((2.0, 3.0))),)}
     method = chance.choice(DIFFERENT)

@@ -12,7 +12,7 @@ from pearl.cli import generate
 from pearl.cli.chat import Chat
 from pearl.cli.console import SafeConsole
 from pearl.cli.reply import MarkdownReply
-from pearl.config import DecodingConfig, SamplingParams, Settings
+from pearl.config import RequestOptions, SamplingParams, Settings
 from pearl.engine.conversation import Conversation
 from pearl.protocol.messages import Provenance
 from pearl.text import reasoning
@@ -177,7 +177,7 @@ def test_generate_prints_the_answer_and_shows_the_reasoning(
 ) -> None:
     """To standard output the first; in --json both have a field."""
     engine = served.service.engine
-    settings = Settings(engine.config, DecodingConfig(), SamplingParams())
+    settings = Settings(engine.config, RequestOptions())
     text = engine.generate("123", SamplingParams(max_tokens=40, ignore_eos=True))[0].text
     tags = Tags(text[:2], text[10:12])
     wanted = split(text, tags)
@@ -226,6 +226,6 @@ def test_plain_text_has_the_opening_tag_that_the_prompt_has(
     tags = Tags(engine.tokenizer.decode(conversation.prompt("123")[-2:]), "~")
     monkeypatch.setattr(engine.tokenizer, "chat_template", "it thinks")
     monkeypatch.setattr(reasoning, "_TAGS", {"it thinks": tags})
-    chat = Chat(engine, SamplingParams(max_tokens=8), DecodingConfig(), conversation, console=Console(file=StringIO()))
+    chat = Chat(engine, SamplingParams(max_tokens=8), conversation, console=Console(file=StringIO()))
     text = chat.answer("123").text
     assert capsys.readouterr().out == f"{tags.start}\n{text}\n"

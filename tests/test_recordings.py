@@ -47,7 +47,7 @@ def test_recordings_hold_what_was_asked_between_start_and_stop(toy: Engine, tmp_
 def test_a_recording_begins_and_ends_amid_a_text(tmp_path: Path) -> None:
     """It had to wait until all texts had ended, and new ones waited for it."""
     with Engine(TOY, TOY, target_pace=0.02, draft_pace=0.004) as engine:
-        stream = engine.stream([1, 2, 3], SHORT.model_copy(update={"max_tokens": 400}), method="pearl")
+        stream = engine.stream([1, 2, 3], SHORT.changed(max_tokens=400), method="pearl")
         pieces = [next(stream) for _ in range(5)]
         with recording_of(engine, tmp_path / "t.json"):
             pieces += [next(stream) for _ in range(30)]

@@ -10,17 +10,17 @@ from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import DraftJoined, Forwarded, Judged, Sample, Sampled
 from pearl.protocol.messages import DraftTokens, Source, Submit
-from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.proposals import Proposal, ProposalStore
 from pearl.spec.methods import MAX_BRANCHES
+from tests.options import drawn_by, resolved
 from tests.replace import replace
 
 
 def submit(
     number: int, prompt: Sequence[int], length: int, seed: int = 3, method: str = "ar", **settings: Any
 ) -> Submit:
-    decoding = RequestOptions(method, **({"gamma": 2} | settings))
-    return Submit(number, tuple(prompt), len(prompt) + length, replace(decoding, sampling=Sampling(1.0, seed=seed)))
+    decoding = resolved(method, **({"gamma": 2} | settings))
+    return Submit(number, tuple(prompt), len(prompt) + length, replace(decoding, sampling=drawn_by(1.0, seed=seed)))
 
 
 def test_an_illegal_event_tells_the_story_that_led_to_it() -> None:
@@ -63,7 +63,7 @@ def working(**settings: Any) -> Coordinator:
     coordinator = Coordinator()
     coordinator.handle(DraftJoined(100))
     coordinator.handle(
-        Submit(1, (3, 1), 12, RequestOptions("pearl", **({"gamma": 3, "branches": 8} | settings), sampling=Sampling()))
+        Submit(1, (3, 1), 12, resolved("pearl", **({"gamma": 3, "branches": 8} | settings), sampling=drawn_by()))
     )
     coordinator.handle(Forwarded(1.0, request=1))
     return coordinator
@@ -128,7 +128,7 @@ def test_a_branch_that_the_verdict_has_overtaken_is_no_longer_than_one_that_wait
     """It went on as far as the text may, with a distribution for each token, all fed in one forward."""
     coordinator = Coordinator()
     coordinator.handle(DraftJoined(1000))
-    coordinator.handle(Submit(1, (3, 1), 500, RequestOptions("pearl", "fixed", 3, branches=8, sampling=Sampling())))
+    coordinator.handle(Submit(1, (3, 1), 500, resolved("pearl", "fixed", 3, branches=8, sampling=drawn_by())))
     coordinator.handle(Forwarded(1.0, request=1))
     coordinator.handle(DraftTokens(1, 0, 2, (8, 9, 10)))
     rejected_at_3(coordinator)

@@ -9,9 +9,9 @@ import click
 import pytest
 import torch
 
-from pearl.cli.options import _field_option as field_option
-from pearl.config import DecodingConfig
-from pearl.config.decoding import with_registered_rules
+from pearl.cli.options import field_options, of_option
+from pearl.config import RequestOptions
+from pearl.config.options import options_of
 from pearl.decoding.rules import make_half, ratio
 from pearl.decoding.rules.ratio import RatioTarget
 from pearl.decoding.sampling import read_draw, read_shortlist, shortlist
@@ -21,7 +21,6 @@ from pearl.lab.simulate import paired_executors
 from pearl.models.toy import NextToken, ToyRunner
 from pearl.protocol.events import Judged, Open
 from pearl.protocol.messages import Submit
-from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec.rules import (
     BLOCK_LENGTH,
     MAX_PARAMETERS,
@@ -35,6 +34,7 @@ from pearl.spec.rules import (
 )
 from tests import loops as worker_loops
 from tests.loops import MakeLoops, submission
+from tests.options import drawn_by, resolved
 from tests.protocol_pair import Pair, at_random
 from tests.replace import replace
 from tests.test_verification import NEVER, TARGET, WAYS, p_value
@@ -57,7 +57,7 @@ LENIENT = RuleSpec(
 
 
 class LenientTarget(RatioTarget):
-    def __init__(self, sampling: Sampling, epsilon: float) -> None:
+    def __init__(self, sampling: RequestOptions, epsilon: float) -> None:
         super().__init__(sampling)
         self._share = 1 - epsilon
 
@@ -90,9 +90,9 @@ def overlapping(vocab: int, alpha: float, seed: int = 0) -> tuple[NextToken, Nex
 
 
 def text(
-    rule: str, parameters: Parameters = (), sampling: Sampling = WARM, draft: int = 0, alpha: float = 0.3
+    rule: str, parameters: Parameters = (), sampling: RequestOptions = WARM, draft: int = 0, alpha: float = 0.3
 ) -> list[int]:
-    asked = RequestOptions("pearl", rule=rule, parameters=parameters)
+    asked = resolved("pearl", rule=rule, parameters=parameters)
     return decoded(overlapping(32, alpha, draft), 32, asked, sampling).tokens
 
 
@@ -117,10 +117,12 @@ def test_every_rule_goes_through_the_runtime(loops: MakeLoops, monkeypatch: pyte
     assert rates["lenient", 0.0] < rates["lenient", 0.5] < rates["lenient", 1.0] == 1
 
 
-@pytest.mark.parametrize("sampling", [WARM, Sampling(0.7, top_k=20, seed=5), Sampling(0.0)])
+@pytest.mark.parametrize("sampling", [WARM, drawn_by(0.7, top_k=20, seed=5), drawn_by(0.0)])
 @pytest.mark.parametrize("vocab", [32, 5000])
 @pytest.mark.parametrize("rule", [*DRAFTED, "lenient"])
-def test_branches_draw_together_what_they_would_draw_one_by_one(rule: str, vocab: int, sampling: Sampling) -> None:
+def test_branches_draw_together_what_they_would_draw_one_by_one(
+    rule: str, vocab: int, sampling: RequestOptions
+) -> None:
     together, alone = (make_half("draft", rule, sampling) for _ in range(2))
     rows = list(3 * torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab)))
     positions, tops = [5, 9, 5, 6, 7, 9], read_shortlist(*map(shortlist, rows))
@@ -137,7 +139,7 @@ def test_branches_draw_together_what_they_would_draw_one_by_one(rule: str, vocab
 def test_what_a_filter_rules_out_is_no_text_under_any_rule(rule: str) -> None:
     """The draft's two likeliest tokens are hardly ever among the target's; `opt` and `uno` forgave that too."""
     names = [parameter.name for parameter in find(rule).parameters]
-    sampling = Sampling(1.0, top_k=2, seed=3)
+    sampling = drawn_by(1.0, top_k=2, seed=3)
     written = text(rule, (("epsilon", 0.5),) if "epsilon" in names else (), sampling, alpha=0.0)
     likeliest = table(32, 1).topk(2).indices.tolist()
     assert len(written) == 100
@@ -151,8 +153,8 @@ EXACT_AT = {"opt": (("epsilon", 0.0),)}  # a biased rule, where it is not
 
 def text_that_loses_drafts(rule: str, seed: int, tokens: int, method: str, window: str) -> tuple[list[int], int]:
     """Drafts come and go while it is written; and how many went."""
-    sampling = Sampling(1.0, seed=seed)
-    decoding = RequestOptions(method, window, 3, rule, EXACT_AT.get(rule, ()), branches=4)
+    sampling = drawn_by(1.0, seed=seed)
+    decoding = resolved(method, window, 3, rule, EXACT_AT.get(rule, ()), branches=4)
     make = lambda: paired_executors(*(ToyRunner(3, each) for each in PAIR))  # noqa: E731
     submit = Submit(1, (0,), 1 + tokens, replace(decoding, sampling=sampling))
     pair = Pair([submit], make()[0], lambda: make()[1])
@@ -207,16 +209,16 @@ def test_halves_and_needs_are_as_declared(name: str) -> None:
     assert target.judge(logits, [token], [] if row is None else [row], 1).accepted == 1, "the models agree"
     executor = TargetExecutor(ToyRunner(8, lambda seen: table(8, 0)[seen[-1]]))
     assert not executor.needs_rows(-1), "nothing is open"
-    executor.execute(Open((0,), RequestOptions(rule=name, sampling=WARM)))
+    executor.execute(Open((0,), resolved(rule=name, sampling=WARM)))
     assert executor.needs_rows(-1) == (find(name).needs is not Needs.NOTHING)
-    executor.execute(Open((0,), RequestOptions(rule=name)))
+    executor.execute(Open((0,), resolved(rule=name)))
     assert executor.needs_rows(-1) == (name == "joint"), "greedy decoding needs none"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_proposal_invariance_is_as_declared(name: str) -> None:
     assert (text(name) == text(name, draft=1)) == find(name).is_proposal_invariant
-    is_greedy = text(name, sampling=Sampling()) == text(name, sampling=Sampling(), draft=1)
+    is_greedy = text(name, sampling=drawn_by()) == text(name, sampling=drawn_by(), draft=1)
     assert is_greedy == (find(name).greedy is None) == find(name).at(0).is_exact
     assert find(name).label(0) == name + (" (not exact)" if find(name).greedy else "")
 
@@ -225,17 +227,14 @@ def test_proposal_invariance_is_as_declared(name: str) -> None:
 
 
 def test_configuration_and_flags_are_made_from_the_registry(lenient: RuleSpec) -> None:
-    section = with_registered_rules(DecodingConfig)
-    fields = section.model_fields
-    assert list(DecodingConfig.model_fields) == list(fields), "another rule has a parameter of that name"
-    chosen = section(rule="lenient", epsilon=0.25)  # type: ignore[call-arg]
+    chosen = options_of({"rule": "lenient", "epsilon": 0.25})
     assert chosen.parameters == (("epsilon", 0.25),)
-    assert section(rule="lenient").parameters == ()
+    assert RequestOptions(rule="lenient").parameters == ()
+    assert chosen.by_flag(is_given=True) == {"rule": "lenient", "epsilon": 0.25}
 
     @click.command()
-    @field_option("rule", fields["rule"])
-    @field_option("epsilon", fields["epsilon"])
-    def command(**given: object) -> None:
+    @field_options({name: of_option(name) for name in ("rule", "epsilon")}, "a file")
+    def command(config: object, **given: object) -> None:
         raise AssertionError(given)
 
     with pytest.raises(AssertionError, match=r"'epsilon': 0\.5"):
@@ -245,8 +244,8 @@ def test_configuration_and_flags_are_made_from_the_registry(lenient: RuleSpec) -
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"rule": "lenien"}, f"{', '.join(map(repr, RULES))} or 'lenient'"),
-        ({"rule": "lenient", "epsilon": 1.5}, "epsilon: .*less than or equal to 1"),
+        ({"rule": "lenien"}, ", ".join([*RULES, "lenient"])),
+        ({"rule": "lenient", "epsilon": 1.5}, r"epsilon 1\.5 is not allowed; it takes epsilon \(float in \[0, 1\]"),
         ({"rule": "ratio", "epsilon": 0.5}, "rule ratio has no parameter 'epsilon'; ratio takes no parameters"),
         (
             {"rule": "lenient", "delta": 0.5},
@@ -254,9 +253,11 @@ def test_configuration_and_flags_are_made_from_the_registry(lenient: RuleSpec) -
         ),
     ],
 )
-def test_what_a_rule_does_not_take_is_refused_in_one_line(given: dict[str, object], told: str) -> None:
+def test_what_a_rule_does_not_take_is_refused_in_one_line(
+    lenient: RuleSpec, given: dict[str, object], told: str
+) -> None:
     with pytest.raises(ConfigError, match=told) as caught:
-        with_registered_rules(DecodingConfig)(**given)
+        options_of(given)
     assert "\n" not in str(caught.value)
 
 
@@ -298,6 +299,6 @@ def test_a_parameter_that_cannot_be_a_flag_is_refused(lenient: RuleSpec) -> None
 @pytest.mark.parametrize("side", ["draft", "target"])
 def test_halves_are_not_made_of_what_is_unknown(side: Literal["draft", "target"]) -> None:
     for name, parameters in [("any", ()), ("ratio", (("epsilon", 0.1),)), ("lenient", (("epsilon", 2.0),))]:
-        for sampling in (WARM, Sampling()):
+        for sampling in (WARM, drawn_by()):
             with pytest.raises(RequestError, match=r"choose one of|takes no parameters|it takes epsilon"):
                 make_half(side, name, sampling, parameters)

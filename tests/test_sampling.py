@@ -16,7 +16,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from pearl.config.sampling import LEAST_SHARE, LEAST_TEMPERATURE, MOST_TEMPERATURE, sampling_problem
+from pearl.config import RequestOptions
+from pearl.config.options import LEAST_SHARE, LEAST_TEMPERATURE, MOST_TEMPERATURE, sampling_problem
 from pearl.decoding import sampling as module
 from pearl.decoding.keys import Purpose, draw_key, uniform
 from pearl.decoding.keys import exponentials as draws_of
@@ -34,10 +35,10 @@ from pearl.decoding.sampling import (
     shortlist,
 )
 from pearl.errors import NumericalError
-from pearl.protocol.options import Sampling
+from tests.options import drawn_by
 
 NEVER = 1e-4  # a p-value below this does not come by chance; seeds are fixed, so it either does or does not
-KEYS = [draw_key(Sampling(seed=seed), position, Purpose.DRAFT) for seed in range(40) for position in range(100)]
+KEYS = [draw_key(drawn_by(seed=seed), position, Purpose.DRAFT) for seed in range(40) for position in range(100)]
 PINNED_KEYS = [3864364845839433636, 3477034322568795051, 14614277576934471270, 1131526410593929789]
 PINNED_UNIFORMS = [0.20948763805678616, 0.18849040831678754, 0.7922415749109273, 0.06134016962953315]
 PINNED_EXPONENTIALS = [1.0366574833705107, 0.2668946523086024, 0.7148030408934173, 2.1494252913143104]
@@ -69,7 +70,7 @@ def raced_there(probs: torch.Tensor, key: int) -> int:
 DRAWS = [raced, picked, picked_there, raced_there]
 
 
-def warped(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def warped(logits: torch.Tensor, sampling: RequestOptions) -> torch.Tensor:
     """The oracle: transformers' own warpers in its own order."""
     warpers: list[object] = [TemperatureLogitsWarper(sampling.temperature)]
     if sampling.top_k:
@@ -89,7 +90,7 @@ def warped(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 def test_probabilities_are_transformers(vocab: int, temperature: float) -> None:
     """3000 flat tokens overflow the shortlist of the nucleus, 200 do not."""
     for scale, top_k, top_p, min_p in product((0.1, 3.0), (0, 1, 20), (1.0, 0.9, 0.3), (0.0, 0.1)):
-        sampling = Sampling(temperature, top_k, top_p, min_p)
+        sampling = drawn_by(temperature, top_k, top_p, min_p)
         logits = scale * torch.randn(vocab, generator=torch.Generator().manual_seed(vocab + top_k))
         ours, theirs = probabilities(logits, sampling), warped(logits, sampling)
         assert torch.equal(ours > 0, theirs > 0), sampling
@@ -99,7 +100,7 @@ def test_probabilities_are_transformers(vocab: int, temperature: float) -> None:
 def test_keys_differ_by_seed_sample_position_and_purpose() -> None:
     """Two draws that share a key are one draw: the official implementation's bug."""
     keys = [
-        draw_key(Sampling(seed=seed, sample=sample), position, purpose)
+        draw_key(drawn_by(seed=seed, sample=sample), position, purpose)
         for seed, sample, position, purpose in product((0, 1, 2**64 - 1), (0, 1, 2**62), range(50), Purpose)
     ]
     assert len(set(keys)) == len(keys)
@@ -107,7 +108,7 @@ def test_keys_differ_by_seed_sample_position_and_purpose() -> None:
 
 def test_the_bits_never_change() -> None:
     """A seed gives the same text on every machine and in every version. If this fails, a release note is due."""
-    sampling = Sampling(seed=42, sample=3)
+    sampling = drawn_by(seed=42, sample=3)
     keys = [draw_key(sampling, 7, purpose) for purpose in Purpose]
     assert keys == PINNED_KEYS
     assert [uniform(key) for key in keys] == PINNED_UNIFORMS
@@ -255,18 +256,18 @@ def test_a_nucleus_on_the_host_is_that_of_a_device(vocab: int, top_p: float) -> 
     """The same tokens but for those at the edge, where sums are rounded, and about the same probabilities."""
     scores = torch.randn(2, vocab, generator=torch.Generator().manual_seed(3))
     scores[0] *= 6
-    found = probabilities(scores, Sampling(1.0, top_p=top_p))
+    found = probabilities(scores, drawn_by(1.0, top_p=top_p))
     expected = torch.softmax(nucleus(scores, top_p), -1)
     both = (found > 0) & (expected > 0)
     assert ((found > 0) ^ (expected > 0)).sum() <= 0.001 * both.sum()
     torch.testing.assert_close(found[both], expected[both], rtol=1e-4, atol=0)
 
 
-SETTINGS = [Sampling(1.0), Sampling(0.7, top_k=3), Sampling(1.3, top_p=0.6), Sampling(1.0, min_p=0.1)]
+SETTINGS = [drawn_by(1.0), drawn_by(0.7, top_k=3), drawn_by(1.3, top_p=0.6), drawn_by(1.0, min_p=0.1)]
 
 
-@pytest.mark.parametrize("sampling", [*SETTINGS, Sampling(0.9, 20, 0.8, 0.05)], ids=str)
-def test_a_row_s_probabilities_do_not_depend_on_the_rows_beside_it(sampling: Sampling) -> None:
+@pytest.mark.parametrize("sampling", [*SETTINGS, drawn_by(0.9, 20, 0.8, 0.05)], ids=str)
+def test_a_row_s_probabilities_do_not_depend_on_the_rows_beside_it(sampling: RequestOptions) -> None:
     """Else the text would depend on how many tokens a window happened to hold."""
     logits = 3 * torch.randn(7, 600, generator=torch.Generator().manual_seed(3))
     together = probabilities(logits, sampling)
@@ -276,7 +277,7 @@ def test_a_row_s_probabilities_do_not_depend_on_the_rows_beside_it(sampling: Sam
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-def test_logits_that_are_not_finite_are_an_error_whatever_is_drawn(sampling: Sampling, bad: float) -> None:
+def test_logits_that_are_not_finite_are_an_error_whatever_is_drawn(sampling: RequestOptions, bad: float) -> None:
     """One such number among them, or nothing else."""
     for logits in (torch.tensor([1.0, bad, 3.0, 4.0, 5.0]), torch.full((5,), bad)):
         for draw in DRAWS:
@@ -300,6 +301,6 @@ def test_whatever_is_admitted_can_be_sampled(
     """In float32, also where ids that a model lacks have minus infinity: else a request would end its draft."""
     assert sampling_problem(temperature, top_p, min_p) is None
     rows = torch.tensor([*logits, -torch.inf], dtype=torch.float32)
-    probs = probabilities(rows, Sampling(temperature, 0, top_p, min_p))
+    probs = probabilities(rows, drawn_by(temperature, 0, top_p, min_p))
     assert float(probs.sum()) == pytest.approx(1, abs=1e-4)
     assert probs[-1] == 0

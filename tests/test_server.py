@@ -42,7 +42,7 @@ def engine(served: Served) -> Engine:
 
 def written(engine: Engine, *prompts: Any, **changes: Any) -> list[str]:
     """The engine's own texts."""
-    return [result.text for result in engine.generate([*prompts], PARAMS.model_copy(update=changes))]
+    return [result.text for result in engine.generate([*prompts], PARAMS.changed(**changes))]
 
 
 # ---- texts ----

@@ -266,7 +266,7 @@ def test_tools_and_their_calls_reach_the_template() -> None:
 def test_defaults_of_max_tokens(served: Served) -> None:
     """/v1/completions writes 16 tokens; a default gives way to the context, a limit set by the client does not."""
     asked: dict[str, Any] = {"model": MODEL, "prompt": "123", "ignore_eos": True}
-    longer = replace(SETUP.settings, sampling=SamplingParams(max_tokens=30))
+    longer = replace(SETUP.settings, options=SamplingParams(max_tokens=30))
     assert read_request(asked, False, SETUP).params.max_tokens == 16
     assert read_request(asked, False, replace(SETUP, settings=longer)).params.max_tokens == 30
     answer = served.send(json.dumps(asked | {"prompt": "1" * 505}).encode()).json()

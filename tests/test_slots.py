@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pearl import Engine, SamplingParams
-from pearl.config import DecodingConfig
+from pearl.config import RequestOptions
 from pearl.drafting.model import ModelProposer
 from pearl.errors import ModelError, PearlError
 from pearl.execution.draft import DraftExecutor
@@ -21,12 +21,12 @@ from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import Draft, DraftJoined, Forward, Forwarded, Open, Sample, Sampled
 from pearl.protocol.messages import Begin, Submit
-from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.scheduler import PREFILL_CHUNK, SHARED_CHUNK, Scheduler
 from pearl.protocol.sequence import extend_digest
 from pearl.trace.chrome import committed
 from pearl.trace.reading import read
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text
+from tests.options import drawn_by, resolved
 from tests.replace import replace
 from tests.test_forward_runner import KINDS
 from tests.tiny import on_cpu, tiny_model
@@ -63,11 +63,11 @@ def several() -> Iterator[Engine]:
     ],
 )
 def test_texts_side_by_side_are_those_of_each_alone(several: Engine, toy: Engine, method: str, rule: str) -> None:
-    decoding = DecodingConfig(method=method, rule=rule, window="fixed", gamma=3)
-    wanted, found = (engine.generate(PROMPTS, SEEDED, decoding=decoding) for engine in (toy, several))
+    decoding = RequestOptions(method=method, rule=rule, window="fixed", gamma=3)
+    wanted, found = (engine.generate(PROMPTS, SEEDED.overridden_by(decoding)) for engine in (toy, several))
     assert not any(result.statistics.draft_lost for result in wanted + found), "then the target goes on by itself"
     assert [result.tokens for result in found] == [result.tokens for result in wanted]
-    assert tokens(several, GREEDY, decoding=decoding) == [greedy_text(prompt, 24) for prompt in PROMPTS]
+    assert tokens(several, GREEDY.overridden_by(decoding)) == [greedy_text(prompt, 24) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,9 +75,9 @@ def test_models_of_every_family_say_in_company_what_they_say_alone(kind: str) ->
     """Both runners, proposals from everywhere, in float32: all forwards that are ready are computed as one."""
     asked = []
     for number in range(3):
-        options = RequestOptions("pearl", "fixed", 3, "ratio" if number == 1 else "coupled", (), 8, 4, 4)
+        options = resolved("pearl", "fixed", 3, "ratio" if number == 1 else "coupled", (), 8, 4, 4)
         prompt = tuple(range(3 + number, 40 + 40 * number))
-        options = replace(options, sampling=Sampling(0.9, seed=number))
+        options = replace(options, sampling=drawn_by(0.9, seed=number))
         asked.append(Submit(number, prompt, len(prompt) + 20, options))
     texts, most = {}, []
     for slots in (1, 3):
@@ -96,7 +96,7 @@ def test_models_of_every_family_say_in_company_what_they_say_alone(kind: str) ->
 
 
 def test_a_draft_that_is_killed_is_lost_to_all_and_changes_no_text(toy: Engine) -> None:
-    params = SEEDED.model_copy(update={"max_tokens": 120})
+    params = SEEDED.changed(max_tokens=120)
     wanted = tokens(toy, params, PROMPTS[:4], method="auto")
     with Engine(TOY, TOY, slots=4, target_pace=0.01, draft_pace=0.003) as engine:
         streams = [engine.stream(prompt, params, method="auto") for prompt in PROMPTS[:4]]
@@ -109,7 +109,7 @@ def test_a_draft_that_is_killed_is_lost_to_all_and_changes_no_text(toy: Engine) 
 
 
 def test_one_that_is_cancelled_makes_room_and_harms_no_other(several: Engine) -> None:
-    long = GREEDY.model_copy(update={"max_tokens": 300})
+    long = GREEDY.changed(max_tokens=300)
     streams = [several.stream(prompt, long, method="pearl") for prompt in PROMPTS[:4]]
     waiting = several.stream(PROMPTS[4], GREEDY, method="pearl")
     next(streams[1])
@@ -130,7 +130,7 @@ def test_a_recording_of_several_tells_them_apart(tmp_path: Path) -> None:
     """By what is committed, by how many go through one forward, and by what became of draft tokens."""
     path = tmp_path / "trace.json"
     with Engine(TOY, TOY, slots=3, trace=str(path), target_pace=0.02) as engine:
-        results = engine.generate(PROMPTS, SEEDED, decoding=AS_PUBLISHED)
+        results = engine.generate(PROMPTS, SEEDED.overridden_by(AS_PUBLISHED))
     trace = read(path)
     decided = [each for one in trace.target if one.name == "decide" for each in committed(one.args)]
     written = {
@@ -151,7 +151,7 @@ def test_a_recording_of_several_tells_them_apart(tmp_path: Path) -> None:
 
 
 def submitted(number: int, prompt: Sequence[int]) -> Submit:
-    return Submit(number, tuple(prompt), len(prompt) + 8, RequestOptions("ar", sampling=Sampling()))
+    return Submit(number, tuple(prompt), len(prompt) + 8, resolved("ar", sampling=drawn_by()))
 
 
 def test_a_long_prompt_is_fed_in_small_parts_while_others_write() -> None:
@@ -172,7 +172,7 @@ def test_the_draft_reads_long_prefixes_in_small_parts_too() -> None:
     drafter = Drafter(4096, slots=2)
 
     def begun(number: int, prefix: tuple[int, ...]) -> Draft:
-        begin = Begin(number, 0, prefix, len(prefix) + 4, extend_digest(0, prefix), RequestOptions(rule="coupled"))
+        begin = Begin(number, 0, prefix, len(prefix) + 4, extend_digest(0, prefix), resolved(rule="coupled"))
         (*_, draft) = drafter.handle(begin)
         assert isinstance(draft, Draft)
         return draft
@@ -213,7 +213,7 @@ def test_only_one_text_at_a_time_compares_with_and_without_the_draft() -> None:
     """Of two that change over at will neither would know what made it faster."""
     coordinator = Coordinator(slots=3)
     coordinator.handle(DraftJoined(100, 0.01))
-    auto = RequestOptions("auto", "stream", None, "coupled", (), 8, sampling=Sampling())
+    auto = resolved("auto", "stream", None, "coupled", (), 8, sampling=drawn_by())
     for number in (1, 2):
         coordinator.handle(Submit(number, (1, 2), 90, auto))
     one, other = coordinator.running.values()
@@ -243,7 +243,7 @@ class _Choking(WrappedRunner):
 def test_a_draft_that_chokes_on_one_text_drafts_on_for_the_others(branches: int) -> None:
     _, draft = alpha_pair(32, 0.5)
     executor = DraftExecutor(ModelProposer(_Choking(ToyRunner(32, draft)), 32, texts=2))
-    options = RequestOptions(rule="coupled", branches=branches, sampling=Sampling(1.0))
+    options = resolved(rule="coupled", branches=branches, sampling=drawn_by(1.0))
     for slot, text in enumerate(((1, 2), (3, 9))):
         executor.execute(Open(text, options, slot=slot, request=slot))
     asked = [Draft(0, text, 4, request=slot) for slot, text in enumerate(((1, 2), (3, 9)))]

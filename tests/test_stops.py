@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.config import EngineConfig, RequestOptions
+from pearl.config.options import options_of
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
 from pearl.drafting.disco import FARTHEST, INPUTS, Classifier, classifier_of, inputs, read_classifier
@@ -27,15 +28,15 @@ from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.protocol.events import Open
 from pearl.protocol.messages import Submit
-from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec.stops import CAP, STOPS
 from pearl.text.tokenizer import GenerationDefaults
 from tests.conftest import ran
 from tests.loops import MakeLoops, submission
+from tests.options import drawn_by, resolved
 from tests.replace import replace
 from tests.tiny import on_cpu, tiny_model
 
-WARM = Sampling(1.0, seed=3)
+WARM = drawn_by(1.0, seed=3)
 
 
 def features(chosen: float = 0.5, index: int = 0, top: tuple[float, ...] = (0.5, 0.5), position: int = 0) -> Features:
@@ -67,8 +68,8 @@ def classifier(**changes: Any) -> Classifier:
 
 @pytest.mark.parametrize("name", STOPS)
 def test_every_policy_can_be_made_or_says_what_it_lacks(name: str) -> None:
-    spec, opened = STOPS[name], Open((0,), RequestOptions(draft_stop=name, sampling=WARM))
-    assert DecodingConfig(draft_stop=name).draft_stop == name  # type: ignore[call-arg]
+    spec, opened = STOPS[name], Open((0,), resolved(draft_stop=name, sampling=WARM))
+    assert RequestOptions(draft_stop=name).draft_stop == name  # type: ignore[call-arg]
     assert (make_policy(opened, classifier()) is None) == (name == "fixed")
     if spec.is_trained:
         with pytest.raises(RequestError, match="--disco"):
@@ -77,8 +78,8 @@ def test_every_policy_can_be_made_or_says_what_it_lacks(name: str) -> None:
 
 def test_policy_and_parameters_travel_with_a_request_and_bound_the_windows_of_sd() -> None:
     def sent(**given: Any) -> RequestOptions:
-        asked = DecodingConfig(**given)
-        return submit_from(1, [1, 2], 100, SamplingParams(seed=1), GenerationDefaults(), asked).options
+        asked = options_of({"seed": 1, **given})
+        return submit_from(1, [1, 2], 100, asked, GenerationDefaults()).options
 
     given = {"draft_stop": "threshold", "confidence": 0.3}
     assert (sent(**given).draft_stop, sent(**given).stop_parameters) == ("threshold", (("confidence", 0.3),))
@@ -170,10 +171,10 @@ def test_what_was_drafted_and_forgotten_counts_once() -> None:
 
 
 def test_disco_is_refused_where_there_is_no_classifier_and_the_target_goes_on(loops: MakeLoops) -> None:
-    asked = DecodingConfig(draft_stop="disco")  # type: ignore[call-arg]
+    asked = RequestOptions(draft_stop="disco")  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="pearl disco train"):
-        EngineConfig().check_decoding(asked)
-    EngineConfig(disco="some.disco").check_decoding(asked)
+        EngineConfig().check_options(asked)
+    EngineConfig(disco="some.disco").check_options(asked)
     pair = loops()
     pair.draft()
     front = pair.front()
@@ -278,7 +279,7 @@ def test_under_sd_no_policy_is_faster_than_the_oracle(length: int, noise: float)
 # ---- recorded texts ----
 
 TOKENS = 40
-PEARL = RequestOptions("pearl", rule="coupled")
+PEARL = resolved("pearl", rule="coupled")
 TIMING = Timing(1.0, lambda fed: 5.0)
 TEMPERATURES = [0.0, 0.7]
 PROMPTS = [["the first"], ["in another, the"], ["the first"], ["a an and"]]  # one comes twice
@@ -298,9 +299,9 @@ def recorded(temperature: float) -> RecordedTexts:
     return RecordedTexts("tiny", "tiny", [text for _, text in found])
 
 
-def sampled(temperature: float, number: int) -> Sampling:
+def sampled(temperature: float, number: int) -> RequestOptions:
     """How text `number`, from 1 on, is drawn."""
-    return Sampling(temperature, seed=5 + number)
+    return drawn_by(temperature, seed=5 + number)
 
 
 @pytest.fixture(params=TEMPERATURES)

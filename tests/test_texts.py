@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pearl.config import RequestOptions
 from pearl.drafting.stops import make_policy
 from pearl.execution.target import TargetExecutor
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
@@ -17,11 +18,12 @@ from pearl.models.runner import ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair, coin_pair
 from pearl.protocol.events import Odds, Sample, Sampled
 from pearl.protocol.messages import Source, Submit
-from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec.methods import METHODS
 from pearl.spec.rules import RULES, find
 from pearl.spec.stops import CAP
+from tests.options import drawn_by, resolved
 from tests.pairwise import combined
+from tests.replace import replace
 from tests.test_stops import classifier
 from tests.test_verification import DRAFT, TARGET
 from tests.tiny import on_cpu, tiny_model
@@ -36,14 +38,14 @@ SEEDED = [(rule, 1.0) for rule in RULES if rule != "coupled" and not find(rule).
 
 def outcome(asked: RequestOptions, temperature: float = 1.0, timing: int = 0, pair: Any = PAIR, **more: Any) -> Outcome:
     policies = partial(make_policy, classifier=classifier())
-    sampling = Sampling(temperature, seed=5)
+    sampling = drawn_by(temperature, seed=5)
     return decoded(*pair, asked, sampling, 60, TIMINGS[timing], (1, 2, 0), policies=policies, **more)
 
 
 @cache
 def expected(rule: str, temperature: float, method: str = "pearl") -> list[int]:
     method = "ar" if (rule, temperature) in DIRECT or not METHODS[method].drafts else "pearl"
-    return outcome(RequestOptions(method, rule=rule), temperature).tokens
+    return outcome(resolved(method, rule=rule), temperature).tokens
 
 
 @combined
@@ -72,7 +74,7 @@ def test_a_text_depends_on_what_should_decide_it(method: str, rule: str, tempera
         (False, True),
     ]
     for window, timing, ahead, lookup, branches, siblings, stop, wrap, chains in combined(*axes):
-        asked = RequestOptions(*(method, *window, rule, (), ahead, lookup, branches, siblings), stop, STOPS[stop])
+        asked = resolved(*(method, *window, rule, (), ahead, lookup, branches, siblings), stop, STOPS[stop])
         found = outcome(asked, temperature, timing, wrap=wrap, chains=chains)
         assert found.tokens == expected(rule, temperature, method), (asked, timing, wrap, chains)
         counts = found.counts
@@ -98,14 +100,14 @@ def test_a_text_depends_on_what_should_decide_it(method: str, rule: str, tempera
 @pytest.mark.parametrize("branches", [0, 7])
 def test_runners_up_catch_rejections_and_change_nothing_else(branches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step earlier, where the target's rows cost nothing; none where each costs as much as a forward."""
-    asked = RequestOptions(rule="coupled", branches=branches)
+    asked = resolved(rule="coupled", branches=branches)
     plain, more = (outcome(asked.changed(siblings=most)) for most in (0, 16))
     assert more.tokens == plain.tokens == expected("coupled", 1.0)
     assert more.counts.steps < plain.counts.steps
     assert more.counts.guessed_by_source[Source.RUNNER_UP] > 3
     dear = Timing(1.0, lambda fed: 4.0 * fed)
     pair = [ToyRunner(PAIR[1], each) for each in PAIR[0]]
-    submit = Submit(1, (1, 2, 0), 63, asked.changed(siblings=16, sampling=Sampling(1.0, seed=5)))
+    submit = Submit(1, (1, 2, 0), 63, replace(asked, siblings=16, sampling=drawn_by(1.0, seed=5)))
     found = simulate(submit, *paired_executors(*pair), dear)
     assert (found.tokens, found.counts.num_siblings) == (plain.tokens, 0)
     real = TargetExecutor._sampled
@@ -122,7 +124,7 @@ def test_runners_up_catch_rejections_and_change_nothing_else(branches: int, monk
 def test_under_ratio_the_text_of_sd_is_one_of_seed_window_and_policy(gamma: int, stop: str) -> None:
     """It depends on where windows end, so that must depend on rows and text alone; and ssd changes nothing."""
     pair = first_order(TARGET, DRAFT), 3
-    asked = RequestOptions("sd", "fixed", gamma, draft_stop=stop, stop_parameters=STOPS[stop])
+    asked = resolved("sd", "fixed", gamma, draft_stop=stop, stop_parameters=STOPS[stop])
     plain = outcome(asked, pair=pair)
     bonuses = foreseen = 0
     for timing, ssd in product(range(len(TIMINGS)), (False, True) if stop == "fixed" else (False,)):
@@ -139,7 +141,7 @@ def test_under_ratio_the_text_of_sd_is_one_of_seed_window_and_policy(gamma: int,
 
 # ---- how often a draft is right ----
 
-SAMPLINGS = {"greedy": Sampling(0.0), "sampled": Sampling(1.0, seed=5), "nucleus": Sampling(0.7, 20, 0.9, seed=5)}
+SAMPLINGS = {"greedy": drawn_by(0.0), "sampled": drawn_by(1.0, seed=5), "nucleus": drawn_by(0.7, 20, 0.9, seed=5)}
 SLOW = {("ratio", "greedy"), ("coupled", "nucleus")}
 
 
@@ -149,7 +151,7 @@ SLOW = {("ratio", "greedy"), ("coupled", "nucleus")}
 )
 def test_a_pair_of_coins_has_its_rate_under_every_rule(rule: str, name: str) -> None:
     """Of 2,500 positions judged: four standard deviations are 0.024."""
-    decoding = RequestOptions("pearl", "fixed", 4, rule)
+    decoding = resolved("pearl", "fixed", 4, rule)
     counts = decoded(coin_pair(64, 0.9), 64, decoding, SAMPLINGS[name], 2500, prompt=(1, 2, 3)).counts
     assert counts.num_judged_draft_tokens > 2400
     assert counts.num_accepted_draft_tokens / counts.num_judged_draft_tokens == pytest.approx(0.9, abs=0.024)
@@ -183,7 +185,7 @@ def decode_model(kind: str, decoding: RequestOptions, timing: Timing) -> Outcome
 @pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.long) for kind in MORE)])
 def test_all_that_guesses_writes_one_text(kind: str, rule: str, temperature: float, combined: Any) -> None:
     """Look-ahead, lookup, branches and siblings, with either window, and whatever forwards and messages take."""
-    plain = RequestOptions("pearl", "fixed", 3, rule, sampling=Sampling(temperature, top_k=5, seed=8))
+    plain = resolved("pearl", "fixed", 3, rule, sampling=drawn_by(temperature, top_k=5, seed=8))
     expected, seen = decode_model(kind, plain, TIMINGS[0]).tokens, Odds()
     axes = (0, 8), (0, 4), (0, 4), (0, 16), ("stream", "fixed"), TIMINGS[:3]
     for ahead, lookup, branches, siblings, window, timing in combined(*axes):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedTokenizerBase
 
-from pearl.config import DecodingConfig, SamplingParams
+from pearl.config import SamplingParams
 from pearl.engine.request import Chat, encode, submission
 from pearl.errors import ModelError, RequestError
 from pearl.models.checkpoints.tokenizers import ToyTokenizer, load_tokenizer
@@ -364,7 +364,7 @@ class TestDefaults:
         found = defaults(checkpoint, max_new_tokens=5, eos_token_id=1)
         assert found == load_tokenizer(str(checkpoint))[1] == GenerationDefaults(eos=(1,), max_tokens=5)
         params = SamplingParams(seed=1, max_tokens=asked)
-        assert submission(1, [1] * tokens, 64, params, found, DecodingConfig()).limit == limit
+        assert submission(1, [1] * tokens, 64, params, found).limit == limit
 
     def test_what_is_not_supported_is_named(self, checkpoint: Path) -> None:
         """Qwen2.5's repetition_penalty of 1.05 is honoured; 1.0 or what only sampling reads changes nothing."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.config import EngineConfig, RequestOptions, SamplingParams
 from pearl.engine import torchrun
 from pearl.errors import ConfigError, StartError
 from pearl.models.checkpoints.tokenizers import ToyTokenizer
@@ -39,7 +39,7 @@ def plain(length: int) -> list[int]:
     """The text of `SEEDED` and "123" without torchrun, and without processes: under the virtual clock."""
     config = EngineConfig(target=SPEC, draft=SPEC, target_pace=1.0, draft_pace=0.2)
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=length)
-    return list(emulated(config, DecodingConfig(), [1, 2, 3], params).tokens)
+    return list(emulated(config, RequestOptions(), [1, 2, 3], params).tokens)
 
 
 def launch(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from pearl.config import SamplingParams
+from pearl.config import RequestOptions, SamplingParams
 from pearl.engine import Engine
 from pearl.errors import TargetLost, TraceError
 from pearl.lab.simulate import Outcome
 from pearl.protocol.messages import Provenance, Source, Verdict
-from pearl.protocol.options import RequestOptions
 from pearl.trace import chrome
 from pearl.trace.reading import read, read_document
 from pearl.trace.recorder import LOOP, Part, Record, Recorder, part_path, where_and_what
 from pearl.trace.report import report
+from tests.options import resolved
 from tests.traced import check_sound, recorded, recording_of, run, simulated
 
 __all__ = ["run"]  # a fixture
@@ -32,7 +32,7 @@ __all__ = ["run"]  # a fixture
 METHODS = ("ar", "sd", "ssd", "pearl", "pearl-no-pre-verify", "pearl-no-post-verify")
 TOY = "toy:vocab=32,alpha=0.5,context=4096"
 SHORT = SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True)
-LONG = SHORT.model_copy(update={"max_tokens": 3000})
+LONG = SHORT.changed(max_tokens=3000)
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def _no_temporary_file_left(tmp_path: Path) -> Iterator[None]:
 
 # ---- known shares ----
 
-PEARL_5, SD_4 = RequestOptions("pearl", "fixed", 5), RequestOptions("sd", gamma=4)
+PEARL_5, SD_4 = resolved("pearl", "fixed", 5), resolved("sd", gamma=4)
 # run: decoding, its times, and what the report says of it within 2% of the time in all (t_draft is 1, t_target 5)
 SHARES: dict[str, tuple[RequestOptions, dict[str, Any], dict[str, float]]] = {
     "a pair in step never waits": (
@@ -81,12 +81,12 @@ SHARES: dict[str, tuple[RequestOptions, dict[str, Any], dict[str, float]]] = {
         },
     ),
     "a row is held where a forward ends before the token that it judges is there": (
-        RequestOptions("pearl", "fixed", 1),
+        resolved("pearl", "fixed", 1),
         {"t_target": 0.5},
         {"target.waits.held row": 0.5},
     ),
     "the target alone": (
-        RequestOptions("ar"),
+        resolved("ar"),
         {"tokens": 50},
         {"target.busy": 1, "target.wait": 0, "steps.pre-verify": 49, "drafted": 0, "judged": 0},
     ),
@@ -115,7 +115,7 @@ def test_known_shares_are_reported(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_trace_is_sound_and_says_what_happened(tmp_path: Path, method: str) -> None:
     for number, (window, rule, delay) in enumerate((("stream", "ratio", 0.3), ("fixed", "coupled", 0.0))):
-        decoding = RequestOptions(method, window, rule=rule, branches=7 if method == "ssd" else 0)
+        decoding = resolved(method, window, rule=rule, branches=7 if method == "ssd" else 0)
         outcome, trace = recorded(tmp_path / f"{number}.json", decoding, alpha=0.8, tokens=120, delay=delay)
         check_sound(trace.path)
         found, counts = report(trace), outcome.counts
@@ -212,8 +212,8 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path, caplog: pyt
 def test_two_hosts_are_brought_to_one_clock(tmp_path: Path, offset: int) -> None:
     """The draft's clock is ahead by `offset`; the quickest ping tells it to within half of its way."""
     path = tmp_path / "t.json"
-    before = report(recorded(path, RequestOptions("pearl"), alpha=0.8, tokens=50)[1])
-    outcome, (target, draft) = simulated(path, RequestOptions("pearl"), alpha=0.8, tokens=50)
+    before = report(recorded(path, resolved("pearl"), alpha=0.8, tokens=50)[1])
+    outcome, (target, draft) = simulated(path, resolved("pearl"), alpha=0.8, tokens=50)
 
     def shifted(line: str) -> str:
         item = json.loads(line)

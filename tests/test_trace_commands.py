@@ -13,13 +13,13 @@ from pearl.colours import WORK
 from pearl.errors import ConfigError
 from pearl.lab.simulate import Outcome
 from pearl.protocol.messages import Provenance
-from pearl.protocol.options import RequestOptions
 from pearl.trace import chrome
 from pearl.trace.gantt import chart, charts
 from pearl.trace.reading import read
 from pearl.trace.recorder import part_paths
 from pearl.trace.report import report
 from tests.conftest import ran
+from tests.options import resolved
 from tests.traced import recorded, run, simulated
 
 __all__ = ["run"]  # a fixture
@@ -28,7 +28,7 @@ __all__ = ["run"]  # a fixture
 @pytest.fixture(scope="module")
 def sd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("run") / "sd.json"
-    recorded(path, RequestOptions("sd", gamma=4), alpha=0.8, tokens=400)
+    recorded(path, resolved("sd", gamma=4), alpha=0.8, tokens=400)
     return path
 
 
@@ -81,7 +81,7 @@ def test_a_report_of_two_runs(run: tuple[Outcome, Path], sd: Path) -> None:
 
 def test_merge_of_what_a_killed_run_has_left(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    simulated(path, RequestOptions("pearl"), tokens=30)
+    simulated(path, resolved("pearl"), tokens=30)
     assert "events" in invoked("merge", str(path))
     assert report(read(path)).tokens == 30
     assert part_paths(path) == []

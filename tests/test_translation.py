@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from pearl import Engine, SamplingParams
-from pearl.config import DecodingConfig
+from pearl.config import RequestOptions
 from pearl.errors import ModelError
 from pearl.models.checkpoints.tokenizers import ToyTokenizer, load_tokenizer
 from pearl.models.runner import feed_chain
@@ -147,19 +147,20 @@ def test_the_user_is_told_in_a_sentence(engine: Engine) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_texts_are_the_targets(engine: Engine, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=48, ignore_eos=True)
-    alone = engine.generate(PROMPT, params, decoding=DecodingConfig(method="ar", rule="coupled"))[0]
+    alone = engine.generate(PROMPT, params.overridden_by(RequestOptions(method="ar", rule="coupled")))[0]
     for method in ("sd", "ssd", "pearl", "auto"):
-        found = engine.generate(PROMPT, params, decoding=DecodingConfig(method=method, rule="coupled"))[0]
+        found = engine.generate(PROMPT, params.overridden_by(RequestOptions(method=method, rule="coupled")))[0]
         assert found.tokens == alone.tokens, method
         if method == "sd":
             assert (found.statistics.acceptance_rate or 0) > 0.3
-    held = params.model_copy(update={"regex": "(the|and) [a-z]{20}", "ignore_eos": False})  # in the target's tokens
+    held = params.changed(regex="(the|and) [a-z]{20}", ignore_eos=False)  # in the target's tokens
     texts = [
-        engine.generate(PROMPT, held, decoding=DecodingConfig(method=way, rule="coupled"))[0] for way in ("ar", "sd")
+        engine.generate(PROMPT, held.overridden_by(RequestOptions(method=way, rule="coupled")))[0]
+        for way in ("ar", "sd")
     ]
     assert texts[0].tokens == texts[1].tokens
     assert len(texts[0].text) == 24
-    ratio = engine.generate(PROMPT, params, decoding=DecodingConfig(method="sd", rule="ratio"))[0].statistics
+    ratio = engine.generate(PROMPT, params.overridden_by(RequestOptions(method="sd", rule="ratio")))[0].statistics
     assert ratio.num_accepted_draft_tokens
 
 

@@ -19,7 +19,7 @@ from subprocess import DEVNULL
 
 import pytest
 
-from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.config import EngineConfig, RequestOptions, SamplingParams
 from pearl.models.checkpoints.tokenizers import ToyTokenizer
 from pearl.trace import chrome
 from pearl.trace.reading import read
@@ -159,7 +159,7 @@ def hosts(temporary: dict[str, str], tmp_path: Path) -> Iterator[Hosts]:
 def on_one_host(length: int, spec: str = SPEC, rule: str = "coupled", temperature: float = 0.0) -> str:
     """The text as one process makes it, under the virtual clock."""
     config = EngineConfig(target=spec, draft=spec, target_pace=1.0, draft_pace=0.2)
-    decoding = DecodingConfig(method="pearl", rule=rule, look_ahead=0, siblings=0)
+    decoding = RequestOptions(method="pearl", rule=rule, look_ahead=0, siblings=0)
     params = SamplingParams(temperature=temperature, seed=5, max_tokens=length)
     tokens = emulated(config, decoding, [1, 2, 3], params).tokens
     return ToyTokenizer(int(spec.partition("vocab=")[2].partition(",")[0])).decode(tokens) + "\n"

@@ -14,6 +14,7 @@ import pytest
 import torch
 from scipy import stats
 
+from pearl.config import RequestOptions
 from pearl.decoding.rules import ratio, several
 from pearl.decoding.rules.biased import BildTarget, OptTarget, UnoTarget
 from pearl.decoding.rules.direct import DirectDraw
@@ -25,8 +26,8 @@ from pearl.execution.target import TargetExecutor
 from pearl.lab.simulate import Outcome
 from pearl.models.toy import ToyRunner
 from pearl.protocol.events import Forward, Odds, Open, Phase, Sample, Sampled
-from pearl.protocol.options import RequestOptions, Sampling
 from pearl.spec.rules import RULES, Parameters
+from tests.options import drawn_by, resolved
 from tests.virtual import NEVER, decoded, first_order
 
 GRID = 64
@@ -54,7 +55,7 @@ def committed(
 
     And how often a correction is.
     """
-    rule = rule or RatioTarget(Sampling(1.0))
+    rule = rule or RatioTarget(drawn_by(1.0))
     target_probs, draft_probs = (torch.tensor(p).float() / 64 for p in (target, draft))
     result, corrected = [Fraction(0)] * len(target), Fraction(0)
     rests: list[torch.Tensor] = []
@@ -94,7 +95,7 @@ def test_bias_and_rejections_are_as_told(
     rule: Any, target: tuple[int, ...], draft: tuple[int, ...], parameter: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As fractions; for opt the two add up to the distance of the models, and no replacement has less bias."""
-    judge = rule(Sampling(1.0), *([] if rule is RatioTarget else [parameter / 64]))
+    judge = rule(drawn_by(1.0), *([] if rule is RatioTarget else [parameter / 64]))
     p, q = ([Fraction(each, 64) for each in weights] for weights in (target, draft))
     law, rejected = committed(target, draft, monkeypatch, judge)
     told = judge.judge(torch.tensor([target]) / 64, [draft.index(max(draft))], [torch.tensor(draft) / 64], 0).odds
@@ -156,11 +157,11 @@ def test_from_a_residual_of_nothing_the_target_is_drawn(size: int) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_direct_draw_is_one_under_either_rule(rule: str, temperature: float) -> None:
     """`ar`, bonus tokens and going alone give the same text whichever rule was asked for."""
-    sampling = Sampling(temperature, top_k=7, seed=4)
+    sampling = drawn_by(temperature, top_k=7, seed=4)
     draw = DirectDraw(sampling)
     probs = torch.softmax(torch.randn(50, 20, generator=torch.Generator().manual_seed(1)), -1)
     executor = TargetExecutor(ToyRunner(20, lambda seen: probs[len(seen) - 1]))
-    executor.execute(Open((0,), RequestOptions(rule=rule, sampling=sampling)))
+    executor.execute(Open((0,), resolved(rule=rule, sampling=sampling)))
     executor.execute(Forward(Phase.PREFILL, 0, (0,) * 50, 50))
     for position in range(1, 51):
         expected = read_draw(draw(torch.log(probs[position - 1]), position))
@@ -175,7 +176,7 @@ DRAFT = torch.tensor([[16, 32, 16], [32, 16, 16], [16, 16, 32]]) / 64
 
 
 def run(decoding: RequestOptions, seed: int, tokens: int) -> Outcome:
-    return decoded(first_order(TARGET, DRAFT), 3, decoding, Sampling(1.0, seed=seed), tokens)
+    return decoded(first_order(TARGET, DRAFT), 3, decoding, drawn_by(1.0, seed=seed), tokens)
 
 
 def texts(decoding: RequestOptions, count: int, tokens: int) -> list[list[int]]:
@@ -215,17 +216,17 @@ def biased_law(rule: str, value: float) -> Table:
 WAYS = [("pearl", "stream"), ("pearl", "fixed"), ("sd", "fixed")]
 # Of ways that write one text (test_texts has which do) one is enough.
 EXACT = [
-    RequestOptions("pearl", "fixed", 2),
-    *(RequestOptions(m, "fixed", g) for m in ("sd", "pearl-no-post-verify") for g in (1, 2, 4)),
-    RequestOptions("ar"),
-    *(RequestOptions(*way, 3, rule, (("candidates", 3.0),)) for rule in ("batch", "spectr") for way in WAYS[1:]),
+    resolved("pearl", "fixed", 2),
+    *(resolved(m, "fixed", g) for m in ("sd", "pearl-no-post-verify") for g in (1, 2, 4)),
+    resolved("ar"),
+    *(resolved(*way, 3, rule, (("candidates", 3.0),)) for rule in ("batch", "spectr") for way in WAYS[1:]),
     *(
-        RequestOptions("sd", "fixed", 4, draft_stop="threshold", stop_parameters=(("confidence", least),))
+        resolved("sd", "fixed", 4, draft_stop="threshold", stop_parameters=(("confidence", least),))
         for least in (0.3, 0.6)
     ),
 ]
 BIASED = [
-    (RequestOptions("pearl", "stream", 4, rule, ((name, given),)), biased_law(rule, value))
+    (resolved("pearl", "stream", 4, rule, ((name, given),)), biased_law(rule, value))
     for rule, name, given, value in (
         *(("opt", "epsilon", 0.125, 0.125), ("uno", "epsilon", 0.125, 0.125), ("bild", "rollback", -log(0.3), 0.3)),
     )
@@ -271,7 +272,7 @@ def rejections(decoding: RequestOptions) -> float:
 def test_as_many_are_rejected_as_the_distributions_say(method: str, rule: str, window: str) -> None:
     """Theorem 1 of Yin et al. at each position judged; a bonus token or a direct draw counts on neither side."""
     parameters = () if rule == "ratio" else (("epsilon", 0.1),)
-    assert abs(rejections(RequestOptions(method, window, 3, rule, parameters))) < 4
+    assert abs(rejections(resolved(method, window, 3, rule, parameters))) < 4
 
 
 def generous(u: float, target_prob: float, draft_prob: float) -> bool:
@@ -283,7 +284,7 @@ def test_chi_square_notices_planted_bugs(bug: str, monkeypatch: pytest.MonkeyPat
     """The same as under enumeration, in whole runs. (u = 0 is rare, so here acceptance is lenient by 0.2.)"""
     planted = PLANTED_IN_RULE | {"accepts": generous}
     monkeypatch.setattr(ratio, bug, planted[bug])
-    assert p_value(texts(RequestOptions("pearl", "fixed", 4), 3, 1000)) < NEVER
+    assert p_value(texts(resolved("pearl", "fixed", 4), 3, 1000)) < NEVER
 
 
 # ---- several tokens at a root: batch and spectr ----
@@ -351,7 +352,7 @@ def test_several_candidates_are_judged_exactly(
 ) -> None:
     """Over all that may be drawn and accepted; and a correction comes as often as the verdict says."""
     p, q = torch.tensor(target) / 64, torch.tensor(draft) / 64
-    judge = rule(Sampling(1.0), count)
+    judge = rule(drawn_by(1.0), count)
     law, corrected = Outcomes(monkeypatch).law(p, q, judge, count)
     assert law.tolist() == pytest.approx(p.tolist(), abs=1e-6)
     judge._next = -1
@@ -364,16 +365,16 @@ def test_enumeration_of_several_notices_planted_bugs(monkeypatch: pytest.MonkeyP
     p, q = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.5, 0.25])
     with monkeypatch.context() as planted:
         planted.setattr(several, "residual", lambda target, draft: target)
-        law, _ = Outcomes(planted).law(p, q, BatchTarget(Sampling(1.0), 2), 2)
+        law, _ = Outcomes(planted).law(p, q, BatchTarget(drawn_by(1.0), 2), 2)
         assert law.tolist() != pytest.approx(p.tolist(), abs=1e-3)
     with monkeypatch.context() as planted:
         planted.setattr(several, "_divisor", lambda target, draft, candidates: 1.0)
-        law, _ = Outcomes(planted).law(p, q, SpectrTarget(Sampling(1.0), 3), 3)
+        law, _ = Outcomes(planted).law(p, q, SpectrTarget(drawn_by(1.0), 3), 3)
         assert law.tolist() != pytest.approx(p.tolist(), abs=1e-3)
 
 
 def test_one_candidate_is_the_ratio_rule() -> None:
     """Bit for bit, in whole texts, whatever the method."""
     for way in WAYS:
-        one = run(RequestOptions(*way, 3, "batch", candidates(1)), 5, 300)
-        assert one.tokens == run(RequestOptions(*way, 3), 5, 300).tokens
+        one = run(resolved(*way, 3, "batch", candidates(1)), 5, 300)
+        assert one.tokens == run(resolved(*way, 3), 5, 300).tokens

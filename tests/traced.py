@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pearl.config import EngineConfig
+from pearl.config import EngineConfig, RequestOptions
 from pearl.engine import Engine
 from pearl.execution.target import Event
 from pearl.lab.simulate import Outcome, Simulation, Timing, paired_executors
@@ -16,11 +16,11 @@ from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Drafted, Forwarded, Send
 from pearl.protocol.messages import Submit, Verdict
 from pearl.protocol.messages import Trace as Record
-from pearl.protocol.options import RequestOptions, Sampling
 from pearl.trace import chrome
 from pearl.trace.reading import Trace, read
 from pearl.trace.recorder import Recorder, asked_for, part_path, where_and_what
 from pearl.trace.tracer import Tracer, identity
+from tests.options import drawn_by, resolved
 from tests.replace import replace
 
 VOCAB, PROMPT = 12, (1, 2, 3)
@@ -93,7 +93,7 @@ def simulated(
     """A run and the parts of its trace, target and draft, not merged."""
     target, draft = alpha_pair(VOCAB, alpha)
     executors = paired_executors(ToyRunner(VOCAB, target), ToyRunner(VOCAB, draft))
-    submit = Submit(1, PROMPT, len(PROMPT) + tokens, replace(decoding, sampling=Sampling(1.0, seed=5)))
+    submit = Submit(1, PROMPT, len(PROMPT) + tokens, replace(decoding, sampling=drawn_by(1.0, seed=5)))
     parts = part_path(path, "target", 1), part_path(path, "draft", 2)
     return _TracedSimulation(*executors, Timing(1.0, lambda _: t_target, delay)).record(submit, parts), parts
 
@@ -109,7 +109,7 @@ def recorded(path: Path, decoding: RequestOptions, **settings: Any) -> tuple[Out
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Path]:
     """A pearl run with rejections, in virtual time, and its trace."""
     path = tmp_path_factory.mktemp("run") / "run.json"
-    outcome, _ = recorded(path, RequestOptions("pearl"), alpha=0.8, tokens=400)
+    outcome, _ = recorded(path, resolved("pearl"), alpha=0.8, tokens=400)
     return outcome, path
 
 

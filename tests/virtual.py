@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from scipy import stats
 
-from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.config import EngineConfig, RequestOptions, SamplingParams
 from pearl.engine.request import submission
 from pearl.execution.ahead import Ahead
 from pearl.execution.draft import DraftExecutor
@@ -21,7 +21,7 @@ from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.events import Deliver, Draft, DraftJoined, End, Forward, Open, Send, Wait
 from pearl.protocol.messages import Committed, Submit
-from pearl.protocol.options import RequestOptions, Sampling
+from tests.options import drawn_by
 from tests.replace import replace
 from tests.wrapped import WrappedRunner
 
@@ -33,7 +33,7 @@ TIMINGS = [
     Timing(1.0, lambda _: 0.5, delay=3.0, jitter=0.9, seed=2),
     Timing(1.0, lambda _: 9.0, delay=0.01, jitter=0.3, seed=3),
 ]
-WARM = Sampling(1.0, seed=3)
+WARM = drawn_by(1.0, seed=3)
 Pair = tuple[NextToken, NextToken]
 
 
@@ -70,7 +70,7 @@ def decoded(
     pair: Pair,
     vocab: int,
     decoding: RequestOptions,
-    sampling: Sampling = WARM,
+    sampling: RequestOptions = WARM,
     tokens: int = 100,
     timing: Timing = FOUR_TO_ONE,
     prompt: tuple[int, ...] = (0,),
@@ -91,10 +91,10 @@ def decoded(
         return simulate(submit, TargetExecutor(target, launches=proposer.chains), computing, timing)
 
 
-def emulated(config: EngineConfig, decoding: DecodingConfig, prompt: Sequence[int], params: SamplingParams) -> Outcome:
+def emulated(config: EngineConfig, decoding: RequestOptions, prompt: Sequence[int], params: SamplingParams) -> Outcome:
     """A request to an emulated pair in virtual time: models, seed, decisions and forward times, and no more."""
     target, draft = load_toy(config.target, "target", config.max_context), load_toy(config.draft, "draft")
-    submit = submission(1, prompt, target.context, params, load_tokenizer(config.target)[1], decoding)
+    submit = submission(1, prompt, target.context, params.overridden_by(decoding), load_tokenizer(config.target)[1])
     timing = Timing(config.draft_pace or 0.0, lambda _: config.target_pace or 0.0)
     return simulate(submit, *paired_executors(target, draft), timing)
 

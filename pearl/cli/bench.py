@@ -17,12 +17,14 @@ from pearl.cli import listed
 from pearl.cli.numbers import json_option, read_sets, reported, sampling_of
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.cli.tables import Bars, Column, print_columns, print_table, shown
-from pearl.config import DecodingConfig, Settings
+from pearl.config import Settings
+from pearl.config.options import DECODING_NAMES
 from pearl.errors import ConfigError
 from pearl.lab.bench.machine import Conditions
 from pearl.lab.distill.prompts import read_turns
 from pearl.lab.experiments.estimate import Estimate
 from pearl.printable import log_to_stderr
+from pearl.spec.rules import RULES
 
 if TYPE_CHECKING:
     from pearl.engine.request import Prompt
@@ -37,7 +39,7 @@ _COUNT = click.IntRange(min=1)
 _DEFAULT, _EMULATED = (4, 128), (3, 500)  # (prompts per set, max_tokens)
 _CALIBRATED = 64  # tokens
 _CHECKED = 16  # of a text; with two prompts the embedded pair takes minutes
-_UNTRACED = {*DecodingConfig.model_fields, "trace"}  # settings that bench, calibrate and check choose themselves
+_UNTRACED = {*DECODING_NAMES, "trace"}  # settings that bench, calibrate and check choose themselves
 _SEEDED = {"seed": "0"}
 
 
@@ -119,17 +121,18 @@ def _benched(settings: Settings, ways: Sequence[str], *, prompts: Sequence[str],
     from pearl.lab.bench.rows import devices_of, is_emulated, named_rows, rows_for
     from pearl.lab.bench.runner import Plan
 
-    config, decoding = settings.engine, settings.decoding
+    config = settings.engine
+    options = settings.options
     if not config.has_draft and not ways:
         raise ConfigError("--draft none: there is nothing to compare with ar; name ways, such as ngram")
-    rows = named_rows(ways, rows_for(config)) if ways else rows_for(config, decoding.rule)
+    rows = named_rows(ways, rows_for(config)) if ways else rows_for(config, options.rule or next(iter(RULES)))
     for row in rows:
-        config.check_decoding(row.decoding)
+        config.check_options(row.options)
     toys = is_emulated(config)
     texts, tokens, temperature = (*_EMULATED, 1.0) if toys else (*_DEFAULT, 0.0)  # a toy's rate is under sampling
-    tasks, params = read_sets(prompts, limit or texts, toys), sampling_of(settings.sampling, tokens, temperature)
+    tasks, params = read_sets(prompts, limit or texts, toys), sampling_of(settings.options, tokens, temperature)
     together = not devices_of(config)[0].gpus
-    return Plan(config, rows, tasks, params, raw=raw, together=together, gamma=decoding.gamma)
+    return Plan(config, rows, tasks, params, raw=raw, together=together, gamma=options.gamma)
 
 
 def _columns(plan: Plan, measured: Measured, found: Sequence[Figures]) -> tuple[list[Column[Figures]], list[str]]:
@@ -218,7 +221,7 @@ def calibrate_pair(settings: Settings, prompts: str | None, limit: int, to: Path
         raise ConfigError("--draft none: there is no pair to measure")
     log_to_stderr(settings.engine.log_level, "front")
     toys = is_emulated(settings.engine)
-    params = sampling_of(settings.sampling, _CALIBRATED, 1.0 if toys else 0.0)
+    params = sampling_of(settings.options, _CALIBRATED, 1.0 if toys else 0.0)
     tasks = read_sets([prompts] if prompts else [], limit, toys, default=("questions",))
     conditions = Conditions()
     with Bars() as bars:
@@ -278,9 +281,9 @@ def check_bits(
     from pearl.lab.bench.exactness import PROMPTS, check_pair
 
     log_to_stderr("error" if kill else settings.engine.log_level, "front")
-    params = settings.sampling.with_seed()
+    params = settings.options.with_seed()
     length = {"max_tokens": params.max_tokens or _CHECKED, "stop": ()}  # the reference knows no stop strings
-    params = params.model_copy(update=length | {"temperature": params.temperature or 1.0})
+    params = params.changed(**length, temperature=params.temperature or 1.0)
     if limit is None:
         limit = 1 if quick else 2
     asked: list[Prompt] = [turns[0] for turns in read_turns(prompts, limit)] if prompts else [*PROMPTS[:limit]]

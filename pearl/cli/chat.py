@@ -23,7 +23,7 @@ from pearl.cli.launch import connect_option, running
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.cli.reply import MarkdownReply, Reply, TokenReply, legend
 from pearl.cli.terminal import KeyWatcher, LineReader, private_file, raw_terminal, state_directory
-from pearl.config import DecodingConfig, EngineConfig, SamplingParams, Settings
+from pearl.config import EngineConfig, RequestOptions, Settings
 from pearl.engine import Engine, torchrun
 from pearl.engine.conversation import Conversation, Saved
 from pearl.engine.stream import Piece, Result, Stream
@@ -52,8 +52,7 @@ class Chat:
     """
 
     engine: Engine
-    sampling: SamplingParams
-    decoding: DecodingConfig
+    options: RequestOptions
     conversation: Conversation
     show_draft: bool = False
     markdown: bool = True
@@ -74,15 +73,16 @@ class Chat:
         if dropped := self.conversation.make_room(message, self.engine.context - _MIN_REPLY_TOKENS):
             say(f"the context is full: the oldest {dropped} turns are forgotten")
         prompt = self.conversation.prompt(message)
-        room, sampling = self.engine.context - len(prompt), self.sampling
-        if sampling.max_tokens and sampling.max_tokens > room:
-            sampling = sampling.model_copy(update={"max_tokens": room})  # the context is the tighter limit
-        stream = self.engine.stream(prompt, sampling, decoding=self.decoding, preview=self.show_draft)
+        options = self.options
+        room = self.engine.context - len(prompt)
+        if options.max_tokens and options.max_tokens > room:
+            options = options.changed(max_tokens=room)  # the context is the tighter limit
+        stream = self.engine.stream(prompt, options, preview=self.show_draft)
         splitter = None if self.conversation.is_raw else splitter_of(self.engine.tokenizer, prompt)
         self._show(stream, splitter)
         result = stream.result
         if result.finish_reason != "cancelled":
-            self.done.setdefault(self.decoding.method, []).append(result.statistics)
+            self.done.setdefault(self.options.method, []).append(result.statistics)
         self.conversation.add(message, result.text)
         return result
 
@@ -208,7 +208,7 @@ def chat(
                 conversation = Conversation(engine.tokenizer, raw, system)
                 if saved is not None:
                     conversation.load(saved)
-                talk = Chat(engine, settings.sampling, settings.decoding, conversation, show_draft, markdown)
+                talk = Chat(engine, settings.options, conversation, show_draft, markdown)
                 talk.stats, talk.remembers = stats, history
                 talk.is_attached = connect is not None or torchrun.rank() is not None
                 return _talk(talk, question)
@@ -258,7 +258,7 @@ def _run_interactive(chat: Chat, reader: LineReader) -> None:
     logging.root.handlers = [RichHandler(console=chat.console, show_time=False, show_path=False)]
     chat.keys = True
     config, turns = chat.engine.config, len(chat.conversation.turns)
-    chat.console.print(Text(f"{config.target} with {config.draft}, method {chat.decoding.method}. /? for help", "dim"))
+    chat.console.print(Text(f"{config.target} with {config.draft}, method {chat.options.method}. /? for help", "dim"))
     if turns:
         last = chat.conversation.turns[-1].user.splitlines() or [""]
         chat.console.print(Text(printable(f"going on after {turns} turns, the last: {last[0][:60]}"), "dim"))

@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from pearl.cli.reply import legend
-from pearl.config import DecodingConfig, ModelRole, SamplingParams
+from pearl.config import ModelRole, RequestOptions
+from pearl.config.options import OPTION_NAMES, options_of
 from pearl.engine.card import read_card
-from pearl.engine.request import with_defaults
 from pearl.errors import RequestError
 from pearl.metrics import FIGURES
 from pearl.printable import printable
@@ -34,8 +34,6 @@ _HINTS = [
 ]
 _DISPLAY_SETTINGS = {"draft": "show_draft", "markdown": "markdown", "stats": "stats"}  # setting -> the chat's attribute
 _MOST_FILE = 1 << 20  # bytes of a file in a message: more than any context holds
-_SAMPLING = tuple(SamplingParams.model_fields)
-_DECODING = tuple(DecodingConfig.model_fields)
 
 
 class Leave(Exception):
@@ -98,42 +96,38 @@ def _change(chat: Chat, name: str, value: str) -> None:
         if value not in ("on", "off"):
             raise RequestError(f"/set {name} takes on or off")
         setattr(chat, _DISPLAY_SETTINGS[name], value == "on")
-    elif name in _SAMPLING:
-        chat.sampling = _changed(chat.sampling, name, value)
-    elif name in _DECODING:
-        decoding = _changed(chat.decoding, name, value)
-        chat.engine.config.check_decoding(decoding)
-        chat.decoding = decoding
+    elif name in OPTION_NAMES:
+        options = _changed(chat.options, name, value)
+        chat.engine.config.check_options(options)
+        chat.options = options
     else:
         raise _unknown_setting(name)
 
 
 def _unknown_setting(name: str) -> RequestError:
-    return RequestError(f"no setting {name!r}: one of {', '.join([*_SAMPLING, *_DECODING, *_DISPLAY_SETTINGS])}")
+    return RequestError(f"no setting {name!r}: one of {', '.join([*OPTION_NAMES, *_DISPLAY_SETTINGS])}")
 
 
-def _changed(section: Any, name: str, value: str) -> Any:
-    """A copy of `section` with one field changed, validated like a configuration file.
+def _changed(options: RequestOptions, name: str, value: str) -> RequestOptions:
+    """Return a copy of the options with one changed, validated like a configuration file.
 
     Args:
         value: "default" unsets the field.
     """
-    values = section.model_dump(exclude_unset=True)
+    values = {**options.by_flag(is_given=True)}
     values.pop(name, None)
     if value != "default":
         try:
             values[name] = tuple(shlex.split(value)) if name == "stop" else value
         except ValueError as error:
             raise RequestError(f"cannot read {value!r}: {error}") from None
-    return type(section)(**values)
+    return options_of(values)
 
 
 def _print_settings(chat: Chat, only: str) -> None:
-    in_use = with_defaults(chat.sampling, chat.engine.defaults) | chat.decoding.in_use().model_dump()
-    given = chat.sampling.model_fields_set | chat.decoding.model_fields_set
-    values = chat.sampling.model_dump() | in_use
-    if not only:  # parameters of other rules and stop policies
-        values = {name: value for name, value in values.items() if value is not None or name in _SAMPLING}
+    given = chat.options.by_flag(is_given=True)
+    in_use = chat.options.resolved(chat.engine.defaults.sampling)
+    values = in_use.changed(seed=chat.options.seed).by_flag()
     shown = {name: _in_use(name, value) + ("" if name in given else " (default)") for name, value in values.items()}
     shown |= {name: "on" if getattr(chat, of) else "off" for name, of in _DISPLAY_SETTINGS.items()}
     if only and only not in shown:
@@ -255,9 +249,9 @@ def _regen(chat: Chat, _: str) -> str | None:
     turn = chat.conversation.undo()
     if turn is None:
         raise RequestError("there is no reply yet")
-    if chat.sampling.seed is not None:
-        chat.sampling = chat.sampling.model_copy(update={"sample": chat.sampling.sample + 1})
-    if with_defaults(chat.sampling, chat.engine.defaults)["temperature"] == 0:
+    if chat.options.seed is not None:
+        chat.options = chat.options.changed(sample=chat.options.sample + 1)
+    if chat.options.resolved(chat.engine.defaults.sampling).temperature == 0:
         _say(chat, "temperature is 0, so the reply will be the same: /set temperature 0.8 makes others likely")
     return turn.user
 
@@ -274,7 +268,7 @@ def _method(chat: Chat, name: str) -> None:
     """show the method, or use another: /method ar, sd or pearl"""
     if name:
         _change(chat, "method", name)
-    _say(chat, f"method: {chat.decoding.method}")
+    _say(chat, f"method: {chat.options.method}")
 
 
 def _bye(chat: Chat, _: str) -> None:
@@ -302,7 +296,7 @@ _HANDLERS: dict[str, Callable[[Chat, str], str | None]] = {
     )
 }
 COMMANDS = {name: handler.__doc__ or "" for name, handler in _HANDLERS.items()}
-_VALUES = {name: {"default"} for name in (*_SAMPLING, *_DECODING)} | {name: {"on", "off"} for name in _DISPLAY_SETTINGS}
+_VALUES = {name: {"default"} for name in OPTION_NAMES} | {name: {"on", "off"} for name in _DISPLAY_SETTINGS}
 ARGUMENTS = {  # what may follow a command
     "/method": NestedCompleter.from_nested_dict(dict.fromkeys(METHODS)),
     "/set": NestedCompleter.from_nested_dict({**_VALUES, "system": None}),

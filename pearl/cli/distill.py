@@ -10,9 +10,9 @@ import click
 
 from pearl.cli import listed
 from pearl.cli.numbers import output_option
-from pearl.cli.options import SettingsCommand, field_options, settings_options
+from pearl.cli.options import SettingsCommand, field_options, of_field, settings_options
 from pearl.cli.tables import Bars
-from pearl.config import DecodingConfig, SamplingParams, Settings
+from pearl.config import OPTION_NAMES, Settings
 from pearl.errors import ConfigError
 from pearl.lab.distill.config import DistillConfig, load_config
 from pearl.lab.distill.prompts import read_turns
@@ -27,7 +27,10 @@ _TOKENS = 128  # of an answer, without --max-tokens
 @click.option(
     "--answers-only", is_flag=True, help="Only answer: write OUT/answers.jsonl, as for `pearl datastore build`."
 )
-@field_options(DistillConfig.model_fields, "YAML file of these settings; see configs/distill/embedded.yaml.")
+@field_options(
+    {name: of_field(field) for name, field in DistillConfig.model_fields.items()},
+    "YAML file of these settings; see configs/distill/embedded.yaml.",
+)
 def distill(config: Path | None, resume: bool, answers_only: bool, **given: Any) -> None:
     """Make a draft for a target, out of the target's own answers.
 
@@ -63,7 +66,7 @@ def disco() -> None:
 @click.option("--t-target", type=_MILLISECONDS, default=50, show_default=True, metavar="MS", help="A target forward.")
 @settings_options(
     {"max_tokens": str(_TOKENS), "seed": "0"},
-    unread={"trace", *DecodingConfig.model_fields, *SamplingParams.model_fields} - {"max_tokens", "seed"},
+    unread={"trace", *OPTION_NAMES} - {"max_tokens", "seed"},
     instead="pearl disco train records greedy answers, and reads no such setting",
 )
 def train(
@@ -88,11 +91,11 @@ def train(
     if not settings.engine.has_draft:
         raise ConfigError("--draft none: a recording has the draft's tokens")
     conversations = [turns for path in prompts for turns in read_turns(path, limit)]
-    tokens = settings.sampling.max_tokens or _TOKENS
+    tokens = settings.options.max_tokens or _TOKENS
     with Bars() as bars:
         bars.begin("recording", None)
         recorded, _ = record_pair(settings.engine, conversations, tokens, raw=raw, tick=bars.step)
-        found = training(recorded, timing_of(t_draft, t_target), settings.sampling.seed or 0, bars.step)
+        found = training(recorded, timing_of(t_draft, t_target), settings.options.seed or 0, bars.step)
     found.classifier.write(out)
     click.echo(
         f"{out}: for {found.classifier.draft} and {found.classifier.target}; trained on "

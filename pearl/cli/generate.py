@@ -19,7 +19,6 @@ from pearl.cli.launch import connect_option, running
 from pearl.cli.options import SettingsCommand, settings_options
 from pearl.config import Settings
 from pearl.engine import Engine, Result, Stream, torchrun
-from pearl.engine.request import with_defaults
 from pearl.errors import ConfigError
 from pearl.metrics import FIGURES, brief
 from pearl.printable import printable
@@ -50,14 +49,15 @@ def generate(
     console = SafeConsole(stderr=True)
     # Before models are loaded. torchrun's other ranks need no prompt.
     text = "" if torchrun.rank() else _prompt(prompt, raw)
-    grammar_of(settings.sampling.json_schema, settings.sampling.regex)
+    options = settings.options
+    grammar_of(options.json_schema, options.regex)
     if connect is None:
-        settings.engine.check_decoding(settings.decoding)
+        settings.engine.check_options(options)
     with running(settings.engine, console, connect) as engine:
         if engine is None:
             return
-        with engine.stream(text, settings.sampling, decoding=settings.decoding, raw=raw) as stream:
-            is_plain = raw or settings.sampling.json_schema is not None or settings.sampling.regex is not None
+        with engine.stream(text, options, raw=raw) as stream:
+            is_plain = raw or options.json_schema is not None or options.regex is not None
             splitter = None if is_plain else splitter_of(engine.tokenizer, stream.result.prompt_tokens)
             _print_as_it_comes(stream, splitter, console, quiet=as_json)
             result = stream.result
@@ -107,8 +107,10 @@ def _print_as_it_comes(stream: Stream, splitter: Splitter | None, console: SafeC
 def _document(settings: Settings, engine: Engine, result: Result, splitter: Splitter | None) -> dict[str, object]:
     """The output of --json. With its settings, all defaults resolved, the prompt's tokens give the same text again."""
     parts = None if splitter is None else split(result.text, splitter.tags, splitter.is_open)
-    sampling = settings.sampling.model_dump() | with_defaults(settings.sampling, engine.defaults)
+    options = settings.options
     room = engine.context - len(result.prompt_tokens)
+    in_use = options.in_use(result.statistics.window).resolved(engine.defaults.sampling)
+    in_use = in_use.changed(seed=result.seed, max_tokens=options.max_tokens or room)
     return {
         "text": result.text if parts is None else parts[1],
         "reasoning": None if parts is None else parts[0],
@@ -117,14 +119,11 @@ def _document(settings: Settings, engine: Engine, result: Result, splitter: Spli
         "finish_reason": result.finish_reason,
         "seed": result.seed,
         "prompt_tokens": result.prompt_tokens,
-        "logprobs": [structs.asdict(one) for one in result.logprobs]
-        if settings.sampling.logprobs is not None
-        else None,
+        "logprobs": [structs.asdict(one) for one in result.logprobs] if options.logprobs is not None else None,
         "statistics": asdict(result.statistics),
         "settings": {
             "engine": engine.config.model_dump(),
-            "decoding": settings.decoding.in_use(result.statistics.window).model_dump(),
-            "sampling": sampling | {"seed": result.seed, "max_tokens": settings.sampling.max_tokens or room},
+            "options": in_use.by_flag(),
         },
         "version": __version__,
     }
@@ -132,8 +131,9 @@ def _document(settings: Settings, engine: Engine, result: Result, splitter: Spli
 
 def summary(settings: Settings, result: Result, defaults: GenerationDefaults) -> Table:
     """All figures of a finished text."""
-    s, decoding = result.statistics, settings.decoding
-    rule = find(decoding.rule_in_use).label(with_defaults(settings.sampling, defaults)["temperature"])
+    s = result.statistics
+    decoding = settings.options.resolved(defaults.sampling)
+    rule = find(decoding.rule).label(decoding.temperature)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
     table.add_column(overflow="fold")

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
-from pearl.config import SamplingParams
+from pearl.config import RequestOptions
 from pearl.errors import ConfigError
 from pearl.lab.bench.tasks import HUMANEVAL, OURS, Task, read_tasks
 
@@ -56,10 +56,10 @@ def read_sets(prompts: Sequence[str], limit: int, toys: bool = False, default: S
     return found
 
 
-def sampling_of(given: SamplingParams, max_tokens: int, temperature: float) -> SamplingParams:
+def sampling_of(given: RequestOptions, max_tokens: int, temperature: float) -> RequestOptions:
     """With these defaults, and seed 0."""
     defaults = {"temperature": temperature, "seed": 0, "max_tokens": max_tokens}
-    return given.model_copy(update={name: value for name, value in defaults.items() if getattr(given, name) is None})
+    return given.changed(**{name: value for name, value in defaults.items() if getattr(given, name) is None})
 
 
 def reported(to: Path | None, document: object) -> bool:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import functools
 import re
-import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import click
 from pydantic.fields import FieldInfo
 
-from pearl.config import SECTIONS, load_settings
-from pearl.config.decoding import NUMBER_WORDS, WordedNumber
+from pearl.config import OPTION_NAMES, EngineConfig, load_settings
 from pearl.config.engine import SHORT_DTYPES, ShortDType
+from pearl.config.options import DECODING_NAMES, OPTIONS, description_of, kind_of_parameter, type_of
 from pearl.errors import ConfigError
-from pearl.spec.methods import METHODS
+from pearl.spec.methods import AS_PUBLISHED, METHODS, WINDOWS
+from pearl.spec.rules import RULES
+from pearl.spec.stops import STOPS
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _ABOUT_CONFIG = "YAML file of these settings, see configs/; toy: an emulated pair."
@@ -42,38 +44,34 @@ def settings_options(
     def add(command: _Command) -> _Command:
         @functools.wraps(command)
         def wrapped(config: Path | None, **given: Any) -> Any:
-            rest = {name: given.pop(name) for name in list(given) if name not in _FIELDS}
+            rest = {name: given.pop(name) for name in list(given) if name not in _SETTINGS}
             values = {name: value for name, value in given.items() if value is not None and value != ()}
             for name in values:
                 if name in unread:
                     raise ConfigError(f"--{name.replace('_', '-')}: {instead}")
             return command(settings=load_settings(config, values), **rest)
 
-        made = field_options(_FIELDS, _ABOUT_CONFIG, defaults or {}, unread)(wrapped)
+        made = field_options(_SETTINGS, _ABOUT_CONFIG, defaults or {}, unread)(wrapped)
         return typing.cast(_Command, made)
 
     return add
 
 
 def field_options(
-    fields: Mapping[str, FieldInfo],
+    settings: Mapping[str, Setting],
     about: str,
     defaults: Mapping[str, str] | None = None,
     hidden: Collection[str] = (),
 ) -> Callable[[Any], Any]:
-    """Add a flag for each field, and --config with the help `about`. `defaults` as of `settings_options`."""
+    """Add a flag for each setting, and --config with the help `about`. `defaults` as of `settings_options`."""
 
     def add(command: Any) -> Any:
-        for name, field in reversed([*fields.items()]):
+        for name, setting in reversed([*settings.items()]):
             default = (defaults or {}).get(name)
-            command = _field_option(name, field, default, hidden=name in hidden)(command)
+            command = _flag(name, setting, default, hidden=name in hidden)(command)
         return click.option("--config", type=click.Path(dir_okay=False, path_type=Path), help=about)(command)
 
     return add
-
-
-# The heading of each section's flags in a command's help.
-_TITLES = dict(zip(SECTIONS, ("The pair, and where it runs", "How it is decoded", "How tokens are drawn"), strict=True))
 
 
 # Settings that --help of a command lists; --help-all lists every one.
@@ -87,8 +85,8 @@ class SettingsCommand(click.Command):
         return [*super().get_params(ctx), _HELP_ALL]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        titles = {name: title for section, title in _TITLES.items() for name in section.model_fields}
-        order = ["Options", *titles.values()]
+        titles = _titles()
+        order = ["Options", *dict.fromkeys(titles.values())]
         if not ctx.meta.get(_ALL):
             titles = dict.fromkeys(titles, "") | dict.fromkeys(_USUAL, "Settings used most")
             order = ["Settings used most", "Options", ""]
@@ -101,6 +99,13 @@ class SettingsCommand(click.Command):
             if title and records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+
+def _titles() -> dict[str, str]:
+    """The heading under which --help-all lists each setting."""
+    titles = dict.fromkeys(EngineConfig.model_fields, "The pair, and where it runs")
+    titles |= dict.fromkeys(DECODING_NAMES, "How it is decoded")
+    return {**titles, **dict.fromkeys(OPTION_NAMES, "How tokens are drawn"), **titles}
 
 
 def _print_all(ctx: click.Context, _: click.Parameter, is_given: bool) -> None:
@@ -121,26 +126,69 @@ _HELP_ALL = click.Option(
 )
 
 
-_FIELDS: dict[str, FieldInfo] = {name: field for s in SECTIONS for name, field in s.model_fields.items()}
+_CHOICES: dict[str, Iterable[str]] = {"method": METHODS, "rule": RULES, "draft_stop": STOPS, "window": WINDOWS}
+_METAVARS = {"json_schema": "JSON", "regex": "EXPRESSION"} | dict.fromkeys(AS_PUBLISHED, "N|auto|off")
+_METAVAR_OF_KIND = {int: "N", float: "X", str: "NAME"}
 
 
-def _field_option(name: str, field: FieldInfo, default: str | None, *, hidden: bool) -> Callable[[Any], Any]:
-    """A flag with the field's type, description and default."""
-    kind, flag = _bare(field.annotation), f"--{name.replace('_', '-')}"
-    common: dict[str, Any] = {"default": None, "hidden": hidden}
-    if kind is bool:
-        return click.option(f"{flag}/--no-{flag[2:]}", name, help=field.description, **common)
-    common["help"] = _help(field, default)
-    if WordedNumber in field.metadata:
-        return click.option(flag, name, metavar="|".join(["N", *NUMBER_WORDS]), **common)
-    if field is _FIELDS["method"]:
-        return click.option(flag, name, cls=_MethodOption, type=_Choice(METHODS), **common)
-    multiple = typing.get_origin(kind) is tuple
-    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-    metavar = extra.get("metavar") or {int: "N", float: "X", str: "NAME"}.get(kind)
+class Setting(NamedTuple):
+    """What a flag takes.
+
+    Attributes:
+        kind: int, float, str or bool; or a tuple of one of these or of pairs, for a flag given several times.
+        choices: the words that it may have; empty: any.
+        other_names: further words -> the choices that they stand for.
+    """
+
+    kind: Any
+    description: str
+    default: Any = None
+    choices: tuple[str, ...] = ()
+    metavar: str | None = None
+    other_names: Mapping[str, str] = MappingProxyType({})
+
+
+def of_field(field: FieldInfo) -> Setting:
+    """The setting of a pydantic field."""
+    kind = type_of(field.annotation)
+    default = None if field.is_required() else field.default
+    description = field.description or ""
+    if get_origin(kind) is not Literal:
+        return Setting(kind, description, default, (), _METAVAR_OF_KIND.get(kind))
     other_names = SHORT_DTYPES if ShortDType in field.metadata else {}
-    form = {"type": _type(kind, other_names), "multiple": multiple, "metavar": metavar}
-    return click.option(flag, name, **common, **form)
+    return Setting(str, description, default, get_args(kind), other_names=other_names)
+
+
+def of_option(name: str) -> Setting:
+    """The setting of a request's option, or of a parameter of a rule or stop policy."""
+    description = description_of(name)
+    if name not in OPTIONS:
+        of_parameter = kind_of_parameter(name)
+        return Setting(of_parameter, description, None, (), _METAVAR_OF_KIND[of_parameter])
+    field = OPTIONS[name]
+    kind = str if name in AS_PUBLISHED else type_of(field.type)
+    metavar = _METAVARS.get(name) or _METAVAR_OF_KIND.get(kind)
+    default = next(iter(RULES)) if name == "rule" else field.default
+    return Setting(kind, description, default, tuple(_CHOICES.get(name, ())), metavar)
+
+
+_SETTINGS = {name: of_field(field) for name, field in EngineConfig.model_fields.items()}
+_SETTINGS |= {name: of_option(name) for name in OPTION_NAMES}
+
+
+def _flag(name: str, setting: Setting, default: str | None, *, hidden: bool) -> Callable[[Any], Any]:
+    """A click option with the setting's type, description and default."""
+    flag = f"--{name.replace('_', '-')}"
+    common: dict[str, Any] = {"default": None, "hidden": hidden}
+    if setting.kind is bool:
+        return click.option(f"{flag}/--no-{flag[2:]}", name, help=setting.description, **common)
+    common["help"] = _help(setting, default)
+    if name == "method":
+        return click.option(flag, name, cls=_MethodOption, type=_Choice(METHODS), **common)
+    kind = _Choice(setting.choices, setting.other_names) if setting.choices else _type(setting.kind)
+    multiple = get_origin(setting.kind) is tuple
+    metavar = None if setting.choices else setting.metavar
+    return click.option(flag, name, type=kind, multiple=multiple, metavar=metavar, **common)
 
 
 class _Choice(click.Choice):
@@ -175,29 +223,19 @@ class _MethodOption(click.Option):
         words = "; ".join(f"{method.name}: {method.description}" for method in usual)
         names = "|".join(method.name for method in usual)
         others = len(METHODS) - len(usual)
-        default = _FIELDS["method"].default
+        default = OPTIONS["method"].default
         return f"--method [{names}|...]", f"{words}; --help-all: {others} others.  [default: {default}]"
 
 
-def _bare(annotation: Any) -> Any:
-    """The type without `| None` and without Annotated."""
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        (annotation,) = (a for a in typing.get_args(annotation) if a is not type(None))
-    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation
-
-
-def _type(kind: Any, other_names: Mapping[str, str]) -> Any:
-    if typing.get_origin(kind) is Literal:
-        return _Choice(typing.get_args(kind), other_names)
-    if typing.get_origin(kind) is not tuple:
+def _type(kind: Any) -> Any:
+    if get_origin(kind) is not tuple:
         return kind
-    each = _bare(typing.get_args(kind)[0])
-    return typing.get_args(each) or each  # pairs are two arguments of the flag
+    item = type_of(get_args(kind)[0])
+    return tuple(type_of(part) for part in get_args(item)) or item  # pairs are two arguments of the flag
 
 
-def _help(field: FieldInfo, default: str | None) -> str:
-    description = field.description or ""
+def _help(setting: Setting, default: str | None) -> str:
     if default is not None:
-        return f"{_STATED_DEFAULT.sub('', description).rstrip('.')}.  [default: {default}]"
-    shown = not field.is_required() and field.default not in (None, ()) and not isinstance(field.default, tuple)
-    return f"{description}  [default: {field.default}]" if shown else description
+        return f"{_STATED_DEFAULT.sub('', setting.description).rstrip('.')}.  [default: {default}]"
+    is_shown = setting.default is not None and not isinstance(setting.default, tuple)
+    return f"{setting.description}  [default: {setting.default}]" if is_shown else setting.description

@@ -67,7 +67,7 @@ def serve(
     if http is None and (more["model"] is not None or more["origins"]):
         raise ConfigError("--http-model and --cors go with --http HOST:PORT")
     if http is not None:
-        settings.engine.check_decoding(settings.decoding)
+        settings.engine.check_options(settings.options)
     door = None
     if http is not None and not torchrun.rank():
         door = _bind(http, api_key or None, logs_requests=log_requests == "on", **more)

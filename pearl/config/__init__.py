@@ -1,4 +1,4 @@
-"""Every setting, validated by pydantic: how an engine is built, how a request is decoded and sampled.
+"""Every setting: how an engine is built (validated by pydantic), and the options of a request (by msgspec).
 
 A configuration file is one flat YAML mapping of these fields; every field is also a flag of the command line. Unknown
 keys and bad values are refused by name. Must not know models, sockets or processes.
@@ -11,29 +11,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pearl.config.decoding import DecodingConfig
 from pearl.config.engine import EngineConfig, ModelConfig, ModelRole
-from pearl.config.sampling import SamplingParams
+from pearl.config.options import OF_RULES, OPTION_NAMES, OPTIONS, RequestOptions, options_of
 from pearl.config.section import Section, refuse_unknown
 from pearl.document import parse_yaml
 from pearl.errors import ConfigError
 from pearl.spec.methods import DRAFTLESS
-from pearl.spec.rules import RULES, named_parameters
 
-__all__ = ["DecodingConfig", "EngineConfig", "ModelConfig", "ModelRole", "SamplingParams", "Section", "Settings"]
-__all__ += ["SECTIONS", "load_settings", "read_file"]
+__all__ = ["EngineConfig", "ModelConfig", "ModelRole", "RequestOptions", "SamplingParams", "Section", "Settings"]
+__all__ += ["OPTION_NAMES", "SETTING_NAMES", "load_settings", "read_file"]
 
+SamplingParams = RequestOptions  # its public name
 _OWN = {"toy": Path(__file__).with_name("toy.yaml")}  # configurations of the package, by name
-SECTIONS: tuple[type[Section], ...] = (EngineConfig, DecodingConfig, SamplingParams)
+SETTING_NAMES = (*EngineConfig.model_fields, *OPTION_NAMES)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A whole run: the three sections."""
+    """A whole run: the engine, and the options of its requests."""
 
     engine: EngineConfig
-    decoding: DecodingConfig
-    sampling: SamplingParams
+    options: RequestOptions
 
 
 def load_settings(path: Path | None, overrides: Mapping[str, Any]) -> Settings:
@@ -53,9 +51,12 @@ def load_settings(path: Path | None, overrides: Mapping[str, Any]) -> Settings:
 
 def _refuse_unread(values: Mapping[str, Any]) -> None:
     """Raises `ConfigError` for a setting of drafts with a method that has none: it would be ignored."""
-    fields, method = DecodingConfig.model_fields, values.get("method")
-    for name in ("gamma", "window", "rule", *named_parameters(RULES.values())):
-        if method in DRAFTLESS and values.get(name, fields[name].default) != fields[name].default:
+    method = values.get("method")
+    if method not in DRAFTLESS:
+        return
+    for name in ("gamma", "window", "rule", *OF_RULES):
+        default = OPTIONS[name].default if name in OPTIONS else None
+        if values.get(name, default) != default:
             raise ConfigError(f"{name} is for methods with a draft, and {method} has none: leave it out")
 
 
@@ -68,12 +69,12 @@ def _is_valid(values: Mapping[str, Any]) -> bool:
 
 
 def _settings(values: Mapping[str, Any]) -> Settings:
-    refuse_unknown(values, {name: field for section in SECTIONS for name, field in section.model_fields.items()})
-    engine, decoding, sampling = (s(**{k: v for k, v in values.items() if k in s.model_fields}) for s in SECTIONS)
-    assert isinstance(engine, EngineConfig)
-    assert isinstance(decoding, DecodingConfig)
-    assert isinstance(sampling, SamplingParams)
-    return Settings(engine, decoding, sampling)
+    refuse_unknown(values, dict.fromkeys(SETTING_NAMES))
+    engine = {name: value for name, value in values.items() if name in EngineConfig.model_fields}
+    options = options_of({name: value for name, value in values.items() if name not in engine})
+    if problem := options.guess_problem():
+        raise ConfigError(problem)
+    return Settings(EngineConfig(**engine), options)
 
 
 def read_file(path: Path) -> dict[str, Any]:

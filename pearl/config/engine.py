@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from pearl.config.decoding import DecodingConfig, wide_window
+from pearl.config.options import RequestOptions, wide_window
 from pearl.config.section import Section, check_utf8
 from pearl.device import Device
 from pearl.errors import ConfigError
@@ -204,20 +204,22 @@ class EngineConfig(Section):
         """The roles that have a model."""
         return ("target", "draft") if self.has_draft else ("target",)
 
-    def check_decoding(self, decoding: DecodingConfig) -> None:
-        """Raises `ConfigError` if method, window or stop policy need what this engine does not have."""
-        method = decoding.method
+    def check_options(self, options: RequestOptions) -> None:
+        """Raises `ConfigError` if options do not fit each other, or need what this engine does not have."""
+        method = options.method
+        if problem := options.guess_problem():
+            raise ConfigError(problem)
         if method not in (*DRAFTLESS, "auto") and not self.has_draft:
             use = " or ".join(name for name in DRAFTLESS if not (METHODS[name].guesses or METHODS[name].needs))
             raise ConfigError(f"method {method} needs a draft model and this engine has none; use method {use}")
         if (needed := METHODS[method].needs) and not getattr(self, needed):
             how = f"give --{needed}" if needed == "habits" else f"name one with --{needed}"
             raise ConfigError(f"method {method} needs {needed}: {how}")
-        if self.slots > 1 and (decoding.gamma or 0) > MAX_WINDOW:
-            raise ConfigError(wide_window(decoding.gamma))
-        if STOPS[decoding.draft_stop].is_trained and self.disco is None:
+        if self.slots > 1 and (options.gamma or 0) > MAX_WINDOW:
+            raise ConfigError(wide_window(options.gamma))
+        if STOPS[options.draft_stop].is_trained and self.disco is None:
             raise ConfigError(
-                f"draft_stop {decoding.draft_stop} needs a classifier of this pair: make one with pearl disco train, "
+                f"draft_stop {options.draft_stop} needs a classifier of this pair: make one with pearl disco train, "
                 "and name its file with --disco"
             )
 

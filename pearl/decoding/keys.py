@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pearl.protocol.options import Sampling
+from pearl.config.options import RequestOptions
 
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 EARLY = 1e-3  # bound on the exponentials of `early_ids`: about 50 of 49,152 ids
@@ -33,12 +33,12 @@ class Purpose(IntEnum):
     DIRECT = 4
 
 
-def draw_key(sampling: Sampling, position: int, purpose: Purpose, candidate: int = 0) -> int:
+def draw_key(options: RequestOptions, position: int, purpose: Purpose, candidate: int = 0) -> int:
     """The 64-bit key of one draw for the token at `position` of the whole sequence.
 
     `candidate` numbers several draws for one position and purpose.
     """
-    packed = struct.pack("<QqqB", sampling.seed, sampling.sample, position, purpose)
+    packed = struct.pack("<QqqB", options.seed, options.sample, position, purpose)
     if candidate:
         packed += struct.pack("<H", candidate)
     return int.from_bytes(blake2b(packed, digest_size=8).digest(), "little")

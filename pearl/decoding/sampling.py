@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pearl.config.options import RequestOptions
 from pearl.decoding.keys import EARLY, early_ids, exponentials, key_column, uniform
 from pearl.errors import NumericalError
-from pearl.protocol.options import Sampling
 
 _log = logging.getLogger(__name__)
 
@@ -205,7 +205,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     return torch.stack((best.double(), token.double()), -1)
 
 
-def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def probabilities(logits: torch.Tensor, options: RequestOptions) -> torch.Tensor:
     """The distribution that is sampled from: after temperature, top-k, top-p and min-p, in this order, as transformers.
 
     Args:
@@ -216,17 +216,17 @@ def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         [..., vocab], float32, sums to 1 up to rounding; exactly 0 where filtered out.
     """
     scores = logits if logits.dtype is torch.float32 else logits.float()
-    if sampling.temperature != 1:
-        scores = scores / sampling.temperature
-    if 0 < sampling.top_k < scores.shape[-1]:
-        scores = scores.masked_fill(scores < torch.topk(scores, sampling.top_k).values[..., -1:], -torch.inf)
-    if sampling.top_p < 1:
+    if options.temperature != 1:
+        scores = scores / options.temperature
+    if 0 < options.top_k < scores.shape[-1]:
+        scores = scores.masked_fill(scores < torch.topk(scores, options.top_k).values[..., -1:], -torch.inf)
+    if options.top_p < 1:
         if scores.is_cpu:
-            return _nucleus_on_host(scores, sampling.top_p, sampling.min_p)
-        scores = nucleus(scores, sampling.top_p)
-    if sampling.min_p > 0:
+            return _nucleus_on_host(scores, options.top_p, options.min_p)
+        scores = nucleus(scores, options.top_p)
+    if options.min_p > 0:
         probs = torch.softmax(scores, -1)
-        scores = scores.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), -torch.inf)
+        scores = scores.masked_fill(probs < options.min_p * probs.amax(-1, keepdim=True), -torch.inf)
     return torch.softmax(scores, -1)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from pearl.config.options import RequestOptions
 from pearl.errors import GrammarError
-from pearl.protocol.options import Shaping
 
 # (grammar, tokens that end a text) -> a `pearl.text.grammar.Guide`; raises `GrammarError`.
 MakeGuide = Callable[[str, Sequence[int]], Any]
@@ -31,15 +31,15 @@ class Shaper:
             was none. It is raised only if that row is sampled, because the row may follow a rejected guess.
     """
 
-    def __init__(self, shaping: Shaping, prompt: Sequence[int], guides: MakeGuide | None = None) -> None:
-        self._shaping, self._prompt = shaping, prompt
+    def __init__(self, options: RequestOptions, prompt: Sequence[int], guides: MakeGuide | None = None) -> None:
+        self._options, self._prompt = options, prompt
         self._guide: Any = None  # of its grammar, if it has one
         self._broken: GrammarError | None = None  # why its grammar has no guide: only this request is to fail
-        if shaping.grammar and guides is None:
+        if options.grammar and guides is None:
             self._broken = GrammarError("texts are held to no grammar here")
-        elif guides is not None and shaping.grammar:
+        elif guides is not None and options.grammar:
             try:
-                self._guide = guides(shaping.grammar, shaping.ends)
+                self._guide = guides(options.grammar, options.grammar_ends)
             except GrammarError as error:
                 self._broken = error
         self._text: list[int] = []
@@ -52,16 +52,16 @@ class Shaper:
         for token in reversed(self._text[length:]):
             self._text.pop()
             _less(self._seen, token)
-            if len(self._text) >= self._shaping.prompt:
+            if len(self._text) >= self._options.prompt_length:
                 _less(self._written, token)
         if self._guide is not None:
-            self._guide.cut(max(0, len(self._text) - self._shaping.prompt))
+            self._guide.cut(max(0, len(self._text) - self._options.prompt_length))
         assert length <= max(len(self._text), len(self._prompt))
         self.extend(self._prompt[len(self._text) : length])
 
     def extend(self, tokens: Iterable[int]) -> None:
         for token in tokens:
-            if len(self._text) >= self._shaping.prompt:
+            if len(self._text) >= self._options.prompt_length:
                 self._written[token] = self._written.get(token, 0) + 1
                 if self._guide is not None:
                     self._guide.extend(token)
@@ -109,19 +109,20 @@ class Shaper:
         """
         if self._broken is not None:
             raise self._broken
-        shaping, row = self._shaping, logits.to(torch.float32, copy=True)
+        options = self._options
+        row = logits.to(torch.float32, copy=True)
         # A draft may lack the target's last ids, which mean nothing there.
-        if known := [(token, bias) for token, bias in shaping.logit_bias if token < len(row)]:
+        if known := [(token, bias) for token, bias in options.logit_bias if token < len(row)]:
             ids, biases = zip(*known, strict=True)
             row[self._ids(ids, row)] += torch.tensor(biases, dtype=torch.float32, device=row.device)
-        if shaping.repetition_penalty != 1 and self._seen:
+        if options.repetition_penalty != 1 and self._seen:
             seen = self._ids(self._seen, row)
             scores = row[seen]
-            penalty = shaping.repetition_penalty
+            penalty = options.repetition_penalty
             row[seen] = torch.where(scores < 0, scores * penalty, scores / penalty)
-        if (shaping.presence_penalty or shaping.frequency_penalty) and self._written:
+        if (options.presence_penalty or options.frequency_penalty) and self._written:
             counts = torch.tensor([*self._written.values()], dtype=torch.float32, device=row.device)
-            row[self._ids(self._written, row)] -= shaping.frequency_penalty * counts + shaping.presence_penalty
+            row[self._ids(self._written, row)] -= options.frequency_penalty * counts + options.presence_penalty
         if self._guide is not None and (allowed := self._guide.allowed()) is not None:
             refused = np.ones(len(row), np.bool_)
             refused[: len(allowed)] = ~allowed[: len(row)]
@@ -137,9 +138,9 @@ class Shaper:
         return torch.tensor([*tokens], device=row.device)
 
 
-def make_shaper(shaping: Shaping | None, prompt: Sequence[int], guides: MakeGuide | None = None) -> Shaper | None:
-    """None: the request changes no logits."""
-    return None if shaping is None else Shaper(shaping, prompt, guides)
+def make_shaper(options: RequestOptions, prompt: Sequence[int], guides: MakeGuide | None = None) -> Shaper | None:
+    """Return the shaper of a request; None if it changes no logits."""
+    return Shaper(options, prompt, guides) if options.shapes_logits else None
 
 
 def _less(counts: dict[int, int], token: int) -> None:

@@ -68,15 +68,15 @@ class ModelProposer:
 
     def open(self, command: Open) -> None:
         """Get ready for a request. Raises `RequestError` where it cannot be served."""
-        options, sampling = command.options, command.options.sampling
-        half = make_half("draft", options.rule, sampling, options.parameters)
+        options = command.options
+        half = make_half("draft", options.rule, options, options.parameters)
         before = self._texts.get(command.request)
         window = before.window if before is not None else None  # a request that gets its prefix again keeps its windows
         if window is None and (policy := self._policies(command)) is not None:
             window = StopWindow(policy, len(command.prompt))
         slot = self._slots.get(command.slot, command.slot)
         self._texts = {number: each for number, each in self._texts.items() if each.slot != slot}
-        shaper = make_shaper(sampling.shaping, command.prompt, self._guides)
+        shaper = make_shaper(options, command.prompt, self._guides)
         text = Text(command.slot, slot, half, options, shaper, window)
         # Shaped rows depend on the text up to them, blocks are searched for.
         if shaper is None and not text.is_block:

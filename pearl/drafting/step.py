@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pearl.config.options import RequestOptions
 from pearl.decoding.sampling import Shortlist, on_host, read_shortlist, shortlist
 from pearl.decoding.shaping import Shaper
 from pearl.drafting.branches import Branches
@@ -20,7 +21,6 @@ from pearl.drafting.ngram import Anchor, NgramIndex, guess_tree
 from pearl.drafting.stops import TOP, StopWindow
 from pearl.models.runner import Feed, ModelRunner
 from pearl.protocol.events import Draft, Drafted
-from pearl.protocol.options import RequestOptions
 from pearl.protocol.speeds import ForwardTimes
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Unpack
 
-from pearl.config import SamplingParams
+from pearl.config import RequestOptions
 from pearl.engine.engine import Engine
 from pearl.engine.request import Options, Prompt, as_prompts
 from pearl.engine.stream import Piece, Result, Stream
@@ -29,10 +29,10 @@ class AsyncStream:
         on_piece: called with each piece as it arrives, however slowly they are read.
     """
 
-    def __init__(self, engine: AsyncEngine, prompt: Prompt, params: SamplingParams | None, options: Options) -> None:
+    def __init__(self, engine: AsyncEngine, prompt: Prompt, params: RequestOptions | None, options: Options) -> None:
         _ = engine.engine  # raises if it is closed
         self._engine = engine
-        self._request: tuple[Prompt, SamplingParams | None, Options] | None = (prompt, params, options)
+        self._request: tuple[Prompt, RequestOptions | None, Options] | None = (prompt, params, options)
         self._events: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()  # None: the end of the text
         self._stream: Stream | None = None
         self._is_closed = False
@@ -71,7 +71,7 @@ class AsyncStream:
         finally:
             self.close()
 
-    async def _write(self, prompt: Prompt, params: SamplingParams | None, options: Options) -> None:
+    async def _write(self, prompt: Prompt, params: RequestOptions | None, options: Options) -> None:
         """Pass on the pieces as they arrive."""
         run, end = asyncio.get_running_loop().run_in_executor, None
         try:
@@ -88,7 +88,7 @@ class AsyncStream:
         self._engine.slots.release()
         self._events.put_nowait(end)
 
-    def _begin(self, prompt: Prompt, params: SamplingParams | None, options: Options) -> Stream | None:
+    def _begin(self, prompt: Prompt, params: RequestOptions | None, options: Options) -> Stream | None:
         """In a thread, for a long prompt takes long to encode. None if the stream was closed meanwhile."""
         engine = self._engine.engine
         tokens = engine.encode(prompt, raw=options.get("raw", True))
@@ -105,7 +105,7 @@ class AsyncEngine:
     """`Engine` for asyncio, with the same arguments; an async context manager.
 
         async with AsyncEngine() as engine:
-            async for piece in engine.stream("Hello", SamplingParams(max_tokens=64)):
+            async for piece in engine.stream("Hello", RequestOptions(max_tokens=64)):
                 print(piece.text, end="", flush=True)
 
     Starting and closing do not block the event loop. As many texts are written side by side as the engine has `slots`;
@@ -165,7 +165,7 @@ class AsyncEngine:
         """The tokens of a prompt. Raises `RequestError`."""
         return await asyncio.get_running_loop().run_in_executor(self.encoder, self.engine.encode, prompt)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[Options]) -> AsyncStream:
+    def stream(self, prompt: Prompt, params: RequestOptions | None = None, **options: Unpack[Options]) -> AsyncStream:
         """Generates one text, piece by piece; arguments as for `Engine.stream`.
 
         Errors of `Engine.stream` are raised with the first piece.
@@ -173,7 +173,7 @@ class AsyncEngine:
         return AsyncStream(self, prompt, params, options)
 
     async def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **options: Unpack[Options]
+        self, prompts: Prompt | Sequence[Prompt], params: RequestOptions | None = None, **options: Unpack[Options]
     ) -> list[Result]:
         """Generates a text for each prompt; arguments as for `Engine.generate`."""
         tasks = [asyncio.create_task(_read(self.stream(each, params, **options))) for each in as_prompts(prompts)]

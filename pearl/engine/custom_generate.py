@@ -14,7 +14,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel, generation
 
-from pearl.config import DecodingConfig, SamplingParams
+from pearl.config import RequestOptions
 from pearl.engine.request import submission
 from pearl.errors import ConfigError
 from pearl.execution.pair import decode
@@ -57,7 +57,7 @@ def generate(
     method = method or _METHODS[len(models)]
     if method not in _METHODS[: len(models) + 1]:
         raise ConfigError(f"method {method!r} is not ar, ngram, or sd; sd needs an assistant_model")
-    decoding = DecodingConfig(method=method, rule="coupled", gamma=gamma)
+    decoding = RequestOptions(method=method, rule="coupled", gamma=gamma)
     modes = [each.training for each in models]
     try:
         run: Any = model.generate
@@ -67,14 +67,14 @@ def generate(
             each.train(is_training)
 
 
-def _params(config: GenerationConfig, seed: int | None) -> SamplingParams:
+def _params(config: GenerationConfig, seed: int | None) -> RequestOptions:
     """Raises `ConfigError` for options that are not supported."""
     samples = bool(config.do_sample)
     refused = [name for name in _REFUSED if getattr(config, name, None)]
     if refused := [*unsupported_options(config.to_dict(), samples), *refused]:
         raise ConfigError(f"pearl's custom_generate does not take {', '.join(refused)}")
     filters = {name: getattr(config, name) for name in ("top_k", "top_p", "min_p")} if samples else {}
-    return SamplingParams(
+    return RequestOptions(
         temperature=(1.0 if config.temperature is None else config.temperature) if samples else 0.0,
         repetition_penalty=config.repetition_penalty,
         seed=int(torch.randint(2**53, ())) if seed is None else seed,
@@ -87,7 +87,7 @@ class _Call:
     """One call of `generate`."""
 
     models: Sequence[PreTrainedModel]
-    decoding: DecodingConfig
+    decoding: RequestOptions
     streamer: Any
     seed: int | None
 
@@ -116,7 +116,7 @@ class _Call:
         for sample, ids in enumerate(input_ids):
             given = {"sample": sample, "max_tokens": limit - len(ids)}
             prompt = (ids if mask is None else ids[mask[sample] != 0]).tolist()
-            submit = submission(1, prompt, limit, params.model_copy(update=given), defaults, self.decoding)
+            submit = submission(1, prompt, limit, params.changed(**given).overridden_by(self.decoding), defaults)
             rows.append(self._text(ids, submit, runners, criteria))
         found: Any = pad_sequence(rows, batch_first=True, padding_value=0 if pad is None else int(pad))
         return (

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from pearl.cache import Progress, silent
-from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.config import EngineConfig, RequestOptions
 from pearl.engine.card import read_card
 from pearl.engine.client import Client
 from pearl.engine.launcher import LocalLauncher
@@ -147,11 +147,10 @@ class Engine:
     def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: RequestOptions | None = None,
         *,
         method: str | None = None,
         rule: str | None = None,
-        decoding: DecodingConfig | None = None,
         preview: bool = False,
         raw: bool = True,
         show: Collection[str] = (),
@@ -160,8 +159,8 @@ class Engine:
 
         Args:
             prompt: text, token ids, or chat messages ({"role": ..., "content": ...}).
-            params: how to sample; fields that are not set have the checkpoint's defaults.
-            method, rule, decoding, preview, raw, show: see `Options`.
+            params: how to decode and sample; fields that are not set have the checkpoint's defaults.
+            method, rule, preview, raw, show: see `Options`.
 
         Raises:
             ConfigError: an unknown option, or one that this engine cannot serve.
@@ -173,15 +172,14 @@ class Engine:
             next(self.client.numbers),
             self.encode(prompt, raw=raw),
             self.context,
-            (params or SamplingParams()).with_seed(),
+            _options(self.config, params, method=method, rule=rule).with_seed(),
             self.defaults,
-            _decoding(self.config, decoding, method=method, rule=rule),
             preview,
         )
         return self.client.submit(Stream(self.client, self.tokenizer, submit, show), submit)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **options: Unpack[Options]
+        self, prompts: Prompt | Sequence[Prompt], params: RequestOptions | None = None, **options: Unpack[Options]
     ) -> list[Result]:
         """Generates a text for each prompt, `slots` of them side by side; arguments as for `stream`."""
         waiting, results = deque(as_prompts(prompts)), []
@@ -214,9 +212,8 @@ def _load_tokenizer(config: EngineConfig, progress: Progress) -> tuple[Any, Gene
     return tokenizer, defaults
 
 
-def _decoding(config: EngineConfig, decoding: DecodingConfig | None, **named: str | None) -> DecodingConfig:
-    """What a request asks for: `decoding`, and settings that were named."""
-    values = decoding.model_dump(exclude_unset=True) if decoding else {}
-    chosen = DecodingConfig(**(values | {name: value for name, value in named.items() if value}))
-    config.check_decoding(chosen)
-    return chosen
+def _options(config: EngineConfig, params: RequestOptions | None, **named: str | None) -> RequestOptions:
+    """The options of a request that this engine can serve: `params`, and settings that were named."""
+    options = (params or RequestOptions()).changed(**{name: value for name, value in named.items() if value})
+    config.check_options(options)
+    return options

@@ -9,10 +9,9 @@ from functools import cache
 from math import inf
 from typing import Any, TypedDict
 
-from pearl.config import DecodingConfig, SamplingParams
+from pearl.config import RequestOptions
 from pearl.errors import RequestError
 from pearl.protocol.messages import Submit
-from pearl.protocol.options import RequestOptions, Sampling, Shaping
 from pearl.text.grammar import grammar_of
 from pearl.text.reasoning import tags_of
 from pearl.text.stream import Tokenizer, Tools
@@ -48,15 +47,13 @@ _PROMPT = "a prompt is text, a list of chat messages, or a list of token ids"
 class Options(TypedDict, total=False):
     """How one text is generated.
 
-    method: shorthand for decoding=DecodingConfig(method=...).
+    method, rule: in place of those of the options.
     preview: also yield the draft's pending tokens.
     raw: take a text prompt as it is (the default); False applies the chat template, if there is one.
-    rule: shorthand for decoding=DecodingConfig(rule=...).
     show: special tokens whose names are part of the text.
     """
 
     method: str | None
-    decoding: DecodingConfig | None
     preview: bool
     raw: bool
     rule: str | None
@@ -136,73 +133,43 @@ def submission(
     number: int,
     tokens: Sequence[int],
     context: int,
-    params: SamplingParams,
+    options: RequestOptions,
     defaults: GenerationDefaults,
-    decoding: DecodingConfig,
     preview: bool = False,
 ) -> Submit:
-    """Request `number` for a target with a context of `context` tokens. The seed of `params` must be set."""
-    most = params.max_tokens or min(defaults.max_tokens or context, max(0, context - len(tokens)))
+    """Request `number` for a target with a context of `context` tokens. The seed of `options` must be set."""
+    most = options.max_tokens or min(defaults.max_tokens or context, max(0, context - len(tokens)))
     limit = len(tokens) + most
     if not tokens:
         raise RequestError("the prompt is empty: give at least one token")
     if len(tokens) >= context or limit > context:
-        wanted = f" + {params.max_tokens} to generate" if params.max_tokens else ""
+        wanted = f" + {options.max_tokens} to generate" if options.max_tokens else ""
         raise RequestError(
             f"the prompt has {len(tokens)} tokens{wanted}, the context holds {context}: "
             "shorten the prompt, lower max_tokens, or raise max_context"
         )
+    ends = () if options.ignore_eos else defaults.eos
     return Submit(
         number,
         tuple(tokens),
         limit,
-        RequestOptions(
-            decoding.method,
-            decoding.window,
-            decoding.gamma_in_use,
-            decoding.rule_in_use,
-            decoding.parameters,
-            **decoding.guesses,
-            draft_stop=decoding.draft_stop,
-            stop_parameters=decoding.stop_parameters,
-            sampling=resolve_sampling(params, defaults, len(tokens)),
-            stops=tuple(params.stop),
-            logprobs=params.logprobs,
-        ),
-        eos=tuple(dict.fromkeys((*(() if params.ignore_eos else defaults.eos), *params.stop_token_ids))),
+        resolved(options, defaults, len(tokens)),
+        eos=tuple(dict.fromkeys((*ends, *options.stop_token_ids))),
         preview=preview,
     )
 
 
-def with_defaults(params: SamplingParams, defaults: GenerationDefaults) -> dict[str, Any]:
-    """The settings that a checkpoint may have defaults for: the user's, or else the checkpoint's."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    given = {name: getattr(params, name) for name in names}
-    return {name: getattr(defaults, name) if value is None else value for name, value in given.items()}
-
-
-def resolve_sampling(params: SamplingParams, defaults: GenerationDefaults, prompt: int) -> Sampling:
-    """The user's choices over the checkpoint's own defaults, for a prompt of `prompt` tokens."""
-    assert params.seed is not None
-    chosen = with_defaults(params, defaults)
-    grammar = grammar_of(params.json_schema, params.regex)
-    shaping = Shaping(
-        prompt,
-        chosen["repetition_penalty"],
-        params.presence_penalty,
-        params.frequency_penalty,
-        tuple(pair for pair in dict(params.logit_bias).items() if pair[1]),
-        grammar,
-        defaults.eos if grammar else (),
-    )
+def resolved(options: RequestOptions, defaults: GenerationDefaults, prompt_length: int) -> RequestOptions:
+    """The user's options over the checkpoint's own defaults, as a worker reads them."""
+    assert options.seed is not None
+    grammar = grammar_of(options.json_schema, options.regex)
     if grammar and not defaults.eos:
         raise RequestError("this model has no token that ends a text, which a grammar needs")
-    return Sampling(
-        chosen["temperature"],
-        chosen["top_k"],
-        chosen["top_p"],
-        chosen["min_p"],
-        params.seed,
-        params.sample,
-        None if shaping == Shaping(prompt) else shaping,
+    return options.resolved(defaults.sampling).changed(
+        logit_bias=tuple((token, bias) for token, bias in dict(options.logit_bias).items() if bias),
+        json_schema=None,
+        regex=None,
+        prompt_length=prompt_length,
+        grammar=grammar,
+        grammar_ends=defaults.eos if grammar else (),
     )

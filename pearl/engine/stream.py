@@ -68,10 +68,10 @@ class Stream:
         self.request = submit.request
         self.inbox: deque[object] = deque()
         self.is_open = True
-        self.result = Result(seed=submit.options.sampling.seed, prompt_tokens=list(submit.prompt))
+        self.result = Result(seed=submit.options.seed, prompt_tokens=list(submit.prompt))
         self._end = len(submit.prompt)  # position after the last token that has arrived
         self._client = client
-        self._text = TextStream(tokenizer, submit.prompt, submit.options.stops, show)
+        self._text = TextStream(tokenizer, submit.prompt, submit.options.stop, show)
 
     def take(self, message: object) -> bool:
         """Puts a message into the inbox; False if committed tokens do not follow the ones before."""

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from msgspec.structs import replace
 
-from pearl.config.sampling import LEAST_LOGPROB
+from pearl.config.options import LEAST_LOGPROB
 from pearl.decoding.rules import TargetHalf, make_half
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
@@ -225,18 +225,18 @@ class TargetExecutor:
 
     def _open(self, command: Open) -> None:
         self._requests = {number: each for number, each in self._requests.items() if each.slot != command.slot}
-        options, sampling, text = command.options, command.options.sampling, None
-        if options.stops:
+        options, text = command.options, None
+        if options.stop:
             assert self._text_stream is not None
-            text = self._text_stream(command.prompt, options.stops)
+            text = self._text_stream(command.prompt, options.stop)
         self._requests[command.request] = _Request(
             command.slot,
-            make_half("target", options.rule, sampling, options.parameters),
-            DirectDraw(sampling),
+            make_half("target", options.rule, options, options.parameters),
+            DirectDraw(options),
             options.rule_in_force,
             text,
             command.prompt,
-            make_shaper(sampling.shaping, command.prompt, self._guides),
+            make_shaper(options, command.prompt, self._guides),
             METHODS[options.method],
             logprobs=options.logprobs,
         )
@@ -290,7 +290,7 @@ class TargetExecutor:
         ids, vocab = self._head.ids, self.runner.vocab_size
 
         def draw(logits: torch.Tensor, position: int) -> int:
-            if request.direct.sampling.temperature == 0:
+            if request.direct.options.temperature == 0:
                 return int(ids[logits.argmax()])
             every = logits.new_full((vocab,), -torch.inf)
             every[ids] = logits

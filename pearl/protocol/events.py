@@ -11,9 +11,9 @@ from typing import Any
 
 from msgspec import Struct
 
+from pearl.config.options import RequestOptions
 from pearl.protocol.foresight import Seen
 from pearl.protocol.messages import FinishReason, Message, Source
-from pearl.protocol.options import RequestOptions
 from pearl.protocol.proposals import Proposal
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from pearl.protocol.options import Position, Record
+from pearl.config.records import Position, Record
 
 RIVALS = 4  # tokens of a row that are considered beside the one drawn
 _SHARES = 8

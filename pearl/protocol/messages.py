@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta
 
-from pearl.config.sampling import LEAST_LOGPROB, MAX_LOGPROBS
+from pearl.config.options import LEAST_LOGPROB, MAX_LOGPROBS, Ends, RequestOptions
+from pearl.config.records import MAX_TEXT, Count, Name, Position, Record, Word
 from pearl.protocol.foresight import Seen
-from pearl.protocol.options import MAX_TEXT, Count, Ends, Name, Position, Record, RequestOptions, Word
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 
 MAX_FRAME = 16 << 20  # bytes
 MAX_TOKENS = 1 << 20  # in one list

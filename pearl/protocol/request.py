@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pearl.config.options import RequestOptions
 from pearl.protocol.events import Deliver, Odds, Phase
 from pearl.protocol.machine import Do
 from pearl.protocol.messages import Committed, FinishReason, Preview, Provenance, Source, Submit
-from pearl.protocol.options import RequestOptions
 from pearl.protocol.proposals import Proposal, ProposalStore
 from pearl.protocol.sequence import TokenSequence
 from pearl.spec.methods import METHODS

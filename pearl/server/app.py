@@ -306,7 +306,7 @@ class _Reply:
     async def _text(self, tokens: list[int], number: int) -> AsyncIterator[AsyncStream]:
         with _errors_about(self._asked.prompt_field):
             params = self._asked.numbered(number, self._service.engine.context - len(tokens))
-            options = Options(decoding=self._asked.decoding)
+            options = Options()
             if self._asked.format is not None:
                 options["show"] = self._asked.format.shown
             async with self._service.text(tokens, params, options, self._arrived) as text:

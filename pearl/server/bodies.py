@@ -15,7 +15,16 @@ from pydantic import (
     model_validator,
 )
 
-from pearl.config.sampling import LONGEST_STOP, MAX_BIASES, MAX_LOGPROBS, MOST_STOPS, SamplingParams
+from pearl.config.options import (
+    LONGEST_STOP,
+    MAX_BIASES,
+    MAX_LOGPROBS,
+    MOST_STOPS,
+    OPTIONS,
+    bounds_of,
+    description_of,
+    type_of,
+)
 from pearl.server.fields import Body, Text, Unserved, check_text, only_with
 
 MOST_TEXTS = 128  # of one request: prompts times n
@@ -186,11 +195,19 @@ _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _Prompt = Annotated[Text, Field(min_length=1)] | Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)]
 
 
-_FIELDS: dict[str, Any] = {name: (field.annotation, field) for name, field in SamplingParams.model_fields.items()}
+def _field_of(name: str) -> Any:
+    """The pydantic field of an option: its type, bounds, default and description."""
+    option = OPTIONS[name]
+    bounds: dict[str, Any] = {}
+    for bound in bounds_of(option.type):
+        limits = {limit: getattr(bound, limit) for limit in ("ge", "gt", "le", "lt")}
+        bounds |= {limit: value for limit, value in limits.items() if value is not None}
+    field = Field(default=option.default, description=description_of(name), **bounds)
+    return type_of(option.type) | None, field
 
 
-class SharedRequest(create_model("Sampling", __base__=Body, **{name: _FIELDS[name] for name in SAMPLING})):  # type: ignore[misc]
-    """The fields of both endpoints; those of `SamplingParams` have its bounds."""
+class SharedRequest(create_model("Sampling", __base__=Body, **{name: _field_of(name) for name in SAMPLING})):  # type: ignore[misc]
+    """The fields of both endpoints; those of `RequestOptions` have its bounds."""
 
     unserved: ClassVar = UNSERVED
     model: str

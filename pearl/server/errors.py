@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pearl.config import SamplingParams
+from pearl.config.options import OPTIONS
 from pearl.errors import (
     ConfigError,
     EngineClosed,
@@ -75,7 +75,7 @@ def of_engine(error: PearlError, param: str | None = None) -> ApiError:
     match error:
         case RequestError() | ConfigError():
             first = str(error).partition(" ")[0]
-            return ApiError(400, str(error), param=first if first in SamplingParams.model_fields else param)
+            return ApiError(400, str(error), param=first if first in OPTIONS else param)
         case GrammarError():
             return ApiError(400, str(error), code=type(error).__name__)
         case EngineClosed():

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pearl.config import DecodingConfig, SamplingParams, Settings
+from pearl.config import RequestOptions, Settings
 from pearl.engine.request import Chat, Prompt
 from pearl.errors import ConfigError, RequestError
 from pearl.server.answers import Parts
@@ -30,7 +30,7 @@ class Setup:
 
     Attributes:
         model: the name under which clients request the model.
-        settings: sampling and decoding for what requests do not set; the engine's.
+        settings: options for what requests do not set; the engine's.
         tools: how the model writes calls.
     """
 
@@ -45,16 +45,14 @@ class TextRequest:
 
     Attributes:
         prompts: texts, token ids, or the messages of one chat.
-        params: how to sample; `numbered` has them for each text.
-        decoding: how to decode.
+        params: how to decode and sample; `numbered` has them for each text.
         format: of calls in the text; None: they are not looked for.
         named: what the client calls the fields of the prompt and of a chat's limit.
     """
 
     body: Body
     prompts: tuple[Prompt, ...]
-    params: SamplingParams
-    decoding: DecodingConfig
+    params: RequestOptions
     format: Format | None = None
     named: tuple[str, str] = ("messages", "max_completion_tokens")
 
@@ -84,7 +82,7 @@ class TextRequest:
         names = {"max_completion_tokens": self.named[1], "max_tokens": "max_tokens"}
         return next((named for name, named in names.items() if name in self.body.model_fields_set), "")
 
-    def numbered(self, sample: int, room: int) -> SamplingParams:
+    def numbered(self, sample: int, room: int) -> RequestOptions:
         """The params of text number `sample`, from 0; all share one seed.
 
         Args:
@@ -92,7 +90,7 @@ class TextRequest:
         """
         most = self.params.max_tokens
         bounded = most if most is None or self.limit_field else min(most, room)
-        return self.params.model_copy(update={"sample": sample, "max_tokens": bounded})
+        return self.params.changed(sample=sample, max_tokens=bounded)
 
 
 def read_request(body: Any, is_chat: bool, setup: Setup) -> TextRequest:
@@ -108,7 +106,7 @@ def read_request(body: Any, is_chat: bool, setup: Setup) -> TextRequest:
     may_call = isinstance(prompts[0], Chat) and bool(prompts[0].tools)
     if isinstance(asked, ChatCompletionRequest) and not asked.forced_functions:
         may_call = may_call and params.json_schema is None
-    return TextRequest(asked, prompts, params, setup.settings.decoding, setup.tools if may_call else None)
+    return TextRequest(asked, prompts, params, setup.tools if may_call else None)
 
 
 def _chat(asked: ChatCompletionRequest, body: Mapping[str, Any], setup: Setup) -> Prompt:
@@ -130,8 +128,8 @@ def _prompts(asked: CompletionRequest) -> tuple[Prompt, ...]:
     return tuple(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else (prompt,)
 
 
-def _params(asked: Body, setup: Setup) -> SamplingParams:
-    given, defaults = asked.model_fields_set, setup.settings.sampling
+def _params(asked: Body, setup: Setup) -> RequestOptions:
+    given, defaults = asked.model_fields_set, setup.settings.options
     values = {name: getattr(asked, name) for name in SAMPLING if name in given}
     if isinstance(asked, CompletionRequest):
         values.setdefault("max_tokens", defaults.max_tokens or LEGACY_MAX_TOKENS)
@@ -147,13 +145,13 @@ def _params(asked: Body, setup: Setup) -> SamplingParams:
     if asked.logit_bias:
         values["logit_bias"] = tuple((int(token), bias) for token, bias in asked.logit_bias.items())
     try:
-        return SamplingParams(**(defaults.model_dump(exclude_unset=True) | values | _grammar(asked, setup)))
+        return defaults.changed(**(values | _grammar(asked, setup)))
     except ConfigError as error:  # it begins with a field's name
         raise ApiError(400, str(error), param=re.split(r"\W", str(error))[0]) from None
 
 
 def _grammar(asked: Body, setup: Setup) -> dict[str, Any]:
-    """The fields of `SamplingParams` that keep the text to a grammar; calls that must be made have one, too."""
+    """The fields of `RequestOptions` that keep the text to a grammar; calls that must be made have one, too."""
     field = "response_format"
     schema = asked.response_format.schema_to_keep if asked.response_format is not None else None
     if isinstance(asked, ChatCompletionRequest) and (functions := asked.forced_functions):
@@ -167,7 +165,7 @@ def _grammar(asked: Body, setup: Setup) -> dict[str, Any]:
     if asked.ignore_eos:
         raise ApiError(400, f"{field} ends a text where it is whole, which ignore_eos forbids", param="ignore_eos")
     try:
-        grammar_of(SamplingParams(json_schema=schema).json_schema, None)
+        grammar_of(RequestOptions(json_schema=schema).json_schema, None)
     except (ConfigError, RequestError) as error:
         raise ApiError(400, f"{field}: {error}", param=field) from None
     return {"json_schema": schema, "regex": None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from pearl.config import SamplingParams
+from pearl.config import RequestOptions
 from pearl.engine import Engine
 from pearl.engine.asynchronous import AsyncEngine, AsyncStream
 from pearl.engine.request import Options
@@ -51,7 +51,7 @@ class Service:
 
     @asynccontextmanager
     async def text(
-        self, tokens: list[int], params: SamplingParams, options: Options, arrived: float
+        self, tokens: list[int], params: RequestOptions, options: Options, arrived: float
     ) -> AsyncIterator[AsyncStream]:
         """A text, which is queued once it is read; leaving it early cancels it. `arrived` is a time.monotonic()."""
         self.check()

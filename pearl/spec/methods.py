@@ -135,7 +135,7 @@ METHODS: dict[str, Method] = {
     )
 }
 DRAFTLESS = tuple(name for name, method in METHODS.items() if not method.drafts)
-AS_PUBLISHED: dict[str, int] = dict.fromkeys(_GUESSES, 0)  # the settings of the paper's PEARL
+AS_PUBLISHED: dict[str, Any] = dict.fromkeys(_GUESSES, 0)  # the settings of the paper's PEARL
 
 
 def chosen(what: str, name: str, known: Mapping[str, _T]) -> _T:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, TypeVar
 
-from pearl.config.sampling import Schema
+from pearl.config.options import Schema
 from pearl.errors import GrammarError, RequestError, installing
 from pearl.text.parser import checked, limits
 from pearl.text.stream import Tokenizer, token_bytes

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pearl.config import SamplingParams
+from pearl.config import RequestOptions
 from pearl.errors import ConfigError, ModelError
 from pearl.text.chat_template import chat_prompt, render
 from pearl.text.stream import Tokenizer, Tools, check_characters
@@ -56,6 +56,11 @@ class GenerationDefaults:
     ignored: tuple[str, ...] = ()
     repetition_penalty: float = 1.0
     max_tokens: int | None = None
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """The defaults of a request's fields, by their names."""
+        return {name: getattr(self, name) for name in _SUPPORTED}
 
 
 class FileTokenizer(Tokenizer):
@@ -216,7 +221,7 @@ def _is_valid(name: str, value: Any) -> bool:
     if name == "temperature":
         return 0 <= float(value) < math.inf
     try:
-        SamplingParams(**{name: value})
+        RequestOptions(**{name: value})
     except ConfigError:
         return False
     return True

@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 
 import pearl.errors
+from pearl.config.records import MAX_TEXT
 from pearl.decoding.distribution import AnnouncedRow, PackedRow
-from pearl.errors import LocalProtocolError, PearlError, RemoteProtocolError
+from pearl.errors import ConfigError, LocalProtocolError, PearlError, RemoteProtocolError
 from pearl.protocol.messages import (
     CHANNEL,
     FRAME,
@@ -34,12 +35,10 @@ from pearl.protocol.messages import (
     Message,
     Preview,
     SparseRow,
-    Submit,
     Verdict,
     Welcome,
     WireRow,
 )
-from pearl.protocol.options import MAX_TEXT
 
 Frame = bytes | bytearray | memoryview
 
@@ -104,7 +103,7 @@ def decode(frames: Sequence[Frame], to_target: bool = False) -> Message:
             raise RemoteProtocolError(f"a frame of more than {MAX_FRAME} bytes")
     try:
         message: Message = (_to_target if to_target else _decoder).decode(frames[0])
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except (msgspec.MsgspecError, ConfigError, ValueError, RecursionError) as error:
         code = bytes(frames[0][1:2]).hex()
         raise RemoteProtocolError(
             f"no message that version {PROTOCOL_VERSION} of the wire has for this side (type code {code}): {error}"
@@ -138,8 +137,6 @@ def _problems(message: Message, raw: Sequence[Frame]) -> Iterator[str]:
         yield f"has a time below {LEAST_SECONDS} s"
     if raw and not isinstance(message, DraftTokens):
         yield f"came with {len(raw)} raw frames; this type takes none"
-    if isinstance(message, (Submit, Begin)) and (problem := message.options.problem()):
-        yield f"cannot be served: {problem}"
     if isinstance(message, Error) and message.kind not in _ERRORS:
         yield f"names no error of this version: {message.kind!r}"
     if isinstance(message, Committed) and len(message.tokens) != len(message.provenance):

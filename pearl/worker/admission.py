@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pearl.config.decoding import wide_window
+from pearl.config.options import wide_window
 from pearl.protocol.messages import Submit
 from pearl.spec.methods import MAX_WINDOW
 from pearl.spec.stops import STOPS
@@ -14,8 +14,6 @@ def problem(submit: Submit, settings: TargetSettings, is_head: bool) -> str | No
     if not submit.prompt:
         return "the prompt is empty: give at least one token"
     options, vocab, context, config = submit.options, settings.vocab_size, settings.context, settings.config
-    if problem := options.problem():
-        return problem
     if STOPS[options.draft_stop].is_trained and config.disco is None:
         return f"draft_stop {options.draft_stop} needs a classifier, and this engine was started without --disco"
     if options.method_spec.drafts and not options.commits_draws and is_head:
@@ -24,8 +22,8 @@ def problem(submit: Submit, settings: TargetSettings, is_head: bool) -> str | No
         return wide_window(options.gamma)
     if max(submit.prompt) >= vocab:
         return f"prompt holds token id {max(submit.prompt)}, the model has ids up to {vocab - 1}"
-    shaping = options.sampling.shaping
-    if shaping is not None and (beyond := [token for token, _ in shaping.logit_bias if token >= vocab]):
+    beyond = [token for token, _ in options.logit_bias if token >= vocab]
+    if beyond:
         return f"logit_bias names token id {beyond[0]}, the model has ids up to {vocab - 1}"
     if submit.limit > context or submit.limit <= len(submit.prompt):
         return f"prompt of {len(submit.prompt)} tokens and limit {submit.limit} do not fit a context of {context}"

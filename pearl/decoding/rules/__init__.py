@@ -15,10 +15,10 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from pearl.config.options import RequestOptions
 from pearl.decoding.sampling import Shortlist
 from pearl.errors import RequestError
 from pearl.protocol.events import Judged
-from pearl.protocol.options import Sampling
 from pearl.spec.rules import Parameters, find
 
 Drafted = tuple[Tensor, Tensor | None]  # a draw, and what the target needs to judge it
@@ -81,16 +81,16 @@ class TargetHalf(Protocol):
         ...
 
 
-def make_half(side: Literal["target", "draft"], name: str, sampling: Sampling, parameters: Parameters = ()) -> Any:
+def make_half(side: Literal["target", "draft"], name: str, options: RequestOptions, parameters: Parameters = ()) -> Any:
     """A `TargetHalf` or a `DraftHalf`, or a `joint.JointDraft`, with those of the rule's parameters that it takes.
 
     Raises `RequestError` for an unknown rule or a parameter that it does not take.
     """
     try:
-        spec, values = find(name).at(sampling.temperature), find(name).values(parameters)
+        spec, values = find(name).at(options.temperature), find(name).values(parameters)
     except ValueError as error:
         raise RequestError(str(error)) from None
     module, _, factory = getattr(spec, side).partition(":")
     half = getattr(import_module(module), factory)
     taken = signature(half).parameters
-    return half(sampling, **{key: value for key, value in values.items() if key in taken})
+    return half(options, **{key: value for key, value in values.items() if key in taken})

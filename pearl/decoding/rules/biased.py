@@ -22,10 +22,10 @@ from math import exp
 import torch
 from torch import Tensor
 
+from pearl.config.options import RequestOptions
 from pearl.decoding.rules.ratio import RatioTarget, accepts, residual
 from pearl.decoding.sampling import greedy, read_draw
 from pearl.protocol.events import Judged, Odds
-from pearl.protocol.options import Sampling
 
 
 class UnoTarget(RatioTarget):
@@ -35,8 +35,8 @@ class UnoTarget(RatioTarget):
         epsilon: added to the target's probability of a token that it allows.
     """
 
-    def __init__(self, sampling: Sampling, epsilon: float) -> None:
-        super().__init__(sampling)
+    def __init__(self, options: RequestOptions, epsilon: float) -> None:
+        super().__init__(options)
         self._epsilon = epsilon
 
     def accepts(self, u: float, target_prob: float, draft_prob: float) -> bool:
@@ -65,8 +65,8 @@ class OptTarget(UnoTarget):
 class BildTarget(UnoTarget):
     """Accepts a token whose negative log-likelihood with the target is at most `rollback` nats."""
 
-    def __init__(self, sampling: Sampling, rollback: float) -> None:
-        super().__init__(sampling, 0.0)
+    def __init__(self, options: RequestOptions, rollback: float) -> None:
+        super().__init__(options, 0.0)
         self._min_prob = exp(-rollback)
 
     def accepts(self, u: float, target_prob: float, draft_prob: float) -> bool:
@@ -79,7 +79,7 @@ class BildTarget(UnoTarget):
 class GreedyBildTarget:
     """Bild at temperature 0: corrects to the target's likeliest token."""
 
-    def __init__(self, sampling: Sampling, rollback: float) -> None:
+    def __init__(self, options: RequestOptions, rollback: float) -> None:
         self._rollback = rollback
 
     def launch(self, logits: Tensor, positions: Sequence[int]) -> Tensor:

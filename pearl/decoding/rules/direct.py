@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pearl.config.options import RequestOptions
 from pearl.decoding.keys import Purpose, draw_key, exponentials
 from pearl.decoding.rules import Drafted, Tops
 from pearl.decoding.sampling import (
@@ -27,42 +28,41 @@ from pearl.decoding.sampling import (
     shares,
 )
 from pearl.protocol.events import Judged
-from pearl.protocol.options import Sampling
 
 
 class DirectDraw:
     """The keyed draw from one model's own distribution; greedy at temperature 0."""
 
-    def __init__(self, sampling: Sampling) -> None:
-        self.sampling = sampling
-        self.is_filtered = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    def __init__(self, options: RequestOptions) -> None:
+        self.options = options
+        self.is_filtered = options.top_k > 0 or options.top_p < 1 or options.min_p > 0
 
     def __call__(self, logits: Tensor, position: int, top: Shortlist | None = None) -> Tensor:
         """The draw for `position` from logits [vocab], for `sampling.read_draw`. `top`: their shortlist, if known."""
-        if self.sampling.temperature == 0:
+        if self.options.temperature == 0:
             return greedy(logits)
         if not self.is_filtered:
-            return race_of_logits(logits, self.sampling.temperature, self.key(position), top)
-        return race(probabilities(logits, self.sampling), self.key(position))
+            return race_of_logits(logits, self.options.temperature, self.key(position), top)
+        return race(probabilities(logits, self.options), self.key(position))
 
     def rows(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
         """The draws [n, 2] from logits [n, vocab], launched together."""
-        if self.sampling.temperature == 0:
+        if self.options.temperature == 0:
             return greedy(logits)
         keys = [self.key(position) for position in positions]
         if not self.is_filtered:
-            return race_rows_of_logits(logits, self.sampling.temperature, keys)
-        return race_rows(probabilities(logits, self.sampling), keys)
+            return race_rows_of_logits(logits, self.options.temperature, keys)
+        return race_rows(probabilities(logits, self.options), keys)
 
     def key(self, position: int) -> int:
-        return draw_key(self.sampling, position, Purpose.DIRECT)
+        return draw_key(self.options, position, Purpose.DIRECT)
 
 
 class DirectDraft:
     """Drafts the draft model's direct draw."""
 
-    def __init__(self, sampling: Sampling) -> None:
-        self._draw = DirectDraw(sampling)
+    def __init__(self, options: RequestOptions) -> None:
+        self._draw = DirectDraw(options)
 
     def draft(self, logits: Sequence[Tensor], positions: Sequence[int], tops: Tops = ()) -> list[Drafted]:
         if logits[0].is_cpu:
@@ -75,7 +75,7 @@ class DirectDraft:
     ) -> tuple[list[int], list[float]]:
         """The first of the race: the target runs it with the same exponentials."""
         ids, logits = top
-        temperature = self._draw.sampling.temperature
+        temperature = self._draw.options.temperature
         weights = shares(logits, temperature)
         if temperature:
             weights /= exponentials(self._draw.key(position), ids).numpy()
@@ -86,8 +86,8 @@ class DirectDraft:
 class DirectTarget:
     """Accepts a token that equals the target's direct draw, and corrects any other to it."""
 
-    def __init__(self, sampling: Sampling) -> None:
-        self._draw = DirectDraw(sampling)
+    def __init__(self, options: RequestOptions) -> None:
+        self._draw = DirectDraw(options)
 
     def launch(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
         return self._draw.rows(logits, positions).to("cpu", non_blocking=True)

@@ -17,21 +17,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pearl.config.options import RequestOptions
 from pearl.decoding.keys import Purpose, draw_key
 from pearl.decoding.sampling import greedy, pick, probabilities, read_draw
 from pearl.protocol.events import Judged, Odds
-from pearl.protocol.options import Sampling
 
 
 class JointDraft:
     """What a search for a block of `depth` tokens goes by, which keeps `width` sequences: see `drafting.beams`."""
 
-    def __init__(self, sampling: Sampling, depth: int, width: int) -> None:
-        self.sampling, self.depth, self.width = unwarped(sampling), depth, width
+    def __init__(self, options: RequestOptions, depth: int, width: int) -> None:
+        self.options, self.depth, self.width = unwarped(options), depth, width
 
     def score(self, logits: Tensor) -> Tensor:
         """The probabilities [vocab] float32 by which a sequence is continued; the target gets its tokens'."""
-        return probabilities(logits, self.sampling)
+        return probabilities(logits, self.options)
 
 
 class JointTarget:
@@ -41,12 +41,12 @@ class JointTarget:
         tau: the joint ratio that must be exceeded; 0 accepts all that the target allows, 1 nothing.
     """
 
-    def __init__(self, sampling: Sampling, tau: float, depth: int) -> None:
-        self.sampling, self._tau, self._is_greedy = unwarped(sampling), tau, sampling.temperature == 0
+    def __init__(self, options: RequestOptions, tau: float, depth: int) -> None:
+        self.options, self._tau, self._is_greedy = unwarped(options), tau, options.temperature == 0
         self._is_by_token = depth == 1  # then several blocks are judged at a time
 
     def launch(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
-        return probabilities(logits, self.sampling)
+        return probabilities(logits, self.options)
 
     def judge(
         self, logits: Tensor, tokens: Sequence[int], rows: Sequence[Tensor], start: int, launched: Tensor | None = None
@@ -56,7 +56,7 @@ class JointTarget:
         A block follows from the text before it, without a draw.  So only one token could be committed at an accepted
         position, at a distance of 1 - target from the target's distribution; at temperature 0 that is 0 or 1.
         """
-        target = probabilities(logits, self.sampling) if launched is None else launched
+        target = probabilities(logits, self.options) if launched is None else launched
         ids = torch.tensor(tokens, device=target.device).unsqueeze(1)
         target_probs = target.gather(1, ids).squeeze(1).tolist()
         draft_probs = [row[token].item() for row, token in zip(rows, tokens, strict=True)]
@@ -79,10 +79,12 @@ class JointTarget:
             return Judged(accepted, None, odds=odds)
         if self._is_greedy:
             return Judged(accepted, read_draw(greedy(logits[accepted])), odds=odds)
-        own = pick(target[accepted], draw_key(self.sampling, start + accepted, Purpose.CORRECTION))
+        own = pick(target[accepted], draw_key(self.options, start + accepted, Purpose.CORRECTION))
         return Judged(accepted, read_draw(own), odds=odds)
 
 
-def unwarped(sampling: Sampling) -> Sampling:
+def unwarped(options: RequestOptions) -> RequestOptions:
     """At temperature 0, which has no distribution, the models' own, unfiltered; any other as it is."""
-    return sampling if sampling.temperature else Sampling(1.0)
+    if options.temperature:
+        return options
+    return options.changed(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, sample=0)

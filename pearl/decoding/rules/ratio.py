@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pearl.config.options import RequestOptions
 from pearl.decoding.keys import Purpose, draw_key, uniform
 from pearl.decoding.rules import Drafted, Tops
 from pearl.decoding.sampling import Shortlist, pick, probabilities, read_draw, shares
 from pearl.protocol.events import Judged, Odds
-from pearl.protocol.options import Sampling
 
 
 def accepts(u: float, target_prob: float, draft_prob: float) -> bool:
@@ -37,12 +37,12 @@ def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
 class SampledDraft:
     """Samples the draft's distribution, and gives it with each token."""
 
-    def __init__(self, sampling: Sampling) -> None:
-        self.sampling = sampling
+    def __init__(self, options: RequestOptions) -> None:
+        self.options = options
 
     def draft(self, logits: Sequence[Tensor], positions: Sequence[int], tops: Tops = ()) -> list[Drafted]:
-        every = [probabilities(row, self.sampling) for row in logits]
-        keys = [draw_key(self.sampling, position, Purpose.DRAFT) for position in positions]
+        every = [probabilities(row, self.options) for row in logits]
+        keys = [draw_key(self.options, position, Purpose.DRAFT) for position in positions]
         return [(pick(probs, key), probs) for probs, key in zip(every, keys, strict=True)]
 
     def likeliest(
@@ -50,14 +50,14 @@ class SampledDraft:
     ) -> tuple[list[int], list[float]]:
         """By the draft's own probabilities: which tokens the target prefers is not known here."""
         ids, logits = top
-        return ids[:count].tolist(), shares(logits[:count], self.sampling.temperature).tolist()
+        return ids[:count].tolist(), shares(logits[:count], self.options.temperature).tolist()
 
 
 class RatioTarget:
     """Judges draft tokens one by one; where one is rejected, draws a correction from `replacement`."""
 
-    def __init__(self, sampling: Sampling) -> None:
-        self.sampling = sampling
+    def __init__(self, options: RequestOptions) -> None:
+        self.options = options
 
     def accepts(self, u: float, target_prob: float, draft_prob: float) -> bool:
         """Whether a token with these probabilities is accepted, given a uniform u in [0, 1)."""
@@ -80,7 +80,7 @@ class RatioTarget:
         return None
 
     def launch(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
-        return probabilities(logits, self.sampling)
+        return probabilities(logits, self.options)
 
     def judge(
         self, logits: Tensor, tokens: Sequence[int], rows: Sequence[Tensor], start: int, launched: Tensor | None = None
@@ -90,15 +90,15 @@ class RatioTarget:
         sums: list[tuple[float, float]] = []
         for first in range(0, len(tokens), step):
             part = slice(first, first + step)
-            target = probabilities(logits[part], self.sampling) if launched is None else launched[part]
+            target = probabilities(logits[part], self.options) if launched is None else launched[part]
             draft = torch.stack([row.to(logits.device) for row in rows]) if step > 1 else rows[first][None]
             for i, (target_prob, draft_prob, *both) in enumerate(self._facts(target, draft, tokens[part])):
                 position = start + first + i
                 sums.append((both[0], sum(both[1:])))
-                u = uniform(draw_key(self.sampling, position, Purpose.ACCEPT))
+                u = uniform(draw_key(self.options, position, Purpose.ACCEPT))
                 if not self.accepts(u, target_prob, draft_prob):
                     rest = self.replacement(target[i], draft[i])
-                    key = draw_key(self.sampling, position, Purpose.CORRECTION)
+                    key = draw_key(self.options, position, Purpose.CORRECTION)
                     token = read_draw(pick(rest, key, otherwise=target[i]))
                     return Judged(first + i, token, odds=odds_of(sums))
         return Judged(len(tokens), None, odds=odds_of(sums))

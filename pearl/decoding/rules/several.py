@@ -17,12 +17,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pearl.config.options import RequestOptions
 from pearl.decoding.keys import Purpose, draw_key, uniform
 from pearl.decoding.rules import Drafted, Tops
 from pearl.decoding.rules.ratio import RatioTarget, SampledDraft, accepts, odds_of, residual
 from pearl.decoding.sampling import Shortlist, pick, probabilities, read_draw, shares
 from pearl.protocol.events import Judged
-from pearl.protocol.options import Sampling
 
 _HALVINGS = 40  # of the interval that has K-SEQ's divisor: float32 has no finer one
 
@@ -30,8 +30,8 @@ _HALVINGS = 40  # of the interval that has K-SEQ's divisor: float32 has no finer
 class SeveralDraft(SampledDraft):
     """Drafts as under the ratio rule; at a root, expects another candidate to be accepted if its own is not."""
 
-    def __init__(self, sampling: Sampling, candidates: int) -> None:
-        super().__init__(sampling)
+    def __init__(self, options: RequestOptions, candidates: int) -> None:
+        super().__init__(options)
         self._candidates = candidates
         self._rows: dict[int, Tensor] = {}  # of the last `draft`: position -> distribution
 
@@ -48,9 +48,9 @@ class SeveralDraft(SampledDraft):
         if not is_root or probs is None:
             return super().likeliest(top, position, count)
         ids = top[0].tolist()
-        drawn = [candidate(probs, self.sampling, position, number) for number in range(1, self._candidates)]
+        drawn = [candidate(probs, self.options, position, number) for number in range(1, self._candidates)]
         found = list(dict.fromkeys([*drawn, *ids]))[:count]
-        share = dict(zip(ids, shares(top[1], self.sampling.temperature).tolist(), strict=True))
+        share = dict(zip(ids, shares(top[1], self.options.temperature).tolist(), strict=True))
         return found, [share.get(token, 0.0) for token in found]
 
 
@@ -63,8 +63,8 @@ class BatchTarget(RatioTarget):
         candidates: at a root, the token that the draft went on from among them.
     """
 
-    def __init__(self, sampling: Sampling, candidates: int) -> None:
-        super().__init__(sampling)
+    def __init__(self, options: RequestOptions, candidates: int) -> None:
+        super().__init__(options)
         self._candidates = candidates
         self._next = -1  # the position behind the last drafted token that was accepted
         self._sequences = 1  # that go on there
@@ -75,13 +75,13 @@ class BatchTarget(RatioTarget):
         sums: list[tuple[float, float]] = []
         for i, (token, row) in enumerate(zip(tokens, rows, strict=True)):
             position = start + i
-            target = probabilities(logits[i], self.sampling) if launched is None else launched[i]
+            target = probabilities(logits[i], self.options) if launched is None else launched[i]
             draft = row.to(target.device)
             drawn = [token, *self._others(position, draft)]
             chosen, rest, rejected = self._choose(position, drawn, target, draft)
             sums.append((1 - rejected, 0.0))
             if chosen is None:
-                correction = pick(rest, draw_key(self.sampling, position, Purpose.CORRECTION), otherwise=target)
+                correction = pick(rest, draw_key(self.options, position, Purpose.CORRECTION), otherwise=target)
                 return Judged(i, read_draw(correction), odds=odds_of(sums))
             own = drawn[chosen]
             self._next, self._sequences = position + 1, self._going_on(own, drawn)
@@ -92,7 +92,7 @@ class BatchTarget(RatioTarget):
     def _others(self, position: int, draft: Tensor) -> list[int]:
         """The candidates for a position beside the draft's own token."""
         count = self._sequences if position == self._next else self._candidates
-        return [candidate(draft, self.sampling, position, number) for number in range(1, count)]
+        return [candidate(draft, self.options, position, number) for number in range(1, count)]
 
     def _choose(
         self, position: int, drawn: Sequence[int], target: Tensor, draft: Tensor
@@ -120,7 +120,7 @@ class BatchTarget(RatioTarget):
         return 1
 
     def _uniform(self, position: int, number: int) -> float:
-        return uniform(draw_key(self.sampling, position, Purpose.ACCEPT, number))
+        return uniform(draw_key(self.options, position, Purpose.ACCEPT, number))
 
 
 class SpectrTarget(BatchTarget):
@@ -144,9 +144,9 @@ class SpectrTarget(BatchTarget):
         return drawn.count(accepted)
 
 
-def candidate(draft: Tensor, sampling: Sampling, position: int, number: int) -> int:
+def candidate(draft: Tensor, options: RequestOptions, position: int, number: int) -> int:
     """Candidate `number`, from 1 on, of those drawn from `draft` [vocab] for a position; 0 is the draft's own draw."""
-    return read_draw(pick(draft, draw_key(sampling, position, Purpose.DRAFT, number)))
+    return read_draw(pick(draft, draw_key(options, position, Purpose.DRAFT, number)))
 
 
 def _divisor(target: Tensor, draft: Tensor, candidates: int) -> float:

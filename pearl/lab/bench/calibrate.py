@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import log
 
 from pearl.cache import Watcher
-from pearl.config import EngineConfig, SamplingParams
+from pearl.config import EngineConfig, RequestOptions
 from pearl.errors import RequestError
 from pearl.lab.bench.figures import Figures, figures
 from pearl.lab.bench.rows import ALL, AR, AUTO, CALIBRATED, NGRAM, PEARL, SD, SSD, devices_of, rows_for
@@ -42,7 +42,7 @@ class Calibration:
     profile: Profile
 
 
-def calibrate(config: EngineConfig, tasks: Sequence[Task], params: SamplingParams, watcher: Watcher) -> Calibration:
+def calibrate(config: EngineConfig, tasks: Sequence[Task], params: RequestOptions, watcher: Watcher) -> Calibration:
     """Raises `RequestError` if the texts are too short to measure, and whatever starting an engine raises."""
     config = config.model_copy(update={"profile": "none"})
     rows = [row for row in rows_for(config) if row.name in CALIBRATED]

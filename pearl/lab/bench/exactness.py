@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.config import EngineConfig, RequestOptions
 from pearl.decoding.shaping import make_shaper
 from pearl.engine import Engine
 from pearl.engine.request import Prompt, encode, submission
@@ -86,7 +86,7 @@ class Finding:
 def check_pair(
     config: EngineConfig,
     asked: Sequence[Prompt],
-    params: SamplingParams,
+    params: RequestOptions,
     *,
     kill: bool,
     quick: bool = False,
@@ -194,7 +194,7 @@ def text_cases(config: EngineConfig, *, kill: bool, quick: bool) -> list[Case]:
 def check_texts(
     engine: Engine,
     prompts: Sequence[Prompt],
-    params: SamplingParams,
+    params: RequestOptions,
     *,
     kill: bool,
     quick: bool = False,
@@ -231,9 +231,9 @@ def _some(config: EngineConfig) -> list[str]:
     return [settings for settings in _SOME if config.has_draft or settings in ("ngram", "auto")]
 
 
-def _decoded(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, settings: str) -> list[list[int]]:
-    decoding = parse_settings(settings)
-    return [result.tokens for prompt in prompts for result in engine.generate(prompt, params, decoding=decoding)]
+def _decoded(engine: Engine, prompts: Sequence[Prompt], params: RequestOptions, settings: str) -> list[list[int]]:
+    options = params.overridden_by(parse_settings(settings))
+    return [result.tokens for prompt in prompts for result in engine.generate(prompt, options)]
 
 
 def _check(
@@ -247,9 +247,8 @@ def _check(
     """
     is_ratio, config = reference.name == "ratio", engine.config
     decoding = parse_settings(f"{settings},rule={'ratio' if is_ratio else 'coupled'}")
-    streams: Iterable[Stream] = (
-        engine.stream(prompt, reference.params, decoding=decoding) for prompt in reference.prompts
-    )
+    options = reference.params.overridden_by(decoding)
+    streams: Iterable[Stream] = (engine.stream(prompt, options) for prompt in reference.prompts)
     first, equal, longest, guessed = "", 0, 0, Counter[str]()
     for number, stream in enumerate([*streams] if together else streams):
         longest = max(longest, _read(stream, engine if kill else None))
@@ -299,7 +298,7 @@ class Reference:
     """The target's texts for some prompts, sampled with `params`. `name` begins with the rule: greedy or coupled."""
 
     name: str
-    params: SamplingParams
+    params: RequestOptions
     prompts: Sequence[Prompt]
     texts: list[list[int]]
 
@@ -308,7 +307,7 @@ def references(
     config: EngineConfig,
     runner: ModelRunner,
     asked: Sequence[Prompt],
-    params: SamplingParams,
+    params: RequestOptions,
     shapes: Mapping[str, Mapping[str, Any]],
     tick: Callable[[str], None],
 ) -> tuple[list[Reference], list[Reference]]:
@@ -320,14 +319,14 @@ def references(
     tokenizer, defaults = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
     rules, guides = direct_rules(params), Guides(lambda: tokenizer, runner.vocab_size)
 
-    def decode(prompt: list[int], params: SamplingParams) -> list[int]:
-        submit = submission(1, prompt, runner.context, params, defaults, DecodingConfig(method="ar"))
-        sampling, most = submit.options.sampling, submit.limit - len(prompt)
-        shaper = make_shaper(sampling.shaping, prompt, guides)
+    def decode(prompt: list[int], params: RequestOptions) -> list[int]:
+        submit = submission(1, prompt, runner.context, params.changed(method="ar"), defaults)
+        most = submit.limit - len(prompt)
+        shaper = make_shaper(submit.options, prompt, guides)
         tick("the target alone")
-        return answers(runner, [prompt], [sampling], submit.eos, most, shaper=shaper)[0]
+        return answers(runner, [prompt], [submit.options], submit.eos, most, shaper=shaper)[0]
 
-    def reference(name: str, params: SamplingParams, prompts: list[list[int]]) -> Reference:
+    def reference(name: str, params: RequestOptions, prompts: list[list[int]]) -> Reference:
         return Reference(name, params, prompts, [decode(prompt, params) for prompt in prompts])
 
     prompts = [encode(tokenizer, prompt) for prompt in asked]
@@ -336,7 +335,7 @@ def references(
         prompts.insert(1, second)
     plain = [reference(rule, sampling, prompts) for rule, sampling in rules.items()]
     shaped = [
-        reference(f"{rule}, {name}", sampling.model_copy(update=shape), prompts[:2])
+        reference(f"{rule}, {name}", sampling.changed(**shape), prompts[:2])
         for name, shape in shapes.items()
         for rule, sampling in rules.items()
     ]
@@ -350,6 +349,6 @@ def _shapes(config: EngineConfig) -> dict[str, dict[str, Any]]:
     return {name: shape for name, shape in _SHAPES.items() if name != "grammar" or can_guide}
 
 
-def direct_rules(params: SamplingParams) -> dict[str, SamplingParams]:
+def direct_rules(params: RequestOptions) -> dict[str, RequestOptions]:
     """Rules that commit the target's own draw -> how to sample under them."""
-    return dict(zip(_RULES, (params.model_copy(update={"temperature": 0.0}), params), strict=True))
+    return dict(zip(_RULES, (params.changed(temperature=0.0), params), strict=True))

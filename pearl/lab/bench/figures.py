@@ -114,7 +114,7 @@ def _figures(
 ) -> Figures:
     """`read`: surprise and length of each text."""
     temperature = plan.params_of(row).temperature
-    rule, drafts = RULES[row.decoding.rule_in_use], METHODS[row.decoding.method].drafts
+    rule, drafts = RULES[row.options.rule_in_use], METHODS[row.options.method].drafts
     together = Sums(texts=[text for s in samples for text in s.texts])
     tokens, steps = together.total("num_generated_tokens"), together.total("steps")
     sets = dict.fromkeys(s.set for s in samples)
@@ -217,8 +217,8 @@ def document(plan: Plan, measured: Measured, found: Sequence[Figures], condition
     return {
         "settings": {
             "engine": plan.config.model_dump(),
-            "sampling": plan.params.model_dump(),
-            "ways": {row.name: row.decoding.in_use().model_dump() for row in plan.rows},
+            "options": plan.params.by_flag(),
+            "ways": {row.name: row.options.in_use().by_flag() for row in plan.rows},
             "raw": plan.raw,
             "together": plan.together,
             "sets": {name: sum(task.set == name for task in plan.tasks) for name in {t.set: 0 for t in plan.tasks}},

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pearl.config import DecodingConfig, EngineConfig
+from pearl.config import EngineConfig, RequestOptions
+from pearl.config.options import options_of
 from pearl.device import Device
 from pearl.errors import ConfigError
 from pearl.models.checkpoints.checkpoint import is_toy
@@ -25,14 +26,13 @@ class Row:
     """One row of a benchmark.
 
     Attributes:
-        sampling: fields of `SamplingParams` in which it differs from the plan.
+        options: those in which it differs from the plan's.
         base: name of the row that its speedup is over.
         system: name of the engine that decodes it.
     """
 
     name: str
-    decoding: DecodingConfig = field(default_factory=DecodingConfig)
-    sampling: Mapping[str, Any] = field(default_factory=dict)
+    options: RequestOptions = field(default_factory=RequestOptions)
     base: str = AR
     system: str = PAIR
 
@@ -44,7 +44,7 @@ def devices_of(config: EngineConfig) -> tuple[Device, Device]:
 
 
 def device_of_row(row: Row, config: EngineConfig) -> Device:
-    return devices_of(config)[row.system == ALL or METHODS[row.decoding.method].drafts]
+    return devices_of(config)[row.system == ALL or METHODS[row.options.method].drafts]
 
 
 def rows_for(config: EngineConfig, rule: str = "ratio") -> list[Row]:
@@ -59,7 +59,7 @@ def rows_for(config: EngineConfig, rule: str = "ratio") -> list[Row]:
     rows.append(Row(AUTO, parse_settings(AUTO)))  # it picks the rule under which its choices change no text
     target, both = devices_of(config)
     if both != target and not both.gpus and not is_emulated(config):
-        rows += [Row(f"{name}, {ALL}", DecodingConfig(method=name), system=ALL) for name in (AR, NGRAM)]
+        rows += [Row(f"{name}, {ALL}", RequestOptions(method=name), system=ALL) for name in (AR, NGRAM)]
     return rows
 
 
@@ -68,7 +68,7 @@ def named_rows(names: Iterable[str], known: Iterable[Row] = ()) -> list[Row]:
 
     Raises `ConfigError` for a bad or repeated name.
     """
-    named = {row.name: row for row in (Row(AR, DecodingConfig(method=AR)), *known)}
+    named = {row.name: row for row in (Row(AR, RequestOptions(method=AR)), *known)}
     names = [name for name in names if name in named or name not in (AR_ON_ALL, NGRAM_ON_ALL)]
     rows = {AR: named[AR]}
     for name in names:
@@ -78,17 +78,18 @@ def named_rows(names: Iterable[str], known: Iterable[Row] = ()) -> list[Row]:
     return list(rows.values())
 
 
-def parse_settings(text: str) -> DecodingConfig:
-    """Parse `METHOD,NAME=VALUE,...`: a method, or `published`, and fields of `DecodingConfig`. Raises `ConfigError`."""
+def parse_settings(text: str) -> RequestOptions:
+    """Parse `METHOD,NAME=VALUE,...`: a method, or `published`, and fields of `RequestOptions`. Raises `ConfigError`."""
     method, *settings = text.split(",")
     values: dict[str, Any] = {"method": PEARL, **AS_PUBLISHED} if method == PUBLISHED else {"method": method}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not (name and equals and value):
             raise ConfigError(f"{text!r}: write METHOD,NAME=VALUE, such as pearl,rule=opt,epsilon=0.1")
-        values[name.strip().replace("-", "_")] = value
+        name = name.strip().replace("-", "_")
+        values[name] = value
     try:
-        return DecodingConfig(**values)
+        return options_of(values)
     except ConfigError as error:
         raise ConfigError(f"{text!r}: {error}") from None
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from pearl.cache import Watcher
-from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.config import EngineConfig, RequestOptions
 from pearl.engine import Engine
 from pearl.engine.conversation import Conversation
 from pearl.engine.stream import Result
@@ -54,13 +54,13 @@ class Plan:
     config: EngineConfig
     rows: Sequence[Row]
     tasks: Sequence[Task]
-    params: SamplingParams
+    params: RequestOptions
     raw: bool = False
     together: bool = True
     gamma: int | None = None
 
-    def params_of(self, row: Row) -> SamplingParams:
-        return self.params.model_copy(update=dict(row.sampling))
+    def params_of(self, row: Row) -> RequestOptions:
+        return self.params.overridden_by(row.options)
 
 
 @dataclass
@@ -116,8 +116,8 @@ class _Run:
 
     def _warm_up(self, engines: Mapping[str, Engine]) -> None:
         for row in self._rows_on(engines):
-            short = self._plan.params_of(row).model_copy(update={"max_tokens": _WARM_UP})
-            list(self._decode_turns(engines[row.system], row.decoding, self._plan.tasks[0], short))
+            short = self._plan.params_of(row).changed(max_tokens=_WARM_UP)
+            list(self._decode_turns(engines[row.system], self._plan.tasks[0], short))
 
     def _rows_on(self, engines: Mapping[str, Engine]) -> list[Row]:
         return [row for row in self._rows if row.system in engines]
@@ -129,13 +129,13 @@ class _Run:
 
         Rows that have a gamma keep it; rows with a stop policy keep the policy's bound.
         """
-        chosen = (row.decoding for row in self._rows)
+        chosen = (row.options for row in self._rows)
         needs = [each.method in (SD, SSD) and not each.gamma and each.draft_stop == FIXED_STOP for each in chosen]
         if not any(needs):
             return
         self._measured.gamma = best = self._plan.gamma or self._fastest_gamma(pair)
         self._rows = [
-            replace(row, decoding=row.decoding.model_copy(update={"gamma": best})) if needs_one else row
+            replace(row, options=row.options.changed(gamma=best)) if needs_one else row
             for row, needs_one in zip(self._rows, needs, strict=True)
         ]
 
@@ -145,8 +145,8 @@ class _Run:
         tasks = sorted(self._plan.tasks, key=lambda task: task.number)[:count]  # the first of each set come first
         rates, best = self._measured.gammas, 1
         for gamma in range(1, _MOST_GAMMA + 1):
-            decoding = DecodingConfig(method="sd", gamma=gamma)
-            turns = (turn for task in tasks for turn in self._decode_turns(pair, decoding, task, self._plan.params))
+            params = self._plan.params.changed(method="sd", gamma=gamma)
+            turns = (turn for task in tasks for turn in self._decode_turns(pair, task, params))
             rates[gamma] = Sums(texts=[turn.statistics for turn in turns]).rate or 0.0
             self._watcher.say(f"sd, gamma {gamma}: {rates[gamma]:.1f} tokens/s")
             best = max(rates, key=lambda each: rates[each])
@@ -169,19 +169,17 @@ class _Run:
                 self._watcher.advance(1, f"{note}: {sample.rate:.1f} tokens/s" if sample and sample.rate else note)
 
     def _measure_task(self, engine: Engine, row: Row, task: Task) -> Sample | None:
-        turns = list(self._decode_turns(engine, row.decoding, task, self._plan.params_of(row)))
+        turns = list(self._decode_turns(engine, task, self._plan.params_of(row)))
         if not turns:
             return None
         self._measured.texts += [(row.name, turn) for turn in turns]
         return Sample(row.name, task.set, task.number, texts=[turn.statistics for turn in turns])
 
-    def _decode_turns(
-        self, engine: Engine, decoding: DecodingConfig, task: Task, params: SamplingParams
-    ) -> Iterator[Result]:
+    def _decode_turns(self, engine: Engine, task: Task, params: RequestOptions) -> Iterator[Result]:
         """Decode the turns of a task, after the system's own earlier replies. Ends early if the context is full."""
         conversation = Conversation(self._tokenizer, self._raw)
         seed = (self._plan.params.seed or 0) + task.number  # the same for all rows
-        params = params.model_copy(update={"seed": seed})
+        params = params.changed(seed=seed)
         for number, turn in enumerate(task.turns, 1):
             prompt = conversation.prompt(turn)
             if len(prompt) + (params.max_tokens or 1) > engine.context:
@@ -191,13 +189,16 @@ class _Run:
                     self._watcher.say(f"{what} does not fit the context: left out")
                 return
             if number == 1:  # an earlier row has decoded the same prompt
-                forget(engine, decoding, prompt)
-            (result,) = engine.generate(prompt, params, decoding=decoding)
+                forget(engine, params, prompt)
+            (result,) = engine.generate(prompt, params)
             conversation.add(turn, self._tokenizer.decode(result.tokens))
             yield result
 
 
-def forget(engine: Engine, decoding: DecodingConfig, prompt: Sequence[int]) -> None:
-    """Make sure that no KV cache holds a prefix of `prompt`, by a short text that begins with another token."""
-    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-    engine.generate([int(prompt[0] == 0)], params, decoding=decoding)
+def forget(engine: Engine, options: RequestOptions, prompt: Sequence[int]) -> None:
+    """Make sure that no KV cache holds a prefix of `prompt`, by a short text that begins with another token.
+
+    `options`: how that text is decoded; drawn greedily, all the same.
+    """
+    params = options.changed(temperature=0.0, max_tokens=2, ignore_eos=True, json_schema=None, regex=None)
+    engine.generate([int(prompt[0] == 0)], params)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from pearl.config.options import RequestOptions
 from pearl.drafting.disco import INPUTS, Classifier, inputs
 from pearl.drafting.stops import TOP, Doubtful, Features, Heuristic, StopPolicy, Threshold
 from pearl.errors import ConfigError
@@ -22,7 +23,6 @@ from pearl.lab.experiments.texts import RecordedText, RecordedTexts
 from pearl.lab.experiments.workload import Text, VirtualDraft, run
 from pearl.lab.simulate import Timing
 from pearl.metrics import Sums
-from pearl.protocol.options import RequestOptions
 from pearl.spec.stops import CAP
 
 STATIC = 5  # tokens: the DISCO paper's untuned window

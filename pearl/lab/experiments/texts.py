@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from pearl.config import EngineConfig
+from pearl.config.options import RequestOptions
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
 from pearl.decoding.shaping import Shaper
@@ -21,7 +22,6 @@ from pearl.engine.conversation import Conversation
 from pearl.errors import ConfigError
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.runner import Feed, ModelRunner, feed_chain
-from pearl.protocol.options import Sampling
 from pearl.text.stream import Tokenizer
 from pearl.text.tokenizer import check_same_vocabulary
 from pearl.worker.build import make_runner
@@ -77,7 +77,9 @@ def record_pair(
     )
     check_same_vocabulary(tokenizer, theirs, config.target, config.draft)
     pair = [make_runner(config.model(role), place(config, role)) for role in config.roles]
-    found = list(record(pair, tokenizer, conversations, Sampling(), defaults.eos, tokens, raw=raw, tick=tick))
+    found = list(
+        record(pair, tokenizer, conversations, RequestOptions().resolved(), defaults.eos, tokens, raw=raw, tick=tick)
+    )
     if not found:
         raise ConfigError("no prompt fits the context: shorten them, lower max_tokens, or raise max_context")
     return RecordedTexts(config.target, config.draft, [text for _, text in found]), [number for number, _ in found]
@@ -87,7 +89,7 @@ def record(
     pair: Sequence[ModelRunner],
     tokenizer: Tokenizer,
     conversations: Sequence[Sequence[str]],
-    sampling: Sampling,
+    options: RequestOptions,
     eos: Sequence[int],
     tokens: int,
     *,
@@ -100,7 +102,7 @@ def record(
 
     Args:
         pair: target and draft.
-        sampling: text n, from 1 on, is drawn with its seed + n, as `pearl bench` draws its n-th.
+        options: text n, from 1 on, is drawn with its seed + n, as `pearl bench` draws its n-th.
         tokens: most of an answer.
         raw: use no chat template.
         tick: called with a line of progress.
@@ -116,7 +118,7 @@ def record(
                 tick(f"prompt {number + 1} is left out: {'too long' if len(prompt) > most else 'it has come before'}")
                 break
             seen.add(tuple(prompt))
-            text = _record_one(target, draft, prompt, sampling.changed(seed=sampling.seed + len(seen)), eos, tokens)
+            text = _record_one(target, draft, prompt, options.changed(seed=options.seed + len(seen)), eos, tokens)
             tick(f"prompt {number + 1}: {len(text.answer)} tokens")
             yield number, text
             conversation.add(turn, tokenizer.decode(text.answer))
@@ -126,7 +128,7 @@ def record(
 def answers(
     target: ModelRunner,
     prompts: Sequence[Sequence[int]],
-    samplings: Sequence[Sampling],
+    samplings: Sequence[RequestOptions],
     eos: Sequence[int],
     most: int,
     tick: Callable[[int], object] = lambda tokens: None,
@@ -173,12 +175,12 @@ def _record_one(
     target: ModelRunner,
     draft: ModelRunner,
     prompt: Sequence[int],
-    sampling: Sampling,
+    options: RequestOptions,
     eos: Sequence[int],
     tokens: int,
 ) -> RecordedText:
-    (answer,) = answers(target, [prompt], [sampling], eos, tokens)
-    draw, known = DirectDraw(sampling), min(draft.vocab_size, target.vocab_size)  # further ids are padding
+    (answer,) = answers(target, [prompt], [options], eos, tokens)
+    draw, known = DirectDraw(options), min(draft.vocab_size, target.vocab_size)  # further ids are padding
     drawn, features = [], []
     rows = (row for piece in rows_along(draft, prompt, answer) for row in piece[:, :known])
     for position, row in enumerate(rows, len(prompt)):

@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from pearl.config.options import RequestOptions
 from pearl.drafting.stops import StopPolicy, StopWindow
 from pearl.lab.simulate import Executor, Timing, known_speeds, simulate
 from pearl.metrics import Sums
 from pearl.protocol.events import Draft, Drafted, Forward, Forwarded, Judge, Judged, Sample, Sampled
 from pearl.protocol.messages import Submit
-from pearl.protocol.options import RequestOptions, Sampling
+from pearl.spec.methods import AS_PUBLISHED
 
 
 class Text(NamedTuple):
@@ -93,7 +94,8 @@ def run(
     """
     totals, speeds = Sums(), known_speeds(timing)
     for number, text in enumerate(texts):
-        limit, options = text.prompt + len(text.right), decoding.changed(sampling=Sampling())
+        limit = text.prompt + len(text.right)
+        options = decoding.changed(temperature=0.0, **AS_PUBLISHED).resolved()  # the target makes no guesses
         submit = Submit(number, (0,) * text.prompt, limit, options)
         outcome = simulate(submit, _Target(text), draft(), replace(timing, seed=number), speeds=speeds)
         totals.texts.append(outcome.statistics)

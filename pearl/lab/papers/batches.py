@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from pearl.cache import Watcher
-from pearl.config import DecodingConfig, EngineConfig, SamplingParams
+from pearl.config import EngineConfig, RequestOptions
 from pearl.drafting.datastore import Datastore
 from pearl.drafting.guesser import text_index
 from pearl.drafting.published import INDEXES
@@ -20,7 +20,6 @@ from pearl.lab.experiments.texts import answers
 from pearl.lab.papers.figures import Figure, Table
 from pearl.lab.papers.sssd import SIZES, measure_times
 from pearl.models.runner import ModelRunner
-from pearl.protocol.options import Sampling
 from pearl.text.stream import Tokenizer
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -97,14 +96,13 @@ def by_batch(
     for batch in batches:
         own = config.model_copy(update={"slots": batch, "draft": "none", "max_context": 1024})
         asked = [prompts[number % len(prompts)] for number in range(2 * batch)]
-        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        params = RequestOptions(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         with Engine(config=own) as engine:
             rates = {}
             for method in ("ar", "ngram"):
-                decoding = DecodingConfig(method=method)
-                engine.generate(asked[:1], params.model_copy(update={"max_tokens": 8}), decoding=decoding)
+                engine.generate(asked[:1], params.changed(max_tokens=8), method=method)
                 began = time.monotonic()
-                done = engine.generate(asked, params, decoding=decoding)
+                done = engine.generate(asked, params, method=method)
                 rates[method] = sum(len(each.tokens) for each in done) / (time.monotonic() - began)
         latency = [f"{1e3 * batch / rate:.0f}" for rate in rates.values()]
         rows.append(
@@ -136,7 +134,7 @@ def long_prompts(
     for length in lengths:
         turn = tokenizer.decode([*begins, *prose[: length - len(begins)]])
         prompt = prompt_of(turn)
-        (text,) = answers(target, [prompt], [Sampling()], eos, tokens)
+        (text,) = answers(target, [prompt], [RequestOptions().resolved()], eos, tokens)
         seconds = measure_times(target, watcher, SIZES, length)
         found = replay([Generated((*prompt, *text), len(prompt))], store, SIZES[-1] - 1, seconds=seconds)
         gains = f"{found.tokens_per_step:.2f}", f"{found.speedup(seconds):.2f}"

@@ -14,11 +14,12 @@ from statistics import fmean, stdev
 import torch
 
 from pearl.cache import Watcher
+from pearl.config.options import RequestOptions
 from pearl.lab.papers.figures import Figure, Table
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.toy import NextToken, ToyRunner
 from pearl.protocol.messages import Submit
-from pearl.protocol.options import RequestOptions, Sampling
+from pearl.spec.methods import AS_PUBLISHED
 
 STATES, HORIZON = 8, 50
 CANDIDATES = (1, 2, 4, 8, 16, 64)
@@ -98,13 +99,13 @@ def pareto(chains: Chains, epsilon: float, is_optimal: bool) -> tuple[float, flo
 
 def simulated(chains: Chains, texts: int, candidates: int, seed: int = 0) -> list[int]:
     """Simulate `texts` texts with method `pearl` as published; return the number of rejections in each."""
-    options = RequestOptions("pearl", rule="ratio")
+    options = RequestOptions("pearl", rule="ratio", temperature=1.0, **AS_PUBLISHED).resolved()
     if candidates > 1:
         options = options.changed(rule="batch", parameters=(("candidates", float(candidates)),))
     found = []
     for number in range(texts):
         target, draft = (ToyRunner(chains.target.shape[-1], chains.law(rows)) for rows in (chains.target, chains.draft))
-        submit = Submit(1, (0,), 1 + chains.horizon, options.changed(sampling=Sampling(1.0, seed=seed + number)))
+        submit = Submit(1, (0,), 1 + chains.horizon, options.changed(seed=seed + number))
         found.append(simulate(submit, *paired_executors(target, draft), _TIMING).counts.num_rejections)
     return found
 

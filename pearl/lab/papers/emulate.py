@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from pearl.cache import Watcher
-from pearl.config import EngineConfig, SamplingParams
+from pearl.config import EngineConfig, RequestOptions
 from pearl.lab.bench.rows import AR, Row
 from pearl.lab.bench.runner import Measured, Plan, Sample, measure
 from pearl.lab.bench.tasks import Task
@@ -21,7 +21,6 @@ from pearl.lab.papers.figures import Table
 from pearl.lab.papers.pearl import TABLES, Cell, Pair, Run, Unit, cells_of
 from pearl.lab.simulate import Timing
 from pearl.metrics import Sums
-from pearl.protocol.options import RequestOptions
 
 _SIMULATED_TEXTS, _SIMULATED_TOKENS = 20, 1000
 _ALONE = Run(AR)
@@ -59,7 +58,7 @@ def _plan(pair: Pair, runs: Sequence[Run], tokens: int, texts: int, seed: int) -
         EngineConfig(target=spec, draft=spec, target_pace=pair.t_target, draft_pace=pair.t_draft),
         [Row(one.label, one.decoding()) for one in runs],
         [Task(pair.title, number, (f"text {number}",)) for number in range(1, texts + 1)],
-        SamplingParams(temperature=0.0, seed=seed, max_tokens=tokens),
+        RequestOptions(temperature=0.0, seed=seed, max_tokens=tokens),
         gamma=pair.gamma,
     )
 
@@ -88,8 +87,7 @@ def _simulator(pair: Pair, seed: int) -> Callable[[Run], _Figures]:
 
     @cache
     def simulator(one: Run) -> _Figures:
-        options = RequestOptions(one.method, "stream" if one.window is None else "fixed", one.window)
-        totals = run(texts, timing, options)
+        totals = run(texts, timing, one.decoding())
         return _figures(totals, totals.rate, pair.target_speed)
 
     return simulator

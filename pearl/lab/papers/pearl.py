@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct, yaml
 
-from pearl.config import DecodingConfig
+from pearl.config import RequestOptions
 from pearl.lab import theory
 from pearl.spec.methods import AS_PUBLISHED
 
@@ -123,10 +123,10 @@ class Run:
         """The name and, if it is fixed, the window."""
         return self.name if self.window is None else f"{self.name}({self.window})"
 
-    def decoding(self) -> DecodingConfig:
+    def decoding(self) -> RequestOptions:
         window: Literal["stream", "fixed"] = "stream" if self.window is None else "fixed"
-        published = AS_PUBLISHED if self.method == "pearl" else {}
-        return DecodingConfig(method=self.method, window=window, gamma=self.window, **published)
+        published: dict[str, Any] = AS_PUBLISHED if self.method == "pearl" else {}
+        return RequestOptions(method=self.method, window=window, gamma=self.window, **published)
 
 
 @dataclass

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from pearl.cache import Watcher
-from pearl.config import EngineConfig, SamplingParams
+from pearl.config import EngineConfig, RequestOptions
 from pearl.drafting.datastore import Datastore, check_tokenizer
 from pearl.engine.conversation import Conversation
-from pearl.engine.request import resolve_sampling
 from pearl.lab.bench.tasks import Task
 from pearl.lab.experiments.estimate import bootstrap
 from pearl.lab.experiments.guessing import Generated, Replayed, Seconds, replay, store_alone
@@ -88,9 +87,9 @@ def measure_guesses(
     prompts = [prompt_of(task.turns[0]) for task in tasks]
 
     def decode(temperature: float) -> list[Generated]:
-        params = SamplingParams(temperature=temperature, min_p=0.0, repetition_penalty=1.0, seed=0, **_FILTERED)
-        sampling = resolve_sampling(params, defaults, 0)
-        samplings = [sampling.changed(seed=task.number) for task in tasks]
+        params = RequestOptions(temperature=temperature, min_p=0.0, repetition_penalty=1.0, seed=0, **_FILTERED)
+        options = params.resolved(defaults.sampling)
+        samplings = [options.changed(seed=task.number) for task in tasks]
         watcher.begin(f"texts at temperature {temperature:g}", tokens * len(tasks))
         found = answers(target, prompts, samplings, defaults.eos, tokens, watcher.advance)
         return [Generated((*p, *a), len(p)) for p, a in zip(prompts, found, strict=True)]

@@ -10,12 +10,13 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.resources import files
+from typing import Any
 
 import torch
 from msgspec import Struct, yaml
 
 from pearl.cache import Watcher
-from pearl.config import EngineConfig, SamplingParams
+from pearl.config import EngineConfig, RequestOptions
 from pearl.lab.bench.figures import Figures, Surprise, figures, perplexity
 from pearl.lab.bench.rows import AR, Row, parse_settings
 from pearl.lab.bench.runner import Plan, measure
@@ -59,7 +60,11 @@ class Study(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def bench_rows(self) -> list[Row]:
-        return [Row(e.name, parse_settings(e.way), e.sampling or self.sampling, e.base) for e in self.rows]
+        rows = []
+        for entry in self.rows:
+            sampling: dict[str, Any] = entry.sampling or self.sampling
+            rows.append(Row(entry.name, parse_settings(entry.way).changed(**sampling), entry.base))
+        return rows
 
 
 STUDIES = yaml.decode((files("pearl.lab.papers") / "studies.yaml").read_bytes(), type=dict[str, Study])
@@ -74,7 +79,7 @@ def run_study(
     """
     config = config or EngineConfig()
     tasks = [replace(task, turns=task.turns[:1]) for task in tasks]
-    plan = Plan(config, study.bench_rows, tasks, SamplingParams(seed=0, max_tokens=tokens))
+    plan = Plan(config, study.bench_rows, tasks, RequestOptions(seed=0, max_tokens=tokens))
     measured = measure(plan, watcher)
     surprise = Surprise(config) if study.joint else None
     found = figures(plan, measured, surprise)

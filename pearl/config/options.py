@@ -1,0 +1,600 @@
+"""The options of a request: one type for the Python API, the command line's flags, the wire and the HTTP schema.
+
+A new option is a field of `RequestOptions` and the place that reads it.  What is checked here holds wherever the
+options come from: a call, a flag, a file, an HTTP body or another process.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, Union, get_args, get_origin
+
+import msgspec
+from msgspec import Meta, structs
+
+from pearl.config.records import LARGEST, Count, Finite, Name, Position, Record, Text
+from pearl.config.section import refuse_unknown
+from pearl.document import parse_json
+from pearl.errors import ConfigError
+from pearl.printable import is_unicode
+from pearl.spec import methods
+from pearl.spec.methods import AS_PUBLISHED, METHODS, WINDOWS, Method
+from pearl.spec.rules import MAX_PARAMETERS, RULES, RuleSpec, find, named_parameters
+from pearl.spec.stops import CAP, FIXED, STOPS, THRESHOLD, check_stop, decoding_problem
+
+# Models compute in float32, in which much smaller values become 0 and much larger ones infinity.
+LEAST_TEMPERATURE = 1e-4
+MOST_TEMPERATURE = 1e30
+LEAST_SHARE = 1e-30  # of probability: top_p, and min_p where it is not 0
+LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY = 0.01, 100.0
+MOST_PENALTY = 2.0  # OpenAI's range
+MOST_BIAS, MAX_BIASES = 100.0, 1024  # OpenAI's range, which makes a token certain or impossible; biases
+MOST_STOPS, LONGEST_STOP = 64, 1000  # strings, characters: each token is compared with all of them
+MOST_EOS = 2048  # tokens that each end a text: each token is compared with all of them
+MAX_GRAMMAR = 1 << 16  # bytes of UTF-8: a schema, or the grammar made of it
+MAX_LOGPROBS = 20  # alternatives at each position, as OpenAI's
+LEAST_LOGPROB = -9999.0  # as OpenAI's: JSON has no infinity
+
+NUMBER_WORDS: dict[str, int | None] = {"auto": None, "off": 0}  # what flags and files may say for a number of guesses
+_SHOWN = 200  # characters of a refused value in a message
+
+Parameters = Annotated[tuple[tuple[Name, Finite], ...], Meta(max_length=MAX_PARAMETERS)]
+Ends = Annotated[tuple[Position, ...], Meta(max_length=MOST_EOS)]
+
+if TYPE_CHECKING:  # what a caller may pass; `__post_init__` converts it
+    _Kind = TypeVar("_Kind")
+    Default = Annotated[_Kind, "None until `resolved` fills it in"]
+    Stops = Sequence[str]
+    Biases = Any  # a mapping, or pairs
+    Schema = Any  # a mapping, or text
+    Named = Any  # a mapping, or pairs
+else:
+
+    class Default:
+        """`Default[T]` is T or None: None stands for a default that is known once the text begins."""
+
+        def __class_getitem__(cls, kind: Any) -> Any:
+            return kind | None
+
+    Stops = tuple[Text, ...]
+    Biases = tuple[tuple[Position, Annotated[float, Meta(ge=-MOST_BIAS, le=MOST_BIAS)]], ...]
+    Schema = str | None
+    Named = Parameters
+
+UNSET: Any = None
+
+
+def described(registry: Mapping[str, Any]) -> str:
+    """Name and describe the entries of a registry, for help."""
+    return "; ".join(f"{entry.name}: {entry.description}" for entry in registry.values())
+
+
+def _rules() -> str:
+    sampled = "; ".join(f"{spec.label()}: {spec.description}" for spec in RULES.values())
+    greedy = [f"{spec.label(0)}: {spec.greedy.description}" for spec in RULES.values() if spec.greedy]
+    return (
+        f"Acceptance rule under sampling; auto takes coupled by default. {sampled}. "
+        f"At temperature 0 all are greedy decoding but {'; '.join(greedy)}."
+    )
+
+
+def _stop_policies() -> str:
+    takers = ", ".join(name for name, method in METHODS.items() if method.takes_stops)
+    return (
+        f"Where the draft ends a window before its bound. {described(STOPS)}. For methods {takers}; "
+        f"under sd --gamma is then the bound, {CAP} by default. Texts stay the same, but for sd under a rule whose "
+        "text depends on drafts; its distribution stays the same."
+    )
+
+
+class RequestOptions(Record, frozen=True):
+    """How one text is decoded, how its tokens are drawn, and where it ends.
+
+    A field that is None has a default that depends on the method or the checkpoint; `resolved` fills it in before
+    the options reach a worker.  The last three fields are the engine's to fill.
+
+        SamplingParams(temperature=0.7, seed=1, max_tokens=200)
+        SamplingParams(method="sd", gamma=4, rule="opt", parameters={"epsilon": 0.1})
+
+    Raises `ConfigError`, naming each bad field and what it may be, however it is made.
+    """
+
+    method: Annotated[Name, Meta(description=described(METHODS))] = "auto"
+    window: Annotated[Name, Meta(description="stream: no full windows; fixed: the paper's.")] = WINDOWS[0]
+    gamma: Annotated[
+        Annotated[int, Meta(ge=1, le=methods.MAX_GAMMA)] | None,
+        Meta(description="Window in tokens; default: the measured speed ratio c."),
+    ] = None
+    rule: Annotated[Default[Name], Meta(description=_rules())] = UNSET
+    parameters: Annotated[Named, Meta(description="Parameters of the rule: (name, value).")] = ()
+    look_ahead: Annotated[
+        Default[Annotated[int, Meta(ge=0, le=methods.MAX_LOOK_AHEAD)]],
+        Meta(
+            description="Most n-grams of the text so far that the target verifies in a forward beside draft tokens; "
+            "of these as many as give the most tokens a second. 0 or off: none, as published. Default, auto: "
+            f"{methods.LOOK_AHEAD} for ngram and pearl; some of the papers' methods have more."
+        ),
+    ] = UNSET
+    draft_lookup: Annotated[
+        Default[Annotated[int, Meta(ge=0, le=methods.MAX_LOOK_AHEAD)]],
+        Meta(
+            description="Most such guesses that the draft verifies in a forward, to draft several tokens by one, as "
+            f"far as that pays. 0 or off: none, as published. Default, auto: {methods.DRAFT_LOOKUP} for pearl, else 0."
+        ),
+    ] = UNSET
+    branches: Annotated[
+        Default[Annotated[int, Meta(ge=0, le=methods.MAX_BRANCHES)]],
+        Meta(
+            description="Most outcomes other than the expected one that the draft prepares for, in cheap rows of its "
+            f"forwards. 0 or off: none, as published. Default, auto: {methods.BRANCHES} for pearl and ssd, else 0."
+        ),
+    ] = UNSET
+    siblings: Annotated[
+        Default[Annotated[int, Meta(ge=0, le=methods.MAX_LOOK_AHEAD)]],
+        Meta(
+            description="Most runners-up of the draft's tokens that the target verifies beside them in a forward, "
+            "under greedy decoding and rule coupled; of these as many as give the most tokens a second. 0 or off: "
+            f"none, as published. Default, auto: {methods.SIBLINGS} for pearl, which alone takes them."
+        ),
+    ] = UNSET
+    draft_stop: Annotated[Name, Meta(description=_stop_policies())] = FIXED
+    stop_parameters: Annotated[Named, Meta(description="Parameters of the stop policy: (name, value).")] = ()
+    temperature: Annotated[
+        Default[Annotated[float, Meta(ge=0.0, le=LARGEST)]],
+        Meta(description="0 is greedy; default: the checkpoint's."),
+    ] = UNSET
+    top_k: Annotated[Default[Position], Meta(description="Keep the k likeliest tokens; 0: all.")] = UNSET
+    top_p: Annotated[
+        Default[Annotated[float, Meta(gt=0.0, le=1.0)]],
+        Meta(description="Keep the likeliest tokens that hold this probability."),
+    ] = UNSET
+    min_p: Annotated[
+        Default[Annotated[float, Meta(ge=0.0, le=1.0)]],
+        Meta(description="Drop tokens below this share of the likeliest."),
+    ] = UNSET
+    seed: Annotated[
+        Default[Annotated[int, Meta(ge=0)]], Meta(description="Of all random draws; default: drawn, and reported.")
+    ] = UNSET
+    sample: Annotated[Count, Meta(description="Index of this sample under one seed.")] = 0
+    max_tokens: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Most tokens to generate; default: the checkpoint's, else up to the context."),
+    ] = None
+    stop: Annotated[
+        Stops,
+        Meta(max_length=MOST_STOPS, description="End before any of these strings (may be given several times)."),
+    ] = ()
+    stop_token_ids: Annotated[
+        tuple[Position, ...],
+        Meta(max_length=MOST_STOPS, description="End at any of these token ids, too (may be given several times)."),
+    ] = ()
+    ignore_eos: Annotated[bool, Meta(description="Do not end at an end-of-sequence token.")] = False
+    logprobs: Annotated[
+        Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None,
+        Meta(
+            description="Report each token's log probability under the target, and those of this many of the likeliest "
+            "tokens at its place: at temperature 1, unfiltered, without penalties and biases."
+        ),
+    ] = None
+    repetition_penalty: Annotated[
+        Default[Annotated[float, Meta(ge=LEAST_REPETITION_PENALTY, le=MOST_REPETITION_PENALTY)]],
+        Meta(description="Above 1: make tokens of prompt and text less likely; default: the checkpoint's."),
+    ] = UNSET
+    presence_penalty: Annotated[
+        float,
+        Meta(
+            ge=-MOST_PENALTY,
+            le=MOST_PENALTY,
+            description="Is subtracted from the logit of each token that was generated.",
+        ),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        Meta(
+            ge=-MOST_PENALTY,
+            le=MOST_PENALTY,
+            description="Likewise, times the number of times that it was generated.",
+        ),
+    ] = 0.0
+    logit_bias: Annotated[
+        Biases,
+        Meta(
+            max_length=MAX_BIASES,
+            description=f"Add a number, {MOST_BIAS:g} at most, to the logit of a token id (may be given several "
+            "times).",
+        ),
+    ] = ()
+    json_schema: Annotated[
+        Schema, Meta(description='Write JSON that this JSON schema allows; {"type": "object"} is any object.')
+    ] = None
+    regex: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR // 16)] | None,
+        Meta(description="Write text that this regular expression matches, and end."),
+    ] = None
+    #: Number of tokens of the prompt: penalties of generated tokens and grammars begin after them.
+    prompt_length: Position = 0
+    #: What `json_schema` or `regex` becomes (`pearl.text.grammar`); empty: the text keeps to no grammar.
+    grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR)] = ""
+    #: Tokens of which one ends a text that keeps to a grammar.
+    grammar_ends: Ends = ()
+
+    def __post_init__(self) -> None:
+        values = [_CONVERTERS.get(name, _as_it_is)(getattr(self, name)) for name in OPTIONS]
+        try:
+            checked = msgspec.convert(values, _Checked)
+        except msgspec.ValidationError:
+            raise ConfigError("; ".join(_refusals(values))) from None
+        for name in OPTIONS:
+            structs.force_setattr(self, name, getattr(checked, name))
+        if problem := next(self._problems(), None):
+            raise ConfigError(problem)
+
+    def _problems(self) -> Iterator[str]:
+        """What is wrong with fields that are each in their range."""
+        ranges = {"temperature": self.temperature, "top_p": self.top_p, "min_p": self.min_p}
+        for name, value in ranges.items():
+            if value is not None and (problem := sampling_problem(**{name: value})):
+                yield f"{name}: {problem} (got {value!r})"
+        if problem := stop_problem(self.stop):
+            yield f"stop: {problem}"
+        if self.seed is not None and self.seed >= 1 << 64:
+            yield f"seed: has at most 64 bits (got {self.seed})"
+        if len(dict(self.logit_bias)) < len(self.logit_bias):
+            yield "logit_bias: has a token id twice"
+        if self.json_schema is not None and self.regex is not None:
+            yield "json_schema and regex are two grammars: a text follows one"
+        for name in ("json_schema", "regex"):
+            if self.ignore_eos and getattr(self, name) is not None:
+                yield f"{name} ends a text where it is whole, which ignore_eos forbids"
+        if self.window not in WINDOWS:
+            yield f"window: unknown window {self.window!r}; choose one of {', '.join(WINDOWS)}"
+        problem = decoding_problem(
+            self.method, self.rule_in_use, self.parameters, self.draft_stop, self.stop_parameters
+        )
+        if problem is not None:
+            yield problem
+
+    def guess_problem(self) -> str | None:
+        """Return why a bound of guesses does not fit the method; None: all fit.
+
+        For options as a user gives them: method auto's ways take what they can use.
+        """
+        method = METHODS[self.method]
+        for name in ("look_ahead", "branches", "siblings"):
+            if getattr(self, name) and not getattr(method, name):
+                takers = ", ".join(other for other, entry in METHODS.items() if getattr(entry, name))
+                return f"{name} is for methods {takers}, not {self.method}"
+        if self.branches is not None and self.branches > methods.BRANCHES:
+            return f"branches: at most {methods.BRANCHES} outcomes are prepared (got {self.branches})"
+        if self.draft_lookup and not method.drafts:
+            return f"draft_lookup is for methods with a draft, not {self.method}"
+        if self.look_ahead == 0 and self.method == "ngram":
+            return "method ngram with look_ahead 0 is method ar"
+        if self.branches == 0 and self.method == "ssd":
+            return "method ssd with branches 0 is method sd"
+        return None
+
+    # ---- defaults ----
+
+    def given(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults."""
+        values = {field: getattr(self, field) for field in OPTIONS}
+        return {field: value for field, value in values.items() if value != OPTIONS[field].default}
+
+    def by_flag(self, is_given: bool = False) -> dict[str, Any]:
+        """Return the options as a flat mapping, as flags and files name them.
+
+        `is_given`: only those that differ from their defaults.
+        """
+        fields = self.given() if is_given else {name: getattr(self, name) for name in OPTIONS}
+        flat = {name: value for name, value in fields.items() if name not in _WITHOUT_FLAG}
+        for name, value in (*self.parameters, *self.stop_parameters):
+            flat[name] = kind_of_parameter(name)(value)
+        return flat
+
+    def overridden_by(self, options: RequestOptions) -> Self:
+        """Return a copy with the fields that `options` sets."""
+        return self.changed(**options.given())
+
+    def with_seed(self) -> Self:
+        """Return a copy with a seed, by default a random one that a JavaScript number can hold."""
+        return self if self.seed is not None else self.changed(seed=secrets.randbits(53))
+
+    def in_use(self, window: int = 0) -> Self:
+        """Return a copy with the method's defaults filled in: with it a seed gives the same text again.
+
+        Args:
+            window: c of the text, if measured.
+        """
+        gamma = self.gamma_in_use
+        if METHODS[self.method].drafts and METHODS[self.method].bonus:  # their ratio texts depend on c
+            gamma = gamma or window or None
+        return self.changed(
+            **self.guesses,
+            rule=self.rule_in_use,
+            gamma=gamma,
+            parameters=find(self.rule_in_use).values(self.parameters),
+            stop_parameters=check_stop(self.draft_stop).values(self.stop_parameters),
+        )
+
+    def resolved(self, defaults: Mapping[str, Any] = {}) -> Self:
+        """Return a copy in which no field is None for its default.
+
+        Args:
+            defaults: the checkpoint's, by field; what it does not name is off.
+        """
+        values = {**NEUTRAL, **defaults}
+        chosen = {name: value for name, value in values.items() if getattr(self, name) is None}
+        return self.in_use().changed(**chosen)
+
+    @property
+    def rule_in_use(self) -> str:
+        """`rule`; by default method auto takes the one under which no choice of auto changes a text."""
+        if self.rule is not None:
+            return self.rule
+        return "coupled" if self.method == "auto" else next(iter(RULES))
+
+    @property
+    def guesses(self) -> dict[str, int]:
+        """The settings of `AS_PUBLISHED`, with their defaults."""
+        method = METHODS[self.method]
+        bounds = {name: getattr(self, name) for name in AS_PUBLISHED}
+        return {name: getattr(method, name) if bound is None else bound for name, bound in bounds.items()}
+
+    @property
+    def gamma_in_use(self) -> int | None:
+        """`gamma`; for sd with a stop policy by default a bound that seldom ends a window."""
+        waits = self.method == "sd" and self.draft_stop != FIXED
+        return CAP if waits and self.gamma is None else self.gamma
+
+    # ---- what follows from them, once resolved ----
+
+    @property
+    def method_spec(self) -> Method:
+        """The method's declaration."""
+        return METHODS[self.method]
+
+    @property
+    def rule_in_force(self) -> RuleSpec:
+        """The rule that decides at this temperature."""
+        return find(self.rule).at(self.temperature)
+
+    @property
+    def commits_draws(self) -> bool:
+        """Whether the target's own draw is always what is committed, so that proposals cannot change the text."""
+        return self.rule_in_force.is_proposal_invariant
+
+    @property
+    def sends_runners_up(self) -> bool:
+        """Whether the draft says which tokens were nearly drawn, for the target to verify them too."""
+        return self.siblings > 0 and self.method_spec.siblings > 0 and self.commits_draws
+
+    @property
+    def prepares_bonus(self) -> bool:
+        """Whether the target draws the token after a window itself, and the draft prepares for that outcome too."""
+        return self.branches > 0 and self.method_spec.bonus
+
+    @property
+    def withholds(self) -> bool:
+        """Whether the draft keeps back the token that ends its window; the target's own draw takes its place."""
+        return self.draft_stop == THRESHOLD and self.rule_in_force.withholds
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether the text before a token changes its logits: by a penalty, a bias or a grammar."""
+        penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return penalties or bool(self.logit_bias) or bool(self.grammar)
+
+
+# ---- conversion and refusal ----
+
+OPTIONS = {field.name: field for field in structs.fields(RequestOptions)}
+_WITHOUT_FLAG = ("parameters", "stop_parameters", "prompt_length", "grammar", "grammar_ends")
+_Checked = msgspec.defstruct("_Checked", [(name, field.type) for name, field in OPTIONS.items()], array_like=True)
+NEUTRAL = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 0}
+OF_RULES = named_parameters(RULES.values())
+OF_STOPS = named_parameters(STOPS.values())
+assert not set(OF_RULES) & set(OF_STOPS), "a flag is either a rule's or a stop policy's"
+OPTION_NAMES = tuple(name for name in (*OPTIONS, *OF_RULES, *OF_STOPS) if name not in _WITHOUT_FLAG)
+_FIRST_OF_DRAWING = OPTION_NAMES.index("temperature")
+DECODING_NAMES = (*OPTION_NAMES[:_FIRST_OF_DRAWING], *OF_RULES, *OF_STOPS)  # the others say how tokens are drawn
+
+
+def options_of(values: Mapping[str, Any]) -> RequestOptions:
+    """Return the options that a flat mapping names, as flags and files do: with each parameter by its own name.
+
+    A number may be text, as YAML reads 1e-3.
+
+        options_of({"method": "sd", "rule": "opt", "epsilon": 0.1, "look_ahead": "off"})
+
+    Raises `ConfigError`.
+    """
+    fields: dict[str, Any] = {}
+    parameters: dict[str, list[tuple[str, Any]]] = {"parameters": [], "stop_parameters": []}
+    for name, given in values.items():
+        value = _parsed(name, given) if isinstance(given, str) else given
+        if name in OF_RULES or name in OF_STOPS:
+            parameters["parameters" if name in OF_RULES else "stop_parameters"].append((name, value))
+        else:
+            fields[name] = value
+    refuse_unknown(fields, dict.fromkeys(OPTION_NAMES))
+    fields |= {name: pairs for name, pairs in parameters.items() if pairs}
+    return RequestOptions(**fields)
+
+
+def _parsed(name: str, text: str) -> Any:
+    """Return the value that a text means for an option; the text itself where it means none."""
+    if name in AS_PUBLISHED or name not in OPTION_NAMES:
+        return text
+    kind = type_of(OPTIONS[name].type) if name in OPTIONS else kind_of_parameter(name)
+    if kind is bool:
+        return {"true": True, "on": True, "false": False, "off": False}.get(text, text)
+    if kind not in (int, float):
+        return text
+    try:
+        return kind(text)
+    except ValueError:
+        return text
+
+
+def kind_of_parameter(name: str) -> type[int] | type[float]:
+    """Return the type of a parameter of a rule or stop policy."""
+    owners = OF_RULES.get(name) or OF_STOPS[name]
+    return next(iter(owners.values())).kind
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _number_or_word(value: Any) -> Any:
+    """Return a number of guesses, which may be a word; YAML reads `off` as False, and flags are text."""
+    if value is False:
+        return 0
+    if not isinstance(value, str):
+        return value
+    return int(value) if value.isdecimal() else NUMBER_WORDS.get(value, value)
+
+
+def _strings(value: Any) -> Any:
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, Iterable) else value
+
+
+def _sequence(value: Any) -> Any:
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else value
+
+
+def _pairs(value: Any) -> Any:
+    return tuple(value.items()) if isinstance(value, Mapping) else _sequence(value)
+
+
+def _schema_text(value: Any) -> Any:
+    """Return a JSON schema as text. Raises `ConfigError`."""
+    if value is None:
+        return None
+    try:
+        schema = parse_json(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ConfigError(f"json_schema: is not JSON: {error} (got {_shown(value)})") from None
+    if not isinstance(schema, Mapping):
+        raise ConfigError(f"json_schema: must be a JSON object (got {_shown(value)})")
+    try:
+        text = json.dumps(schema)
+    except (RecursionError, TypeError) as error:
+        raise ConfigError(f"json_schema: cannot be written as JSON: {error}") from None
+    if len(text) > MAX_GRAMMAR // 2:
+        most = MAX_GRAMMAR // 2
+        raise ConfigError(f"json_schema: has {len(text):,} characters, at most {most:,} are read")
+    return text
+
+
+_CONVERTERS = {
+    **dict.fromkeys(AS_PUBLISHED, _number_or_word),
+    "parameters": _pairs,
+    "stop_parameters": _pairs,
+    "stop": _strings,
+    "stop_token_ids": _sequence,
+    "logit_bias": _pairs,
+    "json_schema": _schema_text,
+}
+
+
+def stop_problem(stops: Sequence[str]) -> str | None:
+    """Return why these stop strings are refused; None: they are not."""
+    if "" in stops:
+        return "a stop string must not be empty"
+    if len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
+        return f"at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters each end a text"
+    if not all(map(is_unicode, stops)):
+        return "a stop string holds half a surrogate pair, which is no character"
+    return None
+
+
+def sampling_problem(temperature: float = 0.0, top_p: float = 1.0, min_p: float = 0.0) -> str | None:
+    """Return why nothing can be sampled with these, though each is in its range: every probability would be NaN."""
+    if 0 < temperature < LEAST_TEMPERATURE:
+        return f"0 is greedy; the least temperature above it is {LEAST_TEMPERATURE}"
+    if temperature > MOST_TEMPERATURE:
+        return f"the greatest temperature is {MOST_TEMPERATURE:g}"
+    if top_p < LEAST_SHARE:
+        return f"the least top_p is {LEAST_SHARE:g}; top_k=1 keeps the likeliest token alone"
+    if 0 < min_p < LEAST_SHARE:
+        return f"0 is off; the least min_p above it is {LEAST_SHARE:g}"
+    return None
+
+
+def wide_window(gamma: int | None) -> str:
+    """Return why an engine with several slots refuses a window of `gamma` tokens."""
+    limit = methods.MAX_WINDOW
+    return f"gamma {gamma} is more than {limit}: the other requests of an engine with several slots would wait"
+
+
+def _refusals(values: Sequence[Any]) -> Iterator[str]:
+    """Say for each field whose value does not fit what it takes."""
+    for (name, field), value in zip(OPTIONS.items(), values, strict=True):
+        try:
+            msgspec.convert(value, field.type)
+        except msgspec.ValidationError as error:
+            yield f"{name}: {_in_words(str(error))} (got {_shown(value)})"
+
+
+def _in_words(message: str) -> str:
+    """Return msgspec's message in plain words: "Expected `float` >= 0.0" is "takes a number >= 0.0"."""
+    words, _, place = message.partition(" - at ")
+    for kind, noun in _NOUNS.items():
+        words = words.replace(f"`{kind}`", noun).replace(f"`{kind} | null`", noun)
+    words = words.replace("Expected", "takes")
+    return f"an item {words}" if place else words
+
+
+_NOUNS = {
+    "float": "a number",
+    "int": "a whole number",
+    "str": "text",
+    "bool": "true or false",
+    "null": "null",
+    "object": "a mapping",
+    "array": "a list",
+}
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+# ---- what flags, help and the HTTP schema read ----
+
+
+def type_of(kind: Any) -> Any:
+    """Return a field's type without None and without what `Annotated` adds: `float`, `tuple[str, ...]`."""
+    while True:
+        if get_origin(kind) is Annotated:
+            kind = get_args(kind)[0]
+        elif get_origin(kind) in (Union, UnionType):
+            (kind,) = (part for part in get_args(kind) if part is not type(None))
+        else:
+            return kind
+
+
+def bounds_of(kind: Any) -> list[Meta]:
+    """Return every `Meta` of a field's type, of its parts too, the outermost last."""
+    bounds = []
+    for part in get_args(kind):
+        bounds += [part] if isinstance(part, Meta) else bounds_of(part)
+    return bounds
+
+
+def description_of(name: str) -> str:
+    """Return the help of a field, or of a parameter of a rule or stop policy."""
+    if name in OPTIONS:
+        descriptions = [bound.description for bound in bounds_of(OPTIONS[name].type) if bound.description]
+        return descriptions[-1]
+    owners = OF_RULES.get(name) or OF_STOPS[name]
+    whose = "rule" if name in OF_RULES else "draft_stop"
+    return " ".join(f"Of {whose} {owner}: {entry}: {entry.description}." for owner, entry in owners.items())
