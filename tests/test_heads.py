@@ -26,7 +26,7 @@ from pearl.models.checkpoints.heads import load_draft_head, load_head
 from pearl.models.feeds import Feed
 from pearl.models.forward.layers import tapped
 from pearl.models.forward.runner import ForwardRunner
-from pearl.models.head_runner import HeadRunner
+from pearl.models.heads.runner import HeadRunner
 from pearl.models.runner import feed_chain
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.events import Deliver, End, Forward, Keep, Open, Phase, Rollback, Wait
@@ -109,7 +109,7 @@ def test_features_are_the_inputs_of_three_layers(how: str, request: pytest.Fixtu
     if how == "kernels":
         request.getfixturevalue("small_tables")
         more["kernels"] = True
-    own = ForwardRunner(model, 256, features=True, **more)
+    own = ForwardRunner(model, 256, taps=tapped(4), **more)
     assert (own._decode is not None) == (how == "kernels")
     feed_chain(own, TEXT[:6], 1, prompt=True)
     torch.testing.assert_close(own.features(), wanted[:6], rtol=1e-4, atol=1e-4)
