@@ -133,12 +133,13 @@ def test_a_head_computes_what_it_has_learned(trained: Path) -> None:
     own = runner()
     head = load_head(str(trained), own, lambda what: None)
     weights = load_file(trained / "model.safetensors")
-    model = HeadModel(AutoModelForCausalLM.from_pretrained(target()).config, own.embedding, head.ids, 0)
+    theirs = AutoModelForCausalLM.from_pretrained(target())
+    model = HeadModel(theirs.config, own.embedding, head.ids, 0)
     for name, weight in model.weights.items():
         weight.detach().copy_(weights[f"{name}.weight"])
     feed_chain(own, TEXT, 1)
     features, ids = own.features(), torch.tensor(TEXT)
-    turns = torch.stack((head._cos, head._sin))[:, : len(TEXT)]
+    turns = torch.cat(theirs.model.rotary_emb(features, torch.arange(len(TEXT))[None]))
     with torch.inference_mode():
         steps = list(model.steps(features[None], ids[None], turns))
         for cut in (3, 8):
@@ -223,8 +224,10 @@ def test_the_layout_of_speculators_is_read(trained: Path, tmp_path: Path) -> Non
     weights = load_file(trained / "model.safetensors")
     renamed: dict[str, torch.Tensor | None] = {name: None for name in weights if name.startswith("midlayer.")}
     renamed |= {name.replace("midlayer.", "layers.0."): weights[name] for name in renamed}
-    inner = json.loads((trained / "config.json").read_text())
-    other = changed(trained, tmp_path / "head", renamed, transformer_layer_config=inner)
+    inner = json.loads((trained / "config.json").read_text()) | {"model_type": "llama"}
+    other = changed(
+        trained, tmp_path / "head", renamed, speculators_model_type="eagle3", transformer_layer_config=inner
+    )
     own = runner()
     feed_chain(own, TEXT, 1)
     outputs = []

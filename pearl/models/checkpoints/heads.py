@@ -167,7 +167,5 @@ def _tensors(directory: Path) -> dict[str, torch.Tensor]:
         )
     if paths:
         return load_file(paths[0])
-    found: dict[str, torch.Tensor] = torch.load(
-        directory / "pytorch_model.bin", map_location="cpu", weights_only=True
-    )
+    found: dict[str, torch.Tensor] = torch.load(directory / "pytorch_model.bin", map_location="cpu", weights_only=True)
     return found
