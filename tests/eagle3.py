@@ -116,7 +116,7 @@ def weights_of(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     states = num_states(config) * HIDDEN
     matrices = {"embed_tokens": (VOCAB, HIDDEN), "fc": (HIDDEN, states), "lm_head": (known, HIDDEN)}
     norms = {"norm": HIDDEN}
-    biases = {}
+    biases: dict[str, int] = {}
     if config["norm_before_fc"]:
         norms["input_norm"] = states
     if config["fc_norm"]:
@@ -264,5 +264,8 @@ class _Reference:
             return x / (1 + torch.exp(-1.702 * x))
         if name == "relu2":
             return relu(x) ** 2
-        plain = {"silu": silu, "gelu": gelu, "relu": relu}
-        return plain[name](x)
+        if name == "relu":
+            return relu(x)
+        if name == "gelu":
+            return gelu(x)
+        return silu(x)

@@ -82,7 +82,9 @@ def load_runner(
             return _general_runner(wanted, model, features)
         split_fused(model, described(model)[0])
         count = len(model.model.layers)
-        taps = tapped(count) if features == "layers" else tuple(features)
+        taps = features if isinstance(features, tuple) else ()
+        if features == "layers":
+            taps = tapped(count)
         if any(not 0 <= tap <= count for tap in taps):
             raise ModelError(
                 f"Model {spec!r} has {count} layers, and its head reads the hidden states {[*taps]} "

@@ -274,7 +274,10 @@ def _optional_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """The shapes of tensors that a head may have: biases, a vocabulary, an embedding."""
     hidden = needed["fc.weight"][0]
-    shapes = {f"{name.removesuffix('.weight')}.bias": shape[:1] for name, shape in needed.items() if len(shape) == 2}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in needed.items():
+        if len(shape) == 2:
+            shapes[f"{name.removesuffix('.weight')}.bias"] = shape[:1]
     shapes["d2t"] = needed["lm_head.weight"][:1]
     if (embedding := tensors.get("embed_tokens.weight")) is not None:
         shapes["embed_tokens.weight"] = len(embedding), hidden
