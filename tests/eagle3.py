@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn.functional import gelu, linear, relu, silu, softmax
 
+PLAIN_ROPES = ("default", "linear")  # those that `reference` computes
 VOCAB, KNOWN, HIDDEN, INNER, HEADS, KV_HEADS = 267, 96, 32, 64, 4, 2
 TOKENS, STEPS = 14, 4
 _WINDOW: dict[str, Any] = {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 4}
@@ -21,6 +22,19 @@ _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 2.0,
+    "short_factor": [1.0, 1.5, 2.0, 2.5],
+    "long_factor": [1.0, 2.0, 4.0, 8.0],
+    "original_max_position_embeddings": 64,
+}
+_TWO_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
 }
 # Every setting of a head's config.json that changes its numbers: (its own, those of its layers).
 FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -45,6 +59,9 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rope_theta": ({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e2}}),
     "linear rope": ({}, {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}}),
     "llama3 rope": ({}, {"rope_parameters": _LLAMA3}),
+    "yarn": ({}, {"rope_parameters": _YARN}),
+    "longrope": ({}, {"rope_parameters": _LONGROPE, "max_position_embeddings": 128}),
+    "two ropes": ({}, {"rope_parameters": _TWO_ROPES}),
     "gelu": ({}, {"hidden_act": "gelu"}),
     "gelu_new": ({}, {"hidden_act": "gelu_new"}),
     "gelu_pytorch_tanh": ({}, {"hidden_act": "gelu_pytorch_tanh"}),
@@ -250,7 +267,7 @@ class _Reference:
 
     def turned(self, x: torch.Tensor, position: int) -> torch.Tensor:
         rope, dim = self.layer["rope_parameters"], self.layer["head_dim"]
-        assert rope["rope_type"] in ("default", "linear")
+        assert rope["rope_type"] in PLAIN_ROPES
         angles = position / rope.get("factor", 1.0) * rope["rope_theta"] ** (-torch.arange(0, dim, 2) / dim)
         first, second = x.chunk(2, -1)
         cos, sin = angles.cos(), angles.sin()
