@@ -1,16 +1,16 @@
-"""An EAGLE-3 head: decoder layers that read the target's hidden states and guess what the target writes next.
+"""An EAGLE-3 head: decoder layers that guess what the target writes next from its hidden states.
 
-For each token but the first it takes the token and the target's states at the token before it, and its last output
-guesses the token that follows.  From there on it goes on by itself, with its own output in place of those states.
-Its text is never used, only verified; so nothing here needs to be exact.
+For each token but the first the head reads the token and the target's states of the token before
+it; its last output guesses the token that follows.  From there on it continues by itself, with its
+own output in place of those states.  Guesses are only verified, so nothing here must be exact.
 
-Its layers are those of a Llama or a Qwen3, and `DecoderLayers` computes them.  Only the first one differs: with e the
-token's embedding and h the states,
+Its layers are those of a Llama or a Qwen3, and `DecoderLayers` computes them.  Only the first one
+differs: with e the token's embedding and h the states, it computes queries, keys and values from
+[norm(e), norm(h)], and adds the output of attention to h or norm(h).
 
-    queries, keys and values are computed from [norm(e), norm(h)], and what attention gives is added to h or norm(h).
-
-Three trainers write such heads.  The authors' and SpecForge's call the one layer "midlayer"; vLLM's speculators calls
-them "layers.0", "layers.1" ..., and describes them in `transformer_layer_config`.
+Three trainers write such heads.  The authors and SpecForge call the one layer "midlayer"; vLLM's
+speculators calls the layers "layers.0", "layers.1" ... and describes them in
+`transformer_layer_config`.
 
 Source: "EAGLE-3", Li et al. 2025; published checkpoints; speculators 0.9.0; specforge 0.2.0.
 """
@@ -43,7 +43,8 @@ _TOGETHER = (_PROJECTIONS, ("self_attn.o_proj",), ("mlp.gate_proj", "mlp.up_proj
 _ARCHITECTURES = {family.model_type: family.architecture for family in FAMILIES}
 # Tensors that say nothing about a guess: the inverse of d2t, and copies of the target's.
 _UNREAD = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
-# Settings of config.json that may be true: those that are computed, and those that do not change a number.
+# Settings of config.json that may be true: those that are computed, and those that change no
+# number.
 _COMPUTED = {
     *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "use_aux_hidden_state"),
     *("attention_bias", "qkv_bias", "mlp_bias", "use_sliding_window"),
@@ -66,8 +67,9 @@ _OTHERS = {  # what a tensor's name has -> what the checkpoint is
 def target_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
     """See `HeadKind`.
 
-    speculators and vLLM count states: number i is what layer i reads, and the number of layers what the last norm
-    reads.  SGLang and SpecForge count layers, in `eagle_config`: number i is what layer i gives, so what i + 1 reads.
+    speculators and vLLM count states: number i is what layer i reads, and the number of layers is
+    what the last norm reads.  SGLang and SpecForge count layers, in `eagle_config`: number i is what
+    layer i outputs, which layer i + 1 reads.
     """
     name = "eagle_aux_hidden_state_layer_ids"
     nested = config.get("eagle_config") or {}
@@ -78,8 +80,9 @@ def target_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
     numbers = tuple(number + 1 for number in outputs)
     if inputs and numbers and inputs != numbers:
         raise ValueError(
-            f"its {name} {list(inputs)} and those of its eagle_config {list(outputs)} name other states: number i is "
-            "what layer i reads in the former, and what it gives in the latter. Remove the wrong ones"
+            f"its {name} {list(inputs)} and those of its eagle_config {list(outputs)} name other "
+            "states: number i is what layer i reads in the former, and what it outputs in the "
+            "latter. Remove the wrong ones"
         )
     return inputs or numbers or None
 
@@ -109,13 +112,18 @@ class Settings:
 
     @staticmethod
     def of(config: Mapping[str, Any], names: Iterable[str]) -> Settings:
-        """Raises `ValueError` for what is not computed. names: of its tensors, with `_FIRST` for `_MIDLAYER`."""
+        """Read config.json. Raises `ValueError` for what is not computed.
+
+        Args:
+            names: of the head's tensors, as speculators has them.
+        """
         inner = config.get("transformer_layer_config") or config
         for settings in (config, inner, config.get("eagle_config") or {}):
             _check_flags(settings)
         is_of_speculators = "speculators_model_type" in config
         forward, layer = _layers_of(inner, set(names), is_of_speculators)
-        # In speculators norm_output says what is fed on, in SpecForge whether there is a norm before lm_head.
+        # In speculators norm_output says what the next step reads, in SpecForge whether there is a
+        # norm before lm_head.
         norms_output = config.get("norm_output")
         return Settings(
             forward=forward,
@@ -147,8 +155,8 @@ class Settings:
         if self.norms_joined:
             shapes["input_norm.weight"] = (features,)
         if self.norms_each:
-            each = {f"fc_norm.{number}.weight": (features // self.num_states,) for number in range(self.num_states)}
-            shapes |= each
+            for number in range(self.num_states):
+                shapes[f"fc_norm.{number}.weight"] = (features // self.num_states,)
         return shapes
 
 
@@ -159,45 +167,60 @@ def _check_flags(settings: Mapping[str, Any]) -> None:
 
 
 def _layers_of(config: Mapping[str, Any], names: set[str], is_of_speculators: bool) -> tuple[Forward, dict[str, Any]]:
-    """The family of a head's decoder layers, and their configuration as of a model's. Raises `ValueError`."""
+    """The family of a head's decoder layers, and their configuration as a model's.
+
+    Raises `ValueError` for layers that are not computed.
+    """
     kind = config.get("model_type", "qwen3")
-    if not is_of_speculators:  # one Llama layer, whatever the target's model type; a norm of queries makes it Qwen3's
+    if not is_of_speculators:  # one Llama layer, whatever model type the file names
         kind = "qwen3" if f"{_FIRST}self_attn.q_norm.weight" in names else "llama"
     if kind not in ("llama", "qwen3"):
         raise ValueError(f"its decoder layers are of model type {kind!r}; llama and qwen3 are computed")
-    rope = parameters_of_rope({"rope_theta": 1e4, **config})
-    rope = (rope or {}).get("sliding_attention", rope)  # of several, speculators uses this one in all layers
-    if rope is None:
-        raise ValueError("its rope is not computed: it has both rope_parameters and rope_scaling")
-    heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
     numbers = {int(name.split(".")[1]) for name in names if name.startswith("layers.")}
     count = int(config["num_hidden_layers"]) if is_of_speculators else len(numbers)
+    layer = _as_a_model(config, count)
+    if not is_of_speculators:  # SpecForge ignores these: a head has the biases that its file has
+        layer |= {"attention_bias": False, "mlp_bias": False}
+    if activation_of(layer) not in HEAD_ACTIVATIONS:
+        raise ValueError(f"its activation {activation_of(layer)!r} is not computed")
+    forward = forward_of(_ARCHITECTURES[kind], layer, HEAD_ACTIVATIONS)
+    if forward is None:
+        raise ValueError(
+            "its decoder layers are not computed: they are quantised, or have another attention than "
+            "a window or all earlier positions (layer_types, use_sliding_window)"
+        )
+    return forward, layer
+
+
+def _as_a_model(config: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """The configuration of `count` layers as a model's, with what config.json leaves out."""
+    heads = int(config["num_attention_heads"])
     types = config.get("layer_types")
     layer = {
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "vocab_size": 0,
         **config,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **rope},
+        "rope_parameters": _rope_parameters(config),
         "num_hidden_layers": count,
         "num_key_value_heads": int(config.get("num_key_value_heads") or heads),
-        "head_dim": int(config.get("head_dim") or hidden // heads),
+        "head_dim": int(config.get("head_dim") or int(config["hidden_size"]) // heads),
         "layer_types": types[:count] if types else None,
         "tie_word_embeddings": False,
     }
-    if not is_of_speculators:  # SpecForge ignores these: a head has the biases that its file has
-        layer |= {"attention_bias": False, "mlp_bias": False}
-    if activation_of(layer) not in HEAD_ACTIVATIONS:
-        raise ValueError(f"its activation {activation_of(layer)!r} is not computed")
-    forward = forward_of(_ARCHITECTURES[kind], layer, HEAD_ACTIVATIONS)
-    if rope_of(layer) is None or rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if rope_of(layer) is None:
+        raise ValueError(f"its rope is not computed: {layer['rope_parameters']}")
+    return layer
+
+
+def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    rope = parameters_of_rope({"rope_theta": 1e4, **config})
+    if rope is None:
+        raise ValueError("its rope is not computed: it has both rope_parameters and rope_scaling")
+    rope = rope.get("sliding_attention", rope)  # speculators uses this one of several in all layers
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:  # which trainers ignore and engines apply
         raise ValueError(f"its rope is not computed: {rope}")
-    if forward is None:
-        raise ValueError(
-            "its decoder layers are not computed: they are quantised, or have another attention than a window or all "
-            "earlier positions (layer_types, use_sliding_window)"
-        )
-    return forward, layer
+    return {"rope_type": "default", "rope_theta": 1e4, **rope}
 
 
 def make(
@@ -246,27 +269,41 @@ def _check_tensors(
     Args:
         in_file: the name of each in the checkpoint.
     """
-    hidden, width = int(settings.layer["hidden_size"]), target.features
-    inputs = tensors["fc.weight"].shape[1] if "fc.weight" in tensors else width
-    if inputs == 2 * hidden != width:
-        raise ValueError("it is an EAGLE head of the first or second version, not of the third")
-    if inputs != width:
-        raise ValueError(f"it reads {inputs} numbers and its target has {width} hidden states: it is of another model")
-    shapes = settings.shapes(width, len(tensors["lm_head.weight"]))
-    if missing := [name for name in shapes if name not in tensors]:
-        has_midlayer = any(name.startswith(_MIDLAYER) for name in in_file.values())
-        first = missing[0]
-        if has_midlayer and first.startswith(_FIRST):
-            first = _MIDLAYER + first.removeprefix(_FIRST)
-        raise ValueError(f"it has no {first}")
+    hidden = int(settings.layer["hidden_size"])
+    _check_inputs(tensors, hidden, target.features)
+    shapes = settings.shapes(target.features, len(tensors["lm_head.weight"]))
+    for name in shapes:
+        if name not in tensors:
+            raise ValueError(f"it has no {_in_layout_of(in_file, name)}")
     shapes |= _optional_shapes(shapes, tensors)
     for name, tensor in tensors.items():
         if name not in shapes:
             raise ValueError(f"nothing reads its tensor {in_file[name]}")
-        if tuple(tensor.shape) != shapes[name]:
-            raise ValueError(f"its {in_file[name]} has the shape {list(tensor.shape)}, not {list(shapes[name])}")
-    if "embed_tokens.weight" not in tensors and target.embedding.shape[1] != hidden:
-        raise ValueError(f"its states have {hidden} numbers, its target's embedding {target.embedding.shape[1]}")
+        shape, wanted = list(tensor.shape), list(shapes[name])
+        if shape != wanted:
+            raise ValueError(f"its {in_file[name]} has the shape {shape}, not {wanted}")
+    width = target.embedding.shape[1]
+    if "embed_tokens.weight" not in tensors and width != hidden:
+        raise ValueError(f"its states have {hidden} numbers, its target's embedding {width}")
+
+
+def _check_inputs(tensors: Mapping[str, torch.Tensor], hidden: int, features: int) -> None:
+    """Raises `ValueError` where `fc` reads other states than those that the target keeps."""
+    inputs = tensors["fc.weight"].shape[1] if "fc.weight" in tensors else features
+    if inputs == 2 * hidden != features:
+        raise ValueError("it is an EAGLE head of the first or second version, not of the third")
+    if inputs != features:
+        raise ValueError(
+            f"it reads {inputs} numbers and its target has {features} hidden states: it is of another model"
+        )
+
+
+def _in_layout_of(in_file: Mapping[str, str], name: str) -> str:
+    """A tensor's name as this checkpoint would have it."""
+    has_midlayer = any(other.startswith(_MIDLAYER) for other in in_file.values())
+    if has_midlayer and name.startswith(_FIRST):
+        return _MIDLAYER + name.removeprefix(_FIRST)
+    return name
 
 
 def _optional_shapes(
@@ -389,12 +426,15 @@ class Eagle3Head:
 
 
 def _widened(scoring: Scoring, guessed: int) -> Scoring:
-    """Windows that begin where that of the last token does that was read with the target's states.
+    """Widen windows so that guesses do not move where they begin.
 
-    So heads are trained: in each step of speculators' trainer a token sees the states that it saw in the first one,
-    and all guesses since.
+    Heads are trained so: in each step of speculators' trainer a token sees the states that it saw in
+    the first one, and all guesses since.
     """
-    return scoring._replace(windows=tuple(window and window + guessed for window in scoring.windows))
+    windows = []
+    for window in scoring.windows:
+        windows.append(window + guessed if window else 0)
+    return scoring._replace(windows=tuple(windows))
 
 
 def _decoder(settings: Settings, tensors: Mapping[str, torch.Tensor], embedding: torch.Tensor) -> Decoder:

@@ -19,7 +19,10 @@ Tensors = Mapping[str, torch.Tensor]  # by their names in the checkpoint
 
 
 class HeadKind(Protocol):
-    """The functions that a kind's file has. Both raise `ValueError` for what the head computes and we do not."""
+    """The functions that a kind's file has.
+
+    Both raise `ValueError` for what such a head may compute and PEARL does not.
+    """
 
     def target_layers(self, config: Mapping[str, Any]) -> tuple[int, ...] | None:
         """The target's layers whose inputs the head of this config.json reads; None: those of `tapped`."""
@@ -32,6 +35,7 @@ class HeadKind(Protocol):
 
 _TYPE = "speculators_model_type"
 KINDS: dict[str, HeadKind] = {"eagle3": eagle3}  # by the names that vLLM's speculators gives them
+_NEXT = "such heads are not read yet; name an EAGLE-3 head"
 _NOT_BUILT = {
     "dflash": "a block drafter (DFlash)",
     "dflash2": "a block drafter (DFlash 2)",
@@ -61,6 +65,3 @@ def kind_of(config: Mapping[str, Any]) -> HeadKind:
     if name not in KINDS:
         raise ValueError(f"its {_TYPE} {name!r} is none that is known: {_NEXT}")
     return KINDS[name]
-
-
-_NEXT = "such heads are not read yet; name an EAGLE-3 head"
