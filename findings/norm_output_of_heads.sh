@@ -15,8 +15,7 @@ set -eu
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/env"
-"$folder/env/bin/pip" install --quiet torch==2.13.0
-"$folder/env/bin/pip" install --quiet torch==2.13.0 transformers==5.19.0 speculators==0.9.0 pyyaml
+"$folder/env/bin/pip" install --quiet torch==2.14.1 torchvision==0.29.1 torchaudio==2.11.1 transformers==5.19.0 speculators==0.9.0 pyyaml
 "$folder/env/bin/pip" install --quiet --no-deps specforge==0.2.0  # its dependencies are for training on GPUs
 
 cat > "$folder/heads.py" <<'END'
