@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
+from pearl.cache import silent
 from pearl.config import ModelConfig
 from pearl.config.options import RequestOptions
 from pearl.lab.bench.tasks import read_tasks
 from pearl.lab.simulate import Outcome, Simulation, Timing, paired_executors
-from pearl.models.checkpoints.heads import load_draft_head, load_head
+from pearl.models.checkpoints.heads import load_draft_head, load_head, states_for
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.protocol.events import Forward
@@ -50,9 +51,9 @@ class Counted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._head, name)
 
-    def read(self, *given: Any) -> Any:
+    def read(self, *given: Any, **more: Any) -> Any:
         self.forwards += 1
-        return self._head.read(*given)
+        return self._head.read(*given, **more)
 
 
 class TimedGuesses(Simulation):
@@ -74,7 +75,8 @@ class TimedGuesses(Simulation):
 def outcomes(args: argparse.Namespace) -> Iterator[tuple[int, str, Outcome]]:
     """(c, row, outcome) of each text."""
     tokenizer, defaults = load_tokenizer(args.target)
-    target = load_runner(ModelConfig(args.target), CPU, features="layers")
+    features = states_for([args.head], args.target, silent)
+    target = load_runner(ModelConfig(args.target), CPU, features=features)
     draft = load_runner(ModelConfig(args.draft, "draft"), CPU, spare=8)
     heads = load_draft_head(args.head, args.target, CPU, None, 9, lambda what: None)
     prompts = [task.turns[0] for name in args.prompts for task in read_tasks(name, None, args.limit)]

@@ -26,7 +26,7 @@ from pearl.models.checkpoints.heads import load_draft_head, load_head
 from pearl.models.feeds import Feed
 from pearl.models.forward.layers import tapped
 from pearl.models.forward.runner import ForwardRunner
-from pearl.models.head_runner import HeadRunner
+from pearl.models.heads.runner import HeadRunner
 from pearl.models.runner import feed_chain
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.events import Deliver, End, Forward, Keep, Open, Phase, Rollback, Wait
@@ -109,7 +109,7 @@ def test_features_are_the_inputs_of_three_layers(how: str, request: pytest.Fixtu
     if how == "kernels":
         request.getfixturevalue("small_tables")
         more["kernels"] = True
-    own = ForwardRunner(model, 256, features=True, **more)
+    own = ForwardRunner(model, 256, taps=tapped(4), **more)
     assert (own._decode is not None) == (how == "kernels")
     feed_chain(own, TEXT[:6], 1, prompt=True)
     torch.testing.assert_close(own.features(), wanted[:6], rtol=1e-4, atol=1e-4)
@@ -133,12 +133,13 @@ def test_a_head_computes_what_it_has_learned(trained: Path) -> None:
     own = runner()
     head = load_head(str(trained), own, lambda what: None)
     weights = load_file(trained / "model.safetensors")
-    model = HeadModel(AutoModelForCausalLM.from_pretrained(target()).config, own.embedding, head.ids, 0)
+    theirs = AutoModelForCausalLM.from_pretrained(target())
+    model = HeadModel(theirs.config, own.embedding, head.ids, 0)
     for name, weight in model.weights.items():
         weight.detach().copy_(weights[f"{name}.weight"])
     feed_chain(own, TEXT, 1)
     features, ids = own.features(), torch.tensor(TEXT)
-    turns = torch.stack((head._cos, head._sin))[:, : len(TEXT)]
+    turns = torch.cat(theirs.model.rotary_emb(features, torch.arange(len(TEXT))[None]))
     with torch.inference_mode():
         steps = list(model.steps(features[None], ids[None], turns))
         for cut in (3, 8):
@@ -223,8 +224,10 @@ def test_the_layout_of_speculators_is_read(trained: Path, tmp_path: Path) -> Non
     weights = load_file(trained / "model.safetensors")
     renamed: dict[str, torch.Tensor | None] = {name: None for name in weights if name.startswith("midlayer.")}
     renamed |= {name.replace("midlayer.", "layers.0."): weights[name] for name in renamed}
-    inner = json.loads((trained / "config.json").read_text())
-    other = changed(trained, tmp_path / "head", renamed, transformer_layer_config=inner)
+    inner = json.loads((trained / "config.json").read_text()) | {"model_type": "llama"}
+    other = changed(
+        trained, tmp_path / "head", renamed, speculators_model_type="eagle3", transformer_layer_config=inner
+    )
     own = runner()
     feed_chain(own, TEXT, 1)
     outputs = []

@@ -63,7 +63,7 @@ def reference(model: Any, parts: list[torch.Tensor], ids: torch.Tensor, states: 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_it_computes_its_definition(kind: str, tmp_path: Path) -> None:
     path, parts = with_layer(kind, tmp_path / "model")
-    assert states_for(str(path), str(path)) == "last"
+    assert states_for([str(path)], str(path), lambda what: None) == "last"
     own: Any = on_cpu(path, features="last", dtype="float32")
     head = load_head(str(path), own, lambda what: None)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()

@@ -286,7 +286,7 @@ def test_layers_in_one_call(kind: str, rounding: matrices.Rounding) -> None:
     found: list[list[torch.Tensor]] = []
     for is_in_one_call in (True, False):
         model = AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=torch.bfloat16)
-        runner = ForwardRunner(model, 64, slots=2, rounding=rounding, features=True)
+        runner = ForwardRunner(model, 64, slots=2, rounding=rounding, taps=(2, 0, 1))
         layers = runner._layers
         assert (layers.in_one_call is None) == (kind == "qwen3-moe")
         layers.in_one_call = layers.in_one_call if is_in_one_call else None

@@ -132,7 +132,7 @@ def test_two_trees_in_one_table() -> None:
 @pytest.mark.usefixtures("small_tables")
 def test_features_of_a_tree_behind_another_feed() -> None:
     record = {"record": lambda work: work}
-    runner = ForwardRunner(model_of(WINDOWS), 100, slots=2, kernels=True, features=True, **record)  # type: ignore[arg-type]
+    runner = ForwardRunner(model_of(WINDOWS), 100, slots=2, kernels=True, taps=(2, 0, 1), **record)  # type: ignore[arg-type]
     tree, found = Feed(text(4, 1), 1, 1, (-1, 0, 0, 2)), []
     for beside in ([Feed(text(3), 1)], []):
         feed_chain(runner, text(20, 2), 1, 1, prompt=True)

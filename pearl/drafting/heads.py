@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from pearl.drafting.ngram import RANKS, RATE_WEIGHT, Candidate
-from pearl.models.head import Head
-from pearl.models.mtp import MtpHead
+from pearl.models.heads.head import Head
 from pearl.models.runner import ModelRunner
 from pearl.protocol.messages import MAX_FRAME, HiddenStates, Source
 
@@ -64,7 +63,7 @@ class HeadText:
     the target's states.
     """
 
-    def __init__(self, head: Head | MtpHead, slot: int) -> None:
+    def __init__(self, head: Head, slot: int) -> None:
         self.log = StateLog()
         self._head, self._slot = head, slot
         self._first = 0
@@ -104,7 +103,7 @@ class HeadText:
             chance = likeliest.pop(own, 0.0) or float(logits.softmax(-1)[head.ids == own].sum())
             levels.append([(own, chance), *likeliest.items()][:RANKS])
             reached *= chance
-            output = head.read(torch.tensor([own], device=head.device), output, slot)
+            output = head.read(torch.tensor([own], device=head.device), output, slot, guessed=len(levels))
         head.lengths[slot] = length
         return levels
 
@@ -117,7 +116,7 @@ class TargetStates:
         gives: whether there is such a draft.
     """
 
-    def __init__(self, runner: ModelRunner, head: Head | MtpHead | None, gives: bool) -> None:
+    def __init__(self, runner: ModelRunner, head: Head | None, gives: bool) -> None:
         slots = range(runner.capabilities.slots)
         self._runner: Any = runner
         self.texts = [] if head is None else [HeadText(head, slot) for slot in slots]

@@ -18,7 +18,7 @@ from pearl.drafting.step import DraftModel, Step, Text, make_mark
 from pearl.drafting.stops import StopPolicy, StopWindow, make_policy
 from pearl.errors import NumericalError, RemoteProtocolError
 from pearl.models.calibrate import calibrate_draft
-from pearl.models.head_runner import HeadRunner
+from pearl.models.heads.runner import HeadRunner
 from pearl.models.runner import Feed, ModelRunner
 from pearl.protocol.events import Draft, Drafted, Open
 from pearl.protocol.foresight import Foresight

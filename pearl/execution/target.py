@@ -26,8 +26,7 @@ from pearl.drafting.published import INDEXES, PhraseIndex
 from pearl.errors import NumericalError
 from pearl.models.checkpoints.memory import memory_errors
 from pearl.models.feeds import depths, paths
-from pearl.models.head import Head
-from pearl.models.mtp import MtpHead
+from pearl.models.heads.head import Head
 from pearl.models.runner import Feed, ModelRunner
 from pearl.protocol.events import (
     Drafted,
@@ -177,7 +176,7 @@ class TargetExecutor:
         launches: bool | None = None,
         guides: MakeGuide | None = None,
         habits: Habits | None = None,
-        head: Head | MtpHead | None = None,
+        head: Head | None = None,
         gives_states: bool = False,
     ) -> None:
         self.runner, self._guides = runner, guides

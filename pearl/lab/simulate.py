@@ -24,8 +24,8 @@ from pearl.drafting.step import Step
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import Event, TargetExecutor
 from pearl.metrics import Statistics, Stopwatch, fold
-from pearl.models.head import Head
-from pearl.models.head_runner import HeadRunner
+from pearl.models.heads.head import Head
+from pearl.models.heads.runner import HeadRunner
 from pearl.models.runner import ModelRunner
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter

@@ -6,7 +6,7 @@ layers have the shape of `MATRICES`, add its record.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -23,6 +23,19 @@ MATRICES = {
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _NOT_COMPUTED = "quantization_config", "use_bidirectional_attention"  # settings
 CAPS = "attn_logit_softcapping", "final_logit_softcapping"
+# Activations that our own forward computes, by their names in config.json -> in `matrices.gated`.
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
+# Those of heads, which have more: torch computes the others, whose bits may depend on how many rows are computed.
+HEAD_ACTIVATIONS = ACTIVATIONS | {
+    "gelu": "erf_gelu",
+    "gelu_python": "erf_gelu",
+    "gelu_new": "gelu",
+    "gelu_fast": "gelu",
+    "gelu_accurate": "gelu",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "squared_relu",
+}
 # Language models that compute what another family does where a text has no pictures: a token's three positions are one.
 TWINS = {
     "qwen2_vl_text": "qwen2",
@@ -248,12 +261,15 @@ def is_of_own_forward(config: Mapping[str, Any]) -> bool:
     return TWINS.get(kind, kind) in (family.model_type for family in OWN_FORWARD.values())
 
 
-def forward_of(architecture: str, config: Mapping[str, Any]) -> Forward | None:
+def forward_of(
+    architecture: str, config: Mapping[str, Any], activations: Collection[str] = ACTIVATIONS
+) -> Forward | None:
     """What our own forward needs to compute this model; None where it does not compute it.
 
     Args:
         architecture: class in transformers.
         config: as in config.json, with `rope_parameters`.
+        activations: of the MLP, that the caller computes.
     """
     forward = OWN_FORWARD[architecture].forward if architecture in OWN_FORWARD else None
     rope = config.get("rope_parameters")
@@ -267,7 +283,7 @@ def forward_of(architecture: str, config: Mapping[str, Any]) -> Forward | None:
         and set(config.get("layer_types") or [_FULL]) <= {_FULL, _SLIDING}
         and bool(config.get("layer_types") or not config.get("use_sliding_window"))
         and config.get("is_causal", True) is True
-        and activation_of(config) in ("silu", "swish", "gelu_pytorch_tanh")
+        and activation_of(config) in activations
         and not any(config.get(name) for name in (*_NOT_COMPUTED, *(() if forward.has_caps else CAPS)))
     )
     return forward if ropes and is_computed else None

@@ -73,7 +73,10 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
             draft = tokenizer if is_drafting else _tokenizer(config.model("draft"), progress)
             spoken = draft if have_same_vocabulary(tokenizer, draft) else tokenizer
             digest = vocabulary_digest(spoken, spoken.vocab_size)
-        features = states_for(config.head, config.target) if config.head else "layers" if is_drafting else ""
+        heads = [config.draft] if is_drafting else []
+        if config.head is not None:
+            heads.append(config.head)
+        features = states_for(heads, config.target, progress)
         start = tracer.clock()
         runner = make_runner(model, device, progress, features)
         tracer.note("busy", "load", start)

@@ -73,12 +73,15 @@ def resolve_checkpoint(spec: str, progress: Progress = silent, weights: bool = T
     return directory_of(found, progress) if found.suffix == ".gguf" else found
 
 
+_OF_HEADS = frozenset(("draft_vocab_size", "speculators_model_type"))  # settings that no model has
+
+
 def is_head(spec: str) -> bool:
-    """Whether it names a head of another model (EAGLE-3), and not a model."""
+    """Whether it names a head of another model, and not a model."""
     if is_toy(spec) or spec in ("none", "embedded", "embedded-draft"):
         return False
     directory = Path(spec) if Path(spec).is_dir() else in_cache(spec)
-    return directory is not None and "draft_vocab_size" in config_in(directory)
+    return directory is not None and not _OF_HEADS.isdisjoint(config_in(directory))
 
 
 def config_in(directory: Path) -> dict[str, Any]:

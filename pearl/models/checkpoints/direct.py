@@ -145,7 +145,7 @@ def read_decoder(
     if (table := table_in(directory)) is not None:
         mapped = GgufWeights(table, forward)
         plain, quantised = mapped.plain, mapped.matrices() if keeps_bits else {}
-    elif (files := _files(directory)) is None or not forward.reads_directly:
+    elif (files := files_of(directory)) is None or not forward.reads_directly:
         return None
     else:
         source = (_StackedSource if forward.clamps_experts else _Source)(directory, files, progress)
@@ -346,8 +346,8 @@ def frequencies(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Frequenci
     return ROPE_INIT_FUNCTIONS[kind](given, torch.device("cpu"))
 
 
-def _files(directory: Path) -> dict[str, str] | None:
-    """Name of a tensor -> its file."""
+def files_of(directory: Path) -> dict[str, str] | None:
+    """Name of a tensor -> its file; None where there is neither model.safetensors nor its index."""
     if (directory / _FILE).is_file():
         with safe_open(directory / _FILE, framework="pt") as file:
             return dict.fromkeys(file.keys(), _FILE)

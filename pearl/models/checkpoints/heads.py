@@ -1,10 +1,12 @@
-"""Heads from their published checkpoints: EAGLE-3's layout, and that of vLLM's speculators."""
+"""Heads from their checkpoints, and which hidden states of the target they read."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -12,46 +14,21 @@ from safetensors.torch import load_file
 from pearl.cache import Progress
 from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import is_toy, resolve_checkpoint
-from pearl.models.checkpoints.direct import parameters_of_rope, read_decoder, rope_of
+from pearl.models.checkpoints.direct import files_of, read_decoder
 from pearl.models.checkpoints.gguf import table_in
-from pearl.models.checkpoints.loading import context_of
-from pearl.models.forward.attention import Heads
+from pearl.models.checkpoints.loading import Features, context_of
+from pearl.models.forward.layers import tapped
 from pearl.models.forward.matrices import Rounding, multiplies_bf16
-from pearl.models.head import Head
-from pearl.models.head_runner import HeadRunner
-from pearl.models.mtp import MtpHead
+from pearl.models.heads.eagle3 import Eagle3Head
+from pearl.models.heads.head import Head, HeadTarget
+from pearl.models.heads.kinds import kind_of
+from pearl.models.heads.mtp import MtpHead
+from pearl.models.heads.runner import HeadRunner
 from pearl.models.runner import ModelRunner
 from pearl.printable import cause_of
 
-_LAYER = "midlayer."
-_NEEDED = (
-    *("fc.weight", "lm_head.weight", "norm.weight"),
-    *(f"{_LAYER}{name}.weight" for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")),
-    *(f"{_LAYER}self_attn.{name}_proj.weight" for name in "qkvo"),
-    *(f"{_LAYER}mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
-)
-_OTHERS = {  # what a tensor's name has -> what the checkpoint is
-    "eh_proj": "a layer for multi-token prediction, which --head NAME takes where NAME is the target",
-    "medusa": "Medusa heads",
-    "lm_head.0": "Medusa heads",
-    "mask_hidden": "a block drafter",
-    "model.layers.1.": "a whole model: use it as --draft",
-}
 
-
-class HeadTarget(NamedTuple):
-    """What a head takes of its target: the embedding [vocab, hidden], how many ids it has and how many hidden states it
-    keeps of a token; the positions and slots that it has room for.
-    """
-
-    embedding: torch.Tensor
-    vocab_size: int
-    features: int
-    context: int
-    slots: int
-
-
-def load_head(spec: str, runner: ModelRunner, progress: Progress) -> Head | MtpHead:
+def load_head(spec: str, runner: ModelRunner, progress: Progress) -> Head:
     """The head named `spec`, a directory or a hub id, for the model of `runner`, which keeps features.
 
     Raises `ModelError` for a checkpoint of another layout, or of another model.
@@ -65,11 +42,29 @@ def load_head(spec: str, runner: ModelRunner, progress: Progress) -> Head | MtpH
     return _load(spec, HeadTarget(own.embedding, own.vocab_size, can.features, own.context, can.slots), progress)
 
 
-def states_for(head: str, target: str) -> Literal["layers", "last"]:
-    """Which hidden states of its target a head reads: the last ones if it is the target's own layer for multi-token
-    prediction, which has the target's name.
+def states_for(heads: Sequence[str], target: str, progress: Progress) -> Features:
+    """Which hidden states of the target the heads read: the last ones if a head is the target's own layer for
+    multi-token prediction, which has the target's name.
+
+    Raises `ModelError` for a head that is not read, and for two that read other states.
     """
-    return "last" if head == target else "layers"
+    wanted: dict[Features, str] = {}
+    for head in heads:
+        wanted["last" if head == target else _layers_read(head, progress)] = head
+    if len(wanted) > 1:
+        first, second = wanted.values()
+        raise ModelError(
+            f"Heads {first!r} and {second!r} read other hidden states of the target: name only one, as --head or as "
+            "--draft."
+        )
+    return next(iter(wanted), "")
+
+
+def _layers_read(spec: str, progress: Progress) -> Features:
+    directory = resolve_checkpoint(spec, progress, weights=False)
+    with _explained(spec):
+        config = _config(directory)
+        return kind_of(config).target_layers(config) or "layers"
 
 
 def _multi_token_layer(spec: str, runner: Any) -> MtpHead:
@@ -118,7 +113,9 @@ def load_draft_head(
     if decoder is None:
         raise _needs_own_forward(spec)
     table, vocab = decoder.model.embed_tokens.weight, decoder.config.vocab_size
-    of = HeadTarget(table, vocab, 3 * table.shape[1], context_of(target, decoder, max_context), slots)
+    states = _layers_read(spec, progress)
+    count = len(tapped(decoder.config.num_hidden_layers) if isinstance(states, str) else states)
+    of = HeadTarget(table, vocab, count * table.shape[1], context_of(target, decoder, max_context), slots)
     return HeadRunner(_load(spec, of, progress, rounding), vocab, slots)
 
 
@@ -126,63 +123,49 @@ def _needs_own_forward(spec: str) -> ModelError:
     return ModelError(f"Head {spec!r} needs a target of our own forward pass, which keeps hidden states.")
 
 
-def _load(spec: str, target: HeadTarget, progress: Progress, rounding: Rounding = "") -> Head:
+def _load(spec: str, target: HeadTarget, progress: Progress, rounding: Rounding = "") -> Eagle3Head:
     directory = resolve_checkpoint(spec, progress)
+    with _explained(spec):
+        config = _config(directory)
+        return kind_of(config).make(config, _tensors(directory), target, rounding)
+
+
+@contextmanager
+def _explained(spec: str) -> Iterator[None]:
+    """Raise a `ModelError` that names the head for what its files are not."""
     try:
-        config = json.loads((directory / "config.json").read_text())
-        weights = _weights(directory)
-        if problem := _problem(weights, target):
-            raise ModelError(f"Head {spec!r} could not be loaded: {problem}.")
-        return _made(config, weights, target, rounding)
+        yield
+    except KeyError as error:
+        raise ModelError(f"Head {spec!r} could not be loaded: its config.json has no {error}.") from error
     except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
         raise ModelError(f"Head {spec!r} could not be loaded: {error}.") from error
 
 
-def _weights(directory: Path) -> dict[str, torch.Tensor]:
-    files = sorted(directory.glob("*.safetensors"))
-    found: dict[str, torch.Tensor] = {}
-    for file in files:
-        found |= load_file(file)
-    if not files:
-        found = torch.load(directory / "pytorch_model.bin", map_location="cpu", weights_only=True)
-    return {name.replace("layers.0.", _LAYER, 1): tensor for name, tensor in found.items()}
+def _config(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    return found
 
 
-def _problem(weights: dict[str, torch.Tensor], target: HeadTarget) -> str:
-    """Why this is no head for the target; "" if it is one."""
-    for part, what in _OTHERS.items():
-        if any(part in name for name in weights):
-            return f"it is {what}, not an EAGLE-3 head"
-    if missing := [name for name in _NEEDED if name not in weights]:
-        seen = ", ".join(sorted(weights)[:3])
-        return f"it is no EAGLE-3 head: it has no {missing[0]}, but {len(weights)} tensors such as {seen}"
-    hidden, width = target.embedding.shape[1], target.features
-    fused = tuple(weights["fc.weight"].shape)
-    if fused == (hidden, 2 * hidden):
-        return "it is an EAGLE head of the first or second version, not of the third"
-    if fused != (hidden, width):
-        return f"it reads {fused[1]} numbers and its target has {width} hidden states: it is of another model"
-    known = len(weights["lm_head.weight"])
-    if "d2t" not in weights and known != target.vocab_size:
-        return f"it knows {known} tokens and its target {target.vocab_size}, and nothing says which (d2t)"
-    return ""
+def _tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """By their names in the checkpoint: model.safetensors, the files of its index, or the directory's only file.
 
-
-def _made(config: dict[str, Any], weights: dict[str, torch.Tensor], target: HeadTarget, rounding: Rounding) -> Head:
-    inner = config.get("transformer_layer_config") or config  # speculators
-    heads, hidden = int(inner["num_attention_heads"]), target.embedding.shape[1]
-    dim = int(inner.get("head_dim") or hidden // heads)
-    shape = Heads(heads, int(inner.get("num_key_value_heads") or heads), dim)
-    eps, norms_residual = float(inner.get("rms_norm_eps", 1e-6)), bool(config.get("norm_before_residual"))
-    parameters = parameters_of_rope({"rope_theta": 1e4, **inner})
-    if parameters is None or (rope := rope_of({**inner, "rope_parameters": parameters, "head_dim": dim})) is None:
-        raise ValueError("its rope is not computed")
-    device = target.embedding.device
-    like = torch.empty(0, dtype=torch.float32, device=device)
-    cos, sin = (each[0] for each in rope(like, torch.arange(target.context, device=device)[None]))
-    placed = {
-        name: tensor.to(device, None if name == "d2t" else target.embedding.dtype)
-        for name, tensor in weights.items()
-        if name != "t2d"
-    }
-    return Head(placed, shape, eps, norms_residual, target.embedding, cos, sin, target.slots, rounding)
+    Raises `ValueError` where several files could be meant: a trainer's other files may have tensors of the same names.
+    """
+    if (files := files_of(directory)) is not None:
+        tensors: dict[str, torch.Tensor] = {}
+        for file in sorted(set(files.values())):
+            for name, tensor in load_file(directory / file).items():
+                if files.get(name) == file:
+                    tensors[name] = tensor
+        return tensors
+    paths = sorted(directory.glob("*.safetensors"))
+    if len(paths) > 1:
+        names = [path.name for path in paths]
+        raise ValueError(
+            f"it has {len(names)} files of tensors and no index: {', '.join(names)}. Name the one that it is "
+            "model.safetensors"
+        )
+    if paths:
+        return load_file(paths[0])
+    found: dict[str, torch.Tensor] = torch.load(directory / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    return found

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 _CHANGING_ROPES = ("longrope", "su")  # and all that are "dynamic"; "su" was longrope's first name
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")  # of various families
 DEFAULT_CONTEXT = 8192  # tokens; a cache is allocated whole, so a longer one only on request
-Features = Literal["", "layers", "last"]  # see `load_runner`
+Features = Literal["", "layers", "last"] | tuple[int, ...]  # see `load_runner`
 # Model types whose language model has been compared with the whole. Others may store or compute it in their own way.
 WRAPPERS = (
     *("gemma3", "gemma3n", "gemma4", "llama4", "llava", "mistral3"),
@@ -66,11 +66,12 @@ def load_runner(
     """Load a model on `device`. Raises `ModelError`.
 
     Args:
-        features: the hidden states to keep for a head: inputs of three "layers" (EAGLE-3), which our own forward keeps,
-            the "last" ones (multi-token prediction), which transformers' does, or none.
+        features: the hidden states to keep for a head: inputs of the layers with these numbers, or of three "layers"
+            (EAGLE-3), which our own forward keeps; the "last" ones (multi-token prediction), which transformers' does;
+            or none.
         spare: further slots, as far as memory allows, and see `ForwardRunner`.
     """
-    from pearl.models.forward.layers import described, split_fused
+    from pearl.models.forward.layers import described, split_fused, tapped
     from pearl.models.forward.runner import ForwardRunner
 
     plan_no_shapes(device)
@@ -80,6 +81,15 @@ def load_runner(
         if not is_ours:
             return _general_runner(wanted, model, features)
         split_fused(model, described(model)[0])
+        count = len(model.model.layers)
+        taps = features if isinstance(features, tuple) else ()
+        if features == "layers":
+            taps = tapped(count)
+        if any(not 0 <= tap <= count for tap in taps):
+            raise ModelError(
+                f"Model {spec!r} has {count} layers, and its head reads the hidden states {[*taps]} "
+                "(eagle_aux_hidden_state_layer_ids): it is a head of another model."
+            )
         on_gpu = device.type == "cuda"
         if wanted.role == "draft" and wanted.dtype == "auto" and not on_gpu and (rounding := rounding_for(model)):
             model = model.to(torch.bfloat16)  # type: ignore[arg-type]
@@ -95,7 +105,7 @@ def load_runner(
             spare=max(0, min(spare, left // 2)),
             records=wanted.forwards == "auto",
             rounding=rounding,
-            features=features == "layers",
+            taps=taps,
         )
 
 
@@ -134,7 +144,7 @@ def _general_runner(wanted: ModelConfig, model: Any, features: Features) -> Mode
             f"Model {spec!r} cannot have its weights in {wanted.rounding}: that is for models of our own forward with "
             "--forwards auto or eager. Choose another dtype."
         )
-    if features == "layers":
+    if features not in ("", "last"):
         raise ModelError(f"{theirs}, which keeps no hidden states, so it takes no head.")
     if wanted.slots > 1:
         raise ModelError(f"{theirs}, whose cache holds one sequence: leave slots at 1.")

@@ -52,6 +52,19 @@ def whole_blocks(end: int) -> int:
     return -(-end // BLOCK) * BLOCK
 
 
+def causal_mask(positions: torch.Tensor, at: torch.Tensor, window: int, dtype: torch.dtype) -> torch.Tensor:
+    """0 where a row at position `at` [n] sees one of `positions` [end], else -inf: [n, end].
+
+    Args:
+        window: how many positions a row sees, its own included; 0: all earlier ones.
+    """
+    rows = at[:, None]
+    sees = positions <= rows
+    if window:
+        sees = sees & (positions > rows - window)
+    return torch.zeros(sees.shape, dtype=dtype, device=at.device).masked_fill_(~sees, -torch.inf)
+
+
 def cap_scores(scores: torch.Tensor, cap: float) -> torch.Tensor:
     """cap * tanh(scores / cap), in place; 0: as they are. On a CPU of whole blocks of positions.
 

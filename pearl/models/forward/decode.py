@@ -296,9 +296,7 @@ class _TableForward:
             layers.scales.embedding, self._hidden, _SQUARED,
         )  # fmt: skip
         for number, layer in enumerate(layers.layers):
-            for place, tap in enumerate(layers.taps):
-                if tap == number:
-                    self._features[:, place * self._hidden : (place + 1) * self._hidden] = self._x
+            self._keep_features(number)
             self._product("qkv", layer)
             self._attend(number, layer)
             self._add("out", layer, layer.after_attention)
@@ -309,11 +307,18 @@ class _TableForward:
                 is_fed = self.table[1 + 2 * self.size : 1 + 3 * self.size] != 0
                 x = self._x if layer.mlp_norm is None else normalise(self._x, layer.mlp_norm, layers.eps, layers.dtype)
                 self._add_part(layer.experts(x, is_fed), None, 1.0, 0)
+        self._keep_features(len(layers))
         self._product("head", None)
         if layers.scales.logits != 1:
             self._logits.mul_(layers.scales.logits)
         cap_scores(self._logits, layers.scales.logits_cap)
         return self._logits, self._features if layers.taps else None
+
+    def _keep_features(self, number: int) -> None:
+        """Copy the states before layer `number` for a head, if it reads them."""
+        for place, tap in enumerate(self._layers.taps):
+            if tap == number:
+                self._features[:, place * self._hidden : (place + 1) * self._hidden] = self._x
 
     def _launch_all(self, product: Product, cut: Cut) -> None:
         """A product of every layer that has it: for timing."""

@@ -7,11 +7,11 @@ provides positions and attends (see `slot_attention`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Linear, Parameter
@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from pearl.models.families import (
     CAPS,
+    HEAD_ACTIVATIONS,
     MATRICES,
     Forward,
     activation_of,
@@ -95,7 +96,7 @@ class Layer:
 
 
 def tapped(layers: int) -> tuple[int, ...]:
-    """Numbers of the layers whose inputs a head reads, for a model of `layers` layers; as in EAGLE-3."""
+    """Numbers of the layers whose inputs an EAGLE-3 head reads that names none, in a model of `layers` layers."""
     return tuple(min(max(number, 0), layers - 1) for number in (2, layers // 2, layers - 3))
 
 
@@ -137,9 +138,10 @@ class DecoderLayers:
     Attributes:
         weights: their dtype or, of quantised matrices, bits.
         embedding: [vocab, hidden]. norm: the weights of the last norm.
-        taps: layers whose inputs `features` has.
+        taps: layers whose inputs `features` has, in that order; the number of layers: what the last norm reads.
         features: of the last forward [n, len(taps) * hidden].
         scoring: with a window for each layer.
+        residual_dtype: of the states between layers.
         in_one_call: what computes the layers where a `NativeAttention` attends, if not one by one.
         scales, gate: multipliers and caps, and the activation of the gate.
 
@@ -147,7 +149,7 @@ class DecoderLayers:
         context: a window at least as long is none.
         is_fixed: whether sizes are fixed, as on a GPU: keys, and so queries, are then turned in the dtype of rows.
         plain: for the kernels of `decode`: see `matrices.matrix`.
-        features: whether to keep `features`.
+        family: the forward and the configuration, of a model that `described` does not know.
     """
 
     def __init__(
@@ -157,10 +159,11 @@ class DecoderLayers:
         rounding: Rounding,
         is_fixed: bool,
         plain: bool = False,
-        features: bool = False,
+        taps: Sequence[int] = (),
+        family: tuple[Forward, dict[str, Any]] | None = None,
     ) -> None:
         config, inner = model.config, model.model
-        forward, settings = described(model)
+        forward, settings = family or described(model)
         heads = int(config.num_attention_heads)
         width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
         self.heads = Heads(heads, int(config.num_key_value_heads), width)
@@ -169,7 +172,7 @@ class DecoderLayers:
         self.eps, self._cache_dtype = float(config.rms_norm_eps), self.dtype if is_fixed else torch.float32
         self._rotated = rotated(forward, settings, width)
         self.scales = Scales.of(forward, settings, width, model.dtype)
-        self.gate: Literal["silu", "gelu"] = "silu" if activation_of(settings) in ("silu", "swish") else "gelu"
+        self.gate = HEAD_ACTIVATIONS[activation_of(settings) or ""]
         one = partial(matrix, dtype=self.dtype, rounding=rounding, plain=plain)
         split_fused(model, forward)
         pair_up(model, forward, self._rotated, width)
@@ -189,9 +192,9 @@ class DecoderLayers:
             f"{' and '.join(map(str, sorted(bits)))} bits" if bits else str(model.dtype).removeprefix("torch.")
         )
         # Rounded matrices round each result once more: sums over the layers in float32 make up for half of that.
-        self._residual = torch.float32 if bits else self.dtype
+        self.residual_dtype = torch.float32 if bits else self.dtype
         self.norm = norm_weights(inner.norm, forward, self.dtype)
-        self.taps = tapped(len(self.layers)) if features else ()
+        self.taps = tuple(taps)
         self.features: torch.Tensor | None = None
         self.in_one_call: NativeLayers | None = None
         self.head = one(model.lm_head, wide=True)
@@ -231,7 +234,7 @@ class DecoderLayers:
         hidden = self.embedding[ids]
         if self.scales.embedding != 1:
             hidden = hidden * self.scales.embedding
-        hidden = hidden.to(self._residual)
+        hidden = hidden.to(self.residual_dtype)
         tapped: dict[int, torch.Tensor] = {}
         if isinstance(slots, NativeAttention) and self.in_one_call is not None:
             for first, end in itertools.pairwise(sorted({0, *self.taps, len(self.layers)})):
@@ -242,29 +245,50 @@ class DecoderLayers:
         for number, layer in enumerate(self.layers):
             if number in self.taps:
                 tapped[number] = hidden.to(self.dtype, copy=True)
-            mixed = self._attend(layer, number, hidden, ropes, slots)
-            hidden = self._add(hidden, layer.out, mixed, layer.after_attention)
-            fed = self._normalise(hidden, layer.mlp_norm)
-            if layer.experts is not None:
-                hidden = hidden + layer.experts(fed, is_fed)
-            else:
-                hidden = self._add(hidden, layer.down, gated(layer.gate_up(fed, None), self.gate), layer.after_mlp)
+            x = self.normalise(hidden, layer.attention_norm)
+            hidden = self.layer_states(number, hidden, x, ropes, slots, is_fed)
         return self._finished(hidden, tapped)
 
-    def _finished(self, hidden: torch.Tensor, tapped: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    def _finished(self, hidden: torch.Tensor, tapped: dict[int, torch.Tensor]) -> torch.Tensor:
+        if len(self.layers) in self.taps:
+            tapped[len(self.layers)] = hidden.to(self.dtype, copy=True)
         self.features = torch.cat([tapped[number] for number in self.taps], -1) if self.taps else None
         return hidden
 
+    def layer_states(
+        self,
+        number: int,
+        hidden: torch.Tensor,
+        x: torch.Tensor,
+        ropes: Mapping[str, Rope],
+        slots: FixedAttention | NativeAttention | PromptAttention,
+        is_fed: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The states [n, hidden] after one layer.
+
+        Args:
+            hidden: the states before it, to which it adds.
+            x: what its queries, keys and values are computed from; as a rule `hidden` after the layer's norm.
+        """
+        layer = self.layers[number]
+        mixed = self._attend(layer, number, x, ropes, slots)
+        hidden = self._add(hidden, layer.out, mixed, layer.after_attention)
+        fed = self.normalise(hidden, layer.mlp_norm)
+        if layer.experts is not None:
+            return hidden + layer.experts(fed, is_fed)
+        return self._add(hidden, layer.down, gated(layer.gate_up(fed, None), self.gate), layer.after_mlp)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, vocab]."""
-        head = self.head(self._normalise(hidden, self.norm), None)
+        head = self.head(self.normalise(hidden, self.norm), None)
         if self.scales.logits != 1:
             head = head * self.scales.logits
         for row in head if self.scales.logits_cap else ():  # one by one: the last elements of a row are no vector
             cap_scores(row, self.scales.logits_cap)
         return head
 
-    def _normalise(self, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+    def normalise(self, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        """RMS norm of x, in the dtype of rows; None: x as it is."""
         return x.to(self.dtype) if norm is None else normalise(x, norm, self.eps, self.dtype)
 
     def _add(self, hidden: torch.Tensor, product: Matrix, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
@@ -272,20 +296,20 @@ class DecoderLayers:
         if norm is None and self.scales.residual == 1:
             return product(x, hidden)
         part = product(x, None)
-        part = part if norm is None else self._normalise(part, norm)
+        part = part if norm is None else self.normalise(part, norm)
         return hidden + (part if self.scales.residual == 1 else part * self.scales.residual)
 
     def _attend(
         self,
         layer: Layer,
         number: int,
-        hidden: torch.Tensor,
+        x: torch.Tensor,
         ropes: Mapping[str, Rope],
         slots: FixedAttention | NativeAttention | PromptAttention,
     ) -> torch.Tensor:
         """The attention output of each row, [n, heads * head_dim]."""
-        n, heads, both, dim = hidden.shape[0], self.heads.query, self.heads.query + self.heads.kv, self.heads.dim
-        states = layer.qkv(self._normalise(hidden, layer.attention_norm), None).view(n, -1, dim)
+        n, heads, both, dim = x.shape[0], self.heads.query, self.heads.query + self.heads.kv, self.heads.dim
+        states = layer.qkv(x, None).view(n, -1, dim)
         rope = None if layer.rope is None else ropes[layer.rope]
         if isinstance(slots, NativeAttention):
             return slots.attend_states(number, states, (layer.q_norm, layer.k_norm), rope)
@@ -306,7 +330,7 @@ class DecoderLayers:
     def _head_norm(self, states: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         """States [n, heads, head_dim], normalised by head or, where the norm is as wide as all of them, together."""
         wide = states if len(norm) == states.shape[-1] else states.flatten(1)
-        return self._normalise(wide, norm).view(states.shape)
+        return self.normalise(wide, norm).view(states.shape)
 
 
 def bits_of(layer: torch.nn.Module) -> set[int]:

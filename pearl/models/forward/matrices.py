@@ -12,7 +12,7 @@ from functools import cache, partial
 from typing import Any, Literal
 
 import torch
-from torch.nn.functional import gelu, linear, rms_norm, silu
+from torch.nn.functional import gelu, linear, relu, rms_norm, silu
 
 from pearl.models.forward import native
 from pearl.models.forward.quantised import GROUP, QuantisedMatrix, Weights, are_alike, rounded, stacked
@@ -234,16 +234,35 @@ def multiplies_bf16() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def gated(gate_up: torch.Tensor, name: Literal["silu", "gelu"] = "silu") -> torch.Tensor:
+def gated(gate_up: torch.Tensor, name: str = "silu") -> torch.Tensor:
     """The activation of the first half of the columns times the second half: [n, 2 * inner] -> [n, inner].
 
-    gelu: by tanh, as Gemma's.
+    Args:
+        name: one of `_ACTIVATIONS`.
     """
-    if native.computes(gate_up):
+    if name in _NATIVE_ACTIVATIONS and native.computes(gate_up):
         return native.gated(gate_up, name == "gelu")
-    activate = silu if name == "silu" else partial(gelu, approximate="tanh")
     gate, up = gate_up.chunk(2, -1)
-    return activate(gate).mul_(up)
+    return _ACTIVATIONS[name](gate).mul_(up)
+
+
+def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _squared_relu(x: torch.Tensor) -> torch.Tensor:
+    return relu(x).square()
+
+
+_NATIVE_ACTIVATIONS = ("silu", "gelu")
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": silu,
+    "gelu": partial(gelu, approximate="tanh"),  # as Gemma's
+    "erf_gelu": gelu,
+    "quick_gelu": _quick_gelu,
+    "relu": relu,
+    "squared_relu": _squared_relu,
+}
 
 
 def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -74,7 +74,7 @@ class ForwardRunner(ModelRunner):
         rounding: how matrices are rounded: see `quantised.rounded`.
         kernels: whether tokens are computed by our own kernels (`decode`, `prompts`); None: on a GPU,
             if forwards are recorded, Triton is installed and they fit the model.
-        features: whether hidden states are kept for a head.
+        taps: layers whose inputs are kept for a head; see `DecoderLayers`.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ForwardRunner(ModelRunner):
         record: Record | None = None,
         rounding: Rounding = "",
         kernels: bool | None = None,
-        features: bool = False,
+        taps: Sequence[int] = (),
     ) -> None:
         self.context, self.device, rotary = context, model.device, model.model.rotary_emb
         is_fixed = record is not None or self.device.type == "cuda"
@@ -101,7 +101,7 @@ class ForwardRunner(ModelRunner):
             self._graphs = Graphs(self._fixed, self._room, recorder)
         self._decode: Decode | None = None
         with torch.inference_mode():
-            self._layers = DecoderLayers(model, context, rounding, is_fixed, bool(kernels), features)
+            self._layers = DecoderLayers(model, context, rounding, is_fixed, bool(kernels), taps)
             self._seen: dict[int, torch.Tensor] = {}  # features of each slot's last feed
             self.vocab_size, self.dtype = self._layers.vocab_size, self._layers.dtype
             self.weights, self.embedding = rounding or self._layers.weights, self._layers.embedding
@@ -255,11 +255,7 @@ class ForwardRunner(ModelRunner):
         scoring = self._layers.scoring
         if is_prompt and not window and not scoring.cap and not scoring.sinks:
             return None
-        positions, rows = self._positions[:end], at[:, None]
-        sees = positions <= rows
-        if window:
-            sees = sees & (positions > rows - window)
-        return torch.zeros(sees.shape, dtype=self.dtype, device=self.device).masked_fill_(~sees, -torch.inf)
+        return attention.causal_mask(self._positions[:end], at, window, self.dtype)
 
     def rollback(self, length: int, slot: int = 0) -> None:
         self._slots.rollback(length, slot)

@@ -14,7 +14,7 @@ import torch
 
 
 class MtpHead:
-    """As `Head`, for the one text of a runner through transformers.
+    """A `Head`, for the one text of a runner through transformers.
 
     Args:
         model: transformers' `MtpModel`, which shares embedding and output head with the target.
@@ -31,7 +31,7 @@ class MtpHead:
     def fused(self, features: torch.Tensor) -> torch.Tensor:
         return features.to(self.device, self.dtype)
 
-    def read(self, tokens: torch.Tensor, states: torch.Tensor, slot: int) -> torch.Tensor:
+    def read(self, tokens: torch.Tensor, states: torch.Tensor, slot: int, guessed: int = 0) -> torch.Tensor:
         """See `Head.read`."""
         start, end = self.lengths[slot], self.lengths[slot] + len(tokens)
         if (surplus := self._cache.get_seq_length() - start) > 0:

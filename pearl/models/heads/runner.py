@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from pearl.models.feeds import Feed
-from pearl.models.head import Head
+from pearl.models.heads.eagle3 import Eagle3Head
 from pearl.models.runner import Capabilities, ModelRunner, check_feeds
 
 _IN_TURN = 16  # tokens: a longer feed is part of a prompt, whose states will come
@@ -25,7 +25,7 @@ class HeadRunner(ModelRunner):
         vocab_size: the target's.
     """
 
-    def __init__(self, head: Head, vocab_size: int, slots: int) -> None:
+    def __init__(self, head: Eagle3Head, vocab_size: int, slots: int) -> None:
         self._head, self.vocab_size = head, vocab_size
         self.context, self.device, self.weights = head.context, head.device, head.kind
         self.capabilities, self.features = Capabilities(slots=slots), head.features
@@ -78,13 +78,14 @@ class HeadRunner(ModelRunner):
     def _read(self, slot: int, start: int, end: int) -> torch.Tensor:
         """Read the slot's tokens from `start` to `end`; their outputs [end - start, hidden]."""
         first, head = max(start, 1), self._head  # nothing stands before token 0
+        guessed = max(0, first - self._known[slot])
         if not start and not self._known[slot]:
             self._states[slot, 0] = 0
         outputs = self._states[slot, start:end].clone()
         if first < end:
             head.lengths[slot] = first - 1
             outputs[first - start :] = head.read(
-                self._tokens[slot, first:end], self._states[slot, first - 1 : end - 1], slot
+                self._tokens[slot, first:end], self._states[slot, first - 1 : end - 1], slot, guessed
             )
         own = max(first, self._known[slot])
         if own < end:

@@ -1,0 +1,449 @@
+"""An EAGLE-3 head: decoder layers that guess what the target writes next from its hidden states.
+
+For each token but the first the head reads the token and the target's states of the token before
+it; its last output guesses the token that follows.  From there on it continues by itself, with its
+own output in place of those states.  Guesses are only verified, so nothing here must be exact.
+
+Its layers are those of a Llama or a Qwen3, and `DecoderLayers` computes them.  Only the first one
+differs: with e the token's embedding and h the states, it computes queries, keys and values from
+[norm(e), norm(h)], and adds the output of attention to h or norm(h).
+
+Three trainers write such heads.  The authors and SpecForge call the one layer "midlayer"; vLLM's
+speculators calls the layers "layers.0", "layers.1" ... and describes them in
+`transformer_layer_config`.
+
+Source: "EAGLE-3", Li et al. 2025; published checkpoints; speculators 0.9.0; specforge 0.2.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from pearl.models.checkpoints.direct import Decoder, Weight, parameters_of_rope, rope_of
+from pearl.models.families import FAMILIES, HEAD_ACTIVATIONS, Forward, activation_of, forward_of, weight_shapes
+from pearl.models.feeds import Feed, lay_out
+from pearl.models.forward import native
+from pearl.models.forward.attention import Scoring, causal_mask, whole_blocks
+from pearl.models.forward.layers import DecoderLayers, Rope
+from pearl.models.forward.matrices import Rounding, matrix
+from pearl.models.forward.slot_attention import FixedAttention, NativeAttention
+from pearl.models.forward.slots import Slots
+from pearl.models.heads.head import HeadTarget
+
+_PIECE = 512  # tokens of a prompt that are computed together
+_DEFAULT_LAYERS = 3  # of the target, whose states a head reads that names none
+_FIRST, _MIDLAYER = "layers.0.", "midlayer."
+_PROJECTIONS = tuple(f"self_attn.{name}_proj" for name in "qkv")
+_TOGETHER = (_PROJECTIONS, ("self_attn.o_proj",), ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))
+_ARCHITECTURES = {family.model_type: family.architecture for family in FAMILIES}
+# Tensors that say nothing about a guess: the inverse of d2t, and copies of the target's.
+_UNREAD = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+# Settings of config.json that may be true: those that are computed, and those that change no
+# number.
+_COMPUTED = {
+    *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "use_aux_hidden_state"),
+    *("attention_bias", "qkv_bias", "mlp_bias", "use_sliding_window"),
+    *("use_input_layernorm_in_first_layer", "use_last_layernorm"),  # their tensors are asked for
+}
+_NEUTRAL = {
+    *("use_cache", "tie_word_embeddings", "embed_requires_grad", "has_no_defaults_at_init", "has_lm_head"),
+    *("return_dict", "use_return_dict", "output_attentions", "output_hidden_states", "torchscript", "do_sample"),
+    *("is_causal", "is_decoder", "gradient_checkpointing", "early_stopping"),
+}
+_OTHERS = {  # what a tensor's name has -> what the checkpoint is
+    "eh_proj": "a layer for multi-token prediction, which --head NAME takes where NAME is the target",
+    "medusa": "Medusa heads",
+    "lm_head.0": "Medusa heads",
+    "mask_hidden": "a head that drafts in parallel (P-EAGLE)",
+    "model.layers.1.": "a whole model: use it as --draft",
+}
+
+
+def target_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """See `HeadKind`.
+
+    speculators and vLLM count states: number i is what layer i reads, and the number of layers is
+    what the last norm reads.  SGLang and SpecForge count layers, in `eagle_config`: number i is what
+    layer i outputs, which layer i + 1 reads.
+    """
+    name = "eagle_aux_hidden_state_layer_ids"
+    nested = config.get("eagle_config") or {}
+    if nested.get("use_aux_hidden_state") is False:
+        raise ValueError("its eagle_config reads the last hidden states alone, as EAGLE 1 and 2 do")
+    inputs = tuple(config.get(name) or ())
+    outputs = tuple(nested.get(name) or ())
+    numbers = tuple(number + 1 for number in outputs)
+    if inputs and numbers and inputs != numbers:
+        raise ValueError(
+            f"its {name} {list(inputs)} and those of its eagle_config {list(outputs)} name other "
+            "states: number i is what layer i reads in the former, and what it outputs in the "
+            "latter. Remove the wrong ones"
+        )
+    return inputs or numbers or None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What config.json says about a head.
+
+    Attributes:
+        forward, layer: the family of its decoder layers, and their configuration.
+        num_states: states of the target that it reads of each token.
+        norms_residual: whether the first layer adds to the normalised states.
+        norms_joined: whether the target's states are normalised together, before `fc`.
+        norms_each: whether each of them is normalised by itself.
+        feeds_normed: whether the next step reads what the last norm gives.
+        norms_logits: whether the last norm stands before `lm_head`.
+    """
+
+    forward: Forward
+    layer: dict[str, Any]
+    num_states: int
+    norms_residual: bool
+    norms_joined: bool
+    norms_each: bool
+    feeds_normed: bool
+    norms_logits: bool
+
+    @staticmethod
+    def of(config: Mapping[str, Any], names: Iterable[str]) -> Settings:
+        """Read config.json. Raises `ValueError` for what is not computed.
+
+        Args:
+            names: of the head's tensors, as speculators has them.
+        """
+        inner = config.get("transformer_layer_config") or config
+        for settings in (config, inner, config.get("eagle_config") or {}):
+            _check_flags(settings)
+        is_of_speculators = "speculators_model_type" in config
+        forward, layer = _layers_of(inner, set(names), is_of_speculators)
+        # In speculators norm_output says what the next step reads, in SpecForge whether there is a
+        # norm before lm_head.
+        norms_output = config.get("norm_output")
+        return Settings(
+            forward=forward,
+            layer=layer,
+            num_states=len(target_layers(config) or range(_DEFAULT_LAYERS)),
+            norms_residual=bool(config.get("norm_before_residual")),
+            norms_joined=bool(config.get("norm_before_fc")),
+            norms_each=bool(config.get("fc_norm")),
+            feeds_normed=is_of_speculators and bool(norms_output),
+            norms_logits=is_of_speculators or norms_output is None or bool(norms_output),
+        )
+
+    def shapes(self, features: int, known: int) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor that it needs.
+
+        Args:
+            features: numbers of the target's states. known: tokens of its own vocabulary.
+        """
+        hidden = int(self.layer["hidden_size"])
+        named = weight_shapes(self.forward, self.layer)
+        shapes = {name.removeprefix("model."): shape for name, shape in named.items()}
+        del shapes["embed_tokens.weight"]  # without one it reads the target's
+        for name in _PROJECTIONS:
+            outputs, inputs = shapes[f"{_FIRST}{name}.weight"]
+            shapes[f"{_FIRST}{name}.weight"] = outputs, 2 * inputs
+        shapes[f"{_FIRST}hidden_norm.weight"] = (hidden,)
+        shapes["fc.weight"] = hidden, features
+        shapes["lm_head.weight"] = known, hidden
+        if self.norms_joined:
+            shapes["input_norm.weight"] = (features,)
+        if self.norms_each:
+            for number in range(self.num_states):
+                shapes[f"fc_norm.{number}.weight"] = (features // self.num_states,)
+        return shapes
+
+
+def _check_flags(settings: Mapping[str, Any]) -> None:
+    for name, value in settings.items():
+        if value is True and name not in _COMPUTED | _NEUTRAL:
+            raise ValueError(f"its config.json sets {name}, which is not computed")
+
+
+def _layers_of(config: Mapping[str, Any], names: set[str], is_of_speculators: bool) -> tuple[Forward, dict[str, Any]]:
+    """The family of a head's decoder layers, and their configuration as a model's.
+
+    Raises `ValueError` for layers that are not computed.
+    """
+    kind = config.get("model_type", "qwen3")
+    if not is_of_speculators:  # one Llama layer, whatever model type the file names
+        kind = "qwen3" if f"{_FIRST}self_attn.q_norm.weight" in names else "llama"
+    if kind not in ("llama", "qwen3"):
+        raise ValueError(f"its decoder layers are of model type {kind!r}; llama and qwen3 are computed")
+    numbers = {int(name.split(".")[1]) for name in names if name.startswith("layers.")}
+    count = int(config["num_hidden_layers"]) if is_of_speculators else len(numbers)
+    layer = _as_a_model(config, count)
+    if not is_of_speculators:  # SpecForge ignores these: a head has the biases that its file has
+        layer |= {"attention_bias": False, "mlp_bias": False}
+    if activation_of(layer) not in HEAD_ACTIVATIONS:
+        raise ValueError(f"its activation {activation_of(layer)!r} is not computed")
+    forward = forward_of(_ARCHITECTURES[kind], layer, HEAD_ACTIVATIONS)
+    if forward is None:
+        raise ValueError(
+            "its decoder layers are not computed: they are quantised, or have another attention than "
+            "a window or all earlier positions (layer_types, use_sliding_window)"
+        )
+    return forward, layer
+
+
+def _as_a_model(config: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """The configuration of `count` layers as a model's, with what config.json leaves out."""
+    heads = int(config["num_attention_heads"])
+    types = config.get("layer_types")
+    layer = {
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 0,
+        **config,
+        "rope_parameters": _rope_parameters(config),
+        "num_hidden_layers": count,
+        "num_key_value_heads": int(config.get("num_key_value_heads") or heads),
+        "head_dim": int(config.get("head_dim") or int(config["hidden_size"]) // heads),
+        "layer_types": types[:count] if types else None,
+        "tie_word_embeddings": False,
+    }
+    if rope_of(layer) is None:
+        raise ValueError(f"its rope is not computed: {layer['rope_parameters']}")
+    return layer
+
+
+def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    rope = parameters_of_rope({"rope_theta": 1e4, **config})
+    if rope is None:
+        raise ValueError("its rope is not computed: it has both rope_parameters and rope_scaling")
+    rope = rope.get("sliding_attention", rope)  # speculators uses this one of several in all layers
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:  # which trainers ignore and engines apply
+        raise ValueError(f"its rope is not computed: {rope}")
+    return {"rope_type": "default", "rope_theta": 1e4, **rope}
+
+
+def make(
+    config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], target: HeadTarget, rounding: Rounding
+) -> Eagle3Head:
+    """See `HeadKind`."""
+    for part, what in _OTHERS.items():
+        if any(part in name for name in tensors):
+            raise ValueError(f"it is {what}, not an EAGLE-3 head")
+    named = {_common(name): tensor for name, tensor in tensors.items()}
+    if f"{_FIRST}self_attn.q_proj.weight" not in named:
+        some = ", ".join(sorted(tensors)[:3])
+        raise ValueError(f"it is no EAGLE-3 head: {len(tensors)} tensors such as {some}, and no first layer")
+    settings = Settings.of(config, named)
+    named = {name: tensor for name, tensor in named.items() if name not in _UNREAD and "rotary_emb" not in name}
+    _check_vocabulary(named, target)
+    _check_tensors(settings, named, target, {_common(name): name for name in tensors})
+    device, dtype = target.embedding.device, target.embedding.dtype
+    placed = {name: tensor.to(device, None if name == "d2t" else dtype) for name, tensor in named.items()}
+    return Eagle3Head(settings, placed, target, rounding)
+
+
+def _common(name: str) -> str:
+    """A tensor's name in speculators."""
+    return _FIRST + name.removeprefix(_MIDLAYER) if name.startswith(_MIDLAYER) else name
+
+
+def _check_vocabulary(tensors: Mapping[str, torch.Tensor], target: HeadTarget) -> None:
+    """Raises `ValueError` where it is no vocabulary of the target's."""
+    if (head := tensors.get("lm_head.weight")) is None:
+        raise ValueError("it has no lm_head.weight")
+    known, embedding = len(head), tensors.get("embed_tokens.weight")
+    if "d2t" not in tensors and known != target.vocab_size:
+        raise ValueError(f"it knows {known} tokens and its target {target.vocab_size}, and nothing says which (d2t)")
+    if "d2t" in tensors and len(tensors["d2t"]) != known:
+        raise ValueError(f"its d2t has {len(tensors['d2t'])} tokens and its lm_head {known}")
+    if embedding is not None and len(embedding) < target.vocab_size:
+        raise ValueError(f"its embed_tokens.weight has {len(embedding)} tokens and its target {target.vocab_size}")
+
+
+def _check_tensors(
+    settings: Settings, tensors: Mapping[str, torch.Tensor], target: HeadTarget, in_file: Mapping[str, str]
+) -> None:
+    """Raises `ValueError` where tensors are missing, superfluous or of another shape.
+
+    Args:
+        in_file: the name of each in the checkpoint.
+    """
+    hidden = int(settings.layer["hidden_size"])
+    _check_inputs(tensors, hidden, target.features)
+    shapes = settings.shapes(target.features, len(tensors["lm_head.weight"]))
+    for name in shapes:
+        if name not in tensors:
+            raise ValueError(f"it has no {_in_layout_of(in_file, name)}")
+    shapes |= _optional_shapes(shapes, tensors)
+    for name, tensor in tensors.items():
+        if name not in shapes:
+            raise ValueError(f"nothing reads its tensor {in_file[name]}")
+        shape, wanted = list(tensor.shape), list(shapes[name])
+        if shape != wanted:
+            raise ValueError(f"its {in_file[name]} has the shape {shape}, not {wanted}")
+    width = target.embedding.shape[1]
+    if "embed_tokens.weight" not in tensors and width != hidden:
+        raise ValueError(f"its states have {hidden} numbers, its target's embedding {width}")
+
+
+def _check_inputs(tensors: Mapping[str, torch.Tensor], hidden: int, features: int) -> None:
+    """Raises `ValueError` where `fc` reads other states than those that the target keeps."""
+    inputs = tensors["fc.weight"].shape[1] if "fc.weight" in tensors else features
+    if inputs == 2 * hidden != features:
+        raise ValueError("it is an EAGLE head of the first or second version, not of the third")
+    if inputs != features:
+        raise ValueError(
+            f"it reads {inputs} numbers and its target has {features} hidden states: it is of another model"
+        )
+
+
+def _in_layout_of(in_file: Mapping[str, str], name: str) -> str:
+    """A tensor's name as this checkpoint would have it."""
+    has_midlayer = any(other.startswith(_MIDLAYER) for other in in_file.values())
+    if has_midlayer and name.startswith(_FIRST):
+        return _MIDLAYER + name.removeprefix(_FIRST)
+    return name
+
+
+def _optional_shapes(
+    needed: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of tensors that a head may have: biases, a vocabulary, an embedding."""
+    hidden = needed["fc.weight"][0]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in needed.items():
+        if len(shape) == 2:
+            shapes[f"{name.removesuffix('.weight')}.bias"] = shape[:1]
+    shapes["d2t"] = needed["lm_head.weight"][:1]
+    if (embedding := tensors.get("embed_tokens.weight")) is not None:
+        shapes["embed_tokens.weight"] = len(embedding), hidden
+    for number in range(sum(name.endswith("self_attn.o_proj.weight") for name in needed)):
+        for group in _TOGETHER:
+            biases = [f"layers.{number}.{name}.bias" for name in group]
+            having = [name for name in biases if name in tensors]
+            if having and having != biases:
+                raise ValueError(f"it has biases {', '.join(having)}, but not all of {', '.join(biases)}")
+    return shapes
+
+
+class Eagle3Head:
+    """The weights of a head, and a cache for each slot; see `Head`.
+
+    Args:
+        tensors: by their names in speculators; without an embedding, that of the target is used.
+        rounding: of the products' weights; see `matrices.matrix`.
+
+    Attributes:
+        hidden: numbers of its states.
+        features: numbers of the target's states that it reads of each token.
+        kind: of its weights.
+    """
+
+    def __init__(
+        self, settings: Settings, tensors: Mapping[str, torch.Tensor], target: HeadTarget, rounding: Rounding
+    ) -> None:
+        self._settings = settings
+        self.context, self.features = target.context, target.features
+        self.device: torch.device = target.embedding.device
+        self._is_native = self.device.type == "cpu" and native.takes_model(self.device, settings.layer)
+        decoder = _decoder(settings, tensors, tensors.get("embed_tokens.weight", target.embedding))
+        self._layers = layers = DecoderLayers(
+            decoder, self.context, rounding, not self._is_native, family=(settings.forward, settings.layer)
+        )
+        self.dtype, self.hidden = layers.dtype, layers.embedding.shape[1]
+        self.kind = rounding or str(target.embedding.dtype).removeprefix("torch.")
+        fuse = SimpleNamespace(weight=tensors["fc.weight"], bias=tensors.get("fc.bias"))
+        self._fuse = matrix(fuse, dtype=self.dtype, rounding=rounding)
+        self._hidden_norm = tensors[f"{_FIRST}hidden_norm.weight"].to(self.dtype)
+        self._joined_norm = tensors["input_norm.weight"].to(self.dtype) if settings.norms_joined else None
+        numbers = range(settings.num_states if settings.norms_each else 0)
+        self._each_norm = [tensors[f"fc_norm.{number}.weight"].to(self.dtype) for number in numbers]
+        ids = torch.arange(len(tensors["lm_head.weight"]), device=self.device)
+        self.ids = ids + tensors["d2t"] if "d2t" in tensors else ids
+        room, heads = whole_blocks(self.context), layers.heads
+        self._slots = Slots((target.slots, len(layers), heads.kv, room, heads.dim), self.dtype, self.device)
+        self.lengths = self._slots.lengths
+        self._positions = torch.arange(room, device=self.device)
+        self._ropes = layers.angles(rope_of(settings.layer), self._positions)
+
+    def fused(self, features: torch.Tensor) -> torch.Tensor:
+        """See `Head.fused`."""
+        x = features.to(self.dtype)
+        if self._joined_norm is not None:
+            x = self._layers.normalise(x, self._joined_norm)
+        if self._each_norm:
+            parts = zip(x.chunk(len(self._each_norm), -1), self._each_norm, strict=True)
+            x = torch.cat([self._layers.normalise(part, norm) for part, norm in parts], -1)
+        return self._fuse(x, None)
+
+    def read(self, tokens: torch.Tensor, states: torch.Tensor, slot: int, guessed: int = 0) -> torch.Tensor:
+        """See `Head.read`."""
+        pieces = zip(tokens.split(_PIECE), states.split(_PIECE), strict=True)
+        return torch.cat([self._outputs(some, before, slot, guessed) for some, before in pieces])
+
+    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        """See `Head.logits`."""
+        layers, settings = self._layers, self._settings
+        is_normed = settings.feeds_normed or not settings.norms_logits
+        return layers.head(layers.normalise(outputs, None if is_normed else layers.norm), None).float()
+
+    def copy(self, slot: int, into: int, start: int, end: int) -> None:
+        """Copy what `slot` has of its tokens from number `start` to `end` to another slot."""
+        for buffer in (self._slots.keys, self._slots.values):
+            buffer[into, :, :, start:end] = buffer[slot, :, :, start:end]
+        self.lengths[into] = end
+
+    def _outputs(self, tokens: torch.Tensor, states: torch.Tensor, slot: int, guessed: int) -> torch.Tensor:
+        """The last layer's states [n, hidden], after the last norm where the next step reads that."""
+        layers, settings = self._layers, self._settings
+        attends, ropes = self._attention(tokens, slot, guessed)
+        normed = layers.normalise(states, self._hidden_norm)
+        embedded = layers.normalise(layers.embedding[tokens].to(self.dtype), layers.layers[0].attention_norm)
+        x = torch.cat((embedded, normed), -1)
+        hidden = (normed if settings.norms_residual else states).to(layers.residual_dtype)
+        for number, layer in enumerate(layers.layers):
+            if number:
+                x = layers.normalise(hidden, layer.attention_norm)
+            hidden = layers.layer_states(number, hidden, x, ropes, attends)
+        self.lengths[slot] += len(tokens)
+        return layers.normalise(hidden, layers.norm) if settings.feeds_normed else hidden
+
+    def _attention(
+        self, tokens: torch.Tensor, slot: int, guessed: int
+    ) -> tuple[NativeAttention | FixedAttention, Mapping[str, Rope]]:
+        """What attends for tokens that continue a slot, and the rotations of their positions, or of all."""
+        layers, start = self._layers, self.lengths[slot]
+        scoring = _widened(layers.scoring, guessed)
+        if self._is_native:
+            table = lay_out([Feed(tokens, 0, slot)], self.lengths).table
+            return NativeAttention(table, False, self._slots, scoring, layers.heads, layers.eps), self._ropes
+        end = start + len(tokens)
+        at, seen = self._positions[start:end], self._positions[:end]
+        masks = {window: causal_mask(seen, at, window, self.dtype) for window in {*scoring.windows}}
+        ropes = {name: (cos[start:end], sin[start:end]) for name, (cos, sin) in self._ropes.items()}
+        return FixedAttention(self._slots, slot, at, end, masks, scoring), ropes
+
+
+def _widened(scoring: Scoring, guessed: int) -> Scoring:
+    """Widen windows so that guesses do not move where they begin.
+
+    Heads are trained so: in each step of speculators' trainer a token sees the states that it saw in
+    the first one, and all guesses since.
+    """
+    windows = []
+    for window in scoring.windows:
+        windows.append(window + guessed if window else 0)
+    return scoring._replace(windows=tuple(windows))
+
+
+def _decoder(settings: Settings, tensors: Mapping[str, torch.Tensor], embedding: torch.Tensor) -> Decoder:
+    """The head's layers, last norm and output matrix as a model's, for `DecoderLayers`."""
+    decoder = Decoder(SimpleNamespace(**settings.layer))
+    decoder.place("model.embed_tokens", Weight(embedding))
+    for name, tensor in tensors.items():
+        module, _, part = name.rpartition(".")
+        if part == "weight" and (module.startswith("layers.") or module in ("norm", "lm_head")):
+            place = module if module == "lm_head" else f"model.{module}"
+            decoder.place(place, Weight(tensor, tensors.get(f"{module}.bias")))
+    return decoder
