@@ -169,10 +169,22 @@ def test_a_tokenizer_that_cannot_be_had_exactly_is_refused(tmp_path: Path, cause
         ({"</s>": NORMAL, "<b>": NORMAL, "end": CONTROL}, {"eos_token_id": 2}, [2]),
         ({"</s>": CONTROL, "end": CONTROL}, {"eos_token_id": 1}, [1, 0]),
         ({"end": CONTROL}, {"eos_token_id": 999}, []),
+        ({"<|end|>": CONTROL, "<|return|>": CONTROL, "<|call|>": CONTROL}, {"eos_token_id": 1}, [1, 2]),
+        ({"<|end|>": CONTROL, "<|return|>": CONTROL, "<|call|>": CONTROL}, {"eos_token_id": 0}, [1, 2]),
+        ({"<|end|>": CONTROL, "<|return|>": CONTROL, "<|calls|>": CONTROL}, {}, [1, 2]),
+        ({"<|end|>": CONTROL, "<|calls|>": CONTROL, "<|flush|>": CONTROL}, {}, [1, 2]),
+        ({"<|end|>": NORMAL, "<|call|>": NORMAL, "<|flush|>": NORMAL}, {}, [1, 2]),
+        ({"<|end|>": CONTROL, "<|return|>": CONTROL, "<|flush|>": CONTROL}, {}, [0, 1, 2]),
+        ({"<|end|>": CONTROL, "<|call|>": CONTROL}, {}, [0, 1]),
+        ({"</s>": CONTROL, "<|tool_response>": CONTROL}, {"eos_token_id": 0}, [1]),
+        ({"<|ifm|im_end|>": CONTROL, "[PAD]": CONTROL, "<REPO>": CONTROL}, {}, [0, 1, 2]),
     ],
 )
 def test_what_ends_a_text(tmp_path: Path, tokens: dict[str, int], said: dict[str, int], wanted: list[int]) -> None:
-    """Only `eos_token_id` did: others wrote to the limit. "</s>" may be a word of HTML, as in Qwen's vocabulary."""
+    """Only `eos_token_id` did: others wrote to the limit. "</s>" may be a word of HTML, as in Qwen's vocabulary.
+
+    The rows with "<|end|>" and the last two are what llama.cpp (b11549) prints: gpt-oss's answer comes after "<|end|>".
+    """
     write(tmp_path / "tiny.gguf", "gpt2", tokens | dict.fromkeys([*ALPHABET, "xy"], NORMAL), merges=["x y"], **said)
     tokenizer, ends = read(tmp_path / "tiny.gguf")
     assert ends == wanted

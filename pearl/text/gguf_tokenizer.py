@@ -64,8 +64,13 @@ _SPLITS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 _ENDS = (
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> <|eom_id|> "
     "<EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜> "
-    "[e~[ <|fim_pad|> <fim-pad> <fim_pad> <|fim_repo|> <|repo_name|> <fim-repo> <reponame> <|file_sep|>"
+    "[e~[ <|ifm|im_end|> <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> "
+    "<reponame> <|file_sep|>"
 )
+# Tokens of `_ENDS` that end no text where the vocabulary has all tokens of a set: in the format of gpt-oss and Solar
+# "<|end|>" closes the reasoning, and the answer follows; in Gemma 4's vocabulary "</s>" is a word of HTML.
+_CLOSES_REASONING = ("<|return|> <|call|>", "<|return|> <|calls|>", "<|call|> <|flush|>", "<|calls|> <|flush|>")
+_NOT_ENDS = {"<|end|>": _CLOSES_REASONING, "</s>": ("<|tool_response>",)}
 _END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3: spaces behind its other special tokens are not read
 
@@ -121,7 +126,11 @@ def _ends(stated: dict[str, Any]) -> list[int]:
             found.append(id)
     for id in found:
         kinds[id] = _CONTROL
-    return list(dict.fromkeys(found))
+    ends = {tokens[id]: id for id in found}
+    for name, sets in _NOT_ENDS.items():
+        if any(ends.keys() >= {*names.split()} for names in sets):
+            ends.pop(name, None)
+    return list(ends.values())
 
 
 def _of_merges(stated: dict[str, Any]) -> tuple[Tokenizer, bool]:
