@@ -74,13 +74,16 @@ class FileTokenizer(Tokenizer):
         self._tokenizer = tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        named = _json(directory / "special_tokens_map.json") | settings
-        self._special = {name: text for name, given in named.items() if (text := _special_token(name, given))}
+        named, listed = _special_tokens(_json(directory / "special_tokens_map.json") | settings)
+        self._special = {name: _content(token) for name, token in named.items()}
         known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
         for _, given in sorted(settings.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
             if given["content"] not in known:
                 tokenizer.add_tokens([tokenizers.AddedToken(**given)])
-        tokenizer.add_special_tokens([t for t in self._special.values() if t not in known or not known[t].special])
+        for token in (*named.values(), *listed):
+            content = _content(token)
+            if content not in known or not known[content].special:
+                tokenizer.add_special_tokens([_as_special(token)])
         self.eos: int | None = tokenizer.token_to_id(self._special.get("eos_token", ""))
         self._templates = _templates(directory, settings)
         self.chat_template = self._templates.get("default", "")
@@ -114,9 +117,34 @@ def _json(file: Path) -> dict[str, Any]:
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
 
-def _special_token(name: str, given: Any) -> str | None:
-    content = given.get("content") if isinstance(given, dict) else given
-    return content if name.endswith("_token") and isinstance(content, str) else None
+def _special_tokens(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    """The special tokens that settings name, which templates may use, and those that they only list.
+
+    A token is its text, or a mapping whose `content` is its text. Only names in "_token" are of tokens, except in
+    `extra_special_tokens`, which transformers 5 writes as a mapping of any names, or as a list.
+    """
+    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+    listed = extra if isinstance(extra, list) else settings.get("additional_special_tokens") or []
+    named = {name: token for name, token in settings.items() if name.endswith("_token")}
+    if isinstance(extra, dict):
+        named |= extra
+    named |= settings.get("model_specific_special_tokens") or {}
+    tokens = {name: token for name, token in named.items() if isinstance(_content(token), str)}
+    return tokens, listed
+
+
+def _content(token: Any) -> Any:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _as_special(token: Any) -> Any:
+    """The token as `tokenizers` has it: a mapping also states whether spaces beside it belong to it."""
+    import tokenizers
+
+    if isinstance(token, str):
+        return token
+    flags = {name: flag for name, flag in token.items() if name in ("single_word", "lstrip", "rstrip", "normalized")}
+    return tokenizers.AddedToken(token["content"], special=True, **flags)
 
 
 def _templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
