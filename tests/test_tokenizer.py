@@ -178,7 +178,7 @@ class TestFileTokenizer:
     def test_special_tokens_have_no_text_however_settings_list_them(
         self, checkpoint: Path, settings: dict[str, Any]
     ) -> None:
-        """Mappings and lists of further tokens were left out: such tokens were split, shown, and unknown to templates."""
+        """Mappings and lists of further tokens were not read: such tokens were split and shown."""
         file = checkpoint / "tokenizer_config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | settings))
         (checkpoint / "chat_template.jinja").write_text("{{ image_token }}|{{ sound }}|{{ messages[0].content }}")
