@@ -22,6 +22,7 @@ from pearl.text.tokenizer import (
     copy_tokenizer,
     vocabulary_digest,
 )
+from pearl.text.tools import FORMATS, format_of
 from tests.replace import replace
 from tests.test_text import byte_fallback_files, byte_level, byte_level_files
 from tests.tiny import CHAT_TEMPLATE
@@ -309,6 +310,13 @@ class TestFileTokenizer:
         for each in (made, kept):
             assert each.chat_text([{"role": "user", "content": "a"}]) == "plain"
             assert each.chat_text([{"role": "user", "content": "a"}], [{}, {}]) == "2 tools"
+
+    def test_calls_are_written_as_the_template_for_tools_shows(self, checkpoint: Path) -> None:
+        """Their format was looked for in the other template."""
+        tokenizer = deepcopy(byte_level_files())
+        tokenizer.chat_template = {"default": "plain", "tool_use": "{{ tools | length }} tools: [TOOL_CALLS]"}
+        tokenizer.save_pretrained(checkpoint)
+        assert format_of(FileTokenizer(checkpoint)) is FORMATS["mistral"]
 
 
 class TestToyTokenizer:

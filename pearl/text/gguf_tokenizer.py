@@ -92,8 +92,16 @@ def tokenizer_of(fields: dict[str, Any]) -> tuple[Any, list[int]]:
     named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {name: stated.get(f"{key}_token_id") for name, key in named.items()}
     about: dict[str, Any] = {f"{name}_token": added[id] for name, id in ids.items() if id in added}  # no ordinary word
-    about["chat_template"] = stated.get("chat_template")
+    about["chat_template"] = _templates(stated)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **about), ends
+
+
+def _templates(stated: dict[str, Any]) -> dict[str, str] | str | None:
+    """The chat template, or templates by name. Of those with names only "tool_use" is ever taken."""
+    templates = {"default": stated.get("chat_template"), "tool_use": stated.get("chat_template.tool_use")}
+    if templates["tool_use"] is None:
+        return templates["default"]
+    return {name: template for name, template in templates.items() if template is not None}
 
 
 def _stated(fields: dict[str, Any]) -> dict[str, Any]:

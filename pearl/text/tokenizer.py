@@ -57,6 +57,13 @@ class GenerationDefaults:
     repetition_penalty: float = 1.0
     max_tokens: int | None = None
 
+    def __str__(self) -> str:
+        """For example "temperature 0.6, top_k 20"; "greedy" where nothing is drawn."""
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
+        usual = GenerationDefaults()
+        stated = [f"{name} {getattr(self, name)}" for name in names if getattr(self, name) != getattr(usual, name)]
+        return ", ".join(stated if self.temperature else ["greedy", *stated])
+
 
 class FileTokenizer(Tokenizer):
     """The tokenizer of a directory with tokenizer.json, as the `tokenizers` library reads it.
@@ -85,8 +92,9 @@ class FileTokenizer(Tokenizer):
             if content not in known or not known[content].special:
                 tokenizer.add_special_tokens([_as_special(token)])
         self.eos: int | None = tokenizer.token_to_id(self._special.get("eos_token", ""))
-        self._templates = _templates(directory, settings)
-        self.chat_template = self._templates.get("default", "")
+        templates = _templates(directory, settings)
+        self.chat_template = templates.get("default", "")
+        self.tool_template = templates.get("tool_use", "")
         pieces = {id: piece for piece, id in tokenizer.get_vocab(with_added_tokens=True).items()}
         self.vocab_size = max(pieces) + 1  # added tokens may lie beyond a gap
         self._pieces = [pieces.get(id) for id in range(self.vocab_size)]
@@ -101,10 +109,10 @@ class FileTokenizer(Tokenizer):
         return str(self._tokenizer.decode(known, skip_special_tokens=True))
 
     def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None, **variables: Any) -> str | None:
-        template = self._templates.get("default")
-        if tools is not None:
-            template = self._templates.get("tool_use", template)
-        if template is None:
+        template = self.chat_template
+        if tools is not None and self.tool_template:
+            template = self.tool_template
+        if not template:
             return None
         return chat_prompt(partial(render, template, tools, self._special, variables=variables), messages)
 
@@ -228,6 +236,7 @@ def _defaults(directory: Path, tokenizer_eos: int | None) -> GenerationDefaults:
     }
     ignored = (
         *unsupported_options(config, samples),
+        *(f"general.sampling.{option}" for option in config.get("general.sampling", ())),  # of a GGUF file
         *(f"{name} {value}" for name, value in invalid.items()),
         *(f"eos_token_id {token!r}" for token in _listed(config["eos_token_id"]) if not _is_whole(token)),
     )
