@@ -517,8 +517,9 @@ def test_a_temporary_directory_too_long_for_a_socket_is_not_taken(
     with pytest.raises(ConfigError, match=r"too long for a Unix socket.*shorter directory"):
         private_directory()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path.parent))
-    assert (directory := private_directory()).parent == tmp_path.parent
+    directory = private_directory()
     directory.rmdir()
+    assert directory.parent == tmp_path.parent
 
 
 def test_a_path_too_long_for_a_socket_is_named_as_such(tmp_path: Path) -> None:

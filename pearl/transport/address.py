@@ -108,7 +108,7 @@ def raise_limit() -> None:
 
 
 def _runtime_directory() -> Path:
-    """Where private directories are: $XDG_RUNTIME_DIR, else $TMPDIR, else a directory in /tmp, for the path is limited."""
+    """The parent of private directories: $XDG_RUNTIME_DIR, else $TMPDIR, else one in /tmp where that is too long."""
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
     if runtime.is_absolute() and _has_room(runtime) and is_private(runtime):
         return runtime
