@@ -24,7 +24,7 @@ for size in (16, 17, 49152):
     mixed = torch.randint(0, 4, (1, size), generator=torch.Generator().manual_seed(0)).float()
     of_mixed = TopPLogitsWarper(0.5)(None, mixed)[0] > -torch.inf
     edge = of_mixed[mixed[0] == mixed[0][of_mixed].min()].int().tolist()
-    ends = "highest ids" if kept[-1] == size - 1 else "lowest ids" if kept[0] == 0 else "others"
+    ends = {(0, len(kept) - 1): "lowest ids", (size - len(kept), size - 1): "highest ids"}.get((kept[0], kept[-1]))
     seen[size] = (len(kept), ends, "highest ids" if edge == sorted(edge) else "no order")
     print(f"transformers {transformers.__version__}, torch {torch.__version__}, {size} tokens: keeps", *seen[size])
     assert int((TopKLogitsWarper(2)(None, equal) > -torch.inf).sum()) == size

@@ -137,12 +137,14 @@ def _special_tokens(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[A
     if isinstance(extra, dict):
         named |= extra
     named |= settings.get("model_specific_special_tokens") or {}
-    tokens = {name: token for name, token in named.items() if isinstance(_content(token), str)}
-    return tokens, listed
+    tokens = {name: token for name, token in named.items() if _content(token)}
+    return tokens, [token for token in listed if _content(token)]
 
 
-def _content(token: Any) -> Any:
-    return token.get("content") if isinstance(token, dict) else token
+def _content(token: Any) -> str:
+    """The text of a token; empty for what is no token."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else ""
 
 
 def _as_special(token: Any) -> Any:
