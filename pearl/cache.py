@@ -25,7 +25,7 @@ Progress = Callable[[str], None]
 Build = Callable[[Path, Progress], None]  # writes a directory that does not exist yet
 
 GGUF_FILES = "gguf"  # the part of the cache that describes the user's GGUF files
-FORMAT = 7  # increase it where the same files would be described differently
+FORMAT = 8  # increase it where the same files would be described differently
 
 
 class Watcher(Protocol):

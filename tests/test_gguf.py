@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pearl.config import SamplingParams
+from pearl.engine.request import with_defaults
 from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import resolve_checkpoint
 from pearl.models.checkpoints.direct import frequencies
@@ -20,6 +22,8 @@ from pearl.models.families import GGUF, OWN_FORWARD
 from pearl.models.forward.matrices import multiplies_bf16
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
+from pearl.text.tokenizer import GenerationDefaults
+from tests.replace import replace
 from tests.runner_contract import close, some_tokens
 from tests.tiny import CPU, changed_model, on_cpu, tiny_model
 
@@ -283,6 +287,79 @@ def test_weights_in_their_own_bits_are_the_dequantised_ones(tmp_path: Path, cach
     assert torch.equal(again, feed_chain(few, tokens, 30)), "however they were fed"
 
 
+PENALISED = {"temp": 0.5, "penalty_repeat": 1.2}
+SAMPLED: list[tuple[dict[str, Any], GenerationDefaults]] = [  # what a file says of how to sample it, and its defaults
+    ({}, GenerationDefaults()),
+    (
+        {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "penalty_repeat": 1.05},
+        GenerationDefaults(0.6, 20, 0.95, 0.01, repetition_penalty=1.05),
+    ),
+    ({"temp": 0.7}, GenerationDefaults(0.7)),
+    ({"temp": 0.7, "top_k": -1, "min_p": -1.0}, GenerationDefaults(0.7)),
+    ({"temp": 0.0, "top_k": 20}, GenerationDefaults(top_k=20)),
+    ({"temp": -1.0}, GenerationDefaults()),
+    ({"top_p": 0.9}, GenerationDefaults(top_p=0.9)),
+    (PENALISED | {"penalty_last_n": -1}, GenerationDefaults(0.5, repetition_penalty=1.2)),
+    (PENALISED | {"penalty_last_n": 0}, GenerationDefaults(0.5)),
+    (
+        PENALISED | {"penalty_last_n": 64},
+        GenerationDefaults(0.5, repetition_penalty=1.2, ignored=("general.sampling.penalty_last_n 64",)),
+    ),
+    (
+        {"temp": 0.5, "mirostat": 1, "mirostat_tau": 4.0, "mirostat_eta": 0.1, "sequence": "top_k;temperature"},
+        GenerationDefaults(0.5, ignored=("general.sampling.mirostat 1", "general.sampling.sequence top_k;temperature")),
+    ),
+    (
+        {"temp": 0.5, "xtc_probability": 1.0, "xtc_threshold": 0.1},
+        GenerationDefaults(0.5, ignored=("general.sampling.xtc_probability 1.0",)),
+    ),
+    ({"temp": 0.5, "xtc_probability": 0.5, "xtc_threshold": 0.6, "mirostat": 0}, GenerationDefaults(0.5)),
+    ({"temp": 0.5, "top_p": 1.5}, GenerationDefaults(0.5, ignored=("top_p 1.5",))),
+]
+
+
+@pytest.mark.parametrize(("said", "wanted"), SAMPLED)
+def test_a_file_s_sampling_options_are_its_defaults(
+    tmp_path: Path, cache: Path, said: dict[str, Any], wanted: GenerationDefaults
+) -> None:
+    """Each of the twelve that llama-server obeys was dropped: such a file wrote greedily."""
+    options = {f"general.sampling.{name}": value for name, value in said.items()}
+    _write_gguf(file := tmp_path / "tiny.gguf", **options)
+    _, defaults = load_tokenizer(str(file))
+    assert defaults == replace(wanted, eos=(0,))
+    chosen = with_defaults(SamplingParams(temperature=0.1, top_k=3), defaults)
+    assert (chosen["temperature"], chosen["top_k"], chosen["top_p"]) == (0.1, 3, defaults.top_p)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, "top_k": 9}))
+    assert load_tokenizer(str(file))[1] == GenerationDefaults(1.0, 9, eos=(0,)), "a file beside it has the last word"
+
+
+def _of_type(whole: bytes, number: int) -> bytes:
+    """A file whose first norm is of the type with this number."""
+    name = b"output_norm.weight"
+    at = whole.index(name) + len(name) + 4 + 8  # behind the number of its dimensions, and the only one
+    return whole[:at] + number.to_bytes(4, "little") + whole[at + 4 :]
+
+
+def test_a_gguf_file_that_is_newer_than_the_reader_is_not_called_damaged(tmp_path: Path, cache: Path) -> None:
+    """Such as one of llama.cpp's type 42, Q2_0, which gguf 0.19.0 does not know."""
+    _write_gguf(file := tmp_path / "tiny.gguf")
+    whole = file.read_bytes()
+    newest = max(gguf.GGMLQuantizationType)
+    field = whole.index(b"tokenizer.ggml.model") + len(b"tokenizer.ggml.model")
+    cases = {
+        f"it has weights of the type {newest + 1}, which is newer than the reader: gguf": _of_type(whole, newest + 1),
+        "it has weights of the type 4, which was withdrawn": _of_type(whole, 4),
+        "it is cut off or damaged": _of_type(whole, 2**31),
+        "it has weights of the type I32, which gguf .* does not dequantise": _of_type(whole, 26),
+        "it has fields of the type 99, which is newer than the reader": whole[:field] + b"\x63" + whole[field + 1 :],
+        "it has the version 4 of GGUF, which is newer than the reader": whole[:4] + b"\4" + whole[5:],
+    }
+    for cause, content in cases.items():
+        file.write_bytes(content)
+        with pytest.raises(ModelError, match=cause):
+            resolve_checkpoint(str(file))
+
+
 def test_a_damaged_gguf_file_is_a_model_error(tmp_path: Path, cache: Path) -> None:
     file = tmp_path / "tiny.gguf"
     _write_gguf(file)
@@ -326,7 +403,9 @@ def _write_gguf(
     for name, value in (usual | said).items():
         if value is not None:
             adders = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
-            adders[type(value)](f"{family}.{name}", value)
+            is_sampling = name.startswith("general.sampling.")
+            adders[int] = writer.add_int32 if is_sampling else writer.add_uint32
+            adders[type(value)](name if is_sampling else f"{family}.{name}", value)
     if freqs is not None:
         plain = 5e5 ** -(torch.arange(4) / 4)
         rope = {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}

@@ -14,7 +14,7 @@ from pearl.errors import ModelError
 from pearl.models.checkpoints.gguf import directory_of, read_header
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.text.gguf_tokenizer import tokenizer_of
-from pearl.text.tokenizer import check_same_vocabulary
+from pearl.text.tokenizer import FileTokenizer, check_same_vocabulary
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 ALPHABET = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -169,10 +169,22 @@ def test_a_tokenizer_that_cannot_be_had_exactly_is_refused(tmp_path: Path, cause
         ({"</s>": NORMAL, "<b>": NORMAL, "end": CONTROL}, {"eos_token_id": 2}, [2]),
         ({"</s>": CONTROL, "end": CONTROL}, {"eos_token_id": 1}, [1, 0]),
         ({"end": CONTROL}, {"eos_token_id": 999}, []),
+        ({"<|end|>": CONTROL, "<|return|>": CONTROL, "<|call|>": CONTROL}, {"eos_token_id": 1}, [1, 2]),
+        ({"<|end|>": CONTROL, "<|return|>": CONTROL, "<|call|>": CONTROL}, {"eos_token_id": 0}, [1, 2]),
+        ({"<|end|>": CONTROL, "<|return|>": CONTROL, "<|calls|>": CONTROL}, {}, [1, 2]),
+        ({"<|end|>": CONTROL, "<|calls|>": CONTROL, "<|flush|>": CONTROL}, {}, [1, 2]),
+        ({"<|end|>": NORMAL, "<|call|>": NORMAL, "<|flush|>": NORMAL}, {}, [1, 2]),
+        ({"<|end|>": CONTROL, "<|return|>": CONTROL, "<|flush|>": CONTROL}, {}, [0, 1, 2]),
+        ({"<|end|>": CONTROL, "<|call|>": CONTROL}, {}, [0, 1]),
+        ({"</s>": CONTROL, "<|tool_response>": CONTROL}, {"eos_token_id": 0}, [1]),
+        ({"<|ifm|im_end|>": CONTROL, "[PAD]": CONTROL, "<REPO>": CONTROL}, {}, [0, 1, 2]),
     ],
 )
 def test_what_ends_a_text(tmp_path: Path, tokens: dict[str, int], said: dict[str, int], wanted: list[int]) -> None:
-    """Only `eos_token_id` did: others wrote to the limit. "</s>" may be a word of HTML, as in Qwen's vocabulary."""
+    """Only `eos_token_id` did: others wrote to the limit. "</s>" may be a word of HTML, as in Qwen's vocabulary.
+
+    The rows with "<|end|>" and the last two are what llama.cpp (b11549) prints: gpt-oss's answer comes after "<|end|>".
+    """
     write(tmp_path / "tiny.gguf", "gpt2", tokens | dict.fromkeys([*ALPHABET, "xy"], NORMAL), merges=["x y"], **said)
     tokenizer, ends = read(tmp_path / "tiny.gguf")
     assert ends == wanted
@@ -235,6 +247,35 @@ def test_bos_where_the_file_does_not_say(tmp_path: Path, said: dict[str, Any], w
     tokens = {"<b>": CONTROL, "<e>": CONTROL, "x": NORMAL, "y": NORMAL, "xy": NORMAL}
     write(tmp_path / "tiny.gguf", "gpt2", tokens, merges=["x y"], bos_token_id=0, eos_token_id=1, **said)
     assert read(tmp_path / "tiny.gguf")[0]("x")["input_ids"] == wanted
+
+
+HERMES = "{{ tools | tojson }} in <tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("said", "plain", "with_tools"),
+    [
+        (
+            {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": HERMES},
+            "plain",
+            "[{}] in <tool_call>",
+        ),
+        ({"tokenizer.chat_template": "plain", "tokenizer.chat_template.rag": "rag"}, "plain", "plain"),
+        ({"tokenizer.chat_template.tool_use": HERMES}, None, "[{}] in <tool_call>"),
+        ({"tokenizer.chat_template.../../x": "no file", "tokenizer.chat_template": "plain"}, "plain", "plain"),
+    ],
+)
+def test_the_template_for_tools_is_taken_with_tools(
+    tmp_path: Path, said: dict[str, Any], plain: str | None, with_tools: str
+) -> None:
+    """Templates with names were dropped: a model was told of its tools as its other template does."""
+    tokens = dict.fromkeys([*ALPHABET, "xy"], NORMAL)
+    write(tmp_path / "tiny.gguf", "gpt2", tokens, merges=["x y"], **said)
+    read(tmp_path / "tiny.gguf")[0].save_pretrained(tmp_path / "model")
+    tokenizer = FileTokenizer(tmp_path / "model")
+    chat = [{"role": "user", "content": "a"}]
+    assert tokenizer.chat_text(chat) == plain
+    assert tokenizer.chat_text(chat, [{}]) == with_tools
 
 
 def test_a_file_in_parts_is_refused_at_once(tmp_path: Path, cache: Path) -> None:

@@ -7,6 +7,7 @@ import resource
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from pearl import Engine, SamplingParams
 from pearl.config import RequestOptions
@@ -30,6 +32,7 @@ from pearl.protocol.messages import Submit
 from pearl.spec.methods import METHODS
 from pearl.text import parser
 from pearl.text.grammar import Guides, grammar_of
+from pearl.text.schema import simplified
 from pearl.text.tokenizer import GenerationDefaults
 from tests.options import drawn_by, resolved, shaped
 from tests.replace import replace
@@ -248,6 +251,87 @@ USUAL = {
 @pytest.mark.parametrize("schema", USUAL.values(), ids=USUAL)
 def test_a_usual_schema_is_taken(schema: dict[str, Any]) -> None:
     assert grammar_of(json.dumps(schema), None)
+
+
+IDLE: list[dict[str, Any]] = [  # keywords that constrain nothing with these values
+    {"uniqueItems": False},
+    {"contains": {"type": "null"}, "minContains": 0},
+    {"minContains": 2, "maxContains": 3},
+    {"unevaluatedItems": True, "unevaluatedProperties": {}},
+    {"propertyNames": {"type": "string"}},
+    {"dependencies": {}, "dependentRequired": {}, "dependentSchemas": {}},
+    {"not": False},
+    {"if": {"type": "object"}, "then": True},
+    {"then": {"type": "null"}, "else": {"type": "null"}},
+    {"$dynamicAnchor": "node", "$recursiveAnchor": False},
+]
+AROUND: list[Callable[[Any], Any]] = [
+    lambda inner: inner,
+    lambda inner: {"type": "object", "properties": {"tags": inner}, "required": ["tags"]},
+    lambda inner: {"$defs": {"tags": {"anyOf": [{"type": "null"}, inner]}}, "$ref": "#/$defs/tags"},
+]
+PLACES = ["", "/properties/tags", "/\\$defs/tags/anyOf/1"]
+TIED: list[dict[str, Any]] = [  # the same keywords where they do
+    {"uniqueItems": True},
+    {"contains": {"type": "null"}},
+    {"contains": {}, "minContains": 0, "maxContains": 1},
+    {"unevaluatedItems": False},
+    {"propertyNames": {"pattern": "^a"}},
+    {"dependentRequired": {"a": ["b"]}},
+    {"not": {}},
+    {"if": {"type": "object"}, "then": True, "else": False},
+]
+
+
+@pytest.mark.parametrize("keywords", IDLE, ids=str)
+def test_keywords_that_constrain_nothing_are_no_reason_to_refuse(keywords: dict[str, Any]) -> None:
+    """llguidance refuses them whatever their value, wherever they are: pydantic and others write them."""
+    inner = {"type": "array", "items": {"type": "integer"}, **keywords}
+    plain = {"type": "array", "items": {"type": "integer"}}
+    for around in AROUND:
+        assert simplified(json.dumps(around(inner))) == json.dumps(around(plain))
+        assert grammar_of(json.dumps(around(inner)), None)
+
+
+@pytest.mark.parametrize("keywords", TIED, ids=str)
+def test_keywords_that_constrain_are_refused_with_their_place(keywords: dict[str, Any]) -> None:
+    inner = {"type": "array", "items": {"type": "integer"}, **keywords}
+    for number, around in enumerate(AROUND):
+        text = json.dumps(around(inner))
+        assert simplified(text) == text
+        place = "$" if number == 0 else f", at {PLACES[number]}$"
+        with pytest.raises(RequestError, match=rf"cannot be kept to: Unimplemented keys: \[.*\]{place}"):
+            grammar_of(text, None)
+
+
+def test_names_and_values_are_no_keywords() -> None:
+    """A property may be named as a keyword is, and a constant may look like a schema."""
+    value = {"uniqueItems": False, "not": False}
+    schema = {"type": "object", "properties": {"not": False, "uniqueItems": {"const": value, "default": value}}}
+    assert simplified(json.dumps(schema)) == json.dumps(schema)
+    deep = '{"not":' * 5000 + "true" + "}" * 5000
+    assert simplified(deep) == deep
+    assert simplified("[") == "["
+
+
+def test_sets_and_bytes_of_openai_s_parse_are_refused_by_name() -> None:
+    """Neither can be kept to: items of a set differ, and JSON has no bytes."""
+
+    class Item(BaseModel):
+        tags: set[int]
+
+    class Upload(BaseModel):
+        items: list[Item]
+
+    class File(BaseModel):
+        content: bytes
+
+    for model, cause in (
+        (Upload, r'\["uniqueItems"\], at /\$defs/Item/properties/tags'),
+        (File, "format: binary, at /properties/content"),
+    ):
+        with pytest.raises(RequestError, match=cause):
+            grammar_of(json.dumps(model.model_json_schema()), None)
 
 
 def test_what_cannot_be_kept_to_is_refused() -> None:

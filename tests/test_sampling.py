@@ -263,6 +263,36 @@ def test_a_nucleus_on_the_host_is_that_of_a_device(vocab: int, top_p: float) -> 
     torch.testing.assert_close(found[both], expected[both], rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("vocab", [48, 320, 16_384])
+@pytest.mark.parametrize("step", [0.5, 2.0])
+def test_ties_at_the_edge_follow_a_rule(vocab: int, step: float) -> None:
+    """On the host any of them stayed, on a GPU whichever its sort put first.  Scores of few bits are often equal.
+
+    As many stay as in transformers, whose sort is not stable: which ones it keeps changes with the vocabulary's size.
+    """
+    noise = torch.randn(3, vocab, generator=torch.Generator().manual_seed(vocab))
+    for scores, top_k, top_p in product((noise / step).round() * step, (0, 3, 40), (1.0, 0.97, 0.6, 0.1)):
+        sampling = drawn_by(1.0, top_k=top_k, top_p=top_p)
+        within_k = scores.masked_fill(probabilities(scores, drawn_by(1.0, top_k=top_k)) == 0, -torch.inf)
+        expected = int((warped(scores, sampling) > 0).sum())
+        on_host = probabilities(scores, sampling) > 0
+        on_device = nucleus(within_k, top_p) > -torch.inf if top_p < 1 else on_host
+        for kept in (on_host, on_device):
+            edge = scores == scores[kept].min()
+            assert torch.equal(kept[edge], kept[edge].sort(stable=True).values), "of equal ones the highest ids"
+            assert top_p < 1 or kept[edge].all()
+            assert abs(int(kept.sum()) - expected) <= max(1, 0.001 * expected), "sums are rounded"
+
+
+def test_of_equal_tokens_top_p_keeps_the_highest_ids() -> None:
+    scores = torch.zeros(640)
+    scores[7] = 1.0
+    half = probabilities(scores, drawn_by(1.0, top_p=0.5))
+    assert torch.equal(torch.softmax(nucleus(scores, 0.5), -1), half)
+    assert half.nonzero().flatten().tolist() == [7, *range(641 - int((half > 0).sum()), 640)]
+    assert torch.equal(probabilities(scores, drawn_by(1.0, top_k=2)), torch.softmax(scores, -1)), "all are second"
+
+
 SETTINGS = [drawn_by(1.0), drawn_by(0.7, top_k=3), drawn_by(1.3, top_p=0.6), drawn_by(1.0, min_p=0.1)]
 
 

@@ -125,7 +125,7 @@ def test_a_template_shows_its_format(served: Served, monkeypatch: pytest.MonkeyP
     tokenizer = served.service.engine.tokenizer
     assert format_of(tokenizer) is FORMATS["hermes"]
     assert format_of(tokenizer, "llama3") is FORMATS["llama3"]
-    monkeypatch.setattr(tokenizer, "chat_template", "[AVAILABLE_TOOLS] and [TOOL_CALLS]")
+    monkeypatch.setattr(tokenizer, "chat_template", "[AVAILABLE_TOOLS] {{ tools }} and [TOOL_CALLS]")
     assert format_of(tokenizer) is FORMATS["mistral"]
 
 

@@ -22,6 +22,7 @@ from pearl.text.tokenizer import (
     copy_tokenizer,
     vocabulary_digest,
 )
+from pearl.text.tools import FORMATS, format_of
 from tests.replace import replace
 from tests.test_text import byte_fallback_files, byte_level, byte_level_files
 from tests.tiny import CHAT_TEMPLATE
@@ -103,6 +104,20 @@ class TestIds:
 TEXTS = ["the cat", "the  <s>cat</s>\n", "Grüße, 中文 👩‍🚀", "", " a "]
 
 
+FAR = {"content": "<far>", "single_word": False, "lstrip": True, "rstrip": False, "normalized": False}
+SPECIAL: list[dict[str, Any]] = [  # how tokenizer_config.json lists special tokens beside the usual ones
+    {"extra_special_tokens": {"image_token": "cat", "sound": "<far>"}},
+    {"extra_special_tokens": {"image_token": FAR | {"__type": "AddedToken", "special": True}}},
+    {"extra_special_tokens": ["cat", "<far>"]},
+    {"extra_special_tokens": [FAR | {"__type": "AddedToken", "special": True}]},
+    {"additional_special_tokens": ["<image>"]},
+    {"additional_special_tokens": ["cat"], "extra_special_tokens": ["the"]},
+    {"additional_special_tokens": ["cat"], "extra_special_tokens": {"sound": "the"}},
+    {"model_specific_special_tokens": {"image_token": "<image>"}},
+    {"image_token": FAR | {"__type": "AddedToken", "special": True}},
+]
+
+
 def nested(one: dict[str, Any]) -> list[dict[str, Any]]:
     """A tool or message whose JSON can be parsed, and is too deep for who writes it amid other calls."""
     deep: dict[str, Any] = {}
@@ -159,6 +174,21 @@ class TestFileTokenizer:
         assert made.encode(text) == ours.encode(text)
         assert made.decode(made.encode(text)) == ours.decode(made.encode(text))
         check_same_vocabulary(made, ours, "made", "ours")
+
+    @pytest.mark.parametrize("settings", SPECIAL)
+    def test_special_tokens_have_no_text_however_settings_list_them(
+        self, checkpoint: Path, settings: dict[str, Any]
+    ) -> None:
+        """Mappings and lists of further tokens were not read: such tokens were split and shown."""
+        file = checkpoint / "tokenizer_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+        (checkpoint / "chat_template.jinja").write_text("{{ image_token }}|{{ sound }}|{{ messages[0].content }}")
+        made, ours = both(checkpoint)
+        text = "the cat <image> <far>a"
+        assert ours.encode(text) == made.encode(text)
+        assert ours.decode(ours.encode(text)) == made.decode(made.encode(text)) != text
+        chat = [{"role": "user", "content": "a"}]
+        assert ours.chat_text(chat) == made.chat_text(chat)
 
     def test_a_copy_is_the_same(self, checkpoint: Path, tmp_path: Path) -> None:
         (checkpoint / "additional_chat_templates").mkdir()
@@ -280,6 +310,13 @@ class TestFileTokenizer:
         for each in (made, kept):
             assert each.chat_text([{"role": "user", "content": "a"}]) == "plain"
             assert each.chat_text([{"role": "user", "content": "a"}], [{}, {}]) == "2 tools"
+
+    def test_calls_are_written_as_the_template_for_tools_shows(self, checkpoint: Path) -> None:
+        """Their format was looked for in the other template."""
+        tokenizer = deepcopy(byte_level_files())
+        tokenizer.chat_template = {"default": "plain", "tool_use": "{{ tools | length }} tools: [TOOL_CALLS]"}
+        tokenizer.save_pretrained(checkpoint)
+        assert format_of(FileTokenizer(checkpoint)) is FORMATS["mistral"]
 
 
 class TestToyTokenizer:

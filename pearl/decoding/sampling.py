@@ -208,6 +208,8 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 def probabilities(logits: torch.Tensor, options: RequestOptions) -> torch.Tensor:
     """The distribution that is sampled from: after temperature, top-k, top-p and min-p, in this order, as transformers.
 
+    Ties at the edge: top-k keeps every token as likely as the k-th, top-p of equally likely ones the highest ids.
+
     Args:
         logits: [..., vocab], any float dtype; rows are independent.
         sampling: temperature > 0 (for temperature 0 use `greedy`).
@@ -231,10 +233,14 @@ def probabilities(logits: torch.Tensor, options: RequestOptions) -> torch.Tensor
 
 
 def nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Keep the likeliest tokens of scores [..., vocab] until those before a token hold `top_p`; at least one."""
-    top, ids = scores.sort(descending=True)
+    """Keep the likeliest tokens of scores [..., vocab] until those before a token hold `top_p`; at least one.
+
+    Of equally likely tokens those with the highest ids come first: as in transformers, were its sort stable.
+    """
+    top, places = scores.flip(-1).sort(descending=True, stable=True)
     probs = torch.softmax(top, -1)
     before = torch.cumsum(probs, -1) - probs
+    ids = scores.shape[-1] - 1 - places
     return torch.full_like(scores, -torch.inf).scatter_(-1, ids, top.masked_fill(before >= top_p, -torch.inf))
 
 
@@ -249,12 +255,26 @@ def _nucleus_on_host(scores: torch.Tensor, top_p: float, min_p: float) -> torch.
             before = np.cumsum(all_probs[ids]) - all_probs[ids]
             if size == vocab_size or before[-1] >= top_p:
                 break
-        ids = ids[: np.searchsorted(before, np.float32(top_p))]  # none of a row that is not finite
+        ids = _ends_highest(ids[: np.searchsorted(before, np.float32(top_p))], row.numpy())
         if min_p > 0 and len(ids):
             kept = torch.softmax(torch.from_numpy(row.numpy()[ids]), -1)
             ids = ids[(kept >= min_p * kept[0]).numpy()]
         into[ids] = torch.softmax(torch.from_numpy(row.numpy()[ids]), -1).numpy()
     return probs
+
+
+def _ends_highest(ids: npt.NDArray[np.int64], scores: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
+    """A nucleus whose tokens at the edge are, of all that have their score, those with the highest ids.
+
+    Args:
+        ids: the nucleus, descending; none of a row that is not finite.
+        scores: [vocab].
+    """
+    if not len(ids):
+        return ids
+    above = ids[scores[ids] > scores[ids[-1]]]
+    equal = np.flatnonzero(scores == scores[ids[-1]])
+    return np.concatenate((above, equal[len(equal) + len(above) - len(ids) :]))
 
 
 def _top_ids(row: torch.Tensor, count: int) -> npt.NDArray[np.int64]:

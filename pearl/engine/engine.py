@@ -207,6 +207,7 @@ def _load_tokenizer(config: EngineConfig, progress: Progress) -> tuple[Any, Gene
     tokenizer, defaults = load_tokenizer(config.target, trust_remote_code=trust, progress=progress)
     with suppress(Exception):  # imports what a template needs, while the workers load
         tokenizer.chat_text([{"role": "user", "content": "Hello"}])
+    log.info("defaults of the checkpoint: %s", defaults)
     if defaults.ignored:
         log.warning("the checkpoint asks for %s, which is not supported: ignored", ", ".join(defaults.ignored))
     return tokenizer, defaults

@@ -64,8 +64,13 @@ _SPLITS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 _ENDS = (
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> <|eom_id|> "
     "<EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜> "
-    "[e~[ <|fim_pad|> <fim-pad> <fim_pad> <|fim_repo|> <|repo_name|> <fim-repo> <reponame> <|file_sep|>"
+    "[e~[ <|ifm|im_end|> <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> "
+    "<reponame> <|file_sep|>"
 )
+# Tokens of `_ENDS` that end no text where the vocabulary has all tokens of a set: in the format of gpt-oss and Solar
+# "<|end|>" closes the reasoning, and the answer follows; in Gemma 4's vocabulary "</s>" is a word of HTML.
+_CLOSES_REASONING = ("<|return|> <|call|>", "<|return|> <|calls|>", "<|call|> <|flush|>", "<|calls|> <|flush|>")
+_NOT_ENDS = {"<|end|>": _CLOSES_REASONING, "</s>": ("<|tool_response>",)}
 _END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3: spaces behind its other special tokens are not read
 
@@ -87,8 +92,16 @@ def tokenizer_of(fields: dict[str, Any]) -> tuple[Any, list[int]]:
     named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {name: stated.get(f"{key}_token_id") for name, key in named.items()}
     about: dict[str, Any] = {f"{name}_token": added[id] for name, id in ids.items() if id in added}  # no ordinary word
-    about["chat_template"] = stated.get("chat_template")
+    about["chat_template"] = _templates(stated)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **about), ends
+
+
+def _templates(stated: dict[str, Any]) -> dict[str, str] | str | None:
+    """The chat template, or templates by name. Of those with names only "tool_use" is ever taken."""
+    templates = {"default": stated.get("chat_template"), "tool_use": stated.get("chat_template.tool_use")}
+    if templates["tool_use"] is None:
+        return templates["default"]
+    return {name: template for name, template in templates.items() if template is not None}
 
 
 def _stated(fields: dict[str, Any]) -> dict[str, Any]:
@@ -121,7 +134,11 @@ def _ends(stated: dict[str, Any]) -> list[int]:
             found.append(id)
     for id in found:
         kinds[id] = _CONTROL
-    return list(dict.fromkeys(found))
+    ends = {tokens[id]: id for id in found}
+    for name, sets in _NOT_ENDS.items():
+        if any(ends.keys() >= {*names.split()} for names in sets):
+            ends.pop(name, None)
+    return list(ends.values())
 
 
 def _of_merges(stated: dict[str, Any]) -> tuple[Tokenizer, bool]:

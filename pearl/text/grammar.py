@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from pearl.config.options import Schema
 from pearl.errors import GrammarError, RequestError, installing
 from pearl.text.parser import checked, limits
+from pearl.text.schema import place_of
 from pearl.text.stream import Tokenizer, token_bytes
 
 if TYPE_CHECKING:  # a front only checks a request's grammar, and starts sooner without NumPy
@@ -41,7 +42,8 @@ def grammar_of(json_schema: Schema | None, regex: str | None) -> str:
     except ImportError:
         raise RequestError(f"{kind} {_MISSING}{installing('structured')}") from None
     except ValueError as error:
-        raise RequestError(f"{kind} cannot be kept to: {_short(str(error))}") from None
+        place = place_of(str(text), str(error)) if kind == "json_schema" else ""
+        raise RequestError(f"{kind} cannot be kept to: {_short(str(error))}{place and f', at {place}'}") from None
     return grammar
 
 

@@ -1,7 +1,7 @@
 """Grammars in llguidance's notation, each tried in a process of its own before a parser of it is made here.
 
 llguidance's limits do not count everything: twenty short patterns in one `allOf` take it half a minute, a `multipleOf`
-of millions gigabytes, and nothing interrupts it. This module is that process, too, so it imports nothing else of PEARL.
+of millions gigabytes, and nothing interrupts it. This module is that process, too, so it imports little of PEARL.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import subprocess
 import sys
 from functools import lru_cache
 from typing import TYPE_CHECKING
+
+from pearl.text.schema import simplified
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
@@ -55,7 +57,7 @@ def _written(grammar: str) -> str:
         return str(LLMatcher.grammar_from_regex(text))
     if kind != "json_schema":
         raise ValueError(f"unknown kind {kind[:20]!r}")
-    return str(LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE}))
+    return str(LLMatcher.grammar_from_json_schema(simplified(text), overrides={"whitespace_pattern": _WHITESPACE}))
 
 
 def _try(grammar: str) -> str:

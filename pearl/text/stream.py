@@ -51,10 +51,12 @@ class Tokenizer(Protocol):
     """Text to tokens and back.
 
     `vocab_size`: ids 0..vocab_size-1 may mean something to it. `chat_template`: its source; empty where there is none.
+    `tool_template`: that of requests with tools; empty where it is the same.
     """
 
     vocab_size: int
     chat_template: str
+    tool_template: str = ""
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """The tokens of `text`; `special`: with what the tokenizer itself adds to a prompt (BOS)."""

@@ -62,6 +62,13 @@ class GenerationDefaults:
         """The defaults of a request's fields, by their names."""
         return {name: getattr(self, name) for name in _SUPPORTED}
 
+    def __str__(self) -> str:
+        """For example "temperature 0.6, top_k 20"; "greedy" where nothing is drawn."""
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
+        usual = GenerationDefaults()
+        stated = [f"{name} {getattr(self, name)}" for name in names if getattr(self, name) != getattr(usual, name)]
+        return ", ".join(stated if self.temperature else ["greedy", *stated])
+
 
 class FileTokenizer(Tokenizer):
     """The tokenizer of a directory with tokenizer.json, as the `tokenizers` library reads it.
@@ -79,16 +86,20 @@ class FileTokenizer(Tokenizer):
         self._tokenizer = tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        named = _json(directory / "special_tokens_map.json") | settings
-        self._special = {name: text for name, given in named.items() if (text := _special_token(name, given))}
+        named, listed = _special_tokens(_json(directory / "special_tokens_map.json") | settings)
+        self._special = {name: _content(token) for name, token in named.items()}
         known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
         for _, given in sorted(settings.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
             if given["content"] not in known:
                 tokenizer.add_tokens([tokenizers.AddedToken(**given)])
-        tokenizer.add_special_tokens([t for t in self._special.values() if t not in known or not known[t].special])
+        for token in (*named.values(), *listed):
+            content = _content(token)
+            if content not in known or not known[content].special:
+                tokenizer.add_special_tokens([_as_special(token)])
         self.eos: int | None = tokenizer.token_to_id(self._special.get("eos_token", ""))
-        self._templates = _templates(directory, settings)
-        self.chat_template = self._templates.get("default", "")
+        templates = _templates(directory, settings)
+        self.chat_template = templates.get("default", "")
+        self.tool_template = templates.get("tool_use", "")
         pieces = {id: piece for piece, id in tokenizer.get_vocab(with_added_tokens=True).items()}
         self.vocab_size = max(pieces) + 1  # added tokens may lie beyond a gap
         self._pieces = [pieces.get(id) for id in range(self.vocab_size)]
@@ -103,10 +114,10 @@ class FileTokenizer(Tokenizer):
         return str(self._tokenizer.decode(known, skip_special_tokens=True))
 
     def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None, **variables: Any) -> str | None:
-        template = self._templates.get("default")
-        if tools is not None:
-            template = self._templates.get("tool_use", template)
-        if template is None:
+        template = self.chat_template
+        if tools is not None and self.tool_template:
+            template = self.tool_template
+        if not template:
             return None
         return chat_prompt(partial(render, template, tools, self._special, variables=variables), messages)
 
@@ -119,9 +130,36 @@ def _json(file: Path) -> dict[str, Any]:
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
 
-def _special_token(name: str, given: Any) -> str | None:
-    content = given.get("content") if isinstance(given, dict) else given
-    return content if name.endswith("_token") and isinstance(content, str) else None
+def _special_tokens(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    """The special tokens that settings name, which templates may use, and those that they only list.
+
+    A token is its text, or a mapping whose `content` is its text. Only names in "_token" are of tokens, except in
+    `extra_special_tokens`, which transformers 5 writes as a mapping of any names, or as a list.
+    """
+    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+    listed = extra if isinstance(extra, list) else settings.get("additional_special_tokens") or []
+    named = {name: token for name, token in settings.items() if name.endswith("_token")}
+    if isinstance(extra, dict):
+        named |= extra
+    named |= settings.get("model_specific_special_tokens") or {}
+    tokens = {name: token for name, token in named.items() if _content(token)}
+    return tokens, [token for token in listed if _content(token)]
+
+
+def _content(token: Any) -> str:
+    """The text of a token; empty for what is no token."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else ""
+
+
+def _as_special(token: Any) -> Any:
+    """The token as `tokenizers` has it: a mapping also states whether spaces beside it belong to it."""
+    import tokenizers
+
+    if isinstance(token, str):
+        return token
+    flags = {name: flag for name, flag in token.items() if name in ("single_word", "lstrip", "rstrip", "normalized")}
+    return tokenizers.AddedToken(token["content"], special=True, **flags)
 
 
 def _templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
@@ -205,6 +243,7 @@ def _defaults(directory: Path, tokenizer_eos: int | None) -> GenerationDefaults:
     }
     ignored = (
         *unsupported_options(config, samples),
+        *(f"general.sampling.{option}" for option in config.get("general.sampling", ())),  # of a GGUF file
         *(f"{name} {value}" for name, value in invalid.items()),
         *(f"eos_token_id {token!r}" for token in _listed(config["eos_token_id"]) if not _is_whole(token)),
     )

@@ -90,7 +90,9 @@ def format_of(tokenizer: Tokenizer, name: str = "auto") -> Format:
     """The format `name`; auto: that of the chat template, and `hermes` where it shows none."""
     if name != "auto":
         return FORMATS[name]
-    template = tokenizer.chat_template if tokenizer.chat_template and knows_tools(tokenizer) else ""
+    template = tokenizer.tool_template or tokenizer.chat_template
+    if not template or not knows_tools(tokenizer):
+        return FORMATS["hermes"]
     return next((one for one in FORMATS.values() if any(mark in template for mark in one.marks)), FORMATS["hermes"])
 
 

@@ -19,6 +19,8 @@ from pearl.spec.transports import is_control, of_address
 
 _MAX_IPC_PATH = 107  # bytes: size of sun_path on Linux, without the final NUL
 _PREFIX = "pearl-"
+_USUAL_SOCKET = f"{_PREFIX}XXXXXXXX/control"  # in a runtime directory
+_SHORT = "/tmp/pearl.{user}"  # not named as the private directories are
 _TCP = re.compile(r"tcp://(?!\*|0\.0\.0\.0:|\[[0:]*\]:)([\w.-]+|\[[0-9A-Fa-f:.]+(%\w+)?\]):(\*|\d{1,5})")
 
 
@@ -106,7 +108,27 @@ def raise_limit() -> None:
 
 
 def _runtime_directory() -> Path:
+    """The parent of private directories: $XDG_RUNTIME_DIR, else $TMPDIR, else one in /tmp where that is too long."""
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
-    if runtime.is_absolute() and is_private(runtime):
+    if runtime.is_absolute() and _has_room(runtime) and is_private(runtime):
         return runtime
-    return Path(check_utf8(tempfile.gettempdir(), "$TMPDIR"))
+    temporary = Path(check_utf8(tempfile.gettempdir(), "$TMPDIR"))
+    return temporary if _has_room(temporary) else _short_directory()
+
+
+def _has_room(directory: Path) -> bool:
+    """Whether the path of a socket in a private directory of `directory` fits a Unix socket."""
+    return len(os.fsencode(directory / _USUAL_SOCKET)) <= _MAX_IPC_PATH
+
+
+def _short_directory() -> Path:
+    """This user's own directory in /tmp. Raises `ConfigError` where others could enter it, or it cannot be made."""
+    directory = Path(_SHORT.format(user=os.geteuid()))
+    with suppress(OSError):
+        directory.mkdir(mode=0o700)
+    if not is_private(directory):
+        raise ConfigError(
+            f"the temporary directory {tempfile.gettempdir()} is too long for a Unix socket, and {directory} is not a "
+            "directory of this user and of mode 0700: set TMPDIR to a shorter directory"
+        )
+    return directory

@@ -68,11 +68,13 @@ def _model(path: Path) -> dict[str, Any]:
 
 def _chat(path: Path) -> dict[str, Any]:
     with suppress(Exception):  # files and their readers raise anything
-        tokenizer, _ = load(path, trust_remote_code=False)
+        tokenizer, defaults = load(path, trust_remote_code=False)
         known = next(name for name, each in FORMATS.items() if each is format_of(tokenizer))
+        template = tokenizer.tool_template or tokenizer.chat_template
         return {
             "chat_template": bool(tokenizer.chat_template),
-            "tools": known if tokenizer.chat_template and knows_tools(tokenizer) else None,
+            "tools": known if template and knows_tools(tokenizer) else None,
             "reasoning": tags_of(tokenizer.chat_template) is not None,
+            "sampling": str(defaults),
         }
-    return {"chat_template": None, "tools": None, "reasoning": None}
+    return {"chat_template": None, "tools": None, "reasoning": None, "sampling": None}

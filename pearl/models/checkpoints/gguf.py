@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +18,16 @@ import msgspec
 
 from pearl.cache import GGUF_FILES, Progress, built_once, cache_directory, stamp
 from pearl.errors import ModelError
+from pearl.models.checkpoints.gguf_sampling import generation_config
 from pearl.models.families import GGUF, Family, weight_shapes
 from pearl.printable import cause_of
 
 TABLE, _GENERATION = "gguf.json", "generation_config.json"
+# What the enumerations of `gguf` say of a number that they do not have, and what each of them numbers.
+_UNKNOWN = {"GGMLQuantizationType": "weights", "GGUFValueType": "fields"}
+_UNKNOWN_NUMBER = re.compile(rf"(?P<number>\d+)\)? is not a valid (?P<kind>{'|'.join(_UNKNOWN)})")
+_LEAST_DAMAGED = 256  # numbers from here on are those of a damaged file, not of a newer one
+_OTHER_FILE = "take another file of the model"
 _EXPERT = re.compile(r"(?<=\.experts)\.\d+")  # in the name of a weight
 _NEEDED = {
     "block_count": "num_hidden_layers",
@@ -117,9 +124,10 @@ def describe_file(file: Path, directory: Path) -> None:
             config["head_dim"] if family.gguf.interleaves else 0,
             _located(family, config, tensors),
         )
+        _check_types(table.tensors)
         tokenizer, ends = tokenizer_of(fields)
-        beside = file.parent / _GENERATION  # the header names no option but ends
-        generation = json.loads(beside.read_text()) if beside.is_file() else {}
+        beside = file.parent / _GENERATION
+        generation = json.loads(beside.read_text()) if beside.is_file() else generation_config(fields)
     except Exception as error:  # files and their readers raise anything
         raise ModelError(f"Model {str(file)!r} could not be loaded: {cause_of(error)}.") from error
     if generation.get("eos_token_id") is None:
@@ -131,9 +139,9 @@ def describe_file(file: Path, directory: Path) -> None:
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Fields and tensors by name. Raises `ValueError` for another file, and for one that is not whole; `OSError`."""
+    """Fields and tensors by name. Raises `ValueError` for a file that cannot be read, with the reason; `OSError`."""
     import numpy as np
-    from gguf import GGUFReader
+    from gguf import GGUF_VERSION, GGUFReader
 
     class Reader(GGUFReader):
         def __setattr__(self, name: str, value: Any) -> None:
@@ -143,15 +151,55 @@ def read_header(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     with file.open("rb") as opened:
         if opened.read(4) != b"GGUF":
             raise ValueError("it is no GGUF file. Get it again")
+        number = int.from_bytes(opened.read(4), "little")
+    if GGUF_VERSION < number < _LEAST_DAMAGED:
+        raise ValueError(f"it has the version {number} of GGUF{_newer_than(GGUF_VERSION)}")
     try:
         reader = Reader(file)
     except Exception as error:
-        raise ValueError(f"it is cut off or damaged ({cause_of(error)})") from error
+        raise ValueError(_problem(error)) from error
     tensors = {}
     for each in reader.tensors:
         shape = tuple(each.shape.tolist()[::-1])
         tensors[each.name] = Tensor(each.tensor_type.name, shape, int(each.data_offset), int(each.n_bytes))
     return {name: field.contents() for name, field in reader.fields.items()}, tensors
+
+
+def _problem(error: Exception) -> str:
+    """Why `gguf` cannot read a file: it may know less than the file states, and has no class of error for that."""
+    import gguf
+
+    unknown = _UNKNOWN_NUMBER.search(str(error))
+    number = int(unknown["number"]) if unknown else _LEAST_DAMAGED
+    if unknown is None or number >= _LEAST_DAMAGED:
+        return f"it is cut off or damaged ({cause_of(error)})"
+    newest = max(getattr(gguf, unknown["kind"]))
+    if number < newest:
+        return f"it has {_UNKNOWN[unknown['kind']]} of the type {number}, which was withdrawn: {_OTHER_FILE}"
+    return f"it has {_UNKNOWN[unknown['kind']]} of the type {number}{_newer_than(newest)}"
+
+
+def _newer_than(newest: int) -> str:
+    return (
+        f", which is newer than the reader: gguf {version('gguf')} knows none above {newest:d}. Update it "
+        f"(pip install --upgrade gguf), or {_OTHER_FILE}"
+    )
+
+
+def _check_types(tensors: Mapping[str, Tensor]) -> None:
+    """Raise `ValueError` where neither we nor `gguf` know how to dequantise a weight."""
+    import gguf
+    import numpy as np
+
+    for kind in {tensor.kind for tensor in tensors.values()}:
+        type_of_weights = gguf.GGMLQuantizationType[kind]
+        _, size = gguf.GGML_QUANT_SIZES[type_of_weights]
+        try:
+            gguf.dequantize(np.zeros((1, size), np.uint8), type_of_weights)
+        except NotImplementedError:
+            raise ValueError(
+                f"it has weights of the type {kind}, which gguf {version('gguf')} does not dequantise: {_OTHER_FILE}"
+            ) from None
 
 
 def _family_of(architecture: str, stated: Mapping[str, Any]) -> Family:

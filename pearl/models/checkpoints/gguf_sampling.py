@@ -1,0 +1,68 @@
+"""How a GGUF file wants to be sampled: its fields `general.sampling.*`, as a generation_config.json.
+
+llama-server takes twelve of them as its defaults.  Five have the same meaning here; the others are named as not
+supported where they would change the text.  What a file leaves open is off, not llama-server's default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_PREFIX = "general.sampling."
+_OPTIONS = {  # names in a file, and in a generation_config.json
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+UNSUPPORTED = "general.sampling"  # where `generation_config` lists options that are not supported
+_USUAL_XTC_THRESHOLD, _LARGEST_XTC_THRESHOLD = 0.1, 0.5  # llama.cpp's default; above the other XTC is off
+
+
+def generation_config(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The generation_config.json of a file with these fields; empty where they state nothing of sampling.
+
+    As in llama.cpp, nothing is drawn at a temperature of 0 or less, and a `top_k` or `min_p` below 0 is off.
+    """
+    stated = _stated(fields)
+    if not stated:
+        return {}
+    generation: dict[str, Any] = {"top_k": 0, "min_p": 0.0}  # transformers would take a top_k of 50
+    for name, option in _OPTIONS.items():
+        if name in stated:
+            generation[option] = max(0, stated[name])
+    if stated.get("penalty_last_n") == 0:
+        generation.pop("repetition_penalty", None)
+    generation["do_sample"] = generation.get("temperature", 0) > 0
+    generation[UNSUPPORTED] = [f"{name} {stated[name]}" for name in _unsupported(stated)]
+    return generation
+
+
+def _stated(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a file by their names in it, without those whose value has a type that it cannot have."""
+    options = {}
+    for name, value in fields.items():
+        option = name.removeprefix(_PREFIX)
+        types = str if option == "sequence" else (int, float)
+        if option != name and isinstance(value, types):
+            options[option] = _as_written(value)
+    return options
+
+
+def _as_written(value: float | str) -> float | str:
+    """The shortest number that is this float32: 0.95 for 0.949999988."""
+    return float(f"{value:.7g}") if isinstance(value, float) else value
+
+
+def _unsupported(stated: Mapping[str, Any]) -> list[str]:
+    """The names of a file's options that llama-server would follow and PEARL does not."""
+    names = [name for name in ("mirostat", "sequence") if stated.get(name)]
+    threshold = stated.get("xtc_threshold", _USUAL_XTC_THRESHOLD)
+    if stated.get("xtc_probability", 0) > 0 and threshold <= _LARGEST_XTC_THRESHOLD:
+        names.append("xtc_probability")
+    # How many tokens the repetition penalty looks back; -1 is the whole text, which is what PEARL penalises.
+    if stated.get("penalty_last_n", -1) > 0 and stated.get("penalty_repeat", 1) != 1:
+        names.append("penalty_last_n")
+    return names
