@@ -161,7 +161,7 @@ def _spoken(config: EngineConfig, progress: Progress) -> tuple[Translation | Non
     trust = config.trust_remote_code
     if is_head(config.draft):
         return None, _tokenizer(config.model("target"), progress), config.model("target")
-    own = load_tokenizer(config.draft, trust_remote_code=trust, progress=progress)
+    own = load_tokenizer(config.draft, trust_remote_code=trust, progress=progress, encodes=False)
     translation = translation_of(config.target, config.draft, trust, own)
     if translation is None:
         return None, own[0], config.model("draft")
@@ -191,7 +191,9 @@ def _tracer(settings: WorkerSettings) -> Tracer:
 
 
 def _tokenizer(model: ModelConfig, progress: Progress) -> Tokenizer:
-    return load_tokenizer(model.spec, trust_remote_code=model.trust_remote_code, progress=progress)[0]
+    """One that decodes: the front has encoded what comes."""
+    trust = model.trust_remote_code
+    return load_tokenizer(model.spec, trust_remote_code=trust, progress=progress, encodes=False)[0]
 
 
 def _guides(model: ModelConfig, vocab_size: int) -> Guides:
