@@ -55,7 +55,7 @@ def stamp(files: Iterable[Path]) -> str:
 
     Raises `OSError`.
     """
-    found: list[object] = [FORMAT, version("transformers")]
+    found: list[object] = [FORMAT, version("tokenizers")]
     found += [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return hashlib.blake2b(json.dumps(found).encode(), digest_size=8).hexdigest()
 

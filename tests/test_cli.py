@@ -371,6 +371,6 @@ def test_conflicts_are_told_before_any_process_starts(
     said = refused("1", "--target", "nobody/no-such-model", code=3)
     assert "the hub cannot be reached" in said
     assert len(said.splitlines()) == 1, "told once"
-    monkeypatch.setattr(preflight, "_GPUS", ("no such device",))
+    monkeypatch.setattr(device, "_GPUS", ("no such device",))
     said = refused("1", *PAIR, "--target-device", "cuda:0", code=3)
     assert "target: device cuda:0 is not there: this machine shows no GPU" in said

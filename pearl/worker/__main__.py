@@ -10,7 +10,9 @@ import logging
 import os
 import sys
 
+from pearl.device import has_gpu
 from pearl.errors import PearlError
+from pearl.models.meta_device import postpone_kernels
 from pearl.printable import log_to_stderr
 from pearl.worker.lifeline import Lifeline
 
@@ -24,6 +26,8 @@ def main() -> int:
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its name before torch 2.9, read still
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     gc.disable()  # collecting amid the imports finds nothing, and is a tenth of their time
+    if not has_gpu():  # checked on a CPU alone
+        postpone_kernels()
     from pearl.worker import build  # torch only now: the lifeline must hold from the first moment on
 
     gc.freeze()

@@ -78,7 +78,7 @@ def resolve_checkpoint(spec: str, progress: Progress = silent, weights: bool = T
 
 def is_head(spec: str) -> bool:
     """Whether it names a head of another model (EAGLE-3), and not a model."""
-    if is_toy(spec) or spec in ("none", "embedded", "embedded-draft"):
+    if is_toy(spec) or spec in ("none", "embedded", "embedded-draft") or Path(spec).is_file():
         return False
     directory = Path(spec) if Path(spec).is_dir() else in_cache(spec)
     return directory is not None and "draft_vocab_size" in config_in(directory)
