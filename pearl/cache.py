@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +26,7 @@ Progress = Callable[[str], None]
 Build = Callable[[Path, Progress], None]  # writes a directory that does not exist yet
 
 GGUF_FILES = "gguf"  # the part of the cache that describes the user's GGUF files
+_REPORT_SECONDS = 2.0
 FORMAT = 7  # increase it where the same files would be described differently
 
 
@@ -40,6 +42,25 @@ class Watcher(Protocol):
 
 def silent(_message: str) -> None:
     """Progress callback that discards its message."""
+
+
+class Count:
+    """Reports how far work is, as "layer 12 of 80": every two seconds, so that short work reports nothing."""
+
+    def __init__(self, progress: Progress, what: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._progress = progress
+        self._what = what
+        self._total = total
+        self._clock = clock
+        self._done = 0
+        self._reported = clock()
+
+    def advance(self) -> None:
+        """One more is done."""
+        self._done += 1
+        if self._clock() - self._reported >= _REPORT_SECONDS:
+            self._progress(f"{self._what} {self._done} of {self._total}")
+            self._reported = self._clock()
 
 
 def cache_directory() -> Path:

@@ -17,9 +17,10 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from pearl import device
 from pearl.cli import chat, cli, generate, listed_commands, main
 from pearl.config import SECTIONS, DecodingConfig, SamplingParams
-from pearl.engine import Engine, preflight
+from pearl.engine import Engine
 from pearl.lab.distill.prompts import read_turns
 from pearl.spec.methods import METHODS
 from scripts import faulty

@@ -30,6 +30,7 @@ from pearl.models.toy import load_toy
 from pearl.models.translated import TranslatedRunner
 from pearl.protocol.messages import PROTOCOL_VERSION, Hello, Role, Welcome
 from pearl.spec.methods import BRANCHES
+from pearl.steps import Steps
 from pearl.text.grammar import Guides
 from pearl.text.stream import TextStream, Tokenizer
 from pearl.text.tokenizer import have_same_vocabulary, vocabulary_digest
@@ -53,7 +54,7 @@ log = logging.getLogger(__name__)
 _FLUSH_SECONDS = 0.5  # for what is still queued when a worker ends
 
 
-def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
+def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> None:
     """The target worker, from loading to its end. Raises `PearlError`s for what went wrong."""
     config, model, tracer = settings.config, settings.model, _tracer(settings)
     endpoint = listen(settings.address, _keys(settings))
@@ -66,6 +67,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
         if warning := shared_gpus(config):
             log.warning("%s", warning)
         pin(config, model.role)  # from here on the draft's cores are none that we may use
+        steps.done("listening, and choosing devices")
         progress = lifeline.progress()
         tokenizer = _tokenizer(model, progress)
         is_drafting, digest = is_head(config.draft), b""
@@ -73,10 +75,12 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
             draft = tokenizer if is_drafting else _tokenizer(config.model("draft"), progress)
             spoken = draft if have_same_vocabulary(tokenizer, draft) else tokenizer
             digest = vocabulary_digest(spoken, spoken.vocab_size)
+        steps.done("reading the tokenizers")
         features = states_for(config.head, config.target) if config.head else "layers" if is_drafting else ""
         start = tracer.clock()
         runner = make_runner(model, device, progress, features)
         tracer.note("busy", "load", start)
+        steps.done("loading the model")
         worker = TargetWorker(
             endpoint,
             TargetExecutor(
@@ -104,7 +108,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
         tracer.stop()
 
 
-def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
+def run_draft(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> None:
     """The draft worker, from loading to its end. Raises `PearlError`s for what went wrong."""
     config, model, tracer = settings.config, settings.model, _tracer(settings)
     endpoint = connect(settings.address, _keys(settings))
@@ -113,11 +117,14 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
         make_channel = _channel(settings, 1, device, tracer)
         own = settled(config, model.role)  # before this process is pinned
         pin(config, model.role)
+        steps.done("connecting, and choosing devices")
         progress = lifeline.progress()
         translation, tokenizer, spoken = _spoken(config, progress)  # first: it may refuse the pair
+        steps.done("reading the tokenizers")
         start = tracer.clock()
         runner = make_runner(model, device, progress, target=config.target, shares=bool(shared_gpus(config)))
         tracer.note("busy", "load", start)
+        steps.done("loading the model")
         if translation is not None:
             runner = TranslatedRunner(runner, translation, tokenizer.vocab_size)
         digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)

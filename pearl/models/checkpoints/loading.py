@@ -96,6 +96,7 @@ def load_runner(
             records=wanted.forwards == "auto",
             rounding=rounding,
             features=features == "layers",
+            progress=lambda layers: progress(f"loading {spec}: {layers}"),
         )
 
 

@@ -17,6 +17,7 @@ import torch
 from torch.nn import Linear, Parameter
 from torch.nn.functional import pad
 
+from pearl.cache import Count, Progress, silent
 from pearl.models.families import (
     CAPS,
     MATRICES,
@@ -148,6 +149,7 @@ class DecoderLayers:
         is_fixed: whether sizes are fixed, as on a GPU: keys, and so queries, are then turned in the dtype of rows.
         plain: for the kernels of `decode`: see `matrices.matrix`.
         features: whether to keep `features`.
+        progress: called with the number of layers that are laid out.
     """
 
     def __init__(
@@ -158,6 +160,7 @@ class DecoderLayers:
         is_fixed: bool,
         plain: bool = False,
         features: bool = False,
+        progress: Progress = silent,
     ) -> None:
         config, inner = model.config, model.model
         forward, settings = described(model)
@@ -179,12 +182,14 @@ class DecoderLayers:
         self.scoring = Scoring(windows, self.scales.attention, self.scales.attention_cap, sinks)
         self.layers: list[Layer] = []
         bits = {int(rounding[-1])} if rounding else set()
+        count = Count(progress, "layer", len(inner.layers))
         for layer, (_, rope) in zip(inner.layers, kinds, strict=True):
             bits |= set() if rounding else bits_of(layer)
             self.layers.append(
                 Layer.of(layer, rope, forward, settings, one, plain or self.embedding.is_cuda, self.dtype)
             )
             native.give_back()
+            count.advance()
         self.weights = (
             f"{' and '.join(map(str, sorted(bits)))} bits" if bits else str(model.dtype).removeprefix("torch.")
         )
