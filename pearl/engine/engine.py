@@ -101,7 +101,7 @@ class Engine:
             deadline = launcher.wait_until_ready()
             steps.done("waiting for the workers")
             self.client = Client(address, self.config, self.directory, launcher).meet(deadline)
-            steps.done("waiting until forwards are timed")
+            steps.done("meeting the target")
             launcher.keep()
         except BaseException:
             launcher.close()

@@ -84,9 +84,10 @@ def tokenizer_of(fields: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any], lis
     added = tokenizer.get_added_tokens_decoder()
     named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {name: stated.get(f"{key}_token_id") for name, key in named.items()}
-    about: dict[str, Any] = {
-        f"{name}_token": added[id].content for name, id in ids.items() if id in added
-    }  # no ordinary word
+    about: dict[str, Any] = {}
+    for name, id in ids.items():
+        if id in added:  # no ordinary word
+            about[f"{name}_token"] = added[id].content
     about["chat_template"] = stated.get("chat_template")
     return tokenizer, {"tokenizer_class": "PreTrainedTokenizerFast", **about}, ends
 

@@ -77,15 +77,14 @@ def read_vocabulary(file: Path) -> Vocabulary | None:
     import tokenizers
 
     stated = msgspec.json.decode(file.read_bytes(), type=_File)
-    vocab = stated.model.vocab
-    ids = dict(vocab) if isinstance(vocab, dict) else {piece: id for id, (piece, _) in enumerate(vocab)}
+    ids = _ids_of(stated.model.vocab)
     free = len(ids)
     for token in stated.added_tokens:
         if token.id != ids.get(token.content, free):
             return None
         ids[token.content] = token.id
         free = max(free, token.id + 1)
-    if len(ids) == 0:
+    if not ids:
         return None
     without_model = _WITHOUT_MODEL % bytes(stated.decoder).decode()
     return Vocabulary(
@@ -95,6 +94,12 @@ def read_vocabulary(file: Path) -> Vocabulary | None:
         special=frozenset(token.content for token in stated.added_tokens if token.special),
         decoder=tokenizers.Tokenizer.from_str(without_model).decoder,
     )
+
+
+def _ids_of(vocab: dict[str, int] | list[tuple[str, float]]) -> dict[str, int]:
+    if isinstance(vocab, dict):
+        return dict(vocab)
+    return {piece: id for id, (piece, _) in enumerate(vocab)}
 
 
 def _by_id(ids: Mapping[str, int]) -> list[str | None]:

@@ -22,7 +22,8 @@ from pearl.models.families import GGUF, Family, weight_shapes
 from pearl.printable import cause_of
 
 TABLE, _GENERATION = "gguf.json", "generation_config.json"
-_ARRAY, _LENGTH = struct.Struct("<IQ"), struct.Struct("<Q")  # type and number of items; bytes of a string
+_ARRAY = struct.Struct("<IQ")  # the type and the number of its items
+_LENGTH = struct.Struct("<Q")  # of a string, in bytes
 _EXPERT = re.compile(r"(?<=\.experts)\.\d+")  # in the name of a weight
 _NEEDED = {
     "block_count": "num_hidden_layers",
