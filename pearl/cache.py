@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +26,8 @@ Progress = Callable[[str], None]
 Build = Callable[[Path, Progress], None]  # writes a directory that does not exist yet
 
 GGUF_FILES = "gguf"  # the part of the cache that describes the user's GGUF files
-FORMAT = 8  # increase it where the same files would be described differently
+_REPORT_SECONDS = 2.0
+FORMAT = 9  # increase it where the same files would be described differently
 
 
 class Watcher(Protocol):
@@ -42,6 +44,25 @@ def silent(_message: str) -> None:
     """Progress callback that discards its message."""
 
 
+class Count:
+    """Reports how far work is, as "layer 12 of 80": every two seconds, so that short work reports nothing."""
+
+    def __init__(self, progress: Progress, what: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._progress = progress
+        self._what = what
+        self._total = total
+        self._clock = clock
+        self._done = 0
+        self._reported = clock()
+
+    def advance(self) -> None:
+        """One more is done."""
+        self._done += 1
+        if self._clock() - self._reported >= _REPORT_SECONDS:
+            self._progress(f"{self._what} {self._done} of {self._total}")
+            self._reported = self._clock()
+
+
 def cache_directory() -> Path:
     """The cache's directory; not created here."""
     if chosen := os.environ.get("PEARL_CACHE"):
@@ -55,7 +76,7 @@ def stamp(files: Iterable[Path]) -> str:
 
     Raises `OSError`.
     """
-    found: list[object] = [FORMAT, version("transformers")]
+    found: list[object] = [FORMAT, version("tokenizers")]
     found += [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return hashlib.blake2b(json.dumps(found).encode(), digest_size=8).hexdigest()
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+_GPUS = ("nvidia[0-9]*", "dxg", "kfd")  # devices of NVIDIA's driver, of WSL, of AMD's driver
 _MOST_NUMBERS = 4096  # of cores or GPUs in a name
 
 
@@ -91,3 +93,8 @@ def _usable(cores: tuple[int, ...]) -> tuple[int, ...]:
         named = f"{', '.join(map(str, missing[:8]))}{', ...' if missing[8:] else ''}"
         raise ValueError(f"CPU cores [{named}] are not there: this process may use {sorted(usable)}")
     return cores
+
+
+def has_gpu() -> bool:
+    """Whether this machine shows a GPU's driver; torch may see none of its GPUs for all that."""
+    return any(any(Path("/dev").glob(name)) for name in _GPUS)

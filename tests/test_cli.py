@@ -18,11 +18,12 @@ import pytest
 from click.testing import CliRunner
 from rich.progress import Progress
 
+from pearl import device
 from pearl.cli import chat, cli, generate, listed_commands, main, tables
 from pearl.cli.options import settings_options
 from pearl.config import SETTING_NAMES, Settings
 from pearl.config.options import options_of
-from pearl.engine import Engine, preflight
+from pearl.engine import Engine
 from pearl.lab.distill.prompts import read_turns
 from pearl.spec.methods import METHODS
 from scripts import faulty
@@ -424,6 +425,6 @@ def test_conflicts_are_told_before_any_process_starts(
     said = refused("1", "--target", "nobody/no-such-model", code=3)
     assert "the hub cannot be reached" in said
     assert len(said.splitlines()) == 1, "told once"
-    monkeypatch.setattr(preflight, "_GPUS", ("no such device",))
+    monkeypatch.setattr(device, "_GPUS", ("no such device",))
     said = refused("1", *PAIR, "--target-device", "cuda:0", code=3)
     assert "target: device cuda:0 is not there: this machine shows no GPU" in said

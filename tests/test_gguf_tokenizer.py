@@ -39,7 +39,9 @@ def write(file: Path, model: str, tokens: dict[str, int] | list[str], **said: An
 
 
 def read(file: Path) -> tuple[Any, list[int]]:
-    return tokenizer_of(read_header(file)[0])
+    """As transformers uses it."""
+    tokenizer, settings, ends = tokenizer_of(read_header(file)[0])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings), ends
 
 
 def parts_of(text: str) -> tuple[list[str], list[str]]:

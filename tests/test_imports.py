@@ -31,7 +31,7 @@ LAYERS: list[set[str]] = [
     {"pearl.spec"},
     {"pearl.device", "pearl.document"},
     {"pearl.colours"},
-    {"pearl.errors", "pearl.printable", "pearl.silence", "pearl.version"},
+    {"pearl.errors", "pearl.printable", "pearl.silence", "pearl.steps", "pearl.version"},
 ]
 SHELLS = {"pearl", "pearl.lab"}  # packages whose rooms are in layers of their own
 SOLE_USERS = {"zmq": "pearl.transport.zeromq", "torch.distributed": "pearl.transport.torch_dist"}

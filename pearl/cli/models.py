@@ -11,6 +11,7 @@ import click
 from pearl.cli import listed
 from pearl.cli.console import say
 from pearl.cli.tables import print_table
+from pearl.device import has_gpu
 from pearl.errors import ConfigError
 from pearl.printable import printable
 
@@ -63,6 +64,10 @@ def show(model: str, as_json: bool) -> None:
 
     MODEL is a directory, a GGUF file, embedded, or a name in the caches. Loads no weights.
     """
+    from pearl.models.meta_device import postpone_kernels
+
+    if not has_gpu():
+        postpone_kernels()
     from pearl.models.checkpoints.description import describe
 
     about = describe(model, say)

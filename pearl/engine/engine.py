@@ -24,6 +24,7 @@ from pearl.engine.stream import Result, Stream
 from pearl.errors import ConfigError
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.protocol.messages import Welcome
+from pearl.steps import Steps
 from pearl.text.tokenizer import GenerationDefaults
 
 log = logging.getLogger(__name__)
@@ -91,11 +92,16 @@ class Engine:
     def _launch(self, launcher: LocalLauncher, progress: Progress) -> None:
         self._launcher: LocalLauncher | None = launcher
         self.config, self.directory = launcher.config, launcher.directory
+        steps = Steps(log)
         try:
             address = launcher.launch(progress)
+            steps.done("checking the settings, and starting the workers")
             self.tokenizer, self.defaults = _load_tokenizer(self.config, progress)
+            steps.done("reading the tokenizer")
             deadline = launcher.wait_until_ready()
+            steps.done("waiting for the workers")
             self.client = Client(address, self.config, self.directory, launcher).meet(deadline)
+            steps.done("meeting the target")
             launcher.keep()
         except BaseException:
             launcher.close()

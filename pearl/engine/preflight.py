@@ -10,14 +10,13 @@ from pathlib import Path
 
 from pearl.cache import Progress, silent
 from pearl.config import EngineConfig, ModelConfig, ModelRole
+from pearl.device import has_gpu
 from pearl.drafting.disco import classifier_of
 from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import is_head, is_toy, resolve_checkpoint, toy_options
 from pearl.models.checkpoints.gguf import TABLE
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.text.tokenizer import check_same_vocabulary
-
-_GPUS = ("nvidia[0-9]*", "dxg", "kfd")  # devices of NVIDIA's driver, of WSL, of AMD's driver
 
 
 def check(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress = silent) -> None:
@@ -28,7 +27,7 @@ def check(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress
     classifier_of(config)
     for role in roles:
         _check_model(config.model(role), progress)
-    if config.tensors == "nccl" and any(config.model(role).place.kind == "cpu" or not _has_gpu() for role in roles):
+    if config.tensors == "nccl" and any(config.model(role).place.kind == "cpu" or not has_gpu() for role in roles):
         raise ModelError("tensors nccl is for two GPUs: use auto, frames or gloo")
     trust = config.trust_remote_code
     if config.has_draft and not is_head(config.draft) and (is_toy(config.target) or is_toy(config.draft)):
@@ -48,7 +47,7 @@ def check(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress
 
 
 def _check_model(model: ModelConfig, progress: Progress) -> None:
-    if model.place.kind == "cuda" and not _has_gpu():
+    if model.place.kind == "cuda" and not has_gpu():
         raise ModelError(f"{model.role}: device {model.device} is not there: this machine shows no GPU")
     if is_toy(model.spec):
         toy_options(model.spec)
@@ -56,10 +55,6 @@ def _check_model(model: ModelConfig, progress: Progress) -> None:
     _check_dtype(model)
     if not (model.spec.startswith("embedded") or (model.role == "draft" and is_head(model.spec))):
         _check_files(model, progress)
-
-
-def _has_gpu() -> bool:
-    return any(any(Path("/dev").glob(name)) for name in _GPUS)
 
 
 def _check_dtype(model: ModelConfig) -> None:

@@ -94,7 +94,7 @@ def alpha_pair(vocab_size: int, alpha: float, seed: int = 0, order: int = 8) -> 
     @lru_cache(maxsize=4096)
     def halves(context: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         digest = blake2b(repr((seed, context)).encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        generator = _generator(int.from_bytes(digest, "little") >> 1)
         order_ = torch.randperm(vocab_size, generator=generator)
         weights = torch.rand(vocab_size, generator=generator) ** 3 + 1e-3
         target, other = torch.zeros(vocab_size), torch.zeros(vocab_size)
@@ -119,7 +119,7 @@ def coin_pair(vocab_size: int, alpha: float, seed: int = 0, order: int = 8) -> t
     and size of the vocabulary.  A row has no zeros, and is peaked as text is: the r-th likeliest token's probability is
     proportional to r ** -1.6, so that top-p 0.95 leaves about 90 tokens of any large vocabulary.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = _generator(seed)
     weights = torch.arange(1, vocab_size // 2 + 1, dtype=torch.float64) ** -1.6
     likely = (weights / weights.sum()).float()
     rows = torch.full((_COIN_ROWS, 2, vocab_size), 1e-18)  # two for each kind of context, likely in different halves
@@ -142,6 +142,11 @@ def coin_pair(vocab_size: int, alpha: float, seed: int = 0, order: int = 8) -> t
         return rows[which, 0 if right else 1]
 
     return target, draft
+
+
+def _generator(seed: int) -> torch.Generator:
+    """A generator of its own. `torch.Generator()` needs what a worker leaves out of torch: see `meta_device`."""
+    return torch.default_generator.clone_state().manual_seed(seed)
 
 
 def load_toy(spec: str, role: str, max_context: int | None = None, texts: int = 1) -> ModelRunner:

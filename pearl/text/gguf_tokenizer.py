@@ -75,13 +75,11 @@ _END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3: spaces behind its other special tokens are not read
 
 
-def tokenizer_of(fields: dict[str, Any]) -> tuple[Any, list[int]]:
-    """The tokenizer that a file with these fields describes, for transformers, and the tokens that end a text.
+def tokenizer_of(fields: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any], list[int]]:
+    """The tokenizer that a file with these fields describes, its tokenizer_config.json, and the tokens that end a text.
 
     Raises `ValueError` where it cannot be reproduced exactly.
     """
-    from transformers import PreTrainedTokenizerFast
-
     stated = _stated(fields)
     ends = _ends(stated)
     tokenizer, has_bos = _of_merges(stated) if stated["model"] == "gpt2" else (_of_scores(stated), True)
@@ -91,9 +89,12 @@ def tokenizer_of(fields: dict[str, Any]) -> tuple[Any, list[int]]:
     added = tokenizer.get_added_tokens_decoder()
     named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {name: stated.get(f"{key}_token_id") for name, key in named.items()}
-    about: dict[str, Any] = {f"{name}_token": added[id] for name, id in ids.items() if id in added}  # no ordinary word
+    about: dict[str, Any] = {}
+    for name, id in ids.items():
+        if id in added:  # no ordinary word
+            about[f"{name}_token"] = added[id].content
     about["chat_template"] = _templates(stated)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **about), ends
+    return tokenizer, {"tokenizer_class": "PreTrainedTokenizerFast", **about}, ends
 
 
 def _templates(stated: dict[str, Any]) -> dict[str, str] | str | None:

@@ -82,6 +82,10 @@ class Tokenizer(Protocol):
         """The vocabulary's entry for an id, for comparison; None where there is none."""
         ...
 
+    def tokens(self) -> Sequence[str | None]:
+        """The vocabulary's entries by id, `vocab_size` of them."""
+        return [self.token(id) for id in range(self.vocab_size)]
+
 
 def is_byte_piece(piece: str) -> bool:
     """Whether a vocabulary's entry names a byte, as sentencepiece's do."""

@@ -10,9 +10,9 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,6 +21,7 @@ from pearl.config import RequestOptions
 from pearl.errors import ConfigError, ModelError
 from pearl.text.chat_template import chat_prompt, render
 from pearl.text.stream import Tokenizer, Tools, check_characters
+from pearl.text.vocabulary import Vocabulary, read_vocabulary, vocabulary_of
 
 FILES = (  # of a tokenizer, and of how to sample
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken"),
@@ -75,34 +76,60 @@ class FileTokenizer(Tokenizer):
 
     transformers' settings add special tokens and chat templates, one of which may be for tools ("tool_use").
 
+    Args:
+        encodes: whether the merges are read at once; otherwise with the first text that is encoded.
+
     Attributes:
         eos: its own end token.
     """
 
-    def __init__(self, directory: Path) -> None:
-        import tokenizers
-
+    def __init__(self, directory: Path, encodes: bool = True) -> None:
+        self._file = directory / "tokenizer.json"
         settings = _json(directory / "tokenizer_config.json")
-        self._tokenizer = tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
         named, listed = _special_tokens(_json(directory / "special_tokens_map.json") | settings)
+        self._named = named
+        self._listed = listed
         self._special = {name: _content(token) for name, token in named.items()}
-        known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
-        for _, given in sorted(settings.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
-            if given["content"] not in known:
-                tokenizer.add_tokens([tokenizers.AddedToken(**given)])
-        for token in (*named.values(), *listed):
-            content = _content(token)
-            if content not in known or not known[content].special:
-                tokenizer.add_special_tokens([_as_special(token)])
-        self.eos: int | None = tokenizer.token_to_id(self._special.get("eos_token", ""))
+        self._added = _added_tokens(settings)
         templates = _templates(directory, settings)
         self.chat_template = templates.get("default", "")
         self.tool_template = templates.get("tool_use", "")
-        pieces = {id: piece for piece, id in tokenizer.get_vocab(with_added_tokens=True).items()}
-        self.vocab_size = max(pieces) + 1  # added tokens may lie beyond a gap
-        self._pieces = [pieces.get(id) for id in range(self.vocab_size)]
+        if encodes:
+            self.read_merges()
+        self._vocabulary = self._read_vocabulary()
+        self.vocab_size = len(self._vocabulary.entries)
+        self.eos: int | None = self._vocabulary.ids.get(self._special.get("eos_token", ""))
+
+    def _read_vocabulary(self) -> Vocabulary:
+        """The file's vocabulary if it has all tokens that the settings name, else the library's, which adds them."""
+        vocabulary = read_vocabulary(self._file)
+        if vocabulary is None or not vocabulary.added.issuperset(token["content"] for token in self._added):
+            return vocabulary_of(self._tokenizer)
+        special = frozenset(map(_content, (*self._named.values(), *self._listed)))
+        if not special <= vocabulary.ids.keys():
+            return vocabulary_of(self._tokenizer)
+        return replace(vocabulary, special=vocabulary.special | special)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        import tokenizers
+
+        tokenizer = tokenizers.Tokenizer.from_file(str(self._file))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+        for given in self._added:
+            if given["content"] not in known:
+                tokenizer.add_tokens([tokenizers.AddedToken(**given)])
+        for token in (*self._named.values(), *self._listed):
+            content = _content(token)
+            if content not in known or not known[content].special:
+                tokenizer.add_special_tokens([_as_special(token)])
+        return tokenizer
+
+    def read_merges(self) -> None:
+        """Load all that encoding needs, which takes a second for 262,144 tokens. Raises what the library raises."""
+        self.encode("")
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         # As a batch of one: `encode` would hold the interpreter lock, for seconds on a long prompt.
@@ -110,8 +137,7 @@ class FileTokenizer(Tokenizer):
         return list(encoded.ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        known = [id for id in ids if self.token(id) is not None]  # a model's padding ids mean nothing
-        return str(self._tokenizer.decode(known, skip_special_tokens=True))
+        return self._vocabulary.decode(ids)
 
     def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None, **variables: Any) -> str | None:
         template = self.chat_template
@@ -122,12 +148,21 @@ class FileTokenizer(Tokenizer):
         return chat_prompt(partial(render, template, tools, self._special, variables=variables), messages)
 
     def token(self, id: int) -> str | None:
-        return self._pieces[id] if 0 <= id < self.vocab_size else None
+        return self._vocabulary.entries[id] if 0 <= id < self.vocab_size else None
+
+    def tokens(self) -> Sequence[str | None]:
+        return self._vocabulary.entries
 
 
 def _json(file: Path) -> dict[str, Any]:
     """What a checkpoint's file holds; nothing where it is missing. Raises `ValueError`, `OSError`."""
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+
+
+def _added_tokens(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The tokens that a tokenizer_config.json adds, in the order of their ids."""
+    stated = settings.get("added_tokens_decoder", {})
+    return [stated[id] for id in sorted(stated, key=int)]
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
@@ -176,17 +211,23 @@ def _templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
 
 def have_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> bool:
     """Whether every id that both have is the same token. Ids of only one are padding."""
-    return next(_different(target, draft), None) is None
+    return _first_difference(target, draft) is None
 
 
-def _different(target: Tokenizer, draft: Tokenizer) -> Iterator[int]:
-    ids = range(min(target.vocab_size, draft.vocab_size))
-    return (id for id in ids if target.token(id) != draft.token(id))
+def _first_difference(target: Tokenizer, draft: Tokenizer) -> int | None:
+    """The first id that is another token in each; None where there is none."""
+    size = min(target.vocab_size, draft.vocab_size)
+    theirs = draft.tokens()[:size]
+    ours = target.tokens()[:size]
+    if ours == theirs:  # as lists: a loop over 262,144 tokens would take half a second
+        return None
+    return next(id for id in range(size) if ours[id] != theirs[id])
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer, target_name: str, draft_name: str) -> None:
     """Raise `ModelError` unless `have_same_vocabulary`."""
-    for id in _different(target, draft):
+    id = _first_difference(target, draft)
+    if id is not None:
         raise ModelError(
             f"{target_name!r} and {draft_name!r} have different vocabularies: token {id} is {target.token(id)!r} "
             f"in the target and {draft.token(id)!r} in the draft. Choose a draft of the target's own family."
@@ -195,13 +236,15 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer, target_name: str,
 
 def vocabulary_digest(tokenizer: Tokenizer, size: int) -> bytes:
     """BLAKE2b, 16 bytes, of the first `size` ids' tokens: for `check_same_vocabulary` between processes."""
-    return hashlib.blake2b(json.dumps([tokenizer.token(id) for id in range(size)]).encode(), digest_size=16).digest()
+    tokens = [*tokenizer.tokens()[:size]]
+    tokens += [None] * (size - len(tokens))
+    return hashlib.blake2b(json.dumps(tokens).encode(), digest_size=16).digest()
 
 
-def load(directory: Path, trust_remote_code: bool) -> tuple[Tokenizer, GenerationDefaults]:
-    """The tokenizer in a directory, and how the checkpoint wants to be sampled."""
+def load(directory: Path, trust_remote_code: bool, encodes: bool = True) -> tuple[Tokenizer, GenerationDefaults]:
+    """The tokenizer in a directory, and how the checkpoint wants to be sampled. `encodes`: see `FileTokenizer`."""
     if (directory / "tokenizer.json").is_file():
-        tokenizer = FileTokenizer(directory)
+        tokenizer = FileTokenizer(directory, encodes)
     else:
         from transformers import AutoTokenizer
 

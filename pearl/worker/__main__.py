@@ -10,12 +10,18 @@ import logging
 import os
 import sys
 
+from pearl.device import has_gpu
 from pearl.errors import PearlError
+from pearl.models.meta_device import postpone_kernels
 from pearl.printable import log_to_stderr
+from pearl.steps import Steps
 from pearl.worker.lifeline import Lifeline
+
+log = logging.getLogger(__name__)
 
 
 def main() -> int:
+    steps = Steps(log)
     lifeline = Lifeline()
     settings = lifeline.settings
     log_to_stderr(settings.config.log_level, settings.role)
@@ -24,18 +30,21 @@ def main() -> int:
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its name before torch 2.9, read still
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     gc.disable()  # collecting amid the imports finds nothing, and is a tenth of their time
+    if not has_gpu():  # checked on a CPU alone
+        postpone_kernels()
     from pearl.worker import build  # torch only now: the lifeline must hold from the first moment on
 
     gc.freeze()
     gc.enable()
+    steps.done("importing torch")
     run = build.run_draft if settings.role == "draft" else build.run_target
     try:
-        run(settings, lifeline)
+        run(settings, lifeline, steps)
     except PearlError as error:
         lifeline.tell("failed", kind=type(error).__name__, message=str(error))
         return error.exit_code
     except Exception as error:
-        logging.getLogger(__name__).debug("worker failed", exc_info=True)
+        log.debug("worker failed", exc_info=True)
         lifeline.tell("failed", kind="StartError", message=f"{type(error).__name__}: {error}")
         return 1
     finally:

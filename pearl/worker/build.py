@@ -30,6 +30,7 @@ from pearl.models.toy import load_toy
 from pearl.models.translated import TranslatedRunner
 from pearl.protocol.messages import PROTOCOL_VERSION, Hello, Role, Welcome
 from pearl.spec.methods import BRANCHES
+from pearl.steps import Steps
 from pearl.text.grammar import Guides
 from pearl.text.stream import TextStream, Tokenizer
 from pearl.text.tokenizer import have_same_vocabulary, vocabulary_digest
@@ -53,7 +54,7 @@ log = logging.getLogger(__name__)
 _FLUSH_SECONDS = 0.5  # for what is still queued when a worker ends
 
 
-def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
+def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> None:
     """The target worker, from loading to its end. Raises `PearlError`s for what went wrong."""
     config, model, tracer = settings.config, settings.model, _tracer(settings)
     endpoint = listen(settings.address, _keys(settings))
@@ -66,6 +67,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
         if warning := shared_gpus(config):
             lifeline.note(warning)
         pin(config, model.role)  # from here on the draft's cores are none that we may use
+        steps.done("listening, and choosing devices")
         progress = lifeline.progress()
         tokenizer = _tokenizer(model, progress)
         is_drafting, digest = is_head(config.draft), b""
@@ -73,6 +75,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
             draft = tokenizer if is_drafting else _tokenizer(config.model("draft"), progress)
             spoken = draft if have_same_vocabulary(tokenizer, draft) else tokenizer
             digest = vocabulary_digest(spoken, spoken.vocab_size)
+        steps.done("reading the tokenizers")
         heads = [config.draft] if is_drafting else []
         if config.head is not None:
             heads.append(config.head)
@@ -80,6 +83,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
         start = tracer.clock()
         runner = make_runner(model, device, progress, features)
         tracer.note("busy", "load", start)
+        steps.done("loading the model")
         worker = TargetWorker(
             endpoint,
             TargetExecutor(
@@ -107,7 +111,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline) -> None:
         tracer.stop()
 
 
-def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
+def run_draft(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> None:
     """The draft worker, from loading to its end. Raises `PearlError`s for what went wrong."""
     config, model, tracer = settings.config, settings.model, _tracer(settings)
     endpoint = connect(settings.address, _keys(settings))
@@ -116,6 +120,7 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
         make_channel = _channel(settings, 1, device, tracer)
         own = settled(config, model.role)  # before this process is pinned
         pin(config, model.role)
+        steps.done("connecting, and choosing devices")
         progress = lifeline.progress()
         translation, tokenizer, spoken = _spoken(config, progress)  # first: it may refuse the pair
         if translation is not None:
@@ -123,9 +128,11 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline) -> None:
                 f"the draft {config.draft} has another vocabulary than its target: {translation} and proposes no "
                 "other. Texts stay the same, but more of its guesses are rejected."
             )
+        steps.done("reading the tokenizers")
         start = tracer.clock()
         runner = make_runner(model, device, progress, target=config.target, shares=bool(shared_gpus(config)))
         tracer.note("busy", "load", start)
+        steps.done("loading the model")
         if translation is not None:
             runner = TranslatedRunner(runner, translation, tokenizer.vocab_size)
         digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)
@@ -169,7 +176,7 @@ def _spoken(config: EngineConfig, progress: Progress) -> tuple[Translation | Non
     trust = config.trust_remote_code
     if is_head(config.draft):
         return None, _tokenizer(config.model("target"), progress), config.model("target")
-    own = load_tokenizer(config.draft, trust_remote_code=trust, progress=progress)
+    own = load_tokenizer(config.draft, trust_remote_code=trust, progress=progress, encodes=False)
     translation = translation_of(config.target, config.draft, trust, own)
     if translation is None:
         return None, own[0], config.model("draft")
@@ -198,7 +205,9 @@ def _tracer(settings: WorkerSettings) -> Tracer:
 
 
 def _tokenizer(model: ModelConfig, progress: Progress) -> Tokenizer:
-    return load_tokenizer(model.spec, trust_remote_code=model.trust_remote_code, progress=progress)[0]
+    """One that decodes: the front has encoded what comes."""
+    trust = model.trust_remote_code
+    return load_tokenizer(model.spec, trust_remote_code=trust, progress=progress, encodes=False)[0]
 
 
 def _guides(model: ModelConfig, vocab_size: int) -> Guides:

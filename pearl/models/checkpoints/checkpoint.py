@@ -78,7 +78,7 @@ _OF_HEADS = frozenset(("draft_vocab_size", "speculators_model_type"))  # setting
 
 def is_head(spec: str) -> bool:
     """Whether it names a head of another model, and not a model."""
-    if is_toy(spec) or spec in ("none", "embedded", "embedded-draft"):
+    if is_toy(spec) or spec in ("none", "embedded", "embedded-draft") or Path(spec).is_file():
         return False
     directory = Path(spec) if Path(spec).is_dir() else in_cache(spec)
     return directory is not None and not _OF_HEADS.isdisjoint(config_in(directory))

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from pearl.cache import Progress
 from pearl.errors import ModelError
-from pearl.models.checkpoints.checkpoint import resolve_checkpoint
+from pearl.models.checkpoints.checkpoint import config_in, resolve_checkpoint
+from pearl.models.checkpoints.gguf import table_in
 from pearl.models.checkpoints.hub import in_cache
 from pearl.models.checkpoints.loading import DEFAULT_CONTEXT, context_of, language_model_of
 from pearl.models.checkpoints.memory import needed
 from pearl.models.checkpoints.stored import kind_of, stored
-from pearl.models.families import OWN_FORWARD, QUANTISED
+from pearl.models.families import OWN_FORWARD, QUANTISED, forward_of, weight_shapes
+from pearl.models.forward import native
+from pearl.models.forward.experts import computes_experts
 from pearl.models.forward.runner import has_own_forward
 from pearl.text.reasoning import tags_of
 from pearl.text.tokenizer import load
 from pearl.text.tools import FORMATS, format_of, knows_tools
+
+_NOT_HERE = "our own forward does not compute its layers or sizes here"
 
 
 def describe(spec: str, progress: Progress) -> dict[str, Any]:
@@ -27,15 +34,46 @@ def describe(spec: str, progress: Progress) -> dict[str, Any]:
 
     Raises `ModelError` for a model that is not on this machine.
     """
-    found = next((each.path for each in stored() if each.name == spec), None)
-    if found is None and not (spec.startswith("embedded") or Path(spec).expanduser().exists() or in_cache(spec)):
+    is_file = Path(spec).expanduser().is_file()  # the caches take a quarter of a second to look through
+    found = None if is_file else next((each.path for each in stored() if each.name == spec), None)
+    is_here = is_file or spec.startswith("embedded") or Path(spec).expanduser().exists()
+    if found is None and not (is_here or in_cache(spec)):
         raise ModelError(f"{spec!r} is not on this machine: get it with `pearl pull {spec}`.")
     path = Path(found or resolve_checkpoint(spec, progress))
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} has no config.json. Of a repository of GGUF files name one: {spec}:FILE.")
     need = needed(path, "auto", None, DEFAULT_CONTEXT, keeps_bits=True)
     about = {"model": spec, "path": str(path), "weights": kind_of(path)[0] or None}
-    return about | _model(path) | {"memory": str(need) if need else None} | _chat(path)
+    model = _model(path) if table_in(path) is None else _of_gguf(path)
+    return about | model | {"memory": str(need) if need else None} | _chat(path)
+
+
+def _of_gguf(path: Path) -> dict[str, Any]:
+    """Of a GGUF file, whose weights are exactly those of its family: no model is built to count them."""
+    config = config_in(path)
+    architecture = config["architectures"][0]
+    forward = OWN_FORWARD[architecture].forward
+    settings = SimpleNamespace(**config)
+    settings.get_text_config = lambda decoder=True: settings
+    try:
+        context = context_of(str(path), SimpleNamespace(config=settings), None)  # type: ignore[arg-type]
+    except ModelError as error:
+        return {"architecture": None, "forward": None, "why": str(error)}
+    here = _here()
+    is_ours = native.takes_model(here, config) and (not forward.has_experts or computes_experts(here))
+    is_ours = is_ours and forward_of(architecture, config) is not None
+    return {
+        "architecture": architecture,
+        "parameters": sum(math.prod(shape) for shape in weight_shapes(forward, config).values()),
+        "context": context,
+        "vocabulary": config["vocab_size"],
+        "forward": "own" if is_ours else "transformers",
+        "why": None if is_ours else _NOT_HERE,
+    }
+
+
+def _here() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _model(path: Path) -> dict[str, Any]:
@@ -50,11 +88,10 @@ def _model(path: Path) -> dict[str, Any]:
         context = context_of(str(path), model, None)
     except Exception as error:  # whatever transformers raises
         return {"architecture": None, "forward": None, "why": " ".join(str(error).split())[:300]}
-    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     family = OWN_FORWARD.get(type(model).__name__)
     is_read = not method or (method in QUANTISED and family and family.forward.reads_directly)
     why = "our own forward does not compute its family" if family is None else ""
-    why = why or ("" if has_own_forward(model, here) else "our own forward does not compute its layers or sizes here")
+    why = why or ("" if has_own_forward(model, _here()) else _NOT_HERE)
     why = why or ("" if is_read else f"our own forward does not read its weights, quantised by {method}")
     return {
         "architecture": type(model).__name__,
@@ -68,7 +105,7 @@ def _model(path: Path) -> dict[str, Any]:
 
 def _chat(path: Path) -> dict[str, Any]:
     with suppress(Exception):  # files and their readers raise anything
-        tokenizer, defaults = load(path, trust_remote_code=False)
+        tokenizer, defaults = load(path, trust_remote_code=False, encodes=False)
         known = next(name for name, each in FORMATS.items() if each is format_of(tokenizer))
         template = tokenizer.tool_template or tokenizer.chat_template
         return {

@@ -110,11 +110,12 @@ def _wanted(name: HubName, files: Collection[str], weights: bool) -> set[str]:
 
 def in_cache(name: str) -> Path | None:
     """The directory of a model's files in the hub's cache, or the GGUF file, without the network; None: not there."""
-    from huggingface_hub import snapshot_download
+    named = HubName.parse(name)
+    if named is None:
+        return None
+    from huggingface_hub import snapshot_download  # takes a process a quarter of a second
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    if (named := HubName.parse(name)) is None:
-        return None
     try:
         directory = Path(snapshot_download(named.repo, revision=named.revision, local_files_only=True))
     except LocalEntryNotFoundError as error:

@@ -106,6 +106,7 @@ def load_runner(
             records=wanted.forwards == "auto",
             rounding=rounding,
             taps=taps,
+            progress=lambda layers: progress(f"loading {spec}: {layers}"),
         )
 
 

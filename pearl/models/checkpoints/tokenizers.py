@@ -54,19 +54,20 @@ class ToyTokenizer(Tokenizer):
 
 
 def load_tokenizer(
-    spec: str, *, trust_remote_code: bool = False, progress: Progress = silent
+    spec: str, *, trust_remote_code: bool = False, progress: Progress = silent, encodes: bool = True
 ) -> tuple[Tokenizer, GenerationDefaults]:
-    """The tokenizer of the model named `spec`, and its generation defaults.
+    """The tokenizer of the model named `spec`, and its generation defaults. Raises `ModelError`.
 
-    `spec`: as for `resolve_checkpoint`, or "toy:vocab=32,eos=5" (a toy's other options are the runner's).
-    Raises `ModelError`.
+    Args:
+        spec: as for `resolve_checkpoint`, or "toy:vocab=32,eos=5" (a toy's other options are the runner's).
+        encodes: False where texts are only decoded, or vocabularies compared: its merges are then read when needed.
     """
     if is_toy(spec):
         options = toy_options(spec)
         return ToyTokenizer(options["vocab"]), GenerationDefaults(eos=(options["eos"],) if "eos" in options else ())
     checkpoint = resolve_checkpoint(spec, progress, weights=False)
     try:
-        tokenizer, defaults = load(checkpoint, trust_remote_code)
+        tokenizer, defaults = load(checkpoint, trust_remote_code, encodes)
     except Exception as error:  # files, their readers and a model's own code raise anything
         cause = " ".join(str(error).split()) or type(error).__name__
         raise ModelError(
@@ -89,9 +90,9 @@ def translation_of(
 
     Raises `ModelError` where the two have too few tokens in common. `known`: the draft's tokenizer, if loaded.
     """
-    theirs, own = known or load_tokenizer(draft, trust_remote_code=trust_remote_code)
+    theirs, own = known or load_tokenizer(draft, trust_remote_code=trust_remote_code, encodes=False)
     try:
-        ours, defaults = load_tokenizer(target, trust_remote_code=trust_remote_code)
+        ours, defaults = load_tokenizer(target, trust_remote_code=trust_remote_code, encodes=False)
     except ModelError as error:  # the target refuses a draft of another vocabulary that does not translate
         log.info("taking the draft's tokens for the target's: %s", error)
         return None

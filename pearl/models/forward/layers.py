@@ -17,6 +17,7 @@ import torch
 from torch.nn import Linear, Parameter
 from torch.nn.functional import pad
 
+from pearl.cache import Count, Progress, silent
 from pearl.models.families import (
     CAPS,
     HEAD_ACTIVATIONS,
@@ -150,6 +151,7 @@ class DecoderLayers:
         is_fixed: whether sizes are fixed, as on a GPU: keys, and so queries, are then turned in the dtype of rows.
         plain: for the kernels of `decode`: see `matrices.matrix`.
         family: the forward and the configuration, of a model that `described` does not know.
+        progress: called with the number of layers that are laid out.
     """
 
     def __init__(
@@ -161,6 +163,7 @@ class DecoderLayers:
         plain: bool = False,
         taps: Sequence[int] = (),
         family: tuple[Forward, dict[str, Any]] | None = None,
+        progress: Progress = silent,
     ) -> None:
         config, inner = model.config, model.model
         forward, settings = family or described(model)
@@ -182,12 +185,14 @@ class DecoderLayers:
         self.scoring = Scoring(windows, self.scales.attention, self.scales.attention_cap, sinks)
         self.layers: list[Layer] = []
         bits = {int(rounding[-1])} if rounding else set()
+        count = Count(progress, "layer", len(inner.layers))
         for layer, (_, rope) in zip(inner.layers, kinds, strict=True):
             bits |= set() if rounding else bits_of(layer)
             self.layers.append(
                 Layer.of(layer, rope, forward, settings, one, plain or self.embedding.is_cuda, self.dtype)
             )
             native.give_back()
+            count.advance()
         self.weights = (
             f"{' and '.join(map(str, sorted(bits)))} bits" if bits else str(model.dtype).removeprefix("torch.")
         )

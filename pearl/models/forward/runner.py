@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pearl.cache import Progress, silent
 from pearl.models.families import forward_of
 from pearl.models.feeds import Feed, lay_out
 from pearl.models.forward import attention, native
@@ -75,6 +76,7 @@ class ForwardRunner(ModelRunner):
         kernels: whether tokens are computed by our own kernels (`decode`, `prompts`); None: on a GPU,
             if forwards are recorded, Triton is installed and they fit the model.
         taps: layers whose inputs are kept for a head; see `DecoderLayers`.
+        progress: see `DecoderLayers`.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class ForwardRunner(ModelRunner):
         rounding: Rounding = "",
         kernels: bool | None = None,
         taps: Sequence[int] = (),
+        progress: Progress = silent,
     ) -> None:
         self.context, self.device, rotary = context, model.device, model.model.rotary_emb
         is_fixed = record is not None or self.device.type == "cuda"
@@ -101,7 +104,7 @@ class ForwardRunner(ModelRunner):
             self._graphs = Graphs(self._fixed, self._room, recorder)
         self._decode: Decode | None = None
         with torch.inference_mode():
-            self._layers = DecoderLayers(model, context, rounding, is_fixed, bool(kernels), taps)
+            self._layers = DecoderLayers(model, context, rounding, is_fixed, bool(kernels), taps, progress=progress)
             self._seen: dict[int, torch.Tensor] = {}  # features of each slot's last feed
             self.vocab_size, self.dtype = self._layers.vocab_size, self._layers.dtype
             self.weights, self.embedding = rounding or self._layers.weights, self._layers.embedding

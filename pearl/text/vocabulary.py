@@ -1,0 +1,110 @@
+"""The vocabulary of a tokenizer.json, read without its merges.
+
+A tokenizer of 262,144 tokens loads in a second, nearly all of which goes into merges.  Only encoding needs those:
+text is decoded, and two vocabularies are compared, by the entries alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+_WITHOUT_MODEL = '{"model": {"type": "BPE", "vocab": {}, "merges": []}, "decoder": %s}'
+
+
+class _Model(msgspec.Struct):
+    vocab: dict[str, int] | list[tuple[str, float]]  # a list has its ids in order: Unigram
+
+
+class _Added(msgspec.Struct):
+    id: int
+    content: str
+    special: bool = False
+
+
+class _File(msgspec.Struct):
+    model: _Model
+    added_tokens: list[_Added] = []
+    decoder: msgspec.Raw = msgspec.Raw(b"null")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The entries of a tokenizer.
+
+    Attributes:
+        entries: by id; None where there is none.
+        ids: of each entry.
+        added: entries that are found in a text before it is split.
+        special: those of them that have no text.
+        decoder: a decoder of the `tokenizers` library; None: entries are joined by spaces.
+    """
+
+    entries: list[str | None]
+    ids: Mapping[str, int]
+    added: frozenset[str]
+    special: frozenset[str]
+    decoder: Any
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, as the library's `decode` writes it; ids without an entry are skipped."""
+        tokens = []
+        for id in ids:
+            entry = self.entries[id] if 0 <= id < len(self.entries) else None
+            if entry is not None and entry not in self.special:
+                tokens.append(entry)
+        return " ".join(tokens) if self.decoder is None else str(self.decoder.decode(tokens))
+
+
+def vocabulary_of(tokenizer: Any) -> Vocabulary:
+    """The vocabulary of a tokenizer that the library has loaded."""
+    ids = tokenizer.get_vocab(with_added_tokens=True)
+    added = tokenizer.get_added_tokens_decoder().values()
+    special = frozenset(token.content for token in added if token.special)
+    return Vocabulary(_by_id(ids), ids, frozenset(token.content for token in added), special, tokenizer.decoder)
+
+
+def read_vocabulary(file: Path) -> Vocabulary | None:
+    """The vocabulary of a tokenizer.json; None where only the library can tell the ids of added tokens.
+
+    It gives an added token the id of the model's own entry, else the next free one, whatever id the file states.
+    Raises `ValueError`, `OSError`.
+    """
+    import tokenizers
+
+    stated = msgspec.json.decode(file.read_bytes(), type=_File)
+    ids = _ids_of(stated.model.vocab)
+    free = len(ids)
+    for token in stated.added_tokens:
+        if token.id != ids.get(token.content, free):
+            return None
+        ids[token.content] = token.id
+        free = max(free, token.id + 1)
+    if not ids:
+        return None
+    without_model = _WITHOUT_MODEL % bytes(stated.decoder).decode()
+    return Vocabulary(
+        entries=_by_id(ids),
+        ids=ids,
+        added=frozenset(token.content for token in stated.added_tokens),
+        special=frozenset(token.content for token in stated.added_tokens if token.special),
+        decoder=tokenizers.Tokenizer.from_str(without_model).decoder,
+    )
+
+
+def _ids_of(vocab: dict[str, int] | list[tuple[str, float]]) -> dict[str, int]:
+    if isinstance(vocab, dict):
+        return dict(vocab)
+    return {piece: id for id, (piece, _) in enumerate(vocab)}
+
+
+def _by_id(ids: Mapping[str, int]) -> list[str | None]:
+    """Entries by id: there may be gaps, as added tokens need not follow the others at once."""
+    entries: list[str | None] = [None] * (max(ids.values()) + 1)
+    for entry, id in ids.items():
+        entries[id] = entry
+    return entries
