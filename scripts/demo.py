@@ -35,7 +35,7 @@ def by_kind(document: dict[str, Any]) -> str:
     Example: "edits 1.85, questions 0.76 times the target on 1 core; edits 1.37, questions 0.56 times on 2 cores".
     """
     devices = {row["name"]: row["devices"] for row in document["rows"]}
-    parts = []
+    parts: list[str] = []
     for baseline in (AR, AR_ON_ALL):
         if baseline in devices:
             kinds = ", ".join(f"{kind} {times:.2f}" for kind, times in speedups(document, baseline).items())
