@@ -323,7 +323,8 @@ class TargetWorker:
             case DraftDropped(reason):
                 self._warn("the draft cannot go on with this request: %s; the target goes on alone", reason)
             case End(request):
-                if (core_wait := self._core_waits.pop(request, None)) is not None:
+                core_wait = self._core_waits.pop(request, None)
+                if core_wait is not None:  # else it was cancelled before it began
                     self._fronts.watch(request).core_wait = core_wait.share()
                 self._fronts.end(command, self._failures.pop(request, None), self._coordinator.speeds)
             case Cancel():
