@@ -6,13 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from math import ceil, sqrt
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from pearl.protocol.messages import Provenance
 from pearl.protocol.request import Counts, Tally
 from pearl.protocol.speeds import Speeds
+from pearl.spec.methods import METHODS
+
+ESTIMATED = "estimated"  # a basis of `Statistics.speedup`
+MOST_CORE_WAIT = 0.05  # of a reply: of one that had to wait longer for its cores no speedup is told
+_LEAST_FORWARDS = 4  # of one token: fewer are too few for an estimate
 
 
 @dataclass
@@ -24,14 +29,16 @@ class Statistics(Tally):
         draft_acceptance_rate: accepted / drafted, as vLLM's; a token that an earlier rejection discarded counts too.
         acceptance_rate: accepted / judged: the alpha of the papers.
         mean_run_length: committed tokens a run, its correction (or bonus) included: 1 / (1 - alpha) in theory. A run
-            may last over many steps, so it is not vLLM's mean acceptance length: that is `tokens_per_step`.
+            may last over many steps, so it is not vLLM's mean acceptance length: that is `tokens_per_step`, which
+            includes a step's correction or bonus too.
         expected_rejections: the sum of the chances, at each position judged, that its token is rejected: for rule ratio
             of the total variation distances between draft and target. None where nothing was judged so.
         expected_rejections_sd: the standard deviation of `num_rejections` from that.
         bias: of a rule that is not exact the sum over these positions of the total variation distance between the
             target's distribution and the one that is committed by: the text's own distance is at most its mean. 0 for
             an exact rule.
-        tokens_per_step: generated tokens over forwards after the prefill.
+        tokens_per_step: tokens of steps (forwards after the prefill) over steps: those accepted, guessed, corrected,
+            drawn or bonus; without the token that the prefill gave, so it is 1 for method ar.
         queue_seconds: from the submission to the start of the prefill: other requests came first.
         seconds: from the submission to the last commit.
         seconds_to_first_token: TTFT, from the submission.
@@ -40,8 +47,14 @@ class Statistics(Tally):
         tokens_per_second: of decoding: tokens after the first commit, over the time after it; 1 / TPOT.
         target_wait_seconds: cause -> seconds.
         draft_wait_seconds: for verdicts, as the draft told with its last tokens.
-        speedup: tokens_per_second times t_target(1): how many times as fast as the target alone, by the measured time
-            of its forwards of one token; None where that time is not known.
+        speedup: how many times as fast as the target alone, as far as this reply itself shows. None where nothing was
+            guessed (method ar), where it does not show, and where other requests or programs disturbed it: more than
+            `MOST_CORE_WAIT`, or other requests at the same time.
+        speedup_basis: the way without a draft, "ngram" say, that method auto compared its best way with in this reply;
+            or `ESTIMATED`: tokens_per_second times the mean time of this reply's own forwards of one token, on the
+            cores that they had; empty: there is no `speedup`.
+        core_wait: the share of the time since the prefill began in which a thread that computes for the target was
+            ready to run but had no core, because others had it: of the thread that waited longest.
         t_draft, t_target: running estimates, seconds; t_target by number of fed tokens.
         t_target_spread: likewise, while the target has the draft's cores too.
         speed_ratio: t_target(1) / t_draft.
@@ -67,6 +80,8 @@ class Statistics(Tally):
     target_wait_seconds: dict[str, float] = field(default_factory=dict)
     draft_wait_seconds: float = 0.0
     speedup: float | None = None
+    speedup_basis: str = ""
+    core_wait: float = 0.0
     t_draft: float = 0.0
     t_target: dict[int, float] = field(default_factory=dict)
     t_target_spread: dict[int, float] = field(default_factory=dict)
@@ -114,6 +129,11 @@ class Sums:
         return _ratio(self.total("num_accepted_draft_tokens"), self.total("num_judged_draft_tokens"))
 
     @property
+    def tokens_per_step(self) -> float | None:
+        """As `Statistics.tokens_per_step`."""
+        return _ratio(self.total("num_generated_tokens") - self.total("num_prefill_tokens"), self.total("steps"))
+
+    @property
     def accepted_per_run(self) -> float | None:
         """Of finished runs."""
         runs = [item for one in self.texts for item in one.run_histogram.items()]
@@ -132,15 +152,25 @@ class Figure:
     Attributes:
         value: its value, None where there is none.
         is_brief: the line below a reply of the chat has it.
+        remark: what is to be known of it, in brackets; empty: nothing.
     """
 
     name: str
     value: Callable[[Statistics], Any]
     form: str
     is_brief: bool = False
+    remark: Callable[[Statistics], str] = lambda s: ""
 
     def text(self, one: Statistics) -> str | None:
         return None if (value := self.value(one)) is None else self.form.format(value)
+
+    def labelled(self, one: Statistics) -> str | None:
+        """Text, name and remark."""
+        text = self.text(one)
+        if text is None:
+            return None
+        remark = self.remark(one)
+        return f"{text} {self.name} ({remark})" if remark else f"{text} {self.name}"
 
 
 def _waited(s: Statistics) -> float:
@@ -159,10 +189,14 @@ def _siblings(s: Statistics) -> str | None:
     return f"{s.guessed_by_source.get('runner-up', 0)} of {s.num_siblings}" if s.num_siblings else None
 
 
+def _basis(s: Statistics) -> str:
+    return s.speedup_basis if s.speedup_basis in ("", ESTIMATED) else f"compared with {s.speedup_basis}"
+
+
 FIGURES = (
     Figure("tokens/s", attrgetter("tokens_per_second"), "{:.1f}", True),
     Figure("tokens a step", attrgetter("tokens_per_step"), "{:.2f}", True),
-    Figure("times the target alone", attrgetter("speedup"), "{:.2f}", True),
+    Figure("times the target alone", attrgetter("speedup"), "about {:.2f}", True, _basis),
     Figure("first token", attrgetter("seconds_to_first_token"), "{:.2f} s"),
     Figure("of it in the queue", attrgetter("queue_seconds"), "{:.2f} s"),
     Figure("next tokens (TPOT)", lambda s: s.tokens_per_second and 1e3 / s.tokens_per_second, "{:.1f} ms"),
@@ -173,6 +207,8 @@ FIGURES = (
     Figure("tokens per run", attrgetter("mean_run_length"), "{:.1f}"),
     Figure("guessed", lambda s: s.provenance.get("guessed"), "{} tokens"),
     Figure("runners-up", _siblings, "{} fed"),
+    Figure("waited for a core", lambda s: s.core_wait or None, "{:.0%}"),
+    Figure("settled on", lambda s: s.settled or None, "{}"),
     Figure("ways", lambda s: ", ".join(f"{way} {count}" for way, count in s.ways.items()) or None, "{}"),
     Figure("window c", lambda s: s.window or None, "{}"),
     Figure("target waited", lambda s: _share(s, _waited(s)), "{:.0%}"),
@@ -181,9 +217,13 @@ FIGURES = (
 
 
 def brief(s: Statistics) -> str:
-    """One line: tokens, tokens/s, tokens a step and, where known, how many times as fast as the target alone."""
-    parts = [f"{s.num_generated_tokens} tokens"]
-    parts += [f"{text} {each.name}" for each in FIGURES if each.is_brief and (text := each.text(s)) is not None]
+    """One line: tokens, tokens/s, tokens a step and, where the reply shows it, how many times as fast as the target
+    alone; or that method auto settled on that.
+    """
+    figures = [figure.labelled(s) for figure in FIGURES if figure.is_brief]
+    parts = [f"{s.num_generated_tokens} tokens", *filter(None, figures)]
+    if s.settled and not METHODS[s.settled].drafts:
+        parts.append(f"auto settled on the target alone ({s.settled})")
     return " · ".join(parts)
 
 
@@ -197,6 +237,7 @@ class Stopwatch:
         first, last: its first and its last commit.
         gaps: (seconds since the commit before, tokens) of each commit but the first.
         waiting: what it waits for, and since when; None: it does not wait.
+        core_wait: as `Statistics.core_wait`.
     """
 
     submitted: float = 0.0
@@ -209,6 +250,7 @@ class Stopwatch:
     draft_waited: float = 0.0
     draft_lost: bool = False
     waiting: tuple[str, float] | None = None
+    core_wait: float = 0.0
 
     def committed(self, tokens: int, now: float) -> None:
         if self.first is None:
@@ -251,9 +293,29 @@ def _ratio(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
+class Speedup(NamedTuple):
+    """`Statistics.speedup` and `speedup_basis`."""
+
+    value: float | None = None
+    basis: str = ""
+
+
+def _speedup(counts: Counts, watch: Stopwatch) -> Speedup:
+    if counts.was_shared or watch.core_wait > MOST_CORE_WAIT:
+        return Speedup()
+    undrafted = [way for way in counts.compared if not METHODS[way].drafts and not METHODS[way].takes_head]
+    if undrafted:
+        plainest = min(undrafted, key=lambda way: METHODS[way].look_ahead)
+        return Speedup(counts.compared[plainest], plainest)
+    has_guesses = counts.num_draft_tokens + counts.num_guesses > 0
+    if not has_guesses or counts.lone_forwards < _LEAST_FORWARDS or watch.tokens_per_second is None:
+        return Speedup()
+    return Speedup(watch.tokens_per_second * counts.lone_seconds / counts.lone_forwards, ESTIMATED)
+
+
 def fold(counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, window: int) -> Statistics:
     """The statistics of one finished request."""
-    alone = dict(speeds.profile.t_target).get(1)
+    speedup = _speedup(counts, watch)
     runs = sum(counts.provenance[p] for p in (Provenance.CORRECTED, Provenance.BONUS))
     known = {each.name: getattr(counts, each.name) for each in fields(Tally)}
     known["run_histogram"] = dict(sorted(counts.run_histogram.items()))
@@ -268,7 +330,7 @@ def fold(counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, w
         expected_rejections=counts.odds.rejections if counts.odds else None,
         expected_rejections_sd=sqrt(counts.odds.variance) if counts.odds else None,
         bias=counts.odds.bias if counts.odds else None,
-        tokens_per_step=_ratio(watch.generated, counts.steps),
+        tokens_per_step=_ratio(watch.generated - counts.num_prefill_tokens, counts.steps),
         queue_seconds=max(0.0, watch.begun - watch.submitted),
         seconds=max(0.0, watch.last - watch.submitted),
         seconds_to_first_token=max(0.0, (watch.first or watch.begun) - watch.submitted),
@@ -277,7 +339,9 @@ def fold(counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, w
         tokens_per_second=watch.tokens_per_second,
         target_wait_seconds=watch.waits,
         draft_wait_seconds=watch.draft_waited,
-        speedup=alone and watch.tokens_per_second and watch.tokens_per_second * alone,
+        speedup=speedup.value,
+        speedup_basis=speedup.basis,
+        core_wait=watch.core_wait,
         t_draft=speeds.t_draft,
         t_target=dict(speeds.profile.t_target),
         t_target_spread=dict(speeds.profile.t_elsewhere),

@@ -20,6 +20,7 @@ from pearl.config import ModelConfig
 from pearl.config.options import RequestOptions
 from pearl.lab.bench.tasks import read_tasks
 from pearl.lab.simulate import Outcome, Simulation, Timing, paired_executors
+from pearl.metrics import Sums
 from pearl.models.checkpoints.heads import load_draft_head, load_head, states_for
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer
@@ -126,11 +127,9 @@ def main() -> None:
         cells = []
         for c in args.c:
             texts, plain = found[c, name], found[c, "ar"]
-            tokens, steps = (
-                sum(values) for values in ([len(t.tokens) for t in texts], [t.counts.steps for t in texts])
-            )
+            tokens_per_step = Sums(texts=[t.statistics for t in texts]).tokens_per_step or 0.0
             speed = sum(t.seconds for t in plain) / sum(t.seconds for t in texts)
-            cells.append(f"{tokens / steps:.2f}, {speed:.2f}")
+            cells.append(f"{tokens_per_step:.2f}, {speed:.2f}")
         print(f"| {name} | " + " | ".join(cells) + " |")
 
 

@@ -26,7 +26,7 @@ from pearl.lab.papers import sssd as guesses
 from pearl.lab.simulate import Timing, paired_executors, simulate
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.events import Forward, Guess, Judge, Keep, Open, Phase
+from pearl.protocol.events import Forward, Forwarded, Guess, Judge, Keep, Open, Phase
 from pearl.protocol.messages import Source, Submit
 from tests.conftest import TOY, Quiet, greedy_text
 from tests.options import drawn_by, resolved
@@ -291,7 +291,10 @@ def test_the_window_is_the_targets_own_writing() -> None:
         before = [list(level) for level in index._levels]
         start, guesses = len(text) - 1, (7, 9) if step % 2 else ()
         parents = (-1, *(0 for _ in guesses)) if guesses else None
-        executor.execute(Forward(Phase.PRE_VERIFY, start, (text[-1], *guesses), 1 + len(guesses), parents, request=1))
+        command = Forward(Phase.PRE_VERIFY, start, (text[-1], *guesses), 1 + len(guesses), parents, request=1)
+        forwarded = executor.execute(command)
+        assert isinstance(forwarded, Forwarded)
+        assert forwarded.beside == COLUMNS * LEVELS, "it passed for a forward of one token"
         if guesses:
             executor.execute(Keep((0,), request=1))
         assert runner.length() == len(text)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import pytest
 
 from pearl import errors
 from pearl.cli import cli, listed_commands
@@ -243,3 +244,14 @@ def test_the_help_of_a_command_ends_with_an_example_that_it_takes() -> None:
         example = ran(name, "--help").output.splitlines()[-1].strip()
         assert example.startswith(f"pearl {name}")
         assert not problem(example), example
+
+
+@pytest.mark.slow
+def test_the_first_example_in_python_shows_steps_of_several_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    """By the embedded pair, as the page has it. It wrote "Hello!", and ended."""
+    (example,) = (block for language, block in FENCE.findall(TEXTS["README.md"]) if language == "python")
+    exec(compile(example, "README.md", "exec"), {"__name__": "__main__"})
+    *steps, last = capsys.readouterr().out.splitlines()
+    assert max(int(step.split()[0]) for step in steps if step.strip()) > 1
+    assert last.endswith(" tokens a step")
+    assert float(last.split()[0]) > 1

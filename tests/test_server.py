@@ -146,6 +146,8 @@ def test_usage_and_provenance(served: Served) -> None:
     assert usage["total_tokens"] == 60 + usage["prompt_tokens"]
     assert ours["seed"] == 5
     assert ours["num_accepted_draft_tokens"] <= ours["num_draft_tokens"]
+    assert len(ours["speedup_basis"]) == len(ours["settled"]) == 1
+    assert 0 <= ours["core_wait"][0] <= 1
     sources = [one["source"] for chunk in chunks for one in chunk["choices"][0].get("provenance", [])]
     assert len(sources) == 60
     assert {source: sources.count(source) for source in set(sources)} == ours["tokens_by_source"]
@@ -241,6 +243,38 @@ def test_the_page_asks_nobody_else(served: Served) -> None:
     assert f"script-src 'sha256-{digest}'" in response.headers["content-security-policy"]
 
 
+USAGE: dict[str, Any] = {  # as the last chunk of a stream has it
+    "completion_tokens": 100,
+    "pearl": {
+        "seed": 7,
+        "tokens_per_second": [20.0],
+        "tokens_per_step": [1.5],
+        "speedup": [1.3],
+        "speedup_basis": ["estimated"],
+        "settled": [""],
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_the_line_below_a_reply_says_what_its_speedup_is_by(served: Served, tmp_path: Path) -> None:
+    """As the command line says it: `test_metrics`."""
+
+    def line(browser: Browser, **changes: Any) -> str:
+        usage = USAGE | {"pearl": USAGE["pearl"] | changes}
+        return str(browser.run(f"summary({json.dumps(usage)})"))
+
+    with Browser(served.url, tmp_path / "profile") as browser:
+        browser.sees("$('model').textContent")
+        begin = "100 tokens · 20.0 tokens/s · 1.50 tokens a step"
+        times = f"{begin} · about 1.30 times the target alone"
+        assert line(browser) == f"{times} (estimated) · seed 7"
+        assert line(browser, speedup_basis=["ngram"], settled=["pearl"]) == f"{times} (compared with ngram) · seed 7"
+        settled = "auto settled on the target alone (ngram)"
+        assert line(browser, speedup=[None], settled=["ngram"]) == f"{begin} · {settled} · seed 7"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 def test_the_page_runs_in_a_browser(tmp_path: Path) -> None:
@@ -268,7 +302,7 @@ def test_the_page_runs_in_a_browser(tmp_path: Path) -> None:
             browser.sees("performance.now() > 6000")
             browser.screenshot(Path(kept))
         browser.sees("!running")
-        assert "times the target alone" in browser.run("document.querySelector('.figures').textContent")
+        assert "tokens a step" in browser.run("document.querySelector('.figures').textContent")
         coloured = "document.querySelectorAll('.assistant .text span[title]').length"
         assert browser.run(coloured) == browser.run("Number($('tokens').textContent)")
         browser.run("$('coloured').click()")

@@ -17,9 +17,10 @@ from pearl.trace import chrome
 from pearl.trace.gantt import chart, charts
 from pearl.trace.reading import read
 from pearl.trace.recorder import part_paths
-from pearl.trace.report import report
+from pearl.trace.report import Report, Worker, report, verdict
 from tests.conftest import ran
 from tests.options import resolved
+from tests.replace import replace
 from tests.traced import recorded, run, simulated
 
 __all__ = ["run"]  # a fixture
@@ -51,6 +52,33 @@ def test_report(run: tuple[Outcome, Path]) -> None:
     text = invoked("report", str(run[1]))
     for row in ("target: busy", "draft: waits for", "both in a forward", "in alternation", "never judged"):
         assert row in text
+    assert text.startswith("the target never waited in 915.0 s; overlap 98.7%\n")
+
+
+def waiting(shares: dict[str, float], **more: Any) -> Report:
+    """A run of 5 s, in which the target waited so."""
+    target = Worker(busy=0.4, wait=sum(shares.values()), communication=0.0, uncovered=0.0, waits=shares, work={})
+    counts = dict.fromkeys(("drafted", "judged", "accepted", "rejected", "discarded", "prepared"), 0)
+    draft = replace(target, waits={})
+    known: dict[str, Any] = {"draft": draft, "overlap": 0.008, "alternation": 4.25, **counts, **more}
+    return Report("sd", 5.04, 1, 100, 20.0, target, steps={}, forwards={}, ratio=None, **known)
+
+
+def test_a_report_begins_with_a_verdict() -> None:
+    drafting = waiting({"draft tokens": 0.49, "transport": 0.02})
+    assert verdict(drafting) == "the target waited 51% of 5.0 s, all but 2% for draft tokens; overlap 0.8%"
+    several = waiting({"draft tokens": 0.2, "held row": 0.15, "consumer": 0.1}, overlap=0.5)
+    assert verdict(several) == "the target waited 45% of 5.0 s, 20% for draft tokens; overlap 50.0%"
+    assert verdict(waiting({"consumer": 0.3}, draft=None)) == "the target waited 30% of 5.0 s, all for requests"
+    assert verdict(waiting({"draft tokens": 0.004}, draft=None)) == "the target never waited in 5.0 s"
+    assert verdict(waiting({}, draft=None)) == "the target never waited in 5.0 s"
+
+
+def test_a_run_that_alternates_is_not_compared_with_alternation(sd: Path) -> None:
+    """It said "0.85 times as long", of itself without its waits."""
+    text = invoked("report", str(sd))
+    assert text.splitlines()[0].startswith("the target waited 4")
+    assert "in alternation" not in text
 
 
 def test_a_forward_that_was_done_before_its_loop_asked_for_it_counts(run: tuple[Outcome, Path], tmp_path: Path) -> None:
@@ -71,6 +99,8 @@ def test_a_forward_that_was_done_before_its_loop_asked_for_it_counts(run: tuple[
 
 def test_a_report_of_two_runs(run: tuple[Outcome, Path], sd: Path) -> None:
     text = invoked("report", str(sd), str(run[1]))
+    heads = text.splitlines()[:2]
+    assert [head.partition(": the target ")[0] for head in heads] == [str(sd), str(run[1])]
     rates = [report(read(path)).tokens_per_second for path in (sd, run[1])]
     assert f"is {rates[1] / rates[0]:.2f} times as fast" in " ".join(text.split())
     assert set(json.loads(invoked("report", "--json", str(sd), str(run[1])))) == {str(sd), str(run[1])}

@@ -65,7 +65,10 @@ def generate(
         click.echo(json.dumps(_document(settings, engine, result, splitter)))
     else:
         console.print()
-        console.print(summary(settings, result, engine.defaults) if stats else Text(brief(result.statistics), "dim"))
+        if stats:
+            console.print(summary(settings, result, engine.defaults))
+        else:
+            console.print(Text(brief(result.statistics), "dim"), soft_wrap=True)
         if result.statistics.draft_lost:
             console.print("the draft was lost during the text; the target went on alone", style="yellow")
 
@@ -144,8 +147,10 @@ def summary(settings: Settings, result: Result, defaults: GenerationDefaults) ->
     lengths = f"{s.num_generated_tokens} tokens after a prompt of {s.num_prompt_tokens}"
     table.add_row("text", f"{lengths}, ended by {result.finish_reason}")
     for figure in FIGURES:
-        if (text := figure.text(s)) is not None:
-            table.add_row(figure.name, text)
+        text = figure.text(s)
+        if text is not None:
+            remark = figure.remark(s)
+            table.add_row(figure.name, f"{text} ({remark})" if remark else text)
     if s.expected_rejections is not None:
         odds = f"{s.expected_rejections:.1f} ± {1.96 * (s.expected_rejections_sd or 0):.1f} expected"
         bias = f"; bias {s.bias / s.num_judged_draft_tokens:.3f} per judged token" if s.bias else ""

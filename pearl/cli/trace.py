@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 from rich.table import Table
+from rich.text import Text
 
 from pearl.cli import listed
 from pearl.cli.console import SafeConsole, say
@@ -18,7 +19,7 @@ from pearl.trace import chrome
 from pearl.trace.gantt import charts
 from pearl.trace.gantt import png as draw
 from pearl.trace.reading import read, read_document
-from pearl.trace.report import Report, side_by_side
+from pearl.trace.report import Report, side_by_side, verdict
 from pearl.trace.report import report as make_report
 
 _FILE = click.argument("file", type=click.Path(path_type=Path))
@@ -86,6 +87,9 @@ def _report(file: Path) -> Report:
 def _print(reports: dict[str, Report]) -> None:
     """One column for each run."""
     console = SafeConsole()
+    for path, found in reports.items():
+        name = f"{path}: " if len(reports) > 1 else ""
+        console.print(Text(name + verdict(found)), soft_wrap=True)
     table = Table("", *(f"{path}\n{r.method}" for path, r in reports.items()), box=None, padding=(0, 2, 0, 0))
     for name, values in side_by_side(list(reports.values())):
         table.add_row(name, *values)

@@ -325,7 +325,7 @@ class TargetExecutor:
             self.meanwhile()
         self.runner.synchronize()
         now = time.perf_counter()
-        fed = sum(len(command.tokens) for command in commands)
+        fed = sum(len(feed.tokens) for feed in feeds)  # the windows of Lookahead decoding too
         has_prompts = any(command.phase is Phase.PREFILL for command in commands)
         return [
             Forwarded(now - began, now, None if has_prompts else fed - len(command.tokens), request=command.request)

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import exp, log, sqrt
+from statistics import fmean
+from typing import NamedTuple
 
 from pearl.spec.methods import METHODS
 
@@ -41,6 +43,14 @@ class Estimate:
     count: int = 0
 
 
+class Comparison(NamedTuple):
+    """Two ways on neighbouring stretches of one text. `gain`: the log of the rate of `way` over that of `other`."""
+
+    way: str
+    other: str
+    gain: float
+
+
 class Auto:
     """Estimates of all ways, and the stretch being timed.
 
@@ -64,6 +74,7 @@ class Auto:
         self._slow = 0  # successive stretches of the best way that were much slower than that
         self._reference: float | None = None  # rate of the best way's last stretch in this text
         self._trial: tuple[str, float] | None = None  # (way, rate) of a trial that is not compared yet
+        self._comparisons: list[Comparison] = []  # of this text
         # The stretch being timed: its start, the end of its last step, its tokens and steps; tokens before its start.
         self._began: float | None = None
         self._ended = 0.0
@@ -82,12 +93,24 @@ class Auto:
         scores = [each.score for each in drafting if each.count]
         return exp(max(scores) - alone.score) if scores else None
 
+    @property
+    def gains(self) -> dict[str, float]:
+        """How many times as fast as another way the best one is, by this text's comparisons of the two."""
+        logs: dict[str, list[float]] = {}
+        for comparison in self._comparisons:
+            if comparison.way == self.best:
+                logs.setdefault(comparison.other, []).append(comparison.gain)
+            elif comparison.other == self.best:
+                logs.setdefault(comparison.way, []).append(-comparison.gain)
+        return {way: exp(fmean(gains)) for way, gains in logs.items()}
+
     def begin(self, left: int, alone: float = 0.0) -> str:
         """A text of at most `left` new tokens begins; return its way.
 
         `alone`: estimated tokens per second of the target alone (0: unknown); used until a stretch has been timed.
         """
         self._reference = self._trial = None
+        self._comparisons.clear()
         self._usual = self._usual or alone
         self._has_drafted = False
         self.way = self._due(left, left) or self.best
@@ -181,6 +204,7 @@ class Auto:
         """Add a comparison: `way` made `rate` tokens per second, the best way `reference`. Update `best`."""
         best, known = self.estimates[self.best], self.estimates[way]
         count = min(known.count + 1, _MEMORY)
+        self._comparisons.append(Comparison(way, self.best, log(rate / reference)))
         gain = max(-1.5, min(1.5, log(rate / reference)))
         score = known.score + (best.score + gain - known.score) / count
         self.estimates[way] = Estimate(score, count)

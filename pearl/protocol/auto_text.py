@@ -78,8 +78,10 @@ class AutoText:
         if self.is_timed:
             auto.end()
             self.is_timed = False
+            counts.compared = auto.gains
         if self._is_open:
             counts.rates, counts.draft_speedup = dict(auto.rates), auto.speedup
+            counts.settled = auto.best if auto.speedup is not None else ""
 
     def _use(self, way: str, do: Do) -> None:
         self._request.use(way)

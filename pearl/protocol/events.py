@@ -45,7 +45,8 @@ class OfRequest(Struct, frozen=True, kw_only=True):
 class Forwarded(OfRequest, frozen=True):
     """The target's forward is done; it took `seconds`, and ended at `at`, seconds of a monotonic clock.
 
-    `beside`: tokens fed for other requests; None: parts of prompts were among all that was fed.
+    `beside`: tokens fed beside the request's own: for other requests, or for Lookahead decoding's window; None: parts
+    of prompts were among all that was fed.
     """
 
     seconds: float = 0.0

@@ -22,6 +22,7 @@ class Tally:
 
     Attributes:
         num_cached_tokens: prompt tokens whose KV was reused from the request before.
+        num_prefill_tokens: tokens committed before the first step: the prefill's row gives one.
         num_draft_tokens: draft tokens that reached the target, judged or not.
         num_judged_draft_tokens: those that were accepted or corrected; the rest was discarded by an earlier rejection.
         num_accepted_draft_tokens: those accepted.
@@ -40,11 +41,14 @@ class Tally:
         rates: method auto: tokens per second of each way as timed so far, in this and earlier texts.
         draft_speedup: method auto: how many times as fast the best way with a draft is as `ngram`, by its comparisons
             in this and earlier texts; None: not compared yet.
+        settled: method auto: the best way at the end of this text; empty where no way with a draft was ever compared.
+        compared: method auto: another way -> how many times as fast as it `settled` is, by this text's comparisons.
         target_steps: forwards by phase.
         stale, duplicate, resyncs: draft messages dropped, and whole prefixes sent again.
     """
 
     num_cached_tokens: int = 0
+    num_prefill_tokens: int = 0
     num_draft_tokens: int = 0
     num_judged_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
@@ -61,6 +65,8 @@ class Tally:
     ways: dict[str, int] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
     draft_speedup: float | None = None
+    settled: str = ""
+    compared: dict[str, float] = field(default_factory=dict)
     target_steps: dict[str, int] = field(default_factory=dict)
     stale: int = 0
     duplicate: int = 0
@@ -81,6 +87,9 @@ class Counts(Tally):
         late: draft tokens that agree, but came after the target had committed its own draw.
         loss: why the draft was lost; empty: it was not.
         run: accepted tokens since the last correction or bonus.
+        lone_forwards, lone_seconds: this text's forwards of one token, and their time: what the target alone would
+            take for each token.
+        was_shared: whether other requests were running during any of its steps.
     """
 
     provenance: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Provenance, 0))
@@ -89,6 +98,15 @@ class Counts(Tally):
     late: int = 0
     loss: str = ""
     run: int = 0
+    lone_forwards: int = 0
+    lone_seconds: float = 0.0
+    was_shared: bool = False
+
+    def observe_step(self, fed: int, seconds: float) -> None:
+        """Take in a forward of `fed` tokens in all."""
+        if fed == 1:
+            self.lone_forwards += 1
+            self.lone_seconds += seconds
 
 
 class Request:
@@ -174,6 +192,7 @@ class Request:
         if self.submit.options.method_spec.adapts:
             self.counts.ways[self.method.name] = self.counts.ways.get(self.method.name, 0) + 1
         self._undelivered.append(provenance)
+        self.counts.num_prefill_tokens += not self.counts.steps
         self.counts.provenance[provenance] += 1
         if self.sequence.tokens[self.sequence.committed - 1] in self.submit.eos:
             self.ending = FinishReason.EOS

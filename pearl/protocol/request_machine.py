@@ -121,7 +121,7 @@ class RequestMachine(Machine):
     ) -> None:
         super().__init__()
         self.state = State.IDLE
-        self.sequence, self.slot, self._speeds = sequence, slot, speeds
+        self.sequence, self.slot, self._speeds, self._running = sequence, slot, speeds, running
         self.request = Request(submit, sequence)
         self.draft = DraftView(self.request, speeds, draft_context, window)
         self.auto = AutoText(self.request, self.draft, speeds, running)
@@ -163,14 +163,21 @@ class RequestMachine(Machine):
 
     def _forwarded(self, event: Forwarded, do: Do) -> None:
         if self.state is not State.PREFILL:  # a prompt's forward says nothing about a window's
-            if event.beside is not None:
-                self.draft.beside = event.beside
-                self._speeds.observe_target(self._feeding.num_fed + event.beside, event.seconds)
+            self._observe_step(event)
             self.auto.step(event.at, do)
         if self.state is State.PREFILL and self.sequence.fed < self.sequence.committed and not self.request.ending:
             self._forward(Phase.PREFILL, do)
         else:
             self._decide(do)
+
+    def _observe_step(self, event: Forwarded) -> None:
+        self.request.counts.was_shared |= len(self._running) > 1
+        if event.beside is None:
+            return
+        fed = self._feeding.num_fed + event.beside
+        self.draft.beside = event.beside
+        self._speeds.observe_target(fed, event.seconds)
+        self.request.counts.observe_step(fed, event.seconds)
 
     def _failed(self, _: Failed, do: Do) -> None:
         self.request.ending = FinishReason.CANCELLED

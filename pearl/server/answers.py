@@ -205,6 +205,9 @@ def usage(results: Sequence[Result], n: int, waits: Mapping[int, float]) -> dict
             "tokens_per_second": [one.tokens_per_second for one in statistics],
             "tokens_per_step": [one.tokens_per_step for one in statistics],
             "speedup": [one.speedup for one in statistics],
+            "speedup_basis": [one.speedup_basis for one in statistics],
+            "settled": [one.settled for one in statistics],
+            "core_wait": [one.core_wait for one in statistics],
         },
     }
 

@@ -50,6 +50,7 @@ from pearl.protocol.scheduler import seconds_to_gather
 from pearl.protocol.speeds import Profile, Speeds
 from pearl.trace.tracer import TracedMailbox, Tracer
 from pearl.transport.base import Fault, Listener, Peer, Received, TensorChannel
+from pearl.worker.contention import CoreWait
 from pearl.worker.draft import MAX_UNANNOUNCED
 from pearl.worker.draft_link import PROBE_SECONDS, DraftLink
 from pearl.worker.fronts import Fronts, Post
@@ -110,6 +111,7 @@ class TargetWorker:
         self._unhandled: list[Received] = []  # messages that wait for the end of a forward
         executor.meanwhile = self._meanwhile
         self._failures: dict[int, ForwardError] = {}  # request -> what ends it
+        self._core_waits: dict[int, CoreWait] = {}  # request -> since it began
         self._is_ready = False
         self._reassured = self._looked = 0.0
         self._computes_until = 0.0  # until when messages are handled beside the forward that is running
@@ -321,6 +323,9 @@ class TargetWorker:
             case DraftDropped(reason):
                 self._warn("the draft cannot go on with this request: %s; the target goes on alone", reason)
             case End(request):
+                core_wait = self._core_waits.pop(request, None)
+                if core_wait is not None:  # else it was cancelled before it began
+                    self._fronts.watch(request).core_wait = core_wait.share()
                 self._fronts.end(command, self._failures.pop(request, None), self._coordinator.speeds)
             case Cancel():
                 self._handle(command)
@@ -332,6 +337,7 @@ class TargetWorker:
                 watch.resume(now)
                 if isinstance(command, Open):
                     watch.begun = now
+                    self._core_waits[request] = CoreWait()
                     watch.draft_lost = self._settings.config.has_draft and not self._coordinator.draft_context
                 event = self._computed(command, request)
                 if event is not None:

@@ -61,7 +61,7 @@ class Figures:
         acceptance: accepted / judged draft tokens.
         tokens_per_run: mean tokens committed up to and including a correction or bonus.
         accepted_in_runs: mean and standard deviation of the accepted tokens of a run.
-        tokens_per_step: tokens per target forward, prefills left out.
+        tokens_per_step: as `Statistics.tokens_per_step`.
         bias: total variation distance between the distribution sampled from and the target's, per committed token.
         perplexity: of the texts under the target, at temperature 1 and unfiltered.
     """
@@ -116,7 +116,7 @@ def _figures(
     temperature = plan.params_of(row).temperature
     rule, drafts = RULES[row.options.rule_in_use], METHODS[row.options.method].drafts
     together = Sums(texts=[text for s in samples for text in s.texts])
-    tokens, steps = together.total("num_generated_tokens"), together.total("steps")
+    tokens = together.total("num_generated_tokens")
     sets = dict.fromkeys(s.set for s in samples)
     runs = [length for text in together.texts for length, n in text.run_histogram.items() for _ in range(n)]
     by_set = {name: _speedup([s for s in samples if s.set == name], base_rates) for name in sets}
@@ -136,7 +136,7 @@ def _figures(
         acceptance=together.acceptance_rate,
         tokens_per_run=together.mean_run_length,
         accepted_in_runs=(fmean(runs), pstdev(runs)) if runs else None,
-        tokens_per_step=tokens / steps if steps else None,
+        tokens_per_step=together.tokens_per_step,
         window=samples[-1].texts[-1].window,
         bias=bootstrap([(sum(text.bias or 0.0 for text in s.texts), s.tokens) for s in samples], _per_token),
         rejections=_rejections(together),

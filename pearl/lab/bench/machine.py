@@ -58,7 +58,8 @@ class Conditions:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, with the hardware."""
-        return {"seconds": self.seconds, "stolen": self.stolen, "others": self.others, "hardware": hardware()}
+        shares = {"stolen": self.stolen, "others": self.others, "is_noisy": self.are_noisy}
+        return {"seconds": self.seconds, **shares, "hardware": hardware()}
 
     def __str__(self) -> str:
         words = f"of the cores' time the host took {self.stolen:.1%} and other processes {self.others:.1%}"

@@ -1,0 +1,57 @@
+"""How long the threads that compute in this process were ready to run but had no core, because others had it.
+
+Linux counts nanoseconds for each thread in `/proc/self/task/ID/schedstat`: first those on a core, then those ready
+without one.  Where it does not, as in some sandboxes, nothing is known and no wait is told.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+_THREADS = Path("/proc/self/task")
+_COMPUTES = 0.5  # of the need for a core of the thread that needs it most: a thread that reads sockets needs far less
+
+
+class ThreadTime(NamedTuple):
+    """Seconds of one thread: on a core, and ready without one."""
+
+    ran: float = 0.0
+    waited: float = 0.0
+
+
+class CoreWait:
+    """The waits of this process's threads for a core, from construction on."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._before = thread_times()
+
+    def share(self) -> float:
+        """The share of the time since then in which a computing thread waited: of the thread that waited longest."""
+        seconds = max(1e-9, time.monotonic() - self._began)
+        return min(1.0, longest_wait(self._before, thread_times()) / seconds)
+
+
+def longest_wait(before: dict[int, ThreadTime], after: dict[int, ThreadTime]) -> float:
+    """The most seconds that a computing thread waited between two readings."""
+    times = []
+    for thread, now in after.items():
+        then = before.get(thread, ThreadTime())
+        times.append(ThreadTime(now.ran - then.ran, now.waited - then.waited))
+    most = max((sum(one) for one in times), default=0.0)
+    return max((one.waited for one in times if sum(one) >= _COMPUTES * most), default=0.0)
+
+
+def thread_times() -> dict[int, ThreadTime]:
+    """By thread of this process; empty where the system does not tell."""
+    times = {}
+    for thread in os.listdir(_THREADS):
+        try:
+            ran, waited, _ = (_THREADS / thread / "schedstat").read_text().split()
+        except (OSError, ValueError):  # the thread has ended, or there is no such file
+            continue
+        times[int(thread)] = ThreadTime(int(ran) / 1e9, int(waited) / 1e9)
+    return times
