@@ -105,6 +105,104 @@ def blocks(weight: torch.Tensor) -> Written:
     return {"weight": steps, "weight_scale_inv": scales}, steps.float() * whole
 
 
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+FP4 = torch.cat((FP4, -FP4))
+
+
+def fp4_pairs(weight: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The nearest of 16 numbers, two in a byte with the first one low; and what they stand for, in groups."""
+    groups = weight.view(len(weight), scales.shape[1], -1)
+    steps = (groups / scales[..., None]).unsqueeze(-1).sub(FP4).abs().argmin(-1)
+    pairs = steps.view(len(weight), -1, 2)
+    return (pairs[..., 0] | pairs[..., 1] << 4).to(torch.uint8), (FP4[steps] * scales[..., None]).view(weight.shape)
+
+
+def nvfp4(weight: torch.Tensor) -> Written:
+    """16 weights share a scale in e4m3, which a float32 of the matrix divides."""
+    whole = 6 * 448 / weight.abs().max().reshape(1)
+    scales = (weight.view(len(weight), -1, 16).abs().amax(2) / 6 * whole).to(torch.float8_e4m3fn)
+    pairs, stands_for = fp4_pairs(weight, scales.float() / whole)
+    parts = {"weight_packed": pairs, "weight_scale": scales, "weight_global_scale": whole}
+    return parts | {"input_global_scale": torch.ones(1)}, stands_for
+
+
+def powers(weight: torch.Tensor, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of groups of 32 an exponent each, less -127, and the power of two that it stands for."""
+    exponents = (weight.view(len(weight), -1, 32).abs().amax(2) / largest).log2().ceil()
+    return (exponents + 127).to(torch.uint8), 2**exponents
+
+
+def mxfp4(weight: torch.Tensor) -> Written:
+    exponents, scales = powers(weight, 6)
+    pairs, stands_for = fp4_pairs(weight, scales)
+    return {"weight_packed": pairs, "weight_scale": exponents}, stands_for
+
+
+def mxfp8(weight: torch.Tensor) -> Written:
+    exponents, scales = powers(weight, 448)
+    steps = (weight.view(*scales.shape, -1) / scales[..., None]).to(torch.float8_e4m3fn)
+    stands_for = steps.float() * scales[..., None]
+    return {"weight": steps.view(weight.shape), "weight_scale": exponents}, stands_for.view(weight.shape)
+
+
+def dense(fields: torch.Tensor, bits: int) -> torch.Tensor:
+    """[rows, n] unsigned numbers as words of 32 bits, bit behind bit."""
+    rows = []
+    for row in fields.tolist():
+        whole = sum(int(number) << bits * place for place, number in enumerate(row))
+        rows.append(np.frombuffer(whole.to_bytes(-(-len(row) * bits // 32) * 4, "little"), np.int32))
+    return torch.from_numpy(np.stack(rows))
+
+
+def packed_in(bits: int, symmetric: bool = True) -> Callable[[torch.Tensor], Written]:
+    """compressed-tensors' integers of so many bits, in groups of 32."""
+
+    def write(weight: torch.Tensor) -> Written:
+        groups = weight.view(len(weight), -1, GROUP)
+        low, high = groups.amin(2).clamp_max(0), groups.amax(2).clamp_min(0)
+        half = 2 ** (bits - 1)
+        scales = (high - low if not symmetric else 2 * groups.abs().amax(2)) / (2 * half - 1)
+        scales = scales.bfloat16()
+        zeros = (-low / scales.float()).round().clamp(0, 2 * half - 1) if not symmetric else torch.full_like(low, half)
+        steps = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 2 * half - 1)
+        parts = {
+            "weight_packed": dense(steps.flatten(1), bits),
+            "weight_scale": scales,
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        if not symmetric:
+            parts["weight_zero_point"] = dense(zeros.T, bits).T
+        return parts, ((steps - zeros[..., None]) * scales.float()[..., None]).view(weight.shape)
+
+    return write
+
+
+def gptq_in(bits: int, less: int = 1) -> Callable[[torch.Tensor], Written]:
+    """GPTQ without the groups of inputs, with zero points `less` so many."""
+
+    def write(weight: torch.Tensor) -> Written:
+        groups = weight.view(len(weight), -1, GROUP)
+        least, most = groups.amin(2).clamp_max(0), groups.amax(2).clamp_min(0)
+        scales = ((most - least) / (2**bits - 2)).half()
+        zeros = (-least / scales.float()).round().clamp(1, 2**bits - 1)
+        steps = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 2**bits - 1)
+        parts = {
+            "qweight": dense(steps.flatten(1), bits).T,
+            "qzeros": dense(zeros.T - less, bits),
+            "scales": scales.T,
+        }
+        return parts, ((steps - zeros[..., None]) * scales.float()[..., None]).view(weight.shape)
+
+    return write
+
+
+def nibbles_in_bytes(weight: torch.Tensor) -> Written:
+    """W4A4: steps of 4 bits with a sign, a byte each."""
+    scales = (weight.abs().amax(1, keepdim=True) / 7).bfloat16()
+    steps = (weight / scales.float()).round().clamp(-8, 7)
+    return {"weight": steps.to(torch.int8), "weight_scale": scales}, steps * scales.float()
+
+
 def nf4(weight: torch.Tensor, is_nested: bool = True) -> Written:
     """Blocks of 64 in the 16 numbers of QLoRA, their largest ones in 256 numbers."""
     half = [0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0]
@@ -124,6 +222,11 @@ def nf4(weight: torch.Tensor, is_nested: bool = True) -> Written:
     parts["weight"] = (pairs[:, :1] << 4) | pairs[:, 1:]
     parts["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
     return parts, (table[steps.long()] * scales[:, None]).view(weight.shape)
+
+
+def auto_round(packing: str, bits: int = 4, **more: Any) -> dict[str, Any]:
+    scheme = {"quant_method": "auto-round", "packing_format": f"auto_round:{packing}", "bits": bits, "sym": True}
+    return scheme | {"data_type": "int", "group_size": GROUP, "block_name_to_quantize": "model.layers", **more}
 
 
 def compressed(form: str, **weights: Any) -> dict[str, Any]:
@@ -153,18 +256,53 @@ TOOLS: dict[str, tuple[Callable[[torch.Tensor], Written], dict[str, Any], str]] 
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
         "4 bits",
     ),
+    "nvfp4": (nvfp4, compressed("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16), "4 bits"),
+    "mxfp4": (mxfp4, compressed("mxfp4-pack-quantized", num_bits=4, type="float", group_size=32), "4 bits"),
+    "mxfp8": (mxfp8, compressed("mxfp8-quantized", num_bits=8, type="float", group_size=32), "8 bits"),
+    "3 bits": (packed_in(3), compressed("pack-quantized", num_bits=3, actorder="weight"), "4 bits"),
+    "6 bits": (packed_in(6), compressed("pack-quantized", num_bits=6, actorder="static"), "8 bits"),
+    "8 bits with zero points": (
+        packed_in(8, symmetric=False),
+        compressed("pack-quantized", num_bits=8, symmetric=False),
+        "8 bits",
+    ),
+    "3 bits with zero points": (
+        packed_in(3, symmetric=False),
+        compressed("pack-quantized", num_bits=3, symmetric=False),
+        "4 bits",
+    ),
+    "W4A4": (nibbles_in_bytes, compressed("int-quantized", num_bits=4), "4 bits"),
+    "gptq without g_idx": (gptq_in(4), {"quant_method": "gptq", "bits": 4}, "4 bits"),
+    "gptq of 8 bits": (gptq_in(8), {"quant_method": "gptq", "bits": 8}, "8 bits"),
+    "gptq of 3 bits, second version": (
+        gptq_in(3, less=0),
+        {"quant_method": "gptq", "bits": 3, "checkpoint_format": "gptq_v2"},
+        "4 bits",
+    ),
+    "auto-round": (gptq_in(4), auto_round("auto_gptq"), "4 bits"),
+    "auto-round as awq": (awq, auto_round("auto_awq"), "4 bits"),
+    "auto-round's nvfp4": (nvfp4, auto_round("llm_compressor", data_type="nv_fp", act_bits=4), "4 bits"),
     "fp8": (blocks, {"quant_method": "fp8", "weight_block_size": [128, 128]}, "8 bits"),
 }
+
+
+Choose = Callable[[str], Callable[[torch.Tensor], Written] | None]  # how a module is written; None: whole
 
 
 def save(tool: str, directory: Path, kind: str = "qwen3", scheme: Any = None) -> dict[str, torch.Tensor]:
     """A tiny model as that tool writes it; returns the weights that it stands for. `scheme`: in place of its own."""
     write, usual, _ = TOOLS[tool]
-    changed_model(directory, kind, dtype="bfloat16", quantization_config=scheme or usual)
+    return save_mixed(directory, scheme or usual, lambda module: write, kind)
+
+
+def save_mixed(directory: Path, scheme: Any, choose: Choose, kind: str = "qwen3") -> dict[str, torch.Tensor]:
+    """As `save`, with a choice for each module."""
+    changed_model(directory, kind, dtype="bfloat16", quantization_config=scheme)
     state, found = {}, {}
     for name, tensor in load_file(directory / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if not name.endswith("_proj.weight"):
+        write = choose(module) if name.endswith("_proj.weight") else None
+        if write is None:
             state[name] = tensor.bfloat16()
             found[name] = state[name].float()
             continue
@@ -199,10 +337,10 @@ def test_other_tools_files_run_at_their_own_bits(tool: str, kind: str, tmp_path:
 @pytest.mark.parametrize(("weight", "scales"), [((192, 256), (2, 3)), ((128, 192), (1, 2)), ((128, 192), (2, 1))])
 def test_blocks_of_another_size_are_refused(weight: tuple[int, int], scales: tuple[int, int]) -> None:
     """And not read as groups of 96, which 192 inputs have two of."""
-    from pearl.models.checkpoints import formats
+    from pearl.models.checkpoints import packed
 
-    with pytest.raises(ValueError, match="not read"):
-        formats._float8(torch.zeros(weight).to(torch.float8_e4m3fn), torch.ones(scales))
+    with pytest.raises(ValueError, match="scales"):
+        packed.float8(torch.zeros(weight).to(torch.float8_e4m3fn), torch.ones(scales))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +349,7 @@ def test_blocks_of_another_size_are_refused(weight: tuple[int, int], scales: tup
         {"quant_method": "awq", "bits": 4, "version": "gemv"},
         {"quant_method": "gptq", "bits": 3},
         {"quant_method": "bitsandbytes", "load_in_8bit": True},
-        compressed("pack-quantized", num_bits=8, symmetric=False),
+        compressed("pack-quantized", num_bits=4, type="float"),
         {"quant_method": "unheard-of"},
     ],
     ids=str,

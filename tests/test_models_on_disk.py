@@ -246,4 +246,4 @@ def test_show_says_what_this_machine_does_not_compute(monkeypatch: pytest.Monkey
 
 
 def test_the_quantised_weights_that_are_read_are_listed_once() -> None:
-    assert set(QUANTISED) == {*formats.TOOLS, "mxfp4"}
+    assert set(QUANTISED) == {*recipes.METHODS, "mxfp4"}

@@ -284,8 +284,8 @@ def _quantised(names: Iterable[str], get: Callable[[str], torch.Tensor]) -> list
     """The quantised modules among tensors of these names."""
     parts: dict[str, set[str]] = defaultdict(set)
     for name in names:
-        above, _, last = name.rpartition(".")
-        module = above.removesuffix(".weight")
+        above, has_more, _ = name.partition(".weight.")
+        module = above if has_more else name.rpartition(".")[0]
         parts[module].add(name.removeprefix(f"{module}."))
     return [Tensors(module, frozenset(each), get) for module, each in parts.items() if each & _MARKS]
 

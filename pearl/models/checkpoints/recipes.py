@@ -187,9 +187,7 @@ def _group_recipe(group: Mapping[str, Any], usual: Any, where: str) -> Recipe:
     weights = group["weights"]
     kind = weights.get("type", "int")
     name = group.get("format") or usual
-    layout, expected, bits = _FORMATS.get(
-        _PLAIN_FORMATS.get(kind) if name == "naive-quantized" else name, ("", "", ())
-    )
+    layout, expected, bits = _FORMATS.get(_PLAIN_FORMATS.get(kind) if name == "naive-quantized" else name, ("", "", ()))
     if not layout:
         raise Unread(f"{where}format is {name!r}")
     if kind != expected or weights.get("num_bits") not in bits:
@@ -217,7 +215,7 @@ def _matches(target: str, module: str) -> bool:
 
 # ---- all ----
 
-_METHODS: Mapping[str, Callable[[Mapping[str, Any]], Choose]] = {
+METHODS: Mapping[str, Callable[[Mapping[str, Any]], Choose]] = {
     "awq": _awq,
     "gptq": _gptq,
     "auto-round": _auto_round,
@@ -230,9 +228,9 @@ _METHODS: Mapping[str, Callable[[Mapping[str, Any]], Choose]] = {
 def chooser(scheme: Mapping[str, Any]) -> Choose:
     """What chooses the recipe of a module by a `quantization_config`. Raises `Unread`."""
     method = scheme.get("quant_method")
-    if method not in _METHODS:
+    if method not in METHODS:
         raise Unread(f"quant_method is {method!r}")
-    return _METHODS[method](scheme)
+    return METHODS[method](scheme)
 
 
 def _expect(settings: Mapping[str, Any], name: str, *values: Any, absent: Any = None, where: str = "") -> None:
