@@ -1,6 +1,7 @@
 """Quantised checkpoints of other tools in our own forward: files written here by the formats' formulas."""
 
 import json
+import re
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pearl.models.checkpoints import packed, recipes
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from tests.runner_contract import some_tokens
@@ -60,7 +62,7 @@ def gptq(weight: torch.Tensor, acts: bool = False) -> Written:
     return parts, whole
 
 
-def packed(weight: torch.Tensor) -> Written:
+def in_words(weight: torch.Tensor) -> Written:
     groups = weight.view(len(weight), -1, GROUP)
     scales = (groups.abs().amax(2) / 7).bfloat16()
     steps = (groups / scales.float()[..., None]).round().clamp(-8, 7)
@@ -72,7 +74,7 @@ def packed(weight: torch.Tensor) -> Written:
     return parts, (steps * scales.float()[..., None]).view(weight.shape)
 
 
-def packed_with_zeros(weight: torch.Tensor) -> Written:
+def in_words_with_zeros(weight: torch.Tensor) -> Written:
     """Zero points are packed along the outputs."""
     steps, zeros, scales, whole = in_groups(weight, torch.arange(weight.shape[1]) // GROUP)
     parts = {
@@ -162,7 +164,7 @@ def packed_in(bits: int, symmetric: bool = True) -> Callable[[torch.Tensor], Wri
         low, high = groups.amin(2).clamp_max(0), groups.amax(2).clamp_min(0)
         half = 2 ** (bits - 1)
         scales = (high - low if not symmetric else 2 * groups.abs().amax(2)) / (2 * half - 1)
-        scales = scales.bfloat16()
+        scales = scales.bfloat16().clamp_min(1e-6)  # of padding's row too
         zeros = (-low / scales.float()).round().clamp(0, 2 * half - 1) if not symmetric else torch.full_like(low, half)
         steps = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 2 * half - 1)
         parts = {
@@ -242,9 +244,9 @@ TOOLS: dict[str, tuple[Callable[[torch.Tensor], Written], dict[str, Any], str]] 
         {"quant_method": "gptq", "bits": 4, "desc_act": True},
         "4 bits",
     ),
-    "pack-quantized": (packed, compressed("pack-quantized", num_bits=4, group_size=GROUP), "4 bits"),
+    "pack-quantized": (in_words, compressed("pack-quantized", num_bits=4, group_size=GROUP), "4 bits"),
     "pack-quantized with zero points": (
-        packed_with_zeros,
+        in_words_with_zeros,
         compressed("pack-quantized", num_bits=4, group_size=GROUP, symmetric=False),
         "4 bits",
     ),
@@ -334,29 +336,230 @@ def test_other_tools_files_run_at_their_own_bits(tool: str, kind: str, tmp_path:
     torch.testing.assert_close(feed_chain(wide, tokens, 40), wanted, rtol=1e-3, atol=1e-4)
 
 
+def group(target: str, **weights: Any) -> dict[str, Any]:
+    return {"weights": {"type": "int", "symmetric": True, **weights}, "targets": [target]}
+
+
+MIXED: dict[str, tuple[dict[str, Any], Choose, str]] = {
+    "two groups of one format": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {
+                "group_0": group("re:.*self_attn.*", num_bits=4),
+                "group_1": group("re:.*mlp.*", num_bits=8),
+            },
+            "ignore": ["lm_head", "model.layers.0.mlp.up_proj"],
+        },
+        lambda name: None if name.endswith("0.mlp.up_proj") else packed_in(4 if "self_attn" in name else 8),
+        "4 and 8 bits",
+    ),
+    "groups of several formats": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "mixed-precision",
+            "config_groups": {
+                "group_0": group("re:.*[qk]_proj$", num_bits=6) | {"format": "pack-quantized"},
+                "group_1": group("Linear", num_bits=8, type="float") | {"format": "naive-quantized"},
+                "group_2": group("model.layers.1.self_attn.v_proj", num_bits=4, type="float")
+                | {"format": "nvfp4-pack-quantized"},
+            },
+        },
+        lambda name: (
+            packed_in(6) if name[-6:] in ("q_proj", "k_proj") else nvfp4 if "1.self_attn.v" in name else floats
+        ),
+        "4 and 8 bits",
+    ),
+    "dynamic rules": (
+        {
+            "quant_method": "gptq",
+            "bits": 4,
+            "dynamic": {
+                "+:.*k_proj.*": {"bits": 8, "group_size": GROUP},
+                "-:.*0.mlp.down_proj": {},
+                ".*self_attn": {"bits": 3},
+            },
+        },
+        lambda name: (
+            gptq_in(8)
+            if "k_proj" in name
+            else None
+            if name.endswith("0.mlp.down_proj")
+            else gptq_in(3 if "self_attn" in name else 4)
+        ),
+        "4 and 8 bits",
+    ),
+    "extra_config": (
+        auto_round(
+            "auto_gptq",
+            extra_config={
+                ".*v_proj.*": {"bits": 2},
+                "model.layers.0.self_attn.v_proj": {"bits": 8, "super_bits": None},
+                "model.layers.1.mlp.gate_proj": {"bits": 16},
+            },
+        ),
+        lambda name: (
+            gptq_in(8)
+            if name.endswith("0.self_attn.v_proj")
+            else None
+            if name.endswith("1.mlp.gate_proj")
+            else gptq_in(2 if "v_proj" in name else 4)
+        ),
+        "4 and 8 bits",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_modules_have_the_bits_of_their_rule(case: str, tmp_path: Path) -> None:
+    """Beside transformers in float32 over the weights that these stand for."""
+    scheme, choose, bits = MIXED[case]
+    weights = save_mixed(tmp_path / "model", scheme, choose)
+    save_file(weights, changed_model(tmp_path / "plain", "qwen3") / "model.safetensors", {"format": "pt"})
+    plain = on_cpu(tmp_path / "plain", max_context=96, forwards="transformers")
+    runner = on_cpu(tmp_path / "model", max_context=96, exact=True)
+    assert isinstance(runner, ForwardRunner)
+    assert runner.weights == bits
+    tokens = some_tokens(plain, 40)
+    wanted, found = feed_chain(plain, tokens, 40), feed_chain(runner, tokens, 40)
+    assert (found - wanted).abs().mean() < 0.02 * wanted.std()
+    runner.rollback(0)
+    assert torch.equal(torch.cat([feed_chain(runner, tokens[n : n + 5], 5) for n in range(0, 40, 5)]), found)
+
+
+@pytest.mark.parametrize("tool", [tool for tool in TOOLS if "nf4" not in tool])
+def test_weights_are_those_of_the_formula_bit_for_bit(tool: str) -> None:
+    """Of more inputs than a tiny model has, and of numbers of all sizes."""
+    weight = torch.randn(24, 256, generator=torch.Generator().manual_seed(2))
+    write, scheme, _ = TOOLS[tool]
+    parts, wanted = write(weight * torch.logspace(-3, 1, 24)[:, None])
+    tensors = {f"some.module.{part}": tensor.contiguous() for part, tensor in parts.items()}
+    found = packed.matrices(scheme, tensors, tensors.__getitem__)
+    assert torch.equal(found["some.module.weight"]().dequantised(), wanted)
+
+
+def test_scales_of_a_cache_are_unused_and_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """llm-compressor writes them with quantised weights, or with nothing else."""
+    for number, tool in enumerate(("float-quantized", "")):
+        path = tmp_path / f"model-{number}"
+        scheme = TOOLS[tool][1] if tool else {"quant_method": "compressed-tensors", "config_groups": {}}
+        scheme = {**scheme, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+        save_mixed(path, scheme, lambda module, tool=tool: TOOLS[tool][0] if tool else None)
+        runner = on_cpu(path, max_context=64)
+        caplog.clear()
+        tensors = load_file(path / "model.safetensors")
+        scales = {f"model.layers.{n}.self_attn.{of}_scale": torch.ones(1) for n in (0, 1) for of in "kv"}
+        save_file(tensors | scales, path / "model.safetensors", {"format": "pt"})
+        other = on_cpu(path, max_context=64)
+        assert isinstance(other, ForwardRunner)
+        assert torch.equal(*(feed_chain(each, [5, 9, 2, 7], 4) for each in (runner, other)))
+        assert [record.message for record in caplog.records if "keys and values stay whole" in record.message]
+        assert len(caplog.records) == 1
+
+
+def test_an_embedding_may_be_quantised(tmp_path: Path) -> None:
+    save("pack-quantized", tmp_path / "model")
+    tensors = load_file(file := tmp_path / "model" / "model.safetensors")
+    parts, whole = packed_in(8)(tensors["model.embed_tokens.weight"].float())
+    save_file(tensors | {"model.embed_tokens.weight": whole.bfloat16()}, file, {"format": "pt"})
+    wanted = feed_chain(on_cpu(tmp_path / "model", max_context=64), [5, 9, 2, 7], 4)
+    del tensors["model.embed_tokens.weight"]
+    tensors |= {f"model.embed_tokens.{part}": tensor.contiguous() for part, tensor in parts.items()}
+    save_file(tensors, file, {"format": "pt"})
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"]
+    groups["group_1"] = group("model.embed_tokens", num_bits=8)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    runner = on_cpu(tmp_path / "model", max_context=64)
+    assert isinstance(runner, ForwardRunner)
+    assert torch.equal(feed_chain(runner, [5, 9, 2, 7], 4), wanted)
+
+
 @pytest.mark.parametrize(("weight", "scales"), [((192, 256), (2, 3)), ((128, 192), (1, 2)), ((128, 192), (2, 1))])
 def test_blocks_of_another_size_are_refused(weight: tuple[int, int], scales: tuple[int, int]) -> None:
     """And not read as groups of 96, which 192 inputs have two of."""
-    from pearl.models.checkpoints import packed
-
     with pytest.raises(ValueError, match="scales"):
         packed.float8(torch.zeros(weight).to(torch.float8_e4m3fn), torch.ones(scales))
 
 
+MODULE = "model.layers.0.mlp.down_proj"
+PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+
+
 @pytest.mark.parametrize(
-    "scheme",
+    ("tool", "scheme", "named"),
     [
-        {"quant_method": "awq", "bits": 4, "version": "gemv"},
-        {"quant_method": "gptq", "bits": 3},
-        {"quant_method": "bitsandbytes", "load_in_8bit": True},
-        compressed("pack-quantized", num_bits=4, type="float"),
-        {"quant_method": "unheard-of"},
+        ("awq", {"quant_method": "awq", "bits": 4, "version": "gemv"}, "version is 'gemv'"),
+        ("awq", {"quant_method": "unheard-of"}, "quant_method is 'unheard-of'"),
+        ("awq", {"quant_method": "bitsandbytes", "load_in_8bit": True}, "load_in_4bit is None"),
+        ("gptq", {"quant_method": "gptq", "bits": 3}, r"down_proj: qweight has the shape .* is of 3 bits"),
+        ("gptq", {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
+        (
+            "gptq",
+            {"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*mlp": {}}},
+            r"0.mlp.down_proj is quantised, which dynamic\['-:\.\*mlp'\] excludes",
+        ),
+        (
+            "gptq",
+            {"quant_method": "gptq", "bits": 4, "dynamic": {".*mlp": {"rotation": "hadamard"}}},
+            r"dynamic\['\.\*mlp'\]\.rotation is 'hadamard'",
+        ),
+        ("auto-round", auto_round("auto_gptq", rotation_config={"block_size": 32}), "rotation_config is {'block_size'"),
+        ("auto-round", auto_round("auto_gptq", extra_config={"(": {"bits": 8}}), "no regular expression"),
+        ("auto-round", auto_round("auto_gptq", extra_config={"down_proj": {"bits": 16}}), "bits is 16"),
+        (
+            "auto-round",
+            auto_round("llm_compressor_nvfp4_e5m3"),
+            "packing_format is 'auto_round:llm_compressor_nvfp4_e5m3'",
+        ),
+        ("pack-quantized", compressed("pack-quantized", num_bits=4, type="float"), "group_0.weights has type 'float'"),
+        ("pack-quantized", compressed("marlin-24", num_bits=4), "group_0.format is 'marlin-24'"),
+        ("pack-quantized", PACKED | {"config_groups": {"W4A16": ["Linear"]}}, "W4A16 is the name of a preset"),
+        ("pack-quantized", PACKED | {"config_groups": {"a": group(MODULE, num_bits=4)}}, "no target of config_groups"),
+        (
+            "pack-quantized",
+            compressed("pack-quantized", num_bits=4) | {"ignore": ["re:.*mlp"]},
+            "which ignore excludes",
+        ),
+        (
+            "pack-quantized",
+            compressed("pack-quantized", num_bits=4) | {"transform_config": {"config_groups": {"u": {}}}},
+            "transform_config is",
+        ),
+        ("nvfp4", compressed("nvfp4-pack-quantized", num_bits=4, type="float", symmetric=False), "symmetric is False"),
     ],
     ids=str,
 )
-def test_what_is_not_read_here_is_left_to_transformers(scheme: dict[str, Any], tmp_path: Path) -> None:
+def test_what_is_not_read_here_is_named_and_left_to_transformers(
+    tool: str, scheme: dict[str, Any], named: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     from pearl.models.checkpoints.direct import read_decoder
 
-    tool = {"gptq": "gptq", "compressed-tensors": "pack-quantized"}.get(scheme["quant_method"], "awq")
     save(tool, tmp_path / "model", scheme=scheme)
     assert read_decoder(tmp_path / "model", None, CPU, keeps_bits=True) is None
+    assert re.search(named, caplog.text)
+    assert str(tmp_path / "model") in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("tool", "part"), [("pack-quantized", "weight_g_idx"), ("gptq", "had_rotation"), ("nvfp4", "pre_quant_scale")]
+)
+def test_a_tensor_of_a_quantised_module_that_nothing_reads_is_named(
+    tool: str, part: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It might turn the weights into others: were it left out, texts would be wrong without a word."""
+    from pearl.models.checkpoints.direct import read_decoder
+
+    save(tool, tmp_path / "model")
+    tensors = load_file(file := tmp_path / "model" / "model.safetensors")
+    save_file(tensors | {f"{MODULE}.{part}": torch.ones(1)}, file, {"format": "pt"})
+    assert read_decoder(tmp_path / "model", None, CPU, keeps_bits=True) is None
+    assert f"{MODULE}.{part} is a tensor that nothing reads" in caplog.text
+
+
+def test_of_two_expressions_the_first_in_the_alphabet_decides() -> None:
+    """As compressed-tensors has it, 0.20.1, whatever their order in the file; a full name goes before them."""
+    groups = {"a": group("re:.*proj", num_bits=8), "b": group("re:.*down", num_bits=3), "c": group(MODULE, num_bits=4)}
+    choose = recipes.chooser(PACKED | {"config_groups": groups | {"d": group("Linear", num_bits=2)}})
+    names = (MODULE, "model.layers.1.mlp.down_proj", "model.layers.1.mlp.up_proj", "lm_head")
+    assert [choose(name).bits for name in names] == [4, 3, 8, 2]

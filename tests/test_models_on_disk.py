@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pearl.models.checkpoints import checkpoint, formats
+from pearl.models.checkpoints import checkpoint, recipes
 from pearl.models.checkpoints.checkpoint import resolve_checkpoint
 from pearl.models.checkpoints.description import describe
 from pearl.models.checkpoints.gguf import table_in

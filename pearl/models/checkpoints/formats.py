@@ -8,7 +8,6 @@ import torch
 
 from pearl.models.forward.quantised import QuantisedMatrix, stacked
 
-
 Make = Callable[[], QuantisedMatrix]
 
 

@@ -1,11 +1,13 @@
-"""Recipes of quantised checkpoints: which bits and layout a module has, by the `quantization_config` of its tool.
+"""Recipes of quantised checkpoints: the bits and the layout of each module, by `quantization_config`.
 
-The tools choose a module's settings by its name, and no two by the same rules:
+Each tool chooses a module's settings by its name, by rules of its own:
 
-* compressed-tensors has groups of targets. A module takes the group of its own full name; else that of the regular
-  expression, of those that match the beginning of its name, which comes first *in the alphabet*; else that of its class.
-* GPTQModel's `dynamic` rules are read in their order; the first that matches the beginning of the name decides.
-* AutoRound's `extra_config` has full names, and then regular expressions, found anywhere in the name, in their order.
+* compressed-tensors has groups of targets. The group of a module is that of its full name; else that
+  of a regular expression that matches the beginning of the name: of several the first in the alphabet,
+  whatever their order in the file; else that of its class.
+* GPTQModel's `dynamic` rules are tried in their order. The first that matches the beginning decides.
+* AutoRound's `extra_config` has full names, and regular expressions that may match anywhere in a name
+  and are tried in their order where no full name fits.
 
 Must not know tensors.
 """
