@@ -340,6 +340,11 @@ def group(target: str, **weights: Any) -> dict[str, Any]:
     return {"weights": {"type": "int", "symmetric": True, **weights}, "targets": [target]}
 
 
+def written(rules: dict[str, Callable[[torch.Tensor], Written] | None]) -> Choose:
+    """How a module is written: by the first of the expressions that is found in its name."""
+    return lambda module: next(write for rule, write in rules.items() if re.search(rule, module))
+
+
 MIXED: dict[str, tuple[dict[str, Any], Choose, str]] = {
     "two groups of one format": (
         {
@@ -351,7 +356,7 @@ MIXED: dict[str, tuple[dict[str, Any], Choose, str]] = {
             },
             "ignore": ["lm_head", "model.layers.0.mlp.up_proj"],
         },
-        lambda name: None if name.endswith("0.mlp.up_proj") else packed_in(4 if "self_attn" in name else 8),
+        written({"0.mlp.up_proj": None, "self_attn": packed_in(4), "mlp": packed_in(8)}),
         "4 and 8 bits",
     ),
     "groups of several formats": (
@@ -365,9 +370,7 @@ MIXED: dict[str, tuple[dict[str, Any], Choose, str]] = {
                 | {"format": "nvfp4-pack-quantized"},
             },
         },
-        lambda name: (
-            packed_in(6) if name[-6:] in ("q_proj", "k_proj") else nvfp4 if "1.self_attn.v" in name else floats
-        ),
+        written({"1.self_attn.v_proj": nvfp4, "[qk]_proj": packed_in(6), "": floats}),
         "4 and 8 bits",
     ),
     "dynamic rules": (
@@ -380,13 +383,7 @@ MIXED: dict[str, tuple[dict[str, Any], Choose, str]] = {
                 ".*self_attn": {"bits": 3},
             },
         },
-        lambda name: (
-            gptq_in(8)
-            if "k_proj" in name
-            else None
-            if name.endswith("0.mlp.down_proj")
-            else gptq_in(3 if "self_attn" in name else 4)
-        ),
+        written({"k_proj": gptq_in(8), "0.mlp.down_proj": None, "self_attn": gptq_in(3), "": gptq_in(4)}),
         "4 and 8 bits",
     ),
     "extra_config": (
@@ -398,12 +395,13 @@ MIXED: dict[str, tuple[dict[str, Any], Choose, str]] = {
                 "model.layers.1.mlp.gate_proj": {"bits": 16},
             },
         ),
-        lambda name: (
-            gptq_in(8)
-            if name.endswith("0.self_attn.v_proj")
-            else None
-            if name.endswith("1.mlp.gate_proj")
-            else gptq_in(2 if "v_proj" in name else 4)
+        written(
+            {
+                "0.self_attn.v_proj": gptq_in(8),
+                "1.mlp.gate_proj": None,
+                "v_proj": gptq_in(2),
+                "": gptq_in(4),
+            }
         ),
         "4 and 8 bits",
     ),

@@ -254,7 +254,8 @@ def matrices(scheme: Mapping[str, Any], names: Collection[str], get: Callable[[s
         scheme: its `quantization_config`. names: of its tensors. get: reads one.
     """
     choose = chooser(scheme)
-    made, tried = {}, set()
+    made: dict[str, Make] = {}
+    tried = set()
     for tensors in _quantised(names, get):
         recipe = choose(tensors.module)
         _check_parts(tensors, LAYOUTS[recipe.layout])
@@ -262,8 +263,7 @@ def matrices(scheme: Mapping[str, Any], names: Collection[str], get: Callable[[s
         made[f"{tensors.module}.weight"] = make
         if recipe not in tried:
             tried.add(recipe)
-            if make().group % _GROUPED:
-                raise Unread(f"{tensors.module} has groups of {make().group} inputs")
+            _check_group(tensors.module, make().group)
     if not made and scheme.get("config_groups") != {}:  # a file may have no more than scales of a cache
         raise Unread(f"quant_method is {scheme.get('quant_method')!r}, and no module has quantised weights")
     return made
@@ -274,9 +274,9 @@ def _matrix(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
         made = LAYOUTS[recipe.layout].read(tensors, recipe)
     except Unread as cause:
         raise Unread(f"{tensors.module}: {cause}") from None
-    groups = made.scales.shape
-    if groups[0] != len(made.steps) or made.shape[1] % groups[1]:
-        raise Unread(f"{tensors.module}: {[*made.shape]} weights have scales {[*groups]}")
+    rows, groups = made.scales.shape
+    if rows != made.shape[0] or made.shape[1] % groups:
+        raise Unread(f"{tensors.module}: {[*made.shape]} weights have scales {[rows, groups]}")
     return made
 
 
@@ -293,7 +293,14 @@ def _quantised(names: Iterable[str], get: Callable[[str], torch.Tensor]) -> list
 def _check_parts(tensors: Tensors, layout: _Layout) -> None:
     unused = {part for part in tensors.parts if _OF_ACTIVATION.fullmatch(part) or _OF_CACHE.fullmatch(part)}
     parts = tensors.parts - unused - {"bias"}
-    if missing := sorted(layout.parts - parts):
+    missing = sorted(layout.parts - parts)
+    unknown = sorted(parts - layout.parts - layout.optional)
+    if missing:
         raise Unread(f"{tensors.module} has no {missing[0]}")
-    if unknown := sorted(parts - layout.parts - layout.optional):
+    if unknown:
         raise Unread(f"{tensors.module}.{unknown[0]} is a tensor that nothing reads")
+
+
+def _check_group(module: str, inputs: int) -> None:
+    if inputs % _GROUPED:
+        raise Unread(f"{module} has groups of {inputs} inputs")

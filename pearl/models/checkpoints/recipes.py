@@ -187,11 +187,13 @@ def _targets(scheme: Mapping[str, Any]) -> Iterator[tuple[str, Recipe]]:
 
 def _group_recipe(group: Mapping[str, Any], usual: Any, where: str) -> Recipe:
     weights = group["weights"]
-    kind = weights.get("type", "int")
-    name = group.get("format") or usual
-    layout, expected, bits = _FORMATS.get(_PLAIN_FORMATS.get(kind) if name == "naive-quantized" else name, ("", "", ()))
-    if not layout:
+    kind = str(weights.get("type", "int"))
+    name = str(group.get("format") or usual)
+    if name == "naive-quantized":
+        name = _PLAIN_FORMATS.get(kind, name)
+    if name not in _FORMATS:
         raise Unread(f"{where}format is {name!r}")
+    layout, expected, bits = _FORMATS[name]
     if kind != expected or weights.get("num_bits") not in bits:
         raise Unread(f"{where}weights has type {kind!r} and num_bits {weights.get('num_bits')} in {name!r}")
     _expect(weights, "dynamic", False, None, where=f"{where}weights.")
@@ -229,7 +231,7 @@ METHODS: Mapping[str, Callable[[Mapping[str, Any]], Choose]] = {
 
 def chooser(scheme: Mapping[str, Any]) -> Choose:
     """What chooses the recipe of a module by a `quantization_config`. Raises `Unread`."""
-    method = scheme.get("quant_method")
+    method = str(scheme.get("quant_method"))
     if method not in METHODS:
         raise Unread(f"quant_method is {method!r}")
     return METHODS[method](scheme)
@@ -249,7 +251,7 @@ def _accept(settings: Mapping[str, Any], where: str, names: tuple[str, ...]) -> 
 
 
 def _bits(settings: Mapping[str, Any], where: str) -> int:
-    bits = settings.get("bits")
+    bits: Any = settings.get("bits")
     if bits not in range(2, 9):
         raise Unread(f"{where}bits is {bits!r}")
     return int(bits)
