@@ -158,7 +158,8 @@ def read_decoder(
         try:
             quantised = packed.matrices(scheme, files, source.get) if scheme else source.matrices(expected)
         except Unread as cause:
-            log.warning("%s: our own forward does not read its weights: in its files %s", directory, cause)
+            told = "our own forward does not read its weights, transformers may:"
+            log.warning("%s (quantization_config of config.json): %s %s", directory, told, cause)
             return None
         if source.shapes(quantised, expected) != {name: expected[name] for name in {*expected} - {*quantised}}:
             return None
@@ -237,6 +238,7 @@ class _Source:
     def plain_or_dequantised(
         self, quantised: Mapping[str, Make], name: str, device: torch.device, dtype: torch.dtype
     ) -> torch.Tensor:
+        """A weight that is no matrix of ours, such as the embedding, which may be quantised."""
         if name in quantised:
             return quantised[name]().dequantised().to(device=device, dtype=dtype)
         return self.plain(name, device, dtype)

@@ -53,7 +53,11 @@ def _integers(
     zeros: torch.Tensor | None,
     order: torch.Tensor | None = None,
 ) -> QuantisedMatrix:
-    """The matrix of unsigned steps. zeros: [out, groups], or None: half of the range."""
+    """The matrix of unsigned steps: of 4 bits, or of 8 with a sign where these are more.
+
+    Args:
+        zeros: zero points [out, groups]; None: half of the range, as where it is symmetric.
+    """
     half = 2 ** (bits - 1)
     if bits <= 4:
         if zeros is None:

@@ -30,7 +30,8 @@ class Recipe(NamedTuple):
 
     Attributes:
         layout: one of `packed.LAYOUTS`.
-        zero_shift: what the file's zero points lack: 1 in the first version of GPTQ's format.
+        zero_shift: what is added to the file's zero points: 1 in the first version of GPTQ's format,
+            which stores them less one.
     """
 
     layout: str
@@ -47,7 +48,8 @@ def _same(recipe: Recipe) -> Choose:
 
 
 def _awq(scheme: Mapping[str, Any]) -> Choose:
-    _expect(scheme, "version", "gemm", absent="gemm")
+    for name in ("version", "format", "checkpoint_format"):
+        _expect(scheme, name, "gemm", absent="gemm")
     _expect(scheme, "bits", 4, absent=scheme.get("w_bit"))
     return _same(Recipe("awq", 4))
 
@@ -94,7 +96,8 @@ class _Rule(NamedTuple):
 
 def _rule(name: str, settings: Mapping[str, Any]) -> _Rule:
     """A rule of `dynamic`, such as "+:.*k_proj" with {"bits": 8}, or "-:.*gate"."""
-    _accept(settings, f"dynamic[{name!r}].", ("bits", "group_size", "sym", "desc_act", "mse", "damp_percent"))
+    accepted = ("bits", "group_size", "sym", "desc_act", "mse", "damp_percent")
+    _accept(settings, f"dynamic[{name!r}].", accepted)
     skips = name.startswith("-:")
     return _Rule(name, skips, _pattern(re.sub("^[-+]:", "", name), "dynamic"), settings)
 
@@ -244,7 +247,7 @@ def _expect(settings: Mapping[str, Any], name: str, *values: Any, absent: Any = 
 
 
 def _accept(settings: Mapping[str, Any], where: str, names: tuple[str, ...]) -> None:
-    """Refuse settings that are neither unset nor among those that are read, or that change no weight."""
+    """Raise `Unread` for a setting that has a value and a name that is not among `names`."""
     unknown = [name for name, value in settings.items() if value is not None and name not in names]
     if unknown:
         raise Unread(f"{where}{unknown[0]} is {settings[unknown[0]]!r}")

@@ -30,8 +30,14 @@ _BUILT = (  # in this folder: name, flags of /proc/cpuinfo that it takes
     ("_native", set[str]()),
 )
 _DTYPES = (torch.float32, torch.bfloat16)  # of rows
-_KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.uint8: 2, torch.int8: 3, torch.float32: 4}
-_KINDS[torch.float8_e4m3fn] = 5
+_KINDS = {
+    torch.float16: 0,
+    torch.bfloat16: 1,
+    torch.uint8: 2,
+    torch.int8: 3,
+    torch.float32: 4,
+    torch.float8_e4m3fn: 5,
+}
 _CASES = {  # bits, kind of scales, whether groups are whole blocks
     *((4, kind, True) for kind in (0, 1, 2)),
     *((5, kind, True) for kind in (0, 2)),
