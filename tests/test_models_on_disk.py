@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pearl.models.checkpoints import checkpoint, formats
+from pearl.models.checkpoints import checkpoint, recipes
 from pearl.models.checkpoints.checkpoint import resolve_checkpoint
 from pearl.models.checkpoints.description import describe
 from pearl.models.checkpoints.gguf import table_in
@@ -246,4 +246,4 @@ def test_show_says_what_this_machine_does_not_compute(monkeypatch: pytest.Monkey
 
 
 def test_the_quantised_weights_that_are_read_are_listed_once() -> None:
-    assert set(QUANTISED) == {*formats.TOOLS, "mxfp4"}
+    assert set(QUANTISED) == {*recipes.METHODS, "mxfp4"}

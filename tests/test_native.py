@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import gelu, linear, silu
 from transformers import AutoModelForCausalLM
 
-from pearl.models.checkpoints.formats import GGUF_BLOCKS, from_gguf
+from pearl.models.checkpoints.formats import FP4, GGUF_BLOCKS, from_gguf
 from pearl.models.feeds import Feed, depths, lay_out, paths
 from pearl.models.forward import matrices, native
 from pearl.models.forward.attention import Heads, Scoring
@@ -72,6 +72,18 @@ def quantised(kind: str, outputs: int, inputs: int) -> QuantisedMatrix:
         every = torch.arange(outputs * inputs) % 256  # all numbers; two are none
         steps = every.masked_fill(every % 128 == 127, 1).to(torch.uint8).view(outputs, inputs).view(torch.float8_e4m3fn)
         return QuantisedMatrix(steps, 8, torch.rand(outputs, inputs // 128) * 1e-3)
+    if kind == "nvfp4":  # a scale in e4m3 for 16, of any size, which another number of each row divides
+        scales = (torch.rand(outputs, inputs // 16) * 400 + 0.01).to(torch.float8_e4m3fn)
+        divisors = torch.rand(outputs, 1) * 1e4 + 1
+        return QuantisedMatrix(numbers(outputs, inputs, high=16), 4, scales, table=FP4, divisors=divisors)
+    if kind == "mxfp8":
+        steps = (torch.rand(outputs, inputs) * 896 - 448).to(torch.float8_e4m3fn)
+        exponents = torch.randint(-20, -8, (outputs, inputs // 32))
+        return QuantisedMatrix(steps, 8, (2.0**exponents).bfloat16())
+    if kind == "bytes with zeros":
+        steps = numbers(outputs, inputs, high=255).view(torch.int8)
+        zeros = torch.randint(-128, 129, (outputs, inputs // 32), dtype=torch.int16)
+        return QuantisedMatrix(steps, 8, halves(outputs, inputs // 32), zeros=zeros)
     if kind == "order":
         return QuantisedMatrix(
             numbers(outputs, inputs, high=16), 4, halves(outputs, inputs // 32), order=torch.randperm(inputs)
@@ -80,7 +92,7 @@ def quantised(kind: str, outputs: int, inputs: int) -> QuantisedMatrix:
 
 
 WHOLE = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16, "narrow": torch.float32}
-KINDS = (*GGUF_BLOCKS, "table", "zeros", "float8", "order", "int8", "int4")
+KINDS = (*GGUF_BLOCKS, "table", "zeros", "float8", "nvfp4", "mxfp8", "bytes with zeros", "order", "int8", "int4")
 
 
 @pytest.fixture(params=BUILT, ids=lambda file: file.name.partition(".")[0])
@@ -194,7 +206,7 @@ def test_a_build_of_other_sources_is_not_loaded(monkeypatch: pytest.MonkeyPatch)
     digest = hashlib.blake2b(digest_size=4)
     for file in sorted((Path(native.__file__).parent / "c").iterdir()):
         digest.update(re.sub(r"//.*|\s", "", file.read_text()).encode())
-    assert (native._VERSION, digest.hexdigest()) == (1, "ee04ce23")
+    assert (native._VERSION, digest.hexdigest()) == (2, "dfd26a61")
     monkeypatch.setattr(native, "_VERSION", 0)
     with pytest.raises(OSError, match="other sources"):
         native._opened(BUILT[0])
@@ -300,7 +312,7 @@ def test_layers_in_one_call(kind: str, rounding: matrices.Rounding) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["IQ4_NL", "MXFP4", "table"])
+@pytest.mark.parametrize("kind", ["IQ4_NL", "MXFP4", "nvfp4", "table"])
 def test_weights_of_a_table_on_a_gpu(kind: str) -> None:
     """In bytes where the table has whole numbers, else dequantised; beside weights of another kind too."""
     one, other = quantised(kind, 64, 256), quantised("Q4_0", 64, 256)
@@ -311,3 +323,16 @@ def test_weights_of_a_table_on_a_gpu(kind: str) -> None:
     weights = [each.weight if isinstance(each, matrices.Plain) else each.dequantised() for each in (found, both)]
     torch.testing.assert_close(weights[0], one.dequantised())
     torch.testing.assert_close(weights[1], torch.cat((one.dequantised(), other.dequantised())))
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "float8", "bytes with zeros", "order"])
+def test_matrices_of_several_kinds_on_a_gpu(kind: str) -> None:
+    """What is no whole number of 8 bits, or has its inputs in another order, is dequantised beside others."""
+    one, other = quantised(kind, 64, 256), quantised("int8", 64, 256)
+    both = matrices._for_kernels([one, other], None, torch.float32)
+    assert isinstance(both, matrices.Quantised if kind == "bytes with zeros" else matrices.Plain)
+    weights = both.weight if isinstance(both, matrices.Plain) else both.dequantised()
+    torch.testing.assert_close(weights, torch.cat((one.dequantised(), other.dequantised())), equal_nan=True)
+    alone = matrices._for_kernels([one], None, torch.float32)
+    weights = alone.weight if isinstance(alone, matrices.Plain) else alone.dequantised()
+    torch.testing.assert_close(weights, one.dequantised(), equal_nan=True)

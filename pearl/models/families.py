@@ -248,7 +248,7 @@ FAMILIES = (
 )
 OWN_FORWARD = {family.architecture: family for family in FAMILIES}
 # Methods whose weights our own forward reads.
-QUANTISED = ("awq", "gptq", "fp8", "compressed-tensors", "bitsandbytes", "mxfp4")
+QUANTISED = ("awq", "gptq", "fp8", "auto-round", "compressed-tensors", "bitsandbytes", "mxfp4")
 # By their architecture there, and whether they have experts.
 GGUF = {(each.gguf.architecture, each.forward.has_experts): each for each in FAMILIES if each.gguf.architecture}
 

@@ -7,6 +7,7 @@ None for every checkpoint that is not exactly as expected: transformers then loa
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -19,15 +20,20 @@ from safetensors import safe_open
 from torch import nn
 
 from pearl.cache import Progress, silent
-from pearl.models.checkpoints import formats
+from pearl.models.checkpoints import packed
 from pearl.models.checkpoints.checkpoint import config_in
+from pearl.models.checkpoints.formats import Make, mxfp4
 from pearl.models.checkpoints.gguf import table_in
 from pearl.models.checkpoints.gguf_weights import GgufWeights
+from pearl.models.checkpoints.packed import is_of_cache
+from pearl.models.checkpoints.recipes import Unread
 from pearl.models.families import OWN_FORWARD, ROPES, forward_of, weight_shapes
 from pearl.models.forward import native
 from pearl.models.forward.experts import computes_experts
 from pearl.models.forward.layers import set_weight
 from pearl.models.forward.quantised import QuantisedMatrix, Weights
+
+log = logging.getLogger(__name__)
 
 _NEEDED = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -149,10 +155,17 @@ def read_decoder(
         return None
     else:
         source = (_StackedSource if forward.clamps_experts else _Source)(directory, files, progress)
-        found = formats.of_tool(scheme, files, source.get) if scheme else source.matrices(expected)
-        if found is None or source.shapes(found, expected) != {name: expected[name] for name in {*expected} - {*found}}:
+        try:
+            quantised = packed.matrices(scheme, files, source.get) if scheme else source.matrices(expected)
+        except Unread as cause:
+            told = "our own forward does not read its weights, transformers may:"
+            log.warning("%s (quantization_config of config.json): %s %s", directory, told, cause)
             return None
-        plain, quantised = source.plain, found
+        if source.shapes(quantised, expected) != {name: expected[name] for name in {*expected} - {*quantised}}:
+            return None
+        plain = partial(source.plain_or_dequantised, quantised)
+        if any(map(is_of_cache, files)) and not only_embedding:
+            log.warning("%s: keys and values stay whole, and the scales of a smaller cache unused", directory)
     if keeps_bits and quantised:  # the rest is in the products' dtype, without instructions for it too
         own, dtype = "bfloat16" if own == "float16" else own, None
     wanted = dtype or getattr(torch, own)
@@ -166,7 +179,7 @@ def read_decoder(
 def _placed(
     config: dict[str, Any],
     plain: Callable[[str, torch.device, torch.dtype], torch.Tensor],
-    quantised: Mapping[str, formats.Make],
+    quantised: Mapping[str, Make],
     expected: Mapping[str, tuple[int, ...]],
     device: torch.device,
     wanted: torch.dtype,
@@ -222,19 +235,28 @@ class _Source:
     def plain(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         return self.get(name).to(device=device, dtype=dtype)
 
-    def matrices(self, names: Collection[str]) -> dict[str, formats.Make]:
+    def plain_or_dequantised(
+        self, quantised: Mapping[str, Make], name: str, device: torch.device, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """A weight that is no matrix of ours, such as the embedding, which may be quantised."""
+        if name in quantised:
+            return quantised[name]().dequantised().to(device=device, dtype=dtype)
+        return self.plain(name, device, dtype)
+
+    def matrices(self, names: Collection[str]) -> dict[str, Make]:
         """What makes those of these weights that the model's makers have quantised."""
         return {}
 
     def shapes(self, quantised: Collection[str], expected: Collection[str]) -> dict[str, tuple[int, ...]]:
-        """The shapes of tensors, without those of quantised modules.
+        """The shapes of tensors, without those of quantised modules and of a quantised cache.
 
         Also without a head that is the embedding; transformers ties no other, which is trained by itself.
         """
         found = {
             name: tuple(self._opened[file].get_slice(name).get_shape())
             for name, file in self._files.items()
-            if name.endswith(".bias") or not {f"{name.rpartition('.')[0]}.weight", _weight(name)} & {*quantised}
+            if not is_of_cache(name)
+            and (name.endswith(".bias") or not {f"{name.rpartition('.')[0]}.weight", _weight(name)} & {*quantised})
         }
         if _HEAD in {*found} - {*expected} and torch.equal(self.get(_HEAD), self.get(_EMBEDDING)):
             del found[_HEAD]
@@ -258,9 +280,9 @@ class _StackedSource(_Source):
         whole = self.part(stack, number)
         return (whole.mT if name.endswith(".weight") else whole)[rows].contiguous().to(device, dtype)
 
-    def matrices(self, names: Collection[str]) -> dict[str, formats.Make]:
-        def maker(stack: str, number: int, rows: slice) -> formats.Make:
-            return lambda: formats.mxfp4(*(self.part(stack + part, number)[rows] for part in (_BLOCKS, _SCALES)))
+    def matrices(self, names: Collection[str]) -> dict[str, Make]:
+        def maker(stack: str, number: int, rows: slice) -> Make:
+            return lambda: mxfp4(*(self.part(stack + part, number)[rows] for part in (_BLOCKS, _SCALES)))
 
         found = {name: its for name in names if (its := self._stack(name)) is not None}
         return {name: maker(*its) for name, its in found.items() if its[0] + _BLOCKS in self._files}

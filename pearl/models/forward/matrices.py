@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from math import gcd
 from typing import Any, Literal
 
 import torch
@@ -177,11 +178,12 @@ def _together(weights: Sequence[Any]) -> Weights:
 def _for_kernels(weights: list[Weights], bias: torch.Tensor | None, dtype: torch.dtype) -> Plain | Quantised:
     kinds = [each for each in weights if isinstance(each, QuantisedMatrix)]
     is_mixed = len(kinds) < len(weights) or not all(are_alike(kinds[0], each) for each in kinds)
-    if len(kinds) < len(weights) or (is_mixed and not all(each.fits_bytes for each in kinds)):
+    are_bytes = all(each.fits_bytes and each.order is None for each in kinds)
+    if len(kinds) < len(weights) or (is_mixed and not are_bytes):
         whole = [each.dequantised().to(dtype) if isinstance(each, QuantisedMatrix) else each for each in weights]
         return Plain(torch.cat(whole), bias)
     if is_mixed:
-        group = min(each.group for each in kinds)
+        group = gcd(*(each.group for each in kinds))
         kinds = [each.in_bytes(group) for each in kinds]
     return Quantised.of(stacked(kinds), bias, dtype)
 

@@ -16,9 +16,10 @@ from pearl.models.forward.quantised import QuantisedMatrix, Weights, panels
 
 log = logging.getLogger(__name__)
 
-_VERSION = 1  # see `native.h`
+_VERSION = 2  # see `native.h`
 _LANES = 16  # outputs of a panel
 _LEAST = 8  # inputs are a multiple of this
+_BLOCK = 32  # and those of quantised weights of this: see `products.c`
 _SMALL_TABLE, _FLOAT8, _TABLE, _WHOLE_TABLE = 7, 9, 10, 11  # in place of bits: see `products.c`
 _WIDEST, _MOST_TOGETHER = 16384, 64  # see `native.h`: numbers of a row's queries; query heads of a key-value head
 _BUILT = (  # in this folder: name, flags of /proc/cpuinfo that it takes
@@ -29,13 +30,21 @@ _BUILT = (  # in this folder: name, flags of /proc/cpuinfo that it takes
     ("_native", set[str]()),
 )
 _DTYPES = (torch.float32, torch.bfloat16)  # of rows
-_KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.uint8: 2, torch.int8: 3, torch.float32: 4}
-_CASES = {  # bits, kinds of scales, inputs of a group
+_KINDS = {
+    torch.float16: 0,
+    torch.bfloat16: 1,
+    torch.uint8: 2,
+    torch.int8: 3,
+    torch.float32: 4,
+    torch.float8_e4m3fn: 5,
+}
+_CASES = {  # bits, kind of scales, whether groups are whole blocks
     *((4, kind, True) for kind in (0, 1, 2)),
     *((5, kind, True) for kind in (0, 2)),
     (6, 3, False),
     *((8, kind, True) for kind in (0, 1, 4)),
-    (_FLOAT8, 4, True),
+    *((_FLOAT8, kind, True) for kind in (1, 4)),
+    *((bits, 5, False) for bits in (_TABLE, _SMALL_TABLE)),
     *((_TABLE, kind, True) for kind in (0, 1, 3, 4)),
     *((_WHOLE_TABLE, kind, True) for kind in (0, 1, 3)),
     *((_SMALL_TABLE, kind, True) for kind in (0, 1, 4)),
@@ -103,7 +112,7 @@ def takes(weights: Weights) -> bool:
     if library() is None or weights.device.type != "cpu":
         return False
     if isinstance(weights, QuantisedMatrix):
-        return _case(weights) in _CASES
+        return _case(weights) in _CASES and weights.shape[1] % _BLOCK == 0
     return weights.is_floating_point() and weights.shape[1] % _LEAST == 0
 
 
@@ -112,7 +121,7 @@ def _case(weights: QuantisedMatrix) -> tuple[int, int, bool]:
     if weights.table is not None:
         span = weights.table.max() - weights.table.min()
         bits = _TABLE if not (weights.fits_bytes and keeps_float32()) else _SMALL_TABLE if span < 32 else _WHOLE_TABLE
-    return bits, _KINDS[weights.scales.dtype], weights.group % 32 == 0
+    return bits, _KINDS[weights.scales.dtype], weights.group % _BLOCK == 0
 
 
 class Native:
@@ -131,11 +140,15 @@ class Native:
         self._kept: list[torch.Tensor] = []
         self._order = None
         if isinstance(weights, QuantisedMatrix):
+            if weights.bits == 8 and weights.zeros is not None:  # those of fewer bits are bytes
+                weights = weights.in_bytes(weights.group)
             given.bits, given.kind, _ = _case(weights)
             given.group, given.offset, self._order = weights.group, weights.offset, weights.order
             for name in ("scales", "of_scales", "least", "of_least", "zeros"):
                 if (found := getattr(weights, name)) is not None:
                     self._keep(name, panels(found, _LANES).transpose(1, 2))
+            if weights.divisors is not None:
+                self._keep("of_scales", panels(weights.divisors, _LANES).transpose(1, 2))
             if weights.table is not None:
                 given.offset = -float(weights.table.min()) if given.bits == _SMALL_TABLE else 0
                 self._keep("table", weights.table + given.offset)

@@ -23,9 +23,10 @@ class QuantisedMatrix:
     Attributes:
         steps: [out, in]: uint8; int8 if of 8 bits; or float8_e4m3fn.
         bits: 4, 5, 6 or 8.
-        scales: [out, groups]: float16, bfloat16 or float32; or integers of 8 bits, times `of_scales` [out, in / 256].
+        scales: [out, groups]: float16, bfloat16 or float32; or integers of 8 bits, times `of_scales` [out, in / 256];
+            or float8_e4m3fn, divided by `divisors` [out, 1], float32.
         least: likewise with `of_least`, or None.
-        zeros: [out, groups] uint8, or None.
+        zeros: [out, groups] uint8, int16 for steps of 8 bits; or None.
         order: inputs [in] in the order of the columns, or None: as they are.
         table: the numbers [16] that steps of 4 bits stand for, float32, or None: themselves.
     """
@@ -40,6 +41,7 @@ class QuantisedMatrix:
     offset: float = 0.0
     order: torch.Tensor | None = None
     table: torch.Tensor | None = None
+    divisors: torch.Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -79,7 +81,8 @@ class QuantisedMatrix:
 
     def whole_scales(self) -> torch.Tensor:
         """[out, groups], float32."""
-        return _whole(self.scales, self.of_scales)
+        scales = _whole(self.scales, self.of_scales)
+        return scales if self.divisors is None else scales / self.divisors
 
     def whole_least(self) -> torch.Tensor | None:
         """What is added to each weight of a group, `zeros` included, but not `offset`: [out, groups], float32."""
@@ -90,6 +93,8 @@ class QuantisedMatrix:
     @property
     def fits_bytes(self) -> bool:
         """Whether its steps, or the numbers of its table, are whole numbers of 8 bits."""
+        if self.steps.dtype == torch.float8_e4m3fn:
+            return False
         return self.table is None or torch.equal(self.table, self.table.to(torch.int8).float())
 
     def in_bytes(self, group: int) -> QuantisedMatrix:

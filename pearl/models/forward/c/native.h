@@ -13,7 +13,7 @@
 #define BF16 1
 #endif
 
-#define VERSION 1  // of all that `native.py` and these files agree on: raised with every change of theirs
+#define VERSION 2  // of all that `native.py` and these files agree on: raised with every change of theirs
 #define LANES 16  // of a panel
 #define WIDEST 16384  // numbers of a row's queries
 #ifdef __AVX512F__
@@ -30,6 +30,7 @@ typedef int32_t I __attribute__((vector_size(4 * WIDE), aligned(4)));
 typedef uint32_t U __attribute__((vector_size(4 * WIDE), aligned(4)));
 typedef uint16_t H __attribute__((vector_size(2 * WIDE), aligned(2)));
 typedef int16_t T __attribute__((vector_size(2 * WIDE), aligned(2)));
+typedef uint8_t Q __attribute__((vector_size(WIDE), aligned(1)));
 
 INLINE V from_bfloat16(H bits) {
     return (V)(__builtin_convertvector(bits, U) << 16);
@@ -56,6 +57,13 @@ INLINE V from_float16(const uint8_t *at) {
     }
     return value;
 #endif
+}
+
+// Numbers of 8 bits (e4m3).
+INLINE V from_float8(const uint8_t *at) {
+    const H bytes = __builtin_convertvector(*(const Q *)at, H);
+    const H half = (bytes & 0x80) << 8 | (bytes & 0x7f) << 7;  // as float16, so 2^-8 times as large
+    return from_float16((const uint8_t *)&half) * 256;
 }
 
 INLINE V from_bytes(const uint8_t *at, int is_signed) {
@@ -101,7 +109,7 @@ INLINE void put(void *to, int64_t at, float value, int is_float32) {
 typedef struct {
     int64_t outputs, inputs, bits, group, kind;
     const uint8_t *steps;                  // as `pearl_pack` has them, or bytes; or bfloat16
-    const uint8_t *scales, *of_scales;     // of each group; of 256 inputs
+    const uint8_t *scales, *of_scales;     // of each group; of 256 inputs, or of a row
     const uint8_t *least, *of_least;       // likewise, what is added to each weight of a group
     const uint8_t *zeros;                  // of each group, bytes that are subtracted from its steps
     const float *bias;

@@ -8,7 +8,7 @@
 #include "native.h"
 
 #define VECTORS (LANES / WIDE)  // of a panel
-#define BLOCK 32  // inputs whose sum is scaled at once; 16 where a group is 16
+#define BLOCK 32  // inputs whose sum is scaled at once; 16 where groups are no multiple of 32
 #define AHEAD 4096  // bytes of weights that are fetched before they are needed: a page
 #define ROWS 64   // rows that share the unpacking of a block
 #if WIDE == 16
@@ -17,8 +17,9 @@
 #define TOGETHER 2
 #endif
 
-// How the scales of groups are stored: as such, or as bytes times a float16 for 256 inputs.
-enum { FLOAT16, BFLOAT16, TWO_LEVELS, TWO_LEVELS_SIGNED, FLOAT32 };
+// How the scales of groups are stored: as such; as bytes times a float16 for 256 inputs; or as numbers of 8 bits (e4m3)
+// that a float32 of their row divides.
+enum { FLOAT16, BFLOAT16, TWO_LEVELS, TWO_LEVELS_SIGNED, FLOAT32, DIVIDED };
 // In place of bits: bytes that are floating-point numbers (e4m3); nibbles that number the weights of a table: of any 16
 // numbers; of whole numbers of 8 bits with a sign; of whole numbers of 5 bits without one, of which `offset` comes off.
 enum { FLOAT8 = 9, TABLE = 10, WHOLE_TABLE = 11, SMALL_TABLE = 7 };
@@ -27,11 +28,13 @@ INLINE int width_of(int bits) {
     return bits >= TABLE || bits == SMALL_TABLE ? 4 : bits == FLOAT8 ? 8 : bits;
 }
 
-// The scales of a vector's lanes, or their least weights: `at` is where theirs begin, `above` where those of 256 inputs do.
+// The scales of a vector's lanes, or their least weights: `at` is where theirs begin, `above` where those of 256 inputs, or
+// of rows, do.
 INLINE V scales_of(const uint8_t *scales, const uint8_t *upper, int64_t at, int64_t above, int kind) {
     if (kind == BFLOAT16) return from_bfloat16(*(const H *)(scales + 2 * at));
     if (kind == FLOAT16) return from_float16(scales + 2 * at);
     if (kind == FLOAT32) return *(const V *)(scales + 4 * at);
+    if (kind == DIVIDED) return from_float8(scales + at) / *(const V *)(upper + 4 * above);
     const V by = from_float16(upper + 2 * above);
     return from_bytes(scales + at, kind == TWO_LEVELS_SIGNED) * by;
 }
@@ -62,9 +65,9 @@ typedef struct {
 } Rows;
 
 #ifdef BF16
-// Steps of 32 inputs of a panel, as pairs of bfloat16: [16][16 lanes][2].
-INLINE void unpack(const Weights *w, int64_t at, __m512i table, int bits, __m512i *found) {
-    for (int i = 0; i < BLOCK / 2; i++) {
+// Steps of pairs of inputs of a panel, as bfloat16: [pairs][16 lanes][2].
+INLINE void unpack(const Weights *w, int64_t at, __m512i table, int bits, int pairs, __m512i *found) {
+    for (int i = 0; i < pairs; i++) {
         if (bits == TABLE) {
             const __m512i words = _mm512_loadu_si512(w->steps + at * LANES / 2 + 64 * (i / 4));
             found[i] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * (i % 4)), table);
@@ -86,14 +89,14 @@ INLINE __m512i pair(const uint16_t *x) {
 }
 #define DOT(sum, a, b) _mm512_dpbf16_ps(sum, (__m512bh)(a), (__m512bh)(b))
 
-INLINE void rows_of_block(const Weights *w, int64_t at, int bits, __m512i table, const Rows *given, int rows,
+INLINE void rows_of_block(const Weights *w, int64_t at, int bits, int pairs, __m512i table, const Rows *given, int rows,
                           const V *scale, V *sums) {
     __m512i steps[BLOCK / 2];
-    unpack(w, at, table, bits, steps);
+    unpack(w, at, table, bits, pairs, steps);
     for (int row = 0; row < rows; row++) {
         const X *x = given->x + row * given->inputs + at;
         __m512 part[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
-        for (int i = 0; i < BLOCK / 2; i += 4)
+        for (int i = 0; i < pairs; i += 4)
             for (int j = 0; j < 4; j++) part[j] = DOT(part[j], steps[i + j], pair(x + 2 * (i + j)));
         sums[row] += (((V)part[0] + (V)part[1]) + ((V)part[2] + (V)part[3])) * *scale;
     }
@@ -414,7 +417,8 @@ INLINE void sums_of(const Weights *w, int64_t panel, const Rows *rows_given, int
             end += part.group;
             for (int vector = 0; vector < VECTORS; vector++) {
                 const int64_t first = (panel * groups + group) * LANES + vector * WIDE;
-                const int64_t above = (panel * (inputs / 256) + at / 256) * LANES + vector * WIDE;
+                const int64_t upper = kind == DIVIDED ? panel : panel * (inputs / 256) + at / 256;
+                const int64_t above = upper * LANES + vector * WIDE;
                 const V scale = scales_of(part.scales, part.of_scales, first, above, kind);
                 scales[vector] = bits == FLOAT8 && !ROUNDS ? scale * 256 : scale;  // see `unpack`
                 if (!part.least && !part.zeros) continue;
@@ -439,7 +443,7 @@ INLINE void sums_of(const Weights *w, int64_t panel, const Rows *rows_given, int
         }
 #endif
 #ifdef BF16
-        rows_of_block(&part, at, bits, table, given, rows, scales, sums);
+        rows_of_block(&part, at, bits, pairs, table, given, rows, scales, sums);
 #else
         rows_of_block(&part, at, bits, pairs, given, rows, scales, sums);
 #endif
@@ -467,7 +471,8 @@ static void multiply_panel(const Weights *w, int64_t panel, const Rows *given, i
     WHOLE_CASE(FLOAT16) WHOLE_CASE(BFLOAT16) WHOLE_CASE(FLOAT32)
     CASE(4, 16, FLOAT16) CASE(4, 16, BFLOAT16) CASE(4, 16, TWO_LEVELS)
     CASE(5, 16, FLOAT16) CASE(5, 16, TWO_LEVELS) CASE(6, 8, TWO_LEVELS_SIGNED)
-    CASE(8, 16, FLOAT16) CASE(8, 16, BFLOAT16) CASE(8, 16, FLOAT32) CASE(FLOAT8, 16, FLOAT32)
+    CASE(8, 16, FLOAT16) CASE(8, 16, BFLOAT16) CASE(8, 16, FLOAT32) CASE(FLOAT8, 16, BFLOAT16)
+    CASE(FLOAT8, 16, FLOAT32) CASE(SMALL_TABLE, 8, DIVIDED) CASE(TABLE, 8, DIVIDED)
     CASE(SMALL_TABLE, 16, FLOAT16) CASE(SMALL_TABLE, 16, BFLOAT16) CASE(SMALL_TABLE, 16, FLOAT32)
     CASE(WHOLE_TABLE, 16, FLOAT16) CASE(WHOLE_TABLE, 16, BFLOAT16) CASE(WHOLE_TABLE, 16, TWO_LEVELS_SIGNED)
     CASE(TABLE, 16, FLOAT16) CASE(TABLE, 16, BFLOAT16) CASE(TABLE, 16, FLOAT32) CASE(TABLE, 16, TWO_LEVELS_SIGNED)
@@ -611,7 +616,7 @@ int pearl_rounds(void) {
 // `scratch` holds rows * (3 * inputs + inputs / group) floats.
 void pearl_multiply(const Weights *w, const void *x, int x_is_float32, const void *y, int y_is_float32, void *out,
                     int out_is_float32, int64_t stride, int64_t rows, float *scratch, int threads) {
-    const int64_t inputs = w->inputs, groups = w->bits >= 16 ? 0 : inputs / w->group, size = w->bits == 6 ? 16 : 32;
+    const int64_t inputs = w->inputs, groups = w->bits >= 16 ? 0 : inputs / w->group, size = w->group % BLOCK ? 16 : 32;
     const int64_t blocks = w->bits >= 16 ? 0 : inputs / size, are_whole = WHOLE && (w->bits <= 8 || w->bits == WHOLE_TABLE);
     const int parts_of_row = x_is_float32 && !ROUNDS ? 3 : 2;
     float *totals = scratch, *less = totals + rows * groups, *units = less + rows * blocks;

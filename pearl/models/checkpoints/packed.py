@@ -1,0 +1,310 @@
+"""Quantised weights as other tools write them into safetensors files, taken apart into `QuantisedMatrix`.
+
+`recipes` says which of the layouts a module has; here each layout is read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+
+from pearl.models.checkpoints.formats import FP4, Make, fields, mxfp4, paired
+from pearl.models.checkpoints.recipes import Recipe, Unread, chooser
+from pearl.models.forward.quantised import QuantisedMatrix
+
+# Tensors that only quantised modules have.
+_MARKS = frozenset({"qweight", "weight_scale", "weight_scale_inv", "weight.absmax"})
+# Of activations, and of keys and values, that other engines quantise as they compute; here they stay whole.
+_OF_ACTIVATION = re.compile(r"(input|output)_(scale|zero_point|global_scale)")
+_OF_CACHE = re.compile(r"(q|k|v|kv)_(scale|zero_point|global_scale)")
+_GROUPED = 16  # a group has a multiple of so many inputs
+
+
+def is_of_cache(name: str) -> bool:
+    """Whether a tensor of this name has to do with a quantised cache of keys and values."""
+    return _OF_CACHE.fullmatch(name.rpartition(".")[2]) is not None
+
+
+def unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """Words [rows, n] of 32 bits as unsigned fields uint8 [rows, count], packed without gaps from the lowest bit on."""
+    if 32 % bits == 0:
+        return fields(words, bits)[:, :count].contiguous()
+    missing = -words.shape[1] % bits
+    words = torch.nn.functional.pad(words, (0, missing)).long() & 0xFFFFFFFF
+    runs = words.unflatten(1, (-1, bits))  # 32 fields in `bits` words
+    starts = torch.arange(32) * bits
+    first = starts // 32
+    second = (first + 1).clamp(max=bits - 1)
+    both = runs[..., first] >> starts % 32 | runs[..., second] << 32 - starts % 32
+    return (both & 2**bits - 1).to(torch.uint8).flatten(1)[:, :count].contiguous()
+
+
+def _integers(
+    steps: torch.Tensor,
+    bits: int,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    order: torch.Tensor | None = None,
+) -> QuantisedMatrix:
+    """The matrix of unsigned steps: of 4 bits, or of 8 with a sign where these are more.
+
+    Args:
+        zeros: zero points [out, groups]; None: half of the range, as where it is symmetric.
+    """
+    half = 2 ** (bits - 1)
+    if bits <= 4:
+        if zeros is None:
+            return QuantisedMatrix(steps, 4, scales, offset=float(half), order=order)
+        return QuantisedMatrix(steps, 4, scales, zeros=zeros.to(torch.uint8).contiguous(), order=order)
+    signed = (steps.to(torch.int16) - half).to(torch.int8)
+    if zeros is not None:
+        zeros = (zeros.to(torch.int16) - half).contiguous()
+        zeros = zeros if bool(zeros.any()) else None
+    return QuantisedMatrix(signed, 8, scales, zeros=zeros, order=order)
+
+
+class Tensors(NamedTuple):
+    """The tensors of a quantised module, read when they are asked for.
+
+    Attributes:
+        parts: their names behind that of the module.
+        get: reads a tensor of the checkpoint.
+    """
+
+    module: str
+    parts: frozenset[str]
+    get: Callable[[str], torch.Tensor]
+
+    def of(self, part: str) -> torch.Tensor:
+        return self.get(f"{self.module}.{part}")
+
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def _awq(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
+    steps = fields(tensors.of("qweight"), 4, _AWQ_ORDER).T.contiguous()
+    zeros = fields(tensors.of("qzeros"), 4, _AWQ_ORDER).T.contiguous()
+    return QuantisedMatrix(steps, 4, tensors.of("scales").T.contiguous(), zeros=zeros)
+
+
+def _gptq(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
+    words, zero_words, scales = (tensors.of(part) for part in ("qweight", "qzeros", "scales"))
+    groups, outputs = scales.shape
+    inputs = len(words) * 32 // recipe.bits
+    _check_shape("qweight", words, (inputs * recipe.bits // 32, outputs), recipe)
+    _check_shape("qzeros", zero_words, (groups, -(-outputs * recipe.bits // 32)), recipe)
+    steps = unpacked(words.T.contiguous(), recipe.bits, inputs)
+    zeros = unpacked(zero_words, recipe.bits, outputs).T.to(torch.int16) + recipe.zero_shift
+    order = _order(tensors.of("g_idx"), groups) if "g_idx" in tensors.parts else None
+    if order is not None:
+        steps = steps[:, order].contiguous()
+    return _integers(steps, recipe.bits, scales.T.contiguous(), zeros, order)
+
+
+def _order(group_of: torch.Tensor, groups: int) -> torch.Tensor | None:
+    """The inputs sorted by their groups; None where they are so already."""
+    counts = group_of.bincount(minlength=groups)
+    if len(counts) != groups or bool((counts != counts[0]).any()):
+        raise Unread("g_idx has groups of several sizes")
+    if bool((group_of[1:] >= group_of[:-1]).all()):
+        return None
+    return group_of.long().argsort(stable=True)
+
+
+_FP8_BLOCK = 128
+
+
+def float8(weight: torch.Tensor, scales: torch.Tensor) -> QuantisedMatrix:
+    """The matrix with a scale for all, for each row, for each group of a row, or for each block of 128 by 128."""
+    outputs, inputs = weight.shape
+    if scales.numel() == 1:
+        scales = scales.reshape(1, 1)
+    elif scales.shape == (outputs,):
+        scales = scales[:, None]
+    if scales.dim() != 2 or weight.dtype != torch.float8_e4m3fn:
+        raise Unread(f"weight is {weight.dtype} with scales {[*scales.shape]}")
+    down, across = scales.shape
+    rows = {1: outputs, outputs: 1}.get(down, _FP8_BLOCK)
+    # A last block that is not whole would be a group of another size.
+    has_groups = rows == 1 and inputs % across == 0
+    if down != -(-outputs // rows) or not (has_groups or across in (1, inputs / _FP8_BLOCK)):
+        raise Unread(f"weight {[outputs, inputs]} has scales {[*scales.shape]}")
+    return QuantisedMatrix(weight, 8, scales.float().repeat_interleave(rows, 0)[:outputs].contiguous())
+
+
+def _fp8(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
+    return float8(tensors.of("weight"), tensors.of("weight_scale_inv"))
+
+
+def _float8(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
+    return float8(tensors.of("weight"), tensors.of("weight_scale"))
+
+
+def _packed(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
+    words, scales = tensors.of("weight_packed"), tensors.of("weight_scale")
+    outputs, inputs = tensors.of("weight_shape").tolist()
+    _check_shape("weight_packed", words, (outputs, -(-inputs * recipe.bits // 32)), recipe)
+    steps = unpacked(words, recipe.bits, inputs)
+    zeros = None
+    if not recipe.is_symmetric:  # packed along the outputs
+        zeros = unpacked(tensors.of("weight_zero_point").T.contiguous(), recipe.bits, outputs).T
+    return _integers(steps, recipe.bits, scales, zeros)
+
+
+def _int8(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
+    """Steps with a sign, a byte each whatever their bits."""
+    half = 2 ** (recipe.bits - 1)
+    steps = (tensors.of("weight").to(torch.int16) + half).to(torch.uint8)
+    zeros = None if recipe.is_symmetric else tensors.of("weight_zero_point").to(torch.int16) + half
+    scales = tensors.of("weight_scale")
+    if scales.numel() == 1:
+        scales = scales.reshape(1, 1).repeat(len(steps), 1)
+    return _integers(steps, recipe.bits, scales, zeros)
+
+
+def _nvfp4(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
+    """Groups of 16 share a scale in e4m3, which a number of the whole matrix divides."""
+    steps, scales = paired(tensors.of("weight_packed")), tensors.of("weight_scale")
+    whole = tensors.of("weight_global_scale")
+    if scales.dtype != torch.float8_e4m3fn or whole.numel() != 1 or scales.shape[1] * 16 != steps.shape[1]:
+        raise Unread(f"weight_scale is {scales.dtype} {[*scales.shape]}, weight_global_scale {[*whole.shape]}")
+    divisors = 2 * whole.float().reshape(1, 1)  # the table has halves
+    return QuantisedMatrix(steps, 4, scales, table=FP4, divisors=divisors.repeat(len(steps), 1))
+
+
+def _mxfp4(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
+    return mxfp4(tensors.of("weight_packed"), _exponents(tensors))
+
+
+def _mxfp8(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
+    weight, exponents = tensors.of("weight"), _exponents(tensors)
+    if weight.dtype != torch.float8_e4m3fn:
+        raise Unread(f"weight is {weight.dtype}")
+    scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
+    return QuantisedMatrix(weight, 8, scales.bfloat16())
+
+
+def _exponents(tensors: Tensors) -> torch.Tensor:
+    exponents = tensors.of("weight_scale")
+    if exponents.dtype not in (torch.uint8, torch.float8_e8m0fnu):
+        raise Unread(f"weight_scale is {exponents.dtype}")
+    return exponents.view(torch.uint8)
+
+
+def _bitsandbytes(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
+    """NF4 or FP4: blocks of a flattened matrix; their scales may be quantised too."""
+    name = next(part for part in sorted(tensors.parts) if part.startswith(_STATE))
+    state = json.loads(bytes(tensors.of(name).tolist()))
+    outputs, inputs = state["shape"]
+    group = gcd(inputs, state["blocksize"])  # a block may hold several rows
+    packed, scales = tensors.of("weight").flatten(), tensors.of("weight.absmax")
+    if "nested_blocksize" in state:
+        upper = tensors.of("weight.nested_absmax").repeat_interleave(state["nested_blocksize"])[: len(scales)]
+        scales = tensors.of("weight.nested_quant_map")[scales.long()] * upper + state["nested_offset"]
+    steps = torch.stack((packed >> 4, packed & 15), -1).view(outputs, inputs)
+    scales = scales.float().repeat_interleave(state["blocksize"] // group)[: outputs * inputs // group]
+    return QuantisedMatrix(steps, 4, scales.view(outputs, -1), table=tensors.of("weight.quant_map").float())
+
+
+def _check_shape(part: str, tensor: torch.Tensor, shape: tuple[int, ...], recipe: Recipe) -> None:
+    if tensor.shape != shape:
+        raise Unread(f"{part} has the shape {[*tensor.shape]}, and {[*shape]} is of {recipe.bits} bits")
+
+
+class _Layout(NamedTuple):
+    """parts: the tensors of a module. optional: those that it may have besides."""
+
+    read: Callable[[Tensors, Recipe], QuantisedMatrix]
+    parts: frozenset[str]
+    optional: frozenset[str] = frozenset()
+
+
+_STATE = "weight.quant_state.bitsandbytes__"
+_PACKED = ("weight_packed", "weight_scale")
+_BLOCKS = ("weight", "weight.absmax", "weight.quant_map")
+_WORDS = ("qweight", "qzeros", "scales")
+LAYOUTS: Mapping[str, _Layout] = {
+    "awq": _Layout(_awq, frozenset(_WORDS)),
+    "gptq": _Layout(_gptq, frozenset(_WORDS), frozenset({"g_idx"})),
+    "fp8": _Layout(_fp8, frozenset({"weight", "weight_scale_inv"})),
+    "float8": _Layout(_float8, frozenset({"weight", "weight_scale"})),
+    "int8": _Layout(_int8, frozenset({"weight", "weight_scale"}), frozenset({"weight_zero_point"})),
+    "packed": _Layout(_packed, frozenset({*_PACKED, "weight_shape"}), frozenset({"weight_zero_point"})),
+    "nvfp4": _Layout(_nvfp4, frozenset({*_PACKED, "weight_global_scale"})),
+    "mxfp4": _Layout(_mxfp4, frozenset(_PACKED)),
+    "mxfp8": _Layout(_mxfp8, frozenset({"weight", "weight_scale"})),
+    "bitsandbytes": _Layout(
+        _bitsandbytes,
+        frozenset(_BLOCKS),
+        frozenset({"weight.nested_absmax", "weight.nested_quant_map", f"{_STATE}nf4", f"{_STATE}fp4"}),
+    ),
+}
+
+
+def matrices(scheme: Mapping[str, Any], names: Collection[str], get: Callable[[str], torch.Tensor]) -> dict[str, Make]:
+    """What makes each quantised matrix of a checkpoint, by the name of its weight.
+
+    Raises `Unread` for a setting or a tensor that is not read here.  Of each recipe one matrix is made, to see.
+
+    Args:
+        scheme: its `quantization_config`. names: of its tensors. get: reads one.
+    """
+    choose = chooser(scheme)
+    made: dict[str, Make] = {}
+    tried = set()
+    for tensors in _quantised(names, get):
+        recipe = choose(tensors.module)
+        _check_parts(tensors, LAYOUTS[recipe.layout])
+        make = partial(_matrix, tensors, recipe)
+        made[f"{tensors.module}.weight"] = make
+        if recipe not in tried:
+            tried.add(recipe)
+            _check_group(tensors.module, make().group)
+    if not made and scheme.get("config_groups") != {}:  # a file may have no more than scales of a cache
+        raise Unread(f"quant_method is {scheme.get('quant_method')!r}, and no module has quantised weights")
+    return made
+
+
+def _matrix(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
+    try:
+        made = LAYOUTS[recipe.layout].read(tensors, recipe)
+    except Unread as cause:
+        raise Unread(f"{tensors.module}: {cause}") from None
+    rows, groups = made.scales.shape
+    if rows != made.shape[0] or made.shape[1] % groups:
+        raise Unread(f"{tensors.module}: {[*made.shape]} weights have scales {[rows, groups]}")
+    return made
+
+
+def _quantised(names: Iterable[str], get: Callable[[str], torch.Tensor]) -> list[Tensors]:
+    """The quantised modules among tensors of these names."""
+    parts: dict[str, set[str]] = defaultdict(set)
+    for name in names:
+        above, has_more, _ = name.partition(".weight.")
+        module = above if has_more else name.rpartition(".")[0]
+        parts[module].add(name.removeprefix(f"{module}."))
+    return [Tensors(module, frozenset(each), get) for module, each in parts.items() if each & _MARKS]
+
+
+def _check_parts(tensors: Tensors, layout: _Layout) -> None:
+    unused = {part for part in tensors.parts if _OF_ACTIVATION.fullmatch(part) or _OF_CACHE.fullmatch(part)}
+    parts = tensors.parts - unused - {"bias"}
+    missing = sorted(layout.parts - parts)
+    unknown = sorted(parts - layout.parts - layout.optional)
+    if missing:
+        raise Unread(f"{tensors.module} has no {missing[0]}")
+    if unknown:
+        raise Unread(f"{tensors.module}.{unknown[0]} is a tensor that nothing reads")
+
+
+def _check_group(module: str, inputs: int) -> None:
+    if inputs % _GROUPED:
+        raise Unread(f"{module} has groups of {inputs} inputs")

@@ -1,0 +1,267 @@
+"""Recipes of quantised checkpoints: the bits and the layout of each module, by `quantization_config`.
+
+Each tool chooses a module's settings by its name, by rules of its own:
+
+* compressed-tensors has groups of targets. The group of a module is that of its full name; else that
+  of a regular expression that matches the beginning of the name: of several the first in the alphabet,
+  whatever their order in the file; else that of its class.
+* GPTQModel's `dynamic` rules are tried in their order. The first that matches the beginning decides.
+* AutoRound's `extra_config` has full names, and regular expressions that may match anywhere in a name
+  and are tried in their order where no full name fits.
+
+Must not know tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+_CLASSES = ("Linear", "Module")  # of every quantised module, as compressed-tensors compares them
+
+
+class Unread(ValueError):
+    """A setting or a tensor that is not read here; the text names it."""
+
+
+class Recipe(NamedTuple):
+    """How the tensors of a module are laid out.
+
+    Attributes:
+        layout: one of `packed.LAYOUTS`.
+        zero_shift: what is added to the file's zero points: 1 in the first version of GPTQ's format,
+            which stores them less one.
+    """
+
+    layout: str
+    bits: int
+    is_symmetric: bool = True
+    zero_shift: int = 0
+
+
+Choose = Callable[[str], Recipe]  # the recipe of a module, by its name; raises `Unread`
+
+
+def _same(recipe: Recipe) -> Choose:
+    return lambda module: recipe
+
+
+def _awq(scheme: Mapping[str, Any]) -> Choose:
+    for name in ("version", "format", "checkpoint_format"):
+        _expect(scheme, name, "gemm", absent="gemm")
+    _expect(scheme, "bits", 4, absent=scheme.get("w_bit"))
+    return _same(Recipe("awq", 4))
+
+
+def _fp8(scheme: Mapping[str, Any]) -> Choose:
+    _expect(scheme, "weight_block_size", None, [128, 128])
+    return _same(Recipe("fp8", 8))
+
+
+def _bitsandbytes(scheme: Mapping[str, Any]) -> Choose:
+    _expect(scheme, "load_in_4bit", True)
+    _expect(scheme, "bnb_4bit_quant_type", "nf4", "fp4")
+    return _same(Recipe("bitsandbytes", 4))
+
+
+# ---- GPTQ ----
+
+
+def _gptq(scheme: Mapping[str, Any]) -> Choose:
+    version = "checkpoint_format" if "checkpoint_format" in scheme else "format"
+    _expect(scheme, version, "gptq", "gptq_v2", absent="gptq")
+    _expect(scheme, "pack_dtype", "int32", absent="int32")
+    shift = int(scheme.get(version) != "gptq_v2")
+    rules = [_rule(*item) for item in (scheme.get("dynamic") or {}).items()]
+
+    def choose(module: str) -> Recipe:
+        rule = next((rule for rule in rules if rule.pattern.match(module)), None)
+        if rule is None:
+            return Recipe("gptq", _bits(scheme, ""), zero_shift=shift)
+        if rule.skips:
+            raise Unread(f"{module} is quantised, which dynamic[{rule.name!r}] excludes")
+        overridden = {"bits": scheme.get("bits"), **rule.settings}
+        return Recipe("gptq", _bits(overridden, f"dynamic[{rule.name!r}]."), zero_shift=shift)
+
+    return choose
+
+
+class _Rule(NamedTuple):
+    name: str
+    skips: bool
+    pattern: re.Pattern[str]
+    settings: Mapping[str, Any]
+
+
+def _rule(name: str, settings: Mapping[str, Any]) -> _Rule:
+    """A rule of `dynamic`, such as "+:.*k_proj" with {"bits": 8}, or "-:.*gate"."""
+    accepted = ("bits", "group_size", "sym", "desc_act", "mse", "damp_percent")
+    _accept(settings, f"dynamic[{name!r}].", accepted)
+    skips = name.startswith("-:")
+    return _Rule(name, skips, _pattern(re.sub("^[-+]:", "", name), "dynamic"), settings)
+
+
+# ---- AutoRound ----
+
+_OF_ACTIVATIONS = ("act_bits", "act_data_type", "act_dynamic", "act_group_size", "act_sym")
+_OF_FLOATS = {("nv_fp", 4): "nvfp4", ("mx_fp", 4): "mxfp4", ("mx_fp", 8): "mxfp8"}
+
+
+def _auto_round(scheme: Mapping[str, Any]) -> Choose:
+    overrides = scheme.get("extra_config") or {}
+    accepted = ("bits", "group_size", "sym", "data_type", *_OF_ACTIVATIONS)
+    for name, settings in overrides.items():
+        _accept(settings, f"extra_config[{name!r}].", accepted)
+    _expect(scheme, "rotation_config", None, {})
+    usual = {"data_type": "int", **scheme}
+
+    def choose(module: str) -> Recipe:
+        name = _overriding(module, overrides)
+        where = f"extra_config[{name!r}]." if name else ""
+        return _auto_round_recipe({**usual, **overrides.get(name, {})}, where)
+
+    return choose
+
+
+def _overriding(module: str, overrides: Mapping[str, Any]) -> str:
+    """The entry of `extra_config` for a module; "" where there is none."""
+    if module in overrides:
+        return module
+    return next((name for name in overrides if _pattern(name, "extra_config").search(module)), "")
+
+
+def _auto_round_recipe(settings: Mapping[str, Any], where: str) -> Recipe:
+    packing, kind = settings.get("packing_format"), settings["data_type"]
+    bits = _bits(settings, where)
+    if packing in ("auto_round:auto_gptq", "auto_round:gptqmodel") and kind == "int":
+        return Recipe("gptq", bits, zero_shift=int(packing == "auto_round:auto_gptq"))
+    if packing == "auto_round:auto_awq" and (kind, bits) == ("int", 4):
+        return Recipe("awq", bits)
+    if packing == "auto_round" and kind == "int":
+        return Recipe("gptq", bits)
+    if packing == "auto_round:fp8_static" and (kind, bits) == ("fp", 8):
+        return Recipe("float8", bits)
+    if packing == "auto_round:llm_compressor" and (kind, bits) in _OF_FLOATS:
+        return Recipe(_OF_FLOATS[kind, bits], bits)
+    raise Unread(f"packing_format is {packing!r}, with {where}data_type {kind!r} of {bits} bits")
+
+
+# ---- compressed-tensors ----
+
+_FORMATS = {
+    # format: (layout, type and bits of its weights)
+    "pack-quantized": ("packed", "int", range(2, 9)),
+    "int-quantized": ("int8", "int", range(2, 9)),
+    "float-quantized": ("float8", "float", (8,)),
+    "nvfp4-pack-quantized": ("nvfp4", "float", (4,)),
+    "mxfp4-pack-quantized": ("mxfp4", "float", (4,)),
+    "mxfp8-quantized": ("mxfp8", "float", (8,)),
+}
+_PLAIN_FORMATS = {"int": "int-quantized", "float": "float-quantized"}  # what "naive-quantized" is, by type
+
+
+def _compressed(scheme: Mapping[str, Any]) -> Choose:
+    for name in ("sparsity_config", "transform_config", "moe_sparsity_config"):
+        _expect(scheme, name, None, {})
+    groups = dict(_targets(scheme))
+    ignored = scheme.get("ignore") or []
+
+    def choose(module: str) -> Recipe:
+        if any(_matches(target, module) for target in ignored):
+            raise Unread(f"{module} is quantised, which ignore excludes")
+        target = next((target for target in _by_rank(groups) if _matches(target, module)), None)
+        if target is None:
+            raise Unread(f"{module} is quantised, and no target of config_groups names it")
+        return groups[target]
+
+    return choose
+
+
+def _targets(scheme: Mapping[str, Any]) -> Iterator[tuple[str, Recipe]]:
+    for name, group in scheme.get("config_groups", {}).items():
+        where = f"config_groups.{name}."
+        if not isinstance(group, Mapping):
+            raise Unread(f"{where[:-1]} is the name of a preset")
+        if group.get("weights") is not None:
+            recipe = _group_recipe(group, scheme.get("format"), where)
+            yield from ((target, recipe) for target in group.get("targets", ()))
+
+
+def _group_recipe(group: Mapping[str, Any], usual: Any, where: str) -> Recipe:
+    weights = group["weights"]
+    kind = str(weights.get("type", "int"))
+    name = str(group.get("format") or usual)
+    if name == "naive-quantized":
+        name = _PLAIN_FORMATS.get(kind, name)
+    if name not in _FORMATS:
+        raise Unread(f"{where}format is {name!r}")
+    layout, expected, bits = _FORMATS[name]
+    if kind != expected or weights.get("num_bits") not in bits:
+        raise Unread(f"{where}weights has type {kind!r} and num_bits {weights.get('num_bits')} in {name!r}")
+    _expect(weights, "dynamic", False, None, where=f"{where}weights.")
+    is_symmetric = weights.get("symmetric", True)
+    if kind == "float" and not is_symmetric:
+        raise Unread(f"{where}weights.symmetric is {is_symmetric!r}")
+    return Recipe(layout, weights["num_bits"], is_symmetric)
+
+
+def _by_rank(targets: Mapping[str, Any]) -> list[str]:
+    """Targets in the order in which compressed-tensors tries them.
+
+    Source: `match_targets` of compressed-tensors 0.20.1.
+    """
+    return sorted(targets, key=lambda target: (target in _CLASSES, "re:" in target, target))
+
+
+def _matches(target: str, module: str) -> bool:
+    if target.startswith("re:"):
+        return _pattern(target.removeprefix("re:"), "config_groups").match(module) is not None
+    return target == module or target in _CLASSES
+
+
+# ---- all ----
+
+METHODS: Mapping[str, Callable[[Mapping[str, Any]], Choose]] = {
+    "awq": _awq,
+    "gptq": _gptq,
+    "auto-round": _auto_round,
+    "fp8": _fp8,
+    "compressed-tensors": _compressed,
+    "bitsandbytes": _bitsandbytes,
+}
+
+
+def chooser(scheme: Mapping[str, Any]) -> Choose:
+    """What chooses the recipe of a module by a `quantization_config`. Raises `Unread`."""
+    method = str(scheme.get("quant_method"))
+    if method not in METHODS:
+        raise Unread(f"quant_method is {method!r}")
+    return METHODS[method](scheme)
+
+
+def _expect(settings: Mapping[str, Any], name: str, *values: Any, absent: Any = None, where: str = "") -> None:
+    value = settings.get(name, absent)
+    if value not in values:
+        raise Unread(f"{where}{name} is {value!r}")
+
+
+def _accept(settings: Mapping[str, Any], where: str, names: tuple[str, ...]) -> None:
+    """Raise `Unread` for a setting that has a value and a name that is not among `names`."""
+    unknown = [name for name, value in settings.items() if value is not None and name not in names]
+    if unknown:
+        raise Unread(f"{where}{unknown[0]} is {settings[unknown[0]]!r}")
+
+
+def _bits(settings: Mapping[str, Any], where: str) -> int:
+    bits: Any = settings.get("bits")
+    if bits not in range(2, 9):
+        raise Unread(f"{where}bits is {bits!r}")
+    return int(bits)
+
+
+def _pattern(expression: str, where: str) -> re.Pattern[str]:
+    try:
+        return re.compile(expression)
+    except re.error as error:
+        raise Unread(f"{where} has {expression!r}, no regular expression: {error}") from None
