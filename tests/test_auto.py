@@ -23,7 +23,7 @@ from pearl.protocol.messages import Submit
 from pearl.protocol.options import RequestOptions, Sampling
 from pearl.protocol.request_machine import RequestMachine, State
 from pearl.protocol.sequence import TokenSequence
-from pearl.protocol.speeds import ForwardTimes, Profile, Speeds
+from pearl.protocol.speeds import Cores, ForwardTimes, Profile, Speeds
 from pearl.protocol.window import Window, worthwhile
 from pearl.spec.methods import MAX_WINDOW, METHODS
 from pearl.worker import profile
@@ -98,20 +98,20 @@ def test_a_draft_is_not_begun_late_in_a_text_that_it_would_have_to_read() -> Non
 def test_a_size_measured_only_on_other_cores_is_expected_to_gain_what_others_gain() -> None:
     """It was expected to take as long as there: too long to be tried, and so for ever."""
     speeds = Speeds(target=ForwardTimes([(1, 2.0), (4, 4.0), (8, 8.0)]))
-    speeds.spread(True)
+    speeds.spread(Cores.ALL)
     assert speeds.t_target(8) == 8.0, "nothing is known yet"
     for _ in range(100):
         speeds.observe_target(1, 1.0)
         speeds.observe_target(4, 2.0)
     assert speeds.t_target(8) == pytest.approx(4.0, rel=0.01)
     assert [fed for fed, _ in speeds.target.measured] == [1, 4]
-    speeds.spread(False)
+    speeds.spread(Cores.OWN)
     for _ in range(100):
         speeds.observe_target(8, 10.0)
-    speeds.spread(True)
+    speeds.spread(Cores.ALL)
     assert speeds.t_target(8) == pytest.approx(5.0, rel=0.01), "what is learnt there later counts too"
     again = Speeds.of(Profile(t_target=((1, 2.0), (8, 8.0)), t_elsewhere=((1, 1.0),)))
-    again.spread(True)
+    again.spread(Cores.ALL)
     assert again.t_target(8) == pytest.approx(4.0)
 
 
@@ -165,8 +165,9 @@ def test_no_choice_changes_a_text() -> None:
 def test_auto_is_nearly_as_fast_as_the_fastest_way(alpha: float, c: int, tokens: int) -> None:
     seconds = {}
     for method in ("auto", "pearl", "ngram"):
-        spread = [method == "ngram"]
-        timing = Timing(1.0, lambda n, spread=spread: c * (0.7 if spread[-1] else 1) + 0.01 * n, delay=0.01)  # type: ignore[misc]
+        spread = [Cores.ALL if method == "ngram" else Cores.OWN]
+        share = {Cores.ALL: 0.7, Cores.OWN: 1.0}
+        timing = Timing(1.0, lambda n, spread=spread, share=share: c * share[spread[-1]] + 0.01 * n, delay=0.01)  # type: ignore[misc]
         target, draft = paired_executors(*(ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, alpha, order=3)))
         target._spread = spread.append
         seconds[method] = simulate(asked(method, tokens, temperature=1.0), target, draft, timing).seconds
@@ -227,17 +228,17 @@ def test_a_text_whose_draft_was_lost_is_timed_no_longer() -> None:
 
 def test_cores_go_back_before_another_request_is_served() -> None:
     """One that does not adapt finds the target on its own cores."""
-    spread: list[bool] = []
-    timing, speeds = Timing(1.0, lambda _: 0.5 if spread[-1:] == [True] else 1.0), Speeds()
+    spread: list[Cores] = []
+    timing, speeds = Timing(1.0, lambda _: 0.5 if spread[-1:] == [Cores.ALL] else 1.0), Speeds()
     for method, tokens in (("auto", 300), ("auto", 40), ("pearl", 20)):
         target, draft = paired_executors(*(ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.2, order=2)))
         target._spread = spread.append
         outcome = simulate(asked(method, tokens), target, draft, timing, speeds=speeds)
         if tokens == 40:
-            assert speeds.is_spread
+            assert speeds.cores is Cores.ALL
             assert outcome.counts.ways == {"ngram": 40}
             assert outcome.seconds <= 0.5 * (outcome.counts.steps + 1), "it finds the cores as the one before left them"
-    assert not spread[-1]
+    assert spread[-1] is Cores.OWN
     assert all(a != b for a, b in neighbours(spread))
 
 

@@ -261,6 +261,9 @@ class ForwardRunner(ModelRunner):
             sees = sees & (positions > rows - window)
         return torch.zeros(sees.shape, dtype=self.dtype, device=self.device).masked_fill_(~sees, -torch.inf)
 
+    def use_threads(self, count: int) -> Sequence[int]:
+        return super().use_threads(count) if self._graphs else native.use_threads(count)
+
     def rollback(self, length: int, slot: int = 0) -> None:
         self._slots.rollback(length, slot)
 
