@@ -16,7 +16,7 @@ from pearl.config import DecodingConfig, EngineConfig, SamplingParams
 from pearl.engine import Engine
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.auto import WAYS, Auto
+from pearl.protocol.auto import ONE_CORE, WAYS, Auto
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.events import DraftGone, DraftJoined, Forwarded, Guessed, Sampled
 from pearl.protocol.messages import Submit
@@ -90,6 +90,97 @@ def test_a_draft_is_not_begun_late_in_a_text_that_it_would_have_to_read() -> Non
     auto.begin(40)
     changes = [auto.step(1.0 + step, 4, 296 - 4 * step, False) for step in range(60)]
     assert not any(changes)
+
+
+# ---- a busy machine ----
+
+
+def many_cores() -> Auto:
+    auto = Auto()
+    auto.add_one_core()
+    return auto
+
+
+QUIET: dict[str, float] = {"ngram": 50, "pearl": 40, "sd": 30, "ssd": 35, "ar": 30}
+
+
+@pytest.mark.parametrize("busy", [{"ngram": 5.0}, {"ngram": 20.0}, {"ngram": 5.0, "pearl": 4.0, "sd": 6.0, "ssd": 3.0}])
+def test_a_way_that_a_busy_machine_slows_is_left_within_ten_tokens(busy: dict[str, float]) -> None:
+    """It was kept for three stretches of at least 24 tokens: at a fifth of the speed, for half a minute."""
+    auto = many_cores()
+    write(auto, QUIET, 5000)
+    assert auto.best == "ngram"
+    at, way, slow_tokens = 1.0, auto.begin(1000, one_core=30), 0
+    auto.step(at, 0, 1000, False)
+    for left in range(999, 0, -1):
+        rates = QUIET if left > 900 else QUIET | busy
+        at += 1 / rates[way]
+        before, way = way, auto.step(at, 1, left, METHODS[way].drafts) or way
+        if left <= 900 and before == "ngram":
+            slow_tokens += 1
+            if way != before:
+                break
+    assert slow_tokens <= 10
+    assert way == ONE_CORE, "no other has been timed in this text"
+
+
+def test_one_slow_step_is_no_busy_machine() -> None:
+    auto = many_cores()
+    write(auto, QUIET, 5000)
+    at, way = 1.0, auto.begin(90, one_core=30)
+    assert way == "ngram"
+    auto.step(at, 0, 90, False)
+    for left in range(89, 0, -1):
+        at += 1.0 if left == 60 else 0.02
+        assert auto.step(at, 1, left, False) is None
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+@pytest.mark.parametrize("all_cores", [5.0, 15.0, 26.0])
+def test_on_a_busy_machine_auto_is_nearly_as_fast_as_the_target_on_one_core(all_cores: float, noise: float) -> None:
+    """From the first text on, whatever else is slow."""
+    rates = {"ngram": all_cores, "pearl": 4.0, "sd": 6.0, "ssd": 3.0, "ar": 28.0}
+    auto = many_cores()
+    seconds = sum(write(auto, rates, 256, noise, seed)[0] for seed in range(4))
+    assert seconds <= 4 * 256 / (0.9 * rates["ar"])
+    seconds, ways = write(auto, rates | {"ngram": 50.0}, 5000, noise)
+    assert auto.best == "ngram", "the machine is quiet again"
+    assert ways["ngram"] > 2500
+
+
+def test_the_target_on_one_core_is_a_way_where_it_has_several() -> None:
+    assert ONE_CORE not in Auto().ways
+    assert many_cores().ways == (*WAYS, ONE_CORE)
+    auto = many_cores()
+    assert auto.has_choice(has_draft=False)
+    assert not Auto().has_choice(has_draft=False)
+    at, way, ways = 1.0, auto.begin(400, has_draft=False), set()
+    auto.step(at, 0, 400, False)
+    for left in range(399, 0, -1):
+        ways.add(way)
+        at += 1 / QUIET[way]
+        way = auto.step(at, 1, left, False) or way
+    assert ways == {"ngram", "ar"}, "and none for which there is no draft"
+
+
+def test_a_text_changes_its_cores_with_its_way() -> None:
+    """Without a draft, too; and the text stays the target's."""
+    spread: list[Cores] = []
+    slow = {Cores.ALL: 5.0, Cores.OWN: 5.0, Cores.ONE: 1.0}
+    timing = Timing(1.0, lambda _: slow[spread[-1] if spread else Cores.OWN], delay=0.01)
+    speeds = Speeds(auto=many_cores())
+    pair = alpha_pair(VOCAB, 0.2, order=3)
+    target, draft = paired_executors(*(ToyRunner(VOCAB, model) for model in pair))
+    target._spread = spread.append
+    outcome = simulate(asked("auto", 300), target, draft, timing, speeds=speeds)
+    assert outcome.tokens == decode_with(pair, "ar").tokens
+    assert (speeds.auto.best, speeds.cores) == (ONE_CORE, Cores.ONE)
+    assert outcome.counts.ways[ONE_CORE] > 200
+
+
+def decode_with(pair: Any, method: str) -> Outcome:
+    executors = paired_executors(*(ToyRunner(VOCAB, model) for model in pair))
+    return simulate(asked(method, 300), *executors, Timing(1.0, lambda _: 1.0))
 
 
 # ---- forward times ----
@@ -248,7 +339,8 @@ def test_while_no_text_uses_the_draft_its_cores_are_the_targets(
 ) -> None:
     """From the first token on, if a profile says that the draft does not pay."""
     monkeypatch.setenv("PEARL_CACHE", str(tmp_path))
-    known = Profile(best="ngram", ways=tuple((way, -2.0 * (way != "ngram"), 16) for way in WAYS))
+    ways = (*WAYS, ONE_CORE)
+    known = Profile(best="ngram", ways=tuple((way, -2.0 * (way != "ngram"), 16) for way in ways))
     profile.save(EngineConfig(target=TOY, draft=TOY), known)
     params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     with Engine(TOY, TOY) as engine:

@@ -16,9 +16,11 @@ Only for rules under which the text does not depend on what was proposed, and fo
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import exp, log, sqrt
+from typing import NamedTuple
 
 from pearl.spec.methods import METHODS
 
@@ -28,6 +30,7 @@ ONE_CORE = "ar"  # the target alone on one core, where it may compute on several
 
 _TOKENS, _STEPS = 24, 8  # minimum length of a stretch (both): the rate of a shorter one is mostly noise
 _CLEARLY, _SOON = 0.7, 4  # a way is left after n tokens if below min(0.7, n / (n + 4)) of another's rate
+_LATELY = 8, 3  # tokens and steps, at least, by which the best way is found slow
 _NOISE = 0.25  # standard deviation of the log of one comparison; 0.18 to 0.3 in recorded texts of the embedded pair
 _MEMORY = 16  # comparisons in a running mean; older ones fade, because texts and the load on the machine change
 _SHARE = 0.01  # trials of a way may cost this share of all tokens; after its n-th comparison, 1 / n of it
@@ -44,6 +47,11 @@ class Estimate:
 
     score: float = 0.0
     count: int = 0
+
+
+class _Step(NamedTuple):
+    seconds: float
+    tokens: int
 
 
 class Auto:
@@ -76,7 +84,7 @@ class Auto:
         self._began: float | None = None
         self._ended = 0.0
         self._tokens = self._steps = self._skipped = 0
-        self._slowest = 0.0  # seconds of its slowest step
+        self._lately: deque[_Step] = deque()  # its last steps
 
     def add_head(self) -> None:
         """The target has a head: method `head` is a way too."""
@@ -134,7 +142,7 @@ class Auto:
             if has_drafted or not METHODS[self.way].drafts or self._skipped >= _SILENT:
                 self._began = at
             return None
-        self._slowest = max(self._slowest, at - self._ended)
+        self._lately.append(_Step(at - self._ended, tokens))
         self._tokens, self._steps, self._ended = self._tokens + tokens, self._steps + 1, at
         refuge = self._refuge()
         if refuge is None and not self._is_whole():
@@ -169,7 +177,7 @@ class Auto:
     def _restart(self, at: float | None = None) -> None:
         self._began, self._ended = at, at or 0.0
         self._tokens = self._steps = self._skipped = 0
-        self._slowest = 0.0
+        self._lately.clear()
 
     @property
     def _rate(self) -> float:
@@ -182,19 +190,28 @@ class Auto:
     def _refuge(self) -> str | None:
         """The way to leave the one in use for, because it is clearly slower; None if it is not.
 
-        A trial is left for the best way, the best way for the one that made most.  The slowest step of the best way
-        does not count: it may be a hiccup of the machine.
+        A trial is left for the best way, the best way for the one that made most.
         """
-        share = min(_CLEARLY, self._tokens / (self._tokens + _SOON))
         if self.way != self.best:
+            share = min(_CLEARLY, self._tokens / (self._tokens + _SOON))
             return self.best if 0 < self._rate < share * (self._reference or self._usual) else None
         others = {way: rate for way, rate in self._made.items() if way != self.way}
-        seconds = self._ended - (self._began or 0.0) - self._slowest
-        if not others or self._steps < 2 or seconds <= 0:
+        rate = self._rate_lately()
+        if not others or rate is None:
             return None
         refuge = max(others, key=others.__getitem__)
-        rate = self._tokens * (1 - 1 / self._steps) / seconds
-        return refuge if rate < share * others[refuge] else None
+        return refuge if rate < _CLEARLY * others[refuge] else None
+
+    def _rate_lately(self) -> float | None:
+        """Tokens per second of the last steps but the slowest, which may be a hiccup of the machine."""
+        tokens = sum(step.tokens for step in self._lately)
+        while len(self._lately) > _LATELY[1] and tokens - self._lately[0].tokens >= _LATELY[0]:
+            tokens -= self._lately.popleft().tokens
+        if tokens < _LATELY[0] or len(self._lately) < _LATELY[1]:
+            return None
+        slowest = max(self._lately)
+        seconds = sum(step.seconds for step in self._lately) - slowest.seconds
+        return (tokens - slowest.tokens) / seconds if seconds > 0 else None
 
     def _flee(self, refuge: str) -> None:
         """Try this way now: the load on the machine has probably changed, so older comparisons say little."""

@@ -85,6 +85,7 @@ def _opened(file: Path) -> ctypes.CDLL:
     opened.pearl_gate.argtypes = (pointer, count, count, flag, flag, pointer)
     opened.pearl_attend.argtypes = (pointer,)
     opened.pearl_helpers.argtypes = (flag, pointer)
+    opened.pearl_delay.argtypes = (count,)
     opened.pearl_pack.argtypes = (pointer, count, count, flag, flag, pointer)
     return opened
 
