@@ -41,7 +41,7 @@ VOCAB, PROMPT = 32, (1, 2, 3)
 def write(auto: Auto, rates: dict[str, float], tokens: int, noise: float = 0.0, seed: int = 1) -> tuple[float, dict]:
     """Write a text at these tokens per second; return its seconds and the tokens of each way. `noise`: of each step."""
     chance, at, left, ways = random.Random(seed), 1.0, tokens, dict.fromkeys(auto.ways, 0)
-    way = auto.begin(left, 0.9 * rates["ngram"])
+    way = auto.begin(left, 0.9 * rates["ngram"], rates.get("ar", 0.0))
     auto.step(at, 0, left, False)
     while left > 0:
         at, left = at + 2 / rates[way] * max(0.2, chance.gauss(1, noise)), left - 2
@@ -138,11 +138,11 @@ def test_one_slow_step_is_no_busy_machine() -> None:
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 @pytest.mark.parametrize("all_cores", [5.0, 15.0, 26.0])
 def test_on_a_busy_machine_auto_is_nearly_as_fast_as_the_target_on_one_core(all_cores: float, noise: float) -> None:
-    """From the first text on, whatever else is slow."""
+    """Over its first 1,536 tokens, what it takes to find out included."""
     rates = {"ngram": all_cores, "pearl": 4.0, "sd": 6.0, "ssd": 3.0, "ar": 28.0}
     auto = many_cores()
-    seconds = sum(write(auto, rates, 256, noise, seed)[0] for seed in range(4))
-    assert seconds <= 4 * 256 / (0.9 * rates["ar"])
+    seconds = sum(write(auto, rates, 256, noise, seed)[0] for seed in range(6))
+    assert seconds <= 6 * 256 / (0.9 * rates["ar"])
     seconds, ways = write(auto, rates | {"ngram": 50.0}, 5000, noise)
     assert auto.best == "ngram", "the machine is quiet again"
     assert ways["ngram"] > 2500

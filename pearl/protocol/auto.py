@@ -192,10 +192,11 @@ class Auto:
 
         A trial is left for the best way, the best way for the one that made most.
         """
+        others = {way: rate for way, rate in self._made.items() if way != self.way}
         if self.way != self.best:
             share = min(_CLEARLY, self._tokens / (self._tokens + _SOON))
-            return self.best if 0 < self._rate < share * (self._reference or self._usual) else None
-        others = {way: rate for way, rate in self._made.items() if way != self.way}
+            reference = max(self._reference or self._usual, *others.values(), 0.0)
+            return self.best if 0 < self._rate < share * reference else None
         rate = self._rate_lately()
         if not others or rate is None:
             return None
