@@ -168,7 +168,8 @@ def test_a_text_changes_its_cores_with_its_way() -> None:
     spread: list[Cores] = []
     slow = {Cores.ALL: 5.0, Cores.OWN: 5.0, Cores.ONE: 1.0}
     timing = Timing(1.0, lambda _: slow[spread[-1] if spread else Cores.OWN], delay=0.01)
-    speeds = Speeds(auto=many_cores())
+    known = {cores: ForwardTimes([(1, seconds)]) for cores, seconds in slow.items()}
+    speeds = Speeds(target=known.pop(Cores.OWN), elsewhere=known, auto=many_cores())
     pair = alpha_pair(VOCAB, 0.2, order=3)
     target, draft = paired_executors(*(ToyRunner(VOCAB, model) for model in pair))
     target._spread = spread.append
