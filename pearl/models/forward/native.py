@@ -99,7 +99,8 @@ def use_threads(count: int) -> list[int]:
     torch.set_num_threads(1)
     _threads = count
     ids = (ctypes.c_int32 * count)()
-    return list(ids)[: _loaded().pearl_helpers(count, ids)]
+    helpers = _loaded().pearl_helpers(count, ids)
+    return list(ids)[:helpers]
 
 
 def threads() -> int:
