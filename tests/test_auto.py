@@ -341,7 +341,8 @@ def test_while_no_text_uses_the_draft_its_cores_are_the_targets(
     """From the first token on, if a profile says that the draft does not pay."""
     monkeypatch.setenv("PEARL_CACHE", str(tmp_path))
     ways = (*WAYS, ONE_CORE)
-    known = Profile(best="ngram", ways=tuple((way, -2.0 * (way != "ngram"), 16) for way in ways))
+    scores = tuple((way, -2.0 * (way != "ngram"), 16) for way in ways)
+    known = Profile(t_target=((200, 10.0),), best="ngram", ways=scores)  # so slow that one core is no refuge
     profile.save(EngineConfig(target=TOY, draft=TOY), known)
     params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     with Engine(TOY, TOY) as engine:
