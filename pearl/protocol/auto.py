@@ -37,7 +37,7 @@ _SHARE = 0.01  # trials of a way may cost this share of all tokens; after its n-
 _SWITCH = 8  # cost of changing the way, in tokens, on top of the slower stretch
 _PATIENCE = (96, 4096)  # tokens: at least between trials of any two ways, at most between trials of one way
 _READING = 256  # for a draft that must prefill the text first: further tokens that must be left for a trial
-_SLOWED = 3  # successive stretches of the best way below 0.6 of its usual rate: all others become due
+_SLOWED, _SLOW = 3, 0.6  # successive stretches of the best way below 0.6 of its usual rate: all others become due
 _SILENT = 32  # tokens: timing waits this long for the first draft token, then begins without
 
 
@@ -238,7 +238,7 @@ class Auto:
             self._is_fleeing = False
             return
         around = [known for known in (self._reference, rate) if known is not None]
-        self._slow = self._slow + 1 if rate < 0.6 * self._usual and self._reference else 0
+        self._slow = self._slow + 1 if rate < _SLOW * self._usual and self._reference else 0
         if self._slow >= _SLOWED:  # the load on the machine has probably changed
             self._slow, self._waited = 0, dict.fromkeys(self.ways, _PATIENCE[1])
             self._forget()
