@@ -16,13 +16,13 @@ from pearl.config import EngineConfig, RequestOptions, SamplingParams
 from pearl.engine import Engine
 from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.auto import WAYS, Auto
+from pearl.protocol.auto import ONE_CORE, WAYS, Auto
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.events import DraftGone, DraftJoined, Forwarded, Guessed, Sampled
 from pearl.protocol.messages import Submit
 from pearl.protocol.request_machine import RequestMachine, State
 from pearl.protocol.sequence import TokenSequence
-from pearl.protocol.speeds import ForwardTimes, Profile, Speeds
+from pearl.protocol.speeds import Cores, ForwardTimes, Profile, Speeds
 from pearl.protocol.window import Window, worthwhile
 from pearl.spec.methods import MAX_WINDOW, METHODS
 from pearl.worker import profile
@@ -41,7 +41,7 @@ VOCAB, PROMPT = 32, (1, 2, 3)
 def write(auto: Auto, rates: dict[str, float], tokens: int, noise: float = 0.0, seed: int = 1) -> tuple[float, dict]:
     """Write a text at these tokens per second; return its seconds and the tokens of each way. `noise`: of each step."""
     chance, at, left, ways = random.Random(seed), 1.0, tokens, dict.fromkeys(auto.ways, 0)
-    way = auto.begin(left, 0.9 * rates["ngram"])
+    way = auto.begin(left, 0.9 * rates["ngram"], rates.get("ar", 0.0))
     auto.step(at, 0, left, False)
     while left > 0:
         at, left = at + 2 / rates[way] * max(0.2, chance.gauss(1, noise)), left - 2
@@ -92,26 +92,118 @@ def test_a_draft_is_not_begun_late_in_a_text_that_it_would_have_to_read() -> Non
     assert not any(changes)
 
 
+# ---- a busy machine ----
+
+
+def many_cores() -> Auto:
+    auto = Auto()
+    auto.add_one_core()
+    return auto
+
+
+QUIET: dict[str, float] = {"ngram": 50, "pearl": 40, "sd": 30, "ssd": 35, "ar": 30}
+
+
+@pytest.mark.parametrize("busy", [{"ngram": 5.0}, {"ngram": 20.0}, {"ngram": 5.0, "pearl": 4.0, "sd": 6.0, "ssd": 3.0}])
+def test_a_way_that_a_busy_machine_slows_is_left_within_ten_tokens(busy: dict[str, float]) -> None:
+    """It was kept for three stretches of at least 24 tokens: at a fifth of the speed, for half a minute."""
+    auto = many_cores()
+    write(auto, QUIET, 5000)
+    assert auto.best == "ngram"
+    at, way, slow_tokens = 1.0, auto.begin(1000, one_core=30), 0
+    auto.step(at, 0, 1000, False)
+    for left in range(999, 0, -1):
+        rates = QUIET if left > 900 else QUIET | busy
+        at += 1 / rates[way]
+        before, way = way, auto.step(at, 1, left, METHODS[way].drafts) or way
+        if left <= 900 and before == "ngram":
+            slow_tokens += 1
+            if way != before:
+                break
+    assert slow_tokens <= 10
+    assert way == ONE_CORE, "no other has been timed in this text"
+
+
+def test_one_slow_step_is_no_busy_machine() -> None:
+    auto = many_cores()
+    write(auto, QUIET, 5000)
+    at, way = 1.0, auto.begin(90, one_core=30)
+    assert way == "ngram"
+    auto.step(at, 0, 90, False)
+    for left in range(89, 0, -1):
+        at += 1.0 if left == 60 else 0.02
+        assert auto.step(at, 1, left, False) is None
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+@pytest.mark.parametrize("all_cores", [5.0, 15.0, 27.0])
+def test_on_a_busy_machine_auto_is_nearly_as_fast_as_the_target_on_one_core(all_cores: float, noise: float) -> None:
+    """Over its first 1,536 tokens, what it takes to find out included."""
+    rates = {"ngram": all_cores, "pearl": 4.0, "sd": 6.0, "ssd": 3.0, "ar": 28.0}
+    auto = many_cores()
+    seconds = sum(write(auto, rates, 256, noise, seed)[0] for seed in range(6))
+    assert seconds <= 6 * 256 / (0.9 * rates["ar"])
+    seconds, ways = write(auto, rates | {"ngram": 50.0}, 5000, noise)
+    assert auto.best == "ngram", "the machine is quiet again"
+    assert ways["ngram"] > 2500
+
+
+def test_the_target_on_one_core_is_a_way_where_it_has_several() -> None:
+    assert ONE_CORE not in Auto().ways
+    assert many_cores().ways == (*WAYS, ONE_CORE)
+    auto = many_cores()
+    assert auto.has_choice(has_draft=False)
+    assert not Auto().has_choice(has_draft=False)
+    at, way, ways = 1.0, auto.begin(400, has_draft=False), set()
+    auto.step(at, 0, 400, False)
+    for left in range(399, 0, -1):
+        ways.add(way)
+        at += 1 / QUIET[way]
+        way = auto.step(at, 1, left, False) or way
+    assert ways == {"ngram", "ar"}, "and none for which there is no draft"
+
+
+def test_a_text_changes_its_cores_with_its_way() -> None:
+    """Without a draft, too; and the text stays the target's."""
+    spread: list[Cores] = []
+    slow = {Cores.ALL: 5.0, Cores.OWN: 5.0, Cores.ONE: 1.0}
+    timing = Timing(1.0, lambda _: slow[spread[-1] if spread else Cores.OWN], delay=0.01)
+    known = {cores: ForwardTimes([(1, seconds)]) for cores, seconds in slow.items()}
+    speeds = Speeds(target=known.pop(Cores.OWN), elsewhere=known, auto=many_cores())
+    pair = alpha_pair(VOCAB, 0.2, order=3)
+    target, draft = paired_executors(*(ToyRunner(VOCAB, model) for model in pair))
+    target._spread = spread.append
+    outcome = simulate(asked("auto", 300), target, draft, timing, speeds=speeds)
+    assert outcome.tokens == decode_with(pair, "ar").tokens
+    assert (speeds.auto.best, speeds.cores) == (ONE_CORE, Cores.ONE)
+    assert outcome.counts.ways[ONE_CORE] > 200
+
+
+def decode_with(pair: Any, method: str) -> Outcome:
+    executors = paired_executors(*(ToyRunner(VOCAB, model) for model in pair))
+    return simulate(asked(method, 300), *executors, Timing(1.0, lambda _: 1.0))
+
+
 # ---- forward times ----
 
 
 def test_a_size_measured_only_on_other_cores_is_expected_to_gain_what_others_gain() -> None:
     """It was expected to take as long as there: too long to be tried, and so for ever."""
     speeds = Speeds(target=ForwardTimes([(1, 2.0), (4, 4.0), (8, 8.0)]))
-    speeds.spread(True)
+    speeds.spread(Cores.ALL)
     assert speeds.t_target(8) == 8.0, "nothing is known yet"
     for _ in range(100):
         speeds.observe_target(1, 1.0)
         speeds.observe_target(4, 2.0)
     assert speeds.t_target(8) == pytest.approx(4.0, rel=0.01)
     assert [fed for fed, _ in speeds.target.measured] == [1, 4]
-    speeds.spread(False)
+    speeds.spread(Cores.OWN)
     for _ in range(100):
         speeds.observe_target(8, 10.0)
-    speeds.spread(True)
+    speeds.spread(Cores.ALL)
     assert speeds.t_target(8) == pytest.approx(5.0, rel=0.01), "what is learnt there later counts too"
     again = Speeds.of(Profile(t_target=((1, 2.0), (8, 8.0)), t_elsewhere=((1, 1.0),)))
-    again.spread(True)
+    again.spread(Cores.ALL)
     assert again.t_target(8) == pytest.approx(4.0)
 
 
@@ -165,8 +257,9 @@ def test_no_choice_changes_a_text() -> None:
 def test_auto_is_nearly_as_fast_as_the_fastest_way(alpha: float, c: int, tokens: int) -> None:
     seconds = {}
     for method in ("auto", "pearl", "ngram"):
-        spread = [method == "ngram"]
-        timing = Timing(1.0, lambda n, spread=spread: c * (0.7 if spread[-1] else 1) + 0.01 * n, delay=0.01)  # type: ignore[misc]
+        spread = [Cores.ALL if method == "ngram" else Cores.OWN]
+        share = {Cores.ALL: 0.7, Cores.OWN: 1.0}
+        timing = Timing(1.0, lambda n, spread=spread, share=share: c * share[spread[-1]] + 0.01 * n, delay=0.01)  # type: ignore[misc]
         target, draft = paired_executors(*(ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, alpha, order=3)))
         target._spread = spread.append
         seconds[method] = simulate(asked(method, tokens, temperature=1.0), target, draft, timing).seconds
@@ -227,17 +320,17 @@ def test_a_text_whose_draft_was_lost_is_timed_no_longer() -> None:
 
 def test_cores_go_back_before_another_request_is_served() -> None:
     """One that does not adapt finds the target on its own cores."""
-    spread: list[bool] = []
-    timing, speeds = Timing(1.0, lambda _: 0.5 if spread[-1:] == [True] else 1.0), Speeds()
+    spread: list[Cores] = []
+    timing, speeds = Timing(1.0, lambda _: 0.5 if spread[-1:] == [Cores.ALL] else 1.0), Speeds()
     for method, tokens in (("auto", 300), ("auto", 40), ("pearl", 20)):
         target, draft = paired_executors(*(ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.2, order=2)))
         target._spread = spread.append
         outcome = simulate(asked(method, tokens), target, draft, timing, speeds=speeds)
         if tokens == 40:
-            assert speeds.is_spread
+            assert speeds.cores is Cores.ALL
             assert outcome.counts.ways == {"ngram": 40}
             assert outcome.seconds <= 0.5 * (outcome.counts.steps + 1), "it finds the cores as the one before left them"
-    assert not spread[-1]
+    assert spread[-1] is Cores.OWN
     assert all(a != b for a, b in neighbours(spread))
 
 
@@ -247,7 +340,9 @@ def test_while_no_text_uses_the_draft_its_cores_are_the_targets(
 ) -> None:
     """From the first token on, if a profile says that the draft does not pay."""
     monkeypatch.setenv("PEARL_CACHE", str(tmp_path))
-    known = Profile(best="ngram", ways=tuple((way, -2.0 * (way != "ngram"), 16) for way in WAYS))
+    ways = (*WAYS, ONE_CORE)
+    scores = tuple((way, -2.0 * (way != "ngram"), 16) for way in ways)
+    known = Profile(t_target=((200, 10.0),), best="ngram", ways=scores)  # so slow that one core is no refuge
     profile.save(EngineConfig(target=TOY, draft=TOY), known)
     params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     with Engine(TOY, TOY) as engine:

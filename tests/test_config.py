@@ -16,7 +16,7 @@ from pearl.config.options import MAX_GRAMMAR, OPTIONS, bounds_of, type_of
 from pearl.engine import Engine
 from pearl.errors import ConfigError
 from pearl.lab.distill.config import DistillConfig
-from pearl.protocol.speeds import Profile, Speeds
+from pearl.protocol.speeds import Cores, Profile, Speeds
 from pearl.worker import profile
 from pearl.worker.settings import WorkerSettings
 from tests.conftest import TOY
@@ -330,7 +330,7 @@ def test_speeds_and_profile_are_inverse() -> None:
     assert Speeds.of(FOUND).profile == FOUND
     speeds = Speeds.of(FOUND)
     assert speeds.auto.begin(40) == "pearl"
-    speeds.spread(True)
+    speeds.spread(Cores.ALL)
     assert speeds.t_target(1) == 0.03
     assert speeds.profile == FOUND, "whichever cores the target has at the moment"
 

@@ -148,6 +148,27 @@ def test_products(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("delay", [0, 2_000_000])
+def test_a_late_thread_changes_no_bit(delay: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sleeps before each of its pieces, so the caller computes what is left, in products of different sizes."""
+    monkeypatch.setattr(native, "_threads", 0)
+    products = [Native(quantised("Q4_K", outputs, 512), wide=True) for outputs in (16, 75, 2000)]
+    x = irregular(70, 512, torch.bfloat16)
+    wanted = [product(x, None) for product in products]
+    loaded = native._loaded()
+    loaded.pearl_delay(delay)
+    try:
+        for count in (2, 5, 1, 3):
+            others = native.use_threads(count)
+            assert len({*others}) == count - 1
+            for _ in range(5):
+                for product, result in zip(products, wanted, strict=True):
+                    assert torch.equal(product(x, None), result)
+    finally:
+        loaded.pearl_delay(0)
+
+
+@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_0", "Q6_K"])
 def test_products_of_rows_out_of_the_ordinary(kind: str) -> None:
     """Not finite: nor is any result. All zeros, very small and very large ones: as they are. The largest of a block is
@@ -206,7 +227,7 @@ def test_a_build_of_other_sources_is_not_loaded(monkeypatch: pytest.MonkeyPatch)
     digest = hashlib.blake2b(digest_size=4)
     for file in sorted((Path(native.__file__).parent / "c").iterdir()):
         digest.update(re.sub(r"//.*|\s", "", file.read_text()).encode())
-    assert (native._VERSION, digest.hexdigest()) == (2, "dfd26a61")
+    assert (native._VERSION, digest.hexdigest()) == (3, "b376b3a1")
     monkeypatch.setattr(native, "_VERSION", 0)
     with pytest.raises(OSError, match="other sources"):
         native._opened(BUILT[0])

@@ -23,6 +23,7 @@ from pearl.protocol.events import Draft, DraftJoined, Forward, Forwarded, Open, 
 from pearl.protocol.messages import Begin, Submit
 from pearl.protocol.scheduler import PREFILL_CHUNK, SHARED_CHUNK, Scheduler
 from pearl.protocol.sequence import extend_digest
+from pearl.protocol.speeds import Cores
 from pearl.trace.chrome import committed
 from pearl.trace.reading import read
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text
@@ -222,7 +223,7 @@ def test_only_one_text_at_a_time_compares_with_and_without_the_draft() -> None:
     coordinator.handle(Submit(3, (1, 2), 90, auto))
     third = coordinator.running[3]
     assert third.request.method.name == "ngram"
-    assert not coordinator.speeds.is_spread, "the draft still drafts for others, on its own cores"
+    assert coordinator.speeds.cores is Cores.OWN, "the draft still drafts for others, on its own cores"
 
 
 # ---- what fails alone ----

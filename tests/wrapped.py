@@ -31,6 +31,9 @@ class WrappedRunner(ModelRunner):
     def fork(self, slot: int, into: int, length: int | None = None, shared: int = 0) -> None:
         self._runner.fork(slot, into, length, shared)
 
+    def use_threads(self, count: int) -> Sequence[int]:
+        return self._runner.use_threads(count)
+
     def synchronize(self) -> None:
         self._runner.synchronize()
 

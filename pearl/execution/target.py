@@ -45,6 +45,7 @@ from pearl.protocol.events import (
     Spread,
 )
 from pearl.protocol.messages import HiddenStates, Logprobs, Verdict
+from pearl.protocol.speeds import Cores
 from pearl.spec.methods import METHODS, Method
 from pearl.spec.rules import Needs, RuleSpec
 from pearl.text.stream import TextStream
@@ -155,7 +156,7 @@ class TargetExecutor:
         runner: the target model.
         text_stream: (prompt, stops) -> a TextStream that finds the stop strings.
         datastore, habits: sources of guesses beside the text; habits learn what is committed.
-        spread: called with whether the target has the draft's cores.
+        spread: called with the cores to compute on; None: there is no choice.
         launches: whether judging is launched before a forward has ended, so that a device goes from one to the other
             without waiting for the host. None: on every device but the host, where it would compute draws that a
             rejection makes needless.
@@ -164,6 +165,7 @@ class TargetExecutor:
         gives_states: whether the draft reads hidden states, which the runner keeps.
 
     Attributes:
+        chooses_cores: whether `Spread` changes anything.
         meanwhile: called while a forward is computed that was launched: work of the host for which none has to wait.
     """
 
@@ -172,7 +174,7 @@ class TargetExecutor:
         runner: ModelRunner,
         text_stream: Callable[[Sequence[int], Sequence[str]], TextStream] | None = None,
         datastore: Datastore | None = None,
-        spread: Callable[[bool], None] = lambda everywhere: None,
+        spread: Callable[[Cores], None] | None = None,
         launches: bool | None = None,
         guides: MakeGuide | None = None,
         habits: Habits | None = None,
@@ -185,7 +187,8 @@ class TargetExecutor:
         self.launches = runner.device.type != "cpu" if launches is None else launches
         self.meanwhile: Callable[[], None] = lambda: None
         self._datastore, self._habits = datastore, habits
-        self._text_stream, self._spread = text_stream, spread
+        self.chooses_cores = spread is not None
+        self._text_stream, self._spread = text_stream, spread or (lambda cores: None)
         self._requests: dict[int, _Request] = {}
 
     def needs_rows(self, request: int) -> bool | None:
@@ -208,8 +211,8 @@ class TargetExecutor:
                 self._states.rollback(length, slot)
             case Guess():
                 return self._guess(command)
-            case Spread(everywhere):
-                self._spread(everywhere)
+            case Spread(cores):
+                self._spread(cores)
             case Keep(path):
                 self._keep(path, self._requests[command.request])
             case Forward():

@@ -10,6 +10,7 @@ import torch
 
 from pearl.errors import RequestError
 from pearl.models.feeds import Feed, Tokens
+from pearl.models.threads import use_torch_threads
 
 __all__ = ["Capabilities", "Feed", "ModelRunner", "Tokens", "check_feeds", "feed_chain"]
 
@@ -91,6 +92,14 @@ class ModelRunner(Protocol):
         `shared`: how many of these `into` holds already, so that they need not be copied.  For several slots.
         """
         raise AssertionError(f"{type(self).__name__} holds one sequence")
+
+    def use_threads(self, count: int) -> Sequence[int]:
+        """On a CPU: compute with `count` threads from now on, the calling one among them.
+
+        No bit of a result may depend on the number.  Returns the native ids of the other threads, so that the caller
+        can give each a core; those of torch, unless the runner has threads of its own.
+        """
+        return use_torch_threads(count)
 
     def synchronize(self) -> None:
         """Wait until the device has finished all forwards; returns at once on a CPU."""

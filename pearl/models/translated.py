@@ -66,6 +66,9 @@ class TranslatedRunner(ModelRunner):
     def _end(self, slot: int, length: int) -> int:
         return self._ends[slot][length - 1] if length else 0
 
+    def use_threads(self, count: int) -> Sequence[int]:
+        return self._runner.use_threads(count)
+
     def rollback(self, length: int, slot: int = 0) -> None:
         self._runner.rollback(self._end(slot, length), slot)
         del self._ends[slot][length:]

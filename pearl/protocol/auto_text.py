@@ -1,15 +1,16 @@
-"""Method auto for one request: which way it decodes with, and whether the target may use the draft's cores."""
+"""Method auto for one request: which way it decodes with, and on which cores the target computes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from pearl.protocol.auto import ONE_CORE
 from pearl.protocol.draft_view import DraftView
 from pearl.protocol.events import Spread
 from pearl.protocol.machine import Do
 from pearl.protocol.request import Request
-from pearl.protocol.speeds import Speeds
+from pearl.protocol.speeds import Cores, Speeds
 
 if TYPE_CHECKING:
     from pearl.protocol.request_machine import RequestMachine
@@ -40,19 +41,23 @@ class AutoText:
         """Choose the way to begin with."""
         auto, submit = self._speeds.auto, self._request.submit
         self._committed = len(submit.prompt)
-        self.is_timed = self.is_timed and self._draft.context > 0
+        has_draft = self._draft.context > 0
+        self.is_timed = self.is_timed and auto.has_choice(has_draft)
         if not self._is_open:
-            if self._request.method.adapts and self._draft.context:
+            if self._request.method.adapts and has_draft:
                 self._request.use(auto.untimed)
             self._place(do)
-        elif self._draft.context:
-            left, t_target = submit.limit - len(submit.prompt), self._speeds.t_target(1)
-            self._use(auto.begin(left, 1 / t_target if t_target else 0.0) if self.is_timed else auto.best, do)
+        elif self.is_timed:
+            left = submit.limit - len(submit.prompt)
+            alone = self._speeds.rate_alone(self._speeds.cores)
+            self._use(auto.begin(left, alone, self._speeds.rate_alone(Cores.ONE), has_draft), do)
+        elif has_draft:
+            self._use(auto.best, do)
 
     def step(self, at: float, do: Do) -> None:
         """A forward ended at `at` seconds (0: unknown); time it, and perhaps change to another way."""
         committed = self._request.sequence.committed
-        if not self.is_timed or not self._draft.context or self._draft.is_lost or not at:
+        if not self.is_timed or self._draft.is_lost or not at:
             return
         new, self._committed = committed - self._committed, committed
         way = self._speeds.auto.step(at, new, self._request.submit.limit - committed, self._draft.has_sent)
@@ -90,7 +95,12 @@ class AutoText:
 
     def _place(self, do: Do) -> None:
         """Let the target use the draft's cores while no running request drafts; else give them back."""
-        everywhere = self._is_open and not any(other.draft.is_drafting for other in self._running.values())
-        if self._speeds.is_spread != everywhere:
-            self._speeds.spread(everywhere)
-            do(Spread(everywhere, request=self._request.number))
+        cores = self._cores()
+        if cores is not self._speeds.cores:
+            self._speeds.spread(cores)
+            do(Spread(cores, request=self._request.number))
+
+    def _cores(self) -> Cores:
+        if not self._is_open or any(other.draft.is_drafting for other in self._running.values()):
+            return Cores.OWN
+        return Cores.ONE if self._request.method.name == ONE_CORE else Cores.ALL

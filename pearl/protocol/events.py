@@ -15,6 +15,7 @@ from pearl.config.options import RequestOptions
 from pearl.protocol.foresight import Seen
 from pearl.protocol.messages import FinishReason, Message, Source
 from pearl.protocol.proposals import Proposal
+from pearl.protocol.speeds import Cores
 
 
 class Phase(StrEnum):
@@ -173,9 +174,9 @@ class Open(OfRequest, frozen=True):
 
 
 class Spread(OfRequest, frozen=True):
-    """Compute on the draft's cores too from now on, or no more."""
+    """Compute on these cores from now on."""
 
-    everywhere: bool
+    cores: Cores
 
 
 class Rollback(OfRequest, frozen=True):

@@ -8,13 +8,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import accumulate
 from math import inf
 from typing import Annotated
 
 from msgspec import Meta
 
-from pearl.protocol.auto import HEAD, WAYS, Auto, Estimate
+from pearl.protocol.auto import HEAD, ONE_CORE, WAYS, Auto, Estimate
 from pearl.protocol.foresight import Foresight
 from pearl.protocol.window import expected_rate
 from pearl.spec.methods import MAX_WINDOW
@@ -26,6 +27,14 @@ _OUTLIER = 2.0  # a new time counts as at most so many times the estimate: the f
 # A time not re-measured for 256 forwards decays by 0.2% with each further one, to at least half: outliers are retried.
 _LASTS, _DECAY, _LEAST_LEFT = 256, 0.998, 0.5
 _ACCEPTANCE_WEIGHT = 0.02  # of one judged token: acceptance varies from token to token by nature
+
+
+class Cores(Enum):
+    """The cores that the target computes on."""
+
+    ONE = "the first of its own"
+    OWN = "its own"
+    ALL = "its own and the draft's"
 
 
 class ForwardTimes:
@@ -157,8 +166,8 @@ class Profile:
     ways: tuple[tuple[str, Annotated[float, Meta(gt=-10, lt=10)], Annotated[int, Meta(ge=0, le=1000)]], ...] = ()
 
     def __post_init__(self) -> None:
-        if not {self.best, *(way for way, _, _ in self.ways)} <= {*WAYS, HEAD}:
-            raise ValueError(f"a way is none of {', '.join((*WAYS, HEAD))}")
+        if not {self.best, *(way for way, _, _ in self.ways)} <= {*WAYS, HEAD, ONE_CORE}:
+            raise ValueError(f"a way is none of {', '.join((*WAYS, HEAD, ONE_CORE))}")
 
 
 @dataclass
@@ -167,41 +176,51 @@ class Speeds:
 
     Attributes:
         target: times on the cores that the target has now.
-        elsewhere: times on the others: without the draft's cores, or with them; None: never measured.
+        elsewhere: times on other cores, where they were measured.
         foresight: which of the draft's tokens are right, as far as it tells more of them than that.
-        is_spread: whether the target has the draft's cores now, because no text uses the draft.
+        cores: those that the target has now. They are its own while a text uses the draft.
     """
 
     t_draft: float = 0.0
     acceptance: float = 0.8
     target: ForwardTimes = field(default_factory=ForwardTimes)
-    elsewhere: ForwardTimes | None = None
+    elsewhere: dict[Cores, ForwardTimes] = field(default_factory=dict)
     auto: Auto = field(default_factory=Auto)
     foresight: Foresight = field(default_factory=Foresight)
-    is_spread: bool = False
+    cores: Cores = Cores.OWN
     _is_disturbed: bool = False  # the draft may not have left its cores yet: the next forward is not counted
 
     @staticmethod
     def of(profile: Profile) -> Speeds:
         auto = Auto(profile.best, [(way, Estimate(score, count)) for way, score, count in profile.ways])
         here = ForwardTimes(profile.t_target)
-        elsewhere = ForwardTimes(profile.t_elsewhere, here) if profile.t_elsewhere else None
+        elsewhere = {Cores.ALL: ForwardTimes(profile.t_elsewhere, here)} if profile.t_elsewhere else {}
         return Speeds(profile.t_draft, profile.acceptance, here, elsewhere, auto)
 
     @property
     def profile(self) -> Profile:
         """To be taken between two texts."""
-        known = self.target, self.elsewhere or ForwardTimes()
-        here, there = known[::-1] if self.is_spread else known
+        here = self.on(Cores.OWN)
+        there = self.on(Cores.ALL)
         ways = tuple((way, each.score, each.count) for way, each in self.auto.estimates.items())
         return Profile(self.t_draft, self.acceptance, here.measured, there.measured, self.auto.best, ways)
 
-    def spread(self, everywhere: bool) -> None:
-        """The target computes with the draft's cores too from now on, or without them."""
-        self.is_spread, self._is_disturbed = everywhere, True
-        here, self.elsewhere = self.target, self.elsewhere or ForwardTimes(like=self.target)
-        self.target, self.elsewhere = self.elsewhere, here
-        self.target.refresh()
+    def on(self, cores: Cores) -> ForwardTimes:
+        """The target's times on these cores; as on its own, until they are measured."""
+        if cores is self.cores:
+            return self.target
+        if cores not in self.elsewhere:
+            self.elsewhere[cores] = ForwardTimes(like=self.on(Cores.OWN))
+        self.elsewhere[cores].refresh()
+        return self.elsewhere[cores]
+
+    def spread(self, cores: Cores) -> None:
+        """The target computes on these cores from now on."""
+        times = self.on(cores)
+        self.elsewhere[self.cores] = self.target
+        self.target = times
+        self.cores = cores
+        self._is_disturbed = True
 
     def observe_draft(self, seconds: float) -> None:
         if seconds > 0:
@@ -219,6 +238,11 @@ class Speeds:
     def t_target(self, fed: int) -> float:
         """A target forward fed `fed` tokens."""
         return self.target.seconds(fed)
+
+    def rate_alone(self, cores: Cores) -> float:
+        """Tokens per second of the target alone on these cores; 0: unknown."""
+        seconds = self.on(cores).seconds(1)
+        return 1 / seconds if seconds else 0.0
 
     @property
     def ratio(self) -> float:

@@ -29,6 +29,7 @@ from pearl.models.runner import ModelRunner
 from pearl.models.toy import load_toy
 from pearl.models.translated import TranslatedRunner
 from pearl.protocol.messages import PROTOCOL_VERSION, Hello, Role, Welcome
+from pearl.protocol.speeds import Cores
 from pearl.spec.methods import BRANCHES
 from pearl.steps import Steps
 from pearl.text.grammar import Guides
@@ -42,7 +43,7 @@ from pearl.transport.base import TensorChannel
 from pearl.transport.keys import Keys, channel_keys
 from pearl.worker.draft import DraftWorker
 from pearl.worker.lifeline import Lifeline
-from pearl.worker.placement import occupy, pin, place, settled, shared_gpus, spreader
+from pearl.worker.placement import core_choices, occupy, pin, place, settled, shared_gpus
 from pearl.worker.profile import keeper
 from pearl.worker.profile import load as load_profile
 from pearl.worker.rows import RowPacker
@@ -62,8 +63,8 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> No
     try:
         device = place(config, model.role)
         make_channel = _channel(settings, 0, device, tracer)
-        spread, profile, keep = spreader(config), load_profile(config), keeper(config)
-        taken = settled(config, model.role).name  # before this process is pinned
+        choices, profile, keep = core_choices(config), load_profile(config), keeper(config)
+        own = settled(config, model.role)  # before this process is pinned
         if warning := shared_gpus(config):
             lifeline.note(warning)
         pin(config, model.role)  # from here on the draft's cores are none that we may use
@@ -84,20 +85,26 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> No
         runner = make_runner(model, device, progress, features)
         tracer.note("busy", "load", start)
         steps.done("loading the model")
+        if own.cores is not None:
+            occupy(own.cores, runner.use_threads)
+
+        def spread(cores: Cores) -> None:
+            occupy(choices[cores], runner.use_threads)
+
         worker = TargetWorker(
             endpoint,
             TargetExecutor(
                 runner,
                 partial(TextStream, tokenizer),
                 _datastore(config, tokenizer, runner.vocab_size),
-                spread,
+                spread if choices else None,
                 guides=_guides(model, runner.vocab_size),
                 habits=Habits() if config.habits else None,
                 head=None if config.head is None else load_head(config.head, runner, progress),
                 gives_states=is_drafting,
             ),
             TargetSettings(config, runner.vocab_size, runner.context, digest),
-            ready=partial(lifeline.tell, "ready", device=taken, dtype=runner.weights),
+            ready=partial(lifeline.tell, "ready", device=own.name, dtype=runner.weights),
             stopping=lifeline.closed.is_set,
             tracer=tracer,
             channel=partial(make_channel, runner.vocab_size) if make_channel else None,
@@ -162,7 +169,7 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> Non
             beat=lifeline.beat,
             slots=config.slots,
             piece=runner.capabilities.prompt_piece,
-            computes=lambda: None if own.cores is None else occupy(own.cores),
+            computes=lambda: None if own.cores is None else occupy(own.cores, runner.use_threads),
         )
         with torch.inference_mode():
             worker.run()

@@ -1,49 +1,39 @@
 """Which device and cores each worker computes on.
 
-A forward on several cores is hundreds of short parallel regions, at the end of each of which the threads wait for one
-another, spinning. If the kernel may choose, it lets two of them take turns on one core as soon as any other process
-wants a core: each region then lasts until both have had their turn, milliseconds. Measured with one busy process on two
-cores: 1,600 ms a forward on both cores, 82 on one alone, and 116 with a core of its own for each thread.
+A forward on several cores is hundreds of short parallel regions. If the kernel may choose, it lets two of the threads
+take turns on one core as soon as any other process wants a core. So each thread has a core of its own; how the threads
+wait for one another is the runner's to say (`ModelRunner.use_threads`).
 """
 
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from pearl.config import EngineConfig, ModelRole
 from pearl.device import Device, usable_cores
 from pearl.errors import ModelError
+from pearl.models.threads import use_torch_threads
+from pearl.protocol.speeds import Cores
 
-_GRAIN = 1 << 15  # elements that a thread takes at least, of an elementwise operation of torch
 _LEFT = 2  # cores that a draft beside a GPU leaves: to the target's host thread and to the client
 _MOST_CORES = 8  # of such a draft, unless the user names others
-_own = threading.local()  # `pool`: the threads with which this one computes, in their order in OpenMP's team
 
 
-def occupy(cores: Sequence[int]) -> None:
+def occupy(cores: Sequence[int], use_threads: Callable[[int], Sequence[int]] = use_torch_threads) -> None:
     """From here on the calling thread computes on these cores, with a thread on each of them: on the first itself.
 
     Threads that it starts itself run on the first one, too.
+
+    Args:
+        use_threads: see `ModelRunner`; until there is a runner, torch's.
     """
     os.sched_setaffinity(0, cores[:1])
-    torch.set_num_threads(len(cores))
-    if len(cores) == 1:  # no other thread takes part
-        return
-    before = _threads() | {each.native_id for each in threading.enumerate()}
-    torch.zeros(len(cores) * _GRAIN).add_(1)  # starts those that are missing; of those that are too many the last end
-    now = _threads()
-    known = [thread for thread in getattr(_own, "pool", ()) if thread in now]
-    _own.pool = [*known, *sorted(now - before)][: len(cores) - 1]
-    for thread, core in zip(_own.pool, cores[1:], strict=False):
+    others = use_threads(len(cores))
+    for thread, core in zip(others, cores[1:], strict=False):
         os.sched_setaffinity(thread, (core,))
-
-
-def _threads() -> set[int]:
-    return {int(name) for name in os.listdir("/proc/self/task")}
 
 
 def place(config: EngineConfig, role: ModelRole) -> torch.device:
@@ -105,17 +95,19 @@ def pin(config: EngineConfig, role: ModelRole) -> None:
         os.sched_setaffinity(0, usable_cores() - taken or usable_cores())
 
 
-def spreader(config: EngineConfig) -> Callable[[bool], None]:
-    """What gives the target the draft's cores too (True), or its own alone; nothing where they are not of one host.
+def core_choices(config: EngineConfig) -> Mapping[Cores, tuple[int, ...]]:
+    """The cores that the target can compute on; empty where there is only one way to.
 
-    To be made before the target is pinned: what `auto` comes to goes by the cores that this process may have.
+    To be asked before the target is pinned: what `auto` comes to goes by the cores that this process may have.
     """
     own = settled(config, "target").cores
+    if own is None:
+        return {}
     theirs = settled(config, "draft").cores if config.has_draft and config.one_host else None
-    if own is None or theirs is None:
-        return lambda everywhere: None
-    every = (*own, *sorted({*theirs} - {*own}))
-    return lambda everywhere: occupy(every if everywhere else own)
+    every = (*own, *sorted({*(theirs or ())} - {*own}))
+    if len(every) == 1:
+        return {}
+    return {Cores.ONE: own[:1], Cores.OWN: own, Cores.ALL: every}
 
 
 def _equal_part(cores: list[int], which: int, of: int) -> tuple[int, ...]:

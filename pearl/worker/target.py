@@ -95,6 +95,8 @@ class TargetWorker:
         speeds = Speeds.of(profile) if profile else Speeds()
         if executor.has_head:
             speeds.auto.add_head()
+        if executor.chooses_cores:
+            speeds.auto.add_one_core()
         if shared_gpus(settings.config):  # forwards do not overlap there
             speeds.auto.untimed = "sd"
         self._coordinator = Coordinator(speeds, settings.config.slots, executor.runner.capabilities.prompt_piece)

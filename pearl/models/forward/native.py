@@ -16,7 +16,7 @@ from pearl.models.forward.quantised import QuantisedMatrix, Weights, panels
 
 log = logging.getLogger(__name__)
 
-_VERSION = 2  # see `native.h`
+_VERSION = 3  # see `native.h`
 _LANES = 16  # outputs of a panel
 _LEAST = 8  # inputs are a multiple of this
 _BLOCK = 32  # and those of quantised weights of this: see `products.c`
@@ -50,6 +50,8 @@ _CASES = {  # bits, kind of scales, whether groups are whole blocks
     *((_SMALL_TABLE, kind, True) for kind in (0, 1, 4)),
 }
 
+_threads = 0  # 0: as many as torch has
+
 
 class _Weights(ctypes.Structure):
     _fields_ = (
@@ -82,12 +84,6 @@ def library() -> ctypes.CDLL | None:
 
 
 def _opened(file: Path) -> ctypes.CDLL:
-    """Its threads are those of torch's OpenMP: the threads of a second one would compete with them for the cores."""
-    maps = Path("/proc/self/maps")
-    for line in maps.read_text().splitlines() if maps.exists() else ():
-        if "libgomp" in line:
-            ctypes.CDLL(line.split()[-1], mode=ctypes.RTLD_GLOBAL)
-            break
     opened = ctypes.CDLL(str(file))
     if opened.pearl_version() != _VERSION:  # AttributeError: built from sources that had none yet
         raise OSError("it was built from other sources: run scripts/setup, or install PEARL again")
@@ -97,8 +93,28 @@ def _opened(file: Path) -> ctypes.CDLL:
     opened.pearl_normalise.argtypes = (pointer, flag, pointer, flag, number, count, count, pointer, pointer, flag)
     opened.pearl_gate.argtypes = (pointer, count, count, flag, flag, pointer)
     opened.pearl_attend.argtypes = (pointer,)
+    opened.pearl_helpers.argtypes = (flag, pointer)
+    opened.pearl_delay.argtypes = (count,)
     opened.pearl_pack.argtypes = (pointer, count, count, flag, flag, pointer)
     return opened
+
+
+def use_threads(count: int) -> list[int]:
+    """Compute with `count` threads from now on, the calling one among them; return the native ids of the others.
+
+    They are our own, asleep while there is nothing to compute, and torch gets none: its threads spin for each other.
+    """
+    global _threads
+    torch.set_num_threads(1)
+    _threads = count
+    ids = (ctypes.c_int32 * count)()
+    helpers = _loaded().pearl_helpers(count, ids)
+    return list(ids)[:helpers]
+
+
+def threads() -> int:
+    """How many threads compute: as `use_threads` had it last, else as many as torch has."""
+    return _threads or torch.get_num_threads()
 
 
 def keeps_float32() -> bool:
@@ -200,7 +216,7 @@ class Native:
             self.shape[0],
             rows,
             room.data_ptr(),
-            torch.get_num_threads(),
+            threads(),
         )
         return out
 

@@ -260,6 +260,9 @@ class ForwardRunner(ModelRunner):
             return None
         return attention.causal_mask(self._positions[:end], at, window, self.dtype)
 
+    def use_threads(self, count: int) -> Sequence[int]:
+        return super().use_threads(count) if self._graphs else native.use_threads(count)
+
     def rollback(self, length: int, slot: int = 0) -> None:
         self._slots.rollback(length, slot)
 

@@ -37,7 +37,7 @@ class NativeAttention:
         eps: float,
     ) -> None:
         self._scoring = scoring
-        threads, rows_ = torch.get_num_threads(), len(table)
+        threads, rows_ = native.threads(), len(table)
         positions = attention.whole_blocks(int(table[:, 1].max()) + 1)
         layers = slots.keys.shape[1] if has_trees else 1
         new = torch.empty(2, layers, rows_, heads.kv, heads.dim, dtype=slots.keys.dtype)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from pearl.models.feeds import Feed
+from pearl.models.forward import native
 from pearl.models.heads.eagle3 import Eagle3Head
 from pearl.models.runner import Capabilities, ModelRunner, check_feeds
 
@@ -38,6 +39,9 @@ class HeadRunner(ModelRunner):
 
     def length(self, slot: int = 0) -> int:
         return self._lengths[slot]
+
+    def use_threads(self, count: int) -> Sequence[int]:
+        return super().use_threads(count) if native.library() is None else native.use_threads(count)
 
     def extend(self, start: int, features: torch.Tensor, slot: int) -> None:
         """The target's states [n, features] of tokens from position `start` on, in or behind the slot's text."""

@@ -288,6 +288,20 @@ INLINE void attend(const Attention *a, int64_t row, int64_t head, int is_float32
         put(a->out, (row * a->heads + head * group) * dim + i, sums[i] * by[i / dim], a->is_float32);
 }
 
+// A key-value head of a row.
+static void attend_piece(const void *work, int64_t piece, int thread) {
+    const Attention *a = work;
+    const int64_t kv = a->kv_heads, group = a->heads / kv, row = piece / kv, head = piece % kv;
+    float *room = a->scores + thread * (group * (a->positions + a->dim) + AT_ONCE * a->dim);
+    if (a->table[4 * row] < 0)
+        for (int64_t i = 0; i < group * a->dim; i++)
+            put(a->out, (row * a->heads + head * group) * a->dim + i, 0, a->is_float32);
+    else if (a->cache_is_float32)
+        attend(a, row, head, 1, room);
+    else
+        attend(a, row, head, 0, room);
+}
+
 void pearl_attend(const Attention *a) {
     const int64_t dim = a->dim, kv = a->kv_heads, all = a->heads + 2 * kv;
     for (int64_t row = 0; row < a->rows; row++) {
@@ -306,21 +320,5 @@ void pearl_attend(const Attention *a) {
             put(a->values, at, value, a->cache_is_float32);
         }
     }
-#pragma omp parallel num_threads(a->threads) if (a->threads > 1)
-    {
-        int64_t thread = 0, threads = 1;
-#ifdef _OPENMP
-        thread = omp_get_thread_num(), threads = omp_get_num_threads();
-#endif
-        for (int64_t each = thread; each < a->rows * kv; each += threads) {
-            const int64_t row = each / kv;
-            if (a->table[4 * row] < 0)
-                for (int64_t i = 0; i < a->heads / kv * dim; i++)
-                    put(a->out, row * a->heads * dim + each % kv * (a->heads / kv) * dim + i, 0, a->is_float32);
-            else if (a->cache_is_float32)
-                attend(a, row, each % kv, 1, a->scores + thread * (a->heads / kv * (a->positions + dim) + AT_ONCE * dim));
-            else
-                attend(a, row, each % kv, 0, a->scores + thread * (a->heads / kv * (a->positions + dim) + AT_ONCE * dim));
-        }
-    }
+    in_pieces(attend_piece, a, a->rows * kv, a->threads);
 }

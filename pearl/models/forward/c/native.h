@@ -3,9 +3,6 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 #ifdef __F16C__
 #include <immintrin.h>
 #endif
@@ -13,9 +10,10 @@
 #define BF16 1
 #endif
 
-#define VERSION 2  // of all that `native.py` and these files agree on: raised with every change of theirs
+#define VERSION 3  // of all that `native.py` and these files agree on: raised with every change of theirs
 #define LANES 16  // of a panel
 #define WIDEST 16384  // numbers of a row's queries
+#define MOST_THREADS 256
 #ifdef __AVX512F__
 #define WIDE 16   // lanes of a vector
 #elif defined(__AVX2__)
@@ -133,6 +131,11 @@ typedef struct {
     int32_t is_float32, norm_is_float32, cache_is_float32, threads;
 } Attention;
 
+// Computes one piece of some work. `thread`: from 0 on, below the number of threads.
+typedef void (*Piece)(const void *work, int64_t piece, int thread);
+
+// Has all pieces computed, by up to so many threads; see `threads.c`.
+void in_pieces(Piece compute, const void *work, int64_t pieces, int threads);
 void pearl_multiply(const Weights *w, const void *x, int x_is_float32, const void *y, int y_is_float32, void *out,
                     int out_is_float32, int64_t stride, int64_t rows, float *scratch, int threads);
 void pearl_attend(const Attention *a);

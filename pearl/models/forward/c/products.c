@@ -11,6 +11,7 @@
 #define BLOCK 32  // inputs whose sum is scaled at once; 16 where groups are no multiple of 32
 #define AHEAD 4096  // bytes of weights that are fetched before they are needed: a page
 #define ROWS 64   // rows that share the unpacking of a block
+#define PIECES 8  // of a product, for each thread
 #if WIDE == 16
 #define TOGETHER 6  // rows whose sums fit the registers
 #else
@@ -611,6 +612,42 @@ int pearl_rounds(void) {
     return ROUNDS;
 }
 
+// What the panels of a product have in common. of_row, of_parts: bytes of a row.
+typedef struct {
+    const Weights *w;
+    const uint8_t *converted, *parts;
+    const float *totals, *less, *units;
+    const void *y;
+    void *out;
+    int y_is_float32, out_is_float32, are_wide;
+    int64_t of_row, of_parts, groups, blocks, stride, rows, together;
+} Product;
+
+// A piece of a product. A thread keeps the weights of a panel in its cache while it goes through the rows.
+static void multiply_panels(const void *work, int64_t piece, int thread) {
+    const Product *p = work;
+    const int64_t panels = (p->w->outputs + LANES - 1) / LANES, inputs = p->w->inputs, first = piece * p->together;
+    const int64_t end = first + p->together < panels ? first + p->together : panels;
+    V sums[ROWS * VECTORS];
+    for (int64_t panel = first; panel < end; panel++)
+        for (int64_t row = 0; row < p->rows; row += ROWS) {
+            const int some = p->rows - row < ROWS ? p->rows - row : ROWS;
+            const Rows given = {(X *)(p->converted + row * p->of_row), p->totals + row * p->groups,
+                                p->less + row * p->blocks, p->parts + row * p->of_parts,
+                                p->units + row * (inputs / BLOCK), inputs, p->blocks, p->are_wide};
+            multiply_panel(p->w, panel, &given, some, sums);
+            for (int i = 0; i < some * VECTORS; i++)
+                store(p->w, panel * LANES + i % VECTORS * WIDE, sums[i], p->out, p->out_is_float32, p->stride, p->y,
+                      p->y_is_float32, row + i / VECTORS);
+        }
+}
+
+// Panels of a piece: a thread takes several pieces, so that one that is late holds up little.
+static int64_t panels_together(int64_t panels, int threads) {
+    const int64_t together = panels / (PIECES * threads);
+    return together ? together : 1;
+}
+
 // out [rows, outputs] = x [rows, inputs] times the weights, plus bias and y [rows, outputs] if there are any, whose rows,
 // and those of out, begin `stride` numbers behind one another.
 // `scratch` holds rows * (3 * inputs + inputs / group) floats.
@@ -644,18 +681,9 @@ void pearl_multiply(const Weights *w, const void *x, int x_is_float32, const voi
     }
     for (int64_t i = 0; i < rows * blocks && w->bits < 8; i++) less[i] *= -w->offset;
     const int64_t panels = (w->outputs + LANES - 1) / LANES;
-    // A thread keeps its weights in its cache while it goes through the rows.
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int64_t panel = 0; panel < panels; panel++) {
-        V sums[ROWS * VECTORS];
-        for (int64_t row = 0; row < rows; row += ROWS) {
-            const int some = rows - row < ROWS ? rows - row : ROWS;
-            const Rows given = {(X *)(converted + row * of_row), totals + row * groups, less + row * blocks,
-                                parts + row * each, units + row * (inputs / BLOCK), inputs, blocks, parts_of_row > 2};
-            multiply_panel(w, panel, &given, some, sums);
-            for (int i = 0; i < some * VECTORS; i++)
-                store(w, panel * LANES + i % VECTORS * WIDE, sums[i], out, out_is_float32, stride, y, y_is_float32,
-                      row + i / VECTORS);
-        }
-    }
+    const Product product = {
+        w, converted, parts, totals, less, units, y, out, y_is_float32, out_is_float32, parts_of_row > 2,
+        of_row, each, groups, blocks, stride, rows, panels_together(panels, threads),
+    };
+    in_pieces(multiply_panels, &product, (panels + product.together - 1) / product.together, threads);
 }

@@ -1,0 +1,33 @@
+"""The threads of torch, by their native ids: those that its operations on a CPU are split between.
+
+OpenMP starts them for each thread that calls torch. Between two operations they spin, and at the end of each they wait
+for one another: milliseconds, where another process has the core of one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+
+import torch
+
+_GRAIN = 1 << 15  # elements that a thread takes at least, of an elementwise operation of torch
+_own = threading.local()  # `pool`: the threads with which this one computes, in their order in OpenMP's team
+
+
+def use_torch_threads(count: int) -> Sequence[int]:
+    """Let torch compute with `count` threads where this one calls it; return the native ids of the others."""
+    torch.set_num_threads(count)
+    if count == 1:  # no other thread takes part
+        return ()
+    before = _threads() | {thread.native_id for thread in threading.enumerate()}
+    torch.zeros(count * _GRAIN).add_(1)  # starts those that are missing; of those that are too many the last end
+    now = _threads()
+    kept = [thread for thread in getattr(_own, "pool", ()) if thread in now]
+    _own.pool = [*kept, *sorted(now - before)][: count - 1]
+    return tuple(_own.pool)
+
+
+def _threads() -> set[int]:
+    return {int(name) for name in os.listdir("/proc/self/task")}
