@@ -32,7 +32,7 @@ from pearl.models.hf import HFRunner
 from pearl.models.runner import feed_chain
 from pearl.printable import cause_of
 
-SECONDS = 20  # for one architecture
+SECONDS = 60  # for one architecture
 WIDTH = 130  # of the page
 HEAD = """
 Of transformers {}, by `python scripts/table_of_models.py`: each one tiny and random, from its configuration class.
