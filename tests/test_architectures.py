@@ -16,8 +16,8 @@ from pearl.models.runner import feed_chain
 from tests.runner_contract import Kinds, RunnerContract, close, some_tokens
 from tests.tiny import VOCAB_SIZE, tiny_model
 
-WINDOWED = ["gpt-oss", "gemma3", "mistral-sliding", "olmo3", "llama4"]  # all windows and chunks are of 8 tokens
-RECURRENT = ["qwen3.5", "qwen3-next", "lfm2", "nemotron-h", "falcon-h1", "mamba2", "mamba"]
+WINDOWED = ["gpt-oss", "gemma3", "mistral-sliding", "olmo3", "llama4", "dory"]  # all windows and chunks are of 8 tokens
+RECURRENT = ["qwen3.5", "qwen3-next", "lfm2", "nemotron-h", "falcon-h1", "mamba2", "mamba", "qwen4-exp"]
 PLAIN = ["qwen3-moe", "glm4-moe", "mixtral", "granite", "phi"]  # nothing but keys and values, as deepseek-v3
 KINDS = [*WINDOWED, *RECURRENT, *PLAIN, "deepseek-v3", "deepseek-v4"]
 CORE = ["gpt-oss", "qwen3-next", "llama4"]
@@ -57,17 +57,18 @@ def test_a_text_far_longer_than_a_window_has_the_logits_of_one_forward_however_i
         runner.rollback(min(start + len(part), 70) if step % 10 else rng.randrange(start + 1))
 
 
-def test_an_indexers_keys_are_rolled_back_too() -> None:
+@pytest.mark.parametrize("kind", ["deepseek-v3.2", "dots3-note", "qwen4-exp"])
+def test_an_indexers_keys_are_rolled_back_too(kind: str) -> None:
     """Compared for the same cut only: where scores nearly tie, another cut lets the indexer choose other positions."""
-    runner, text = load("deepseek-v3.2"), random_tokens(random.Random(0), 40)
+    runner, text = load(kind), random_tokens(random.Random(0), 40)
     for start, count in ((30, 3), (21, 1), (12, 9), (20, 5)):
         runner.rollback(min(start, runner.length()))
         feed_chain(runner, text[runner.length() : start] + random_tokens(random.Random(1), 9), 1)
         runner.rollback(start)
-        own = DynamicCache(config=model("deepseek-v3.2").config)
+        own = DynamicCache(config=model(kind).config)
         with torch.inference_mode():
             for part in (text[:start], text[start : start + count]):
-                expected = model("deepseek-v3.2")(torch.tensor([part]), **{runner._cache_name: own}).logits[0]
+                expected = model(kind)(torch.tensor([part]), **{runner._cache_name: own}).logits[0]
         close(feed_chain(runner, text[start : start + count], count), expected)
 
 
@@ -155,7 +156,7 @@ def test_a_forward_that_would_forget_its_state_is_made_token_by_token(
     assert fed == [8, *([2, 3] if together else [1] * 5)]
 
 
-@pytest.mark.parametrize("kind", ["llama4", "qwen3.5", "lfm2", "deepseek-v3.2", "falcon-h1", "mamba2"])
+@pytest.mark.parametrize("kind", ["llama4", "qwen3.5", "lfm2", "deepseek-v3.2", "falcon-h1", "mamba2", "dory"])
 def test_what_is_told_before_loading_is_what_is_taken(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows keep the whole context, states have copies."""
     monkeypatch.setattr(memory, "_MEASURED_FROM", 0)

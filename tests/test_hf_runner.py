@@ -82,6 +82,7 @@ def test_greedy_text_equals_generate(kind: str) -> None:
         ("gemma-encoder", "GemmaForCausalLM.*decoder-only"),
         ("gemma3-encoder", "Gemma3ForCausalLM.*decoder-only"),
         ("doge", "DogeForCausalLM.*fed with it"),
+        ("dory-last-loop", "DoryForCausalLM.*fed with it"),
         ("t5", "not a causal language model"),
         ("bart", "BartForCausalLM cannot be used here: a trial forward failed"),
         ("roberta", "RobertaForCausalLM cannot be used here: its own forward counts positions otherwise"),

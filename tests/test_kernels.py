@@ -1,4 +1,7 @@
-"""Our GPU kernels in Triton's interpreter, against plain torch: small models of every family, chains, trees, slots."""
+"""Our GPU kernels in Triton's interpreter, against plain torch: small models of every family, chains, trees, slots.
+
+All in float32: see `test_interpreter` for what the interpreter makes of bfloat16. `test_gpu_path` has bits of that.
+"""
 
 import os
 from collections.abc import Iterator, Sequence

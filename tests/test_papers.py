@@ -1,11 +1,14 @@
 """The papers' tables and figures, and their formulas against enumeration and simulation."""
 
+import itertools
 import json
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -272,21 +275,43 @@ def test_the_roofline_has_the_papers_free_tokens() -> None:
     assert len(table.rows) == 4
 
 
-def test_energy_by_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a processor's counter, where there is one."""
+class Nvml:
+    """Stands in for nvidia-ml-py, where there is no GPU: two joules between any two reads, in millijoules."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self) -> None:
+        self.reads = itertools.count(0, 2000)
+
+    def nvmlInit(self) -> None:
+        pass
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        return uuid
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
+        if handle != "GPU-the-first":
+            raise self.NVMLError
+        return next(self.reads)
+
+
+@pytest.mark.parametrize(("uuid", "has_energy"), [("the-first", True), ("an-older-one", False)])
+def test_energy_by_batch(uuid: str, has_energy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(energy, "_SECONDS", 0.05)
     target = ToyRunner(8, alpha_pair(8, 0.5)[0])
-    assert energy.by_batch(target, Quiet(), str(tmp_path / "none:?")).notes
-    (tmp_path / "rapl:0").mkdir()
-    counter = tmp_path / "rapl:0" / "energy_uj"
-    reads = iter(range(0, 10**9, 2_000_000))  # two joules between any two reads
-    monkeypatch.setattr(Path, "read_text", lambda path, *_: str(next(reads)) if path == counter else "")
-    table = energy.by_batch(target, Quiet(), str(tmp_path / "rapl:?"))
+    assert energy.by_batch(target, Quiet()).notes, "a CPU has no such counter"
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuid))
+    monkeypatch.setattr(target, "device", torch.device("cuda"))
+    monkeypatch.setattr(target, "synchronize", lambda: None)
+    table = energy.by_batch(target, Quiet())
+    assert bool(table.notes) != has_energy
     assert [row[0] for row in table.rows] == ["1", "2", "4", "8"]
     for batch, *times, joules, _, theirs in table.rows:
         assert float(theirs) == energy.PAPER[int(batch)]
         assert float(times[0]) >= 0
-        assert float(joules) >= 0
+        assert bool(joules) == has_energy
 
 
 # ---- commands ----

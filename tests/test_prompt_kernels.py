@@ -1,4 +1,7 @@
-"""Prompts by our GPU kernels in Triton's interpreter, against plain torch: the kernels alone, then whole runners."""
+"""Prompts by our GPU kernels in Triton's interpreter, against plain torch: the kernels alone, then whole runners.
+
+In float32, because of what `test_interpreter` shows.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,7 @@
-"""Row tables by our GPU kernels in Triton's interpreter: bits of chains, trees and slots, and the check at load."""
+"""Row tables by our GPU kernels in Triton's interpreter: bits of chains, trees and slots, and the check at load.
+
+In float32, because of what `test_interpreter` shows; `test_gpu_path` compares bits of bfloat16 on a GPU.
+"""
 
 import random
 from collections.abc import Sequence

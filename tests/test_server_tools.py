@@ -1,4 +1,4 @@
-"""Calls of tools, /v1/responses and Ollama's API, against a tiny pair that grammars hold."""
+"""Calls of tools and /v1/responses, against a tiny pair that grammars hold."""
 
 import json
 import re
@@ -6,16 +6,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from pearl.config import SamplingParams
-from pearl.server import ollama, responses
+from pearl.server import responses
 from pearl.server.errors import ApiError
 from pearl.server.requests import read_request
 from pearl.text.tools import FORMATS, CallSplitter, forced_schema, format_of, in_words
-from tests.served import BOUND, MODEL, SETUP, Served, message, serving_tools
+from tests.served import MODEL, SETUP, Served, message, serving_tools
 
 POINT = {"type": "object", "properties": {"y": {"type": "boolean"}}, "required": ["y"], "additionalProperties": False}
 ADD = {
@@ -338,35 +337,6 @@ def test_what_responses_refuse_they_name(served: Served, fields: dict[str, Any],
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), refused.text
 
 
-# ---- Ollama's ----
-
-
-def test_ollamas_clients(served: Served) -> None:
-    def post(path: str, **fields: Any) -> httpx.Response:
-        options = {"num_predict": 200, "seed": 3, "temperature": 1.0, "num_ctx": 8}
-        sent = {"model": f"{MODEL}:latest", "options": options} | fields
-        return httpx.post(f"{served.url}/api/{path}", json=sent, timeout=BOUND)
-
-    assert [one["name"] for one in served.get("/api/tags").json()["models"]] == [MODEL]
-    lines = [json.loads(line) for line in post("generate", prompt="Hi", format="json").text.splitlines()]
-    whole = post("generate", prompt="Hi", format="json", stream=False).json()
-    assert isinstance(json.loads(whole["response"]), dict) or whole["done_reason"] == "length"
-    assert "".join(line["response"] for line in lines) == whole["response"]
-    assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
-    assert lines[-1]["eval_count"] == whole["eval_count"] > 0
-    call = {"function": {"name": "add", "arguments": {"x": 1}}}
-    history = [message("Hi"), message("", "assistant") | {"tool_calls": [call]}, message("5", "tool")]
-    for stream in (True, False):
-        chat = post("chat", messages=history, tools=TOOLS, stream=stream)
-        assert chat.status_code == 200, chat.text
-        assert json.loads(chat.text.splitlines()[-1])["done"]
-    refused = post("generate", prompt="Hi", images=["x"])
-    assert (refused.status_code, "images" in refused.json()["error"]) == (400, True), "Ollama's shape: a text"
-    assert httpx.post(
-        f"{served.url}/api/chat", content="{", headers={"content-type": "application/json"}, timeout=BOUND
-    ).is_error
-
-
 # ---- any body ----
 
 
@@ -382,7 +352,7 @@ def test_values_may_be_nested_deep(depth: int) -> None:
     for read, body in (
         (lambda body: read_request(body, True, SETUP), asked | {"tools": [tool], "tool_choice": "required"}),
         (responses.Responses(SETUP).read, {"model": MODEL, "input": "Hi", "metadata": {"a": deep}, "text": deep}),
-        (lambda body: ollama.read("chat", SETUP, body), asked | {"messages": [called], "format": deep}),
+        (lambda body: read_request(body, True, SETUP), asked | {"messages": [called]}),
     ):
         with suppress(ApiError):
             read(body)

@@ -7,13 +7,12 @@ import os
 import resource
 import socket
 import stat
-import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from pearl.protocol.messages import Cancel, DraftTokens, Finish, Message, Ping, 
 from pearl.transport import connect, listen
 from pearl.transport.address import bind_address, check_bind, is_private, private_directories, private_directory
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Connection, Endpoint, Listener, Peer
-from pearl.transport.codec import MAX_FRAME, MAX_FRAMES, encode
+from pearl.transport.codec import MAX_FRAME
 from pearl.transport.keys import Keys
 from pearl.transport.mailbox import Mailbox
 from pearl.transport.zeromq import new_keys
@@ -75,18 +74,19 @@ def address_of(scheme: str, directory: Path) -> str:
 
 def send_raw(address: str, frames: Sequence[bytes]) -> None:
     """What a program that is no PEARL might send."""
-    if address.startswith("ipc"):
-        with opened(address) as file:
-            file.sendall(struct.pack(f"<{1 + len(frames)}I", len(frames), *map(len, frames)) + b"".join(frames))
-        return
-    with stranger(KEYS) as peer:
+    with stranger_to(address) as peer:
         peer.connect(address)
         peer.send_multipart(frames)
         peer.setsockopt(zmq.LINGER, int(WAIT * 1000))
 
 
+def stranger_to(address: str) -> AbstractContextManager[zmq.Socket[bytes]]:
+    """A socket that is no PEARL's, with the keys where there are some."""
+    return stranger(KEYS if address.startswith("tcp") else None)
+
+
 def opened(address: str) -> socket.socket:
-    """A bare connection to a socket file."""
+    """A bare connection to a socket file, which says nothing."""
     file = socket.socket(socket.AF_UNIX)
     file.settimeout(WAIT)
     file.connect(address.removeprefix("ipc://"))
@@ -352,7 +352,7 @@ class TestTransports:
         assert messages(listener, 1) == [Ping(2)]
 
     def test_a_path_that_cannot_be_bound_is_an_error(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("pearl.transport.sockets.check_bind", lambda address: None)
+        monkeypatch.setattr("pearl.transport.zeromq.check_bind", lambda address, keys: None)
         with pytest.raises(ConfigError, match="cannot bind"):
             listen(f"ipc://{directory}/nowhere/control")
 
@@ -360,36 +360,15 @@ class TestTransports:
         self, listener: Listener, connection: Connection
     ) -> None:
         """It is refused on its header, before it is in memory; the other peers notice nothing."""
-        if listener.address.startswith("tcp"):
-            with stranger(KEYS) as peer:
-                peer.connect(listener.address)
-                monitor = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-                peer.send_multipart([b"\x91\x63", bytes(MAX_FRAME + 1)])
-                assert monitor.poll(WAIT * 1000)
-                peer.disable_monitor()
-                monitor.close(0)
-        else:
-            for header in ((1, MAX_FRAME + 1), (0,), (MAX_FRAMES + 1,), (2, 1, MAX_FRAME + 1)):
-                with opened(listener.address) as file:
-                    file.sendall(struct.pack(f"<{len(header)}I", *header))
-                    assert listener.receive(0.1) == []
-                    assert file.recv(1) == b"", "it was cut off"
+        with stranger_to(listener.address) as peer:
+            peer.connect(listener.address)
+            monitor = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            peer.send_multipart([b"\x91\x63", bytes(MAX_FRAME + 1)])
+            assert monitor.poll(WAIT * 1000)
+            peer.disable_monitor()
+            monitor.close(0)
         connection.send(Ping(1))
         assert messages(listener, 1) == [Ping(1)]
-
-    @pytest.mark.parametrize("listener", ["ipc"], indirect=True)
-    def test_a_message_may_come_in_pieces(self, listener: Listener, connection: Connection) -> None:
-        """Or not to its end: then it is none."""
-        whole = encode(Ping(7))
-        data = struct.pack("<II", 1, len(whole[0])) + whole[0]
-        with opened(listener.address) as file, opened(listener.address) as other:
-            for byte in data:
-                file.sendall(bytes([byte]))
-                other.sendall(bytes([byte])[: byte != data[-1]])
-            assert messages(listener, 1) == [Ping(7)]
-        connection.send(Ping(1))
-        assert messages(listener, 1) == [Ping(1)]
-        assert listener.receive(0.1) == []
 
     def test_many_connections_do_not_end_the_listener(self, directory: Path) -> None:
         """An accepted connection may find no descriptor; a shell's limit of them is often 1,024."""

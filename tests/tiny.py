@@ -129,6 +129,40 @@ _ROUTED = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_
 _FALCON = {"hidden_size": 32, "num_attention_heads": 4, "initializer_range": 0.1, "eos_token_id": EOS_ID}
 _FALCON_H1 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64, "mamba_d_state": 8, "mamba_chunk_size": 8}
 _NEOX = {key: value for key, value in _SIZES.items() if key != "num_key_value_heads"}
+_DORY = {
+    "head_dim": 8,
+    "num_hidden_layers": 4,
+    "n_input_layers": 1,
+    "n_output_layers": 1,
+    "n_recurrent_loops": 3,
+    "initializer_range": 0.18,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+_QWEN4 = {
+    "layer_types": ["linear_attention", "indexed_attention"],
+    "hc_lowrank": 8,
+    "ple_layer_ids": [1],
+    "ngram_vocab_size_base": 100,
+    "heads_per_ngram": 2,
+    "split_ngram_parts": 2,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+}
+_SLIDING_LATENT = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "v_head_dim": 8}
+_DOTS3 = {
+    "layer_types": ["indexed_attention", "sliding_attention"],
+    "head_dim": 16,
+    "shared_experts_intermediate_size": 32,
+    "sliding_window": 8,
+    "index_topk": 8,
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "per_layer_config": {1: _SLIDING_LATENT | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8}},
+}
 _KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("Llama", _SIZES),
     "qwen2": ("Qwen2", _SIZES | {"use_sliding_window": False}),
@@ -225,6 +259,11 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
         "DeepseekV32",
         _SIZES | _MOE | _LATENT | _ROUTED | {"index_topk": 8, "index_n_heads": 16, "index_head_dim": 16},
     ),
+    # Three loops over its middle layers, each with keys of its own, or all but the last with the keys of the last.
+    "dory": ("Dory", _SIZES | _DORY),
+    "dory-last-loop": ("Dory", _SIZES | _DORY | {"recurrent_kv_cache_mode": "last_loop"}),
+    "qwen4-exp": ("Qwen4ExpText", _SIZES | _DELTA | _MOE | _QWEN4 | {"num_experts": 8}),
+    "dots3-note": ("Dots3NoteText", _SIZES | _MOE | _LATENT | _ROUTED | _DOTS3),
     "glm4-moe": ("Glm4Moe", _SIZES | _MOE | _ROUTED | {"head_dim": 8}),
     "mixtral": ("Mixtral", _SIZES | {"num_local_experts": 4, "sliding_window": None}),
     "granite": ("Granite", _SIZES),
@@ -251,6 +290,8 @@ _HEADS = {
     "Gemma3Text": "Gemma3ForCausalLM",
     "Gemma3nText": "Gemma3nForCausalLM",
     "Gemma4Text": "Gemma4ForCausalLM",
+    "Qwen4ExpText": "Qwen4ExpForCausalLM",
+    "Dots3NoteText": "Dots3NoteForCausalLM",
 }
 
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}

@@ -81,7 +81,7 @@ def _system(chat: Chat, text: str) -> None:
 
 def _set(chat: Chat, rest: str) -> None:
     """show the settings in use, or change one: /set temperature 0.7; /set temperature default"""
-    name, _, value = rest.removeprefix("parameter ").strip().partition(" ")  # as in ollama: /set parameter NAME VALUE
+    name, _, value = rest.removeprefix("parameter ").strip().partition(" ")  # /set parameter NAME VALUE is accepted too
     name, value = name.replace("-", "_"), value.strip()
     if name == "system":
         _system(chat, value)

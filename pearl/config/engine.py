@@ -13,9 +13,9 @@ from pearl.config.options import RequestOptions, wide_window
 from pearl.config.section import Section, check_utf8
 from pearl.device import Device
 from pearl.errors import ConfigError
+from pearl.spec.control import ON_ONE_HOST, is_control
 from pearl.spec.methods import DRAFTLESS, MAX_WINDOW, METHODS
 from pearl.spec.stops import STOPS
-from pearl.spec.transports import is_control, is_on_one_host
 
 _EMBEDDED_DRAFT = "embedded-draft"
 MAX_SLOTS = 64  # requests side by side: half as many as one front may have waiting
@@ -233,7 +233,7 @@ class EngineConfig(Section):
     @property
     def one_host(self) -> bool:
         """Whether both workers are on one host, and share the engine's directory."""
-        return is_on_one_host(self.control)
+        return self.control == ON_ONE_HOST
 
 
 @dataclass(frozen=True)
@@ -277,4 +277,4 @@ class ModelConfig:
 
 
 def _on_one_host(known: ValidationInfo) -> bool:
-    return is_on_one_host(known.data.get("control", "ipc"))  # a bad `control` has an error of its own
+    return known.data.get("control", ON_ONE_HOST) == ON_ONE_HOST  # a bad `control` has an error of its own

@@ -18,8 +18,7 @@ from pearl.engine.processes import END_SECONDS, DraftKeeper, Worker
 from pearl.errors import PearlError, StartError, TraceError, TransportError
 from pearl.trace.chrome import merge
 from pearl.trace.recorder import being_written, part_paths
-from pearl.transport import check_bind
-from pearl.transport.address import bind_address, private_directory
+from pearl.transport.address import bind_address, check_bind, private_directory
 from pearl.transport.keys import channel_keys
 from pearl.worker.settings import WorkerSettings
 

@@ -24,7 +24,7 @@ from pearl.config import EngineConfig
 from pearl.engine.launcher import LocalLauncher
 from pearl.engine.processes import DraftKeeper
 from pearl.errors import ConfigError, PearlError, StartError, TransportError, error_named
-from pearl.spec.transports import is_remote
+from pearl.spec.control import is_remote
 from pearl.transport.address import is_engine_directory, is_local, private_directory
 from pearl.transport.keys import read_keys
 

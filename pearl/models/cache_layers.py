@@ -38,22 +38,29 @@ class FixedLayer(DynamicLayer):
     """Keys and values of one layer in buffers [1, heads, capacity, head_dim], whose first `filled` positions are valid.
 
     Growing copies only the new rows (`DynamicLayer` copies all), and shrinking sets a number.
+
+    Attributes:
+        keys, values: views of the valid positions, which some models read by themselves (Dory).
+        indexer_position_ids: positions of the indexed keys [.., filled], which a model appends to (Qwen4-Exp).
     """
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
         self.capacity = capacity
         self.filled = self.indexed = 0
+        self.buffers: tuple[torch.Tensor, torch.Tensor] | None = None  # of keys and of values
         self.indexer_keys: torch.Tensor | None = None  # [1, capacity, width]
+        self.indexer_position_ids: torch.Tensor | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate at the first update: only then are head counts, dtypes and devices known."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        # empty, not zeros: on a CPU the pages of an unused context are then never touched.
-        self.keys, self.values = (
-            states.new_empty(*states.shape[:2], self.capacity, states.shape[3]) for states in (key_states, value_states)
-        )
+        self.buffers = (self._buffer_for(key_states), self._buffer_for(value_states))
         self.is_initialized = True
+
+    def _buffer_for(self, states: torch.Tensor) -> torch.Tensor:
+        # empty, not zeros: on a CPU the pages of an unused context are then never touched.
+        return states.new_empty(*states.shape[:2], self.capacity, states.shape[3])
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -61,13 +68,13 @@ class FixedLayer(DynamicLayer):
         """Append states [1, heads, n, head_dim]; return views of all filled rows."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        start = self.filled
+        self._resize(start + key_states.shape[2])
         assert self.keys is not None
         assert self.values is not None
-        start, self.filled = self.filled, self.filled + key_states.shape[2]
-        keys, values = self.keys[:, :, : self.filled], self.values[:, :, : self.filled]
-        keys[:, :, start:] = key_states
-        values[:, :, start:] = value_states
-        return keys, values
+        self.keys[:, :, start:] = key_states
+        self.values[:, :, start:] = value_states
+        return self.keys, self.values
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Append states [1, n, width]; return a view of all filled rows."""
@@ -83,7 +90,25 @@ class FixedLayer(DynamicLayer):
 
     def rollback(self, length: int) -> None:
         """Forget all but the first `length` positions."""
-        self.filled = self.indexed = length
+        self._resize(length)
+        self.indexed = length
+        if self.indexer_position_ids is not None:
+            self.indexer_position_ids = self.indexer_position_ids[..., :length]
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows of the batch only."""
+        if self.buffers is not None:
+            keys, values = self.buffers
+            self.buffers = (keys[indices], values[indices])
+            self._resize(self.filled)
+
+    def _resize(self, length: int) -> None:
+        """Let `keys` and `values` show the first `length` positions."""
+        self.filled = length
+        if self.buffers is not None:
+            keys, values = self.buffers
+            self.keys = keys[:, :, :length]
+            self.values = values[:, :, :length]
 
 
 _FIXED = frozenset(vars(FixedLayer(0)))
@@ -210,7 +235,7 @@ def sizes_of(layers: Sequence[object], item: int = 0) -> tuple[int, int]:
     each = total = 0
     for layer in layers:
         if isinstance(layer, FixedLayer):
-            kept = (layer.keys, layer.values, layer.indexer_keys)
+            kept = [*(layer.buffers or ()), layer.indexer_keys]
             each += sum(_nbytes(one, item) for one in kept if one is not None) // layer.capacity
         if isinstance(layer, LinearAttentionLayer):
             total += sum(_nbytes(one, item) for held in _state(layer).values() for one in _tensors(held))

@@ -48,7 +48,6 @@ class HFRunner(ModelRunner):
         self.model = model.eval()
         config = model.config.get_text_config(decoder=True)
         layers = _layers(model, context)
-        self._layers = [layer for layer in layers if isinstance(layer, FixedLayer)]
         self._states = Snapshots(layers)
         self._cache = Cache(layers=layers)
         self._length = 0
@@ -77,6 +76,14 @@ class HFRunner(ModelRunner):
                 type(model).__name__,
                 ", ".join(kinds),
             )
+
+    @property
+    def _layers(self) -> list[FixedLayer]:
+        """The cache's layers of keys and values.
+
+        Read anew each time, because the first forward of some models appends more: Dory one for each loop.
+        """
+        return [layer for layer in self._cache.layers if isinstance(layer, FixedLayer)]
 
     def length(self, slot: int = 0) -> int:
         return self._length

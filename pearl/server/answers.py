@@ -67,14 +67,14 @@ class Answer:
     """The answer to one request: its objects share an id, a time and a model.
 
     Attributes:
-        media_type: of a streamed answer; `done`: what ends it.
+        done: what ends a streamed answer.
         new_parts: makes the `Parts` of a text.
 
     Args:
         spell: a token's bytes in UTF-8; for log probabilities.
     """
 
-    media_type, done = "text/event-stream; charset=utf-8", DONE
+    done = DONE
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ from pearl.engine import Result
 from pearl.engine.asynchronous import AsyncStream
 from pearl.engine.request import Options
 from pearl.errors import EngineClosed, PearlError
-from pearl.server import ollama, openapi
+from pearl.server import openapi
 from pearl.server.access import Access, Check, Checked
 from pearl.server.answers import DONE, Answer, event, usage
 from pearl.server.errors import ApiError, no_model, of_engine
@@ -73,12 +73,6 @@ class App:
             Route("/completions", self._posted(partial(self._openai, False)), methods=["POST"]),
             Route("/responses", self._posted(self._responses.read), methods=["POST"]),
         ]
-        setup = self._setup
-        of_ollama = [
-            Route("/tags", _json(ollama.tags(self._card))),
-            Route("/chat", self._posted(partial(ollama.read, "chat", setup)), methods=["POST"]),
-            Route("/generate", self._posted(partial(ollama.read, "generate", setup)), methods=["POST"]),
-        ]
         own = checked(access.check_origin, access.check_key)
         # Outermost: it answers a browser's question whether a page may ask, which has no key.
         may: Any = {"allow_origins": [*access.origins], "allow_headers": ["*"], "allow_methods": ["GET", "POST"]}
@@ -90,7 +84,6 @@ class App:
             Route("/version", _json({"version": __version__})),
             Route("/openapi.json", _json(self._described)),
             Mount("/v1", routes=versioned, middleware=own),
-            Mount("/api", routes=of_ollama, middleware=own),
         ]
         return Starlette(
             routes=[Mount("", routes=routes, middleware=checked(access.check_host))],
@@ -162,8 +155,7 @@ class App:
         assert isinstance(error, ApiError)
         self._service.figures.refused(error.status)
         log_refused(f"{request.method} {request.url.path}", error.status, error.message)
-        body = {"error": error.message} if request.url.path.startswith("/api/") else error.body  # Ollama's shape
-        return _ErrorResponse(body, error.status, error.headers | headers)
+        return _ErrorResponse(error.body, error.status, error.headers | headers)
 
     def _what_is_there(self, request: Request, status: int, headers: Mapping[str, str]) -> str:
         """Why a request has no endpoint, and which one may be meant."""
@@ -317,7 +309,7 @@ class _Reply:
 
         Returns the status and the usage.
         """
-        stream = _EventStream(send, self._answer.media_type)
+        stream = _EventStream(send)
         try:
             _, counted = await self._generate(prompts, partial(self._send_text, stream))
         except ApiError as error:
@@ -357,9 +349,9 @@ def _errors_about(param: str) -> Iterator[None]:
 class _EventStream:
     """Server-sent events of several texts, one at a time; the headers go out with the first."""
 
-    def __init__(self, send: Send, media_type: str = Answer.media_type) -> None:
+    def __init__(self, send: Send) -> None:
         self._send = send
-        self._headers = [(b"content-type", media_type.encode()), (b"cache-control", b"no-cache")]
+        self._headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         self._sending = asyncio.Lock()
         self.has_begun = False
 

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from pearl.document import damaged
 from pearl.errors import TraceError
-from pearl.spec.transports import is_on_one_host
+from pearl.spec.control import ON_ONE_HOST
 from pearl.trace.outcomes import ACCEPTED, DISCARDED, REJECTED, Outcomes, messages
 from pearl.trace.recorder import LOOP, TRACKS, TRANSPORT, Part, Record, part_paths
 
@@ -59,7 +59,7 @@ def merge(trace: Path, recorded: Path | None = None) -> None:
 
 def lacks_draft(config: Any, roles: list[str]) -> bool:
     """Whether the draft wrote its part on another host, and none has been copied here yet."""
-    return "draft" not in roles and config["draft"] != "none" and not is_on_one_host(config["control"])
+    return "draft" not in roles and config["draft"] != "none" and config["control"] != ON_ONE_HOST
 
 
 def write(trace: Path, parts: list[Part]) -> None:

@@ -15,12 +15,13 @@ from pathlib import Path
 
 from pearl.config.section import check_utf8
 from pearl.errors import ConfigError
-from pearl.spec.transports import is_control, of_address
+from pearl.spec.control import ON_ONE_HOST, is_control
 
 _MAX_IPC_PATH = 107  # bytes: size of sun_path on Linux, without the final NUL
 _PREFIX = "pearl-"
 _USUAL_SOCKET = f"{_PREFIX}XXXXXXXX/control"  # in a runtime directory
 _SHORT = "/tmp/pearl.{user}"  # not named as the private directories are
+_FILE = "ipc://"
 _TCP = re.compile(r"tcp://(?!\*|0\.0\.0\.0:|\[[0:]*\]:)([\w.-]+|\[[0-9A-Fa-f:.]+(%\w+)?\]):(\*|\d{1,5})")
 
 
@@ -48,20 +49,28 @@ def bind_address(control: str, directory: Path) -> str:
     """The address for this value of `control`: for ipc a local one, else the value itself."""
     if not is_control(control):
         raise ConfigError(f"control channel {control!r} is unknown: choose ipc, or tcp://HOST:PORT")
-    transport = of_address(control)
-    return control if transport is None or transport.local is None else transport.local.format(directory=directory)
+    return f"{_FILE}{directory}/control" if control == ON_ONE_HOST else control
+
+
+def is_file(address: str) -> bool:
+    """Whether `address` is a socket file."""
+    return address.startswith(_FILE)
+
+
+def file_of(address: str) -> str:
+    """The path of the socket file that `address` names."""
+    return address.removeprefix(_FILE)
 
 
 def is_local(address: str) -> bool:
     """Whether `address` is a socket file in a private directory, so that only this user can reach it."""
-    transport = of_address(address)
-    return transport is not None and transport.local is not None and is_private(Path(address[len("ipc://") :]).parent)
+    return is_file(address) and is_private(Path(file_of(address)).parent)
 
 
 def check_bind(address: str, keys: bool = False) -> None:
     """Raises `ConfigError` if `address` is not one to bind, or others could reach it and there are no `keys`."""
-    if address.startswith("ipc://"):
-        _check_socket_file(Path(address.removeprefix("ipc://")))
+    if is_file(address):
+        _check_socket_file(Path(file_of(address)))
     elif not _TCP.fullmatch(address):
         raise ConfigError(
             f"refusing to bind {address}: only ipc:// in a private directory and tcp://HOST:PORT are allowed, until "

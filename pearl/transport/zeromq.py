@@ -1,25 +1,33 @@
-"""The control channel over ZeroMQ, between hosts: the one file that imports zmq.
+"""The control channel over ZeroMQ: the one file that imports zmq.
 
-The target worker binds a `ZmqListener` (ROUTER); the draft and each front make a `ZmqConnection` (DEALER). Both have
-keys (CURVE, ZeroMQ RFC 26): all is encrypted, the listener proves its key to its peers, and admits one client key only.
+The target worker binds a `ZmqListener` (ROUTER); the draft and each front make a `ZmqConnection` (DEALER).
+
+* On one host the address is a socket file (`ipc://`), which is protected by its directory (see `address`).
+* Between hosts (`tcp://`) both ends have keys (CURVE, ZeroMQ RFC 26): all is encrypted, the listener proves its key to
+  its peers, and admits one client key only.
+
 Knows frames and peers, not what messages mean.
 """
 
 from __future__ import annotations
 
+import os
 import select
 import struct
+import threading
+import time
 from collections.abc import Sequence
 from errno import ENODEV
+from math import ceil
 from typing import TYPE_CHECKING
 
 import zmq
 
-from pearl.errors import ConfigError, TransportError
-from pearl.transport.address import check_bind, raise_limit
+from pearl.errors import ConfigError, LocalProtocolError, TransportError
+from pearl.protocol.messages import Message
+from pearl.transport.address import check_bind, file_of, is_file, raise_limit
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Peer, Received
-from pearl.transport.codec import MAX_FRAME
-from pearl.transport.endpoint import BaseEndpoint, Frames
+from pearl.transport.codec import MAX_FRAME, encode, received
 from pearl.transport.keys import Keys
 
 if TYPE_CHECKING:
@@ -28,6 +36,7 @@ if TYPE_CHECKING:
 _QUEUE = 1 << 16  # messages queued to send, or for a front: more than a text has, so a front may read slowly
 _LISTENER_QUEUE = 16  # messages of one peer that a listener queues, 256 MiB at most; the rest waits with the peer
 _HANDSHAKE_SECONDS = 30  # for a peer to prove its key: a worker that loads its model may be slow
+_RETRY_SECONDS = 0.01  # between two attempts to connect to a socket file
 _CONNECT_SECONDS = 5  # for one attempt to connect: the kernel's own come a minute apart after a long outage
 _LOST_SECONDS = 15  # without an acknowledgement by the peer's kernel: the link is cut, or its host is gone
 # As enums they cost twice the time.
@@ -58,11 +67,20 @@ def _is_readable(socket: zmq.Socket[bytes]) -> bool:
     return bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
 
 
-class _Socket(BaseEndpoint):
-    """A socket with a context of its own, so that closing it waits for no other socket."""
+class _Socket:
+    """An end of the control channel.
+
+    Its socket has a context of its own, so that closing it waits for no other socket. One thread may wait while others
+    send and receive.
+    """
+
+    is_listener = False
 
     def __init__(self, kind: int, queue: int) -> None:
-        super().__init__()
+        self._is_closed = False
+        self._is_woken = False
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK)
+        self._lock = threading.Lock()  # ZeroMQ's sockets are for one thread at a time
         self._context = zmq.Context()
         self._socket = self._context.socket(kind)
         self._socket.setsockopt(zmq.LINGER, 0)  # nothing may wait for a socket that is dropped unclosed
@@ -70,7 +88,55 @@ class _Socket(BaseEndpoint):
         self._socket.setsockopt(zmq.RCVHWM, queue)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_SECONDS * 1000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)  # of a frame; ZeroMQ disconnects who exceeds it
+        self._poll = select.poll()
+        self._poll.register(self._wakeup, select.POLLIN)
         self._poll.register(int(self._socket.getsockopt(zmq.FD)), select.POLLIN)
+
+    def send(self, message: Message, peer: Peer | None = None) -> None:
+        if peer is None and self.is_listener:
+            raise LocalProtocolError("a listener must name the peer to which it sends")
+        frames = encode(message)
+        with self._lock:
+            self._check_open()
+            self._send(SOLE_PEER if peer is None else peer, frames)
+
+    def receive(self, timeout: float) -> list[Received]:
+        deadline = time.monotonic() + timeout
+        is_woken = False
+        taken = self._take()
+        while not taken and not is_woken and (left := deadline - time.monotonic()) > 0:
+            is_woken = self._wait(left)
+            taken = self._take()
+        return [(peer, received(frames, to_target=self.is_listener)) for peer, frames in taken]
+
+    def wait(self, timeout: float) -> None:
+        self._wait(timeout)
+
+    def _wait(self, timeout: float) -> bool:
+        """Whether `wake` was called. A descriptor may also signal what is no message."""
+        ready = [descriptor for descriptor, _ in self._poll.poll(ceil(timeout * 1000))]
+        if self._wakeup in ready:
+            os.eventfd_read(self._wakeup)
+        is_woken = self._is_woken
+        self._is_woken = False
+        return is_woken
+
+    def wake(self) -> None:
+        self._is_woken = True
+        self._rouse()
+
+    def _rouse(self) -> None:
+        """Have the thread that waits look at the socket."""
+        if not self._is_closed:
+            os.eventfd_write(self._wakeup, 1)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise TransportError("this end of the control channel was closed")
+
+    def _send(self, peer: Peer, frames: Sequence[bytes]) -> None:
+        """Raises `TransportError`. Called with the lock."""
+        raise NotImplementedError
 
     def _send_frames(self, frames: Sequence[bytes]) -> None:
         try:
@@ -84,13 +150,17 @@ class _Socket(BaseEndpoint):
         finally:
             self._pass_on()
 
-    def _take(self) -> list[tuple[Peer, Frames]]:
-        found: list[tuple[Peer, Frames]] = []
-        while len(found) < MAX_BATCH and _is_readable(self._socket):
-            frames = self._socket.recv_multipart(_NOBLOCK)
-            found.append((frames[0], frames[1:]) if self.is_listener else (SOLE_PEER, frames))
-        self._pass_on()
-        return found
+    def _take(self) -> list[tuple[Peer, list[bytes]]]:
+        """What has arrived."""
+        taken: list[tuple[Peer, list[bytes]]] = []
+        with self._lock:
+            self._check_open()
+            while len(taken) < MAX_BATCH and _is_readable(self._socket):
+                frames = self._socket.recv_multipart(_NOBLOCK)
+                peer = frames.pop(0) if self.is_listener else SOLE_PEER
+                taken.append((peer, frames))
+            self._pass_on()
+        return taken
 
     def _pass_on(self) -> None:
         """Wake the waiting thread if more can be read: the file descriptor signals it only once."""
@@ -98,11 +168,17 @@ class _Socket(BaseEndpoint):
             self._rouse()
 
     def close(self, flush: float = 0.0) -> None:
-        if not self._is_closed:
+        with self._lock:
+            if self._is_closed:
+                return
             self._is_closed = True
+            self._close_helpers()
             self._socket.close(linger=int(flush * 1000))
             self._context.term()  # waits for that linger only
-            super().close()
+            os.close(self._wakeup)
+
+    def _close_helpers(self) -> None:
+        """Close what must be closed before the context can end."""
 
 
 class _OneKey:
@@ -133,35 +209,42 @@ class ZmqListener(_Socket):
     def __init__(self, address: str, keys: Keys | None = None) -> None:
         """Binds `address`; the attribute `address` includes the port. Raises `ConfigError` as `check_bind` does.
 
-        `keys`: a peer without the same keys gets no answer, and is disconnected with at most one frame in memory.
+        `keys`: a peer without the same keys gets no answer, and is disconnected with at most one frame in memory. A
+        socket file needs none.
         """
         check_bind(address, keys is not None)
-        assert keys is not None
-        admitted = _public(keys.client)
+        admitted = None if keys is None or is_file(address) else _public(keys.client)
         super().__init__(zmq.ROUTER, _LISTENER_QUEUE)
         raise_limit()
-        self._authenticator = _authenticator(self._context, admitted)
-        self._socket.curve_server = True
-        self._socket.curve_secretkey = keys.server.encode()
-        self._socket.zap_domain = _ZAP_DOMAIN.encode()
-        self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator nobody is admitted
+        self._authenticator: ThreadAuthenticator | None = None
+        if keys is not None and admitted is not None:
+            self._admit(keys, admitted)
         self._socket.setsockopt(zmq.IPV6, "[" in address)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else messages to a vanished peer are dropped silently
         try:
             self._socket.bind(address)
+            if is_file(address):
+                os.chmod(file_of(address), 0o600)  # whatever the umask was
         except zmq.ZMQError as error:
             self.close()
             hint = "; HOST must be an address or a network interface of this machine" if error.errno == ENODEV else ""
             raise ConfigError(f"cannot bind {address}: {error.strerror}{hint}") from None
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
+    def _admit(self, keys: Keys, admitted: bytes) -> None:
+        """Admit the peers whose public key is `admitted`, and encrypt."""
+        self._authenticator = _authenticator(self._context, admitted)
+        self._socket.curve_server = True
+        self._socket.curve_secretkey = keys.server.encode()
+        self._socket.zap_domain = _ZAP_DOMAIN.encode()
+        self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator nobody is admitted
+
     def _send(self, peer: Peer, frames: Sequence[bytes]) -> None:
         self._send_frames([peer, *frames])
 
-    def close(self, flush: float = 0.0) -> None:
-        if not self._is_closed:
-            self._authenticator.stop()  # its sockets belong to this context, which ends only once they are closed
-        super().close(flush)
+    def _close_helpers(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
 
 
 class ZmqConnection(_Socket):
@@ -172,17 +255,24 @@ class ZmqConnection(_Socket):
     """
 
     def __init__(self, address: str, keys: Keys | None = None) -> None:
-        if keys is None:
+        if is_file(address):
+            keys = None
+            if not os.path.isabs(file_of(address)):
+                raise ConfigError(f"cannot connect to {address}: it names no socket file")
+        elif keys is None:
             raise ConfigError(f"cannot connect to {address} without its keys (--keys FILE)")
-        public = _public(keys.server), _public(keys.client)
+        public = None if keys is None else (_public(keys.server), _public(keys.client))
         super().__init__(zmq.DEALER, _QUEUE)
         self._failure = ""  # why it cannot be used any more
         self._is_pending = True  # neither admitted nor refused, as far as `receive` has returned
-        self._socket.curve_serverkey, self._socket.curve_publickey = public
-        self._socket.curve_secretkey = keys.client.encode()
-        self._socket.setsockopt(zmq.IPV6, "[" in address)
-        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_SECONDS * 1000)
-        self._socket.setsockopt(zmq.TCP_MAXRT, _LOST_SECONDS * 1000)  # the kernel would try for a quarter of an hour
+        if keys is not None and public is not None:
+            self._socket.curve_serverkey, self._socket.curve_publickey = public
+            self._socket.curve_secretkey = keys.client.encode()
+            self._socket.setsockopt(zmq.IPV6, "[" in address)
+            self._socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_SECONDS * 1000)
+            self._socket.setsockopt(zmq.TCP_MAXRT, _LOST_SECONDS * 1000)  # the kernel would try for 15 minutes
+        else:
+            self._socket.setsockopt(zmq.RECONNECT_IVL, int(_RETRY_SECONDS * 1000))
         # A DEALER queues for a peer that is gone as for one that is slow; its monitor tells the two apart.
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED)
         self._monitor.setsockopt(zmq.LINGER, 0)
@@ -224,11 +314,6 @@ class ZmqConnection(_Socket):
             f"the peer at {self.address} did not let us in: our key file is not its own, or it went away at that moment"
         )
 
-    def close(self, flush: float = 0.0) -> None:
-        if not self._is_closed:
-            self._socket.disable_monitor()
-            self._monitor.close()
-            super().close(flush)
-
-
-listen, connect = ZmqListener, ZmqConnection
+    def _close_helpers(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close()

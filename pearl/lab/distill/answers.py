@@ -145,8 +145,8 @@ class _Batch:
         self._head: torch.Tensor = model.get_output_embeddings().weight
         longest = max(map(len, prompts))
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
-        self._layers = [FixedLayer(longest + limit) for _ in range(layers)]
-        self._cache = {cache_name(model.base_model): Cache(layers=list(self._layers))}
+        self._cache = Cache(layers=[FixedLayer(longest + limit) for _ in range(layers)])
+        self._cache_name = cache_name(model.base_model)
         padded = torch.tensor([[*[-1] * (longest - len(prompt)), *prompt] for prompt in prompts], device=model.device)
         self._fed = padded.clamp_min(0)
         self._mask = torch.nn.functional.pad((padded >= 0).long(), (0, limit), value=1)
@@ -159,7 +159,11 @@ class _Batch:
         positions = (mask.cumsum(-1) - 1).clamp_min_(0)[:, self._length :]
         # The head is applied below: on a slice of all states torch would copy its weights for every row.
         states = self._model.base_model(
-            input_ids=self._fed, attention_mask=mask, position_ids=positions, use_cache=True, **self._cache
+            input_ids=self._fed,
+            attention_mask=mask,
+            position_ids=positions,
+            use_cache=True,
+            **{self._cache_name: self._cache},
         ).last_hidden_state[:, -1]
         self._length = end
         logits = (states @ self._head.T).float()
@@ -172,11 +176,9 @@ class _Batch:
 
     def keep(self, rows: list[int]) -> None:
         """Remove all other rows."""
-        self._fed, self._mask = self._fed[rows], self._mask[rows]
-        for layer in self._layers:
-            assert layer.keys is not None
-            assert layer.values is not None
-            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+        self._fed = self._fed[rows]
+        self._mask = self._mask[rows]
+        self._cache.batch_select_indices(torch.tensor(rows, device=self._fed.device))
 
 
 def batched(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

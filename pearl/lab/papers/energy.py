@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
-from pathlib import Path
+
+import torch
 
 from pearl.cache import Watcher
 from pearl.config import EngineConfig
@@ -14,9 +14,8 @@ from pearl.worker.build import make_runner
 from pearl.worker.placement import place
 
 BATCHES = (1, 2, 4, 8, 16)
-_CONTEXT, _SECONDS = 64, 3.0  # tokens in each cache; how long each batch is repeated
-_RAPL = "/sys/class/powercap/intel-rapl:?"  # a counter of microjoules for each processor
-_SMI = ("nvidia-smi", "--query-gpu=power.draw", "--format=csv,noheader,nounits")
+_CONTEXT = 64  # tokens in each cache
+_SECONDS = 3.0  # how long each batch is repeated
 PAPER = {1: 14.1, 2: 16.5, 4: 17.7, 8: 19.7, 16: 24.7}  # joules a forward, OPT-13B on two A10
 
 
@@ -26,7 +25,7 @@ def measure(config: EngineConfig, watcher: Watcher) -> Table:
     return by_batch(make_runner(several.model("target"), place(several, "target")), watcher)
 
 
-def by_batch(target: ModelRunner, watcher: Watcher, directory: str = _RAPL) -> Table:
+def by_batch(target: ModelRunner, watcher: Watcher) -> Table:
     """A row for each batch that the target has slots for."""
     batches = [batch for batch in BATCHES if batch <= target.capabilities.slots]
     watcher.begin("energy by batch", len(batches))
@@ -35,46 +34,46 @@ def by_batch(target: ModelRunner, watcher: Watcher, directory: str = _RAPL) -> T
         feed_chain(target, [(1 + slot) % target.vocab_size] * _CONTEXT, 0, slot)
     rows = []
     for batch in batches:
-        count, seconds, joules = _repeated(target, batch, directory)
+        count, seconds, joules = _repeated(target, batch)
         figures = [f"{1e3 * seconds / count:.1f}", f"{1e3 * seconds / count / batch:.1f}"]
         figures += ["", ""] if joules is None else [f"{joules / count:.2f}", f"{joules / count / batch:.2f}"]
         rows.append([str(batch), *figures, f"{PAPER[batch]}"])
         watcher.advance(1, f"batch {batch}")
     columns = ("batch", "ms a run", "ms an input", "J a run", "J an input", "theirs:\nJ a run")
-    notes = [] if rows and rows[0][3] else ["This machine has no meter that can be read: no energy."]
+    notes = []
+    if not rows[0][3]:
+        notes.append("No energy: it takes an NVIDIA GPU for the target, and pip install nvidia-ml-py.")
     return Table("Time and energy of the target's forwards by batch (table 1)", columns, rows, notes)
 
 
-def _repeated(target: ModelRunner, batch: int, directory: str) -> tuple[int, float, float | None]:
+def _repeated(target: ModelRunner, batch: int) -> tuple[int, float, float | None]:
     """(forwards, seconds, joules or None): forwards of one token a sequence, for `_SECONDS`."""
-    began, before, count = time.monotonic(), _joules(directory), 0
+    count = 0
+    began = time.monotonic()
+    before = _joules(target.device)
     while time.monotonic() < began + _SECONDS:
         target.forward([Feed([7], 1, slot) for slot in range(batch)])
         target.synchronize()
         for slot in range(batch):
             target.rollback(_CONTEXT, slot)
         count += 1
-    seconds, after = time.monotonic() - began, _joules(directory)
-    if target.device.type == "cuda":
-        watts = _watts()
-        return count, seconds, None if watts is None else watts * seconds
+    seconds = time.monotonic() - began
+    after = _joules(target.device)
     return count, seconds, None if before is None or after is None else after - before
 
 
-def _joules(directory: str) -> float | None:
-    """The processors' energy so far; None where it cannot be read."""
-    root = Path(directory)
-    try:
-        found = [int((path / "energy_uj").read_text()) for path in root.parent.glob(root.name)]
-    except (OSError, ValueError):
+def _joules(device: torch.device) -> float | None:
+    """The energy that a GPU has taken since its driver was loaded, by NVML; None where that cannot be read."""
+    if device.type != "cuda":
         return None
-    return sum(found) / 1e6 if found else None
-
-
-def _watts() -> float | None:
-    """The GPUs' mean power in the last second, as `nvidia-smi` has it. Untested on a GPU."""
     try:
-        done = subprocess.run(_SMI, capture_output=True, text=True, timeout=5, check=True)
-        return sum(map(float, done.stdout.split()))
-    except (OSError, ValueError, subprocess.SubprocessError):
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        uuid = torch.cuda.get_device_properties(device).uuid
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
+    except pynvml.NVMLError:  # such as a GPU before Volta
         return None

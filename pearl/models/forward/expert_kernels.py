@@ -3,7 +3,8 @@
 Which experts a row chose is read on the device, so that a recording serves every choice.  A program has one expert and
 one tile of outputs, for all rows: an expert's weights are read once, and a row's bits are those of any other company.
 
-`TRITON_INTERPRET=1` runs the kernels on a CPU.
+`TRITON_INTERPRET=1` runs the kernels on a CPU, in float32: with bfloat16 the interpreter computes otherwise than a
+GPU, as `tests/test_interpreter.py` shows.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ in the order of the parts, by whichever program is the last to finish one.
 ROWS: of the table (see `row_table`).  OVERLAPS: a kernel is launched while the one before it ends, and waits for it
 ("programmatic dependent launch").
 
-`TRITON_INTERPRET=1` runs the kernels on a CPU.
+`TRITON_INTERPRET=1` runs the kernels on a CPU, in float32: with bfloat16 the interpreter computes otherwise than a
+GPU, as `tests/test_interpreter.py` shows.
 """
 
 from __future__ import annotations
