@@ -18,7 +18,15 @@ if TYPE_CHECKING:
     from pearl.engine.asynchronous import AsyncEngine
     from pearl.engine.stream import Result
 
-__all__ = ["AsyncEngine", "Engine", "EngineConfig", "RequestOptions", "Result", "SamplingParams", "__version__"]
+__all__ = [
+    "AsyncEngine",
+    "Engine",
+    "EngineConfig",
+    "RequestOptions",
+    "Result",
+    "SamplingParams",
+    "__version__",
+]
 
 _ROOMS = {
     "AsyncEngine": "pearl.engine.asynchronous",

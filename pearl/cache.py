@@ -47,7 +47,9 @@ def silent(_message: str) -> None:
 class Count:
     """Reports how far work is, as "layer 12 of 80": every two seconds, so that short work reports nothing."""
 
-    def __init__(self, progress: Progress, what: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, progress: Progress, what: str, total: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._progress = progress
         self._what = what
         self._total = total
@@ -95,7 +97,9 @@ def built_once(name: str, build: Build, progress: Progress, root: Path | None = 
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f"{name}.lock"):
             if not final.is_dir():
-                for leftover in root.glob(f".{name}.*"):  # of a builder that was killed: we hold the lock
+                for leftover in root.glob(
+                    f".{name}.*"
+                ):  # of a builder that was killed: we hold the lock
                     shutil.rmtree(leftover, ignore_errors=True)
                 with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=root) as scratch:
                     building = Path(scratch) / "building"

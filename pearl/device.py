@@ -40,7 +40,9 @@ class Device:
         if name == "auto":
             return Device("auto")
         shown = name if len(name) < 80 else f"{name[:80]}..."
-        raise ValueError(f"bad device {shown!r}: use auto, cpu, cpu:0, cpu:0-3, cpu:0,2, cuda, cuda:1 or cuda:0-1")
+        raise ValueError(
+            f"bad device {shown!r}: use auto, cpu, cpu:0, cpu:0-3, cpu:0,2, cuda, cuda:1 or cuda:0-1"
+        )
 
     @property
     def name(self) -> str:
@@ -54,13 +56,20 @@ class Device:
         """Both together: GPUs if one has any, otherwise cores; all cores where one of them is not pinned."""
         if gpus := tuple(sorted({*self.gpus, *other.gpus})):
             return Device("cuda", gpus=gpus)
-        return Device("cpu", cores=tuple(sorted({*self.cores, *other.cores})) if self.cores and other.cores else None)
+        return Device(
+            "cpu",
+            cores=tuple(sorted({*self.cores, *other.cores}))
+            if self.cores and other.cores
+            else None,
+        )
 
     @property
     def in_words(self) -> str:
         """Their number."""
         kind, numbers = ("GPU", self.gpus) if self.gpus else ("core", self.cores)
-        return f"{len(numbers)} {kind}{'' if len(numbers) == 1 else 's'}" if numbers else "all cores"
+        return (
+            f"{len(numbers)} {kind}{'' if len(numbers) == 1 else 's'}" if numbers else "all cores"
+        )
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -91,7 +100,9 @@ def _usable(cores: tuple[int, ...]) -> tuple[int, ...]:
     missing = sorted(set(cores) - usable)
     if missing:
         named = f"{', '.join(map(str, missing[:8]))}{', ...' if missing[8:] else ''}"
-        raise ValueError(f"CPU cores [{named}] are not there: this process may use {sorted(usable)}")
+        raise ValueError(
+            f"CPU cores [{named}] are not there: this process may use {sorted(usable)}"
+        )
     return cores
 
 

@@ -14,7 +14,15 @@ from pearl.errors import PearlError
 
 _MOST_YAML = 1 << 16  # characters, which take PyYAML 0.1 s; a configuration has two thousand
 # Errors of code that reads values of an unexpected type or shape.
-_WRONG = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
+_WRONG = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 def parse_json(text: str) -> Any:
@@ -59,4 +67,6 @@ def damaged(what: object, kind: type[PearlError]) -> Iterator[None]:
         yield
     except _WRONG as error:
         why = " ".join(str(error).split())[:200]
-        raise kind(f"{what} is damaged: {type(error).__name__}{': ' if why else ''}{why}") from error
+        raise kind(
+            f"{what} is damaged: {type(error).__name__}{': ' if why else ''}{why}"
+        ) from error

@@ -130,4 +130,6 @@ def error_named(kind: str) -> type[PearlError]:
 
 def installing(extra: str) -> str:
     """How to install an extra of the package: ends a sentence that says what is missing."""
-    return f"`scripts/setup {extra}` in a checkout, or pip with the extra `{extra}` of PEARL's wheel"
+    return (
+        f"`scripts/setup {extra}` in a checkout, or pip with the extra `{extra}` of PEARL's wheel"
+    )

@@ -126,12 +126,17 @@ class Sums:
 
     @property
     def acceptance_rate(self) -> float | None:
-        return _ratio(self.total("num_accepted_draft_tokens"), self.total("num_judged_draft_tokens"))
+        return _ratio(
+            self.total("num_accepted_draft_tokens"), self.total("num_judged_draft_tokens")
+        )
 
     @property
     def tokens_per_step(self) -> float | None:
         """As `Statistics.tokens_per_step`."""
-        return _ratio(self.total("num_generated_tokens") - self.total("num_prefill_tokens"), self.total("steps"))
+        return _ratio(
+            self.total("num_generated_tokens") - self.total("num_prefill_tokens"),
+            self.total("steps"),
+        )
 
     @property
     def accepted_per_run(self) -> float | None:
@@ -186,11 +191,17 @@ def _milliseconds(seconds: float | None) -> float | None:
 
 
 def _siblings(s: Statistics) -> str | None:
-    return f"{s.guessed_by_source.get('runner-up', 0)} of {s.num_siblings}" if s.num_siblings else None
+    return (
+        f"{s.guessed_by_source.get('runner-up', 0)} of {s.num_siblings}" if s.num_siblings else None
+    )
 
 
 def _basis(s: Statistics) -> str:
-    return s.speedup_basis if s.speedup_basis in ("", ESTIMATED) else f"compared with {s.speedup_basis}"
+    return (
+        s.speedup_basis
+        if s.speedup_basis in ("", ESTIMATED)
+        else f"compared with {s.speedup_basis}"
+    )
 
 
 FIGURES = (
@@ -199,7 +210,11 @@ FIGURES = (
     Figure("times the target alone", attrgetter("speedup"), "about {:.2f}", True, _basis),
     Figure("first token", attrgetter("seconds_to_first_token"), "{:.2f} s"),
     Figure("of it in the queue", attrgetter("queue_seconds"), "{:.2f} s"),
-    Figure("next tokens (TPOT)", lambda s: s.tokens_per_second and 1e3 / s.tokens_per_second, "{:.1f} ms"),
+    Figure(
+        "next tokens (TPOT)",
+        lambda s: s.tokens_per_second and 1e3 / s.tokens_per_second,
+        "{:.1f} ms",
+    ),
     Figure("ITL p50", lambda s: _milliseconds(s.itl_p50), "{:.0f} ms"),
     Figure("ITL p99", lambda s: _milliseconds(s.itl_p99), "{:.0f} ms"),
     Figure("accepted of judged", attrgetter("acceptance_rate"), "{:.0%}"),
@@ -209,10 +224,16 @@ FIGURES = (
     Figure("runners-up", _siblings, "{} fed"),
     Figure("waited for a core", lambda s: s.core_wait or None, "{:.0%}"),
     Figure("settled on", lambda s: s.settled or None, "{}"),
-    Figure("ways", lambda s: ", ".join(f"{way} {count}" for way, count in s.ways.items()) or None, "{}"),
+    Figure(
+        "ways", lambda s: ", ".join(f"{way} {count}" for way, count in s.ways.items()) or None, "{}"
+    ),
     Figure("window c", lambda s: s.window or None, "{}"),
     Figure("target waited", lambda s: _share(s, _waited(s)), "{:.0%}"),
-    Figure("draft waited", lambda s: _share(s, s.draft_wait_seconds) if s.num_draft_tokens else None, "{:.0%}"),
+    Figure(
+        "draft waited",
+        lambda s: _share(s, s.draft_wait_seconds) if s.num_draft_tokens else None,
+        "{:.0%}",
+    ),
 )
 
 
@@ -279,7 +300,9 @@ class Stopwatch:
 
         Tokens of one commit arrive together: all but the first of them have a latency of 0.
         """
-        every = sorted(latency for gap, tokens in self.gaps for latency in (gap, *[0.0] * (tokens - 1)))
+        every = sorted(
+            latency for gap, tokens in self.gaps for latency in (gap, *[0.0] * (tokens - 1))
+        )
         return every[max(1, ceil(share * len(every))) - 1] if every else None
 
     @property
@@ -303,7 +326,9 @@ class Speedup(NamedTuple):
 def _speedup(counts: Counts, watch: Stopwatch) -> Speedup:
     if counts.was_shared or watch.core_wait > MOST_CORE_WAIT:
         return Speedup()
-    undrafted = [way for way in counts.compared if not METHODS[way].drafts and not METHODS[way].takes_head]
+    undrafted = [
+        way for way in counts.compared if not METHODS[way].drafts and not METHODS[way].takes_head
+    ]
     if undrafted:
         plainest = min(undrafted, key=lambda way: METHODS[way].look_ahead)
         return Speedup(counts.compared[plainest], plainest)
@@ -313,7 +338,9 @@ def _speedup(counts: Counts, watch: Stopwatch) -> Speedup:
     return Speedup(watch.tokens_per_second * counts.lone_seconds / counts.lone_forwards, ESTIMATED)
 
 
-def fold(counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, window: int) -> Statistics:
+def fold(
+    counts: Counts, watch: Stopwatch, speeds: Speeds, prompt_tokens: int, window: int
+) -> Statistics:
     """The statistics of one finished request."""
     speedup = _speedup(counts, watch)
     runs = sum(counts.provenance[p] for p in (Provenance.CORRECTED, Provenance.BONUS))

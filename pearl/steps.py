@@ -18,6 +18,8 @@ class Steps:
         """The step `what`, which began where the one before it ended."""
         now = time.monotonic()
         cpu = time.process_time()
-        self._log.debug("start: %s: %.2f s, %.2f s of CPU", what, now - self._since, cpu - self._cpu)
+        self._log.debug(
+            "start: %s: %.2f s, %.2f s of CPU", what, now - self._since, cpu - self._cpu
+        )
         self._since = now
         self._cpu = cpu

@@ -16,11 +16,22 @@ from rich.console import Console
 from rich.table import Table
 
 from pearl import Engine, RequestOptions
-from pearl.engine.conversation import Conversation
 from pearl.lab.bench.machine import Conditions
-from pearl.lab.experiments.estimate import bootstrap
+from pearl.lab.studies.estimate import bootstrap
+from pearl.text.conversation import Conversation
 
-SUBJECTS = ["the sea", "the sun", "the fog", "the sky", "a tree", "a cat", "a bird", "the rain", "a lamp", "the wind"]
+SUBJECTS = [
+    "the sea",
+    "the sun",
+    "the fog",
+    "the sky",
+    "a tree",
+    "a cat",
+    "a bird",
+    "the rain",
+    "a lamp",
+    "the wind",
+]
 
 
 @click.command()
@@ -55,14 +66,25 @@ def main(target: str, draft: str, turns: int, conversations: int, tokens: int) -
                     seconds[turn].append(first)
                     new[turn].append(len(prompt) - result.statistics.num_cached_tokens)
                     lengths[turn] = len(prompt)
-    table = Table("turn", "prompt, tokens", "of them not cached", "first token, ms", "least", "most")
+    table = Table(
+        "turn", "prompt, tokens", "of them not cached", "first token, ms", "least", "most"
+    )
     for turn, taken in enumerate(seconds):
         row = (median(taken), min(taken), max(taken))
-        table.add_row(str(turn + 1), str(lengths[turn]), f"{median(new[turn]):.0f}", *(f"{t * 1e3:.0f}" for t in row))
+        table.add_row(
+            str(turn + 1),
+            str(lengths[turn]),
+            f"{median(new[turn]):.0f}",
+            *(f"{t * 1e3:.0f}" for t in row),
+        )
     console.print(table)
     each = list(zip(seconds[1], seconds[-1], strict=True))
-    ratio = bootstrap(each, lambda some: median(last for _, last in some) / median(second for second, _ in some))
-    console.print(f"turn {turns} over turn 2: {ratio.value:.2f}, 95% interval {ratio.low:.2f} to {ratio.high:.2f}")
+    ratio = bootstrap(
+        each, lambda some: median(last for _, last in some) / median(second for second, _ in some)
+    )
+    console.print(
+        f"turn {turns} over turn 2: {ratio.value:.2f}, 95% interval {ratio.low:.2f} to {ratio.high:.2f}"
+    )
     conditions.stop()
     console.print(f"{conversations} conversations; {conditions}")
 

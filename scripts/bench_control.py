@@ -27,7 +27,9 @@ from pearl.transport.mailbox import Mailbox
 from pearl.transport.zeromq import new_keys
 
 _BOUND = 30.0  # seconds for an answer
-_VERDICT = Verdict(request=1, epoch=1, start=100, tokens=(5, 6, 7, 8), draft_until=120, digest=123456789)
+_VERDICT = Verdict(
+    request=1, epoch=1, start=100, tokens=(5, 6, 7, 8), draft_until=120, digest=123456789
+)
 _TOKEN = DraftTokens(request=1, epoch=1, start=104, tokens=(9,), seconds=0.01)
 
 
@@ -64,20 +66,37 @@ def times(endpoint: Listener, rounds: int, pause: float) -> list[float]:
 @click.command()
 @click.option("--control", type=click.Choice(["ipc", "tcp"]), default="ipc", show_default=True)
 @click.option("--rounds", default=3000, show_default=True)
-@click.option("--pause", default=0.0, show_default=True, help="Seconds of sleep before each, as between two steps.")
+@click.option(
+    "--pause",
+    default=0.0,
+    show_default=True,
+    help="Seconds of sleep before each, as between two steps.",
+)
 @click.option("--json", "as_json", is_flag=True)
 @click.option("--child", hidden=True)
 def main(control: str, rounds: int, pause: float, as_json: bool, child: str | None) -> None:
     if child is not None:
         address, home = child.split()
-        answer(connect(address, None if address.startswith("ipc") else channel_keys(f"{home}/keys")), rounds)
+        answer(
+            connect(address, None if address.startswith("ipc") else channel_keys(f"{home}/keys")),
+            rounds,
+        )
         return
     with tempfile.TemporaryDirectory(prefix="pearl-") as name:
         directory = Path(name)
         keys = new_keys()
         write_keys(directory / "keys", keys)
-        listener = listen(bind_address("ipc", directory) if control == "ipc" else "tcp://127.0.0.1:*", keys)
-        command = [sys.executable, __file__, "--rounds", str(rounds), "--child", f"{listener.address} {directory}"]
+        listener = listen(
+            bind_address("ipc", directory) if control == "ipc" else "tcp://127.0.0.1:*", keys
+        )
+        command = [
+            sys.executable,
+            __file__,
+            "--rounds",
+            str(rounds),
+            "--child",
+            f"{listener.address} {directory}",
+        ]
         other = subprocess.Popen(command)
         try:
             cuts = quantiles(times(listener, rounds, pause), n=100)
@@ -89,7 +108,9 @@ def main(control: str, rounds: int, pause: float, as_json: bool, child: str | No
     if as_json:
         click.echo(json.dumps(found | {"cores": os.cpu_count()}))
     else:
-        click.echo(f"{control}: round trip p50 {cuts[49] * 1e6:.0f} us, p99 {cuts[98] * 1e6:.0f} us")
+        click.echo(
+            f"{control}: round trip p50 {cuts[49] * 1e6:.0f} us, p99 {cuts[98] * 1e6:.0f} us"
+        )
 
 
 if __name__ == "__main__":

@@ -28,22 +28,24 @@ from rich.table import Table
 from pearl.config import ModelConfig
 from pearl.config.engine import DType
 from pearl.config.options import RequestOptions
-from pearl.drafting.model import ModelProposer
-from pearl.execution.ahead import Ahead
+from pearl.drafting.proposer import ModelProposer
 from pearl.execution.draft import DraftExecutor
+from pearl.execution.early_drafts import Ahead
 from pearl.models.checkpoints.loading import load_runner
-from pearl.models.forward.matrices import Plain, Quantised, Rounding, SideBySide
-from pearl.models.forward.native import Native
+from pearl.models.cpu.native import Native
+from pearl.models.forward.linear_layers import Plain, Quantised, Rounding, SideBySide
 from pearl.models.forward.runner import ForwardRunner
-from pearl.models.hf import HFRunner
 from pearl.models.runner import ModelRunner, feed_chain
+from pearl.models.transformers.runner import HFRunner
 from pearl.protocol.events import Draft, Drafted, Open
 
 _STEPS, _WARM = 48, 8  # tokens drafted, and those of them before the clock is started
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 
 
-def load_runners(model: str, device: torch.device, dtypes: Sequence[str], context: int) -> dict[str, ModelRunner]:
+def load_runners(
+    model: str, device: torch.device, dtypes: Sequence[str], context: int
+) -> dict[str, ModelRunner]:
     """Ours in each dtype, if there is one for this model, and transformers' in the first."""
     found: dict[str, ModelRunner] = {}
     for dtype, forwards in (*((dtype, "auto") for dtype in dtypes), (dtypes[0], "transformers")):
@@ -111,7 +113,11 @@ def weights_read(runner: ModelRunner) -> int:
     for layer in layers.layers:
         experts = layer.experts.each if layer.experts else [(layer.gate_up, layer.down)]
         matrices += [layer.qkv, layer.out, *(each for both in experts for each in both)]
-    parts = [part for each in matrices for part in (each.parts if isinstance(each, SideBySide) else [each])]
+    parts = [
+        part
+        for each in matrices
+        for part in (each.parts if isinstance(each, SideBySide) else [each])
+    ]
     return sum(bytes_of(each) for each in parts)
 
 
@@ -128,7 +134,10 @@ def forward_times(
     runners: dict[str, ModelRunner], device: torch.device, context: int, repeats: int
 ) -> dict[tuple[str, int], float]:
     """Median seconds by runner and number of tokens fed."""
-    tokens = [(7 + 5 * i + i * i) % next(iter(runners.values())).vocab_size for i in range(context + max(SIZES))]
+    tokens = [
+        (7 + 5 * i + i * i) % next(iter(runners.values())).vocab_size
+        for i in range(context + max(SIZES))
+    ]
     taken: dict[tuple[str, int], list[float]] = {}
     for runner in runners.values():
         feed_chain(runner, tokens[:context], 1)
@@ -143,20 +152,35 @@ def forward_times(
 
 
 @click.command()
-@click.option("--model", default="embedded", help=f"Any model that PEARL loads, or {', '.join(SHAPES)}.")
-@click.option("--device", "place", default=None, help="cpu or cuda:0; default: the GPU if there is one.")
-@click.option("--dtype", "dtypes", multiple=True, default=("auto",), type=click.Choice(get_args(DType)))
+@click.option(
+    "--model", default="embedded", help=f"Any model that PEARL loads, or {', '.join(SHAPES)}."
+)
+@click.option(
+    "--device", "place", default=None, help="cpu or cuda:0; default: the GPU if there is one."
+)
+@click.option(
+    "--dtype", "dtypes", multiple=True, default=("auto",), type=click.Choice(get_args(DType))
+)
 @click.option("--context", default=256, help="Tokens in the cache.")
 @click.option("--repeats", default=9, help="Rounds; in each, every size three times on both.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def main(model: str, place: str | None, dtypes: tuple[str, ...], context: int, repeats: int, as_json: bool) -> None:
+def main(
+    model: str,
+    place: str | None,
+    dtypes: tuple[str, ...],
+    context: int,
+    repeats: int,
+    as_json: bool,
+) -> None:
     """Prints milliseconds of a forward by the number of tokens fed."""
     device = torch.device(place or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     runners = load_runners(model, device, dtypes, context + max(*SIZES, _STEPS))
     taken = forward_times(runners, device, context, repeats)
     first = runners[dtypes[0]]
     ways = (False, True) if device.type == "cuda" else (False,)
-    steps = {chains: median(step_seconds(first, context, chains) for _ in range(3)) for chains in ways}
+    steps = {
+        chains: median(step_seconds(first, context, chains) for _ in range(3)) for chains in ways
+    }
     read, rate = {name: weights_read(runner) for name, runner in runners.items()}, bandwidth(device)
     about = {
         "model": model,
@@ -165,7 +189,9 @@ def main(model: str, place: str | None, dtypes: tuple[str, ...], context: int, r
         "weights_bytes": read,
         "read_bytes_per_second": rate,
         "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "torch": torch.__version__,
         "draft_step_seconds": steps[False],
@@ -180,7 +206,9 @@ def main(model: str, place: str | None, dtypes: tuple[str, ...], context: int, r
     for n in SIZES:
         table.add_row(str(n), *(f"{taken[name, n] * 1e3:.1f}" for name in runners))
     shares = (f"{read[name] / taken[name, 1] / rate:.0%}" if read[name] else "" for name in runners)
-    table.add_row("MB of matrices", *(f"{read[name] / 1e6:.0f}" if read[name] else "" for name in runners))
+    table.add_row(
+        "MB of matrices", *(f"{read[name] / 1e6:.0f}" if read[name] else "" for name in runners)
+    )
     table.add_row("of the bandwidth", *shares)
     console.print(table)
     console.print(
@@ -188,7 +216,8 @@ def main(model: str, place: str | None, dtypes: tuple[str, ...], context: int, r
         f"{about['threads']} threads; {about['device']}, torch {about['torch']}"
     )
     drafted = ", ".join(
-        f"{'chained' if chains else 'one by one'} {each * 1e3:.2f} ms" for chains, each in steps.items()
+        f"{'chained' if chains else 'one by one'} {each * 1e3:.2f} ms"
+        for chains, each in steps.items()
     )
     console.print(f"as a draft, a token, its draw and hand-over included: {drafted}")
 

@@ -16,7 +16,7 @@ import click
 from rich.console import Console
 
 from pearl import Engine, RequestOptions
-from pearl.lab.experiments.estimate import bootstrap
+from pearl.lab.studies.estimate import bootstrap
 from pearl.trace.reading import read
 from pearl.trace.report import report
 
@@ -28,7 +28,14 @@ from pearl.trace.report import report
 @click.option("--draft-pace", type=float, help="Emulation: seconds of a draft forward.")
 @click.option("--tokens", default=48, help="Tokens a text.")
 @click.option("--pairs", default=20, help="Texts with a trace, and as many without.")
-def main(target: str, draft: str, target_pace: float | None, draft_pace: float | None, tokens: int, pairs: int) -> None:
+def main(
+    target: str,
+    draft: str,
+    target_pace: float | None,
+    draft_pace: float | None,
+    tokens: int,
+    pairs: int,
+) -> None:
     """Prints seconds with a trace over seconds without, and the recorder's own share."""
     console = Console(soft_wrap=True, highlight=False)
     params = RequestOptions(temperature=0.0, max_tokens=tokens, ignore_eos=True)
@@ -37,13 +44,18 @@ def main(target: str, draft: str, target_pace: float | None, draft_pace: float |
     ratios: list[float] = []
     with TemporaryDirectory() as directory:
         path = Path(directory) / "trace.json"
-        with Engine(target, draft, **pace) as off, Engine(target, draft, trace=str(path), **pace) as on:
+        with (
+            Engine(target, draft, **pace) as off,
+            Engine(target, draft, trace=str(path), **pace) as on,
+        ):
             for i in range(-1, pairs):  # the first warms up
                 order = (off, on) if i % 2 else (on, off)
                 seconds = {e: e.generate([prompt], params)[0].statistics.seconds for e in order}
                 if i >= 0:
                     ratios.append(seconds[on] / seconds[off])
-                    console.print(f"{i}: {seconds[off]:.3f} s without, {seconds[on]:.3f} s with a trace")
+                    console.print(
+                        f"{i}: {seconds[off]:.3f} s without, {seconds[on]:.3f} s with a trace"
+                    )
         trace = read(path)
         size, found = path.stat().st_size, report(trace)
     ratio = bootstrap(ratios)

@@ -17,7 +17,7 @@ from typing import Any
 from pearl.config import SamplingParams
 from pearl.engine import Engine
 from pearl.lab.bench.rows import AR, AR_ON_ALL, AUTO
-from pearl.lab.papers.pearl import Pair, pairs
+from pearl.lab.studies.pearl import Pair, pairs
 from pearl.spec.methods import AS_PUBLISHED
 from pearl.trace.gantt import charts, png
 from pearl.trace.reading import read
@@ -38,7 +38,9 @@ def by_kind(document: dict[str, Any]) -> str:
     parts: list[str] = []
     for baseline in (AR, AR_ON_ALL):
         if baseline in devices:
-            kinds = ", ".join(f"{kind} {times:.2f}" for kind, times in speedups(document, baseline).items())
+            kinds = ", ".join(
+                f"{kind} {times:.2f}" for kind, times in speedups(document, baseline).items()
+            )
             target = "" if parts else "the target "
             parts.append(f"{kinds} times {target}on {devices[baseline]}")
     if document["is_noisy"]:
@@ -59,7 +61,9 @@ def speedups(document: dict[str, Any], baseline: str) -> dict[str, float]:
 def rates(document: dict[str, Any], row: str) -> dict[tuple[str, int], float]:
     """(set, number) of each text of a row -> its tokens per second after the first commit."""
     texts = [text for text in document["texts"] if text["row"] == row and text["late_tokens"]]
-    return {(text["set"], text["task"]): text["late_tokens"] / text["late_seconds"] for text in texts}
+    return {
+        (text["set"], text["task"]): text["late_tokens"] / text["late_seconds"] for text in texts
+    }
 
 
 # ---- the emulated pair ----
@@ -75,7 +79,9 @@ def emulated(pair: Pair, folder: Path) -> Iterator[tuple[str, float]]:
     }
     for name, options in methods.items():
         trace = str(folder / f"{name}.json")
-        with Engine(toy, toy, target_pace=pair.t_target, draft_pace=pair.t_draft, trace=trace) as engine:
+        with Engine(
+            toy, toy, target_pace=pair.t_target, draft_pace=pair.t_draft, trace=trace
+        ) as engine:
             yield name, measured(engine, options)
 
 
@@ -104,7 +110,10 @@ def show_emulated() -> None:
     alone = 0.0
     for name, rate in emulated(pair, folder):
         alone = alone or rate
-        print(f"demo:   {name:5} {rate:5.1f} tokens/s, {rate / alone:.2f} times the target alone", flush=True)
+        print(
+            f"demo:   {name:5} {rate:5.1f} tokens/s, {rate / alone:.2f} times the target alone",
+            flush=True,
+        )
     picture = folder / "timeline.png"
     png(charts([read(folder / "sd.json"), read(folder / "pearl.json")]), picture)
     print(f"demo: what both workers did, sd above pearl: {picture}")

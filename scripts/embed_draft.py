@@ -23,7 +23,15 @@ from pearl.models.checkpoints.embedded import DRAFT_LAYERS, embedded_target
 MOST_BYTES = 20_000_000
 TABLE = "model.embed_tokens.weight"
 GROUP = 32
-SHARES = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82)  # of a group's range that its steps may be spread over
+SHARES = (
+    1.0,
+    0.97,
+    0.94,
+    0.91,
+    0.88,
+    0.85,
+    0.82,
+)  # of a group's range that its steps may be spread over
 
 
 @click.command()
@@ -36,7 +44,9 @@ def main(draft: Path) -> None:
     tensors = pack_layers(tensors)
     size = sum(tensor.nbytes for tensor in tensors.values())
     if size > MOST_BYTES:
-        raise click.ClickException(f"{size:,} bytes are more than the {MOST_BYTES:,} that the repository is to carry")
+        raise click.ClickException(
+            f"{size:,} bytes are more than the {MOST_BYTES:,} that the repository is to carry"
+        )
     save_file(tensors, DRAFT_LAYERS, metadata={"format": "pt"})
     layers = json.loads((draft / "config.json").read_text())["num_hidden_layers"]
     click.echo(f'DRAFT_SHA256 = "{hashlib.sha256(DRAFT_LAYERS.read_bytes()).hexdigest()}"')
@@ -58,9 +68,13 @@ def pack_layers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             continue
         groups = tensor.float().view(len(tensor), -1, GROUP)
         tried = [in_steps(groups, share) for share in SHARES]
-        errors = torch.stack([(low + steps * width - groups).square().sum(-1) for steps, low, width in tried])
+        errors = torch.stack(
+            [(low + steps * width - groups).square().sum(-1) for steps, low, width in tried]
+        )
         best = errors.argmin(0)[..., None]
-        steps, low, width = (torch.stack(kind).take_along_dim(best[None], 0)[0] for kind in zip(*tried, strict=True))
+        steps, low, width = (
+            torch.stack(kind).take_along_dim(best[None], 0)[0] for kind in zip(*tried, strict=True)
+        )
         pairs = steps.byte().view(len(tensor), -1, 2)
         packed[name + ".steps"] = pairs[..., 0] | pairs[..., 1] << 4
         packed |= {name + ".low": low[..., 0].bfloat16(), name + ".width": width[..., 0].bfloat16()}

@@ -43,12 +43,19 @@ class Fault:
         self._healthy = runner.forward
         self._fault, _, self._phase = name.partition("@")
         self._role, self._once = role, once
-        self._since_prompt: list[int] = []  # tokens of each forward after the first prompt's, and of that
+        self._since_prompt: list[
+            int
+        ] = []  # tokens of each forward after the first prompt's, and of that
         self._struck = self._cured = False
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         fed = sum(len(feed.tokens) for feed in feeds)
-        if self._struck and self._role == "draft" and self._fault == "nan" and [fed] == self._since_prompt[:1]:
+        if (
+            self._struck
+            and self._role == "draft"
+            and self._fault == "nan"
+            and [fed] == self._since_prompt[:1]
+        ):
             self._cured = True  # a longer prompt is the same request fed again: that fails again
         if self._since_prompt or fed >= PROMPT:
             self._since_prompt.append(fed)
@@ -67,7 +74,12 @@ class Fault:
     def _is_time(self, fed: int) -> bool:
         after = len(self._since_prompt) - 1
         is_verifying = after >= _LATER if self._role == "draft" else after >= 1 and fed > 1
-        return {"start": True, "prefill": after >= 0, "drafting": after >= 1, "verifying": is_verifying}[self._phase]
+        return {
+            "start": True,
+            "prefill": after >= 0,
+            "drafting": after >= 1,
+            "verifying": is_verifying,
+        }[self._phase]
 
     def _is_first(self) -> bool:
         with suppress(FileExistsError):

@@ -36,7 +36,7 @@ from typing import Any
 import click
 
 from pearl import Engine
-from pearl.cli.numbers import json_option, write_json
+from pearl.cli.prompt_sets import json_option, write_json
 from pearl.cli.tables import print_table
 from pearl.config import EngineConfig, RequestOptions
 from pearl.errors import ConfigError, StartError
@@ -76,7 +76,10 @@ def serve(settings: dict[str, Any]) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds = time.perf_counter() - began
-        print(json.dumps({"tokens": output[0, len(asked["prompt"]) :].tolist(), "seconds": seconds}), flush=True)
+        print(
+            json.dumps({"tokens": output[0, len(asked["prompt"]) :].tolist(), "seconds": seconds}),
+            flush=True,
+        )
 
 
 def _replace_missing_gpus(torch: Any) -> None:
@@ -111,7 +114,11 @@ def _their_decoding(settings: dict[str, Any]) -> Any:
     theirs = Theirs(SimpleNamespace(max_tokens=0, **{name: settings[name] for name in names}))
     theirs.vocab_size = settings["vocab_size"]
     for role in settings["roles"]:
-        setattr(theirs, f"{role}_model", _Model(settings[role], settings[f"{role}_dtype"], settings["device"]))
+        setattr(
+            theirs,
+            f"{role}_model",
+            _Model(settings[role], settings[f"{role}_dtype"], settings["device"]),
+        )
     return theirs
 
 
@@ -147,19 +154,32 @@ class Peers:
         with socket.socket() as one:
             one.bind(("127.0.0.1", 0))
             port = one.getsockname()[1]
-        self._processes = [self._start(settings | own, rank, len(ranks), port) for rank, own in enumerate(ranks)]
+        self._processes = [
+            self._start(settings | own, rank, len(ranks), port) for rank, own in enumerate(ranks)
+        ]
         for process in self._processes:
             self._read(process)
 
-    def _start(self, settings: dict[str, Any], rank: int, ranks: int, port: int) -> subprocess.Popen[str]:
+    def _start(
+        self, settings: dict[str, Any], rank: int, ranks: int, port: int
+    ) -> subprocess.Popen[str]:
         environment = os.environ | {"ACCELERATE_USE_CPU": str(settings["device"] == "cpu").lower()}
         if ranks > 1:
-            numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            numbers = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": ranks,
+                "LOCAL_WORLD_SIZE": ranks,
+            }
             numbers |= {"MASTER_PORT": port}
-            environment |= {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in numbers.items()}
+            environment |= {"MASTER_ADDR": "127.0.0.1"} | {
+                name: str(value) for name, value in numbers.items()
+            }
         own = settings | {"device": f"cuda:{rank}"} if settings["device"] == "cuda" else settings
         command = [sys.executable, __file__, "--serve", json.dumps(own)]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
 
     def decode(self, loop: str, prompt: Sequence[int], max_tokens: int) -> tuple[list[int], float]:
         asked = json.dumps({"loop": loop, "prompt": list(prompt), "max_tokens": max_tokens})
@@ -189,11 +209,24 @@ class Peers:
 @click.argument("repository", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--target", default="embedded", show_default=True)
 @click.option("--draft", default="embedded-draft", show_default=True)
-@click.option("--prompts", default=HUMANEVAL, show_default=True, help="humaneval, summaries, edits or a .jsonl file.")
+@click.option(
+    "--prompts",
+    default=HUMANEVAL,
+    show_default=True,
+    help="humaneval, summaries, edits or a .jsonl file.",
+)
 @click.option("--limit", type=int, default=3, show_default=True, help="Prompts.")
 @click.option("--max-tokens", type=int, default=64, show_default=True)
-@click.option("--dtype", default="float32", show_default=True, help="Of both models, theirs and ours.")
-@click.option("--gamma", type=int, default=4, show_default=True, help="Window of sd and of PEARL, theirs and ours.")
+@click.option(
+    "--dtype", default="float32", show_default=True, help="Of both models, theirs and ours."
+)
+@click.option(
+    "--gamma",
+    type=int,
+    default=4,
+    show_default=True,
+    help="Window of sd and of PEARL, theirs and ours.",
+)
 @json_option
 def main(
     repository: Path, target: str, draft: str, prompts: str, limit: int, max_tokens: int, dtype: str, gamma: int,
@@ -201,16 +234,25 @@ def main(
 ) -> None:  # fmt: skip
     """Measure theirs and ours, greedy, in turns."""
     if not (repository / "src" / "engine.py").is_file():
-        raise ConfigError(f"{repository} holds no src/engine.py: give a checkout of ParallelSpeculativeDecoding")
+        raise ConfigError(
+            f"{repository} holds no src/engine.py: give a checkout of ParallelSpeculativeDecoding"
+        )
     config = EngineConfig(target=target, draft=draft, target_dtype=dtype, draft_dtype=dtype)
     tasks = read_tasks(prompts, None if prompts in (HUMANEVAL, *OURS) else Path(prompts), limit)
     conditions = Conditions()
     samples = measure(repository, config, [task.turns[0] for task in tasks], max_tokens, gamma)
     conditions.stop()
     if to is not None:
-        settings: dict[str, Any] = {"target": target, "draft": draft, "dtype": dtype, "max_tokens": max_tokens}
+        settings: dict[str, Any] = {
+            "target": target,
+            "draft": draft,
+            "dtype": dtype,
+            "max_tokens": max_tokens,
+        }
         settings |= {"gamma": gamma, "prompts": prompts}
-        write_json(to, {"kind": "peer", "settings": settings, **conditions.as_dict(), "samples": samples})
+        write_json(
+            to, {"kind": "peer", "settings": settings, **conditions.as_dict(), "samples": samples}
+        )
     _print(samples, f"greedy, {dtype}, {len(tasks)} prompts, window {gamma}; {conditions}")
 
 
@@ -222,12 +264,19 @@ def measure(
     ours = {
         "ar": RequestOptions(method="ar"),
         "sd": RequestOptions(method="sd", gamma=gamma),
-        "pearl, published": RequestOptions(method="pearl", window="fixed", gamma=gamma, **AS_PUBLISHED),
+        "pearl, published": RequestOptions(
+            method="pearl", window="fixed", gamma=gamma, **AS_PUBLISHED
+        ),
         "pearl": RequestOptions(method="pearl"),
     }
-    settings: dict[str, Any] = {"repository": str(repository.resolve()), "vocab_size": tokenizer.vocab_size}
+    settings: dict[str, Any] = {
+        "repository": str(repository.resolve()),
+        "vocab_size": tokenizer.vocab_size,
+    }
     settings |= {"temp": 0.0, "top_k": 0, "top_p": 0.0, "gamma": gamma, "seed": 1234}
-    settings |= {name: getattr(config, name) for name in ("target", "draft", "target_dtype", "draft_dtype")}
+    settings |= {
+        name: getattr(config, name) for name in ("target", "draft", "target_dtype", "draft_dtype")
+    }
     devices = {role: settled(config, role) for role in config.roles}
     settings["device"] = "cuda" if devices["target"].gpus else "cpu"
     cores = {role: sorted(device.cores or ()) for role, device in devices.items()}
@@ -238,7 +287,8 @@ def measure(
         one = Peers(settings | {"eval_mode": "sd"}, alone)
         stack.callback(one.close)
         two = Peers(
-            settings | {"eval_mode": "para_sd"}, [{"roles": [r], "cores": cores[r]} for r in ("draft", "target")]
+            settings | {"eval_mode": "para_sd"},
+            [{"roles": [r], "cores": cores[r]} for r in ("draft", "target")],
         )
         stack.callback(two.close)
         for number, text in enumerate([prompts[0], *prompts]):
@@ -252,13 +302,20 @@ def measure(
             for loop, group in {"large": one, "sd": one, "para_sd": two}.items():
                 texts[f"theirs: {loop}"] = group.decode(loop, prompt, limit)
             expected = texts["ours: ar"][0]
-            found = [_sample(name, *text, expected, limit, defaults.eos) for name, text in texts.items()]
+            found = [
+                _sample(name, *text, expected, limit, defaults.eos) for name, text in texts.items()
+            ]
             samples += [{"prompt": number} | each for each in found] if number else []
     return samples
 
 
 def _sample(
-    name: str, tokens: list[int], seconds: float, expected: list[int], max_tokens: int, eos: Sequence[int]
+    name: str,
+    tokens: list[int],
+    seconds: float,
+    expected: list[int],
+    max_tokens: int,
+    eos: Sequence[int],
 ) -> dict[str, Any]:
     end = next((i + 1 for i, token in enumerate(tokens) if token in eos), len(tokens))
     kept = tokens[: min(end, max_tokens)]
@@ -279,7 +336,10 @@ def _print(samples: Sequence[dict[str, Any]], end: str) -> None:
     rows = []
     for name in dict.fromkeys(sample["system"] for sample in samples):
         own = [sample for sample in samples if sample["system"] == name]
-        total = {key: sum(sample[key] for sample in own) for key in ("tokens", "returned", "seconds", "same", "of")}
+        total = {
+            key: sum(sample[key] for sample in own)
+            for key in ("tokens", "returned", "seconds", "same", "of")
+        }
         rates = (total["tokens"] / total["seconds"], total["returned"] / total["seconds"])
         counts = (str(total["tokens"]), str(total["returned"]), f"{total['same']} of {total['of']}")
         rows.append([name, *(f"{rate:.1f}" for rate in rates), *counts])

@@ -20,8 +20,8 @@ from pearl.cli.chat import Chat, status
 from pearl.cli.reply import PENDING, STYLES, Reply, legend
 from pearl.config import RequestOptions
 from pearl.engine import Engine, Piece, Stream
-from pearl.engine.conversation import Conversation
 from pearl.protocol.messages import Provenance
+from pearl.text.conversation import Conversation
 from pearl.text.reasoning import Splitter
 
 QUESTIONS = ("In one sentence, what is gravity?", "And what would happen without it?")
@@ -37,7 +37,11 @@ class Still(Reply):
 
     @property
     def is_frozen(self) -> bool:
-        return self._frozen_at is not None and self._tokens >= self._frozen_at and len(self._guess) >= LEAST_GUESS
+        return (
+            self._frozen_at is not None
+            and self._tokens >= self._frozen_at
+            and len(self._guess) >= LEAST_GUESS
+        )
 
     def add(self, texts: Sequence[str], provenance: Sequence[Provenance]) -> None:
         if self.is_frozen:
@@ -69,9 +73,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     file: Path = parser.parse_args().file
-    console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True, highlight=False, markup=False)
+    console = Console(
+        record=True,
+        width=100,
+        file=io.StringIO(),
+        force_terminal=True,
+        highlight=False,
+        markup=False,
+    )
     with Engine() as engine:
-        options = RequestOptions(method="pearl", rule="coupled", gamma=4, temperature=0, max_tokens=96)
+        options = RequestOptions(
+            method="pearl", rule="coupled", gamma=4, temperature=0, max_tokens=96
+        )
         chat = Pictured(
             engine,
             options,
@@ -93,7 +106,9 @@ def main() -> None:
                 console.print()
     # No fonts from the network: a page that shows the picture may forbid them, and any monospaced font will do.
     frame = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
-    svg = console.export_svg(title="pearl chat --show-draft", theme=MONOKAI, code_format=frame, unique_id="chat")
+    svg = console.export_svg(
+        title="pearl chat --show-draft", theme=MONOKAI, code_format=frame, unique_id="chat"
+    )
     file.write_text("\n".join(line.rstrip() for line in svg.splitlines()) + "\n", encoding="utf-8")
 
 

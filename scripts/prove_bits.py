@@ -13,21 +13,25 @@ from bench_forward import synchronize
 from random_models import FAMILIES, random_family, random_model
 
 from pearl.config.options import RequestOptions
-from pearl.drafting.model import ModelProposer
-from pearl.execution.ahead import Ahead
+from pearl.drafting.proposer import ModelProposer
 from pearl.execution.draft import DraftExecutor
+from pearl.execution.early_drafts import Ahead
 from pearl.lab.bench.exactness import compare_cuts
-from pearl.models.forward.graphs import FED, Record, Rows, ends, record_on_gpu
-from pearl.models.forward.matrices import Rounding
-from pearl.models.forward.row_table import SIZES
+from pearl.models.forward.linear_layers import Rounding
 from pearl.models.forward.runner import ForwardRunner
-from pearl.models.hf import HFRunner
+from pearl.models.gpu.recordings import FED, Record, Rows, ends, record_on_gpu
+from pearl.models.gpu.row_table import SIZES
 from pearl.models.runner import Feed, ModelRunner, feed_chain
+from pearl.models.transformers.runner import HFRunner
 from pearl.protocol.events import Draft, Drafted, Open
 from pearl.spec.methods import DRAFT_LOOKUP
 
-_TOLERANCE = 2.0  # bound on our difference from transformers, times that of transformers from a wider dtype
-_NEAR = 5.0  # times that bound, relative to a row's root mean square: nearer logits may change places
+_TOLERANCE = (
+    2.0  # bound on our difference from transformers, times that of transformers from a wider dtype
+)
+_NEAR = (
+    5.0  # times that bound, relative to a row's root mean square: nearer logits may change places
+)
 _LEAST_BUSY = 0.9  # share of the time that a chain keeps its device busy
 _SAMPLINGS = {
     "greedy": RequestOptions(rule="coupled"),
@@ -115,7 +119,9 @@ class Figure:
     summary: str = ""
 
     def __str__(self) -> str:
-        mark = "" if not self.must else f"  must be {self.must}: {'pass' if self.passed else 'FAIL'}"
+        mark = (
+            "" if not self.must else f"  must be {self.must}: {'pass' if self.passed else 'FAIL'}"
+        )
         return f"{self.what}: {self.value:.4g} {self.unit}{f' ({self.detail})' if self.detail else ''}{mark}"
 
 
@@ -134,7 +140,9 @@ def rows(scale: Scale) -> Iterator[Figure]:
         yield Figure(f"{name}: loaded", time.perf_counter() - began, "s")
         yield (table := _table_of(scale, runner, name))
         found = compare_cuts(runner, name, scale.cut, piece=int(table.value))
-        yield none_of(f"{found.what}: of {found.count} rows differ", found.count - found.equal, found.first)
+        yield none_of(
+            f"{found.what}: of {found.count} rows differ", found.count - found.equal, found.first
+        )
         count, others = _beside_others(runner)
         yield none_of(f"{name}, three slots in one forward: of {count} rows differ", others)
         seen, differ = seen + found.count + count, differ + found.count - found.equal + others
@@ -160,7 +168,10 @@ def _beside_others(runner: ForwardRunner) -> tuple[int, int]:
         tree = Feed(tokens[49 : 50 + count], count, 2, (-1, -1, *range(1, count)))
     chain, other, cut = Feed(tokens[:20], 20), Feed(tokens[30:39], 9, 1), range(0, 20, 5)
     made = []
-    for forwards in ([[chain, other, tree]], [[Feed(tokens[at : at + 5], 5)] for at in cut] + [[other], [path]]):
+    for forwards in (
+        [[chain, other, tree]],
+        [[Feed(tokens[at : at + 5], 5)] for at in cut] + [[other], [path]],
+    ):
         for slot, start in enumerate((100, 250, 37)):
             runner.rollback(0, slot)
             feed_chain(runner, tokens[:start], 1, slot, prompt=True)
@@ -180,14 +191,27 @@ def families(scale: Scale) -> Iterator[Figure]:
         ours, theirs = scale.ours(models[0], context), HFRunner(models[1], context)
         exact, tokens = HFRunner(models[2].to(scale.wider), context), tokens_of(ours, context)
         off = rounding = 0.0
-        at, has = 0, ours._decode is not None and ours._graphs is not None and ours._graphs.prompts is not None
+        at, has = (
+            0,
+            ours._decode is not None
+            and ours._graphs is not None
+            and ours._graphs.prompts is not None,
+        )
         for count in (300, 1, 5, 16, 40):  # a prompt, and what follows it
             given = tokens[at : at + count], min(count, 40), 0, at == 0
             mine, other, right = (feed_chain(runner, *given) for runner in (ours, theirs, exact))
-            off, rounding, at = max(off, _distance(mine, other)), max(rounding, _distance(other, right)), at + count
+            off, rounding, at = (
+                max(off, _distance(mine, other)),
+                max(rounding, _distance(other, right)),
+                at + count,
+            )
         most = _TOLERANCE * rounding
-        yield Figure(f"{name}: our kernels", float(has), "", scale.bound("1"), has or scale.rehearses)
-        yield Figure(f"{name}: off from transformers", off, "of the norm", f"at most {most:.2g}", off <= most)
+        yield Figure(
+            f"{name}: our kernels", float(has), "", scale.bound("1"), has or scale.rehearses
+        )
+        yield Figure(
+            f"{name}: off from transformers", off, "of the norm", f"at most {most:.2g}", off <= most
+        )
         worst = max(worst, off / rounding)
     words = f"{len(FAMILIES)} families, off by {worst:.2f} of transformers' own error"
     yield Figure(f"off from transformers, over that from {scale.wider}", worst, summary=words)
@@ -214,7 +238,9 @@ def recordings(scale: Scale) -> Iterator[Figure]:
     yield _table_of(scale, runner, "")
     is_right, summary = len(made) == expected, f"{len(made)} recordings"
     yield Figure("recordings at load", len(made), "", f"{expected}", is_right, summary=summary)
-    yield Figure("one takes at most", max((seconds for seconds, _ in made), default=0.0) * 1e3, "ms")
+    yield Figure(
+        "one takes at most", max((seconds for seconds, _ in made), default=0.0) * 1e3, "ms"
+    )
     yield Figure("all take", memory, "MB", summary=f"{memory:.0f} MB")
     count = len(made)
     feed_chain(runner, [5] * 700, 1, prompt=True)
@@ -231,22 +257,34 @@ def _reserved(scale: Scale) -> float:
 def graphs(scale: Scale) -> Iterator[Figure]:
     """Recorded forwards of 1 to 64 tokens against eager ones, ours and those of transformers, also in a wider dtype."""
     context = max(scale.starts) + max(SIZES)
-    recorded, eager = scale.runner(scale.wide, context), scale.runner(scale.wide, context, records=False)
-    theirs, exact = scale.theirs(scale.wide, context), scale.theirs(scale.wide, context, scale.wider)
+    recorded, eager = (
+        scale.runner(scale.wide, context),
+        scale.runner(scale.wide, context, records=False),
+    )
+    theirs, exact = (
+        scale.theirs(scale.wide, context),
+        scale.theirs(scale.wide, context, scale.wider),
+    )
     tokens = tokens_of(recorded, context)
     differ = seen = 0
     worst = rounding = 0.0
-    gaps: list[float] = []  # between the likeliest tokens, in rows where ours and theirs are not the same
+    gaps: list[
+        float
+    ] = []  # between the likeliest tokens, in rows where ours and theirs are not the same
     for start in scale.starts:
         for runner in (recorded, eager, theirs, exact):
             runner.rollback(0)
             feed_chain(runner, tokens[:start], 1)
         for fed in (1, 2, 3, 5, 8, 13, FED, 33, max(SIZES)):
             ours, plain, other, right = (
-                _fed(runner, start, tokens[start : start + fed]) for runner in (recorded, eager, theirs, exact)
+                _fed(runner, start, tokens[start : start + fed])
+                for runner in (recorded, eager, theirs, exact)
             )
             differ += int((ours != plain).any(-1).sum())
-            worst, rounding = max(worst, _distance(ours, other)), max(rounding, _distance(other, right))
+            worst, rounding = (
+                max(worst, _distance(ours, other)),
+                max(rounding, _distance(other, right)),
+            )
             top = other.topk(2).values
             gap = (top[:, 0] - top[:, 1]) / other.square().mean(-1).sqrt()
             gaps += gap[ours.argmax(-1) != other.argmax(-1)].tolist()
@@ -256,11 +294,21 @@ def graphs(scale: Scale) -> Iterator[Figure]:
         recorded.rollback(start - 1)
         seen += int((~_fed(recorded, start - 1, tokens[:4]).isfinite()).any(-1).sum())
     most = _TOLERANCE * rounding
-    bound = f"at most {most:.2g}", worst <= most, f"transformers' own from {scale.wider}: {rounding:.2g}"
-    yield none_of("rows whose recorded bits are not the eager ones", differ, summary=f"{differ} rows unlike eager")
+    bound = (
+        f"at most {most:.2g}",
+        worst <= most,
+        f"transformers' own from {scale.wider}: {rounding:.2g}",
+    )
+    yield none_of(
+        "rows whose recorded bits are not the eager ones",
+        differ,
+        summary=f"{differ} rows unlike eager",
+    )
     yield Figure("largest difference from transformers", worst, "of the norm", *bound)
     off = worst / rounding
-    yield Figure("that over transformers' own", off, summary=f"off by {off:.2f} of transformers' error")
+    yield Figure(
+        "that over transformers' own", off, summary=f"off by {off:.2f} of transformers' error"
+    )
     swapped = sum(gap > _NEAR * most for gap in gaps)
     yield none_of("rows with another likeliest token, no near tie", swapped)
     yield none_of("rows that see a NaN after a rollback", seen)
@@ -286,14 +334,19 @@ def chains(scale: Scale) -> Iterator[Figure]:
         options = chosen.resolved()
         single, _, apart = draft_text(runner, prompt, scale.chain, False, options)
         chained, busy, together = draft_text(runner, prompt, scale.chain, True, options)
-        looked_up, _, _ = draft_text(runner, prompt, scale.chain, True, options.changed(draft_lookup=DRAFT_LOOKUP))
+        looked_up, _, _ = draft_text(
+            runner, prompt, scale.chain, True, options.changed(draft_lookup=DRAFT_LOOKUP)
+        )
         pairs = ((single, chained), "chained"), ((single, looked_up), "with lookup")
         found = {what: sum(a != b for a, b in zip(*both, strict=True)) for both, what in pairs}
         differ += sum(found.values())
         for what, count in found.items():
             yield none_of(f"{name}, {what}: tokens that differ", count)
         must = scale.bound(f"at least {_LEAST_BUSY:.0%}")
-        is_busy, summary = not must or busy >= _LEAST_BUSY, f"{name}: {busy:.0%} busy, {together * 1e3:.2f} ms a token"
+        is_busy, summary = (
+            not must or busy >= _LEAST_BUSY,
+            f"{name}: {busy:.0%} busy, {together * 1e3:.2f} ms a token",
+        )
         summary = summary if name == "greedy" else ""
         yield Figure(f"{name}: the chain is busy", 100 * busy, "%", must, is_busy, summary=summary)
         detail = f"one by one {apart * 1e3:.2f} ms"

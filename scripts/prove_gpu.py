@@ -27,7 +27,9 @@ from statistics import median
 from typing import Any
 
 if __name__ == "__main__":
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as in a worker; before torch is imported
+    os.environ.setdefault(
+        "PYTORCH_ALLOC_CONF", "expandable_segments:True"
+    )  # as in a worker; before torch is imported
 
 import click
 import torch
@@ -43,9 +45,9 @@ from pearl.execution.pair import decode
 from pearl.lab.bench.exactness import check_texts
 from pearl.lab.bench.machine import hardware
 from pearl.models.checkpoints.loading import load_runner
-from pearl.models.forward.graphs import FED
-from pearl.models.forward.row_table import SIZES
 from pearl.models.forward.runner import ForwardRunner
+from pearl.models.gpu.recordings import FED
+from pearl.models.gpu.row_table import SIZES
 from pearl.models.runner import Feed, ModelRunner, feed_chain
 from pearl.spec.methods import AS_PUBLISHED
 from pearl.text.tokenizer import GenerationDefaults
@@ -63,10 +65,17 @@ _COLUMNS = 80  # of the short table
 
 def tests(scale: Scale) -> Iterator[Figure]:
     """The tests with the mark `gpu`, if pytest and the tests are here."""
-    if not (_ROOT / "tests").exists() or subprocess.run([sys.executable, "-c", "import pytest"]).returncode:
+    if (
+        not (_ROOT / "tests").exists()
+        or subprocess.run([sys.executable, "-c", "import pytest"]).returncode
+    ):
         yield Figure("tests marked gpu: not here, or no pytest", 0)
         return
-    files = [str(path) for path in sorted((_ROOT / "tests").glob("test_*.py")) if "mark.gpu" in path.read_text()]
+    files = [
+        str(path)
+        for path in sorted((_ROOT / "tests").glob("test_*.py"))
+        if "mark.gpu" in path.read_text()
+    ]
     given = ["-n", "0", files[0]] if scale.rehearses else ["-n", "4", *files]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--timeout=120"]
     found = subprocess.run(command + given, cwd=_ROOT, capture_output=True, text=True)
@@ -83,31 +92,46 @@ def speed(scale: Scale) -> Iterator[Figure]:
     yield Figure("a streamed read", rate / 1e9, "GB/s")
     for shape in scale.timed:
         for rounding in ROUNDINGS:
-            yield from _speed_of(scale, scale.runner(shape, 512, slots=8, rounding=rounding), shape, rounding, rate)
+            yield from _speed_of(
+                scale, scale.runner(shape, 512, slots=8, rounding=rounding), shape, rounding, rate
+            )
             gc.collect()  # before there is another
 
 
-def _speed_of(scale: Scale, runner: ForwardRunner, shape: str, rounding: str, rate: float) -> Iterator[Figure]:
+def _speed_of(
+    scale: Scale, runner: ForwardRunner, shape: str, rounding: str, rate: float
+) -> Iterator[Figure]:
     tokens, name = tokens_of(runner, 256), f"{shape} {rounding or 'whole'}"
     for slot in range(8):
         feed_chain(runner, tokens, 1, slot, prompt=True)
     forwards = {f"{fed} tokens": [Feed(tokens[:fed], fed)] for fed in (1, 8, FED, max(SIZES))}
-    forwards |= {f"in {count} slots": [Feed(tokens[:2], 2, slot) for slot in range(count)] for count in (1, 8)}
+    forwards |= {
+        f"in {count} slots": [Feed(tokens[:2], 2, slot) for slot in range(count)]
+        for count in (1, 8)
+    }
     times: dict[str, list[float]] = {what: [] for what in forwards}
     for what in [*times] * scale.repeats:
         for slot in range(8):
             runner.rollback(256, slot)
         times[what].append(seconds(lambda: runner.forward(forwards[what]), scale.device))  # noqa: B023
     one, eight, most_16, most_64, alone, together = (median(some) * 1e3 for some in times.values())
-    is_known = scale.device.type == "cuda" and any(gpu in torch.cuda.get_device_name(scale.device) for gpu in _KNOWN)
+    is_known = scale.device.type == "cuda" and any(
+        gpu in torch.cuda.get_device_name(scale.device) for gpu in _KNOWN
+    )
     most = _MOST_MS.get(shape) if is_known and not rounding else None
-    share, must = weights_read(runner) / one * 1e3 / rate, f"at most {most} on this GPU" if most else ""
+    share, must = (
+        weights_read(runner) / one * 1e3 / rate,
+        f"at most {most} on this GPU" if most else "",
+    )
     summary = f"{rounding or shape} {one:.2f} ms {share:.0%}" if shape == scale.timed[0] else ""
     detail = f"{share:.0%} of the bandwidth"
     yield Figure(f"{name}: 1 token", one, "ms", must, not most or one <= most, detail, summary)
     for count, taken in ((FED, most_16), (max(SIZES), most_64)):
         yield Figure(f"{name}: {count} tokens", taken, "ms")
-    for what, growth, bound in (("8 tokens", eight / one, _MOST_GROWTH), ("8 slots", together / alone, _MOST_OF_EIGHT)):
+    for what, growth, bound in (
+        ("8 tokens", eight / one, _MOST_GROWTH),
+        ("8 slots", together / alone, _MOST_OF_EIGHT),
+    ):
         must = "" if rounding else scale.bound(f"at most {bound}")
         yield Figure(f"{name}: {what} over 1", growth, "", must, not must or growth <= bound)
 
@@ -124,16 +148,23 @@ def _prompts_of(scale: Scale, shape: str) -> Iterator[Figure]:
     runners = scale.runner(shape, context), scale.theirs(shape, context)
     for count in scale.prompts:
         tokens, times = tokens_of(runners[0], count), (list[float](), list[float]())
-        turns: list[tuple[ModelRunner, list[float]]] = [(runners[0], times[0]), (runners[1], times[1])]
+        turns: list[tuple[ModelRunner, list[float]]] = [
+            (runners[0], times[0]),
+            (runners[1], times[1]),
+        ]
         for runner, taken in turns * (1 + scale.repeats // 4):
             runner.rollback(0)
             taken.append(seconds(lambda: feed_chain(runner, tokens, 1, prompt=True), scale.device))  # noqa: B023
         ours, theirs = (median(taken[1:] or taken) * 1e3 for taken in times)  # the first warms up
         share, what = ours / theirs, f"{shape}: {count} tokens"
         summary = f"{shape} {share:.2f}" if count == max(scale.prompts) else ""
-        summary += f" of transformers' time at {count} tokens" * (bool(summary) and shape == scale.timed[-1])
+        summary += f" of transformers' time at {count} tokens" * (
+            bool(summary) and shape == scale.timed[-1]
+        )
         detail = f"{ours:.1f} ms, theirs {theirs:.1f}"
-        yield Figure(f"{what} over transformers'", share, "", must, not must or share <= 1, detail, summary)
+        yield Figure(
+            f"{what} over transformers'", share, "", must, not must or share <= 1, detail, summary
+        )
 
 
 def engine(scale: Scale) -> Iterator[Figure]:
@@ -164,7 +195,10 @@ _METHODS = "ar", "sd", "pearl"
 def _differing(scale: Scale, running: Engine) -> Iterator[Figure]:
     for name, branches in (("no branches", 0), ("branches", None)):
         yield _speed_by(scale, running, f"pearl, {name}", method="pearl", branches=branches)[0]
-    params, differ = RequestOptions(temperature=1.0, seed=5, max_tokens=scale.text, ignore_eos=True), 0
+    params, differ = (
+        RequestOptions(temperature=1.0, seed=5, max_tokens=scale.text, ignore_eos=True),
+        0,
+    )
     for found in check_texts(running, [_PROMPT], params, kill=True):
         differ += found.count - found.equal
         yield none_of(f"{found.what}: texts differ", found.count - found.equal, found.first)
@@ -174,7 +208,9 @@ def _differing(scale: Scale, running: Engine) -> Iterator[Figure]:
 def _equal(scale: Scale, running: Engine) -> Iterator[Figure]:
     for method in _METHODS:
         yield _speed_by(scale, running, method, method=method)[0]
-    figure, accepted = _speed_by(scale, running, "pearl, as published", method="pearl", **AS_PUBLISHED)
+    figure, accepted = _speed_by(
+        scale, running, "pearl, as published", method="pearl", **AS_PUBLISHED
+    )
     yield figure
     what, must = "acceptance of a draft that equals its target", f"above {_LEAST_ACCEPTANCE}"
     yield Figure(what, accepted, "", must, accepted > _LEAST_ACCEPTANCE)
@@ -190,7 +226,9 @@ def _in_one_process(scale: Scale, config: EngineConfig) -> Figure:
         with torch.inference_mode():
             times = [
                 time.perf_counter()
-                for committed in decode(submission(1, _PROMPT, runners[0].context, *given), *runners)
+                for committed in decode(
+                    submission(1, _PROMPT, runners[0].context, *given), *runners
+                )
                 for _ in committed.tokens
             ]
     return Figure("sd in one process: tokens a second", (len(times) - 1) / (times[-1] - times[0]))
@@ -209,7 +247,13 @@ def _speed_by(scale: Scale, running: Engine, name: str, **settings: Any) -> tupl
 
 
 Step = Callable[[Scale], Iterator[Figure]]
-STEPS: dict[str, Step] = {"tests": tests, **FORWARDS, "speed": speed, "prompts": prompts, "engine": engine}
+STEPS: dict[str, Step] = {
+    "tests": tests,
+    **FORWARDS,
+    "speed": speed,
+    "prompts": prompts,
+    "engine": engine,
+}
 
 
 @dataclass
@@ -226,9 +270,13 @@ class Result:
             (each for each in self.figures if each.summary or not each.passed),
             key=lambda each: (each.passed, not each.summary),
         )
-        words = [each.summary or f"{each.what} {each.value:.3g} {each.unit}".strip() for each in summary]
+        words = [
+            each.summary or f"{each.what} {each.value:.3g} {each.unit}".strip() for each in summary
+        ]
         found = ", ".join([" ".join(self.error.split())] * bool(self.error) + words)
-        return _cut(f"{self.step:<10} {'pass' if self.passed else 'FAIL'} {self.seconds:3.0f} s  {found}")
+        return _cut(
+            f"{self.step:<10} {'pass' if self.passed else 'FAIL'} {self.seconds:3.0f} s  {found}"
+        )
 
 
 def _cut(line: str) -> str:
@@ -258,7 +306,9 @@ def short_table(results: Sequence[Result], where: dict[str, Any]) -> str:
         triton = version("triton")
     except PackageNotFoundError:
         triton = "none"
-    asked = subprocess.run(["git", "-C", str(_ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    asked = subprocess.run(
+        ["git", "-C", str(_ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    )
     device = (where["gpus"] or [where["processor"]])[0].removeprefix("NVIDIA ")[:28]
     versions = where["versions"]
     about = f"{device}, torch {versions['torch']}, triton {triton}, pearl {versions['pearl']} {asked.stdout.strip()}"
@@ -270,9 +320,20 @@ def short_table(results: Sequence[Result], where: dict[str, Any]) -> str:
 
 @click.command()
 @click.option("--device", default="cuda:0", show_default=True)
-@click.option("--rehearse", is_flag=True, help="Every step with tiny models on a CPU: shows that the steps run.")
-@click.option("--only", type=click.Choice([*STEPS]), multiple=True, help="This step; may be given several times.")
-@click.option("--json", "to", type=click.Path(path_type=Path), default="prove_gpu.json", show_default=True)
+@click.option(
+    "--rehearse",
+    is_flag=True,
+    help="Every step with tiny models on a CPU: shows that the steps run.",
+)
+@click.option(
+    "--only",
+    type=click.Choice([*STEPS]),
+    multiple=True,
+    help="This step; may be given several times.",
+)
+@click.option(
+    "--json", "to", type=click.Path(path_type=Path), default="prove_gpu.json", show_default=True
+)
 def main(device: str, rehearse: bool, only: tuple[str, ...], to: Path) -> None:
     """Run the steps one after the other; exit code 1 if one has failed."""
     if not rehearse and not torch.cuda.is_available():
@@ -286,10 +347,15 @@ def main(device: str, rehearse: bool, only: tuple[str, ...], to: Path) -> None:
     for name in only or STEPS:
         results.append(run_step(name, scale, console))
         document = {"rehearsal": rehearse, "device": str(scale.device), "hardware": where}
-        document |= {"table": short_table(results, where).splitlines(), "steps": [*map(asdict, results)]}
+        document |= {
+            "table": short_table(results, where).splitlines(),
+            "steps": [*map(asdict, results)],
+        }
         to.write_text(json.dumps(document, indent=2) + "\n")  # after each step
     console.print(f"\n{short_table(results, where)}\n", markup=False)
-    console.print(f"{to} has all of it" + ("; a rehearsal" if rehearse else ": please send both as an issue"))
+    console.print(
+        f"{to} has all of it" + ("; a rehearsal" if rehearse else ": please send both as an issue")
+    )
     sys.exit(not all(result.passed for result in results))
 
 

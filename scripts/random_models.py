@@ -11,7 +11,13 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 # As published: hidden size, inner size, layers, heads, key-value heads, vocabulary. Of some only a few layers.
 SHAPES = {
@@ -44,7 +50,9 @@ _SPREAD = 1.28  # of a weight, times the root of the hidden size: 0.02 at 4,096;
 _END = "<end>"
 
 
-def random_model(shape: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
+def random_model(
+    shape: str, device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> PreTrainedModel:
     """A Llama of that shape. The same seed gives the same weights on one kind of device."""
     hidden, inner, layers, heads, kv_heads, vocab = SHAPES[shape]
     config = LlamaConfig(
@@ -81,14 +89,20 @@ def random_family(name: str, device: torch.device, dtype: torch.dtype) -> PreTra
     model = AutoModelForCausalLM.from_config(config, **plain).to(dtype)
     generator = torch.Generator().manual_seed(0)
     for key, weight in model.named_parameters():
-        is_small = weight.dim() == 1 or "bias" in key  # norms and biases, which begin as ones and zeros
+        is_small = (
+            weight.dim() == 1 or "bias" in key
+        )  # norms and biases, which begin as ones and zeros
         spread = 0.1 if is_small else _SPREAD / _TINY["hidden_size"] ** 0.5
-        torch.nn.init.normal_(weight, float(is_small and "norm" in key), spread, generator=generator)
+        torch.nn.init.normal_(
+            weight, float(is_small and "norm" in key), spread, generator=generator
+        )
     found: PreTrainedModel = model.to(device).eval()
     return found
 
 
-def save_pair(shape: str, share: float, into: Path, device: torch.device, dtype: torch.dtype, eps: float) -> None:
+def save_pair(
+    shape: str, share: float, into: Path, device: torch.device, dtype: torch.dtype, eps: float
+) -> None:
     """Save a pair whose draft is the first layers of its target, as `into`/target and `into`/draft.
 
     Args:
@@ -114,7 +128,9 @@ def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     """Bytes, and names for all other token ids."""
     pieces = [_END, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     pieces += [f"<{number}>" for number in range(len(pieces), vocab_size)]
-    found = Tokenizer(models.BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[]))
+    found = Tokenizer(
+        models.BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[])
+    )
     found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     found.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=found, eos_token=_END)

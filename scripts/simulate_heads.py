@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ from pearl.cache import silent
 from pearl.config import ModelConfig
 from pearl.config.options import RequestOptions
 from pearl.lab.bench.tasks import read_tasks
-from pearl.lab.simulate import Outcome, Simulation, Timing, paired_executors
+from pearl.lab.studies.simulate import Outcome, Simulation, Timing, paired_executors
 from pearl.metrics import Sums
-from pearl.models.checkpoints.heads import load_draft_head, load_head, states_for
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer
+from pearl.models.heads.loading import load_draft_head, load_head, states_for
 from pearl.protocol.events import Forward
 from pearl.protocol.messages import Submit
 
@@ -80,7 +81,9 @@ def outcomes(args: argparse.Namespace) -> Iterator[tuple[int, str, Outcome]]:
     target = load_runner(ModelConfig(args.target), CPU, features=features)
     draft = load_runner(ModelConfig(args.draft, "draft"), CPU, spare=8)
     heads = load_draft_head(args.head, args.target, CPU, None, 9, lambda what: None)
-    prompts = [task.turns[0] for name in args.prompts for task in read_tasks(name, None, args.limit)]
+    prompts = [
+        task.turns[0] for name in args.prompts for task in read_tasks(name, None, args.limit)
+    ]
     for prompt in prompts:
         messages = [{"role": "user", "content": prompt}]
         ids = tuple(tokenizer.encode(tokenizer.chat_text(messages) or prompt))
@@ -92,8 +95,11 @@ def outcomes(args: argparse.Namespace) -> Iterator[tuple[int, str, Outcome]]:
                 timing = Timing(t_draft, lambda fed: 1 + args.per_row * (fed - 1))
                 for runner in (target, drafter):
                     runner.rollback(0)
-                head = Counted(load_head(args.head, target, lambda what: None)) if has_head else None
-                executors = paired_executors(target, drafter, t_draft=lambda fed, t=t_draft: t, head=head)  # type: ignore
+                head = (
+                    Counted(load_head(args.head, target, lambda what: None)) if has_head else None
+                )
+                t_of_draft = partial(_constant, t_draft)
+                executors = paired_executors(target, drafter, t_draft=t_of_draft, head=head)
                 simulation = TimedGuesses(*executors, timing, drafter.context, None)
                 simulation.head, simulation.t_head = head, args.t_head
                 options = RequestOptions(method, **guesses)  # type: ignore[arg-type]
@@ -105,8 +111,15 @@ def outcomes(args: argparse.Namespace) -> Iterator[tuple[int, str, Outcome]]:
                 yield c, name, outcome
 
 
+def _constant(seconds: float, fed: int) -> float:
+    """The time of a draft forward, whatever it is fed."""
+    return seconds
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", default="embedded")
     parser.add_argument("--draft", default="embedded-draft")
     parser.add_argument("--head", required=True, type=Path)

@@ -97,7 +97,9 @@ class Real:
             ids = range(size // 50, size // 2)  # no special tokens
             prompts = [[noise.choice(ids) for _ in range(noise.randint(10, 60))] for _ in range(4)]
             texts = engine.generate(prompts, params, method="ar")
-        self._texts = {tuple(prompt): result.tokens for prompt, result in zip(prompts, texts, strict=True)}
+        self._texts = {
+            tuple(prompt): result.tokens for prompt, result in zip(prompts, texts, strict=True)
+        }
 
     def request(self, noise: random.Random) -> tuple[list[int], int]:
         return list(noise.choice(sorted(self._texts))), noise.randint(1, self._LENGTH)
@@ -202,9 +204,13 @@ class Soak:
         (result,) = engine.generate([prompt], params, method=method)
         self.counts["texts"] += 1
         self.counts["texts that lost their draft"] += result.statistics.draft_lost
-        self.counts["texts with accepted draft tokens"] += bool(result.statistics.num_accepted_draft_tokens)
+        self.counts["texts with accepted draft tokens"] += bool(
+            result.statistics.num_accepted_draft_tokens
+        )
         self.counts["tokens"] += len(result.tokens)
-        self.check(result.tokens == self.pair.text(prompt, length), f"wrong text: {method}, after {had}")
+        self.check(
+            result.tokens == self.pair.text(prompt, length), f"wrong text: {method}, after {had}"
+        )
 
     def note(self, fault: Fault) -> None:
         """Count a fault that hit a worker."""
@@ -230,12 +236,28 @@ class Soak:
 
 
 @click.command()
-@click.option("--faults", default=20, type=click.IntRange(min=1), help="No new round starts after so many.")
-@click.option("--seconds", default=None, type=float, help="Nor after so long; fewer faults are then an error.")
-@click.option("--pair", type=click.Choice(list(TIMEOUT)), default="toy", help="The embedded one takes signals only.")
-@click.option("--models", nargs=2, metavar="TARGET DRAFT", help="Two checkpoints in place of --pair; signals only.")
+@click.option(
+    "--faults", default=20, type=click.IntRange(min=1), help="No new round starts after so many."
+)
+@click.option(
+    "--seconds", default=None, type=float, help="Nor after so long; fewer faults are then an error."
+)
+@click.option(
+    "--pair",
+    type=click.Choice(list(TIMEOUT)),
+    default="toy",
+    help="The embedded one takes signals only.",
+)
+@click.option(
+    "--models",
+    nargs=2,
+    metavar="TARGET DRAFT",
+    help="Two checkpoints in place of --pair; signals only.",
+)
 @click.option("--seed", default=0, help="Of the faults and the requests.")
-def main(faults: int, seconds: float | None, pair: str, models: tuple[str, str] | None, seed: int) -> None:
+def main(
+    faults: int, seconds: float | None, pair: str, models: tuple[str, str] | None, seed: int
+) -> None:
     """Print the counts of all events."""
     console = Console(soft_wrap=True, highlight=False)
     began, rounds = time.monotonic(), 0
@@ -251,7 +273,9 @@ def main(faults: int, seconds: float | None, pair: str, models: tuple[str, str] 
                 rounds += 1
                 progress.update(task, completed=soak.faults)
         tempfile.tempdir = None
-    soak.check(soak.faults >= faults, f"only {soak.faults} of {faults} faults have struck in {seconds} s")
+    soak.check(
+        soak.faults >= faults, f"only {soak.faults} of {faults} faults have struck in {seconds} s"
+    )
     table = Table("what", "count", box=None, padding=(0, 2, 0, 0))
     for what, count in sorted(soak.counts.items()):
         table.add_row(what, str(count))
@@ -259,7 +283,9 @@ def main(faults: int, seconds: float | None, pair: str, models: tuple[str, str] 
     for wrong in soak.wrong:
         console.print(wrong, style="red")
     took = time.monotonic() - began
-    console.print(f"{soak.faults} faults in {rounds} engines, {took:.0f} s, seed {seed}: {len(soak.wrong)} wrong")
+    console.print(
+        f"{soak.faults} faults in {rounds} engines, {took:.0f} s, seed {seed}: {len(soak.wrong)} wrong"
+    )
     raise SystemExit(bool(soak.wrong))
 
 

@@ -77,7 +77,12 @@ class Client:
     """Requests one text after the other."""
 
     def __init__(self, number: int, found: Found, http: httpx.AsyncClient, model: str) -> None:
-        self._noise, self._found, self._http, self._model = random.Random(number), found, http, model
+        self._noise, self._found, self._http, self._model = (
+            random.Random(number),
+            found,
+            http,
+            model,
+        )
 
     async def run(self, end: float) -> None:
         while time.monotonic() < end:
@@ -92,7 +97,13 @@ class Client:
         noise = self._noise
         prompt = [noise.randrange(VOCAB) for _ in range(noise.randint(1, LONGEST_PROMPT))]
         length, streams = noise.randint(1, LONGEST_TEXT), noise.random() < 0.5
-        asked = {"model": self._model, "prompt": prompt, "max_tokens": length, "temperature": 0, "stream": streams}
+        asked = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": length,
+            "temperature": 0,
+            "stream": streams,
+        }
         if streams:
             asked["stream_options"] = {"include_usage": True}
         began = time.monotonic()
@@ -140,10 +151,24 @@ class Server:
 
     def __init__(self, slots: int, clients: int) -> None:
         paces = ["--target-pace", "0.004", "--draft-pace", "0.001"]
-        command = [sys.executable, "-m", "pearl", "serve", "--http", "127.0.0.1:0", "--target", SPEC, "--draft", SPEC]
+        command = [
+            sys.executable,
+            "-m",
+            "pearl",
+            "serve",
+            "--http",
+            "127.0.0.1:0",
+            "--target",
+            SPEC,
+            "--draft",
+            SPEC,
+        ]
         command += [*paces, "--slots", str(slots), "--draft-restarts", "100000"]
         self._process = subprocess.Popen(
-            [*command, "--log-level", "error"], stderr=subprocess.PIPE, text=True, env=os.environ | {"COLUMNS": "200"}
+            [*command, "--log-level", "error"],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"COLUMNS": "200"},
         )
         assert self._process.stderr is not None
         said = ""
@@ -185,7 +210,9 @@ async def _kill(server: Server, found: Found, every: float, end: float) -> None:
         found.counts["drafts killed"] += server.kill_draft()
 
 
-async def _soak(server: Server, found: Found, clients: int, seconds: float, every: float) -> dict[str, list[float]]:
+async def _soak(
+    server: Server, found: Found, clients: int, seconds: float, every: float
+) -> dict[str, list[float]]:
     """Memory over time, by process."""
     began = time.monotonic()
     end = began + seconds
@@ -193,7 +220,10 @@ async def _soak(server: Server, found: Found, clients: int, seconds: float, ever
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits) as http:
         model = (await http.get("/v1/models")).json()["data"][0]["id"]
-        asking = [asyncio.create_task(Client(number, found, http, model).run(end)) for number in range(clients)]
+        asking = [
+            asyncio.create_task(Client(number, found, http, model).run(end))
+            for number in range(clients)
+        ]
         killing = asyncio.create_task(_kill(server, found, every, end))
         while time.monotonic() < end:
             await asyncio.sleep(seconds / 20)
@@ -215,10 +245,21 @@ def _quantile(overheads: Sequence[tuple[float, int]], share: float) -> float:
 @click.option("--seconds", default=300.0, help="How long clients ask.")
 @click.option("--clients", default=32, help="How many of them at once.")
 @click.option("--slots", default=4, help="Of the server.")
-@click.option("--kill-every", default=10.0, help="Seconds between two kills of the draft, in the mean.")
+@click.option(
+    "--kill-every", default=10.0, help="Seconds between two kills of the draft, in the mean."
+)
 @click.option("--most-overhead", default=5.0, help="Milliseconds a token, of 99 tokens in 100.")
-@click.option("--most-growth", default=5.0, help="Megabytes, of a process, once a fifth of the time is over.")
-def main(seconds: float, clients: int, slots: int, kill_every: float, most_overhead: float, most_growth: float) -> None:
+@click.option(
+    "--most-growth", default=5.0, help="Megabytes, of a process, once a fifth of the time is over."
+)
+def main(
+    seconds: float,
+    clients: int,
+    slots: int,
+    kill_every: float,
+    most_overhead: float,
+    most_growth: float,
+) -> None:
     """Print the counts of all events."""
     console, found = Console(soft_wrap=True, highlight=False), Found()
     server = Server(slots, clients)
@@ -236,19 +277,25 @@ def main(seconds: float, clients: int, slots: int, kill_every: float, most_overh
         table.add_row(what, f"{count:,}")
     for share in (0.5, 0.99) if found.overheads else ():
         overhead = 1e3 * _quantile(found.overheads, share)
-        table.add_row(f"overhead beyond the engine, p{100 * share:.0f}, ms a token", f"{overhead:.2f}")
+        table.add_row(
+            f"overhead beyond the engine, p{100 * share:.0f}, ms a token", f"{overhead:.2f}"
+        )
         if share > 0.5 and overhead > most_overhead:
             found.wrong.append(f"overhead {overhead:.1f} ms a token, more than {most_overhead:g}")
     for name, megabytes in memory.items():
         shown = megabytes[:: max(1, len(megabytes) // 4)]
-        table.add_row(f"memory of the {name}, MB, over time", " ".join(f"{one:.1f}" for one in shown))
+        table.add_row(
+            f"memory of the {name}, MB, over time", " ".join(f"{one:.1f}" for one in shown)
+        )
         if megabytes[-1] - megabytes[0] > most_growth:
             found.wrong.append(f"the {name} has grown by {megabytes[-1] - megabytes[0]:.1f} MB")
     console.print(table)
     for wrong, times in Counter(found.wrong).most_common(20):
         console.print(f"{times} times: {wrong}", style="red")
     rate = found.counts["tokens"] / seconds
-    console.print(f"{clients} clients, {slots} slots, {seconds:.0f} s: {rate:.0f} tokens/s, {len(found.wrong)} wrong")
+    console.print(
+        f"{clients} clients, {slots} slots, {seconds:.0f} s: {rate:.0f} tokens/s, {len(found.wrong)} wrong"
+    )
     console.print(in_words(hardware()))
     raise SystemExit(bool(found.wrong))
 

@@ -24,12 +24,15 @@ import transformers
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from pearl.errors import ModelError
 from pearl.models.forward.runner import has_own_forward
-from pearl.models.hf import HFRunner
 from pearl.models.runner import feed_chain
+from pearl.models.transformers.runner import HFRunner
 from pearl.printable import cause_of
 
 SECONDS = 60  # for one architecture
@@ -45,23 +48,59 @@ VOCAB, TOKENS, WINDOW = 300, 48, 8
 SIZES: dict[str, Any] = {
     name: size
     for names, size in (
-        ("hidden_size n_embd d_model embed_dim dim word_embed_proj_dim intermediate_size ffn_dim n_inner", 64),
-        ("ffn_hidden_size d_ff intermediate_size_mlp dense_intermediate_size decoder_ffn_dim mamba_d_ssm", 64),
-        ("moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size shared_intermediate_size", 64),
+        (
+            "hidden_size n_embd d_model embed_dim dim word_embed_proj_dim intermediate_size ffn_dim n_inner",
+            64,
+        ),
+        (
+            "ffn_hidden_size d_ff intermediate_size_mlp dense_intermediate_size decoder_ffn_dim mamba_d_ssm",
+            64,
+        ),
+        (
+            "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size shared_intermediate_size",
+            64,
+        ),
         ("attention_hidden_size lru_width", 64),
-        ("num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads", 4),
+        (
+            "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads",
+            4,
+        ),
         ("swa_num_attention_heads num_key_value_heads num_kv_heads swa_num_key_value_heads", 4),
-        ("num_global_key_value_heads linear_num_value_heads linear_num_key_heads mamba_num_heads mamba_n_heads", 4),
+        (
+            "num_global_key_value_heads linear_num_value_heads linear_num_key_heads mamba_num_heads mamba_n_heads",
+            4,
+        ),
         ("num_experts num_local_experts n_routed_experts moe_num_experts num_routed_experts", 4),
         ("num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers", 4),
-        ("head_dim global_head_dim attention_head_dim v_head_dim kv_channels qk_nope_head_dim qk_rope_head_dim", 16),
-        ("query_pre_attn_scalar rotary_dim index_head_dim kv_lora_rank q_lora_rank hidden_size_per_layer_input", 16),
+        (
+            "head_dim global_head_dim attention_head_dim v_head_dim kv_channels qk_nope_head_dim qk_rope_head_dim",
+            16,
+        ),
+        (
+            "query_pre_attn_scalar rotary_dim index_head_dim kv_lora_rank q_lora_rank hidden_size_per_layer_input",
+            16,
+        ),
         ("linear_key_head_dim linear_value_head_dim mamba_head_dim mamba_d_head", 16),
-        ("index_topk state_size ssm_state_size mamba_d_state mamba_state_dim chunk_size mamba_chunk_size", 8),
-        ("sliding_window attention_chunk_size sliding_window_size attention_window_size window_size", WINDOW),
-        ("num_experts_per_tok moe_topk moe_k top_k num_experts_per_token attn_layer_period expert_layer_period", 2),
-        ("n_group topk_group n_shared_experts n_groups mamba_n_groups mamba_ngroups first_k_dense_replace", 1),
-        ("attn_layer_offset expert_layer_offset bos_token_id n_input_layers n_output_layers indexer_kv_heads", 1),
+        (
+            "index_topk state_size ssm_state_size mamba_d_state mamba_state_dim chunk_size mamba_chunk_size",
+            8,
+        ),
+        (
+            "sliding_window attention_chunk_size sliding_window_size attention_window_size window_size",
+            WINDOW,
+        ),
+        (
+            "num_experts_per_tok moe_topk moe_k top_k num_experts_per_token attn_layer_period expert_layer_period",
+            2,
+        ),
+        (
+            "n_group topk_group n_shared_experts n_groups mamba_n_groups mamba_ngroups first_k_dense_replace",
+            1,
+        ),
+        (
+            "attn_layer_offset expert_layer_offset bos_token_id n_input_layers n_output_layers indexer_kv_heads",
+            1,
+        ),
         ("indexer_head_dim ngram_vocab_size_base hc_lowrank", 16),
         ("shared_experts_intermediate_size", 64),
         ("indexer_budget", 8),
@@ -99,13 +138,20 @@ OTHERWISE: list[dict[str, Any]] = [
 def tiny_config(config_class: type[Any], otherwise: dict[str, Any]) -> Any:
     """The class's defaults with small sizes, and a layer of each kind."""
     default = config_class()
-    default.allow_global_per_layer_attribute_access = True  # else reading what differs between layers is an error
+    default.allow_global_per_layer_attribute_access = (
+        True  # else reading what differs between layers is an error
+    )
     sizes = SIZES | {name: size for name, size in otherwise.items() if name not in KINDS}
-    sizes = {name: size for name, size in sizes.items() if size is not None and hasattr(default, name)}
+    sizes = {
+        name: size for name, size in sizes.items() if size is not None and hasattr(default, name)
+    }
     for name in KINDS:
         kinds = list(dict.fromkeys(otherwise.get(name, getattr(default, name, None)) or ()))
         if kinds:
-            sizes |= {name: (kinds * 4)[: max(4, len(kinds))], "num_hidden_layers": max(4, len(kinds))}
+            sizes |= {
+                name: (kinds * 4)[: max(4, len(kinds))],
+                "num_hidden_layers": max(4, len(kinds)),
+            }
     for name in list(sizes):
         held = getattr(config_class, name, None)
         if isinstance(held, property) and not held.fset:
@@ -151,7 +197,9 @@ def judge_model(model: Any) -> tuple[str, str]:
             .partition(". ")[0]
             .strip()
         )
-        return "failed" if "trial forward failed" in why else "refused", why.removeprefix("a trial forward failed: ")
+        return "failed" if "trial forward failed" in why else "refused", why.removeprefix(
+            "a trial forward failed: "
+        )
     worst = largest_difference(runner, model)
     if not worst < 1e-3:
         return "wrong", f"logits differ by up to {worst:.1e} of their largest"
@@ -169,7 +217,9 @@ def judge_model(model: Any) -> tuple[str, str]:
 def largest_difference(runner: HFRunner, model: Any) -> float:
     rng, worst = random.Random(0), 0.0
     text = [rng.randrange(3, VOCAB) for _ in range(TOKENS)]
-    expected = model(torch.tensor([text]), use_cache=False).logits[0, :, : runner.vocab_size].float()
+    expected = (
+        model(torch.tensor([text]), use_cache=False).logits[0, :, : runner.vocab_size].float()
+    )
     while (start := runner.length()) < TOKENS:
         part = text[start : start + rng.choice((1, 2, 9))]
         found = feed_chain(runner, part, len(part))
@@ -186,7 +236,9 @@ def in_a_child(model_type: str) -> tuple[str, str]:
     ours, theirs = context.Pipe()
     child = context.Process(target=lambda: answer(theirs, model_type))
     child.start()
-    found = ours.recv() if ours.poll(SECONDS) else ("untried", f"no answer within {SECONDS} seconds")
+    found = (
+        ours.recv() if ours.poll(SECONDS) else ("untried", f"no answer within {SECONDS} seconds")
+    )
     child.kill()
     child.join()
     return found

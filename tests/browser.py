@@ -15,7 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 
 
 class Browser:
@@ -25,7 +27,9 @@ class Browser:
         profile: an empty directory.
     """
 
-    def __init__(self, url: str, profile: Path, size: tuple[int, int] = (1000, 900), patience: float = 60.0) -> None:
+    def __init__(
+        self, url: str, profile: Path, size: tuple[int, int] = (1000, 900), patience: float = 60.0
+    ) -> None:
         assert CHROMIUM is not None
         self.said: list[str] = []
         self._patience, self._numbers, self._rest = patience, itertools.count(1), b""
@@ -33,9 +37,23 @@ class Browser:
         self._in, theirs_out = os.pipe()
         # Chromium reads file descriptor 3 and writes to 4.
         shell = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}'
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", f"--user-data-dir={profile}"]
+        flags = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--remote-debugging-pipe",
+            f"--user-data-dir={profile}",
+        ]
         self._process = subprocess.Popen(
-            ["bash", "-c", shell, CHROMIUM, *flags, f"--window-size={size[0]},{size[1]}", "about:blank"],
+            [
+                "bash",
+                "-c",
+                shell,
+                CHROMIUM,
+                *flags,
+                f"--window-size={size[0]},{size[1]}",
+                "about:blank",
+            ],
             pass_fds=[theirs_in, theirs_out],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -44,8 +62,12 @@ class Browser:
         os.close(theirs_in)
         os.close(theirs_out)
         self._session: str | None = None
-        (target, *_) = [t for t in self._call("Target.getTargets")["targetInfos"] if t["type"] == "page"]
-        self._session = self._call("Target.attachToTarget", targetId=target["targetId"], flatten=True)["sessionId"]
+        (target, *_) = [
+            t for t in self._call("Target.getTargets")["targetInfos"] if t["type"] == "page"
+        ]
+        self._session = self._call(
+            "Target.attachToTarget", targetId=target["targetId"], flatten=True
+        )["sessionId"]
         for domain in ("Runtime", "Log", "Page"):
             self._call(f"{domain}.enable")
         self._call("Page.navigate", url=url)
@@ -53,7 +75,12 @@ class Browser:
     def __enter__(self) -> Browser:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._process.kill()
         self._process.wait()
         os.close(self._in)
@@ -66,7 +93,9 @@ class Browser:
         return found["result"].get("value")
 
     def _evaluated(self, script: str) -> Any:
-        return self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        return self._call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
 
     def sees(self, script: str, what: Callable[[Any], bool] = bool) -> Any:
         """The value of an expression, once it is as it should be. Until then it may fail: the page is not there yet."""
@@ -97,7 +126,9 @@ class Browser:
     def _note(self, heard: dict[str, Any]) -> None:
         match heard.get("method"):
             case "Runtime.consoleAPICalled":
-                self.said.append(" ".join(str(one.get("value", one)) for one in heard["params"]["args"]))
+                self.said.append(
+                    " ".join(str(one.get("value", one)) for one in heard["params"]["args"])
+                )
             case "Runtime.exceptionThrown":
                 self.said.append(str(heard["params"]["exceptionDetails"]))
             case "Log.entryAdded":

@@ -15,9 +15,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-os.environ.pop("COLUMNS", None)  # tests that run side by side have them, and a program in a terminal would believe them
+os.environ.pop(
+    "COLUMNS", None
+)  # tests that run side by side have them, and a program in a terminal would believe them
 os.environ.pop("LINES", None)
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the workers' threads are enough
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # before torch is imported: the workers' threads are enough
 
 import hypothesis
 import psutil
@@ -45,7 +49,9 @@ if TYPE_CHECKING:
 
 __all__ = ["loops"]  # a fixture
 
-hypothesis.settings.register_profile("pearl", deadline=None)  # a machine that is busy says nothing about our code
+hypothesis.settings.register_profile(
+    "pearl", deadline=None
+)  # a machine that is busy says nothing about our code
 hypothesis.settings.load_profile("pearl")
 
 # PEARL as in the paper: the target waits for its draft
@@ -53,7 +59,9 @@ AS_PUBLISHED = RequestOptions(method="pearl", **methods.AS_PUBLISHED)
 # Whether this user can have hosts of its own: tests/test_two_hosts.py needs them.
 HAS_NAMESPACES = (
     bool(shutil.which("ip") and shutil.which("unshare"))
-    and not subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode
+    and not subprocess.run(
+        ["unshare", "--net", "true"], capture_output=True, check=False
+    ).returncode
 )
 BOUND = 180.0  # seconds that nothing here takes
 TOY = "toy:vocab=32,alpha=0.5,context=512,eos=3"  # half of what the draft says is refused
@@ -70,14 +78,23 @@ def eventually(condition: Callable[[], object], what: str = "") -> None:
 
 def output(*command: object, timeout: float = BOUND, **options: Any) -> str:
     """What a program prints that ends well."""
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=timeout, check=False, **options)
+    done = subprocess.run(
+        [*map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        **options,
+    )
     assert done.returncode == 0, done.stderr[-6000:] + done.stdout[-6000:]
     return done.stdout
 
 
 def ran(*arguments: object) -> Result:
     """A command that ends well, in this process; a fault in it is raised here."""
-    ended = CliRunner().invoke(cli, [*map(str, arguments)], catch_exceptions=False, env={"COLUMNS": "120"})
+    ended = CliRunner().invoke(
+        cli, [*map(str, arguments)], catch_exceptions=False, env={"COLUMNS": "120"}
+    )
     assert ended.exit_code == 0, ended.output
     return ended
 
@@ -87,7 +104,9 @@ def started_in(directory: Path | str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("TMPDIR") == str(directory):
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("TMPDIR") == str(
+                directory
+            ):
                 found.append(process)
     return found
 
@@ -164,7 +183,9 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def warm_workers() -> Iterator[None]:
     """Engines of this process fork their workers from one that has imported what they need."""
-    if torch.cuda.is_available():  # an import may look for GPUs, and who is forked after that cannot use them
+    if (
+        torch.cuda.is_available()
+    ):  # an import may look for GPUs, and who is forked after that cannot use them
         yield
         return
     nursery = Nursery()
@@ -200,7 +221,9 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     yield tmp_path
-    eventually(lambda: not list(tmp_path.glob("pearl-*")), f"no directory in {list(tmp_path.iterdir())}")
+    eventually(
+        lambda: not list(tmp_path.glob("pearl-*")), f"no directory in {list(tmp_path.iterdir())}"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -238,7 +261,7 @@ def pearl_here(
 @pytest.fixture
 def small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our kernels have only the smaller tables and are not checked at load, which takes seconds in the interpreter."""
-    decode = pytest.importorskip("pearl.models.forward.decode")
+    decode = pytest.importorskip("pearl.models.gpu.token_forward")
     monkeypatch.setattr(decode.Decode, "problem", lambda self, expected: "")
     for made in (decode.make_decode, decode.Decode.__init__):
         *others, sizes = made.__defaults__

@@ -23,7 +23,12 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+}
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -44,20 +49,35 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "norm_before_fc": ({"norm_before_fc": True}, {}),
     "fc_norm": ({"fc_norm": True}, {}),
     "norm_output": ({"norm_output": True}, {}),
-    "the trainer's defaults": ({"norm_output": True, "norm_before_residual": True, "norm_before_fc": True}, {}),
-    "eagle_aux_hidden_state_layer_ids": ({"eagle_aux_hidden_state_layer_ids": [4, 1], "fc_norm": True}, {}),
+    "the trainer's defaults": (
+        {"norm_output": True, "norm_before_residual": True, "norm_before_fc": True},
+        {},
+    ),
+    "eagle_aux_hidden_state_layer_ids": (
+        {"eagle_aux_hidden_state_layer_ids": [4, 1], "fc_norm": True},
+        {},
+    ),
     "model_type": ({}, {"model_type": "qwen3"}),
     "num_hidden_layers": ({}, {"num_hidden_layers": 2}),
-    "three layers of qwen3": ({"norm_output": True}, {"model_type": "qwen3", "num_hidden_layers": 3}),
+    "three layers of qwen3": (
+        {"norm_output": True},
+        {"model_type": "qwen3", "num_hidden_layers": 3},
+    ),
     "sliding_window": ({}, _WINDOW | {"layer_types": ["sliding_attention"]}),
-    "layer_types": ({}, _WINDOW | {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}),
+    "layer_types": (
+        {},
+        _WINDOW | {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
     "head_dim": ({}, {"head_dim": 16}),
     "num_key_value_heads": ({}, {"num_key_value_heads": 4}),
     "attention_bias": ({}, {"attention_bias": True}),
     "mlp_bias": ({}, {"mlp_bias": True}),
     "rms_norm_eps": ({}, {"rms_norm_eps": 0.01}),
     "rope_theta": ({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e2}}),
-    "linear rope": ({}, {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}}),
+    "linear rope": (
+        {},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}},
+    ),
     "llama3 rope": ({}, {"rope_parameters": _LLAMA3}),
     "yarn": ({}, {"rope_parameters": _YARN}),
     "longrope": ({}, {"rope_parameters": _LONGROPE, "max_position_embeddings": 128}),
@@ -95,7 +115,12 @@ def config_of(name: str) -> dict[str, Any]:
         "vocab_size": VOCAB,
         **inner,
     }
-    method = {"proposal_type": "greedy", "speculative_tokens": 3, "accept_tolerance": 0.0, "verifier_accept_k": 1}
+    method = {
+        "proposal_type": "greedy",
+        "speculative_tokens": 3,
+        "accept_tolerance": 0.0,
+        "verifier_accept_k": 1,
+    }
     return {
         "architectures": ["Eagle3DraftModel"],
         "auto_map": {"": "config.Eagle3SpeculatorConfig"},
@@ -141,9 +166,17 @@ def weights_of(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     for number in range(layer["num_hidden_layers"]):
         prefix = f"layers.{number}."
         inputs = HIDDEN if number else 2 * HIDDEN
-        attention = {"q_proj": (queries, inputs), "k_proj": (keys, inputs), "v_proj": (keys, inputs)}
+        attention = {
+            "q_proj": (queries, inputs),
+            "k_proj": (keys, inputs),
+            "v_proj": (keys, inputs),
+        }
         attention["o_proj"] = (HIDDEN, queries)
-        mlp = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
+        mlp = {
+            "gate_proj": (INNER, HIDDEN),
+            "up_proj": (INNER, HIDDEN),
+            "down_proj": (HIDDEN, INNER),
+        }
         named = {f"{prefix}self_attn.{name}": shape for name, shape in attention.items()}
         matrices |= named
         if layer["attention_bias"]:
@@ -206,7 +239,9 @@ class _Reference:
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         mean_square = x.pow(2).mean(-1, keepdim=True)
-        return x / (mean_square + self.layer["rms_norm_eps"]).sqrt() * self.weights[f"{name}.weight"]
+        return (
+            x / (mean_square + self.layer["rms_norm_eps"]).sqrt() * self.weights[f"{name}.weight"]
+        )
 
     def product(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
@@ -217,7 +252,9 @@ class _Reference:
             states = self.norm(states, "input_norm")
         if self.config["fc_norm"]:
             parts = states.chunk(num_states(self.config), -1)
-            states = torch.cat([self.norm(part, f"fc_norm.{number}") for number, part in enumerate(parts)], -1)
+            states = torch.cat(
+                [self.norm(part, f"fc_norm.{number}") for number, part in enumerate(parts)], -1
+            )
         before = self.product(states, "fc")
         rows = []
         output = before[0]
@@ -249,14 +286,21 @@ class _Reference:
 
     def attend(self, number: int, x: torch.Tensor, position: int, anchor: int) -> torch.Tensor:
         prefix, dim = f"layers.{number}.self_attn.", self.layer["head_dim"]
-        queries, keys, values = (self.product(x, f"{prefix}{name}_proj").view(-1, dim) for name in "qkv")
+        queries, keys, values = (
+            self.product(x, f"{prefix}{name}_proj").view(-1, dim) for name in "qkv"
+        )
         if self.layer["model_type"] == "qwen3":
-            queries, keys = self.norm(queries, f"{prefix}q_norm"), self.norm(keys, f"{prefix}k_norm")
+            queries, keys = (
+                self.norm(queries, f"{prefix}q_norm"),
+                self.norm(keys, f"{prefix}k_norm"),
+            )
         self.keys[number].append(self.turned(keys, position))
         self.values[number].append(values)
         first = 0
         if (self.layer.get("layer_types") or ["full_attention"] * 9)[number] == "sliding_attention":
-            first = max(0, anchor - self.layer["sliding_window"])  # the first token read is that of position 1
+            first = max(
+                0, anchor - self.layer["sliding_window"]
+            )  # the first token read is that of position 1
         mixed = []
         for head, query in enumerate(self.turned(queries, position)):
             own = head * len(keys) // HEADS
@@ -268,7 +312,11 @@ class _Reference:
     def turned(self, x: torch.Tensor, position: int) -> torch.Tensor:
         rope, dim = self.layer["rope_parameters"], self.layer["head_dim"]
         assert rope["rope_type"] in PLAIN_ROPES
-        angles = position / rope.get("factor", 1.0) * rope["rope_theta"] ** (-torch.arange(0, dim, 2) / dim)
+        angles = (
+            position
+            / rope.get("factor", 1.0)
+            * rope["rope_theta"] ** (-torch.arange(0, dim, 2) / dim)
+        )
         first, second = x.chunk(2, -1)
         cos, sin = angles.cos(), angles.sin()
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

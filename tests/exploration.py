@@ -6,14 +6,14 @@ from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from pearl.protocol.auto import Auto
-from pearl.protocol.auto_text import AutoText
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.draft_view import DraftView
 from pearl.protocol.drafter import Drafter, DraftMachine
 from pearl.protocol.events import Drafted
 from pearl.protocol.feeding import FedTokens, Feeding
 from pearl.protocol.messages import Cancel, DraftTokens, Provenance, Resync, Source, Verdict
+from pearl.protocol.method_choice import Auto
+from pearl.protocol.method_trials import AutoText
 from pearl.protocol.proposals import ProposalStore
 from pearl.protocol.request import Counts, Request
 from pearl.protocol.request_machine import RequestMachine, State
@@ -28,7 +28,17 @@ from tests.scripted import LOST, PROMPT, Cache, ScriptDraft, ScriptTarget, scrip
 TEXT = script(len(PROMPT) + 4)
 DRAFTED = tuple(range(len(PROMPT), len(TEXT)))
 OPEN_UP = (
-    *(Coordinator, RequestMachine, Request, DraftView, AutoText, Feeding, FedTokens, Scheduler, ProposalStore),
+    *(
+        Coordinator,
+        RequestMachine,
+        Request,
+        DraftView,
+        AutoText,
+        Feeding,
+        FedTokens,
+        Scheduler,
+        ProposalStore,
+    ),
     *(Drafter, DraftMachine),
     TokenSequence,
     *(ScriptTarget, ScriptDraft, Cache, Pair),
@@ -36,12 +46,26 @@ OPEN_UP = (
 # With a fixed window, and without a clock, these never decide what happens next.
 INDIFFERENT = (Counts, Speeds, Auto)
 # What was, and references to machines that the coordinator or the drafter has, and to a request that its machine has.
-_LEFT_OUT = ("log", "stale", "results", "_story", "_running", "_machines", "_request", "_draft", "_sequence")
+_LEFT_OUT = (
+    "log",
+    "stale",
+    "results",
+    "_story",
+    "_running",
+    "_machines",
+    "_request",
+    "_draft",
+    "_sequence",
+)
 
 
 def freeze(value: object) -> object:
     """A hashable picture of all that decides what can happen next."""
     return (_FREEZERS.get(type(value)) or _freezer(value))(value)
+
+
+def _freeze_attributes(value: object) -> tuple[object, ...]:
+    return tuple([freeze(v) for k, v in vars(value).items() if k not in _LEFT_OUT])
 
 
 def _freezer(value: object) -> Callable[[Any], object]:
@@ -50,7 +74,7 @@ def _freezer(value: object) -> Callable[[Any], object]:
     if isinstance(value, INDIFFERENT) or callable(value):
         found: Callable[[Any], object] = lambda value: None  # noqa: E731
     elif isinstance(value, OPEN_UP):
-        found = lambda value: tuple([freeze(v) for k, v in vars(value).items() if k not in _LEFT_OUT])  # noqa: E731
+        found = _freeze_attributes
     elif isinstance(value, dict):
         found = lambda value: tuple([(k, freeze(v)) for k, v in value.items()])  # noqa: E731
     elif kind in (list, tuple, deque):
@@ -99,7 +123,10 @@ class FaultyPair(Pair):
             case "repeat branch" if branches:
                 return lambda: self.to_target.append(branches[0])
             case "delay branch" if branches:
-                return lambda: (self.to_target.remove(branches[0]), self.to_target.append(branches[0]))
+                return lambda: (
+                    self.to_target.remove(branches[0]),
+                    self.to_target.append(branches[0]),
+                )
             case "lose branch" if branches:
                 return lambda: self._lose(self.to_target, branches[0])
             case "foul branch" if self.drafter is not None:
@@ -115,7 +142,10 @@ class FaultyPair(Pair):
                 return lambda: self._lose(self.to_target, self.to_target[0])
             case "lose to draft" | "lose two to draft" if self.to_draft:
                 return lambda: self._lose(self.to_draft, self.to_draft[0])
-            case "resync" if self.drafter is not None and self.coordinator.state in (State.HELD, State.GATHERING):
+            case "resync" if self.drafter is not None and self.coordinator.state in (
+                State.HELD,
+                State.GATHERING,
+            ):
                 return self.stall
             case "fail" if self.target_answer is not None:
                 return self.fail_target
@@ -139,7 +169,14 @@ class FaultyPair(Pair):
             if position + 1 >= request.submit.limit:
                 continue
             after = position, self.target.text[position]
-            foul = DraftTokens(request.number, request.epoch, position + 1, (LOST,), source=Source.BRANCH, after=after)
+            foul = DraftTokens(
+                request.number,
+                request.epoch,
+                position + 1,
+                (LOST,),
+                source=Source.BRANCH,
+                after=after,
+            )
             self.to_target.append(foul)
 
 
@@ -166,7 +203,10 @@ class Side:
 
     def number(self, pair: FaultyPair) -> int:
         values = {name: getattr(pair, name) for name in self._names}
-        picture = tuple([freeze(value) for name, value in values.items() if name != "results"]), _outcomes(values)
+        picture = (
+            tuple([freeze(value) for name, value in values.items() if name != "results"]),
+            _outcomes(values),
+        )
         number = self._numbers.setdefault(picture, len(self._saved))
         if number == len(self._saved):
             self._saved.append(pickle.dumps(values, pickle.HIGHEST_PROTOCOL))
@@ -181,7 +221,9 @@ class Side:
 def _outcomes(values: dict[str, Any]) -> object:
     """What has become of each request: it decides nothing, but a side that has seen a fault is not one that has not."""
     results = values.get("results", {})
-    return tuple([(number, len(one.tokens), one.end and one.end.reason) for number, one in results.items()])
+    return tuple(
+        [(number, len(one.tokens), one.end and one.end.reason) for number, one in results.items()]
+    )
 
 
 class Exploration:
@@ -246,15 +288,22 @@ class Exploration:
 
     def _after_target(self, state: System, move: str) -> System:
         taken = state.to_target[:1] if move == "to_target" else ()
-        has_draft = self._draft.shown[state.draft]["drafter"] is not None  # what is sent to no draft is not sent
+        has_draft = (
+            self._draft.shown[state.draft]["drafter"] is not None
+        )  # what is sent to no draft is not sent
         key = "target", state.target, move, taken, has_draft
         if key not in self._known:
             pair = self._pair(state, "target")
             pair.move(move)
-            self._known[key] = self._target.number(pair), tuple(pair.to_draft)[len(state.to_draft) :]
+            self._known[key] = (
+                self._target.number(pair),
+                tuple(pair.to_draft)[len(state.to_draft) :],
+            )
         number, sent = self._known[key]
         rest, stalls = state.to_target[len(taken) :], 0 if taken else state.stalls
-        return state._replace(target=number, to_target=rest, to_draft=state.to_draft + sent, stalls=stalls)
+        return state._replace(
+            target=number, to_target=rest, to_draft=state.to_draft + sent, stalls=stalls
+        )
 
     def _after_draft(self, state: System, move: str) -> System:
         taken = state.to_draft[:1] if move == "to_draft" else ()
@@ -262,9 +311,14 @@ class Exploration:
         if key not in self._known:
             pair = self._pair(state, "draft")
             pair.move(move)
-            self._known[key] = self._draft.number(pair), tuple(pair.to_target)[len(state.to_target) :]
+            self._known[key] = (
+                self._draft.number(pair),
+                tuple(pair.to_target)[len(state.to_target) :],
+            )
         number, sent = self._known[key]
-        return state._replace(draft=number, to_target=state.to_target + sent, to_draft=state.to_draft[len(taken) :])
+        return state._replace(
+            draft=number, to_target=state.to_target + sent, to_draft=state.to_draft[len(taken) :]
+        )
 
 
 def explore(
@@ -286,11 +340,15 @@ def explore(
     drafts = ahead.pop("foresees", ()), ahead.pop("stops", ())
     sampling = drawn_by(1.0 if ahead.get("rule") in ("ratio", "joint") else 0.0)
     submit = submission(text, method, window=window, gamma=gamma, sampling=sampling, **ahead)
-    pair = FaultyPair([submit], ScriptTarget(text, **target), partial(ScriptDraft, text, wrong, *drafts))
+    pair = FaultyPair(
+        [submit], ScriptTarget(text, **target), partial(ScriptDraft, text, wrong, *drafts)
+    )
     pair.faults = faults
     ends = 0
     for final in Exploration(pair).finals():
-        assert final.done, f"deadlock: {final.coordinator.state}, {final.drafter and final.drafter.state}"
+        assert final.done, (
+            f"deadlock: {final.coordinator.state}, {final.drafter and final.drafter.state}"
+        )
         result = final.results[1]
         assert tuple(result.tokens) == text[len(PROMPT) :]
         check_counts(result, runs_ahead=bool({"look_ahead", "siblings"} & set(ahead)))

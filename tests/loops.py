@@ -13,12 +13,12 @@ import torch
 
 from pearl.config import EngineConfig, RequestOptions
 from pearl.decoding.distribution import AnnouncedRow, PackedRow
-from pearl.drafting.model import ModelProposer
+from pearl.drafting.proposer import ModelProposer
 from pearl.drafting.step import HostMark
 from pearl.errors import DraftLost, RequestError
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
-from pearl.lab.simulate import Timing, paired_executors, simulate
+from pearl.lab.studies.simulate import Timing, paired_executors, simulate
 from pearl.metrics import Statistics
 from pearl.models.runner import Feed, ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
@@ -28,7 +28,7 @@ from pearl.transport import connect, listen
 from pearl.transport.address import bind_address
 from pearl.transport.base import Endpoint, TensorChannel
 from pearl.worker.draft import DraftWorker
-from pearl.worker.rows import RowPacker, packed
+from pearl.worker.draft_rows import RowPacker, packed
 from pearl.worker.settings import TargetSettings
 from pearl.worker.target import TargetWorker
 from tests.memory_transport import MemoryHub
@@ -164,13 +164,21 @@ class Loops:
         self.target_model = Hanging(vocab, alpha_pair(vocab, alpha)[0], CONTEXT)
         self.forms: set[str] = set()  # in which the drafts' distributions left
         self.errors: list[BaseException] = []
-        self._stop, self._ready, self._lost = threading.Event(), threading.Event(), threading.Event()
+        self._stop, self._ready, self._lost = (
+            threading.Event(),
+            threading.Event(),
+            threading.Event(),
+        )
         self._threads: list[threading.Thread] = []
         self._endpoints = [listener]
         self._channel = channel
         names = {"target": "toy", "draft": "toy" if expects_draft else "none"}
         config = EngineConfig(
-            **names, target_device="cpu", draft_device="cpu", draft_timeout=draft_timeout, slots=slots
+            **names,
+            target_device="cpu",
+            draft_device="cpu",
+            draft_timeout=draft_timeout,
+            slots=slots,
         )
         settings = TargetSettings(config, vocab, CONTEXT, DIGEST)
         self._start(
@@ -216,11 +224,15 @@ class Loops:
         def welcomed(welcome: m.Welcome) -> tuple[DraftExecutor, RowPacker]:
             packer = NotingPacker(self._channel(1) if self._channel else None)
             packer.forms = self.forms
-            return DraftExecutor(ModelProposer(model, welcome.vocab_size, chains=chains, texts=self.slots)), packer
+            return DraftExecutor(
+                ModelProposer(model, welcome.vocab_size, chains=chains, texts=self.slots)
+            ), packer
 
         hello = m.Hello(m.PROTOCOL_VERSION, m.Role.DRAFT, self.vocab, CONTEXT, DIGEST)
         stop, slots = self._stop.is_set, self.slots
-        worker = DraftWorker(endpoint, hello, welcomed, lambda: None, stop, 0.2, Tracer(), slots=slots)
+        worker = DraftWorker(
+            endpoint, hello, welcomed, lambda: None, stop, 0.2, Tracer(), slots=slots
+        )
 
         def run() -> None:
             with closing(endpoint):  # as its process would
@@ -273,9 +285,15 @@ def loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeLoops
 
 
 def submission(
-    new: int, method: str = "pearl", sampling: RequestOptions = WARM, request: int = 1, **decoding: str
+    new: int,
+    method: str = "pearl",
+    sampling: RequestOptions = WARM,
+    request: int = 1,
+    **decoding: str,
 ) -> m.Submit:
-    return m.Submit(request, PROMPT, len(PROMPT) + new, resolved(method, **decoding, sampling=sampling))  # type: ignore[arg-type]
+    return m.Submit(
+        request, PROMPT, len(PROMPT) + new, resolved(method, **decoding, sampling=sampling)
+    )  # type: ignore[arg-type]
 
 
 def simulated(submit: m.Submit, vocab: int = 32, alpha: float = 0.5) -> list[int]:
@@ -317,4 +335,7 @@ class FakeDraft:
 
 def sparse(ids: Sequence[int], probs: Sequence[float]) -> PackedRow:
     """A row of these tokens only."""
-    return PackedRow(torch.tensor(probs).numpy().tobytes(), torch.tensor(ids, dtype=torch.int32).numpy().tobytes())
+    return PackedRow(
+        torch.tensor(probs).numpy().tobytes(),
+        torch.tensor(ids, dtype=torch.int32).numpy().tobytes(),
+    )

@@ -49,7 +49,9 @@ class MemoryEndpoint:
 
     def wait(self, timeout: float) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or self._is_woken or self._queue, timeout)
+            self._changed.wait_for(
+                lambda: self._is_closed or self._is_woken or self._queue, timeout
+            )
             self._is_woken = False
 
     def wake(self) -> None:

@@ -8,12 +8,23 @@ from pearl.config import RequestOptions
 
 #: The options that say how tokens are drawn; the others say how they are decoded.
 DRAWING = (
-    *("temperature", "top_k", "top_p", "min_p", "seed", "sample", "repetition_penalty", "presence_penalty"),
+    *(
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "seed",
+        "sample",
+        "repetition_penalty",
+        "presence_penalty",
+    ),
     *("frequency_penalty", "logit_bias", "prompt_length", "grammar", "grammar_ends"),
 )
 
 
-SHAPING = DRAWING[DRAWING.index("repetition_penalty") :]  #: those by which the text before a token changes its logits
+SHAPING = DRAWING[
+    DRAWING.index("repetition_penalty") :
+]  #: those by which the text before a token changes its logits
 
 
 def shaped(
@@ -80,8 +91,17 @@ def resolved(
 ) -> RequestOptions:
     """Options that leave nothing to a default. `sampling`: options that draw tokens as these are to."""
     guesses = look_ahead, draft_lookup, branches, siblings
-    drawn = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 0}
+    drawn = {
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "seed": 0,
+    }
     if sampling is not None:
         drawn = drawing(sampling)
-    options = RequestOptions(method, window, gamma, rule, parameters, *guesses, draft_stop, stop_parameters)
+    options = RequestOptions(
+        method, window, gamma, rule, parameters, *guesses, draft_stop, stop_parameters
+    )
     return options.changed(**(drawn | more))

@@ -11,7 +11,10 @@ import pytest
 def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     """As `itertools.product`, with as few cases as a greedy choice finds."""
     values = [list(axis) for axis in axes]
-    return [tuple(axis[at] for axis, at in zip(values, case, strict=True)) for case in _cases(*map(len, values))]
+    return [
+        tuple(axis[at] for axis, at in zip(values, case, strict=True))
+        for case in _cases(*map(len, values))
+    ]
 
 
 @cache
@@ -27,4 +30,6 @@ def _cases(*sizes: int) -> list[tuple[int, ...]]:
 
 
 # For a test that loops over `combined(*axes)`: pairs each time, and all with the tests marked `long`.
-combined = pytest.mark.parametrize("combined", [pairwise, pytest.param(product, marks=pytest.mark.long)])
+combined = pytest.mark.parametrize(
+    "combined", [pairwise, pytest.param(product, marks=pytest.mark.long)]
+)

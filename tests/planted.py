@@ -83,7 +83,9 @@ def lay_out(plain: Any) -> Any:
 
 def sampled(plain: Any) -> Any:
     return lambda self, request, command: plain(
-        self, request, command if command.follow else replace(command, node=max(0, command.node - 1))
+        self,
+        request,
+        command if command.follow else replace(command, node=max(0, command.node - 1)),
     )
 
 
@@ -100,7 +102,9 @@ def hold(plain: Any) -> Any:
     def counts_on(self: Shaper, length: int) -> None:
         written = dict(self._written)
         plain(self, length)
-        self._written = written | {token: max(n, written.get(token, 0)) for token, n in self._written.items()}
+        self._written = written | {
+            token: max(n, written.get(token, 0)) for token, n in self._written.items()
+        }
 
     return counts_on
 

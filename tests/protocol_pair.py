@@ -12,12 +12,32 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from pearl.protocol.auto import Auto
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
 from pearl.protocol.drafter import State as DraftState
-from pearl.protocol.events import Deliver, DraftDropped, Drafted, DraftGone, DraftJoined, End, Failed, Open, Send, Wait
-from pearl.protocol.messages import Begin, Committed, Error, Preview, Provenance, Resync, Submit, Verdict
+from pearl.protocol.events import (
+    Deliver,
+    DraftDropped,
+    Drafted,
+    DraftGone,
+    DraftJoined,
+    End,
+    Failed,
+    Open,
+    Send,
+    Wait,
+)
+from pearl.protocol.messages import (
+    Begin,
+    Committed,
+    Error,
+    Preview,
+    Provenance,
+    Resync,
+    Submit,
+    Verdict,
+)
+from pearl.protocol.method_choice import Auto
 from pearl.protocol.request import Counts
 from pearl.protocol.request_machine import State
 from pearl.protocol.sequence import extend_digest
@@ -100,7 +120,11 @@ class Pair:
         Only after a loss: that both wait while nothing was lost is a deadlock, though time would resolve it.
         """
         waits = self.coordinator.state in (State.HELD, State.GATHERING)
-        return ["stall"] if self.lossy and waits and self.drafter is not None and self.stalls < STALLS else []
+        return (
+            ["stall"]
+            if self.lossy and waits and self.drafter is not None and self.stalls < STALLS
+            else []
+        )
 
     @property
     def done(self) -> bool:
@@ -158,7 +182,9 @@ class Pair:
             assert theirs <= ours, "a draft ahead of its target"
             prefix = draft.sequence.tokens[: draft.sequence.committed]
             if theirs[0] == ours[0] and draft.state is not DraftState.LOST:
-                assert text.tokens[: len(prefix)] == prefix, "only what the target committed is final"
+                assert text.tokens[: len(prefix)] == prefix, (
+                    "only what the target committed is final"
+                )
                 assert len(prefix) <= text.committed
 
     def run(self, pick: Callable[[list[str]], str], limit: int = 20_000) -> None:
@@ -166,7 +192,9 @@ class Pair:
         for _ in range(limit):
             if self.done:
                 return
-            assert self.moves, f"deadlock: target {self.coordinator.state}, draft {self.drafter and self.drafter.state}"
+            assert self.moves, (
+                f"deadlock: target {self.coordinator.state}, draft {self.drafter and self.drafter.state}"
+            )
             self.move(pick(self.moves))
         raise AssertionError(f"not done after {limit} moves")
 
@@ -207,7 +235,9 @@ class Pair:
                 case Wait() | DraftDropped():
                     pass
                 case _:
-                    assert self.target_answer is None, f"{command} while {self.target_answer} is being computed"
+                    assert self.target_answer is None, (
+                        f"{command} while {self.target_answer} is being computed"
+                    )
                     self.target_answer = self.target.execute(command)
 
     def _committed(self, message: Committed) -> None:
@@ -232,7 +262,9 @@ class Pair:
                 case Open():  # a Begin does not wait for the forward that it overtakes
                     self.draft.execute(command)
                 case _:
-                    assert self.draft_answer is None, f"{command} while {self.draft_answer} is being computed"
+                    assert self.draft_answer is None, (
+                        f"{command} while {self.draft_answer} is being computed"
+                    )
                     self.draft_answer = self.draft.execute(command)
 
 
@@ -261,7 +293,9 @@ def check_counts(result: Result, runs_ahead: bool = False) -> None:
     assert counts.num_accepted_draft_tokens - counts.late == counts.provenance[Provenance.ACCEPTED]
     wrong = counts.num_judged_draft_tokens - counts.num_accepted_draft_tokens
     corrected = counts.provenance[Provenance.CORRECTED]
-    assert wrong == corrected or (runs_ahead and wrong > corrected)  # drafted wrongly, and committed before that came
+    assert wrong == corrected or (
+        runs_ahead and wrong > corrected
+    )  # drafted wrongly, and committed before that came
     assert counts.num_judged_draft_tokens <= counts.num_draft_tokens
 
 
@@ -270,7 +304,9 @@ def make_pair(method: str = "pearl", wrong: tuple[int, ...] = (), **settings: An
     return Pair([submit], ScriptTarget(TEXT), partial(ScriptDraft, TEXT, wrong))
 
 
-def until(pair: Pair, there: Callable[[Pair], bool], picker: Callable[[list[str]], str] | None = None) -> Pair:
+def until(
+    pair: Pair, there: Callable[[Pair], bool], picker: Callable[[list[str]], str] | None = None
+) -> Pair:
     """Runs a pair up to a point that it must come to."""
     picker = picker or at_random(0)
     for _ in range(2000):

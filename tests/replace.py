@@ -22,7 +22,9 @@ def replace(value: Any, **changes: Any) -> Any:
     if (decoding := changes.pop("decoding", None)) is not None:
         kept = {name: getattr(value.options, name) for name in ("stop", "logprobs")}  # type: ignore[attr-defined]
         changes["options"] = decoding.changed(**kept, **drawing(value.options))  # type: ignore[attr-defined]
-    inner = {name: change for name, change in changes.items() if name not in value.__struct_fields__}
+    inner = {
+        name: change for name, change in changes.items() if name not in value.__struct_fields__
+    }
     if inner and not isinstance(value, RequestOptions):
         changes = {name: change for name, change in changes.items() if name not in inner}
         changes["options"] = replace(value.options, **inner)  # type: ignore[attr-defined]

@@ -49,7 +49,10 @@ class RunnerContract:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         known = [pytest.param(make, id=kind) for kind, make in self.kinds.items()]
-        known += [pytest.param(make, id=kind, marks=pytest.mark.long) for kind, make in self.others.items()]
+        known += [
+            pytest.param(make, id=kind, marks=pytest.mark.long)
+            for kind, make in self.others.items()
+        ]
         metafunc.parametrize("make", known, scope="class")
 
     @pytest.fixture(scope="class")
@@ -80,7 +83,9 @@ class RunnerContract:
                 assert runner.length() == fed, pieces
             close(torch.cat(found), whole)
 
-    def test_after_a_rollback_as_from_scratch(self, runner: ModelRunner, whole: torch.Tensor) -> None:
+    def test_after_a_rollback_as_from_scratch(
+        self, runner: ModelRunner, whole: torch.Tensor
+    ) -> None:
         """Other tokens stood after `keep`; none of them may be seen any more."""
         for keep in (0, 1, 5, 11, 12):
             runner.rollback(0)
@@ -88,7 +93,10 @@ class RunnerContract:
             runner.rollback(keep)
             assert runner.length() == keep
             if keep < 12:
-                close(feed_chain(runner, some_tokens(runner, 12 - keep, keep), 12 - keep), whole[keep:])
+                close(
+                    feed_chain(runner, some_tokens(runner, 12 - keep, keep), 12 - keep),
+                    whole[keep:],
+                )
 
     def test_a_tree_equals_its_paths(self, runner: ModelRunner) -> None:
         needs_trees(runner)
@@ -114,19 +122,25 @@ class RunnerContract:
             feed_chain(runner, held + [tokens[i] for i in path], 0)
             close(feed_chain(runner, some_tokens(runner, 4, start=20), 4), after)
 
-    def test_slots_are_sequences_of_their_own(self, runner: ModelRunner, whole: torch.Tensor) -> None:
+    def test_slots_are_sequences_of_their_own(
+        self, runner: ModelRunner, whole: torch.Tensor
+    ) -> None:
         if runner.capabilities.slots < 2:
             pytest.skip("holds one sequence")
         feed_chain(runner, some_tokens(runner, 5), 0, slot=1)
         feed_chain(runner, some_tokens(runner, 9, start=30), 1)
         runner.fork(1, 0)
-        found = runner.forward([Feed(some_tokens(runner, 7, 5), 7), Feed(some_tokens(runner, 3, start=60), 1, slot=1)])
+        found = runner.forward(
+            [Feed(some_tokens(runner, 7, 5), 7), Feed(some_tokens(runner, 3, start=60), 1, slot=1)]
+        )
         close(found[0], whole[5:])
         runner.rollback(5, 1)
         close(feed_chain(runner, some_tokens(runner, 7, 5), 7, slot=1), whole[5:])
         assert [runner.length(slot) for slot in (0, 1)] == [12, 12]
 
-    def test_a_fork_of_a_part_copies_what_is_not_shared(self, runner: ModelRunner, whole: torch.Tensor) -> None:
+    def test_a_fork_of_a_part_copies_what_is_not_shared(
+        self, runner: ModelRunner, whole: torch.Tensor
+    ) -> None:
         if runner.capabilities.slots < 2:
             pytest.skip("holds one sequence")
         feed_chain(runner, some_tokens(runner, 9), 0)
@@ -154,14 +168,21 @@ class RunnerContract:
         assert runner.length() == 12
         close(torch.cat(found), whole[5:])
         with pytest.raises(RequestError):
-            feed_chain(runner, torch.zeros(runner.context, dtype=torch.long, device=runner.device), 1)
+            feed_chain(
+                runner, torch.zeros(runner.context, dtype=torch.long, device=runner.device), 1
+            )
 
     def test_many_rollbacks(self, runner: ModelRunner, whole: torch.Tensor) -> None:
         """A decoding loop in small: guess wrong, roll back, correct."""
         for position in range(12):
-            feed_chain(runner, some_tokens(runner, 1, position) + some_tokens(runner, 3, start=50), 4)
+            feed_chain(
+                runner, some_tokens(runner, 1, position) + some_tokens(runner, 3, start=50), 4
+            )
             runner.rollback(position)
-            close(feed_chain(runner, some_tokens(runner, 1, position), 1), whole[position : position + 1])
+            close(
+                feed_chain(runner, some_tokens(runner, 1, position), 1),
+                whole[position : position + 1],
+            )
 
     def test_another_text_in_the_same_cache(self, runner: ModelRunner) -> None:
         """The logits do depend on what stands before: otherwise the tests above would prove nothing."""
@@ -180,7 +201,9 @@ class RunnerContract:
             found = feed_chain(runner, some_tokens(runner, 5, cached), rows)
             assert (found.shape, found.dtype) == ((rows, runner.vocab_size), torch.float32)
             assert found.device == runner.device
-            torch.testing.assert_close(found, whole[cached + 5 - rows : cached + 5], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                found, whole[cached + 5 - rows : cached + 5], atol=1e-4, rtol=1e-4
+            )
 
     @pytest.mark.parametrize("count", [1, 4])
     def test_overflow_changes_nothing(self, runner: ModelRunner, count: int) -> None:

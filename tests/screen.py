@@ -32,7 +32,11 @@ def home(tmp_path: Path) -> Iterator[dict[str, str]]:
     """An environment whose directories are this test's own; at the end no engine may have left anything in them."""
     for name in ("tmp", "state"):
         (tmp_path / name).mkdir()
-    variables = {"TMPDIR": str(tmp_path / "tmp"), "XDG_STATE_HOME": str(tmp_path / "state"), "OMP_NUM_THREADS": "1"}
+    variables = {
+        "TMPDIR": str(tmp_path / "tmp"),
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+        "OMP_NUM_THREADS": "1",
+    }
     environment = {k: v for k, v in os.environ.items() if k != "XDG_RUNTIME_DIR"} | variables
     yield environment
     eventually(lambda: not list((tmp_path / "tmp").glob("pearl-*")), "no directory is left")
@@ -57,7 +61,11 @@ class Person:
     """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str] | None = None, rows: int = 30, columns: int = 100
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        rows: int = 30,
+        columns: int = 100,
     ) -> None:
         self._master, slave = pty.openpty()
         os.set_blocking(self._master, False)
@@ -89,7 +97,9 @@ class Person:
 
     def type(self, text: str) -> None:
         self._unsent += text.encode()
-        while self._write():  # the program has not read it yet, and may wait for its own output to be read
+        while (
+            self._write()
+        ):  # the program has not read it yet, and may wait for its own output to be read
             self.read(0.01)
 
     def _answer(self, text: str) -> None:
@@ -133,16 +143,23 @@ class Person:
         self._written = (self._written + data)[-_KEPT:]
         for part in re.split(b"(?<=" + re.escape(_FRAME_ENDS) + b")", data):
             self._stream.feed(part)
-            if part.endswith(_FRAME_ENDS):  # a terminal that waits for the end of each frame shows this
+            if part.endswith(
+                _FRAME_ENDS
+            ):  # a terminal that waits for the end of each frame shows this
                 self.frames += 1
                 rows = self._screen.buffer.values()
-                self.italics |= {"".join(c.data for _, c in sorted(row.items()) if c.italics) for row in rows}
+                self.italics |= {
+                    "".join(c.data for _, c in sorted(row.items()) if c.italics) for row in rows
+                }
         return bool(data)
 
     @property
     def lines(self) -> list[str]:
         """What has scrolled away, and the screen."""
-        history = ["".join(row[i].data for i in range(self._screen.columns)) for row in self._screen.history.top]
+        history = [
+            "".join(row[i].data for i in range(self._screen.columns))
+            for row in self._screen.history.top
+        ]
         return [line.rstrip() for line in [*history, *self._screen.display]]
 
     @property
@@ -164,17 +181,24 @@ class Person:
 
     def sees(self, text: str, times: int = 1) -> None:
         """Waits until `text` has appeared `times` times in all, broken into lines or not."""
-        self.until(lambda: " ".join(self.text.split()).count(text) >= times, f"{text!r} is seen {times} times")
+        self.until(
+            lambda: " ".join(self.text.split()).count(text) >= times,
+            f"{text!r} is seen {times} times",
+        )
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         deadline = time.monotonic() + BOUND
         while not condition():
             written = f"{self._began!r}\nand last: {self._written!r}"
-            assert time.monotonic() < deadline, f"not within {BOUND} s: {what}\n{self.text}\nwritten: {written}"
+            assert time.monotonic() < deadline, (
+                f"not within {BOUND} s: {what}\n{self.text}\nwritten: {written}"
+            )
             if not self.read(0.05) and self.process.poll() is not None:
                 while self.read(0.05):
                     pass
-                assert condition(), f"the program ended ({self.process.returncode}) before: {what}\n{self.text}"
+                assert condition(), (
+                    f"the program ended ({self.process.returncode}) before: {what}\n{self.text}"
+                )
 
     def leaves(self) -> int:
         """Waits for the program's end; its exit code."""

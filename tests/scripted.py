@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from pearl.config import RequestOptions
 from pearl.protocol import events as e
-from pearl.protocol.foresight import Seen
+from pearl.protocol.acceptance_estimates import Seen
 from pearl.protocol.messages import Source, Submit
 from pearl.protocol.proposals import Proposal
 from tests.options import resolved
@@ -24,10 +24,14 @@ def script(length: int, prompt: Sequence[int] = PROMPT) -> tuple[int, ...]:
 TEXT = script(30)
 
 
-def submission(text: Sequence[int], method: str = "pearl", prompt: int = len(PROMPT), **settings: Any) -> Submit:
+def submission(
+    text: Sequence[int], method: str = "pearl", prompt: int = len(PROMPT), **settings: Any
+) -> Submit:
     """Asks for the rest of `text`. `settings`: fields of RequestOptions or of Submit."""
     ours = {k: v for k, v in settings.items() if k in RequestOptions.__struct_fields__}
-    fields: dict[str, Any] = {"request": 1, "limit": len(text)} | {k: v for k, v in settings.items() if k not in ours}
+    fields: dict[str, Any] = {"request": 1, "limit": len(text)} | {
+        k: v for k, v in settings.items() if k not in ours
+    }
     return Submit(prompt=tuple(text[:prompt]), options=resolved(method, **ours), **fields)
 
 
@@ -57,13 +61,17 @@ class ScriptTarget:
     It guesses, where asked to, at each place: a wrong token, and the two right ones but for positions in `unguessed`.
     """
 
-    def __init__(self, text: Sequence[int], unguessed: Collection[int] = (), trees: bool = True) -> None:
+    def __init__(
+        self, text: Sequence[int], unguessed: Collection[int] = (), trees: bool = True
+    ) -> None:
         self.text = tuple(text)
         self.unguessed = frozenset(unguessed)
         self.trees = trees
         self.cache = Cache()
         self.indexed: list[int] = list(text)  # the text as of the last Guess command
-        self.contexts: list[tuple[int, ...]] = []  # of each token of the last forward, itself included
+        self.contexts: list[
+            tuple[int, ...]
+        ] = []  # of each token of the last forward, itself included
         self.fed: tuple[int, ...] = ()
         self.parents: tuple[int, ...] | None = None  # of a tree that waits
         self.rows = 0
@@ -101,7 +109,9 @@ class ScriptTarget:
         assert len(self.cache.tokens) == start, "the cache does not hold what the command says"
         self.contexts, self.fed, self.rows, self.parents = [], tokens, command.rows, parents
         for token, parent in zip(tokens, parents or range(-1, len(tokens) - 1), strict=True):
-            self.contexts.append((*(self.contexts[parent] if parent >= 0 else self.cache.tokens), token))
+            self.contexts.append(
+                (*(self.contexts[parent] if parent >= 0 else self.cache.tokens), token)
+            )
         assert len(set(self.contexts)) == len(self.contexts), "one token twice"
         if parents is None:
             self.cache.feed(start, tokens)
@@ -120,7 +130,9 @@ class ScriptTarget:
         for place in places:
             above, end = place - 1, min(command.limit, place + 2)
             right = [p for p in range(place, end) if self.unguessed.isdisjoint(range(place, p + 1))]
-            taken = place < len(text) and text[place : place + 1] == list(self.text[place : place + 1])
+            taken = place < len(text) and text[place : place + 1] == list(
+                self.text[place : place + 1]
+            )
             if self.trees and place < command.limit:
                 tokens.append(WRONG + 1)
                 parents.append(above)
@@ -132,13 +144,21 @@ class ScriptTarget:
         for other in command.alternatives if self.trees else ():
             above = other.position - 1
             is_pending = other.tokens[0] == text[other.position]
-            for token in () if is_pending else other.tokens[: max(0, command.limit - other.position)]:
+            for token in (
+                () if is_pending else other.tokens[: max(0, command.limit - other.position)]
+            ):
                 if (above, token) not in zip(parents, tokens, strict=True):
                     tokens.append(token)
                     parents.append(above)
                     sources.append(Source.RUNNER_UP)
                 above = len(text) + list(zip(parents, tokens, strict=True)).index((above, token))
-        return e.Guessed(tuple(tokens), tuple(parents), (0.5,) * len(tokens), tuple(sources), request=command.request)
+        return e.Guessed(
+            tuple(tokens),
+            tuple(parents),
+            (0.5,) * len(tokens),
+            tuple(sources),
+            request=command.request,
+        )
 
     def _sample(self, position: int, node: int, follow: bool, request: int) -> e.Sampled:
         says = [self._says(position, node)]
@@ -180,11 +200,16 @@ class ScriptDraft:
     def execute(self, command: object) -> object | None:
         match command:
             case e.Open():
-                self.ranks, self.withholds = command.options.sends_runners_up, command.options.withholds
+                self.ranks, self.withholds = (
+                    command.options.sends_runners_up,
+                    command.options.withholds,
+                )
                 return None
             case e.Rollback(length):
                 self.cache.rollback(length)
-                self.branches = {after: tokens for after, tokens in self.branches.items() if after[0] <= length}
+                self.branches = {
+                    after: tokens for after, tokens in self.branches.items() if after[0] <= length
+                }
                 return None
             case e.Draft(start, tokens, budget, pending, hedge, bonus):
                 if tokens or not hedge:
@@ -198,7 +223,11 @@ class ScriptDraft:
                     return e.Drafted(paused=True)
                 branches = self._prepared(known - pending, known + budget)
                 said = self._says(self.cache.tokens)
-                seen = (Seen(3, (self.text[known] if said == WRONG else OTHER, LOST)),) if self.ranks else ()
+                seen = (
+                    (Seen(3, (self.text[known] if said == WRONG else OTHER, LOST)),)
+                    if self.ranks
+                    else ()
+                )
                 return e.Drafted((said,), branches=branches, paused=known in self.stops, seen=seen)
         raise AssertionError(command)
 
@@ -214,19 +243,34 @@ class ScriptDraft:
         branches = self._prepared(known - pending, len(self.text), depth, bonus)
         return e.Drafted(branches=branches, paused=self.branches == before)
 
-    def _prepared(self, committed: int, until: int, depth: int = 99, bonus: bool = False) -> tuple[Proposal, ...]:
+    def _prepared(
+        self, committed: int, until: int, depth: int = 99, bonus: bool = False
+    ) -> tuple[Proposal, ...]:
         """One token more for each outcome that is foreseen and open."""
         known = self.cache.tokens
-        opened = {(p, self.text[p] if known[p] == WRONG else OTHER): () for p in self.foresees if p < len(known)}
+        opened = {
+            (p, self.text[p] if known[p] == WRONG else OTHER): ()
+            for p in self.foresees
+            if p < len(known)
+        }
         if bonus and len(known) in self.foresees and len(known) < len(self.text):
             opened[len(known), self.text[len(known)]] = ()
-        every = {after: tokens for after, tokens in (opened | self.branches).items() if after[0] >= committed}
+        every = {
+            after: tokens
+            for after, tokens in (opened | self.branches).items()
+            if after[0] >= committed
+        }
         for after, tokens in every.items():
             if after[0] + 1 + len(tokens) < until and len(tokens) < depth:
                 every[after] = (*tokens, self._says([*known[: after[0]], after[1], *tokens]))
         self.branches = every
         return tuple(
-            Proposal(after[0] + 1, tokens, after=after, seen=(Seen(7),) * len(tokens) if self.ranks else ())
+            Proposal(
+                after[0] + 1,
+                tokens,
+                after=after,
+                seen=(Seen(7),) * len(tokens) if self.ranks else (),
+            )
             for after, tokens in every.items()
             if tokens
         )

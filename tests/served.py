@@ -31,7 +31,10 @@ from tests.tiny import changed_model
 MODEL = "toy-model"
 LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
 SETUP = Setup(MODEL, Settings(EngineConfig(), RequestOptions()))
-SLOWLY: dict[str, Any] = {"target_pace": 0.15, "draft_pace": 0.05}  # so that `LONG` lasts on a busy machine, too
+SLOWLY: dict[str, Any] = {
+    "target_pace": 0.15,
+    "draft_pace": 0.05,
+}  # so that `LONG` lasts on a busy machine, too
 # Renders tools as the chat templates of Hermes and Qwen do.
 TOOL_TEMPLATE = (
     "{% if tools %}<|start|>system\n{% for t in tools %}{{ t | tojson }}{% endfor %}"
@@ -45,7 +48,9 @@ JSON = {"content-type": "application/json"}
 class Served:
     """A server on its own thread and event loop."""
 
-    def __init__(self, engine: Engine, door: Door | None = None, method: Literal["auto", "pearl"] = "auto") -> None:
+    def __init__(
+        self, engine: Engine, door: Door | None = None, method: Literal["auto", "pearl"] = "auto"
+    ) -> None:
         door = door or bind("127.0.0.1:0")
         self.service = Service(engine, MODEL)
         self.url = door.url
@@ -89,7 +94,10 @@ class Served:
     def figures(self, *names: str, label: str = "") -> list[float]:
         """The sums of these series over their labels, or over those with `label`."""
         page = self.get("/metrics").text.splitlines()
-        found = [[line for line in page if line.startswith(name + "{") and label in line] for name in names]
+        found = [
+            [line for line in page if line.startswith(name + "{") and label in line]
+            for name in names
+        ]
         assert label or all(found), f"not all series are there: {names}"
         return [sum(float(line.rsplit(" ", 1)[1]) for line in lines) for lines in found]
 
@@ -97,7 +105,12 @@ class Served:
         return self.figures(name, label=label)[0]
 
     def until_running(self, running: int = 1, waiting: int = 0) -> None:
-        eventually(lambda: self.figures("vllm:num_requests_running", "vllm:num_requests_waiting") == [running, waiting])
+        eventually(
+            lambda: (
+                self.figures("vllm:num_requests_running", "vllm:num_requests_waiting")
+                == [running, waiting]
+            )
+        )
 
     def client(self, key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=BOUND)
@@ -123,7 +136,8 @@ class Served:
         """Texts of chats and completions match it meanwhile: as of `pearl serve --regex`."""
         before = self.app._setup
         self.app._setup = replace(
-            before, settings=replace(before.settings, options=before.settings.options.changed(regex=regex))
+            before,
+            settings=replace(before.settings, options=before.settings.options.changed(regex=regex)),
         )
         try:
             yield
@@ -165,7 +179,10 @@ def received(client: socket.socket) -> bytes:
 def text_of(chunks: list[Any], index: int = 0) -> str:
     choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
     ours = [choice for choice in choices if choice["index"] == index]
-    return "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in ours)
+    return "".join(
+        choice["text"] if "text" in choice else choice["delta"].get("content", "")
+        for choice in ours
+    )
 
 
 @contextmanager
@@ -173,7 +190,9 @@ def chatting_engine(**settings: Any) -> Iterator[Engine]:
     """A toy pair whose tokenizer has a chat template: the texts, one after the other."""
     with Engine(TOY, TOY, startup_timeout=120, **settings) as engine:
         tokenizer = engine.tokenizer
-        tokenizer.chat_text = lambda messages, *_, **__: "".join(m["role"][0] + m["content"] for m in messages)
+        tokenizer.chat_text = lambda messages, *_, **__: "".join(
+            m["role"][0] + m["content"] for m in messages
+        )
         tokenizer.apply_chat = lambda messages, *_: tokenizer.encode(tokenizer.chat_text(messages))
         yield engine
 

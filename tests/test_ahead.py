@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pearl.config import RequestOptions
-from pearl.drafting.model import ModelProposer
+from pearl.drafting.proposer import ModelProposer
 from pearl.drafting.step import Step
-from pearl.execution import ahead as module
-from pearl.execution.ahead import Ahead
+from pearl.execution import early_drafts as module
 from pearl.execution.draft import DraftExecutor
+from pearl.execution.early_drafts import Ahead
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import Feed, ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
@@ -91,7 +91,9 @@ def test_none_begins_beyond_the_bound_nor_while_a_message_waits(
     assert runner.began == [0]
 
 
-def test_the_next_forward_begins_untold_and_is_not_computed_again(ahead: Ahead, runner: Watched) -> None:
+def test_the_next_forward_begins_untold_and_is_not_computed_again(
+    ahead: Ahead, runner: Watched
+) -> None:
     token = drafted(ahead, 0, PROMPT)
     runner.wait_for(3)
     drafted(ahead, 3, (token,), more=False)
@@ -115,7 +117,9 @@ def test_a_guess_that_failed_in_vain_is_no_failure(ahead: Ahead, runner: Watched
     drafted(ahead, 1, PROMPT[1:])
 
 
-def test_closing_does_not_wait_for_a_guess_that_hangs(runner: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_does_not_wait_for_a_guess_that_hangs(
+    runner: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_PATIENCE", 0.1)
     release = threading.Event()
     with closing(Ahead(executor(runner), lambda: True)) as ahead:
@@ -139,8 +143,12 @@ def test_a_thread_that_ends_by_itself_says_why(runner: Watched) -> None:
             ahead.execute(Draft(0, PROMPT, 2))
 
 
-@given(st.booleans(), st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans()), max_size=20))
-def test_any_course_of_commands_gives_what_it_gives_plainly(chains: bool, turns: list[tuple[int, bool, bool]]) -> None:
+@given(
+    st.booleans(), st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans()), max_size=20)
+)
+def test_any_course_of_commands_gives_what_it_gives_plainly(
+    chains: bool, turns: list[tuple[int, bool, bool]]
+) -> None:
     """Rejections, waits and new requests at any place: the tokens and rows are those of one without a thread."""
     commands: list[object] = [OPEN, Draft(0, PROMPT, 2)]
     runner, text = Watched(), list(PROMPT)
@@ -211,7 +219,9 @@ def chained_with_lookup(draft: Counting, prompt: tuple[int, ...]) -> list[int]:
     proposer.model.times.observe = lambda fed, seconds: None  # type: ignore[method-assign]
     tokens: list[int] = []
     with closing(Ahead(DraftExecutor(proposer), lambda: True)) as ahead:
-        ahead.execute(Open(prompt, resolved(draft_lookup=8, sampling=drawn_by(temperature=1.0, seed=3))))
+        ahead.execute(
+            Open(prompt, resolved(draft_lookup=8, sampling=drawn_by(temperature=1.0, seed=3)))
+        )
         start, fed = 0, prompt
         while len(tokens) < 40:
             event = ahead.execute(Draft(start, fed, 40 - len(tokens), len(tokens)))
@@ -245,7 +255,9 @@ SAMPLINGS = [
 @pytest.mark.parametrize("rule", ["ratio", "coupled"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_launch_does_not_wait_for_the_gpu(rule: str, sampling: RequestOptions, dtype: torch.dtype) -> None:
+def test_a_launch_does_not_wait_for_the_gpu(
+    rule: str, sampling: RequestOptions, dtype: torch.dtype
+) -> None:
     """By torch's operations in float32, by our kernels in bfloat16."""
     runner = ForwardRunner(random_llama(128, dtype).to("cuda:0"), 128)  # type: ignore[arg-type]
     assert (runner._decode is not None) == (dtype == torch.bfloat16)
@@ -265,7 +277,9 @@ def test_a_launch_does_not_wait_for_the_gpu(rule: str, sampling: RequestOptions,
 @pytest.mark.parametrize("rule", ["ratio", "coupled"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_chained_on_a_gpu_as_one_by_one(rule: str, sampling: RequestOptions, dtype: torch.dtype) -> None:
+def test_chained_on_a_gpu_as_one_by_one(
+    rule: str, sampling: RequestOptions, dtype: torch.dtype
+) -> None:
     prompt = tuple(range(5, 25))
     texts = []
     for chains in (False, True):

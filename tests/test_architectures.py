@@ -8,17 +8,38 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from pearl.models import hf
 from pearl.models.checkpoints import memory
 from pearl.models.checkpoints.memory import SNAPSHOTS, needed
-from pearl.models.hf import HFRunner
 from pearl.models.runner import feed_chain
+from pearl.models.transformers.runner import HFRunner
 from tests.runner_contract import Kinds, RunnerContract, close, some_tokens
 from tests.tiny import VOCAB_SIZE, tiny_model
 
-WINDOWED = ["gpt-oss", "gemma3", "mistral-sliding", "olmo3", "llama4", "dory"]  # all windows and chunks are of 8 tokens
-RECURRENT = ["qwen3.5", "qwen3-next", "lfm2", "nemotron-h", "falcon-h1", "mamba2", "mamba", "qwen4-exp"]
-PLAIN = ["qwen3-moe", "glm4-moe", "mixtral", "granite", "phi"]  # nothing but keys and values, as deepseek-v3
+WINDOWED = [
+    "gpt-oss",
+    "gemma3",
+    "mistral-sliding",
+    "olmo3",
+    "llama4",
+    "dory",
+]  # all windows and chunks are of 8 tokens
+RECURRENT = [
+    "qwen3.5",
+    "qwen3-next",
+    "lfm2",
+    "nemotron-h",
+    "falcon-h1",
+    "mamba2",
+    "mamba",
+    "qwen4-exp",
+]
+PLAIN = [
+    "qwen3-moe",
+    "glm4-moe",
+    "mixtral",
+    "granite",
+    "phi",
+]  # nothing but keys and values, as deepseek-v3
 KINDS = [*WINDOWED, *RECURRENT, *PLAIN, "deepseek-v3", "deepseek-v4"]
 CORE = ["gpt-oss", "qwen3-next", "llama4"]
 
@@ -41,8 +62,12 @@ class TestContract(RunnerContract):
     others: ClassVar[Kinds] = {kind: partial(load, kind) for kind in KINDS if kind not in CORE}
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind in PLAIN)) for kind in KINDS])
-def test_a_text_far_longer_than_a_window_has_the_logits_of_one_forward_however_it_is_cut(kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind in PLAIN)) for kind in KINDS]
+)
+def test_a_text_far_longer_than_a_window_has_the_logits_of_one_forward_however_it_is_cut(
+    kind: str,
+) -> None:
     """With other tokens fed between and rolled back, up to far before them."""
     rng, runner = random.Random(0), load(kind, context=96)
     text = random_tokens(rng, 80)
@@ -102,7 +127,10 @@ def test_a_cache_that_cannot_be_rolled_back_costs_nothing_without_a_rejection(
 ) -> None:
     """So `ar` runs as with any other; with guesses, a rejection feeds all again. A start says so."""
     runner = load("deepseek-v4")
-    assert "DeepseekV4CSACache, DeepseekV4HCACache): after a rejected token all tokens are fed again" in caplog.text
+    assert (
+        "DeepseekV4CSACache, DeepseekV4HCACache): after a rejected token all tokens are fed again"
+        in caplog.text
+    )
     fed = fed_by(runner, monkeypatch)
     for count in (20, 1, 1, 1):
         feed_chain(runner, some_tokens(runner, count, runner.length()), 1)
@@ -147,7 +175,7 @@ def test_a_forward_that_would_forget_its_state_is_made_token_by_token(
     kind: str, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mamba drops its state in a forward of several tokens; in half precision logits do not show it."""
-    monkeypatch.setattr(hf, "_PIECE", 8)
+    monkeypatch.setattr("pearl.models.transformers.runner._PIECE", 8)
     runner = load(kind)
     expected = model(kind)(torch.tensor([some_tokens(runner, 13)]), use_cache=False).logits[0]
     fed = fed_by(runner, monkeypatch)
@@ -156,8 +184,12 @@ def test_a_forward_that_would_forget_its_state_is_made_token_by_token(
     assert fed == [8, *([2, 3] if together else [1] * 5)]
 
 
-@pytest.mark.parametrize("kind", ["llama4", "qwen3.5", "lfm2", "deepseek-v3.2", "falcon-h1", "mamba2", "dory"])
-def test_what_is_told_before_loading_is_what_is_taken(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "kind", ["llama4", "qwen3.5", "lfm2", "deepseek-v3.2", "falcon-h1", "mamba2", "dory"]
+)
+def test_what_is_told_before_loading_is_what_is_taken(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Windows keep the whole context, states have copies."""
     monkeypatch.setattr(memory, "_MEASURED_FROM", 0)
     need = needed(tiny_model(kind), "auto", 64, 8192)

@@ -14,18 +14,18 @@ import pytest
 
 from pearl.config import EngineConfig, RequestOptions, SamplingParams
 from pearl.engine import Engine
-from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
+from pearl.lab.studies.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.auto import ONE_CORE, WAYS, Auto
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.events import DraftGone, DraftJoined, Forwarded, Guessed, Sampled
 from pearl.protocol.messages import Submit
+from pearl.protocol.method_choice import ONE_CORE, WAYS, Auto
 from pearl.protocol.request_machine import RequestMachine, State
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.speeds import Cores, ForwardTimes, Profile, Speeds
 from pearl.protocol.window import Window, worthwhile
 from pearl.spec.methods import MAX_WINDOW, METHODS
-from pearl.worker import profile
+from pearl.worker import speed_profile
 from tests.conftest import TOY
 from tests.options import drawn_by, resolved
 from tests.pairwise import pairwise
@@ -38,7 +38,9 @@ VOCAB, PROMPT = 32, (1, 2, 3)
 # ---- the choice by itself ----
 
 
-def write(auto: Auto, rates: dict[str, float], tokens: int, noise: float = 0.0, seed: int = 1) -> tuple[float, dict]:
+def write(
+    auto: Auto, rates: dict[str, float], tokens: int, noise: float = 0.0, seed: int = 1
+) -> tuple[float, dict]:
     """Write a text at these tokens per second; return its seconds and the tokens of each way. `noise`: of each step."""
     chance, at, left, ways = random.Random(seed), 1.0, tokens, dict.fromkeys(auto.ways, 0)
     way = auto.begin(left, 0.9 * rates["ngram"], rates.get("ar", 0.0))
@@ -64,7 +66,9 @@ RATES = [
 
 
 @pytest.mark.parametrize(("rates", "noise", "tokens"), pairwise(RATES, [0.0, 0.3], [64, 128, 2560]))
-def test_twenty_texts_find_the_fastest_way_at_little_cost(rates: dict[str, float], noise: float, tokens: int) -> None:
+def test_twenty_texts_find_the_fastest_way_at_little_cost(
+    rates: dict[str, float], noise: float, tokens: int
+) -> None:
     """Never 3% slower than the target alone over them, though each way is tried; then within 5% of the fastest."""
     auto, texts = Auto(), max(2, 2560 // tokens)
     if "head" in rates:
@@ -104,7 +108,9 @@ def many_cores() -> Auto:
 QUIET: dict[str, float] = {"ngram": 50, "pearl": 40, "sd": 30, "ssd": 35, "ar": 30}
 
 
-@pytest.mark.parametrize("busy", [{"ngram": 5.0}, {"ngram": 20.0}, {"ngram": 5.0, "pearl": 4.0, "sd": 6.0, "ssd": 3.0}])
+@pytest.mark.parametrize(
+    "busy", [{"ngram": 5.0}, {"ngram": 20.0}, {"ngram": 5.0, "pearl": 4.0, "sd": 6.0, "ssd": 3.0}]
+)
 def test_a_way_that_a_busy_machine_slows_is_left_within_ten_tokens(busy: dict[str, float]) -> None:
     """It was kept for three stretches of at least 24 tokens: at a fifth of the speed, for half a minute."""
     auto = many_cores()
@@ -137,7 +143,9 @@ def test_one_slow_step_is_no_busy_machine() -> None:
 
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 @pytest.mark.parametrize("all_cores", [5.0, 15.0, 27.0])
-def test_on_a_busy_machine_auto_is_nearly_as_fast_as_the_target_on_one_core(all_cores: float, noise: float) -> None:
+def test_on_a_busy_machine_auto_is_nearly_as_fast_as_the_target_on_one_core(
+    all_cores: float, noise: float
+) -> None:
     """Over its first 1,536 tokens, what it takes to find out included."""
     rates = {"ngram": all_cores, "pearl": 4.0, "sd": 6.0, "ssd": 3.0, "ar": 28.0}
     auto = many_cores()
@@ -201,7 +209,9 @@ def test_a_size_measured_only_on_other_cores_is_expected_to_gain_what_others_gai
     for _ in range(100):
         speeds.observe_target(8, 10.0)
     speeds.spread(Cores.ALL)
-    assert speeds.t_target(8) == pytest.approx(5.0, rel=0.01), "what is learnt there later counts too"
+    assert speeds.t_target(8) == pytest.approx(5.0, rel=0.01), (
+        "what is learnt there later counts too"
+    )
     again = Speeds.of(Profile(t_target=((1, 2.0), (8, 8.0)), t_elsewhere=((1, 1.0),)))
     again.spread(Cores.ALL)
     assert again.t_target(8) == pytest.approx(4.0)
@@ -213,7 +223,9 @@ def test_a_size_that_seems_too_slow_is_tried_again(real: float, least: int, most
     times = ForwardTimes([(1, 1.0), (4, 3.0)])
     fed = []
     for _ in range(2000):
-        fed.append(1 + worthwhile([0.3, 0.25, 0.2], 1, 1.0, times.hoped))  # 4 tokens make 1.75 in the mean
+        fed.append(
+            1 + worthwhile([0.3, 0.25, 0.2], 1, 1.0, times.hoped)
+        )  # 4 tokens make 1.75 in the mean
         times.observe(fed[-1], real if fed[-1] == 4 else 1.0 + 0.4 * (fed[-1] - 1))
     assert least <= fed.count(4) <= most
     assert times.seconds(4) == pytest.approx(real, rel=0.01)
@@ -223,11 +235,15 @@ def test_a_size_that_seems_too_slow_is_tried_again(real: float, least: int, most
 # ---- whole texts, simulated ----
 
 
-def asked(method: str, tokens: int, rule: str = "coupled", temperature: float = 0.0, seed: int = 5) -> Submit:
+def asked(
+    method: str, tokens: int, rule: str = "coupled", temperature: float = 0.0, seed: int = 5
+) -> Submit:
     look_ahead = 8 if METHODS[method].look_ahead else 0
     lookup, branches = (8, 7) if method in ("auto", "pearl") else (0, 0)
     sampling = drawn_by(temperature, seed=seed)
-    options = resolved(method, "stream", None, rule, (), look_ahead, lookup, branches, sampling=sampling)
+    options = resolved(
+        method, "stream", None, rule, (), look_ahead, lookup, branches, sampling=sampling
+    )
     return Submit(1, PROMPT, len(PROMPT) + tokens, options)
 
 
@@ -253,16 +269,24 @@ def test_no_choice_changes_a_text() -> None:
         assert set(outcome.counts.ways) == set(WAYS)
 
 
-@pytest.mark.parametrize(("alpha", "c", "tokens"), [(0.2, 1, 600), pytest.param(0.8, 8, 1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("alpha", "c", "tokens"), [(0.2, 1, 600), pytest.param(0.8, 8, 1000, marks=pytest.mark.long)]
+)
 def test_auto_is_nearly_as_fast_as_the_fastest_way(alpha: float, c: int, tokens: int) -> None:
     seconds = {}
     for method in ("auto", "pearl", "ngram"):
         spread = [Cores.ALL if method == "ngram" else Cores.OWN]
         share = {Cores.ALL: 0.7, Cores.OWN: 1.0}
-        timing = Timing(1.0, lambda n, spread=spread, share=share: c * share[spread[-1]] + 0.01 * n, delay=0.01)  # type: ignore[misc]
-        target, draft = paired_executors(*(ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, alpha, order=3)))
+        timing = Timing(
+            1.0, lambda n, spread=spread, share=share: c * share[spread[-1]] + 0.01 * n, delay=0.01
+        )  # type: ignore[misc]
+        target, draft = paired_executors(
+            *(ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, alpha, order=3))
+        )
         target._spread = spread.append
-        seconds[method] = simulate(asked(method, tokens, temperature=1.0), target, draft, timing).seconds
+        seconds[method] = simulate(
+            asked(method, tokens, temperature=1.0), target, draft, timing
+        ).seconds
     assert seconds["auto"] <= 1.1 * min(seconds["pearl"], seconds["ngram"])
 
 
@@ -270,7 +294,9 @@ def test_auto_is_nearly_as_fast_as_the_fastest_way(alpha: float, c: int, tokens:
 def test_a_text_that_depends_on_who_proposed_what_keeps_to_one_way(way: str) -> None:
     found = []
     for method in ("auto", way):
-        options = asked(method, 60, "ratio", 1.0).options.changed(window="fixed", gamma=4, branches=0, draft_lookup=0)
+        options = asked(method, 60, "ratio", 1.0).options.changed(
+            window="fixed", gamma=4, branches=0, draft_lookup=0
+        )
         speeds = Speeds()
         speeds.auto.untimed = way
         pair = paired_executors(*(ToyRunner(VOCAB, law) for law in alpha_pair(VOCAB, 0.7, order=2)))
@@ -323,13 +349,17 @@ def test_cores_go_back_before_another_request_is_served() -> None:
     spread: list[Cores] = []
     timing, speeds = Timing(1.0, lambda _: 0.5 if spread[-1:] == [Cores.ALL] else 1.0), Speeds()
     for method, tokens in (("auto", 300), ("auto", 40), ("pearl", 20)):
-        target, draft = paired_executors(*(ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.2, order=2)))
+        target, draft = paired_executors(
+            *(ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.2, order=2))
+        )
         target._spread = spread.append
         outcome = simulate(asked(method, tokens), target, draft, timing, speeds=speeds)
         if tokens == 40:
             assert speeds.cores is Cores.ALL
             assert outcome.counts.ways == {"ngram": 40}
-            assert outcome.seconds <= 0.5 * (outcome.counts.steps + 1), "it finds the cores as the one before left them"
+            assert outcome.seconds <= 0.5 * (outcome.counts.steps + 1), (
+                "it finds the cores as the one before left them"
+            )
     assert spread[-1] is Cores.OWN
     assert all(a != b for a, b in neighbours(spread))
 
@@ -342,8 +372,10 @@ def test_while_no_text_uses_the_draft_its_cores_are_the_targets(
     monkeypatch.setenv("PEARL_CACHE", str(tmp_path))
     ways = (*WAYS, ONE_CORE)
     scores = tuple((way, -2.0 * (way != "ngram"), 16) for way in ways)
-    known = Profile(t_target=((200, 10.0),), best="ngram", ways=scores)  # so slow that one core is no refuge
-    profile.save(EngineConfig(target=TOY, draft=TOY), known)
+    known = Profile(
+        t_target=((200, 10.0),), best="ngram", ways=scores
+    )  # so slow that one core is no refuge
+    speed_profile.save(EngineConfig(target=TOY, draft=TOY), known)
     params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     with Engine(TOY, TOY) as engine:
         target = engine._launcher.target.pid  # type: ignore[union-attr]
@@ -352,7 +384,9 @@ def test_while_no_text_uses_the_draft_its_cores_are_the_targets(
         def computing() -> int:
             """Threads of the target, each on a core of the draft's."""
             threads = [int(thread) for thread in os.listdir(f"/proc/{target}/task")]
-            return sum(os.sched_getaffinity(thread) in [{core} for core in others] for thread in threads)
+            return sum(
+                os.sched_getaffinity(thread) in [{core} for core in others] for thread in threads
+            )
 
         assert (len(others), computing()) == (len(os.sched_getaffinity(0)) // 2, 0)
         with engine.stream([1, 2, 3], params, method="auto") as stream:
@@ -368,7 +402,11 @@ def test_while_no_text_uses_the_draft_its_cores_are_the_targets(
 def test_an_engine_chooses_and_reports_it(toy: Engine) -> None:
     """Its text is the target's own, however it is asked for: auto takes rule coupled unless another is chosen."""
     params = SamplingParams(temperature=1, max_tokens=400, ignore_eos=True, seed=4)
-    ways: list[dict[str, Any]] = [{"method": "auto"}, {"decoding": RequestOptions(method="auto")}, {"method": "ar"}]
+    ways: list[dict[str, Any]] = [
+        {"method": "auto"},
+        {"decoding": RequestOptions(method="auto")},
+        {"method": "ar"},
+    ]
     first, second, alone = (toy.generate([[1, 2, 3]], params, **way)[0] for way in ways)
     assert first.tokens == second.tokens == alone.tokens
     assert sum(first.statistics.ways.values()) == 400
@@ -423,7 +461,9 @@ def test_a_first_forward_of_more_tokens_than_any_may_take_as_much_longer() -> No
     known = Speeds()
     for fed in (1, 2, 4, 8, 100):
         known.observe_target(fed, 0.01 * fed)
-    assert [known.t_target(fed) for fed in (1, 2, 4, 8, 100)] == pytest.approx([0.01, 0.02, 0.04, 0.08, 1.0])
+    assert [known.t_target(fed) for fed in (1, 2, 4, 8, 100)] == pytest.approx(
+        [0.01, 0.02, 0.04, 0.08, 1.0]
+    )
     known.observe_target(200, 30.0)
     assert known.t_target(200) < 2.3
 
@@ -464,13 +504,18 @@ def test_stream_waits_for_a_token_that_is_due_but_never_after_a_rejection() -> N
     assert Window.after(pearl, "stream", 5, 100, fresh=True) == Window(1, 110)
     assert Window.after(pearl, "stream", 5, 100, fresh=False) == Window(4, 110)
     assert Window.after(pearl, "stream", 1, 100, fresh=False) == Window(1, 102)
-    assert Window.after(pearl, "fixed", 5, 100, fresh=True, pending=4) == Window(1, 109), "a branch is a window"
+    assert Window.after(pearl, "fixed", 5, 100, fresh=True, pending=4) == Window(1, 109), (
+        "a branch is a window"
+    )
 
 
 @pytest.mark.parametrize(
-    ("method", "temperature", "keeps"), [("sd", 1.0, True), ("sd", 0.0, False), ("pearl", 1.0, False)]
+    ("method", "temperature", "keeps"),
+    [("sd", 1.0, True), ("sd", 0.0, False), ("pearl", 1.0, False)],
 )
-def test_a_text_that_depends_on_its_measured_window_keeps_it(method: str, temperature: float, keeps: bool) -> None:
+def test_a_text_that_depends_on_its_measured_window_keeps_it(
+    method: str, temperature: float, keeps: bool
+) -> None:
     """So that it can be recorded, and the text made again."""
     submit = Submit(1, (1,), 99, resolved(method, sampling=drawn_by(temperature)))
     machine = RequestMachine(submit, TokenSequence(), 0, speeds := Speeds(t_draft=1.0), 99, 0, {})

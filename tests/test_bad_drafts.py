@@ -15,8 +15,8 @@ from pearl.errors import DraftLost, RequestError, TransportError
 from pearl.execution.target import TargetExecutor
 from pearl.models.runner import Feed
 from pearl.models.toy import ToyRunner, alpha_pair
+from pearl.protocol.acceptance_estimates import Seen
 from pearl.protocol.events import Open
-from pearl.protocol.foresight import Seen
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
     Begin,
@@ -64,7 +64,9 @@ LIES: dict[str, DraftTokens | list[bytes]] = {
     "no msgpack": [b"\xc1"],
     "a future epoch": DraftTokens(0, 3, len(PROMPT), (1,)),
     "a token that is none": DraftTokens(0, 0, len(PROMPT), (100_000,), rows=(sparse([1], [1.0]),)),
-    "a runner-up that is none": DraftTokens(0, 0, len(PROMPT), (1,), runners_up=(Seen(3, (5, 100_000)),)),
+    "a runner-up that is none": DraftTokens(
+        0, 0, len(PROMPT), (1,), runners_up=(Seen(3, (5, 100_000)),)
+    ),
     "no distribution": DraftTokens(0, 0, len(PROMPT), (1,)),
     "ids out of range": DraftTokens(0, 0, len(PROMPT), (1,), rows=(sparse([32], [1.0]),)),
     "NaN": DraftTokens(0, 0, len(PROMPT), (1,), rows=(sparse([1], [NAN]),)),
@@ -93,29 +95,46 @@ def received_beside(pair: Loops, submit: Submit, *messages: DraftTokens | list[b
 def test_a_lying_draft_is_dropped_and_the_request_goes_on(loops: MakeLoops, lie: str) -> None:
     """A draft may be broken; it must never take the target with it, nor leave a mark on what is drawn."""
     channel = Mock(receive=Mock(side_effect=TransportError("0 of 1 rows came")))
-    pair = loops(channel=(lambda rank: channel) if lie == "announced rows that never come" else None)
+    pair = loops(
+        channel=(lambda rank: channel) if lie == "announced rows that never come" else None
+    )
     told = received_beside(pair, submission(40), LIES[lie])
-    assert told.tokens == simulated(submission(40, "ar")), "alone from the first token on: every draw is direct"
+    assert told.tokens == simulated(submission(40, "ar")), (
+        "alone from the first token on: every draw is direct"
+    )
 
 
 def test_a_pause_behind_nothing_is_a_lie(loops: MakeLoops) -> None:
     """No token to verify, and none to wait for."""
     row = sparse([1], [1.0])
     said = [
-        DraftTokens(0, 0, at, tokens, rows=(row,) * len(tokens), paused=True) for at, tokens in ((3, (1,)), (4, ()))
+        DraftTokens(0, 0, at, tokens, rows=(row,) * len(tokens), paused=True)
+        for at, tokens in ((3, (1,)), (4, ()))
     ]
     assert len(received_beside(loops(), submission(40, "pearl-no-post-verify"), *said).tokens) == 40
 
 
-STALLING: dict[str, tuple[float, Callable[[int], list[Message]]]] = {  # draft_timeout; what it sends, again and again
+STALLING: dict[
+    str, tuple[float, Callable[[int], list[Message]]]
+] = {  # draft_timeout; what it sends, again and again
     "answers": (0.05, lambda number: [Pong(number, number)]),
     "reports that it drafts": (0.05, lambda number: [Heartbeat(number, "drafting", 0)]),
     "reports that it reads": (0.05, lambda number: [Heartbeat(number, "prefill", 9, 1e9)]),
     "drafts what has been": (0.05, lambda number: [DraftTokens(1, number, 0, (1,))]),
     "asks for the prefix": (BOUND, lambda number: [Resync(1, number)]),
-    "leaves gaps": (BOUND, lambda number: [DraftTokens(1, number, 3, (1,)), DraftTokens(1, number, 6, (1,))]),
+    "leaves gaps": (
+        BOUND,
+        lambda number: [DraftTokens(1, number, 3, (1,)), DraftTokens(1, number, 6, (1,))],
+    ),
     "joins": (BOUND, lambda _: [Heartbeat(0, "calibrated", 1, 1e-3)]),
-    "rests": (BOUND, lambda _: [Pong(1 << 62, 0), *[Heartbeat(0, "waiting", 0)] * 2, DraftTokens(77, 0, 3, (1,))]),
+    "rests": (
+        BOUND,
+        lambda _: [
+            Pong(1 << 62, 0),
+            *[Heartbeat(0, "waiting", 0)] * 2,
+            DraftTokens(77, 0, 3, (1,)),
+        ],
+    ),
     "rests and answers no ping": (0.05, lambda _: [Heartbeat(0, "waiting", 0)]),
 }
 
@@ -147,18 +166,24 @@ def test_a_draft_that_lives_and_sends_no_token_is_given_up(loops: MakeLoops, way
         spoken.result()
     assert told.statistics.draft_lost
     assert told.tokens == simulated(submission(40, "ar"))
-    received = [message for batch in iter(lambda: fake.endpoint.receive(0.1), []) for _, message in batch]
+    received = [
+        message for batch in iter(lambda: fake.endpoint.receive(0.1), []) for _, message in batch
+    ]
     assert sum(isinstance(message, Begin) for message in received) < 30
 
 
 @pytest.mark.parametrize("rule", ["ratio", "coupled"])
-def test_a_draft_may_not_say_now_with_distributions_and_now_without(loops: MakeLoops, rule: str) -> None:
+def test_a_draft_may_not_say_now_with_distributions_and_now_without(
+    loops: MakeLoops, rule: str
+) -> None:
     """Where the rule needs none they are dropped. They ended the target: a branch had fewer of them than tokens."""
     submit = replace(submission(40), decoding=resolved("pearl", "fixed", 64, rule, branches=4))
     row = sparse([1], [1.0])
     branch = DraftTokens(0, 0, 9, (1,), rows=(row,), after=(8, 5), known=3)
     main = DraftTokens(0, 0, 3, (1,) * 20, rows=(row,) * 20, known=3)
-    told = received_beside(loops(), submit, main, branch, replace(branch, start=10, rows=()), [b"\xc1"])
+    told = received_beside(
+        loops(), submit, main, branch, replace(branch, start=10, rows=()), [b"\xc1"]
+    )
     if rule == "coupled":
         assert told.tokens == simulated(submission(40, "ar"))
 
@@ -166,7 +191,9 @@ def test_a_draft_may_not_say_now_with_distributions_and_now_without(loops: MakeL
 def test_what_a_draft_says_of_a_request_before_it_is_begun_is_dropped() -> None:
     """The draft cannot know yet what the rule needs, and request numbers can be guessed."""
     executor = TargetExecutor(ToyRunner(32, alpha_pair(32, 0.5)[0]))
-    link = DraftLink(TargetSettings(EngineConfig(draft_timeout=1.0), 32, CONTEXT, DIGEST), executor, None)
+    link = DraftLink(
+        TargetSettings(EngineConfig(draft_timeout=1.0), 32, CONTEXT, DIGEST), executor, None
+    )
     without = DraftTokens(1, 0, 3, (5,))
     assert link.with_needed_rows(without) is None
     executor.execute(Open(PROMPT, resolved(rule="coupled", sampling=WARM), request=1))
@@ -244,8 +271,12 @@ def test_draft_that_searches_widely_is_not_taken_for_slow(loops: MakeLoops) -> N
     pair = loops()
     pair.draft(kind=Slow)
     widest = (("tau", 0.0), ("depth", 8), ("width", 16))
-    told = pair.front().ask(replace(submission(24), decoding=resolved("sd", rule="joint", parameters=widest)))
-    assert told.statistics.num_draft_tokens > 8 * 8, "more blocks than slow tokens would end a draft"
+    told = pair.front().ask(
+        replace(submission(24), decoding=resolved("sd", rule="joint", parameters=widest))
+    )
+    assert told.statistics.num_draft_tokens > 8 * 8, (
+        "more blocks than slow tokens would end a draft"
+    )
     assert not told.statistics.draft_lost
 
 
@@ -270,7 +301,9 @@ def test_a_prompt_that_the_draft_chokes_on_ends_drafting_for_that_request_only(
         assert told.statistics.num_accepted_draft_tokens
         assert told.tokens == simulated(sound)
     front.endpoint.send(replace(poisoned, request=7))
-    front.endpoint.send(replace(sound, request=8))  # begins while the draft may still be at the one before
+    front.endpoint.send(
+        replace(sound, request=8)
+    )  # begins while the draft may still be at the one before
     for _ in range(2):
         told = front.finish()
     assert told.tokens == simulated(sound)
@@ -299,7 +332,9 @@ def test_a_draft_without_memory_for_all_drafts_one_by_one(loops: MakeLoops, chai
         assert len(told.tokens) == 60
         drafted.append(told.statistics.num_draft_tokens)
     assert min(drafted[0], drafted[2]) > 0 == drafted[1]
-    assert fronts[0].ask(submission(20, request=2)).statistics.num_draft_tokens, "the draft was lost"
+    assert fronts[0].ask(submission(20, request=2)).statistics.num_draft_tokens, (
+        "the draft was lost"
+    )
 
 
 def test_forward_without_memory_fails_its_request_only(loops: MakeLoops) -> None:
@@ -309,7 +344,9 @@ def test_forward_without_memory_fails_its_request_only(loops: MakeLoops) -> None
     for error in (
         torch.OutOfMemoryError("CUDA out of memory. Tried."),
         RuntimeError("[enforce] can't allocate memory: you tried"),
-        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+        RuntimeError(
+            "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"
+        ),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     ):

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from pearl import SamplingParams
-from pearl.cli.numbers import read_sets
+from pearl.cli.prompt_sets import read_sets
 from pearl.config import EngineConfig, RequestOptions
 from pearl.device import Device
 from pearl.engine import Engine
@@ -19,12 +19,22 @@ from pearl.errors import ConfigError
 from pearl.lab.bench import machine, runner
 from pearl.lab.bench.calibrate import Calibration, advise
 from pearl.lab.bench.figures import figures
-from pearl.lab.bench.rows import AR, AR_ON_ALL, AUTO, PEARL, SD, Row, device_of_row, devices_of, rows_for
+from pearl.lab.bench.rows import (
+    AR,
+    AR_ON_ALL,
+    AUTO,
+    PEARL,
+    SD,
+    Row,
+    device_of_row,
+    devices_of,
+    rows_for,
+)
 from pearl.lab.bench.runner import Measured, Plan, Sample, forget, measure
 from pearl.lab.bench.tasks import OURS, Task, read_tasks
-from pearl.lab.experiments.estimate import Estimate
+from pearl.lab.studies.estimate import Estimate
 from pearl.metrics import Statistics
-from pearl.protocol.auto import WAYS
+from pearl.protocol.method_choice import WAYS
 from pearl.protocol.speeds import Profile
 from scripts import demo
 from tests.conftest import TOY, Quiet, ran
@@ -34,7 +44,14 @@ from tests.virtual import emulated
 
 PACED = EngineConfig(target=TOY, draft=TOY, target_pace=0.004, draft_pace=0.001)
 ONE, ANY = Device("cpu", cores=(0,)), Device("cpu")
-METHODS = ["ar", "sd", "ssd", "pearl-no-pre-verify", "pearl-no-post-verify", "published,window=fixed"]
+METHODS = [
+    "ar",
+    "sd",
+    "ssd",
+    "pearl-no-pre-verify",
+    "pearl-no-post-verify",
+    "published,window=fixed",
+]
 METHODS += ["published", "ngram", "pearl", "auto"]
 
 
@@ -80,7 +97,9 @@ def test_prompts_are_read_from_our_sets_humaneval_and_files(tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def tiny_pair() -> EngineConfig:
-    return EngineConfig(target=str(tiny_model(chat=True)), draft=str(tiny_model(chat=True, noise=0.3)))
+    return EngineConfig(
+        target=str(tiny_model(chat=True)), draft=str(tiny_model(chat=True, noise=0.3))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +151,14 @@ class FakeEngine:
         self.log.append((params.method, params.gamma, params.seed or 0))
         self.prompts.append(list(prompt))
         rate = self.gammas.get(params.gamma or 0, 1.0) if params.method == "sd" else 20.0
-        more = {"num_judged_draft_tokens": 10, "num_accepted_draft_tokens": 8, "run_histogram": {4: 2}}
-        statistics = statistics_of(11, rate, acceptance_rate=0.8, t_draft=0.01, t_target={1: 0.05}, **more)
+        more = {
+            "num_judged_draft_tokens": 10,
+            "num_accepted_draft_tokens": 8,
+            "run_histogram": {4: 2},
+        }
+        statistics = statistics_of(
+            11, rate, acceptance_rate=0.8, t_draft=0.01, t_target={1: 0.05}, **more
+        )
         return [Text(tokens=[*range(5, 5 + 11)], prompt_tokens=prompt, statistics=statistics)]
 
 
@@ -170,7 +195,9 @@ def test_rows_take_turns_and_the_first_place_goes_round(fake: type[FakeEngine]) 
         *("pearl", "ar", "pearl-no-pre-verify"),
     ]
     assert len(order) == watcher.total == watcher.done == 9
-    assert {(s.row, s.task) for s in found.samples} == {(row.name, task.number) for row in rows for task in some}
+    assert {(s.row, s.task) for s in found.samples} == {
+        (row.name, task.number) for row in rows for task in some
+    }
     seeds: dict[int, set[int]] = {}
     for (_, _, seed), one in zip(fake.log[len(rows) :], found.samples, strict=True):
         seeds.setdefault(one.task, set()).add(seed)
@@ -195,7 +222,10 @@ def test_a_later_turn_continues_from_the_reply_and_is_summed_up(fake: type[FakeE
     assert second[: len(first) + 11] == [*first, *range(5, 16)]
     assert len(second) == len(first) + 11 + 2
     (one,) = found.samples
-    sums = [one.total(name) for name in ("num_generated_tokens", "late_tokens", "num_judged_draft_tokens")]
+    sums = [
+        one.total(name)
+        for name in ("num_generated_tokens", "late_tokens", "num_judged_draft_tokens")
+    ]
     assert sums == [one.tokens, 20, 20] == [22, 20, 20]
     assert one.total("late_seconds") == pytest.approx(1.0)
     assert one.rate == pytest.approx(20)
@@ -211,11 +241,17 @@ def sample(row: str, task: int, rate: float, of: str = "x", **more: Any) -> Samp
 def test_speedups_are_ratios_over_the_same_text() -> None:
     """Texts of very different speeds: the ratio of medians would be another. A row may have another base."""
     rows = [row_of(AR), row_of(PEARL), Row("again", base=PEARL)]
-    drafted = {"num_judged_draft_tokens": 10, "num_accepted_draft_tokens": 6, "run_histogram": {3: 2}}
+    drafted = {
+        "num_judged_draft_tokens": 10,
+        "num_accepted_draft_tokens": 6,
+        "run_histogram": {3: 2},
+    }
     drafted |= {"target_steps": {"prefill": 1, "post-verify": 50}, "num_prefill_tokens": 1}
     samples = [sample(AR, i, rate) for i, rate in enumerate((10.0, 100.0, 1000.0))]
     samples += [
-        sample(name, i, rate, **drafted) for name in (PEARL, "again") for i, rate in enumerate((20.0, 200.0, 1500.0))
+        sample(name, i, rate, **drafted)
+        for name in (PEARL, "again")
+        for i, rate in enumerate((20.0, 200.0, 1500.0))
     ]
     plain, fast, again = figures(plan_of(rows), Measured(samples))
     assert (plain.speedup.value, fast.speedup.value, fast.rate.value) == (1.0, 2.0, 200.0)
@@ -237,15 +273,25 @@ def test_an_emulated_run_decodes_the_text_of_its_simulation() -> None:
             real = engine.generate("hello", params.overridden_by(decoding))[0]
             virtual = emulated(PACED, decoding, engine.encode("hello"), params)
             assert real.tokens == virtual.tokens
-            assert real.statistics.seconds >= 0.99 * virtual.seconds, "the simulator is an upper bound"
+            assert real.statistics.seconds >= 0.99 * virtual.seconds, (
+                "the simulator is an upper bound"
+            )
 
 
 def test_bench_on_an_emulated_pair(tmp_path: Path) -> None:
     """The command, with its JSON."""
     path, config = tmp_path / "bench.json", tmp_path / "toy.yaml"
-    config.write_text(f"target: {TOY}\ndraft: {TOY}\ntarget_pace: 0.004\ndraft_pace: 0.001\nmethod: pearl\n")
+    config.write_text(
+        f"target: {TOY}\ndraft: {TOY}\ntarget_pace: 0.004\ndraft_pace: 0.001\nmethod: pearl\n"
+    )
     done = ran("bench", "--config", config, "--limit", 1, "--max-tokens", 30, "--json", path)
-    for row in ("ar", "sd, gamma", "pearl-no-pre-verify", "pearl-no-post-verify", "published, window"):
+    for row in (
+        "ar",
+        "sd, gamma",
+        "pearl-no-pre-verify",
+        "pearl-no-post-verify",
+        "published, window",
+    ):
         assert row in done.output
     made = json.loads(path.read_text())
     assert [row["name"] for row in made["rows"]] == METHODS
@@ -258,7 +304,9 @@ def test_rows_depend_on_the_devices_of_the_pair(tiny_pair: EngineConfig, tmp_pat
 
     On checkpoints, of two sets, one with two turns: all rows decode the same number of tokens.
     """
-    names = [row.name for row in rows_for(EngineConfig(target_device="cpu:0", draft_device="cpu:1"))]
+    names = [
+        row.name for row in rows_for(EngineConfig(target_device="cpu:0", draft_device="cpu:1"))
+    ]
     assert names[:10] == METHODS
     assert names[10:12] == ["ar, all devices", "ngram, all devices"]
     assert not names[12:]
@@ -287,7 +335,9 @@ def test_rows_depend_on_the_devices_of_the_pair(tiny_pair: EngineConfig, tmp_pat
 def test_calibration_of_an_emulated_pair(tmp_path: Path) -> None:
     """The target alone, each way of auto, and auto; no forward is shorter than its pace."""
     arguments = ("--target", TOY, "--draft", TOY, "--target-pace", 0.008, "--draft-pace", 0.002)
-    done = ran("calibrate", *arguments, "--limit", 1, "--max-tokens", 60, "--json", tmp_path / "it.json")
+    done = ran(
+        "calibrate", *arguments, "--limit", 1, "--max-tokens", 60, "--json", tmp_path / "it.json"
+    )
     for word in ("t_draft", "t_target(1)", "acceptance", "--method"):
         assert word in done.output
     made = json.loads((tmp_path / "it.json").read_text())
@@ -316,16 +366,25 @@ def test_advice_names_the_fastest_and_what_ties_with_it() -> None:
         """`speedups`: value and margin of each method."""
         names = {"wide": "ar, all devices"}
         rows = [row_of(AR), *(row_of("ar", names.get(name, name)) for name in speedups)]
-        plain = figures(plan_of(rows), Measured([sample(row.name, i, 10.0) for row in rows for i in range(2)]))
-        estimates = (Estimate(value, value - margin, value + margin) for value, margin in speedups.values())
-        found = [replace(one, speedup=speed) for one, speed in zip(plain[1:], estimates, strict=True)]
+        plain = figures(
+            plan_of(rows), Measured([sample(row.name, i, 10.0) for row in rows for i in range(2)])
+        )
+        estimates = (
+            Estimate(value, value - margin, value + margin) for value, margin in speedups.values()
+        )
+        found = [
+            replace(one, speedup=speed) for one, speed in zip(plain[1:], estimates, strict=True)
+        ]
         return advise([plain[0], *found], 3, EngineConfig())
 
     words, flags = advice(pearl=(1.1, 0.05), wide=(1.5, 0.05))
     assert "no draft pays here; ar, all devices: 1.50" in words
     assert flags.startswith("--draft none --method ar --target-device cpu:")
     assert advice(pearl=(1.1, 0.05), ngram=(1.4, 0.05))[1] == "--draft none --method ngram"
-    assert advice(pearl=(1.4, 0.05)) == ("pearl: 1.40 times as fast as the target alone", "--method pearl")
+    assert advice(pearl=(1.4, 0.05)) == (
+        "pearl: 1.40 times as fast as the target alone",
+        "--method pearl",
+    )
     assert advice(sd=(1.3, 0.05))[1] == "--method sd --gamma 3"
     assert "nothing is faster" in advice(pearl=(1.1, 0.2))[0], "1 lies in the interval"
     assert advice(pearl=(1.01, 0.0))[1] == "--draft none --method ar"

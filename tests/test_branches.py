@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
 from pearl.drafting.drawing import DrawStep
-from pearl.drafting.model import ModelProposer
+from pearl.drafting.proposer import ModelProposer
 from pearl.drafting.step import Step
-from pearl.lab.simulate import Outcome, Timing
-from pearl.models.forward.graphs import FED
+from pearl.lab.studies.simulate import Outcome, Timing
+from pearl.models.gpu.recordings import FED
 from pearl.models.runner import Capabilities, Feed, ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Draft, Drafted, Open
@@ -29,22 +29,33 @@ from tests.virtual import decoded as simulated
 from tests.wrapped import WrappedRunner
 
 
-def decode(method: str, window: str, gamma: int, branches: int, seconds: float, chains: bool = False) -> Outcome:
+def decode(
+    method: str, window: str, gamma: int, branches: int, seconds: float, chains: bool = False
+) -> Outcome:
     """By the models of a text that repeats: the next token depends on the last."""
     asked = resolved(method, window, gamma, "coupled", branches=branches)
     timing = Timing(1.0, lambda _: seconds)
     return simulated(
-        alpha_pair(VOCAB, 0.6, order=1), VOCAB, asked, drawn_by(1.0, seed=5), 60, timing, PROMPT, chains=chains
+        alpha_pair(VOCAB, 0.6, order=1),
+        VOCAB,
+        asked,
+        drawn_by(1.0, seed=5),
+        60,
+        timing,
+        PROMPT,
+        chains=chains,
     )
 
 
 @pytest.mark.parametrize("idle", [None, 0.5, 1e6])
-def test_a_foreseen_rejection_costs_no_window(idle: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_foreseen_rejection_costs_no_window(
+    idle: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a draft that is as fast as can be, a branch makes fewer steps and forwards of the same text.
 
     `idle`: forward times that a device loses where the next one is not chained; None: forwards are not chained.
     """
-    monkeypatch.setattr("pearl.execution.ahead._LEAST_LEAD", idle or 0.0)
+    monkeypatch.setattr("pearl.execution.early_drafts._LEAST_LEAD", idle or 0.0)
     launched, real = list[str](), ModelProposer.launch
 
     def launch(proposer: ModelProposer, command: Draft, after: Step | None = None) -> Step:
@@ -60,7 +71,9 @@ def test_a_foreseen_rejection_costs_no_window(idle: float | None, monkeypatch: p
     ahead = decode("pearl", "stream", 6, 7, 6.0, idle is not None)
     now = Counter(launched)
     assert now["hedge"]
-    assert before["chained"] > 0.8 * before.total() if idle else not before["chained"] + now["chained"]
+    assert (
+        before["chained"] > 0.8 * before.total() if idle else not before["chained"] + now["chained"]
+    )
     if idle == 1e6:
         assert not now["waited for"], "at the look-ahead limit alone branches cost no chain"
     else:
@@ -69,12 +82,16 @@ def test_a_foreseen_rejection_costs_no_window(idle: float | None, monkeypatch: p
     assert ahead.tokens == plain.tokens
     assert ahead.counts.steps < plain.counts.steps
     assert ahead.counts.accepted_by_source[Source.BRANCH] > 0
-    assert ahead.counts.num_foreseen_rejections >= ahead.counts.accepted_by_source[Source.BRANCH] / 6
+    assert (
+        ahead.counts.num_foreseen_rejections >= ahead.counts.accepted_by_source[Source.BRANCH] / 6
+    )
 
 
 def test_sd_whose_draft_prepares_waits_less() -> None:
     """While the target verifies, the window for what it may decide is drafted: where it was foreseen, at once."""
-    plain, ahead = (decode(method, "fixed", 3, branches, 12.0) for method, branches in (("sd", 0), ("ssd", 7)))
+    plain, ahead = (
+        decode(method, "fixed", 3, branches, 12.0) for method, branches in (("sd", 0), ("ssd", 7))
+    )
     known = ahead.counts.num_foreseen_rejections + ahead.counts.num_foreseen_bonuses
     assert known > 0.5 * ahead.counts.steps, "of the few tokens that there are it foresees most"
     assert ahead.seconds < 0.9 * plain.seconds
@@ -98,23 +115,36 @@ class NoTimes(ForwardTimes):
         pass
 
 
-def opened(runner: ModelRunner, prompt: tuple[int, ...], rule: str, temperature: float, most: int) -> ModelProposer:
+def opened(
+    runner: ModelRunner, prompt: tuple[int, ...], rule: str, temperature: float, most: int
+) -> ModelProposer:
     for slot in range(runner.capabilities.slots):
         runner.rollback(0, slot)
     proposer = ModelProposer(runner, runner.vocab_size)
     proposer.open(
-        Open(prompt, resolved(rule=rule, branches=most, sampling=drawn_by(temperature, top_k=5, seed=8)), request=1)
+        Open(
+            prompt,
+            resolved(rule=rule, branches=most, sampling=drawn_by(temperature, top_k=5, seed=8)),
+            request=1,
+        )
     )
     return proposer
 
 
 def drafted(
-    proposer: ModelProposer, start: int, tokens: tuple[int, ...], budget: int, pending: int, request: int = 1
+    proposer: ModelProposer,
+    start: int,
+    tokens: tuple[int, ...],
+    budget: int,
+    pending: int,
+    request: int = 1,
 ) -> Drafted:
     return proposer.collect(proposer.launch(Draft(start, tokens, budget, pending, request=request)))
 
 
-def drafted_on(proposer: ModelProposer, prompt: tuple[int, ...], forwards: int = 6) -> tuple[list[int], Drafted]:
+def drafted_on(
+    proposer: ModelProposer, prompt: tuple[int, ...], forwards: int = 6
+) -> tuple[list[int], Drafted]:
     """Draft from `prompt` for some forwards: the text, and the event of the last forward."""
     text, start, fed, found = list(prompt), 0, prompt, Drafted()
     for pending in range(forwards):
@@ -125,12 +155,16 @@ def drafted_on(proposer: ModelProposer, prompt: tuple[int, ...], forwards: int =
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-@pytest.mark.parametrize(("rule", "temperature"), [("coupled", 0.0), ("coupled", 1.0), ("ratio", 1.0)])
+@pytest.mark.parametrize(
+    ("rule", "temperature"), [("coupled", 0.0), ("coupled", 1.0), ("ratio", 1.0)]
+)
 def test_what_is_prepared_is_what_would_be_drafted(
     kind: str, rule: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens and distributions, bit by bit; and where the outcome comes, nothing is computed again."""
-    monkeypatch.setattr(ForwardTimes, "observe", lambda *_: None)  # while no time is known, all rows are used
+    monkeypatch.setattr(
+        ForwardTimes, "observe", lambda *_: None
+    )  # while no time is known, all rows are used
     monkeypatch.setattr("pearl.drafting.branches._LEAST_CHANCE", 0.0)
     runner = Counting(model(kind))
     prompt = tuple(range(3, 20))
@@ -171,12 +205,20 @@ def test_slots_hold_what_their_continuations_say(data: st.DataObject) -> None:
     runner = ToyRunner(VOCAB, alpha_pair(VOCAB, 0.5, order=2)[1])
     proposer = ModelProposer(runner, VOCAB)
     proposer.model.times = NoTimes()
-    proposer.open(Open(PROMPT, resolved(rule="coupled", branches=5, sampling=drawn_by(1.0, seed=4)), request=1))
+    proposer.open(
+        Open(
+            PROMPT, resolved(rule="coupled", branches=5, sampling=drawn_by(1.0, seed=4)), request=1
+        )
+    )
     known: list[int] = []
     text, pending = list(PROMPT), 0
     for _ in range(20):
         budget = 12 - pending
-        found = drafted(proposer, len(known), tuple(text[len(known) :]), budget, pending) if budget > 0 else Drafted()
+        found = (
+            drafted(proposer, len(known), tuple(text[len(known) :]), budget, pending)
+            if budget > 0
+            else Drafted()
+        )
         known = list(text) if found.tokens else known
         text += found.tokens
         pending += len(found.tokens)
@@ -215,7 +257,9 @@ class Fixed(Counting):
 
 
 @pytest.mark.parametrize("texts", [1, 3])
-def test_no_forward_of_a_fixed_size_has_more_rows(texts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_forward_of_a_fixed_size_has_more_rows(
+    texts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the texts' own tokens, guesses and branches; at the look-ahead limit all are branches, shared equally."""
     monkeypatch.setattr("pearl.drafting.branches._LEAST_CHANCE", 0.0)
     runner = Fixed(ToyRunner(VOCAB, alpha_pair(VOCAB, 0.5, order=1)[1], slots=40))
@@ -226,16 +270,26 @@ def test_no_forward_of_a_fixed_size_has_more_rows(texts: int, monkeypatch: pytes
     for draft in drafts:
         proposer.open(Open(PROMPT, options, draft.request, request=draft.request))
     for _ in range(8):
-        found = [proposer.collect(each) for each in proposer.launch_together(drafts) if isinstance(each, Step)]
+        found = [
+            proposer.collect(each)
+            for each in proposer.launch_together(drafts)
+            if isinstance(each, Step)
+        ]
         for slot, (draft, each) in enumerate(zip(drafts, found, strict=True)):
-            start, pending = draft.start + len(draft.tokens) + each.cached, draft.pending + len(each.tokens)
+            start, pending = (
+                draft.start + len(draft.tokens) + each.cached,
+                draft.pending + len(each.tokens),
+            )
             drafts[slot] = Draft(start, each.tokens[each.cached :], 20, pending, request=slot)
     hedging = proposer.launch_together(
         [Draft(each.start, (), 0, each.pending, 20, request=each.request) for each in drafts]
     )
     rows = [sum(len(feed.tokens) for feed in feeds) for feeds in runner.fed]
     assert max(rows[:-1]) == rows[-1] == FED
-    assert {step.tokens for step in hedging if isinstance(step, Step)} <= {FED // texts, -(-FED // texts)}
+    assert {step.tokens for step in hedging if isinstance(step, Step)} <= {
+        FED // texts,
+        -(-FED // texts),
+    }
 
 
 def test_a_continuation_that_cannot_be_drawn_ends_alone() -> None:
@@ -244,9 +298,14 @@ def test_a_continuation_that_cannot_be_drawn_ends_alone() -> None:
 
         def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
             found = super().forward(feeds)
-            return [each if feed.slot == 0 else each * torch.nan for feed, each in zip(feeds, found, strict=True)]
+            return [
+                each if feed.slot == 0 else each * torch.nan
+                for feed, each in zip(feeds, found, strict=True)
+            ]
 
-    proposer = opened(Partly(ToyRunner(VOCAB, alpha_pair(VOCAB, 0.5)[1])), PROMPT, "coupled", 1.0, 5)
+    proposer = opened(
+        Partly(ToyRunner(VOCAB, alpha_pair(VOCAB, 0.5)[1])), PROMPT, "coupled", 1.0, 5
+    )
     text, found = drafted_on(proposer, PROMPT, 4)
     assert (len(text), found.branches) == (len(PROMPT) + 4, ())
     branches = proposer._texts[1].branches
@@ -285,7 +344,9 @@ def test_runners_up_are_the_next_of_the_row(temperature: float) -> None:
     ):
         runner.rollback(0, 0)
         proposer = ModelProposer(runner, VOCAB, chains=chains)
-        asked = resolved(rule=rule, branches=branches, siblings=8, sampling=drawn_by(temperature, seed=8))
+        asked = resolved(
+            rule=rule, branches=branches, siblings=8, sampling=drawn_by(temperature, seed=8)
+        )
         proposer.open(Open(PROMPT, asked, request=1))
         found.append(drafted(proposer, 0, PROMPT, 5, 0))
     (token,), (seen,) = found[0].tokens, found[0].seen

@@ -15,7 +15,7 @@ import pytest
 
 from pearl import SamplingParams
 from pearl.engine import Engine
-from pearl.engine.card import find_card, read_card, running_engines, stop, table
+from pearl.engine.registry import find_card, read_card, running_engines, stop, table
 from pearl.errors import ConfigError, TargetLost
 from tests.conftest import BOUND, TOY, wanted
 
@@ -69,15 +69,22 @@ def serving() -> tuple[subprocess.Popen[str], str]:
     command = [sys.executable, "-m", "pearl", "serve", "--target", TOY, "--draft", TOY]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     lines = iter(server.stderr.readline, "")
-    return server, next(line.split()[2].rstrip(";") for line in lines if line.startswith("serving in"))
+    return server, next(
+        line.split()[2].rstrip(";") for line in lines if line.startswith("serving in")
+    )
 
 
 def test_engines_are_served_listed_and_stopped(runtime: Path, pearl_here: Run) -> None:
     """Stopped by directory, all at once, and by Ctrl-C. With several running, a client is given their names."""
     servers = [serving() for _ in range(2)]
-    (one, other), (first, _) = [server for server, _ in servers], [directory for _, directory in servers]
+    (one, other), (first, _) = (
+        [server for server, _ in servers],
+        [directory for _, directory in servers],
+    )
     listed: list[dict[str, Any]] = json.loads(pearl_here("ps", "--json").stdout)
-    assert {(each["pid"], each["directory"]) for each in listed} == {(s.pid, directory) for s, directory in servers}
+    assert {(each["pid"], each["directory"]) for each in listed} == {
+        (s.pid, directory) for s, directory in servers
+    }
     for each in listed:
         assert (each["target"], each["draft"], each["program"]) == (TOY, TOY, "pearl serve")
         assert each["target_device"].startswith(("cpu:", "cuda:")), "what auto has come to"
@@ -122,7 +129,9 @@ def test_a_damaged_card_hides_no_other(toy: Engine, runtime: Path) -> None:
     put_card(runtime, "12345678", card)
     changes = [("pid", float("inf")), ("config", {}), ("config", []), ("places", {"target": 3})]
     changes += [("program", "\ud800"), ("address", None)]
-    for number, damaged in enumerate(("[" * 100_000, "{}", *(card | {name: value} for name, value in changes))):
+    for number, damaged in enumerate(
+        ("[" * 100_000, "{}", *(card | {name: value} for name, value in changes))
+    ):
         put_card(runtime, str(23456780 + number), damaged)
     assert [Path(each.directory).name for each in running_engines()] == ["pearl-12345678"]
     assert f"{runtime}/pearl-12345678" in table(running_engines())
@@ -135,7 +144,9 @@ def test_stop_without_a_name_asks_or_wants_one(
     card = json.loads((toy.directory / "engine.json").read_text()) | {"program": "pearl serve"}
     put_card(runtime, "12345678", card)
     stopped: list[int] = []
-    monkeypatch.setattr("pearl.engine.card.stop", lambda card, seconds: stopped.append(card.pid) or True)
+    monkeypatch.setattr(
+        "pearl.engine.registry.stop", lambda card, seconds: stopped.append(card.pid) or True
+    )
     run = pearl_here("stop")
     assert run.returncode == 2
     assert "name the engine by its PID or directory, or give --all" in run.stderr
@@ -143,7 +154,9 @@ def test_stop_without_a_name_asks_or_wants_one(
     monkeypatch.setattr("pearl.cli.engines.sys", Mock(stdin=Mock(isatty=lambda: True)))
     for answer, code in ((False, 130), (True, 0)):
         assert stopped == []
-        monkeypatch.setattr("click.termui.visible_prompt_func", lambda _, answer=answer: "y" if answer else "n")
+        monkeypatch.setattr(
+            "click.termui.visible_prompt_func", lambda _, answer=answer: "y" if answer else "n"
+        )
         assert pearl_here("stop").returncode == code
     assert stopped == [os.getpid()]
     put_card(runtime, "23456789", card)
@@ -153,7 +166,9 @@ def test_stop_without_a_name_asks_or_wants_one(
     assert len(stopped) == 3
 
 
-def test_an_engine_of_another_program_is_not_stopped_with_all(toy: Engine, runtime: Path, pearl_here: Run) -> None:
+def test_an_engine_of_another_program_is_not_stopped_with_all(
+    toy: Engine, runtime: Path, pearl_here: Run
+) -> None:
     """This one's: the program would end."""
     put_card(runtime, "12345678", (toy.directory / "engine.json").read_text())
     for arguments in (["stop"], ["stop", "--all"]):

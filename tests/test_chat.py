@@ -53,7 +53,9 @@ def paced() -> Iterator[list[str]]:
 @contextmanager
 def chatting(environment: dict[str, str], *arguments: str, columns: int = 100) -> Iterator[Person]:
     """A chat that has shown its prompt."""
-    with Person([sys.executable, "-m", "pearl", "chat", *arguments], environment, columns=columns) as person:
+    with Person(
+        [sys.executable, "-m", "pearl", "chat", *arguments], environment, columns=columns
+    ) as person:
         person.sees(">>>")
         yield person
 
@@ -79,9 +81,13 @@ def test_ctrl_c_ends_the_reply(home: dict[str, str], paced: list[str]) -> None:
         assert person.echoes
 
 
-def test_what_is_typed_while_a_reply_is_made_is_kept(home: dict[str, str], paced: list[str]) -> None:
+def test_what_is_typed_while_a_reply_is_made_is_kept(
+    home: dict[str, str], paced: list[str]
+) -> None:
     """Messages and commands in their order, edited as at a prompt; a pasted text waits until the user ends it."""
-    with chatting(home, *paced, "--temperature", "0", "--max-tokens", "20", "--no-history") as person:
+    with chatting(
+        home, *paced, "--temperature", "0", "--max-tokens", "20", "--no-history"
+    ) as person:
         person.send("123")
         first = wanted("123", 20)
         person.sees(first[:3])
@@ -111,7 +117,9 @@ def test_workers_killed_amid_replies(home: dict[str, str]) -> None:
     with chatting(home, *SLOW, "--temperature", "0", "--max-tokens", "5") as person:
         person.send("123", STATUS)
         person.send("/show")
-        person.sees(f"target {TOY} on c")  # what auto has come to, not "auto"; the toy has no weights, so no dtype
+        person.sees(
+            f"target {TOY} on c"
+        )  # what auto has come to, not "auto"; the toy has no weights, so no dtype
         person.send("/set max_tokens 60")
         target, draft = workers(home)
         text = wanted("123" + wanted("123", 5) + "4", 60)
@@ -149,11 +157,28 @@ def test_a_chat_that_is_ended_puts_the_terminal_back(
 def test_the_draft_is_shown_ahead_in_colours_and_a_resize_leaves_one_whole_reply(
     home: dict[str, str], paced: list[str], toy: Engine
 ) -> None:
-    shown = ("--method", "pearl", "--look-ahead", "0", "--siblings", "0", "--show-draft", "--no-markdown", "--stats")
+    shown = (
+        "--method",
+        "pearl",
+        "--look-ahead",
+        "0",
+        "--siblings",
+        "0",
+        "--show-draft",
+        "--no-markdown",
+        "--stats",
+    )
     with chatting(home, *paced, *shown, "--temperature", "0", "--max-tokens", "40") as person:
         person.sees("/? for help")
         person.send("123", STATUS)
-        for part in ("tokens/s", "tokens a step", "accepted of judged", "window c", "target waited", "max_tokens"):
+        for part in (
+            "tokens/s",
+            "tokens a step",
+            "accepted of judged",
+            "window c",
+            "target waited",
+            "max_tokens",
+        ):
             person.sees(part)
         reply = wanted("123", 40)
         colours = person.colours(reply)
@@ -177,7 +202,9 @@ def test_the_draft_is_shown_ahead_in_colours_and_a_resize_leaves_one_whole_reply
     assert any(guess not in reply for guess in guesses), "half of what the draft says is refused"
 
 
-def test_commands_and_what_they_say_of_mistakes(home: dict[str, str], attached: list[str], tmp_path: Path) -> None:
+def test_commands_and_what_they_say_of_mistakes(
+    home: dict[str, str], attached: list[str], tmp_path: Path
+) -> None:
     hostile = {"target": "x", "system": "\x1b[2J\x1b[31mSYSTEM", "tokens": [], "turns": []}
     (tmp_path / "hostile.json").write_text(json.dumps(hostile))
     text = wanted("123", 10)
@@ -218,14 +245,21 @@ def test_commands_and_what_they_say_of_mistakes(home: dict[str, str], attached: 
             person.send("/undo", "forgotten: 123", i)
         person.send("/stats")
         lines = [["pearl", "ar", "sd"], ["replies", "1", "1", "1"], ["tokens", "10", "10", "10"]]
-        person.until(lambda: all(line in [row.split() for row in person.lines] for line in lines), "a column a method")
+        person.until(
+            lambda: all(line in [row.split() for row in person.lines] for line in lines),
+            "a column a method",
+        )
         person.send("/exit")
         assert person.leaves() == 0
 
 
-def test_undo_regen_save_load_and_clear(home: dict[str, str], attached: list[str], tmp_path: Path) -> None:
+def test_undo_regen_save_load_and_clear(
+    home: dict[str, str], attached: list[str], tmp_path: Path
+) -> None:
     path = tmp_path / "talk.json"
-    with chatting(home, *attached, "--temperature", "1", "--seed", "1", "--max-tokens", "10") as person:
+    with chatting(
+        home, *attached, "--temperature", "1", "--seed", "1", "--max-tokens", "10"
+    ) as person:
         person.send("123", STATUS)
         replies = []
         for times in (1, 2):
@@ -245,7 +279,9 @@ def test_undo_regen_save_load_and_clear(home: dict[str, str], attached: list[str
         assert person.frames > 3, "replies are drawn, as Markdown: see test_reply"
 
 
-def test_several_lines_long_pastes_history_and_a_full_context(home: dict[str, str], attached: list[str]) -> None:
+def test_several_lines_long_pastes_history_and_a_full_context(
+    home: dict[str, str], attached: list[str]
+) -> None:
     with chatting(home, *attached, "--temperature", "0", "--max-tokens", "5") as person:
         person.send('"""12', "...")
         person.send('3"""', wanted("12" + CHARACTERS[ord("\n") % 32] + "3", 5))
@@ -284,7 +320,11 @@ def test_files_an_editor_completion_other_models_and_the_last_conversation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The next message has the file, what follows a command is completed, and --continue goes on where a chat ended."""
-    editor, code, other = tmp_path / "editor", tmp_path / "abc.txt", "toy:vocab=32,alpha=0.5,context=512"
+    editor, code, other = (
+        tmp_path / "editor",
+        tmp_path / "abc.txt",
+        "toy:vocab=32,alpha=0.5,context=512",
+    )
     editor.write_text('#!/bin/sh\necho 12 > "$1"\n')
     editor.chmod(0o755)
     code.write_text("7\n")
@@ -297,7 +337,11 @@ def test_files_an_editor_completion_other_models_and_the_last_conversation(
         person.sees(">>> 12")
         person.type("\r")
         person.sees(STATUS)
-        for typed, seen in (("/set ru", "rule"), ("/metho", "show the method"), ("/method s", "ssd")):
+        for typed, seen in (
+            ("/set ru", "rule"),
+            ("/metho", "show the method"),
+            ("/method s", "ssd"),
+        ):
             person.type(typed)
             person.sees(seen)
             person.type(CTRL_C)
@@ -317,20 +361,35 @@ def test_files_an_editor_completion_other_models_and_the_last_conversation(
     assert [turn["user"] for turn in turns] == ["12", "abc.txt:\n```\n7\n```\n\n9"]
     monkeypatch.setenv("XDG_STATE_HOME", home["XDG_STATE_HOME"])
     text = "".join(turn["user"] + turn["reply"] for turn in turns)
-    (reply,) = toy.generate(text + "8", SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+    (reply,) = toy.generate(
+        text + "8", SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    )
     for how in (["--continue"], ["--load", str(last)]):
         went_on = pearl_here("chat", *attached, *short, *how, "-q", "8")
         assert went_on.stdout == reply.text + "\n", went_on.stderr
     last.unlink()
     refused = pearl_here("chat", "--continue")
-    assert (refused.returncode, "there is no conversation to go on with" in refused.stderr) == (2, True)
+    assert (refused.returncode, "there is no conversation to go on with" in refused.stderr) == (
+        2,
+        True,
+    )
 
 
 # ---- no terminal ----
 
 
 def test_each_line_of_a_pipe_is_a_message(home: dict[str, str], attached: list[str]) -> None:
-    command = [sys.executable, "-m", "pearl", "chat", *attached, "--temperature", "0", "--max-tokens", "8"]
+    command = [
+        sys.executable,
+        "-m",
+        "pearl",
+        "chat",
+        *attached,
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "8",
+    ]
     said = output(*command, input="123\n\n/4\n", env=home)
     first = wanted("123", 8)
     slash = CHARACTERS[ord("/") % 32]
@@ -353,7 +412,9 @@ def test_under_torchrun_ctrl_c_is_a_key(home: dict[str, str], tmp_path: Path) ->
         person.type(CTRL_C)
         person.sees("stopped after")
         person.resize(24, 70)
-        person.send("/load " + str(fifo))  # waits for a writer; Ctrl-C must not reach the agent meanwhile
+        person.send(
+            "/load " + str(fifo)
+        )  # waits for a writer; Ctrl-C must not reach the agent meanwhile
         person.type(CTRL_C)
         fifo.write_text("hello")
         person.sees("no saved conversation")

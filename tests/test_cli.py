@@ -38,7 +38,9 @@ WANTED = wanted("123", 30)
 
 def pearl(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pearl", *arguments]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=BOUND, check=False)
+    return subprocess.run(
+        command, input=stdin, capture_output=True, text=True, timeout=BOUND, check=False
+    )
 
 
 @pytest.fixture
@@ -60,7 +62,17 @@ def refused(pearl_here: Run) -> Callable[..., str]:
 
 def test_text_goes_to_stdout_and_all_else_to_stderr() -> None:
     run = pearl(
-        "generate", *SHORT, "--method", "pearl", "--look-ahead", "0", "--siblings", "0", "--stats", "-", stdin="123"
+        "generate",
+        *SHORT,
+        "--method",
+        "pearl",
+        "--look-ahead",
+        "0",
+        "--siblings",
+        "0",
+        "--stats",
+        "-",
+        stdin="123",
     )  # a target that waits for its draft judges it
     assert run.returncode == 0, run.stderr
     assert run.stdout == WANTED + "\n"
@@ -75,11 +87,28 @@ def test_the_record_of_a_sampled_text_gives_that_text_again(
     """With what was in use: the checkpoint's own sampling, the seed that was drawn, auto's rule, and sd's window."""
     monkeypatch.setattr("pearl.cli.generate.running", lambda *_: nullcontext(toy))
     monkeypatch.setattr(toy, "defaults", replace(toy.defaults, temperature=0.9, top_k=20))
-    flags = ["--method", method, "--max-tokens", "120", "--ignore-eos", "--top-p", "0.95", "--json", "123"]
+    flags = [
+        "--method",
+        method,
+        "--max-tokens",
+        "120",
+        "--ignore-eos",
+        "--top-p",
+        "0.95",
+        "--json",
+        "123",
+    ]
     document = json.loads(pearl_here("generate", *flags).stdout)
     statistics = document["statistics"]
-    assert statistics["num_generated_tokens"] == 120 == len(document["tokens"]) == len(document["provenance"])
-    assert statistics["provenance"] == {p: document["provenance"].count(p) for p in set(document["provenance"])}
+    assert (
+        statistics["num_generated_tokens"]
+        == 120
+        == len(document["tokens"])
+        == len(document["provenance"])
+    )
+    assert statistics["provenance"] == {
+        p: document["provenance"].count(p) for p in set(document["provenance"])
+    }
     assert (document["prompt_tokens"], document["finish_reason"]) == ([1, 2, 3], "length")
     used = document["settings"]["options"]
     assert (used["temperature"], used["top_k"], used["top_p"]) == (0.9, 20, 0.95)
@@ -109,7 +138,10 @@ def test_mistakes_are_refused_with_what_to_do(
         ("''", "no prompt"),
         ("--max-tokens 600 123", "the context holds 512"),
         ("--control tcp://192.0.2.1:5555 x", "pearl keys FILE"),
-        ("--control tcp://192.0.2.1:5555 --keys /nowhere/keys x", "cannot read the key file /nowhere/keys"),
+        (
+            "--control tcp://192.0.2.1:5555 --keys /nowhere/keys x",
+            "cannot read the key file /nowhere/keys",
+        ),
     ):
         assert words.lower() in refused(*PAIR, *shlex.split(flags)).lower()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -208,14 +240,29 @@ def test_short_names_of_data_types_are_flags_too() -> None:
     def command(settings: Settings) -> None:
         given.append(settings.engine.target_dtype)
 
-    assert CliRunner().invoke(command, ["--target-dtype", "fp16"], catch_exceptions=False).exit_code == 0
+    assert (
+        CliRunner().invoke(command, ["--target-dtype", "fp16"], catch_exceptions=False).exit_code
+        == 0
+    )
     assert given == ["float16"]
 
 
-@pytest.mark.parametrize("fits", [16, pytest.param(500, marks=pytest.mark.long)])  # a part; the merged file
+@pytest.mark.parametrize(
+    "fits", [16, pytest.param(500, marks=pytest.mark.long)]
+)  # a part; the merged file
 def test_a_trace_that_does_not_fit_the_disk_is_no_success(tmp_path: Path, fits: int) -> None:
     """It ended with 0 and left its parts. A limit on a file's size stands for the disk's."""
-    command = [sys.executable, "-m", "pearl", "generate", *SHORT, "--max-tokens", "300", "--json", "123"]
+    command = [
+        sys.executable,
+        "-m",
+        "pearl",
+        "generate",
+        *SHORT,
+        "--max-tokens",
+        "300",
+        "--json",
+        "123",
+    ]
     done = subprocess.run(
         [*command, "--trace", str(tmp_path / "t.json")],
         capture_output=True,
@@ -237,7 +284,9 @@ def test_what_an_encoding_lacks_is_escaped(
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "latin-1"))
     toy = "toy:vocab=400,alpha=0.8"
-    run = pearl_here("generate", "123", "--target", toy, "--draft", toy, "--max-tokens", "30", *json_flag)
+    run = pearl_here(
+        "generate", "123", "--target", toy, "--draft", toy, "--max-tokens", "30", *json_flag
+    )
     assert run.returncode == 0
     text = written.getvalue().decode("ascii")
     assert "\\u01" in text
@@ -250,7 +299,14 @@ def test_a_path_that_is_no_utf8_is_refused_by_name(
 ) -> None:
     place = tmp_path / "bad\udcff"
     place.mkdir()
-    model = ["--target", "embedded" if variable == "PEARL_CACHE" else TOY, "--draft", "none", "--method", "ar"]
+    model = [
+        "--target",
+        "embedded" if variable == "PEARL_CACHE" else TOY,
+        "--draft",
+        "none",
+        "--method",
+        "ar",
+    ]
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr("tempfile.tempdir", None)
     if variable:
@@ -264,10 +320,14 @@ def test_a_path_that_is_no_utf8_is_refused_by_name(
 
 
 def _pipe(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8", newline="\n"))  # as Python opens it
+    monkeypatch.setattr(
+        sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8", newline="\n")
+    )  # as Python opens it
 
 
-def test_no_input_has_a_byte_order_mark_or_a_carriage_return(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_input_has_a_byte_order_mark_or_a_carriage_return(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Of a prompt; of a file of prompts; and of messages, which end where their lines do."""
     _pipe(monkeypatch, b"\xef\xbb\xbfTwo\r\nlines")
     assert generate._prompt(None, False) == "Two\r\nlines"
@@ -285,7 +345,17 @@ def test_no_input_has_a_byte_order_mark_or_a_carriage_return(monkeypatch: pytest
 # ---- terminals and pipes ----
 
 
-ENDLESS = [sys.executable, "-m", "pearl", "generate", "1", "--config", "toy", "--max-tokens", "500000"]
+ENDLESS = [
+    sys.executable,
+    "-m",
+    "pearl",
+    "generate",
+    "1",
+    "--config",
+    "toy",
+    "--max-tokens",
+    "500000",
+]
 ENDLESS += ["--target", "toy:vocab=32,alpha=0.5", "--draft", "toy:vocab=32,alpha=0.5"]
 
 
@@ -318,7 +388,9 @@ def test_a_text_that_is_cut_short_ends_quietly(is_interrupted: bool, code: int) 
         ("nan@drafting", "logits are not finite", "Try a wider dtype"),
     ],
 )
-def test_what_is_lost_is_told_once_with_what_to_do(fault: str, says: str, advice: str, pearl_here: Run) -> None:
+def test_what_is_lost_is_told_once_with_what_to_do(
+    fault: str, says: str, advice: str, pearl_here: Run
+) -> None:
     with faulty.inflicted("target", fault):
         run = pearl_here("generate", "--target", TOY, "--draft", TOY, "--method", "ar", "1" * 48)
     assert run.returncode == 4
@@ -340,12 +412,16 @@ def test_keys_are_made_once_and_serve(tmp_path: Path, pearl_here: Run) -> None:
     assert again.returncode == 2
     assert "is there already" in again.stderr
     assert path.read_text() == made
-    run = pearl_here("generate", *SHORT, "--keys", str(path), "--control", "tcp://127.0.0.1:*", "--json", "123")
+    run = pearl_here(
+        "generate", *SHORT, "--keys", str(path), "--control", "tcp://127.0.0.1:*", "--json", "123"
+    )
     assert run.returncode == 0, run.stderr
     document = json.loads(run.stdout)
     assert document["text"] == WANTED
     assert document["settings"]["engine"]["keys"] == str(path)
-    assert not any(key in run.stdout + run.stderr for key in json.loads(made).values() if isinstance(key, str))
+    assert not any(
+        key in run.stdout + run.stderr for key in json.loads(made).values() if isinstance(key, str)
+    )
 
 
 def test_the_list_has_the_commands_with_their_own_first_lines() -> None:
@@ -380,7 +456,10 @@ help_of(cli, [])
             _HEAVY | {"pydantic", "rich", "prompt_toolkit", "zmq"},
         ),
         (_ALL_HELP, _HEAVY),
-        ("import pearl.cli.generate", {"torch", "transformers", "numpy", "prompt_toolkit", "asyncio"}),
+        (
+            "import pearl.cli.generate",
+            {"torch", "transformers", "numpy", "prompt_toolkit", "asyncio"},
+        ),
     ],
     ids=["help", "help of every command", "what starts an engine"],
 )
@@ -400,7 +479,9 @@ def test_conflicts_are_told_before_any_process_starts(
 
     monkeypatch.setattr("pearl.engine.processes.Popen", start)
     monkeypatch.setattr(subprocess, "Popen", start)
-    assert "method pearl needs a draft model" in refused("1", "--target", TOY, "--draft", "none", "--method", "pearl")
+    assert "method pearl needs a draft model" in refused(
+        "1", "--target", TOY, "--draft", "none", "--method", "pearl"
+    )
     assert "no config.json" in refused("1", "--target", TOY, "--draft", str(tmp_path), code=3)
     said = refused("1", "--target", "./nowhere/model", code=3)
     assert "no such directory or .gguf file" in said
@@ -414,12 +495,18 @@ def test_conflicts_are_told_before_any_process_starts(
     ):
         (tmp_path / "config.json").write_text(config)
         assert said in refused("1", "--target", str(tmp_path), code=3)
-    assert "different vocabularies" in refused("1", "--target", str(tiny_model()), "--draft", TOY, code=3)
+    assert "different vocabularies" in refused(
+        "1", "--target", str(tiny_model()), "--draft", TOY, code=3
+    )
     assert "unknown key 'beta'" in refused("1", "--target", "toy:beta=1", "--draft", "none", code=3)
-    assert "alpha between 0 and 1" in refused("1", "--target", TOY, "--draft", "toy:alpha=2", code=3)
+    assert "alpha between 0 and 1" in refused(
+        "1", "--target", TOY, "--draft", "toy:alpha=2", code=3
+    )
     assert "nccl is for two GPUs" in refused("1", *PAIR, "--tensors", "nccl", code=3)
     ours_alone = ("--forwards", "transformers")
-    assert "draft_dtype int8 is for models of our" in refused("1", "--draft-dtype", "int8", *ours_alone, code=3)
+    assert "draft_dtype int8 is for models of our" in refused(
+        "1", "--draft-dtype", "int8", *ours_alone, code=3
+    )
     assert "exact refuses" in refused("1", "--exact", *ours_alone, code=3)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     said = refused("1", "--target", "nobody/no-such-model", code=3)

@@ -57,7 +57,9 @@ def test_langchain(served: Served, wanted: str) -> None:
     assert "".join(piece.content for piece in chat.stream(QUESTION)) == wanted
     asked = chat.model_copy(update={"max_tokens": 60})
     for method in ("json_schema", "json_mode"):
-        made = asked.with_structured_output(Cat, method=method).invoke("Describe a cat as JSON with name and age.")
+        made = asked.with_structured_output(Cat, method=method).invoke(
+            "Describe a cat as JSON with name and age."
+        )
         assert isinstance(made, Cat)
     called = asked.bind_tools([Cat], tool_choice="required").invoke("Describe a cat.")
     assert [call["name"] for call in called.tool_calls] == ["Cat"]
@@ -90,11 +92,18 @@ def test_langchains_agent(tooled: Served, added: list[int]) -> None:
         added.append(x)
         return x + 1
 
-    given: dict[str, Any] = {"base_url": f"{tooled.url}/v1", "api_key": "none", "model": MODEL, "max_tokens": 300}
+    given: dict[str, Any] = {
+        "base_url": f"{tooled.url}/v1",
+        "api_key": "none",
+        "model": MODEL,
+        "max_tokens": 300,
+    }
     given["extra_body"] = SOON
     for is_response in (False, True):
         chat: Any = langchain_openai.ChatOpenAI(**given, use_responses_api=is_response)
-        (call,) = chat.bind_tools([add], tool_choice="required", strict=True).invoke("Hi").tool_calls
+        (call,) = (
+            chat.bind_tools([add], tool_choice="required", strict=True).invoke("Hi").tool_calls
+        )
         assert call["args"]["x"] in (1, 22)
         pieces = list(chat.bind_tools([add], tool_choice="required", strict=True).stream("Hi"))
         assert sum(pieces[1:], pieces[0]).tool_calls[0]["args"]["x"] in (1, 22)
@@ -113,7 +122,9 @@ def test_langchains_agent(tooled: Served, added: list[int]) -> None:
 
 
 @pytest.mark.parametrize("model", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
-def test_openais_agents(tooled: Served, added: list[int], model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openais_agents(
+    tooled: Served, added: list[int], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which ask for a call once, and then leave the choice to the model."""
     monkeypatch.setenv("OPENAI_AGENTS_DISABLE_TRACING", "1")
     agents: Any = pytest.importorskip("agents")
@@ -128,7 +139,9 @@ def test_openais_agents(tooled: Served, added: list[int], model: str, monkeypatc
         client = openai.AsyncOpenAI(base_url=f"{tooled.url}/v1", api_key="none")
         settings = agents.ModelSettings(tool_choice="required", max_tokens=300, extra_body=SOON)
         of = getattr(agents, model)(model=MODEL, openai_client=client)
-        agent = agents.Agent(name="A", instructions="Be brief.", tools=[add], model=of, model_settings=settings)
+        agent = agents.Agent(
+            name="A", instructions="Be brief.", tools=[add], model=of, model_settings=settings
+        )
         whole = await agents.Runner.run(agent, "Hi", max_turns=4)
         streamed = agents.Runner.run_streamed(agent, "Hi", max_turns=4)
         async for _ in streamed.stream_events():
@@ -151,9 +164,13 @@ def test_pydantic_ai(tooled: Served, model: str) -> None:
     class Coin(BaseModel):
         side: Literal["heads", "tails"]
 
-    of = getattr(models, model)(MODEL, provider=providers.OpenAIProvider(base_url=f"{tooled.url}/v1", api_key="none"))
+    of = getattr(models, model)(
+        MODEL, provider=providers.OpenAIProvider(base_url=f"{tooled.url}/v1", api_key="none")
+    )
     settings = {"max_tokens": 300, "extra_body": SOON}
-    assert pydantic_ai.Agent(of, output_type=Coin, model_settings=settings).run_sync("Hi").output.side
+    assert (
+        pydantic_ai.Agent(of, output_type=Coin, model_settings=settings).run_sync("Hi").output.side
+    )
 
 
 def test_litellm(served: Served, wanted: str) -> None:
@@ -184,7 +201,12 @@ def program(name: str) -> str:
 def test_llm_holds_a_conversation(served: Served, wanted: str, tmp_path: Path) -> None:
     """The command `llm`: it asks, continues a conversation, and takes a schema."""
     command = program("llm")
-    model = {"model_id": "pearl", "model_name": MODEL, "api_base": f"{served.url}/v1", "supports_schema": True}
+    model = {
+        "model_id": "pearl",
+        "model_name": MODEL,
+        "api_base": f"{served.url}/v1",
+        "supports_schema": True,
+    }
     (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([model]))
     environment = os.environ | {"LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": "none"}
 
@@ -192,13 +214,19 @@ def test_llm_holds_a_conversation(served: Served, wanted: str, tmp_path: Path) -
         options = ("-o", "max_tokens", str(most), "-o", "temperature", "0")
         return output(command, *arguments, *options, env=environment).strip()
 
-    assert llm("-m", "pearl", QUESTION) == llm("-m", "pearl", "--no-stream", QUESTION) == wanted.strip()
+    assert (
+        llm("-m", "pearl", QUESTION)
+        == llm("-m", "pearl", "--no-stream", QUESTION)
+        == wanted.strip()
+    )
     assert llm("-c", "And another?")
     logged = json.loads(output(command, "logs", "--json", "-n", "2", env=environment))
     assert {entry["prompt"] for entry in logged} == {QUESTION, "And another?"}
     assert len({entry["conversation_id"] for entry in logged}) == 1
     schema = json.dumps(Cat.model_json_schema() | {"additionalProperties": False})
-    assert Cat.model_validate_json(llm("-m", "pearl", "--schema", schema, "Describe a cat.", most=80))
+    assert Cat.model_validate_json(
+        llm("-m", "pearl", "--schema", schema, "Describe a cat.", most=80)
+    )
 
 
 def test_what_is_described_can_be_sent(tmp_path: Path) -> None:
@@ -206,7 +234,16 @@ def test_what_is_described_can_be_sent(tmp_path: Path) -> None:
     command = program("schemathesis")
     with Engine(TOY, TOY) as engine, Served(engine) as running:
         output(
-            *(command, "run", f"{running.url}/openapi.json", "--max-examples", "60", "--seed", "1", "--no-color"),
+            *(
+                command,
+                "run",
+                f"{running.url}/openapi.json",
+                "--max-examples",
+                "60",
+                "--seed",
+                "1",
+                "--no-color",
+            ),
             *("--checks", "not_a_server_error,status_code_conformance,content_type_conformance"),
             *("--phases", "examples,coverage,fuzzing"),
             cwd=tmp_path,

@@ -28,7 +28,9 @@ FORBIDDEN = {
 
 def dangers(tree: ast.AST) -> list[str]:
     source = ast.unparse(tree)
-    return [what for what, pattern in FORBIDDEN.items() for _ in re.finditer(f"(?mi){pattern}", source)]
+    return [
+        what for what, pattern in FORBIDDEN.items() for _ in re.finditer(f"(?mi){pattern}", source)
+    ]
 
 
 def test_nothing_that_runs_what_it_reads() -> None:
@@ -99,7 +101,11 @@ def test_code_in_a_checkpoint_does_not_run_unless_asked(tmp_path: Path) -> None:
     goes_off = tmp_path / "ran"
     classes = {"AutoConfig": "theirs.C", "AutoModelForCausalLM": "theirs.M"}
     checkpoint = changed_model(tmp_path / "model", model_type="theirs", auto_map=classes)
-    (checkpoint / "theirs.py").write_text(f"open({str(goes_off)!r}, 'w')\nraise SystemExit('ran')\n")
-    with pytest.raises(ModelError, match=r"trust_remote_code|does not recognize|could not be loaded"):
+    (checkpoint / "theirs.py").write_text(
+        f"open({str(goes_off)!r}, 'w')\nraise SystemExit('ran')\n"
+    )
+    with pytest.raises(
+        ModelError, match=r"trust_remote_code|does not recognize|could not be loaded"
+    ):
         load(checkpoint)
     assert not goes_off.exists()

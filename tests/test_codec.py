@@ -15,7 +15,7 @@ from msgspec import inspect
 from pearl.decoding.distribution import PackedRow
 from pearl.errors import LocalProtocolError, RemoteProtocolError
 from pearl.protocol import messages as m
-from pearl.protocol.foresight import Seen
+from pearl.protocol.acceptance_estimates import Seen
 from pearl.transport import codec
 from pearl.transport.codec import TYPE_CODES, decode, encode
 from tests.options import drawn_by, resolved, shaped, unchecked
@@ -23,7 +23,18 @@ from tests.replace import replace
 
 # Their codes are 1, 2, ...
 PINNED = (
-    *(m.Hello, m.Welcome, m.Submit, m.Committed, m.Preview, m.Finished, m.Begin, m.DraftTokens, m.Verdict, m.Resync),
+    *(
+        m.Hello,
+        m.Welcome,
+        m.Submit,
+        m.Committed,
+        m.Preview,
+        m.Finished,
+        m.Begin,
+        m.DraftTokens,
+        m.Verdict,
+        m.Resync,
+    ),
     *(m.Finish, m.Cancel, m.Heartbeat, m.Ping, m.Pong, m.Error, m.Trace, m.HiddenStates),
 )
 SOURCES = ["model", "n-gram", "datastore", "branch", "lookup", "runner-up", "head", "jacobi"]
@@ -50,7 +61,13 @@ def test_every_message_has_a_pinned_code() -> None:
 def test_enum_values_are_pinned() -> None:
     """Enums travel by their values: renaming one would silently change the wire."""
     assert [e.value for e in m.Role] == ["front", "target", "draft"]
-    assert [e.value for e in m.Provenance] == ["accepted", "corrected", "direct", "bonus", "guessed"]
+    assert [e.value for e in m.Provenance] == [
+        "accepted",
+        "corrected",
+        "direct",
+        "bonus",
+        "guessed",
+    ]
     assert [e.value for e in m.FinishReason] == ["eos", "stop", "length", "cancelled"]
     assert [e.value for e in m.Source] == SOURCES
 
@@ -61,7 +78,9 @@ def test_bytes_are_pinned() -> None:
     assert encode(verdict) == [bytes.fromhex("97090102 03920405 06cfffffffffffffffff")]
 
 
-def places(kind: inspect.Type, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], inspect.Type]]:
+def places(
+    kind: inspect.Type, path: tuple[int, ...] = ()
+) -> Iterator[tuple[tuple[int, ...], inspect.Type]]:
     """Every value that a message can hold, by its place in the arrays, with its declared type."""
     yield path, kind
     match kind:
@@ -161,7 +180,12 @@ EXAMPLES = (
     m.Preview(1, 0, (4,)),
     m.Finished(1, m.FinishReason.EOS, "{}"),
     m.Begin(1, 0, (1, 2), 10, 5, FULL),
-    replace(DRAFT, rows=(PackedRow(bytes(4), ids=bytes(4)),), after=(1, 5), runners_up=(Seen(7, (3, 4)),)),
+    replace(
+        DRAFT,
+        rows=(PackedRow(bytes(4), ids=bytes(4)),),
+        after=(1, 5),
+        runners_up=(Seen(7, (3, 4)),),
+    ),
     m.Verdict(1, 0, 1, (4,), 6, 7),
     m.Resync(1, 0),
     m.Finish(1),
@@ -181,7 +205,9 @@ def test_round_trip(message: m.Message) -> None:
     assert decode(encode(message)) == message
     tried = 0
     for path, kind in places(inspect.type_info(type(message))):
-        for frames in filter(None, (placed(message, path, value) for value in good_values(kind) if path)):
+        for frames in filter(
+            None, (placed(message, path, value) for value in good_values(kind) if path)
+        ):
             if not isinstance(found := codec.received(frames), RemoteProtocolError):
                 again = encode(found)
                 assert all(type(frame) is bytes for frame in again)
@@ -287,14 +313,21 @@ def test_the_largest_message_passes_and_more_is_refused() -> None:
         m.Welcome(2, 5, 5, 5, 0.5, tuple((2**40 + n, 0.5) for n in range(m.MAX_RUN)), 4),
     ):
         assert decode(encode(message)) == message
-    for larger in (replace(prompt, prompt=(9,) * (m.MAX_TOKENS + 1)), replace(finished, statistics=statistics + "x")):
+    for larger in (
+        replace(prompt, prompt=(9,) * (m.MAX_TOKENS + 1)),
+        replace(finished, statistics=statistics + "x"),
+    ):
         with pytest.raises(RemoteProtocolError, match="length"):
             decode(encode(larger))
 
 
 def test_frames_are_limited_in_number_and_length() -> None:
     many = [*encode(DRAFT), *[b"1234"] * (m.MAX_RUN + 1)]
-    for frames, problem in (([], "0 frames"), (many, "frames"), ([bytes(m.MAX_FRAME + 1)], "bytes")):
+    for frames, problem in (
+        ([], "0 frames"),
+        (many, "frames"),
+        ([bytes(m.MAX_FRAME + 1)], "bytes"),
+    ):
         with pytest.raises(RemoteProtocolError, match=problem):
             decode(frames)
     with pytest.raises(LocalProtocolError, match="exceeds"):
@@ -314,7 +347,9 @@ def test_our_own_mistakes_are_local_errors(message: m.Message) -> None:
 def test_numbers_given_as_integers_travel_as_floats() -> None:
     """A caller's temperature=1 must not be refused by the peer for its type."""
     sampling = drawn_by(temperature=1, top_p=1)
-    assert decode(encode(replace(BEGIN, options=resolved(sampling=sampling)))).options == resolved(sampling=sampling)  # type: ignore[union-attr]
+    assert decode(encode(replace(BEGIN, options=resolved(sampling=sampling)))).options == resolved(
+        sampling=sampling
+    )  # type: ignore[union-attr]
 
 
 def test_an_error_too_long_to_send_is_cut() -> None:
@@ -341,7 +376,10 @@ HOSTILE = {
     "nested deep": b"\xdd\x00\x00\x08\x00" * 2_000_000,
     "nested small": b"\x9f" * (1 << 20),
     "nested in a field": b"\x98\x08" + b"\xdc\x08\x00" * 1000,
-    "nested in a run of rows": b"\x98\x08\x01\x01\x01\xc4\x00\xcb" + bytes(8) + b"\x92\x01" + b"\xdc\x08\x00" * 1000,
+    "nested in a run of rows": b"\x98\x08\x01\x01\x01\xc4\x00\xcb"
+    + bytes(8)
+    + b"\x92\x01"
+    + b"\xdc\x08\x00" * 1000,
     "nested in a string": b"\x92\x03\xda\xff\xff" + b"\xdc\x08\x00" * 1000,
     "wide": b"\x98\x08" + (b"\xdc\x08\x00" + b"\x01" * 2048) * 2048,
     "wide and deep": (b"\xdc\x08\x00" + (b"\xdc\x08\x00" + b"\x01" * 2048) * 2047) * 2,
@@ -366,7 +404,22 @@ def test_a_hostile_header_costs_little_memory_and_time(header: bytes) -> None:
         return sorted(taken)[5]
 
     largest = [
-        msgpack.packb([8, 1, 1, 1, [1] * m.MAX_RUN, 0.5, [[bytes(4)] * 2] * m.MAX_RUN, 0.5, "model", None, False, 0])
+        msgpack.packb(
+            [
+                8,
+                1,
+                1,
+                1,
+                [1] * m.MAX_RUN,
+                0.5,
+                [[bytes(4)] * 2] * m.MAX_RUN,
+                0.5,
+                "model",
+                None,
+                False,
+                0,
+            ]
+        )
     ]
     assert isinstance(decode(largest), m.DraftTokens)
     assert seconds(lambda: codec.received([header])) < 4 * seconds(lambda: decode(largest))

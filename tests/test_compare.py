@@ -32,7 +32,13 @@ def test_a_row_is_a_method_and_its_settings() -> None:
             "draft_stop": "threshold",
             "confidence": 0.5,
         },
-        "published": {"method": "pearl", "look_ahead": 0, "draft_lookup": 0, "branches": 0, "siblings": 0},
+        "published": {
+            "method": "pearl",
+            "look_ahead": 0,
+            "draft_lookup": 0,
+            "branches": 0,
+            "siblings": 0,
+        },
     }.items():
         assert parse_settings(text) == RequestOptions(**settings)  # type: ignore[arg-type]
     assert parse_settings("pearl,branches=off").guesses["branches"] == 0
@@ -45,7 +51,16 @@ def test_ways_of_ones_own_have_their_own_rules(tmp_path: Path) -> None:
     (tmp_path / "it.yaml").write_text(f"target: {TOY}\ndraft: {TOY}\nrule: coupled\n")
     (tmp_path / "it.jsonl").write_text('{"prompt": "123"}\n')
     path = tmp_path / "it.json"
-    asked = ("--config", tmp_path / "it.yaml", "--prompts", tmp_path / "it.jsonl", "--max-tokens", 8, "--json", path)
+    asked = (
+        "--config",
+        tmp_path / "it.yaml",
+        "--prompts",
+        tmp_path / "it.jsonl",
+        "--max-tokens",
+        8,
+        "--json",
+        path,
+    )
     ran("bench", "sd", "sd,gamma=3", *asked)
     assert [row["rule"] for row in json.loads(path.read_text())["rows"]] == ["", "ratio", "ratio"]
 
@@ -58,8 +73,14 @@ def test_ways_of_ones_own_have_their_own_rules(tmp_path: Path) -> None:
         (["sd", "pearl,epsilon"], "write METHOD,NAME=VALUE"),
         (["sd", "pearl,ruel=opt"], "ruel"),
         (["sd", "sd"], "'sd' is named twice"),
-        (["sd", "--rule", "opt"], "--rule: pearl bench runs untraced, and each way with its own settings"),
-        (["sd", "--branches", "0"], "--branches: pearl bench runs untraced, and each way with its own settings"),
+        (
+            ["sd", "--rule", "opt"],
+            "--rule: pearl bench runs untraced, and each way with its own settings",
+        ),
+        (
+            ["sd", "--branches", "0"],
+            "--branches: pearl bench runs untraced, and each way with its own settings",
+        ),
         (["sd", "--draft", "none"], "method sd needs a draft"),
         (["pia"], "give --habits"),
         (["rest", "--draft", "none"], "with --datastore"),
@@ -85,7 +106,9 @@ def test_a_surprise_is_the_targets_own_probability() -> None:
     wanted = -sum(math.log(target([*prompt, *tokens[:i]])[token]) for i, token in enumerate(tokens))
     surprise = Surprise(EngineConfig(target=TOY, draft=TOY), ToyRunner(16, target))
     assert surprise(Text(tokens=tokens, prompt_tokens=[*prompt])) == pytest.approx(wanted, rel=1e-4)
-    assert surprise(Text(tokens=tokens[:1], prompt_tokens=[1])) == pytest.approx(-math.log(target([1])[tokens[0]]))
+    assert surprise(Text(tokens=tokens[:1], prompt_tokens=[1])) == pytest.approx(
+        -math.log(target([1])[tokens[0]])
+    )
 
 
 def test_a_biased_row_is_shown_with_its_bias(tmp_path: Path) -> None:
@@ -100,7 +123,9 @@ def test_a_biased_row_is_shown_with_its_bias(tmp_path: Path) -> None:
     document = json.loads(path.read_text())
     rows = {row["name"]: row for row in document["rows"]}
     assert [*rows] == ["ar", *ways]
-    assert {name: row["exact"] for name, row in rows.items()} == dict.fromkeys(rows, True) | {ways[1]: False}
+    assert {name: row["exact"] for name, row in rows.items()} == dict.fromkeys(rows, True) | {
+        ways[1]: False
+    }
     bias = rows[ways[1]]["bias"]
     assert 0 < bias["low"] <= bias["value"] <= bias["high"] < 1
     assert all(rows[name]["bias"]["value"] == 0 for name in rows if name != ways[1])

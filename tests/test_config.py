@@ -11,13 +11,20 @@ from typing import Any, Literal, get_origin
 
 import pytest
 
-from pearl.config import SETTING_NAMES, EngineConfig, RequestOptions, SamplingParams, load_settings, read_file
+from pearl.config import (
+    SETTING_NAMES,
+    EngineConfig,
+    RequestOptions,
+    SamplingParams,
+    load_settings,
+    read_file,
+)
 from pearl.config.options import MAX_GRAMMAR, OPTIONS, bounds_of, type_of
 from pearl.engine import Engine
 from pearl.errors import ConfigError
 from pearl.lab.distill.config import DistillConfig
 from pearl.protocol.speeds import Cores, Profile, Speeds
-from pearl.worker import profile
+from pearl.worker import speed_profile
 from pearl.worker.settings import WorkerSettings
 from tests.conftest import TOY
 from tests.tiny import tiny_model
@@ -34,7 +41,9 @@ def beyond(kind: Any, bounds: Iterable[Any]) -> Iterator[object]:
     for bound in bounds:
         for name, change in (("ge", -1), ("le", 1), ("gt", 0), ("lt", 0)):
             if (at := getattr(bound, name, None)) is not None:
-                yield at + (change if is_whole else change / 100) if abs(at) < 1e300 else float("inf")
+                yield (
+                    at + (change if is_whole else change / 100) if abs(at) < 1e300 else float("inf")
+                )
         if kind is str and getattr(bound, "max_length", None) is not None:
             yield "x" * (bound.max_length + 1)
         if kind is str and getattr(bound, "min_length", None) is not None:
@@ -74,11 +83,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop": ""}, "stop string must not be empty"),
     ({"stop": "caf\udce9"}, "stop: .*half a surrogate pair"),  # of Latin-1
     *(({"logit_bias": bias}, BIAS) for bias in ({-1: 1}, {1: 100.5})),
-    *(({"logit_bias": bias}, "logit_bias") for bias in ({1: float("nan")}, dict.fromkeys(range(1025), 1.0), 5)),
+    *(
+        ({"logit_bias": bias}, "logit_bias")
+        for bias in ({1: float("nan")}, dict.fromkeys(range(1025), 1.0), 5)
+    ),
     ({"logit_bias": [(1, 2.0), (1, 3.0)]}, "logit_bias: has a token id twice"),
     ({"json_schema": "{"}, "json_schema"),
     ({"json_schema": "7"}, "json_schema: must be a JSON object"),
-    ({"json_schema": {"enum": ["x" * MAX_GRAMMAR]}}, "json_schema: has 65,550 characters, at most 32,768 are read"),
+    (
+        {"json_schema": {"enum": ["x" * MAX_GRAMMAR]}},
+        "json_schema: has 65,550 characters, at most 32,768 are read",
+    ),
     ({"json_schema": {1j: 2}}, "json_schema: cannot be written as JSON"),
     ({"regex": "a", "json_schema": {}}, "two grammars"),
     ({"regex": "a", "ignore_eos": True}, "which ignore_eos forbids"),
@@ -87,10 +102,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"control": "tcp://a b:1", "keys": "k"}, "control"),
     ({"control": "tcp://10.0.0.1:1"}, r"keys: .*pearl keys FILE"),
     *(
-        ({"control": "tcp://10.0.0.1:*", "keys": "k", "tensors": way}, "tensors: it is not encrypted")
+        (
+            {"control": "tcp://10.0.0.1:*", "keys": "k", "tensors": way},
+            "tensors: it is not encrypted",
+        )
         for way in ("nccl", "gloo")
     ),
-    *(({"method": m, "look_ahead": 4}, f"methods auto, ngram, head, pearl, .*not {m}") for m in ("ar", "sd")),
+    *(
+        ({"method": m, "look_ahead": 4}, f"methods auto, ngram, head, pearl, .*not {m}")
+        for m in ("ar", "sd")
+    ),
     ({"method": "ngram", "look_ahead": 0}, "is method ar"),
     ({"method": "ngram", "draft_lookup": 4}, "methods with a draft, not ngram"),
     ({"method": "sd", "branches": 2}, "branches is for methods auto, ssd, pearl, not sd"),
@@ -98,9 +119,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         ({"rule": "joint", **given}, "whole blocks; it takes draft_stop fixed, not ssd")
         for given in ({"method": "ssd"}, {"method": "sd", **STOP})
     ),
-    ({"draft_stop": "disko"}, "unknown stop policy 'disko'; choose one of fixed, threshold, heuristic, disco"),
+    (
+        {"draft_stop": "disko"},
+        "unknown stop policy 'disko'; choose one of fixed, threshold, heuristic, disco",
+    ),
     ({**STOP, "confidence": 0.5}, "no parameter 'confidence'; heuristic takes no parameters"),
-    ({"confidence": 0.5}, "draft_stop fixed has no parameter 'confidence'.* one of draft_stop threshold"),
+    (
+        {"confidence": 0.5},
+        "draft_stop fixed has no parameter 'confidence'.* one of draft_stop threshold",
+    ),
     *(
         ({"method": method, **STOP}, f"for methods auto, sd, .*, not {method}, which takes fixed")
         for method in ("ar", "ngram", "ssd", "pearl-no-post-verify")
@@ -125,7 +152,9 @@ def test_no_setting_is_in_two_sections() -> None:
     assert len(SETTING_NAMES) == len(set(SETTING_NAMES))
 
 
-@pytest.mark.parametrize(("name", "value"), [("gamma", 4), ("window", "fixed"), ("rule", "uno"), ("candidates", 2)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("gamma", 4), ("window", "fixed"), ("rule", "uno"), ("candidates", 2)]
+)
 @pytest.mark.parametrize("method", ["ar", "ngram"])
 def test_a_setting_that_the_method_does_not_read_is_refused(
     tmp_path: Path, name: str, value: object, method: str
@@ -146,20 +175,31 @@ def test_a_setting_that_the_method_does_not_read_is_refused(
 # ---- good values ----
 
 
-def test_an_address_takes_keys_and_means_two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for control in ("tcp://10.0.0.1:5555", "tcp://10.0.0.1:*", "tcp://eth0:*", "tcp://[2001:db8::1]:1"):
+def test_an_address_takes_keys_and_means_two_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for control in (
+        "tcp://10.0.0.1:5555",
+        "tcp://10.0.0.1:*",
+        "tcp://eth0:*",
+        "tcp://[2001:db8::1]:1",
+    ):
         assert not EngineConfig(control=control, keys=str(tmp_path / "keys")).one_host
     assert EngineConfig().one_host
     assert EngineConfig(tensors="gloo").one_host
     monkeypatch.chdir(tmp_path)
-    assert EngineConfig(keys="mine").keys == str(tmp_path / "mine"), "to be found from another directory"
+    assert EngineConfig(keys="mine").keys == str(tmp_path / "mine"), (
+        "to be found from another directory"
+    )
 
 
 def test_seeds_are_drawn_only_where_none_was_given() -> None:
     assert SamplingParams(seed=0).with_seed().seed == 0
     drawn = [SamplingParams().with_seed().seed or 0 for _ in range(16)]
     assert len(set(drawn)) == 16
-    assert 0 < max(drawn) < 2**53, "JavaScript, which reads usage.pearl.seed, has no other whole numbers"
+    assert 0 < max(drawn) < 2**53, (
+        "JavaScript, which reads usage.pearl.seed, has no other whole numbers"
+    )
 
 
 @pytest.mark.parametrize("name", ["look_ahead", "draft_lookup", "branches", "siblings"])
@@ -171,7 +211,9 @@ def test_a_bound_is_a_number_or_a_word(name: str, tmp_path: Path) -> None:
         path.write_text(f"{name}: {written}\nmethod: pearl\n")
         options = load_settings(path, {}).options
         assert options.guesses == (meant or RequestOptions(method="pearl", **{name: 0}).guesses)  # type: ignore[arg-type]
-    assert load_settings(path, {name: "auto"}).options.guesses == defaults.guesses, "a flag wins over the file"
+    assert load_settings(path, {name: "auto"}).options.guesses == defaults.guesses, (
+        "a flag wins over the file"
+    )
     with pytest.raises(ConfigError, match=name):
         RequestOptions(method="pearl", **{name: "on"})  # type: ignore[arg-type]
 
@@ -179,7 +221,13 @@ def test_a_bound_is_a_number_or_a_word(name: str, tmp_path: Path) -> None:
 def test_a_model_has_the_settings_of_its_role_and_those_of_both(tmp_path: Path) -> None:
     """Also on the other side of the worker's stdin."""
     own = {"device": "cpu", "dtype": "int8", "pace": 0.1}
-    both = {"forwards": "eager", "exact": True, "max_context": 7, "slots": 3, "trust_remote_code": True}
+    both = {
+        "forwards": "eager",
+        "exact": True,
+        "max_context": 7,
+        "slots": 3,
+        "trust_remote_code": True,
+    }
     named = {f"draft_{name}": value for name, value in own.items()}
     config = EngineConfig(draft="toy", **named, **both)  # type: ignore[arg-type]
     settings = WorkerSettings(role="draft", config=config, address="a", directory=tmp_path)
@@ -191,7 +239,12 @@ def test_a_model_has_the_settings_of_its_role_and_those_of_both(tmp_path: Path) 
 
 
 def test_data_types_have_short_names_too() -> None:
-    for short, name in (("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32"), ("int8", "int8")):
+    for short, name in (
+        ("bf16", "bfloat16"),
+        ("fp16", "float16"),
+        ("fp32", "float32"),
+        ("int8", "int8"),
+    ):
         config = EngineConfig(target_dtype=short)  # type: ignore[arg-type]
         assert config.target_dtype == name
     assert DistillConfig(out="x", dtype="bf16").dtype == "bfloat16"  # type: ignore[arg-type]
@@ -203,7 +256,11 @@ def test_a_toy_target_drafts_for_itself_unless_another_draft_is_named() -> None:
     assert EngineConfig(target=TOY).model_fields_set == {"target"}
     assert EngineConfig(target=TOY, draft="toy:vocab=32").draft == "toy:vocab=32"
     assert EngineConfig(target=TOY, draft="none").draft == "none"
-    assert EngineConfig(target="embedded").draft == EngineConfig(target="models/toy").draft == "embedded-draft"
+    assert (
+        EngineConfig(target="embedded").draft
+        == EngineConfig(target="models/toy").draft
+        == "embedded-draft"
+    )
 
 
 # ---- files ----
@@ -264,9 +321,18 @@ def test_a_type_checker_without_our_plugin_takes_what_the_settings_take(tmp_path
         'RequestOptions(method="sd"), EngineConfig(target="toy")\n'
         'SamplingParams(temperature="hot")\n'
     )
-    command = [sys.executable, "-m", "mypy", "--config-file=mypy.ini", "--cache-dir=cache", "use.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--config-file=mypy.ini",
+        "--cache-dir=cache",
+        "use.py",
+    ]
     environment = os.environ | {"MYPYPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     (error, _) = done.stdout.splitlines()
     assert error.startswith('use.py:4: error: Argument "temperature"')
 
@@ -277,11 +343,11 @@ FOUND = Profile(0.01, 0.6, ((1, 0.04), (4, 0.05)), ((1, 0.03),), "pearl", WAYS)
 
 def test_what_is_kept_comes_back(cache: Path) -> None:
     config = EngineConfig(target=TOY, draft=TOY)
-    assert profile.load(config) is None
-    path = profile.save(config, FOUND)
+    assert speed_profile.load(config) is None
+    path = speed_profile.save(config, FOUND)
     assert path.parent.parent == cache
-    assert profile.load(config) == FOUND
-    assert profile.load(config.model_copy(update={"profile": "none"})) is None
+    assert speed_profile.load(config) == FOUND
+    assert speed_profile.load(config.model_copy(update={"profile": "none"})) is None
 
 
 def test_it_is_of_one_pair_on_its_devices_and_of_one_machine(
@@ -291,18 +357,21 @@ def test_it_is_of_one_pair_on_its_devices_and_of_one_machine(
     (model := tmp_path / "model").mkdir()
     (model / "config.json").write_text("{}")
     pair = {"target": str(model), "draft": TOY}
-    profile.save(EngineConfig(**pair), FOUND)  # type: ignore[arg-type]
-    others: list[dict[str, Any]] = [{"draft": "toy:vocab=32,alpha=0.5"}, {"target_dtype": "float32"}]
+    speed_profile.save(EngineConfig(**pair), FOUND)  # type: ignore[arg-type]
+    others: list[dict[str, Any]] = [
+        {"draft": "toy:vocab=32,alpha=0.5"},
+        {"target_dtype": "float32"},
+    ]
     others += [{"draft_device": "cpu:0"}, {"forwards": "eager"}, {"target_pace": 0.1}]
     for other in others:
-        assert profile.load(EngineConfig(**(pair | other))) is None, other
+        assert speed_profile.load(EngineConfig(**(pair | other))) is None, other
     config = EngineConfig(**pair)  # type: ignore[arg-type]
-    assert profile.load(config) == FOUND
+    assert speed_profile.load(config) == FOUND
     with monkeypatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "7")
-        assert profile.load(config) is None
+        assert speed_profile.load(config) is None
     (model / "config.json").write_text('{"a": 1}')
-    assert profile.load(config) is None
+    assert speed_profile.load(config) is None
 
 
 @pytest.mark.parametrize(
@@ -318,11 +387,13 @@ def test_it_is_of_one_pair_on_its_devices_and_of_one_machine(
         lambda d: json.dumps(d | {"profile": d["profile"] | {"ways": [["pearl", 1e9, 1]]}}),
     ],
 )
-def test_a_damaged_one_is_passed_over(cache: Path, spoil: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_one_is_passed_over(
+    cache: Path, spoil: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     config = EngineConfig(target=TOY, draft=TOY)
-    path = profile.save(config, FOUND)
+    path = speed_profile.save(config, FOUND)
     path.write_text(spoil(json.loads(path.read_text())))
-    assert profile.load(config) is None
+    assert speed_profile.load(config) is None
     assert str(path) in caplog.text
 
 
@@ -337,8 +408,10 @@ def test_speeds_and_profile_are_inverse() -> None:
 
 def test_an_engine_begins_with_it(cache: Path) -> None:
     """The draft does not rest first, for it is known to pay; and of the target's times what was known is there."""
-    known = Profile(0.01, 0.6, ((200, 0.25),), (), "pearl", WAYS)  # 200 tokens: more than any forward takes
-    profile.save(EngineConfig(target=TOY, draft=TOY), known)
+    known = Profile(
+        0.01, 0.6, ((200, 0.25),), (), "pearl", WAYS
+    )  # 200 tokens: more than any forward takes
+    speed_profile.save(EngineConfig(target=TOY, draft=TOY), known)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     with Engine(TOY, TOY) as engine:
         assert engine.welcome.t_target == ((200, 0.25),), "what is known is not measured again"
@@ -350,7 +423,11 @@ def test_an_engine_begins_with_it(cache: Path) -> None:
 
 
 def test_what_a_start_has_measured_the_next_one_does_not(cache: Path) -> None:
-    pair: dict[str, Any] = {"target": str(tiny_model("llama")), "draft": str(tiny_model("qwen2")), "max_context": 64}
+    pair: dict[str, Any] = {
+        "target": str(tiny_model("llama")),
+        "draft": str(tiny_model("qwen2")),
+        "max_context": 64,
+    }
     found = []
     for _ in range(2):
         with Engine(**pair) as engine:
@@ -359,7 +436,7 @@ def test_what_a_start_has_measured_the_next_one_does_not(cache: Path) -> None:
     assert [fed for fed, _ in found[0]] == [1, 2, 4, 8]
     assert found[0] == found[1], "no two measurements are equal"
     (file,) = (cache / "profiles").iterdir()
-    kept = profile.load(EngineConfig(**pair))
+    kept = speed_profile.load(EngineConfig(**pair))
     assert kept.t_target == found[0]
     os.utime(file, (1, 1))
-    assert profile.load(EngineConfig(**pair)) is None, "of long ago"
+    assert speed_profile.load(EngineConfig(**pair)) is None, "of long ago"

@@ -13,10 +13,10 @@ from pearl import SamplingParams
 from pearl.config import RequestOptions
 from pearl.config.options import LEAST_LOGPROB
 from pearl.engine import Engine
-from pearl.engine.conversation import Conversation
 from pearl.errors import ConfigError, RequestError
 from pearl.models.toy import alpha_pair
 from pearl.protocol import messages as m
+from pearl.text.conversation import Conversation
 from pearl.text.stream import token_bytes
 from tests.conftest import AS_PUBLISHED
 from tests.test_text import byte_fallback, byte_level
@@ -82,7 +82,9 @@ def said(turns: Sequence[tuple[str, str]], last: str, system: str = "") -> Messa
     return [*messages, {"role": "user", "content": last}]
 
 
-def talked(template: Callable[[Messages], str], turns: Sequence[tuple[str, str]], **options: str) -> Conversation:
+def talked(
+    template: Callable[[Messages], str], turns: Sequence[tuple[str, str]], **options: str
+) -> Conversation:
     conversation = Conversation(Characters(template), **options)  # type: ignore[arg-type]
     for turn in turns:
         conversation.add(*turn)
@@ -94,7 +96,9 @@ texts = st.text(st.characters(codec="utf-8", exclude_characters="<>\u2063"), max
 
 
 @given(st.lists(st.tuples(texts, texts), max_size=4), texts, texts)
-def test_tokens_read_as_the_template_writes_them(turns: list[tuple[str, str]], last: str, system: str) -> None:
+def test_tokens_read_as_the_template_writes_them(
+    turns: list[tuple[str, str]], last: str, system: str
+) -> None:
     conversation = talked(chatml, turns, system=system)
     prompt = conversation.prompt(last)
     assert Characters(chatml).decode(prompt) == chatml(said(turns, last, system))
@@ -193,7 +197,9 @@ def rows(tokens: Sequence[int]) -> Iterator[torch.Tensor]:
 @pytest.mark.parametrize("way", WAYS)
 def test_they_are_the_targets_own(toy: Engine, way: str, temperature: float) -> None:
     """At temperature 1 and unfiltered, however the text was drawn and whoever proposed it."""
-    params = SamplingParams(temperature=temperature, top_k=9, seed=4, max_tokens=60, ignore_eos=True, logprobs=3)
+    params = SamplingParams(
+        temperature=temperature, top_k=9, seed=4, max_tokens=60, ignore_eos=True, logprobs=3
+    )
     with toy.stream(PROMPT, params.overridden_by(WAYS[way])) as stream:
         pieces = list(stream)
     result = stream.result
@@ -219,11 +225,15 @@ def test_penalties_and_biases_are_not_in_them(toy: Engine) -> None:
 def test_they_are_told_only_where_asked_for_and_up_to_the_end(toy: Engine) -> None:
     """One for each token of a text that an EOS or a stop string ends."""
     assert toy.generate([PROMPT], SamplingParams(max_tokens=5))[0].logprobs == []
-    (whole,) = toy.generate([PROMPT], SamplingParams(temperature=1, seed=3, max_tokens=200, logprobs=1))
+    (whole,) = toy.generate(
+        [PROMPT], SamplingParams(temperature=1, seed=3, max_tokens=200, logprobs=1)
+    )
     assert whole.finish_reason == "eos"
     assert len(whole.logprobs) == len(whole.tokens)
     stop = whole.text[2:4]
-    (cut,) = toy.generate([PROMPT], SamplingParams(temperature=1, seed=3, max_tokens=200, logprobs=1, stop=stop))
+    (cut,) = toy.generate(
+        [PROMPT], SamplingParams(temperature=1, seed=3, max_tokens=200, logprobs=1, stop=stop)
+    )
     assert cut.finish_reason == "stop"
     assert cut.logprobs == whole.logprobs[: len(cut.tokens)]
     with pytest.raises(ConfigError, match="logprobs"):
@@ -238,6 +248,9 @@ def test_a_token_is_its_bytes() -> None:
     text = "Grüße, 你好 👍🏽 x"
     for tokenizer in (byte_level(), byte_fallback()):
         ids = tokenizer.encode(text, special=False)
-        assert b"".join(token_bytes(tokenizer, id) for id in ids).decode().strip() == tokenizer.decode(ids).strip()
+        assert (
+            b"".join(token_bytes(tokenizer, id) for id in ids).decode().strip()
+            == tokenizer.decode(ids).strip()
+        )
     assert token_bytes(byte_level(), 10**6) == b""
     assert LEAST_LOGPROB == -9999.0, "of an impossible token: JSON has no infinity"

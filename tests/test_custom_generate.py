@@ -37,9 +37,21 @@ def ours(inputs: torch.Tensor = PROMPT, **arguments: Any) -> Any:
         {"max_new_tokens": 60},
         {"max_length": 30},
         {"max_new_tokens": 60, "repetition_penalty": 1.3},
-        {"generation_config": GenerationConfig(max_new_tokens=60, eos_token_id=[EOS_ID, 70, 100], pad_token_id=0)},
-        {"max_new_tokens": 60, "stopping_criteria": [lambda ids, *_: torch.full((len(ids),), ids.shape[1] >= 17)]},
-        {"inputs": BATCH, "attention_mask": MASK, "max_new_tokens": 40, "eos_token_id": [EOS_ID, *range(50, 110)]},
+        {
+            "generation_config": GenerationConfig(
+                max_new_tokens=60, eos_token_id=[EOS_ID, 70, 100], pad_token_id=0
+            )
+        },
+        {
+            "max_new_tokens": 60,
+            "stopping_criteria": [lambda ids, *_: torch.full((len(ids),), ids.shape[1] >= 17)],
+        },
+        {
+            "inputs": BATCH,
+            "attention_mask": MASK,
+            "max_new_tokens": 40,
+            "eos_token_id": [EOS_ID, *range(50, 110)],
+        },
     ],
     ids=["plain", "max_length", "penalty", "ends", "criteria", "padded batch"],
 )
@@ -63,10 +75,17 @@ def test_a_seed_gives_one_sampled_text_whatever_the_method() -> None:
 
 def test_what_is_returned_and_streamed_and_left_as_it_was() -> None:
     streamed: list[int] = []
-    streamer = SimpleNamespace(put=lambda new: streamed.extend(new.flatten().tolist()), end=lambda: streamed.append(-1))
+    streamer = SimpleNamespace(
+        put=lambda new: streamed.extend(new.flatten().tolist()), end=lambda: streamed.append(-1)
+    )
     TARGET.train()
     try:
-        found = ours(max_new_tokens=20, assistant_model=DRAFT, streamer=streamer, return_dict_in_generate=True)
+        found = ours(
+            max_new_tokens=20,
+            assistant_model=DRAFT,
+            streamer=streamer,
+            return_dict_in_generate=True,
+        )
         assert TARGET.training
     finally:
         TARGET.eval()
@@ -96,7 +115,9 @@ def test_what_is_not_taken_is_refused_by_name(arguments: dict[str, Any], words: 
         ours(**{"max_new_tokens": 5, "inputs": PROMPT, **arguments})
 
 
-@pytest.mark.parametrize("arguments", [{"assistant_model": DRAFT, "gamma": 4}, {}], ids=["sd", "ngram"])
+@pytest.mark.parametrize(
+    "arguments", [{"assistant_model": DRAFT, "gamma": 4}, {}], ids=["sd", "ngram"]
+)
 def test_several_tokens_are_committed_a_forward(arguments: dict[str, Any]) -> None:
     forwards: list[object] = []
     hook = TARGET.register_forward_hook(lambda *_: forwards.append(None))
@@ -107,7 +128,9 @@ def test_several_tokens_are_committed_a_forward(arguments: dict[str, Any]) -> No
 
 
 def test_a_recurrent_pair_is_rolled_back() -> None:
-    target, draft = (AutoModelForCausalLM.from_pretrained(tiny_model("lfm2", noise=noise)) for noise in (0, 0.3))
+    target, draft = (
+        AutoModelForCausalLM.from_pretrained(tiny_model("lfm2", noise=noise)) for noise in (0, 0.3)
+    )
     for _ in range(2):
         found = generate(target, inputs=PROMPT, max_new_tokens=30, assistant_model=draft)
         assert torch.equal(found, target.generate(PROMPT, max_new_tokens=30))

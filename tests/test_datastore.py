@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pearl.config import SamplingParams
-from pearl.drafting import corpus, datastore
+from pearl.drafting import datastore, datastore_build
 from pearl.drafting.datastore import HEADER, Datastore, Header, check_tokenizer, width_of
-from pearl.drafting.guesser import Guesser
+from pearl.drafting.fused_guesses import Guesser
 from pearl.drafting.ngram import MOST_MATCHED, anchored, guess_tree
 from pearl.engine import Engine
 from pearl.errors import ConfigError
 from pearl.lab.bench.exactness import check_texts
-from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
+from pearl.lab.studies.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.checkpoints.tokenizers import ToyTokenizer, load_tokenizer
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import Provenance, Source, Submit
@@ -40,13 +40,20 @@ Texts = Sequence[Sequence[int]]
 @cache
 def described(vocab: int) -> dict[str, Any]:
     digest = vocabulary_digest(ToyTokenizer(vocab), vocab).hex()
-    return {"tokenizer": f"toy:vocab={vocab}", "digest": digest, "vocab_size": vocab, "width": width_of(vocab)}
+    return {
+        "tokenizer": f"toy:vocab={vocab}",
+        "digest": digest,
+        "vocab_size": vocab,
+        "width": width_of(vocab),
+    }
 
 
 def make(directory: Path, texts: Texts, vocab: int = VOCAB, **options: Any) -> Datastore:
     """A datastore of these documents."""
     tokenizer = ToyTokenizer(vocab)
-    tokens, count = corpus.pack([tokenizer.decode(text) for text in texts], tokenizer, width_of(vocab))
+    tokens, count = datastore_build.pack(
+        [tokenizer.decode(text) for text in texts], tokenizer, width_of(vocab)
+    )
     datastore.write(directory, tokens, **described(vocab), documents=count, **options)
     return Datastore(directory)
 
@@ -85,7 +92,9 @@ DOCUMENTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_s
 
 @settings(max_examples=60)
 @given(texts=DOCUMENTS, suffix=st.lists(st.integers(0, 3), max_size=15), wide=st.booleans())
-def test_a_lookup_finds_what_brute_force_finds(texts: list[list[int]], suffix: list[int], wide: bool) -> None:
+def test_a_lookup_finds_what_brute_force_finds(
+    texts: list[list[int]], suffix: list[int], wide: bool
+) -> None:
     vocab = WIDE if wide else VOCAB
     raise_ids = WIDE - 4 if wide else 0
     texts = [[token + raise_ids for token in text] for text in texts]
@@ -101,7 +110,9 @@ def test_a_lookup_finds_what_brute_force_finds(texts: list[list[int]], suffix: l
 
 
 @pytest.mark.parametrize("dies_at", ["tokens.bin", "order.bin", HEADER])
-def test_a_build_that_dies_leaves_no_datastore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: str) -> None:
+def test_a_build_that_dies_leaves_no_datastore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: str
+) -> None:
     for name in ("write_bytes", "write_text"):
 
         def dies(path: Path, data: Any, *args: Any, name: str = name, **options: Any) -> None:
@@ -123,7 +134,7 @@ def test_a_build_that_dies_leaves_no_datastore(tmp_path: Path, monkeypatch: pyte
 
 
 def texts_of(path: Path) -> list[str]:
-    return list(corpus.documents(corpus.listed([str(path)]), Quiet()))
+    return list(datastore_build.documents(datastore_build.listed([str(path)]), Quiet()))
 
 
 def test_of_a_folder_the_texts_are_read_and_nothing_hidden(tmp_path: Path) -> None:
@@ -140,7 +151,7 @@ def test_of_a_folder_the_texts_are_read_and_nothing_hidden(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="latin is no UTF-8 text"):
         texts_of(tmp_path / "latin")
     with pytest.raises(ConfigError, match="nowhere is not there"):
-        corpus.listed([str(tmp_path / "nowhere")])
+        datastore_build.listed([str(tmp_path / "nowhere")])
 
 
 def test_a_line_of_jsonl_is_a_document(tmp_path: Path) -> None:
@@ -168,18 +179,26 @@ def bin_of(directory: Path, name: str) -> Path:
 
 def written(content: str | bytes) -> Callable[[Path], object]:
     """Damage that puts `content` in place of the header."""
-    return lambda d: (d / HEADER).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return lambda d: (d / HEADER).write_bytes(
+        content if isinstance(content, bytes) else content.encode()
+    )
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no header": (lambda d: (d / HEADER).unlink(), "is no datastore"),
-    "tokens cut short": (lambda d: bin_of(d, "tokens").write_bytes(b"ab"), r"damaged: tokens\.bin should have"),
+    "tokens cut short": (
+        lambda d: bin_of(d, "tokens").write_bytes(b"ab"),
+        r"damaged: tokens\.bin should have",
+    ),
     "order missing": (lambda d: bin_of(d, "order").unlink(), r"damaged: order\.bin"),
     "no JSON": (written(b"\xff{"), "damaged"),
     "nested": (written("[" * 100_000), "damaged"),
     "another's": (written('{"version": 3}'), "damaged.*tokenizer Field required"),
     "a huge header": (written(bytes(2**24 + 1)), "too large"),
-    "another format": (lambda d: with_header(d, pearl_datastore=1), "damaged.*pearl_datastore Input should be 2"),
+    "another format": (
+        lambda d: with_header(d, pearl_datastore=1),
+        "damaged.*pearl_datastore Input should be 2",
+    ),
     "more tokens": (lambda d: with_header(d, tokens=2**31), "damaged"),
 }
 
@@ -214,7 +233,9 @@ def test_lookups_in_nonsense_find_tokens_or_nothing(seed: int, wide: bool, far: 
         store = Datastore(directory, vocab)
         text = chance.integers(0, VOCAB, 30).tolist()
         guesser = Guesser(text, store)
-        guesses, _, chances, _ = guess_tree(guesser, anchored(text, 30, (0.5,) * (len(text) - 30)), 64, 99)
+        guesses, _, chances, _ = guess_tree(
+            guesser, anchored(text, 30, (0.5,) * (len(text) - 30)), 64, 99
+        )
     assert all(0 <= token < vocab for token in guesses)
     assert all(0 <= each <= 1 for each in chances)
 
@@ -222,9 +243,13 @@ def test_lookups_in_nonsense_find_tokens_or_nothing(seed: int, wide: bool, far: 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     store = make(tmp_path, [[1, 2]])
     check_tokenizer(store.header, ToyTokenizer(VOCAB), tmp_path)
-    check_tokenizer(store.header, ToyTokenizer(VOCAB + 1), tmp_path)  # a model of the family, with tokens of its own
+    check_tokenizer(
+        store.header, ToyTokenizer(VOCAB + 1), tmp_path
+    )  # a model of the family, with tokens of its own
     for other in (ToyTokenizer(VOCAB - 1), load_tokenizer(str(tiny_model("llama")))[0]):
-        with pytest.raises(ConfigError, match=rf"{tmp_path} was built with another tokenizer, that of toy:vocab=6"):
+        with pytest.raises(
+            ConfigError, match=rf"{tmp_path} was built with another tokenizer, that of toy:vocab=6"
+        ):
             check_tokenizer(store.header, other, tmp_path)
 
 
@@ -235,7 +260,9 @@ def test_a_tree_goes_on_by_both_sources(tmp_path: Path) -> None:
     """1 2 is followed by 3 4 in the text, by 3 5 in the datastore; by 0 in the datastore alone."""
     store = make(tmp_path, [[1, 2, 3, 5, 2]] * 9 + [[1, 2, 0]] * 9)
     index = Guesser([1, 2, 3, 4, 1, 2], store)
-    tokens, parents, _, sources = guess_tree(index, anchored(index.tokens, 6, (1.0,) * (len(index) - 6)), 40, 99)
+    tokens, parents, _, sources = guess_tree(
+        index, anchored(index.tokens, 6, (1.0,) * (len(index) - 6)), 40, 99
+    )
     nodes = list(zip(parents, tokens, strict=True))
     assert len(set(nodes)) == len(nodes), "the same token at the same place is one node"
     three = 6 + nodes.index((5, 3))
@@ -255,7 +282,9 @@ def test_what_is_taken_back_leaves_no_trace(tmp_path: Path) -> None:
     index.cut(20)
     index.extend(text[20:])
     plain.extend(text)
-    assert [index.candidates(i) for i in range(1, 31)] == [plain.candidates(i) for i in range(1, 31)]
+    assert [index.candidates(i) for i in range(1, 31)] == [
+        plain.candidates(i) for i in range(1, 31)
+    ]
 
 
 # ---- texts ----
@@ -269,7 +298,9 @@ def knowing(tmp_path_factory: pytest.TempPathFactory) -> Datastore:
     """A datastore of the toy target's texts."""
     pair, texts = alpha_pair(VOCAB, 0.7, order=1), []
     for seed in range(20):
-        found = decoded(pair, VOCAB, resolved("ar"), drawn_by(1.0, seed=100 + seed), 97, TIMING, PROMPT)
+        found = decoded(
+            pair, VOCAB, resolved("ar"), drawn_by(1.0, seed=100 + seed), 97, TIMING, PROMPT
+        )
         texts.append([*PROMPT, *found.tokens])
     return make(tmp_path_factory.mktemp("knowing"), texts)
 
@@ -281,13 +312,21 @@ def decode(method: str, rule: str, store: Datastore | None, **options: int) -> O
     return simulate(submit, *paired_executors(target, draft, store), TIMING)
 
 
-@pytest.mark.parametrize(("method", "rule"), [("ngram", "coupled"), ("pearl", "coupled"), ("pearl", "ratio")])
-def test_a_datastore_saves_steps_and_changes_no_text(knowing: Datastore, method: str, rule: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "rule"), [("ngram", "coupled"), ("pearl", "coupled"), ("pearl", "ratio")]
+)
+def test_a_datastore_saves_steps_and_changes_no_text(
+    knowing: Datastore, method: str, rule: str
+) -> None:
     """Whether the target guesses by it, or the draft (under ratio it alone); and statistics count its guesses."""
-    plain, known = (decode(method, rule, store, look_ahead=16, draft_lookup=8) for store in (None, knowing))
+    plain, known = (
+        decode(method, rule, store, look_ahead=16, draft_lookup=8) for store in (None, knowing)
+    )
     assert known.tokens == plain.tokens
     assert known.counts.steps < plain.counts.steps or method == "pearl"
-    assert sum(known.counts.guessed_by_source.values()) == known.provenance.count(Provenance.GUESSED)
+    assert sum(known.counts.guessed_by_source.values()) == known.provenance.count(
+        Provenance.GUESSED
+    )
     assert rule == "ratio" or known.counts.guessed_by_source[Source.DATASTORE] > 0
 
 
@@ -302,16 +341,22 @@ def toy_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_an_engine_takes_a_datastore_and_a_text_that_differs_from_a_known_one_is_found(toy_store: Path) -> None:
+def test_an_engine_takes_a_datastore_and_a_text_that_differs_from_a_known_one_is_found(
+    toy_store: Path,
+) -> None:
     right = greedy_text([1, 2, 3], 20)
     wrong = [*right[:7], right[7] ^ 1, *right[8:]]
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=20, ignore_eos=True)
     with Engine(TOY, "none", datastore=str(toy_store)) as engine:
         (result,) = engine.generate([[1, 2, 3]], method="ngram")
-        findings = [*check_texts(engine, [[1, 2, 3]], params, kill=False, known={"greedy": [wrong]})]
+        findings = [
+            *check_texts(engine, [[1, 2, 3]], params, kill=False, known={"greedy": [wrong]})
+        ]
     assert result.tokens == greedy_text([1, 2, 3], len(result.tokens))
     assert result.statistics.guessed_by_source["datastore"] > 0
-    assert sum(result.statistics.guessed_by_source.values()) == result.statistics.provenance["guessed"]
+    assert (
+        sum(result.statistics.guessed_by_source.values()) == result.statistics.provenance["guessed"]
+    )
     greedy, coupled = (finding for finding in findings if "ngram" in finding.what)
     assert (greedy.equal, greedy.first, coupled.equal) == (0, "text 1, token 7", 1)
 
@@ -322,14 +367,26 @@ def test_an_engine_takes_a_datastore_and_a_text_that_differs_from_a_known_one_is
 def test_build(tmp_path: Path) -> None:
     text, out = tmp_path / "a.txt", tmp_path / "x.ds"
     text.write_text("0123" * 10)
-    assert "40 tokens in 1 documents" in ran("datastore", "build", "--tokenizer", TOY, "--out", out, text).output
+    assert (
+        "40 tokens in 1 documents"
+        in ran("datastore", "build", "--tokenizer", TOY, "--out", out, text).output
+    )
     assert Datastore(out).header.tokenizer == TOY
 
 
 def test_mistakes_are_told(tmp_path: Path, toy_store: Path) -> None:
     (empty := tmp_path / "empty.txt").write_text("")
     build = ("datastore", "build", "--tokenizer", TOY, "--out")
-    generate = ("generate", "--target", "toy:vocab=20", "--draft", "none", "--method", "ngram", "--datastore")
+    generate = (
+        "generate",
+        "--target",
+        "toy:vocab=20",
+        "--draft",
+        "none",
+        "--method",
+        "ngram",
+        "--datastore",
+    )
     for words, arguments in (
         ("is not there", (*build, tmp_path / "x.ds", tmp_path / "b.txt")),
         ("is there already", (*build, toy_store, empty)),

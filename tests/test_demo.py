@@ -23,7 +23,12 @@ def document(rows: list[str], **more: Any) -> dict[str, Any]:
         for task, rate in enumerate(rates, 1)
     ]
     about = {"is_noisy": False, "others": 0.0, "stolen": 0.0}
-    return {"rows": [{"name": row, "devices": devices[row]} for row in rows], "texts": texts, **about, **more}
+    return {
+        "rows": [{"name": row, "devices": devices[row]} for row in rows],
+        "texts": texts,
+        **about,
+        **more,
+    }
 
 
 def test_figures_are_told_by_kind_and_baseline_text_by_text() -> None:

@@ -27,7 +27,10 @@ def test_device_names() -> None:
         "cuda:3,1": Device("cuda", gpus=(3, 1)),
     }.items():
         assert Device.parse(name) == device
-    cpus, gpus = ("cpu:", "cpu:x", "cpu:1-", "cpu:2-1", "cpu:-1", "cpu:1.5"), ("cuda:", "cuda:a", "cuda:1-0", "CUDA")
+    cpus, gpus = (
+        ("cpu:", "cpu:x", "cpu:1-", "cpu:2-1", "cpu:-1", "cpu:1.5"),
+        ("cuda:", "cuda:a", "cuda:1-0", "CUDA"),
+    )
     for name in ("", "gpu", "auto:0", *cpus, *gpus):
         with pytest.raises(ValueError, match=r"use auto, cpu, cpu:0"):
             Device.parse(name)
@@ -36,7 +39,9 @@ def test_device_names() -> None:
 
 
 def test_a_target_is_spread_and_a_draft_is_not() -> None:
-    assert EngineConfig(target_device="cuda:0-1").model("target").place == Device("cuda", (0, 1)), "layer by layer"
+    assert EngineConfig(target_device="cuda:0-1").model("target").place == Device("cuda", (0, 1)), (
+        "layer by layer"
+    )
     with pytest.raises(ConfigError, match="draft_device: cuda:0-1: a draft is not spread"):
         EngineConfig(draft_device="cuda:0-1")
 
@@ -50,7 +55,9 @@ def test_a_target_is_spread_and_a_draft_is_not() -> None:
         (2, 3, [(0,), (1,), (0,)]),
     ],
 )
-def test_workers_of_a_host_have_cores_of_their_own(cores: int, of: int, parts: list[tuple[int, ...]]) -> None:
+def test_workers_of_a_host_have_cores_of_their_own(
+    cores: int, of: int, parts: list[tuple[int, ...]]
+) -> None:
     assert [_equal_part(list(range(cores)), which, of) for which in range(of)] == parts
 
 
@@ -58,7 +65,9 @@ def test_workers_of_a_host_have_cores_of_their_own(cores: int, of: int, parts: l
 def test_a_worker_without_cores_of_its_own_leaves_the_others_alone() -> None:
     """That of a GPU, say: the draft's forward would wait for the thread on the core that they share."""
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(pin, EngineConfig(target_device="cuda", draft_device=f"cpu:{CORE}"), "target").result()
+        pool.submit(
+            pin, EngineConfig(target_device="cuda", draft_device=f"cpu:{CORE}"), "target"
+        ).result()
         found = pool.submit(os.sched_getaffinity, 0).result()
     assert found == os.sched_getaffinity(0) - {CORE}
 
@@ -76,12 +85,22 @@ def test_a_draft_beside_a_gpu_leaves_cores(monkeypatch: pytest.MonkeyPatch) -> N
         (4, {}, "target", 0),
         (4, {}, "draft", 1),
         (4, {"target_device": "cuda:0-1"}, "draft", 2),
-        (2, {"target_device": "cuda:0-1"}, "draft", 1),  # where none is left the draft shares the last
+        (
+            2,
+            {"target_device": "cuda:0-1"},
+            "draft",
+            1,
+        ),  # where none is left the draft shares the last
         (4, {"target_device": "cpu"}, "draft", 0),
         (4, {"target_device": "cuda:1"}, "draft", 0),
         (4, {"control": "tcp://host:1", "keys": "k"}, "draft", 1),
         (1, {}, "draft", 0),  # it may be on another host, which has fewer
-        (1, {"target_device": "cuda:0-1"}, "target", "device cuda:0-1 is not there: torch sees 1 GPUs"),
+        (
+            1,
+            {"target_device": "cuda:0-1"},
+            "target",
+            "device cuda:0-1 is not there: torch sees 1 GPUs",
+        ),
     ],
 )
 def test_auto_gives_each_model_a_gpu(

@@ -23,7 +23,17 @@ from pearl.models.runner import feed_chain
 from tests.runner_contract import close
 from tests.tiny import CPU, changed_model, on_cpu, tiny_model
 
-KINDS = ["llama", "llama-biased", "llama-tied", "llama-long", "mistral", "qwen2", "qwen3", "gpt-oss", "qwen3-moe"]
+KINDS = [
+    "llama",
+    "llama-biased",
+    "llama-tied",
+    "llama-long",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gpt-oss",
+    "qwen3-moe",
+]
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -32,7 +42,9 @@ def logits(model: Any) -> torch.Tensor:
 
 def check_same(directory: Path, dtype: str = "auto") -> None:
     read = read_decoder(directory, None if dtype == "auto" else getattr(torch, dtype), CPU)
-    assert torch.equal(logits(read), logits(load_model(ModelConfig(str(directory), dtype=dtype), CPU)))
+    assert torch.equal(
+        logits(read), logits(load_model(ModelConfig(str(directory), dtype=dtype), CPU))
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -43,7 +55,12 @@ def test_logits_are_the_same_bits(kind: str) -> None:
         check_same(tiny_model(), "bfloat16")
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 5e5}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 5e5,
+}
 
 
 def older(scaling: dict[str, Any] | None) -> dict[str, Any]:
@@ -58,34 +75,47 @@ def older(scaling: dict[str, Any] | None) -> dict[str, Any]:
         {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
         {"rope_parameters": YARN},
         {
-            "rope_parameters": YARN | {"truncate": False, "beta_fast": 2.0, "beta_slow": 0.5, "attention_factor": 1.5},
+            "rope_parameters": YARN
+            | {"truncate": False, "beta_fast": 2.0, "beta_slow": 0.5, "attention_factor": 1.5},
         },
         older(None),
         older({"type": "linear", "factor": 2.0}),
-        older({"type": "linear", "factor": 2.0, "rope_theta": 70.0}),  # goes before the one beside it
+        older(
+            {"type": "linear", "factor": 2.0, "rope_theta": 70.0}
+        ),  # goes before the one beside it
     ],
 )
 def test_ropes(tmp_path: Path, changed: dict[str, Any]) -> None:
     """Over more positions than a forward of the other tests has."""
     directory = changed_model(tmp_path / "model", **changed)
-    read, reference = read_decoder(directory, None, CPU), load_model(ModelConfig(str(directory)), CPU)
+    read, reference = (
+        read_decoder(directory, None, CPU),
+        load_model(ModelConfig(str(directory)), CPU),
+    )
     like, positions = torch.empty(0), torch.arange(4096)[None]
     for ours, theirs in zip(
-        read.model.rotary_emb(like, positions), reference.model.rotary_emb(like, positions), strict=True
+        read.model.rotary_emb(like, positions),
+        reference.model.rotary_emb(like, positions),
+        strict=True,
     ):
         assert torch.equal(ours, theirs)
 
 
 def dequantised(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """[experts, out, in], bfloat16"""
-    return torch.stack([mxfp4(*each).dequantised().bfloat16() for each in zip(blocks, scales, strict=True)])
+    return torch.stack(
+        [mxfp4(*each).dequantised().bfloat16() for each in zip(blocks, scales, strict=True)]
+    )
 
 
 def test_experts_in_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
     """Of all bytes and exponents; and a published file, whose configuration names no dtype."""
     generator = torch.Generator().manual_seed(0)
     every = torch.arange(256, dtype=torch.uint8)
-    given = every.view(1, 1, 16, 16).expand(1, 256, 16, 16), every.view(1, 256, 1).expand(1, 256, 16)
+    given = (
+        every.view(1, 1, 16, 16).expand(1, 256, 16, 16),
+        every.view(1, 256, 1).expand(1, 256, 16),
+    )
     theirs = convert_moe_packed_tensors(*given).mT
     torch.testing.assert_close(dequantised(*given), theirs, rtol=0, atol=0, equal_nan=True)
     tensors = load_file(tiny_model("gpt-oss", dtype="bfloat16") / "model.safetensors")
@@ -106,7 +136,9 @@ def test_experts_in_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
         config.pop("dtype", None)
     both = [read_decoder(path, None, CPU) for path in (tmp_path / "plain", tmp_path / "packed")]
     assert torch.equal(*(logits(read) for read in both))
-    packed, unpacked = (needed(path, "auto", 64, 64) for path in (tmp_path / "packed", tmp_path / "plain"))
+    packed, unpacked = (
+        needed(path, "auto", 64, 64) for path in (tmp_path / "packed", tmp_path / "plain")
+    )
     assert packed.weights == pytest.approx(unpacked.weights, rel=0.05)
     own_bits = needed(tmp_path / "packed", "auto", 64, 64, keeps_bits=True)
     assert own_bits.weights < 0.7 * packed.weights
@@ -129,7 +161,9 @@ def test_shards(tmp_path: Path) -> None:
     assert read_decoder(directory, None, CPU) is None, "without weights it is left to transformers"
     where = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(tensors)}
     for file in set(where.values()):
-        save_file({name: tensors[name] for name in tensors if where[name] == file}, directory / file)
+        save_file(
+            {name: tensors[name] for name in tensors if where[name] == file}, directory / file
+        )
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     read = read_decoder(directory, None, CPU)
     assert torch.equal(logits(read), logits(read_decoder(tiny_model(), None, CPU)))
@@ -159,12 +193,23 @@ def test_shards(tmp_path: Path) -> None:
         ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
         ("llama-long", {"original_max_position_embeddings": 64}),  # goes before that of the rope
         ("llama", {"rope_parameters": {"rope_type": "default"}}),
-        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.5,
+                }
+            },
+        ),
         ("qwen2", {"layer_types": ["full_attention", "chunked_attention"]}),
         ("qwen2", {"use_sliding_window": True, "layer_types": ...}),  # in which layers?
     ],
 )
-def test_what_is_not_as_expected_is_left_to_transformers(tmp_path: Path, kind: str, changed: dict[str, Any]) -> None:
+def test_what_is_not_as_expected_is_left_to_transformers(
+    tmp_path: Path, kind: str, changed: dict[str, Any]
+) -> None:
     assert read_decoder(changed_model(tmp_path / "model", kind, **changed), None, CPU) is None
 
 
@@ -185,8 +230,14 @@ def test_a_weight_that_is_in_no_file_is_not_made_up(
     weights = load_file(file := directory / "model.safetensors")
     whole = next(each for each in weights if name in each)
     del weights[whole]
-    save_file(weights | ({} if shape is None else {whole: torch.ones(shape)}), file, {"format": "pt"})
-    cause = r"has the shape \[5\] where \[6\] is expected" if shape else f"1 of its weights are in no file, .*{name}"
+    save_file(
+        weights | ({} if shape is None else {whole: torch.ones(shape)}), file, {"format": "pt"}
+    )
+    cause = (
+        r"has the shape \[5\] where \[6\] is expected"
+        if shape
+        else f"1 of its weights are in no file, .*{name}"
+    )
     with pytest.raises(ModelError, match=cause):
         on_cpu(directory)
 
@@ -204,5 +255,7 @@ load_runner(ModelConfig(sys.argv[1]), torch.device("cpu"))
 print([name for name in ("transformers", "torch._dynamo") if name in sys.modules])
 """
     load_tokenizer(str(tiny_model()))  # keeps it for the next
-    done = subprocess.run([sys.executable, "-c", code, str(tiny_model())], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tiny_model())], capture_output=True, text=True
+    )
     assert (done.stdout, done.stderr) == ("[]\n", "")

@@ -86,7 +86,10 @@ def answered(out: Path) -> Any:
 
 
 def agreements(out: Path) -> list[float]:
-    return [json.loads(line)["held_out_agreement"] for line in (out / "log.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["held_out_agreement"]
+        for line in (out / "log.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +105,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def interrupted(whole: Path, out: Path, share: float) -> None:
     """A run that ends after a share of all its steps."""
     with pytest.raises(KeyboardInterrupt):
-        Distillation(settings(out), Silent(int(share * int((whole / "calls").read_text()))), resume=True).run()
+        Distillation(
+            settings(out), Silent(int(share * int((whole / "calls").read_text()))), resume=True
+        ).run()
 
 
 # ---- what comes out ----
@@ -125,7 +130,13 @@ def test_learning_makes_it_agree_more(optimizer: str, tmp_path: Path) -> None:
     """A draft that begins as noise has nearly nothing in common with its target; one with all its layers, all."""
     out = tmp_path / "noise"
     start = str(tiny_model("llama-tied", layers=3, noise=1.0, chat=True))
-    size = {"rounds": 2, "held_out": 32, "answers_per_round": 32, "passes": 8, "learning_rate": 1e-2}
+    size = {
+        "rounds": 2,
+        "held_out": 32,
+        "answers_per_round": 32,
+        "passes": 8,
+        "learning_rate": 1e-2,
+    }
     run(settings(out, init_from=start, optimizer=optimizer, **size))
     found = agreements(out)
     assert len(found) == 3
@@ -143,7 +154,10 @@ def test_a_draft_learns_from_texts_of_its_own(tmp_path: Path) -> None:
     loaded = on_cpu(target(), dtype="float32")
     first = found["round-000"]["answers"]
     for number, one in enumerate(first):
-        rows = [feed_chain_anew(loaded, [*one["prompt"], *one["tokens"][:i]]) for i in range(len(one["tokens"]))]
+        rows = [
+            feed_chain_anew(loaded, [*one["prompt"], *one["tokens"][:i]])
+            for i in range(len(one["tokens"]))
+        ]
         likeliest = [int(row.argmax()) for row in rows]
         assert likeliest == one["top_ids"][:, 0].tolist(), "the target's, along either's text"
         assert (likeliest == one["tokens"]) == (number % 4 >= 2), "the draft's text is another"
@@ -160,7 +174,9 @@ def feed_chain_anew(runner: ModelRunner, tokens: list[int]) -> torch.Tensor:
     return feed_chain(runner, tokens, 1)[0]
 
 
-def test_answers_alone_are_a_file_and_what_is_learnt_from_them_later_is_the_same(whole: Path, tmp_path: Path) -> None:
+def test_answers_alone_are_a_file_and_what_is_learnt_from_them_later_is_the_same(
+    whole: Path, tmp_path: Path
+) -> None:
     path = Distillation(settings(tmp_path), Silent()).answer()
     assert path == tmp_path / "answers.jsonl"
     assert not (tmp_path / "draft").exists()
@@ -185,7 +201,9 @@ def test_another_seed_is_another_draft(whole: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.02, 0.4, 0.7, 0.99])
-def test_what_is_interrupted_ends_as_if_it_were_not(whole: Path, tmp_path: Path, share: float) -> None:
+def test_what_is_interrupted_ends_as_if_it_were_not(
+    whole: Path, tmp_path: Path, share: float
+) -> None:
     """In the middle of prompts, of answers, of learning; and again at once."""
     interrupted(whole, tmp_path, share)
     interrupted(whole, tmp_path, 0)
@@ -218,7 +236,10 @@ def test_a_full_disk_keeps_what_was_saved(whole: Path, tmp_path: Path) -> None:
     interrupted(whole, tmp_path, 0.7)
     before = (tmp_path / "checkpoint.pt").read_bytes()
     resumed = Distillation(settings(tmp_path), Silent(), resume=True)
-    with files_of_at_most(100_000), pytest.raises(DistillError, match=r"cannot write in .*--resume"):
+    with (
+        files_of_at_most(100_000),
+        pytest.raises(DistillError, match=r"cannot write in .*--resume"),
+    ):
         resumed.run()
     assert (tmp_path / "checkpoint.pt").read_bytes() == before
     run(settings(tmp_path), resume=True)
@@ -280,7 +301,10 @@ HAWAII = (
     [
         DUCKS,
         HAWAII,
-        DUCKS.replace("Janet", "Maria").replace("16", "24").replace("$2", "$5").replace("breakfast", "lunch"),
+        DUCKS.replace("Janet", "Maria")
+        .replace("16", "24")
+        .replace("$2", "$5")
+        .replace("breakfast", "lunch"),
         "Please help me with this one:\n" + HAWAII.upper(),
         "from typing import List\n\n\ndef has_close_elements(numbers: List[float], threshold: float) -> bool:\n"
         '    """ Check if in given list of numbers, are any two numbers closer to each other than\n'
@@ -372,12 +396,20 @@ def test_a_batch_answers_as_each_alone() -> None:
 def test_drawn_tokens_have_the_recorded_frequencies() -> None:
     """Chi-square over one position of many rows, at temperature 1; greedy rows among them take the first."""
     drawn = answer(
-        model(), [[5, 6]] * 4000, limit=1, eos=(), temperatures=(1.0, 0.0), top=4, generator=generator(0, "chi")
+        model(),
+        [[5, 6]] * 4000,
+        limit=1,
+        eos=(),
+        temperatures=(1.0, 0.0),
+        top=4,
+        generator=generator(0, "chi"),
     )
     probs, ids = drawn[0].top_probs[0].double(), drawn[0].top_ids[0].tolist()
     counts = torch.tensor([sum(a.tokens[0] == id for a in drawn[::2]) for id in ids]).double()
     expected = 2000 * probs / probs.sum()
-    assert ((counts - expected) ** 2 / expected).sum() < 16.3  # 3 degrees of freedom, one in a thousand
+    assert (
+        (counts - expected) ** 2 / expected
+    ).sum() < 16.3  # 3 degrees of freedom, one in a thousand
     assert {a.tokens[0] for a in drawn[1::2]} == {ids[0]}
 
 
@@ -403,19 +435,28 @@ def reference(
         rest = torch.ones(len(weight), dtype=torch.bool)
         rest[kinds] = False
         all_theirs = torch.cat((theirs, 1 - theirs.sum(0, keepdim=True)))
-        total = total + divergence(all_theirs, torch.cat((ours[kinds], ours[rest].sum(0, keepdim=True))), name)
+        total = total + divergence(
+            all_theirs, torch.cat((ours[kinds], ours[rest].sum(0, keepdim=True))), name
+        )
     return total / len(hidden)
 
 
-@pytest.mark.parametrize(("rows", "name"), [(1100, "fkl"), *((7, name) for name in DIVERGENCES)])  # chunks, or one
+@pytest.mark.parametrize(
+    ("rows", "name"), [(1100, "fkl"), *((7, name) for name in DIVERGENCES)]
+)  # chunks, or one
 def test_the_loss_and_its_gradients(rows: int, name: str) -> None:
     torch.manual_seed(0)
-    hidden, weight = torch.randn(rows, 6, requires_grad=True), torch.randn(20, 6, requires_grad=True)
+    hidden, weight = (
+        torch.randn(rows, 6, requires_grad=True),
+        torch.randn(20, 6, requires_grad=True),
+    )
     probs, ids = (torch.randn(rows, 20) * 2).softmax(-1).topk(4)
     wanted = reference(hidden, weight, ids, probs, name)
     gradients = torch.autograd.grad(wanted, (hidden, weight))
     found = head_loss(hidden, weight, ids, probs, divergence=name)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)  # what is left over is a difference
+    torch.testing.assert_close(
+        found, wanted, rtol=1e-4, atol=1e-5
+    )  # what is left over is a difference
     for ours, theirs in zip(torch.autograd.grad(found, (hidden, weight)), gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
@@ -468,6 +509,10 @@ def test_agreement_is_what_a_look_at_each_token_says(tmp_path: Path) -> None:
         answered(prompt, [likeliest(prompt), *tokens])
         for prompt, tokens in zip(PROMPTS, ([12, 13, 14, 15], [], [32, 33]), strict=True)
     ]
-    agreed = [likeliest(one.prompt + one.tokens[:i]) == one.tokens[i] for one in given for i in range(len(one.tokens))]
+    agreed = [
+        likeliest(one.prompt + one.tokens[:i]) == one.tokens[i]
+        for one in given
+        for i in range(len(one.tokens))
+    ]
     assert learner.agreement(given) == sum(agreed) / len(agreed) >= 3 / 9
     assert learner.agreement(given[1:2]) == 1.0

@@ -32,18 +32,32 @@ COMMANDS = ("report", f"show --png {os.devnull}")
 
 
 def trace_of(*events: object, **metadata: object) -> str:
-    return json.dumps({**SOUND, "traceEvents": events, "metadata": {**SOUND["metadata"], **metadata}})
+    return json.dumps(
+        {**SOUND, "traceEvents": events, "metadata": {**SOUND["metadata"], **metadata}}
+    )
 
 
 def event(**changes: object) -> dict[str, object]:
-    return {"ph": "X", "name": "decide", "cat": "busy", "pid": 1, "tid": 1, "ts": 0, "dur": 1, "args": {}} | changes
+    return {
+        "ph": "X",
+        "name": "decide",
+        "cat": "busy",
+        "pid": 1,
+        "tid": 1,
+        "ts": 0,
+        "dur": 1,
+        "args": {},
+    } | changes
 
 
 NAMES = [
     {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {}},
     {"ph": "M", "name": "thread_name", "pid": 1, "tid": 1, "args": {}},
 ]
-WHOLE = [event(ph=phase, cat="whole", name="request 1", id=1, ts=ts) for phase, ts in (("b", 0), ("e", 5))]
+WHOLE = [
+    event(ph=phase, cat="whole", name="request 1", id=1, ts=ts)
+    for phase, ts in (("b", 0), ("e", 5))
+]
 TRACES = {
     "nested arrays": "[" * DEEP,
     "nested in a trace": '{"traceEvents": ' + "[" * DEEP + "]" * DEEP + "}",
@@ -53,7 +67,9 @@ TRACES = {
     "an infinite time": trace_of(event()).replace('"ts": 0', '"ts": 1e999'),
     "a name that is none": trace_of({"ph": "M", "name": 5, "pid": 1, "args": {}}),
     "a counter of text": trace_of({"ph": "C", "name": "window", "pid": 1, "ts": 0, "args": {}}),
-    "a counter without arguments": trace_of({"ph": "C", "name": "window", "pid": 1, "ts": 0, "args": 5}),
+    "a counter without arguments": trace_of(
+        {"ph": "C", "name": "window", "pid": 1, "ts": 0, "args": 5}
+    ),
     "metadata of text": '{"traceEvents": [], "metadata": {"pearl_trace": 10, "config": 1, "workers": 1}}',
     "rank of text": '{"traceEvents": [], "distributedInfo": 5, "metadata": {"pearl_trace": 10}}',
     "half a surrogate": trace_of(*NAMES, event(name="\\ud800"), *WHOLE),
@@ -82,7 +98,9 @@ def test_a_hostile_trace_is_one_line(tmp_path: Path, command: str) -> None:
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 FIELDS = ("ph", "name", "cat", "pid", "tid", "ts", "dur", "args")
@@ -92,7 +110,9 @@ FIELDS = ("ph", "name", "cat", "pid", "tid", "ts", "dur", "args")
 @given(st.sampled_from(FIELDS), json_values, st.sampled_from(COMMANDS[:2]))
 def test_any_value_in_any_field_of_a_trace(field: str, value: object, command: str) -> None:
     path = Path(os.environ.get("TMPDIR", "/tmp")) / f"pearl-test-{os.getpid()}.json"
-    path.write_text(trace_of(*NAMES, event(**{field: value}), WHOLE), encoding="utf-8", errors="replace")
+    path.write_text(
+        trace_of(*NAMES, event(**{field: value}), WHOLE), encoding="utf-8", errors="replace"
+    )
     try:
         refusal("trace", *command.split(), str(path))
     finally:
@@ -101,28 +121,49 @@ def test_any_value_in_any_field_of_a_trace(field: str, value: object, command: s
 
 # ---- parts ----
 
-HEADER = {"role": "target", "run": "r", "pid": 1, "host": "h", "machine": "m", "boot": "b", "opened": 1}
+HEADER = {
+    "role": "target",
+    "run": "r",
+    "pid": 1,
+    "host": "h",
+    "machine": "m",
+    "boot": "b",
+    "opened": 1,
+}
 HEADER |= {"config": {"tensors": "auto"}, "versions": {}}
 DECISION = {"event": {"type": "Forwarded"}, "commands": []}
 RECORD = ["record", 1, "busy", "decide", 1, 2, DECISION]
 
 
 def part_of(*items: object, **header: object) -> bytes:
-    return b"".join(json.dumps(item).encode() + b"\n" for item in [["pearl-trace", FORMAT, HEADER | header], *items])
+    return b"".join(
+        json.dumps(item).encode() + b"\n"
+        for item in [["pearl-trace", FORMAT, HEADER | header], *items]
+    )
 
 
 def parts() -> Iterator[bytes]:
     """Each field of the header, of a record and of what it tells, in turn, is something else; and other damage."""
     for bad in ("x", [], {}, None, -1, 1e999):
         yield from (part_of(**{name: bad}) for name in HEADER)
-        yield from (part_of([*RECORD[:place], bad, *RECORD[place + 1 :]]) for place in range(len(RECORD)))
+        yield from (
+            part_of([*RECORD[:place], bad, *RECORD[place + 1 :]]) for place in range(len(RECORD))
+        )
         yield from (part_of([*RECORD[:6], DECISION | {name: bad}]) for name in DECISION)
         judged = {"accepted": bad, "correction": 1, "start": 1}
         yield part_of(["record", 1, "busy", "judge", 1, 2, judged])
         yield part_of(["record", 1, "communication", "send", 1, 2, bad])
         yield json.dumps(["pearl-trace", FORMAT, bad]).encode() + b"\n"
         yield json.dumps(["pearl-trace", bad, HEADER]).encode() + b"\n"
-    yield from (b"", b"\xc1\n", b"5\n", part_of(5), part_of([]), part_of(RECORD[:4]), part_of(RECORD, ["end"]))
+    yield from (
+        b"",
+        b"\xc1\n",
+        b"5\n",
+        part_of(5),
+        part_of([]),
+        part_of(RECORD[:4]),
+        part_of(RECORD, ["end"]),
+    )
     yield part_of(RECORD).replace(b" 2,", b" " + DIGITS.encode() + b",")
     yield part_of() + b'["record",1,"\\ud800","x",1,2,{}]\n'
     yield part_of() + b"[" * DEEP + b"\n"
@@ -170,7 +211,12 @@ YAMLS = {
     "control characters": "target: \x00\x1b[2J\n",
     **{
         f"a device {name}": f"target_device: {name}\n"  # a list of all its cores took all memory
-        for name in ("cpu:0-1000000000000", "cuda:0-1000000000000", "cpu:0-4095,0-4095", "cpu:0-4000")
+        for name in (
+            "cpu:0-1000000000000",
+            "cuda:0-1000000000000",
+            "cpu:0-4095,0-4095",
+            "cpu:0-4000",
+        )
     },
     "a device of a long number": f"target_device: cpu:{DIGITS}\n",
 }
@@ -219,7 +265,9 @@ def test_any_text_is_yaml_or_one_error(text: str) -> None:
         ("trace report /nonexistent", ">&-", 2, "does not exist"),
     ],
 )
-def test_output_that_is_lost_is_an_error(arguments: str, redirected: str, code: int, words: str) -> None:
+def test_output_that_is_lost_is_an_error(
+    arguments: str, redirected: str, code: int, words: str
+) -> None:
     """An error of the command's own goes before it."""
     command = f"{sys.executable} -m pearl {arguments} {redirected}"
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)

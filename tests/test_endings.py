@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pearl.drafting.model import ModelProposer
+from pearl.drafting.proposer import ModelProposer
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.metrics import Stopwatch, fold
@@ -29,7 +29,9 @@ VOCAB = 40
 GARBAGE = VOCAB - 1  # what either model says in a context that is not the script's
 TEXT = (3, 1, *range(5, 25))
 OFFSETS = range(1, 11)  # tokens generated up to the end: over two windows of four
-AHEAD = [(method, 0) for method in METHODS] + [(name, 8) for name, method in METHODS.items() if method.look_ahead]
+AHEAD = [(method, 0) for method in METHODS] + [
+    (name, 8) for name, method in METHODS.items() if method.look_ahead
+]
 WINDOWS = [("fixed", 1), ("fixed", 4), ("stream", 4)]
 TOKENIZER = ToyTokenizer(VOCAB)
 
@@ -68,7 +70,12 @@ def run(
 ) -> Result:
     """Real executors on toy runners, moves in random order."""
     target = Foresees(runner(text), lambda prompt, stops: TextStream(TOKENIZER, prompt, stops))
-    pair = Pair([submit], target, lambda: DraftExecutor(ModelProposer(runner(text, wrong, says), VOCAB)), draft_context)
+    pair = Pair(
+        [submit],
+        target,
+        lambda: DraftExecutor(ModelProposer(runner(text, wrong, says), VOCAB)),
+        draft_context,
+    )
     pair.run(at_random(seed))
     result = pair.results[submit.request]
     check_counts(result, runs_ahead=submit.options.look_ahead > 0)
@@ -92,10 +99,21 @@ def test_the_text_is_cut_at_its_end(method: str, look_ahead: int, combined: Any)
         end = len(PROMPT) + offset
         wrong = ((), (end - 1,), (4, 7))[is_wrong]
         sampling = drawn_by(temperature=offset % 2, seed=offset)
-        settings = {"window": window, "gamma": gamma, "look_ahead": look_ahead, "sampling": sampling}
+        settings = {
+            "window": window,
+            "gamma": gamma,
+            "look_ahead": look_ahead,
+            "sampling": sampling,
+        }
         submit = submission(TEXT, method, **settings, **ENDS[reason](offset))
         result = run(submit, wrong=wrong, seed=offset)
-        assert tuple(result.tokens) == TEXT[len(PROMPT) : end], (window, gamma, reason, offset, wrong)
+        assert tuple(result.tokens) == TEXT[len(PROMPT) : end], (
+            window,
+            gamma,
+            reason,
+            offset,
+            wrong,
+        )
         assert result.end is not None
         assert result.end.reason is reason, (window, gamma, reason, offset, wrong)
 
@@ -140,13 +158,20 @@ def test_a_draft_with_a_shorter_context_is_outlived(method: str, combined: Any) 
     """Crossed at every point of a window; filled by the prompt, exactly or more. From there on the target is alone."""
     for (window, gamma), context, is_wrong in combined(WINDOWS, range(1, 16), range(3)):
         submit = submission(TEXT, method, window=window, gamma=gamma)
-        result = run(submit, wrong=((), (context - 1,), (4, 8))[is_wrong], seed=context, draft_context=context)
+        result = run(
+            submit,
+            wrong=((), (context - 1,), (4, 8))[is_wrong],
+            seed=context,
+            draft_context=context,
+        )
         assert tuple(result.tokens) == TEXT[len(PROMPT) :]
         beyond = result.provenance[max(0, context - len(PROMPT)) :]
         assert set(beyond) <= {Provenance.DIRECT}, "judged where no draft could be"
 
 
-@pytest.mark.parametrize("length", [1, PREFILL_CHUNK - 1, PREFILL_CHUNK, PREFILL_CHUNK + 1, 2 * PREFILL_CHUNK + 5])
+@pytest.mark.parametrize(
+    "length", [1, PREFILL_CHUNK - 1, PREFILL_CHUNK, PREFILL_CHUNK + 1, 2 * PREFILL_CHUNK + 5]
+)
 @pytest.mark.parametrize("draft_context", [PREFILL_CHUNK + 3, 1 << 20])
 def test_long_prompts_are_fed_in_chunks(length: int, draft_context: int) -> None:
     """On both sides; the draft's context may end inside the prompt. The scripted executors check every forward."""

@@ -23,7 +23,7 @@ from pearl.config import RequestOptions, SamplingParams
 from pearl.engine import Engine, Result
 from pearl.engine.asynchronous import AsyncStream
 from pearl.errors import ConfigError, EngineClosed, ModelError, PearlError, RequestError, TargetLost
-from pearl.lab.simulate import Timing, paired_executors, simulate
+from pearl.lab.studies.simulate import Timing, paired_executors, simulate
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.protocol.messages import Provenance, Submit
 from tests.conftest import AS_PUBLISHED, TOY, greedy_text
@@ -38,7 +38,9 @@ WARM = SamplingParams(temperature=1.0, seed=11, max_tokens=60, ignore_eos=True)
 BOUND = 240.0  # seconds: for a slow machine, never reached where all is well
 
 
-def one(engine: Engine, params: SamplingParams = GREEDY, prompt: object = PROMPT, **options: object) -> Result:
+def one(
+    engine: Engine, params: SamplingParams = GREEDY, prompt: object = PROMPT, **options: object
+) -> Result:
     (result,) = engine.generate([prompt], params, **options)  # type: ignore[list-item]
     return result
 
@@ -48,8 +50,12 @@ def one(engine: Engine, params: SamplingParams = GREEDY, prompt: object = PROMPT
 BEFORE = json.loads((Path(__file__).parent / "texts_of_before.json").read_text())
 
 
-@pytest.mark.parametrize("text", BEFORE["toy"], ids=lambda text: f"{text['rule']}-{text['temperature']}-{text['seed']}")
-def test_a_seed_gives_the_text_that_it_gave_in_an_older_release(toy: Engine, text: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "text", BEFORE["toy"], ids=lambda text: f"{text['rule']}-{text['temperature']}-{text['seed']}"
+)
+def test_a_seed_gives_the_text_that_it_gave_in_an_older_release(
+    toy: Engine, text: dict[str, Any]
+) -> None:
     sampling = {name: text[name] for name in ("temperature", "top_p", "seed")}
     params = SamplingParams(**sampling, max_tokens=len(text["tokens"]), ignore_eos=True)
     decoding = RequestOptions(method="pearl", rule=text["rule"])
@@ -62,10 +68,18 @@ def test_the_embedded_pair_writes_what_it_wrote_in_an_older_release() -> None:
     tokenizer, _ = load_tokenizer("embedded")
     runners = [on_cpu(name, dtype="float32") for name in ("embedded", "embedded-draft")]
     for text in BEFORE["embedded"]:
-        prompt, tokens = tokenizer.apply_chat([{"role": "user", "content": text["prompt"]}]), text["tokens"][:16]
+        prompt, tokens = (
+            tokenizer.apply_chat([{"role": "user", "content": text["prompt"]}]),
+            text["tokens"][:16],
+        )
         assert prompt is not None
-        sampling, decoding = drawn_by(text["temperature"], seed=5), resolved("pearl", rule=text["rule"])
-        submit = Submit(1, tuple(prompt), len(prompt) + len(tokens), replace(decoding, sampling=sampling))
+        sampling, decoding = (
+            drawn_by(text["temperature"], seed=5),
+            resolved("pearl", rule=text["rule"]),
+        )
+        submit = Submit(
+            1, tuple(prompt), len(prompt) + len(tokens), replace(decoding, sampling=sampling)
+        )
         with torch.inference_mode():
             outcome = simulate(submit, *paired_executors(*runners), Timing(1.0, lambda _: 4.0))
         assert outcome.tokens == tokens
@@ -79,7 +93,9 @@ def test_ratio_rule_over_the_tensor_channel_of_two_processes() -> None:
     params = WARM.changed(max_tokens=150)
     with Engine(spec, spec, tensors="gloo") as engine:
         assert (engine.directory / "group").exists()
-        result = one(engine, params.overridden_by(AS_PUBLISHED))  # otherwise the target would not wait for its draft
+        result = one(
+            engine, params.overridden_by(AS_PUBLISHED)
+        )  # otherwise the target would not wait for its draft
     submit = Submit(1, tuple(PROMPT), 153, resolved(sampling=drawn_by(1.0, seed=11)))
     assert result.tokens == simulated(submit, 512, 0.7)
     assert result.statistics.num_accepted_draft_tokens > 0
@@ -112,7 +128,10 @@ def test_prompts_come_as_text_tokens_and_lists(toy: Engine) -> None:
     [
         ([{"role": "user", "content": "hello"}], "no chat template"),
         ("", "the prompt is empty"),
-        *((wrong, "a prompt is text") for wrong in (None, 7, {"role": "user", "content": "hi"}, [1, -1])),
+        *(
+            (wrong, "a prompt is text")
+            for wrong in (None, 7, {"role": "user", "content": "hi"}, [1, -1])
+        ),
         ([1, True], "a prompt is text"),
         ([1.5], "a prompt is text"),
         ([1, 32], "token id 32"),
@@ -121,7 +140,9 @@ def test_prompts_come_as_text_tokens_and_lists(toy: Engine) -> None:
         ([1] * 460, "460 tokens . 60 to generate, the context holds 512"),
     ],
 )
-def test_impossible_prompts_are_refused_and_the_engine_unharmed(toy: Engine, prompt: object, said: str) -> None:
+def test_impossible_prompts_are_refused_and_the_engine_unharmed(
+    toy: Engine, prompt: object, said: str
+) -> None:
     with pytest.raises(RequestError, match=said), toy.stream(prompt, GREEDY) as stream:  # type: ignore[arg-type]
         next(stream)
     assert one(toy).tokens == greedy_text(PROMPT, 60)
@@ -170,12 +191,16 @@ def test_stream_left_early_is_cancelled_and_the_next_served(toy: Engine) -> None
 
 
 def test_engine_without_a_draft_serves_what_needs_none_and_closes_for_good() -> None:
-    engine = Engine(TOY, "none", target_pace=0.05)  # nobody is away so long that LONG has come whole meanwhile
+    engine = Engine(
+        TOY, "none", target_pace=0.05
+    )  # nobody is away so long that LONG has come whole meanwhile
     with engine:
         assert engine.welcome.draft_context == 0
         short = GREEDY.changed(max_tokens=10)
         assert one(engine, short, method="ar").tokens == greedy_text(PROMPT, 10)
-        assert one(engine, short).tokens == greedy_text(PROMPT, 10), "what is not told otherwise needs no draft"
+        assert one(engine, short).tokens == greedy_text(PROMPT, 10), (
+            "what is not told otherwise needs no draft"
+        )
         with pytest.raises(ConfigError, match="needs a draft model"):
             one(engine, method="pearl")
         stream = engine.stream(PROMPT, LONG, method="ar")
@@ -193,21 +218,31 @@ def test_engine_without_a_draft_serves_what_needs_none_and_closes_for_good() -> 
 @pytest.fixture(scope="module")
 def reference() -> transformers.PreTrainedModel:
     torch.set_num_threads(1)
-    return transformers.AutoModelForCausalLM.from_pretrained(tiny_model(chat=True), dtype=torch.float32)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        tiny_model(chat=True), dtype=torch.float32
+    )
 
 
-def transformers_greedy(model: transformers.PreTrainedModel, prompt: list[int], length: int) -> list[int]:
+def transformers_greedy(
+    model: transformers.PreTrainedModel, prompt: list[int], length: int
+) -> list[int]:
     ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=length)
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=length
+    )
     return out[0, len(prompt) :].tolist()
 
 
 STORY = "the cat and the dog in the end"
 
 
-def test_a_text_and_chat_messages_take_their_tokens(reference: transformers.PreTrainedModel) -> None:
+def test_a_text_and_chat_messages_take_their_tokens(
+    reference: transformers.PreTrainedModel,
+) -> None:
     params = SamplingParams(temperature=0, max_tokens=30)
-    with Engine(str(tiny_model(chat=True)), str(tiny_model(noise=0.3)), startup_timeout=200) as engine:
+    with Engine(
+        str(tiny_model(chat=True)), str(tiny_model(noise=0.3)), startup_timeout=200
+    ) as engine:
         result = one(engine, params, [[{"role": "user", "content": "hi"}]][0])
         assert "<|start|>" in [engine.tokenizer.token(token) for token in result.prompt_tokens]
         assert result.tokens == transformers_greedy(reference, result.prompt_tokens, 30)
@@ -234,8 +269,12 @@ def test_draft_may_have_padding_ids_and_a_smaller_context(
         assert engine.welcome.draft_context == 40
         result = one(engine, AS_PUBLISHED.changed(temperature=0, max_tokens=100), STORY)
         usual = one(engine, SamplingParams(temperature=0, max_tokens=100), STORY)
-        sampled = one(engine, SamplingParams(temperature=1.0, seed=3, max_tokens=30, ignore_eos=True), STORY)
-    assert usual.tokens == result.tokens == transformers_greedy(reference, result.prompt_tokens, 100)
+        sampled = one(
+            engine, SamplingParams(temperature=1.0, seed=3, max_tokens=30, ignore_eos=True), STORY
+        )
+    assert (
+        usual.tokens == result.tokens == transformers_greedy(reference, result.prompt_tokens, 100)
+    )
     beyond = 40 - len(result.prompt_tokens)
     assert Provenance.CORRECTED in result.provenance[:beyond]
     assert set(result.provenance[beyond:]) == {Provenance.DIRECT}
@@ -254,8 +293,16 @@ def test_mistakes_in_a_call_are_named(toy: Engine) -> None:
                 pass
 
     mistakes: list[tuple[Callable[[], object], type[Exception], str]] = [
-        (lambda: toy.generate({"role": "user"}), RequestError, "a prompt is text, a list of chat messages, or a list"),  # type: ignore[arg-type]
-        (lambda: toy.generate([PROMPT], GREEDY, metod="ar"), TypeError, "unexpected keyword argument 'metod'"),  # type: ignore[call-arg]
+        (
+            lambda: toy.generate({"role": "user"}),
+            RequestError,
+            "a prompt is text, a list of chat messages, or a list",
+        ),  # type: ignore[arg-type]
+        (
+            lambda: toy.generate([PROMPT], GREEDY, metod="ar"),
+            TypeError,
+            "unexpected keyword argument 'metod'",
+        ),  # type: ignore[call-arg]
         (lambda: SamplingParams(temprature=1.0), ConfigError, "did you mean temperature"),  # type: ignore[call-arg]
         (lambda: Engine(TOY, TOY, taget="x"), ConfigError, "unknown setting 'taget'"),
         (lambda: asyncio.run(read()), RequestError, "read with `for`"),
@@ -306,12 +353,16 @@ async def streams_block_nobody_are_closed_before_amid_and_after_and_end_with_the
         for _ in range(10):
             await asyncio.sleep(0)
         assert not reading.done()
-        assert stream._stream is None or not stream.result.tokens, "blocked, the event loop would find a piece there"
+        assert stream._stream is None or not stream.result.tokens, (
+            "blocked, the event loop would find a piece there"
+        )
         stream.close()
         await reading
         stream = engine.stream([1, 2, 3], LONG, method="ar")
         reading = asyncio.create_task(read(stream))
-        await asyncio.wait({reading, asyncio.create_task(has_tokens(stream, 5))}, return_when="FIRST_COMPLETED")
+        await asyncio.wait(
+            {reading, asyncio.create_task(has_tokens(stream, 5))}, return_when="FIRST_COMPLETED"
+        )
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
@@ -337,7 +388,9 @@ async def streams_block_nobody_are_closed_before_amid_and_after_and_end_with_the
 
 async def texts_of_a_closed_engine_end_whether_they_are_written_or_wait() -> None:
     async with started(SLOWLY) as engine:
-        texts = [asyncio.create_task(read(engine.stream([1, 2, 3], LONG, method="ar"))) for _ in range(2)]
+        texts = [
+            asyncio.create_task(read(engine.stream([1, 2, 3], LONG, method="ar"))) for _ in range(2)
+        ]
         while not engine.streams:
             await asyncio.sleep(0.01)
     for text in texts:

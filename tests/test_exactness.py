@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 from pearl import Engine, EngineConfig, SamplingParams
 from pearl.errors import ModelError
 from pearl.lab.bench.exactness import check_pair, check_texts, compare_cuts, text_cases
-from pearl.models.forward.graphs import FED
-from pearl.models.forward.matrices import Rounding, gated, matrix, normalise
+from pearl.models.forward.linear_layers import Rounding, gated, matrix, normalise
 from pearl.models.forward.runner import ForwardRunner
-from pearl.models.hf import HFRunner
+from pearl.models.gpu.recordings import FED
 from pearl.models.runner import Feed, ModelRunner, feed_chain
+from pearl.models.transformers.runner import HFRunner
 from tests.conftest import TOY
 from tests.pairwise import pairwise
 from tests.planted import BUGS, LAW
@@ -50,7 +50,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "dtype", "threads", "seed"), CASES, indirect=["threads"])
-def test_logits_are_the_same_bits_however_a_sequence_is_cut(kind: str, dtype: str, threads: int, seed: int) -> None:
+def test_logits_are_the_same_bits_however_a_sequence_is_cut(
+    kind: str, dtype: str, threads: int, seed: int
+) -> None:
     runner = load(kind, dtype)
     assert runner.capabilities.row_invariant
     found = compare_cuts(runner, kind, TOKENS, seed)
@@ -75,10 +77,17 @@ def paths(parents: Sequence[int]) -> list[list[int]]:
     ("kind", "dtype", "held"),
     [
         *((kind, "float32", 130) for kind in KINDS),
-        *(("llama", "bfloat16", 1), ("qwen3", "int8", 126), ("llama", "int4", 130), ("llama", "float32", 126)),
+        *(
+            ("llama", "bfloat16", 1),
+            ("qwen3", "int8", 126),
+            ("llama", "int4", 130),
+            ("llama", "float32", 126),
+        ),
     ],
 )
-def test_a_tree_gives_each_node_the_bits_of_its_path_alone(kind: str, dtype: str, held: int) -> None:
+def test_a_tree_gives_each_node_the_bits_of_its_path_alone(
+    kind: str, dtype: str, held: int
+) -> None:
     """Behind a cache that ends before, at and after a block of attention; and keeping a path is having fed it."""
     runner, rng = load(kind, dtype), random.Random(held)
     start = [rng.randrange(runner.vocab_size) for _ in range(held)]
@@ -95,7 +104,9 @@ def test_a_tree_gives_each_node_the_bits_of_its_path_alone(kind: str, dtype: str
         after = feed_chain(runner, [9], 1)
         for path in paths(parents):
             runner.rollback(held)
-            assert torch.equal(feed_chain(runner, [tokens[node] for node in path], 1)[0], found[path[-1]])
+            assert torch.equal(
+                feed_chain(runner, [tokens[node] for node in path], 1)[0], found[path[-1]]
+            )
             if path == kept:
                 assert torch.equal(feed_chain(runner, [9], 1), after)
         runner.rollback(held)
@@ -113,7 +124,11 @@ def test_what_is_fed_beside_a_slot_does_not_change_its_bits(kind: str) -> None:
     feed_chain(runner, tokens[:40], 0)
     parents = (-1, 0, 1, 0, -1)
     found = runner.forward(
-        [Feed(tokens[40:45], 5), Feed(tokens[130:133], 2, 2), Feed([*tokens[130:133], 5, 6], 5, 1, parents)]
+        [
+            Feed(tokens[40:45], 5),
+            Feed(tokens[130:133], 2, 2),
+            Feed([*tokens[130:133], 5, 6], 5, 1, parents),
+        ]
     )
     assert torch.equal(found[2][:3], wanted[130:133])
     assert torch.equal(found[0], wanted[40:45])
@@ -163,7 +178,10 @@ def test_elementwise_parts_do_not_depend_on_threads_or_company(threads: int) -> 
         together = gated(rows)
         assert torch.equal(together, torch.cat([gated(row[None]) for row in rows]))
         weight = rows[0].abs()
-        assert torch.equal(normalise(rows, weight, 1e-6), torch.cat([normalise(r[None], weight, 1e-6) for r in rows]))
+        assert torch.equal(
+            normalise(rows, weight, 1e-6),
+            torch.cat([normalise(r[None], weight, 1e-6) for r in rows]),
+        )
 
 
 @pytest.mark.parametrize("rounding", ["int8", "int4"])
@@ -225,9 +243,15 @@ QUICK = (
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="workers are not forked there, and bugs not planted")
-@pytest.mark.parametrize("bug", [bug if bug in QUICK else pytest.param(bug, marks=pytest.mark.long) for bug in BUGS])
-def test_the_check_notices_bugs_that_change_a_text(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="workers are not forked there, and bugs not planted"
+)
+@pytest.mark.parametrize(
+    "bug", [bug if bug in QUICK else pytest.param(bug, marks=pytest.mark.long) for bug in BUGS]
+)
+def test_the_check_notices_bugs_that_change_a_text(
+    bug: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And not one that changes the law of sampled texts only, which tests/test_verification.py shows."""
     monkeypatch.setenv("PEARL_PLANTED", bug)
     config = EngineConfig(
@@ -238,8 +262,13 @@ def test_the_check_notices_bugs_that_change_a_text(bug: str, monkeypatch: pytest
         log_level="error",
     )
     params = SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_tokens=40, ignore_eos=True)
-    prompts = ["the hat the tin the cat the hat the ran the tin the hen the", "The hat and the hat and the hat"]
-    prompts.append("an inner thing, then another one and the hat in the tin and the")  # texts that repeat, and branch
+    prompts = [
+        "the hat the tin the cat the hat the ran the tin the hen the",
+        "The hat and the hat and the hat",
+    ]
+    prompts.append(
+        "an inner thing, then another one and the hat in the tin and the"
+    )  # texts that repeat, and branch
     longest = 0
     with closing(check_pair(config, prompts, params, kill=False)) as findings:
         for finding in findings:

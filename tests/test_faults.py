@@ -24,7 +24,7 @@ import pytest
 
 from pearl.config import EngineConfig, SamplingParams
 from pearl.engine import Engine
-from pearl.engine.card import write_card
+from pearl.engine.registry import write_card
 from pearl.errors import NumericalError, PearlError, StartError, TargetLost
 from pearl.protocol import messages as m
 from pearl.transport import connect, listen
@@ -45,7 +45,9 @@ WORKERS = ("draft", "target")
 LINKS = ("draft", "target to draft", "target to front")
 OUTCOMES = ("identical", "TargetLost", "NumericalError", "refused")
 
-PROMPT = [i % 31 + 1 for i in range(48)]  # long enough to be announced, and to be told from the start-up measurement
+PROMPT = [
+    i % 31 + 1 for i in range(48)
+]  # long enough to be announced, and to be told from the start-up measurement
 TOKENS = 60
 MARGIN = 30.0  # seconds
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
@@ -71,8 +73,16 @@ def cells() -> dict[tuple[str, str, str], str]:
     found = {}
     for line in (Path(__file__).parent / "FAULTS.md").read_text().splitlines():
         fields = [field.strip() for field in line.strip("|").split("|")]
-        if line.startswith("|") and len(fields) == 2 + len(PHASES) and fields[0] != "fault" and "---" not in fields[0]:
-            found |= {(fields[0], fields[1], phase): said for phase, said in zip(PHASES, fields[2:], strict=True)}
+        if (
+            line.startswith("|")
+            and len(fields) == 2 + len(PHASES)
+            and fields[0] != "fault"
+            and "---" not in fields[0]
+        ):
+            found |= {
+                (fields[0], fields[1], phase): said
+                for phase, said in zip(PHASES, fields[2:], strict=True)
+            }
     return found
 
 
@@ -81,17 +91,26 @@ TABLE = cells()
 
 def those(faults: tuple[str, ...]) -> list[Any]:
     """Every fault, role and moment. One moment of each fault and role runs daily; the others are marked long."""
-    found = [Cell(*where, said) for where, said in TABLE.items() if where[0] in faults and said in OUTCOMES]
-    usual = {(cell.fault, cell.of): cell for cell in found if cell.phase in ("start-up", "drafting")}
+    found = [
+        Cell(*where, said)
+        for where, said in TABLE.items()
+        if where[0] in faults and said in OUTCOMES
+    ]
+    usual = {
+        (cell.fault, cell.of): cell for cell in found if cell.phase in ("start-up", "drafting")
+    }
     usual["one that does not start", ""] = next(cell for cell in found if cell.outcome == "refused")
     return [
-        pytest.param(cell, marks=[] if cell in usual.values() else pytest.mark.long, id=str(cell)) for cell in found
+        pytest.param(cell, marks=[] if cell in usual.values() else pytest.mark.long, id=str(cell))
+        for cell in found
     ]
 
 
 def test_the_table_is_whole() -> None:
     """No cell is forgotten, and each that cannot be has its reason."""
-    wanted = set(product(PROCESS_FAULTS, WORKERS, PHASES)) | set(product(MESSAGE_FAULTS, LINKS, PHASES))
+    wanted = set(product(PROCESS_FAULTS, WORKERS, PHASES)) | set(
+        product(MESSAGE_FAULTS, LINKS, PHASES)
+    )
     assert set(TABLE) == wanted
     reasons = set(re.findall(r"(?m)^(\d+)\. ", (Path(__file__).parent / "FAULTS.md").read_text()))
     assert set(TABLE.values()) == set(OUTCOMES) | reasons
@@ -109,7 +128,10 @@ def nothing_left() -> Iterator[None]:
 
     before = footprint()
     yield
-    eventually(lambda: all(now <= then for now, then in zip(footprint(), before, strict=True)), f"as {before}")
+    eventually(
+        lambda: all(now <= then for now, then in zip(footprint(), before, strict=True)),
+        f"as {before}",
+    )
 
 
 # ---- a worker process ----
@@ -190,7 +212,9 @@ def text(engine: Engine) -> Any:
 def strike(cell: Cell, engine: Engine) -> None:
     """What the test does itself, to an idle worker."""
     if cell.fault != "hang":
-        os.kill(pids(engine)[cell.of], signal.SIGKILL if cell.fault == "SIGKILL" else signal.SIGSTOP)
+        os.kill(
+            pids(engine)[cell.of], signal.SIGKILL if cell.fault == "SIGKILL" else signal.SIGSTOP
+        )
 
 
 def wait_until_speculation_resumes(engine: Engine, first: int, restarted: bool = True) -> None:
@@ -226,7 +250,9 @@ def check_survived(cell: Cell, engine: Engine) -> None:
 def check_ends(cell: Cell, engine: Engine) -> None:
     if cell.fault == "hang":
         stream = engine.stream(PROMPT, GREEDY, method="pearl")
-        time.sleep(0.5)  # it hangs by now, or will while it is being ended; either way the end must be clean
+        time.sleep(
+            0.5
+        )  # it hangs by now, or will while it is being ended; either way the end must be clean
         assert stream.is_open
     else:
         text(engine)
@@ -236,7 +262,9 @@ def check_ends(cell: Cell, engine: Engine) -> None:
 
 def check_not_started(cell: Cell, once: Path) -> None:
     silent = cell.fault in ("SIGSTOP", "hang")
-    for bound in (6.0, 20.0, BOUND) if silent else (BOUND,):  # a busy machine may not come to the fault in the first
+    for bound in (
+        (6.0, 20.0, BOUND) if silent else (BOUND,)
+    ):  # a busy machine may not come to the fault in the first
         with pytest.raises(PearlError, match=AILS[cell.fault]) as caught:
             engine_with(cell, bound)
         assert caught.value.exit_code == 3
@@ -257,10 +285,15 @@ def check_lost(cell: Cell, engine: Engine) -> None:
     if cell.phase == "idle":
         text(engine)
         strike(cell, engine)
-    with within(engine.config.target_timeout), pytest.raises(TargetLost, match=AILS[cell.fault]) as caught:
+    with (
+        within(engine.config.target_timeout),
+        pytest.raises(TargetLost, match=AILS[cell.fault]) as caught,
+    ):
         text(engine)
     assert "Make a new engine" in str(caught.value)
-    eventually(lambda: all(map(gone, workers)), "the workers are gone, though nobody has closed the engine")
+    eventually(
+        lambda: all(map(gone, workers)), "the workers are gone, though nobody has closed the engine"
+    )
     assert not engine.directory.exists()
     with pytest.raises(PearlError):
         text(engine)
@@ -269,14 +302,22 @@ def check_lost(cell: Cell, engine: Engine) -> None:
 def check_named(engine: Engine) -> None:
     with pytest.raises(NumericalError, match="not finite"):
         text(engine)
-    with pytest.raises(NumericalError, match="not finite"):  # it is broken for good; and the engine still answers
+    with pytest.raises(
+        NumericalError, match="not finite"
+    ):  # it is broken for good; and the engine still answers
         text(engine)
 
 
 @pytest.mark.parametrize("cell", those(PROCESS_FAULTS))
-def test_process_fault(cell: Cell, temporary: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_process_fault(
+    cell: Cell, temporary: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     once = tmp_path_factory.mktemp("faults") / "struck"
-    with nothing_left(), inflicted(cell, once), waker() if cell.fault == "SIGSTOP, SIGCONT" else nullcontext():
+    with (
+        nothing_left(),
+        inflicted(cell, once),
+        waker() if cell.fault == "SIGSTOP, SIGCONT" else nullcontext(),
+    ):
         if cell.outcome == "refused":
             check_not_started(cell, once)
         else:
@@ -311,7 +352,9 @@ def test_the_soak_has_as_many_faults_as_it_was_asked_for() -> None:
 @pytest.mark.long
 def test_the_soak_of_the_server(tmp_path: Path) -> None:
     """Its limits of time and memory are for a quiet machine, and for minutes."""
-    flags = shlex.split("--seconds 6 --clients 4 --slots 2 --kill-every 2 --most-overhead 1e6 --most-growth 1e6")
+    flags = shlex.split(
+        "--seconds 6 --clients 4 --slots 2 --kill-every 2 --most-overhead 1e6 --most-growth 1e6"
+    )
     said = output(sys.executable, SOAK.with_name("soak_http.py"), *flags, timeout=240, cwd=tmp_path)
     assert "drafts killed" in said
     assert ", 0 wrong" in said
@@ -324,7 +367,12 @@ Chosen = tuple[Callable[[m.Message], bool], int]
 
 
 def of(kind: type, number: int = 1, work: str | None = None) -> Chosen:
-    return lambda message: isinstance(message, kind) and work in (None, getattr(message, "work", None)), number
+    return (
+        lambda message: (
+            isinstance(message, kind) and work in (None, getattr(message, "work", None))
+        ),
+        number,
+    )
 
 
 CHOSEN: dict[str, dict[str, Chosen]] = {

@@ -19,7 +19,9 @@ from tests.runner_contract import some_tokens
 from tests.tiny import CPU, changed_model, on_cpu
 
 GROUP = 32
-Written = tuple[dict[str, torch.Tensor], torch.Tensor]  # a module's tensors, and the weights that they stand for
+Written = tuple[
+    dict[str, torch.Tensor], torch.Tensor
+]  # a module's tensors, and the weights that they stand for
 _AWQ = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each half byte of a word
 
 
@@ -32,7 +34,9 @@ def words(fields: np.ndarray, order: tuple[int, ...] = tuple(range(8))) -> torch
     return torch.from_numpy(packed.view(np.int32))
 
 
-def in_groups(weight: torch.Tensor, groups: torch.Tensor) -> tuple[np.ndarray, np.ndarray, torch.Tensor, torch.Tensor]:
+def in_groups(
+    weight: torch.Tensor, groups: torch.Tensor
+) -> tuple[np.ndarray, np.ndarray, torch.Tensor, torch.Tensor]:
     """Steps [out, in], zero points and scales [out, groups], and the weights of these; `groups`: of each input."""
     count = int(groups.max()) + 1
     least = torch.stack([weight[:, groups == n].amin(1) for n in range(count)], 1).clamp_max(0)
@@ -40,12 +44,21 @@ def in_groups(weight: torch.Tensor, groups: torch.Tensor) -> tuple[np.ndarray, n
     scales = ((most - least) / 15).clamp_min(1e-6).half()
     zeros = (-least / scales.float()).round().clamp(1, 15)
     steps = (weight / scales.float()[:, groups] + zeros[:, groups]).round().clamp(0, 15)
-    return steps.numpy(), zeros.numpy(), scales, (steps - zeros[:, groups]) * scales.float()[:, groups]
+    return (
+        steps.numpy(),
+        zeros.numpy(),
+        scales,
+        (steps - zeros[:, groups]) * scales.float()[:, groups],
+    )
 
 
 def awq(weight: torch.Tensor) -> Written:
     steps, zeros, scales, whole = in_groups(weight, torch.arange(weight.shape[1]) // GROUP)
-    parts = {"qweight": words(steps.T, _AWQ), "qzeros": words(zeros.T, _AWQ), "scales": scales.T.contiguous()}
+    parts = {
+        "qweight": words(steps.T, _AWQ),
+        "qzeros": words(zeros.T, _AWQ),
+        "scales": scales.T.contiguous(),
+    }
     return parts, whole
 
 
@@ -102,7 +115,9 @@ def blocks(weight: torch.Tensor) -> Written:
     """One scale for each 128 by 128, or what there is of these."""
     rows = [some.split(128, 1) for some in weight.split(128)]
     scales = torch.stack([torch.stack([block.abs().max() / 448 for block in row]) for row in rows])
-    whole = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: weight.shape[0], : weight.shape[1]]
+    whole = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[
+        : weight.shape[0], : weight.shape[1]
+    ]
     steps = (weight / whole).to(torch.float8_e4m3fn)
     return {"weight": steps, "weight_scale_inv": scales}, steps.float() * whole
 
@@ -116,7 +131,9 @@ def fp4_pairs(weight: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor,
     groups = weight.view(len(weight), scales.shape[1], -1)
     steps = (groups / scales[..., None]).unsqueeze(-1).sub(FP4).abs().argmin(-1)
     pairs = steps.view(len(weight), -1, 2)
-    return (pairs[..., 0] | pairs[..., 1] << 4).to(torch.uint8), (FP4[steps] * scales[..., None]).view(weight.shape)
+    return (pairs[..., 0] | pairs[..., 1] << 4).to(torch.uint8), (
+        FP4[steps] * scales[..., None]
+    ).view(weight.shape)
 
 
 def nvfp4(weight: torch.Tensor) -> Written:
@@ -144,7 +161,9 @@ def mxfp8(weight: torch.Tensor) -> Written:
     exponents, scales = powers(weight, 448)
     steps = (weight.view(*scales.shape, -1) / scales[..., None]).to(torch.float8_e4m3fn)
     stands_for = steps.float() * scales[..., None]
-    return {"weight": steps.view(weight.shape), "weight_scale": exponents}, stands_for.view(weight.shape)
+    return {"weight": steps.view(weight.shape), "weight_scale": exponents}, stands_for.view(
+        weight.shape
+    )
 
 
 def dense(fields: torch.Tensor, bits: int) -> torch.Tensor:
@@ -152,7 +171,9 @@ def dense(fields: torch.Tensor, bits: int) -> torch.Tensor:
     rows = []
     for row in fields.tolist():
         whole = sum(int(number) << bits * place for place, number in enumerate(row))
-        rows.append(np.frombuffer(whole.to_bytes(-(-len(row) * bits // 32) * 4, "little"), np.int32))
+        rows.append(
+            np.frombuffer(whole.to_bytes(-(-len(row) * bits // 32) * 4, "little"), np.int32)
+        )
     return torch.from_numpy(np.stack(rows))
 
 
@@ -165,8 +186,14 @@ def packed_in(bits: int, symmetric: bool = True) -> Callable[[torch.Tensor], Wri
         half = 2 ** (bits - 1)
         scales = (high - low if not symmetric else 2 * groups.abs().amax(2)) / (2 * half - 1)
         scales = scales.bfloat16().clamp_min(1e-6)  # of padding's row too
-        zeros = (-low / scales.float()).round().clamp(0, 2 * half - 1) if not symmetric else torch.full_like(low, half)
-        steps = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 2 * half - 1)
+        zeros = (
+            (-low / scales.float()).round().clamp(0, 2 * half - 1)
+            if not symmetric
+            else torch.full_like(low, half)
+        )
+        steps = (
+            (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 2 * half - 1)
+        )
         parts = {
             "weight_packed": dense(steps.flatten(1), bits),
             "weight_scale": scales,
@@ -187,7 +214,9 @@ def gptq_in(bits: int, less: int = 1) -> Callable[[torch.Tensor], Written]:
         least, most = groups.amin(2).clamp_max(0), groups.amax(2).clamp_min(0)
         scales = ((most - least) / (2**bits - 2)).half()
         zeros = (-least / scales.float()).round().clamp(1, 2**bits - 1)
-        steps = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 2**bits - 1)
+        steps = (
+            (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 2**bits - 1)
+        )
         parts = {
             "qweight": dense(steps.flatten(1), bits).T,
             "qzeros": dense(zeros.T - less, bits),
@@ -217,34 +246,67 @@ def nf4(weight: torch.Tensor, is_nested: bool = True) -> Written:
         most = (scales - offset).abs().max().reshape(1)
         codes = ((scales - offset) / most * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
         scales = levels[codes.long()] * most + offset
-        parts |= {"weight.absmax": codes, "weight.nested_absmax": most, "weight.nested_quant_map": levels}
+        parts |= {
+            "weight.absmax": codes,
+            "weight.nested_absmax": most,
+            "weight.nested_quant_map": levels,
+        }
         state |= {"nested_blocksize": 256, "nested_offset": offset}
-    steps = ((weight.view(-1, 64) / scales[:, None])[..., None] - table).abs().argmin(-1).to(torch.uint8)
+    steps = (
+        ((weight.view(-1, 64) / scales[:, None])[..., None] - table)
+        .abs()
+        .argmin(-1)
+        .to(torch.uint8)
+    )
     pairs = steps.view(-1, 2)
     parts["weight"] = (pairs[:, :1] << 4) | pairs[:, 1:]
-    parts["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    parts["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(
+        list(json.dumps(state).encode()), dtype=torch.uint8
+    )
     return parts, (table[steps.long()] * scales[:, None]).view(weight.shape)
 
 
 def auto_round(packing: str, bits: int = 4, **more: Any) -> dict[str, Any]:
-    scheme = {"quant_method": "auto-round", "packing_format": f"auto_round:{packing}", "bits": bits, "sym": True}
-    return scheme | {"data_type": "int", "group_size": GROUP, "block_name_to_quantize": "model.layers", **more}
+    scheme = {
+        "quant_method": "auto-round",
+        "packing_format": f"auto_round:{packing}",
+        "bits": bits,
+        "sym": True,
+    }
+    return scheme | {
+        "data_type": "int",
+        "group_size": GROUP,
+        "block_name_to_quantize": "model.layers",
+        **more,
+    }
 
 
 def compressed(form: str, **weights: Any) -> dict[str, Any]:
     group = {"weights": {"symmetric": True, **weights}, "targets": ["Linear"]}
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+    }
 
 
 TOOLS: dict[str, tuple[Callable[[torch.Tensor], Written], dict[str, Any], str]] = {
-    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, "4 bits"),
+    "awq": (
+        awq,
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
+        "4 bits",
+    ),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP}, "4 bits"),
     "gptq with act-order": (
         lambda weight: gptq(weight, True),
         {"quant_method": "gptq", "bits": 4, "desc_act": True},
         "4 bits",
     ),
-    "pack-quantized": (in_words, compressed("pack-quantized", num_bits=4, group_size=GROUP), "4 bits"),
+    "pack-quantized": (
+        in_words,
+        compressed("pack-quantized", num_bits=4, group_size=GROUP),
+        "4 bits",
+    ),
     "pack-quantized with zero points": (
         in_words_with_zeros,
         compressed("pack-quantized", num_bits=4, group_size=GROUP, symmetric=False),
@@ -252,15 +314,31 @@ TOOLS: dict[str, tuple[Callable[[torch.Tensor], Written], dict[str, Any], str]] 
     ),
     "int-quantized": (bytes_, compressed("int-quantized", num_bits=8), "8 bits"),
     "float-quantized": (floats, compressed("float-quantized", num_bits=8, type="float"), "8 bits"),
-    "nf4": (nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "4 bits"),
+    "nf4": (
+        nf4,
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        "4 bits",
+    ),
     "nf4 without nested scales": (
         lambda weight: nf4(weight, False),
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
         "4 bits",
     ),
-    "nvfp4": (nvfp4, compressed("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16), "4 bits"),
-    "mxfp4": (mxfp4, compressed("mxfp4-pack-quantized", num_bits=4, type="float", group_size=32), "4 bits"),
-    "mxfp8": (mxfp8, compressed("mxfp8-quantized", num_bits=8, type="float", group_size=32), "8 bits"),
+    "nvfp4": (
+        nvfp4,
+        compressed("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16),
+        "4 bits",
+    ),
+    "mxfp4": (
+        mxfp4,
+        compressed("mxfp4-pack-quantized", num_bits=4, type="float", group_size=32),
+        "4 bits",
+    ),
+    "mxfp8": (
+        mxfp8,
+        compressed("mxfp8-quantized", num_bits=8, type="float", group_size=32),
+        "8 bits",
+    ),
     "3 bits": (packed_in(3), compressed("pack-quantized", num_bits=3, actorder="weight"), "4 bits"),
     "6 bits": (packed_in(6), compressed("pack-quantized", num_bits=6, actorder="static"), "8 bits"),
     "8 bits with zero points": (
@@ -283,21 +361,31 @@ TOOLS: dict[str, tuple[Callable[[torch.Tensor], Written], dict[str, Any], str]] 
     ),
     "auto-round": (gptq_in(4), auto_round("auto_gptq"), "4 bits"),
     "auto-round as awq": (awq, auto_round("auto_awq"), "4 bits"),
-    "auto-round's nvfp4": (nvfp4, auto_round("llm_compressor", data_type="nv_fp", act_bits=4), "4 bits"),
+    "auto-round's nvfp4": (
+        nvfp4,
+        auto_round("llm_compressor", data_type="nv_fp", act_bits=4),
+        "4 bits",
+    ),
     "fp8": (blocks, {"quant_method": "fp8", "weight_block_size": [128, 128]}, "8 bits"),
 }
 
 
-Choose = Callable[[str], Callable[[torch.Tensor], Written] | None]  # how a module is written; None: whole
+Choose = Callable[
+    [str], Callable[[torch.Tensor], Written] | None
+]  # how a module is written; None: whole
 
 
-def save(tool: str, directory: Path, kind: str = "qwen3", scheme: Any = None) -> dict[str, torch.Tensor]:
+def save(
+    tool: str, directory: Path, kind: str = "qwen3", scheme: Any = None
+) -> dict[str, torch.Tensor]:
     """A tiny model as that tool writes it; returns the weights that it stands for. `scheme`: in place of its own."""
     write, usual, _ = TOOLS[tool]
     return save_mixed(directory, scheme or usual, lambda module: write, kind)
 
 
-def save_mixed(directory: Path, scheme: Any, choose: Choose, kind: str = "qwen3") -> dict[str, torch.Tensor]:
+def save_mixed(
+    directory: Path, scheme: Any, choose: Choose, kind: str = "qwen3"
+) -> dict[str, torch.Tensor]:
     """As `save`, with a choice for each module."""
     changed_model(directory, kind, dtype="bfloat16", quantization_config=scheme)
     state, found = {}, {}
@@ -321,7 +409,9 @@ CASES = [*product(TOOLS, ["qwen3"]), ("awq", "qwen3-moe"), ("float-quantized", "
 def test_other_tools_files_run_at_their_own_bits(tool: str, kind: str, tmp_path: Path) -> None:
     """Beside transformers in float32 over the dequantised weights; and each row has its bits in any company."""
     weights = save(tool, tmp_path / "model", kind)
-    save_file(weights, changed_model(tmp_path / "plain", kind) / "model.safetensors", {"format": "pt"})
+    save_file(
+        weights, changed_model(tmp_path / "plain", kind) / "model.safetensors", {"format": "pt"}
+    )
     plain = on_cpu(tmp_path / "plain", max_context=96, forwards="transformers")
     runner = on_cpu(tmp_path / "model", max_context=96, exact=True)
     assert isinstance(runner, ForwardRunner)
@@ -329,9 +419,13 @@ def test_other_tools_files_run_at_their_own_bits(tool: str, kind: str, tmp_path:
     tokens = some_tokens(plain, 40)
     wanted, found = feed_chain(plain, tokens, 40), feed_chain(runner, tokens, 40)
     bound = 0.05 if kind == "qwen3-moe" else 0.02  # rounded rows may choose another expert
-    assert (found - wanted).abs().mean() < bound * wanted.std(), "bfloat16 is all that is between the two"
+    assert (found - wanted).abs().mean() < bound * wanted.std(), (
+        "bfloat16 is all that is between the two"
+    )
     runner.rollback(0)
-    assert torch.equal(torch.cat([feed_chain(runner, tokens[n : n + 5], 5) for n in range(0, 40, 5)]), found)
+    assert torch.equal(
+        torch.cat([feed_chain(runner, tokens[n : n + 5], 5) for n in range(0, 40, 5)]), found
+    )
     wide = on_cpu(tmp_path / "model", max_context=96, dtype="float32")
     torch.testing.assert_close(feed_chain(wide, tokens, 40), wanted, rtol=1e-3, atol=1e-4)
 
@@ -365,7 +459,8 @@ MIXED: dict[str, tuple[dict[str, Any], Choose, str]] = {
             "format": "mixed-precision",
             "config_groups": {
                 "group_0": group("re:.*[qk]_proj$", num_bits=6) | {"format": "pack-quantized"},
-                "group_1": group("Linear", num_bits=8, type="float") | {"format": "naive-quantized"},
+                "group_1": group("Linear", num_bits=8, type="float")
+                | {"format": "naive-quantized"},
                 "group_2": group("model.layers.1.self_attn.v_proj", num_bits=4, type="float")
                 | {"format": "nvfp4-pack-quantized"},
             },
@@ -383,7 +478,9 @@ MIXED: dict[str, tuple[dict[str, Any], Choose, str]] = {
                 ".*self_attn": {"bits": 3},
             },
         },
-        written({"k_proj": gptq_in(8), "0.mlp.down_proj": None, "self_attn": gptq_in(3), "": gptq_in(4)}),
+        written(
+            {"k_proj": gptq_in(8), "0.mlp.down_proj": None, "self_attn": gptq_in(3), "": gptq_in(4)}
+        ),
         "4 and 8 bits",
     ),
     "extra_config": (
@@ -413,7 +510,9 @@ def test_modules_have_the_bits_of_their_rule(case: str, tmp_path: Path) -> None:
     """Beside transformers in float32 over the weights that these stand for."""
     scheme, choose, bits = MIXED[case]
     weights = save_mixed(tmp_path / "model", scheme, choose)
-    save_file(weights, changed_model(tmp_path / "plain", "qwen3") / "model.safetensors", {"format": "pt"})
+    save_file(
+        weights, changed_model(tmp_path / "plain", "qwen3") / "model.safetensors", {"format": "pt"}
+    )
     plain = on_cpu(tmp_path / "plain", max_context=96, forwards="transformers")
     runner = on_cpu(tmp_path / "model", max_context=96, exact=True)
     assert isinstance(runner, ForwardRunner)
@@ -422,7 +521,9 @@ def test_modules_have_the_bits_of_their_rule(case: str, tmp_path: Path) -> None:
     wanted, found = feed_chain(plain, tokens, 40), feed_chain(runner, tokens, 40)
     assert (found - wanted).abs().mean() < 0.02 * wanted.std()
     runner.rollback(0)
-    assert torch.equal(torch.cat([feed_chain(runner, tokens[n : n + 5], 5) for n in range(0, 40, 5)]), found)
+    assert torch.equal(
+        torch.cat([feed_chain(runner, tokens[n : n + 5], 5) for n in range(0, 40, 5)]), found
+    )
 
 
 @pytest.mark.parametrize("tool", [tool for tool in TOOLS if "nf4" not in tool])
@@ -436,22 +537,32 @@ def test_weights_are_those_of_the_formula_bit_for_bit(tool: str) -> None:
     assert torch.equal(found["some.module.weight"]().dequantised(), wanted)
 
 
-def test_scales_of_a_cache_are_unused_and_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_scales_of_a_cache_are_unused_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """llm-compressor writes them with quantised weights, or with nothing else."""
     for number, tool in enumerate(("float-quantized", "")):
         path = tmp_path / f"model-{number}"
-        scheme = TOOLS[tool][1] if tool else {"quant_method": "compressed-tensors", "config_groups": {}}
+        scheme = (
+            TOOLS[tool][1] if tool else {"quant_method": "compressed-tensors", "config_groups": {}}
+        )
         scheme = {**scheme, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
         save_mixed(path, scheme, lambda module, tool=tool: TOOLS[tool][0] if tool else None)
         runner = on_cpu(path, max_context=64)
         caplog.clear()
         tensors = load_file(path / "model.safetensors")
-        scales = {f"model.layers.{n}.self_attn.{of}_scale": torch.ones(1) for n in (0, 1) for of in "kv"}
+        scales = {
+            f"model.layers.{n}.self_attn.{of}_scale": torch.ones(1) for n in (0, 1) for of in "kv"
+        }
         save_file(tensors | scales, path / "model.safetensors", {"format": "pt"})
         other = on_cpu(path, max_context=64)
         assert isinstance(other, ForwardRunner)
         assert torch.equal(*(feed_chain(each, [5, 9, 2, 7], 4) for each in (runner, other)))
-        assert [record.message for record in caplog.records if "keys and values stay whole" in record.message]
+        assert [
+            record.message
+            for record in caplog.records
+            if "keys and values stay whole" in record.message
+        ]
         assert len(caplog.records) == 1
 
 
@@ -473,8 +584,12 @@ def test_an_embedding_may_be_quantised(tmp_path: Path) -> None:
     assert torch.equal(feed_chain(runner, [5, 9, 2, 7], 4), wanted)
 
 
-@pytest.mark.parametrize(("weight", "scales"), [((192, 256), (2, 3)), ((128, 192), (1, 2)), ((128, 192), (2, 1))])
-def test_blocks_of_another_size_are_refused(weight: tuple[int, int], scales: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("weight", "scales"), [((192, 256), (2, 3)), ((128, 192), (1, 2)), ((128, 192), (2, 1))]
+)
+def test_blocks_of_another_size_are_refused(
+    weight: tuple[int, int], scales: tuple[int, int]
+) -> None:
     """And not read as groups of 96, which 192 inputs have two of."""
     with pytest.raises(ValueError, match="scales"):
         packed.float8(torch.zeros(weight).to(torch.float8_e4m3fn), torch.ones(scales))
@@ -490,8 +605,16 @@ PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
         ("awq", {"quant_method": "awq", "bits": 4, "version": "gemv"}, "version is 'gemv'"),
         ("awq", {"quant_method": "unheard-of"}, "quant_method is 'unheard-of'"),
         ("awq", {"quant_method": "bitsandbytes", "load_in_8bit": True}, "load_in_4bit is None"),
-        ("gptq", {"quant_method": "gptq", "bits": 3}, r"down_proj: qweight has the shape .* is of 3 bits"),
-        ("gptq", {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
+        (
+            "gptq",
+            {"quant_method": "gptq", "bits": 3},
+            r"down_proj: qweight has the shape .* is of 3 bits",
+        ),
+        (
+            "gptq",
+            {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+            "checkpoint_format is 'marlin'",
+        ),
         (
             "gptq",
             {"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*mlp": {}}},
@@ -502,18 +625,42 @@ PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
             {"quant_method": "gptq", "bits": 4, "dynamic": {".*mlp": {"rotation": "hadamard"}}},
             r"dynamic\['\.\*mlp'\]\.rotation is 'hadamard'",
         ),
-        ("auto-round", auto_round("auto_gptq", rotation_config={"block_size": 32}), "rotation_config is {'block_size'"),
-        ("auto-round", auto_round("auto_gptq", extra_config={"(": {"bits": 8}}), "no regular expression"),
-        ("auto-round", auto_round("auto_gptq", extra_config={"down_proj": {"bits": 16}}), "bits is 16"),
+        (
+            "auto-round",
+            auto_round("auto_gptq", rotation_config={"block_size": 32}),
+            "rotation_config is {'block_size'",
+        ),
+        (
+            "auto-round",
+            auto_round("auto_gptq", extra_config={"(": {"bits": 8}}),
+            "no regular expression",
+        ),
+        (
+            "auto-round",
+            auto_round("auto_gptq", extra_config={"down_proj": {"bits": 16}}),
+            "bits is 16",
+        ),
         (
             "auto-round",
             auto_round("llm_compressor_nvfp4_e5m3"),
             "packing_format is 'auto_round:llm_compressor_nvfp4_e5m3'",
         ),
-        ("pack-quantized", compressed("pack-quantized", num_bits=4, type="float"), "group_0.weights has type 'float'"),
+        (
+            "pack-quantized",
+            compressed("pack-quantized", num_bits=4, type="float"),
+            "group_0.weights has type 'float'",
+        ),
         ("pack-quantized", compressed("marlin-24", num_bits=4), "group_0.format is 'marlin-24'"),
-        ("pack-quantized", PACKED | {"config_groups": {"W4A16": ["Linear"]}}, "W4A16 is the name of a preset"),
-        ("pack-quantized", PACKED | {"config_groups": {"a": group(MODULE, num_bits=4)}}, "no target of config_groups"),
+        (
+            "pack-quantized",
+            PACKED | {"config_groups": {"W4A16": ["Linear"]}},
+            "W4A16 is the name of a preset",
+        ),
+        (
+            "pack-quantized",
+            PACKED | {"config_groups": {"a": group(MODULE, num_bits=4)}},
+            "no target of config_groups",
+        ),
         (
             "pack-quantized",
             compressed("pack-quantized", num_bits=4) | {"ignore": ["re:.*mlp"]},
@@ -521,10 +668,15 @@ PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
         ),
         (
             "pack-quantized",
-            compressed("pack-quantized", num_bits=4) | {"transform_config": {"config_groups": {"u": {}}}},
+            compressed("pack-quantized", num_bits=4)
+            | {"transform_config": {"config_groups": {"u": {}}}},
             "transform_config is",
         ),
-        ("nvfp4", compressed("nvfp4-pack-quantized", num_bits=4, type="float", symmetric=False), "symmetric is False"),
+        (
+            "nvfp4",
+            compressed("nvfp4-pack-quantized", num_bits=4, type="float", symmetric=False),
+            "symmetric is False",
+        ),
     ],
     ids=str,
 )
@@ -540,7 +692,8 @@ def test_what_is_not_read_here_is_named_and_left_to_transformers(
 
 
 @pytest.mark.parametrize(
-    ("tool", "part"), [("pack-quantized", "weight_g_idx"), ("gptq", "had_rotation"), ("nvfp4", "pre_quant_scale")]
+    ("tool", "part"),
+    [("pack-quantized", "weight_g_idx"), ("gptq", "had_rotation"), ("nvfp4", "pre_quant_scale")],
 )
 def test_a_tensor_of_a_quantised_module_that_nothing_reads_is_named(
     tool: str, part: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -557,7 +710,13 @@ def test_a_tensor_of_a_quantised_module_that_nothing_reads_is_named(
 
 def test_of_two_expressions_the_first_in_the_alphabet_decides() -> None:
     """As compressed-tensors has it, 0.20.1, whatever their order in the file; a full name goes before them."""
-    groups = {"a": group("re:.*proj", num_bits=8), "b": group("re:.*down", num_bits=3), "c": group(MODULE, num_bits=4)}
-    choose = recipes.chooser(PACKED | {"config_groups": groups | {"d": group("Linear", num_bits=2)}})
+    groups = {
+        "a": group("re:.*proj", num_bits=8),
+        "b": group("re:.*down", num_bits=3),
+        "c": group(MODULE, num_bits=4),
+    }
+    choose = recipes.chooser(
+        PACKED | {"config_groups": groups | {"d": group("Linear", num_bits=2)}}
+    )
     names = (MODULE, "model.layers.1.mlp.down_proj", "model.layers.1.mlp.up_proj", "lm_head")
     assert [choose(name).bits for name in names] == [4, 3, 8, 2]

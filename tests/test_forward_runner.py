@@ -11,19 +11,36 @@ from transformers import AutoModelForCausalLM
 from pearl.config import ModelConfig
 from pearl.errors import ModelError
 from pearl.models.checkpoints.loading import load_runner
-from pearl.models.forward import graphs, native
-from pearl.models.forward.matrices import rounding_for
+from pearl.models.cpu import native
+from pearl.models.forward.linear_layers import rounding_for
 from pearl.models.forward.runner import ForwardRunner, has_own_forward
-from pearl.models.hf import HFRunner
 from pearl.models.runner import feed_chain
 from pearl.models.toy import ToyRunner
+from pearl.models.transformers.runner import HFRunner
 from tests.pairwise import pairwise
 from tests.runner_contract import Kinds, RunnerContract, close, some_tokens
 from tests.tiny import CPU, on_cpu, tiny_model
 
 KINDS = (
-    *("llama", "llama-biased", "llama-tied", "llama-long", "mistral", "qwen2", "qwen3", "mistral-sliding", "olmo2"),
-    *("qwen3-short", "gemma3-short", "olmo3-short", "phi3-short", "smollm3-short", "granite-scaled"),
+    *(
+        "llama",
+        "llama-biased",
+        "llama-tied",
+        "llama-long",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "mistral-sliding",
+        "olmo2",
+    ),
+    *(
+        "qwen3-short",
+        "gemma3-short",
+        "olmo3-short",
+        "phi3-short",
+        "smollm3-short",
+        "granite-scaled",
+    ),
     *("qwen3-moe", "mixtral", "gemma2-short", "gpt-oss", "phi4-mini", "glm", "glm4"),
 )
 CHUNKS = (7, 1, 4, 2, 1, 1, 3, 8, 20)  # fed to both, so that every row has a cache behind it
@@ -75,7 +92,9 @@ def toy() -> ToyRunner:
 
 
 def several(record: Any) -> ForwardRunner:
-    return ForwardRunner(AutoModelForCausalLM.from_pretrained(tiny_model()), 64, slots=2, record=record)
+    return ForwardRunner(
+        AutoModelForCausalLM.from_pretrained(tiny_model()), 64, slots=2, record=record
+    )
 
 
 class TestContract(RunnerContract):
@@ -105,7 +124,9 @@ class TestContractCuda(RunnerContract):
 
 @pytest.mark.parametrize("make", [load, replayed])
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_equal_those_of_transformers(kind: str, make: Callable[[str], ForwardRunner]) -> None:
+def test_logits_equal_those_of_transformers(
+    kind: str, make: Callable[[str], ForwardRunner]
+) -> None:
     close(logits(make(kind)), logits(reference(kind, "float32")))
 
 
@@ -118,14 +139,18 @@ def test_a_prompt_in_pieces_has_the_logits_of_transformers(kind: str) -> None:
     close(*(feed_chain(runner, tokens[40:], 1) for runner in runners))
 
 
-@pytest.mark.parametrize(("kind", "dtype", "make"), pairwise(KINDS, ["bfloat16", "float16"], [load, replayed]))
+@pytest.mark.parametrize(
+    ("kind", "dtype", "make"), pairwise(KINDS, ["bfloat16", "float16"], [load, replayed])
+)
 def test_rounding_is_no_worse_than_that_of_transformers(
     kind: str, dtype: str, make: Callable[[str, str], ForwardRunner]
 ) -> None:
     """The bound: 1.5 times what transformers' logits are off from those of the same weights in float32."""
     weights = AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=getattr(torch, dtype))
     exact = logits(HFRunner(weights.float(), 64))
-    theirs, ours = ((logits(runner) - exact).abs() for runner in (reference(kind, dtype), make(kind, dtype)))
+    theirs, ours = (
+        (logits(runner) - exact).abs() for runner in (reference(kind, dtype), make(kind, dtype))
+    )
     assert theirs.max() > 0, "nothing was rounded, so nothing was tested"
     assert ours.max() <= 1.5 * theirs.max()
     assert ours.mean() <= 1.2 * theirs.mean()
@@ -135,7 +160,9 @@ def test_others_keep_the_forward_of_transformers() -> None:
     """Of a dynamic rotation the angles depend on the length of the text; a table made beforehand would be wrong."""
     for kind in ("gpt2", "opt", "llama-dynamic", "stablelm", "gemma4"):
         assert isinstance(on_cpu(tiny_model(kind), max_context=64), HFRunner)
-    assert not has_own_forward(AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float64))
+    assert not has_own_forward(
+        AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float64)
+    )
 
 
 def test_quantised_models_are_left_to_transformers() -> None:
@@ -163,7 +190,7 @@ def test_weights_are_there_once() -> None:
 
 
 def test_texts_longer_than_one_recording_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "_LEAST_VISIBLE", 64)
+    monkeypatch.setattr("pearl.models.gpu.recordings._LEAST_VISIBLE", 64)
     runners = [
         ForwardRunner(AutoModelForCausalLM.from_pretrained(tiny_model()), 256, record=record)
         for record in (None, into_one_buffer)
@@ -178,7 +205,9 @@ def test_texts_longer_than_one_recording_looks(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("make", [load, replayed])
 @pytest.mark.parametrize("kept", [0, 1, 5])
-def test_what_a_rejected_forward_left_is_not_seen(kept: int, make: Callable[[str], ForwardRunner]) -> None:
+def test_what_a_rejected_forward_left_is_not_seen(
+    kept: int, make: Callable[[str], ForwardRunner]
+) -> None:
     """Nor a NaN: a forward looks at whole blocks of positions, a recorded one beyond; 0 times NaN is not 0."""
     runner = make("llama")
     wanted = feed_chain(runner, some_tokens(runner, kept + 4), 4)
@@ -191,19 +220,25 @@ def test_what_a_rejected_forward_left_is_not_seen(kept: int, make: Callable[[str
 
 
 @pytest.mark.parametrize(("context", "recordings"), [(200, 1), (256, 2)])
-def test_all_recordings_are_made_at_load(context: int, recordings: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_recordings_are_made_at_load(
+    context: int, recordings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One for each number of positions looked at, whatever is fed: which rows stand beside a row must not matter.
 
     One that was made amid a text would hold it up for a tenth of a second.
     """
-    monkeypatch.setattr(graphs, "_LEAST_VISIBLE", 128 if recordings > 1 else 512)
+    monkeypatch.setattr(
+        "pearl.models.gpu.recordings._LEAST_VISIBLE", 128 if recordings > 1 else 512
+    )
     made = []
 
     def record(work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         made.append(work)
         return into_one_buffer(work)
 
-    runner = ForwardRunner(AutoModelForCausalLM.from_pretrained(tiny_model()), context, slots=2, spare=3, record=record)
+    runner = ForwardRunner(
+        AutoModelForCausalLM.from_pretrained(tiny_model()), context, slots=2, spare=3, record=record
+    )
     assert len(made) == 2 * recordings
     assert runner.capabilities.slots == 2, "a spare slot would have recordings of its own"
     assert not runner.capabilities.together
@@ -225,7 +260,10 @@ def in_4_bits(weight: torch.Tensor) -> torch.Tensor:
     groups = weight.float().view(len(weight), -1, 32)
     low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
     step = ((high - low) / 15).clamp_min(1e-30)
-    middle, step = (low + 8 * step).bfloat16().float(), step.bfloat16().float()  # as the kernel takes them
+    middle, step = (
+        (low + 8 * step).bfloat16().float(),
+        step.bfloat16().float(),
+    )  # as the kernel takes them
     return (((groups - middle) / step).round().clamp(-8, 7) * step + middle).view_as(weight)
 
 
@@ -233,12 +271,17 @@ ROUNDINGS = {"int8": in_8_bits, "int4": in_4_bits}
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kind", "fed"), pairwise(ROUNDINGS, ["llama", "llama-biased", "llama-tied", "qwen3"], [1, 3, 20])
+    ("dtype", "kind", "fed"),
+    pairwise(ROUNDINGS, ["llama", "llama-biased", "llama-tied", "qwen3"], [1, 3, 20]),
 )
-def test_rounded_weights_are_off_by_no_more_than_their_steps_explain(dtype: str, kind: str, fed: int) -> None:
+def test_rounded_weights_are_off_by_no_more_than_their_steps_explain(
+    dtype: str, kind: str, fed: int
+) -> None:
     """The reference: transformers in float32 over weights that were rounded here, by themselves."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=torch.float32)
-    plain = HFRunner(AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=torch.float32), 64)
+    plain = HFRunner(
+        AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=torch.float32), 64
+    )
     embedding = model.get_input_embeddings().weight.detach().clone()
     model.config.tie_word_embeddings = False
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
@@ -249,14 +292,18 @@ def test_rounded_weights_are_off_by_no_more_than_their_steps_explain(dtype: str,
     tokens = some_tokens(plain, fed)
     wanted, exact = feed_chain(HFRunner(model, 64), tokens, fed), feed_chain(plain, tokens, fed)
     found = feed_chain(load(kind, dtype), tokens, fed)
-    assert (found - wanted).abs().mean() < 0.02 * wanted.std(), "bfloat16 is all that is between the two"
-    assert (found - exact).abs().mean() > (found - wanted).abs().mean(), "nothing was rounded, so nothing was tested"
+    assert (found - wanted).abs().mean() < 0.02 * wanted.std(), (
+        "bfloat16 is all that is between the two"
+    )
+    assert (found - exact).abs().mean() > (found - wanted).abs().mean(), (
+        "nothing was rounded, so nothing was tested"
+    )
 
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sets from how many weights on a model is large."""
-    return lambda weights: monkeypatch.setattr("pearl.models.forward.matrices._LARGE", weights)
+    return lambda weights: monkeypatch.setattr("pearl.models.forward.linear_layers._LARGE", weights)
 
 
 @pytest.mark.skipif(native.library() is None, reason="our products are not built")
@@ -264,7 +311,9 @@ def test_a_large_draft_of_bfloat16_is_rounded_to_4_bits(large: Callable[[int], N
     model = AutoModelForCausalLM.from_pretrained(tiny_model("qwen3"), dtype=torch.float32)
     layers, names = model.model.layers, ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     weights = len(layers) * sum(
-        linear.weight.numel() for name, linear in layers[0].named_modules() if name.rpartition(".")[2] in names
+        linear.weight.numel()
+        for name, linear in layers[0].named_modules()
+        if name.rpartition(".")[2] in names
     )
     large(weights)
     assert rounding_for(model) == "", "of float32"

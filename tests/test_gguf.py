@@ -15,11 +15,17 @@ from pearl.engine.request import with_defaults
 from pearl.errors import ModelError
 from pearl.models.checkpoints.checkpoint import resolve_checkpoint
 from pearl.models.checkpoints.direct import frequencies
-from pearl.models.checkpoints.gguf import _NEEDED, _NEEDED_BY_EXPERTS, _family_of, _windows, table_in
+from pearl.models.checkpoints.gguf import (
+    _NEEDED,
+    _NEEDED_BY_EXPERTS,
+    _family_of,
+    _windows,
+    table_in,
+)
 from pearl.models.checkpoints.gguf_weights import GgufWeights
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.families import GGUF, OWN_FORWARD
-from pearl.models.forward.matrices import multiplies_bf16
+from pearl.models.forward.linear_layers import multiplies_bf16
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.runner import feed_chain
 from pearl.text.tokenizer import GenerationDefaults
@@ -49,9 +55,19 @@ def test_a_gguf_file_gives_the_same_model(tmp_path: Path, cache: Path) -> None:
     assert (tokenizer.token(0), defaults.eos) == ("<end>", (0,))
 
 
-LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-SCALED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what a file says, and what a config.json would
-    "linear": ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+LLAMA3 = {
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+SCALED: dict[
+    str, tuple[dict[str, Any], dict[str, Any]]
+] = {  # what a file says, and what a config.json would
+    "linear": (
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+        {"rope_type": "linear", "factor": 4.0},
+    ),
     "yarn": (
         {
             "rope.scaling.type": "yarn",
@@ -59,14 +75,24 @@ SCALED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what a file says
             "rope.scaling.original_context_length": 64,
             "rope.scaling.yarn_beta_fast": 16.0,
         },
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0},
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 16.0,
+        },
     ),
     "llama3": ({"freqs": True}, {"rope_type": "llama3", **LLAMA3}),
     "none": ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, {"rope_type": "default"}),
 }
 
 
-EXPERTS = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32, "attention.key_length": 8}
+EXPERTS = {
+    "expert_count": 8,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": 32,
+    "attention.key_length": 8,
+}
 GEMMA = {"attention.key_length": 8}
 FAMILIES: dict[str, dict[str, Any]] = {  # what files of them say beside the usual
     "llama-biased": {},
@@ -99,11 +125,18 @@ FAMILIES: dict[str, dict[str, Any]] = {  # what files of them say beside the usu
     "smollm3": {},
     "qwen3-moe": EXPERTS,
     "mixtral": {"expert_count": 4, "expert_used_count": 2},
-    "gpt-oss-plain": {"expert_count": 4, "expert_used_count": 2, **GEMMA, "attention.sliding_window": 8},
+    "gpt-oss-plain": {
+        "expert_count": 4,
+        "expert_used_count": 2,
+        **GEMMA,
+        "attention.sliding_window": 8,
+    },
 }
 
 
-OPEN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # a file says, and what that is in a config.json
+OPEN: dict[
+    str, tuple[str, dict[str, Any], dict[str, Any]]
+] = {  # a file says, and what that is in a config.json
     "llama": ("llama", {}, {"rope_parameters": USUAL_ROPE}),
     "phi3": ("phi3-partial", {"attention.sliding_window": 0}, {"rope_parameters": USUAL_ROPE}),
     "mixtral": ("mixtral", FAMILIES["mixtral"], {"rope_parameters": USUAL_ROPE}),
@@ -134,23 +167,35 @@ CASES = {  # name -> (tiny model, fields of its file, the same in config.json)
         f"rope {kind}": ("llama", said, {"rope_parameters": rope | {"rope_theta": 5e5}})
         for kind, (said, rope) in SCALED.items()
     },
-    **{kind: (kind, said, {"norm_topk_prob": True} if kind == "qwen3-moe" else {}) for kind, said in FAMILIES.items()},
+    **{
+        kind: (kind, said, {"norm_topk_prob": True} if kind == "qwen3-moe" else {})
+        for kind, said in FAMILIES.items()
+    },
     "a window": (
         "phi3-partial",
         FAMILIES["phi3-partial"] | {"attention.sliding_window": 32},
         {"sliding_window": 32},
     ),
-    **{f"open {name}": (kind, {"rope.freq_base": None, **said}, usual) for name, (kind, said, usual) in OPEN.items()},
+    **{
+        f"open {name}": (kind, {"rope.freq_base": None, **said}, usual)
+        for name, (kind, said, usual) in OPEN.items()
+    },
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_gguf_file_gives_the_model_that_it_describes(tmp_path: Path, cache: Path, name: str) -> None:
+def test_a_gguf_file_gives_the_model_that_it_describes(
+    tmp_path: Path, cache: Path, name: str
+) -> None:
     """Whether its rope is scaled (transformers drops it), what its family usually has (it was not read from the file),
     and what it leaves open, as in llama.cpp: a rope of base 10,000 that turns whole heads, and no window."""
     kind, said, changes = CASES[name]
     plain = changed_model(tmp_path / "plain", kind, **changes)
-    _write_gguf(file := tmp_path / "tiny.gguf", plain if name.startswith("rope") else tiny_model(kind), **said)
+    _write_gguf(
+        file := tmp_path / "tiny.gguf",
+        plain if name.startswith("rope") else tiny_model(kind),
+        **said,
+    )
     runner, wanted = (on_cpu(path, dtype="float32") for path in (file, plain))
     assert type(runner) is type(wanted)
     tokens = some_tokens(runner, 60)
@@ -173,12 +218,24 @@ SIX = ["sliding_attention"] * 5 + ["full_attention"]
         ("gemma2", 64, [True, False], None),
     ],
 )
-def test_layers_slide_as_the_gguf_file_says(family: str, window: int | None, pattern: Any, kinds: Any) -> None:
+def test_layers_slide_as_the_gguf_file_says(
+    family: str, window: int | None, pattern: Any, kinds: Any
+) -> None:
     """It was five of six whatever the file said, and a window of 0 an error of Python's."""
-    said = {"attention.sliding_window": window, "attention.sliding_window_pattern": pattern, "context_length": 256}
-    given = GGUF[family, False], {name: value for name, value in said.items() if value is not None}, 6
+    said = {
+        "attention.sliding_window": window,
+        "attention.sliding_window_pattern": pattern,
+        "context_length": 256,
+    }
+    given = (
+        GGUF[family, False],
+        {name: value for name, value in said.items() if value is not None},
+        6,
+    )
     if kinds is None:
-        with pytest.raises(ValueError, match="it says of 2 layers whether they have a window, and has 6"):
+        with pytest.raises(
+            ValueError, match="it says of 2 layers whether they have a window, and has 6"
+        ):
             _windows(*given)
     else:
         usual = 4096 if family == "gemma2" else 256
@@ -190,15 +247,24 @@ UNKEPT: list[tuple[str, dict[str, Any]]] = [  # what is said of it
     ("its rope is scaled by 'longrope'", {"rope.scaling.type": "longrope"}),
     ("its rope is scaled in a way", {"rope.scaling.type": "yarn", "rope.scaling.attn_factor": 0.5}),
     ("its rope has frequencies", {"freqs": 3}),
-    ("its rope is scaled by tensors", {"freqs": 3, "rope.scaling.type": "linear", "rope.scaling.factor": 4.0}),
+    (
+        "its rope is scaled by tensors",
+        {"freqs": 3, "rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+    ),
     ("its rope is scaled by tensors", {"model": "phi4-mini", "rope.scaling.type": "none"}),
     ("2 of its weights are in no file", {"without": "up_proj"}),
     ("its rope is scaled in a way", {"rope.scaling.finetuned": False}),
     ("a window of 64", {"attention.sliding_window": 64}),
     ("its rope turns 4 of 8", {"model": "qwen2", "rope.dimension_count": 4, "without": "bias"}),
     ("6 of its weights have no place", {"model": "llama-biased", "without": "q_proj.bias"}),
-    (r"mlp.gate_proj.weight has the shape \[64, 32\] where \[48, 32\] is expected", {"feed_forward_length": 48}),
-    ("it does not say 'attention.layer_norm_rms_epsilon'", {"attention.layer_norm_rms_epsilon": None}),
+    (
+        r"mlp.gate_proj.weight has the shape \[64, 32\] where \[48, 32\] is expected",
+        {"feed_forward_length": 48},
+    ),
+    (
+        "it does not say 'attention.layer_norm_rms_epsilon'",
+        {"attention.layer_norm_rms_epsilon": None},
+    ),
     ("it does not say 'context_length'", {"model": "qwen2", "context_length": None}),
     ("it does not say 'expert_used_count'", {**MOE, "expert_used_count": None}),
     ("it uses 9 experts of 8", {**MOE, "expert_used_count": 9}),
@@ -213,7 +279,11 @@ def test_a_gguf_file_that_cannot_be_kept_whole_is_refused(
     tmp_path: Path, cache: Path, cause: str, said: dict[str, Any]
 ) -> None:
     model = tiny_model(said.get("model", "llama"))
-    _write_gguf(file := tmp_path / "tiny.gguf", model, **{name: said[name] for name in said if name != "model"})
+    _write_gguf(
+        file := tmp_path / "tiny.gguf",
+        model,
+        **{name: said[name] for name in said if name != "model"},
+    )
     with pytest.raises(ModelError, match=cause):
         on_cpu(file)
 
@@ -231,7 +301,9 @@ def test_no_number_of_a_gguf_file_is_made_up() -> None:
             _family_of(architecture, said | {"attention.head_count_kv": [2, 1]})
 
 
-def test_a_gguf_file_of_an_architecture_that_is_not_read_is_refused(tmp_path: Path, cache: Path) -> None:
+def test_a_gguf_file_of_an_architecture_that_is_not_read_is_refused(
+    tmp_path: Path, cache: Path
+) -> None:
     """The causes were errors of Python's, such as 'int' object is not iterable."""
     for architecture in ("lfm2", "t5", "deci", "gemma4", "falcon"):
         writer = gguf.GGUFWriter(file := tmp_path / f"{architecture}.gguf", architecture)
@@ -239,22 +311,32 @@ def test_a_gguf_file_of_an_architecture_that_is_not_read_is_refused(tmp_path: Pa
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.close()
-        with pytest.raises(ModelError, match=f"loaded: files of the architecture '{architecture}' are not"):
+        with pytest.raises(
+            ModelError, match=f"loaded: files of the architecture '{architecture}' are not"
+        ):
             on_cpu(file)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3-linear", "phi3-partial", "qwen3-moe", "gpt-oss-plain"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "gemma3-linear", "phi3-partial", "qwen3-moe", "gpt-oss-plain"]
+)
 @pytest.mark.parametrize("of", ["Q4_1", "Q5_1", "Q8_0", "BF16", "MXFP4"])
-def test_weights_are_dequantised_as_the_reference_does(tmp_path: Path, cache: Path, kind: str, of: str) -> None:
+def test_weights_are_dequantised_as_the_reference_does(
+    tmp_path: Path, cache: Path, kind: str, of: str
+) -> None:
     """In our own forward and in transformers', whose own reading of such files is the same but for the rope's scale."""
-    _write_gguf(file := tmp_path / "tiny.gguf", model := tiny_model(kind), kind=of, **FAMILIES.get(kind, {}))
+    _write_gguf(
+        file := tmp_path / "tiny.gguf", model := tiny_model(kind), kind=of, **FAMILIES.get(kind, {})
+    )
     config = json.loads((model / "config.json").read_text())
     family = OWN_FORWARD[config["architectures"][0]]
     table = table_in(resolve_checkpoint(str(file)))
     weights = GgufWeights(table, family.forward)
     for name, given in _tensors_of(model, family.gguf.architecture, config):
         its = gguf.GGMLQuantizationType[of if _is_matrix(name, given) else "F32"]
-        wanted = torch.from_numpy(gguf.dequantize(gguf.quantize(given.contiguous().numpy(), its), its))
+        wanted = torch.from_numpy(
+            gguf.dequantize(gguf.quantize(given.contiguous().numpy(), its), its)
+        )
         if kind == "llama" and ("q_proj" in name or "k_proj" in name):
             wanted = wanted.unflatten(0, (-1, 4, 2)).transpose(1, 2).flatten(0, 2)
         if kind.startswith("gemma") and name.endswith("norm.weight"):
@@ -262,15 +344,31 @@ def test_weights_are_dequantised_as_the_reference_does(tmp_path: Path, cache: Pa
         for number, part in enumerate(wanted) if ".experts." in name else ():
             its = name.replace(".experts", f".experts.{number}")
             assert torch.equal(weights.plain(its, CPU, torch.float32), part), its
-        assert ".experts." in name or torch.equal(weights.plain(name, CPU, torch.float32), wanted), name
+        assert ".experts." in name or torch.equal(
+            weights.plain(name, CPU, torch.float32), wanted
+        ), name
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama", "llama-tied", "gemma2-caps", "glm4", "phi3-partial", "qwen3-moe", "mixtral", "gpt-oss-plain"]
+    "kind",
+    [
+        "llama",
+        "llama-tied",
+        "gemma2-caps",
+        "glm4",
+        "phi3-partial",
+        "qwen3-moe",
+        "mixtral",
+        "gpt-oss-plain",
+    ],
 )
-def test_weights_in_their_own_bits_are_the_dequantised_ones(tmp_path: Path, cache: Path, kind: str) -> None:
+def test_weights_in_their_own_bits_are_the_dequantised_ones(
+    tmp_path: Path, cache: Path, kind: str
+) -> None:
     """Experts too.  Dequantised, the file runs through transformers as well."""
-    _write_gguf(file := tmp_path / "tiny.gguf", tiny_model(kind), kind="Q8_0", **FAMILIES.get(kind, {}))
+    _write_gguf(
+        file := tmp_path / "tiny.gguf", tiny_model(kind), kind="Q8_0", **FAMILIES.get(kind, {})
+    )
     few, whole = (on_cpu(file, dtype=dtype) for dtype in ("auto", "float32"))
     theirs = on_cpu(file, dtype="float32", forwards="transformers")
     assert isinstance(few, ForwardRunner)
@@ -280,15 +378,21 @@ def test_weights_in_their_own_bits_are_the_dequantised_ones(tmp_path: Path, cach
     wanted = feed_chain(whole, tokens, 30)
     close(feed_chain(theirs, tokens, 30), wanted)
     bound = 0.03 if "moe" in kind else 0.02  # rounded rows may choose another expert
-    assert (feed_chain(few, tokens, 30) - wanted).abs().mean() < bound, "rows are rounded to bfloat16"
+    assert (feed_chain(few, tokens, 30) - wanted).abs().mean() < bound, (
+        "rows are rounded to bfloat16"
+    )
     few.rollback(0)
-    again = torch.cat([feed_chain(few, some, len(some)) for some in (tokens[:1], tokens[1:9], tokens[9:])])
+    again = torch.cat(
+        [feed_chain(few, some, len(some)) for some in (tokens[:1], tokens[1:9], tokens[9:])]
+    )
     few.rollback(0)
     assert torch.equal(again, feed_chain(few, tokens, 30)), "however they were fed"
 
 
 PENALISED = {"temp": 0.5, "penalty_repeat": 1.2}
-SAMPLED: list[tuple[dict[str, Any], GenerationDefaults]] = [  # what a file says of how to sample it, and its defaults
+SAMPLED: list[
+    tuple[dict[str, Any], GenerationDefaults]
+] = [  # what a file says of how to sample it, and its defaults
     ({}, GenerationDefaults()),
     (
         {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "penalty_repeat": 1.05},
@@ -303,17 +407,31 @@ SAMPLED: list[tuple[dict[str, Any], GenerationDefaults]] = [  # what a file says
     (PENALISED | {"penalty_last_n": 0}, GenerationDefaults(0.5)),
     (
         PENALISED | {"penalty_last_n": 64},
-        GenerationDefaults(0.5, repetition_penalty=1.2, ignored=("general.sampling.penalty_last_n 64",)),
+        GenerationDefaults(
+            0.5, repetition_penalty=1.2, ignored=("general.sampling.penalty_last_n 64",)
+        ),
     ),
     (
-        {"temp": 0.5, "mirostat": 1, "mirostat_tau": 4.0, "mirostat_eta": 0.1, "sequence": "top_k;temperature"},
-        GenerationDefaults(0.5, ignored=("general.sampling.mirostat 1", "general.sampling.sequence top_k;temperature")),
+        {
+            "temp": 0.5,
+            "mirostat": 1,
+            "mirostat_tau": 4.0,
+            "mirostat_eta": 0.1,
+            "sequence": "top_k;temperature",
+        },
+        GenerationDefaults(
+            0.5,
+            ignored=("general.sampling.mirostat 1", "general.sampling.sequence top_k;temperature"),
+        ),
     ),
     (
         {"temp": 0.5, "xtc_probability": 1.0, "xtc_threshold": 0.1},
         GenerationDefaults(0.5, ignored=("general.sampling.xtc_probability 1.0",)),
     ),
-    ({"temp": 0.5, "xtc_probability": 0.5, "xtc_threshold": 0.6, "mirostat": 0}, GenerationDefaults(0.5)),
+    (
+        {"temp": 0.5, "xtc_probability": 0.5, "xtc_threshold": 0.6, "mirostat": 0},
+        GenerationDefaults(0.5),
+    ),
     ({"temp": 0.5, "top_p": 1.5}, GenerationDefaults(0.5, ignored=("top_p 1.5",))),
 ]
 
@@ -330,29 +448,41 @@ def test_a_file_s_sampling_options_are_its_defaults(
     chosen = with_defaults(SamplingParams(temperature=0.1, top_k=3), defaults)
     assert (chosen["temperature"], chosen["top_k"], chosen["top_p"]) == (0.1, 3, defaults.top_p)
     (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, "top_k": 9}))
-    assert load_tokenizer(str(file))[1] == GenerationDefaults(1.0, 9, eos=(0,)), "a file beside it has the last word"
+    assert load_tokenizer(str(file))[1] == GenerationDefaults(1.0, 9, eos=(0,)), (
+        "a file beside it has the last word"
+    )
 
 
 def _of_type(whole: bytes, number: int) -> bytes:
     """A file whose first norm is of the type with this number."""
     name = b"output_norm.weight"
-    at = whole.index(name) + len(name) + 4 + 8  # behind the number of its dimensions, and the only one
+    at = (
+        whole.index(name) + len(name) + 4 + 8
+    )  # behind the number of its dimensions, and the only one
     return whole[:at] + number.to_bytes(4, "little") + whole[at + 4 :]
 
 
-def test_a_gguf_file_that_is_newer_than_the_reader_is_not_called_damaged(tmp_path: Path, cache: Path) -> None:
+def test_a_gguf_file_that_is_newer_than_the_reader_is_not_called_damaged(
+    tmp_path: Path, cache: Path
+) -> None:
     """Such as one of llama.cpp's type 42, Q2_0, which gguf 0.19.0 does not know."""
     _write_gguf(file := tmp_path / "tiny.gguf")
     whole = file.read_bytes()
     newest = max(gguf.GGMLQuantizationType)
     field = whole.index(b"tokenizer.ggml.model") + len(b"tokenizer.ggml.model")
     cases = {
-        f"it has weights of the type {newest + 1}, which is newer than the reader: gguf": _of_type(whole, newest + 1),
+        f"it has weights of the type {newest + 1}, which is newer than the reader: gguf": _of_type(
+            whole, newest + 1
+        ),
         "it has weights of the type 4, which was withdrawn": _of_type(whole, 4),
         "it is cut off or damaged": _of_type(whole, 2**31),
         "it has weights of the type I32, which gguf .* does not dequantise": _of_type(whole, 26),
-        "it has fields of the type 99, which is newer than the reader": whole[:field] + b"\x63" + whole[field + 1 :],
-        "it has the version 4 of GGUF, which is newer than the reader": whole[:4] + b"\4" + whole[5:],
+        "it has fields of the type 99, which is newer than the reader": whole[:field]
+        + b"\x63"
+        + whole[field + 1 :],
+        "it has the version 4 of GGUF, which is newer than the reader": whole[:4]
+        + b"\4"
+        + whole[5:],
     }
     for cause, content in cases.items():
         file.write_bytes(content)
@@ -364,7 +494,10 @@ def test_a_damaged_gguf_file_is_a_model_error(tmp_path: Path, cache: Path) -> No
     file = tmp_path / "tiny.gguf"
     _write_gguf(file)
     whole = file.read_bytes()
-    for size, cause in (*((size, "cut off") for size in (5, 23, 24, 99, 3000, len(whole) - 33)), (3, "no GGUF file")):
+    for size, cause in (
+        *((size, "cut off") for size in (5, 23, 24, 99, 3000, len(whole) - 33)),
+        (3, "no GGUF file"),
+    ):
         file.write_bytes(whole[:size])
         with pytest.raises(ModelError, match=rf"tiny\.gguf' could not be loaded: it is {cause}"):
             on_cpu(file)
@@ -375,7 +508,12 @@ def test_a_damaged_gguf_file_is_a_model_error(tmp_path: Path, cache: Path) -> No
 
 
 def _write_gguf(
-    file: Path, model: Path | None = None, without: str = " ", freqs: Any = None, kind: str = "F32", **said: Any
+    file: Path,
+    model: Path | None = None,
+    without: str = " ",
+    freqs: Any = None,
+    kind: str = "F32",
+    **said: Any,
 ) -> None:
     """A tiny model in llama.cpp's naming; a Llama's q and k rows interleaved as its rotation wants.
 
@@ -384,9 +522,12 @@ def _write_gguf(
     """
     model = model or tiny_model()
     config = json.loads((model / "config.json").read_text())
-    family = {"gemma3_text": "gemma3", "mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}.get(
-        config["model_type"], config["model_type"]
-    )
+    family = {
+        "gemma3_text": "gemma3",
+        "mixtral": "llama",
+        "qwen3_moe": "qwen3moe",
+        "gpt_oss": "gpt-oss",
+    }.get(config["model_type"], config["model_type"])
     ropes = config["rope_parameters"]
     usual = {
         "block_count": config["num_hidden_layers"],
@@ -402,7 +543,12 @@ def _write_gguf(
     writer = gguf.GGUFWriter(file, family)
     for name, value in (usual | said).items():
         if value is not None:
-            adders = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+            adders = {
+                str: writer.add_string,
+                bool: writer.add_bool,
+                int: writer.add_uint32,
+                float: writer.add_float32,
+            }
             is_sampling = name.startswith("general.sampling.")
             adders[int] = writer.add_int32 if is_sampling else writer.add_uint32
             adders[type(value)](name if is_sampling else f"{family}.{name}", value)
@@ -415,7 +561,9 @@ def _write_gguf(
         factors = torch.tensor(ropes[f"{length}_factor"], dtype=torch.float32)
         writer.add_tensor(f"rope_factors_{length}.weight", factors.numpy())
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["<end>", *(chr(0x100 + id) for id in range(2, config["vocab_size"])), "ĂĂ"])
+    writer.add_token_list(
+        ["<end>", *(chr(0x100 + id) for id in range(2, config["vocab_size"])), "ĂĂ"]
+    )
     writer.add_token_merges(["Ă Ă"])
     writer.add_eos_token_id(0)
     writer.add_pad_token_id(0)
@@ -425,14 +573,18 @@ def _write_gguf(
                 weight.contiguous().numpy(),
                 gguf.GGMLQuantizationType[kind if _is_matrix(name, weight) else "F32"],
             )
-            writer.add_tensor(_held(name, family, config), gguf.quantize(numbers, its), raw_dtype=its)
+            writer.add_tensor(
+                _held(name, family, config), gguf.quantize(numbers, its), raw_dtype=its
+            )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _tensors_of(model: Path, family: str, config: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_of(
+    model: Path, family: str, config: dict[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of a tiny model as llama.cpp has them, by transformers' names; gate and up of experts apart."""
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, weight in AutoModelForCausalLM.from_pretrained(model).state_dict().items():
@@ -443,12 +595,20 @@ def _tensors_of(model: Path, family: str, config: dict[str, Any]) -> Iterator[tu
             weight = weight.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)
         if family.startswith("gemma") and name.endswith("norm.weight"):
             weight = weight + 1  # as they are applied
-        stem, part, bias = name.partition(".experts.")[0], name.rpartition(".")[2], "_bias" * name.endswith("_bias")
+        stem, part, bias = (
+            name.partition(".experts.")[0],
+            name.rpartition(".")[2],
+            "_bias" * name.endswith("_bias"),
+        )
         kind = "bias" if bias else "weight"
         if family == "gpt-oss" and ".experts." in name and not bias:
             weight = weight.mT
         if part == f"gate_up_proj{bias}" and ".experts." in name:
-            halves = (weight[:, 0::2], weight[:, 1::2]) if family == "gpt-oss" else weight.chunk(2, dim=1)
+            halves = (
+                (weight[:, 0::2], weight[:, 1::2])
+                if family == "gpt-oss"
+                else weight.chunk(2, dim=1)
+            )
             for its, half in zip(("gate_proj", "up_proj"), halves, strict=True):
                 yield f"{stem}.experts.{its}.{kind}", half
         elif ".experts." in name:
@@ -465,4 +625,6 @@ def _held(name: str, family: str, config: dict[str, Any]) -> str:
     """A weight's name in a file."""
     number = next(number for number, each in gguf.MODEL_ARCH_NAMES.items() if each == family)
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
-    return str(names.get_name(name, try_suffixes=(".weight", ".bias"))) + ".weight" * name.endswith(".sinks")
+    return str(names.get_name(name, try_suffixes=(".weight", ".bias"))) + ".weight" * name.endswith(
+        ".sinks"
+    )

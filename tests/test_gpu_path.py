@@ -14,10 +14,10 @@ from pearl.decoding.rules.ratio import RatioTarget
 from pearl.errors import ModelError
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
-from pearl.lab.simulate import Timing, VirtualProposer
+from pearl.lab.studies.simulate import Timing, VirtualProposer
 from pearl.models.checkpoints.loading import load_model, load_runner
-from pearl.models.forward import graphs
 from pearl.models.forward.runner import ForwardRunner
+from pearl.models.gpu import recordings
 from pearl.models.runner import feed_chain
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.messages import DraftTokens, Submit
@@ -32,7 +32,9 @@ from tests.tiny import tiny_model
 from tests.virtual import Turns
 
 GPU = torch.device("cuda", 0)
-NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="loads to a GPU that must not be there")
+NO_GPU = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="loads to a GPU that must not be there"
+)
 
 
 @NO_GPU
@@ -66,9 +68,15 @@ LOGITS = 3 * torch.randn(8, 1000, generator=torch.Generator().manual_seed(1))
 
 @pytest.mark.parametrize(("rule", "epsilon"), [("ratio", 0.0), ("opt", 0.01), ("uno", 0.01)])
 def test_odds_summed_together_are_those_summed_one_by_one(rule: str, epsilon: float) -> None:
-    half = make_half("target", rule, drawn_by(1.0, seed=3), (("epsilon", epsilon),) if epsilon else ())
+    half = make_half(
+        "target", rule, drawn_by(1.0, seed=3), (("epsilon", epsilon),) if epsilon else ()
+    )
     assert isinstance(half, RatioTarget)
-    target, draft, tokens = torch.softmax(LOGITS, -1), torch.softmax(LOGITS.flip(0), -1), range(len(LOGITS))
+    target, draft, tokens = (
+        torch.softmax(LOGITS, -1),
+        torch.softmax(LOGITS.flip(0), -1),
+        range(len(LOGITS)),
+    )
     one_by_one = [half._facts(target[i : i + 1], draft[i : i + 1], [i])[0] for i in tokens]
     assert half._facts(target, draft, tokens) == one_by_one
 
@@ -78,9 +86,18 @@ def test_odds_summed_together_are_those_summed_one_by_one(rule: str, epsilon: fl
 
 def random_llama(context: int, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     config = LlamaConfig(
-        num_hidden_layers=2, vocab_size=256, max_position_embeddings=context, initializer_range=0.1, **sizes
+        num_hidden_layers=2,
+        vocab_size=256,
+        max_position_embeddings=context,
+        initializer_range=0.1,
+        **sizes,
     )
     return LlamaForCausalLM(config).to(dtype)  # type: ignore[arg-type]
 
@@ -98,7 +115,7 @@ def test_a_prompt_in_pieces_gives_what_it_gives_in_one(chunks: tuple[int, ...]) 
         found.append(feed_chain(cut, tokens[fed : fed + count], count, prompt=True))
         fed += count
     close(torch.cat(found), feed_chain(whole, tokens, 1101))
-    assert max(largest) == graphs.PREFILL
+    assert max(largest) == recordings.PREFILL
 
 
 @pytest.mark.gpu
@@ -128,8 +145,14 @@ def test_recorded_forwards_give_the_bits_of_those_that_are_not(dtype: torch.dtyp
 def test_prompts_by_our_kernels_are_those_of_torch() -> None:
     """Recorded and not, in two slots, whose bits are the same."""
     given = {"slots": 2, "kernels": True}, {"kernels": True, "records": False}, {"kernels": False}
-    runners = [ForwardRunner(random_llama(1200, torch.bfloat16).to(GPU), 1200, **some) for some in given]  # type: ignore
-    assert [each._graphs is not None and each._graphs.prompts is not None for each in runners] == [True, True, False]
+    runners = [
+        ForwardRunner(random_llama(1200, torch.bfloat16).to(GPU), 1200, **some) for some in given
+    ]  # type: ignore
+    assert [each._graphs is not None and each._graphs.prompts is not None for each in runners] == [
+        True,
+        True,
+        False,
+    ]
     tokens = some_tokens(runners[0], 1100)
     rows = [feed_chain(runner, tokens, 600, prompt=True) for runner in runners]
     assert torch.equal(rows[0], feed_chain(runners[0], tokens, 600, 1, prompt=True))
@@ -141,7 +164,9 @@ def test_announced_rows_are_received_where_messages_are_read() -> None:
     """Beside the forwards: over NCCL a row takes two waits for the device, which are not to be the loop's."""
     executor, row = TargetExecutor(ToyRunner(32, alpha_pair(32, 0.5)[0])), torch.full((32,), 1 / 32)
     channel = Mock(receive=lambda count: row.expand(count, -1))
-    link = DraftLink(TargetSettings(EngineConfig(draft_timeout=1.0), 32, 64, b""), executor, lambda: channel)
+    link = DraftLink(
+        TargetSettings(EngineConfig(draft_timeout=1.0), 32, 64, b""), executor, lambda: channel
+    )
     link.peer = b"draft"
     link.open_channel()
     message = link.examined(b"draft", DraftTokens(0, 0, 3, (1,), rows=(AnnouncedRow(),)))
@@ -157,8 +182,10 @@ def other_bits_by_size(seed: int) -> ForwardRunner:
     assert graphs_of is not None
     plain = graphs_of._step
 
-    def step(piece: graphs.Piece, slot: int, end: int, rows: int) -> torch.Tensor:
-        runner._layers.embedding = embedding if len(piece.ids) == graphs.FED else embedding.roll(1, 0)
+    def step(piece: recordings.Piece, slot: int, end: int, rows: int) -> torch.Tensor:
+        runner._layers.embedding = (
+            embedding if len(piece.ids) == recordings.FED else embedding.roll(1, 0)
+        )
         return plain(piece, slot, end, rows)
 
     graphs_of._step = step
@@ -181,7 +208,10 @@ def test_a_text_does_not_depend_on_what_was_in_the_cache(method: str, temperatur
         decoding = resolved(method, *(("stream", None) if method == "ar" else ("fixed", 20)))
         prompt = tuple(prompts[number])
         return Submit(
-            number, prompt, len(prompt) + 24, replace(decoding, sampling=drawn_by(temperature=temperature, seed=3))
+            number,
+            prompt,
+            len(prompt) + 24,
+            replace(decoding, sampling=drawn_by(temperature=temperature, seed=3)),
         )
 
     one = loops()

@@ -24,7 +24,7 @@ from pearl.decoding.sampling import probabilities, read_draw
 from pearl.decoding.shaping import Shaper
 from pearl.engine import request as requests
 from pearl.errors import ForwardError, GrammarError, RequestError, installing
-from pearl.lab.simulate import Timing, paired_executors, simulate
+from pearl.lab.studies.simulate import Timing, paired_executors, simulate
 from pearl.models.checkpoints.tokenizers import ToyTokenizer
 from pearl.models.feeds import paths
 from pearl.models.toy import ToyRunner, alpha_pair
@@ -42,7 +42,12 @@ VOCAB, PROMPT = 6, (1, 2, 3, 1)
 END = 5  # "5" in a text, were it not what ends one
 REGEX = "(0|12){2,4}3?"
 # The whole language, written down without any parser.
-LANGUAGE = {"".join(parts) + last for n in (2, 3, 4) for parts in product(("0", "12"), repeat=n) for last in ("", "3")}
+LANGUAGE = {
+    "".join(parts) + last
+    for n in (2, 3, 4)
+    for parts in product(("0", "12"), repeat=n)
+    for last in ("", "3")
+}
 TEXTS = st.lists(st.integers(0, VOCAB - 1), max_size=10)
 
 
@@ -56,7 +61,9 @@ def shaping(**others: float) -> RequestOptions:
 
 def allowed(text: str) -> set[int]:
     """What may follow a text of the language; empty where it is none."""
-    following = {int(word[len(text)]) for word in LANGUAGE if word.startswith(text) and len(word) > len(text)}
+    following = {
+        int(word[len(text)]) for word in LANGUAGE if word.startswith(text) and len(word) > len(text)
+    }
     return following | ({END} if text in LANGUAGE else set())
 
 
@@ -89,7 +96,14 @@ def test_a_model_may_have_more_ids_than_its_tokenizer_and_fewer() -> None:
         assert len(mask) == size
     shaper = Shaper(shaping(), PROMPT, toy_guides(VOCAB - 2))
     shaper.hold(len(PROMPT))
-    assert shaper.shape(torch.zeros(VOCAB)).isfinite().tolist() == [True, True, False, False, False, False]
+    assert shaper.shape(torch.zeros(VOCAB)).isfinite().tolist() == [
+        True,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_rows_behind_a_guess_that_breaks_the_grammar_are_as_they_were() -> None:
@@ -129,7 +143,9 @@ def masked(text: list[int], logits: torch.Tensor) -> torch.Tensor:
     may = allowed(written(text[len(PROMPT) :]))
     possible = any(logits[token] > -torch.inf for token in may)
     values = [float(value) if possible else 0.0 for value in logits]
-    return torch.tensor([value if token in may else -torch.inf for token, value in enumerate(values)])
+    return torch.tensor(
+        [value if token in may else -torch.inf for token, value in enumerate(values)]
+    )
 
 
 def reference(sampling: RequestOptions) -> list[int]:
@@ -141,11 +157,15 @@ def reference(sampling: RequestOptions) -> list[int]:
     return text[len(PROMPT) :]
 
 
-def decoded(method: str, rule: str, sampling: RequestOptions, timing: Timing, extras: int = 4) -> list[int]:
+def decoded(
+    method: str, rule: str, sampling: RequestOptions, timing: Timing, extras: int = 4
+) -> list[int]:
     target, draft = (ToyRunner(VOCAB, each) for each in alpha_pair(VOCAB, 0.6))
     decoding = resolved(method, "stream", None, rule, (), extras, extras, extras)
     submit = Submit(1, PROMPT, 100, replace(decoding, sampling=sampling), eos=(END,))
-    return list(simulate(submit, *paired_executors(target, draft, guides=toy_guides()), timing).tokens)
+    return list(
+        simulate(submit, *paired_executors(target, draft, guides=toy_guides()), timing).tokens
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -160,7 +180,11 @@ def test_a_direct_text_is_that_of_the_held_target(method: str) -> None:
 
 def test_sampled_texts_have_the_held_targets_distribution() -> None:
     found = Counter(
-        tuple(decoded("pearl", "ratio", drawn_by(1.0, seed=seed, shaping=shaping()), TIMINGS[seed % 4]))
+        tuple(
+            decoded(
+                "pearl", "ratio", drawn_by(1.0, seed=seed, shaping=shaping()), TIMINGS[seed % 4]
+            )
+        )
         for seed in range(300)
     )
     expected: dict[tuple[int, ...], float] = {}
@@ -173,7 +197,9 @@ def test_sampled_texts_have_the_held_targets_distribution() -> None:
             continue
         text = [*PROMPT, *so_far]
         probs = probabilities(masked(text, torch.log(target(text))), drawn_by(1.0))
-        open_ += [([*so_far, token], chance * float(prob)) for token, prob in enumerate(probs) if prob]
+        open_ += [
+            ([*so_far, token], chance * float(prob)) for token, prob in enumerate(probs) if prob
+        ]
     assert {written(list(text[:-1])) for text in expected} <= LANGUAGE
     assert likelihood(found, expected) > NEVER
 
@@ -191,17 +217,22 @@ LEFT_OUT = [part * 3000 for part in (".*", r"\w?", "(.|)", ".{0,1}")]
     [(INTERSECTED, None), (REMAINDERS, None), *((None, one) for one in LEFT_OUT)],
     ids=lambda given: given and given[:6],
 )
-def test_a_grammar_that_would_cost_too_much_is_refused_at_once(schema: str | None, expression: str | None) -> None:
+def test_a_grammar_that_would_cost_too_much_is_refused_at_once(
+    schema: str | None, expression: str | None
+) -> None:
     """Seconds to hours and gigabytes, in which a server sent nobody a token, and a target was given up as silent."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with pytest.raises(
-        RequestError, match=r"(json_schema|regex) cannot be kept to: its parser would take more than 0\.3 s"
+        RequestError,
+        match=r"(json_schema|regex) cannot be kept to: its parser would take more than 0\.3 s",
     ):
         grammar_of(schema, expression)
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before.ru_utime < 1
 
 
-@pytest.mark.parametrize("expression", ["a{99999}", "((((a{99}){99}){99}){99})", "(" + ".*" * 498 + "){9}", *LEFT_OUT])
+@pytest.mark.parametrize(
+    "expression", ["a{99999}", "((((a{99}){99}){99}){99})", "(" + ".*" * 498 + "){9}", *LEFT_OUT]
+)
 def test_what_costs_too_much_only_at_a_later_token_ends_that_text(
     expression: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,11 +267,19 @@ def test_a_parser_that_gave_up_behind_a_guess_takes_nothing_of_the_text(unlike: 
 
 
 COLOURS = {"enum": [f"colour {i}" for i in range(100)]}
-NODE = {"properties": {"next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}, "colour": COLOURS}}
+NODE = {
+    "properties": {
+        "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
+        "colour": COLOURS,
+    }
+}
 USUAL = {
     "recursive and inherited": {
         "$defs": {"node": {"type": "object", **NODE}},
-        "allOf": [{"$ref": "#/$defs/node"}, {"properties": {"id": {"type": "string", "format": "uuid"}}}],
+        "allOf": [
+            {"$ref": "#/$defs/node"},
+            {"properties": {"id": {"type": "string", "format": "uuid"}}},
+        ],
     },
     "many patterns, each its own": {"properties": {f"{i}": one for i, one in enumerate(PATTERNS)}},
     "one of many": {"anyOf": PATTERNS},
@@ -300,14 +339,19 @@ def test_keywords_that_constrain_are_refused_with_their_place(keywords: dict[str
         text = json.dumps(around(inner))
         assert simplified(text) == text
         place = "$" if number == 0 else f", at {PLACES[number]}$"
-        with pytest.raises(RequestError, match=rf"cannot be kept to: Unimplemented keys: \[.*\]{place}"):
+        with pytest.raises(
+            RequestError, match=rf"cannot be kept to: Unimplemented keys: \[.*\]{place}"
+        ):
             grammar_of(text, None)
 
 
 def test_names_and_values_are_no_keywords() -> None:
     """A property may be named as a keyword is, and a constant may look like a schema."""
     value = {"uniqueItems": False, "not": False}
-    schema = {"type": "object", "properties": {"not": False, "uniqueItems": {"const": value, "default": value}}}
+    schema = {
+        "type": "object",
+        "properties": {"not": False, "uniqueItems": {"const": value, "default": value}},
+    }
     assert simplified(json.dumps(schema)) == json.dumps(schema)
     deep = '{"not":' * 5000 + "true" + "}" * 5000
     assert simplified(deep) == deep
@@ -337,7 +381,11 @@ def test_sets_and_bytes_of_openai_s_parse_are_refused_by_name() -> None:
 def test_what_cannot_be_kept_to_is_refused() -> None:
     """Before anything is sent."""
     schemas: list[dict[str, str]] = [{"type": "mouse"}, {"$ref": "https://example.com/x"}]
-    for asked in ({"regex": "(0"}, {"regex": r"(?=0)1"}, *({"json_schema": schema} for schema in schemas)):
+    for asked in (
+        {"regex": "(0"},
+        {"regex": r"(?=0)1"},
+        *({"json_schema": schema} for schema in schemas),
+    ):
         with pytest.raises(RequestError, match=f"{next(iter(asked))} cannot be kept to"):
             requests.resolved(SamplingParams(seed=1, **asked), GenerationDefaults(eos=(3,)), 1)  # type: ignore[arg-type]
 
@@ -348,7 +396,9 @@ def test_a_model_without_an_end_is_held_to_none() -> None:
 
 
 @pytest.mark.parametrize("method", ["ar", "ngram", "sd", "pearl"])
-def test_a_grammar_that_goes_on_with_no_token_of_the_model_is_to_blame(toy: Engine, method: str) -> None:
+def test_a_grammar_that_goes_on_with_no_token_of_the_model_is_to_blame(
+    toy: Engine, method: str
+) -> None:
     """Not a checkpoint whose logits are not finite. Rows behind guesses that end so are none to draw from: no harm.
 
     Where it goes on, the text is that of ar, and fits.
@@ -381,7 +431,12 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("unchecked")
 def test_a_hostile_front_fails_its_own_request(toy: Engine) -> None:
     schemas = ('{"type":"mouse"}', REMAINDERS, INTERSECTED)
-    for hostile in ("{", "lark\nstart: (", "regex\n(", *(f"json_schema\n{schema}" for schema in schemas)):
+    for hostile in (
+        "{",
+        "lark\nstart: (",
+        "regex\n(",
+        *(f"json_schema\n{schema}" for schema in schemas),
+    ):
         with pytest.raises(ForwardError, match="the text's grammar"):
             toy.generate([1], SamplingParams(max_tokens=4, regex=hostile))
     assert toy.generate([1], SamplingParams(max_tokens=4, ignore_eos=True))[0].tokens

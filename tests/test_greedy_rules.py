@@ -11,7 +11,7 @@ import torch
 from pearl.config import RequestOptions
 from pearl.decoding.rules import biased
 from pearl.decoding.rules import joint as joint_rule
-from pearl.lab.simulate import Outcome
+from pearl.lab.studies.simulate import Outcome
 from pearl.protocol.messages import Provenance
 from tests.options import drawn_by, resolved
 from tests.pairwise import combined, pairwise
@@ -19,7 +19,9 @@ from tests.virtual import TIMINGS, Chains, decoded
 
 VOCAB, TOKENS = 5, 40
 GENERATOR = torch.Generator().manual_seed(11)
-TARGET, OTHER = (torch.softmax(1.5 * torch.randn(99 * VOCAB, VOCAB, generator=GENERATOR), -1) for _ in range(2))
+TARGET, OTHER = (
+    torch.softmax(1.5 * torch.randn(99 * VOCAB, VOCAB, generator=GENERATOR), -1) for _ in range(2)
+)
 DRAFT = 0.6 * TARGET + 0.4 * OTHER
 TABLES = TARGET.tolist(), DRAFT.tolist()
 ROLLBACKS, CONFIDENCES, TAUS = (0.3, 1.0, 20.0), (0.0, 0.5, 0.7), (0.0, 0.5, 0.9, 1.0)
@@ -39,9 +41,15 @@ def likeliest(row: Sequence[float]) -> int:
 
 
 def decode(
-    options: RequestOptions, timing: int = 0, tokens: int = TOKENS, sampling: RequestOptions | None = None, **more: Any
+    options: RequestOptions,
+    timing: int = 0,
+    tokens: int = TOKENS,
+    sampling: RequestOptions | None = None,
+    **more: Any,
 ) -> Outcome:
-    return decoded(PAIR, VOCAB, options, sampling or drawn_by(), tokens, TIMINGS[timing], PROMPT, **more)
+    return decoded(
+        PAIR, VOCAB, options, sampling or drawn_by(), tokens, TIMINGS[timing], PROMPT, **more
+    )
 
 
 # ---- BiLD (Kim et al. 2023): fallback and rollback ----
@@ -69,7 +77,9 @@ def bild_text(method: str, rollback: float, confidence: float, gamma: int) -> li
     return text[len(PROMPT) :][:TOKENS]
 
 
-def bild(method: str, rollback: float, confidence: float, gamma: int, window: str = "stream") -> RequestOptions:
+def bild(
+    method: str, rollback: float, confidence: float, gamma: int, window: str = "stream"
+) -> RequestOptions:
     how = method, window, gamma, "bild", (("rollback", rollback),), 0, 0, 0, 0
     return resolved(*how, *(("threshold", (("confidence", confidence),)) if confidence else ()))
 
@@ -93,7 +103,9 @@ def test_bild_is_as_in_its_paper(method: str, gamma: int, combined: Any) -> None
 
 
 def test_what_guesses_changes_no_text_of_bild() -> None:
-    for confidence, rollback, wrap in product(CONFIDENCES, (1.0, 20.0), (Chains, lambda runner: runner)):
+    for confidence, rollback, wrap in product(
+        CONFIDENCES, (1.0, 20.0), (Chains, lambda runner: runner)
+    ):
         plain = bild("pearl", rollback, confidence, 4)
         more = plain.changed(look_ahead=8, draft_lookup=8, branches=7, siblings=16)
         assert decode(more, wrap=wrap).tokens == bild_text("pearl", rollback, confidence, 4)
@@ -118,11 +130,18 @@ def joint_text(method: str, tau: float, depth: int, until: int) -> list[int]:
 
     text = list(PROMPT)
     while len(text) < until + len(PROMPT):
-        block = max(product(range(VOCAB), repeat=depth), key=lambda block: prod(chances(TABLES[1], text, block)))
+        block = max(
+            product(range(VOCAB), repeat=depth),
+            key=lambda block: prod(chances(TABLES[1], text, block)),
+        )
         pairs = list(zip(*(chances(table, text, block) for table in TABLES), strict=True))
-        passed = [i for i in range(1, depth + 1) if min(1.0, prod(p / q for p, q in pairs[:i])) > tau]
+        passed = [
+            i for i in range(1, depth + 1) if min(1.0, prod(p / q for p, q in pairs[:i])) > tau
+        ]
         text += block[: max(passed, default=0)]
-        has_bonus = method == "sd" and (depth > 1 or len(text) > len(PROMPT) + 1)  # a block of 1: see `bild_text`
+        has_bonus = method == "sd" and (
+            depth > 1 or len(text) > len(PROMPT) + 1
+        )  # a block of 1: see `bild_text`
         if max(passed, default=0) < depth or has_bonus:
             text.append(likeliest(TABLES[0][state(text)]))
     return text[len(PROMPT) :][:until]
@@ -141,16 +160,24 @@ def test_joint_is_as_in_its_paper(method: str, depth: int) -> None:
     for tau in TAUS:
         expected = joint_text(method, tau, depth, TOKENS - depth)
         for window, timing in [("stream", 0), ("fixed", 1)]:
-            assert decode(joint(method, tau, depth, window), timing).tokens[: TOKENS - depth] == expected
+            assert (
+                decode(joint(method, tau, depth, window), timing).tokens[: TOKENS - depth]
+                == expected
+            )
         found.add(tuple(expected))
     assert len(found) >= 2
-    assert tuple(decode(resolved("ar")).tokens[: TOKENS - depth]) in found, "at tau 1 nothing passes"
+    assert tuple(decode(resolved("ar")).tokens[: TOKENS - depth]) in found, (
+        "at tau 1 nothing passes"
+    )
 
 
 def test_the_bias_is_the_number_of_tokens_that_are_not_the_targets() -> None:
     for options in (bild("pearl", 2.0, 0.4, 4), joint("pearl", 0.0, 3)):
         run, text = decode(options, tokens=61), list(PROMPT)
-        off = sum(token != likeliest(TABLES[0][state(text + run.tokens[:i])]) for i, token in enumerate(run.tokens))
+        off = sum(
+            token != likeliest(TABLES[0][state(text + run.tokens[:i])])
+            for i, token in enumerate(run.tokens)
+        )
         assert run.counts.odds is not None
         assert off - 3 <= run.counts.odds.bias <= off + 3, "a block may end behind the text's end"
         assert off > 5
@@ -160,7 +187,11 @@ def test_the_bias_is_the_number_of_tokens_that_are_not_the_targets() -> None:
 
 PLANTED: dict[str, tuple[object, str, Any]] = {
     "likelihoods at another temperature": (joint_rule, "unwarped", lambda _: drawn_by(0.5)),
-    "greedy decoding after all": (biased.GreedyBildTarget, "launch", lambda self, logits, _: 99 * logits),
+    "greedy decoding after all": (
+        biased.GreedyBildTarget,
+        "launch",
+        lambda self, logits, _: 99 * logits,
+    ),
     "the unsure token is sent": (RequestOptions, "withholds", False),
 }
 

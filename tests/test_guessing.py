@@ -11,19 +11,19 @@ import pytest
 
 from pearl.config import EngineConfig, RequestOptions, SamplingParams
 from pearl.drafting.datastore import Datastore
-from pearl.drafting.guesser import text_index
-from pearl.drafting.habits import Habits
+from pearl.drafting.fused_guesses import text_index
 from pearl.drafting.jacobi import COLUMNS, KEPT, LEVELS, JacobiIndex
 from pearl.drafting.ngram import LONGEST, NgramIndex
+from pearl.drafting.output_ngrams import Habits
 from pearl.drafting.published import INDEXES, Counted
 from pearl.engine import Engine
 from pearl.errors import ConfigError
 from pearl.execution.target import TargetExecutor
 from pearl.lab.bench.tasks import Task
-from pearl.lab.experiments.guessing import Generated, replay, store_alone
-from pearl.lab.experiments.texts import answers
-from pearl.lab.papers import sssd as guesses
-from pearl.lab.simulate import Timing, paired_executors, simulate
+from pearl.lab.studies import sssd as guesses
+from pearl.lab.studies.guessing import Generated, replay, store_alone
+from pearl.lab.studies.recorded_texts import answers
+from pearl.lab.studies.simulate import Timing, paired_executors, simulate
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Forward, Forwarded, Guess, Judge, Keep, Open, Phase
@@ -37,7 +37,9 @@ from tests.virtual import decoded
 
 def toy_text(seed: int) -> Generated:
     asked, prompt = resolved("ar"), (1, 2, 3)
-    found = decoded(alpha_pair(VOCAB, 0.7, order=1), VOCAB, asked, drawn_by(1.0, seed=seed), 57, prompt=prompt)
+    found = decoded(
+        alpha_pair(VOCAB, 0.7, order=1), VOCAB, asked, drawn_by(1.0, seed=seed), 57, prompt=prompt
+    )
     return Generated((*prompt, *found.tokens), 3)
 
 
@@ -45,7 +47,9 @@ def toy_text(seed: int) -> Generated:
 
 
 @pytest.mark.parametrize("slope", [0.0, 0.3, 5.0])
-def test_a_replay_feeds_and_accepts_what_decoding_does(slope: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_feeds_and_accepts_what_decoding_does(
+    slope: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where every forward takes those guesses that make most tokens a second at these times; none where none pays."""
 
     def seconds(fed: int) -> float:
@@ -54,24 +58,41 @@ def test_a_replay_feeds_and_accepts_what_decoding_does(slope: float, monkeypatch
     text = toy_text(4)
     target, draft = (ToyRunner(VOCAB, model) for model in alpha_pair(VOCAB, 0.7, order=1))
     submit = Submit(
-        1, text.tokens[:3], len(text.tokens), resolved("ngram", look_ahead=8, sampling=drawn_by(1.0, seed=4))
+        1,
+        text.tokens[:3],
+        len(text.tokens),
+        resolved("ngram", look_ahead=8, sampling=drawn_by(1.0, seed=4)),
     )
     drawn, sampled = list[object](), TargetExecutor._sampled
-    monkeypatch.setattr(TargetExecutor, "_sampled", lambda *given: drawn.append(given) or sampled(*given))
+    monkeypatch.setattr(
+        TargetExecutor, "_sampled", lambda *given: drawn.append(given) or sampled(*given)
+    )
     outcome = simulate(submit, *paired_executors(target, draft), Timing(1.0, seconds))
     replayed = replay([text], None, 8, seconds=seconds)
     assert tuple(outcome.tokens) == text.tokens[3:]
-    assert (replayed.steps, dict(replayed.accepted)) == (outcome.counts.steps, outcome.counts.guessed_by_source)
-    assert sum((size - 1) * count for size, count in replayed.fed.items()) == outcome.counts.num_guesses
+    assert (replayed.steps, dict(replayed.accepted)) == (
+        outcome.counts.steps,
+        outcome.counts.guessed_by_source,
+    )
+    assert (
+        sum((size - 1) * count for size, count in replayed.fed.items())
+        == outcome.counts.num_guesses
+    )
     assert slope < 5 or replayed.fed == {1: replayed.steps}
-    assert len(drawn) == outcome.counts.steps + 1, "the prompt's, and of a forward one along its guesses"
+    assert len(drawn) == outcome.counts.steps + 1, (
+        "the prompt's, and of a forward one along its guesses"
+    )
 
 
 def test_each_source_alone_and_both(tmp_path: Path) -> None:
     """A text that repeats itself, of which the datastore has seen another part."""
     text = Generated((*(1, 2, 3, 4) * 6, *(5, 0, 2, 5, 4, 0, 1, 1, 3)), 4)
     store = make(tmp_path / "store", [[4, 5, 0, 2, 5, 4, 0, 1, 1, 3]] * 30)
-    own, alone, both = replay([text], None, 8), replay([text], store, 8, make=store_alone), replay([text], store, 8)
+    own, alone, both = (
+        replay([text], None, 8),
+        replay([text], store, 8, make=store_alone),
+        replay([text], store, 8),
+    )
     assert set(own.accepted) == {Source.NGRAM}
     assert set(alone.accepted) == {Source.DATASTORE}
     assert both.accepted[Source.NGRAM] > 0 < both.accepted[Source.DATASTORE]
@@ -101,7 +122,9 @@ def test_habits_are_bounded_and_forget_what_was_not_seen_for_long() -> None:
         habits.learn((7,), 8)
     assert len(habits) == 30
     assert habits.candidates((7,))[0].token == 8
-    assert habits.candidates((25, 1))[0].matched == 1, "25 1 is forgotten, and 1 has been seen all the time"
+    assert habits.candidates((25, 1))[0].matched == 1, (
+        "25 1 is forgotten, and 1 has been seen all the time"
+    )
     assert habits.candidates((3, 1))[0].matched == 2
     assert max(map(len, habits._followers.values())) <= 16
 
@@ -115,14 +138,20 @@ def test_the_next_text_is_guessed_from_the_last(tmp_path: Path) -> None:
         first, second = (replay([text], store, 8, make=make_index) for _ in range(2))
         assert first.tokens_per_step == 1
         assert second.tokens_per_step > 4
-        assert replay([text] * 2, store, 8).tokens_per_step == 1, "without habits nothing outlives a text"
+        assert replay([text] * 2, store, 8).tokens_per_step == 1, (
+            "without habits nothing outlives a text"
+        )
 
 
 def test_an_engine_keeps_habits() -> None:
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=60, ignore_eos=True)
-    with Engine(TOY, "none", habits=True, target_pace=0.004) as engine:  # forwards of any size last as long: all pay
+    with Engine(
+        TOY, "none", habits=True, target_pace=0.004
+    ) as engine:  # forwards of any size last as long: all pay
         alone, *ahead = (
-            engine.generate([[1, 2, 3]], params.overridden_by(RequestOptions(method=method, rule="coupled")))[0]
+            engine.generate(
+                [[1, 2, 3]], params.overridden_by(RequestOptions(method=method, rule="coupled"))
+            )[0]
             for method in ("ar", "ngram", "ngram")
         )
     assert [one.tokens for one in ahead] == [alone.tokens] * 2
@@ -211,10 +240,16 @@ def counted(text: list[int], path: tuple[int, ...]) -> dict[int, float]:
     best: dict[int, float] = {}
     for n in range(1, LONGEST + 1):
         prefix = (*text[len(text) - n :], *path)
-        ends = [end for end in range(len(prefix), len(text)) if tuple(text[end - len(prefix) : end]) == prefix]
+        ends = [
+            end
+            for end in range(len(prefix), len(text))
+            if tuple(text[end - len(prefix) : end]) == prefix
+        ]
         for token in {text[end] for end in ends}:
             share = sum(text[end] == token for end in ends) / len(ends)
-            best[token] = max(best.get(token, 0.0), factor * depth * (1 - damping ** len(prefix)) * share)
+            best[token] = max(
+                best.get(token, 0.0), factor * depth * (1 - damping ** len(prefix)) * share
+            )
     total = max(1.0, sum(best.values()))  # of the trees of several prefixes
     return {token: chance / total for token, chance in best.items()}
 
@@ -226,7 +261,9 @@ def test_sssd_has_the_shares_of_enumeration(seed: int) -> None:
     index = INDEXES["sssd"](text, None, None, None)
     waiting = [((), index.candidates(len(text)))]
     for path, candidates in waiting:
-        assert {each.token: each.chance for each in candidates} == pytest.approx(counted(text, path)), path
+        assert {each.token: each.chance for each in candidates} == pytest.approx(
+            counted(text, path)
+        ), path
         if len(path) < 3:
             waiting += [((*path, each.token), index.following(each)) for each in candidates]
     assert len(waiting) > 20
@@ -260,7 +297,9 @@ def test_ouroboros_keeps_what_the_target_drew_behind_discarded_tokens() -> None:
     executor.execute(Open(prompt, resolved("ouroboros", sampling=drawn_by(0.0)), request=1))
     executor.execute(Forward(Phase.PREFILL, 0, prompt[:-1], 0, request=1))
     executor.execute(Guess(0, (*prompt, *window), len(prompt), 99, (0.5,) * 4, 16, request=1))
-    executor.execute(Forward(Phase.POST_VERIFY, len(prompt) - 1, (prompt[-1], *window), 5, request=1))
+    executor.execute(
+        Forward(Phase.POST_VERIFY, len(prompt) - 1, (prompt[-1], *window), 5, request=1)
+    )
     executor.execute(Judge(len(prompt), window, (None,) * 4, (0, 1, 2, 3), request=1))
     pool = executor._requests[1].index._pool  # type: ignore[union-attr]
     assert pool[wrong] == [(agreed, draws[1])]
@@ -291,7 +330,9 @@ def test_the_window_is_the_targets_own_writing() -> None:
         before = [list(level) for level in index._levels]
         start, guesses = len(text) - 1, (7, 9) if step % 2 else ()
         parents = (-1, *(0 for _ in guesses)) if guesses else None
-        command = Forward(Phase.PRE_VERIFY, start, (text[-1], *guesses), 1 + len(guesses), parents, request=1)
+        command = Forward(
+            Phase.PRE_VERIFY, start, (text[-1], *guesses), 1 + len(guesses), parents, request=1
+        )
         forwarded = executor.execute(command)
         assert isinstance(forwarded, Forwarded)
         assert forwarded.beside == COLUMNS * LEVELS, "it passed for a forward of one token"
@@ -342,5 +383,7 @@ def test_no_text_changes() -> None:
             wanted = [each.tokens for each in engine.generate(prompts, params, method="ar")]
             found = engine.generate(prompts, params, method="lookahead")
             assert [each.tokens for each in found] == wanted
-            assert temperature or any(each.statistics.guessed_by_source.get("jacobi") for each in found)
+            assert temperature or any(
+                each.statistics.guessed_by_source.get("jacobi") for each in found
+            )
             assert max(max(each) for each in wanted) < VOCAB_SIZE

@@ -21,11 +21,11 @@ from pearl.execution.target import TargetExecutor
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.head import HeadModel
 from pearl.lab.distill.run import Distillation
-from pearl.lab.simulate import Timing, paired_executors, simulate
-from pearl.models.checkpoints.heads import load_draft_head, load_head
+from pearl.lab.studies.simulate import Timing, paired_executors, simulate
 from pearl.models.feeds import Feed
 from pearl.models.forward.layers import tapped
 from pearl.models.forward.runner import ForwardRunner
+from pearl.models.heads.loading import load_draft_head, load_head
 from pearl.models.heads.runner import HeadRunner
 from pearl.models.runner import feed_chain
 from pearl.protocol.coordinator import Coordinator
@@ -70,18 +70,27 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answers(head: Path) -> Any:
     """The texts that it learned from."""
-    return torch.load(head.parent / "answers.pt", weights_only=True)["rounds"]["round-000"]["answers"]
+    return torch.load(head.parent / "answers.pt", weights_only=True)["rounds"]["round-000"][
+        "answers"
+    ]
 
 
 def runner(**options: Any) -> Any:
     return on_cpu(target(), features="layers", **options)
 
 
-def changed(head: Path, into: Path, tensors: dict[str, torch.Tensor | None] | None = None, **config: Any) -> Path:
+def changed(
+    head: Path, into: Path, tensors: dict[str, torch.Tensor | None] | None = None, **config: Any
+) -> Path:
     """A copy with some tensors replaced (None: removed) and settings changed."""
     shutil.copytree(head, into, dirs_exist_ok=True)
-    found: dict[str, torch.Tensor | None] = {**load_file(head / "model.safetensors"), **(tensors or {})}
-    save_file({name: one for name, one in found.items() if one is not None}, into / "model.safetensors")
+    found: dict[str, torch.Tensor | None] = {
+        **load_file(head / "model.safetensors"),
+        **(tensors or {}),
+    }
+    save_file(
+        {name: one for name, one in found.items() if one is not None}, into / "model.safetensors"
+    )
     settings = json.loads((head / "config.json").read_text()) | config
     (into / "config.json").write_text(json.dumps(settings))
     return into
@@ -147,7 +156,9 @@ def test_a_head_computes_what_it_has_learned(trained: Path) -> None:
             for depth, step in enumerate(steps):
                 at = cut - 2
                 torch.testing.assert_close(output, step[0, at : at + 1], rtol=1e-3, atol=1e-3)
-                torch.testing.assert_close(head.logits(output), model.logits(output), rtol=1e-3, atol=1e-3)
+                torch.testing.assert_close(
+                    head.logits(output), model.logits(output), rtol=1e-3, atol=1e-3
+                )
                 output = head.read(ids[cut + depth : cut + depth + 1], output, 0)
             head.lengths[0] = 0
 
@@ -181,20 +192,28 @@ def test_what_is_read_follows_the_cache(trained: Path) -> None:
         assert not text.read(TEXT, len(TEXT)), "states of later tokens are missing"
 
 
-def test_a_head_reads_each_tree_before_it_guesses_again(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_reads_each_tree_before_it_guesses_again(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Though the cache keeps the tree's path only with the next forward."""
     own, was_read = runner(), []
     read = HeadText.read
-    monkeypatch.setattr(HeadText, "read", lambda *given: was_read.append(read(*given)) or was_read[-1])
+    monkeypatch.setattr(
+        HeadText, "read", lambda *given: was_read.append(read(*given)) or was_read[-1]
+    )
     executor = TargetExecutor(own, head=load_head(str(trained), own, lambda what: None))
     coordinator, trees = Coordinator(piece=own.capabilities.prompt_piece), 0
-    events: list[object] = [Submit(1, tuple(TEXT), 80, resolved("head", look_ahead=8, rule="coupled"))]
+    events: list[object] = [
+        Submit(1, tuple(TEXT), 80, resolved("head", look_ahead=8, rule="coupled"))
+    ]
     with torch.inference_mode():
         while events:
             for command in coordinator.handle(events.pop()):
                 if isinstance(command, Forward):
                     trees += command.parents is not None
-                if not isinstance(command, Deliver | Wait | End) and (answer := executor.execute(command)):
+                if not isinstance(command, Deliver | Wait | End) and (
+                    answer := executor.execute(command)
+                ):
                     events.append(answer)
     assert trees > 1
     assert all(was_read)
@@ -204,7 +223,11 @@ def test_a_head_reads_each_tree_before_it_guesses_again(trained: Path, monkeypat
 @pytest.mark.parametrize(
     ("tensors", "config", "why"),
     [
-        ({"model.layers.61.eh_proj.weight": torch.zeros(2, 2)}, {}, "a layer for multi-token prediction"),
+        (
+            {"model.layers.61.eh_proj.weight": torch.zeros(2, 2)},
+            {},
+            "a layer for multi-token prediction",
+        ),
         ({"fc.weight": torch.zeros(32, 64)}, {}, "EAGLE head of the first or second version"),
         ({"fc.weight": torch.zeros(32, 99)}, {}, "of another model"),
         ({"midlayer.hidden_norm.weight": None}, {}, "has no midlayer.hidden_norm.weight"),
@@ -216,17 +239,25 @@ def test_other_checkpoints_are_refused_by_what_they_are(
     trained: Path, tmp_path: Path, tensors: dict[str, Any], config: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(ModelError, match=why):
-        load_head(str(changed(trained, tmp_path / "head", tensors, **config)), runner(), lambda what: None)
+        load_head(
+            str(changed(trained, tmp_path / "head", tensors, **config)), runner(), lambda what: None
+        )
 
 
 def test_the_layout_of_speculators_is_read(trained: Path, tmp_path: Path) -> None:
     """The same head under vLLM's names gives the same guesses."""
     weights = load_file(trained / "model.safetensors")
-    renamed: dict[str, torch.Tensor | None] = {name: None for name in weights if name.startswith("midlayer.")}
+    renamed: dict[str, torch.Tensor | None] = {
+        name: None for name in weights if name.startswith("midlayer.")
+    }
     renamed |= {name.replace("midlayer.", "layers.0."): weights[name] for name in renamed}
     inner = json.loads((trained / "config.json").read_text()) | {"model_type": "llama"}
     other = changed(
-        trained, tmp_path / "head", renamed, speculators_model_type="eagle3", transformer_layer_config=inner
+        trained,
+        tmp_path / "head",
+        renamed,
+        speculators_model_type="eagle3",
+        transformer_layer_config=inner,
     )
     own = runner()
     feed_chain(own, TEXT, 1)
@@ -252,7 +283,9 @@ def test_who_needs_a_head_and_who_cannot_have_one(trained: Path) -> None:
 
 def results(engine: Engine, method: str, temperature: float) -> list[Result]:
     params = SamplingParams(temperature=temperature, max_tokens=24, seed=5, ignore_eos=True)
-    return engine.generate(["Write a", "Write a poem", "Explain"], params, method=method, rule="coupled")
+    return engine.generate(
+        ["Write a", "Write a poem", "Explain"], params, method=method, rule="coupled"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -337,7 +370,9 @@ def test_a_draft_head_computes_what_the_head_does(trained: Path, states: torch.T
             torch.testing.assert_close(again, wanted[-2:], rtol=1e-4, atol=1e-4)
             own.rollback(7)
             own.extend(7, states[7:known], 0)
-            torch.testing.assert_close(feed_chain(own, TEXT[7:], 6), wanted[-6:], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                feed_chain(own, TEXT[7:], 6), wanted[-6:], rtol=1e-4, atol=1e-4
+            )
 
 
 def test_a_draft_head_in_fewer_bits(trained: Path, states: torch.Tensor) -> None:
@@ -350,7 +385,9 @@ def test_a_draft_head_in_fewer_bits(trained: Path, states: torch.Tensor) -> None
     assert (rows[0] - rows[1]).abs().mean() < 0.05 * rows[0].std()
 
 
-def test_what_was_read_without_states_is_read_again_with_them(trained: Path, states: torch.Tensor) -> None:
+def test_what_was_read_without_states_is_read_again_with_them(
+    trained: Path, states: torch.Tensor
+) -> None:
     """A prompt that was fed first; a few tokens drafted ahead; states that come before their tokens."""
     with torch.inference_mode():
         first = drafting(trained)
@@ -364,7 +401,9 @@ def test_what_was_read_without_states_is_read_again_with_them(trained: Path, sta
             own.extend(5, states[5:], 0)
             torch.testing.assert_close(feed_chain(own, TEXT[fed:], 1), wanted, rtol=1e-4, atol=1e-4)
         own.rollback(6)
-        assert not torch.allclose(feed_chain(own, TEXT[6:], 1), wanted, atol=1e-3), "their states went with them"
+        assert not torch.allclose(feed_chain(own, TEXT[6:], 1), wanted, atol=1e-3), (
+            "their states went with them"
+        )
 
 
 def test_the_target_gives_each_state_once_and_those_of_a_tree_before_it_is_settled() -> None:
@@ -372,12 +411,16 @@ def test_the_target_gives_each_state_once_and_those_of_a_tree_before_it_is_settl
     executor = TargetExecutor(own, gives_states=True)
     verdict = lambda start, *tokens: Verdict(1, 0, start, tokens, 99, 0)  # noqa: E731
     with torch.inference_mode():
-        wanted = tapped_states(AutoModelForCausalLM.from_pretrained(target(), dtype=torch.float32).eval())
+        wanted = tapped_states(
+            AutoModelForCausalLM.from_pretrained(target(), dtype=torch.float32).eval()
+        )
         executor.execute(Open(tuple(TEXT[:5]), resolved(), request=1))
         executor.forward([Forward(Phase.PREFILL, 0, tuple(TEXT[:3]), 0, request=1)])
         executor.forward([Forward(Phase.PREFILL, 3, tuple(TEXT[3:5]), 1, request=1)])
         given = [*executor.states(verdict(5, TEXT[5]))]
-        tree = Forward(Phase.PRE_VERIFY, 5, (TEXT[5], 201, TEXT[6], TEXT[7]), 4, (-1, 0, 0, 2), request=1)
+        tree = Forward(
+            Phase.PRE_VERIFY, 5, (TEXT[5], 201, TEXT[6], TEXT[7]), 4, (-1, 0, 0, 2), request=1
+        )
         executor.forward([tree])
         given += executor.states(verdict(6, TEXT[6], TEXT[7], TEXT[8]))
         assert not [*executor.states(verdict(6, TEXT[6], TEXT[7], TEXT[8]))]
@@ -389,10 +432,14 @@ def test_the_target_gives_each_state_once_and_those_of_a_tree_before_it_is_settl
         given += executor.states(verdict(10, TEXT[10], TEXT[11]))
     assert [one.start for one in given] == [0, 5, 8, 9]
     found = torch.frombuffer(bytearray(b"".join(one.states for one in given)), dtype=torch.bfloat16)
-    torch.testing.assert_close(found.view(-1, wanted.shape[1]), wanted[:11].bfloat16(), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(
+        found.view(-1, wanted.shape[1]), wanted[:11].bfloat16(), rtol=1e-2, atol=1e-2
+    )
 
 
-def test_a_head_that_drafts_is_right_as_often_as_it_learned(with_a_head: Engine, trained: Path) -> None:
+def test_a_head_that_drafts_is_right_as_often_as_it_learned(
+    with_a_head: Engine, trained: Path
+) -> None:
     """On texts that it knows by heart: only with the target's states it can say them."""
     plain: dict[str, Any] = {"gamma": 3, "look_ahead": "off", "siblings": "off", "branches": "off"}
     for method, least in (("sd", 0.6), ("pearl", 0.4)):
@@ -423,7 +470,12 @@ def test_the_simulator_runs_heads(trained: Path) -> None:
         options = resolved(name, look_ahead=8 if name in ("head", "ngram") else 0, gamma=4)
         submit = Submit(1, prompt, len(prompt) + len(one["tokens"]), options)
         with torch.inference_mode():
-            outcome = simulate(submit, *paired_executors(own, draft, head=head), timing, draft_context=draft.context)
+            outcome = simulate(
+                submit,
+                *paired_executors(own, draft, head=head),
+                timing,
+                draft_context=draft.context,
+            )
         assert outcome.tokens == one["tokens"], name
         steps[name] = outcome.counts.steps
     assert steps["head"] < 0.9 * steps["ngram"]
@@ -436,4 +488,6 @@ def test_a_head_drafts_only_where_it_cannot_change_a_text(with_a_head: Engine) -
         with_a_head.generate(["What"], params, method="pearl", rule="ratio")
     assert with_a_head.generate(["What"], params, method="ar", rule="ratio")
     with pytest.raises(ModelError, match="needs a target of our own forward pass"):
-        load_draft_head(with_a_head.config.draft, str(tiny_model("gpt2")), CPU, None, 1, lambda what: None)
+        load_draft_head(
+            with_a_head.config.draft, str(tiny_model("gpt2")), CPU, None, 1, lambda what: None
+        )

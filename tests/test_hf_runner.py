@@ -17,10 +17,10 @@ from pearl.errors import ForwardError, ModelError, RequestError
 from pearl.models.checkpoints import loading, memory
 from pearl.models.checkpoints.checkpoint import resolve_checkpoint
 from pearl.models.checkpoints.loading import load_runner
-from pearl.models.forward.matrices import multiplies_bf16
+from pearl.models.forward.linear_layers import multiplies_bf16
 from pearl.models.forward.runner import ForwardRunner
-from pearl.models.hf import HFRunner
 from pearl.models.runner import feed_chain
+from pearl.models.transformers.runner import HFRunner
 from tests.runner_contract import Kinds, RunnerContract, close, some_tokens
 from tests.tiny import CPU, VOCAB_SIZE, on_cpu, tiny_model
 
@@ -28,7 +28,11 @@ AUTOMATIC = torch.bfloat16 if multiplies_bf16() else torch.float32  # of a check
 
 
 def load(
-    kind: str = "llama", device: torch.device = CPU, dtype: str = "float32", seed: int = 0, **options: object
+    kind: str = "llama",
+    device: torch.device = CPU,
+    dtype: str = "float32",
+    seed: int = 0,
+    **options: object,
 ) -> HFRunner:
     """`dtype`: of the checkpoint too."""
     path = tiny_model(kind, seed=seed, dtype=dtype if hasattr(torch, dtype) else "float32")
@@ -44,7 +48,9 @@ KINDS = ["llama", "qwen2", "opt", "bloom", "mistral", "gpt-neox", "mistral-wide"
 
 def eager() -> HFRunner:
     """Models without sdpa attention run eagerly, where masks are additive."""
-    return HFRunner(AutoModelForCausalLM.from_pretrained(tiny_model(), attn_implementation="eager"), 64)
+    return HFRunner(
+        AutoModelForCausalLM.from_pretrained(tiny_model(), attn_implementation="eager"), 64
+    )
 
 
 class TestContract(RunnerContract):
@@ -68,7 +74,9 @@ def test_greedy_text_equals_generate(kind: str) -> None:
         text.append(int(feed_chain(runner, text[runner.length() :], 1).argmax()))
     model = AutoModelForCausalLM.from_pretrained(tiny_model(kind))
     ids = torch.tensor([prompt])
-    reference = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, eos_token_id=-1)
+    reference = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, eos_token_id=-1
+    )
     assert text == reference[0].tolist()
     assert len(set(text[4:])) > 2, "a text of one token proves nothing"
 
@@ -85,7 +93,10 @@ def test_greedy_text_equals_generate(kind: str) -> None:
         ("dory-last-loop", "DoryForCausalLM.*fed with it"),
         ("t5", "not a causal language model"),
         ("bart", "BartForCausalLM cannot be used here: a trial forward failed"),
-        ("roberta", "RobertaForCausalLM cannot be used here: its own forward counts positions otherwise"),
+        (
+            "roberta",
+            "RobertaForCausalLM cannot be used here: its own forward counts positions otherwise",
+        ),
         ("openai-gpt", "OpenAIGPTLMHeadModel does not keep its state"),
     ],
 )
@@ -114,10 +125,14 @@ def test_a_model_whose_logits_depend_on_how_a_text_is_cut_is_refused_whatever_it
     model = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=dtype)
     if masked is not None:
         mask = torch.tensor([2, 7])
-        model.lm_head.register_forward_hook(lambda _module, _given, rows: rows.index_fill(-1, mask, masked))
+        model.lm_head.register_forward_hook(
+            lambda _module, _given, rows: rows.index_fill(-1, mask, masked)
+        )
     HFRunner(model, 64)
     embedding = model.get_input_embeddings()
-    embedding.register_forward_hook(lambda _module, _given, rows: rows + scale * rows.mean(1, keepdim=True))
+    embedding.register_forward_hook(
+        lambda _module, _given, rows: rows + scale * rows.mean(1, keepdim=True)
+    )
     with pytest.raises(ModelError, match="depend on which tokens are fed with it"):
         HFRunner(model, 64)
 
@@ -165,15 +180,45 @@ def test_up_to_the_cap_a_text_is_the_same_however_it_is_cut(kind: str, steady: i
         ({"rope_parameters": None}, None),
         ({"rope_parameters": {"rope_type": "default"}}, None),
         ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 64}}, None),
-        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64}}, 64),
-        ({"rope_parameters": {"rope_type": "longrope"}, "original_max_position_embeddings": 32}, 32),
-        ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 32}, 32),  # code with the checkpoint
-        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 32.0}}, 32),
-        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 32.5}}, 32),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64}},
+            64,
+        ),
+        (
+            {"rope_parameters": {"rope_type": "longrope"}, "original_max_position_embeddings": 32},
+            32,
+        ),
+        (
+            {"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 32},
+            32,
+        ),  # code with the checkpoint
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "original_max_position_embeddings": 32.0,
+                }
+            },
+            32,
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "original_max_position_embeddings": 32.5,
+                }
+            },
+            32,
+        ),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 256),
         ({"rope_parameters": {"rope_type": "dynamic"}}, 256),
         (
-            {"rope_parameters": {"full": {"rope_type": "longrope", "original_max_position_embeddings": 16}, "b": None}},
+            {
+                "rope_parameters": {
+                    "full": {"rope_type": "longrope", "original_max_position_embeddings": 16},
+                    "b": None,
+                }
+            },
             16,
         ),
     ],
@@ -188,15 +233,23 @@ def test_where_a_rope_stays_the_same(values: dict[str, object], expected: int | 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3.5"])
 @pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize("cause", [KeyboardInterrupt(), IndexError("it is"), RuntimeError("it is")], ids=repr)
-def test_a_forward_that_fails_leaves_no_state_half_changed(kind: str, layer: int, cause: BaseException) -> None:
+@pytest.mark.parametrize(
+    "cause", [KeyboardInterrupt(), IndexError("it is"), RuntimeError("it is")], ids=repr
+)
+def test_a_forward_that_fails_leaves_no_state_half_changed(
+    kind: str, layer: int, cause: BaseException
+) -> None:
     """The first layer has written by then. On a CPU an error is its request's affair; after a GPU's nothing works."""
     runner = load(kind)
     expected = feed_chain(runner, some_tokens(runner, 12), 4)
     runner.rollback(8)
-    handle = runner.model.model.layers[layer].mlp.register_forward_pre_hook(MagicMock(side_effect=cause))
+    handle = runner.model.model.layers[layer].mlp.register_forward_pre_hook(
+        MagicMock(side_effect=cause)
+    )
     for _ in range(2):
-        with pytest.raises((KeyboardInterrupt, ForwardError), match=r"ForCausalLM's forward failed: it is|^$"):
+        with pytest.raises(
+            (KeyboardInterrupt, ForwardError), match=r"ForCausalLM's forward failed: it is|^$"
+        ):
             feed_chain(runner, [3], 1)
     handle.remove()
     assert runner.length() == 8
@@ -207,7 +260,9 @@ def test_a_model_that_ignores_its_cache_is_refused(monkeypatch: pytest.MonkeyPat
     """Custom code may keep its state elsewhere; every rollback would silently do nothing."""
     runner = load()
     forward = runner.model.forward
-    monkeypatch.setattr(runner.model, "forward", lambda **given: forward(**given | {runner._cache_name: None}))
+    monkeypatch.setattr(
+        runner.model, "forward", lambda **given: forward(**given | {runner._cache_name: None})
+    )
     with pytest.raises(ModelError, match="LlamaForCausalLM"):
         feed_chain(runner, [3, 4], 1)
 
@@ -270,7 +325,9 @@ def test_names_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             on_cpu(spec)
     look_up = MagicMock(side_effect=RepositoryNotFoundError("404", response=MagicMock()))
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", look_up)
-    with pytest.raises(ModelError, match=r"nobody/no-such-model.*the hub has no such model that you may read"):
+    with pytest.raises(
+        ModelError, match=r"nobody/no-such-model.*the hub has no such model that you may read"
+    ):
         on_cpu("nobody/no-such-model")
     assert look_up.call_args.kwargs["timeout"] == 10.0
 
@@ -289,16 +346,24 @@ def test_without_a_network_the_hubs_cache_is_used(
     shutil.copytree(tiny_model(), repository / "snapshots" / "0123")
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0123")
-    with pytest.raises(ModelError, match=r"nobody/no-such-model.*the hub cannot be reached \(.*offline"):
+    with pytest.raises(
+        ModelError, match=r"nobody/no-such-model.*the hub cannot be reached \(.*offline"
+    ):
         on_cpu("nobody/no-such-model")
     messages: list[str] = []
     assert on_cpu("some/model", progress=messages.append).vocab_size == VOCAB_SIZE
-    assert messages == ["the hub cannot be reached: taking some/model as it is in the cache", "loading some/model"]
+    assert messages == [
+        "the hub cannot be reached: taking some/model as it is in the cache",
+        "loading some/model",
+    ]
 
 
 def test_a_damaged_directory_is_a_model_error(tmp_path: Path) -> None:
     weights = (tiny_model() / "model.safetensors").read_bytes()
-    damages: list[tuple[str, bytes | None]] = [("model.safetensors", weights[:1000]), ("model.safetensors", None)]
+    damages: list[tuple[str, bytes | None]] = [
+        ("model.safetensors", weights[:1000]),
+        ("model.safetensors", None),
+    ]
     for name, content in [*damages, ("config.json", b"{}"), ("config.json", b"{")]:
         directory = shutil.copytree(tiny_model(), tmp_path / "model", dirs_exist_ok=True)
         (directory / name).unlink() if content is None else (directory / name).write_bytes(content)

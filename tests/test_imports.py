@@ -12,10 +12,10 @@ LAYERS: list[set[str]] = [
     {"pearl.__main__"},
     {"pearl.cli"},
     {"pearl.server"},
-    {"pearl.lab.papers"},
+    {"pearl.lab.studies"},
     {"pearl.lab.bench"},
-    {"pearl.lab.experiments"},
-    {"pearl.lab.distill", "pearl.lab.simulate", "pearl.lab.theory"},
+    {"pearl.lab.studies"},
+    {"pearl.lab.distill", "pearl.lab.studies.simulate", "pearl.lab.studies.theory"},
     {"pearl", "pearl.lab"},
     {"pearl.engine"},
     {"pearl.worker"},
@@ -35,7 +35,19 @@ LAYERS: list[set[str]] = [
 ]
 SHELLS = {"pearl", "pearl.lab"}  # packages whose rooms are in layers of their own
 SOLE_USERS = {"zmq": "pearl.transport.zeromq", "torch.distributed": "pearl.transport.torch_dist"}
-IMPURE = {"torch", "time", "socket", "random", "threading", "asyncio", "zmq", "os", "numpy", "secrets", "datetime"}
+IMPURE = {
+    "torch",
+    "time",
+    "socket",
+    "random",
+    "threading",
+    "asyncio",
+    "zmq",
+    "os",
+    "numpy",
+    "secrets",
+    "datetime",
+}
 
 
 @cache
@@ -77,7 +89,9 @@ def violations(name: str, tree: ast.Module) -> list[str]:
     """Imports that point upwards, or to a sibling."""
     depth, room = place(name)
     ours = [m for m in imported(name, tree) if m == "pearl" or m.startswith("pearl.")]
-    return [f"{name} imports {m}" for m in ours if place(m) != (depth, room) and place(m)[0] <= depth]
+    return [
+        f"{name} imports {m}" for m in ours if place(m) != (depth, room) and place(m)[0] <= depth
+    ]
 
 
 def belongs(module: str, package: str) -> bool:
@@ -96,7 +110,11 @@ def test_every_layer_is_there() -> None:
 
 def test_one_module_alone_uses() -> None:
     for package, user in SOLE_USERS.items():
-        users = {name for name, tree in modules().items() if any(belongs(m, package) for m in imported(name, tree))}
+        users = {
+            name
+            for name, tree in modules().items()
+            if any(belongs(m, package) for m in imported(name, tree))
+        }
         assert users == {user}
 
 
@@ -112,7 +130,9 @@ def test_decoding_is_pure_functions_of_tensors_and_keys() -> None:
     impure = IMPURE - {"torch", "numpy"} | {"torch.distributed", "multiprocessing", "subprocess"}
     for name, tree in modules().items():
         if belongs(name, "pearl.decoding"):
-            assert not {m for m in imported(name, tree) if any(belongs(m, one) for one in impure)}, name
+            assert not {
+                m for m in imported(name, tree) if any(belongs(m, one) for one in impure)
+            }, name
 
 
 def test_the_rules_are_declared_without_torch() -> None:

@@ -16,7 +16,7 @@ import triton  # isort: skip
 import triton.language as tl  # isort: skip
 from triton.runtime import interpreter  # isort: skip
 
-from pearl.models.forward import kernels  # isort: skip
+from pearl.models.gpu import product_kernels
 
 WIDTH = 32
 
@@ -87,7 +87,9 @@ def test_embeddings_are_rounded_as_torch_rounds_them() -> None:
     table = torch.cat((torch.ones(1, dtype=torch.long), ids))
     x, squares = torch.zeros(ROWS, WIDTH).bfloat16(), torch.zeros(WIDTH // 16, ROWS)
     sizes = {"H": WIDTH, "BN": 16, "ROWS": ROWS}
-    kernels.embed[(WIDTH // 16,)](table, embedding, x, squares, 3.3, OVERLAPS=False, **sizes)
+    product_kernels.embed[(WIDTH // 16,)](
+        table, embedding, x, squares, 3.3, OVERLAPS=False, **sizes
+    )
     assert torch.equal(x, (embedding[ids].float() * torch.tensor(3.3)).bfloat16())
 
 
@@ -107,6 +109,8 @@ def test_a_residual_is_rounded_as_torch_rounds_it(norms: bool) -> None:
     expected = (x.float() + added.float() * 0.5).bfloat16()
     sizes = {"H": WIDTH, "BN": 16, "ROWS": ROWS}
     options = {"NORMS": norms, "OVERLAPS": False}
-    kernels.add[(WIDTH // 16,)](x, part, part_squares, norm, squares, 0.5, 1e-5, **sizes, **options)
+    product_kernels.add[(WIDTH // 16,)](
+        x, part, part_squares, norm, squares, 0.5, 1e-5, **sizes, **options
+    )
     assert torch.equal(x, expected)
     torch.testing.assert_close(squares, expected.float().view(ROWS, -1, 16).square().sum(2).T)

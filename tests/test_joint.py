@@ -14,8 +14,8 @@ from pearl.config import RequestOptions
 from pearl.decoding.rules import make_half
 from pearl.drafting.beams import Search
 from pearl.errors import NumericalError
-from pearl.lab.experiments import mjgd
-from pearl.lab.simulate import Outcome, Timing
+from pearl.lab.studies import mjgd
+from pearl.lab.studies.simulate import Outcome, Timing
 from pearl.models.runner import Feed, feed_chain
 from pearl.models.toy import ToyRunner
 from pearl.protocol.messages import Provenance
@@ -35,7 +35,9 @@ def parameters(tau: float = 0.5, depth: int = 3, width: int = 4) -> Parameters:
 PAIR = first_order(TARGET, DRAFT)
 
 
-def decode(decoding: RequestOptions, seed: int = 3, tokens: int = 120, ratio: float = 4.0, **more: Any) -> Outcome:
+def decode(
+    decoding: RequestOptions, seed: int = 3, tokens: int = 120, ratio: float = 4.0, **more: Any
+) -> Outcome:
     sampling = drawn_by(1.0, seed=seed, shaping=more.pop("shaping", None))
     return decoded(PAIR, 4, decoding, sampling, tokens, Timing(1.0, lambda _: ratio), **more)
 
@@ -50,7 +52,10 @@ def likeliest_block(first: int, depth: int) -> tuple[int, ...]:
     def chance(block: Sequence[int]) -> float:
         return prod(DRAFT[a, b].item() for a, b in zip((first, *block), block, strict=False))
 
-    return max(product(range(4), repeat=depth), key=lambda block: (round(chance(block), 9), [-t for t in block]))
+    return max(
+        product(range(4), repeat=depth),
+        key=lambda block: (round(chance(block), 9), [-t for t in block]),
+    )
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
@@ -69,7 +74,9 @@ def test_a_search_that_keeps_enough_finds_the_likeliest_block(first: int, depth:
         search.grow(rows)
     tokens, probs = search.found
     assert tokens == likeliest_block(first, depth)
-    assert probs == pytest.approx([DRAFT[a, b].item() for a, b in zip((first, *tokens), tokens, strict=False)])
+    assert probs == pytest.approx(
+        [DRAFT[a, b].item() for a, b in zip((first, *tokens), tokens, strict=False)]
+    )
 
 
 def test_a_narrow_search_may_miss_it_and_logits_that_are_not_finite_are_told() -> None:
@@ -94,7 +101,9 @@ def test_what_the_target_rules_out_is_not_accepted_whatever_the_draft_says() -> 
     assert (judged.accepted, judged.token) == (7, 2)
 
 
-def follow(text: Sequence[int], tau: float, depth: int, planted: bool = False) -> list[tuple[int, int]]:
+def follow(
+    text: Sequence[int], tau: float, depth: int, planted: bool = False
+) -> list[tuple[int, int]]:
     """Reads a text as the rule writes it, by a search of its own; returns what was drawn freely: (before it, token)."""
     at, last, drawn = 0, 0, []
     while at + depth < len(text):
@@ -118,13 +127,17 @@ def follow(text: Sequence[int], tau: float, depth: int, planted: bool = False) -
 def test_texts_are_what_the_rule_writes(window: str, tau: float) -> None:
     """All that is accepted follows from the two models; what is not has the target's distribution."""
     decoding = resolved("pearl", window, 4, "joint", parameters(tau, 3, 16))
-    drawn = [each for seed in range(6) for each in follow(decode(decoding, seed, 400).tokens, tau, 3)]
+    drawn = [
+        each for seed in range(6) for each in follow(decode(decoding, seed, 400).tokens, tau, 3)
+    ]
     pvalues = []
     for state in range(4):
         tokens = [token for last, token in drawn if last == state]
         if len(tokens) > 100:
             counts = [tokens.count(token) for token in range(4)]
-            pvalues.append(stats.chisquare(counts, len(tokens) * TARGET[state].numpy().astype(float)).pvalue)
+            pvalues.append(
+                stats.chisquare(counts, len(tokens) * TARGET[state].numpy().astype(float)).pvalue
+            )
     assert pvalues
     assert min(pvalues) > NEVER
 
@@ -138,7 +151,9 @@ def test_the_bias_is_what_the_text_had_no_choice_in() -> None:
         for a, b, origin in zip(states, run.tokens, run.provenance, strict=False)
         if origin is Provenance.ACCEPTED
     )
-    assert run.counts.odds.bias == pytest.approx(expected, rel=0.02)  # a block may end behind the text's end
+    assert run.counts.odds.bias == pytest.approx(
+        expected, rel=0.02
+    )  # a block may end behind the text's end
 
 
 def test_reading_it_so_notices_a_planted_bug() -> None:
@@ -160,20 +175,28 @@ def test_reading_it_so_notices_a_planted_bug() -> None:
 def test_one_text_a_seed_whatever_the_timing(methods: Sequence[str], tokens: int) -> None:
     """Windows and speeds say what is judged when, and never what is judged together."""
     found = set()
-    for method, window, gamma, ratio in product(methods, ["stream", "fixed"], [1, 4, 7], [0.5, 4.0, 9.0]):
+    for method, window, gamma, ratio in product(
+        methods, ["stream", "fixed"], [1, 4, 7], [0.5, 4.0, 9.0]
+    ):
         if method == "sd" and gamma > 4:
             continue  # where its bonus tokens stand depends on the window
-        text = decode(resolved(method, window, gamma, "joint", parameters(0.6, 4)), tokens=tokens, ratio=ratio).tokens
+        text = decode(
+            resolved(method, window, gamma, "joint", parameters(0.6, 4)), tokens=tokens, ratio=ratio
+        ).tokens
         assert len(text) == tokens
         found.add(tuple(text))
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("shaping", [None, shaped(1, 1.3, 0.5, 0.1), shaped(1, logit_bias=((2, 3.0),))])
+@pytest.mark.parametrize(
+    "shaping", [None, shaped(1, 1.3, 0.5, 0.1), shaped(1, logit_bias=((2, 3.0),))]
+)
 def test_a_draft_that_takes_no_trees_finds_the_same(shaping: RequestOptions | None) -> None:
     """What the search leaves in the cache is text to the penalties too: a draft that did not hold it ended."""
     decoding = resolved("pearl", "stream", 4, "joint", parameters())
-    found, other = (decode(decoding, shaping=shaping, wrap=wrap) for wrap in (lambda runner: runner, Chains))
+    found, other = (
+        decode(decoding, shaping=shaping, wrap=wrap) for wrap in (lambda runner: runner, Chains)
+    )
     assert found.tokens == other.tokens
     assert found.counts.num_accepted_draft_tokens == other.counts.num_accepted_draft_tokens
 
@@ -199,7 +222,9 @@ def test_each_step_takes_the_likeliest_tokens_together(count: int) -> None:
     last = 0
     for at in range(0, 12, count):
         block = tuple(written.tokens[at : at + count])
-        best = min(product(range(6), repeat=count), key=lambda tokens, last=last: surprise(last, tokens))
+        best = min(
+            product(range(6), repeat=count), key=lambda tokens, last=last: surprise(last, tokens)
+        )
         assert surprise(last, block) == pytest.approx(surprise(last, best))
         last = block[-1]
     assert written.surprise == pytest.approx(surprise(0, written.tokens), abs=1e-5)

@@ -20,9 +20,9 @@ from pearl.decoding.keys import Purpose, draw_key
 from pearl.execution import pair
 from pearl.models.feeds import Feed
 from pearl.models.forward.experts import Experts
-from pearl.models.forward.matrices import Rounding, matrix, packed_together
-from pearl.models.forward.row_table import SIZES
+from pearl.models.forward.linear_layers import Rounding, matrix, packed_together
 from pearl.models.forward.runner import ForwardRunner
+from pearl.models.gpu.row_table import SIZES
 from pearl.models.runner import feed_chain
 from pearl.protocol.messages import Submit
 from tests.options import drawn_by, resolved
@@ -31,7 +31,9 @@ pytest.importorskip("triton")
 from triton.runtime import interpreter
 
 if torch.cuda.is_available():
-    pytest.skip("these are for the interpreter; test_forward_runner has the GPU's", allow_module_level=True)
+    pytest.skip(
+        "these are for the interpreter; test_forward_runner has the GPU's", allow_module_level=True
+    )
 assert os.environ["TRITON_INTERPRET"] == "1"  # set by conftest
 
 # At every call of a function the interpreter puts its own functions into Triton's language, and after every launch it
@@ -43,7 +45,7 @@ with suppress(AttributeError):  # these names are its own: without them the test
 interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
 from pearl.decoding import draw_kernels  # noqa: E402
-from pearl.models.forward import cuts, decode, kernels, tile_kernels  # noqa: E402
+from pearl.models.gpu import autotune, product_kernels, tile_kernels, token_forward  # noqa: E402
 
 ROWS = SIZES[0]
 FULL_TABLE = torch.ones(1 + 3 * ROWS, dtype=torch.long)  # every row is needed
@@ -60,15 +62,33 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": 2048,
 }
 _ONE = {"num_hidden_layers": 1}
-_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "initializer_range": 0.3}
-_MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "initializer_range": 0.3, "sliding_window": None}
-_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "initializer_range": 0.3, "swiglu_limit": 0.5}
+_MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "initializer_range": 0.3,
+}
+_MIXTRAL = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.3,
+    "sliding_window": None,
+}
+_OSS = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.3,
+    "swiglu_limit": 0.5,
+}
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 WINDOWS = "windows, caps, gelu, norms behind"
 _WINDOW = {"sliding_window": 70, "layer_types": ["sliding_attention", "full_attention"]}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "one layer": ("Llama", _ONE),
-    "biases, three query heads a key": ("Qwen2", _ONE | {"num_attention_heads": 3, "num_key_value_heads": 1}),
+    "biases, three query heads a key": (
+        "Qwen2",
+        _ONE | {"num_attention_heads": 3, "num_key_value_heads": 1},
+    ),
     "norms of queries and keys, a key a query head": (
         "Qwen3",
         _ONE | {"num_key_value_heads": 4, "rms_norm_eps": 1e-3},
@@ -86,7 +106,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "multipliers": (
         "Granite",
         _ONE
-        | {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 2.0},
+        | {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.0,
+        },
     ),
     "a layer without rotation": ("SmolLM3", {"no_rope_layers": [1, 0]}),
     "partial rotation in pairs": ("Glm4", _ONE | {"partial_rotary_factor": 0.5}),
@@ -96,7 +121,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", _ONE | {"sliding_window": None}),
     "glm": ("Glm", _ONE | {"partial_rotary_factor": 0.5}),
     "experts": ("Qwen3Moe", _ONE | _MOE),
-    "experts with biases, windows and sinks": ("GptOss", _ONE | _OSS | {"sliding_window": 70} | _ROPE),
+    "experts with biases, windows and sinks": (
+        "GptOss",
+        _ONE | _OSS | {"sliding_window": 70} | _ROPE,
+    ),
 }
 
 
@@ -104,7 +132,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def _no_prompts() -> Iterator[None]:
     """Prompts by our kernels are for test_prompt_kernels, and take seconds to check."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pearl.models.forward.prompts.make_prompts", lambda *given: None)
+        patch.setattr("pearl.models.gpu.prefill.make_prompts", lambda *given: None)
         yield
 
 
@@ -160,14 +188,18 @@ def test_forwards_are_those_of_torch() -> None:
     for runner in both:
         feed_chain(runner, text(508), 1, prompt=True)
         feed_chain(runner, text(61, 5), 1, 1, prompt=True)
-    fed_both(both, Feed(text(7, 1), 7), Feed(text(6, 2), 2, 1), Feed(text(3, 3), 3, 2))  # to 515, 67 and 3
+    fed_both(
+        both, Feed(text(7, 1), 7), Feed(text(6, 2), 2, 1), Feed(text(3, 3), 3, 2)
+    )  # to 515, 67 and 3
     tree = Feed(text(5, 4), 5, 1, (-1, 0, 0, 1, 2))
     fed_both(both, tree, Feed(text(1, 5), 1, 2))
     for runner in both:
         runner.keep([0, 2, 4], 1)
         runner.rollback(512)
         runner.fork(1, 2)
-    fed_both(both, Feed(text(2, 6), 2), Feed(text(2, 7), 2, 1), Feed(torch.tensor(text(2, 8)), 2, 2))
+    fed_both(
+        both, Feed(text(2, 6), 2), Feed(text(2, 7), 2, 1), Feed(torch.tensor(text(2, 8)), 2, 2)
+    )
 
 
 @pytest.mark.usefixtures("small_tables")
@@ -187,17 +219,27 @@ def test_every_family(name: str) -> None:
         runner.keep([0, 2, 4], 1)
     fed_both(both, Feed(text(2, 7), 2, 1))
     both[0].rollback(126)
-    apart = [feed_chain(both[0], text(6, 1)[at : at + count], count) for at, count in ((0, 1), (1, 5))]
+    apart = [
+        feed_chain(both[0], text(6, 1)[at : at + count], count) for at, count in ((0, 1), (1, 5))
+    ]
     assert torch.equal(torch.cat(apart), whole)
     both[0].rollback(75, 1)
-    assert torch.equal(feed_chain(both[0], [tree.tokens[node] for node in (0, 2, 4)], 3, 1), nodes[[0, 2, 4]])
+    assert torch.equal(
+        feed_chain(both[0], [tree.tokens[node] for node in (0, 2, 4)], 3, 1), nodes[[0, 2, 4]]
+    )
 
-    draft, guesses = shared("one layer", kernels=False), {"rule": "coupled", "look_ahead": 6, "siblings": 2}
+    draft, guesses = (
+        shared("one layer", kernels=False),
+        {"rule": "coupled", "look_ahead": 6, "siblings": 2},
+    )
     for emptied in (*both, draft):
         for slot in range(3):
             emptied.rollback(0, slot)
     greedy = partial(resolved, sampling=drawn_by(0.0))
-    pearl, ar = (Submit(1, text(20) * 2, 52, options) for options in (greedy("pearl", **guesses), greedy("ar")))
+    pearl, ar = (
+        Submit(1, text(20) * 2, 52, options)
+        for options in (greedy("pearl", **guesses), greedy("ar"))
+    )
     assert decoded(pearl, both[0], draft) == decoded(ar, both[1])
 
 
@@ -205,7 +247,10 @@ def test_every_family(name: str) -> None:
 @pytest.mark.parametrize("rounding", ["", "int8", "int4"])
 def test_products_of_experts(name: str, rounding: Rounding) -> None:
     """And padding asks for none of its own: the experts of 15 such rows would be most of what a token reads."""
-    family, config = MODELS[name][0], _SIZES | MODELS[name][1] | {"hidden_size": 64, "intermediate_size": 64}
+    family, config = (
+        MODELS[name][0],
+        _SIZES | MODELS[name][1] | {"hidden_size": 64, "intermediate_size": 64},
+    )
     one = partial(matrix, dtype=torch.float32, rounding=rounding, plain=True)
     both = []
     for kernels_ in (True, False):
@@ -234,12 +279,18 @@ def test_products(parts: int, adds: bool, bias: bool) -> None:
     inputs, outputs = 64, 48 if adds else 41
     x, w = torch.randn(ROWS, inputs), torch.randn(outputs, inputs)
     norm, more, out = torch.rand(inputs), torch.randn(outputs), torch.randn(ROWS, outputs)
-    squares, sums, counts = x.view(ROWS, -1, 16).square().sum(2).T.contiguous(), torch.empty(9999), torch.zeros(9).int()
-    expected = linear(x if adds else x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5) * norm, w)
+    squares, sums, counts = (
+        x.view(ROWS, -1, 16).square().sum(2).T.contiguous(),
+        torch.empty(9999),
+        torch.zeros(9).int(),
+    )
+    expected = linear(
+        x if adds else x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5) * norm, w
+    )
     after = torch.zeros(outputs // 16, ROWS)
     for _ in range(2):
         expected_now = out + expected if adds else expected + more if bias else expected
-        kernels.multiply[(-(-outputs // 16), parts)](
+        product_kernels.multiply[(-(-outputs // 16), parts)](
             FULL_TABLE, x, squares, norm, w, w, more, out, after, sums, counts, 1.0, 1e-5, K=inputs, N=outputs, BN=16,
             BK=16, S=2, PARTS=parts, ROWS=ROWS, NORMS=not adds, ADDS=adds, SQUARES=adds, BIAS=bias, BITS=16, GROUP=32,
             EXTRA=0, OFFSET=0.0, OVERLAPS=False,
@@ -254,14 +305,21 @@ def test_products(parts: int, adds: bool, bias: bool) -> None:
 def test_products_of_quantised_weights_in_parts(rounding: Rounding, inputs: int) -> None:
     """With as many inputs packed together as the kernels like, and fewer; and where few rows are needed."""
     torch.manual_seed(1)
-    x, layer, out = torch.randn(ROWS, inputs), torch.nn.Linear(inputs, 41, bias=False), torch.zeros(ROWS, 41)
+    x, layer, out = (
+        torch.randn(ROWS, inputs),
+        torch.nn.Linear(inputs, 41, bias=False),
+        torch.zeros(ROWS, 41),
+    )
     parts = 1 if inputs == 192 else 2
     at_once = 4 * packed_together(inputs, 32) if rounding == "int4" else 64
     sums, counts = torch.empty(9999), torch.zeros(9).int()
     found = matrix(layer.requires_grad_(False), dtype=torch.float32, rounding=rounding, plain=True)
-    few, fed = torch.zeros(ROWS, 41), torch.where(torch.arange(1 + 3 * ROWS) < 1 + 2 * ROWS + 5, FULL_TABLE, 0)
+    few, fed = (
+        torch.zeros(ROWS, 41),
+        torch.where(torch.arange(1 + 3 * ROWS) < 1 + 2 * ROWS + 5, FULL_TABLE, 0),
+    )
     for table, to in ((FULL_TABLE, out), (fed, few)):
-        kernels.multiply[(3, parts)](
+        product_kernels.multiply[(3, parts)](
             table, x, x, x, found.weight, found.scales, x, to, x, sums, counts, 1.0, 1e-5, K=inputs, N=41, BN=16,
             BK=at_once, S=4, PARTS=parts, ROWS=ROWS, NORMS=False, ADDS=False, SQUARES=False, BIAS=False, OVERLAPS=False,
             **found.options(),
@@ -280,10 +338,19 @@ def test_products_of_quantised_weights_in_parts(rounding: Rounding, inputs: int)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_gate_and_up(parts: int) -> None:
     torch.manual_seed(2)
-    x, w, norm, out = torch.randn(ROWS, 32), torch.randn(2 * 40, 32), torch.rand(32), torch.zeros(ROWS, 40)
-    squares, sums, counts = x.view(ROWS, -1, 16).square().sum(2).T.contiguous(), torch.empty(9999), torch.zeros(9).int()
+    x, w, norm, out = (
+        torch.randn(ROWS, 32),
+        torch.randn(2 * 40, 32),
+        torch.rand(32),
+        torch.zeros(ROWS, 40),
+    )
+    squares, sums, counts = (
+        x.view(ROWS, -1, 16).square().sum(2).T.contiguous(),
+        torch.empty(9999),
+        torch.zeros(9).int(),
+    )
     for _ in range(2):
-        kernels.gate_up[(3, parts)](
+        product_kernels.gate_up[(3, parts)](
             FULL_TABLE, x, squares, norm, w, w, w, out, sums, counts, 1e-5, K=32, N=40, BN=16, BK=16, S=2, PARTS=parts,
             ROWS=ROWS, NORMS=True, GELU=False, BIAS=False, BITS=16, GROUP=32, EXTRA=0, OFFSET=0.0, OVERLAPS=False,
         )  # fmt: skip
@@ -292,19 +359,23 @@ def test_gate_and_up(parts: int) -> None:
         assert not counts.any()
 
 
-@pytest.mark.parametrize(("shape", "fits"), [((4096, 11008), True), ((30, 80), False), ((90, 24), False)])
+@pytest.mark.parametrize(
+    ("shape", "fits"), [((4096, 11008), True), ((30, 80), False), ((90, 24), False)]
+)
 def test_cuts_fit_or_there_is_none(shape: tuple[int, int], fits: bool) -> None:
     kind = tuple({"BITS": 16, "GROUP": shape[1]}.items())
-    for name in decode.PRODUCTS:
-        for cut in cuts.candidates(cuts.Product(name, shape, kind, ROWS)):
+    for name in token_forward.PRODUCTS:
+        for cut in autotune.candidates(autotune.Product(name, shape, kind, ROWS)):
             assert shape[1] % cut.inputs == 0
             assert shape[1] >= cut.parts * cut.inputs
             assert name not in ("out", "down") or shape[0] % cut.columns == 0
-    assert bool(cuts.candidates(cuts.Product("down", shape, kind, ROWS))) == fits
+    assert bool(autotune.candidates(autotune.Product("down", shape, kind, ROWS))) == fits
 
 
 @pytest.mark.parametrize("rounding", ["int4", "int8"])
-def test_forwards_of_quantised_weights_are_those_of_the_weights_that_they_stand_for(rounding: Rounding) -> None:
+def test_forwards_of_quantised_weights_are_those_of_the_weights_that_they_stand_for(
+    rounding: Rounding,
+) -> None:
     """Products with parts and norms, gate-up, the head, prompts; sizes that no tile divides."""
     sizes = _SIZES | {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1}
     models = []
@@ -317,7 +388,9 @@ def test_forwards_of_quantised_weights_are_those_of_the_weights_that_they_stand_
         copy.weight = torch.nn.Parameter(linear_.weight.detach().clone(), requires_grad=False)
         stood_for = matrix(copy, dtype=torch.float32, rounding=rounding, plain=True)
         linear_.weight = torch.nn.Parameter(stood_for.dequantised(), requires_grad=False)
-    ours = ForwardRunner(models[0], 600, slots=2, record=lambda work: work, kernels=True, rounding=rounding)
+    ours = ForwardRunner(
+        models[0], 600, slots=2, record=lambda work: work, kernels=True, rounding=rounding
+    )
     theirs = ForwardRunner(models[1], 600, slots=2, record=lambda work: work, kernels=False)
     assert ours._decode is not None
     for runner in (ours, theirs):
@@ -332,8 +405,16 @@ def test_kernels_race_as_torchs_operations_do(vocab: int) -> None:
     logits[3, 7:] = -torch.inf
     keys = [draw_key(drawn_by(seed=seed), 5, Purpose.DRAFT) for seed in range(len(logits))]
     ours = draw_kernels.race_rows(logits, keys, 0.7)
-    assert ours[:, 1].tolist() == sampling.race_rows(torch.softmax(logits / 0.7, -1), keys)[:, 1].tolist()
+    assert (
+        ours[:, 1].tolist()
+        == sampling.race_rows(torch.softmax(logits / 0.7, -1), keys)[:, 1].tolist()
+    )
     assert ours[:, 0].isfinite().all()
     bad = logits[:4].clone()
     bad[0, 5], bad[1, 3], bad[2] = torch.nan, torch.inf, -torch.inf
-    assert draw_kernels.race_rows(bad, keys)[:, 0].isfinite().tolist() == [False, False, False, True]
+    assert draw_kernels.race_rows(bad, keys)[:, 0].isfinite().tolist() == [
+        False,
+        False,
+        False,
+        True,
+    ]

@@ -31,7 +31,9 @@ def keys() -> Keys:
 # ---- the file ----
 
 
-def test_a_key_file_is_private_whatever_the_umask_and_comes_back(tmp_path: Path, keys: Keys) -> None:
+def test_a_key_file_is_private_whatever_the_umask_and_comes_back(
+    tmp_path: Path, keys: Keys
+) -> None:
     before = os.umask(0)
     try:
         write_keys(tmp_path / "keys", keys)
@@ -66,11 +68,17 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "others may read it": (lambda path: path.chmod(0o640), "has mode 0640.*chmod 600"),
     "others may write it": (lambda path: path.chmod(0o602), "has mode 0602.*chmod 600"),
     "another user's": (lambda path: os.chown(path, 12345, -1), "another user's"),
-    "a pipe": (lambda path: (path.unlink(), os.mkfifo(path, 0o600)), "is no file"),  # it would be waited for
+    "a pipe": (
+        lambda path: (path.unlink(), os.mkfifo(path, 0o600)),
+        "is no file",
+    ),  # it would be waited for
     "a directory": (lambda path: (path.unlink(), path.mkdir()), "irectory"),
     "not there": (lambda path: path.unlink(), "No such file"),
     **{
-        repr(content[:40]): (lambda path, content=content: path.write_text(content, "latin-1"), "pearl keys FILE")  # type: ignore[misc]
+        repr(content[:40]): (
+            lambda path, content=content: path.write_text(content, "latin-1"),
+            "pearl keys FILE",
+        )  # type: ignore[misc]
         for content in (
             *("", "\xff\xfe", "[]", "{}", "[" * 4000),
             *(
@@ -86,7 +94,9 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_is_no_private_file_of_two_keys_is_refused(tmp_path: Path, keys: Keys, kind: str) -> None:
+def test_what_is_no_private_file_of_two_keys_is_refused(
+    tmp_path: Path, keys: Keys, kind: str
+) -> None:
     if kind == "another user's" and os.geteuid() != 0:
         pytest.skip("only root can give a file away")
     spoil, said = REFUSED[kind]
@@ -114,7 +124,9 @@ def listener(keys: Keys) -> Iterator[ZmqListener]:
     assert threading.active_count() < before, "the thread that looks at keys is left"
 
 
-@pytest.mark.parametrize("who", ["no key", "a password", "another server's key", "a client's key that is not admitted"])
+@pytest.mark.parametrize(
+    "who", ["no key", "a password", "another server's key", "a client's key that is not admitted"]
+)
 def test_a_peer_without_the_key_gets_nothing(listener: ZmqListener, keys: Keys, who: str) -> None:
     """No Welcome and no Error: not a byte of a message, and what it says is not heard; a good peer is served."""
     other = new_keys()
@@ -125,7 +137,9 @@ def test_a_peer_without_the_key_gets_nothing(listener: ZmqListener, keys: Keys, 
             peer.plain_username, peer.plain_password = b"a", b"b"
         monitor = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         peer.connect(listener.address)
-        with contextlib.suppress(zmq.Again):  # it may have been refused already, and would wait for ever
+        with contextlib.suppress(
+            zmq.Again
+        ):  # it may have been refused already, and would wait for ever
             peer.send_multipart([b"\x91\x63"], zmq.NOBLOCK)
         assert monitor.poll(WAIT * 1000), "it was neither refused nor let in"
         assert parse_monitor_message(monitor.recv_multipart())["event"] == zmq.EVENT_DISCONNECTED
@@ -142,7 +156,9 @@ def test_a_peer_without_the_key_gets_nothing(listener: ZmqListener, keys: Keys, 
         connection.close()
 
 
-def test_nobody_is_let_in_once_the_authenticator_is_gone(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_is_let_in_once_the_authenticator_is_gone(
+    keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ZeroMQ's own default would admit every key then: while the listener closes, say."""
     # Where the authenticator has taken the question and not answered, it is refused when the handshake is overdue.
     monkeypatch.setattr("pearl.transport.zeromq._HANDSHAKE_SECONDS", 2)

@@ -14,7 +14,15 @@ from pearl.config import EngineConfig, RequestOptions, SamplingParams
 from pearl.decoding.distribution import PackedRow
 from pearl.engine import Engine
 from pearl.errors import ConfigError, RequestError
-from pearl.protocol.messages import PROTOCOL_VERSION, DraftTokens, Error, Hello, Role, Submit, Welcome
+from pearl.protocol.messages import (
+    PROTOCOL_VERSION,
+    DraftTokens,
+    Error,
+    Hello,
+    Role,
+    Submit,
+    Welcome,
+)
 from pearl.protocol.scheduler import Scheduler
 from pearl.spec.methods import MAX_WINDOW
 from pearl.transport.codec import decode, encode
@@ -35,7 +43,9 @@ MIB = 1 << 20
 
 
 def submit(tokens: int = 3, request: int = 1, stops: tuple[str, ...] = ()) -> Submit:
-    return Submit(request, (1,) * tokens, tokens + 1, resolved("ar", sampling=drawn_by(), stop=stops))
+    return Submit(
+        request, (1,) * tokens, tokens + 1, resolved("ar", sampling=drawn_by(), stop=stops)
+    )
 
 
 # ---- what is admitted ----
@@ -65,7 +75,9 @@ def test_the_requests_of_one_front_are_bounded() -> None:
 def test_stop_strings_are_bounded() -> None:
     """Two thousand stops of a thousand characters took a second, again and again, in the loop that all share."""
     for stops in (("x",) * 65, ("x" * 1001,)):
-        with pytest.raises(ConfigError, match="stop: at most 64 strings of at most 1000 characters"):
+        with pytest.raises(
+            ConfigError, match="stop: at most 64 strings of at most 1000 characters"
+        ):
             SamplingParams(stop=stops)
 
 
@@ -153,7 +165,9 @@ def test_a_front_that_floods_costs_bounded_memory_and_others_are_served(engine: 
             time.sleep(0.05)
         assert most - before < 400 * MIB, f"{(most - before) / MIB:.0f} MiB more"
     with Engine.attach(engine.directory) as other:
-        assert other.generate([[1, 2, 3]], GREEDY, method="ar")[0].tokens == greedy_text([1, 2, 3], 60)
+        assert other.generate([[1, 2, 3]], GREEDY, method="ar")[0].tokens == greedy_text(
+            [1, 2, 3], 60
+        )
 
 
 DEEP = b"\xdc\x08\x00" * 1020 + b"\x01"
@@ -175,5 +189,7 @@ def test_one_front_does_not_stop_another(engine: Engine, frames: list[bytes]) ->
 
     with hostile(engine) as peer, ThreadPoolExecutor(1) as pool:
         flooding = pool.submit(flood)
-        assert engine.generate([[1, 2, 3]], GREEDY, method="ar")[0].tokens == greedy_text([1, 2, 3], 60)
+        assert engine.generate([[1, 2, 3]], GREEDY, method="ar")[0].tokens == greedy_text(
+            [1, 2, 3], 60
+        )
         flooding.result()

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pearl.drafting.model import ModelProposer
 from pearl.drafting.ngram import MOST_MATCHED, NgramIndex, anchored, guess_tree
+from pearl.drafting.proposer import ModelProposer
 from pearl.models.toy import ToyRunner
 from pearl.protocol.events import Draft, Open
 from tests.options import resolved
@@ -27,7 +27,10 @@ def brute_force(text: Sequence[int], position: int) -> dict[int, int]:
     found = {}
     for end in range(1, position):
         matched = 0
-        while matched < min(end, MOST_MATCHED) and text[end - 1 - matched] == text[position - 1 - matched]:
+        while (
+            matched < min(end, MOST_MATCHED)
+            and text[end - 1 - matched] == text[position - 1 - matched]
+        ):
             matched += 1
         if matched:
             found[end] = matched
@@ -38,7 +41,11 @@ def brute_force(text: Sequence[int], position: int) -> dict[int, int]:
 def test_candidates_are_what_followed_where_the_text_matched(text: list[int], at: int) -> None:
     position = min(at, len(text))
     expected = brute_force(text, position)
-    given_ = [pair for candidate in NgramIndex(text).candidates(position) for pair in candidate.occurrences]
+    given_ = [
+        pair
+        for candidate in NgramIndex(text).candidates(position)
+        for pair in candidate.occurrences
+    ]
     assert len(given_) == len(set(given_))
     assert all(expected[end] == matched for end, matched in given_), "only true matches"
     longest = [end for end, matched in expected.items() if matched == max(expected.values())]
@@ -70,7 +77,9 @@ def test_rates_are_learned_from_the_text() -> None:
 
 
 @given(text=TEXTS, pending=st.integers(0, 6), most=st.integers(0, 20), room=st.integers(0, 8))
-def test_a_tree_has_its_parents_first_and_each_child_once(text: list[int], pending: int, most: int, room: int) -> None:
+def test_a_tree_has_its_parents_first_and_each_child_once(
+    text: list[int], pending: int, most: int, room: int
+) -> None:
     committed = max(1, len(text) - pending)
     limit, end = len(text) + room, len(text)
     tokens, parents, chances, _ = guess_tree(
@@ -82,7 +91,9 @@ def test_a_tree_has_its_parents_first_and_each_child_once(text: list[int], pendi
     depth = {position: position for position in range(end)}
     for i, (token, parent, chance) in enumerate(zip(tokens, parents, chances, strict=True)):
         assert committed - 1 <= parent < end + i
-        assert (parent, token) not in seen, "what is drafted there already, or guessed, is not guessed again"
+        assert (parent, token) not in seen, (
+            "what is drafted there already, or guessed, is not guessed again"
+        )
         seen.add((parent, token))
         depth[end + i] = depth[parent] + 1
         assert depth[end + i] < limit
@@ -94,7 +105,9 @@ def test_a_tree_has_its_parents_first_and_each_child_once(text: list[int], pendi
 
 def test_a_stop_policy_sees_each_token_once_however_many_come_of_a_forward() -> None:
     policy = Noted(3)
-    repeats = ToyRunner(4, lambda seen: torch.nn.functional.one_hot(torch.tensor((seen[-1] + 1) % 4), 4).float())
+    repeats = ToyRunner(
+        4, lambda seen: torch.nn.functional.one_hot(torch.tensor((seen[-1] + 1) % 4), 4).float()
+    )
     proposer = ModelProposer(repeats, 4, lambda opened: policy)
     proposer.open(Open((0, 1, 2, 3) * 3, resolved(rule="coupled", draft_lookup=8), request=1))
     found = proposer.collect(proposer.launch(Draft(0, (0, 1, 2, 3) * 3, 20, request=1)))

@@ -8,12 +8,12 @@ import pytest
 from pearl.lab.bench.figures import figures
 from pearl.lab.bench.rows import AR
 from pearl.lab.bench.runner import Measured, Sample
-from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
+from pearl.lab.studies.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.metrics import ESTIMATED, MOST_CORE_WAIT, Statistics, Stopwatch, brief, fold
 from pearl.models.toy import ToyRunner, alpha_pair
-from pearl.protocol.auto import Auto
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.events import Forwarded, Sampled
+from pearl.protocol.method_choice import Auto
 from pearl.protocol.request import Counts
 from pearl.protocol.speeds import Profile, Speeds
 from pearl.worker.contention import ThreadTime, longest_wait, thread_times
@@ -56,7 +56,9 @@ def test_under_a_block_rule_the_row_of_the_prefill_comes_again() -> None:
 def test_a_benchmark_counts_likewise() -> None:
     texts = [
         Statistics(
-            num_generated_tokens=count, num_prefill_tokens=1, target_steps={"prefill": 1, "pre-verify": count - 1}
+            num_generated_tokens=count,
+            num_prefill_tokens=1,
+            target_steps={"prefill": 1, "pre-verify": count - 1},
         )
         for count in (1, 9, 41)
     ]
@@ -74,7 +76,9 @@ def begun_stale(method: str, tokens: int = 100) -> Outcome:
     target, draft = paired_executors(ToyRunner(VOCAB, laws[0]), ToyRunner(VOCAB, laws[1]))
     submit = asked(method, tokens, temperature=1.0)
     published = submit.options.changed(look_ahead=0, branches=0, draft_lookup=0)
-    return simulate(replace(submit, options=published), target, draft, RISING, speeds=Speeds.of(STALE))
+    return simulate(
+        replace(submit, options=published), target, draft, RISING, speeds=Speeds.of(STALE)
+    )
 
 
 def test_method_ar_is_compared_with_nothing() -> None:
@@ -164,13 +168,18 @@ def test_auto_says_what_it_settled_on() -> None:
 
 
 def line(**figures: Any) -> str:
-    return brief(Statistics(num_generated_tokens=100, tokens_per_second=20.0, tokens_per_step=1.5, **figures))
+    return brief(
+        Statistics(num_generated_tokens=100, tokens_per_second=20.0, tokens_per_step=1.5, **figures)
+    )
 
 
 def test_the_line_says_what_a_speedup_is_by() -> None:
     begin = "100 tokens · 20.0 tokens/s · 1.50 tokens a step"
     assert line() == begin
-    assert line(speedup=1.3, speedup_basis=ESTIMATED) == begin + " · about 1.30 times the target alone (estimated)"
+    assert (
+        line(speedup=1.3, speedup_basis=ESTIMATED)
+        == begin + " · about 1.30 times the target alone (estimated)"
+    )
     compared = begin + " · about 1.30 times the target alone (compared with ngram)"
     assert line(speedup=1.3, speedup_basis="ngram", settled="pearl") == compared
     assert line(settled="ngram") == begin + " · auto settled on the target alone (ngram)"
@@ -184,7 +193,9 @@ def test_the_wait_for_a_core_is_that_of_threads_which_compute() -> None:
     before = {1: ThreadTime(5.0, 1.0), 2: ThreadTime(3.0, 0.0), 3: ThreadTime(0.0, 0.0)}
     after = {1: ThreadTime(7.0, 1.1), 2: ThreadTime(4.5, 0.5), 3: ThreadTime(0.1, 0.8)}
     assert longest_wait(before, after) == pytest.approx(0.5)
-    assert longest_wait(before, after | {4: ThreadTime(2.0, 0.7)}) == pytest.approx(0.7), "a thread begun meanwhile"
+    assert longest_wait(before, after | {4: ThreadTime(2.0, 0.7)}) == pytest.approx(0.7), (
+        "a thread begun meanwhile"
+    )
     assert longest_wait({}, {}) == 0.0
 
 

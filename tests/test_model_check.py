@@ -38,11 +38,17 @@ DEPTH = {"rule": "joint", "parameters": (("depth", 2.0),)}
 SETTINGS: dict[str, tuple[list[str], list[dict[str, Any]]]] = {
     "nothing": (DRAFTING, [{}]),
     "stops": (STOPPING, [{"rule": "ratio", "stops": stops} for stops in ((2,), (3,), DRAFTED)]),
-    "guesses": (["pearl"], [{"rule": rule} | GUESSES for rule in ("ratio", "coupled")] + [GUESSES | {"trees": False}]),
+    "guesses": (
+        ["pearl"],
+        [{"rule": rule} | GUESSES for rule in ("ratio", "coupled")] + [GUESSES | {"trees": False}],
+    ),
     "guesses alone": (["ngram"], [GUESSES, GUESSES | {"trees": False}]),
     "branches": (
         ["pearl", "ssd"],
-        [{"rule": rule, "branches": 8, "foresees": at} for rule, at in (("ratio", DRAFTED), ("coupled", (3,)))],
+        [
+            {"rule": rule, "branches": 8, "foresees": at}
+            for rule, at in (("ratio", DRAFTED), ("coupled", (3,)))
+        ],
     ),
     "siblings": (["pearl"], [SIBLINGS, SIBLINGS | BRANCHES, SIBLINGS | {"trees": False}]),
     "all that guesses": (
@@ -59,14 +65,24 @@ SETTINGS: dict[str, tuple[list[str], list[dict[str, Any]]]] = {
     ),
     # No policy goes with them; a draft that pauses all the same makes no target wait or compute for ever.
     "withheld": (STOPPING, [BILD | {"stops": stops} for stops in ((2,), (3, 4), DRAFTED)]),
-    "withheld among guesses": (["pearl"], [BILD | GUESSES | {"stops": stops} for stops in ((2,), (3, 4), DRAFTED)]),
-    "blocks and pauses": (["pearl", "sd"], [DEPTH | {"stops": stops} for stops in ((2,), (3,), DRAFTED)]),
+    "withheld among guesses": (
+        ["pearl"],
+        [BILD | GUESSES | {"stops": stops} for stops in ((2,), (3, 4), DRAFTED)],
+    ),
+    "blocks and pauses": (
+        ["pearl", "sd"],
+        [DEPTH | {"stops": stops} for stops in ((2,), (3,), DRAFTED)],
+    ),
 }
 
 
 @combined
-@pytest.mark.parametrize(("what", "method"), [(what, method) for what, (all, _) in SETTINGS.items() for method in all])
-def test_every_interleaving_ends_with_the_right_text(combined: Callable[..., Any], what: str, method: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "method"), [(what, method) for what, (all, _) in SETTINGS.items() for method in all]
+)
+def test_every_interleaving_ends_with_the_right_text(
+    combined: Callable[..., Any], what: str, method: str
+) -> None:
     """Whatever the draft gets wrong, and in whatever order things happen."""
     if "guesses" in what or what in ("branches", "siblings"):
         windows, wrongs = (WINDOWS[:2] if method == "ssd" else WINDOWS[1:3]), [(3,), (2, 4)]
@@ -76,11 +92,17 @@ def test_every_interleaving_ends_with_the_right_text(combined: Callable[..., Any
         origins: set[tuple[Provenance, ...]] = set()
         assert explore(method, window, gamma, wrong, origins=origins, **settings) > 0
         # Under these the text depends on what is judged together: not on when tokens come.
-        assert len(origins) == 1 or not (what in ("blocks", "withheld") or (what, method) == ("stops", "sd"))
+        assert len(origins) == 1 or not (
+            what in ("blocks", "withheld") or (what, method) == ("stops", "sd")
+        )
 
 
 LOSSES = [("lose to target",), ("lose to draft",), ("lose to target", "lose two to target")]
-LOSSES += [("lose to draft", "lose two to draft"), ("lose to target", "lose to draft"), ("lose to draft", "kill")]
+LOSSES += [
+    ("lose to draft", "lose two to draft"),
+    ("lose to target", "lose to draft"),
+    ("lose to draft", "kill"),
+]
 FAULTS = [
     ("choke",),
     ("kill",),
@@ -106,7 +128,9 @@ def test_every_interleaving_survives_a_fault_at_any_time(faults: tuple[str, ...]
 
 
 @pytest.mark.parametrize("fault", BRANCH_FAULTS)
-@pytest.mark.parametrize(("method", "window", "more"), [("pearl", "stream", GUESSES), ("ssd", "fixed", {})])
+@pytest.mark.parametrize(
+    ("method", "window", "more"), [("pearl", "stream", GUESSES), ("ssd", "fixed", {})]
+)
 def test_every_interleaving_with_branches_survives_a_fault(
     method: str, window: str, more: dict[str, Any], fault: str
 ) -> None:
@@ -125,7 +149,14 @@ def test_the_table_of_faults_names_those_of_branches() -> None:
 
 @pytest.mark.parametrize(
     "faults",
-    [("fail",), ("cancel",), ("choke",), ("fail", "kill"), ("fail", "cancel next"), ("fail", "lose to target")],
+    [
+        ("fail",),
+        ("cancel",),
+        ("choke",),
+        ("fail", "kill"),
+        ("fail", "cancel next"),
+        ("fail", "lose to target"),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize(("window", "wrong"), [("fixed", ()), ("stream", (2,))])
@@ -134,16 +165,22 @@ def test_a_request_that_ends_early_at_any_time_harms_no_other(
 ) -> None:
     """Two requests, of which one fails or is cancelled: what it has of its text is right, the other's is whole."""
     text = TEXT[:-2]
-    submits = [submission(text, "pearl", window=window, gamma=2, request=number) for number in (1, 2)]
+    submits = [
+        submission(text, "pearl", window=window, gamma=2, request=number) for number in (1, 2)
+    ]
     pair = FaultyPair(submits, ScriptTarget(text), partial(ScriptDraft, text, wrong))
     pair.faults = faults
     for final in Exploration(pair).finals():
-        assert final.done, f"deadlock: {final.coordinator.state}, {final.drafter and final.drafter.state}"
+        assert final.done, (
+            f"deadlock: {final.coordinator.state}, {final.drafter and final.drafter.state}"
+        )
         cut = 0
         for result in final.results.values():
             assert tuple(result.tokens) == text[len(PROMPT) :][: len(result.tokens)]
             cut += result.end.reason is FinishReason.CANCELLED
-            assert result.end.reason is FinishReason.CANCELLED or len(result.tokens) == len(text) - len(PROMPT)
+            assert result.end.reason is FinishReason.CANCELLED or len(result.tokens) == len(
+                text
+            ) - len(PROMPT)
         assert cut <= len({"fail", "cancel", "cancel next"} & set(faults))
 
 
@@ -167,7 +204,9 @@ def credulous(self: Feeding, tokens: tuple[int, ...], stops: list[bool]) -> None
 
 _COMMIT = Feeding.commit_draws
 _DRAFTED, _GRANT = DraftMachine._drafted, DraftView._grant
-PLANTED: dict[str, tuple[object, object, Any, tuple[Any, ...]]] = {  # where, what, the bug; what is explored
+PLANTED: dict[
+    str, tuple[object, object, Any, tuple[Any, ...]]
+] = {  # where, what, the bug; what is explored
     "the draft may draft one token less than the target waits for": (
         *(DraftView, "_grant", lambda self: _GRANT(self) - 1),
         ("pearl", "fixed", 1, ()),

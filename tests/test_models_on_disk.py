@@ -19,8 +19,8 @@ from pearl.models.checkpoints import checkpoint, recipes
 from pearl.models.checkpoints.checkpoint import resolve_checkpoint
 from pearl.models.checkpoints.description import describe
 from pearl.models.checkpoints.gguf import table_in
+from pearl.models.cpu import native
 from pearl.models.families import QUANTISED
-from pearl.models.forward import native
 from pearl.models.forward.runner import ForwardRunner
 from tests.test_gguf import _write_gguf
 from tests.tiny import VOCAB_SIZE, on_cpu, tiny_model
@@ -43,10 +43,15 @@ class Hub(BaseHTTPRequestHandler):
         elif "/revision/" in path and path.rpartition("/")[2] not in ("main", COMMIT):
             self._send(404, code="RevisionNotFound")
         elif "/tree/" in path:
-            entries = [{"type": "file", "path": n, "size": len(b), "oid": _digest(b)} for n, b in files.items()]
+            entries = [
+                {"type": "file", "path": n, "size": len(b), "oid": _digest(b)}
+                for n, b in files.items()
+            ]
             self._send(200, json.dumps(entries).encode())
         elif "/resolve/" not in path:
-            siblings = [{"rfilename": n, "size": len(b), "blobId": _digest(b)} for n, b in files.items()]
+            siblings = [
+                {"rfilename": n, "size": len(b), "blobId": _digest(b)} for n, b in files.items()
+            ]
             self._send(200, json.dumps({"id": name, "sha": COMMIT, "siblings": siblings}).encode())
         elif name == "some/gated":
             self._send(403, code="GatedRepo")
@@ -57,7 +62,11 @@ class Hub(BaseHTTPRequestHandler):
 
     def _send(self, status: int, body: bytes = b"", code: str = "") -> None:
         self.send_response(status)
-        headers = {"ETag": f'"{_digest(body)}"', "X-Repo-Commit": COMMIT, "Content-Length": len(body)}
+        headers = {
+            "ETag": f'"{_digest(body)}"',
+            "X-Repo-Commit": COMMIT,
+            "Content-Length": len(body),
+        }
         for header, value in (headers | ({"X-Error-Code": code} if code else {})).items():
             self.send_header(header, str(value))
         self.end_headers()
@@ -78,8 +87,15 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    model, more = files_of(tiny_model(chat=True)), dict.fromkeys(("pytorch_model.bin", "README.md"), b"x" * 99)
-    more |= {"original/params.json": b"{}", "original/tokenizer.model": b"x", "onnx/model.onnx": b"x"}
+    model, more = (
+        files_of(tiny_model(chat=True)),
+        dict.fromkeys(("pytorch_model.bin", "README.md"), b"x" * 99),
+    )
+    more |= {
+        "original/params.json": b"{}",
+        "original/tokenizer.model": b"x",
+        "onnx/model.onnx": b"x",
+    }
     gguf = tmp_path_factory.mktemp("gguf") / "tiny-Q8_0.gguf"
     _write_gguf(gguf, tiny_model())
     Hub.repositories = {
@@ -109,7 +125,9 @@ def pull(hub: str, tmp_path: Path) -> Run:
     def run(model: str, **more: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "pearl", "pull", model]
         env = os.environ | {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "hf")} | more
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=180, check=False)
+        return subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=180, check=False
+        )
 
     return run
 
@@ -124,14 +142,22 @@ def test_a_model_is_pulled_shown_and_removed(caches: None, pull: Run, pearl_here
     pulled = pull("some/model")
     assert " in 6 files, " in pulled.stderr.splitlines()[0], "before the download"
     directory = Path(pulled.stdout.strip())
-    assert {file.name for file in directory.iterdir()} == {file.name for file in tiny_model(chat=True).iterdir()}
+    assert {file.name for file in directory.iterdir()} == {
+        file.name for file in tiny_model(chat=True).iterdir()
+    }
     assert "to download" not in pull("some/model@main").stderr
     (row,) = json.loads(pearl_here("list", "--json").stdout)
     assert (row["name"], row["weights"], row["forward"]) == ("some/model", "float32", "own")
-    assert re.search(r"\nsome/model +0\.2 MB +\d{4}-\d\d-\d\d +float32 +own", pearl_here("list").stdout)
+    assert re.search(
+        r"\nsome/model +0\.2 MB +\d{4}-\d\d-\d\d +float32 +own", pearl_here("list").stdout
+    )
     shown = json.loads(pearl_here("show", "some/model", "--json").stdout)
     assert shown["path"] == str(directory)
-    assert (shown["architecture"], shown["vocabulary"], shown["context"]) == ("LlamaForCausalLM", VOCAB_SIZE, 256)
+    assert (shown["architecture"], shown["vocabulary"], shown["context"]) == (
+        "LlamaForCausalLM",
+        VOCAB_SIZE,
+        256,
+    )
     assert (shown["chat_template"], shown["tools"], shown["reasoning"]) == (True, None, False)
     assert resolve_checkpoint("some/model") == resolve_checkpoint("some/model@main") == directory
     asked = pearl_here("rm", "some/model")
@@ -160,7 +186,9 @@ load_runner(ModelConfig(sys.argv[1]), torch.device("cpu"), print)
 print([name for name in ("transformers",) if name in sys.modules])
 """
     env = os.environ | {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code, model], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, model], env=env, capture_output=True, text=True, check=True
+    )
     tokenizer, weights, *rest = done.stdout.splitlines()
     assert re.fullmatch(model + r": 0\.0 MB in 5 files, 0\.0 MB to download", tokenizer)
     assert re.fullmatch(model + r": 0\.2 MB in 6 files, 0\.1 MB to download", weights)
@@ -185,7 +213,9 @@ def test_the_hub_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert asked == [False, True, True]
 
 
-def test_a_gguf_file_is_named_by_a_part_of_its_name(caches: None, pull: Run, pearl_here: Run) -> None:
+def test_a_gguf_file_is_named_by_a_part_of_its_name(
+    caches: None, pull: Run, pearl_here: Run
+) -> None:
     pulled = pull("some/ggufs:q8_0")
     file = Path(pulled.stdout.strip())
     assert file.name == "tiny-Q8_0.gguf"
@@ -209,7 +239,10 @@ def test_the_only_gguf_file_of_a_repository_needs_no_name(caches: None, pull: Ru
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("some/gated", "is gated: accept its terms at https://huggingface.co/some/gated, then `hf auth login`"),
+        (
+            "some/gated",
+            "is gated: accept its terms at https://huggingface.co/some/gated, then `hf auth login`",
+        ),
         ("no/such", "no such model that you may read"),
         ("some/model@v9", "it has no revision v9"),
         ("some/ggufs", "tiny-F16.gguf, tiny-Q8_0.gguf: name one"),
@@ -218,14 +251,18 @@ def test_the_only_gguf_file_of_a_repository_needs_no_name(caches: None, pull: Ru
         ("offline/model", "Check the network"),
     ],
 )
-def test_what_cannot_be_pulled_is_one_line_with_what_to_do(pull: Run, model: str, words: str) -> None:
+def test_what_cannot_be_pulled_is_one_line_with_what_to_do(
+    pull: Run, model: str, words: str
+) -> None:
     done = pull(model, **({"HF_HUB_OFFLINE": "1"} if model == "offline/model" else {}))
     assert done.returncode == 3
     assert words in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3-short", "phi3-long", "gpt2", "falcon", "gpt-oss", "llama-dynamic"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "gemma3-short", "phi3-long", "gpt2", "falcon", "gpt-oss", "llama-dynamic"]
+)
 def test_show_says_which_forward_computes_a_model(kind: str) -> None:
     directory = tiny_model(kind)
     about = describe(str(directory), print)

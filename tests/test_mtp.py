@@ -11,12 +11,13 @@ from transformers import AutoModelForCausalLM, modeling_layers
 from pearl.config import SamplingParams
 from pearl.engine import Engine
 from pearl.errors import ModelError
-from pearl.models.checkpoints.heads import load_head, states_for
+from pearl.models.heads.loading import load_head, states_for
 from pearl.models.runner import feed_chain
 from tests.tiny import changed_model, on_cpu, tiny_model
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(getattr(modeling_layers, "MtpModel", None), "forward_layer"), reason="needs a newer transformers"
+    not hasattr(getattr(modeling_layers, "MtpModel", None), "forward_layer"),
+    reason="needs a newer transformers",
 )
 TEXT = [5, 40, 7, 93, 11, 12, 200, 3, 17, 60, 61, 5, 40]
 # In DeepSeek's and GLM's checkpoints it is the layer behind the last one; in Qwen's it has names of its own.
@@ -48,15 +49,22 @@ def with_layer(kind: str, into: Path) -> tuple[Path, list[torch.Tensor]]:
     return into, parts
 
 
-def reference(model: Any, parts: list[torch.Tensor], ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+def reference(
+    model: Any, parts: list[torch.Tensor], ids: torch.Tensor, states: torch.Tensor
+) -> torch.Tensor:
     """Outputs [n, hidden] for tokens [n] and the states before each, by the definition."""
     norms = []
     for part in (parts[0], parts[1], parts[3]):
         norms.append(type(model.model.norm)(32, eps=model.config.rms_norm_eps))
         norms[-1].weight.copy_(part)
-    x = torch.cat((norms[0](model.model.embed_tokens(ids)), norms[1](states)), -1)[None] @ parts[2].T
+    x = (
+        torch.cat((norms[0](model.model.embed_tokens(ids)), norms[1](states)), -1)[None]
+        @ parts[2].T
+    )
     turns = model.model.rotary_emb(x, position_ids=torch.arange(1, len(ids) + 1)[None])
-    found: torch.Tensor = norms[2](model.model.layers[-1](x, position_embeddings=turns, attention_mask=None))[0]
+    found: torch.Tensor = norms[2](
+        model.model.layers[-1](x, position_embeddings=turns, attention_mask=None)
+    )[0]
     return found
 
 
@@ -78,12 +86,16 @@ def test_it_computes_its_definition(kind: str, tmp_path: Path) -> None:
         wanted = reference(model, parts, ids[1:9], hidden[:8])
         outputs = head.read(ids[1:9], head.fused(hidden[:8]), 0)
         torch.testing.assert_close(outputs, wanted, rtol=1e-3, atol=1e-4)
-        torch.testing.assert_close(head.logits(outputs), model.lm_head(wanted), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(
+            head.logits(outputs), model.lm_head(wanted), rtol=1e-3, atol=1e-4
+        )
         again = head.read(ids[9:10], outputs[-1:], 0)
         further = reference(model, parts, ids[1:10], torch.cat((hidden[:8], wanted[-1:])))
         torch.testing.assert_close(again, further[-1:], rtol=1e-3, atol=1e-4)
         head.lengths[0] = 5
-        torch.testing.assert_close(head.read(ids[6:9], hidden[5:8], 0), wanted[5:], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(
+            head.read(ids[6:9], hidden[5:8], 0), wanted[5:], rtol=1e-3, atol=1e-4
+        )
 
 
 def test_no_text_changes(tmp_path: Path) -> None:
@@ -92,7 +104,12 @@ def test_no_text_changes(tmp_path: Path) -> None:
         for temperature in (0.0, 1.0):
             params = SamplingParams(temperature=temperature, max_tokens=24, seed=3, ignore_eos=True)
             found = [
-                [one.tokens for one in engine.generate(["Write a", "What is"], params, method=method, rule="coupled")]
+                [
+                    one.tokens
+                    for one in engine.generate(
+                        ["Write a", "What is"], params, method=method, rule="coupled"
+                    )
+                ]
                 for method in ("ar", "head")
             ]
             assert found[0] == found[1]

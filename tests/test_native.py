@@ -11,10 +11,11 @@ from torch.nn.functional import gelu, linear, silu
 from transformers import AutoModelForCausalLM
 
 from pearl.models.checkpoints.formats import FP4, GGUF_BLOCKS, from_gguf
+from pearl.models.cpu import native
+from pearl.models.cpu.native import Native
 from pearl.models.feeds import Feed, depths, lay_out, paths
-from pearl.models.forward import matrices, native
+from pearl.models.forward import linear_layers
 from pearl.models.forward.attention import Heads, Scoring
-from pearl.models.forward.native import Native
 from pearl.models.forward.quantised import QuantisedMatrix, are_alike, rounded, stacked
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.forward.slot_attention import NativeAttention
@@ -60,7 +61,9 @@ def quantised(kind: str, outputs: int, inputs: int) -> QuantisedMatrix:
         return from_gguf(kind, with_scales(kind, blocks).flatten(1))
     if kind == "table":
         table = torch.randn(16).bfloat16().float()  # a CPU with bfloat16 rounds them to that
-        return QuantisedMatrix(numbers(outputs, inputs, high=16), 4, torch.rand(outputs, inputs // 64), table=table)
+        return QuantisedMatrix(
+            numbers(outputs, inputs, high=16), 4, torch.rand(outputs, inputs // 64), table=table
+        )
     if kind == "zeros":
         return QuantisedMatrix(
             numbers(outputs, inputs, high=16),
@@ -70,12 +73,21 @@ def quantised(kind: str, outputs: int, inputs: int) -> QuantisedMatrix:
         )
     if kind == "float8":
         every = torch.arange(outputs * inputs) % 256  # all numbers; two are none
-        steps = every.masked_fill(every % 128 == 127, 1).to(torch.uint8).view(outputs, inputs).view(torch.float8_e4m3fn)
+        steps = (
+            every.masked_fill(every % 128 == 127, 1)
+            .to(torch.uint8)
+            .view(outputs, inputs)
+            .view(torch.float8_e4m3fn)
+        )
         return QuantisedMatrix(steps, 8, torch.rand(outputs, inputs // 128) * 1e-3)
-    if kind == "nvfp4":  # a scale in e4m3 for 16, of any size, which another number of each row divides
+    if (
+        kind == "nvfp4"
+    ):  # a scale in e4m3 for 16, of any size, which another number of each row divides
         scales = (torch.rand(outputs, inputs // 16) * 400 + 0.01).to(torch.float8_e4m3fn)
         divisors = torch.rand(outputs, 1) * 1e4 + 1
-        return QuantisedMatrix(numbers(outputs, inputs, high=16), 4, scales, table=FP4, divisors=divisors)
+        return QuantisedMatrix(
+            numbers(outputs, inputs, high=16), 4, scales, table=FP4, divisors=divisors
+        )
     if kind == "mxfp8":
         steps = (torch.rand(outputs, inputs) * 896 - 448).to(torch.float8_e4m3fn)
         exponents = torch.randint(-20, -8, (outputs, inputs // 32))
@@ -86,13 +98,32 @@ def quantised(kind: str, outputs: int, inputs: int) -> QuantisedMatrix:
         return QuantisedMatrix(steps, 8, halves(outputs, inputs // 32), zeros=zeros)
     if kind == "order":
         return QuantisedMatrix(
-            numbers(outputs, inputs, high=16), 4, halves(outputs, inputs // 32), order=torch.randperm(inputs)
+            numbers(outputs, inputs, high=16),
+            4,
+            halves(outputs, inputs // 32),
+            order=torch.randperm(inputs),
         )
     return rounded(irregular(outputs, inputs, torch.bfloat16), "int8" if kind == "int8" else "int4")
 
 
-WHOLE = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16, "narrow": torch.float32}
-KINDS = (*GGUF_BLOCKS, "table", "zeros", "float8", "nvfp4", "mxfp8", "bytes with zeros", "order", "int8", "int4")
+WHOLE = {
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "narrow": torch.float32,
+}
+KINDS = (
+    *GGUF_BLOCKS,
+    "table",
+    "zeros",
+    "float8",
+    "nvfp4",
+    "mxfp8",
+    "bytes with zeros",
+    "order",
+    "int8",
+    "int4",
+)
 
 
 @pytest.fixture(params=BUILT, ids=lambda file: file.name.partition(".")[0])
@@ -109,7 +140,9 @@ def test_blocks_are_what_the_reference_reads(kind: str) -> None:
     blocks = with_scales(kind, numbers(24, 3, length, high=256))
     if kind == "MXFP4":
         blocks[:, 0, 0] = torch.arange(24, dtype=torch.uint8) * 11  # from the least
-    wanted = quants.dequantize(blocks.flatten(1).numpy(), GGMLQuantizationType[kind]).reshape(24, -1)
+    wanted = quants.dequantize(blocks.flatten(1).numpy(), GGMLQuantizationType[kind]).reshape(
+        24, -1
+    )
     assert torch.equal(from_gguf(kind, blocks.flatten(1)).dequantised(), torch.from_numpy(wanted))
 
 
@@ -197,26 +230,38 @@ def test_matrices_of_one_kind_are_one_and_others_side_by_side() -> None:
     for part in (q, k, v):
         modules.append(torch.nn.Module())
         modules[-1].weight, modules[-1].bias = part, torch.randn(len(part.steps))
-    wanted = [(part.dequantised(), module.bias) for part, module in zip((q, k, v), modules, strict=True)]
+    wanted = [
+        (part.dequantised(), module.bias) for part, module in zip((q, k, v), modules, strict=True)
+    ]
     x = irregular(3, 512, torch.bfloat16)
-    found = matrices.matrix(*modules, dtype=torch.bfloat16, wide=True)(x, None)
-    torch.testing.assert_close(found, torch.cat([linear(x.float(), *each) for each in wanted], 1), rtol=1e-4, atol=1e-3)
+    found = linear_layers.matrix(*modules, dtype=torch.bfloat16, wide=True)(x, None)
+    torch.testing.assert_close(
+        found, torch.cat([linear(x.float(), *each) for each in wanted], 1), rtol=1e-4, atol=1e-3
+    )
     for group in (16, 32):
         assert torch.equal(q.in_bytes(group).dequantised(), q.dequantised())
 
 
 @pytest.mark.usefixtures("built")
-@pytest.mark.parametrize(("x", "weight"), list(itertools.product((torch.float32, torch.bfloat16), repeat=2)))
+@pytest.mark.parametrize(
+    ("x", "weight"), list(itertools.product((torch.float32, torch.bfloat16), repeat=2))
+)
 def test_norms_and_gates(x: torch.dtype, weight: torch.dtype) -> None:
     """As in transformers, but for the order of sums; of gates whose exponentials no float holds too."""
     rows, weights = irregular(9, 72, x), irregular(1, 72, weight)[0]
     rows[0, :6] = torch.tensor([-120.0, -40.0, -12.0, 12.0, 40.0, 120.0])
-    found = [native.normalise(rows, weights, 1e-5, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    found = [
+        native.normalise(rows, weights, 1e-5, dtype) for dtype in (torch.float32, torch.bfloat16)
+    ]
     gates = [native.gated(rows, is_gelu) for is_gelu in (False, True)]
     full = rows.float() * (rows.float().square().mean(1, keepdim=True) + 1e-5).rsqrt()
     for each in found:
-        torch.testing.assert_close(each, ((full.to(x) if x == weight else full) * weights).to(each.dtype))
-    for each, activate in zip(gates, (silu, lambda gate: gelu(gate, approximate="tanh")), strict=True):
+        torch.testing.assert_close(
+            each, ((full.to(x) if x == weight else full) * weights).to(each.dtype)
+        )
+    for each, activate in zip(
+        gates, (silu, lambda gate: gelu(gate, approximate="tanh")), strict=True
+    ):
         gate, up = rows.chunk(2, 1)
         torch.testing.assert_close(each, activate(gate) * up)
 
@@ -236,7 +281,11 @@ def test_a_build_of_other_sources_is_not_loaded(monkeypatch: pytest.MonkeyPatch)
 def test_models_that_the_c_does_not_take() -> None:
     config = AutoModelForCausalLM.from_pretrained(tiny_model()).config.to_dict()
     assert native.takes_model(CPU, config)
-    for wrong in ({"intermediate_size": 100}, {"hidden_size": 36}, {"num_attention_heads": 3, "head_dim": 12}):
+    for wrong in (
+        {"intermediate_size": 100},
+        {"hidden_size": 36},
+        {"num_attention_heads": 3, "head_dim": 12},
+    ):
         assert not native.takes_model(CPU, {**config, **wrong})
         assert native.takes_model(torch.device("cuda"), {**config, **wrong})
     assert not native.takes_model(CPU, {**config, "num_attention_heads": 1024, "head_dim": 64})
@@ -255,11 +304,15 @@ TREE = (-1, 0, 0, 1, 1, 2, -1, 6)
     ),
     indirect=["built"],
 )
-def test_attention(built: None, dtype: torch.dtype, heads: Heads, scored: tuple[int, float, int]) -> None:
+def test_attention(
+    built: None, dtype: torch.dtype, heads: Heads, scored: tuple[int, float, int]
+) -> None:
     """By its definition, for chains and trees in two slots; each row has the bits that it has alone, and a tree's
     node those of its path."""
     window, cap, sinks = scored
-    scoring = Scoring((window,), heads.dim**-0.5, cap, (irregular(1, heads.query, torch.float32)[0],) * sinks)
+    scoring = Scoring(
+        (window,), heads.dim**-0.5, cap, (irregular(1, heads.query, torch.float32)[0],) * sinks
+    )
     shape = (2, 1, heads.kv, 512, heads.dim)
 
     def slots(dtype: torch.dtype = dtype) -> Slots:
@@ -270,31 +323,43 @@ def test_attention(built: None, dtype: torch.dtype, heads: Heads, scored: tuple[
         return made
 
     def states(rows: int) -> torch.Tensor:
-        return irregular(40, (heads.query + 2 * heads.kv) * heads.dim, torch.float32)[:rows].view(rows, -1, heads.dim)
+        return irregular(40, (heads.query + 2 * heads.kv) * heads.dim, torch.float32)[:rows].view(
+            rows, -1, heads.dim
+        )
 
     def computed(feeds: list[Feed], given: torch.Tensor, held: Slots) -> torch.Tensor:
         table = lay_out(feeds, held.lengths).table
-        attends = NativeAttention(table, any(feed.parents for feed in feeds), held, scoring, heads, 1e-6)
+        attends = NativeAttention(
+            table, any(feed.parents for feed in feeds), held, scoring, heads, 1e-6
+        )
         return attends.attend_states(0, given, (None, None), None)
 
     feeds = [Feed([1] * 5, 1), Feed([1] * len(TREE), 1, 1, TREE)]
     n = 5 + len(TREE)
     found = computed(feeds, states(n), held := slots())
     other, rows = slots(), range(5, n)
-    for feed, given, own in zip(feeds, states(n).split([5, len(TREE)]), found.split([5, len(TREE)]), strict=True):
+    for feed, given, own in zip(
+        feeds, states(n).split([5, len(TREE)]), found.split([5, len(TREE)]), strict=True
+    ):
         queries, *new = given.split([heads.query, heads.kv, heads.kv], 1)
         length, parents = other.lengths[feed.slot], feed.parents or range(-1, 4)
         cached = (each[feed.slot, 0, :, :length] for each in (other.keys, other.values))
-        keys, values = (torch.cat((old, each.transpose(0, 1)), 1) for old, each in zip(cached, new, strict=True))
+        keys, values = (
+            torch.cat((old, each.transpose(0, 1)), 1) for old, each in zip(cached, new, strict=True)
+        )
         at = torch.tensor([*range(length), *(length + depth for depth in depths(parents))])
-        nodes = torch.tensor([[node in path for node in range(len(given))] for path in paths(parents)])
+        nodes = torch.tensor(
+            [[node in path for node in range(len(given))] for path in paths(parents)]
+        )
         sees = torch.cat((torch.ones(len(given), length), nodes), 1).bool()
         sees &= at > at[length:, None] - (window or 512)
         wanted = attended(queries, keys, values, sees, scoring.scale, cap, scoring.sinks_of(0))
         rtol, atol = (1e-4, 1e-5) if dtype == torch.float32 else (0.01, 0.01)
         torch.testing.assert_close(own, wanted, rtol=rtol, atol=atol)
     for new, kept in zip(
-        states(5).split([heads.query, heads.kv, heads.kv], 1)[1:], (other.keys, other.values), strict=True
+        states(5).split([heads.query, heads.kv, heads.kv], 1)[1:],
+        (other.keys, other.values),
+        strict=True,
     ):
         kept[0, 0, :, 137:142] = new.transpose(0, 1)
     assert torch.equal(held.keys[0], other.keys[0]), "the chain is in its slot"
@@ -302,7 +367,9 @@ def test_attention(built: None, dtype: torch.dtype, heads: Heads, scored: tuple[
         path = [node]
         while TREE[path[0]] >= 0:
             path.insert(0, TREE[path[0]])
-        alone = computed([Feed([1] * len(path), 1, 1)], states(n)[[rows[each] for each in path]], slots())
+        alone = computed(
+            [Feed([1] * len(path), 1, 1)], states(n)[[rows[each] for each in path]], slots()
+        )
         assert torch.equal(alone[-1], found[rows[node]])
     for row in range(5):
         held = slots()
@@ -312,9 +379,18 @@ def test_attention(built: None, dtype: torch.dtype, heads: Heads, scored: tuple[
 
 @pytest.mark.parametrize("rounding", ["", "int4"])
 @pytest.mark.parametrize(
-    "kind", ["llama-biased", "qwen3-short", "gemma3-short", "olmo2", "granite-scaled", "phi4-mini", "qwen3-moe"]
+    "kind",
+    [
+        "llama-biased",
+        "qwen3-short",
+        "gemma3-short",
+        "olmo2",
+        "granite-scaled",
+        "phi4-mini",
+        "qwen3-moe",
+    ],
 )
-def test_layers_in_one_call(kind: str, rounding: matrices.Rounding) -> None:
+def test_layers_in_one_call(kind: str, rounding: linear_layers.Rounding) -> None:
     """The bits of logits, features and later tokens are those of layer by layer, for chains and trees in two slots."""
     found: list[list[torch.Tensor]] = []
     for is_in_one_call in (True, False):
@@ -324,7 +400,10 @@ def test_layers_in_one_call(kind: str, rounding: matrices.Rounding) -> None:
         assert (layers.in_one_call is None) == (kind == "qwen3-moe")
         layers.in_one_call = layers.in_one_call if is_in_one_call else None
         kept = []
-        for feeds in ([Feed([5, 6, 7, 8, 9], 5)], [Feed([7] * 8, 8, 0, TREE), Feed([9, 8, 7], 2, 1)]):
+        for feeds in (
+            [Feed([5, 6, 7, 8, 9], 5)],
+            [Feed([7] * 8, 8, 0, TREE), Feed([9, 8, 7], 2, 1)],
+        ):
             kept += [*runner.forward(feeds), layers.features]
         runner.keep([0, 2, 5])
         kept += [*runner.forward([Feed([3, 4], 2)]), layers.features]
@@ -337,11 +416,14 @@ def test_layers_in_one_call(kind: str, rounding: matrices.Rounding) -> None:
 def test_weights_of_a_table_on_a_gpu(kind: str) -> None:
     """In bytes where the table has whole numbers, else dequantised; beside weights of another kind too."""
     one, other = quantised(kind, 64, 256), quantised("Q4_0", 64, 256)
-    found = matrices.Quantised.of(one, None, torch.float32)
-    assert isinstance(found, matrices.Plain if kind == "table" else matrices.Quantised)
-    both = matrices._for_kernels([one, other], None, torch.float32)
+    found = linear_layers.Quantised.of(one, None, torch.float32)
+    assert isinstance(found, linear_layers.Plain if kind == "table" else linear_layers.Quantised)
+    both = linear._for_kernels([one, other], None, torch.float32)
     assert type(both) is type(found)
-    weights = [each.weight if isinstance(each, matrices.Plain) else each.dequantised() for each in (found, both)]
+    weights = [
+        each.weight if isinstance(each, linear_layers.Plain) else each.dequantised()
+        for each in (found, both)
+    ]
     torch.testing.assert_close(weights[0], one.dequantised())
     torch.testing.assert_close(weights[1], torch.cat((one.dequantised(), other.dequantised())))
 
@@ -350,10 +432,14 @@ def test_weights_of_a_table_on_a_gpu(kind: str) -> None:
 def test_matrices_of_several_kinds_on_a_gpu(kind: str) -> None:
     """What is no whole number of 8 bits, or has its inputs in another order, is dequantised beside others."""
     one, other = quantised(kind, 64, 256), quantised("int8", 64, 256)
-    both = matrices._for_kernels([one, other], None, torch.float32)
-    assert isinstance(both, matrices.Quantised if kind == "bytes with zeros" else matrices.Plain)
-    weights = both.weight if isinstance(both, matrices.Plain) else both.dequantised()
-    torch.testing.assert_close(weights, torch.cat((one.dequantised(), other.dequantised())), equal_nan=True)
-    alone = matrices._for_kernels([one], None, torch.float32)
-    weights = alone.weight if isinstance(alone, matrices.Plain) else alone.dequantised()
+    both = linear._for_kernels([one, other], None, torch.float32)
+    assert isinstance(
+        both, linear_layers.Quantised if kind == "bytes with zeros" else linear_layers.Plain
+    )
+    weights = both.weight if isinstance(both, linear_layers.Plain) else both.dequantised()
+    torch.testing.assert_close(
+        weights, torch.cat((one.dequantised(), other.dequantised())), equal_nan=True
+    )
+    alone = linear._for_kernels([one], None, torch.float32)
+    weights = alone.weight if isinstance(alone, linear_layers.Plain) else alone.dequantised()
     torch.testing.assert_close(weights, one.dequantised(), equal_nan=True)

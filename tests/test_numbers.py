@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from pearl.drafting.model import ModelProposer
+from pearl.drafting.proposer import ModelProposer
 from pearl.errors import DraftLost, PearlError, RemoteProtocolError
 from pearl.execution.draft import DraftExecutor
 from pearl.metrics import Stopwatch, fold
@@ -29,9 +29,19 @@ from pearl.spec.methods import MAX_WINDOW
 from pearl.trace.tracer import Tracer
 from pearl.transport.codec import decode, encode, received
 from pearl.worker.draft import DraftWorker
+from pearl.worker.draft_rows import RowPacker
 from pearl.worker.health import DraftHealth
-from pearl.worker.rows import RowPacker
-from tests.loops import BOUND, CONTEXT, DIGEST, GREEDY, PROMPT, FakeDraft, MakeLoops, first, submission
+from tests.loops import (
+    BOUND,
+    CONTEXT,
+    DIGEST,
+    GREEDY,
+    PROMPT,
+    FakeDraft,
+    MakeLoops,
+    first,
+    submission,
+)
 from tests.loops import simulated as simulated_text
 from tests.memory_transport import MemoryHub
 from tests.options import drawn_by, resolved, shaped
@@ -72,11 +82,15 @@ def test_accepted_numbers_are_safe_to_compute_with(data: st.DataObject) -> None:
     message = data.draw(st.sampled_from(EXAMPLES))
     kinds = inspect.IntType, inspect.FloatType
     path, kind = data.draw(
-        st.sampled_from([one for one in places(inspect.type_info(type(message))) if isinstance(one[1], kinds)])
+        st.sampled_from(
+            [one for one in places(inspect.type_info(type(message))) if isinstance(one[1], kinds)]
+        )
     )
     is_float = isinstance(kind, inspect.FloatType)
     number = data.draw(
-        st.floats() | st.sampled_from((5e-324, 1e-13, 1e308)) if is_float else st.integers(-(2**63), 2**64 - 1)
+        st.floats() | st.sampled_from((5e-324, 1e-13, 1e308))
+        if is_float
+        else st.integers(-(2**63), 2**64 - 1)
     )
     read = received(placed(message, path, number) or [b""])
     if isinstance(read, RemoteProtocolError):
@@ -93,8 +107,14 @@ any_float = st.floats(0, allow_nan=False)
 @settings(max_examples=300)
 @example(5e-324, {1: 0.01}, 0.5)
 @example(1e-300, {1: 1e300, 4: inf}, 1.0)
-@given(sound | any_float, st.dictionaries(st.integers(1, 600), sound | any_float, max_size=4), st.floats(0, 1))
-def test_any_speeds_give_a_window(t_draft: float, t_target: dict[int, float], acceptance: float) -> None:
+@given(
+    sound | any_float,
+    st.dictionaries(st.integers(1, 600), sound | any_float, max_size=4),
+    st.floats(0, 1),
+)
+def test_any_speeds_give_a_window(
+    t_draft: float, t_target: dict[int, float], acceptance: float
+) -> None:
     speeds = Speeds(0.0, acceptance)
     speeds.observe_draft(t_draft)
     for fed, seconds in t_target.items():
@@ -141,16 +161,22 @@ def test_no_number_of_a_draft_ends_the_target(loops: MakeLoops) -> None:
             front = front or pair.front()
             front.endpoint.send(submission(3, sampling=GREEDY))
             begin = first(draft.endpoint, m.Begin)
-            current = replace(message, request=begin.request) if hasattr(message, "request") else message  # type: ignore[type-var]
+            current = (
+                replace(message, request=begin.request) if hasattr(message, "request") else message
+            )  # type: ignore[type-var]
             draft.endpoint.send_frames(placed(current, path, value))  # type: ignore[attr-defined]
             front.endpoint.send(m.Cancel(1))
-            front.endpoint.send(submission(3, sampling=GREEDY, request=2))  # for which a window is chosen anew
+            front.endpoint.send(
+                submission(3, sampling=GREEDY, request=2)
+            )  # for which a window is chosen anew
             draft.endpoint.send_frames([b"\xc1"])  # type: ignore[attr-defined]  # and it is gone
             front.until(m.Finished)
             front.until(m.Finished)
             assert not pair.errors, (current, path, value)
     again = pair.front()
-    assert again.ask(submission(40, sampling=GREEDY)).tokens == simulated_text(submission(40, "ar", GREEDY))
+    assert again.ask(submission(40, sampling=GREEDY)).tokens == simulated_text(
+        submission(40, "ar", GREEDY)
+    )
 
 
 def test_no_number_of_a_front_ends_the_target(loops: MakeLoops) -> None:
@@ -165,11 +191,17 @@ def test_no_number_of_a_front_ends_the_target(loops: MakeLoops) -> None:
             front.endpoint.send_frames(frames)  # type: ignore[attr-defined]
         front.endpoint.close()
     draft.endpoint.close()
-    assert witness.ask(submission(40, sampling=GREEDY)).tokens == simulated_text(submission(40, "ar", GREEDY))
+    assert witness.ask(submission(40, sampling=GREEDY)).tokens == simulated_text(
+        submission(40, "ar", GREEDY)
+    )
 
 
 WELCOME = m.Welcome(m.PROTOCOL_VERSION, 32, 64, 64, 1e-3, (), 4)
-FROM_TARGET = [message for message in EXAMPLES if not isinstance(message, m.Hello | m.Submit | m.Resync | m.Cancel)]
+FROM_TARGET = [
+    message
+    for message in EXAMPLES
+    if not isinstance(message, m.Hello | m.Submit | m.Resync | m.Cancel)
+]
 
 
 @pytest.mark.parametrize("message", FROM_TARGET, ids=lambda message: type(message).__name__)
@@ -197,13 +229,17 @@ class DraftThread:
         self._hub, self._ended = MemoryHub(), threading.Event()
         hello = m.Hello(m.PROTOCOL_VERSION, m.Role.DRAFT, 32, 64, DIGEST)
         connection = self._hub.connect()
-        worker = DraftWorker(connection, hello, self._welcomed, lambda: None, self._ended.is_set, 5.0, Tracer())
+        worker = DraftWorker(
+            connection, hello, self._welcomed, lambda: None, self._ended.is_set, 5.0, Tracer()
+        )
         self._run = ThreadPoolExecutor(1).submit(worker.run)
         ((self._peer, _),) = self._hub.listener.receive(BOUND)
 
     @staticmethod
     def _welcomed(welcome: m.Welcome) -> tuple[DraftExecutor, RowPacker]:
-        return DraftExecutor(ModelProposer(ToyRunner(32, alpha_pair(32, 0.5)[1], 64), welcome.vocab_size)), RowPacker()
+        return DraftExecutor(
+            ModelProposer(ToyRunner(32, alpha_pair(32, 0.5)[1], 64), welcome.vocab_size)
+        ), RowPacker()
 
     @property
     def alive(self) -> bool:

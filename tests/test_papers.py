@@ -18,20 +18,20 @@ from msgspec import convert
 from pearl.cli.tables import print_table
 from pearl.config import EngineConfig
 from pearl.lab.bench.tasks import Task
-from pearl.lab.experiments.estimate import Estimate, bootstrap
-from pearl.lab.experiments.workload import independent, run
-from pearl.lab.papers import chains as theory
-from pearl.lab.papers import emulate, energy, lengths
-from pearl.lab.papers.batches import free_in_theory, roofline_seconds, roofline_speedups
-from pearl.lab.papers.chains import Chains
-from pearl.lab.papers.pearl import OTHERS, TABLES, Pair, cells_of, pairs
-from pearl.lab.papers.studies import COLUMNS, STUDIES, in_words, run_study
-from pearl.lab.simulate import Timing
-from pearl.lab.theory import (
+from pearl.lab.studies import chains as theory
+from pearl.lab.studies import emulate, energy, lengths
+from pearl.lab.studies.batches import free_in_theory, roofline_seconds, roofline_speedups
+from pearl.lab.studies.chains import Chains
+from pearl.lab.studies.estimate import Estimate, bootstrap
+from pearl.lab.studies.pearl import OTHERS, TABLES, Pair, cells_of, pairs
+from pearl.lab.studies.simulate import Timing
+from pearl.lab.studies.tables import COLUMNS, STUDIES, in_words, run_study
+from pearl.lab.studies.theory import (
     acceptance_of,
     sd_improvement,
     sd_tokens_per_step,
 )
+from pearl.lab.studies.workload import independent, run
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.window import expected_rate
 from tests.conftest import TOY, Quiet, ran
@@ -46,7 +46,15 @@ def test_the_pairs_are_the_papers() -> None:
     Tables 1 and 2 follow from Tables 4 and 7: no cell of PEARL is off by more than 6% in closed form.
     """
     found = pairs()
-    assert [pair.published.speedup["pearl"] for pair in found] == [2.35, 3.79, 3.01, 2.75, 3.48, 2.87, 2.48]
+    assert [pair.published.speedup["pearl"] for pair in found] == [
+        2.35,
+        3.79,
+        3.01,
+        2.75,
+        3.48,
+        2.87,
+        2.48,
+    ]
     assert [pair.vocabulary for pair in found] == [32000, 32000, 32000, 32256, 32256, 32000, 32000]
     for pair in found:
         (a, origin), c = pair.acceptance(), pair.t_target / pair.t_draft
@@ -55,7 +63,9 @@ def test_the_pairs_are_the_papers() -> None:
             assert origin == "from Table 4"
             assert 1 / (1 - a) == pytest.approx(pair.published.mean_accepted["pearl"])
         else:
-            assert sd_improvement(a, pair.gamma, 1 / c) == pytest.approx(pair.published.speedup["sd"])
+            assert sd_improvement(a, pair.gamma, 1 / c) == pytest.approx(
+                pair.published.speedup["sd"]
+            )
         predicted = pearl_improvement(a, pair.window, c)
         assert predicted == pytest.approx(pair.published.speedup["pearl"], rel=0.06)
 
@@ -95,7 +105,9 @@ def test_simulator_and_runtime_agree(tmp_path: Path, monkeypatch: pytest.MonkeyP
     made = json.loads(out.read_text())
     assert made["emulated"] is True
     assert list(made["tables"]) == ["1", "3", "4", "5", "7", "figure 2a"]
-    for cell in (cell for rows in made["tables"].values() for cell in rows if cell["label"] != "lookahead"):
+    for cell in (
+        cell for rows in made["tables"].values() for cell in rows if cell["label"] != "lookahead"
+    ):
         assert cell["runtime"] > 0
         if cell["unit"] in ("draft idle", "target idle"):
             assert cell["simulator"] == pytest.approx(cell["paper"], rel=0.02), cell
@@ -107,17 +119,33 @@ def test_simulator_and_runtime_agree(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_simulating_alone_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emulate, "measure", None)
-    done = ran("paper", "pearl", "--simulate-only", "--pair", "7B & 34B", "--table", "1", "--json", "-")
+    done = ran(
+        "paper", "pearl", "--simulate-only", "--pair", "7B & 34B", "--table", "1", "--json", "-"
+    )
     made = json.loads(done.stdout)
     assert [cell["runtime"] for cell in made["tables"]["1"]] == [None] * 5
-    assert [cell["simulator"] is None for cell in made["tables"]["1"]] == [False, False, False, True, True]
+    assert [cell["simulator"] is None for cell in made["tables"]["1"]] == [
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("width", [50, 80, 120])
-def test_tables_fit_the_terminal_and_cut_no_word(width: int, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_tables_fit_the_terminal_and_cut_no_word(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     """They were squeezed into columns of a few letters, with an ellipsis for the rest."""
     monkeypatch.setenv("COLUMNS", str(width))
-    row = ["sd, joint, 2 beams", "", "0.391 (0.386-0.4)", "22: 22.0, sd 0.1, of 85", *(f"{i}, sd 1" for i in range(5))]
+    row = [
+        "sd, joint, 2 beams",
+        "",
+        "0.391 (0.386-0.4)",
+        "22: 22.0, sd 0.1, of 85",
+        *(f"{i}, sd 1" for i in range(5)),
+    ]
     print_table(
         ["row", "theirs", *COLUMNS],
         [row] * 3,
@@ -137,7 +165,10 @@ def test_tables_fit_the_terminal_and_cut_no_word(width: int, monkeypatch: pytest
 @pytest.mark.slow
 def test_studies_of_rejections_and_of_perplexity() -> None:
     """On a pair of toys; the first has a coin, so that no token is impossible."""
-    config, tasks = EngineConfig(target=TOY + ",coin=1", draft=TOY + ",coin=1"), [Task("x", 1, ("hello",))]
+    config, tasks = (
+        EngineConfig(target=TOY + ",coin=1", draft=TOY + ",coin=1"),
+        [Task("x", 1, ("hello",))],
+    )
     found = run_study(STUDIES["theory"], tasks, 60, Quiet(), config)
     assert [one.name for one in found] == [row.name for row in STUDIES["theory"].rows]
     ar, ratio, *relaxed = found
@@ -167,7 +198,9 @@ def test_studies_of_rejections_and_of_perplexity() -> None:
 def rejections(chains: Chains, candidates: int) -> float:
     """By enumeration of all texts: the text's law, and the sum over what batch does at each position."""
 
-    def step(position: int, last: int, is_root: bool) -> tuple[dict[tuple[int, bool], float], float]:
+    def step(
+        position: int, last: int, is_root: bool
+    ) -> tuple[dict[tuple[int, bool], float], float]:
         """(law of (next token, whether it stands in place of rejected ones), P(rejection))."""
         target, draft = chains.target[position, last], chains.draft[position, last]
         law: dict[tuple[int, bool], float] = {}
@@ -198,7 +231,9 @@ def rejections(chains: Chains, candidates: int) -> float:
 @pytest.mark.parametrize("candidates", [1, 2, 3, 8])
 def test_theorems_1_and_3_are_the_algorithms_rejections(candidates: int) -> None:
     chains = Chains.of_seed(3, states=4, horizon=6)
-    assert theory.expected_rejections(chains, candidates) == pytest.approx(rejections(chains, candidates))
+    assert theory.expected_rejections(chains, candidates) == pytest.approx(
+        rejections(chains, candidates)
+    )
 
 
 def test_the_runtime_has_the_theorems_rejections() -> None:
@@ -243,7 +278,9 @@ def test_improvements_of_one_token_are_those_of_enumeration() -> None:
         chains = Chains(*rows)
         fewer = theory.expected_rejections(chains) - theory.expected_rejections(chains, count)
         assert fewer == pytest.approx(theory.batch_improvement(u, v, count))
-    uniform = Chains(torch.tensor([[[0.5, 0.5, 0, 0]] * 4]).double(), torch.full((1, 4, 4), 0.25).double())
+    uniform = Chains(
+        torch.tensor([[[0.5, 0.5, 0, 0]] * 4]).double(), torch.full((1, 4, 4), 0.25).double()
+    )
     fewer = theory.expected_rejections(uniform) - theory.expected_rejections(uniform, 3)
     assert fewer == pytest.approx(theory.uniform_improvement(0.5, 3))
 
@@ -265,7 +302,9 @@ def test_oracle_lengths_and_forwards() -> None:
 
 def test_the_roofline_has_the_papers_free_tokens() -> None:
     assert [round(free_in_theory(batch), 1) for batch in (8, 16, 32, 64)] == [52.8, 26.4, 13.2, 6.6]
-    assert roofline_seconds(1, 16, 500) == pytest.approx(roofline_seconds(1, 1, 500)), "free at batch 1"
+    assert roofline_seconds(1, 16, 500) == pytest.approx(roofline_seconds(1, 1, 500)), (
+        "free at batch 1"
+    )
     table, figure = roofline_speedups({1: 1.0, 8: 2.0, 32: 2.4})
     for points in figure.lines.values():
         assert points[0][1] == pytest.approx(2.4, abs=0.01)
@@ -302,7 +341,9 @@ def test_energy_by_batch(uuid: str, has_energy: bool, monkeypatch: pytest.Monkey
     target = ToyRunner(8, alpha_pair(8, 0.5)[0])
     assert energy.by_batch(target, Quiet()).notes, "a CPU has no such counter"
     monkeypatch.setitem(sys.modules, "pynvml", Nvml())
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuid))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuid)
+    )
     monkeypatch.setattr(target, "device", torch.device("cuda"))
     monkeypatch.setattr(target, "synchronize", lambda: None)
     table = energy.by_batch(target, Quiet())
@@ -318,11 +359,20 @@ def test_energy_by_batch(uuid: str, has_energy: bool, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("name", ["theory", "disco", "mjsd"])
-def test_a_paper_is_tables_and_figures(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_paper_is_tables_and_figures(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(energy, "_SECONDS", 0.05)
     (tmp_path / "some.jsonl").write_text('{"prompt": "an"}\n{"prompt": "the"}\n')
-    where = ("--target", f"{TOY},coin=1", "--draft", f"{TOY},coin=1", "--prompts", tmp_path / "some.jsonl")
+    where = (
+        "--target",
+        f"{TOY},coin=1",
+        "--draft",
+        f"{TOY},coin=1",
+        "--prompts",
+        tmp_path / "some.jsonl",
+    )
     ran("paper", name, *where, "--quick", "--figures", tmp_path / "drawn")
     drawn = {path.stem for path in (tmp_path / "drawn").iterdir()}
     wanted = {
@@ -331,7 +381,9 @@ def test_a_paper_is_tables_and_figures(name: str, tmp_path: Path, monkeypatch: p
         "mjsd": {"mjsd-tau", "mjsd-beams", "mjsd-block-length", "mjsd-tokens-decoded-jointly"},
     }
     assert drawn == wanted[name]
-    assert all(path.read_text().lstrip().startswith("<?xml") for path in (tmp_path / "drawn").iterdir())
+    assert all(
+        path.read_text().lstrip().startswith("<?xml") for path in (tmp_path / "drawn").iterdir()
+    )
 
 
 # ---- closed forms, against the simulator ----
@@ -398,7 +450,9 @@ FORMS: dict[str, Callable[[float, int, float], float]] = {  # of acceptance, win
 }
 
 
-@pytest.mark.parametrize(("method", "window", "a"), [*product(FORMS, [5], [0.8]), ("sd", 3, 0.4), ("pearl", 3, 0.4)])
+@pytest.mark.parametrize(
+    ("method", "window", "a"), [*product(FORMS, [5], [0.8]), ("sd", 3, 0.4), ("pearl", 3, 0.4)]
+)
 def test_any_window_is_as_fast_as_its_closed_form(method: str, window: int, a: float) -> None:
     """Within a hundredth. And so are tokens a step, of sd as Leviathan et al. have it, and runs, by theorem 2."""
     found = run(independent(a, 20, 1000, 1), STEADY, resolved(method, "fixed", window))

@@ -70,7 +70,9 @@ def start_front(body: str) -> tuple[subprocess.Popen[str], Path, list[int]]:
     """A front in a process of its own: it, its engine's directory and its workers' process ids."""
     script = SCRIPT.format(body=body)
     pipe = subprocess.PIPE
-    front = subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    front = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    )
     line = front.stdout.readline()
     assert line, front.communicate(timeout=BOUND)[1]
     directory, *workers = json.loads(line)
@@ -95,12 +97,18 @@ def check_nothing_left(front: subprocess.Popen[str], directory: Path, workers: l
         ("pass", 0, ""),  # forgotten
         ("del engine", 0, ""),
         ("with engine: raise ValueError('mine')", 1, "ValueError: mine"),
-        ("with engine:\n  s = engine.stream([1], endless)\n  next(s)\n  raise SystemExit(7)", 7, ""),
+        (
+            "with engine:\n  s = engine.stream([1], endless)\n  next(s)\n  raise SystemExit(7)",
+            7,
+            "",
+        ),
         ("import os\nos._exit(5)", 5, ""),
     ],
     ids=["closed", "forgotten", "dropped", "exception", "in mid-text", "without a word"],
 )
-def test_nothing_is_left_after_a_front_that_ends(temporary: Path, body: str, code: int, says: str) -> None:
+def test_nothing_is_left_after_a_front_that_ends(
+    temporary: Path, body: str, code: int, says: str
+) -> None:
     front, directory, workers = start_front(body)
     said = check_nothing_left(front, directory, workers)
     assert front.returncode == code, said
@@ -132,7 +140,9 @@ def test_nothing_is_left_after_a_front_that_is_ended(
 
 
 def test_nothing_is_left_where_the_front_is_killed_while_models_load(temporary: Path) -> None:
-    front = subprocess.Popen([sys.executable, "-c", SCRIPT.format(body="")], stdout=subprocess.DEVNULL)
+    front = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.format(body="")], stdout=subprocess.DEVNULL
+    )
     eventually(lambda: bool(psutil.Process(front.pid).children()), "a worker has been started")
     workers = [child.pid for child in psutil.Process(front.pid).children()]
     front.kill()
@@ -144,14 +154,22 @@ def test_nothing_is_left_where_the_front_is_killed_while_models_load(temporary: 
 
 
 def children() -> set[int]:
-    return {child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE}
+    return {
+        child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE
+    }
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"draft": "/nowhere/model"}, "/nowhere/model"),  # what else is seen before any process starts is in test_cli
-        *(({f"{role}_device": "cuda:1"}, f"{role}: device cuda:1 is not there") for role in ("target", "draft")),
+        (
+            {"draft": "/nowhere/model"},
+            "/nowhere/model",
+        ),  # what else is seen before any process starts is in test_cli
+        *(
+            ({f"{role}_device": "cuda:1"}, f"{role}: device cuda:1 is not there")
+            for role in ("target", "draft")
+        ),
         ({"startup_timeout": 0.01}, "startup_timeout"),
     ],
 )
@@ -192,7 +210,11 @@ SHORT = [OSError(24, "Too many open files"), RuntimeError("can't start new threa
     ],
 )
 def test_a_draft_is_restarted_with_back_off(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, drafts: list[Any], restarts: int, expected: list[float]
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    drafts: list[Any],
+    restarts: int,
+    expected: list[float],
 ) -> None:
     """Which starts again after one that lived long."""
     launch, closing = Mock(side_effect=drafts), Mock(wait=Mock(return_value=False))
@@ -227,7 +249,8 @@ def test_device_names_pin_the_workers(anew: None, temporary: Path) -> None:
     first, last = cores[0], cores[-1]
     with Engine(TOY, TOY, target_device=f"cpu:{last}", draft_device=f"cpu:{first}") as engine:
         pinned = [
-            psutil.Process(w.pid).cpu_affinity() for w in (engine._launcher.target, engine._launcher.draft.worker)
+            psutil.Process(w.pid).cpu_affinity()
+            for w in (engine._launcher.target, engine._launcher.draft.worker)
         ]
         threads = psutil.Process(engine._launcher.target.pid).environ()["OMP_NUM_THREADS"]
     assert pinned == [[last], [first]]
@@ -252,15 +275,21 @@ def test_a_thousand_requests_leave_memory_files_and_threads_flat(temporary: Path
         return [(p.num_fds(), p.num_threads(), p.memory_info().rss) for p in ours]
 
     prompts = [[(i * j) % 30 + 1 for j in range(256)] for i in range(30)]
-    usual = RequestOptions(branches=0)  # of what is prepared the toy model would meet ever new contexts
-    with Engine("toy:vocab=32,alpha=0.5,context=512", "toy:vocab=32,alpha=0.5,context=512") as engine:
+    usual = RequestOptions(
+        branches=0
+    )  # of what is prepared the toy model would meet ever new contexts
+    with Engine(
+        "toy:vocab=32,alpha=0.5,context=512", "toy:vocab=32,alpha=0.5,context=512"
+    ) as engine:
         for i in range(300):
             engine.generate([prompts[i % 30]], warm.overridden_by(usual))
         before = footprints(engine)
         for i in range(1000):
             engine.generate([prompts[i % 30]], warm.overridden_by(usual))
         after = footprints(engine)
-    for (files, threads, memory), (files_now, threads_now, memory_now) in zip(before, after, strict=True):
+    for (files, threads, memory), (files_now, threads_now, memory_now) in zip(
+        before, after, strict=True
+    ):
         assert files_now <= files
         assert threads_now <= threads
         # A kept prompt takes 2 kB as a list of numbers that are there anyway, 1 kB as bytes: either would show.

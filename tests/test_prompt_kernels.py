@@ -12,15 +12,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from pearl.models.feeds import Feed
 from pearl.models.forward import attention
-from pearl.models.forward.graphs import FED, PREFILL, Rows
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.forward.slot_attention import PromptAttention
 from pearl.models.forward.slots import Slots
+from pearl.models.gpu import prefill_kernels
+from pearl.models.gpu.recordings import FED, PREFILL, Rows
 from pearl.models.runner import feed_chain
 from tests.test_kernels import _SIZES, model_of, text  # skips where there is no Triton, or a GPU
 from tests.tiny import attended
-
-from pearl.models.forward import prompt_kernels  # isort: skip
 
 ROWS, ROOM, DIM, LAYERS = 32, 256, 16, 2
 
@@ -58,7 +57,13 @@ class Piece:
         positions, own = torch.arange(end), torch.arange(start, end)[:, None]
         sees = (positions <= own) & (positions > own - (window or ROOM))
         return attended(
-            facing[:, : self.heads], keys[:, :end], values[:, :end], sees, scale, cap, self.scoring.sinks_of(1)
+            facing[:, : self.heads],
+            keys[:, :end],
+            values[:, :end],
+            sees,
+            scale,
+            cap,
+            self.scoring.sinks_of(1),
         )
 
 
@@ -74,9 +79,13 @@ class Piece:
 )
 def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Piece:
     """In small tiles: so that few rows have tiles, and positions blocks, of every kind."""
-    monkeypatch.setattr(prompt_kernels, "tile_of", lambda dim: prompt_kernels.Tile(16, 16, 4, 1))
+    monkeypatch.setattr(prefill_kernels, "tile_of", lambda dim: prefill_kernels.Tile(16, 16, 4, 1))
     heads, kv_heads, window, cap, has_sinks, turns = request.param
-    sinks = tuple(torch.randn(LAYERS, heads, generator=torch.Generator().manual_seed(1))) if has_sinks else ()
+    sinks = (
+        tuple(torch.randn(LAYERS, heads, generator=torch.Generator().manual_seed(1)))
+        if has_sinks
+        else ()
+    )
     return Piece(heads, kv_heads, turns, attention.Scoring((0, window), 0.3, cap, sinks))
 
 
@@ -108,11 +117,13 @@ NAMES = ["one layer", WINDOWS, "experts with biases, windows and sinks"]
 @pytest.fixture(autouse=True)
 def _only_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our other kernels are tested elsewhere, and take seconds to check."""
-    monkeypatch.setattr("pearl.models.forward.decode.make_decode", lambda *given: None)
+    monkeypatch.setattr("pearl.models.gpu.token_forward.make_decode", lambda *given: None)
 
 
 def runner_of(model: PreTrainedModel, kernels: bool = True, **options: Any) -> ForwardRunner:
-    return ForwardRunner(model, 700, slots=2, kernels=kernels, **({"record": lambda work: work} | options))
+    return ForwardRunner(
+        model, 700, slots=2, kernels=kernels, **({"record": lambda work: work} | options)
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -125,7 +136,13 @@ def test_prompts_are_those_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) 
     found = []
     for runner in (ours, theirs):
         feeds = Feed(text(PREFILL + 9), 30, prompt=True), Feed(text(3), 3, 1)
-        found.append([*runner.forward(feeds), runner.features(0), feed_chain(runner, text(40, 1), 1, prompt=True)])
+        found.append(
+            [
+                *runner.forward(feeds),
+                runner.features(0),
+                feed_chain(runner, text(40, 1), 1, prompt=True),
+            ]
+        )
     for some, rows in zip(*found, strict=True):
         torch.testing.assert_close(some, rows, rtol=1e-3, atol=1e-4)
     ours.rollback(0, 1)
@@ -136,7 +153,9 @@ def test_prompts_are_those_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) 
         return logits(hidden)
 
     monkeypatch.setattr(ours._layers, "logits", noted)
-    again = torch.cat([feed_chain(ours, tokens[at : at + PREFILL], 9, 1, prompt=True) for at in (0, PREFILL)])
+    again = torch.cat(
+        [feed_chain(ours, tokens[at : at + PREFILL], 9, 1, prompt=True) for at in (0, PREFILL)]
+    )
     assert torch.equal(again[9:], found[0][0][21:])
     assert len(feed_chain(ours, text(2), 0, 1, prompt=True)) == 0
     for slot, few in ((0, text(5)), (1, torch.tensor(text(5)))):
@@ -174,7 +193,8 @@ def test_heads_that_do_not_fit_keep_torchs_operations(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"), [("in a slot", "wrong rows"), ("everywhere", "wrong rows"), ("none", "no such instruction")]
+    ("fault", "said"),
+    [("in a slot", "wrong rows"), ("everywhere", "wrong rows"), ("none", "no such instruction")],
 )
 def test_kernels_that_are_wrong_are_refused(
     fault: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -50,12 +50,20 @@ def test_steps_that_fail_are_named_and_the_others_run(
         raise RuntimeError("CUDA error")
 
     bad, good = script.Figure("too slow", 2.0, "ms", "at most 1", False), script.Figure("fine", 3.0)
-    for name, step in (("rows", breaks), ("graphs", lambda _: iter([bad])), ("speed", lambda _: iter([good]))):
+    for name, step in (
+        ("rows", breaks),
+        ("graphs", lambda _: iter([bad])),
+        ("speed", lambda _: iter([good])),
+    ):
         monkeypatch.setitem(script.STEPS, name, step)
     wanted = [part for name in ("rows", "graphs", "speed") for part in ("--only", name)]
-    run = CliRunner().invoke(script.main, ["--rehearse", *wanted, "--json", str(tmp_path / "found.json")])
+    run = CliRunner().invoke(
+        script.main, ["--rehearse", *wanted, "--json", str(tmp_path / "found.json")]
+    )
     assert run.exit_code == 1
-    assert re.search(r"^rows       FAIL +\d+ s  RuntimeError: CUDA error$", run.output, re.MULTILINE)
+    assert re.search(
+        r"^rows       FAIL +\d+ s  RuntimeError: CUDA error$", run.output, re.MULTILINE
+    )
     assert re.search(r"^graphs     FAIL +\d+ s  too slow 2 ms$", run.output, re.MULTILINE)
     assert "failed: rows, graphs" in run.output
     found = json.loads((tmp_path / "found.json").read_text())["steps"]
@@ -110,7 +118,14 @@ def test_their_loops_and_ours_decode_in_turns(tmp_path: Path) -> None:
     (tmp_path / "peer" / "src" / "engine.py").write_text(ENGINE)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the inn"}\n{"prompt": "a"}\n')
     models = ["--target", str(tiny_model()), "--draft", str(tiny_model(noise=0.3))]
-    arguments = ["--prompts", tmp_path / "prompts.jsonl", "--max-tokens", 12, "--json", tmp_path / "it.json"]
+    arguments = [
+        "--prompts",
+        tmp_path / "prompts.jsonl",
+        "--max-tokens",
+        12,
+        "--json",
+        tmp_path / "it.json",
+    ]
     said = output(sys.executable, SCRIPT, tmp_path / "peer", *models, *arguments, timeout=300)
     made = json.loads((tmp_path / "it.json").read_text())["samples"]
     systems = ["ours: ar", "ours: sd", "ours: pearl, published", "ours: pearl"]

@@ -18,7 +18,16 @@ from pearl.protocol import events as e
 from pearl.protocol import request_machine as target_side
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
-from pearl.protocol.messages import Begin, Cancel, DraftTokens, Finish, FinishReason, Resync, Submit, Verdict
+from pearl.protocol.messages import (
+    Begin,
+    Cancel,
+    DraftTokens,
+    Finish,
+    FinishReason,
+    Resync,
+    Submit,
+    Verdict,
+)
 from pearl.protocol.sequence import extend_digest
 from pearl.spec.methods import METHODS
 from tests.exploration import FaultyPair, freeze
@@ -80,7 +89,9 @@ def test_a_draft_prepares_no_further_than_it_may_draft(branches: int) -> None:
     for start in range(3, 9):
         pair.coordinator.handle(DraftTokens(1, 0, start, (7,), known=2, after=(2, 8)))
     pair.coordinator.handle(DraftTokens(1, 0, 3, (7,) * 5, known=2, after=(2, 6)))
-    assert [branch.tokens for branch in request.request.proposals.branches.values()] == ([(7, 7)] if branches else [])
+    assert [branch.tokens for branch in request.request.proposals.branches.values()] == (
+        [(7, 7)] if branches else []
+    )
     assert request.request.counts.stale - stale == (5 if branches else 7)
 
 
@@ -167,7 +178,9 @@ TARGET_EVENTS = {
     Resync: Resync(9, 0),
 }
 MACHINES = {target_side: target_side.RequestMachine, draft_side: draft_side.DraftMachine}
-DIFFERENT = [name for name, each in METHODS.items() if not each.needs and not each.guesses]  # for the protocol
+DIFFERENT = [
+    name for name, each in METHODS.items() if not each.needs and not each.guesses
+]  # for the protocol
 DRAFT_EVENTS = {
     Begin: Begin(9, 0, (1,), 5, extend_digest(0, (1,)), resolved()),
     Verdict: Verdict(9, 0, 1, (1,), 5, 0),
@@ -193,7 +206,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("side", "state", "kind"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
+@pytest.mark.parametrize(
+    ("side", "state", "kind"), CASES, ids=lambda value: getattr(value, "__name__", str(value))
+)
 def test_events_that_a_table_does_not_list_are_refused(side: Any, state: Any, kind: type) -> None:
     """And leave the machine unchanged."""
     machine = in_state(state) if side is target_side else draft_in(state)
@@ -207,11 +222,15 @@ def test_events_that_a_table_does_not_list_are_refused(side: Any, state: Any, ki
     assert freeze(machine) == before
 
 
-def watch(monkeypatch: pytest.MonkeyPatch, side: object, seen: set[tuple[object, type, object]]) -> None:
+def watch(
+    monkeypatch: pytest.MonkeyPatch, side: object, seen: set[tuple[object, type, object]]
+) -> None:
     """Record (state, event type, next state) of every event, nested ones included."""
 
     def watched(kind: type, handler: Callable[..., None]) -> Callable[..., None]:
-        def handle(machine: Coordinator | Drafter, event: object, do: Callable[[object], None]) -> None:
+        def handle(
+            machine: Coordinator | Drafter, event: object, do: Callable[[object], None]
+        ) -> None:
             before = machine.state
             handler(machine, event, do)
             seen.add((before, kind, machine.state))
@@ -224,11 +243,24 @@ def watch(monkeypatch: pytest.MonkeyPatch, side: object, seen: set[tuple[object,
 
 def entries(side: object) -> set[tuple[object, type, object]]:
     table = side.TRANSITIONS  # type: ignore[attr-defined]
-    return {(s, kind, after) for s, row in table.items() for kind, nexts in row.items() for after in nexts}
+    return {
+        (s, kind, after)
+        for s, row in table.items()
+        for kind, nexts in row.items()
+        for after in nexts
+    }
 
 
 # What may go wrong at any time.
-TROUBLES = ("choke", "kill", "join", "repeat tokens", "repeat verdict", "garble verdict", "lose to target")
+TROUBLES = (
+    "choke",
+    "kill",
+    "join",
+    "repeat tokens",
+    "repeat verdict",
+    "garble verdict",
+    "lose to target",
+)
 TROUBLES += ("lose to draft", "resync", "fail", "cancel", "cancel next")
 
 
@@ -239,7 +271,10 @@ def eventful_run(seed: int, withholds: bool = False) -> None:
     wrong = tuple(p for p in range(len(text)) if chance.random() < often)
     foresees = tuple(p for p in range(len(text)) if chance.random() < 0.5)
     options: dict[str, Any] = {name: chance.choice((0, 8)) for name in ("look_ahead", "branches")}
-    options |= {"window": chance.choice(("fixed", "stream")), "sampling": drawn_by(chance.choice((0.0, 1.0)))}
+    options |= {
+        "window": chance.choice(("fixed", "stream")),
+        "sampling": drawn_by(chance.choice((0.0, 1.0))),
+    }
     if withholds:
         options |= {"rule": "bild", "draft_stop": "threshold", "sampling": drawn_by()}
     elif options["sampling"].temperature and chance.random() < 0.3:
@@ -247,13 +282,21 @@ def eventful_run(seed: int, withholds: bool = False) -> None:
     method = chance.choice(DIFFERENT)
     limits = {number: chance.randint(3, len(text)) for number in (1, 2)}
     submits = [
-        submission(text, method, gamma=chance.choice((1, 2, 5, 9)), request=number, limit=limit, **options)
+        submission(
+            text, method, gamma=chance.choice((1, 2, 5, 9)), request=number, limit=limit, **options
+        )
         for number, limit in limits.items()
     ]
     target = ScriptTarget(text, chance.choice(((), (6, 7, 12))), trees=chance.random() < 0.5)
-    draft = partial(ScriptDraft, text, wrong, foresees if options["branches"] else (), foresees * withholds)
+    draft = partial(
+        ScriptDraft, text, wrong, foresees if options["branches"] else (), foresees * withholds
+    )
     pair = FaultyPair(submits, target, draft, chance.choice((2, 7, 1000, None)))
-    picker, rare, pair.next_context = at_random(seed), chance.choice((2, 6, 20)), chance.choice((2, 9, 1000))
+    picker, rare, pair.next_context = (
+        at_random(seed),
+        chance.choice((2, 6, 20)),
+        chance.choice((2, 9, 1000)),
+    )
     for step in range(20_000):
         trouble = chance.choice(TROUBLES)
         if pair.done:
@@ -264,7 +307,9 @@ def eventful_run(seed: int, withholds: bool = False) -> None:
         elif pair.lossy and not pair.moves:
             pair.kill_draft()  # the worker gives up a draft that it hears nothing from
         else:
-            assert pair.moves, f"deadlock: {pair.coordinator.state}, {pair.drafter and pair.drafter.state}"
+            assert pair.moves, (
+                f"deadlock: {pair.coordinator.state}, {pair.drafter and pair.drafter.state}"
+            )
             pair.move(picker(pair.moves))
     assert pair.done
     for number, result in pair.results.items():
@@ -288,7 +333,15 @@ def reached() -> Reached:
         for name, module in list(sys.modules.items()):
             if name.startswith("pearl.protocol.") and hasattr(module, "PREFILL_CHUNK"):
                 patch.setattr(module, "PREFILL_CHUNK", 1)
-        for seed in (*range(1500), 2179, 3442, 4466, 11805, 35790, 59418):  # the last ones take the rarest arrows
+        for seed in (
+            *range(1500),
+            2179,
+            3442,
+            4466,
+            11805,
+            35790,
+            59418,
+        ):  # the last ones take the rarest arrows
             eventful_run(seed)
         for seed in range(100):
             eventful_run(seed, withholds=True)
@@ -298,7 +351,11 @@ def reached() -> Reached:
 def test_every_transition_made_is_in_the_table(reached: Reached) -> None:
     """An event that is legal at any time may also change nothing."""
     for side, made in zip((target_side, draft_side), reached, strict=True):
-        extra = {(a, kind, b) for a, kind, b in made - entries(side) if not (a is b and kind in side.ANYTIME)}
+        extra = {
+            (a, kind, b)
+            for a, kind, b in made - entries(side)
+            if not (a is b and kind in side.ANYTIME)
+        }
         assert extra == set()
 
 

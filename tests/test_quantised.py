@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from pearl.errors import ModelError
 from pearl.models.forward.runner import has_own_forward
-from pearl.models.hf import HFRunner
+from pearl.models.transformers.runner import HFRunner
 from tests.runner_contract import Kinds, RunnerContract
 from tests.tiny import on_cpu, tiny_model
 
@@ -72,10 +72,14 @@ def save_in_three_values(config: Any, directory: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(
-        {name: each.contiguous() for name, each in state.items()}, directory / "model.safetensors", {"format": "pt"}
+        {name: each.contiguous() for name, each in state.items()},
+        directory / "model.safetensors",
+        {"format": "pt"},
     )
     described = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(described | {"quantization_config": config.to_dict()}))
+    (directory / "config.json").write_text(
+        json.dumps(described | {"quantization_config": config.to_dict()})
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -118,7 +122,9 @@ def test_it_is_the_quantised_model_that_runs(checkpoint: Path) -> None:
     plain = on_cpu(tiny_model(), dtype="float32", max_context=64, forwards="transformers")
     fed = torch.arange(5, 25)[None]
     with torch.inference_mode():
-        ours, exact = (each.model(input_ids=fed).logits.float().flatten() for each in (runner, plain))
+        ours, exact = (
+            each.model(input_ids=fed).logits.float().flatten() for each in (runner, plain)
+        )
     assert 0.5 < float(torch.corrcoef(torch.stack((ours, exact)))[0, 1]) < 0.9999999
     assert runner.weights
 
@@ -131,7 +137,9 @@ def test_such_a_model_is_not_shared_nor_exact_and_that_is_said(checkpoint: Path)
 
 
 @pytest.mark.parametrize(("method", "package"), [("gptq", "optimum"), ("awq", "gptqmodel")])
-def test_what_a_kind_needs_and_is_not_there_is_named(method: str, package: str, tmp_path: Path) -> None:
+def test_what_a_kind_needs_and_is_not_there_is_named(
+    method: str, package: str, tmp_path: Path
+) -> None:
     try:
         __import__(package)
     except ImportError:
@@ -142,6 +150,8 @@ def test_what_a_kind_needs_and_is_not_there_is_named(method: str, package: str, 
     shutil.copytree(tiny_model(), directory)
     config = json.loads((directory / "config.json").read_text())
     quantization = {"quant_method": method, "bits": 4, "group_size": 32}
-    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    (directory / "config.json").write_text(
+        json.dumps(config | {"quantization_config": quantization})
+    )
     with pytest.raises(ModelError, match=rf"(?i){package}"):
         on_cpu(directory)

@@ -25,7 +25,12 @@ HOUSE = ROOT / "pearl" / "README.md"
 MECHANISM = ROOT / "pearl" / "protocol" / "STATES.md"
 PAGES = sorted(
     page
-    for page in (README, ROOT / "SECURITY.md", *ROOT.glob("launch/**/*.md"), *ROOT.glob("pearl/**/*.md"))
+    for page in (
+        README,
+        ROOT / "SECURITY.md",
+        *ROOT.glob("launch/**/*.md"),
+        *ROOT.glob("pearl/**/*.md"),
+    )
     if page != ROOT / "pearl" / "transport" / "WIRE.md"  # it names messages, not commands
 )
 TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
@@ -36,7 +41,9 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 def named(pattern: str) -> list[tuple[str, str]]:
     """Each page with each match of a pattern."""
-    return sorted({(page, one) for page, text in TEXTS.items() for one in re.findall(pattern, text)})
+    return sorted(
+        {(page, one) for page, text in TEXTS.items() for one in re.findall(pattern, text)}
+    )
 
 
 # ---- what the pages show of the code ----
@@ -63,9 +70,16 @@ def section() -> str:
 
 def methods_table() -> str:
     """The methods as the command line page's table."""
-    lines = ["| `--method` | | takes guesses without a model | branches | stop policies |", "|---|---|---|---|---|"]
+    lines = [
+        "| `--method` | | takes guesses without a model | branches | stop policies |",
+        "|---|---|---|---|---|",
+    ]
     for i, method in enumerate(METHODS.values()):
-        guesses = [who for who, most in (("target", method.look_ahead), ("draft", method.draft_lookup)) if most]
+        guesses = [
+            who
+            for who, most in (("target", method.look_ahead), ("draft", method.draft_lookup))
+            if most
+        ]
         takes = [
             " and ".join(guesses) or "no",
             *("yes" if has else "no" for has in (method.branches, method.takes_stops)),
@@ -99,7 +113,9 @@ def stops_table() -> str:
     """The policies as the README's table."""
     lines = ["| `--draft-stop` | ends a window | looks at | parameters |", "|---|---|---|---|"]
     for i, spec in enumerate(STOPS.values()):
-        takes = ", ".join(map(str, spec.parameters)) or ("a file, `--disco FILE`" if spec.is_trained else "none")
+        takes = ", ".join(map(str, spec.parameters)) or (
+            "a file, `--disco FILE`" if spec.is_trained else "none"
+        )
         what = spec.description + (" (default)" if i == 0 else "")
         lines.append(f"| `{spec.name}` | {what} | {spec.looks_at} | {takes} |")
     return "\n".join(lines)
@@ -111,7 +127,10 @@ def stops_table() -> str:
 def test_each_page_is_linked_once_from_the_table_of_the_first() -> None:
     pages = sorted(page for page in TEXTS if page.endswith("/README.md") and page not in CARDS)
     table = TEXTS["README.md"].split("## Where to read on")[1].split("\n## ")[0]
-    for links in (LINK.findall(table), [link.partition("#")[0] for link in LINK.findall(TEXTS["README.md"])]):
+    for links in (
+        LINK.findall(table),
+        [link.partition("#")[0] for link in LINK.findall(TEXTS["README.md"])],
+    ):
         assert sorted(link for link in links if link in pages) == pages
 
 
@@ -137,7 +156,10 @@ def test_the_house_has_the_rooms_that_the_layers_have() -> None:
 
 
 def test_rules_and_stop_policies_are_listed_from_their_registries() -> None:
-    for room, name, table in (("decoding", "rules", rules_table), ("drafting", "stops", stops_table)):
+    for room, name, table in (
+        ("decoding", "rules", rules_table),
+        ("drafting", "stops", stops_table),
+    ):
         page = f"pearl/{room}/README.md"
         shown = TEXTS[page].split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0].strip()
         assert shown == table(), f"{page} is stale: put in\n{table()}"
@@ -148,7 +170,11 @@ def flags(command: click.Command) -> set[str]:
     context = click.Context(command)
     names = command.list_commands(context) if isinstance(command, click.Group) else []
     below = [command.get_command(context, name) for name in names]
-    own = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+    own = {
+        flag
+        for parameter in command.params
+        for flag in (*parameter.opts, *parameter.secondary_opts)
+    }
     return own.union(*(flags(one) for one in below if one is not None))
 
 
@@ -161,7 +187,11 @@ def test_every_flag_named_is_a_flag() -> None:
 
 
 def test_every_error_is_listed_with_its_exit_code() -> None:
-    kinds = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, PearlError)]
+    kinds = [
+        value
+        for value in vars(errors).values()
+        if isinstance(value, type) and issubclass(value, PearlError)
+    ]
     page = (MECHANISM.parent / "README.md").read_text()
     wrong = [e for e in kinds if not re.search(rf"(?m)^\| {e.exit_code} \| .*`{e.__name__}`", page)]
     assert not wrong, wrong
@@ -174,7 +204,9 @@ def leads(page: str, link: str) -> bool:
     if link.startswith("http") or not (file.exists() and anchor):
         return link.startswith("http") or file.exists()
     headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
-    return anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return anchor in {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings
+    }
 
 
 def test_every_link_leads_somewhere() -> None:
@@ -205,7 +237,9 @@ COMMANDS = sorted({(page, one) for page, text in TEXTS.items() for one in comman
 
 def test_the_commands_are_found() -> None:
     assert len(COMMANDS) > 40
-    assert list(commands("```\n$ pearl keys f && scp f x: # once\nA=b launch/x.sh\n    hello\n```\n")) == [
+    assert list(
+        commands("```\n$ pearl keys f && scp f x: # once\nA=b launch/x.sh\n    hello\n```\n")
+    ) == [
         "pearl keys f",
         "launch/x.sh",
     ]
@@ -247,9 +281,13 @@ def test_the_help_of_a_command_ends_with_an_example_that_it_takes() -> None:
 
 
 @pytest.mark.slow
-def test_the_first_example_in_python_shows_steps_of_several_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_example_in_python_shows_steps_of_several_tokens(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """By the embedded pair, as the page has it. It wrote "Hello!", and ended."""
-    (example,) = (block for language, block in FENCE.findall(TEXTS["README.md"]) if language == "python")
+    (example,) = (
+        block for language, block in FENCE.findall(TEXTS["README.md"]) if language == "python"
+    )
     exec(compile(example, "README.md", "exec"), {"__name__": "__main__"})
     *steps, last = capsys.readouterr().out.splitlines()
     assert max(int(step.split()[0]) for step in steps if step.strip()) > 1

@@ -13,10 +13,10 @@ from pearl.cli.chat import Chat
 from pearl.cli.console import SafeConsole
 from pearl.cli.reply import MarkdownReply
 from pearl.config import RequestOptions, SamplingParams, Settings
-from pearl.engine.conversation import Conversation
 from pearl.protocol.messages import Provenance
 from pearl.text import reasoning
 from pearl.text.chat_template import render
+from pearl.text.conversation import Conversation
 from pearl.text.reasoning import Splitter, Tags, split, splitter_of, tags_of
 from tests.served import Served, message
 from tests.test_conversation import Characters
@@ -30,7 +30,11 @@ HARMONY = Tags("analysis", "assistantfinal", ("final", "commentary"), "assistant
     [
         ("<think>\nOne.\n\nTwo.\n</think>\n\nThree.", False, ("One.\n\nTwo.", "Three.")),
         ("\n<think>One.</think>Two.", False, ("One.", "Two.")),
-        ("One.\n</think>\n\nTwo. </think>", True, ("One.", "Two. </think>")),  # the prompt has the opening tag
+        (
+            "One.\n</think>\n\nTwo. </think>",
+            True,
+            ("One.", "Two. </think>"),
+        ),  # the prompt has the opening tag
         ("<think>One.</think> Two.", True, ("One.", "Two.")),  # both have it
         ("<think>\n\n</think>\n\nTwo.", False, ("", "Two.")),
         ("<think>One. </thi", False, ("One. </thi", "")),  # cut
@@ -47,7 +51,10 @@ def test_reasoning_and_answer(text: str, is_open: bool, expected: tuple[str, str
 def test_channels_whose_special_tokens_have_no_text() -> None:
     assert split("analysisThey greet.assistantfinalHello!", HARMONY) == ("They greet.", "Hello!")
     assert split("finalHello! finally", HARMONY) == ("", "Hello! finally")
-    assert split("They greet.assistantfinalHello!", HARMONY, is_open=True) == ("They greet.", "Hello!")
+    assert split("They greet.assistantfinalHello!", HARMONY, is_open=True) == (
+        "They greet.",
+        "Hello!",
+    )
     assert split("fin", HARMONY) == ("", "fin")
     called = "to=functions.f json{}"
     assert split("analysisLook.assistantcommentary " + called, HARMONY) == ("Look.", called)
@@ -63,7 +70,9 @@ PARTS = st.sampled_from(["<think>", "</think>", "<", "</thi", "nk>", " ", "\n", 
 
 
 @given(st.lists(PARTS, max_size=12).map("".join), st.booleans(), st.data())
-def test_pieces_of_any_size_add_up_to_the_whole(text: str, is_open: bool, data: st.DataObject) -> None:
+def test_pieces_of_any_size_add_up_to_the_whole(
+    text: str, is_open: bool, data: st.DataObject
+) -> None:
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6).map(sorted))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     splitter = Splitter(THINK, is_open)
@@ -73,8 +82,19 @@ def test_pieces_of_any_size_add_up_to_the_whole(text: str, is_open: bool, data: 
 
 def test_text_is_given_out_once_it_cannot_be_a_tag() -> None:
     splitter = Splitter(THINK)
-    given = [splitter.feed(piece) for piece in ("<thi", "nk>\n", "a b", " c </", "em>", "</think>", "\n", "d ", "e")]
-    assert given == [*[("", "")] * 2, ("a b", ""), (" c", ""), (" </em>", ""), *[("", "")] * 2, ("", "d "), ("", "e")]
+    given = [
+        splitter.feed(piece)
+        for piece in ("<thi", "nk>\n", "a b", " c </", "em>", "</think>", "\n", "d ", "e")
+    ]
+    assert given == [
+        *[("", "")] * 2,
+        ("a b", ""),
+        (" c", ""),
+        (" </em>", ""),
+        *[("", "")] * 2,
+        ("", "d "),
+        ("", "e"),
+    ]
 
 
 @pytest.mark.parametrize("begun", ["<think>", "<think></think>", ""])
@@ -129,7 +149,10 @@ def prompt_after(template: str, reply: str) -> str:
 @pytest.mark.parametrize("opening", ["", "<think>\n"])
 def test_the_reasoning_of_earlier_turns_is_not_sent_back(opening: str) -> None:
     prompt = prompt_after(QWEN3 + opens(opening), REPLY.removeprefix(opening))
-    assert prompt == f"<s>user\nHi<e>\n<s>assistant\n{ANSWER}<e>\n<s>user\nBye<e>\n<s>assistant\n{opening}"
+    assert (
+        prompt
+        == f"<s>user\nHi<e>\n<s>assistant\n{ANSWER}<e>\n<s>user\nBye<e>\n<s>assistant\n{opening}"
+    )
 
 
 @pytest.mark.parametrize("cut", [f"<think>\n{THOUGHT}", THOUGHT])
@@ -144,7 +167,9 @@ def test_a_template_that_keeps_the_reasoning_sends_it_back() -> None:
     before = conversation.prompt("Hi")
     conversation.add("Hi", REPLY)
     written = [*before, *tokenizer.encode(REPLY, special=False)]
-    assert conversation.prompt("Bye")[: len(written)] == written, "and what was generated is in the cache"
+    assert conversation.prompt("Bye")[: len(written)] == written, (
+        "and what was generated is in the cache"
+    )
 
 
 def test_the_prompt_says_whether_reasoning_is_open() -> None:
@@ -160,7 +185,9 @@ def test_the_prompt_says_whether_reasoning_is_open() -> None:
 
 def test_reasoning_is_dimmed_and_the_answer_is_not() -> None:
     file = StringIO()
-    reply = MarkdownReply(Console(file=file, force_terminal=True, width=80, height=20), Splitter(THINK))
+    reply = MarkdownReply(
+        Console(file=file, force_terminal=True, width=80, height=20), Splitter(THINK)
+    )
     for piece in re.findall("(?s)..?", "<think>\n*One*\nTwo\n</think>\n\nThree *four*"):
         reply.add((piece,), (Provenance.DIRECT,))
     reply.finish()
@@ -209,10 +236,15 @@ def test_through_a_server(served: Served, monkeypatch: pytest.MonkeyPatch) -> No
         (choice,) = served.post(path, max_tokens=most, ignore_eos=True).json()["choices"]
         found = choice["message"].get("reasoning_content", ""), choice["message"]["content"]
         assert found == split(text[:most], tags)
-        _, *deltas, last = [one["choices"][0]["delta"] for one in served.events(path, max_tokens=most, ignore_eos=True)]
+        _, *deltas, last = [
+            one["choices"][0]["delta"]
+            for one in served.events(path, max_tokens=most, ignore_eos=True)
+        ]
         assert all(deltas), "a chunk has something to say"
         names = "reasoning_content", "content"
-        assert found == tuple("".join(one.get(name, "") for one in (*deltas, last)) for name in names)
+        assert found == tuple(
+            "".join(one.get(name, "") for one in (*deltas, last)) for name in names
+        )
     with served.writing("[0-9]{20}"):
         (choice,) = served.post(path, max_tokens=60).json()["choices"]
     assert "reasoning_content" not in choice["message"], "a grammar has no tags"
@@ -226,6 +258,8 @@ def test_plain_text_has_the_opening_tag_that_the_prompt_has(
     tags = Tags(engine.tokenizer.decode(conversation.prompt("123")[-2:]), "~")
     monkeypatch.setattr(engine.tokenizer, "chat_template", "it thinks")
     monkeypatch.setattr(reasoning, "_TAGS", {"it thinks": tags})
-    chat = Chat(engine, SamplingParams(max_tokens=8), conversation, console=Console(file=StringIO()))
+    chat = Chat(
+        engine, SamplingParams(max_tokens=8), conversation, console=Console(file=StringIO())
+    )
     text = chat.answer("123").text
     assert capsys.readouterr().out == f"{tags.start}\n{text}\n"

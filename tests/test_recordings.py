@@ -33,10 +33,16 @@ def test_recordings_hold_what_was_asked_between_start_and_stop(toy: Engine, tmp_
         trace = read(tmp_path / name)
         found = report(trace)
         check_sound(trace.path)
-        assert (found.requests, found.method, found.tokens) == (len(methods), ", ".join(methods), 20 * len(methods))
+        assert (found.requests, found.method, found.tokens) == (
+            len(methods),
+            ", ".join(methods),
+            20 * len(methods),
+        )
         assert found.judged == sum(s.num_judged_draft_tokens for s in statistics)
         assert found.accepted == sum(s.num_accepted_draft_tokens for s in statistics)
-        assert found.steps == {kind: sum(s.target_steps[kind] for s in statistics) for kind in found.steps}
+        assert found.steps == {
+            kind: sum(s.target_steps[kind] for s in statistics) for kind in found.steps
+        }
         assert ("consumer" in found.target.waits) == (len(methods) > 1)
         assert trace.metadata["config"]["target"] == toy.config.target
         assert set(trace.metadata["versions"]) >= {"pearl", "torch", "python"}

@@ -26,7 +26,10 @@ def rendered(reply: type[MarkdownReply] | type[TokenReply], *texts: str) -> str:
 def test_markdown_is_rendered_and_never_flickers(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first character on no frame is without the text of the one before."""
     monkeypatch.setattr("pearl.cli.reply._FRAME_SECONDS", 0.001)
-    file, text = StringIO(), "- **red** is warm\n- **blue** is cold\n\nI like *both* of them, for they are colours."
+    file, text = (
+        StringIO(),
+        "- **red** is warm\n- **blue** is cold\n\nI like *both* of them, for they are colours.",
+    )
     shown = MarkdownReply(Console(file=file, force_terminal=True, width=80, height=20))
     for start in range(0, len(text), 4):
         drawn = len(file.getvalue())

@@ -17,10 +17,20 @@ from tests.replace import replace
 
 
 def submit(
-    number: int, prompt: Sequence[int], length: int, seed: int = 3, method: str = "ar", **settings: Any
+    number: int,
+    prompt: Sequence[int],
+    length: int,
+    seed: int = 3,
+    method: str = "ar",
+    **settings: Any,
 ) -> Submit:
     decoding = resolved(method, **({"gamma": 2} | settings))
-    return Submit(number, tuple(prompt), len(prompt) + length, replace(decoding, sampling=drawn_by(1.0, seed=seed)))
+    return Submit(
+        number,
+        tuple(prompt),
+        len(prompt) + length,
+        replace(decoding, sampling=drawn_by(1.0, seed=seed)),
+    )
 
 
 def test_an_illegal_event_tells_the_story_that_led_to_it() -> None:
@@ -28,7 +38,9 @@ def test_an_illegal_event_tells_the_story_that_led_to_it() -> None:
     coordinator.handle(submit(1, (3, 1), 5))
     (sample,) = [c for c in coordinator.handle(Forwarded(request=1)) if isinstance(c, Sample)]
     assert sample.request == 1
-    with pytest.raises(LocalProtocolError, match=r"state sampling .* idle -Submit-> prefill, prefill -Forwarded"):
+    with pytest.raises(
+        LocalProtocolError, match=r"state sampling .* idle -Submit-> prefill, prefill -Forwarded"
+    ):
         coordinator.handle(Judged(0, 1, request=1))
     with pytest.raises(LocalProtocolError, match=r"cannot take Judged.* running are \[1\]"):
         coordinator.handle(Judged(0, 1, request=7))
@@ -63,13 +75,20 @@ def working(**settings: Any) -> Coordinator:
     coordinator = Coordinator()
     coordinator.handle(DraftJoined(100))
     coordinator.handle(
-        Submit(1, (3, 1), 12, resolved("pearl", **({"gamma": 3, "branches": 8} | settings), sampling=drawn_by()))
+        Submit(
+            1,
+            (3, 1),
+            12,
+            resolved("pearl", **({"gamma": 3, "branches": 8} | settings), sampling=drawn_by()),
+        )
     )
     coordinator.handle(Forwarded(1.0, request=1))
     return coordinator
 
 
-def branch(epoch: int = 0, after: tuple[int, int] = (3, 20), tokens: tuple[int, ...] = (21, 22)) -> DraftTokens:
+def branch(
+    epoch: int = 0, after: tuple[int, int] = (3, 20), tokens: tuple[int, ...] = (21, 22)
+) -> DraftTokens:
     return DraftTokens(1, epoch, after[0] + 1, tokens, source=Source.BRANCH, after=after)
 
 
@@ -128,7 +147,9 @@ def test_a_branch_that_the_verdict_has_overtaken_is_no_longer_than_one_that_wait
     """It went on as far as the text may, with a distribution for each token, all fed in one forward."""
     coordinator = Coordinator()
     coordinator.handle(DraftJoined(1000))
-    coordinator.handle(Submit(1, (3, 1), 500, resolved("pearl", "fixed", 3, branches=8, sampling=drawn_by())))
+    coordinator.handle(
+        Submit(1, (3, 1), 500, resolved("pearl", "fixed", 3, branches=8, sampling=drawn_by()))
+    )
     coordinator.handle(Forwarded(1.0, request=1))
     coordinator.handle(DraftTokens(1, 0, 2, (8, 9, 10)))
     rejected_at_3(coordinator)

@@ -11,25 +11,40 @@ import pytest
 import torch
 
 from pearl.models.feeds import Feed, paths
-from pearl.models.forward.graphs import FED
-from pearl.models.forward.row_table import MOST_PARTS, lay_tables, numbers, numbers_of
 from pearl.models.forward.runner import ForwardRunner
+from pearl.models.gpu.recordings import FED
+from pearl.models.gpu.row_table import MOST_PARTS, lay_tables, numbers, numbers_of
 from pearl.models.runner import feed_chain
-from tests.test_kernels import ROWS, WINDOWS, fed_both, model_of, runner_of, shared, text  # skips without Triton
+from tests.test_kernels import (  # skips without Triton
+    ROWS,
+    WINDOWS,
+    fed_both,
+    model_of,
+    runner_of,
+    shared,
+    text,
+)
 from tests.test_kernels import _no_prompts as _no_prompts  # a fixture for all
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 from triton.runtime.errors import OutOfResources  # isort: skip
 
-from pearl.models.forward import attention_kernels, cuts, decode, expert_kernels, tile_kernels  # isort: skip
+from pearl.models.gpu import (
+    attention_kernels,
+    expert_kernels,
+    tile_kernels,
+    token_forward,
+)
 
 
 def test_tables() -> None:
     """Chains are cut where a table is full, trees are not; rows that look at parts of other lengths are other tiles."""
     feeds = [Feed(text(20), 1), Feed(text(14), 1, 1, (-1, *range(13))), Feed(text(2), 1, 2)]
     tables = lay_tables(feeds, [1020, 100, 0], ROWS)
-    assert [[(piece.feed, piece.begin, piece.end, piece.row) for piece in table] for table in tables] == [
+    assert [
+        [(piece.feed, piece.begin, piece.end, piece.row) for piece in table] for table in tables
+    ] == [
         [(0, 0, 16, 0)],
         [(0, 16, 20, 0)],
         [(1, 0, 14, 0), (2, 0, 2, 14)],
@@ -38,17 +53,63 @@ def test_tables() -> None:
     assert flat[0] == 2
     assert flat[1 + 2 * ROWS : 1 + 3 * ROWS] == [16] * 4 + [9] * 12  # parts that each row sees
     # first, rows, feed, fed, slot, start, span, begin, parts, apart: position 1023 is the last with parts of 64
-    assert flat[1 + 3 * ROWS :] == [0, 4, 0, 16, 0, 1020, 64, 0, 16, 0, 4, 12, 0, 16, 0, 1020, 128, 0, 9, 0]
+    assert flat[1 + 3 * ROWS :] == [
+        0,
+        4,
+        0,
+        16,
+        0,
+        1020,
+        64,
+        0,
+        16,
+        0,
+        4,
+        12,
+        0,
+        16,
+        0,
+        1020,
+        128,
+        0,
+        9,
+        0,
+    ]
     assert FED == ROWS == expert_kernels.ROWS.value
     assert attention_kernels.MOST_PARTS.value == MOST_PARTS
     chain = numbers([Feed(text(40), 1)], lay_tables([Feed(text(40), 1)], [0], 64)[0], 64)
     assert chain[0] == 3  # tiles of 16 rows
-    flat = numbers(feeds, tables[2], ROWS)  # the part before the tree for all its rows, then each row's own
-    assert flat[1 + 3 * ROWS :][:20] == [0, 14, 0, 14, 1, 100, 64, 0, 1, 0, 0, 14, 0, 14, 1, 100, 64, 1, 2, 1]
+    flat = numbers(
+        feeds, tables[2], ROWS
+    )  # the part before the tree for all its rows, then each row's own
+    assert flat[1 + 3 * ROWS :][:20] == [
+        0,
+        14,
+        0,
+        14,
+        1,
+        100,
+        64,
+        0,
+        1,
+        0,
+        0,
+        14,
+        0,
+        14,
+        1,
+        100,
+        64,
+        1,
+        2,
+        1,
+    ]
     tree = [Feed(text(64), 1, 0, (-1, *range(63)))]
     flat = numbers(tree, lay_tables(tree, [500], 64)[0], 64)
     assert len(flat) == numbers_of(64)
-    assert torch.tensor(flat[-8:]).view(torch.uint8).tolist() == [*range(64)]  # the path of the last node
+    assert torch.tensor(flat[-8:]).view(torch.uint8).tolist() == [
+        *range(64)
+    ]  # the path of the last node
 
 
 @pytest.fixture(scope="module", params=["one layer", "experts"])
@@ -67,7 +128,9 @@ def test_bits_depend_on_no_company_slot_or_cut(runner: ForwardRunner) -> None:
         at, found = 0, []
         for count in cut:
             company = [Feed(text(2, count), 2, 2)] if at else []
-            found.append(runner.forward([*company, Feed(text(ROWS, 1)[at : at + count], count, 1)])[-1])
+            found.append(
+                runner.forward([*company, Feed(text(ROWS, 1)[at : at + count], count, 1)])[-1]
+            )
             at += count
         assert torch.equal(torch.cat(found), whole)
 
@@ -80,7 +143,9 @@ def test_a_trees_nodes_have_the_bits_of_their_path(start: int, count: int) -> No
     runner.rollback(0, 2)
     feed_chain(runner, text(start + 1), 1, 2, prompt=True)
     runner.rollback(start, 2)
-    (nodes,) = (rows.clone() for rows in runner.forward([Feed(text(count, 1), count, 2, tuple(parents))]))
+    (nodes,) = (
+        rows.clone() for rows in runner.forward([Feed(text(count, 1), count, 2, tuple(parents))])
+    )
     runner.rollback(start, 2)
     for leaf in {*range(count)} - {*parents}:
         path = list(paths(parents)[leaf])
@@ -119,7 +184,10 @@ def test_two_trees_in_one_table() -> None:
     """Behind a chain; one is deep, and has more nodes than a tile has rows. Then the table held other trees."""
     runner, starts = shared("one layer"), (50, 60, 100)
     shapes = (-1, 0, 0, 1, 2, 4, -1, 5), (*range(-1, 39), 3, 20)
-    trees = [Feed(text(len(parents), slot), len(parents), slot, parents) for slot, parents in enumerate(shapes, 1)]
+    trees = [
+        Feed(text(len(parents), slot), len(parents), slot, parents)
+        for slot, parents in enumerate(shapes, 1)
+    ]
     found = []
     for feeds in ([Feed(text(7), 7), *trees], trees[1:], trees[:1], [Feed(text(40, 2), 40, 2)]):
         for slot, start in enumerate(starts):
@@ -149,12 +217,14 @@ def test_features_of_a_tree_behind_another_feed() -> None:
 def test_all_feeds_are_one_forward_in_spare_slots_too(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []
 
-    def run(self: decode.Decode, which: int, *given: Any) -> Any:
+    def run(self: token_forward.Decode, which: int, *given: Any) -> Any:
         ran.append(which)
         return _RUN(self, which, *given)
 
-    monkeypatch.setattr(decode.Decode, "_run", run)
-    runner = ForwardRunner(model_of("one layer"), 100, slots=1, spare=3, record=lambda work: work, kernels=True)
+    monkeypatch.setattr(token_forward.Decode, "_run", run)
+    runner = ForwardRunner(
+        model_of("one layer"), 100, slots=1, spare=3, record=lambda work: work, kernels=True
+    )
     assert runner.capabilities.slots == 4
     feed_chain(runner, text(20), 1, prompt=True)
     runner.fork(0, 3)
@@ -171,7 +241,11 @@ def test_all_feeds_are_one_forward_in_spare_slots_too(monkeypatch: pytest.Monkey
 def test_bits_do_not_depend_on_the_size_of_the_table() -> None:
     """Chains and a tree in three slots: in two tables of 64 rows, then 16 rows at a time."""
     runner = shared("one layer")
-    feeds = [Feed(text(40, 1), 40), Feed(text(9, 2), 9, 1), Feed(text(18, 3), 18, 2, (-1, *range(16), 0))]
+    feeds = [
+        Feed(text(40, 1), 40),
+        Feed(text(9, 2), 9, 1),
+        Feed(text(18, 3), 18, 2, (-1, *range(16), 0)),
+    ]
     found = []
     for together in (True, False):
         for slot in range(3):
@@ -184,7 +258,9 @@ def test_bits_do_not_depend_on_the_size_of_the_table() -> None:
         else:
             alone = [feed_chain(runner, text(40, 1)[at : at + 5], 5) for at in range(0, 40, 5)]
             tree = Feed(text(18, 3)[:16], 16, 2, (-1, *range(15)))
-            found.append([torch.cat(alone), feed_chain(runner, text(9, 2), 9, 1), *runner.forward([tree])])
+            found.append(
+                [torch.cat(alone), feed_chain(runner, text(9, 2), 9, 1), *runner.forward([tree])]
+            )
     (chain, other, tree), (chain_alone, other_alone, tree_alone) = found
     assert torch.equal(chain, chain_alone)
     assert torch.equal(other, other_alone)
@@ -201,25 +277,27 @@ def test_bits_do_not_depend_on_the_size_of_the_table_behind_five_parts() -> None
     assert torch.equal(torch.cat(apart), whole)
 
 
-_RUN, _FORWARD = decode.Decode._run, decode.Decode.forward
+_RUN, _FORWARD = token_forward.Decode._run, token_forward.Decode.forward
 
 
-def other_bits(self: decode.Decode, which: int, *given: Any) -> Any:
+def other_bits(self: token_forward.Decode, which: int, *given: Any) -> Any:
     logits, features = _RUN(self, which, *given)
-    return (logits, features) if self._tables[which].size == ROWS else (logits * (1 + 1e-6), features)
+    return (
+        (logits, features) if self._tables[which].size == ROWS else (logits * (1 + 1e-6), features)
+    )
 
 
-def wrong_rows(self: decode.Decode, which: int, *given: Any) -> Any:
+def wrong_rows(self: token_forward.Decode, which: int, *given: Any) -> Any:
     logits, features = _RUN(self, which, *given)
     return logits.roll(1, 1), features
 
 
-def by_length(self: decode.Decode, feeds: Sequence[Feed]) -> list[Any]:
+def by_length(self: token_forward.Decode, feeds: Sequence[Feed]) -> list[Any]:
     found = zip(_FORWARD(self, feeds), feeds, strict=True)
     return [(rows * (1 + 1e-6 * (len(feed.tokens) == 1)), more) for (rows, more), feed in found]
 
 
-def by_tree(self: decode.Decode, feeds: Sequence[Feed]) -> list[Any]:
+def by_tree(self: token_forward.Decode, feeds: Sequence[Feed]) -> list[Any]:
     found = zip(_FORWARD(self, feeds), feeds, strict=True)
     return [(rows * (1 + 1e-6 * (feed.parents is not None)), more) for (rows, more), feed in found]
 
@@ -234,9 +312,14 @@ def by_tree(self: decode.Decode, feeds: Sequence[Feed]) -> list[Any]:
     ],
 )
 def test_kernels_that_are_wrong_are_given_up_or_their_larger_tables(
-    method: str, planted: Any, said: str, most: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    method: str,
+    planted: Any,
+    said: str,
+    most: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(decode.Decode, method, planted)
+    monkeypatch.setattr(token_forward.Decode, method, planted)
     with caplog.at_level("INFO"):
         found = runner_of("one layer", context=100)
     assert said in caplog.text
@@ -264,16 +347,20 @@ def test_a_kernel_that_adds_in_another_order_for_64_rows_is_found(
 
 
 def test_spare_slots_are_given_up_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pearl.models.forward.decode.make_decode", lambda *given: None)
-    runner = ForwardRunner(model_of("one layer"), 100, slots=2, spare=3, record=lambda work: work, kernels=True)
+    monkeypatch.setattr("pearl.models.gpu.token_forward.make_decode", lambda *given: None)
+    runner = ForwardRunner(
+        model_of("one layer"), 100, slots=2, spare=3, record=lambda work: work, kernels=True
+    )
     assert runner.capabilities.slots == 2
 
 
-def test_larger_tables_that_do_not_fit_the_gpu_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_larger_tables_that_do_not_fit_the_gpu_are_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     made = []
 
     def record(work: Any) -> Any:
-        if isinstance(getattr(work, "__self__", None), decode._TableForward):
+        if isinstance(getattr(work, "__self__", None), token_forward._TableForward):
             made.append(work)
             if len(made) > 1:
                 raise OutOfResources(245_760, 101_376, "shared memory")
@@ -288,7 +375,7 @@ def test_larger_tables_that_do_not_fit_the_gpu_are_left_out(caplog: pytest.LogCa
 def test_kernels_that_do_not_compile_are_done_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cuts, "candidates", lambda product, fewer: [])
+    monkeypatch.setattr("pearl.models.gpu.autotune.candidates", lambda product, fewer: [])
     found = runner_of("one layer")
     assert found._decode is None
     assert "no cut fits" in caplog.text

@@ -17,7 +17,7 @@ from pearl.decoding.rules.ratio import RatioTarget
 from pearl.decoding.sampling import read_draw, read_shortlist, shortlist
 from pearl.errors import ConfigError, RequestError
 from pearl.execution.target import TargetExecutor
-from pearl.lab.simulate import paired_executors
+from pearl.lab.studies.simulate import paired_executors
 from pearl.models.toy import NextToken, ToyRunner
 from pearl.protocol.events import Judged, Open
 from pearl.protocol.messages import Submit
@@ -42,7 +42,9 @@ from tests.virtual import WARM, decoded, first_order
 
 NAMES = [*RULES, "lenient"]
 DRAFTED = [name for name in RULES if not find(name).judges_blocks]
-FAR = torch.tensor([[4, 44, 16], [36, 4, 24], [40, 16, 8]]) / 64  # a draft that is refused half of what it says
+FAR = (
+    torch.tensor([[4, 44, 16], [36, 4, 24], [40, 16, 8]]) / 64
+)  # a draft that is refused half of what it says
 PAIR = first_order(TARGET, FAR)
 
 
@@ -79,7 +81,9 @@ def lenient(monkeypatch: pytest.MonkeyPatch) -> RuleSpec:
 
 
 def table(vocab: int, seed: int) -> torch.Tensor:
-    return torch.softmax(torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(seed)), -1)
+    return torch.softmax(
+        torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(seed)), -1
+    )
 
 
 def overlapping(vocab: int, alpha: float, seed: int = 0) -> tuple[NextToken, NextToken]:
@@ -90,7 +94,11 @@ def overlapping(vocab: int, alpha: float, seed: int = 0) -> tuple[NextToken, Nex
 
 
 def text(
-    rule: str, parameters: Parameters = (), sampling: RequestOptions = WARM, draft: int = 0, alpha: float = 0.3
+    rule: str,
+    parameters: Parameters = (),
+    sampling: RequestOptions = WARM,
+    draft: int = 0,
+    alpha: float = 0.3,
 ) -> list[int]:
     asked = resolved("pearl", rule=rule, parameters=parameters)
     return decoded(overlapping(32, alpha, draft), 32, asked, sampling).tokens
@@ -100,13 +108,17 @@ def text(
 
 
 @pytest.mark.parametrize("method", ["pearl", "sd"])
-def test_every_rule_goes_through_the_runtime(loops: MakeLoops, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+def test_every_rule_goes_through_the_runtime(
+    loops: MakeLoops, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
     """Through both workers' loops and the codec; neither names the third rule or its parameter."""
     monkeypatch.setattr(worker_loops, "alpha_pair", overlapping)
     pair = loops(alpha=0.3)
     pair.draft()
     front, rates = pair.front(), dict[tuple[str, float], float]()
-    for request, (rule, epsilon) in enumerate([*((rule, 0.0) for rule in RULES), ("lenient", 0.5), ("lenient", 1.0)]):
+    for request, (rule, epsilon) in enumerate(
+        [*((rule, 0.0) for rule in RULES), ("lenient", 0.5), ("lenient", 1.0)]
+    ):
         parameters = (("epsilon", epsilon),) if epsilon else ()
         submit = submission(60, method, request=request, rule=rule, parameters=parameters, gamma=3)  # type: ignore[arg-type]
         told = front.ask(submit)
@@ -143,7 +155,9 @@ def test_what_a_filter_rules_out_is_no_text_under_any_rule(rule: str) -> None:
     written = text(rule, (("epsilon", 0.5),) if "epsilon" in names else (), sampling, alpha=0.0)
     likeliest = table(32, 1).topk(2).indices.tolist()
     assert len(written) == 100
-    assert [token for before, token in pairwise([0, *written]) if token not in likeliest[before]] == []
+    assert [
+        token for before, token in pairwise([0, *written]) if token not in likeliest[before]
+    ] == []
 
 
 # ---- the draft's death ----
@@ -151,7 +165,9 @@ def test_what_a_filter_rules_out_is_no_text_under_any_rule(rule: str) -> None:
 EXACT_AT = {"opt": (("epsilon", 0.0),)}  # a biased rule, where it is not
 
 
-def text_that_loses_drafts(rule: str, seed: int, tokens: int, method: str, window: str) -> tuple[list[int], int]:
+def text_that_loses_drafts(
+    rule: str, seed: int, tokens: int, method: str, window: str
+) -> tuple[list[int], int]:
     """Drafts come and go while it is written; and how many went."""
     sampling = drawn_by(1.0, seed=seed)
     decoding = resolved(method, window, 3, rule, EXACT_AT.get(rule, ()), branches=4)
@@ -164,21 +180,32 @@ def text_that_loses_drafts(rule: str, seed: int, tokens: int, method: str, windo
             if chance.random() < 0.01:
                 pair.kill_draft()
                 lost += pair.results != {}
-        elif not pair.to_target and chance.random() < 0.2:  # the news that the last one is gone has arrived
+        elif (
+            not pair.to_target and chance.random() < 0.2
+        ):  # the news that the last one is gone has arrived
             pair.join_draft()
         pair.move(pick(pair.moves))
     return pair.results[1].tokens, lost
 
 
-KEEPING = [rule for rule in DRAFTED if rule != "ratio" and (find(rule).is_exact or rule in EXACT_AT)]
+KEEPING = [
+    rule for rule in DRAFTED if rule != "ratio" and (find(rule).is_exact or rule in EXACT_AT)
+]
 
 
 @pytest.mark.parametrize(
     ("rule", "method", "window"),
-    [*(("ratio", *way) for way in WAYS), *((rule, *way) for rule, way in zip(KEEPING, cycle(WAYS), strict=False))],
+    [
+        *(("ratio", *way) for way in WAYS),
+        *((rule, *way) for rule, way in zip(KEEPING, cycle(WAYS), strict=False)),
+    ],
 )
-def test_texts_keep_the_targets_distribution_while_drafts_come_and_go(rule: str, method: str, window: str) -> None:
-    texts, lost = zip(*(text_that_loses_drafts(rule, seed, 100, method, window) for seed in range(9)), strict=True)
+def test_texts_keep_the_targets_distribution_while_drafts_come_and_go(
+    rule: str, method: str, window: str
+) -> None:
+    texts, lost = zip(
+        *(text_that_loses_drafts(rule, seed, 100, method, window) for seed in range(9)), strict=True
+    )
     assert sum(lost) > 10
     assert p_value(list(texts)) > NEVER
 
@@ -198,7 +225,10 @@ def test_that_would_notice_a_correction_from_the_target(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_halves_and_needs_are_as_declared(name: str) -> None:
-    target, logits = make_half("target", name, WARM), 8 * torch.log(table(8, 0)[:1])  # sure enough for any rule
+    target, logits = (
+        make_half("target", name, WARM),
+        8 * torch.log(table(8, 0)[:1]),
+    )  # sure enough for any rule
     if find(name).judges_blocks:
         row = make_half("draft", name, WARM).score(logits[0])
         token = int(row.argmax())
@@ -206,7 +236,9 @@ def test_halves_and_needs_are_as_declared(name: str) -> None:
         ((draw, row),) = make_half("draft", name, WARM).draft(logits, [1])  # type: ignore[assignment]
         token = read_draw(draw)
     assert (row is None) == (find(name).needs is Needs.NOTHING)
-    assert target.judge(logits, [token], [] if row is None else [row], 1).accepted == 1, "the models agree"
+    assert target.judge(logits, [token], [] if row is None else [row], 1).accepted == 1, (
+        "the models agree"
+    )
     executor = TargetExecutor(ToyRunner(8, lambda seen: table(8, 0)[seen[-1]]))
     assert not executor.needs_rows(-1), "nothing is open"
     executor.execute(Open((0,), resolved(rule=name, sampling=WARM)))
@@ -245,8 +277,14 @@ def test_configuration_and_flags_are_made_from_the_registry(lenient: RuleSpec) -
     ("given", "told"),
     [
         ({"rule": "lenien"}, ", ".join([*RULES, "lenient"])),
-        ({"rule": "lenient", "epsilon": 1.5}, r"epsilon 1\.5 is not allowed; it takes epsilon \(float in \[0, 1\]"),
-        ({"rule": "ratio", "epsilon": 0.5}, "rule ratio has no parameter 'epsilon'; ratio takes no parameters"),
+        (
+            {"rule": "lenient", "epsilon": 1.5},
+            r"epsilon 1\.5 is not allowed; it takes epsilon \(float in \[0, 1\]",
+        ),
+        (
+            {"rule": "ratio", "epsilon": 0.5},
+            "rule ratio has no parameter 'epsilon'; ratio takes no parameters",
+        ),
         (
             {"rule": "lenient", "delta": 0.5},
             "unknown setting 'delta'; did you mean depth[?] allowed are branches, candidates, confidence, depth, draft",
@@ -271,7 +309,9 @@ def test_values_are_checked_and_defaults_filled_in(lenient: RuleSpec) -> None:
     values = spec.values((("drafts", 3.0),))
     assert values == {"epsilon": 0, "drafts": 3}
     assert type(values["drafts"]) is int
-    for name, value in product(["epsilon", "drafts"], [float("nan"), float("inf"), -1.0, 8.5, 1e300]):
+    for name, value in product(
+        ["epsilon", "drafts"], [float("nan"), float("inf"), -1.0, 8.5, 1e300]
+    ):
         with pytest.raises(ValueError, match=rf"is not allowed; it takes {name} \("):
             spec.values(((name, value),))
     with pytest.raises(ValueError, match="it takes drafts"):
@@ -290,7 +330,12 @@ def test_declarations_fit_the_wire_and_the_command_line() -> None:
 
 def test_a_parameter_that_cannot_be_a_flag_is_refused(lenient: RuleSpec) -> None:
     one = lenient.parameters[0]
-    for changes in ({"name": "Epsilon"}, {"name": "draft-share"}, {"default": 2}, {"default": float("nan")}):
+    for changes in (
+        {"name": "Epsilon"},
+        {"name": "draft-share"},
+        {"default": 2},
+        {"default": float("nan")},
+    ):
         with pytest.raises(ValueError, match=r"lower-case identifier|not allowed"):
             replace(one, **changes)  # type: ignore[arg-type]
     assert list(RULES) == NAMES
@@ -298,7 +343,13 @@ def test_a_parameter_that_cannot_be_a_flag_is_refused(lenient: RuleSpec) -> None
 
 @pytest.mark.parametrize("side", ["draft", "target"])
 def test_halves_are_not_made_of_what_is_unknown(side: Literal["draft", "target"]) -> None:
-    for name, parameters in [("any", ()), ("ratio", (("epsilon", 0.1),)), ("lenient", (("epsilon", 2.0),))]:
+    for name, parameters in [
+        ("any", ()),
+        ("ratio", (("epsilon", 0.1),)),
+        ("lenient", (("epsilon", 2.0),)),
+    ]:
         for sampling in (WARM, drawn_by()):
-            with pytest.raises(RequestError, match=r"choose one of|takes no parameters|it takes epsilon"):
+            with pytest.raises(
+                RequestError, match=r"choose one of|takes no parameters|it takes epsilon"
+            ):
                 make_half(side, name, sampling, parameters)

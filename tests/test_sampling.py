@@ -38,10 +38,24 @@ from pearl.errors import NumericalError
 from tests.options import drawn_by
 
 NEVER = 1e-4  # a p-value below this does not come by chance; seeds are fixed, so it either does or does not
-KEYS = [draw_key(drawn_by(seed=seed), position, Purpose.DRAFT) for seed in range(40) for position in range(100)]
+KEYS = [
+    draw_key(drawn_by(seed=seed), position, Purpose.DRAFT)
+    for seed in range(40)
+    for position in range(100)
+]
 PINNED_KEYS = [3864364845839433636, 3477034322568795051, 14614277576934471270, 1131526410593929789]
-PINNED_UNIFORMS = [0.20948763805678616, 0.18849040831678754, 0.7922415749109273, 0.06134016962953315]
-PINNED_EXPONENTIALS = [1.0366574833705107, 0.2668946523086024, 0.7148030408934173, 2.1494252913143104]
+PINNED_UNIFORMS = [
+    0.20948763805678616,
+    0.18849040831678754,
+    0.7922415749109273,
+    0.06134016962953315,
+]
+PINNED_EXPONENTIALS = [
+    1.0366574833705107,
+    0.2668946523086024,
+    0.7148030408934173,
+    2.1494252913143104,
+]
 PINNED_RACES = [62, 83, 67, 98, 60, 67, 48, 96]
 PINNED_PICKS = [55, 29, 85, 69, 56, 51, 23, 24]
 
@@ -101,7 +115,9 @@ def test_keys_differ_by_seed_sample_position_and_purpose() -> None:
     """Two draws that share a key are one draw: the official implementation's bug."""
     keys = [
         draw_key(drawn_by(seed=seed, sample=sample), position, purpose)
-        for seed, sample, position, purpose in product((0, 1, 2**64 - 1), (0, 1, 2**62), range(50), Purpose)
+        for seed, sample, position, purpose in product(
+            (0, 1, 2**64 - 1), (0, 1, 2**62), range(50), Purpose
+        )
     ]
     assert len(set(keys)) == len(keys)
 
@@ -170,26 +186,35 @@ def rows(size: int) -> dict[str, torch.Tensor]:
         "peaked": peaked,
         "flat": torch.softmax(0.1 * logits, -1),
         "a few likely": torch.softmax(3 * logits, -1),
-        "half is unlikely": torch.cat((0.5 * peaked[: size // 2], torch.full((size - size // 2,), 1 / size))),
+        "half is unlikely": torch.cat(
+            (0.5 * peaked[: size // 2], torch.full((size - size // 2,), 1 / size))
+        ),
         "one likely among many": torch.full((size,), 0.9e-4).index_fill_(0, torch.tensor([7]), 1.0),
         "filtered": torch.where(peaked > 1e-3, peaked, 0),
         "equal": torch.full((size,), 1 / 64),
     }
 
 
-def race_and_all(kind: str, size: int, temperature: float = 1.0) -> Iterator[tuple[list[float], list[float]]]:
+def race_and_all(
+    kind: str, size: int, temperature: float = 1.0
+) -> Iterator[tuple[list[float], list[float]]]:
     """What `race_of_logits` finds, and what a race of all tokens does."""
     logits = temperature * torch.log(rows(size)[kind])
     weights = np.exp((logits.numpy().astype(np.float64) - float(logits.max())) / temperature)
     for key in [*KEYS[:300], 0, 2**64 - 1]:
         wanted = list(brute_force(weights, key))
         yield race_of_logits(logits, temperature, key).tolist(), wanted
-        yield race_of_logits(logits, temperature, key, *read_shortlist(shortlist(logits))).tolist(), wanted
+        yield (
+            race_of_logits(logits, temperature, key, *read_shortlist(shortlist(logits))).tolist(),
+            wanted,
+        )
 
 
 @pytest.mark.parametrize("kind", list(rows(64)))
 @pytest.mark.parametrize(("size", "temperature"), [(4096, 1.0), (16_391, 0.7), (60, 2.0)])
-def test_who_wins_a_race_does_not_depend_on_who_is_left_out(kind: str, size: int, temperature: float) -> None:
+def test_who_wins_a_race_does_not_depend_on_who_is_left_out(
+    kind: str, size: int, temperature: float
+) -> None:
     """Only tokens that can win take part: time and winner are those of all, to a bit."""
     for found, wanted in race_and_all(kind, size, temperature):
         assert found == wanted
@@ -199,8 +224,12 @@ def test_who_wins_a_race_does_not_depend_on_who_is_left_out(kind: str, size: int
 def test_a_device_draws_what_the_host_does(size: int) -> None:
     probs = torch.rand(size, generator=torch.Generator().manual_seed(1)) ** 4
     probs[::3] = 0
-    assert [picked_there(probs, key) for key in KEYS[:200]] == [picked(probs, key) for key in KEYS[:200]]
-    assert [raced_there(probs, key) for key in KEYS[:200]] == [raced(probs, key) for key in KEYS[:200]]
+    assert [picked_there(probs, key) for key in KEYS[:200]] == [
+        picked(probs, key) for key in KEYS[:200]
+    ]
+    assert [raced_there(probs, key) for key in KEYS[:200]] == [
+        raced(probs, key) for key in KEYS[:200]
+    ]
 
 
 SHORTLISTED = {
@@ -240,7 +269,9 @@ def test_a_shortlist_of_what_is_not_finite_has_its_length() -> None:
 @pytest.mark.parametrize("vocab", [1, 255, 256, 257, 1000, 32_000])
 def test_a_pick_by_blocks_is_a_pick_from_the_cumulative_sum(vocab: int) -> None:
     """Of any length, with holes; and never of a token without probability."""
-    probs = torch.softmax(2 * torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)), -1)
+    probs = torch.softmax(
+        2 * torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)), -1
+    )
     probs[::3] = 0
     probs[-1] = 0.1
     cumulative = np.add.accumulate(probs.numpy(), dtype=np.float64)
@@ -271,15 +302,21 @@ def test_ties_at_the_edge_follow_a_rule(vocab: int, step: float) -> None:
     As many stay as in transformers, whose sort is not stable: which ones it keeps changes with the vocabulary's size.
     """
     noise = torch.randn(3, vocab, generator=torch.Generator().manual_seed(vocab))
-    for scores, top_k, top_p in product((noise / step).round() * step, (0, 3, 40), (1.0, 0.97, 0.6, 0.1)):
+    for scores, top_k, top_p in product(
+        (noise / step).round() * step, (0, 3, 40), (1.0, 0.97, 0.6, 0.1)
+    ):
         sampling = drawn_by(1.0, top_k=top_k, top_p=top_p)
-        within_k = scores.masked_fill(probabilities(scores, drawn_by(1.0, top_k=top_k)) == 0, -torch.inf)
+        within_k = scores.masked_fill(
+            probabilities(scores, drawn_by(1.0, top_k=top_k)) == 0, -torch.inf
+        )
         expected = int((warped(scores, sampling) > 0).sum())
         on_host = probabilities(scores, sampling) > 0
         on_device = nucleus(within_k, top_p) > -torch.inf if top_p < 1 else on_host
         for kept in (on_host, on_device):
             edge = scores == scores[kept].min()
-            assert torch.equal(kept[edge], kept[edge].sort(stable=True).values), "of equal ones the highest ids"
+            assert torch.equal(kept[edge], kept[edge].sort(stable=True).values), (
+                "of equal ones the highest ids"
+            )
             assert top_p < 1 or kept[edge].all()
             assert abs(int(kept.sum()) - expected) <= max(1, 0.001 * expected), "sums are rounded"
 
@@ -290,24 +327,37 @@ def test_of_equal_tokens_top_p_keeps_the_highest_ids() -> None:
     half = probabilities(scores, drawn_by(1.0, top_p=0.5))
     assert torch.equal(torch.softmax(nucleus(scores, 0.5), -1), half)
     assert half.nonzero().flatten().tolist() == [7, *range(641 - int((half > 0).sum()), 640)]
-    assert torch.equal(probabilities(scores, drawn_by(1.0, top_k=2)), torch.softmax(scores, -1)), "all are second"
+    assert torch.equal(probabilities(scores, drawn_by(1.0, top_k=2)), torch.softmax(scores, -1)), (
+        "all are second"
+    )
 
 
-SETTINGS = [drawn_by(1.0), drawn_by(0.7, top_k=3), drawn_by(1.3, top_p=0.6), drawn_by(1.0, min_p=0.1)]
+SETTINGS = [
+    drawn_by(1.0),
+    drawn_by(0.7, top_k=3),
+    drawn_by(1.3, top_p=0.6),
+    drawn_by(1.0, min_p=0.1),
+]
 
 
 @pytest.mark.parametrize("sampling", [*SETTINGS, drawn_by(0.9, 20, 0.8, 0.05)], ids=str)
-def test_a_row_s_probabilities_do_not_depend_on_the_rows_beside_it(sampling: RequestOptions) -> None:
+def test_a_row_s_probabilities_do_not_depend_on_the_rows_beside_it(
+    sampling: RequestOptions,
+) -> None:
     """Else the text would depend on how many tokens a window happened to hold."""
     logits = 3 * torch.randn(7, 600, generator=torch.Generator().manual_seed(3))
     together = probabilities(logits, sampling)
     assert all(torch.equal(together[i], probabilities(logits[i], sampling)) for i in range(7))
-    assert len({int((row > 0).sum()) for row in together}) > 1 or (sampling.top_p == 1 and sampling.min_p == 0)
+    assert len({int((row > 0).sum()) for row in together}) > 1 or (
+        sampling.top_p == 1 and sampling.min_p == 0
+    )
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-def test_logits_that_are_not_finite_are_an_error_whatever_is_drawn(sampling: RequestOptions, bad: float) -> None:
+def test_logits_that_are_not_finite_are_an_error_whatever_is_drawn(
+    sampling: RequestOptions, bad: float
+) -> None:
     """One such number among them, or nothing else."""
     for logits in (torch.tensor([1.0, bad, 3.0, 4.0, 5.0]), torch.full((5,), bad)):
         for draw in DRAWS:
@@ -324,7 +374,12 @@ shares = st.floats(LEAST_SHARE, 1)
 @settings(max_examples=300)
 @example(LEAST_TEMPERATURE, LEAST_SHARE, LEAST_SHARE, [1e4, -1e4, 0.0])
 @example(MOST_TEMPERATURE, LEAST_SHARE, 1.0, [0.0, 0.0, 0.0])
-@given(temperatures, shares, st.just(0.0) | shares, st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=8))
+@given(
+    temperatures,
+    shares,
+    st.just(0.0) | shares,
+    st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=8),
+)
 def test_whatever_is_admitted_can_be_sampled(
     temperature: float, top_p: float, min_p: float, logits: list[float]
 ) -> None:

@@ -25,8 +25,8 @@ from pearl.config import SamplingParams
 from pearl.engine import Engine, Result
 from pearl.engine.recording import Recording
 from pearl.metrics import Statistics, Stopwatch
-from pearl.server.answers import Answer
-from pearl.server.figures import Figures
+from pearl.server.http import Answer
+from pearl.server.metrics import Figures
 from pearl.server.timeline import Timeline
 from tests.browser import CHROMIUM, Browser
 from tests.conftest import eventually
@@ -50,10 +50,19 @@ def written(engine: Engine, *prompts: Any, **changes: Any) -> list[str]:
 
 def test_openais_client(served: Served, engine: Engine) -> None:
     client = served.client()
-    assert [model.id for model in client.models.list()] == [client.models.retrieve(MODEL).id] == [MODEL]
+    assert (
+        [model.id for model in client.models.list()]
+        == [client.models.retrieve(MODEL).id]
+        == [MODEL]
+    )
     assert served.get("/v1/models").json()["data"][0]["max_model_len"] == 512
     (wanted,) = engine.generate([[message("123")]], PARAMS)
-    asked: dict[str, Any] = {"model": MODEL, "messages": [message("123")], "seed": 5, "temperature": 1.0}
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [message("123")],
+        "seed": 5,
+        "temperature": 1.0,
+    }
     whole = client.chat.completions.create(max_completion_tokens=40, **asked)
     assert whole.choices[0].message.content == wanted.text
     assert whole.usage.completion_tokens == len(wanted.tokens)
@@ -85,9 +94,13 @@ def test_openais_client_reads_log_probabilities(served: Served) -> None:
         assert len(entry.top_logprobs) == 2
         assert entry.logprob <= entry.top_logprobs[0].logprob <= 0
     chunks = client.create(logprobs=True, top_logprobs=2, stream=True, **asked)
-    assert [e for chunk in chunks for c in chunk.choices if c.logprobs for e in c.logprobs.content or []] == content
+    assert [
+        e for chunk in chunks for c in chunk.choices if c.logprobs for e in c.logprobs.content or []
+    ] == content
     alone = client.create(logprobs=True, **asked).choices[0].logprobs
-    assert [(e.logprob, e.top_logprobs) for e in alone.content or []] == [(e.logprob, []) for e in content]
+    assert [(e.logprob, e.top_logprobs) for e in alone.content or []] == [
+        (e.logprob, []) for e in content
+    ]
     assert client.create(**asked).choices[0].logprobs is None
     with pytest.raises(openai.BadRequestError, match="logprobs true"):
         client.create(top_logprobs=2, **asked)
@@ -95,10 +108,16 @@ def test_openais_client_reads_log_probabilities(served: Served) -> None:
 
 def test_several_texts_of_one_request(served: Served, engine: Engine) -> None:
     """n answers for each prompt are the samples of one seed; the prompt counts once."""
-    texts = [written(engine, prompt, sample=n, max_tokens=8)[0] for prompt in ("123", "4567") for n in (0, 1)]
+    texts = [
+        written(engine, prompt, sample=n, max_tokens=8)[0]
+        for prompt in ("123", "4567")
+        for n in (0, 1)
+    ]
     assert len(set(texts)) > 1
     answer = served.post(prompt=["123", [4, 5, 6, 7]], n=2).json()
-    assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == [*enumerate(texts)]
+    assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == [
+        *enumerate(texts)
+    ]
     assert answer["usage"]["prompt_tokens"] == 7
     chunks = served.events(prompt=["123", [4, 5, 6, 7]], n=2)
     assert [text_of(chunks, index) for index in range(4)] == texts
@@ -108,15 +127,23 @@ def test_texts_are_written_side_by_side(engine: Engine) -> None:
     """The texts of one request, streamed and not, and those of many clients, are as with one slot."""
     with serving(slots=3, target_pace=0.01, draft_pace=0.003) as several:
         wanted = [written(engine, "123", sample=number)[0] for number in range(5)]
-        assert [choice["text"] for choice in several.post(n=5, max_tokens=40).json()["choices"]] == wanted
+        assert [
+            choice["text"] for choice in several.post(n=5, max_tokens=40).json()["choices"]
+        ] == wanted
         chunks = several.events(n=5, max_tokens=40)
         assert [text_of(chunks, index) for index in range(5)] == wanted
         order = [chunk["choices"][0]["index"] for chunk in chunks]
-        assert sum(a != b for a, b in pairwise(order)) > 5, "they come as they are made, not one after the other"
+        assert sum(a != b for a, b in pairwise(order)) > 5, (
+            "they come as they are made, not one after the other"
+        )
         prompts = [f"{i % 10}{i // 10}{i % 7}" for i in range(12)]
         with ThreadPoolExecutor(12) as pool:
-            got = list(pool.map(lambda prompt: several.post(prompt=prompt, max_tokens=30).json(), prompts))
-        assert [one["choices"][0]["text"] for one in got] == written(engine, *prompts, max_tokens=30)
+            got = list(
+                pool.map(lambda prompt: several.post(prompt=prompt, max_tokens=30).json(), prompts)
+            )
+        assert [one["choices"][0]["text"] for one in got] == written(
+            engine, *prompts, max_tokens=30
+        )
 
 
 def test_pieces_come_as_they_are_made(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,16 +158,23 @@ def test_pieces_come_as_they_are_made(served: Served, monkeypatch: pytest.Monkey
 
         monkeypatch.setattr(Stopwatch, "committed", hold)
         asked: dict[str, Any] = {"model": MODEL, "prompt": "123", "max_tokens": 400}
-        with served.client().completions.create(stream=True, extra_body={"ignore_eos": True}, **asked) as chunks:
+        with served.client().completions.create(
+            stream=True, extra_body={"ignore_eos": True}, **asked
+        ) as chunks:
             first = next(iter(chunks))
             assert served.figure("vllm:num_requests_running") == 1
             until_seen.close()
-            assert len(first.choices[0].text + "".join(chunk.choices[0].text for chunk in chunks)) == 400
+            assert (
+                len(first.choices[0].text + "".join(chunk.choices[0].text for chunk in chunks))
+                == 400
+            )
 
 
 def test_usage_and_provenance(served: Served) -> None:
     options = {"include_provenance": True, "include_usage": True}
-    *chunks, last = served.events("chat/completions", max_tokens=60, ignore_eos=True, stream_options=options)
+    *chunks, last = served.events(
+        "chat/completions", max_tokens=60, ignore_eos=True, stream_options=options
+    )
     usage, ours = last["usage"], last["usage"]["pearl"]
     assert usage["completion_tokens"] == 60
     assert usage["total_tokens"] == 60 + usage["prompt_tokens"]
@@ -148,7 +182,9 @@ def test_usage_and_provenance(served: Served) -> None:
     assert ours["num_accepted_draft_tokens"] <= ours["num_draft_tokens"]
     assert len(ours["speedup_basis"]) == len(ours["settled"]) == 1
     assert 0 <= ours["core_wait"][0] <= 1
-    sources = [one["source"] for chunk in chunks for one in chunk["choices"][0].get("provenance", [])]
+    sources = [
+        one["source"] for chunk in chunks for one in chunk["choices"][0].get("provenance", [])
+    ]
     assert len(sources) == 60
     assert {source: sources.count(source) for source in set(sources)} == ours["tokens_by_source"]
     assert all(chunk["usage"] is None for chunk in chunks)
@@ -165,7 +201,9 @@ def test_a_text_ends_before_a_stop_string(served: Served, engine: Engine) -> Non
 def test_penalties_and_biases_are_those_of_the_engine(served: Served, engine: Engine) -> None:
     asked = {"presence_penalty": 1.5, "frequency_penalty": -0.5, "repetition_penalty": 1.3}
     wanted = written(engine, "123", logit_bias=((4, 3.0), (7, -100.0)), ignore_eos=True, **asked)
-    biased = served.post(max_tokens=40, ignore_eos=True, logit_bias={"4": 3, "7": -100.0}, **asked).json()
+    biased = served.post(
+        max_tokens=40, ignore_eos=True, logit_bias={"4": 3, "7": -100.0}, **asked
+    ).json()
     assert [biased["choices"][0]["text"]] == wanted != written(engine, "123", ignore_eos=True)
 
 
@@ -180,7 +218,10 @@ def test_others_do_not_wait_for_long_work(served: Served, monkeypatch: pytest.Mo
         assert ended.wait(BOUND)
         return whole(answer, *given)
 
-    for place, work in (("pearl.server.app.read_request", lambda *_: ended.wait(BOUND)), (Answer, slowly)):
+    for place, work in (
+        ("pearl.server.app.read_request", lambda *_: ended.wait(BOUND)),
+        (Answer, slowly),
+    ):
         ended.clear()
         with monkeypatch.context() as patch, ThreadPoolExecutor() as pool:
             patch.setattr(*((place, work) if isinstance(place, str) else (place, "whole", work)))
@@ -206,13 +247,20 @@ def test_figures(served: Served) -> None:
         "vllm:request_queue_time_seconds_count": 2,
         "pearl:tokens_by_source_total": 100,
     }
-    drafted = ["vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"]
+    drafted = [
+        "vllm:spec_decode_num_draft_tokens_total",
+        "vllm:spec_decode_num_accepted_tokens_total",
+    ]
     names = (*wanted, *drafted)
     served.post()
     before = served.figures(*names)
     usage = served.post(max_tokens=50, ignore_eos=True, n=2).json()["usage"]["pearl"]
     grown = [after - was for was, after in zip(before, served.figures(*names), strict=True)]
-    assert grown == [*wanted.values(), usage["num_draft_tokens"], usage["num_accepted_draft_tokens"]]
+    assert grown == [
+        *wanted.values(),
+        usage["num_draft_tokens"],
+        usage["num_accepted_draft_tokens"],
+    ]
     served.until_running(0)
     assert served.figure("pearl:draft_restarts") == 0
 
@@ -226,7 +274,9 @@ def test_accepted_tokens_are_counted_by_their_place_in_a_run() -> None:
     for runs in ({0: 2, 1: 1, 3: 2}, {40: 1}):
         result = Result(seed=1, finish_reason="length", statistics=Statistics(run_histogram=runs))
         figures.ended(result, Stopwatch(), 0.0)
-    found = re.findall(r'pearl:accepted_tokens_per_position_total.*position="(.*?)".*? (\S+)$', page(figures), re.M)
+    found = re.findall(
+        r'pearl:accepted_tokens_per_position_total.*position="(.*?)".*? (\S+)$', page(figures), re.M
+    )
     assert {place: float(count) for place, count in found} == (
         {"0": 4, "1": 3, "2": 3} | {str(place): 1 for place in range(3, 32)} | {"32 and more": 8}
     )
@@ -237,7 +287,9 @@ def test_accepted_tokens_are_counted_by_their_place_in_a_run() -> None:
 def test_the_page_asks_nobody_else(served: Served) -> None:
     """And lets the browser run its script only."""
     response = served.get("/")
-    assert not {"http:", "https:", "innerHTML"} & set(re.findall(r"https?:|innerHTML", response.text))
+    assert not {"http:", "https:", "innerHTML"} & set(
+        re.findall(r"https?:|innerHTML", response.text)
+    )
     script = response.text.split("<script>")[1].split("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in response.headers["content-security-policy"]
@@ -270,7 +322,10 @@ def test_the_line_below_a_reply_says_what_its_speedup_is_by(served: Served, tmp_
         begin = "100 tokens · 20.0 tokens/s · 1.50 tokens a step"
         times = f"{begin} · about 1.30 times the target alone"
         assert line(browser) == f"{times} (estimated) · seed 7"
-        assert line(browser, speedup_basis=["ngram"], settled=["pearl"]) == f"{times} (compared with ngram) · seed 7"
+        assert (
+            line(browser, speedup_basis=["ngram"], settled=["pearl"])
+            == f"{times} (compared with ngram) · seed 7"
+        )
         settled = "auto settled on the target alone (ngram)"
         assert line(browser, speedup=[None], settled=["ngram"]) == f"{begin} · {settled} · seed 7"
 
@@ -279,20 +334,42 @@ def test_the_line_below_a_reply_says_what_its_speedup_is_by(served: Served, tmp_
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 def test_the_page_runs_in_a_browser(tmp_path: Path) -> None:
     """A text streams, the timeline moves, and no script fails; `PEARL_SCREENSHOT` keeps a picture of it."""
-    with serving(target_pace=0.03, draft_pace=0.008) as served, Browser(served.url, tmp_path / "profile") as browser:
+    with (
+        serving(target_pace=0.03, draft_pace=0.008) as served,
+        Browser(served.url, tmp_path / "profile") as browser,
+    ):
         assert browser.sees("$('model').textContent") == MODEL
         browser.run("$('look').click()")
         browser.sees("looking && $('looking').textContent === ''")
         assert browser.run("$('live').hidden") is False
-        browser.run("new Reply().text = '# One\\n- **two** `3`\\n```py\\n<b>4</b>\\n```\\n'; replies[0].draw()")
-        assert browser.run("replies[0].box.innerText.split(/\\s+/).join(' ')") == "One two 3 <b>4</b> Copy"
-        assert browser.run("replies[0].box.querySelectorAll('h1, li strong, li code, pre code').length") == 4
+        browser.run(
+            "new Reply().text = '# One\\n- **two** `3`\\n```py\\n<b>4</b>\\n```\\n'; replies[0].draw()"
+        )
+        assert (
+            browser.run("replies[0].box.innerText.split(/\\s+/).join(' ')")
+            == "One two 3 <b>4</b> Copy"
+        )
+        assert (
+            browser.run(
+                "replies[0].box.querySelectorAll('h1, li strong, li code, pre code').length"
+            )
+            == 4
+        )
         browser.run("$('clear').click(); $('system').value = 'Be brief.'")
-        assert browser.run("request('hello')[1].messages.map((one) => one.role).join()") == "system,user"
-        browser.run("$('plain').checked = true; $('text').value = '123'; $('most').value = 200; $('send').click()")
+        assert (
+            browser.run("request('hello')[1].messages.map((one) => one.role).join()")
+            == "system,user"
+        )
+        browser.run(
+            "$('plain').checked = true; $('text').value = '123'; $('most').value = 200; $('send').click()"
+        )
         first = browser.sees("document.querySelector('.assistant').textContent.length")
-        assert browser.sees("document.querySelector('.assistant').textContent.length", lambda now: now > first)
-        shares = browser.sees("$('shares').innerText", lambda said: "verify" in said and "draft: draft" in said)
+        assert browser.sees(
+            "document.querySelector('.assistant').textContent.length", lambda now: now > first
+        )
+        shares = browser.sees(
+            "$('shares').innerText", lambda said: "verify" in said and "draft: draft" in said
+        )
         assert "target: " in shares
         drawn = "$('live').toDataURL()"
         before = browser.run(drawn)
@@ -311,7 +388,9 @@ def test_the_page_runs_in_a_browser(tmp_path: Path) -> None:
         browser.sees("!running && replies[1].mark.startsWith('cut at max tokens')")
         browser.run("$('text').value = '12'; $('send').click()")
         assert browser.run("$('send').textContent") == "Stop"
-        browser.run("$('text').value = '34'; $('ask').requestSubmit()")  # Enter, while a text is written
+        browser.run(
+            "$('text').value = '34'; $('ask').requestSubmit()"
+        )  # Enter, while a text is written
         assert browser.run("$('text').value") == "34", "it stays for the next message"
         browser.run("$('send').click()")
         assert browser.sees("replies[2].mark") == "stopped"
@@ -333,14 +412,21 @@ def test_the_page_shows_who_guessed_each_token(served: Served, tmp_path: Path) -
     pieces = re.findall(r".{1,3}", MARKED, re.DOTALL)
     origins = ["accepted", "corrected", "guessed", "direct"]
     tokens = [{"text": text, "source": origins[i % 4]} for i, text in enumerate(pieces)]
-    thought = [{"text": f"<think>\n{MARKED * 3}", "source": "bonus"}, {"text": "\n</think>\n", "source": "direct"}]
+    thought = [
+        {"text": f"<think>\n{MARKED * 3}", "source": "bonus"},
+        {"text": "\n</think>\n", "source": "direct"},
+    ]
     with Browser(served.url, tmp_path / "profile") as browser:
-        assert browser.sees("document.querySelector('.hint').checkVisibility()"), "what to do stands in the empty box"
+        assert browser.sees("document.querySelector('.hint').checkVisibility()"), (
+            "what to do stands in the empty box"
+        )
         browser.run("new Reply()")
         assert not browser.run("document.querySelector('.hint').checkVisibility()")
         shown = "[...replies[0].box.querySelectorAll('.text span[title]')].map((one) => [one.textContent, one.title])"
         for before in ([], thought):
-            said = json.dumps({"text": MARKED, "thought": MARKED * 3 if before else "", "tokens": before + tokens})
+            said = json.dumps(
+                {"text": MARKED, "thought": MARKED * 3 if before else "", "tokens": before + tokens}
+            )
             browser.run(f"Object.assign(replies[0], {said}).draw()")
             names = browser.run("SOURCES")
             at = 0
@@ -353,7 +439,9 @@ def test_the_page_shows_who_guessed_each_token(served: Served, tmp_path: Path) -
         of_source = "[...replies[0].box.querySelectorAll('.text span')].find((one) => one.title === SOURCES.%s)"
         colour = f"getComputedStyle({of_source}).color"
         assert browser.run(colour % "corrected") == "rgb(217, 119, 6)"
-        assert browser.run(colour % "direct") == browser.run("getComputedStyle(document.body).color")
+        assert browser.run(colour % "direct") == browser.run(
+            "getComputedStyle(document.body).color"
+        )
         browser.run("$('clear').click()")
         assert browser.run("document.querySelector('.hint').checkVisibility()")
 
@@ -361,22 +449,35 @@ def test_the_page_shows_who_guessed_each_token(served: Served, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 @pytest.mark.parametrize("width", [1000, 700, 500])  # the narrowest window that Chromium opens
-def test_the_page_leaves_no_figure_alone_in_a_row(served: Served, tmp_path: Path, width: int) -> None:
+def test_the_page_leaves_no_figure_alone_in_a_row(
+    served: Served, tmp_path: Path, width: int
+) -> None:
     with Browser(served.url, tmp_path / "profile", (width, 900)) as browser:
         browser.sees("$('model').textContent")
-        tops = browser.run("[...document.querySelectorAll('dl > div')].map((one) => one.getBoundingClientRect().top)")
+        tops = browser.run(
+            "[...document.querySelectorAll('dl > div')].map((one) => one.getBoundingClientRect().top)"
+        )
         assert min(Counter(tops).values()) > 1
-        assert browser.run("document.documentElement.scrollWidth <= innerWidth"), "nothing is cut off"
-        assert browser.run("colour(colourOf('waits: verdict'))") == WORK["wait"][0], "as in pictures"
+        assert browser.run("document.documentElement.scrollWidth <= innerWidth"), (
+            "nothing is cut off"
+        )
+        assert browser.run("colour(colourOf('waits: verdict'))") == WORK["wait"][0], (
+            "as in pictures"
+        )
 
 
 # ---- the timeline ----
 
 
-def watch(served: Served, meanwhile: Callable[[], object], is_enough: Callable[[list[Any]], bool]) -> list[Any]:
+def watch(
+    served: Served, meanwhile: Callable[[], object], is_enough: Callable[[list[Any]], bool]
+) -> list[Any]:
     """The events of the timeline from before `meanwhile` until there are enough."""
     seen: list[Any] = []
-    with ThreadPoolExecutor(1) as pool, httpx.stream("GET", f"{served.url}/v1/timeline", timeout=BOUND) as response:
+    with (
+        ThreadPoolExecutor(1) as pool,
+        httpx.stream("GET", f"{served.url}/v1/timeline", timeout=BOUND) as response,
+    ):
         assert response.status_code == 200
         for line in filter(None, response.iter_lines()):
             seen.append(json.loads(line.removeprefix("data: ")))
@@ -405,7 +506,10 @@ def test_the_timeline_has_what_both_workers_do(engine: Engine) -> None:
         assert watch(served, lambda: served.post(**asked), lambda seen: bool(tokens(seen)))
     assert len(tokens(seen)) == 40
     assert set(tokens(seen)) <= {"accepted", "corrected", "guessed", "direct", "bonus"}
-    of = {role: {event["name"] for event in seen if event.get("of") == role} for role in ("target", "draft")}
+    of = {
+        role: {event["name"] for event in seen if event.get("of") == role}
+        for role in ("target", "draft")
+    }
     assert of["target"] & {"pre-verify", "post-verify"}
     assert "draft" in of["draft"]
     assert all(event["from"] < event["to"] for event in seen if "of" in event)

@@ -21,9 +21,18 @@ def test_a_key_is_required(served: Served) -> None:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}):
             for path in ("/v1/models", "/v1/timeline", "/v1/nothing"):
                 response = keyed.get(path, headers=headers)
-                assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
-        assert keyed.get("/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
-        assert keyed.client("secret").completions.create(model=MODEL, prompt="12", max_tokens=2).choices
+                assert (response.status_code, response.json()["error"]["code"]) == (
+                    401,
+                    "invalid_api_key",
+                )
+        assert (
+            keyed.get("/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
+        )
+        assert (
+            keyed.client("secret")
+            .completions.create(model=MODEL, prompt="12", max_tokens=2)
+            .choices
+        )
         assert keyed.get("/health").status_code == 200
         assert keyed.figure("pearl:http_refused_total") == 9
 
@@ -51,8 +60,13 @@ def test_a_page_of_another_host_or_origin_gets_no_text_and_no_timeline(
     """Frames on the timeline began it and took its viewers' places; only the host was looked at."""
     headers = {"host": "127.0.0.1"} | headers
     text = httpx.post(f"{served.url}/v1/completions", json=body(), headers=headers, timeout=BOUND)
-    with httpx.stream("GET", f"{served.url}/v1/timeline", headers=headers, timeout=BOUND) as timeline:
-        assert (text.status_code, timeline.status_code) == (status, 200 if status == 415 else status)
+    with httpx.stream(
+        "GET", f"{served.url}/v1/timeline", headers=headers, timeout=BOUND
+    ) as timeline:
+        assert (text.status_code, timeline.status_code) == (
+            status,
+            200 if status == 415 else status,
+        )
     for response in (text, timeline, served.get("/", headers=headers)):
         assert response.headers["cross-origin-resource-policy"] == "same-origin"
         assert "frame-ancestors 'none'" in response.headers["content-security-policy"]
@@ -64,14 +78,19 @@ def test_pages_of_named_origins_may_ask(served: Served) -> None:
     with Served(served.service.engine, bind("127.0.0.1:0", "secret", origins=(page,))) as shared:
         for origin, is_named in ((page, True), ("http://evil.example", False)):
             headers = {"origin": origin, "sec-fetch-site": "cross-site"}
-            asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+            asks = {
+                "access-control-request-method": "POST",
+                "access-control-request-headers": "authorization",
+            }
             before = httpx.options(shared.url + url, headers=headers | asks, timeout=BOUND)
             assert (before.status_code == 200) == is_named
             headers["authorization"] = "Bearer secret"
             text = httpx.post(shared.url + url, json=body(), headers=headers, timeout=BOUND)
             assert text.status_code == (200 if is_named else 403)
             for answer in (before, text):
-                assert answer.headers.get("access-control-allow-origin") == (page if is_named else None)
+                assert answer.headers.get("access-control-allow-origin") == (
+                    page if is_named else None
+                )
     with pytest.raises(ConfigError, match="--cors"):
         bind("127.0.0.1:0", origins=("*",))
 
@@ -108,7 +127,10 @@ def test_addresses() -> None:
         with pytest.raises(ConfigError, match="API key"):
             bind("127.0.0.1:0", key)
     door = bind("localhost:0")
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="cannot listen"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(ConfigError, match="cannot listen"),
+    ):
         bind(f"127.0.0.1:{taken.getsockname()[1]}")
     other = bind(f"127.0.0.1:{door.bound.getsockname()[1]}")
     door.bound.listen()

@@ -23,7 +23,9 @@ from tests.served import BOUND, LONG, SLOWLY, Served, chatting_engine, serving, 
 LAUNCH = Path(__file__).parents[1] / "launch"
 
 
-@pytest.mark.parametrize(("number", "settings"), [(signal.SIGKILL, {}), (signal.SIGSTOP, {"target_timeout": 3.5})])
+@pytest.mark.parametrize(
+    ("number", "settings"), [(signal.SIGKILL, {}), (signal.SIGSTOP, {"target_timeout": 3.5})]
+)
 def test_a_lost_engine_is_reported(number: signal.Signals, settings: dict[str, float]) -> None:
     """To a client that waits for a text, to later ones, and to probes.
 
@@ -53,14 +55,32 @@ def test_a_server_that_ends_informs_its_clients(monkeypatch: pytest.MonkeyPatch)
         assert second.result(BOUND).status_code == 503
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 0)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 0)]
+)
 def test_the_command_serves_until_a_signal(number: signal.Signals, code: int) -> None:
-    command = [sys.executable, "-m", "pearl", "serve", "--http", "127.0.0.1:0", "--target", TOY, "--draft", TOY]
+    command = [
+        sys.executable,
+        "-m",
+        "pearl",
+        "serve",
+        "--http",
+        "127.0.0.1:0",
+        "--target",
+        TOY,
+        "--draft",
+        TOY,
+    ]
     settings = ["--http-model", "toy", "--max-tokens", "5", "--ignore-eos", "--target-pace", "0.1"]
     server = subprocess.Popen([*command, *settings], stderr=subprocess.PIPE, text=True)
     url = next(line.split()[-1] for line in server.stderr if line.startswith("OpenAI's API: "))
     asked = {"model": "toy", "prompt": "123"}
-    assert httpx.post(f"{url}/completions", json=asked, timeout=BOUND).json()["usage"]["completion_tokens"] == 5
+    assert (
+        httpx.post(f"{url}/completions", json=asked, timeout=BOUND).json()["usage"][
+            "completion_tokens"
+        ]
+        == 5
+    )
     asked_long = {**asked, "max_tokens": 500, "stream": True}
     with httpx.stream("POST", f"{url}/completions", json=asked_long, timeout=BOUND) as stream:
         lines = stream.iter_lines()
@@ -71,7 +91,9 @@ def test_the_command_serves_until_a_signal(number: signal.Signals, code: int) ->
     assert "Traceback" not in server.stderr.read()
     server.stderr.close()
     unit = (LAUNCH / "pearl.service").read_text()
-    assert code == 0 or f"SuccessExitStatus={code}\n" in unit, "else systemctl stop leaves the unit failed"
+    assert code == 0 or f"SuccessExitStatus={code}\n" in unit, (
+        "else systemctl stop leaves the unit failed"
+    )
     assert f"\n| {code} | |" in (LAUNCH.parent / "pearl" / "protocol" / "README.md").read_text()
 
 
@@ -94,7 +116,9 @@ def test_the_command_ends_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pearl.server", sys.modules["pearl.server"])  # an import puts a new one there, to be undone too
+    monkeypatch.setattr(
+        "pearl.server", sys.modules["pearl.server"]
+    )  # an import puts a new one there, to be undone too
     for name in [name for name in sys.modules if name.startswith("pearl.server")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
@@ -108,14 +132,25 @@ def test_files_that_start_it_use_flags_that_exist(name: str) -> None:
     used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+(?=[ \"'=,\n])", text))
     ours = {flag for parameter in serve.params for flag in parameter.opts}
     others = {"--timeout", "--retries", "--index-url"}  # pip's
-    others |= {"--dry-run", "--build-arg", "--rm", "--gpus", "--now", "--no-cache-dir", "--create-home", "--interval"}
+    others |= {
+        "--dry-run",
+        "--build-arg",
+        "--rm",
+        "--gpus",
+        "--now",
+        "--no-cache-dir",
+        "--create-home",
+        "--interval",
+    }
     assert "--http" in used
     assert used <= ours | others | {"--start-period"}, used - ours
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
-    unit = (LAUNCH / "pearl.service").read_text().replace("/opt/pearl/.venv/bin/pearl", sys.executable)
+    unit = (
+        (LAUNCH / "pearl.service").read_text().replace("/opt/pearl/.venv/bin/pearl", sys.executable)
+    )
     (tmp_path / "pearl.service").write_text(unit)
     command = ["systemd-analyze", "verify", "--man=no", str(tmp_path / "pearl.service")]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

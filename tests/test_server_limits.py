@@ -26,10 +26,15 @@ def slow() -> Iterator[Served]:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_cancels_its_text(slow: Served, stream: bool) -> None:
-    made, aborted = slow.figure("vllm:generation_tokens_total"), slow.figure("vllm:request_success_total", "abort")
+    made, aborted = (
+        slow.figure("vllm:generation_tokens_total"),
+        slow.figure("vllm:request_success_total", "abort"),
+    )
     if stream:
         asked: dict[str, Any] = {"model": MODEL, "prompt": "123", "max_tokens": 400}
-        with slow.client().completions.create(stream=True, extra_body={"ignore_eos": True}, **asked) as chunks:
+        with slow.client().completions.create(
+            stream=True, extra_body={"ignore_eos": True}, **asked
+        ) as chunks:
             next(iter(chunks))
     else:
         with slow.connection() as client:
@@ -78,7 +83,10 @@ def answer(served: Served, sent: bytes) -> bytes:
 
 def test_headers_are_bounded(served: Served) -> None:
     many = b"".join(b"x-%d: %s\r\n" % (number, b"a" * 100) for number in range(10_000))
-    for head in (b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + many + b"\r\n", b"GET /" + b"a" * 1_000_000):
+    for head in (
+        b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + many + b"\r\n",
+        b"GET /" + b"a" * 1_000_000,
+    ):
         got = answer(served, head)
         assert got == b"" or got.startswith(b"HTTP/1.1 400"), got[:100]
     assert answer(served, b"\x16\x03\x01 what is this\r\n\r\n").startswith(b"HTTP/1.1 400")
@@ -103,7 +111,9 @@ def test_connections_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch
     eventually(served.is_well)
 
 
-def test_a_connection_that_sends_nothing_is_closed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_sends_nothing_is_closed(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(served.server.config, "timeout_keep_alive", 0.3)
     assert answer(served, b"") == b""
 

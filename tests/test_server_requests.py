@@ -83,7 +83,10 @@ IN_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"tools": {}}, "tools"),
     ({"tools": [{}]}, "tools[0]"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 1}}]}, "tools[0].function"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": 1}}]},
+        "tools[0].function",
+    ),
     ({"tools": [{"type": "function", "function": {"name": "\ud800"}}]}, "tools[0]"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}] * 129}, "tools"),
     ({"logprobs": 1}, "logprobs"),
@@ -104,7 +107,10 @@ MESSAGES: list[tuple[Any, str]] = [
     ([message("1") | {"tool_calls": [CALL]}], "messages[0].tool_calls"),
     ([message("1") | {"reasoning_content": "x"}], "messages[0].reasoning_content"),
     ([message("1", "assistant") | {"tool_calls": ["f"]}], "messages[0].tool_calls[0]"),
-    ([message("1", "assistant") | {"tool_calls": [CALL | {"type": "x"}]}], "messages[0].tool_calls[0]"),
+    (
+        [message("1", "assistant") | {"tool_calls": [CALL | {"type": "x"}]}],
+        "messages[0].tool_calls[0]",
+    ),
     ([called(5)], "messages[0].tool_calls[0]"),
     ([called("\ud800")], "messages[0].tool_calls[0]"),
     ([message("1"), message(None, "assistant")], "messages[1].content"),
@@ -119,11 +125,19 @@ MESSAGES: list[tuple[Any, str]] = [
 def test_bad_fields_are_refused_by_name(stream: bool) -> None:
     singles = [({field: value}, field) for field, values in REFUSED.items() for value in values]
     for fields, param in singles + NESTED:
-        error = refusal(body() | ({} if "stream_options" in fields else {"stream": stream}) | fields)
+        error = refusal(
+            body() | ({} if "stream_options" in fields else {"stream": stream}) | fields
+        )
         assert error is not None, fields
-        assert (error.status, error.param, error.body["error"]["type"]) == (400, param, "invalid_request_error")
+        assert (error.status, error.param, error.body["error"]["type"]) == (
+            400,
+            param,
+            "invalid_request_error",
+        )
         assert param in error.message or param == "prompt"
-    for fields, param in IN_CHATS + [({"messages": messages}, param) for messages, param in MESSAGES]:
+    for fields, param in IN_CHATS + [
+        ({"messages": messages}, param) for messages, param in MESSAGES
+    ]:
         error = refusal(body("chat/completions") | fields, True)
         assert error is not None, fields
         assert (error.status, error.param) == (400, param)
@@ -140,7 +154,11 @@ def test_bad_fields_are_refused_by_name(stream: bool) -> None:
         ("chat/completions", {"logit_bias": {"9999": 1}}, "logit_bias"),
         ("chat/completions", {"messages": [message("1" * 600)]}, "messages"),
         ("chat/completions", {"messages": [message("\ud800")]}, "messages[0].content"),
-        ("chat/completions", {"max_tokens": None, "max_completion_tokens": 510}, "max_completion_tokens"),
+        (
+            "chat/completions",
+            {"max_tokens": None, "max_completion_tokens": 510},
+            "max_completion_tokens",
+        ),
     ],
 )
 def test_what_the_engine_refuses_names_the_field_too(
@@ -154,9 +172,16 @@ def test_what_the_engine_refuses_names_the_field_too(
 
 def test_a_schema_that_only_a_parser_finds_empty_is_the_clients_fault(served: Served) -> None:
     """The front's, or the model's, whose vocabulary cannot write what fits."""
-    for schema, code in (({"$ref": "#"}, None), ({"type": "string", "pattern": "^é\ue000$"}, "GrammarError")):
-        response = served.post(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
-        assert (response.status_code, response.json()["error"]["code"]) == (400, code), response.text
+    for schema, code in (
+        ({"$ref": "#"}, None),
+        ({"type": "string", "pattern": "^é\ue000$"}, "GrammarError"),
+    ):
+        response = served.post(
+            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        )
+        assert (response.status_code, response.json()["error"]["code"]) == (400, code), (
+            response.text
+        )
 
 
 NAMES = ["role", "content", "type", "text", "name", "function", "format", "include_usage", "x"]
@@ -167,17 +192,36 @@ JSON = st.recursive(
     | st.floats()
     | st.text(max_size=5)
     | st.sampled_from(["user", "assistant", "function", "json", "\ud800"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 ITEMS = st.lists(
     st.dictionaries(st.sampled_from([*NAMES, "output", "arguments", "tool_calls", "images"]), JSON)
-    | st.fixed_dictionaries({"type": st.sampled_from(["reasoning", "function_call", "function_call_output"])})
+    | st.fixed_dictionaries(
+        {"type": st.sampled_from(["reasoning", "function_call", "function_call_output"])}
+    )
     | JSON,
     max_size=4,
 )
-FIELDS = [*body(), *body("chat/completions"), *REFUSED, "top_logprobs", "tools", "tool_choice", "user", "nonsense"]
-FIELDS += ["continue_final_message", "chat_template_kwargs", "reasoning_effort", "metadata", "previous_response_id"]
+FIELDS = [
+    *body(),
+    *body("chat/completions"),
+    *REFUSED,
+    "top_logprobs",
+    "tools",
+    "tool_choice",
+    "user",
+    "nonsense",
+]
+FIELDS += [
+    "continue_final_message",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "metadata",
+    "previous_response_id",
+]
 FIELDS += ["input", "text", "reasoning", "stream"]
 READERS: dict[str, Callable[[Any], object]] = {
     "completions": lambda asked: read_request(asked, False, SETUP),
@@ -218,7 +262,12 @@ def test_values_without_an_effect_are_accepted(served: Served) -> None:
 
 def test_unknown_fields_are_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     """At any depth, and once for each name; not those that would change the text."""
-    unknown = {"mood": "good", "messages": [message("1") | {"color": 3}], "prompt_tempo": {"x": 1}, "store": True}
+    unknown = {
+        "mood": "good",
+        "messages": [message("1") | {"color": 3}],
+        "prompt_tempo": {"x": 1},
+        "store": True,
+    }
     for _ in range(2):
         assert refusal(body("chat/completions") | unknown, True, SETUP) is None
     for field in ("mood", "color", "prompt_tempo"):
@@ -245,7 +294,9 @@ def test_seeds_and_stop_tokens_of_other_servers(served: Served) -> None:
 def test_tools_and_their_calls_reach_the_template() -> None:
     """And the reasoning of earlier turns; parts of a content are joined to one text."""
     function = {"name": "f", "description": "d", "parameters": {"type": "object"}}
-    tool, strict = ({"type": "function", "function": function | more} for more in ({}, {"strict": True}))
+    tool, strict = (
+        {"type": "function", "function": function | more} for more in ({}, {"strict": True})
+    )
     answer = {"role": "tool", "tool_call_id": "1", "content": "5"}
     parts = [{"type": "text", "text": part} for part in "12"]
     thought = called('{"x": 2}') | {"reasoning_content": "Hm"}
@@ -292,15 +343,24 @@ def test_what_is_accepted_is_described(served: Served) -> None:
     """The fields of both bodies, with bounds, and every status that occurs; each name in it leads somewhere."""
     described = served.get("/openapi.json").json()
     schemas = described["components"]["schemas"]
-    fields = {each: schemas[each]["properties"] for each in ("ChatCompletionRequest", "CompletionRequest")}
-    assert {"messages", "tools", "top_logprobs", "max_completion_tokens"} <= fields["ChatCompletionRequest"].keys()
+    fields = {
+        each: schemas[each]["properties"] for each in ("ChatCompletionRequest", "CompletionRequest")
+    }
+    assert {"messages", "tools", "top_logprobs", "max_completion_tokens"} <= fields[
+        "ChatCompletionRequest"
+    ].keys()
     assert {"prompt", "seed", "response_format"} <= fields["CompletionRequest"].keys()
     assert {"suffix", "best_of"}.isdisjoint(fields["CompletionRequest"])
-    assert (fields["CompletionRequest"]["n"]["minimum"], fields["CompletionRequest"]["n"]["maximum"]) == (1, 128)
+    assert (
+        fields["CompletionRequest"]["n"]["minimum"],
+        fields["CompletionRequest"]["n"]["maximum"],
+    ) == (1, 128)
     assert set(re.findall('"#/components/schemas/(.+?)"', json.dumps(described))) == schemas.keys()
     for path, methods in described["paths"].items():
         for method in methods:
-            status = httpx.request(method, served.url + path.replace("{name}", MODEL), timeout=BOUND).status_code
+            status = httpx.request(
+                method, served.url + path.replace("{name}", MODEL), timeout=BOUND
+            ).status_code
             assert str(status) in methods[method]["responses"], path
     assert "security" not in described
 
@@ -310,10 +370,22 @@ def test_bodies_that_are_no_request(served: Served) -> None:
         for _ in range(app.MOST_BODY // 65536 + 2):
             yield b" " * 65536
 
-    bad: list[bytes] = [b"", b"{", b"[]", b"3", b'{"model": "\xff"}', b"[" * 200_000, b'{"\\ud800": 1}']
+    bad: list[bytes] = [
+        b"",
+        b"{",
+        b"[]",
+        b"3",
+        b'{"model": "\xff"}',
+        b"[" * 200_000,
+        b'{"\\ud800": 1}',
+    ]
     bad += [b'{"a":' * 100_000 + b"1" + b"}" * 100_000, b'{"seed": ' + b"9" * 10_000 + b"}"]
     bad += [b'{"model": "toy-model", "prompt": "1", "temperature": NaN}']
-    for content, status in (*((each, 400) for each in bad), (b" " * (app.MOST_BODY + 1), 413), (endless(), 413)):
+    for content, status in (
+        *((each, 400) for each in bad),
+        (b" " * (app.MOST_BODY + 1), 413),
+        (endless(), 413),
+    ):
         response = served.send(content)
         assert response.status_code == status, content[:50] if isinstance(content, bytes) else ""
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}

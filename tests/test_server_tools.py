@@ -16,7 +16,12 @@ from pearl.server.requests import read_request
 from pearl.text.tools import FORMATS, CallSplitter, forced_schema, format_of, in_words
 from tests.served import MODEL, SETUP, Served, message, serving_tools
 
-POINT = {"type": "object", "properties": {"y": {"type": "boolean"}}, "required": ["y"], "additionalProperties": False}
+POINT = {
+    "type": "object",
+    "properties": {"y": {"type": "boolean"}},
+    "required": ["y"],
+    "additionalProperties": False,
+}
 ADD = {
     "name": "add",
     "parameters": {
@@ -27,7 +32,10 @@ ADD = {
         "$defs": {"Point": POINT},
     },
 }
-STOP = {"name": "stop", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
+STOP = {
+    "name": "stop",
+    "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+}
 TOOLS: list[Any] = [{"type": "function", "function": ADD}, {"type": "function", "function": STOP}]
 NAMED = {"type": "function", "function": {"name": "add"}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
@@ -41,7 +49,13 @@ def served() -> Iterator[Served]:
 
 
 def asked(**fields: Any) -> dict[str, Any]:
-    given = {"messages": [message("Hi")], "tools": TOOLS, "max_tokens": 200, "temperature": 1.0, "seed": 3}
+    given = {
+        "messages": [message("Hi")],
+        "tools": TOOLS,
+        "max_tokens": 200,
+        "temperature": 1.0,
+        "seed": 3,
+    }
     return given | fields
 
 
@@ -102,8 +116,13 @@ def test_calls_are_taken_out_of_a_text(name: str, size: int) -> None:
     format = FORMATS[name.partition(" ")[0]]
     content, calls = split(CallSplitter(format, ["add", "stop"]), TEXTS[name], size)
     assert [(called, json.loads(arguments)) for called, arguments in calls] == CALLS
-    assert content.strip() == re.split("<tool_call>|<｜|to=", TEXTS[name])[0].strip() * ("Sure" in content)
-    assert split(CallSplitter(format, ["add", "stop"], most=1), TEXTS[name], size) == (content, calls[:1])
+    assert content.strip() == re.split("<tool_call>|<｜|to=", TEXTS[name])[0].strip() * (
+        "Sure" in content
+    )
+    assert split(CallSplitter(format, ["add", "stop"], most=1), TEXTS[name], size) == (
+        content,
+        calls[:1],
+    )
 
 
 @pytest.mark.parametrize("size", [1, 1000])
@@ -116,15 +135,24 @@ def test_other_texts_stay_as_they_are(name: str, size: int) -> None:
 def test_arguments_come_as_they_are_written() -> None:
     """Not at their end, which may be a file's length away."""
     splitter = CallSplitter(FORMATS["hermes"], ["add"])
-    parts = [splitter.feed(piece) for piece in ('<tool_call>{"name": "add", "arguments": {', '"x": "long', " text")]
-    assert [call["function"]["arguments"] for _, calls in parts for call in calls] == ["{", '"x": "long', " text"]
+    parts = [
+        splitter.feed(piece)
+        for piece in ('<tool_call>{"name": "add", "arguments": {', '"x": "long', " text")
+    ]
+    assert [call["function"]["arguments"] for _, calls in parts for call in calls] == [
+        "{",
+        '"x": "long',
+        " text",
+    ]
 
 
 def test_a_template_shows_its_format(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = served.service.engine.tokenizer
     assert format_of(tokenizer) is FORMATS["hermes"]
     assert format_of(tokenizer, "llama3") is FORMATS["llama3"]
-    monkeypatch.setattr(tokenizer, "chat_template", "[AVAILABLE_TOOLS] {{ tools }} and [TOOL_CALLS]")
+    monkeypatch.setattr(
+        tokenizer, "chat_template", "[AVAILABLE_TOOLS] {{ tools }} and [TOOL_CALLS]"
+    )
     assert format_of(tokenizer) is FORMATS["mistral"]
 
 
@@ -152,7 +180,9 @@ def test_calls_that_must_be_made_fit_their_schema(served: Served, choice: Any) -
         assert (call["type"], len(call["id"])) == ("function", 9)
         arguments = json.loads(call["function"]["arguments"])
         names.add(call["function"]["name"])
-        assert arguments == {} or (arguments["x"] in (1, 22) and arguments["at"]["y"] in (True, False))
+        assert arguments == {} or (
+            arguments["x"] in (1, 22) and arguments["at"]["y"] in (True, False)
+        )
         chunks = served.events("chat/completions", **fields)
         assert [call["function"] for call in joined(chunks)] == [call["function"]]
         assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
@@ -178,8 +208,12 @@ def _check_chosen_calls(served: Served, fields: dict[str, Any]) -> None:
         assert (choice["finish_reason"], "tool_calls" in choice["message"]) == ("stop", False)
     (cut,) = served.post("chat/completions", **fields | {"max_tokens": 48}).json()["choices"]
     assert cut["finish_reason"] == "length"
-    (held,) = served.post("chat/completions", **fields, response_format={"type": "json_object"}).json()["choices"]
-    assert held["message"]["content"].startswith("{"), "a request's own grammar is kept to in place of the server's"
+    (held,) = served.post(
+        "chat/completions", **fields, response_format={"type": "json_object"}
+    ).json()["choices"]
+    assert held["message"]["content"].startswith("{"), (
+        "a request's own grammar is kept to in place of the server's"
+    )
     refused = served.post("chat/completions", **fields, ignore_eos=True)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "regex")
 
@@ -202,14 +236,26 @@ def test_openais_client_runs_a_tool(served: Served) -> None:
     first = client.create(messages=history, **given).choices[0].message
     assert first.tool_calls
     result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "5"}
-    second = client.create(messages=[*history, first.model_dump(), result], parallel_tool_calls=False, **given)
+    second = client.create(
+        messages=[*history, first.model_dump(), result], parallel_tool_calls=False, **given
+    )
     assert second.choices[0].finish_reason == "tool_calls"
     with client.stream(messages=history, **given) as events:
         streamed = events.get_final_completion().choices[0].message.tool_calls
-    assert [call.function.arguments for call in streamed or []] == [first.tool_calls[0].function.arguments]
+    assert [call.function.arguments for call in streamed or []] == [
+        first.tool_calls[0].function.arguments
+    ]
     with pytest.raises(openai.BadRequestError, match="not in tools"):
-        client.create(messages=history, **given | {"tool_choice": {"type": "function", "function": {"name": "x"}}})
-    odd = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": 3}}}}]
+        client.create(
+            messages=history,
+            **given | {"tool_choice": {"type": "function", "function": {"name": "x"}}},
+        )
+    odd = [
+        {
+            "type": "function",
+            "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": 3}}},
+        }
+    ]
     with pytest.raises(openai.BadRequestError) as refused:
         client.create(messages=history, **given | {"tools": odd})
     assert refused.value.param == "tools"
@@ -229,7 +275,9 @@ def test_a_template_without_tools_gets_them_in_words(served: Served) -> None:
     assert '"name": "add"' in system["content"]
     assert system["content"].endswith("Be brief.")
     assert (user, assistant["content"]) == (message("Hi"), CALL)
-    assert told == message("<tool_response>\n5\n</tool_response>\n<tool_response>\n6\n</tool_response>")
+    assert told == message(
+        "<tool_response>\n5\n</tool_response>\n<tool_response>\n6\n</tool_response>"
+    )
     assert in_words([message("Hi")], TOOLS, "user")[0]["content"].endswith("Hi")
 
 
@@ -247,7 +295,10 @@ def test_what_a_reply_begins_with_is_part_of_the_prompt(served: Served) -> None:
 
 def test_special_tokens_of_a_format_are_part_of_the_text(served: Served) -> None:
     """[TOOL_CALLS] is one in Mistral's vocabularies, and had no text."""
-    engine, params = served.service.engine, SamplingParams(temperature=1, seed=1, max_tokens=6, logit_bias={2: 100.0})
+    engine, params = (
+        served.service.engine,
+        SamplingParams(temperature=1, seed=1, max_tokens=6, logit_bias={2: 100.0}),
+    )
     (hidden,) = engine.generate("ab", params)
     (shown,) = engine.generate("ab", params, show=["<|start|>"])
     assert hidden.tokens == shown.tokens == [2] * 6
@@ -262,12 +313,22 @@ FUNCTIONS: list[Any] = [{"type": "function", **tool["function"]} for tool in TOO
 def test_a_response_and_its_events(served: Served) -> None:
     """In OpenAI's order, numbered; their text is that of the whole response, and of a chat."""
     client = served.client().responses
-    given: Any = {"model": MODEL, "input": "Hi", "max_output_tokens": 12, "temperature": 1.0, "extra_body": {"seed": 4}}
+    given: Any = {
+        "model": MODEL,
+        "input": "Hi",
+        "max_output_tokens": 12,
+        "temperature": 1.0,
+        "extra_body": {"seed": 4},
+    }
     whole = client.create(**given, instructions="Be brief.", metadata={"a": "b"})
     history = [message("Be brief.", "system"), message("Hi")]
     chat = served.post("chat/completions", messages=history, max_tokens=12, temperature=1.0, seed=4)
     assert whole.output_text == chat.json()["choices"][0]["message"]["content"]
-    assert (whole.status, whole.metadata, whole.instructions) == ("incomplete", {"a": "b"}, "Be brief.")
+    assert (whole.status, whole.metadata, whole.instructions) == (
+        "incomplete",
+        {"a": "b"},
+        "Be brief.",
+    )
     assert whole.usage.output_tokens == 12
     events = list(client.create(**given, instructions="Be brief.", stream=True))
     kinds = [event.type for event in events]
@@ -294,10 +355,15 @@ def test_a_response_calls_functions_and_is_continued(served: Served) -> None:
     continued = client.create(input=[result], previous_response_id=first.id, **sent)
     again = client.create(input=[message("Hi"), call.model_dump(), result], **sent)
     assert continued.usage.input_tokens == again.usage.input_tokens
-    message_first: list[Any] = [{"type": "reasoning", "summary": [{"text": "Hm"}]}, message("Well", "assistant")]
+    message_first: list[Any] = [
+        {"type": "reasoning", "summary": [{"text": "Hm"}]},
+        message("Well", "assistant"),
+    ]
     (one,) = responses._messages([*message_first, call.model_dump(), result])[:-1]
     assert (one["reasoning_content"], one["content"], len(one["tool_calls"])) == ("Hm", "Well", 1)
-    with client.stream(input="Hi", tool_choice="required", model=MODEL, tools=FUNCTIONS, temperature=1.0) as events:
+    with client.stream(
+        input="Hi", tool_choice="required", model=MODEL, tools=FUNCTIONS, temperature=1.0
+    ) as events:
         kinds = [event.type for event in events]
         (streamed,) = events.get_final_response().output
     assert streamed.type == "function_call"
@@ -307,10 +373,15 @@ def test_a_response_calls_functions_and_is_continued(served: Served) -> None:
                           ("function_call_arguments.done", "output_item.done", "completed")]  # fmt: skip
 
 
-def test_responses_that_are_kept_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_responses_that_are_kept_are_bounded(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(responses, "MOST_KEPT", 2)
     client = served.client().responses
-    ids = [client.create(model=MODEL, input="Hi", max_output_tokens=2, store=number != 3).id for number in range(4)]
+    ids = [
+        client.create(model=MODEL, input="Hi", max_output_tokens=2, store=number != 3).id
+        for number in range(4)
+    ]
     for id, is_kept in zip(ids, (False, True, True, False), strict=True):
         status = served.post(
             "responses", input="And?", previous_response_id=id, prompt=None, max_tokens=None
@@ -324,7 +395,10 @@ def test_responses_that_are_kept_are_bounded(served: Served, monkeypatch: pytest
     [
         ({"input": 3}, "input"),
         ({"input": [{"type": "image"}]}, "input[0]"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.content[0]"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input.content[0]",
+        ),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"max_output_tokens": 10**6}, "max_output_tokens"),
         ({"background": True}, "background"),
@@ -332,7 +406,9 @@ def test_responses_that_are_kept_are_bounded(served: Served, monkeypatch: pytest
         ({"temperature": -1}, "temperature"),
     ],
 )
-def test_what_responses_refuse_they_name(served: Served, fields: dict[str, Any], param: str) -> None:
+def test_what_responses_refuse_they_name(
+    served: Served, fields: dict[str, Any], param: str
+) -> None:
     refused = served.post("responses", **fields)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), refused.text
 
@@ -347,11 +423,19 @@ def test_values_may_be_nested_deep(depth: int) -> None:
     for _ in range(depth):
         deep = {"a": deep}
     tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
-    called = message("", "assistant") | {"tool_calls": [{"function": {"name": "f", "arguments": deep}}]}
+    called = message("", "assistant") | {
+        "tool_calls": [{"function": {"name": "f", "arguments": deep}}]
+    }
     asked = {"model": MODEL, "messages": [message("Hi")]}
     for read, body in (
-        (lambda body: read_request(body, True, SETUP), asked | {"tools": [tool], "tool_choice": "required"}),
-        (responses.Responses(SETUP).read, {"model": MODEL, "input": "Hi", "metadata": {"a": deep}, "text": deep}),
+        (
+            lambda body: read_request(body, True, SETUP),
+            asked | {"tools": [tool], "tool_choice": "required"},
+        ),
+        (
+            responses.Responses(SETUP).read,
+            {"model": MODEL, "input": "Hi", "metadata": {"a": deep}, "text": deep},
+        ),
         (lambda body: read_request(body, True, SETUP), asked | {"messages": [called]}),
     ):
         with suppress(ApiError):

@@ -39,12 +39,25 @@ class Machine:
             (place / name).write_text(PIP)
             (place / name).chmod(0o755)
 
-    def run(self, *command: str, mirror: str = "yes", index: str = "no") -> subprocess.CompletedProcess[str]:
-        told = {"PYTHON": sys.executable, "PIP_LOG": str(self._log), "MIRROR": mirror, "INDEX": index}
+    def run(
+        self, *command: str, mirror: str = "yes", index: str = "no"
+    ) -> subprocess.CompletedProcess[str]:
+        told = {
+            "PYTHON": sys.executable,
+            "PIP_LOG": str(self._log),
+            "MIRROR": mirror,
+            "INDEX": index,
+        }
         told |= {"PATH": f"{self.place}:/usr/bin:/bin", "TORCH": "torch==2.13.0+cpu"}
         self._log.write_text("")
         return subprocess.run(
-            command, cwd=self.place, env=os.environ | told, capture_output=True, text=True, timeout=60, check=False
+            command,
+            cwd=self.place,
+            env=os.environ | told,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
 
     @property
@@ -52,11 +65,15 @@ class Machine:
         return self._log.read_text().splitlines()
 
 
-@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="with a GPU torch is another one")
+@pytest.mark.skipif(
+    shutil.which("nvidia-smi") is not None, reason="with a GPU torch is another one"
+)
 @pytest.mark.parametrize("has", CASES)
 def test_torch_is_the_cpu_build_wherever_there_is_one(tmp_path: Path, has: tuple[str, str]) -> None:
     """Gigabytes of CUDA came under the title "0.2 GB", and pip's own words were lost. Here and in the container."""
-    (step,) = re.findall(r"^RUN (python3 -c (?:.*\\\n)*.*)$", (ROOT / "launch/Dockerfile").read_text(), re.MULTILINE)
+    (step,) = re.findall(
+        r"^RUN (python3 -c (?:.*\\\n)*.*)$", (ROOT / "launch/Dockerfile").read_text(), re.MULTILINE
+    )
     for place, command, more in (
         (tmp_path / "here", ["scripts/setup"], 1),
         (tmp_path / "there", ["sh", "-c", step], 0),

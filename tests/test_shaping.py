@@ -16,7 +16,7 @@ from pearl.config import RequestOptions
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import probabilities, read_draw
 from pearl.decoding.shaping import Shaper
-from pearl.lab.simulate import Timing
+from pearl.lab.studies.simulate import Timing
 from pearl.models.feeds import paths
 from pearl.models.toy import alpha_pair
 from pearl.spec.methods import METHODS
@@ -29,7 +29,10 @@ from tests.virtual import NEVER, TIMINGS, Chains, likelihood
 VOCAB, PROMPT = 6, (1, 2, 3, 1)
 ALL = shaped(len(PROMPT), 1.5, 0.7, 0.4, ((2, -1.5), (5, 0.9)))
 SHAPINGS = [ALL, shaped(len(PROMPT), 2.0), shaped(len(PROMPT), presence_penalty=1.5)]
-SHAPINGS += [shaped(len(PROMPT), frequency_penalty=-0.5), shaped(len(PROMPT), logit_bias=((0, 100.0),))]
+SHAPINGS += [
+    shaped(len(PROMPT), frequency_penalty=-0.5),
+    shaped(len(PROMPT), logit_bias=((0, 100.0),)),
+]
 
 tokens = st.integers(0, VOCAB - 1)
 shapings = st.builds(
@@ -48,10 +51,16 @@ def brute_force(logits: torch.Tensor, text: Sequence[int], shaping: RequestOptio
     for token in range(len(logits)):
         value = logits[token] + torch.tensor(dict(shaping.logit_bias).get(token, 0.0))
         if token in text:
-            value = value * shaping.repetition_penalty if value < 0 else value / shaping.repetition_penalty
+            value = (
+                value * shaping.repetition_penalty
+                if value < 0
+                else value / shaping.repetition_penalty
+            )
         times = Counter(text[shaping.prompt_length :])[token]
         if times:
-            value = value - (torch.tensor(shaping.frequency_penalty) * times + shaping.presence_penalty)
+            value = value - (
+                torch.tensor(shaping.frequency_penalty) * times + shaping.presence_penalty
+            )
         shaped[token] = value
     return shaped
 
@@ -77,7 +86,9 @@ def test_logits_are_shaped_as_defined_however_the_text_came(
 
 @settings(max_examples=50)
 @given(shapings, st.lists(tokens, min_size=1, max_size=6), st.data())
-def test_a_tree_is_shaped_path_by_path(shaping: RequestOptions, prompt: list[int], data: st.DataObject) -> None:
+def test_a_tree_is_shaped_path_by_path(
+    shaping: RequestOptions, prompt: list[int], data: st.DataObject
+) -> None:
     nodes = data.draw(st.lists(tokens, min_size=1, max_size=6))
     parents = [data.draw(st.integers(-1, node - 1)) for node in range(len(nodes))]
     rows = data.draw(st.integers(0, len(nodes)))
@@ -99,7 +110,9 @@ def test_a_tree_is_shaped_path_by_path(shaping: RequestOptions, prompt: list[int
 
 def test_a_repetition_penalty_is_that_of_transformers_bit_for_bit() -> None:
     logits, text = torch.randn(VOCAB), [1, 3, 3, 4]
-    theirs = transformers.RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([text]), logits[None].clone())[0]
+    theirs = transformers.RepetitionPenaltyLogitsProcessor(1.3)(
+        torch.tensor([text]), logits[None].clone()
+    )[0]
     shaper = Shaper(shaped(2, 1.3), text)
     shaper.hold(4)
     assert torch.equal(shaper.shape(logits), theirs)
@@ -123,7 +136,12 @@ def reference(sampling: RequestOptions, count: int) -> list[int]:
 
 
 def decoded(
-    method: str, rule: str, sampling: RequestOptions, timing: Timing, count: int = 24, **options: Any
+    method: str,
+    rule: str,
+    sampling: RequestOptions,
+    timing: Timing,
+    count: int = 24,
+    **options: Any,
 ) -> list[int]:
     asked = resolved(method, "stream", None, rule, (), 4, 4, 4)
     found = virtual.decoded(PAIR, VOCAB, asked, sampling, count, timing, PROMPT, **options)
@@ -141,7 +159,11 @@ def test_a_direct_text_is_that_of_the_shaped_target(method: str) -> None:
 def test_sampled_texts_have_the_shaped_targets_distribution() -> None:
     count, texts = 2, 800
     found = Counter(
-        tuple(decoded("pearl", "ratio", drawn_by(1.0, seed=seed, shaping=ALL), TIMINGS[seed % 4], count))
+        tuple(
+            decoded(
+                "pearl", "ratio", drawn_by(1.0, seed=seed, shaping=ALL), TIMINGS[seed % 4], count
+            )
+        )
         for seed in range(texts)
     )
     target, _ = PAIR
@@ -151,7 +173,9 @@ def test_sampled_texts_have_the_shaped_targets_distribution() -> None:
         for so_far, chance in expected.items():
             text = [*PROMPT, *so_far]
             probs = probabilities(brute_force(torch.log(target(text)), text, ALL), drawn_by(1.0))
-            longer |= {(*so_far, token): chance * float(prob) for token, prob in enumerate(probs) if prob}
+            longer |= {
+                (*so_far, token): chance * float(prob) for token, prob in enumerate(probs) if prob
+            }
         expected = longer
     assert likelihood(found, expected) > NEVER
 
@@ -163,15 +187,27 @@ def test_text_of_a_checkpoint_is_that_of_generate_with_its_penalty() -> None:
     asked = SamplingParams(temperature=0, max_tokens=40, repetition_penalty=1.4, ignore_eos=True)
     pair = {"target_dtype": "float32", "draft_dtype": "float32", "slots": 2}
     with Engine(path, str(tiny_model("llama", noise=0.05)), **pair) as engine:  # type: ignore[arg-type]
-        options = {"do_sample": False, "max_new_tokens": 40, "repetition_penalty": 1.4, "pad_token_id": 0}
-        wanted = [model.generate(torch.tensor([one]), eos_token_id=None, **options)[0, len(one) :] for one in prompts]
+        options = {
+            "do_sample": False,
+            "max_new_tokens": 40,
+            "repetition_penalty": 1.4,
+            "pad_token_id": 0,
+        }
+        wanted = [
+            model.generate(torch.tensor([one]), eos_token_id=None, **options)[0, len(one) :]
+            for one in prompts
+        ]
         for method in ("ar", "ngram", "sd", "pearl"):
             found = engine.generate(prompts, asked.overridden_by(RequestOptions(method=method)))
             assert [result.tokens for result in found] == [one.tolist() for one in wanted], method
         plain = engine.generate(prompts, asked.changed(repetition_penalty=None))
         assert [r.tokens for r in plain] != [r.tokens for r in found]
         (first, *_) = plain[0].tokens
-        only = SamplingParams(temperature=1, seed=1, max_tokens=8, logit_bias={44: 100}, ignore_eos=True)  # type: ignore[arg-type]
-        never = SamplingParams(temperature=0, max_tokens=8, logit_bias=((first, -100.0),), ignore_eos=True)
+        only = SamplingParams(
+            temperature=1, seed=1, max_tokens=8, logit_bias={44: 100}, ignore_eos=True
+        )  # type: ignore[arg-type]
+        never = SamplingParams(
+            temperature=0, max_tokens=8, logit_bias=((first, -100.0),), ignore_eos=True
+        )
         assert engine.generate(prompts[0], only)[0].tokens == [44] * 8
         assert first not in engine.generate(prompts[0], never)[0].tokens

@@ -10,11 +10,11 @@ import torch
 
 from pearl import Engine, SamplingParams
 from pearl.config import RequestOptions
-from pearl.drafting.model import ModelProposer
+from pearl.drafting.proposer import ModelProposer
 from pearl.errors import ModelError, PearlError
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
-from pearl.lab.simulate import Timing, VirtualProposer
+from pearl.lab.studies.simulate import Timing, VirtualProposer
 from pearl.models.runner import Feed
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.coordinator import Coordinator
@@ -39,7 +39,9 @@ SEEDED = SamplingParams(temperature=1, seed=5, max_tokens=24, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
-def tokens(engine: Engine, params: SamplingParams, prompts: Sequence[object] = PROMPTS, **options: object) -> object:
+def tokens(
+    engine: Engine, params: SamplingParams, prompts: Sequence[object] = PROMPTS, **options: object
+) -> object:
     return [result.tokens for result in engine.generate(prompts, params, **options)]  # type: ignore[arg-type]
 
 
@@ -63,12 +65,20 @@ def several() -> Iterator[Engine]:
         ("auto", "coupled"),
     ],
 )
-def test_texts_side_by_side_are_those_of_each_alone(several: Engine, toy: Engine, method: str, rule: str) -> None:
+def test_texts_side_by_side_are_those_of_each_alone(
+    several: Engine, toy: Engine, method: str, rule: str
+) -> None:
     decoding = RequestOptions(method=method, rule=rule, window="fixed", gamma=3)
-    wanted, found = (engine.generate(PROMPTS, SEEDED.overridden_by(decoding)) for engine in (toy, several))
-    assert not any(result.statistics.draft_lost for result in wanted + found), "then the target goes on by itself"
+    wanted, found = (
+        engine.generate(PROMPTS, SEEDED.overridden_by(decoding)) for engine in (toy, several)
+    )
+    assert not any(result.statistics.draft_lost for result in wanted + found), (
+        "then the target goes on by itself"
+    )
     assert [result.tokens for result in found] == [result.tokens for result in wanted]
-    assert tokens(several, GREEDY.overridden_by(decoding)) == [greedy_text(prompt, 24) for prompt in PROMPTS]
+    assert tokens(several, GREEDY.overridden_by(decoding)) == [
+        greedy_text(prompt, 24) for prompt in PROMPTS
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -83,12 +93,19 @@ def test_models_of_every_family_say_in_company_what_they_say_alone(kind: str) ->
     texts, most = {}, []
     for slots in (1, 3):
         target, draft = (
-            on_cpu(tiny_model(kind), dtype="float32", slots=slots, spare=spare, max_context=192) for spare in (0, 8)
+            on_cpu(tiny_model(kind), dtype="float32", slots=slots, spare=spare, max_context=192)
+            for spare in (0, 8)
         )
         assert target.capabilities.slots == slots
         counting = Counting(target)
         proposer = VirtualProposer(draft, target.vocab_size, lambda fed: 0.2, texts=slots)
-        loops = Turns(TargetExecutor(counting), DraftExecutor(proposer), Timing(0.2, lambda fed: 1.0), slots, 192)
+        loops = Turns(
+            TargetExecutor(counting),
+            DraftExecutor(proposer),
+            Timing(0.2, lambda fed: 1.0),
+            slots,
+            192,
+        )
         texts[slots] = loops.run(asked)
         most.append(max(map(len, counting.fed)))
     assert texts[1] == texts[3]
@@ -117,7 +134,9 @@ def test_one_that_is_cancelled_makes_room_and_harms_no_other(several: Engine) ->
     streams[1].close()
     assert [token for piece in waiting for token in piece.tokens] == greedy_text(PROMPTS[4], 24)
     for number in (0, 2, 3):
-        assert [t for piece in streams[number] for t in piece.tokens] == greedy_text(PROMPTS[number], 300)
+        assert [t for piece in streams[number] for t in piece.tokens] == greedy_text(
+            PROMPTS[number], 300
+        )
     assert streams[1].result.finish_reason == "cancelled"
 
 
@@ -135,11 +154,15 @@ def test_a_recording_of_several_tells_them_apart(tmp_path: Path) -> None:
     trace = read(path)
     decided = [each for one in trace.target if one.name == "decide" for each in committed(one.args)]
     written = {
-        one.args["request"]: sum(len(of) for request, of in decided if request == one.args["request"])
+        one.args["request"]: sum(
+            len(of) for request, of in decided if request == one.args["request"]
+        )
         for one in trace.requests
     }
     assert list(written.values()) == [24] * len(PROMPTS)
-    assert [one.args["prompt_tokens"] for one in trace.requests] == [len(prompt) for prompt in PROMPTS]
+    assert [one.args["prompt_tokens"] for one in trace.requests] == [
+        len(prompt) for prompt in PROMPTS
+    ]
     assert results[-1].statistics.queue_seconds > 0.3, "the others were served first"
     together = [one.args["requests"] for one in trace.target if "requests" in one.args]
     assert max(map(len, together)) == 3
@@ -173,7 +196,9 @@ def test_the_draft_reads_long_prefixes_in_small_parts_too() -> None:
     drafter = Drafter(4096, slots=2)
 
     def begun(number: int, prefix: tuple[int, ...]) -> Draft:
-        begin = Begin(number, 0, prefix, len(prefix) + 4, extend_digest(0, prefix), resolved(rule="coupled"))
+        begin = Begin(
+            number, 0, prefix, len(prefix) + 4, extend_digest(0, prefix), resolved(rule="coupled")
+        )
         (*_, draft) = drafter.handle(begin)
         assert isinstance(draft, Draft)
         return draft
@@ -219,11 +244,15 @@ def test_only_one_text_at_a_time_compares_with_and_without_the_draft() -> None:
         coordinator.handle(Submit(number, (1, 2), 90, auto))
     one, other = coordinator.running.values()
     assert (one.auto.is_timed, other.auto.is_timed) == (True, False)
-    assert (one.request.method.name, other.request.method.name) == ("pearl", "ngram"), "one trial, of a way unknown"
+    assert (one.request.method.name, other.request.method.name) == ("pearl", "ngram"), (
+        "one trial, of a way unknown"
+    )
     coordinator.handle(Submit(3, (1, 2), 90, auto))
     third = coordinator.running[3]
     assert third.request.method.name == "ngram"
-    assert coordinator.speeds.cores is Cores.OWN, "the draft still drafts for others, on its own cores"
+    assert coordinator.speeds.cores is Cores.OWN, (
+        "the draft still drafts for others, on its own cores"
+    )
 
 
 # ---- what fails alone ----

@@ -13,10 +13,10 @@ import pytest
 from gguf import GGUFWriter
 
 from pearl.cache import Count
-from pearl.models import meta_device
 from pearl.models.checkpoints import description
 from pearl.models.checkpoints.checkpoint import resolve_checkpoint
 from pearl.models.checkpoints.gguf import read_header
+from pearl.models.cpu import meta_device
 from pearl.steps import Steps
 from pearl.text.tokenizer import FileTokenizer
 from tests.test_gguf import FAMILIES, _write_gguf
@@ -41,7 +41,11 @@ atexit.register(write)
 """
 LIBRARIES = {"transformers", "huggingface_hub", "torch._dynamo", "torch._inductor", "sympy", "gguf"}
 OF_A_FRONT = {"rich", "jinja2", "click", "pearl.cli", "pearl.engine"}
-KERNELS = {"torch._prims", "torch._decomp", "torch._refs"} if version("torch").startswith("2.13") else set[str]()
+KERNELS = (
+    {"torch._prims", "torch._decomp", "torch._refs"}
+    if version("torch").startswith("2.13")
+    else set[str]()
+)
 
 
 class Start(NamedTuple):
@@ -82,7 +86,9 @@ def test_what_a_process_imports(name: str, tmp_path: Path) -> None:
         "PEARL_CACHE": str(tmp_path / "cache"),
     }
     pearl = [sys.executable, "-m", "pearl", *command]
-    done = subprocess.run(pearl, capture_output=True, text=True, timeout=BOUND, env=environment, check=False)
+    done = subprocess.run(
+        pearl, capture_output=True, text=True, timeout=BOUND, env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr
     forbidden = {
         "front": LIBRARIES - {"gguf"} | start.front,
@@ -108,12 +114,21 @@ def _check_steps(log: str) -> None:
         "target": ("importing torch", "reading the tokenizers", "loading the model"),
         "draft": ("importing torch", "reading the tokenizers", "loading the model"),
     }.items():
-        lines = [line for line in log.splitlines() if line.startswith(f"[{process}] DEBUG") and " start: " in line]
+        lines = [
+            line
+            for line in log.splitlines()
+            if line.startswith(f"[{process}] DEBUG") and " start: " in line
+        ]
         for step in steps:
-            assert sum(f" start: {step}: " in line and "s of CPU" in line for line in lines) == 1, (process, step)
+            assert sum(f" start: {step}: " in line and "s of CPU" in line for line in lines) == 1, (
+                process,
+                step,
+            )
 
 
-def test_a_step_has_its_own_time(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_has_its_own_time(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     times = iter([10.0, 12.0, 15.5])
     cpu_times = iter([1.5, 1.75])
     monkeypatch.setattr("pearl.steps.time.monotonic", lambda: next(times))
@@ -122,7 +137,10 @@ def test_a_step_has_its_own_time(caplog: pytest.LogCaptureFixture, monkeypatch: 
     steps = Steps(logging.getLogger("start"))
     steps.done("one")
     steps.done("two")
-    assert caplog.messages == ["start: one: 2.00 s, 1.50 s of CPU", "start: two: 3.50 s, 0.25 s of CPU"]
+    assert caplog.messages == [
+        "start: one: 2.00 s, 1.50 s of CPU",
+        "start: two: 3.50 s, 0.25 s of CPU",
+    ]
 
 
 def test_long_work_is_counted() -> None:
@@ -138,10 +156,17 @@ def test_long_work_is_counted() -> None:
 class TestTheKernelsOfTheMetaDevice:
     def run(self, code: str) -> list[str]:
         """What `code` prints in a process that has imported torch as a worker does."""
-        before = "import sys\nfrom pearl.models.meta_device import postpone_kernels\npostpone_kernels()\nimport torch\n"
+        before = (
+            "import sys\nfrom pearl.models.cpu.meta_device import postpone_kernels\n"
+            "postpone_kernels()\nimport torch\n"
+        )
         after = "\nprint('torch._prims' in sys.modules)"
         done = subprocess.run(
-            [sys.executable, "-c", before + code + after], capture_output=True, text=True, timeout=BOUND, check=False
+            [sys.executable, "-c", before + code + after],
+            capture_output=True,
+            text=True,
+            timeout=BOUND,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
@@ -180,7 +205,9 @@ with torch.device("meta"):
         assert sys.meta_path == finders
 
 
-@pytest.mark.parametrize("kind", ["llama-tied", "qwen3", "gemma2-caps", "phi3-partial", "qwen3-moe", "mixtral"])
+@pytest.mark.parametrize(
+    "kind", ["llama-tied", "qwen3", "gemma2-caps", "phi3-partial", "qwen3-moe", "mixtral"]
+)
 def test_a_gguf_file_is_described_as_its_model_is(kind: str, tmp_path: Path, cache: Path) -> None:
     """From the table of its weights, without a model of transformers."""
     file = tmp_path / "tiny.gguf"
@@ -207,7 +234,9 @@ def test_arrays_of_a_gguf_file_are_read_at_once(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.close()
     fields, _ = read_header(file)
-    assert {name: fields[name] for name in arrays} == arrays | {"nested": [1, 2, 3]}, "gguf-py reads them flat"
+    assert {name: fields[name] for name in arrays} == arrays | {"nested": [1, 2, 3]}, (
+        "gguf-py reads them flat"
+    )
     assert fields["after"] == "them"
     whole = file.read_bytes()
     file.write_bytes(whole[: whole.index(b"b" * 300) + 100])
@@ -221,7 +250,9 @@ def test_no_merges_are_read_for_decoding(tmp_path: Path) -> None:
     whole = FileTokenizer(tiny_model())
     source["model"]["merges"] = [["not", "there"]]
     (tmp_path / "tokenizer.json").write_text(json.dumps(source))
-    (tmp_path / "tokenizer_config.json").write_text((tiny_model() / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(
+        (tiny_model() / "tokenizer_config.json").read_text()
+    )
     decoding = FileTokenizer(tmp_path, encodes=False)
     assert decoding.tokens() == whole.tokens()
     assert decoding.decode(range(20)) == whole.decode(range(20))

@@ -16,14 +16,29 @@ from pearl.config import EngineConfig, RequestOptions
 from pearl.config.options import options_of
 from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
-from pearl.drafting.disco import FARTHEST, INPUTS, Classifier, classifier_of, inputs, read_classifier
-from pearl.drafting.stops import Doubtful, Features, Heuristic, StopPolicy, StopWindow, Threshold, make_policy
+from pearl.drafting.disco import (
+    FARTHEST,
+    INPUTS,
+    Classifier,
+    classifier_of,
+    inputs,
+    read_classifier,
+)
+from pearl.drafting.stops import (
+    Doubtful,
+    Features,
+    Heuristic,
+    StopPolicy,
+    StopWindow,
+    Threshold,
+    make_policy,
+)
 from pearl.engine.request import submission as submit_from
 from pearl.errors import ConfigError, RequestError
-from pearl.lab.experiments import stops
-from pearl.lab.experiments.texts import RecordedText, RecordedTexts, record
-from pearl.lab.experiments.workload import Text, run
-from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate, timing_of
+from pearl.lab.studies import stops
+from pearl.lab.studies.recorded_texts import RecordedText, RecordedTexts, record
+from pearl.lab.studies.simulate import Outcome, Timing, paired_executors, simulate, timing_of
+from pearl.lab.studies.workload import Text, run
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.protocol.events import Open
@@ -39,7 +54,9 @@ from tests.tiny import on_cpu, tiny_model
 WARM = drawn_by(1.0, seed=3)
 
 
-def features(chosen: float = 0.5, index: int = 0, top: tuple[float, ...] = (0.5, 0.5), position: int = 0) -> Features:
+def features(
+    chosen: float = 0.5, index: int = 0, top: tuple[float, ...] = (0.5, 0.5), position: int = 0
+) -> Features:
     return Features(top, 0.7, chosen, index, position)
 
 
@@ -82,11 +99,16 @@ def test_policy_and_parameters_travel_with_a_request_and_bound_the_windows_of_sd
         return submit_from(1, [1, 2], 100, asked, GenerationDefaults()).options
 
     given = {"draft_stop": "threshold", "confidence": 0.3}
-    assert (sent(**given).draft_stop, sent(**given).stop_parameters) == ("threshold", (("confidence", 0.3),))
+    assert (sent(**given).draft_stop, sent(**given).stop_parameters) == (
+        "threshold",
+        (("confidence", 0.3),),
+    )
     assert sent(method="sd", **given).gamma == CAP
     assert sent(method="sd", gamma=7, **given).gamma == 7
     assert sent(method="sd").gamma is None
-    assert sent(method="pearl", **given).gamma is None, "there the target does not wait for what is not drafted"
+    assert sent(method="pearl", **given).gamma is None, (
+        "there the target does not wait for what is not drafted"
+    )
 
 
 # ---- where windows end ----
@@ -110,9 +132,9 @@ def test_disco_goes_by_confidence_and_cap() -> None:
     policy = Doubtful(classifier())
     sure, unsure = features(top=(0.6, 0.4)), features(top=(0.2, 0.2))
     assert classifier().confidence(sure) > 0.9 > 0.5 > classifier().confidence(unsure)
-    assert [policy.stop(each) for each in (sure, unsure, replace(sure, index=2), replace(sure, index=3))] == [
-        *(False, True, False, True)
-    ]
+    assert [
+        policy.stop(each) for each in (sure, unsure, replace(sure, index=2), replace(sure, index=3))
+    ] == [*(False, True, False, True)]
     assert inputs(features(top=(0.5,), position=1 << 20)) == [0.5, *[0.0] * 9, 0.7, FARTHEST]
     wild = classifier(out=(1e6, 1e6), out_bias=-1e6, hidden_bias=(1e6, 1e6))
     assert 0 <= wild.confidence(sure) <= 1
@@ -170,7 +192,9 @@ def test_what_was_drafted_and_forgotten_counts_once() -> None:
 # ---- through the runtime ----
 
 
-def test_disco_is_refused_where_there_is_no_classifier_and_the_target_goes_on(loops: MakeLoops) -> None:
+def test_disco_is_refused_where_there_is_no_classifier_and_the_target_goes_on(
+    loops: MakeLoops,
+) -> None:
     asked = RequestOptions(draft_stop="disco")  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="pearl disco train"):
         EngineConfig().check_options(asked)
@@ -193,13 +217,16 @@ def test_a_classifier_is_kept_whole_and_is_for_its_pair(tmp_path: Path) -> None:
     assert classifier_of(EngineConfig(disco=str(path))) == classifier()
     assert classifier_of(EngineConfig()) is None
     with pytest.raises(
-        ConfigError, match=r"it\.disco is for draft embedded-draft, not other: make one with pearl disco"
+        ConfigError,
+        match=r"it\.disco is for draft embedded-draft, not other: make one with pearl disco",
     ):
         classifier_of(EngineConfig(disco=str(path), draft="other"))
     with pytest.raises(ConfigError, match="is for target embedded, not toy"):
         classifier_of(EngineConfig(disco=str(path), target="toy:vocab=8", draft="toy:vocab=8"))
     classifier(target=str(tmp_path)).write(path)
-    assert read_classifier(path, f"{tmp_path}/.", "embedded-draft"), "the same directory by another name"
+    assert read_classifier(path, f"{tmp_path}/.", "embedded-draft"), (
+        "the same directory by another name"
+    )
 
 
 @pytest.mark.parametrize(
@@ -219,7 +246,9 @@ def test_a_file_that_is_no_classifier_is_told(
 ) -> None:
     path = tmp_path / "it.disco"
     path.write_text(json.dumps(change(classifier().model_dump())))
-    with pytest.raises(ConfigError, match=f"is no classifier that pearl disco train has made: {told}|{told}") as caught:
+    with pytest.raises(
+        ConfigError, match=f"is no classifier that pearl disco train has made: {told}|{told}"
+    ) as caught:
         read_classifier(path, "embedded", "embedded-draft")
     assert "\n" not in str(caught.value)
     path.write_text("{")
@@ -250,12 +279,16 @@ def test_a_classifier_learns_what_can_be_learned_and_is_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known, out = learnable(), tmp_path / "it.disco"
-    monkeypatch.setattr("pearl.lab.experiments.texts.record_pair", lambda *_, **__: (known, []))
+    monkeypatch.setattr(
+        "pearl.lab.studies.recorded_texts.record_pair", lambda *_, **__: (known, [])
+    )
     (tmp_path / "some.txt").write_text("a")
     trained = ran("disco", "train", tmp_path / "some.txt", "--out", out)
     assert "for embedded-draft and embedded; trained on 540 tokens" in trained.output
     found = stops.train(known, timing_of(10.0, 50.0))
-    assert found.classifier == read_classifier(out, "embedded", "embedded-draft"), "each time the same"
+    assert found.classifier == read_classifier(out, "embedded", "embedded-draft"), (
+        "each time the same"
+    )
     assert found.accuracy > 0.85 > 0.6 > found.base
     assert found.best.speed > 1.02 * found.static.speed
     with pytest.raises(ConfigError, match="3 texts are too few"):
@@ -335,7 +368,11 @@ def test_what_is_recorded_is_seeded_decoding(both: tuple[float, RecordedTexts]) 
     temperature, known = both
     rights = []
     for number, text in enumerate(known.texts, 1):
-        draw, whole, start = DirectDraw(sampled(temperature, number)), [*text.prompt, *text.answer], len(text.prompt)
+        draw, whole, start = (
+            DirectDraw(sampled(temperature, number)),
+            [*text.prompt, *text.answer],
+            len(text.prompt),
+        )
         rows = [feed_chain(each, whole, len(text.answer) + 1)[:-1] for each in empty_pair()]
         for i, (own, drafts) in enumerate(zip(*rows, strict=True)):
             assert read_draw(draw(own, start + i)) == text.answer[i]
@@ -346,13 +383,17 @@ def test_what_is_recorded_is_seeded_decoding(both: tuple[float, RecordedTexts]) 
 
 
 @pytest.mark.parametrize("window", ["stream", "fixed"])
-def test_as_published_a_simulation_is_the_run(both: tuple[float, RecordedTexts], window: str) -> None:
+def test_as_published_a_simulation_is_the_run(
+    both: tuple[float, RecordedTexts], window: str
+) -> None:
     """With the models, and with coins that know where the draft is right."""
     (temperature, known), decoding = both, replace(PEARL, window=window)
     real = [decoded(temperature, number, decoding) for number in range(1, 4)]
     coins = run([Text(len(text.prompt), text.right) for text in known.texts], TIMING, decoding)
     for name in ("num_accepted_draft_tokens", "num_judged_draft_tokens", "seconds"):
-        assert coins.total(name) == pytest.approx(sum(getattr(one.statistics, name) for one in real)), name
+        assert coins.total(name) == pytest.approx(
+            sum(getattr(one.statistics, name) for one in real)
+        ), name
 
 
 # ---- the commands ----

@@ -15,7 +15,15 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from pearl.errors import RequestError
-from pearl.text.stream import CONTEXT, PATIENCE, REPLACEMENT, Detokenizer, StopMatcher, TextStream, Tokenizer
+from pearl.text.stream import (
+    CONTEXT,
+    PATIENCE,
+    REPLACEMENT,
+    Detokenizer,
+    StopMatcher,
+    TextStream,
+    Tokenizer,
+)
 from pearl.text.tokenizer import FileTokenizer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -44,7 +52,9 @@ def byte_level_files() -> PreTrainedTokenizerFast:
     names = list(SPECIAL.values())
     backend.train_from_iterator(
         CORPUS * 3,
-        trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=names, show_progress=False),
+        trainers.BpeTrainer(
+            vocab_size=300, initial_alphabet=alphabet, special_tokens=names, show_progress=False
+        ),
     )
     return PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL)
 
@@ -60,10 +70,19 @@ def byte_fallback_files() -> PreTrainedTokenizerFast:
     words = sorted({"▁" + word for line in CORPUS for word in line.split() if word.isascii()})
     letters = sorted({letter for word in words for letter in word[1:]})
     pieces = [*SPECIAL.values(), *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *words, *letters]
-    backend = Backend(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=2, byte_fallback=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend = Backend(
+        models.Unigram([(piece, -1.0) for piece in pieces], unk_id=2, byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL)
@@ -97,9 +116,13 @@ def bytes_of(tokenizer: FileTokenizer, data: bytes) -> list[int]:
 def tokens(tokenizer: FileTokenizer, length: int) -> st.SearchStrategy[list[int]]:
     """Tokens at random: mostly the bytes of characters, whole and cut, among words and special tokens."""
     data = st.one_of(st.text("a😀你é \ufffd", max_size=3).map(str.encode), st.binary(max_size=4))
-    cut = st.tuples(data, st.integers(0, 3)).map(lambda pair: bytes_of(tokenizer, pair[0][pair[1] :]))
+    cut = st.tuples(data, st.integers(0, 3)).map(
+        lambda pair: bytes_of(tokenizer, pair[0][pair[1] :])
+    )
     anything = st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=3)
-    return st.lists(cut | anything, max_size=length).map(lambda runs: list(itertools.chain(*runs))[:length])
+    return st.lists(cut | anything, max_size=length).map(
+        lambda runs: list(itertools.chain(*runs))[:length]
+    )
 
 
 def texts(tokenizer: FileTokenizer) -> st.SearchStrategy[list[int]]:
@@ -113,7 +136,10 @@ class TestDetokenizer:
         tokenizer = byte_fallback()
         answer = [*bytes_of(tokenizer, "好".encode()), *ids_of(tokenizer, "cat")]
         for length in range(1, 30):
-            prompt = [*tokenizer.encode("the"), *bytes_of(tokenizer, ("aé" + "你" * length).encode())]
+            prompt = [
+                *tokenizer.encode("the"),
+                *bytes_of(tokenizer, ("aé" + "你" * length).encode()),
+            ]
             assert "".join(pieces_of(tokenizer, prompt, answer)) == "好 cat"
             assert "".join(pieces_of(tokenizer, [*prompt, answer[0]], answer[1:])) == "好 cat"
 
@@ -147,7 +173,9 @@ class TestDetokenizer:
 
     @given(data=st.data())
     @settings(deadline=None)
-    def test_garbage_is_neither_held_for_ever_nor_decoded_over_and_over(self, data: st.DataObject) -> None:
+    def test_garbage_is_neither_held_for_ever_nor_decoded_over_and_over(
+        self, data: st.DataObject
+    ) -> None:
         """The work for a token is bounded, whatever came before it, and so is what is held."""
         tokenizer = Counting(data.draw(st.sampled_from([byte_level(), byte_fallback()])))
         detokenizer = Detokenizer(tokenizer, [])
@@ -193,7 +221,9 @@ class TestStopMatcher:
                 assert matcher.matched in stops
                 return
             held = whole[len(shown) :]
-            assert not held or any(stop.startswith(held) for stop in stops), "no more is held than may begin a stop"
+            assert not held or any(stop.startswith(held) for stop in stops), (
+                "no more is held than may begin a stop"
+            )
         assert matcher.matched is None
         assert shown + matcher.flush() == whole
 
@@ -214,7 +244,9 @@ class TestTextStream:
         self.check(tokenizer, prompt, answer, stops)
 
     @staticmethod
-    def check(tokenizer: FileTokenizer, prompt: list[int], answer: list[int], stops: list[str]) -> None:
+    def check(
+        tokenizer: FileTokenizer, prompt: list[int], answer: list[int], stops: list[str]
+    ) -> None:
         stream, shown = TextStream(tokenizer, prompt, stops), ""
         for count, token in enumerate(answer, start=1):
             shown += stream.push(token)

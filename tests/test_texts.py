@@ -13,7 +13,7 @@ import pytest
 from pearl.config import RequestOptions
 from pearl.drafting.stops import make_policy
 from pearl.execution.target import TargetExecutor
-from pearl.lab.simulate import Outcome, Timing, paired_executors, simulate
+from pearl.lab.studies.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.runner import ModelRunner
 from pearl.models.toy import ToyRunner, alpha_pair, coin_pair
 from pearl.protocol.events import Odds, Sample, Sampled
@@ -30,16 +30,34 @@ from tests.tiny import on_cpu, tiny_model
 from tests.virtual import TIMINGS, Chains, decoded, first_order
 
 PAIR = alpha_pair(6, 0.7, order=1), 6  # texts that repeat: the next token depends on the last
-WINDOWS: list[tuple[str, int | None]] = [("stream", None), ("stream", 7), ("fixed", 1), ("fixed", 3)]
-STOPS: dict[str, Any] = {"fixed": (), "threshold": (("confidence", 0.3),), "heuristic": (), "disco": ()}
-DIRECT = [("coupled", 0.0), ("coupled", 1.0), ("ratio", 0.0)]  # rule, temperature: the text is the target's own
+WINDOWS: list[tuple[str, int | None]] = [
+    ("stream", None),
+    ("stream", 7),
+    ("fixed", 1),
+    ("fixed", 3),
+]
+STOPS: dict[str, Any] = {
+    "fixed": (),
+    "threshold": (("confidence", 0.3),),
+    "heuristic": (),
+    "disco": (),
+}
+DIRECT = [
+    ("coupled", 0.0),
+    ("coupled", 1.0),
+    ("ratio", 0.0),
+]  # rule, temperature: the text is the target's own
 SEEDED = [(rule, 1.0) for rule in RULES if rule != "coupled" and not find(rule).judges_blocks]
 
 
-def outcome(asked: RequestOptions, temperature: float = 1.0, timing: int = 0, pair: Any = PAIR, **more: Any) -> Outcome:
+def outcome(
+    asked: RequestOptions, temperature: float = 1.0, timing: int = 0, pair: Any = PAIR, **more: Any
+) -> Outcome:
     policies = partial(make_policy, classifier=classifier())
     sampling = drawn_by(temperature, seed=5)
-    return decoded(*pair, asked, sampling, 60, TIMINGS[timing], (1, 2, 0), policies=policies, **more)
+    return decoded(
+        *pair, asked, sampling, 60, TIMINGS[timing], (1, 2, 0), policies=policies, **more
+    )
 
 
 @cache
@@ -59,7 +77,9 @@ def expected(rule: str, temperature: float, method: str = "pearl") -> list[int]:
         ("ngram", "ratio", 1.0),
     ],
 )
-def test_a_text_depends_on_what_should_decide_it(method: str, rule: str, temperature: float, combined: Any) -> None:
+def test_a_text_depends_on_what_should_decide_it(
+    method: str, rule: str, temperature: float, combined: Any
+) -> None:
     """Seed, rule and models; not windows, timing, what guesses, stop policies, nor what a model or a device can do."""
     spec, seen = METHODS[method], Counter[str]()
     axes: list[Any] = [
@@ -74,7 +94,9 @@ def test_a_text_depends_on_what_should_decide_it(method: str, rule: str, tempera
         (False, True),
     ]
     for window, timing, ahead, lookup, branches, siblings, stop, wrap, chains in combined(*axes):
-        asked = resolved(*(method, *window, rule, (), ahead, lookup, branches, siblings), stop, STOPS[stop])
+        asked = resolved(
+            *(method, *window, rule, (), ahead, lookup, branches, siblings), stop, STOPS[stop]
+        )
         found = outcome(asked, temperature, timing, wrap=wrap, chains=chains)
         assert found.tokens == expected(rule, temperature, method), (asked, timing, wrap, chains)
         counts = found.counts
@@ -87,7 +109,10 @@ def test_a_text_depends_on_what_should_decide_it(method: str, rule: str, tempera
             foreseen=counts.num_foreseen_rejections,
             pauses=counts.num_draft_stops,
         )
-        seen.update(siblings=counts.num_siblings, runners_up=counts.guessed_by_source.get(Source.RUNNER_UP, 0))
+        seen.update(
+            siblings=counts.num_siblings,
+            runners_up=counts.guessed_by_source.get(Source.RUNNER_UP, 0),
+        )
     assert bool(seen["accepted"]) == spec.drafts
     has_guesses = spec.look_ahead > 0 and spec.needs != "datastore"  # there is no datastore here
     assert bool(seen["guesses"]) == has_guesses
@@ -98,7 +123,9 @@ def test_a_text_depends_on_what_should_decide_it(method: str, rule: str, tempera
 
 
 @pytest.mark.parametrize("branches", [0, 7])
-def test_runners_up_catch_rejections_and_change_nothing_else(branches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runners_up_catch_rejections_and_change_nothing_else(
+    branches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step earlier, where the target's rows cost nothing; none where each costs as much as a forward."""
     asked = resolved(rule="coupled", branches=branches)
     plain, more = (outcome(asked.changed(siblings=most)) for most in (0, 16))
@@ -114,13 +141,21 @@ def test_runners_up_catch_rejections_and_change_nothing_else(branches: int, monk
 
     def credulous(self: TargetExecutor, request: Any, command: Sample) -> Sampled:
         fed = request.children().get(command.node, {})
-        return Sampled((list(fed)[-1],), request=command.request) if len(fed) > 1 else real(self, request, command)
+        return (
+            Sampled((list(fed)[-1],), request=command.request)
+            if len(fed) > 1
+            else real(self, request, command)
+        )
 
     monkeypatch.setattr(TargetExecutor, "_sampled", credulous)
-    assert outcome(asked.changed(siblings=16)).tokens != plain.tokens, "the last sibling, whatever the target draws"
+    assert outcome(asked.changed(siblings=16)).tokens != plain.tokens, (
+        "the last sibling, whatever the target draws"
+    )
 
 
-@pytest.mark.parametrize(("gamma", "stop"), [*product((1, 2, 5), ["fixed"]), *product([CAP], list(STOPS)[1:])])
+@pytest.mark.parametrize(
+    ("gamma", "stop"), [*product((1, 2, 5), ["fixed"]), *product([CAP], list(STOPS)[1:])]
+)
 def test_under_ratio_the_text_of_sd_is_one_of_seed_window_and_policy(gamma: int, stop: str) -> None:
     """It depends on where windows end, so that must depend on rows and text alone; and ssd changes nothing."""
     pair = first_order(TARGET, DRAFT), 3
@@ -128,12 +163,20 @@ def test_under_ratio_the_text_of_sd_is_one_of_seed_window_and_policy(gamma: int,
     plain = outcome(asked, pair=pair)
     bonuses = foreseen = 0
     for timing, ssd in product(range(len(TIMINGS)), (False, True) if stop == "fixed" else (False,)):
-        found = outcome(asked.changed(method="ssd", branches=7) if ssd else asked, timing=timing, pair=pair)
+        found = outcome(
+            asked.changed(method="ssd", branches=7) if ssd else asked, timing=timing, pair=pair
+        )
         assert (found.tokens, found.provenance) == (plain.tokens, plain.provenance)
         assert found.counts.steps == plain.counts.steps, "the same windows, only sooner"
-        foreseen, bonuses = foreseen + found.counts.num_foreseen_rejections, bonuses + found.counts.num_foreseen_bonuses
+        foreseen, bonuses = (
+            foreseen + found.counts.num_foreseen_rejections,
+            bonuses + found.counts.num_foreseen_bonuses,
+        )
     if stop != "fixed":
-        assert plain.tokens != outcome(asked.changed(draft_stop="fixed", stop_parameters=()), pair=pair).tokens
+        assert (
+            plain.tokens
+            != outcome(asked.changed(draft_stop="fixed", stop_parameters=()), pair=pair).tokens
+        )
     else:
         assert foreseen
         assert bonuses or gamma == 5, "all five are seldom right"
@@ -141,20 +184,31 @@ def test_under_ratio_the_text_of_sd_is_one_of_seed_window_and_policy(gamma: int,
 
 # ---- how often a draft is right ----
 
-SAMPLINGS = {"greedy": drawn_by(0.0), "sampled": drawn_by(1.0, seed=5), "nucleus": drawn_by(0.7, 20, 0.9, seed=5)}
+SAMPLINGS = {
+    "greedy": drawn_by(0.0),
+    "sampled": drawn_by(1.0, seed=5),
+    "nucleus": drawn_by(0.7, 20, 0.9, seed=5),
+}
 SLOW = {("ratio", "greedy"), ("coupled", "nucleus")}
 
 
 @pytest.mark.parametrize(
     ("rule", "name"),
-    [pytest.param(*one, marks=[pytest.mark.long] * (one in SLOW)) for one in product(("ratio", "coupled"), SAMPLINGS)],
+    [
+        pytest.param(*one, marks=[pytest.mark.long] * (one in SLOW))
+        for one in product(("ratio", "coupled"), SAMPLINGS)
+    ],
 )
 def test_a_pair_of_coins_has_its_rate_under_every_rule(rule: str, name: str) -> None:
     """Of 2,500 positions judged: four standard deviations are 0.024."""
     decoding = resolved("pearl", "fixed", 4, rule)
-    counts = decoded(coin_pair(64, 0.9), 64, decoding, SAMPLINGS[name], 2500, prompt=(1, 2, 3)).counts
+    counts = decoded(
+        coin_pair(64, 0.9), 64, decoding, SAMPLINGS[name], 2500, prompt=(1, 2, 3)
+    ).counts
     assert counts.num_judged_draft_tokens > 2400
-    assert counts.num_accepted_draft_tokens / counts.num_judged_draft_tokens == pytest.approx(0.9, abs=0.024)
+    assert counts.num_accepted_draft_tokens / counts.num_judged_draft_tokens == pytest.approx(
+        0.9, abs=0.024
+    )
 
 
 # ---- look-ahead, lookup and branches on models ----
@@ -168,7 +222,9 @@ OURS = ("llama", "mistral", "qwen")
 def models(kind: str) -> tuple[ModelRunner, ModelRunner]:
     """A target and a draft that is often right."""
     spare = 5 if kind.startswith(OURS) else 0
-    target, draft = (on_cpu(tiny_model(kind, noise=noise), dtype="float32", spare=spare) for noise in (0.0, 0.05))
+    target, draft = (
+        on_cpu(tiny_model(kind, noise=noise), dtype="float32", spare=spare) for noise in (0.0, 0.05)
+    )
     return target, draft
 
 
@@ -177,19 +233,32 @@ def decode_model(kind: str, decoding: RequestOptions, timing: Timing) -> Outcome
         for slot in range(runner.capabilities.slots):
             runner.rollback(0, slot)
     prompt = (5, 9, 40, 7, 12, 33) * 4
-    return simulate(Submit(1, prompt, len(prompt) + 24, decoding), *paired_executors(*models(kind)), timing)
+    return simulate(
+        Submit(1, prompt, len(prompt) + 24, decoding), *paired_executors(*models(kind)), timing
+    )
 
 
 @combined
-@pytest.mark.parametrize(("rule", "temperature"), [("coupled", 0.0), ("coupled", 0.8), ("ratio", 0.8)])
-@pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.long) for kind in MORE)])
-def test_all_that_guesses_writes_one_text(kind: str, rule: str, temperature: float, combined: Any) -> None:
+@pytest.mark.parametrize(
+    ("rule", "temperature"), [("coupled", 0.0), ("coupled", 0.8), ("ratio", 0.8)]
+)
+@pytest.mark.parametrize(
+    "kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.long) for kind in MORE)]
+)
+def test_all_that_guesses_writes_one_text(
+    kind: str, rule: str, temperature: float, combined: Any
+) -> None:
     """Look-ahead, lookup, branches and siblings, with either window, and whatever forwards and messages take."""
     plain = resolved("pearl", "fixed", 3, rule, sampling=drawn_by(temperature, top_k=5, seed=8))
     expected, seen = decode_model(kind, plain, TIMINGS[0]).tokens, Odds()
     axes = (0, 8), (0, 4), (0, 4), (0, 16), ("stream", "fixed"), TIMINGS[:3]
     for ahead, lookup, branches, siblings, window, timing in combined(*axes):
-        asked = {"look_ahead": ahead, "draft_lookup": lookup, "branches": branches, "siblings": siblings}
+        asked = {
+            "look_ahead": ahead,
+            "draft_lookup": lookup,
+            "branches": branches,
+            "siblings": siblings,
+        }
         guessing = plain.changed(**asked, window=window)
         outcome = decode_model(kind, guessing, timing)
         assert (outcome.tokens, outcome.counts.resyncs) == (expected, 0), guessing

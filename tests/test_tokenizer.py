@@ -55,13 +55,24 @@ class Theirs(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         known = [id for id in ids if self.token(id) is not None]
-        return str(self.inner.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self.inner.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
 
-    def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None, **variables: Any) -> str | None:
+    def chat_text(
+        self, messages: list[dict[str, Any]], tools: Tools = None, **variables: Any
+    ) -> str | None:
         if self.inner.chat_template is None:
             return None
-        ours: dict[str, Any] = {"tools": tools, "add_generation_prompt": True, "tokenize": False, **variables}
-        return chat_prompt(lambda given: str(self.inner.apply_chat_template(given, **ours)), messages)
+        ours: dict[str, Any] = {
+            "tools": tools,
+            "add_generation_prompt": True,
+            "tokenize": False,
+            **variables,
+        }
+        return chat_prompt(
+            lambda given: str(self.inner.apply_chat_template(given, **ours)), messages
+        )
 
     def token(self, id: int) -> str | None:
         return self.inner.convert_ids_to_tokens(id) if 0 <= id < self.vocab_size else None
@@ -104,8 +115,16 @@ class TestIds:
 TEXTS = ["the cat", "the  <s>cat</s>\n", "Grüße, 中文 👩‍🚀", "", " a "]
 
 
-FAR = {"content": "<far>", "single_word": False, "lstrip": True, "rstrip": False, "normalized": False}
-SPECIAL: list[dict[str, Any]] = [  # how tokenizer_config.json lists special tokens beside the usual ones
+FAR = {
+    "content": "<far>",
+    "single_word": False,
+    "lstrip": True,
+    "rstrip": False,
+    "normalized": False,
+}
+SPECIAL: list[
+    dict[str, Any]
+] = [  # how tokenizer_config.json lists special tokens beside the usual ones
     {"extra_special_tokens": {"image_token": "cat", "sound": "<far>"}},
     {"extra_special_tokens": {"image_token": FAR | {"__type": "AddedToken", "special": True}}},
     {"extra_special_tokens": ["cat", "<far>"]},
@@ -124,7 +143,11 @@ def nested(one: dict[str, Any]) -> list[dict[str, Any]]:
     for _ in range(970):
         deep = {"a": deep}
     function = {"name": "f", "parameters": deep, "arguments": deep}
-    return [{**one, "function": function} if "function" in one else {**one, "tool_calls": [{"function": function}]}]
+    return [
+        {**one, "function": function}
+        if "function" in one
+        else {**one, "tool_calls": [{"function": function}]}
+    ]
 
 
 def both(checkpoint: Path) -> tuple[Theirs, FileTokenizer]:
@@ -138,7 +161,9 @@ class TestFileTokenizer:
     """A checkpoint's tokenizer.json is read without transformers, and gives the same."""
 
     @pytest.mark.parametrize("kind", [byte_level_files, byte_fallback_files])
-    def test_it_gives_the_same(self, tmp_path: Path, kind: Callable[[], PreTrainedTokenizerBase]) -> None:
+    def test_it_gives_the_same(
+        self, tmp_path: Path, kind: Callable[[], PreTrainedTokenizerBase]
+    ) -> None:
         kind().save_pretrained(tmp_path)
         LlamaConfig(eos_token_id=7).save_pretrained(tmp_path)
         (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
@@ -148,25 +173,39 @@ class TestFileTokenizer:
         for text in TEXTS:
             for special in (True, False):
                 assert made.encode(text, special) == ours.encode(text, special)
-            assert made.decode([*made.encode(text), 10**6]) == ours.decode([*made.encode(text), 10**6])
+            assert made.decode([*made.encode(text), 10**6]) == ours.decode(
+                [*made.encode(text), 10**6]
+            )
             chat = [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]
             assert made.apply_chat(chat) == ours.apply_chat(chat)
             assert made.chat_text(chat) == ours.chat_text(chat)
         with pytest.raises(RequestError, match="no system prompt here"):
             ours.apply_chat([{"role": "system", "content": "be brief"}])
         with pytest.raises(RequestError, match="half a surrogate pair"):
-            ours.encode("caf\udce9")  # bytes of Latin-1 on a command line: they once ended it with a traceback
+            ours.encode(
+                "caf\udce9"
+            )  # bytes of Latin-1 on a command line: they once ended it with a traceback
         with pytest.raises(RequestError, match="half a surrogate pair"):
             ours.apply_chat([{"role": "user", "content": "caf\udce9"}])
 
     def test_special_tokens_that_only_the_settings_name(self, checkpoint: Path) -> None:
         file = checkpoint / "tokenizer_config.json"
         settings = json.loads(file.read_text())
-        far = {"content": "<far>", "single_word": False, "lstrip": True, "rstrip": False, "normalized": False}
+        far = {
+            "content": "<far>",
+            "single_word": False,
+            "lstrip": True,
+            "rstrip": False,
+            "normalized": False,
+        }
         settings["added_tokens_decoder"] = {"300": {**far, "special": False}}
         file.write_text(
             json.dumps(
-                settings | {"pad_token": {**far, "content": "<pad>", "__type": "AddedToken"}, "sep_token": "cat"}
+                settings
+                | {
+                    "pad_token": {**far, "content": "<pad>", "__type": "AddedToken"},
+                    "sep_token": "cat",
+                }
             )
         )
         made, ours = both(checkpoint)
@@ -182,7 +221,9 @@ class TestFileTokenizer:
         """Mappings and lists of further tokens were not read: such tokens were split and shown."""
         file = checkpoint / "tokenizer_config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | settings))
-        (checkpoint / "chat_template.jinja").write_text("{{ image_token }}|{{ sound }}|{{ messages[0].content }}")
+        (checkpoint / "chat_template.jinja").write_text(
+            "{{ image_token }}|{{ sound }}|{{ messages[0].content }}"
+        )
         made, ours = both(checkpoint)
         text = "the cat <image> <far>a"
         assert ours.encode(text) == made.encode(text)
@@ -192,11 +233,16 @@ class TestFileTokenizer:
 
     def test_a_copy_is_the_same(self, checkpoint: Path, tmp_path: Path) -> None:
         (checkpoint / "additional_chat_templates").mkdir()
-        (checkpoint / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools | length }} tools")
+        (checkpoint / "additional_chat_templates" / "tool_use.jinja").write_text(
+            "{{ tools | length }} tools"
+        )
         defaults(checkpoint, eos_token_id=5)
         (copy := tmp_path / "copy").mkdir()
         copy_tokenizer(checkpoint, copy)
-        (found, settings), (original, _) = load_tokenizer(str(copy)), load_tokenizer(str(checkpoint))
+        (found, settings), (original, _) = (
+            load_tokenizer(str(copy)),
+            load_tokenizer(str(checkpoint)),
+        )
         assert settings.eos == (5,)
         assert found.encode("the cat") == original.encode("the cat")
         assert found.chat_text([], [{}]) == original.chat_text([], [{}]) == "1 tools"
@@ -215,7 +261,9 @@ class TestFileTokenizer:
             "{{ dict.__class__ }}{{ dict.mro() }}",
         ],
     )
-    def test_templates_are_rendered_as_transformers_does(self, checkpoint: Path, template: str) -> None:
+    def test_templates_are_rendered_as_transformers_does(
+        self, checkpoint: Path, template: str
+    ) -> None:
         """A way out of the sandbox is none in either."""
         (checkpoint / "chat_template.jinja").write_text(template)
         made, ours = both(checkpoint)
@@ -231,18 +279,25 @@ class TestFileTokenizer:
         )
         tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
         call = {"type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}
-        chat: list[dict[str, Any]] = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}]
+        chat: list[dict[str, Any]] = [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "tool_calls": [call]},
+        ]
         (checkpoint / "chat_template.jinja").write_text(template)
         made, kept = both(checkpoint)
         told = kept.chat_text(chat, tools)
         assert told == made.chat_text(chat, tools)
         assert '"name": "f"' in told
         assert '{"x": "é"}' in told
-        assert encode(kept, Chat(chat, tools)) == kept.apply_chat(chat, tools) != kept.apply_chat(chat)
+        assert (
+            encode(kept, Chat(chat, tools)) == kept.apply_chat(chat, tools) != kept.apply_chat(chat)
+        )
         assert encode(kept, Chat(chat, ())) == kept.apply_chat(chat)
         for deep in (Chat(chat, nested(tools[0])), Chat([chat[0], *nested(chat[1])], ())):
             for tokenizer in (made, kept):
-                with pytest.raises(RequestError, match="nested too deep for the model's chat template"):
+                with pytest.raises(
+                    RequestError, match="nested too deep for the model's chat template"
+                ):
                     encode(tokenizer, deep)
         (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
         silent = load_tokenizer(str(checkpoint))[0]
@@ -255,9 +310,18 @@ class TestFileTokenizer:
     @pytest.mark.parametrize(
         ("template", "told"),
         [
-            ("{% for m in messages %}{% for c in m.tool_calls %}{{ '>' + c.function.arguments }}", '>{"x": 2}'),
-            ("{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments.x + 1 }}", "3"),
-            ("{% for m in messages %}{{ m.content + '.' }}{% for c in m.tool_calls or [] %}", "a\nb."),
+            (
+                "{% for m in messages %}{% for c in m.tool_calls %}{{ '>' + c.function.arguments }}",
+                '>{"x": 2}',
+            ),
+            (
+                "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments.x + 1 }}",
+                "3",
+            ),
+            (
+                "{% for m in messages %}{{ m.content + '.' }}{% for c in m.tool_calls or [] %}",
+                "a\nb.",
+            ),
         ],
     )
     @pytest.mark.parametrize("arguments", [{"x": 2}, '{"x": 2}'])
@@ -283,7 +347,9 @@ class TestFileTokenizer:
             ("{{ messages[9].content }}", "has no element 9"),
         ],
     )
-    def test_whatever_a_template_raises_is_told(self, checkpoint: Path, raises: str, quoted: str) -> None:
+    def test_whatever_a_template_raises_is_told(
+        self, checkpoint: Path, raises: str, quoted: str
+    ) -> None:
         (checkpoint / "chat_template.jinja").write_text(raises)
         with pytest.raises(RequestError, match=f"does not take these messages: .*({quoted})"):
             load_tokenizer(str(checkpoint))[0].apply_chat([{"role": "user", "content": "a"}])
@@ -297,7 +363,9 @@ class TestFileTokenizer:
         assert said(tokenizer, [{"role": "user", "content": "a"}]) == "<s>user: a</s><s>bot:"
         assert tokenizer.chat_template == TEMPLATE
         settings = json.loads((checkpoint / "tokenizer_config.json").read_text())
-        (checkpoint / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "own"}))
+        (checkpoint / "tokenizer_config.json").write_text(
+            json.dumps(settings | {"chat_template": "own"})
+        )
         own = FileTokenizer(checkpoint).chat_template
         assert own == ("own" if name.endswith("json") else TEMPLATE)
 
@@ -314,7 +382,10 @@ class TestFileTokenizer:
     def test_calls_are_written_as_the_template_for_tools_shows(self, checkpoint: Path) -> None:
         """Their format was looked for in the other template."""
         tokenizer = deepcopy(byte_level_files())
-        tokenizer.chat_template = {"default": "plain", "tool_use": "{{ tools | length }} tools: [TOOL_CALLS]"}
+        tokenizer.chat_template = {
+            "default": "plain",
+            "tool_use": "{{ tools | length }} tools: [TOOL_CALLS]",
+        }
         tokenizer.save_pretrained(checkpoint)
         assert format_of(FileTokenizer(checkpoint)) is FORMATS["mistral"]
 
@@ -344,7 +415,9 @@ class TestVocabularies:
     def test_the_first_token_that_differs_is_named(self) -> None:
         """Only the order differs: the same set of tokens is not the same vocabulary."""
         target, draft = ToyTokenizer(32), Renumbered(ToyTokenizer(32))
-        with pytest.raises(ModelError, match=r"'big'.*'small'.*token 5 is '5' in the target and '6' in the"):
+        with pytest.raises(
+            ModelError, match=r"'big'.*'small'.*token 5 is '5' in the target and '6' in the"
+        ):
             check_same_vocabulary(target, draft, "big", "small")
         assert vocabulary_digest(target, 5) == vocabulary_digest(draft, 5)
         assert vocabulary_digest(target, 6) != vocabulary_digest(draft, 6)
@@ -365,14 +438,20 @@ class TestDefaults:
         """do_sample false makes it greedy whatever the temperature; the filters stay for who sets one."""
         sampling = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1}
         cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
-            ({"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": 1}, {"top_p": 0.9, "eos": (1,)}),
+            (
+                {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": 1},
+                {"top_p": 0.9, "eos": (1,)},
+            ),
             ({"eos_token_id": 1}, {"eos": (1,)}),
             ({"do_sample": True, **sampling, "eos_token_id": [2, 1]}, {**sampling, "eos": (2, 1)}),
             # As with `generate`, an id that no token has ends no text; and it is no reason to refuse every request.
             ({"eos_token_id": -1}, {}),
             ({"eos_token_id": [2, -1, None, 2**40]}, {"eos": (2,)}),
             # `generate` ends at 2.0 as at 2, and refuses the others.
-            ({"eos_token_id": [2.0, 2.5, "3"]}, {"eos": (2,), "ignored": ("eos_token_id 2.5", "eos_token_id '3'")}),
+            (
+                {"eos_token_id": [2.0, 2.5, "3"]},
+                {"eos": (2,), "ignored": ("eos_token_id 2.5", "eos_token_id '3'")},
+            ),
         ]
         for options, wanted in cases:
             assert defaults(checkpoint, **options) == GenerationDefaults(**wanted), options
@@ -393,13 +472,19 @@ class TestDefaults:
         (checkpoint / "generation_config.json").unlink()
         assert load_tokenizer(str(checkpoint))[1].eos == (1,)
 
-    @pytest.mark.parametrize(("tokens", "asked", "limit"), [(10, None, 15), (10, 20, 30), (60, None, 64), (10, 2, 12)])
+    @pytest.mark.parametrize(
+        ("tokens", "asked", "limit"), [(10, None, 15), (10, 20, 30), (60, None, 64), (10, 2, 12)]
+    )
     def test_a_checkpoints_limit_is_the_default(
         self, checkpoint: Path, tokens: int, asked: int | None, limit: int
     ) -> None:
         """It gives way to what the caller asks for and to the context, of 64 here; it was not read."""
         found = defaults(checkpoint, max_new_tokens=5, eos_token_id=1)
-        assert found == load_tokenizer(str(checkpoint))[1] == GenerationDefaults(eos=(1,), max_tokens=5)
+        assert (
+            found
+            == load_tokenizer(str(checkpoint))[1]
+            == GenerationDefaults(eos=(1,), max_tokens=5)
+        )
         params = SamplingParams(seed=1, max_tokens=asked)
         assert submission(1, [1] * tokens, 64, params, found).limit == limit
 
@@ -425,7 +510,9 @@ class TestDefaults:
     def test_ids_that_end_a_text_are_counted_once_and_bounded(self, checkpoint: Path) -> None:
         """With more of them no request could be sent."""
         assert defaults(checkpoint, eos_token_id=[*range(2048)] * 2).eos == tuple(range(2048))
-        with pytest.raises(ModelError, match=r"cannot be used: 2,049 tokens are said to end its texts"):
+        with pytest.raises(
+            ModelError, match=r"cannot be used: 2,049 tokens are said to end its texts"
+        ):
             defaults(checkpoint, eos_token_id=[*range(2049)])
 
 
@@ -443,18 +530,25 @@ class TestLoading:
         [
             ({}, r"could not be loaded.*tokenizer\.json"),
             (
-                {"config.json": {"model_type": "mistral"}, "tekken.json": {"config": {"version": "v3"}, "vocab": []}},
+                {
+                    "config.json": {"model_type": "mistral"},
+                    "tekken.json": {"config": {"version": "v3"}, "vocab": []},
+                },
                 r"could not be loaded.*needs config\.json and tokenizer\.json",
             ),
             (None, "no such"),
         ],
         ids=["no tokenizer", "Mistral's own format", "no such model"],
     )
-    def test_what_holds_no_tokenizer_is_refused(self, tmp_path: Path, files: dict[str, Any] | None, told: str) -> None:
+    def test_what_holds_no_tokenizer_is_refused(
+        self, tmp_path: Path, files: dict[str, Any] | None, told: str
+    ) -> None:
         for name, content in (files or {}).items():
             (tmp_path / name).write_text(json.dumps(content))
         with pytest.raises(ModelError, match=told):
-            load_tokenizer(str(tmp_path if files is not None else tmp_path / "nowhere" / "at" / "all"))
+            load_tokenizer(
+                str(tmp_path if files is not None else tmp_path / "nowhere" / "at" / "all")
+            )
 
     def test_a_broken_generation_config(self, checkpoint: Path) -> None:
         """transformers reads one that it cannot parse as none at all: the checkpoint's EOS would be lost."""

@@ -44,9 +44,13 @@ def ends(store_path: Path) -> Iterator[Ends]:
     """Makes both ends of a channel, the target's and the draft's, which meet as those of two processes do."""
     made: list[ProcessGroupChannel] = []
 
-    def make(name: str = "one", backend: Any = "gloo", devices: Sequence[str] = ("cpu", "cpu")) -> Any:
+    def make(
+        name: str = "one", backend: Any = "gloo", devices: Sequence[str] = ("cpu", "cpu")
+    ) -> Any:
         def end(rank: int) -> ProcessGroupChannel:
-            return ProcessGroupChannel(backend, store_path, name, rank, VOCAB, torch.device(devices[rank]), WAIT)
+            return ProcessGroupChannel(
+                backend, store_path, name, rank, VOCAB, torch.device(devices[rank]), WAIT
+            )
 
         with ThreadPoolExecutor(2) as pool:
             made.extend(pair := list(pool.map(end, (0, 1))))
@@ -86,7 +90,11 @@ class TestGloo:
             draft.send(row.clone())
         assert [torch.full((20, VOCAB), 7.0) for _ in range(20)], "junk"
         assert same_bits(torch.cat([target.receive(count) for count in (1, 7, 12)]), known_rows())
-        addresses = {one.laddr.ip for one in psutil.Process().net_connections("tcp") if one.laddr not in before}
+        addresses = {
+            one.laddr.ip
+            for one in psutil.Process().net_connections("tcp")
+            if one.laddr not in before
+        }
         assert addresses
         assert addresses <= {"127.0.0.1", "::ffff:127.0.0.1"}
         for row in (torch.zeros(VOCAB + 1), torch.zeros(VOCAB).double(), torch.zeros(1, VOCAB)):
@@ -117,7 +125,11 @@ class TestGloo:
             target.receive(1)
         with pytest.raises(TransportError):
             send_for_ever(draft)
-        for act in (lambda: target.receive(1), lambda: target.receive(1), lambda: target.send(torch.zeros(VOCAB))):
+        for act in (
+            lambda: target.receive(1),
+            lambda: target.receive(1),
+            lambda: target.send(torch.zeros(VOCAB)),
+        ):
             with pytest.raises(TransportError, match="dead"):
                 act()
         target, draft = ends("two")
@@ -127,7 +139,9 @@ class TestGloo:
     def test_a_draft_that_dies_is_noticed_before_the_deadline(self, store_path: Path) -> None:
         command = [sys.executable, "-c", DRAFT, str(store_path), str(VOCAB), str(WAIT)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as draft:
-            target = ProcessGroupChannel("gloo", store_path, "one", 0, VOCAB, torch.device("cpu"), WAIT)
+            target = ProcessGroupChannel(
+                "gloo", store_path, "one", 0, VOCAB, torch.device("cpu"), WAIT
+            )
             assert draft.stdout.readline() == b"here\n"
             draft.kill()
         started = time.monotonic()
@@ -158,7 +172,11 @@ class NotingGroup:
     """A group that notes what is asked of it, and whose end takes as long as it is told to."""
 
     def __init__(self, *_: object) -> None:
-        self.device, self.said, self.may_end = torch.device("cpu"), list[object](), threading.Event()
+        self.device, self.said, self.may_end = (
+            torch.device("cpu"),
+            list[object](),
+            threading.Event(),
+        )
 
     def send(self, row: torch.Tensor) -> None:
         self.said.append(("send", row.shape, bool(row.any())))
@@ -217,7 +235,9 @@ class TestNccl:
 @pytest.fixture
 def environment() -> Iterator[dict[str, str]]:
     """What torchrun tells its workers, with a real server behind it."""
-    server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=WAIT), wait_for_workers=False)
+    server = dist.TCPStore(
+        "127.0.0.1", 0, None, True, timedelta(seconds=WAIT), wait_for_workers=False
+    )
     yield {
         "RANK": "1",
         "WORLD_SIZE": "2",
@@ -247,16 +267,22 @@ class TestTorchrunStore:
                 TorchrunStore(environment | {changed: "7"}).get("address", 0.2)
 
     @pytest.mark.parametrize("missing", ["RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"])
-    def test_outside_torchrun_it_says_what_is_missing(self, environment: dict[str, str], missing: str) -> None:
+    def test_outside_torchrun_it_says_what_is_missing(
+        self, environment: dict[str, str], missing: str
+    ) -> None:
         del environment[missing]
         with pytest.raises(ConfigError, match=missing):
             TorchrunStore(environment)
 
-    def test_a_store_that_is_not_there_is_an_error_in_bounded_time(self, environment: dict[str, str]) -> None:
+    def test_a_store_that_is_not_there_is_an_error_in_bounded_time(
+        self, environment: dict[str, str]
+    ) -> None:
         with pytest.raises(TransportError, match="does not answer"):
             TorchrunStore(environment | {"MASTER_PORT": "1"}, timeout=0.5)
 
-    def test_rank_0_keeps_the_store_if_the_agent_does_not(self, environment: dict[str, str]) -> None:
+    def test_rank_0_keeps_the_store_if_the_agent_does_not(
+        self, environment: dict[str, str]
+    ) -> None:
         probe = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         port = str(probe.port)
         del probe

@@ -32,7 +32,12 @@ SEEDED = ["--target", SPEC, "--draft", SPEC, "--temperature", "1", "--seed", "5"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ROOT = Path(__file__).parent.parent
 ALONE = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "pearl", "generate"]
-PLAIN = ("--look-ahead", "0", "--siblings", "0")  # otherwise the target would not wait for its draft
+PLAIN = (
+    "--look-ahead",
+    "0",
+    "--siblings",
+    "0",
+)  # otherwise the target would not wait for its draft
 
 
 def plain(length: int) -> list[int]:
@@ -44,7 +49,9 @@ def plain(length: int) -> list[int]:
 
 def launch(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
+    )
 
 
 def workers(directory: str, count: int = 2, last: str = "draft") -> dict[str, int]:
@@ -69,7 +76,9 @@ def workers(directory: str, count: int = 2, last: str = "draft") -> dict[str, in
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_nothing_is_left_when_torchrun_is_ended(temporary: dict[str, str], number: signal.Signals) -> None:
+def test_nothing_is_left_when_torchrun_is_ended(
+    temporary: dict[str, str], number: signal.Signals
+) -> None:
     """SIGKILL gives it no chance to end its ranks: they and their workers have to notice by themselves."""
     run = launch([*ALONE, *SEEDED, "--max-tokens", "500000", "1"], temporary)
     assert run.stdout is not None
@@ -89,7 +98,10 @@ def test_draft_worker_that_is_lost_does_not_take_the_job_down(temporary: dict[st
     """
     paces = ["--temperature", "0", "--target-pace", "0.1", "--draft-pace", "0.02"]
     arguments = ["--target", SPEC, "--draft", SPEC, *paces]
-    run = launch([*ALONE, *arguments, *PLAIN, "--draft-timeout", "1", "--max-tokens", "200", "123"], temporary)
+    run = launch(
+        [*ALONE, *arguments, *PLAIN, "--draft-timeout", "1", "--max-tokens", "200", "123"],
+        temporary,
+    )
     assert run.stdout is not None
     first = run.stdout.read(1)
     draft = workers(temporary["TMPDIR"])["draft"]
@@ -138,12 +150,19 @@ def free_port() -> int:
 
 def two_hosts(temporary: dict[str, str], keys: list[Path]) -> list[tuple[int, str, str]]:
     """(exit code, stdout, stderr) of both ranks, as launch/two_hosts.sh starts them; they share no directory."""
-    common = {"HOST": "127.0.0.1", "PORT": str(free_port()), "CONTROL_PORT": "*", "PYTHON": sys.executable}
+    common = {
+        "HOST": "127.0.0.1",
+        "PORT": str(free_port()),
+        "CONTROL_PORT": "*",
+        "PYTHON": sys.executable,
+    }
     runs = []
     for rank, path in enumerate(keys):
         home = Path(temporary["TMPDIR"], f"host{rank}")
         home.mkdir()
-        environment = temporary | common | {"RANK": str(rank), "KEYS": str(path), "TMPDIR": str(home)}
+        environment = (
+            temporary | common | {"RANK": str(rank), "KEYS": str(path), "TMPDIR": str(home)}
+        )
         arguments = [*SEEDED, *PLAIN, "--max-tokens", "80", "--json", "123"]
         runs.append(launch([str(ROOT / "launch" / "two_hosts.sh"), *arguments], environment))
     said = [run.communicate(timeout=BOUND) for run in runs]
@@ -155,7 +174,9 @@ def two_hosts(temporary: dict[str, str], keys: list[Path]) -> list[tuple[int, st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("host", [pytest.param("loopback", marks=[pytest.mark.long] * HAS_NAMESPACES)])
+@pytest.mark.parametrize(
+    "host", [pytest.param("loopback", marks=[pytest.mark.long] * HAS_NAMESPACES)]
+)
 def test_two_hosts_give_the_same_text(temporary: dict[str, str], tmp_path: Path, host: str) -> None:
     """Nothing in common but an address and the keys; the draft's distributions, dense here, go the same way.
 
@@ -181,7 +202,9 @@ class Store:
         return self._values[key]
 
 
-def test_a_directory_that_the_store_names_is_looked_at_before_it_is_believed(tmp_path: Path) -> None:
+def test_a_directory_that_the_store_names_is_looked_at_before_it_is_believed(
+    tmp_path: Path,
+) -> None:
     """The draft worker removes its directory at the end: a stranger's word must not make it the user's home."""
     precious = tmp_path / "precious"
     precious.mkdir(mode=0o700)
@@ -211,13 +234,18 @@ def test_a_rank_on_another_host_is_at_home_in_a_directory_of_its_own(tmp_path: P
         assert home.is_dir()
         assert home != tmp_path
     assert not home.exists()
-    with pytest.raises(StartError, match="same --control"), torchrun._directory(config, store, "ipc:///x/y"):  # type: ignore[arg-type]
+    with (
+        pytest.raises(StartError, match="same --control"),
+        torchrun._directory(config, store, "ipc:///x/y"),
+    ):  # type: ignore[arg-type]
         pytest.fail("it was believed")
 
 
 # ---- launchers ----
 
-LAUNCHERS = sorted(path for path in (ROOT / "launch").iterdir() if path.is_file() and os.access(path, os.X_OK))
+LAUNCHERS = sorted(
+    path for path in (ROOT / "launch").iterdir() if path.is_file() and os.access(path, os.X_OK)
+)
 
 
 def dry(launcher: Path, **environment: str) -> str:
@@ -227,7 +255,9 @@ def dry(launcher: Path, **environment: str) -> str:
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda path: path.name)
 def test_launchers_show_their_command_and_pass_arguments_whole(launcher: Path) -> None:
-    shown = dry(launcher, PYTHON="/a python", PORT="5555", RANK="0", HOST="192.0.2.1", KEYS="/my keys")
+    shown = dry(
+        launcher, PYTHON="/a python", PORT="5555", RANK="0", HOST="192.0.2.1", KEYS="/my keys"
+    )
     words = [shlex.split(line) for line in shown.splitlines()]
     assert words
     for line in words:
@@ -236,19 +266,25 @@ def test_launchers_show_their_command_and_pass_arguments_whole(launcher: Path) -
 
 def test_the_second_host_runs_the_same_line_but_its_rank() -> None:
     lines = [
-        shlex.split(dry(ROOT / "launch" / "two_hosts.sh", RANK=rank, HOST="192.0.2.1", KEYS="/my keys"))
+        shlex.split(
+            dry(ROOT / "launch" / "two_hosts.sh", RANK=rank, HOST="192.0.2.1", KEYS="/my keys")
+        )
         for rank in ("0", "1")
     ]
     assert [(a, b) for a, b in zip(*lines, strict=True) if a != b] == [("0", "1")]
     assert lines[0][lines[0].index("--control") + 1] == "tcp://192.0.2.1:29501"
     assert lines[0][lines[0].index("--keys") + 1] == "/my keys"
-    assert lines[0][lines[0].index("--rdzv-backend") + 1] == "static"  # the others unpickle what strangers may send
+    assert (
+        lines[0][lines[0].index("--rdzv-backend") + 1] == "static"
+    )  # the others unpickle what strangers may send
 
 
 def test_two_hosts_ask_for_what_is_missing() -> None:
     command = [str(ROOT / "launch" / "two_hosts.sh"), "--dry-run", "x"]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "HOST", "KEYS")}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=BOUND, check=False)
+    run = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=BOUND, check=False
+    )
     assert run.returncode != 0
     assert "RANK" in run.stderr
 
@@ -265,7 +301,10 @@ def test_under_slurm_the_first_node_is_asked_for_its_address(tmp_path: Path) -> 
     """With a Slurm of the test's own: what each task would run, by its number."""
     for name, script in (
         ("scontrol", 'test "$3" = "n[1-2]" && echo n1 && echo n2'),
-        ("srun", 'if [ "$1" = --nodes ]; then echo "192.0.2.1 10.0.0.1"; else shift; SLURM_PROCID=1 exec "$@"; fi'),
+        (
+            "srun",
+            'if [ "$1" = --nodes ]; then echo "192.0.2.1 10.0.0.1"; else shift; SLURM_PROCID=1 exec "$@"; fi',
+        ),
     ):
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
         (tmp_path / name).chmod(0o755)
@@ -278,7 +317,9 @@ def test_under_slurm_the_first_node_is_asked_for_its_address(tmp_path: Path) -> 
         "SLURM_JOB_NODELIST": "n[1-2]",
         "SLURM_SUBMIT_DIR": str(ROOT),
     }
-    words = output(ROOT / "launch" / "slurm_two_hosts.sbatch", "two words", env=environment).splitlines()
+    words = output(
+        ROOT / "launch" / "slurm_two_hosts.sbatch", "two words", env=environment
+    ).splitlines()
     assert words[words.index("--node-rank") + 1] == "1"
     assert words[words.index("--master-addr") + 1] == "192.0.2.1"
     assert words[words.index("--control") + 1].startswith("tcp://192.0.2.1:")

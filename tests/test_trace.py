@@ -18,7 +18,7 @@ import pytest
 from pearl.config import RequestOptions, SamplingParams
 from pearl.engine import Engine
 from pearl.errors import TargetLost, TraceError
-from pearl.lab.simulate import Outcome
+from pearl.lab.studies.simulate import Outcome
 from pearl.protocol.messages import Provenance, Source, Verdict
 from pearl.trace import chrome
 from pearl.trace.reading import read, read_document
@@ -96,7 +96,11 @@ SHARES: dict[str, tuple[RequestOptions, dict[str, Any], dict[str, float]]] = {
 def flattened(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     found = {}
     for name, value in values.items():
-        found |= flattened(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+        found |= (
+            flattened(value, f"{prefix}{name}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{name}": value}
+        )
     return found
 
 
@@ -114,15 +118,24 @@ def test_known_shares_are_reported(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_trace_is_sound_and_says_what_happened(tmp_path: Path, method: str) -> None:
-    for number, (window, rule, delay) in enumerate((("stream", "ratio", 0.3), ("fixed", "coupled", 0.0))):
+    for number, (window, rule, delay) in enumerate(
+        (("stream", "ratio", 0.3), ("fixed", "coupled", 0.0))
+    ):
         decoding = resolved(method, window, rule=rule, branches=7 if method == "ssd" else 0)
-        outcome, trace = recorded(tmp_path / f"{number}.json", decoding, alpha=0.8, tokens=120, delay=delay)
+        outcome, trace = recorded(
+            tmp_path / f"{number}.json", decoding, alpha=0.8, tokens=120, delay=delay
+        )
         check_sound(trace.path)
         found, counts = report(trace), outcome.counts
-        flows = Counter(e["name"] for e in read_document(trace.path)["traceEvents"] if e["ph"] == "s")
+        flows = Counter(
+            e["name"] for e in read_document(trace.path)["traceEvents"] if e["ph"] == "s"
+        )
         assert flows[chrome.REJECTION] == counts.provenance.get(Provenance.CORRECTED, 0)
         assert found.tokens == len(outcome.tokens) == 120
-        assert (found.judged, found.accepted) == (counts.num_judged_draft_tokens, counts.num_accepted_draft_tokens)
+        assert (found.judged, found.accepted) == (
+            counts.num_judged_draft_tokens,
+            counts.num_accepted_draft_tokens,
+        )
         assert found.rejected == counts.num_judged_draft_tokens - counts.num_accepted_draft_tokens
         assert found.drafted + found.prepared >= counts.num_draft_tokens
         assert method != "ssd" or found.prepared > counts.accepted_by_source[Source.BRANCH] > 0
@@ -130,8 +143,13 @@ def test_a_trace_is_sound_and_says_what_happened(tmp_path: Path, method: str) ->
         assert found.target.uncovered == pytest.approx(0.0, abs=1e-6)
         assert (found.draft is None) == (method == "ar")
         for worker in filter(None, (found.target, found.draft)):
-            assert worker.busy + worker.wait + worker.communication + worker.uncovered == pytest.approx(1.0)
-            assert -1e-9 <= worker.uncovered < 0.05  # virtual time ends while the draft is in a forward, or waits
+            assert (
+                worker.busy + worker.wait + worker.communication + worker.uncovered
+                == pytest.approx(1.0)
+            )
+            assert (
+                -1e-9 <= worker.uncovered < 0.05
+            )  # virtual time ends while the draft is in a forward, or waits
             assert sum(worker.waits.values()) == pytest.approx(worker.wait)
 
 
@@ -165,7 +183,11 @@ def test_a_broken_file_is_named_for_what_it_is(run: tuple[Outcome, Path], tmp_pa
 
 
 def recorder(path: Path, **more: Any) -> Recorder:
-    return Recorder(path, {"role": "target", "run": "r", "config": {"tensors": "auto"}, **where_and_what()}, **more)
+    return Recorder(
+        path,
+        {"role": "target", "run": "r", "config": {"tensors": "auto"}, **where_and_what()},
+        **more,
+    )
 
 
 def test_what_is_written_is_read_and_nothing_overwritten(tmp_path: Path) -> None:
@@ -176,7 +198,15 @@ def test_what_is_written_is_read_and_nothing_overwritten(tmp_path: Path) -> None
     r.close()
     r.close()
     part = Part(tmp_path / "p")
-    verdict = {"type": "Verdict", "request": 1, "epoch": 0, "start": 3, "tokens": [4], "draft_until": 9, "digest": 7}
+    verdict = {
+        "type": "Verdict",
+        "request": 1,
+        "epoch": 0,
+        "start": 3,
+        "tokens": [4],
+        "draft_until": 9,
+        "digest": 7,
+    }
     assert [*part.records()] == [Record(LOOP, "busy", "judge", 5, 9, {"n": 3, "event": verdict})]
     assert part.end is not None
 
@@ -196,7 +226,9 @@ def test_a_part_cut_anywhere_gives_what_is_whole(tmp_path: Path) -> None:
         assert part.end is None
 
 
-def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_ends_the_trace_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     r = recorder(tmp_path / "p")
     r._file.close()
     r._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
@@ -256,7 +288,11 @@ def test_a_killed_target_leaves_a_trace(tmp_path: Path) -> None:
         os.kill(engine._launcher.target.pid, signal.SIGKILL)
         with pytest.raises(TargetLost):
             list(stream)
-    assert {each.name for each in tmp_path.iterdir()} == {"t.json", "t.json.draft-2.part", "t.json.target-1.part"}
+    assert {each.name for each in tmp_path.iterdir()} == {
+        "t.json",
+        "t.json.draft-2.part",
+        "t.json.target-1.part",
+    }
     trace = read(path)
     found = report(trace)
     assert found.tokens > 20
@@ -275,14 +311,19 @@ def test_a_draft_that_was_started_again_is_a_process_of_its_own(tmp_path: Path) 
             os.kill(first, signal.SIGKILL)
             back = 0
             for piece in stream:
-                back += engine._launcher.draft.worker.pid != first and Provenance.ACCEPTED in piece.provenance
+                back += (
+                    engine._launcher.draft.worker.pid != first
+                    and Provenance.ACCEPTED in piece.provenance
+                )
                 if back == 20:
                     break
         assert back == 20, "the draft that returned was of use before the text ended"
         assert engine._launcher.draft.restarts == 1
     trace = read(path)
     assert len(trace.metadata["workers"]) >= 2
-    marks = [e["name"].partition(":")[0] for e in read_document(path)["traceEvents"] if e["ph"] == "i"]
+    marks = [
+        e["name"].partition(":")[0] for e in read_document(path)["traceEvents"] if e["ph"] == "i"
+    ]
     assert marks[-2:] == ["draft lost", "a draft joins"]
     notes = " ".join(report(trace).notes)
     assert "s: draft lost: the peer is gone" in notes

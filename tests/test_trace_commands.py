@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from pearl.cli import cli
 from pearl.colours import WORK
 from pearl.errors import ConfigError
-from pearl.lab.simulate import Outcome
+from pearl.lab.studies.simulate import Outcome
 from pearl.protocol.messages import Provenance
 from pearl.trace import chrome
 from pearl.trace.gantt import chart, charts
@@ -50,27 +50,51 @@ def test_report(run: tuple[Outcome, Path]) -> None:
     found = json.loads(invoked("report", "--json", str(run[1])))
     assert found == json.loads(json.dumps(asdict(report(read(run[1])))))
     text = invoked("report", str(run[1]))
-    for row in ("target: busy", "draft: waits for", "both in a forward", "in alternation", "never judged"):
+    for row in (
+        "target: busy",
+        "draft: waits for",
+        "both in a forward",
+        "in alternation",
+        "never judged",
+    ):
         assert row in text
     assert text.startswith("the target never waited in 915.0 s; overlap 98.7%\n")
 
 
 def waiting(shares: dict[str, float], **more: Any) -> Report:
     """A run of 5 s, in which the target waited so."""
-    target = Worker(busy=0.4, wait=sum(shares.values()), communication=0.0, uncovered=0.0, waits=shares, work={})
-    counts = dict.fromkeys(("drafted", "judged", "accepted", "rejected", "discarded", "prepared"), 0)
+    target = Worker(
+        busy=0.4, wait=sum(shares.values()), communication=0.0, uncovered=0.0, waits=shares, work={}
+    )
+    counts = dict.fromkeys(
+        ("drafted", "judged", "accepted", "rejected", "discarded", "prepared"), 0
+    )
     draft = replace(target, waits={})
-    known: dict[str, Any] = {"draft": draft, "overlap": 0.008, "alternation": 4.25, **counts, **more}
+    known: dict[str, Any] = {
+        "draft": draft,
+        "overlap": 0.008,
+        "alternation": 4.25,
+        **counts,
+        **more,
+    }
     return Report("sd", 5.04, 1, 100, 20.0, target, steps={}, forwards={}, ratio=None, **known)
 
 
 def test_a_report_begins_with_a_verdict() -> None:
     drafting = waiting({"draft tokens": 0.49, "transport": 0.02})
-    assert verdict(drafting) == "the target waited 51% of 5.0 s, all but 2% for draft tokens; overlap 0.8%"
+    assert (
+        verdict(drafting)
+        == "the target waited 51% of 5.0 s, all but 2% for draft tokens; overlap 0.8%"
+    )
     several = waiting({"draft tokens": 0.2, "held row": 0.15, "consumer": 0.1}, overlap=0.5)
     assert verdict(several) == "the target waited 45% of 5.0 s, 20% for draft tokens; overlap 50.0%"
-    assert verdict(waiting({"consumer": 0.3}, draft=None)) == "the target waited 30% of 5.0 s, all for requests"
-    assert verdict(waiting({"draft tokens": 0.004}, draft=None)) == "the target never waited in 5.0 s"
+    assert (
+        verdict(waiting({"consumer": 0.3}, draft=None))
+        == "the target waited 30% of 5.0 s, all for requests"
+    )
+    assert (
+        verdict(waiting({"draft tokens": 0.004}, draft=None)) == "the target never waited in 5.0 s"
+    )
     assert verdict(waiting({}, draft=None)) == "the target never waited in 5.0 s"
 
 
@@ -81,7 +105,9 @@ def test_a_run_that_alternates_is_not_compared_with_alternation(sd: Path) -> Non
     assert "in alternation" not in text
 
 
-def test_a_forward_that_was_done_before_its_loop_asked_for_it_counts(run: tuple[Outcome, Path], tmp_path: Path) -> None:
+def test_a_forward_that_was_done_before_its_loop_asked_for_it_counts(
+    run: tuple[Outcome, Path], tmp_path: Path
+) -> None:
     """It takes no time of the loop's, and was written after the draw that begins at the same moment."""
     document = json.loads(run[1].read_text())
     events: list[Any] = []
@@ -93,7 +119,11 @@ def test_a_forward_that_was_done_before_its_loop_asked_for_it_counts(run: tuple[
     path = tmp_path / "early.json"
     path.write_text(json.dumps(document | {"traceEvents": events}))
     found, before = report(read(path)), report(read(run[1]))
-    assert (found.drafted, found.judged, found.accepted) == (before.drafted, before.judged, before.accepted)
+    assert (found.drafted, found.judged, found.accepted) == (
+        before.drafted,
+        before.judged,
+        before.accepted,
+    )
     assert before.judged > 0
 
 
@@ -103,7 +133,10 @@ def test_a_report_of_two_runs(run: tuple[Outcome, Path], sd: Path) -> None:
     assert [head.partition(": the target ")[0] for head in heads] == [str(sd), str(run[1])]
     rates = [report(read(path)).tokens_per_second for path in (sd, run[1])]
     assert f"is {rates[1] / rates[0]:.2f} times as fast" in " ".join(text.split())
-    assert set(json.loads(invoked("report", "--json", str(sd), str(run[1])))) == {str(sd), str(run[1])}
+    assert set(json.loads(invoked("report", "--json", str(sd), str(run[1])))) == {
+        str(sd),
+        str(run[1]),
+    }
 
 
 # ---- merge ----
@@ -140,7 +173,9 @@ def test_a_chart_has_the_bars_of_both_workers(run: tuple[Outcome, Path]) -> None
 def test_commits_are_the_text(run: tuple[Outcome, Path]) -> None:
     outcome, path = run
     whole = chart(read(path), seconds=1e6)
-    assert [source for _, sources in whole.commits for source in sources] == [p.value for p in outcome.provenance]
+    assert [source for _, sources in whole.commits for source in sources] == [
+        p.value for p in outcome.provenance
+    ]
     rejections = sum("corrected" in sources for _, sources in whole.commits)
     assert rejections == outcome.counts.provenance[Provenance.CORRECTED] > 0
     assert sum(arrow.is_rejection for arrow in whole.verdicts) == rejections

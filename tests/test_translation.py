@@ -20,15 +20,26 @@ from pearl.text.translation import Translation
 from tests.runner_contract import Kinds, RunnerContract
 from tests.tiny import SPECIAL, VOCAB_SIZE, on_cpu, tiny_model
 
-MERGES = (("h", "e"), ("t", "he"), ("o", "u"), ("Ġ", "s"), ("i", "n"), ("in", "g"))  # some are the target's too
+MERGES = (
+    ("h", "e"),
+    ("t", "he"),
+    ("o", "u"),
+    ("Ġ", "s"),
+    ("i", "n"),
+    ("in", "g"),
+)  # some are the target's too
 PROMPT = "the ant and the other thing"
 
 
 def other_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level as the target's, in another order, with other merges, and no character "q"."""
-    characters = [piece for piece in sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True) if piece != "q"]
+    characters = [
+        piece for piece in sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True) if piece != "q"
+    ]
     pieces = [*characters, *("".join(pair) for pair in MERGES), SPECIAL[1]]
-    found = Tokenizer(models.BPE(vocab={piece: id for id, piece in enumerate(pieces)}, merges=list(MERGES)))
+    found = Tokenizer(
+        models.BPE(vocab={piece: id for id, piece in enumerate(pieces)}, merges=list(MERGES))
+    )
     found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     found.decoder = decoders.ByteLevel()
     found.add_special_tokens([SPECIAL[1]])
@@ -36,7 +47,10 @@ def other_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def translation(draft: Path) -> Translation:
-    (target, defaults), (own, of_draft) = load_tokenizer(str(tiny_model())), load_tokenizer(str(draft))
+    (target, defaults), (own, of_draft) = (
+        load_tokenizer(str(tiny_model())),
+        load_tokenizer(str(draft)),
+    )
     return Translation(target, own, defaults.eos, of_draft.eos)
 
 
@@ -47,13 +61,17 @@ def other_model() -> Path:
     tokenizer.save_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(tiny_model())
     model.config.save_pretrained(directory)
-    before = [each.weight.detach().clone() for each in (model.get_input_embeddings(), model.lm_head)]
+    before = [
+        each.weight.detach().clone() for each in (model.get_input_embeddings(), model.lm_head)
+    ]
     model.resize_token_embeddings(len(tokenizer))
     model.generation_config.eos_token_id = model.config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(directory)
     with torch.no_grad():
         for target, own in translation(directory).shared.items():
-            for rows, layer in zip(before, (model.get_input_embeddings(), model.lm_head), strict=True):
+            for rows, layer in zip(
+                before, (model.get_input_embeddings(), model.lm_head), strict=True
+            ):
                 layer.weight[own] = rows[target]
     model.save_pretrained(directory)
     return directory
@@ -71,12 +89,16 @@ class TestContract(RunnerContract):
 def test_tokens_of_the_same_bytes_are_the_same() -> None:
     found, (target, _) = translation(other_model()), load_tokenizer(str(tiny_model()))
     own, _ = load_tokenizer(str(other_model()))
-    pieces = {target.token(id) for id in range(VOCAB_SIZE)} & {own.token(id) for id in range(own.vocab_size)}
+    pieces = {target.token(id) for id in range(VOCAB_SIZE)} & {
+        own.token(id) for id in range(own.vocab_size)
+    }
     assert {(target.token(ours), own.token(theirs)) for ours, theirs in found.shared.items()} == {
         (p, p) for p in pieces
     }
     assert [own.token(id) for id in found.spell(target.encode("and")[0])] == ["a", "n", "d"]
-    assert found.spell(target.encode("q")[0]), "a token that the draft cannot spell is fed as another one"
+    assert found.spell(target.encode("q")[0]), (
+        "a token that the draft cannot spell is fed as another one"
+    )
 
 
 class Pieces(ToyTokenizer):
@@ -131,7 +153,9 @@ def test_a_text_of_long_spellings_fits_the_context() -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine(str(tiny_model()), str(other_model()), max_context=128, log_level="error") as running:
+    with Engine(
+        str(tiny_model()), str(other_model()), max_context=128, log_level="error"
+    ) as running:
         yield running
 
 
@@ -139,7 +163,9 @@ def engine() -> Iterator[Engine]:
 def test_the_user_is_told_in_a_sentence(engine: Engine) -> None:
     """It was a line of the draft's log, which the chat does not show."""
     (note,) = engine.notes
-    assert note.startswith(f"the draft {engine.config.draft} has another vocabulary than its target: it has ")
+    assert note.startswith(
+        f"the draft {engine.config.draft} has another vocabulary than its target: it has "
+    )
     assert "Texts stay the same" in note
 
 
@@ -147,9 +173,13 @@ def test_the_user_is_told_in_a_sentence(engine: Engine) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_texts_are_the_targets(engine: Engine, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=48, ignore_eos=True)
-    alone = engine.generate(PROMPT, params.overridden_by(RequestOptions(method="ar", rule="coupled")))[0]
+    alone = engine.generate(
+        PROMPT, params.overridden_by(RequestOptions(method="ar", rule="coupled"))
+    )[0]
     for method in ("sd", "ssd", "pearl", "auto"):
-        found = engine.generate(PROMPT, params.overridden_by(RequestOptions(method=method, rule="coupled")))[0]
+        found = engine.generate(
+            PROMPT, params.overridden_by(RequestOptions(method=method, rule="coupled"))
+        )[0]
         assert found.tokens == alone.tokens, method
         if method == "sd":
             assert (found.statistics.acceptance_rate or 0) > 0.3
@@ -160,14 +190,18 @@ def test_texts_are_the_targets(engine: Engine, temperature: float) -> None:
     ]
     assert texts[0].tokens == texts[1].tokens
     assert len(texts[0].text) == 24
-    ratio = engine.generate(PROMPT, params.overridden_by(RequestOptions(method="sd", rule="ratio")))[0].statistics
+    ratio = engine.generate(
+        PROMPT, params.overridden_by(RequestOptions(method="sd", rule="ratio"))
+    )[0].statistics
     assert ratio.num_accepted_draft_tokens
 
 
 @pytest.mark.slow
 def test_a_draft_with_hardly_a_token_in_common_is_refused(tmp_path: Path) -> None:
     words = [SPECIAL[1], "unlike", "any", "of", "its"]
-    found = Tokenizer(models.WordLevel({word: id for id, word in enumerate(words)}, unk_token=SPECIAL[1]))
+    found = Tokenizer(
+        models.WordLevel({word: id for id, word in enumerate(words)}, unk_token=SPECIAL[1])
+    )
     found.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=found, eos_token=SPECIAL[1]).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tiny_model())

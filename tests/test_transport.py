@@ -24,7 +24,13 @@ from pearl.decoding.distribution import PackedRow
 from pearl.errors import ConfigError, LocalProtocolError, RemoteProtocolError, TransportError
 from pearl.protocol.messages import Cancel, DraftTokens, Finish, Message, Ping, Pong
 from pearl.transport import connect, listen
-from pearl.transport.address import bind_address, check_bind, is_private, private_directories, private_directory
+from pearl.transport.address import (
+    bind_address,
+    check_bind,
+    is_private,
+    private_directories,
+    private_directory,
+)
 from pearl.transport.base import MAX_BATCH, SOLE_PEER, Connection, Endpoint, Listener, Peer
 from pearl.transport.codec import MAX_FRAME
 from pearl.transport.keys import Keys
@@ -107,7 +113,9 @@ def stranger(keys: Keys | None = None) -> Iterator[zmq.Socket[bytes]]:
         yield peer
 
 
-def collect(end: Endpoint | Mailbox, count: int) -> list[tuple[Peer, Message | RemoteProtocolError]]:
+def collect(
+    end: Endpoint | Mailbox, count: int
+) -> list[tuple[Peer, Message | RemoteProtocolError]]:
     """The next `count` messages, or fewer once `WAIT` is over."""
     got: list[tuple[Peer, Message | RemoteProtocolError]] = []
     deadline = time.monotonic() + WAIT
@@ -162,9 +170,13 @@ class TestEndpoints:
             assert messages(link.listener, 1) == [message]
 
     @pytest.mark.parametrize(
-        "frames", [[b""], [b"\xc1"], [b"\x91\x63"], [b"x", b"y"], [b"\xdd\xff\xff\xff\xff"]], ids=repr
+        "frames",
+        [[b""], [b"\xc1"], [b"\x91\x63"], [b"x", b"y"], [b"\xdd\xff\xff\xff\xff"]],
+        ids=repr,
     )
-    def test_malformed_input_is_an_error_and_hides_nothing(self, link: Link, frames: list[bytes]) -> None:
+    def test_malformed_input_is_an_error_and_hides_nothing(
+        self, link: Link, frames: list[bytes]
+    ) -> None:
         """One bad peer must not take the engine from the others: the good messages behind a bad one are received."""
         connection, peer = met(link)
         link.send_raw(frames)
@@ -341,7 +353,9 @@ class TestTransports:
             assert messages(mail, 1) == [Pong(1, 2)]
         listener.close()
 
-    def test_what_a_peer_sent_before_its_end_is_read(self, listener: Listener, connection: Connection) -> None:
+    def test_what_a_peer_sent_before_its_end_is_read(
+        self, listener: Listener, connection: Connection
+    ) -> None:
         """Though something was sent to it in vain meanwhile."""
         connection.send(Ping(1))
         ((peer, _),) = collect(listener, 1)
@@ -351,7 +365,9 @@ class TestTransports:
             send_until_refused(lambda: listener.send(Finish(1), peer))
         assert messages(listener, 1) == [Ping(2)]
 
-    def test_a_path_that_cannot_be_bound_is_an_error(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_path_that_cannot_be_bound_is_an_error(
+        self, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("pearl.transport.zeromq.check_bind", lambda address, keys: None)
         with pytest.raises(ConfigError, match="cannot bind"):
             listen(f"ipc://{directory}/nowhere/control")
@@ -379,9 +395,14 @@ class TestTransports:
             "listener = listen(sys.argv[1]); print('there', flush=True); sys.stdin.read()\n"
             "print(*(message for _, message in listener.receive(20)), flush=True); listener.close()"
         )
-        for most in (resource.getrlimit(resource.RLIMIT_NOFILE)[1], 64):  # the limit may be raised, or it may not
+        for most in (
+            resource.getrlimit(resource.RLIMIT_NOFILE)[1],
+            64,
+        ):  # the limit may be raised, or it may not
             command = [sys.executable, "-c", code, address, str(most)]
-            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            with subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            ) as process:
                 assert process.stdout.readline() == "there\n"
                 clients = [opened(address) for _ in range(120)]
                 connection = connect(address)
@@ -395,7 +416,9 @@ class TestTransports:
                     client.close()
             assert printed == f"{Ping(1)}\n"
 
-    def test_what_only_a_target_sends_is_not_decoded(self, listener: Listener, connection: Connection) -> None:
+    def test_what_only_a_target_sends_is_not_decoded(
+        self, listener: Listener, connection: Connection
+    ) -> None:
         """One message with the log probabilities of four million tokens took eight seconds, and half a gigabyte."""
         lines = b"\0\0" + b"\0\0\x80\xbf" * ((MAX_FRAME >> 2) - 2048)
         message = [msgpack.packb([4, 1, 0, bytes(4), b"\0", lines])]
@@ -405,7 +428,9 @@ class TestTransports:
         assert "Invalid value 4" in str(error), "by its type, the first thing in it"
         assert time.process_time() - began < 3
 
-    def test_closing_drops_what_nobody_will_take_unless_it_is_flushed(self, listener: Listener, tmp_path: Path) -> None:
+    def test_closing_drops_what_nobody_will_take_unless_it_is_flushed(
+        self, listener: Listener, tmp_path: Path
+    ) -> None:
         """ZeroMQ's default lingers forever: the front would never exit after its target died."""
         is_file = listener.address.startswith("ipc")
         connection = connect(f"ipc://{tmp_path}/nobody" if is_file else "tcp://127.0.0.1:1", KEYS)
@@ -426,8 +451,18 @@ class TestTransports:
 @pytest.mark.parametrize(
     "address",
     [
-        *("tcp://*:5555", "tcp://0.0.0.0:5555", "tcp://192.168.0.1:5555", "tcp://127.0.0.1:5555;tcp://0.0.0.0:1"),
-        *("tcp://127.0.0.1.example.org:5555", "tcp://localhost:5555", "tcp://[::]:5555", "tcp://127.0.0.1:5555\n"),
+        *(
+            "tcp://*:5555",
+            "tcp://0.0.0.0:5555",
+            "tcp://192.168.0.1:5555",
+            "tcp://127.0.0.1:5555;tcp://0.0.0.0:1",
+        ),
+        *(
+            "tcp://127.0.0.1.example.org:5555",
+            "tcp://localhost:5555",
+            "tcp://[::]:5555",
+            "tcp://127.0.0.1:5555\n",
+        ),
         *("inproc://pearl", "ws://127.0.0.1:5555", "", "ipc://@abstract", "ipc://relative/control"),
     ],
 )
@@ -507,7 +542,9 @@ def test_a_path_too_long_for_a_socket_is_named_as_such(tmp_path: Path) -> None:
         check_bind(f"ipc://{tmp_path}/{'x' * 107}")
 
 
-def test_private_directories_and_socket_files_whatever_the_umask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_directories_and_socket_files_whatever_the_umask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     before = os.umask(0)
     try:
@@ -550,7 +587,10 @@ def test_an_address_in_use_is_not_taken_over(directory: Path) -> None:
         listener.send(Ping(1))
     connection.close()
     listener.close()
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="cannot bind"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(ConfigError, match="cannot bind"),
+    ):
         listen(f"tcp://127.0.0.1:{taken.getsockname()[1]}", KEYS)
 
 

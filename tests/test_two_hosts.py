@@ -35,7 +35,12 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
 SPEC = "toy:vocab=32,alpha=0.5"
-PLAIN = ["--look-ahead", "0", "--siblings", "0"]  # otherwise the target would not wait for its draft
+PLAIN = [
+    "--look-ahead",
+    "0",
+    "--siblings",
+    "0",
+]  # otherwise the target would not wait for its draft
 PAIR = ["--target", SPEC, "--draft", SPEC, "--method", "pearl", *PLAIN]
 
 
@@ -46,7 +51,9 @@ def ip(*words: str) -> None:
 def tunnel(name: str) -> int:
     """The other end of an interface `wire` in the namespace `name`: what it sends is read here."""
     device, own = os.open("/dev/net/tun", os.O_RDWR), f"pt{os.getpid()}"
-    fcntl.ioctl(device, 0x400454CA, struct.pack("16sH22x", own.encode(), 0x1001))  # TUNSETIFF; IFF_TUN, IFF_NO_PI
+    fcntl.ioctl(
+        device, 0x400454CA, struct.pack("16sH22x", own.encode(), 0x1001)
+    )  # TUNSETIFF; IFF_TUN, IFF_NO_PI
     ip("link", "set", own, "netns", name, "name", "wire")
     return device
 
@@ -66,7 +73,9 @@ class Way(threading.Thread):
         free = 0.0  # when the last one has left
         while not self.has_ended:
             left = max(packets[0][0] - time.monotonic(), 0) if packets else 0.1
-            room = [self._source] if len(packets) < 1000 else []  # the rest waits in the interface, which drops some
+            room = (
+                [self._source] if len(packets) < 1000 else []
+            )  # the rest waits in the interface, which drops some
             if select.select(room, [], [], left)[0]:
                 packet = os.read(self._source, 1 << 16)
                 free = max(free, time.monotonic()) + len(packet) / self._rate
@@ -93,7 +102,20 @@ class Hosts:
         for name in self._names:
             ip("netns", "add", name)
         if delay is None:
-            ip("link", "add", "wire", "netns", first, "type", "veth", "peer", "name", "wire", "netns", second)
+            ip(
+                "link",
+                "add",
+                "wire",
+                "netns",
+                first,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "wire",
+                "netns",
+                second,
+            )
         else:
             one, other = self._devices = [tunnel(first), tunnel(second)]
             self._ways = [Way(one, other, delay, rate), Way(other, one, delay, rate)]
@@ -111,14 +133,28 @@ class Hosts:
 
     def run(self, *arguments: str, draft_keys: Path | None = None) -> None:
         """The same command on both, each in a home of its own."""
-        common = self._environment | {"PYTHON": sys.executable, "HOST": "10.77.0.1", "PYTHONPATH": str(ROOT)}
+        common = self._environment | {
+            "PYTHON": sys.executable,
+            "HOST": "10.77.0.1",
+            "PYTHONPATH": str(ROOT),
+        }
         for number, (name, home) in enumerate(zip(self._names, self.homes, strict=True)):
             keys = str(draft_keys if number and draft_keys else self._keys)
             own = common | {"RANK": str(number), "KEYS": keys, "TMPDIR": str(home)}
-            command = ["ip", "netns", "exec", name, str(ROOT / "launch" / "two_hosts.sh"), *arguments, "123"]
+            command = [
+                "ip",
+                "netns",
+                "exec",
+                name,
+                str(ROOT / "launch" / "two_hosts.sh"),
+                *arguments,
+                "123",
+            ]
             home.mkdir()
             with (home / "out").open("wb") as out, (home / "error").open("wb") as error:
-                run = subprocess.Popen(command, env=own, cwd=home, stdin=DEVNULL, stdout=out, stderr=error)
+                run = subprocess.Popen(
+                    command, env=own, cwd=home, stdin=DEVNULL, stdout=out, stderr=error
+                )
             self._runs.append(run)
 
     def codes(self) -> list[int]:
@@ -156,7 +192,9 @@ def hosts(temporary: dict[str, str], tmp_path: Path) -> Iterator[Hosts]:
         made.stop()
 
 
-def on_one_host(length: int, spec: str = SPEC, rule: str = "coupled", temperature: float = 0.0) -> str:
+def on_one_host(
+    length: int, spec: str = SPEC, rule: str = "coupled", temperature: float = 0.0
+) -> str:
     """The text as one process makes it, under the virtual clock."""
     config = EngineConfig(target=spec, draft=spec, target_pace=1.0, draft_pace=0.2)
     decoding = RequestOptions(method="pearl", rule=rule, look_ahead=0, siblings=0)
@@ -166,7 +204,9 @@ def on_one_host(length: int, spec: str = SPEC, rule: str = "coupled", temperatur
 
 
 @pytest.mark.parametrize("has_keys", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_a_draft_without_the_keys_is_refused_in_one_line(hosts: Hosts, tmp_path: Path, has_keys: bool) -> None:
+def test_a_draft_without_the_keys_is_refused_in_one_line(
+    hosts: Hosts, tmp_path: Path, has_keys: bool
+) -> None:
     """On both hosts; the target's says on which the fault is."""
     hosts.connect()
     if has_keys:
@@ -181,18 +221,36 @@ def test_a_draft_without_the_keys_is_refused_in_one_line(hosts: Hosts, tmp_path:
 
 @pytest.mark.parametrize(
     "delay",
-    [pytest.param(None, id="interface down"), pytest.param(0.0, id="packets lost", marks=pytest.mark.long)],
+    [
+        pytest.param(None, id="interface down"),
+        pytest.param(0.0, id="packets lost", marks=pytest.mark.long),
+    ],
 )
 def test_a_cut_link_costs_the_draft_until_it_is_back(hosts: Hosts, delay: float | None) -> None:
     """Where packets are lost without a word, the kernel's own attempts come ever more rarely: minutes went by."""
     hosts.connect(delay)
-    paces = ["--target-pace", "0.05", "--draft-pace", "0.01", "--draft-timeout", "1", "--max-tokens", "50000"]
+    paces = [
+        "--target-pace",
+        "0.05",
+        "--draft-pace",
+        "0.01",
+        "--draft-timeout",
+        "1",
+        "--max-tokens",
+        "50000",
+    ]
     hosts.run(*PAIR, "--log-level", "info", *paces)
-    eventually(lambda: len(hosts.said(0, "out")) > 80, "the text is on its way, and the draft is looked after")
+    eventually(
+        lambda: len(hosts.said(0, "out")) > 80,
+        "the text is on its way, and the draft is looked after",
+    )
     hosts.cut(True)
     eventually(lambda: "the target goes on alone" in hosts.said(0), "the target gives its draft up")
     if delay is not None:
-        eventually(lambda: "is gone; starting it again" in hosts.said(1), "the draft gives its connection up")
+        eventually(
+            lambda: "is gone; starting it again" in hosts.said(1),
+            "the draft gives its connection up",
+        )
     hosts.cut(False)
     eventually(lambda: "a draft has joined" in hosts.said(0), "the draft is admitted again")
     before = len(hosts.said(0, "out"))
@@ -201,7 +259,9 @@ def test_a_cut_link_costs_the_draft_until_it_is_back(hosts: Hosts, delay: float 
     assert text + "\n" == on_one_host(len(text))
 
 
-def test_over_a_slow_link_the_text_is_that_of_one_host_and_the_trace_names_the_way_of_messages(hosts: Hosts) -> None:
+def test_over_a_slow_link_the_text_is_that_of_one_host_and_the_trace_names_the_way_of_messages(
+    hosts: Hosts,
+) -> None:
     """10 ms one way, 10 Mbit/s. Each host keeps its half, and the report says what to do."""
     hosts.connect(0.01, 10e6 / 8)
     paces = ["--target-pace", "0.02", "--draft-pace", "0.004"]
@@ -223,7 +283,29 @@ def test_rows_that_take_seconds_are_no_lost_message(hosts: Hosts) -> None:
     """Heartbeats that waited behind them told of a draft at rest, and it got the whole prefix again and again."""
     hosts.connect(0.01, 10e6 / 8)
     spec = "toy:vocab=32000,alpha=0.8"  # a row is 128 kB
-    pair = ["--target", spec, "--draft", spec, "--target-pace", "0.05", "--draft-pace", "0.01", *PLAIN]
-    hosts.run(*pair, "--method", "pearl", "--rule", "ratio", "--temperature", "1", "--seed", "5", "--max-tokens", "12")
+    pair = [
+        "--target",
+        spec,
+        "--draft",
+        spec,
+        "--target-pace",
+        "0.05",
+        "--draft-pace",
+        "0.01",
+        *PLAIN,
+    ]
+    hosts.run(
+        *pair,
+        "--method",
+        "pearl",
+        "--rule",
+        "ratio",
+        "--temperature",
+        "1",
+        "--seed",
+        "5",
+        "--max-tokens",
+        "12",
+    )
     assert hosts.text() == on_one_host(12, spec, "ratio", 1.0)
     assert "was lost" not in hosts.said(0)

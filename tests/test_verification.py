@@ -23,7 +23,7 @@ from pearl.decoding.rules.several import BatchTarget, SpectrTarget
 from pearl.decoding.sampling import pick, pick_on_device, read_draw
 from pearl.errors import NumericalError
 from pearl.execution.target import TargetExecutor
-from pearl.lab.simulate import Outcome
+from pearl.lab.studies.simulate import Outcome
 from pearl.models.toy import ToyRunner
 from pearl.protocol.events import Forward, Odds, Open, Phase, Sample, Sampled
 from pearl.spec.rules import RULES, Parameters
@@ -49,7 +49,10 @@ CASES = [
 
 
 def committed(
-    target: tuple[int, ...], draft: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, rule: RatioTarget | None = None
+    target: tuple[int, ...],
+    draft: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    rule: RatioTarget | None = None,
 ) -> tuple[list[Fraction], Fraction]:
     """What the rule (default: ratio) commits at one position: over every draft token, u of the grid and correction.
 
@@ -85,27 +88,39 @@ def distance(one: list[Fraction], other: list[Fraction]) -> Fraction:
     return sum((abs(a - b) for a, b in zip(one, other, strict=True)), Fraction(0)) / 2
 
 
-RULES_OF_64THS: list[Any] = [(RatioTarget, 0), *product((OptTarget, UnoTarget), (0, 4, 8, 64))]  # 64ths
+RULES_OF_64THS: list[Any] = [
+    (RatioTarget, 0),
+    *product((OptTarget, UnoTarget), (0, 4, 8, 64)),
+]  # 64ths
 RULES_OF_64THS += [(BildTarget, 64 * rollback) for rollback in (0.3, 0.8, 1.4)]
 
 
 @pytest.mark.parametrize(("rule", "parameter"), RULES_OF_64THS)
 @pytest.mark.parametrize(("target", "draft"), CASES)
 def test_bias_and_rejections_are_as_told(
-    rule: Any, target: tuple[int, ...], draft: tuple[int, ...], parameter: float, monkeypatch: pytest.MonkeyPatch
+    rule: Any,
+    target: tuple[int, ...],
+    draft: tuple[int, ...],
+    parameter: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As fractions; for opt the two add up to the distance of the models, and no replacement has less bias."""
     judge = rule(drawn_by(1.0), *([] if rule is RatioTarget else [parameter / 64]))
     p, q = ([Fraction(each, 64) for each in weights] for weights in (target, draft))
     law, rejected = committed(target, draft, monkeypatch, judge)
-    told = judge.judge(torch.tensor([target]) / 64, [draft.index(max(draft))], [torch.tensor(draft) / 64], 0).odds
+    told = judge.judge(
+        torch.tensor([target]) / 64, [draft.index(max(draft))], [torch.tensor(draft) / 64], 0
+    ).odds
     bias = distance(law, p)
     assert told.rejections == pytest.approx(float(rejected), abs=1e-6)
     assert told.variance == pytest.approx(float(rejected * (1 - rejected)), abs=1e-6)
     assert told.bias == pytest.approx(float(bias), abs=1e-6)
     if rule is BildTarget:
         return
-    accepted = [min(b, a + Fraction(int(parameter), 64)) if a else Fraction(0) for a, b in zip(p, q, strict=True)]
+    accepted = [
+        min(b, a + Fraction(int(parameter), 64)) if a else Fraction(0)
+        for a, b in zip(p, q, strict=True)
+    ]
     assert rejected == 1 - sum(accepted)
     if rule is OptTarget:
         assert rejected + bias == distance(p, q)
@@ -125,7 +140,10 @@ def lenient(u: float, target_prob: float, draft_prob: float) -> bool:
     return u * draft_prob <= target_prob
 
 
-PLANTED_IN_RULE: dict[str, Any] = {"accepts": lenient, "residual": lambda target_probs, draft_probs: target_probs}
+PLANTED_IN_RULE: dict[str, Any] = {
+    "accepts": lenient,
+    "residual": lambda target_probs, draft_probs: target_probs,
+}
 
 
 @pytest.mark.parametrize("name", PLANTED_IN_RULE)
@@ -208,7 +226,11 @@ def p_value(texts: list[list[int]], target: Table = TARGET) -> float:
 
 def biased_law(rule: str, value: float) -> Table:
     """What each token is committed by under a rule that is not exact."""
-    accepted = torch.where(TARGET.ge(value), DRAFT, 0.0) if rule == "bild" else torch.minimum(DRAFT, TARGET + value)
+    accepted = (
+        torch.where(TARGET.ge(value), DRAFT, 0.0)
+        if rule == "bild"
+        else torch.minimum(DRAFT, TARGET + value)
+    )
     rest = (TARGET - DRAFT).relu() if rule == "opt" else TARGET
     return accepted + (1 - accepted.sum(-1, keepdim=True)) * rest / rest.sum(-1, keepdim=True)
 
@@ -219,7 +241,11 @@ EXACT = [
     resolved("pearl", "fixed", 2),
     *(resolved(m, "fixed", g) for m in ("sd", "pearl-no-post-verify") for g in (1, 2, 4)),
     resolved("ar"),
-    *(resolved(*way, 3, rule, (("candidates", 3.0),)) for rule in ("batch", "spectr") for way in WAYS[1:]),
+    *(
+        resolved(*way, 3, rule, (("candidates", 3.0),))
+        for rule in ("batch", "spectr")
+        for way in WAYS[1:]
+    ),
     *(
         resolved("sd", "fixed", 4, draft_stop="threshold", stop_parameters=(("confidence", least),))
         for least in (0.3, 0.6)
@@ -228,13 +254,21 @@ EXACT = [
 BIASED = [
     (resolved("pearl", "stream", 4, rule, ((name, given),)), biased_law(rule, value))
     for rule, name, given, value in (
-        *(("opt", "epsilon", 0.125, 0.125), ("uno", "epsilon", 0.125, 0.125), ("bild", "rollback", -log(0.3), 0.3)),
+        *(
+            ("opt", "epsilon", 0.125, 0.125),
+            ("uno", "epsilon", 0.125, 0.125),
+            ("bild", "rollback", -log(0.3), 0.3),
+        ),
     )
 ]
 
 
 def name(value: object) -> str:
-    return f"{value.method}-{value.window}-{value.gamma}-{value.rule}" if isinstance(value, RequestOptions) else ""
+    return (
+        f"{value.method}-{value.window}-{value.gamma}-{value.rule}"
+        if isinstance(value, RequestOptions)
+        else ""
+    )
 
 
 @pytest.mark.parametrize("decoding", EXACT, ids=name)
@@ -249,7 +283,9 @@ def test_the_first_tokens_have_the_targets_distribution(decoding: RequestOptions
 
 
 @pytest.mark.parametrize(("decoding", "law"), BIASED, ids=name)
-def test_biased_texts_have_the_distribution_that_is_told(decoding: RequestOptions, law: Table) -> None:
+def test_biased_texts_have_the_distribution_that_is_told(
+    decoding: RequestOptions, law: Table
+) -> None:
     """And not the target's: what chi-square says of the one it does not say of the other."""
     written = texts(decoding, 3, 900)
     assert p_value(written, law) > NEVER
@@ -303,7 +339,9 @@ class Outcomes:
         self._rest: list[torch.Tensor] = []
         self._drawn: tuple[int, ...] = ()
         monkeypatch.setattr(several, "probabilities", lambda logits, sampling: logits)
-        monkeypatch.setattr(several, "candidate", lambda draft, sampling, position, number: self._drawn[number])
+        monkeypatch.setattr(
+            several, "candidate", lambda draft, sampling, position, number: self._drawn[number]
+        )
         monkeypatch.setattr(several, "accepts", self._accepts)
         monkeypatch.setattr(several, "pick", self._pick)
 
@@ -317,7 +355,9 @@ class Outcomes:
         self._rest.append(rest if rest.any() else otherwise)
         return torch.zeros(2)
 
-    def law(self, target: torch.Tensor, draft: torch.Tensor, rule: BatchTarget, count: int) -> tuple[Table, float]:
+    def law(
+        self, target: torch.Tensor, draft: torch.Tensor, rule: BatchTarget, count: int
+    ) -> tuple[Table, float]:
         """What is committed, and how often a correction is."""
         law, corrected = torch.zeros(len(target), dtype=torch.float64), 0.0
         for drawn in product(range(len(draft)), repeat=count):
@@ -327,7 +367,9 @@ class Outcomes:
                 self._script = [number == accepted for number in range(count)]
                 verdict = rule.judge(target[None], [drawn[0]], [draft], 7)
                 chance = weight * prod(self._told)
-                if accepted < count and len(self._told) <= accepted:  # nothing was left to judge it against
+                if (
+                    accepted < count and len(self._told) <= accepted
+                ):  # nothing was left to judge it against
                     continue
                 if verdict.accepted:
                     law[drawn[0]] += chance

@@ -26,10 +26,21 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, source)
     described = (ROOT / "pyproject.toml").read_text()
     # Without our C products, which take 20 s to compile: a wheel does without them where there is no compiler.
-    (source / "pyproject.toml").write_text(re.sub(r"\[\[tool.setuptools.ext-modules\]\]\n(\S.*\n)+", "", described))
+    (source / "pyproject.toml").write_text(
+        re.sub(r"\[\[tool.setuptools.ext-modules\]\]\n(\S.*\n)+", "", described)
+    )
     shutil.copytree(ROOT / "pearl", source / "pearl", ignore=shutil.ignore_patterns("__pycache__"))
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    run(*pip, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", str(place), str(source))
+    run(
+        *pip,
+        "wheel",
+        "--no-deps",
+        "--no-index",
+        "--no-build-isolation",
+        "-w",
+        str(place),
+        str(source),
+    )
     (wheel,) = place.glob("*.whl")
     run(*pip, "install", "--no-deps", "--no-index", "--target", str(site), str(wheel))
     shutil.rmtree(source)
@@ -47,11 +58,27 @@ def test_it_writes_a_text(installed: Path) -> None:
     said = run(*python, "-c", "import pearl; print(pearl.__file__)", site=installed)
     assert Path(said.strip()).is_relative_to(installed)
     assert "Examples:" in run(*python, "-m", "pearl", "--help", site=installed)
-    assert run(*python, "-m", "pearl", "generate", "123", "--config", "toy", "--max-tokens", "5", site=installed)
+    assert run(
+        *python,
+        "-m",
+        "pearl",
+        "generate",
+        "123",
+        "--config",
+        "toy",
+        "--max-tokens",
+        "5",
+        site=installed,
+    )
 
 
 def test_it_has_what_belongs_to_it(installed: Path) -> None:
-    for name in ("py.typed", "config/toy.yaml", "server/page.html", "models/checkpoints/embedded_draft/README.md"):
+    for name in (
+        "py.typed",
+        "config/toy.yaml",
+        "server/page.html",
+        "models/checkpoints/embedded_draft/README.md",
+    ):
         assert (installed / "pearl" / name).is_file(), name
     assert not (installed / "tests").exists()
     (found,) = installed.glob("pearl_runtime-*.dist-info")

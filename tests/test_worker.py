@@ -23,8 +23,8 @@ from pearl.protocol.events import Forward, Judge, Open, Phase
 from pearl.spec import methods
 from pearl.transport.torch_dist import ProcessGroupChannel
 from pearl.worker.draft import MAX_UNANNOUNCED
+from pearl.worker.draft_rows import RowPacker, packed
 from pearl.worker.fronts import Fronts
-from pearl.worker.rows import RowPacker, packed
 from pearl.worker.target import TargetWorker
 from tests.conftest import eventually, greedy_text
 from tests.loops import (
@@ -72,7 +72,14 @@ class Launched(WrappedRunner):
 @pytest.mark.parametrize(
     ("carrier", "control", "chains", "method", "rule", "window", "stop", "launches"),
     pairwise(
-        *(CARRIERS, ["memory", "ipc"], [False, True], METHODS[1:], ["ratio", "coupled"], ["stream", "fixed"]),
+        *(
+            CARRIERS,
+            ["memory", "ipc"],
+            [False, True],
+            METHODS[1:],
+            ["ratio", "coupled"],
+            ["stream", "fixed"],
+        ),
         ["fixed", "threshold"],
         [False, True],
     ),
@@ -101,7 +108,13 @@ def test_text_is_the_simulators(
         stop = "fixed"
     policy, pauses = {"fixed": (), "threshold": (("confidence", 0.2),)}[stop], 0
     for request, sampling in enumerate((sampled, replace(sampled, seed=8), GREEDY)):
-        asked = {"rule": rule, "window": window, "draft_stop": stop, "stop_parameters": policy, "gamma": 8}
+        asked = {
+            "rule": rule,
+            "window": window,
+            "draft_stop": stop,
+            "stop_parameters": policy,
+            "gamma": 8,
+        }
         submit = submission(60, method, sampling, request, **asked)
         told = front.ask(submit)
         assert not told.statistics.draft_lost
@@ -131,7 +144,9 @@ class Noted(Launched):
 
 
 @pytest.mark.parametrize("lasts", [True, False])
-def test_what_the_host_does_beside_a_forward(loops: MakeLoops, monkeypatch: pytest.MonkeyPatch, lasts: bool) -> None:
+def test_what_the_host_does_beside_a_forward(
+    loops: MakeLoops, monkeypatch: pytest.MonkeyPatch, lasts: bool
+) -> None:
     """Of a device: tokens go to the front and the draft's are taken, but other messages wait; and the host does not
     wait for any once the device is done, sooner than usual."""
     notes: list[str] = []
@@ -166,7 +181,9 @@ def test_what_the_host_does_beside_a_forward(loops: MakeLoops, monkeypatch: pyte
     assert notes.count("Ping") == 8
 
 
-def test_the_drafts_tokens_are_taken_beside_a_wide_window(loops: MakeLoops, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drafts_tokens_are_taken_beside_a_wide_window(
+    loops: MakeLoops, monkeypatch: pytest.MonkeyPatch
+) -> None:
     notes: list[str] = []
     pair = loops(wrap=lambda runner: Noted(runner, notes, True), launches=True, alpha=0.99)
     pair.draft()
@@ -233,7 +250,9 @@ def test_front_that_does_not_read_delays_nobody(loops: MakeLoops) -> None:
     pair = loops("ipc", expects_draft=False)
     slow, quick = pair.front(), pair.front()
     slow.endpoint.send(submission(5000, "ar", GREEDY))
-    assert quick.ask(submission(20, "ar", GREEDY)).reason is m.FinishReason.LENGTH  # served after it, so it is done
+    assert (
+        quick.ask(submission(20, "ar", GREEDY)).reason is m.FinishReason.LENGTH
+    )  # served after it, so it is done
     told = Received()
     slow.until(m.Finished, told)
     assert len(told.tokens) == 5000
@@ -248,7 +267,9 @@ def test_front_that_does_not_read_delays_nobody(loops: MakeLoops) -> None:
         ({"limit": 3}, "limit 3"),
     ],
 )
-def test_impossible_request_is_refused_before_any_work(loops: MakeLoops, change: dict[str, int], said: str) -> None:
+def test_impossible_request_is_refused_before_any_work(
+    loops: MakeLoops, change: dict[str, int], said: str
+) -> None:
     pair = loops(expects_draft=False)
     front = pair.front()
     with pytest.raises(RequestError, match=said):
@@ -268,7 +289,9 @@ def test_error_is_told_to_the_request_that_failed(loops: MakeLoops) -> None:
     eventually(lambda: len(model.fed) == model.after, "the first text hangs")
     model._distribution = lambda tokens: fine(tokens) * math.nan
     front.endpoint.send(m.Cancel(2))
-    time.sleep(0.2)  # it waits in the inbox when the forward ends; should it come later, nothing is tested
+    time.sleep(
+        0.2
+    )  # it waits in the inbox when the forward ends; should it come later, nothing is tested
     model.after = 1 << 60
     model.release.set()
     deadline, said = time.monotonic() + BOUND, {}
@@ -337,7 +360,9 @@ def test_garbage_from_fronts_and_strangers_is_answered_and_survived(loops: MakeL
     assert front.ask(submission(50)).tokens == simulated(submission(50))
 
 
-def test_faults_of_peers_are_logged_now_and_then(loops: MakeLoops, caplog: pytest.LogCaptureFixture) -> None:
+def test_faults_of_peers_are_logged_now_and_then(
+    loops: MakeLoops, caplog: pytest.LogCaptureFixture
+) -> None:
     """A line in ten seconds: they may come by the thousand."""
     stranger = loops(expects_draft=False).endpoint()
     for _ in range(100):
@@ -347,7 +372,9 @@ def test_faults_of_peers_are_logged_now_and_then(loops: MakeLoops, caplog: pytes
     assert 1 <= caplog.text.count("dropped a message") < 10
 
 
-def test_rows_of_who_is_not_the_draft_are_not_unpacked(loops: MakeLoops, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_who_is_not_the_draft_are_not_unpacked(
+    loops: MakeLoops, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a few bytes each would become a whole vocabulary: 28 KB made 1.2 GB. Nor do they reach a draft that joins."""
     unpacked: list[object] = []
     monkeypatch.setattr(PackedRow, "unpack", lambda row, vocab: unpacked.append(row))
@@ -361,7 +388,11 @@ def test_rows_of_who_is_not_the_draft_are_not_unpacked(loops: MakeLoops, monkeyp
     for one in (
         m.Hello(m.PROTOCOL_VERSION, m.Role.DRAFT, pair.vocab, CONTEXT, DIGEST),
         m.Heartbeat(0, "calibrated", 1, 1e-3),
-        *(replace(message, request=request, epoch=epoch) for request in (1, 2) for epoch in range(3)),
+        *(
+            replace(message, request=request, epoch=epoch)
+            for request in (1, 2)
+            for epoch in range(3)
+        ),
     ):
         stranger.send(one)
     front.until(m.Finished)
@@ -371,7 +402,9 @@ def test_rows_of_who_is_not_the_draft_are_not_unpacked(loops: MakeLoops, monkeyp
 # ---- distributions ----
 
 
-@pytest.mark.parametrize(("vocab", "possible"), [(5, 1), (127, 1000), (128, 3), (300, 1), (300, 40)])
+@pytest.mark.parametrize(
+    ("vocab", "possible"), [(5, 1), (127, 1000), (128, 3), (300, 1), (300, 40)]
+)
 def test_a_row_arrives_as_it_was(vocab: int, possible: int) -> None:
     """Few tokens of a small or a large vocabulary, or all of it; the ids in whatever order they come."""
     row = torch.rand(vocab, generator=torch.Generator().manual_seed(vocab))
@@ -385,14 +418,18 @@ def test_a_row_arrives_as_it_was(vocab: int, possible: int) -> None:
     if sent.ids is not None:
         parts = zip((sent.ids, sent.probs), (torch.int32, torch.float32), strict=True)
         ids, weights = (torch.frombuffer(bytearray(part), dtype=kind) for part, kind in parts)
-        assert torch.equal(sparse(ids.flip(0).tolist(), weights.flip(0).tolist()).unpack(vocab), row)
+        assert torch.equal(
+            sparse(ids.flip(0).tolist(), weights.flip(0).tolist()).unpack(vocab), row
+        )
         with pytest.raises(RemoteProtocolError):
             sent.unpack(len(ids) - 1)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def test_a_row_is_judged_alike_on_the_host_or_on_the_device(device: str) -> None:
-    runner = load_runner(ModelConfig(str(tiny_model()), dtype="float32", max_context=64), torch.device(device))
+    runner = load_runner(
+        ModelConfig(str(tiny_model()), dtype="float32", max_context=64), torch.device(device)
+    )
     executor = TargetExecutor(runner)
     executor.execute(Open(PROMPT, resolved(sampling=WARM)))
     executor.execute(Forward(Phase.PREFILL, 0, PROMPT, 1))
@@ -400,5 +437,8 @@ def test_a_row_is_judged_alike_on_the_host_or_on_the_device(device: str) -> None
     few[[1, 5]] = torch.tensor([0.25, 0.75])
     for row in (dense, few):
         forms = row.to(device), pack(row).unpack(runner.vocab_size)
-        judged, other = [executor.execute(Judge(len(PROMPT), (5,), (each,), (len(PROMPT) - 1,))) for each in forms]
+        judged, other = [
+            executor.execute(Judge(len(PROMPT), (5,), (each,), (len(PROMPT) - 1,)))
+            for each in forms
+        ]
         assert other == judged

@@ -59,14 +59,20 @@ COMMANDS: list[tuple[str, str] | tuple[str, str, int]] = [
     ("generate --target damaged.gguf x", "cut off or damaged", 3),
     ("generate --target toy:beta=1 x", "unknown key 'beta'; known are vocab", 3),
     ("generate --draft toy x", "different vocabularies", 3),
-    (f"generate {PAIR} --temperature -1 x", "temperature: Input should be greater than or equal to 0"),
+    (
+        f"generate {PAIR} --temperature -1 x",
+        "temperature: Input should be greater than or equal to 0",
+    ),
     (f"generate {PAIR} --json-schema {{ x", "json_schema: is not JSON"),
     (f"generate {PAIR} --json-schema [] x", "json_schema: must be a JSON object"),
     (f"generate {PAIR} --target-device gpu x", "bad device 'gpu': use auto, cpu"),
     (f"generate {PAIR} --control udp://x x", "control: use ipc, or tcp://HOST:PORT"),
     (f"generate {PAIR} --trace /nowhere/x.json x", "name one in a directory that exists"),
     (f"generate {PAIR} --datastore . --method rest x", "`pearl datastore build` makes one"),
-    (f"generate {PAIR} --disco text.txt --draft-stop disco x", "no classifier that pearl disco train has made"),
+    (
+        f"generate {PAIR} --disco text.txt --draft-stop disco x",
+        "no classifier that pearl disco train has made",
+    ),
     (f"generate {PAIR} --method sd --look-ahead 4 x", "look_ahead is for methods auto, ngram"),
     (f"generate {PAIR} --look-ahead many x", "look_ahead: Input should be a valid integer"),
     (f"generate {PAIR} --connect 99999 x", "give a PID or a directory of `pearl ps`"),
@@ -88,10 +94,19 @@ COMMANDS: list[tuple[str, str] | tuple[str, str, int]] = [
     ("trace show trace.json", "Missing option '--png'"),
     ("trace show trace.json --png /nowhere/x.png", "--png: cannot write /nowhere/x.png"),
     ("bench fast", "'fast': method: Input should be 'auto'"),
-    ("bench --method sd", "--method: pearl bench runs untraced, and each way with its own settings"),
+    (
+        "bench --method sd",
+        "--method: pearl bench runs untraced, and each way with its own settings",
+    ),
     ("bench pearl --rule opt", "--rule: pearl bench runs untraced"),
-    ("bench --prompts none.jsonl", "cannot read the prompts in none.jsonl: No such file or directory"),
-    (f"bench --prompts broken.jsonl {PAIR}", "broken.jsonl, prompt 1: not a JSON object with a text under"),
+    (
+        "bench --prompts none.jsonl",
+        "cannot read the prompts in none.jsonl: No such file or directory",
+    ),
+    (
+        f"bench --prompts broken.jsonl {PAIR}",
+        "broken.jsonl, prompt 1: not a JSON object with a text under",
+    ),
     (f"bench ar {PAIR} --json /nowhere/x.json", "--json: cannot write /nowhere/x.json"),
     (f"bench ar {PAIR} --json .", "--json: cannot write .: name a file"),
     ("calibrate --method ar", "--method: pearl calibrate runs untraced, and compares the methods"),
@@ -100,9 +115,15 @@ COMMANDS: list[tuple[str, str] | tuple[str, str, int]] = [
     ("check --stop x", "--stop: pearl check runs untraced, without stop strings"),
     ("check --prompts binary.yaml", "it is no text in UTF-8"),
     ("paper pearl --pair GPT", "no pair is called 'GPT'; there are"),
-    ("disco train other.jsonl --out x", "other.jsonl, prompt 1: not a JSON object with a text under"),
+    (
+        "disco train other.jsonl --out x",
+        "other.jsonl, prompt 1: not a JSON object with a text under",
+    ),
     ("disco train prompts.jsonl --out /nowhere/x", "--out: cannot write /nowhere/x"),
-    ("disco train prompts.jsonl --out x --temperature 1", "--temperature: pearl disco train records greedy answers"),
+    (
+        "disco train prompts.jsonl --out x --temperature 1",
+        "--temperature: pearl disco train records greedy answers",
+    ),
     ("distill --out d --config key.yaml", "key.yaml: unknown setting 'methd'"),
 ]
 
@@ -135,10 +156,19 @@ def test_a_command_says_in_two_lines_what_is_wrong(
 
 
 TEXT: dict[str, Any] = {"model": MODEL, "prompt": "1", "max_tokens": 2}
-TALK: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "1"}], "max_tokens": 2}
+TALK: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "1"}],
+    "max_tokens": 2,
+}
 # Endpoint, body, status, words of the message.
 BODIES: list[tuple[str, Any, int, str]] = [
-    ("/v1/completion", TEXT, 404, "did you mean /v1/completions? /openapi.json lists what there is"),
+    (
+        "/v1/completion",
+        TEXT,
+        404,
+        "did you mean /v1/completions? /openapi.json lists what there is",
+    ),
     ("/v2/models", TEXT, 404, "did you mean /v1/models?"),
     ("/nowhere/at/all", TEXT, 404, "there is no /nowhere/at/all here: /openapi.json"),
     ("/v1/models", TEXT, 405, "POST /v1/models: this path takes GET, HEAD"),
@@ -149,8 +179,18 @@ BODIES: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", TEXT | {"model": "gpt-4"}, 404, f"no model 'gpt-4' here, only '{MODEL}'"),
     ("/v1/completions", TEXT | {"prompt": ""}, 400, "prompt: must not be empty"),
     ("/v1/completions", TEXT | {"prompt": []}, 400, "prompt: must not be empty"),
-    ("/v1/completions", TEXT | {"prompt": [99999]}, 400, "token id 99999, the model has ids up to 31"),
-    ("/v1/completions", TEXT | {"temperature": "hot"}, 400, "temperature: should be a valid number"),
+    (
+        "/v1/completions",
+        TEXT | {"prompt": [99999]},
+        400,
+        "token id 99999, the model has ids up to 31",
+    ),
+    (
+        "/v1/completions",
+        TEXT | {"temperature": "hot"},
+        400,
+        "temperature: should be a valid number",
+    ),
     ("/v1/completions", TEXT | {"max_tokens": 600}, 400, "the context holds 512 tokens"),
     (
         "/v1/completions",
@@ -159,12 +199,37 @@ BODIES: list[tuple[str, Any, int, str]] = [
         "logit_bias: takes token ids, each with a number",
     ),
     ("/v1/completions", TEXT | {"echo": True}, 400, "echo is not supported"),
-    ("/v1/completions", TEXT | {"stream_options": {}}, 400, "stream_options: is for stream true only"),
-    ("/v1/completions", TEXT | {"response_format": {"type": "xml"}}, 400, "should be 'text', 'json_object' or"),
+    (
+        "/v1/completions",
+        TEXT | {"stream_options": {}},
+        400,
+        "stream_options: is for stream true only",
+    ),
+    (
+        "/v1/completions",
+        TEXT | {"response_format": {"type": "xml"}},
+        400,
+        "should be 'text', 'json_object' or",
+    ),
     ("/v1/chat/completions", TALK | {"messages": []}, 400, "messages: should have at least 1 item"),
-    ("/v1/chat/completions", TALK | {"messages": [{"role": "robot"}]}, 400, "messages[0].role: should be 'system'"),
-    ("/v1/chat/completions", TALK | {"tool_choice": "required"}, 400, "tool_choice: required needs tools"),
-    ("/v1/chat/completions", TALK | {"top_logprobs": 3}, 400, "top_logprobs: is for logprobs true only"),
+    (
+        "/v1/chat/completions",
+        TALK | {"messages": [{"role": "robot"}]},
+        400,
+        "messages[0].role: should be 'system'",
+    ),
+    (
+        "/v1/chat/completions",
+        TALK | {"tool_choice": "required"},
+        400,
+        "tool_choice: required needs tools",
+    ),
+    (
+        "/v1/chat/completions",
+        TALK | {"top_logprobs": 3},
+        400,
+        "top_logprobs: is for logprobs true only",
+    ),
     ("/v1/responses", {"model": MODEL}, 400, "input: is missing"),
     (
         "/v1/responses",
@@ -177,7 +242,9 @@ BODIES: list[tuple[str, Any, int, str]] = [
 ]
 
 
-def test_the_server_says_what_is_wrong_with_a_request(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_server_says_what_is_wrong_with_a_request(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
     for path, body, status, words in BODIES:
         content = {"content": body} if isinstance(body, bytes) else {"json": body}
         answer = httpx.post(served.url + path, headers=JSON, timeout=60, **content)
@@ -186,6 +253,10 @@ def test_the_server_says_what_is_wrong_with_a_request(served: Served, caplog: py
         message = error if path.startswith("/api") else error["message"]
         assert words in message, (path, body)
         assert "\n" not in message, (path, body)
-    assert httpx.get(f"{served.url}/v1/models/other").json()["error"]["message"].endswith(f"only '{MODEL}'")
+    assert (
+        httpx.get(f"{served.url}/v1/models/other")
+        .json()["error"]["message"]
+        .endswith(f"only '{MODEL}'")
+    )
     served.post(temprature=1, max_tokens=1)
     assert "'temprature', which is not known and ignored: did you mean temperature?" in caplog.text

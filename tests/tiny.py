@@ -22,7 +22,16 @@ from pearl.models.checkpoints.loading import load_runner
 CPU = torch.device("cpu")
 SPECIAL = ("<|pad|>", "<|end|>", "<|start|>")
 EOS_ID = 1
-MERGES = (("t", "h"), ("th", "e"), ("i", "n"), ("Ġ", "the"), ("a", "n"), ("an", "d"), ("Ġ", "a"), ("e", "r"))
+MERGES = (
+    ("t", "h"),
+    ("th", "e"),
+    ("i", "n"),
+    ("Ġ", "the"),
+    ("a", "n"),
+    ("an", "d"),
+    ("Ġ", "a"),
+    ("e", "r"),
+)
 VOCAB_SIZE = len(SPECIAL) + 256 + len(MERGES)
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
@@ -86,11 +95,21 @@ _GEMMA3N = {
     "laurel_rank": 4,
     "altup_num_inputs": 2,
 }
-_GPT2 = {"n_embd": 32, "n_head": 4, "n_positions": 256, "initializer_range": 0.1, "eos_token_id": EOS_ID}
+_GPT2 = {
+    "n_embd": 32,
+    "n_head": 4,
+    "n_positions": 256,
+    "initializer_range": 0.1,
+    "eos_token_id": EOS_ID,
+}
 _OPT = _SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.1}
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "decoder_start_token_id": 0}
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "initializer_range": 0.3}
-_WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "initializer_range": 0.2}
+_WINDOW = {
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "initializer_range": 0.2,
+}
 _DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_value_heads": 4,
@@ -126,8 +145,19 @@ _LATENT = {  # attention of DeepSeek's
     "num_key_value_heads": 4,
 }
 _ROUTED = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-_FALCON = {"hidden_size": 32, "num_attention_heads": 4, "initializer_range": 0.1, "eos_token_id": EOS_ID}
-_FALCON_H1 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64, "mamba_d_state": 8, "mamba_chunk_size": 8}
+_FALCON = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "initializer_range": 0.1,
+    "eos_token_id": EOS_ID,
+}
+_FALCON_H1 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_ssm": 64,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+}
 _NEOX = {key: value for key, value in _SIZES.items() if key != "num_key_value_heads"}
 _DORY = {
     "head_dim": 8,
@@ -152,7 +182,12 @@ _QWEN4 = {
     "indexer_budget": 8,
     "indexer_compress_ratio": 2,
 }
-_SLIDING_LATENT = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "v_head_dim": 8}
+_SLIDING_LATENT = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "v_head_dim": 8,
+}
 _DOTS3 = {
     "layer_types": ["indexed_attention", "sliding_attention"],
     "head_dim": 16,
@@ -176,19 +211,34 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
         "Llama",
         _SIZES | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
     ),
-    "phi3-long": ("Phi3", _SIZES | {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 32}),
+    "phi3-long": (
+        "Phi3",
+        _SIZES | {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 32},
+    ),
     "gpt2": ("GPT2", _GPT2),
     "opt": ("OPT", _OPT),
-    "bloom": ("Bloom", {"hidden_size": 32, "n_head": 4, "initializer_range": 0.1}),  # ALiBi, no position ids
+    "bloom": (
+        "Bloom",
+        {"hidden_size": 32, "n_head": 4, "initializer_range": 0.1},
+    ),  # ALiBi, no position ids
     "mistral": ("Mistral", _SIZES | {"sliding_window": None}),
     "mistral-sliding": ("Mistral", _SIZES | {"sliding_window": 8}),
     "mistral-wide": ("Mistral", _SIZES | {"sliding_window": 64}),
     # Of our own forward, with windows that are short.
     "qwen3-short": ("Qwen3", _SIZES | {"use_sliding_window": True, **_SHORT}),
-    "gemma3-short": ("Gemma3Text", _GEMMA | _SHORT | {"rope_parameters": _GEMMA3_ROPE, "query_pre_attn_scalar": 20}),
+    "gemma3-short": (
+        "Gemma3Text",
+        _GEMMA | _SHORT | {"rope_parameters": _GEMMA3_ROPE, "query_pre_attn_scalar": 20},
+    ),
     "gemma2-short": (
         "Gemma2",
-        _GEMMA | _SHORT | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 20},
+        _GEMMA
+        | _SHORT
+        | {
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 2.0,
+            "query_pre_attn_scalar": 20,
+        },
     ),
     "olmo2": ("Olmo2", _SIZES | {"rms_norm_eps": 1e-3}),
     "olmo3-short": ("Olmo3", _SIZES | _SHORT),
@@ -197,7 +247,10 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "smollm3-short": ("SmolLM3", _SIZES | {"no_rope_layers": [1, 0]}),
     "granite-scaled": ("Granite", _SIZES | _MULTIPLIERS),
     "gemma2-wide": ("Gemma2", _SIZES | {"sliding_window": 64, "head_dim": 8}),  # every other layer
-    "gemma2-caps": ("Gemma2", _GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0}),
+    "gemma2-caps": (
+        "Gemma2",
+        _GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0},
+    ),
     "gemma3-linear": ("Gemma3Text", _GEMMA | {"rope_parameters": _GEMMA3_ROPE}),
     "gemma-encoder": ("Gemma", _SIZES | {"head_dim": 8, "use_bidirectional_attention": True}),
     "gemma3-encoder": ("Gemma3Text", _GEMMA | {"use_bidirectional_attention": True}),
@@ -213,14 +266,20 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
         "Phi3",
         _SIZES
         | {"original_max_position_embeddings": 256, "max_position_embeddings": 512}
-        | {"rope_parameters": _LONGROPE | {"partial_rotary_factor": 0.75, "short_factor": [1.1, 1.3, 2], **_LONG}},
+        | {
+            "rope_parameters": _LONGROPE
+            | {"partial_rotary_factor": 0.75, "short_factor": [1.1, 1.3, 2], **_LONG}
+        },
     ),
     "glm": ("Glm", _SIZES | {"attention_bias": True, "head_dim": 8}),
     "glm4": ("Glm4", _SIZES | {"attention_bias": True, "head_dim": 8}),
     "gemma3n": ("Gemma3nText", _GEMMA | _GEMMA3N),
     "phi3-partial": ("Phi3", _SIZES | {"rope_parameters": _BASE | {"partial_rotary_factor": 0.75}}),
     "stablelm": ("StableLm", _SIZES | {"rope_parameters": _BASE | {"partial_rotary_factor": 1.0}}),
-    "minimax-m2": ("MiniMaxM2", _SIZES | {"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2}),
+    "minimax-m2": (
+        "MiniMaxM2",
+        _SIZES | {"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2},
+    ),
     "doge": ("Doge", _SIZES),
     "qwen3.5": ("Qwen3_5Text", _SIZES | _DELTA),
     "qwen3-next": (
@@ -229,7 +288,9 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "gpt-oss": (
         "GptOss",
-        _SIZES | _WINDOW | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.7},
+        _SIZES
+        | _WINDOW
+        | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.7},
     ),
     "gpt-oss-plain": (
         "GptOss",
@@ -249,15 +310,33 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
         "DeepseekV4",
         _SIZES
         | _MOE
-        | {"num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2}
-        | {"n_routed_experts": 4, "sliding_window": 8, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 64}
+        | {
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "q_lora_rank": 16,
+            "o_lora_rank": 16,
+            "o_groups": 2,
+        }
+        | {
+            "n_routed_experts": 4,
+            "sliding_window": 8,
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "index_topk": 64,
+        }
         | {"layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"]}
-        | {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16}},
+        | {
+            "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16}
+        },
     ),
     # An indexer chooses 8 positions to attend to.
     "deepseek-v3.2": (
         "DeepseekV32",
-        _SIZES | _MOE | _LATENT | _ROUTED | {"index_topk": 8, "index_n_heads": 16, "index_head_dim": 16},
+        _SIZES
+        | _MOE
+        | _LATENT
+        | _ROUTED
+        | {"index_topk": 8, "index_n_heads": 16, "index_head_dim": 16},
     ),
     # Three loops over its middle layers, each with keys of its own, or all but the last with the keys of the last.
     "dory": ("Dory", _SIZES | _DORY),
@@ -270,13 +349,19 @@ _KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "phi": ("Phi", _SIZES),
     "falcon": ("Falcon", {**_FALCON, "layer_norm_epsilon": 1e-2}),
     "falcon-h1": ("FalconH1", _SIZES | _FALCON_H1),  # attention and a state in the same layer
-    "mamba2": ("Mamba2", {"hidden_size": 32, "state_size": 8, "num_heads": 8, "head_dim": 8, "chunk_size": 8}),
+    "mamba2": (
+        "Mamba2",
+        {"hidden_size": 32, "state_size": 8, "num_heads": 8, "head_dim": 8, "chunk_size": 8},
+    ),
     "gpt-neox": ("GPTNeoX", _NEOX),
     "mamba": ("Mamba", {"hidden_size": 32, "state_size": 4, "initializer_range": 0.3}),
     "rwkv": ("Rwkv", {"hidden_size": 32, "attention_hidden_size": 32, "context_length": 64}),
     "bert": ("Bert", _SIZES),
     "roberta": ("Roberta", _SIZES | {"is_decoder": True, "pad_token_id": 1}),
-    "bart": ("Bart", {"d_model": 32, "decoder_layers": 3, "decoder_ffn_dim": 64, "decoder_attention_heads": 4}),
+    "bart": (
+        "Bart",
+        {"d_model": 32, "decoder_layers": 3, "decoder_ffn_dim": 64, "decoder_attention_heads": 4},
+    ),
     "openai-gpt": ("OpenAIGPT", {"n_embd": 32, "n_head": 4}),
     "t5": ("T5", _T5),
 }
@@ -304,7 +389,13 @@ _CLIP = {
     "patch_size": 14,
 }
 _PIXTRAL = _CLIP | {"model_type": "pixtral", "head_dim": 8}
-_VIT = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+_VIT = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+}
 _VIT3 = _VIT | {"num_position_embeddings": 16}
 _VIT2 = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2}
 _LLAMA4_VISION = {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}
@@ -312,8 +403,16 @@ _LLAMA4_VISION = {"vision_output_dim": 16, "projector_input_dim": 16, "projector
 _WRAPPERS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
     "gemma3": ("Gemma3", _GEMMA | _SHORT | {"rope_parameters": _GEMMA3_ROPE}, _CLIP),
     "llama4": ("Llama4", _SIZES | _LLAMA4, _CLIP | _LLAMA4_VISION),
-    "llava": ("Llava", _SIZES | {"model_type": "llama"}, _CLIP | {"model_type": "clip_vision_model"}),
-    "mistral3": ("Mistral3", _SIZES | {"model_type": "mistral", "head_dim": 8, "sliding_window": None}, _PIXTRAL),
+    "llava": (
+        "Llava",
+        _SIZES | {"model_type": "llama"},
+        _CLIP | {"model_type": "clip_vision_model"},
+    ),
+    "mistral3": (
+        "Mistral3",
+        _SIZES | {"model_type": "mistral", "head_dim": 8, "sliding_window": None},
+        _PIXTRAL,
+    ),
     "qwen2_vl": ("Qwen2VL", _SIZES | {"rope_parameters": _MROPE}, _VIT2),
     "qwen2_5_vl": ("Qwen2_5_VL", _SIZES | {"rope_parameters": _MROPE}, _VIT),
     "qwen3_vl": (
@@ -334,7 +433,11 @@ _WRAPPERS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
         _VIT3 | {"deepstack_visual_indexes": [0]},
     ),
     "qwen3_5": ("Qwen3_5", _SIZES | _DELTA, _VIT3),
-    "gemma4": ("Gemma4", _GEMMA | {"sliding_window": 64, "global_head_dim": 16, **_GEMMA4}, _CLIP | {"head_dim": 8}),
+    "gemma4": (
+        "Gemma4",
+        _GEMMA | {"sliding_window": 64, "global_head_dim": 16, **_GEMMA4},
+        _CLIP | {"head_dim": 8},
+    ),
 }
 
 
@@ -385,11 +488,15 @@ def changed_model(into: Path, kind: str = "llama", *, noise: float = 0.0, **chan
     """A copy of a tiny model, whose config.json has these settings; `...` removes one."""
     shutil.copytree(tiny_model(kind, noise=noise), into)
     config = json.loads((into / "config.json").read_text()) | changed
-    (into / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
+    (into / "config.json").write_text(
+        json.dumps({name: value for name, value in config.items() if value is not ...})
+    )
     return into
 
 
-def _random_model(kind: str, seed: int, layers: int, vocab_size: int) -> transformers.PreTrainedModel:
+def _random_model(
+    kind: str, seed: int, layers: int, vocab_size: int
+) -> transformers.PreTrainedModel:
     family, sizes = _KINDS[kind]
     if "layers_block_type" not in sizes:  # which has their number
         sizes = {"num_hidden_layers": layers, **sizes}
@@ -413,8 +520,14 @@ def _disturb(model: transformers.PreTrainedModel, noise: float) -> None:
 
 def tiny_tokenizer(chat: bool = False) -> transformers.PreTrainedTokenizerFast:
     """Byte-level BPE: any text round-trips, a character beyond ASCII takes several tokens."""
-    pieces = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in MERGES)]
-    tokenizer = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=list(MERGES)))
+    pieces = [
+        *SPECIAL,
+        *sorted(pre_tokenizers.ByteLevel.alphabet()),
+        *("".join(pair) for pair in MERGES),
+    ]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=list(MERGES))
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL))
@@ -450,7 +563,9 @@ def attended(
 ) -> torch.Tensor:
     """Attention by its definition: queries [n, heads, dim], keys and values [kv_heads, positions, dim], which of these
     each query sees [n, positions] -> [n, heads * dim]."""
-    keys, values = (each.float().repeat_interleave(queries.shape[1] // len(keys), 0) for each in (keys, values))
+    keys, values = (
+        each.float().repeat_interleave(queries.shape[1] // len(keys), 0) for each in (keys, values)
+    )
     scores = torch.einsum("nhd,hpd->hnp", queries, keys) * scale
     scores = (cap * torch.tanh(scores / cap) if cap else scores).masked_fill(~sees, -torch.inf)
     if sinks is not None:

@@ -11,7 +11,7 @@ import pytest
 from pearl.config import EngineConfig, RequestOptions
 from pearl.engine import Engine
 from pearl.execution.target import Event
-from pearl.lab.simulate import Outcome, Simulation, Timing, paired_executors
+from pearl.lab.studies.simulate import Outcome, Simulation, Timing, paired_executors
 from pearl.models.toy import ToyRunner, alpha_pair
 from pearl.protocol.events import Drafted, Forwarded, Send
 from pearl.protocol.messages import Submit, Verdict
@@ -43,7 +43,9 @@ class _TracedSimulation(Simulation):
     """Records traces as two workers do, with the virtual clock."""
 
     def record(self, submit: Submit, parts: tuple[Path, Path]) -> Outcome:
-        self._tracers = [self._tracer(path, role) for path, role in zip(parts, ("target", "draft"), strict=True)]
+        self._tracers = [
+            self._tracer(path, role) for path, role in zip(parts, ("target", "draft"), strict=True)
+        ]
         target, draft = self._tracers
         self._deciders = [target.deciding(self._coordinator), draft.deciding(self._drafter)]
         self._free_since: list[int | None] = [0, 0]  # by actor; None: in a forward
@@ -55,7 +57,9 @@ class _TracedSimulation(Simulation):
     def _tracer(self, path: Path, role: str) -> Tracer:
         config = EngineConfig(target="virtual", draft="virtual").model_dump()
         header = {"role": role, "run": "virtual", "config": config}
-        return Tracer(Recorder(path, header | where_and_what(), clock=lambda: round(self._now * 1e9)))
+        return Tracer(
+            Recorder(path, header | where_and_what(), clock=lambda: round(self._now * 1e9))
+        )
 
     def _handle(self, actor: int, event: object) -> list[object]:
         since, tracer = self._free_since[actor], self._tracers[actor]
@@ -93,9 +97,13 @@ def simulated(
     """A run and the parts of its trace, target and draft, not merged."""
     target, draft = alpha_pair(VOCAB, alpha)
     executors = paired_executors(ToyRunner(VOCAB, target), ToyRunner(VOCAB, draft))
-    submit = Submit(1, PROMPT, len(PROMPT) + tokens, replace(decoding, sampling=drawn_by(1.0, seed=5)))
+    submit = Submit(
+        1, PROMPT, len(PROMPT) + tokens, replace(decoding, sampling=drawn_by(1.0, seed=5))
+    )
     parts = part_path(path, "target", 1), part_path(path, "draft", 2)
-    return _TracedSimulation(*executors, Timing(1.0, lambda _: t_target, delay)).record(submit, parts), parts
+    return _TracedSimulation(*executors, Timing(1.0, lambda _: t_target, delay)).record(
+        submit, parts
+    ), parts
 
 
 def recorded(path: Path, decoding: RequestOptions, **settings: Any) -> tuple[Outcome, Trace]:
@@ -120,7 +128,9 @@ def check_sound(path: Path) -> None:
     for e in events:
         if e["ph"] == "X":
             tracks.setdefault((e["pid"], e["tid"]), []).append((e["ts"], -e["dur"]))
-    assert set(tracks) <= {(e["pid"], e["tid"]) for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    assert set(tracks) <= {
+        (e["pid"], e["tid"]) for e in events if e["ph"] == "M" and e["name"] == "thread_name"
+    }
     for inside in tracks.values():
         ends: list[float] = []
         for start, negative in sorted(inside):
@@ -128,10 +138,15 @@ def check_sound(path: Path) -> None:
                 ends.pop()
             assert not ends or start - negative <= ends[-1] + 0.002
             ends.append(start - negative)
-    flows = sorted((e["id"], e["ph"] == "f", e["ts"], e["pid"], e["tid"]) for e in events if e["ph"] in "sf")
+    flows = sorted(
+        (e["id"], e["ph"] == "f", e["ts"], e["pid"], e["tid"]) for e in events if e["ph"] in "sf"
+    )
     assert len(flows) % 2 == 0
     for (a, begins, start, *_), (b, ends_, end, *_) in zip(flows[::2], flows[1::2], strict=True):
         assert (a, begins, ends_) == (b, False, True)
         assert start <= end + 0.002
     for _, _, at, *track in flows:
-        assert any(start - 0.002 <= at <= start - negative + 0.002 for start, negative in tracks[tuple(track)])
+        assert any(
+            start - 0.002 <= at <= start - negative + 0.002
+            for start, negative in tracks[tuple(track)]
+        )

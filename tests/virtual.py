@@ -10,10 +10,17 @@ from scipy import stats
 
 from pearl.config import EngineConfig, RequestOptions, SamplingParams
 from pearl.engine.request import submission
-from pearl.execution.ahead import Ahead
 from pearl.execution.draft import DraftExecutor
+from pearl.execution.early_drafts import Ahead
 from pearl.execution.target import TargetExecutor
-from pearl.lab.simulate import Outcome, Timing, VirtualProposer, known_speeds, paired_executors, simulate
+from pearl.lab.studies.simulate import (
+    Outcome,
+    Timing,
+    VirtualProposer,
+    known_speeds,
+    paired_executors,
+    simulate,
+)
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.runner import Feed, ModelRunner
 from pearl.models.toy import NextToken, ToyRunner, load_toy
@@ -87,14 +94,25 @@ def decoded(
     proposer = VirtualProposer(draft, vocab, lambda fed: 1.0, **options)
     proposer.model.at_once |= proposer.chains
     executor = DraftExecutor(proposer)
-    with closing(Ahead(executor, lambda: True)) if proposer.chains else nullcontext(executor) as computing:
+    with (
+        closing(Ahead(executor, lambda: True))
+        if proposer.chains
+        else nullcontext(executor) as computing
+    ):
         return simulate(submit, TargetExecutor(target, launches=proposer.chains), computing, timing)
 
 
-def emulated(config: EngineConfig, decoding: RequestOptions, prompt: Sequence[int], params: SamplingParams) -> Outcome:
+def emulated(
+    config: EngineConfig, decoding: RequestOptions, prompt: Sequence[int], params: SamplingParams
+) -> Outcome:
     """A request to an emulated pair in virtual time: models, seed, decisions and forward times, and no more."""
-    target, draft = load_toy(config.target, "target", config.max_context), load_toy(config.draft, "draft")
-    submit = submission(1, prompt, target.context, params.overridden_by(decoding), load_tokenizer(config.target)[1])
+    target, draft = (
+        load_toy(config.target, "target", config.max_context),
+        load_toy(config.draft, "draft"),
+    )
+    submit = submission(
+        1, prompt, target.context, params.overridden_by(decoding), load_tokenizer(config.target)[1]
+    )
     timing = Timing(config.draft_pace or 0.0, lambda _: config.target_pace or 0.0)
     return simulate(submit, *paired_executors(target, draft), timing)
 
@@ -105,7 +123,10 @@ def likelihood(found: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], 
     assert set(found) <= set(expected)
     common = [text for text, chance in expected.items() if chance * total >= 5]
     assert len(common) > 5
-    observed, wanted = [float(found[text]) for text in common], [expected[text] * total for text in common]
+    observed, wanted = (
+        [float(found[text]) for text in common],
+        [expected[text] * total for text in common],
+    )
     if (rest := total - sum(observed)) or total - sum(wanted) > 1e-6:
         observed.append(rest)
         wanted.append(total - sum(wanted))
@@ -124,10 +145,18 @@ class Turns:
     """
 
     def __init__(
-        self, target: TargetExecutor, draft: DraftExecutor, timing: Timing, slots: int, context: int = 1 << 20
+        self,
+        target: TargetExecutor,
+        draft: DraftExecutor,
+        timing: Timing,
+        slots: int,
+        context: int = 1 << 20,
     ) -> None:
         piece = target.runner.capabilities.prompt_piece
-        self._machines = Coordinator(known_speeds(timing), slots, piece), Drafter(context, slots, piece)
+        self._machines = (
+            Coordinator(known_speeds(timing), slots, piece),
+            Drafter(context, slots, piece),
+        )
         self._target, self._draft, self._joined = target, draft, DraftJoined(context)
         self._events: tuple[deque[object], deque[object]] = deque(), deque()
         self._todo: tuple[deque[object], deque[object]] = deque(), deque()

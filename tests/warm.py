@@ -36,7 +36,10 @@ _READ_LATE = {
     "XDG_RUNTIME_DIR",
 }
 _READ_LATE |= {"PEARL_PLANTED"}  # names one of `tests.planted.BUGS`
-_SET_LATER = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}  # a worker that is pinned sets them itself besides
+_SET_LATER = {
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+}  # a worker that is pinned sets them itself besides
 _MOST = 1 << 20  # bytes of a request
 
 
@@ -96,7 +99,9 @@ class Nursery:
         )
         theirs.close()
 
-    def start(self, command: list[str], env: dict[str, str], **options: Any) -> subprocess.Popen[bytes] | Forked:
+    def start(
+        self, command: list[str], env: dict[str, str], **options: Any
+    ) -> subprocess.Popen[bytes] | Forked:
         """In place of `subprocess.Popen`, for a worker."""
         mine = os.getpid() == self._owner and os.sched_getaffinity(0) == self._affinity
         if mine and _relevant(env) == self._environment:
@@ -158,11 +163,17 @@ def _serve(requests: socket.socket) -> None:
     import transformers
 
     import pearl.models.forward.runner
-    import pearl.models.hf
+    import pearl.models.transformers.runner
     import pearl.worker.__main__
     import pearl.worker.build  # noqa: F401
 
-    for lazy in ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer", "GenerationConfig", "LlamaForCausalLM"):
+    for lazy in (
+        "AutoConfig",
+        "AutoModelForCausalLM",
+        "AutoTokenizer",
+        "GenerationConfig",
+        "LlamaForCausalLM",
+    ):
         getattr(transformers, lazy)
     assert len(os.listdir("/proc/self/task")) == 1, "what a thread holds at a fork is never let go"
     gc.collect()

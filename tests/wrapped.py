@@ -14,7 +14,11 @@ class WrappedRunner(ModelRunner):
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.vocab_size, self.context = runner.vocab_size, runner.context
-        self.device, self.capabilities, self.weights = runner.device, runner.capabilities, runner.weights
+        self.device, self.capabilities, self.weights = (
+            runner.device,
+            runner.capabilities,
+            runner.weights,
+        )
 
     def length(self, slot: int = 0) -> int:
         return self._runner.length(slot)

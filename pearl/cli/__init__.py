@@ -45,7 +45,9 @@ Shell completion, for bash (zsh and fish likewise):
 """
 
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)  # output is lost
-_NO_ARGUMENTS = getattr(click.exceptions, "NoArgsIsHelpError", ())  # older versions of click print the help
+_NO_ARGUMENTS = getattr(
+    click.exceptions, "NoArgsIsHelpError", ()
+)  # older versions of click print the help
 
 _Command = TypeVar("_Command", bound=click.Command)
 
@@ -107,7 +109,11 @@ class _Group(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for section in _SECTIONS:
             with formatter.section(section):
-                rows = [(name, each.summary) for name, each in listed_commands().items() if each.section == section]
+                rows = [
+                    (name, each.summary)
+                    for name, each in listed_commands().items()
+                    if each.section == section
+                ]
                 formatter.write_dl(rows)
 
 
@@ -127,7 +133,11 @@ def _open_closed_streams() -> None:
     Otherwise the next file or socket would get that file descriptor and receive what is printed. Writing to the new
     standard output fails (/dev/full), so that lost output is reported.
     """
-    for name, path, mode in (("stdin", os.devnull, "r"), ("stdout", "/dev/full", "w"), ("stderr", os.devnull, "w")):
+    for name, path, mode in (
+        ("stdin", os.devnull, "r"),
+        ("stdout", "/dev/full", "w"),
+        ("stderr", os.devnull, "w"),
+    ):
         if getattr(sys, name) is None:
             setattr(sys, name, open(path, mode))  # noqa: SIM115 - takes the lowest free descriptor, which is the stream's
 
@@ -150,7 +160,9 @@ def main() -> None:
     text, closed, is_lost = "", sys.stdout is None, False
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what its encoding lacks becomes an escape, not a traceback
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # what its encoding lacks becomes an escape, not a traceback
             stream.reconfigure(errors="backslashreplace")
     try:
         code = cli.main(standalone_mode=False)
@@ -165,7 +177,10 @@ def main() -> None:
     except click.exceptions.Abort:
         text, code = "interrupted", 130
     except PearlError as error:
-        text, code = f"error: {error}" + (f"\n  {error.advice}" if error.advice else ""), error.exit_code
+        text, code = (
+            f"error: {error}" + (f"\n  {error.advice}" if error.advice else ""),
+            error.exit_code,
+        )
     if text:
         from pearl.cli.console import say
 

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from pearl.cli import listed
-from pearl.cli.numbers import json_option, read_sets, reported, sampling_of
 from pearl.cli.options import SettingsCommand, settings_options
+from pearl.cli.prompt_sets import json_option, read_sets, reported, sampling_of
 from pearl.cli.tables import Bars, Column, print_columns, print_table, shown
 from pearl.config import Settings
 from pearl.config.options import DECODING_NAMES
 from pearl.errors import ConfigError
 from pearl.lab.bench.machine import Conditions
 from pearl.lab.distill.prompts import read_turns
-from pearl.lab.experiments.estimate import Estimate
+from pearl.lab.studies.estimate import Estimate
 from pearl.printable import log_to_stderr
 from pearl.spec.rules import RULES
 
@@ -49,7 +49,12 @@ def _prompt_options(limit: int) -> Callable[[_Command], _Command]:
     def add(command: _Command) -> _Command:
         for option in (
             click.option("--raw", is_flag=True, help="Take prompts as they are: no chat template."),
-            click.option("--limit", type=_COUNT, metavar="N", help=f"Prompts of each set.  [default: {limit}]"),
+            click.option(
+                "--limit",
+                type=_COUNT,
+                metavar="N",
+                help=f"Prompts of each set.  [default: {limit}]",
+            ),
             click.option(
                 "--prompts",
                 multiple=True,
@@ -68,7 +73,11 @@ def _prompt_options(limit: int) -> Callable[[_Command], _Command]:
 @click.command(cls=SettingsCommand)
 @click.argument("ways", nargs=-1, metavar="[WAY]...")
 @_prompt_options(4)
-@click.option("--perplexity", is_flag=True, help="Also that of the texts, for which the target is loaded once more.")
+@click.option(
+    "--perplexity",
+    is_flag=True,
+    help="Also that of the texts, for which the target is loaded once more.",
+)
 @json_option
 @settings_options(
     _SEEDED
@@ -82,7 +91,12 @@ def _prompt_options(limit: int) -> Callable[[_Command], _Command]:
 )
 @click.pass_context
 def bench(
-    ctx: click.Context, settings: Settings, ways: tuple[str, ...], perplexity: bool, to: Path | None, **options: Any
+    ctx: click.Context,
+    settings: Settings,
+    ways: tuple[str, ...],
+    perplexity: bool,
+    to: Path | None,
+    **options: Any,
 ) -> None:
     """Compare methods, rules and stop policies on the same prompts.
 
@@ -107,7 +121,9 @@ def _report(plan: Plan, to: Path | None, perplexity: bool) -> None:
     with Bars() as bars:
         measured = measure(plan, bars)
         if not measured.samples:
-            raise ConfigError("no prompt fits the context: shorten them, lower max_tokens, or raise max_context")
+            raise ConfigError(
+                "no prompt fits the context: shorten them, lower max_tokens, or raise max_context"
+            )
         conditions.stop()
         if perplexity:
             bars.say("reading the texts for their perplexity")
@@ -117,30 +133,48 @@ def _report(plan: Plan, to: Path | None, perplexity: bool) -> None:
         print_columns(columns, found, *notes, *_result_lines(plan, measured, conditions), words=2)
 
 
-def _benched(settings: Settings, ways: Sequence[str], *, prompts: Sequence[str], limit: int | None, raw: bool) -> Plan:
+def _benched(
+    settings: Settings, ways: Sequence[str], *, prompts: Sequence[str], limit: int | None, raw: bool
+) -> Plan:
     from pearl.lab.bench.rows import devices_of, is_emulated, named_rows, rows_for
     from pearl.lab.bench.runner import Plan
 
     config = settings.engine
     options = settings.options
     if not config.has_draft and not ways:
-        raise ConfigError("--draft none: there is nothing to compare with ar; name ways, such as ngram")
-    rows = named_rows(ways, rows_for(config)) if ways else rows_for(config, options.rule or next(iter(RULES)))
+        raise ConfigError(
+            "--draft none: there is nothing to compare with ar; name ways, such as ngram"
+        )
+    rows = (
+        named_rows(ways, rows_for(config))
+        if ways
+        else rows_for(config, options.rule or next(iter(RULES)))
+    )
     for row in rows:
         config.check_options(row.options)
     toys = is_emulated(config)
-    texts, tokens, temperature = (*_EMULATED, 1.0) if toys else (*_DEFAULT, 0.0)  # a toy's rate is under sampling
-    tasks, params = read_sets(prompts, limit or texts, toys), sampling_of(settings.options, tokens, temperature)
+    texts, tokens, temperature = (
+        (*_EMULATED, 1.0) if toys else (*_DEFAULT, 0.0)
+    )  # a toy's rate is under sampling
+    tasks, params = (
+        read_sets(prompts, limit or texts, toys),
+        sampling_of(settings.options, tokens, temperature),
+    )
     together = not devices_of(config)[0].gpus
     return Plan(config, rows, tasks, params, raw=raw, together=together, gamma=options.gamma)
 
 
-def _columns(plan: Plan, measured: Measured, found: Sequence[Figures]) -> tuple[list[Column[Figures]], list[str]]:
+def _columns(
+    plan: Plan, measured: Measured, found: Sequence[Figures]
+) -> tuple[list[Column[Figures]], list[str]]:
     def between(one: Estimate | None) -> str:
         return "" if one is None or one.low == one.high else f"{one.low:.2f}-{one.high:.2f}"
 
     def named(one: Figures) -> str:
-        special = {"sd": f"sd, gamma {measured.gamma}", "published,window=fixed": f"published, window {one.window}"}
+        special = {
+            "sd": f"sd, gamma {measured.gamma}",
+            "published,window=fixed": f"published, window {one.window}",
+        }
         return special.get(one.name, one.name)
 
     def milliseconds(seconds: float | None) -> str:
@@ -174,7 +208,9 @@ def _columns(plan: Plan, measured: Measured, found: Sequence[Figures]) -> tuple[
         "biased by: total variation distance between the distribution sampled from and the target's, per token"
         if any(not one.exact for one in found)
         else "",
-        "perplexity: of the texts under the target, at temperature 1" if any(one.perplexity for one in found) else "",
+        "perplexity: of the texts under the target, at temperature 1"
+        if any(one.perplexity for one in found)
+        else "",
     ]
     return columns, notes
 
@@ -197,9 +233,18 @@ def _result_lines(plan: Plan, measured: Measured, conditions: Conditions) -> lis
 @listed("Measure", "pearl calibrate --target my-model --draft my-small-model")
 @click.command("calibrate", cls=SettingsCommand)
 @click.option(
-    "--prompts", metavar="[NAME=]FILE", help="Prompts to measure on, as of pearl bench.  [default: questions]"
+    "--prompts",
+    metavar="[NAME=]FILE",
+    help="Prompts to measure on, as of pearl bench.  [default: questions]",
 )
-@click.option("--limit", type=click.IntRange(min=1), default=4, show_default=True, metavar="N", help="Prompts of it.")
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    default=4,
+    show_default=True,
+    metavar="N",
+    help="Prompts of it.",
+)
 @json_option
 @settings_options(
     _SEEDED | {"max_tokens": str(_CALIBRATED), "temperature": "0; of an emulated pair 1"},
@@ -215,7 +260,7 @@ def calibrate_pair(settings: Settings, prompts: str | None, limit: int, to: Path
     """
     from pearl.lab.bench.calibrate import calibrate
     from pearl.lab.bench.rows import is_emulated
-    from pearl.worker import profile
+    from pearl.worker import speed_profile
 
     if not settings.engine.has_draft:
         raise ConfigError("--draft none: there is no pair to measure")
@@ -228,8 +273,10 @@ def calibrate_pair(settings: Settings, prompts: str | None, limit: int, to: Path
         found = calibrate(settings.engine, tasks, params, bars)
     conditions.stop()
     is_saved = not toys and not conditions.are_noisy
-    saved = profile.save(settings.engine, found.profile) if is_saved else None
-    if reported(to, asdict(found) | conditions.as_dict() | {"settings": settings.engine.model_dump()}):
+    saved = speed_profile.save(settings.engine, found.profile) if is_saved else None
+    if reported(
+        to, asdict(found) | conditions.as_dict() | {"settings": settings.engine.model_dump()}
+    ):
         _print_calibration(found, conditions, saved)
 
 
@@ -247,17 +294,30 @@ def _print_calibration(found: Calibration, conditions: Conditions, saved: Path |
         f"ms a forward: t_draft {found.profile.t_draft * 1e3:.2f}, {times}",
         f"window c = {found.c}; gamma of sd and ssd {found.gamma}; acceptance {found.acceptance:.2f}",
         f"[bold]{found.advice}[/bold]\n  {found.flags}\n{conditions}",
-        "not kept: calibrate again when the machine has nothing else to do" if conditions.are_noisy else "",
-        f"kept: engines of this pair begin with it (--profile none: afresh): {saved}" if saved else "",
+        "not kept: calibrate again when the machine has nothing else to do"
+        if conditions.are_noisy
+        else "",
+        f"kept: engines of this pair begin with it (--profile none: afresh): {saved}"
+        if saved
+        else "",
         words=2,
     )
 
 
 @listed("See and check", "pearl check --target my-model --draft my-small-model")
 @click.command("check", cls=SettingsCommand)
-@click.option("--prompts", type=click.Path(path_type=Path), help="File of prompts to decode.  [default: ours]")
-@click.option("--limit", type=_COUNT, metavar="N", help="Prompts of it.  [default: 2; with --quick 1]")
-@click.option("--kill/--no-kill", default=True, show_default=True, help="Also kill the draft in the middle of texts.")
+@click.option(
+    "--prompts", type=click.Path(path_type=Path), help="File of prompts to decode.  [default: ours]"
+)
+@click.option(
+    "--limit", type=_COUNT, metavar="N", help="Prompts of it.  [default: 2; with --quick 1]"
+)
+@click.option(
+    "--kill/--no-kill",
+    default=True,
+    show_default=True,
+    help="Also kill the draft in the middle of texts.",
+)
 @click.option("--quick", is_flag=True, help="Compare one method of each kind only: a first look.")
 @json_option
 @settings_options(
@@ -266,7 +326,12 @@ def _print_calibration(found: Calibration, conditions: Conditions, saved: Path |
     instead="pearl check runs untraced, without stop strings, and compares every method",
 )
 def check_bits(
-    settings: Settings, prompts: Path | None, limit: int | None, kill: bool, quick: bool, to: Path | None
+    settings: Settings,
+    prompts: Path | None,
+    limit: int | None,
+    kill: bool,
+    quick: bool,
+    to: Path | None,
 ) -> None:
     """Compare logits and texts of all methods bit for bit.
 
@@ -282,11 +347,16 @@ def check_bits(
 
     log_to_stderr("error" if kill else settings.engine.log_level, "front")
     params = settings.options.with_seed()
-    length = {"max_tokens": params.max_tokens or _CHECKED, "stop": ()}  # the reference knows no stop strings
+    length = {
+        "max_tokens": params.max_tokens or _CHECKED,
+        "stop": (),
+    }  # the reference knows no stop strings
     params = params.changed(**length, temperature=params.temperature or 1.0)
     if limit is None:
         limit = 1 if quick else 2
-    asked: list[Prompt] = [turns[0] for turns in read_turns(prompts, limit)] if prompts else [*PROMPTS[:limit]]
+    asked: list[Prompt] = (
+        [turns[0] for turns in read_turns(prompts, limit)] if prompts else [*PROMPTS[:limit]]
+    )
     config = settings.engine.model_copy(update={"log_level": "error", "draft_restarts": 10_000})
     findings: list[Finding] = []
     with Bars() as bars:
@@ -311,7 +381,9 @@ def check_bits(
 def _print_findings(findings: list[Finding], seed: int | None) -> None:
     rows = []
     for one in findings:
-        guessed = ", ".join(f"{tokens} {source}" for source, tokens in sorted(one.guessed.items(), reverse=True))
+        guessed = ", ".join(
+            f"{tokens} {source}" for source, tokens in sorted(one.guessed.items(), reverse=True)
+        )
         equal, longest = f"{one.equal} of {one.count}", str(one.longest or "")
         rows.append([one.what, one.reference, equal, guessed, longest, one.first])
     columns = ("compared", "with", "equal", "tokens guessed", "longest step", "first difference")

@@ -25,12 +25,12 @@ from pearl.cli.reply import MarkdownReply, Reply, TokenReply, legend
 from pearl.cli.terminal import KeyWatcher, LineReader, private_file, raw_terminal, state_directory
 from pearl.config import EngineConfig, RequestOptions, Settings
 from pearl.engine import Engine, torchrun
-from pearl.engine.conversation import Conversation, Saved
 from pearl.engine.stream import Piece, Result, Stream
 from pearl.errors import ConfigError, EngineClosed, PearlError, TargetLost
 from pearl.metrics import FIGURES, Statistics, brief
 from pearl.printable import printable
 from pearl.protocol.messages import Provenance
+from pearl.text.conversation import Conversation, Saved
 from pearl.text.reasoning import Splitter, splitter_of
 from pearl.text.stream import CONTEXT, REPLACEMENT
 
@@ -99,7 +99,9 @@ class Chat:
             begun = self._await_first(stream)
             reply = self._display(splitter)
             if splitter is not None and splitter.is_open and not isinstance(reply, MarkdownReply):
-                reply.add([f"{splitter.tags.start}\n"], [Provenance.DIRECT])  # its counterpart will come as text
+                reply.add(
+                    [f"{splitter.tags.start}\n"], [Provenance.DIRECT]
+                )  # its counterpart will come as text
             try:
                 for piece in chain(begun, stream):
                     self._add(reply, piece, stream.result)
@@ -123,7 +125,9 @@ class Chat:
                 self.console.print(legend())
             self.has_legend = True
             return TokenReply(self.console)
-        return MarkdownReply(self.console, splitter) if self._is_screen and self.markdown else Reply()
+        return (
+            MarkdownReply(self.console, splitter) if self._is_screen and self.markdown else Reply()
+        )
 
     def _add(self, reply: Reply, piece: Piece, result: Result) -> None:
         if piece.preview:
@@ -151,7 +155,10 @@ def status(result: Result, context: int, stats: bool) -> Text:
         line.append("\n" + " · ".join(f"{name} {text}" for name, text in texts if text is not None))
     if s.draft_lost:
         line.append("\nthe draft was lost during the reply; the target went on alone", "yellow")
-    if result.finish_reason == "length" and len(result.prompt_tokens) + len(result.tokens) >= context:
+    if (
+        result.finish_reason == "length"
+        and len(result.prompt_tokens) + len(result.tokens) >= context
+    ):
         line.append(
             f"\nthe reply was cut: the context of {context:,} tokens is full; /undo, /clear, or go on and drop turns",
             "yellow",
@@ -165,11 +172,23 @@ def status(result: Result, context: int, stats: bool) -> Text:
 @click.command(cls=SettingsCommand)
 @click.option("-q", "--question", help="Ask one question, print the answer and leave.")
 @click.option("--system", default="", help="System prompt.")
-@click.option("--load", type=click.Path(dir_okay=False, path_type=Path), help="Go on with a conversation of /save.")
+@click.option(
+    "--load",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Go on with a conversation of /save.",
+)
 @click.option("--continue", "goes_on", is_flag=True, help="Go on with the last conversation.")
 @click.option("--raw", is_flag=True, help="No chat template: the model continues your input.")
-@click.option("--show-draft", is_flag=True, help="Show the draft's guesses, and which of them the target accepted.")
-@click.option("--markdown/--no-markdown", default=True, help="Render replies as Markdown.  [default: markdown]")
+@click.option(
+    "--show-draft",
+    is_flag=True,
+    help="Show the draft's guesses, and which of them the target accepted.",
+)
+@click.option(
+    "--markdown/--no-markdown",
+    default=True,
+    help="Render replies as Markdown.  [default: markdown]",
+)
 @click.option(
     "--history/--no-history",
     default=True,
@@ -198,7 +217,9 @@ def chat(
     saved = _saved_chat(load, goes_on)
     config, before = settings.engine, None
     if "log_level" not in config.model_fields_set and sys.stdin.isatty():
-        config = config.model_copy(update={"log_level": "error"})  # a warning would break the display
+        config = config.model_copy(
+            update={"log_level": "error"}
+        )  # a warning would break the display
     while True:
         try:
             with running(config, SafeConsole(stderr=True), connect) as engine:
@@ -214,7 +235,10 @@ def chat(
                 return _talk(talk, question)
         except Switch as wanted:
             given, before = config.model_dump(exclude_unset=True), config
-            config, saved = EngineConfig(**given | {"target": wanted.target, "draft": wanted.draft}), wanted.saved
+            config, saved = (
+                EngineConfig(**given | {"target": wanted.target, "draft": wanted.draft}),
+                wanted.saved,
+            )
         except PearlError as error:
             if before is None:
                 raise
@@ -231,7 +255,9 @@ def _saved_chat(load: Path | None, goes_on: bool) -> str | None:
         text = path.read_text(encoding="utf-8", errors="replace")
         Saved.model_validate_json(text)
     except OSError as error:
-        raise ConfigError(f"there is no conversation to go on with: {path}: {error.strerror}") from None
+        raise ConfigError(
+            f"there is no conversation to go on with: {path}: {error.strerror}"
+        ) from None
     except ValidationError:
         raise ConfigError(f"{path} is no saved conversation") from None
     return text
@@ -258,10 +284,16 @@ def _run_interactive(chat: Chat, reader: LineReader) -> None:
     logging.root.handlers = [RichHandler(console=chat.console, show_time=False, show_path=False)]
     chat.keys = True
     config, turns = chat.engine.config, len(chat.conversation.turns)
-    chat.console.print(Text(f"{config.target} with {config.draft}, method {chat.options.method}. /? for help", "dim"))
+    chat.console.print(
+        Text(
+            f"{config.target} with {config.draft}, method {chat.options.method}. /? for help", "dim"
+        )
+    )
     if turns:
         last = chat.conversation.turns[-1].user.splitlines() or [""]
-        chat.console.print(Text(printable(f"going on after {turns} turns, the last: {last[0][:60]}"), "dim"))
+        chat.console.print(
+            Text(printable(f"going on after {turns} turns, the last: {last[0][:60]}"), "dim")
+        )
     while True:
         try:
             line = reader.read()
@@ -274,7 +306,9 @@ def _run_interactive(chat: Chat, reader: LineReader) -> None:
             return
         except (TargetLost, EngineClosed):
             if chat.conversation.turns and chat.remembers:
-                chat.console.print(Text("pearl chat --continue goes on with this conversation", "yellow"))
+                chat.console.print(
+                    Text("pearl chat --continue goes on with this conversation", "yellow")
+                )
             raise
         except PearlError as error:
             chat.console.print(Text(printable(str(error)), "red"))

@@ -16,7 +16,7 @@ from rich.text import Text
 from pearl.cli.reply import legend
 from pearl.config import ModelRole, RequestOptions
 from pearl.config.options import OPTION_NAMES, options_of
-from pearl.engine.card import read_card
+from pearl.engine.registry import read_card
 from pearl.errors import RequestError
 from pearl.metrics import FIGURES
 from pearl.printable import printable
@@ -32,7 +32,11 @@ _HINTS = [
     ("Enter", "during a reply: the line is read when the reply is done"),
     ("Ctrl-X Ctrl-E", "writes a message in $EDITOR"),
 ]
-_DISPLAY_SETTINGS = {"draft": "show_draft", "markdown": "markdown", "stats": "stats"}  # setting -> the chat's attribute
+_DISPLAY_SETTINGS = {
+    "draft": "show_draft",
+    "markdown": "markdown",
+    "stats": "stats",
+}  # setting -> the chat's attribute
 _MOST_FILE = 1 << 20  # bytes of a file in a message: more than any context holds
 
 
@@ -81,7 +85,9 @@ def _system(chat: Chat, text: str) -> None:
 
 def _set(chat: Chat, rest: str) -> None:
     """show the settings in use, or change one: /set temperature 0.7; /set temperature default"""
-    name, _, value = rest.removeprefix("parameter ").strip().partition(" ")  # /set parameter NAME VALUE is accepted too
+    name, _, value = (
+        rest.removeprefix("parameter ").strip().partition(" ")
+    )  # /set parameter NAME VALUE is accepted too
     name, value = name.replace("-", "_"), value.strip()
     if name == "system":
         _system(chat, value)
@@ -105,7 +111,9 @@ def _change(chat: Chat, name: str, value: str) -> None:
 
 
 def _unknown_setting(name: str) -> RequestError:
-    return RequestError(f"no setting {name!r}: one of {', '.join([*OPTION_NAMES, *_DISPLAY_SETTINGS])}")
+    return RequestError(
+        f"no setting {name!r}: one of {', '.join([*OPTION_NAMES, *_DISPLAY_SETTINGS])}"
+    )
 
 
 def _changed(options: RequestOptions, name: str, value: str) -> RequestOptions:
@@ -128,7 +136,10 @@ def _print_settings(chat: Chat, only: str) -> None:
     given = chat.options.by_flag(is_given=True)
     in_use = chat.options.resolved(chat.engine.defaults.sampling)
     values = in_use.changed(seed=chat.options.seed).by_flag()
-    shown = {name: _in_use(name, value) + ("" if name in given else " (default)") for name, value in values.items()}
+    shown = {
+        name: _in_use(name, value) + ("" if name in given else " (default)")
+        for name, value in values.items()
+    }
     shown |= {name: "on" if getattr(chat, of) else "off" for name, of in _DISPLAY_SETTINGS.items()}
     if only and only not in shown:
         raise _unknown_setting(only)
@@ -137,7 +148,9 @@ def _print_settings(chat: Chat, only: str) -> None:
 
 def _in_use(name: str, value: Any) -> str:
     if value in (None, (), {}):
-        return {"seed": "drawn for each reply", "max_tokens": "as the context has room"}.get(name, "none")
+        return {"seed": "drawn for each reply", "max_tokens": "as the context has room"}.get(
+            name, "none"
+        )
     return " ".join(map(repr, value)) if isinstance(value, tuple) else str(value)
 
 
@@ -172,9 +185,14 @@ def _stats(chat: Chat, _: str) -> None:
     table.add_row("replies", *(str(len(of)) for of in replies))
     table.add_row("tokens", *(str(sum(one.num_generated_tokens for one in of)) for of in replies))
     for figure in FIGURES:
-        known = [[v for one in of if isinstance(v := figure.value(one), int | float)] for of in replies]
+        known = [
+            [v for one in of if isinstance(v := figure.value(one), int | float)] for of in replies
+        ]
         if any(known):
-            table.add_row(figure.name, *(figure.form.format(median_low(each)) if each else "-" for each in known))
+            table.add_row(
+                figure.name,
+                *(figure.form.format(median_low(each)) if each else "-" for each in known),
+            )
     chat.console.print(table)
 
 
@@ -182,7 +200,9 @@ def _save(chat: Chat, rest: str) -> None:
     """write the conversation to a file: /save FILE"""
     path = _path(rest, "/save FILE")
     with _file_errors(f"cannot write {path}"):
-        if path.exists() and '"pearl_chat"' not in path.read_text(encoding="utf-8", errors="replace"):
+        if path.exists() and '"pearl_chat"' not in path.read_text(
+            encoding="utf-8", errors="replace"
+        ):
             raise RequestError(f"{path} is there, and no saved conversation: name another file")
         path.write_text(chat.conversation.saved(chat.engine.config.target), encoding="utf-8")
     _say(chat, f"{len(chat.conversation.turns)} turns are in {path}")
@@ -241,7 +261,9 @@ def _model(chat: Chat, rest: str) -> None:
     if chat.is_attached:
         raise RequestError("this chat did not start its engine, so it cannot load another model")
     target, _, draft = rest.partition(" ")
-    raise Switch(target, draft.strip() or "none", chat.conversation.saved(chat.engine.config.target))
+    raise Switch(
+        target, draft.strip() or "none", chat.conversation.saved(chat.engine.config.target)
+    )
 
 
 def _regen(chat: Chat, _: str) -> str | None:
@@ -252,7 +274,10 @@ def _regen(chat: Chat, _: str) -> str | None:
     if chat.options.seed is not None:
         chat.options = chat.options.changed(sample=chat.options.sample + 1)
     if chat.options.resolved(chat.engine.defaults.sampling).temperature == 0:
-        _say(chat, "temperature is 0, so the reply will be the same: /set temperature 0.8 makes others likely")
+        _say(
+            chat,
+            "temperature is 0, so the reply will be the same: /set temperature 0.8 makes others likely",
+        )
     return turn.user
 
 
@@ -296,7 +321,9 @@ _HANDLERS: dict[str, Callable[[Chat, str], str | None]] = {
     )
 }
 COMMANDS = {name: handler.__doc__ or "" for name, handler in _HANDLERS.items()}
-_VALUES = {name: {"default"} for name in OPTION_NAMES} | {name: {"on", "off"} for name in _DISPLAY_SETTINGS}
+_VALUES = {name: {"default"} for name in OPTION_NAMES} | {
+    name: {"on", "off"} for name in _DISPLAY_SETTINGS
+}
 ARGUMENTS = {  # what may follow a command
     "/method": NestedCompleter.from_nested_dict(dict.fromkeys(METHODS)),
     "/set": NestedCompleter.from_nested_dict({**_VALUES, "system": None}),

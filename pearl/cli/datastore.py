@@ -1,4 +1,4 @@
-"""`pearl datastore`: build datastores. Arguments and output only; `pearl.drafting.corpus` builds them."""
+"""`pearl datastore`: build datastores. Arguments and output only; `pearl.drafting.datastore_build` builds them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from pearl.errors import ModelError
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
 
 
-@listed("Guess without a model", "pearl datastore build --tokenizer my-model --out code.ds src/ docs.jsonl")
+@listed(
+    "Guess without a model",
+    "pearl datastore build --tokenizer my-model --out code.ds src/ docs.jsonl",
+)
 @click.group()
 def datastore() -> None:
     """Make datastores: texts that guesses come from, with no draft model.
@@ -27,7 +30,11 @@ def datastore() -> None:
 
 @datastore.command()
 @click.option(
-    "--tokenizer", default="embedded", show_default=True, metavar="MODEL", help="Model whose tokens it holds."
+    "--tokenizer",
+    default="embedded",
+    show_default=True,
+    metavar="MODEL",
+    help="Model whose tokens it holds.",
 )
 @click.option("--out", required=True, type=_DIRECTORY, metavar="DIR", help="Directory to make.")
 @click.argument("files", nargs=-1, required=True)
@@ -37,15 +44,17 @@ def build(tokenizer: str, out: Path, files: tuple[str, ...], trust_remote_code: 
 
     A build that is killed leaves no datastore. Needs about 35 bytes of memory and 6 or 7 bytes of disk per token.
     """
-    from pearl.drafting import corpus
+    from pearl.drafting import datastore_build
     from pearl.models.checkpoints.tokenizers import load_tokenizer
 
-    corpus.check_free(out)
-    corpus.listed(files)  # report missing files before loading anything
+    datastore_build.check_free(out)
+    datastore_build.listed(files)  # report missing files before loading anything
     try:
         loaded = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code, progress=say)[0]
     except ModelError as error:
-        raise ModelError(f"{error} Name the model whose tokens the datastore holds: --tokenizer MODEL.") from error
+        raise ModelError(
+            f"{error} Name the model whose tokens the datastore holds: --tokenizer MODEL."
+        ) from error
     with Bars() as bars:
-        header = corpus.build(out, files, tokenizer, loaded, bars)
+        header = datastore_build.build(out, files, tokenizer, loaded, bars)
     say(f"{out}: {header.tokens - header.documents:,} tokens in {header.documents:,} documents")

@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from pearl.cli import listed
-from pearl.cli.numbers import output_option
 from pearl.cli.options import SettingsCommand, field_options, of_field, settings_options
+from pearl.cli.prompt_sets import output_option
 from pearl.cli.tables import Bars
 from pearl.config import OPTION_NAMES, Settings
 from pearl.errors import ConfigError
@@ -23,9 +23,13 @@ _TOKENS = 128  # of an answer, without --max-tokens
 
 @listed("Make a draft", "pearl distill --target my-model --out my-draft")
 @click.command()
-@click.option("--resume", is_flag=True, help="Go on with the run in --out, from its last checkpoint.")
 @click.option(
-    "--answers-only", is_flag=True, help="Only answer: write OUT/answers.jsonl, as for `pearl datastore build`."
+    "--resume", is_flag=True, help="Go on with the run in --out, from its last checkpoint."
+)
+@click.option(
+    "--answers-only",
+    is_flag=True,
+    help="Only answer: write OUT/answers.jsonl, as for `pearl datastore build`.",
 )
 @field_options(
     {name: of_field(field) for name, field in DistillConfig.model_fields.items()},
@@ -40,7 +44,9 @@ def distill(config: Path | None, resume: bool, answers_only: bool, **given: Any)
     """
     from pearl.lab.distill.run import Distillation
 
-    settings = load_config(config, {name: value for name, value in given.items() if value not in (None, ())})
+    settings = load_config(
+        config, {name: value for name, value in given.items() if value not in (None, ())}
+    )
     logging.basicConfig(level="WARNING")
     with Bars() as bars:
         distillation = Distillation(settings, bars, resume=resume)
@@ -60,10 +66,26 @@ def disco() -> None:
 @disco.command(cls=SettingsCommand)
 @click.argument("prompts", nargs=-1, required=True, type=click.Path(path_type=Path))
 @output_option("--out", required=True, metavar="FILE", help="To write.")
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Prompts of each file.  [default: all]")
+@click.option(
+    "--limit", type=click.IntRange(min=1), metavar="N", help="Prompts of each file.  [default: all]"
+)
 @click.option("--raw", is_flag=True, help="Take prompts as they are: no chat template.")
-@click.option("--t-draft", type=_MILLISECONDS, default=10, show_default=True, metavar="MS", help="A draft forward.")
-@click.option("--t-target", type=_MILLISECONDS, default=50, show_default=True, metavar="MS", help="A target forward.")
+@click.option(
+    "--t-draft",
+    type=_MILLISECONDS,
+    default=10,
+    show_default=True,
+    metavar="MS",
+    help="A draft forward.",
+)
+@click.option(
+    "--t-target",
+    type=_MILLISECONDS,
+    default=50,
+    show_default=True,
+    metavar="MS",
+    help="A target forward.",
+)
 @settings_options(
     {"max_tokens": str(_TOKENS), "seed": "0"},
     unread={"trace", *OPTION_NAMES} - {"max_tokens", "seed"},
@@ -84,9 +106,9 @@ def train(
     target's. Each fourth text is held out; on these the confidence up to which drafting ends, and the longest window,
     are chosen by the time that method sd then takes at the given forward times. Answers are greedy.
     """
-    from pearl.lab.experiments.stops import train as training
-    from pearl.lab.experiments.texts import record_pair
-    from pearl.lab.simulate import timing_of
+    from pearl.lab.studies.recorded_texts import record_pair
+    from pearl.lab.studies.simulate import timing_of
+    from pearl.lab.studies.stops import train as training
 
     if not settings.engine.has_draft:
         raise ConfigError("--draft none: a recording has the draft's tokens")
@@ -95,7 +117,9 @@ def train(
     with Bars() as bars:
         bars.begin("recording", None)
         recorded, _ = record_pair(settings.engine, conversations, tokens, raw=raw, tick=bars.step)
-        found = training(recorded, timing_of(t_draft, t_target), settings.options.seed or 0, bars.step)
+        found = training(
+            recorded, timing_of(t_draft, t_target), settings.options.seed or 0, bars.step
+        )
     found.classifier.write(out)
     click.echo(
         f"{out}: for {found.classifier.draft} and {found.classifier.target}; trained on "

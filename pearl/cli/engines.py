@@ -10,8 +10,8 @@ import click
 
 from pearl.cli import listed
 from pearl.cli.console import say
-from pearl.engine import card
-from pearl.engine.card import Card
+from pearl.engine import registry
+from pearl.engine.registry import Card
 from pearl.errors import ConfigError, StartError
 from pearl.printable import printable
 from pearl.transport.keys import write_keys
@@ -29,11 +29,11 @@ def ps(as_json: bool) -> None:
 
     Those of pearl serve, and those of other programs: --connect works with each.
     """
-    running = card.running_engines()
+    running = registry.running_engines()
     if as_json:
         click.echo(json.dumps([each.to_json() for each in running], indent=2))
     elif running:
-        click.echo(printable(card.table(running)))
+        click.echo(printable(registry.table(running)))
     else:
         say("no engine is running")
 
@@ -52,7 +52,7 @@ def stop(engine: str, every: bool) -> None:
     if engine and every:
         raise ConfigError("name an engine or give --all, not both")
     if engine:
-        _stop(card.find_card(engine))
+        _stop(registry.find_card(engine))
         return
     served = _served()
     if not every:
@@ -64,7 +64,7 @@ def stop(engine: str, every: bool) -> None:
 def _served() -> list[Card]:
     """The engines of `pearl serve`. Says which others are left alone; raises `ConfigError` if none is served."""
     served: list[Card] = []
-    for engine in card.running_engines():
+    for engine in registry.running_engines():
         if engine.program == _SERVED:
             served.append(engine)
         else:
@@ -77,18 +77,24 @@ def _served() -> list[Card]:
 def _confirm(served: list[Card]) -> None:
     """Ask whether to stop the one engine. Raises `ConfigError` if there are several, or nobody can be asked."""
     if len(served) > 1 or not sys.stdin.isatty():
-        raise ConfigError(f"name the engine by its PID or directory, or give --all:\n{card.table(served)}")
+        raise ConfigError(
+            f"name the engine by its PID or directory, or give --all:\n{registry.table(served)}"
+        )
     click.confirm(printable(f"stop {_described(served[0])}?"), abort=True, err=True)
 
 
 def _described(engine: Card) -> str:
-    return f"PID {engine.pid}: {engine.program} with {engine.config['target']} in {engine.directory}"
+    return (
+        f"PID {engine.pid}: {engine.program} with {engine.config['target']} in {engine.directory}"
+    )
 
 
 def _stop(engine: Card) -> None:
     what = _described(engine)
-    if not card.stop(engine, _STOP_SECONDS):
-        raise StartError(f"still running {_STOP_SECONDS:.0f} s after SIGTERM: {what}. kill -9 {engine.pid} ends it")
+    if not registry.stop(engine, _STOP_SECONDS):
+        raise StartError(
+            f"still running {_STOP_SECONDS:.0f} s after SIGTERM: {what}. kill -9 {engine.pid} ends it"
+        )
     say(f"stopped {what}")
 
 
@@ -101,4 +107,6 @@ def keys(file: Path) -> None:
     Everyone who can read FILE can use the engines that are started with it. An existing file is never overwritten.
     """
     write_keys(file, new_keys())
-    say(f"{file}: copy it to the other host over a channel you trust (scp -p), and give --keys {file} on both")
+    say(
+        f"{file}: copy it to the other host over a channel you trust (scp -p), and give --keys {file} on both"
+    )

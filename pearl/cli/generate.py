@@ -35,11 +35,18 @@ from pearl.text.tokenizer import GenerationDefaults
 @click.argument("prompt", required=False)
 @click.option("--raw", is_flag=True, help="Take the prompt as it is: no chat template.")
 @click.option("--stats", is_flag=True, help="Print all figures below the text.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text and figures.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object instead of text and figures."
+)
 @connect_option
 @settings_options()
 def generate(
-    settings: Settings, prompt: str | None, raw: bool, stats: bool, as_json: bool, connect: str | None
+    settings: Settings,
+    prompt: str | None,
+    raw: bool,
+    stats: bool,
+    as_json: bool,
+    connect: str | None,
 ) -> None:
     """Generate one text from a prompt.
 
@@ -58,7 +65,9 @@ def generate(
             return
         with engine.stream(text, options, raw=raw) as stream:
             is_plain = raw or options.json_schema is not None or options.regex is not None
-            splitter = None if is_plain else splitter_of(engine.tokenizer, stream.result.prompt_tokens)
+            splitter = (
+                None if is_plain else splitter_of(engine.tokenizer, stream.result.prompt_tokens)
+            )
             _print_as_it_comes(stream, splitter, console, quiet=as_json)
             result = stream.result
     if as_json:
@@ -70,7 +79,9 @@ def generate(
         else:
             console.print(Text(brief(result.statistics), "dim"), soft_wrap=True)
         if result.statistics.draft_lost:
-            console.print("the draft was lost during the text; the target went on alone", style="yellow")
+            console.print(
+                "the draft was lost during the text; the target went on alone", style="yellow"
+            )
 
 
 def _prompt(prompt: str | None, raw: bool) -> str:
@@ -80,11 +91,15 @@ def _prompt(prompt: str | None, raw: bool) -> str:
         # The engine refuses a prompt with halves of surrogate pairs.
         prompt, raw = text_input("surrogateescape").read(), False
     if not raw and not prompt.strip():  # --raw "" starts from the tokenizer's first token
-        raise ConfigError('no prompt: give one as an argument or on standard input, e.g. pearl generate "Hello!"')
+        raise ConfigError(
+            'no prompt: give one as an argument or on standard input, e.g. pearl generate "Hello!"'
+        )
     return prompt
 
 
-def _print_as_it_comes(stream: Stream, splitter: Splitter | None, console: SafeConsole, quiet: bool) -> None:
+def _print_as_it_comes(
+    stream: Stream, splitter: Splitter | None, console: SafeConsole, quiet: bool
+) -> None:
     """Print the answer to standard output, and what stands before it dimmed to standard error."""
     is_thinking = False
     for text, is_last in chain(((piece.text, False) for piece in stream), [("", True)]):
@@ -107,7 +122,9 @@ def _print_as_it_comes(stream: Stream, splitter: Splitter | None, console: SafeC
         click.echo()
 
 
-def _document(settings: Settings, engine: Engine, result: Result, splitter: Splitter | None) -> dict[str, object]:
+def _document(
+    settings: Settings, engine: Engine, result: Result, splitter: Splitter | None
+) -> dict[str, object]:
     """The output of --json. With its settings, all defaults resolved, the prompt's tokens give the same text again."""
     parts = None if splitter is None else split(result.text, splitter.tags, splitter.is_open)
     options = settings.options
@@ -122,7 +139,9 @@ def _document(settings: Settings, engine: Engine, result: Result, splitter: Spli
         "finish_reason": result.finish_reason,
         "seed": result.seed,
         "prompt_tokens": result.prompt_tokens,
-        "logprobs": [structs.asdict(one) for one in result.logprobs] if options.logprobs is not None else None,
+        "logprobs": [structs.asdict(one) for one in result.logprobs]
+        if options.logprobs is not None
+        else None,
         "statistics": asdict(result.statistics),
         "settings": {
             "engine": engine.config.model_dump(),
@@ -152,16 +171,26 @@ def summary(settings: Settings, result: Result, defaults: GenerationDefaults) ->
             remark = figure.remark(s)
             table.add_row(figure.name, f"{text} ({remark})" if remark else text)
     if s.expected_rejections is not None:
-        odds = f"{s.expected_rejections:.1f} ± {1.96 * (s.expected_rejections_sd or 0):.1f} expected"
+        odds = (
+            f"{s.expected_rejections:.1f} ± {1.96 * (s.expected_rejections_sd or 0):.1f} expected"
+        )
         bias = f"; bias {s.bias / s.num_judged_draft_tokens:.3f} per judged token" if s.bias else ""
-        table.add_row("rejections", f"{s.num_rejections}, {odds} from the models' distributions{bias}")
+        table.add_row(
+            "rejections", f"{s.num_rejections}, {odds} from the models' distributions{bias}"
+        )
     steps = ", ".join(f"{n} {phase}" for phase, n in s.target_steps.items() if n)
     table.add_row("target steps", steps)
     if s.t_draft and s.num_draft_tokens:
-        table.add_row("t_draft", f"{s.t_draft * 1e3:.1f} ms; t_target(1) / t_draft = {s.speed_ratio:.2f}")
+        table.add_row(
+            "t_draft", f"{s.t_draft * 1e3:.1f} ms; t_target(1) / t_draft = {s.speed_ratio:.2f}"
+        )
     for name, measured in (("t_target(n)", s.t_target), ("on all cores", s.t_target_spread)):
         if measured:
-            table.add_row(name, ", ".join(f"{n}: {t * 1e3:.1f}" for n, t in measured.items()) + " ms")
-    waits = ", ".join(f"{cause} {t:.2f} s" for cause, t in s.target_wait_seconds.items() if cause != "idle")
+            table.add_row(
+                name, ", ".join(f"{n}: {t * 1e3:.1f}" for n, t in measured.items()) + " ms"
+            )
+    waits = ", ".join(
+        f"{cause} {t:.2f} s" for cause, t in s.target_wait_seconds.items() if cause != "idle"
+    )
     table.add_row("target waited for", waits or "nothing")
     return table

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from pearl.config import EngineConfig
 from pearl.engine import Engine, Progress, torchrun
-from pearl.engine.card import find_card
 from pearl.engine.launcher import LocalLauncher
+from pearl.engine.registry import find_card
 from pearl.errors import ConfigError, TraceError
 from pearl.printable import log_to_stderr
 
@@ -33,7 +33,9 @@ def connect_option(command: _Command) -> _Command:
 
 
 @contextmanager
-def running(config: EngineConfig, console: Console, connect: str | None = None) -> Iterator[Engine | None]:
+def running(
+    config: EngineConfig, console: Console, connect: str | None = None
+) -> Iterator[Engine | None]:
     """Yield the engine for a command. On torchrun's other ranks: run its worker until it ends, then yield None.
 
     Args:
@@ -43,7 +45,9 @@ def running(config: EngineConfig, console: Console, connect: str | None = None) 
     rank = torchrun.rank()
     if connect is not None:
         if rank is not None:
-            raise ConfigError("--connect does not work under torchrun: the engine is already running")
+            raise ConfigError(
+                "--connect does not work under torchrun: the engine is already running"
+            )
         directory = Path(find_card(connect).directory)
         with _show_progress(console, f"connecting to {directory}") as progress:
             engine = Engine.attach(directory, progress)
@@ -63,7 +67,9 @@ def running(config: EngineConfig, console: Console, connect: str | None = None) 
             console.print(note, style="yellow")
     with engine:
         yield engine
-    if engine.config.trace and not Path(engine.config.trace).exists():  # the log says why; the command prints its text
+    if (
+        engine.config.trace and not Path(engine.config.trace).exists()
+    ):  # the log says why; the command prints its text
         click.get_current_context().call_on_close(lambda: sys.exit(TraceError.exit_code))
 
 
@@ -73,7 +79,9 @@ def _check_same(config: EngineConfig, engine: Engine) -> None:
     for name in sorted(config.model_fields_set - {"log_level", "trace"}):
         if ours[name] != theirs[name]:
             engine.close()
-            raise ConfigError(f"the running engine has {name} {theirs[name]}, not {ours[name]}: leave that out")
+            raise ConfigError(
+                f"the running engine has {name} {theirs[name]}, not {ours[name]}: leave that out"
+            )
 
 
 @contextmanager

@@ -15,7 +15,9 @@ from pearl.device import has_gpu
 from pearl.errors import ConfigError
 from pearl.printable import printable
 
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
+_JSON = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON document instead of a table."
+)
 _WORDS = {"None": "-", "True": "yes", "False": "no"}
 _MODEL = click.argument("model")
 
@@ -36,9 +38,13 @@ def list_models(as_json: bool) -> None:
         click.echo(json.dumps([each._asdict() for each in found], indent=2))
         return
     days = (f"{datetime.fromtimestamp(each.used):%Y-%m-%d}" for each in found)
-    rows = ((one.name, size_text(one.size), day, *one[4:]) for one, day in zip(found, days, strict=True))
+    rows = (
+        (one.name, size_text(one.size), day, *one[4:]) for one, day in zip(found, days, strict=True)
+    )
     print_table(("name", "size", "last used", "weights", "forward"), rows)
-    say(f"{len(found)} model{'s' * (len(found) != 1)}, {size_text(sum(each.size for each in found))}")
+    say(
+        f"{len(found)} model{'s' * (len(found) != 1)}, {size_text(sum(each.size for each in found))}"
+    )
 
 
 @listed("Use it", "pearl pull Qwen/Qwen3-0.6B")
@@ -64,7 +70,7 @@ def show(model: str, as_json: bool) -> None:
 
     MODEL is a directory, a GGUF file, embedded, or a name in the caches. Loads no weights.
     """
-    from pearl.models.meta_device import postpone_kernels
+    from pearl.models.cpu.meta_device import postpone_kernels
 
     if not has_gpu():
         postpone_kernels()
@@ -93,7 +99,9 @@ def rm(model: str, yes: bool) -> None:
 
     size, remove = removal(model)
     if not yes and not sys.stdin.isatty():
-        raise ConfigError(f"this would free {size_text(size)}: give --yes where nobody can be asked")
+        raise ConfigError(
+            f"this would free {size_text(size)}: give --yes where nobody can be asked"
+        )
     if not yes:
         click.confirm(f"remove {model}, {size_text(size)}?", abort=True, err=True)
     remove()

@@ -45,7 +45,9 @@ def settings_options(
         @functools.wraps(command)
         def wrapped(config: Path | None, **given: Any) -> Any:
             rest = {name: given.pop(name) for name in list(given) if name not in _SETTINGS}
-            values = {name: value for name, value in given.items() if value is not None and value != ()}
+            values = {
+                name: value for name, value in given.items() if value is not None and value != ()
+            }
             for name in values:
                 if name in unread:
                     raise ConfigError(f"--{name.replace('_', '-')}: {instead}")
@@ -69,7 +71,9 @@ def field_options(
         for name, setting in reversed([*settings.items()]):
             default = (defaults or {}).get(name)
             command = _flag(name, setting, default, hidden=name in hidden)(command)
-        return click.option("--config", type=click.Path(dir_okay=False, path_type=Path), help=about)(command)
+        return click.option(
+            "--config", type=click.Path(dir_okay=False, path_type=Path), help=about
+        )(command)
 
     return add
 
@@ -126,8 +130,15 @@ _HELP_ALL = click.Option(
 )
 
 
-_CHOICES: dict[str, Iterable[str]] = {"method": METHODS, "rule": RULES, "draft_stop": STOPS, "window": WINDOWS}
-_METAVARS = {"json_schema": "JSON", "regex": "EXPRESSION"} | dict.fromkeys(AS_PUBLISHED, "N|auto|off")
+_CHOICES: dict[str, Iterable[str]] = {
+    "method": METHODS,
+    "rule": RULES,
+    "draft_stop": STOPS,
+    "window": WINDOWS,
+}
+_METAVARS = {"json_schema": "JSON", "regex": "EXPRESSION"} | dict.fromkeys(
+    AS_PUBLISHED, "N|auto|off"
+)
 _METAVAR_OF_KIND = {int: "N", float: "X", str: "NAME"}
 
 
@@ -176,7 +187,9 @@ _SETTINGS = {name: of_field(field) for name, field in EngineConfig.model_fields.
 _SETTINGS |= {name: of_option(name) for name in OPTION_NAMES}
 
 
-def _flag(name: str, setting: Setting, default: str | None, *, hidden: bool) -> Callable[[Any], Any]:
+def _flag(
+    name: str, setting: Setting, default: str | None, *, hidden: bool
+) -> Callable[[Any], Any]:
     """A click option with the setting's type, description and default."""
     flag = f"--{name.replace('_', '-')}"
     common: dict[str, Any] = {"default": None, "hidden": hidden}
@@ -198,7 +211,9 @@ class _Choice(click.Choice):
         other_names: further names -> the values that they stand for.
     """
 
-    def __init__(self, values: Collection[str], other_names: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, values: Collection[str], other_names: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__([*values])
         self._other_names = other_names or {}
 
@@ -209,7 +224,9 @@ class _Choice(click.Choice):
             nearest = get_close_matches(str(value), [*self.choices, *self._other_names], n=1)
             if not nearest:
                 raise
-            raise click.BadParameter(f"{error.message} Did you mean {nearest[0]!r}?", ctx, param) from None
+            raise click.BadParameter(
+                f"{error.message} Did you mean {nearest[0]!r}?", ctx, param
+            ) from None
 
 
 class _MethodOption(click.Option):
@@ -224,18 +241,25 @@ class _MethodOption(click.Option):
         names = "|".join(method.name for method in usual)
         others = len(METHODS) - len(usual)
         default = OPTIONS["method"].default
-        return f"--method [{names}|...]", f"{words}; --help-all: {others} others.  [default: {default}]"
+        return (
+            f"--method [{names}|...]",
+            f"{words}; --help-all: {others} others.  [default: {default}]",
+        )
 
 
 def _type(kind: Any) -> Any:
     if get_origin(kind) is not tuple:
         return kind
     item = type_of(get_args(kind)[0])
-    return tuple(type_of(part) for part in get_args(item)) or item  # pairs are two arguments of the flag
+    return (
+        tuple(type_of(part) for part in get_args(item)) or item
+    )  # pairs are two arguments of the flag
 
 
 def _help(setting: Setting, default: str | None) -> str:
     if default is not None:
         return f"{_STATED_DEFAULT.sub('', setting.description).rstrip('.')}.  [default: {default}]"
     is_shown = setting.default is not None and not isinstance(setting.default, tuple)
-    return f"{setting.description}  [default: {setting.default}]" if is_shown else setting.description
+    return (
+        f"{setting.description}  [default: {setting.default}]" if is_shown else setting.description
+    )

@@ -1,4 +1,4 @@
-"""`pearl paper`: tables and figures of the five papers. Arguments and output; `pearl.lab.papers` measures."""
+"""`pearl paper`: tables and figures of the five papers. Arguments and output; `pearl.lab.studies` measures."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from pearl.cli import listed
-from pearl.cli.numbers import json_option, read_sets, reported
+from pearl.cli.prompt_sets import json_option, read_sets, reported
 from pearl.cli.tables import Bars, print_lines, print_table
 from pearl.config import EngineConfig
 from pearl.errors import ConfigError
 from pearl.lab.bench.machine import Conditions
 from pearl.lab.bench.tasks import HUMANEVAL, Task
-from pearl.lab.papers.figures import Figure, Table, check_drawing, draw
-from pearl.lab.papers.pearl import TABLES, Cell, Pair, pairs
+from pearl.lab.studies.figures import Figure, Table, check_drawing, draw
+from pearl.lab.studies.pearl import TABLES, Cell, Pair, pairs
 
 if TYPE_CHECKING:
-    from pearl.lab.experiments.texts import RecordedTexts
+    from pearl.lab.studies.recorded_texts import RecordedTexts
 
 _COUNT = click.IntRange(min=1)
 _SETS = (HUMANEVAL, "edits")
-_EMULATED, _EMULATED_QUICK = {"tokens": 250, "texts": 2}, {"tokens": 60, "texts": 1}  # texts of each row
+_EMULATED, _EMULATED_QUICK = (
+    {"tokens": 250, "texts": 2},
+    {"tokens": 60, "texts": 1},
+)  # texts of each row
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 figures_option = click.option(
@@ -76,7 +79,15 @@ def _asked(given: dict[str, Any], **settings: Any) -> _Asked:
     few, many, tokens = (1, 2, 48) if given["quick"] else (4, 12, 96)
     more = read_sets(given["prompts"], many, default=_SETS)
     tasks = [task for task in more if task.number <= few]
-    return _Asked(EngineConfig(**names, **settings), tasks, more, tokens, given["quick"], given["figures"], given["to"])
+    return _Asked(
+        EngineConfig(**names, **settings),
+        tasks,
+        more,
+        tokens,
+        given["quick"],
+        given["figures"],
+        given["to"],
+    )
 
 
 @listed("Measure", "pearl paper theory --figures theory/")
@@ -84,13 +95,25 @@ def _asked(given: dict[str, Any], **settings: Any) -> _Asked:
 def paper() -> None:
     """Tables and figures of the five papers, by runs of this runtime.
 
-    The page pearl/lab/papers/README.md has each of the papers' items, and what differs.
+    The page pearl/lab/studies/README.md has each of the papers' items, and what differs.
     """
 
 
 @paper.command("pearl")
-@click.option("--pair", "names", multiple=True, metavar="NAME", help="Only pairs whose name holds this. Repeatable.")
-@click.option("--table", "wanted", multiple=True, type=click.Choice(list(TABLES)), help="Only this one. Repeatable.")
+@click.option(
+    "--pair",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="Only pairs whose name holds this. Repeatable.",
+)
+@click.option(
+    "--table",
+    "wanted",
+    multiple=True,
+    type=click.Choice(list(TABLES)),
+    help="Only this one. Repeatable.",
+)
 @click.option("--simulate-only", is_flag=True, help="No real processes: the simulator alone.")
 @quick_option
 @figures_option
@@ -110,7 +133,7 @@ def of_pearl(
     """
     if figures is not None:
         check_drawing()
-    from pearl.lab.papers.emulate import EXPLAINED, emulate, pair_line, table
+    from pearl.lab.studies.emulate import EXPLAINED, emulate, pair_line, table
 
     size = _EMULATED_QUICK if quick else _EMULATED
     settings: dict[str, Any] = size | {"seed": 0, "runtime": not simulate_only}
@@ -135,15 +158,21 @@ def of_pearl(
 
 def _pairs(names: Sequence[str]) -> list[Pair]:
     every = pairs()
-    found = [pair for pair in every if not names or any(name.lower() in pair.title.lower() for name in names)]
+    found = [
+        pair
+        for pair in every
+        if not names or any(name.lower() in pair.title.lower() for name in names)
+    ]
     if not found:
-        raise ConfigError(f"no pair is called {names[0]!r}; there are {'; '.join(pair.title for pair in every)}")
+        raise ConfigError(
+            f"no pair is called {names[0]!r}; there are {'; '.join(pair.title for pair in every)}"
+        )
     return found
 
 
 def _optimal_lengths() -> list[Figure]:
     """Figure 2b, of the embedded pair."""
-    from pearl.lab.papers.lengths import step_by_step
+    from pearl.lab.studies.lengths import step_by_step
 
     with Bars() as bars:
         recorded, _ = _recorded(EngineConfig(), read_sets((), 1, default=_SETS[1:]), 96, bars)
@@ -151,12 +180,16 @@ def _optimal_lengths() -> list[Figure]:
     return [step_by_step(recorded.texts[0], "pearl-lengths", title)]
 
 
-def _recorded(config: EngineConfig, tasks: Sequence[Task], tokens: int, bars: Bars) -> tuple[RecordedTexts, list[str]]:
+def _recorded(
+    config: EngineConfig, tasks: Sequence[Task], tokens: int, bars: Bars
+) -> tuple[RecordedTexts, list[str]]:
     """Greedy answers with the draft's tokens, and the set of each."""
-    from pearl.lab.experiments.texts import record_pair
+    from pearl.lab.studies.recorded_texts import record_pair
 
     bars.begin("recording", len(tasks))
-    recorded, numbers = record_pair(config, [task.turns[:1] for task in tasks], tokens, tick=bars.step)
+    recorded, numbers = record_pair(
+        config, [task.turns[:1] for task in tasks], tokens, tick=bars.step
+    )
     return recorded, [tasks[number].set for number in numbers]
 
 
@@ -165,10 +198,17 @@ def _recorded(config: EngineConfig, tasks: Sequence[Task], tokens: int, bars: Ba
 
 @paper.command()
 @_on_a_pair
-@click.option("--texts", type=_COUNT, default=100, show_default=True, metavar="N", help="Simulated on Markov chains.")
+@click.option(
+    "--texts",
+    type=_COUNT,
+    default=100,
+    show_default=True,
+    metavar="N",
+    help="Simulated on Markov chains.",
+)
 def theory(texts: int, **given: Any) -> None:
     """Yin et al.: rejections and bias, on Markov chains by theorem and simulation, and on a pair."""
-    from pearl.lab.papers import chains
+    from pearl.lab.studies import chains
 
     asked = _asked(given)
     with Bars() as bars:
@@ -179,13 +219,20 @@ def theory(texts: int, **given: Any) -> None:
 @paper.command()
 @_on_a_pair
 @click.option(
-    "--t-draft", type=float, default=5.0, show_default=True, metavar="MS", help="To train the classifier for."
+    "--t-draft",
+    type=float,
+    default=5.0,
+    show_default=True,
+    metavar="MS",
+    help="To train the classifier for.",
 )
-@click.option("--t-target", type=float, default=40.0, show_default=True, metavar="MS", help="Likewise.")
+@click.option(
+    "--t-target", type=float, default=40.0, show_default=True, metavar="MS", help="Likewise."
+)
 def disco(t_draft: float, t_target: float, **given: Any) -> None:
     """DISCO: static and dynamic speculation lengths, stop policies, the oracle's lengths, and the classifier's F1."""
-    from pearl.lab.papers import lengths
-    from pearl.lab.simulate import timing_of
+    from pearl.lab.studies import lengths
+    from pearl.lab.studies.simulate import timing_of
 
     asked = _asked(given)
     with Bars() as bars:
@@ -196,19 +243,32 @@ def disco(t_draft: float, t_target: float, **given: Any) -> None:
 
 @paper.command()
 @_on_a_pair
-@click.option("--datastore", type=click.Path(file_okay=False), help="For guesses; see pearl datastore.")
-@click.option("--most-batch", type=click.IntRange(1, 64), default=64, show_default=True, metavar="N")
-@click.option("--most-context", type=_COUNT, default=8192, show_default=True, metavar="N", help="Tokens in a cache.")
+@click.option(
+    "--datastore", type=click.Path(file_okay=False), help="For guesses; see pearl datastore."
+)
+@click.option(
+    "--most-batch", type=click.IntRange(1, 64), default=64, show_default=True, metavar="N"
+)
+@click.option(
+    "--most-context",
+    type=_COUNT,
+    default=8192,
+    show_default=True,
+    metavar="N",
+    help="Tokens in a cache.",
+)
 def sssd(datastore: str | None, most_batch: int, most_context: int, **given: Any) -> None:
     """SSSD: guesses without a draft by source, number, temperature, batch and context, beside other papers'."""
-    from pearl.lab.papers import sssd as guesses
+    from pearl.lab.studies import sssd as guesses
 
     asked = _asked(given, datastore=datastore)
     if asked.quick:
         most_batch, most_context = min(most_batch, 4), min(most_context, 1000)
     with Bars() as bars:
         limits = most_batch, most_context
-        tables, figures = guesses.measure_guesses(asked.config, asked.more, asked.tokens, bars, *limits)
+        tables, figures = guesses.measure_guesses(
+            asked.config, asked.more, asked.tokens, bars, *limits
+        )
     _study("sssd", asked, tables, figures)
 
 
@@ -216,7 +276,7 @@ def sssd(datastore: str | None, most_batch: int, most_context: int, **given: Any
 @_on_a_pair
 def mjsd(**given: Any) -> None:
     """MJSD: joint decoding, its thresholds, beams and lengths, speed and perplexity, and energy by batch."""
-    from pearl.lab.papers import energy
+    from pearl.lab.studies import energy
 
     asked = _asked(given)
     with Bars() as bars:
@@ -226,7 +286,7 @@ def mjsd(**given: Any) -> None:
 
 def _study(name: str, asked: _Asked, more: Sequence[Table], figures: Sequence[Figure]) -> None:
     """Run the study; print it and `more`, and draw the figures."""
-    from pearl.lab.papers.studies import STUDIES, in_words, run_study, sweeps
+    from pearl.lab.studies.tables import STUDIES, in_words, run_study, sweeps
 
     clock, about = Conditions(), STUDIES[name]
     with Bars() as bars:
@@ -239,7 +299,9 @@ def _study(name: str, asked: _Asked, more: Sequence[Table], figures: Sequence[Fi
         _print(*more)
         _print(table, words=2)
         sets = ", ".join(dict.fromkeys(task.set for task in asked.tasks))
-        print_lines(f"{len(asked.tasks)} prompts ({sets}), up to {asked.tokens} tokens; {clock}", "")
+        print_lines(
+            f"{len(asked.tasks)} prompts ({sets}), up to {asked.tokens} tokens; {clock}", ""
+        )
     if asked.figures is not None:
         _draw(figures, asked.figures)
 

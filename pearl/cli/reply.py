@@ -25,19 +25,30 @@ from pearl.printable import printable
 from pearl.protocol.messages import Provenance
 from pearl.text.reasoning import Splitter
 
-STYLES = {Provenance(source): colour if source != "direct" else "" for source, (colour, _) in SOURCES.items()}
+STYLES = {
+    Provenance(source): colour if source != "direct" else ""
+    for source, (colour, _) in SOURCES.items()
+}
 PENDING = THOUGHT = "dim italic"
 _FRAME_SECONDS = 0.04  # between two frames, at least: faster changes cannot be seen
-_REST_PER_FRAME = 3.0  # times the drawing time of the last frame: a long block must not keep a core busy
+_REST_PER_FRAME = (
+    3.0  # times the drawing time of the last frame: a long block must not keep a core busy
+)
 # HTML is off: it would swallow text that looks like a tag, such as std::vector<int> or <think>.
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
 _MARGIN = 2  # screen rows left free below
-_BEGIN_FRAME, _END_FRAME = "\x1b[?2026h", "\x1b[?2026l"  # synchronized output: the terminal shows only whole frames
+_BEGIN_FRAME, _END_FRAME = (
+    "\x1b[?2026h",
+    "\x1b[?2026l",
+)  # synchronized output: the terminal shows only whole frames
 
 
 def legend() -> Text:
     """The meaning of the colours of `TokenReply`."""
-    words = [Text(meaning, f"dim {STYLES[Provenance(source)]}") for source, (_, meaning) in SOURCES.items()]
+    words = [
+        Text(meaning, f"dim {STYLES[Provenance(source)]}")
+        for source, (_, meaning) in SOURCES.items()
+    ]
     return Text(" · ", "dim").join([*words, Text("not judged yet", PENDING)])
 
 
@@ -93,7 +104,9 @@ class _ScreenReply(Reply):
         raise NotImplementedError
 
     def _start_live(self) -> Live:
-        live = Live(console=self._console, auto_refresh=False, transient=True, vertical_overflow="visible")
+        live = Live(
+            console=self._console, auto_refresh=False, transient=True, vertical_overflow="visible"
+        )
         live.start()
         return live
 
@@ -211,7 +224,11 @@ class TokenReply(_ScreenReply):
 
 def _finished_blocks(source: str) -> tuple[str, str]:
     """Split `source` before its last block, which more text could still change."""
-    starts = [token.map[0] for token in _PARSER.parse(source) if token.level == 0 and token.map and token.nesting >= 0]
+    starts = [
+        token.map[0]
+        for token in _PARSER.parse(source)
+        if token.level == 0 and token.map and token.nesting >= 0
+    ]
     if len(starts) < 2:
         return "", source
     lines = source.split("\n")
@@ -222,7 +239,13 @@ class _Code(CodeBlock):
     """Without rich's blank before each line, which would be copied with the code."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Syntax(str(self.text).rstrip(), self.lexer_name, theme=self.theme, word_wrap=True, padding=(1, 0))
+        yield Syntax(
+            str(self.text).rstrip(),
+            self.lexer_name,
+            theme=self.theme,
+            word_wrap=True,
+            padding=(1, 0),
+        )
 
 
 class _Markdown(Markdown):

@@ -24,14 +24,23 @@ if TYPE_CHECKING:
 
 @listed("Use it", "pearl serve --target my-model --draft my-small-model")
 @click.command(cls=SettingsCommand)
-@click.option("--http", metavar="HOST:PORT", help="Also serve OpenAI's API at this address; port 0: a free one.")
+@click.option(
+    "--http",
+    metavar="HOST:PORT",
+    help="Also serve OpenAI's API at this address; port 0: a free one.",
+)
 @click.option(
     "--api-key",
     envvar="PEARL_API_KEY",
     metavar="KEY",
     help="Key that clients of --http must send; required beyond the loopback. $PEARL_API_KEY hides it from ps.",
 )
-@click.option("--http-model", "model", metavar="NAME", help="The model's name for clients; default: the target's.")
+@click.option(
+    "--http-model",
+    "model",
+    metavar="NAME",
+    help="The model's name for clients; default: the target's.",
+)
 @click.option(
     "--cors",
     "origins",
@@ -46,7 +55,10 @@ if TYPE_CHECKING:
     help="How the model writes calls of tools; auto: as its chat template shows.  [default: auto]",
 )
 @click.option(
-    "--log-requests", type=click.Choice(["on", "off"]), default="on", help="A line for each request.  [default: on]"
+    "--log-requests",
+    type=click.Choice(["on", "off"]),
+    default="on",
+    help="A line for each request.  [default: on]",
 )
 @settings_options()
 def serve(
@@ -71,7 +83,10 @@ def serve(
     door = None
     if http is not None and not torchrun.rank():
         door = _bind(http, api_key or None, logs_requests=log_requests == "on", **more)
-    with closing(door) if door else nullcontext(), running(settings.engine, SafeConsole(stderr=True)) as engine:
+    with (
+        closing(door) if door else nullcontext(),
+        running(settings.engine, SafeConsole(stderr=True)) as engine,
+    ):
         if engine is None:
             return
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -91,7 +106,12 @@ def _bind(address: str, key: str | None, **more: Any) -> Door:
     try:
         from pearl.server.listen import bind
     except ImportError as error:
-        if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "h11", "prometheus_client"):
+        if (error.name or "").partition(".")[0] not in (
+            "starlette",
+            "uvicorn",
+            "h11",
+            "prometheus_client",
+        ):
             raise
         raise ConfigError(f"--http needs the extra `server`: {installing('server')}") from None
     return bind(address, key, **more)

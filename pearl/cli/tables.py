@@ -10,7 +10,15 @@ from typing import Any, Literal, TypeVar
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from pearl.cli.console import SafeConsole
@@ -72,7 +80,11 @@ def _done(task: Task) -> str:
     """How much of the work is done; of bytes and of thousands of samples as a share."""
     if task.total is None:
         return ""
-    return f"{task.percentage:.0f}% " if task.total > _MOST_COUNTED else f"[{task.completed:.0f} of {task.total:.0f}] "
+    return (
+        f"{task.percentage:.0f}% "
+        if task.total > _MOST_COUNTED
+        else f"[{task.completed:.0f} of {task.total:.0f}] "
+    )
 
 
 def print_lines(*lines: str) -> None:
@@ -114,18 +126,28 @@ def print_table(
         words: number of leading columns that are text, aligned to the left.
     """
     console, cells = _console()[0], [*rows]
-    lines = [[*name.split(), *(line for row in cells for line in row[i].split("\n"))] for i, name in enumerate(columns)]
-    widths = [max(map(cell_len, each), default=0) for each in lines]  # where only a header is broken, between words
+    lines = [
+        [*name.split(), *(line for row in cells for line in row[i].split("\n"))]
+        for i, name in enumerate(columns)
+    ]
+    widths = [
+        max(map(cell_len, each), default=0) for each in lines
+    ]  # where only a header is broken, between words
     wanted = range(1, len(columns))
     filled = [i for i in wanted if not cells or any(row[i] for row in cells)]
     for number, part in enumerate(_parts(filled, widths, console.width)):
         if title and not number:
             print_lines(title)
-        table, room = Table(box=None, padding=(0, 1, 0, 0)), console.width - sum(1 + widths[i] for i in part)
+        table, room = (
+            Table(box=None, padding=(0, 1, 0, 0)),
+            console.width - sum(1 + widths[i] for i in part),
+        )
         for i in part:
             more = max(0, min(room, max(map(cell_len, columns[i].split("\n"))) - widths[i]))
             justify: Literal["left", "right"] = "left" if i < words else "right"
-            width = widths[i] + more if room >= 0 else None  # rich would break the widest cells, not the headers
+            width = (
+                widths[i] + more if room >= 0 else None
+            )  # rich would break the widest cells, not the headers
             table.add_column(columns[i], justify=justify, no_wrap=i == 0, width=width)
             room -= more
         for row in cells:
@@ -134,9 +156,16 @@ def print_table(
     print_lines(*filter(None, notes))
 
 
-def print_columns(columns: Sequence[Column[_Row]], found: Iterable[_Row], *notes: str, **options: Any) -> None:
+def print_columns(
+    columns: Sequence[Column[_Row]], found: Iterable[_Row], *notes: str, **options: Any
+) -> None:
     """`print_table` with a row for each of `found`."""
-    print_table([name for name, _ in columns], ([cell(one) for _, cell in columns] for one in found), *notes, **options)
+    print_table(
+        [name for name, _ in columns],
+        ([cell(one) for _, cell in columns] for one in found),
+        *notes,
+        **options,
+    )
 
 
 def shown(value: Any, digits: int = 2) -> str:

@@ -109,7 +109,9 @@ class KeyWatcher:
             if self._wakeup in ready:
                 return
             keys = self._input.read_keys()
-            is_gone = self._input.closed or bool(ready[self._input.fileno()] & (select.POLLHUP | select.POLLERR))
+            is_gone = self._input.closed or bool(
+                ready[self._input.fileno()] & (select.POLLHUP | select.POLLERR)
+            )
             if is_gone or any(press.key == Keys.ControlC for press in keys):
                 self._interrupt()
             if is_gone:
@@ -123,7 +125,9 @@ class _Commands(Completer):
     def __init__(self, commands: Mapping[str, str], arguments: Mapping[str, Completer]) -> None:
         self._commands, self._arguments = commands, arguments
 
-    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+    def get_completions(
+        self, document: Document, complete_event: CompleteEvent
+    ) -> Iterable[Completion]:
         name, space, rest = document.text_before_cursor.partition(" ")
         if space and name in self._arguments:
             yield from self._arguments[name].get_completions(Document(rest), complete_event)
@@ -143,7 +147,9 @@ class LineReader:
         arguments: command -> completer of what follows it.
     """
 
-    def __init__(self, commands: Mapping[str, str], arguments: Mapping[str, Completer], remember: bool) -> None:
+    def __init__(
+        self, commands: Mapping[str, str], arguments: Mapping[str, Completer], remember: bool
+    ) -> None:
         self._session: PromptSession[str] = PromptSession(
             history=_history() if remember else InMemoryHistory(),
             completer=_Commands(commands, arguments),

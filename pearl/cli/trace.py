@@ -11,7 +11,7 @@ from rich.text import Text
 
 from pearl.cli import listed
 from pearl.cli.console import SafeConsole, say
-from pearl.cli.numbers import STDOUT, output_option, write_json
+from pearl.cli.prompt_sets import STDOUT, output_option, write_json
 from pearl.document import damaged
 from pearl.errors import TraceError
 from pearl.printable import printable
@@ -23,7 +23,9 @@ from pearl.trace.report import Report, side_by_side, verdict
 from pearl.trace.report import report as make_report
 
 _FILE = click.argument("file", type=click.Path(path_type=Path))
-_FILES = click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
+_FILES = click.argument(
+    "files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path)
+)
 
 
 @listed("See and check", "pearl trace show sd.json pearl.json --png both.png")
@@ -49,14 +51,20 @@ def report(files: Sequence[Path], as_json: bool) -> None:
     for b, other in others:
         if one.tokens_per_second and other.tokens_per_second:
             rate = other.tokens_per_second / one.tokens_per_second
-            SafeConsole().print(f"{b} ({other.method}) is {rate:.2f} times as fast as {a} ({one.method}) in these runs")
+            SafeConsole().print(
+                f"{b} ({other.method}) is {rate:.2f} times as fast as {a} ({one.method}) in these runs"
+            )
 
 
 @trace.command()
 @_FILES
 @output_option("--png", required=True, help="The picture to write.")
 @click.option("--from", "start", type=float, help="Seconds from the start of the first request.")
-@click.option("--seconds", type=float, help="Length of the picture; default: twelve verification steps of one run.")
+@click.option(
+    "--seconds",
+    type=float,
+    help="Length of the picture; default: twelve verification steps of one run.",
+)
 def show(files: Sequence[Path], png: Path, start: float | None, seconds: float | None) -> None:
     """Draw both workers on one time axis; several runs one above the other, on one scale of time."""
     traces = []
@@ -65,7 +73,9 @@ def show(files: Sequence[Path], png: Path, start: float | None, seconds: float |
             traces.append(read(file))
     shown = charts(traces, start, seconds)
     draw(shown, png)
-    say(f"{png}: {shown[0].start:.3f} s to {max(one.end for one in shown):.3f} s of {', '.join(map(str, files))}")
+    say(
+        f"{png}: {shown[0].start:.3f} s to {max(one.end for one in shown):.3f} s of {', '.join(map(str, files))}"
+    )
 
 
 @trace.command()
@@ -90,7 +100,9 @@ def _print(reports: dict[str, Report]) -> None:
     for path, found in reports.items():
         name = f"{path}: " if len(reports) > 1 else ""
         console.print(Text(name + verdict(found)), soft_wrap=True)
-    table = Table("", *(f"{path}\n{r.method}" for path, r in reports.items()), box=None, padding=(0, 2, 0, 0))
+    table = Table(
+        "", *(f"{path}\n{r.method}" for path, r in reports.items()), box=None, padding=(0, 2, 0, 0)
+    )
     for name, values in side_by_side(list(reports.values())):
         table.add_row(name, *values)
     console.print(table)

@@ -18,7 +18,15 @@ from pearl.document import parse_yaml
 from pearl.errors import ConfigError
 from pearl.spec.methods import DRAFTLESS
 
-__all__ = ["EngineConfig", "ModelConfig", "ModelRole", "RequestOptions", "SamplingParams", "Section", "Settings"]
+__all__ = [
+    "EngineConfig",
+    "ModelConfig",
+    "ModelRole",
+    "RequestOptions",
+    "SamplingParams",
+    "Section",
+    "Settings",
+]
 __all__ += ["OPTION_NAMES", "SETTING_NAMES", "load_settings", "read_file"]
 
 SamplingParams = RequestOptions  # its public name
@@ -57,7 +65,9 @@ def _refuse_unread(values: Mapping[str, Any]) -> None:
     for name in ("gamma", "window", "rule", *OF_RULES):
         default = OPTIONS[name].default if name in OPTIONS else None
         if values.get(name, default) != default:
-            raise ConfigError(f"{name} is for methods with a draft, and {method} has none: leave it out")
+            raise ConfigError(
+                f"{name} is for methods with a draft, and {method} has none: leave it out"
+            )
 
 
 def _is_valid(values: Mapping[str, Any]) -> bool:

@@ -25,7 +25,9 @@ ModelRole = Literal["target", "draft"]
 # Names of data types as other tools write them.
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 SHORT_DTYPES |= {"half": "float16", "float": "float32", "f16": "float16", "f32": "float32"}
-ShortDType = BeforeValidator(lambda name: SHORT_DTYPES.get(name, name) if isinstance(name, str) else name)
+ShortDType = BeforeValidator(
+    lambda name: SHORT_DTYPES.get(name, name) if isinstance(name, str) else name
+)
 DType = Annotated[Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"], ShortDType]
 
 
@@ -48,9 +50,12 @@ class EngineConfig(Section):
         "That of a toy target is by default the target itself.",
     )
     target_device: str = Field(
-        default="auto", description="cuda:0, cuda:0-1 (spread over GPUs), cpu:0 or cpu:0-3 (pinned)."
+        default="auto",
+        description="cuda:0, cuda:0-1 (spread over GPUs), cpu:0 or cpu:0-3 (pinned).",
     )
-    draft_device: str = Field(default="auto", description="Likewise, but of GPUs one: a draft is not spread.")
+    draft_device: str = Field(
+        default="auto", description="Likewise, but of GPUs one: a draft is not spread."
+    )
     target_dtype: DType = Field(
         default="auto",
         description="Weights of the target; auto: the checkpoint's, in its own bits if it is quantised; on a CPU "
@@ -97,8 +102,12 @@ class EngineConfig(Section):
         default=None,
         description="File with the classifier of --draft-stop disco for this pair; pearl disco train makes one.",
     )
-    target_pace: Seconds | None = Field(default=None, description="Emulation: seconds that each target forward lasts.")
-    draft_pace: Seconds | None = Field(default=None, description="Emulation: seconds that each draft forward lasts.")
+    target_pace: Seconds | None = Field(
+        default=None, description="Emulation: seconds that each target forward lasts."
+    )
+    draft_pace: Seconds | None = Field(
+        default=None, description="Emulation: seconds that each draft forward lasts."
+    )
     control: str = Field(
         default="ipc",
         description="Control channel: ipc (private socket files), or for two hosts tcp://HOST:PORT, an address of the "
@@ -113,11 +122,15 @@ class EngineConfig(Section):
         default="auto",
         description="How dense draft distributions travel; auto: as frames of messages, between GPUs too.",
     )
-    draft_timeout: Seconds = Field(default=10.0, description="Seconds of silence after which the draft counts as lost.")
+    draft_timeout: Seconds = Field(
+        default=10.0, description="Seconds of silence after which the draft counts as lost."
+    )
     target_timeout: Seconds = Field(
         default=120.0, description="Seconds of silence after which the target counts as lost."
     )
-    startup_timeout: Seconds = Field(default=900.0, description="Seconds within which both models must be loaded.")
+    startup_timeout: Seconds = Field(
+        default=900.0, description="Seconds within which both models must be loaded."
+    )
     profile: Literal["auto", "none"] = Field(
         default="auto",
         description="Measured speeds of the pair to start with: those that pearl calibrate has kept for this pair on "
@@ -126,9 +139,12 @@ class EngineConfig(Section):
     draft_restarts: int = Field(
         default=3, ge=0, description="How often in a row, for one cause, a lost draft is restarted."
     )
-    trust_remote_code: bool = Field(default=False, description="Run code that comes with a checkpoint.")
+    trust_remote_code: bool = Field(
+        default=False, description="Run code that comes with a checkpoint."
+    )
     trace: str | None = Field(
-        default=None, description="File to write a timeline of both workers to; see pearl trace --help."
+        default=None,
+        description="File to write a timeline of both workers to; see pearl trace --help.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="warning", description="How much to log on stderr."
@@ -183,7 +199,9 @@ class EngineConfig(Section):
     @field_validator("datastore", "disco")
     @classmethod
     def _absolute(cls, value: str | None) -> str | None:
-        return value and os.path.abspath(os.path.expanduser(value))  # a worker may run in another directory
+        return value and os.path.abspath(
+            os.path.expanduser(value)
+        )  # a worker may run in another directory
 
     @field_validator("trace")
     @classmethod
@@ -210,8 +228,12 @@ class EngineConfig(Section):
         if problem := options.guess_problem():
             raise ConfigError(problem)
         if method not in (*DRAFTLESS, "auto") and not self.has_draft:
-            use = " or ".join(name for name in DRAFTLESS if not (METHODS[name].guesses or METHODS[name].needs))
-            raise ConfigError(f"method {method} needs a draft model and this engine has none; use method {use}")
+            use = " or ".join(
+                name for name in DRAFTLESS if not (METHODS[name].guesses or METHODS[name].needs)
+            )
+            raise ConfigError(
+                f"method {method} needs a draft model and this engine has none; use method {use}"
+            )
         if (needed := METHODS[method].needs) and not getattr(self, needed):
             how = f"give --{needed}" if needed == "habits" else f"name one with --{needed}"
             raise ConfigError(f"method {method} needs {needed}: {how}")
@@ -227,7 +249,9 @@ class EngineConfig(Section):
         """The settings of one model, those common to both included."""
         values = self.model_dump()
         names = [field.name for field in fields(ModelConfig) if field.name not in ("role", "spec")]
-        own: dict[str, Any] = {name: values.get(f"{role}_{name}", values.get(name)) for name in names}
+        own: dict[str, Any] = {
+            name: values.get(f"{role}_{name}", values.get(name)) for name in names
+        }
         return ModelConfig(values[role], role, **own)
 
     @property
@@ -277,4 +301,6 @@ class ModelConfig:
 
 
 def _on_one_host(known: ValidationInfo) -> bool:
-    return known.data.get("control", ON_ONE_HOST) == ON_ONE_HOST  # a bad `control` has an error of its own
+    return (
+        known.data.get("control", ON_ONE_HOST) == ON_ONE_HOST
+    )  # a bad `control` has an error of its own

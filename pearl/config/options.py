@@ -31,14 +31,20 @@ MOST_TEMPERATURE = 1e30
 LEAST_SHARE = 1e-30  # of probability: top_p, and min_p where it is not 0
 LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY = 0.01, 100.0
 MOST_PENALTY = 2.0  # OpenAI's range
-MOST_BIAS, MAX_BIASES = 100.0, 1024  # OpenAI's range, which makes a token certain or impossible; biases
+MOST_BIAS, MAX_BIASES = (
+    100.0,
+    1024,
+)  # OpenAI's range, which makes a token certain or impossible; biases
 MOST_STOPS, LONGEST_STOP = 64, 1000  # strings, characters: each token is compared with all of them
 MOST_EOS = 2048  # tokens that each end a text: each token is compared with all of them
 MAX_GRAMMAR = 1 << 16  # bytes of UTF-8: a schema, or the grammar made of it
 MAX_LOGPROBS = 20  # alternatives at each position, as OpenAI's
 LEAST_LOGPROB = -9999.0  # as OpenAI's: JSON has no infinity
 
-NUMBER_WORDS: dict[str, int | None] = {"auto": None, "off": 0}  # what flags and files may say for a number of guesses
+NUMBER_WORDS: dict[str, int | None] = {
+    "auto": None,
+    "off": 0,
+}  # what flags and files may say for a number of guesses
 _SHOWN = 200  # characters of a refused value in a message
 
 Parameters = Annotated[tuple[tuple[Name, Finite], ...], Meta(max_length=MAX_PARAMETERS)]
@@ -74,7 +80,9 @@ def described(registry: Mapping[str, Any]) -> str:
 
 def _rules() -> str:
     sampled = "; ".join(f"{spec.label()}: {spec.description}" for spec in RULES.values())
-    greedy = [f"{spec.label(0)}: {spec.greedy.description}" for spec in RULES.values() if spec.greedy]
+    greedy = [
+        f"{spec.label(0)}: {spec.greedy.description}" for spec in RULES.values() if spec.greedy
+    ]
     return (
         f"Acceptance rule under sampling; auto takes coupled by default. {sampled}. "
         f"At temperature 0 all are greedy decoding but {'; '.join(greedy)}."
@@ -103,7 +111,9 @@ class RequestOptions(Record, frozen=True):
     """
 
     method: Annotated[Name, Meta(description=described(METHODS))] = "auto"
-    window: Annotated[Name, Meta(description="stream: no full windows; fixed: the paper's.")] = WINDOWS[0]
+    window: Annotated[Name, Meta(description="stream: no full windows; fixed: the paper's.")] = (
+        WINDOWS[0]
+    )
     gamma: Annotated[
         Annotated[int, Meta(ge=1, le=methods.MAX_GAMMA)] | None,
         Meta(description="Window in tokens; default: the measured speed ratio c."),
@@ -141,12 +151,16 @@ class RequestOptions(Record, frozen=True):
         ),
     ] = UNSET
     draft_stop: Annotated[Name, Meta(description=_stop_policies())] = FIXED
-    stop_parameters: Annotated[Named, Meta(description="Parameters of the stop policy: (name, value).")] = ()
+    stop_parameters: Annotated[
+        Named, Meta(description="Parameters of the stop policy: (name, value).")
+    ] = ()
     temperature: Annotated[
         Default[Annotated[float, Meta(ge=0.0, le=LARGEST)]],
         Meta(description="0 is greedy; default: the checkpoint's."),
     ] = UNSET
-    top_k: Annotated[Default[Position], Meta(description="Keep the k likeliest tokens; 0: all.")] = UNSET
+    top_k: Annotated[
+        Default[Position], Meta(description="Keep the k likeliest tokens; 0: all.")
+    ] = UNSET
     top_p: Annotated[
         Default[Annotated[float, Meta(gt=0.0, le=1.0)]],
         Meta(description="Keep the likeliest tokens that hold this probability."),
@@ -156,20 +170,29 @@ class RequestOptions(Record, frozen=True):
         Meta(description="Drop tokens below this share of the likeliest."),
     ] = UNSET
     seed: Annotated[
-        Default[Annotated[int, Meta(ge=0)]], Meta(description="Of all random draws; default: drawn, and reported.")
+        Default[Annotated[int, Meta(ge=0)]],
+        Meta(description="Of all random draws; default: drawn, and reported."),
     ] = UNSET
     sample: Annotated[Count, Meta(description="Index of this sample under one seed.")] = 0
     max_tokens: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="Most tokens to generate; default: the checkpoint's, else up to the context."),
+        Meta(
+            description="Most tokens to generate; default: the checkpoint's, else up to the context."
+        ),
     ] = None
     stop: Annotated[
         Stops,
-        Meta(max_length=MOST_STOPS, description="End before any of these strings (may be given several times)."),
+        Meta(
+            max_length=MOST_STOPS,
+            description="End before any of these strings (may be given several times).",
+        ),
     ] = ()
     stop_token_ids: Annotated[
         tuple[Position, ...],
-        Meta(max_length=MOST_STOPS, description="End at any of these token ids, too (may be given several times)."),
+        Meta(
+            max_length=MOST_STOPS,
+            description="End at any of these token ids, too (may be given several times).",
+        ),
     ] = ()
     ignore_eos: Annotated[bool, Meta(description="Do not end at an end-of-sequence token.")] = False
     logprobs: Annotated[
@@ -181,7 +204,9 @@ class RequestOptions(Record, frozen=True):
     ] = None
     repetition_penalty: Annotated[
         Default[Annotated[float, Meta(ge=LEAST_REPETITION_PENALTY, le=MOST_REPETITION_PENALTY)]],
-        Meta(description="Above 1: make tokens of prompt and text less likely; default: the checkpoint's."),
+        Meta(
+            description="Above 1: make tokens of prompt and text less likely; default: the checkpoint's."
+        ),
     ] = UNSET
     presence_penalty: Annotated[
         float,
@@ -208,7 +233,10 @@ class RequestOptions(Record, frozen=True):
         ),
     ] = ()
     json_schema: Annotated[
-        Schema, Meta(description='Write JSON that this JSON schema allows; {"type": "object"} is any object.')
+        Schema,
+        Meta(
+            description='Write JSON that this JSON schema allows; {"type": "object"} is any object.'
+        ),
     ] = None
     regex: Annotated[
         Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR // 16)] | None,
@@ -265,10 +293,14 @@ class RequestOptions(Record, frozen=True):
         method = METHODS[self.method]
         for name in ("look_ahead", "branches", "siblings"):
             if getattr(self, name) and not getattr(method, name):
-                takers = ", ".join(other for other, entry in METHODS.items() if getattr(entry, name))
+                takers = ", ".join(
+                    other for other, entry in METHODS.items() if getattr(entry, name)
+                )
                 return f"{name} is for methods {takers}, not {self.method}"
         if self.branches is not None and self.branches > methods.BRANCHES:
-            return f"branches: at most {methods.BRANCHES} outcomes are prepared (got {self.branches})"
+            return (
+                f"branches: at most {methods.BRANCHES} outcomes are prepared (got {self.branches})"
+            )
         if self.draft_lookup and not method.drafts:
             return f"draft_lookup is for methods with a draft, not {self.method}"
         if self.look_ahead == 0 and self.method == "ngram":
@@ -310,7 +342,9 @@ class RequestOptions(Record, frozen=True):
             window: c of the text, if measured.
         """
         gamma = self.gamma_in_use
-        if METHODS[self.method].drafts and METHODS[self.method].bonus:  # their ratio texts depend on c
+        if (
+            METHODS[self.method].drafts and METHODS[self.method].bonus
+        ):  # their ratio texts depend on c
             gamma = gamma or window or None
         return self.changed(
             **self.guesses,
@@ -342,7 +376,10 @@ class RequestOptions(Record, frozen=True):
         """The settings of `AS_PUBLISHED`, with their defaults."""
         method = METHODS[self.method]
         bounds = {name: getattr(self, name) for name in AS_PUBLISHED}
-        return {name: getattr(method, name) if bound is None else bound for name, bound in bounds.items()}
+        return {
+            name: getattr(method, name) if bound is None else bound
+            for name, bound in bounds.items()
+        }
 
     @property
     def gamma_in_use(self) -> int | None:
@@ -385,7 +422,11 @@ class RequestOptions(Record, frozen=True):
     @property
     def shapes_logits(self) -> bool:
         """Whether the text before a token changes its logits: by a penalty, a bias or a grammar."""
-        penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        penalties = (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
         return penalties or bool(self.logit_bias) or bool(self.grammar)
 
 
@@ -393,14 +434,27 @@ class RequestOptions(Record, frozen=True):
 
 OPTIONS = {field.name: field for field in structs.fields(RequestOptions)}
 _WITHOUT_FLAG = ("parameters", "stop_parameters", "prompt_length", "grammar", "grammar_ends")
-_Checked = msgspec.defstruct("_Checked", [(name, field.type) for name, field in OPTIONS.items()], array_like=True)
-NEUTRAL = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 0}
+_Checked = msgspec.defstruct(
+    "_Checked", [(name, field.type) for name, field in OPTIONS.items()], array_like=True
+)
+NEUTRAL = {
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "seed": 0,
+}
 OF_RULES = named_parameters(RULES.values())
 OF_STOPS = named_parameters(STOPS.values())
 assert not set(OF_RULES) & set(OF_STOPS), "a flag is either a rule's or a stop policy's"
 OPTION_NAMES = tuple(name for name in (*OPTIONS, *OF_RULES, *OF_STOPS) if name not in _WITHOUT_FLAG)
 _FIRST_OF_DRAWING = OPTION_NAMES.index("temperature")
-DECODING_NAMES = (*OPTION_NAMES[:_FIRST_OF_DRAWING], *OF_RULES, *OF_STOPS)  # the others say how tokens are drawn
+DECODING_NAMES = (
+    *OPTION_NAMES[:_FIRST_OF_DRAWING],
+    *OF_RULES,
+    *OF_STOPS,
+)  # the others say how tokens are drawn
 
 
 def options_of(values: Mapping[str, Any]) -> RequestOptions:
@@ -417,7 +471,9 @@ def options_of(values: Mapping[str, Any]) -> RequestOptions:
     for name, given in values.items():
         value = _parsed(name, given) if isinstance(given, str) else given
         if name in OF_RULES or name in OF_STOPS:
-            parameters["parameters" if name in OF_RULES else "stop_parameters"].append((name, value))
+            parameters["parameters" if name in OF_RULES else "stop_parameters"].append(
+                (name, value)
+            )
         else:
             fields[name] = value
     refuse_unknown(fields, dict.fromkeys(OPTION_NAMES))
@@ -515,7 +571,9 @@ def stop_problem(stops: Sequence[str]) -> str | None:
     return None
 
 
-def sampling_problem(temperature: float = 0.0, top_p: float = 1.0, min_p: float = 0.0) -> str | None:
+def sampling_problem(
+    temperature: float = 0.0, top_p: float = 1.0, min_p: float = 0.0
+) -> str | None:
     """Return why nothing can be sampled with these, though each is in its range: every probability would be NaN."""
     if 0 < temperature < LEAST_TEMPERATURE:
         return f"0 is greedy; the least temperature above it is {LEAST_TEMPERATURE}"
@@ -593,8 +651,12 @@ def bounds_of(kind: Any) -> list[Meta]:
 def description_of(name: str) -> str:
     """Return the help of a field, or of a parameter of a rule or stop policy."""
     if name in OPTIONS:
-        descriptions = [bound.description for bound in bounds_of(OPTIONS[name].type) if bound.description]
+        descriptions = [
+            bound.description for bound in bounds_of(OPTIONS[name].type) if bound.description
+        ]
         return descriptions[-1]
     owners = OF_RULES.get(name) or OF_STOPS[name]
     whose = "rule" if name in OF_RULES else "draft_stop"
-    return " ".join(f"Of {whose} {owner}: {entry}: {entry.description}." for owner, entry in owners.items())
+    return " ".join(
+        f"Of {whose} {owner}: {entry}: {entry.description}." for owner, entry in owners.items()
+    )

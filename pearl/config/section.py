@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
 
 from pearl.errors import ConfigError
 from pearl.printable import is_unicode
@@ -25,7 +31,10 @@ class Section(BaseModel):
         try:
             return handler(values)
         except ValidationError as error:
-            problems = (f"{'.'.join(str(part) for part in e['loc'])}: {_explained(e)}" for e in error.errors())
+            problems = (
+                f"{'.'.join(str(part) for part in e['loc'])}: {_explained(e)}"
+                for e in error.errors()
+            )
             raise ConfigError("; ".join(problems)) from None
 
 

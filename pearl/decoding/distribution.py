@@ -15,8 +15,12 @@ from pearl.errors import RemoteProtocolError
 if TYPE_CHECKING:
     import torch
 
-_SPARSE_SHARE = 8  # a distribution with fewer than vocab / 8 possible tokens travels sparse: exact, and smaller
-_MAX_SPARSE_SHARE = 2  # a sparse distribution over more than vocab / 2 tokens takes more bytes than a dense one
+_SPARSE_SHARE = (
+    8  # a distribution with fewer than vocab / 8 possible tokens travels sparse: exact, and smaller
+)
+_MAX_SPARSE_SHARE = (
+    2  # a sparse distribution over more than vocab / 2 tokens takes more bytes than a dense one
+)
 _MAX_PROBABILITY = 1.001  # allows for rounding
 
 
@@ -45,11 +49,17 @@ class PackedRow:
         if self.ids is None:
             is_sound = probs.size == vocab_size
         else:
-            ids = np.frombuffer(self.ids, np.uint32)  # unsigned: a negative id exceeds every vocabulary
-            is_sound = 0 < ids.size <= vocab_size // _MAX_SPARSE_SHARE and bool(ids.max() < vocab_size)
+            ids = np.frombuffer(
+                self.ids, np.uint32
+            )  # unsigned: a negative id exceeds every vocabulary
+            is_sound = 0 < ids.size <= vocab_size // _MAX_SPARSE_SHARE and bool(
+                ids.max() < vocab_size
+            )
         # With a NaN, which is then both minimum and maximum, neither holds.
         if not is_sound or not (probs.min() >= 0 and 0 < probs.max() <= _MAX_PROBABILITY):
-            raise RemoteProtocolError(f"draft sent what is no distribution over {vocab_size} tokens")
+            raise RemoteProtocolError(
+                f"draft sent what is no distribution over {vocab_size} tokens"
+            )
         if self.ids is None:
             return torch.from_numpy(probs.copy())
         dense = np.zeros(vocab_size, np.float32)

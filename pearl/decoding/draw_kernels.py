@@ -16,7 +16,11 @@ from triton.language import constexpr
 from pearl.decoding.keys import key_column
 
 _BLOCK = 1024  # tokens
-_GOLDEN, _MIX1, _MIX2 = constexpr(0x9E3779B97F4A7C15), constexpr(0xBF58476D1CE4E5B9), constexpr(0x94D049BB133111EB)
+_GOLDEN, _MIX1, _MIX2 = (
+    constexpr(0x9E3779B97F4A7C15),
+    constexpr(0xBF58476D1CE4E5B9),
+    constexpr(0x94D049BB133111EB),
+)
 _INF = constexpr(float("inf"))
 
 

@@ -49,7 +49,9 @@ def uniform(key: int) -> float:
     return (key >> 11) * 2.0**-53
 
 
-def exponentials(key: int | torch.Tensor, ids: npt.NDArray[np.int64] | torch.Tensor) -> torch.Tensor:
+def exponentials(
+    key: int | torch.Tensor, ids: npt.NDArray[np.int64] | torch.Tensor
+) -> torch.Tensor:
     """Independent draws from Exp(1), float64, one for each token id; never 0, never infinite.
 
     The draw for an id does not depend on which other ids are given. Runs where `ids` is (NumPy is the faster form for
@@ -64,7 +66,9 @@ def exponentials(key: int | torch.Tensor, ids: npt.NDArray[np.int64] | torch.Ten
         x = (x ^ x >> 27) * _MIX2
         bits = torch.from_numpy(((x ^ x >> 31) >> 12).astype(np.float64))
     else:
-        x = (ids + 1) * _signed(_GOLDEN) + (_signed(key) if isinstance(key, int) else key)  # and so does int64
+        x = (ids + 1) * _signed(_GOLDEN) + (
+            _signed(key) if isinstance(key, int) else key
+        )  # and so does int64
         x = (x ^ _shifted(x, 30)) * _signed(_MIX1)
         x = (x ^ _shifted(x, 27)) * _signed(_MIX2)
         bits = _shifted(x ^ _shifted(x, 31), 12).double()
@@ -78,7 +82,9 @@ def key_column(keys: Sequence[int], device: torch.device) -> torch.Tensor:
     return column.to(device, non_blocking=True)
 
 
-@lru_cache(maxsize=256)  # branches and guesses meet the same position, and so the same key, again and again
+@lru_cache(
+    maxsize=256
+)  # branches and guesses meet the same position, and so the same key, again and again
 def early_ids(key: int, vocab_size: int) -> npt.NDArray[np.int64]:
     """The ids below `vocab_size` whose `exponentials` are below `EARLY`, and perhaps a few just above, ascending.
 

@@ -29,10 +29,15 @@ _log = logging.getLogger(__name__)
 _LIKELY = 1e-4  # of the likeliest token's probability; a few hundred tokens of a row exceed it
 _PICK_BLOCK = 256  # tokens whose probabilities are summed at once
 SHORTLIST = 64  # tokens of a row that are ranked
-_BLOCK, _MAX_CANDIDATES = 64, 16  # block size of the two-level top-k; it is given up where 16 x k candidates remain
+_BLOCK, _MAX_CANDIDATES = (
+    64,
+    16,
+)  # block size of the two-level top-k; it is given up where 16 x k candidates remain
 _NUCLEUS = 256  # tokens that are ranked first: few nuclei are larger, and ranking the vocabulary takes 20 times as long
 
-Shortlist = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]  # ids and logits of the likeliest tokens, descending
+Shortlist = tuple[
+    npt.NDArray[np.int64], npt.NDArray[np.float64]
+]  # ids and logits of the likeliest tokens, descending
 
 
 @cache
@@ -83,7 +88,9 @@ def race(probs: torch.Tensor, key: int) -> torch.Tensor:
     return _draw(*_first(weights[ids], ids, key))
 
 
-def race_of_logits(logits: torch.Tensor, temperature: float, key: int, top: Shortlist | None = None) -> torch.Tensor:
+def race_of_logits(
+    logits: torch.Tensor, temperature: float, key: int, top: Shortlist | None = None
+) -> torch.Tensor:
     """`race` on the softmax of logits [vocab] / temperature. On the host only tokens that can win are looked at.
 
     The winner is that of `race` unless two times differ by less than float32 rounds probabilities.
@@ -105,7 +112,9 @@ def race_of_logits(logits: torch.Tensor, temperature: float, key: int, top: Shor
     ids = np.concatenate((likely, early))
     with np.errstate(divide="ignore"):
         first = _first(np.exp((scores[ids].astype(np.float64) - largest) / temperature), ids, key)
-    if first[0] * most < EARLY:  # every other token has an exponential of at least EARLY, and at most the weight `most`
+    if (
+        first[0] * most < EARLY
+    ):  # every other token has an exponential of at least EARLY, and at most the weight `most`
         return _draw(*first)
     if top is not None:
         return race_of_logits(logits, temperature, key)
@@ -134,7 +143,9 @@ def race_rows(probs: torch.Tensor, keys: Sequence[int]) -> torch.Tensor:
     return torch.stack((best, token.double()), -1)
 
 
-def race_rows_of_logits(logits: torch.Tensor, temperature: float, keys: Sequence[int]) -> torch.Tensor:
+def race_rows_of_logits(
+    logits: torch.Tensor, temperature: float, keys: Sequence[int]
+) -> torch.Tensor:
     """`race_rows` on the softmax of logits [n, vocab] / temperature."""
     if (kernels := kernels_on(logits.device)) is not None:
         return kernels.race_rows(logits.float(), keys, temperature)
@@ -171,7 +182,9 @@ def pick(probs: torch.Tensor, key: int, otherwise: torch.Tensor | None = None) -
         return _draw(total, int(np.flatnonzero(weights)[-1]))
     start = block * _PICK_BLOCK
     within = np.add.accumulate(weights[start : start + _PICK_BLOCK], dtype=np.float64)
-    index = int(np.searchsorted(within, left - (float(sums[block - 1]) if block else 0.0), side="right"))
+    index = int(
+        np.searchsorted(within, left - (float(sums[block - 1]) if block else 0.0), side="right")
+    )
     if index == len(within):  # the same sum in another order is rounded differently
         index = int(np.flatnonzero(weights[start : start + _PICK_BLOCK])[-1])
     return _draw(total, start + index)
@@ -181,7 +194,9 @@ def _draw(check: float, token: int) -> torch.Tensor:
     return torch.tensor((check, token), dtype=torch.float64)
 
 
-def pick_on_device(probs: torch.Tensor, key: int, otherwise: torch.Tensor | None = None) -> torch.Tensor:
+def pick_on_device(
+    probs: torch.Tensor, key: int, otherwise: torch.Tensor | None = None
+) -> torch.Tensor:
     """`pick` on any device. Sums, and the probabilities themselves, may be rounded differently than on the host."""
     if otherwise is not None:
         probs = torch.where(probs.any(), probs, otherwise)
@@ -189,7 +204,9 @@ def pick_on_device(probs: torch.Tensor, key: int, otherwise: torch.Tensor | None
     total = cumulative[-1]
     index = torch.searchsorted(cumulative, uniform(key) * total, right=True)
     last = torch.searchsorted(cumulative, total)  # rounding may take the product up to the total
-    return torch.stack((total.log(), torch.minimum(index, last).double()))  # the logarithm of 0 is not finite
+    return torch.stack(
+        (total.log(), torch.minimum(index, last).double())
+    )  # the logarithm of 0 is not finite
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
@@ -221,14 +238,18 @@ def probabilities(logits: torch.Tensor, options: RequestOptions) -> torch.Tensor
     if options.temperature != 1:
         scores = scores / options.temperature
     if 0 < options.top_k < scores.shape[-1]:
-        scores = scores.masked_fill(scores < torch.topk(scores, options.top_k).values[..., -1:], -torch.inf)
+        scores = scores.masked_fill(
+            scores < torch.topk(scores, options.top_k).values[..., -1:], -torch.inf
+        )
     if options.top_p < 1:
         if scores.is_cpu:
             return _nucleus_on_host(scores, options.top_p, options.min_p)
         scores = nucleus(scores, options.top_p)
     if options.min_p > 0:
         probs = torch.softmax(scores, -1)
-        scores = scores.masked_fill(probs < options.min_p * probs.amax(-1, keepdim=True), -torch.inf)
+        scores = scores.masked_fill(
+            probs < options.min_p * probs.amax(-1, keepdim=True), -torch.inf
+        )
     return torch.softmax(scores, -1)
 
 
@@ -241,14 +262,18 @@ def nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     probs = torch.softmax(top, -1)
     before = torch.cumsum(probs, -1) - probs
     ids = scores.shape[-1] - 1 - places
-    return torch.full_like(scores, -torch.inf).scatter_(-1, ids, top.masked_fill(before >= top_p, -torch.inf))
+    return torch.full_like(scores, -torch.inf).scatter_(
+        -1, ids, top.masked_fill(before >= top_p, -torch.inf)
+    )
 
 
 def _nucleus_on_host(scores: torch.Tensor, top_p: float, min_p: float) -> torch.Tensor:
     """The probabilities of scores [..., vocab] after top-p and min-p: only each row's nucleus is sorted."""
     vocab_size = scores.shape[-1]
     probs = torch.zeros_like(scores)
-    for row, into in zip(scores.view(-1, vocab_size), probs.view(-1, vocab_size).numpy(), strict=True):
+    for row, into in zip(
+        scores.view(-1, vocab_size), probs.view(-1, vocab_size).numpy(), strict=True
+    ):
         all_probs = torch.softmax(row, -1).numpy()
         for size in (min(_NUCLEUS, vocab_size), vocab_size):
             ids = _top_ids(row, size)
@@ -263,7 +288,9 @@ def _nucleus_on_host(scores: torch.Tensor, top_p: float, min_p: float) -> torch.
     return probs
 
 
-def _ends_highest(ids: npt.NDArray[np.int64], scores: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
+def _ends_highest(
+    ids: npt.NDArray[np.int64], scores: npt.NDArray[np.float32]
+) -> npt.NDArray[np.int64]:
     """A nucleus whose tokens at the edge are, of all that have their score, those with the highest ids.
 
     Args:
@@ -291,7 +318,12 @@ def _above_most(logits: torch.Tensor, count: int) -> npt.NDArray[np.int64] | Non
     Each of the `count` blocks with the largest maxima has a token that is at least as large as the least of these
     maxima. Takes a third of the time of `topk`.  Where many tokens equal that least, any of them will do.
     """
-    if not logits.is_cpu or logits.dtype is not torch.float32 or len(logits) % _BLOCK or len(logits) < _BLOCK * count:
+    if (
+        not logits.is_cpu
+        or logits.dtype is not torch.float32
+        or len(logits) % _BLOCK
+        or len(logits) < _BLOCK * count
+    ):
         return None
     largest = logits.view(-1, _BLOCK).amax(-1).numpy()
     least = np.partition(largest, -count)[-count]
@@ -300,7 +332,11 @@ def _above_most(logits: torch.Tensor, count: int) -> npt.NDArray[np.int64] | Non
     found = np.flatnonzero(values >= least)
     if len(found) > _MAX_CANDIDATES * count:
         above = np.flatnonzero(values > least)
-        found = np.concatenate((above, np.flatnonzero(values == least)[:count])) if len(above) < count else above
+        found = (
+            np.concatenate((above, np.flatnonzero(values == least)[:count]))
+            if len(above) < count
+            else above
+        )
     if len(found) > _MAX_CANDIDATES * count or np.isnan(largest).any():
         return None
     return blocks[found // _BLOCK] * _BLOCK + found % _BLOCK

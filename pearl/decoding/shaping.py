@@ -31,10 +31,14 @@ class Shaper:
             was none. It is raised only if that row is sampled, because the row may follow a rejected guess.
     """
 
-    def __init__(self, options: RequestOptions, prompt: Sequence[int], guides: MakeGuide | None = None) -> None:
+    def __init__(
+        self, options: RequestOptions, prompt: Sequence[int], guides: MakeGuide | None = None
+    ) -> None:
         self._options, self._prompt = options, prompt
         self._guide: Any = None  # of its grammar, if it has one
-        self._broken: GrammarError | None = None  # why its grammar has no guide: only this request is to fail
+        self._broken: GrammarError | None = (
+            None  # why its grammar has no guide: only this request is to fail
+        )
         if options.grammar and guides is None:
             self._broken = GrammarError("texts are held to no grammar here")
         elif guides is not None and options.grammar:
@@ -78,7 +82,9 @@ class Shaper:
             shaped.append(self._shaped(row))
         return torch.stack(shaped) if shaped else logits
 
-    def tree(self, logits: torch.Tensor, tokens: Sequence[int], paths: Sequence[Sequence[int]]) -> torch.Tensor:
+    def tree(
+        self, logits: torch.Tensor, tokens: Sequence[int], paths: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
         """Shape the rows [n, vocab] after the last n nodes of a tree behind the text. paths: of its nodes."""
         self.stuck, length, first = None, len(self._text), len(tokens) - len(logits)
         shaped = []
@@ -122,7 +128,9 @@ class Shaper:
             row[seen] = torch.where(scores < 0, scores * penalty, scores / penalty)
         if (options.presence_penalty or options.frequency_penalty) and self._written:
             counts = torch.tensor([*self._written.values()], dtype=torch.float32, device=row.device)
-            row[self._ids(self._written, row)] -= options.frequency_penalty * counts + options.presence_penalty
+            row[self._ids(self._written, row)] -= (
+                options.frequency_penalty * counts + options.presence_penalty
+            )
         if self._guide is not None and (allowed := self._guide.allowed()) is not None:
             refused = np.ones(len(row), np.bool_)
             refused[: len(allowed)] = ~allowed[: len(row)]
@@ -130,7 +138,9 @@ class Shaper:
                 raise GrammarError("the text's grammar goes on with no token that this model has")
             none = torch.from_numpy(refused).to(row.device)
             row.masked_fill_(none, -torch.inf)
-            row = torch.where(row.max() == -torch.inf, torch.zeros_like(row).masked_fill_(none, -torch.inf), row)
+            row = torch.where(
+                row.max() == -torch.inf, torch.zeros_like(row).masked_fill_(none, -torch.inf), row
+            )
         return row
 
     @staticmethod
@@ -138,7 +148,9 @@ class Shaper:
         return torch.tensor([*tokens], device=row.device)
 
 
-def make_shaper(options: RequestOptions, prompt: Sequence[int], guides: MakeGuide | None = None) -> Shaper | None:
+def make_shaper(
+    options: RequestOptions, prompt: Sequence[int], guides: MakeGuide | None = None
+) -> Shaper | None:
     """Return the shaper of a request; None if it changes no logits."""
     return Shaper(options, prompt, guides) if options.shapes_logits else None
 

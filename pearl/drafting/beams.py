@@ -98,9 +98,13 @@ class Search:
             likely, ids = self._half.score(row).topk(min(width, row.shape[-1]))
             for prob, token in zip(likely.tolist(), ids.tolist(), strict=True):
                 if prob > 0:
-                    grown.append(_Beam(beam.score + log(prob), (*beam.tokens, token), (*beam.probs, prob)))
+                    grown.append(
+                        _Beam(beam.score + log(prob), (*beam.tokens, token), (*beam.probs, prob))
+                    )
         if not grown:
-            raise NumericalError("the draft model's logits are not finite: no block can be drafted from them")
+            raise NumericalError(
+                "the draft model's logits are not finite: no block can be drafted from them"
+            )
         self._beams = sorted(grown, key=lambda beam: (-beam.score, beam.tokens))[:width]
 
 
@@ -115,8 +119,13 @@ class LevelStep(Step):
         self._is_tree = 0 < len(self._nodes) <= model.runner.capabilities.tree_nodes - len(chain)
         feed = Feed(chain, 1, text.slot)
         if self._is_tree:
-            parents = (*range(-1, len(chain) - 1), *(parent + len(chain) for parent in self._parents))
-            feed = Feed([*chain, *model.known(self._nodes)], len(self._search.sequences), text.slot, parents)
+            parents = (
+                *range(-1, len(chain) - 1),
+                *(parent + len(chain) for parent in self._parents),
+            )
+            feed = Feed(
+                [*chain, *model.known(self._nodes)], len(self._search.sequences), text.slot, parents
+            )
         super().__init__(model, text, command, [feed])
 
     def draw(self, logits: Sequence[torch.Tensor]) -> None:
@@ -127,14 +136,20 @@ class LevelStep(Step):
             self.marks[1].record()
         rows = torch.stack([model.fit(row) for row in rows])
         if shaper is not None:
-            rows = shaper.tree(rows, self._nodes, paths(self._parents)) if self._nodes else shaper.shape(rows[0])[None]
+            rows = (
+                shaper.tree(rows, self._nodes, paths(self._parents))
+                if self._nodes
+                else shaper.shape(rows[0])[None]
+            )
         search.grow(rows)
         self._tokens, self._probs = search.found or ((), ())
         self._vocab_size = rows.shape[-1]
         path = search.path(self._tokens) if self._is_tree else []
         self._cached = len(path)
         if self._is_tree:
-            model.runner.keep([*range(self._chain), *(self._chain + node for node in path)], self.text.slot)
+            model.runner.keep(
+                [*range(self._chain), *(self._chain + node for node in path)], self.text.slot
+            )
             if shaper is not None:
                 shaper.extend(self._tokens[: len(path)])
 

@@ -17,7 +17,7 @@ import torch
 from pearl.decoding.rules import DraftHalf
 from pearl.decoding.sampling import Shortlist, read_shortlist, shortlist
 from pearl.models.runner import ModelRunner
-from pearl.protocol.foresight import RIVALS, Foresight, Seen
+from pearl.protocol.acceptance_estimates import RIVALS, Foresight, Seen
 from pearl.protocol.proposals import Proposal
 from pearl.protocol.sequence import common_prefix
 
@@ -85,9 +85,15 @@ class Branches:
         self._runner = runner
         self._free = list(slots)
         self._foresight = foresight
-        self._shared = dict.fromkeys(self._free, 0)  # by slot: how many of its tokens are the text's
-        self._seen: dict[int, tuple[int, Seen]] = {}  # by position: drafted tokens that the target has not judged
-        self._bonus: tuple[int, int, Seen] | None = None  # the position whose token the target draws, the likeliest one
+        self._shared = dict.fromkeys(
+            self._free, 0
+        )  # by slot: how many of its tokens are the text's
+        self._seen: dict[
+            int, tuple[int, Seen]
+        ] = {}  # by position: drafted tokens that the target has not judged
+        self._bonus: tuple[int, int, Seen] | None = (
+            None  # the position whose token the target draws, the likeliest one
+        )
         self._live: dict[Outcome, Branch] = {}
 
     @property
@@ -115,7 +121,9 @@ class Branches:
         for position in [position for position in self._seen if position < committed]:
             token, seen = self._seen.pop(position)
             # A token that was fed before it was judged, and not rolled back since, was right.
-            self._foresight.learn(seen, token, tokens[position - start] if position >= start else token)
+            self._foresight.learn(
+                seen, token, tokens[position - start] if position >= start else token
+            )
         if self._bonus is not None and self._bonus[0] < committed:
             self._bonus = None
         self._drop(branch for branch in self._live.values() if branch.position < committed)
@@ -136,7 +144,9 @@ class Branches:
         del self._live[branch.after]
         self._runner.rollback(start + held, branch.slot)
         del self._shared[branch.slot]
-        self._shared = {each: min(shared, start) for each, shared in self._shared.items()} | {slot: start}
+        self._shared = {each: min(shared, start) for each, shared in self._shared.items()} | {
+            slot: start
+        }
         self._free.append(slot)
         drafted = common_prefix(branch.tokens, tokens[1:])
         known = list(zip(branch.tokens, branch.seen, strict=True))
@@ -159,7 +169,9 @@ class Branches:
         """Probability that the target accepts all drafted tokens that it has not judged."""
         return prod(self._foresight.agrees(seen) for _, seen in self._seen.values())
 
-    def worth(self, most: int, cached: int, until: int, depth: int = 1 << 31) -> list[tuple[float, Outcome]]:
+    def worth(
+        self, most: int, cached: int, until: int, depth: int = 1 << 31
+    ) -> list[tuple[float, Outcome]]:
         """Up to `most` outcomes for which to prepare one more token, with the probability that it is used; best first.
 
         Args:
@@ -170,12 +182,18 @@ class Branches:
         reached, ranked = 1.0, []
         for position in sorted(self._seen):
             _, seen = self._seen[position]
-            ranked += [(reached * chance, (position, rival)) for chance, rival in self._foresight.others(seen)]
+            ranked += [
+                (reached * chance, (position, rival))
+                for chance, rival in self._foresight.others(seen)
+            ]
             reached *= self._foresight.agrees(seen)
         if self._bonus is not None:
             position, token, seen = self._bonus
             ranked.append((reached * self._foresight.agrees(seen), (position, token)))
-            ranked += [(reached * chance, (position, rival)) for chance, rival in self._foresight.others(seen)]
+            ranked += [
+                (reached * chance, (position, rival))
+                for chance, rival in self._foresight.others(seen)
+            ]
         ranked = sorted(ranked, reverse=True)[: len(self._shared)]  # one slot each
         kept = {after for _, after in ranked}
         if not self._free:
@@ -186,7 +204,11 @@ class Branches:
             if branch is not None:
                 chance *= prod(map(self._foresight.agrees, branch.seen))
             end = min(until, after[0] + 1 + depth)
-            is_possible = branch.end < end if branch is not None else after[0] <= cached and after[0] + 1 < end
+            is_possible = (
+                branch.end < end
+                if branch is not None
+                else after[0] <= cached and after[0] + 1 < end
+            )
             if is_possible and chance >= _LEAST_CHANCE:
                 worth.append((chance, after))
         return sorted(worth, reverse=True)[:most]
@@ -196,7 +218,10 @@ class Branches:
         outcomes = list(outcomes)
         for after in outcomes:
             if after not in self._live and self._free:
-                into, position = max(self._free, key=self._shared.__getitem__), after[0]  # the fewest tokens to copy
+                into, position = (
+                    max(self._free, key=self._shared.__getitem__),
+                    after[0],
+                )  # the fewest tokens to copy
                 self._free.remove(into)
                 self._runner.fork(slot, into, position, min(self._shared[into], position))
                 self._shared[into] = position

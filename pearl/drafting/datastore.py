@@ -80,13 +80,18 @@ class Header(BaseModel):
 
     def files(self, directory: Path) -> tuple[tuple[Path, int], tuple[Path, int]]:
         """The files of tokens and order, each with its size in bytes."""
-        return (directory / "tokens.bin", self.tokens * self.width), (directory / "order.bin", self.tokens * 4)
+        return (directory / "tokens.bin", self.tokens * self.width), (
+            directory / "order.bin",
+            self.tokens * 4,
+        )
 
 
 def width_of(vocab_size: int) -> int:
     """Bytes per token. Raises `ConfigError` for too large a vocabulary."""
     if vocab_size > _MAX_IDS:
-        raise ConfigError(f"a datastore takes vocabularies of up to {_MAX_IDS:,} tokens, not {vocab_size:,}")
+        raise ConfigError(
+            f"a datastore takes vocabularies of up to {_MAX_IDS:,} tokens, not {vocab_size:,}"
+        )
     return 2 if vocab_size < 2**16 else 3
 
 
@@ -98,14 +103,20 @@ def read_header(directory: Path) -> Header:
     path = directory / HEADER
     try:
         if not path.is_file():
-            raise ConfigError(f"{directory} is no datastore: it has no {HEADER}; `pearl datastore build` makes one")
+            raise ConfigError(
+                f"{directory} is no datastore: it has no {HEADER}; `pearl datastore build` makes one"
+            )
         if path.stat().st_size > _MAX_HEADER:
             raise ConfigError(f"datastore {directory} is damaged: {HEADER} is too large")
         with damaged(f"datastore {directory}", ConfigError):
-            header = Header.model_validate_json(path.read_text(encoding="utf-8-sig", errors="replace"))
+            header = Header.model_validate_json(
+                path.read_text(encoding="utf-8-sig", errors="replace")
+            )
         for file, size in header.files(directory):
             if not file.is_file() or file.stat().st_size != size:
-                raise ConfigError(f"datastore {directory} is damaged: {file.name} should have {size:,} bytes")
+                raise ConfigError(
+                    f"datastore {directory} is damaged: {file.name} should have {size:,} bytes"
+                )
     except OSError as error:
         raise ConfigError(f"cannot read the datastore {directory}: {error.strerror}") from None
     return header
@@ -147,7 +158,9 @@ class Datastore:
         found: dict[bytes, list[Occurrence]] = {}
         for each in occurrences:
             end = each[0] * width
-            found.setdefault(tokens[end - width : end], []).append(each)  # empty at the end of the last document
+            found.setdefault(tokens[end - width : end], []).append(
+                each
+            )  # empty at the end of the last document
         usable = {int.from_bytes(token, "big") - 1: those for token, those in found.items()}
         return {token: those for token, those in usable.items() if 0 <= token < self._num_ids}
 
@@ -177,7 +190,9 @@ class Datastore:
         longest, width, prefix = 0, self.width, self._prefix(len(key))
         for neighbour in self.order[max(0, at - 1) : at + 1].tolist():
             suffix = prefix(neighbour)
-            while suffix[: (longest + 1) * width] == key[: (longest + 1) * width] and longest * width < len(key):
+            while suffix[: (longest + 1) * width] == key[
+                : (longest + 1) * width
+            ] and longest * width < len(key):
                 longest += 1
         return longest
 
@@ -221,7 +236,9 @@ def _suffix_array(tokens: bytearray, width: int) -> Any:
         raise ConfigError(
             f"building a datastore needs pydivsufsort: install the extra, {installing('datastore')}"
         ) from None
-    order = divsufsort(np.frombuffer(tokens, dtype=np.uint8))  # of all bytes; every `width`-th begins a token
+    order = divsufsort(
+        np.frombuffer(tokens, dtype=np.uint8)
+    )  # of all bytes; every `width`-th begins a token
     order = order[order % width == 0]
     order //= width
     return order.astype("<u4")
@@ -242,12 +259,16 @@ def write(directory: Path, tokens: bytearray, **described: Any) -> Header:
     Raises `ConfigError`, and then leaves nothing; also if another process was faster.
     """
     if len(tokens) // described["width"] > _MAX_TOKENS:
-        raise ConfigError(f"a datastore holds at most {_MAX_TOKENS:,} tokens: make several of these files")
+        raise ConfigError(
+            f"a datastore holds at most {_MAX_TOKENS:,} tokens: make several of these files"
+        )
     order = _suffix_array(tokens, described["width"])
     header = Header(tokens=len(order), **described)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as scratch:
+        with tempfile.TemporaryDirectory(
+            prefix=f".{directory.name}.", dir=directory.parent
+        ) as scratch:
             building = Path(scratch) / directory.name
             building.mkdir()
             for (path, _), data in zip(header.files(building), (tokens, order), strict=True):

@@ -2,7 +2,7 @@
 
 Two layers over the draft's ten largest probabilities, its entropy and the token's position.  Source: "Dynamic
 Speculation Lookahead Accelerates Speculative Decoding of Large Language Models" (Mamou et al. 2024).  It must not know
-how it is trained: see `pearl.lab.experiments.stops`.
+how it is trained: see `pearl.lab.studies.stops`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ class Classifier(BaseModel):
     examples: Annotated[int, Field(ge=0)]
     accepted: Annotated[float, Field(ge=0, le=1)]
     mean: _Inputs
-    scale: Annotated[tuple[Annotated[float, Field(ge=1e-9, le=1e6)], ...], Field(min_length=INPUTS, max_length=INPUTS)]
+    scale: Annotated[
+        tuple[Annotated[float, Field(ge=1e-9, le=1e6)], ...],
+        Field(min_length=INPUTS, max_length=INPUTS),
+    ]
     hidden: Annotated[tuple[_Inputs, ...], Field(min_length=1, max_length=256)]
     hidden_bias: tuple[_Weight, ...]
     out: tuple[_Weight, ...]
@@ -69,9 +72,13 @@ class Classifier(BaseModel):
 
     def confidence(self, features: Features) -> float:
         """The probability that the target accepts the token."""
-        seen = [(x - mean) / scale for x, mean, scale in zip(inputs(features), self.mean, self.scale, strict=True)]
+        seen = [
+            (x - mean) / scale
+            for x, mean, scale in zip(inputs(features), self.mean, self.scale, strict=True)
+        ]
         units = (
-            max(0.0, bias + sum(map(mul, row, seen))) for row, bias in zip(self.hidden, self.hidden_bias, strict=True)
+            max(0.0, bias + sum(map(mul, row, seen)))
+            for row, bias in zip(self.hidden, self.hidden_bias, strict=True)
         )
         logit = self.out_bias + sum(map(mul, self.out, units))
         return 1 / (1 + exp(-logit)) if logit > -700 else 0.0
@@ -95,9 +102,13 @@ def read_classifier(path: Path, target: str, draft: str) -> Classifier:
     except ValidationError as error:
         first = error.errors()[0]
         why = f"{'.'.join(map(str, first['loc'])) or 'contents'}: {first['msg']}"
-        raise ConfigError(f"{path} is no classifier that pearl disco train has made: {why}") from None
+        raise ConfigError(
+            f"{path} is no classifier that pearl disco train has made: {why}"
+        ) from None
     for role, own, wanted in (("target", found.target, target), ("draft", found.draft, draft)):
-        is_same = own == wanted or (os.path.exists(own) and os.path.exists(wanted) and os.path.samefile(own, wanted))
+        is_same = own == wanted or (
+            os.path.exists(own) and os.path.exists(wanted) and os.path.samefile(own, wanted)
+        )
         if not is_same:
             raise ConfigError(
                 f"the classifier {path} is for {role} {own}, not {wanted}: make one with pearl disco train"
@@ -107,4 +118,8 @@ def read_classifier(path: Path, target: str, draft: str) -> Classifier:
 
 def classifier_of(config: EngineConfig) -> Classifier | None:
     """An engine's classifier, if it is configured with one. Raises `ConfigError`."""
-    return None if config.disco is None else read_classifier(Path(config.disco), config.target, config.draft)
+    return (
+        None
+        if config.disco is None
+        else read_classifier(Path(config.disco), config.target, config.draft)
+    )

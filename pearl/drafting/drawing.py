@@ -12,8 +12,8 @@ from pearl.drafting.branches import Branch, Outcome, see
 from pearl.drafting.step import PROMPT_PIECE, DraftModel, Row, Step, Text, draw_rows, shape_of
 from pearl.errors import NumericalError
 from pearl.models.runner import Feed
+from pearl.protocol.acceptance_estimates import Seen
 from pearl.protocol.events import Draft, Drafted
-from pearl.protocol.foresight import Seen
 from pearl.protocol.proposals import Proposal
 from pearl.protocol.window import worthwhile
 
@@ -63,12 +63,16 @@ class DrawStep(Step):
     def _own(self, logits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The rows [vocab] of the text's feed."""
         own, shaper = [self.model.fit(row) for row in logits[0]], self.text.shaper
-        return own if shaper is None else [shaper.shape(row) for row in own]  # one: shaped texts have no guesses
+        return (
+            own if shaper is None else [shaper.shape(row) for row in own]
+        )  # one: shaped texts have no guesses
 
     def _launch(self, row: torch.Tensor) -> None:
         text = self.text
         ((draw, self._probs),) = text.half.draft([row], [self.end])
-        self._shape = None if text.window is None else shape_of(row, draw[1:]).to("cpu", non_blocking=True)
+        self._shape = (
+            None if text.window is None else shape_of(row, draw[1:]).to("cpu", non_blocking=True)
+        )
         self._top = shortlist(row).to("cpu", non_blocking=True) if self._is_ranked else None
         self._draw = draw.to("cpu", non_blocking=True)
         # If logits are not finite the draw may be any number, and a wrong id would abort the process.
@@ -80,7 +84,9 @@ class DrawStep(Step):
         ends = [branch.end for branch in self._continued]
         count = len(own) if self.model.at_once else 1
         positions = range(self.end, self.end + len(own))
-        rows = draw_rows(self.text, [*others, *own[:count]], [*ends, *positions[:count]], self._is_ranked)
+        rows = draw_rows(
+            self.text, [*others, *own[:count]], [*ends, *positions[:count]], self._is_ranked
+        )
         extend_branches(self.text, self._continued, rows[: len(others)])
         yield from rows[len(others) :]
         for row, position in zip(own[count:], positions[count:], strict=True):
@@ -95,7 +101,9 @@ class DrawStep(Step):
                 self._is_paused = text.window.stops(row.position, token, row.shape.tolist())
             self._drafted.append(row)
             if row.top is not None:
-                self._seen.append(see(row.top, row.position, token, text.half, self._is_root and i == 0))
+                self._seen.append(
+                    see(row.top, row.position, token, text.half, self._is_root and i == 0)
+                )
             if text.branches is not None:
                 text.branches.add_drafted(row.position, token, self._seen[-1])
             if self._is_paused or (i < len(self._guesses) and token != self._guesses[i]):
@@ -110,7 +118,9 @@ class DrawStep(Step):
             if text.index is not None:  # the next forward may be out without this token
                 text.index.cut(self.end)
                 text.index.extend([read_draw(self._draw)])
-        proposed = self._drafted[: len(self._drafted) - (self._is_paused and text.options.withholds)]
+        proposed = self._drafted[
+            : len(self._drafted) - (self._is_paused and text.options.withholds)
+        ]
         return Drafted(
             tuple(read_draw(row.draw) for row in proposed),
             rows=tuple(row.probs for row in proposed if row.probs is not None),
@@ -129,7 +139,9 @@ class BranchStep(Step):
         sharing: texts that share its other rows.
     """
 
-    def __init__(self, model: DraftModel, text: Text, command: Draft, beside: int, sharing: int = 1) -> None:
+    def __init__(
+        self, model: DraftModel, text: Text, command: Draft, beside: int, sharing: int = 1
+    ) -> None:
         unfed, branches = text.unfed(command), text.branches
         text.read_states(model.runner)
         self._has_own, self._continued = bool(unfed), list[Branch]()
@@ -151,11 +163,15 @@ class BranchStep(Step):
             branches.see_bonus(self.end, self.text.half, self.model.fit(logits[0][0]))
         rows = [self.model.fit(row) for (row,) in logits[self._has_own :]]
         ends = [branch.end for branch in self._continued]
-        extend_branches(self.text, self._continued, draw_rows(self.text, rows, ends, is_ranked=True))
+        extend_branches(
+            self.text, self._continued, draw_rows(self.text, rows, ends, is_ranked=True)
+        )
 
     def collect(self) -> Drafted:
         branches = self.text.branches
-        return Drafted(paused=not self.feeds, branches=() if branches is None else branches.proposals)
+        return Drafted(
+            paused=not self.feeds, branches=() if branches is None else branches.proposals
+        )
 
 
 def extend_branches(text: Text, branches: Sequence[Branch], rows: Sequence[Row]) -> None:
@@ -184,7 +200,9 @@ def plan_draw(model: DraftModel, text: Text, command: Draft, beside: int, sharin
     text.read_states(model.runner)
     guesses, chances = text.guess(command)
     if not command.budget:
-        return Step(model, text, command, [Feed(model.known(tokens), 0, text.slot, prompt=command.prompt)])
+        return Step(
+            model, text, command, [Feed(model.known(tokens), 0, text.slot, prompt=command.prompt)]
+        )
     if len(tokens) <= PROMPT_PIECE:
         chosen = choose(model, text, command, chances, len(tokens), beside, sharing)
     guesses, continued = model.known(guesses[: chosen.count(None)]), list[Branch]()
@@ -215,6 +233,8 @@ def choose(
         ranked += branches.worth(text.options.branches, model.runner.length(text.slot), until)
     ranked += [(reach * chance, None) for chance in chances]
     ranked = sorted(ranked, key=itemgetter(0), reverse=True)[: model.room(fed) // sharing]
-    seconds = model.times.seconds if beside else model.seconds(fed)  # forwards of several texts are not chained
+    seconds = (
+        model.times.seconds if beside else model.seconds(fed)
+    )  # forwards of several texts are not chained
     count = worthwhile([chance for chance, _ in ranked], fed, reach, seconds)
     return [after for _, after in ranked[:count]]

@@ -81,13 +81,19 @@ class HeadText:
         if log.start != self._read:
             self._first, self._output = log.start, None
             self._head.lengths[self._slot] = 0
-        count = min(committed - 1, log.end, self._first + self._head.context - _DEEPEST) - self._read
+        count = (
+            min(committed - 1, log.end, self._first + self._head.context - _DEEPEST) - self._read
+        )
         if count > 0:
-            ids = torch.tensor(tokens[self._read + 1 : self._read + 1 + count], device=self._head.device)
+            ids = torch.tensor(
+                tokens[self._read + 1 : self._read + 1 + count], device=self._head.device
+            )
             self._output = self._head.read(ids, self._head.fused(log.take(count)), self._slot)[-1:]
         return self._output is not None and self._read == committed - 1
 
-    def draft(self, position: int, draw: Draw, least: float = _LEAST_CHANCE) -> list[list[tuple[int, float]]]:
+    def draft(
+        self, position: int, draw: Draw, least: float = _LEAST_CHANCE
+    ) -> list[list[tuple[int, float]]]:
         """For positions from `position` on the tokens that the head holds likeliest, its own draw first, each with its
         probability; each level follows the draws of those before it.
         """
@@ -103,7 +109,9 @@ class HeadText:
             chance = likeliest.pop(own, 0.0) or float(logits.softmax(-1)[head.ids == own].sum())
             levels.append([(own, chance), *likeliest.items()][:RANKS])
             reached *= chance
-            output = head.read(torch.tensor([own], device=head.device), output, slot, guessed=len(levels))
+            output = head.read(
+                torch.tensor([own], device=head.device), output, slot, guessed=len(levels)
+            )
         head.lengths[slot] = length
         return levels
 
@@ -170,14 +178,21 @@ class HeadGuesses:
             if position >= committed:
                 break
             for rank, (token, chance) in enumerate(level):
-                rates, share, hit = self._rates[rank], bisect(_BINS, chance), token == self._tokens[position]
+                rates, share, hit = (
+                    self._rates[rank],
+                    bisect(_BINS, chance),
+                    token == self._tokens[position],
+                )
                 rates[share] += RATE_WEIGHT * (hit - rates[share])
             if level[0][0] != self._tokens[position]:
                 break
         if committed == self._at and self._levels:
             return
         is_read = self._text.read(self._tokens, committed)
-        self._at, self._levels = committed, self._text.draft(committed, self._draw) if is_read else []
+        self._at, self._levels = (
+            committed,
+            self._text.draft(committed, self._draw) if is_read else [],
+        )
 
     def candidates(self, position: int) -> list[Candidate]:
         """Of the position behind the committed tokens; there are none for others."""
@@ -189,7 +204,9 @@ class HeadGuesses:
 
     def _level(self, number: int) -> list[Candidate]:
         found = self._levels[number] if number < len(self._levels) else []
-        chances = [self._rates[rank][bisect(_BINS, chance)] for rank, (_, chance) in enumerate(found)]
+        chances = [
+            self._rates[rank][bisect(_BINS, chance)] for rank, (_, chance) in enumerate(found)
+        ]
         total = max(1.0, sum(chances))
         return [
             Candidate(token, chance / total, 1, ((number, rank),), Source.HEAD)

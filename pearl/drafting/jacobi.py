@@ -37,16 +37,23 @@ class Window:
         own = len(fed.tokens)
         parents = tuple(range(-1, own - 1)) if fed.parents is None else fed.parents
         more = tuple(0 if parent < 0 else own + parent for parent in self.parents)
-        return Feed((*fed.tokens, *self.tokens), fed.rows + len(self.tokens), fed.slot, (*parents, *more))
+        return Feed(
+            (*fed.tokens, *self.tokens), fed.rows + len(self.tokens), fed.slot, (*parents, *more)
+        )
 
 
 class Pool(NgramIndex):
     """Phrases of one text, by the token that they follow. Its guesses come from these alone."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self._pool: dict[int, list[tuple[int, ...]]] = {}  # first token -> what may follow it, the latest last
+        self._pool: dict[
+            int, list[tuple[int, ...]]
+        ] = {}  # first token -> what may follow it, the latest last
         self._hits = [_PRIOR] * LONGEST
-        self._guessed: tuple[int, list[tuple[int, ...]]] = (0, [])  # a position, and what was guessed from there on
+        self._guessed: tuple[int, list[tuple[int, ...]]] = (
+            0,
+            [],
+        )  # a position, and what was guessed from there on
         super().__init__(tokens)
 
     def add(self, first: int, phrase: tuple[int, ...]) -> None:
@@ -83,9 +90,13 @@ class Pool(NgramIndex):
     def _after(self, path: tuple[int, ...], phrases: Sequence[tuple[int, ...]]) -> list[Candidate]:
         """Each continuation once, the latest first, sharing the chance that one of them is right."""
         place = len(path)
-        tokens = list(dict.fromkeys(phrase[place] for phrase in reversed(phrases) if len(phrase) > place))
+        tokens = list(
+            dict.fromkeys(phrase[place] for phrase in reversed(phrases) if len(phrase) > place)
+        )
         return [
-            Candidate(token, self._hits[place] / len(tokens), 1, (), Source.JACOBI, context=(*path, token))
+            Candidate(
+                token, self._hits[place] / len(tokens), 1, (), Source.JACOBI, context=(*path, token)
+            )
             for token in tokens
         ]
 

@@ -37,7 +37,9 @@ _PRIOR = (
 )
 
 
-class Candidate(NamedTuple):  # dozens are made between two forwards, and a dataclass takes four times as long
+class Candidate(
+    NamedTuple
+):  # dozens are made between two forwards, and a dataclass takes four times as long
     """A token guessed for one position.
 
     Attributes:
@@ -80,7 +82,9 @@ class NgramIndex:
         self.tokens: list[int] = []
         self._ends: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(LONGEST)]
         self._rates = [list(rates) for rates in _PRIOR]
-        self._matches: dict[int, list[tuple[int, int]]] = {}  # by position: looked for again when it is learned from
+        self._matches: dict[
+            int, list[tuple[int, int]]
+        ] = {}  # by position: looked for again when it is learned from
         self._learned = max(0, len(tokens) - _LEARN)
         self.extend(tokens)
         self.learn(len(tokens))
@@ -108,19 +112,25 @@ class NgramIndex:
                 if not known:
                     del ends[gram]
         del text[length:]
-        self._matches = {position: each for position, each in self._matches.items() if position <= length}
+        self._matches = {
+            position: each for position, each in self._matches.items() if position <= length
+        }
 
     def learn(self, committed: int) -> None:
         """Update the rates with tokens that have become final: the first `committed` of the text."""
         for position in range(max(1, self._learned), committed):
-            for rank, candidate in enumerate(NgramIndex.candidates(self, position)):  # of this source alone
+            for rank, candidate in enumerate(
+                NgramIndex.candidates(self, position)
+            ):  # of this source alone
                 rates = self._rates[rank]
                 hit = candidate.token == self.tokens[position]
                 rates[candidate.matched - 1] += RATE_WEIGHT * (hit - rates[candidate.matched - 1])
                 if hit:
                     break
         self._learned = max(self._learned, committed)
-        self._matches = {position: each for position, each in self._matches.items() if position >= committed}
+        self._matches = {
+            position: each for position, each in self._matches.items() if position >= committed
+        }
 
     def candidates(self, position: int) -> list[Candidate]:
         """Candidates for `position` (1 to the text's length) given the tokens before it, likeliest first."""
@@ -143,7 +153,12 @@ class NgramIndex:
 
     def following(self, candidate: Candidate) -> list[Candidate]:
         """Candidates for the position after `candidate`: the tokens that followed its occurrences."""
-        return self._ranked([(end + 1, matched + (matched < MOST_MATCHED)) for end, matched in candidate.occurrences])
+        return self._ranked(
+            [
+                (end + 1, matched + (matched < MOST_MATCHED))
+                for end, matched in candidate.occurrences
+            ]
+        )
 
     def _ranked(self, occurrences: Sequence[tuple[int, int]]) -> list[Candidate]:
         found: dict[int, list[tuple[int, int]]] = {}
@@ -153,7 +168,10 @@ class NgramIndex:
                 found.setdefault(text[occurrence[0]], []).append(occurrence)
         best = list(found)
         if len(best) > 1:  # ties go to the more recent
-            weights = {token: sum([_WEIGHTS[matched] for _, matched in seen]) for token, seen in found.items()}
+            weights = {
+                token: sum([_WEIGHTS[matched] for _, matched in seen])
+                for token, seen in found.items()
+            }
             best = sorted(weights, key=weights.__getitem__, reverse=True)[:RANKS]
         left, result = 1.0, []
         for rank, token in enumerate(best):
@@ -166,7 +184,11 @@ class NgramIndex:
     def _matched(self, end: int, position: int, known: int) -> int:
         """How many tokens before `end` equal those before `position`; at least `known`."""
         text, matched = self.tokens, known
-        while matched < MOST_MATCHED and matched < end and text[end - 1 - matched] == text[position - 1 - matched]:
+        while (
+            matched < MOST_MATCHED
+            and matched < end
+            and text[end - 1 - matched] == text[position - 1 - matched]
+        ):
             matched += 1
         return matched
 
@@ -197,8 +219,14 @@ class Anchor:
         for candidate in candidates:
             if candidate.token != self.taken:
                 # P(candidate right | `taken` wrong): both guess independently, and at most one can be right.
-                share = 1.0 if self.taken is None else (1 - self.trust) / (1 - candidate.chance * self.trust)
-                found[candidate.token] = Candidate(candidate.token, candidate.chance * share, *candidate[2:])
+                share = (
+                    1.0
+                    if self.taken is None
+                    else (1 - self.trust) / (1 - candidate.chance * self.trust)
+                )
+                found[candidate.token] = Candidate(
+                    candidate.token, candidate.chance * share, *candidate[2:]
+                )
         for other in self.others:
             (token, *tokens), (chance, *chances) = other.tokens, other.chances
             known = found.get(token, Candidate(token, 0.0, 0, (), Source.RUNNER_UP))
@@ -219,7 +247,9 @@ def anchored(
         by_position.setdefault(other.position, []).append(other)
     return [
         Anchor(end, chance, token, own, tuple(by_position.get(end, ())))
-        for end, (chance, (token, own)) in enumerate(zip(reached, [*pending, (None, 0.0)], strict=True), committed)
+        for end, (chance, (token, own)) in enumerate(
+            zip(reached, [*pending, (None, 0.0)], strict=True), committed
+        )
     ]
 
 
@@ -244,7 +274,9 @@ def guess_tree(
     """
     widest = index.ranks if branches else 1
     ids = count()
-    waiting: list[tuple[float, int, int, int, Candidate]] = []  # -chance, tie-break, parent, position, candidate
+    waiting: list[
+        tuple[float, int, int, int, Candidate]
+    ] = []  # -chance, tie-break, parent, position, candidate
     for anchor in anchors:
         if anchor.end < limit:
             for candidate in anchor.beside(index.candidates(anchor.end)[:widest] if most else ()):
@@ -267,7 +299,9 @@ def guess_tree(
         sources.append(candidate.source)
         if position + 1 < limit and (most or candidate.behind):
             for below in _following(index, candidate)[:widest]:
-                heapq.heappush(waiting, (negative * below.chance, next(ids), number, position + 1, below))
+                heapq.heappush(
+                    waiting, (negative * below.chance, next(ids), number, position + 1, below)
+                )
     return tokens, parents, chances, sources
 
 

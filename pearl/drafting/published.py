@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from heapq import nlargest
 
 from pearl.drafting.datastore import Datastore, Occurrence
-from pearl.drafting.guesser import Guesser, MakeHead, StoreGuesses
-from pearl.drafting.habits import Habits
+from pearl.drafting.fused_guesses import Guesser, MakeHead, StoreGuesses
 from pearl.drafting.jacobi import JacobiIndex, PhraseIndex
 from pearl.drafting.ngram import LONGEST, Candidate, NgramIndex
+from pearl.drafting.output_ngrams import Habits
 from pearl.protocol.messages import Source
 
 MakeIndex = Callable[[Sequence[int], Datastore | None, Habits | None, MakeHead | None], NgramIndex]
@@ -45,7 +45,10 @@ class Copied(NgramIndex):
         for n in range(min(self._longest, position), 0, -1):
             known = min(n, LONGEST)
             for end in self._ends[known - 1].get(tuple(text[position - known : position]), ()):
-                if end < min(position, self._limit or position) and self._matched(end, position, known) >= n:
+                if (
+                    end < min(position, self._limit or position)
+                    and self._matched(end, position, known) >= n
+                ):
                     return self._copy(end)
         return []
 
@@ -81,7 +84,11 @@ class Counted(Guesser):
 
     def _ranked(self, occurrences: Sequence[tuple[int, int]]) -> list[Candidate]:
         factor, damping, depth = self.weights
-        known = [(self.tokens[end], end, matched) for end, matched in occurrences if end < len(self.tokens)]
+        known = [
+            (self.tokens[end], end, matched)
+            for end, matched in occurrences
+            if end < len(self.tokens)
+        ]
         best: dict[int, float] = {}
         for length in {matched for _, _, matched in known}:
             tree = [token for token, _, matched in known if matched >= length]
@@ -89,7 +96,12 @@ class Counted(Guesser):
             for token in set(tree):
                 best[token] = max(best.get(token, 0.0), weight * tree.count(token))
         return [
-            Candidate(token, best[token], 1, tuple((end, matched) for each, end, matched in known if each == token))
+            Candidate(
+                token,
+                best[token],
+                1,
+                tuple((end, matched) for each, end, matched in known if each == token),
+            )
             for token in nlargest(self.ranks, best, best.__getitem__)
         ]
 
@@ -100,7 +112,15 @@ class CountedStore(StoreGuesses):
     def _ranked(self, occurrences: Sequence[Occurrence]) -> list[tuple[Candidate, int]]:
         found = self._store.followed(occurrences)
         best = nlargest(_WIDEST, found, lambda token: len(found[token]))
-        return [(Candidate(t, len(found[t]) / len(occurrences), 1, tuple(found[t]), Source.DATASTORE), 0) for t in best]
+        return [
+            (
+                Candidate(
+                    t, len(found[t]) / len(occurrences), 1, tuple(found[t]), Source.DATASTORE
+                ),
+                0,
+            )
+            for t in best
+        ]
 
 
 class Rest(Counted):

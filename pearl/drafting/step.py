@@ -155,7 +155,9 @@ class Text:
         most = min(self.options.draft_lookup, command.budget - 1)
         if most <= 0 or end - command.start > PROMPT_PIECE:
             return [], []
-        tokens, _, chances, _ = guess_tree(self.index, [Anchor(end, 1.0)], most, end + most, branches=False)
+        tokens, _, chances, _ = guess_tree(
+            self.index, [Anchor(end, 1.0)], most, end + most, branches=False
+        )
         return tokens, chances
 
 
@@ -177,7 +179,9 @@ class Row:
     shape: torch.Tensor | None
 
 
-def draw_rows(text: Text, rows: Sequence[torch.Tensor], positions: Sequence[int], is_ranked: bool) -> list[Row]:
+def draw_rows(
+    text: Text, rows: Sequence[torch.Tensor], positions: Sequence[int], is_ranked: bool
+) -> list[Row]:
     """Draw for `positions` from rows [vocab]; waits for a device once, and once more for shortlists if `is_ranked`."""
     if not rows:
         return []
@@ -186,7 +190,8 @@ def draw_rows(text: Text, rows: Sequence[torch.Tensor], positions: Sequence[int]
     drafted = text.half.draft(rows, positions, tops)
     draws, probs = on_host([draw for draw, _ in drafted]), [each for _, each in drafted]
     shapes = [
-        None if text.window is None else shape_of(row, draw[1:]) for row, (draw, _) in zip(rows, drafted, strict=True)
+        None if text.window is None else shape_of(row, draw[1:])
+        for row, (draw, _) in zip(rows, drafted, strict=True)
     ]
     return [Row(*each) for each in zip(positions, known, draws, probs, shapes, strict=True)]
 
@@ -211,7 +216,9 @@ class Step:
             None where the host knows it.
     """
 
-    def __init__(self, model: DraftModel, text: Text, command: Draft, feeds: Sequence[Feed]) -> None:
+    def __init__(
+        self, model: DraftModel, text: Text, command: Draft, feeds: Sequence[Feed]
+    ) -> None:
         self.model, self.text, self.command, self.feeds = model, text, command, feeds
         self.marks = [make_mark(model.runner.device) for _ in range(3)]
         self.tokens = sum(len(feed.tokens) for feed in feeds)

@@ -88,7 +88,10 @@ class Doubtful(StopPolicy):
 
     def stop(self, features: Features) -> bool:
         classifier = self._classifier
-        return features.index + 1 >= classifier.cap or classifier.confidence(features) <= classifier.threshold
+        return (
+            features.index + 1 >= classifier.cap
+            or classifier.confidence(features) <= classifier.threshold
+        )
 
 
 def make_policy(command: Open, classifier: Classifier | None = None) -> StopPolicy | None:
@@ -105,7 +108,9 @@ def make_policy(command: Open, classifier: Classifier | None = None) -> StopPoli
         case "disco" if classifier is not None:
             return Doubtful(classifier)
         case name if name != FIXED:
-            raise RequestError(f"this draft has no stop policy {name}: it takes a file of its own, see --disco")
+            raise RequestError(
+                f"this draft has no stop policy {name}: it takes a file of its own, see --disco"
+            )
     return None
 
 
@@ -138,7 +143,9 @@ class StopWindow:
         if drafts and self._is_stopped and end >= self._start + len(self._own):
             self._begin(end, len(self._own))  # all of it was accepted
         elif drafts and end >= self._start:
-            del self._own[end - self._start :]  # tokens beyond were rolled back, and are drafted again
+            del self._own[
+                end - self._start :
+            ]  # tokens beyond were rolled back, and are drafted again
             self._is_stopped = False
 
     def _begin(self, start: int, accepted: int) -> None:
@@ -152,5 +159,7 @@ class StopWindow:
         del self._own[index:]
         self._own.append(token)
         *top, entropy, chosen = row
-        self._is_stopped = self.policy.stop(Features(tuple(top), entropy, chosen, index, position - self._origin))
+        self._is_stopped = self.policy.stop(
+            Features(tuple(top), entropy, chosen, index, position - self._origin)
+        )
         return self._is_stopped

@@ -29,11 +29,19 @@ class AsyncStream:
         on_piece: called with each piece as it arrives, however slowly they are read.
     """
 
-    def __init__(self, engine: AsyncEngine, prompt: Prompt, params: RequestOptions | None, options: Options) -> None:
+    def __init__(
+        self, engine: AsyncEngine, prompt: Prompt, params: RequestOptions | None, options: Options
+    ) -> None:
         _ = engine.engine  # raises if it is closed
         self._engine = engine
-        self._request: tuple[Prompt, RequestOptions | None, Options] | None = (prompt, params, options)
-        self._events: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()  # None: the end of the text
+        self._request: tuple[Prompt, RequestOptions | None, Options] | None = (
+            prompt,
+            params,
+            options,
+        )
+        self._events: asyncio.Queue[Piece | BaseException | None] = (
+            asyncio.Queue()
+        )  # None: the end of the text
         self._stream: Stream | None = None
         self._is_closed = False
         self.watch = Stopwatch()
@@ -77,7 +85,10 @@ class AsyncStream:
         try:
             _ = self._engine.engine  # it may have been closed while this text waited
             stream = await run(self._engine.encoder, self._begin, prompt, params, options)
-            while stream is not None and (piece := await run(self._engine.readers, next, stream, None)) is not None:
+            while (
+                stream is not None
+                and (piece := await run(self._engine.readers, next, stream, None)) is not None
+            ):
                 if piece.tokens:
                     self.watch.committed(len(piece.tokens), time.monotonic())
                 self.on_piece(piece)
@@ -88,7 +99,9 @@ class AsyncStream:
         self._engine.slots.release()
         self._events.put_nowait(end)
 
-    def _begin(self, prompt: Prompt, params: RequestOptions | None, options: Options) -> Stream | None:
+    def _begin(
+        self, prompt: Prompt, params: RequestOptions | None, options: Options
+    ) -> Stream | None:
         """In a thread, for a long prompt takes long to encode. None if the stream was closed meanwhile."""
         engine = self._engine.engine
         tokens = engine.encode(prompt, raw=options.get("raw", True))
@@ -117,7 +130,9 @@ class AsyncEngine:
         encoder, readers: threads that prepare requests, and that wait for pieces.
     """
 
-    def __init__(self, target: str | None = None, draft: str | None = None, **settings: Any) -> None:
+    def __init__(
+        self, target: str | None = None, draft: str | None = None, **settings: Any
+    ) -> None:
         self._arguments = (target, draft, settings)
         self._engine: Engine | None = None
         self.streams: dict[AsyncStream, asyncio.Task[None]] = {}
@@ -163,9 +178,13 @@ class AsyncEngine:
 
     async def encode(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt. Raises `RequestError`."""
-        return await asyncio.get_running_loop().run_in_executor(self.encoder, self.engine.encode, prompt)
+        return await asyncio.get_running_loop().run_in_executor(
+            self.encoder, self.engine.encode, prompt
+        )
 
-    def stream(self, prompt: Prompt, params: RequestOptions | None = None, **options: Unpack[Options]) -> AsyncStream:
+    def stream(
+        self, prompt: Prompt, params: RequestOptions | None = None, **options: Unpack[Options]
+    ) -> AsyncStream:
         """Generates one text, piece by piece; arguments as for `Engine.stream`.
 
         Errors of `Engine.stream` are raised with the first piece.
@@ -173,10 +192,16 @@ class AsyncEngine:
         return AsyncStream(self, prompt, params, options)
 
     async def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: RequestOptions | None = None, **options: Unpack[Options]
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: RequestOptions | None = None,
+        **options: Unpack[Options],
     ) -> list[Result]:
         """Generates a text for each prompt; arguments as for `Engine.generate`."""
-        tasks = [asyncio.create_task(_read(self.stream(each, params, **options))) for each in as_prompts(prompts)]
+        tasks = [
+            asyncio.create_task(_read(self.stream(each, params, **options)))
+            for each in as_prompts(prompts)
+        ]
         try:
             return await asyncio.gather(*tasks)
         finally:

@@ -20,7 +20,15 @@ from pearl.config import EngineConfig
 from pearl.engine.launcher import LocalLauncher
 from pearl.engine.recording import Recording
 from pearl.engine.stream import Stream
-from pearl.errors import EngineClosed, PearlError, StartError, TargetLost, TraceError, TransportError, error_named
+from pearl.errors import (
+    EngineClosed,
+    PearlError,
+    StartError,
+    TargetLost,
+    TraceError,
+    TransportError,
+    error_named,
+)
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
     Cancel,
@@ -61,7 +69,11 @@ class Client:
     """
 
     def __init__(
-        self, address: str, config: EngineConfig, directory: Path, launcher: LocalLauncher | None = None
+        self,
+        address: str,
+        config: EngineConfig,
+        directory: Path,
+        launcher: LocalLauncher | None = None,
     ) -> None:
         self._launcher, self._timeout = launcher, config.target_timeout
         self._owner = os.getpid()
@@ -77,7 +89,9 @@ class Client:
         self.welcome: Welcome | None = None
         self.recording = Recording(self, directory, is_taken=config.trace is not None)
         self.endpoint = connect(address, channel_keys(config.keys))
-        self._reader = threading.Thread(target=_read, args=(ref(self), self.endpoint), daemon=True, name="pearl-text")
+        self._reader = threading.Thread(
+            target=_read, args=(ref(self), self.endpoint), daemon=True, name="pearl-text"
+        )
 
     def meet(self, deadline: float) -> Client:
         """Returns itself once the target has answered. `deadline`: of time.monotonic().
@@ -204,7 +218,12 @@ class Client:
     def receive(self, received: Sequence[Received]) -> None:
         """Passes on what has arrived. Too long a silence during a text is a loss, and so is a process that is gone."""
         if received or not self._streams:
-            self._silence.heard(max((m.seconds * SLACK for _, m in received if isinstance(m, Heartbeat)), default=0.0))
+            self._silence.heard(
+                max(
+                    (m.seconds * SLACK for _, m in received if isinstance(m, Heartbeat)),
+                    default=0.0,
+                )
+            )
         alive = self.endpoint.connected if self._launcher is None else self._launcher.alive
         if not received and not alive:
             self._lose("the target is gone")
@@ -228,7 +247,11 @@ class Client:
         if self._launcher is not None:
             why = self._launcher.exit_cause(why)
             self._launcher.lose()
-        remedy = "Make a new engine" if self._launcher else "Start an engine again, with `pearl serve` for example"
+        remedy = (
+            "Make a new engine"
+            if self._launcher
+            else "Start an engine again, with `pearl serve` for example"
+        )
         self.lost = self.lost or f"{why}; the text ends here. {remedy}"
         self._tell()
 
@@ -250,11 +273,15 @@ class Client:
                 pass
             case Trace():
                 self.recording.answer = message
-            case Committed(request) | Preview(request) | Finished(request) | Error(request) if request >= 0:
+            case Committed(request) | Preview(request) | Finished(request) | Error(request) if (
+                request >= 0
+            ):
                 stream = self._streams.get(request)
                 if stream is not None and not stream.take(message):
                     self._lose("the target's messages have a gap, or come twice")
-            case Error(_, "TraceError", text):  # for the thread that records, not for the one that reads
+            case Error(
+                _, "TraceError", text
+            ):  # for the thread that records, not for the one that reads
                 self.recording.answer = TraceError(text)
             case Error(_, kind, text):
                 raise error_named(kind)(text)

@@ -15,10 +15,10 @@ from typing import Any, Unpack
 
 from pearl.cache import Progress, silent
 from pearl.config import EngineConfig, RequestOptions
-from pearl.engine.card import read_card
 from pearl.engine.client import Client
 from pearl.engine.launcher import LocalLauncher
 from pearl.engine.processes import DraftKeeper
+from pearl.engine.registry import read_card
 from pearl.engine.request import Options, Prompt, as_prompts, encode, submission
 from pearl.engine.stream import Result, Stream
 from pearl.errors import ConfigError
@@ -85,7 +85,9 @@ class Engine:
             raise ConfigError(f"{directory} holds no running engine")
         engine, config = cls.__new__(cls), EngineConfig(**card.config | {"trace": None})
         engine.tokenizer, engine.defaults = _load_tokenizer(config, progress)
-        engine.client = Client(card.address, config, directory).meet(time.monotonic() + config.target_timeout)
+        engine.client = Client(card.address, config, directory).meet(
+            time.monotonic() + config.target_timeout
+        )
         engine._launcher, engine.config, engine.directory = None, config, directory
         return engine
 
@@ -185,7 +187,10 @@ class Engine:
         return self.client.submit(Stream(self.client, self.tokenizer, submit, show), submit)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: RequestOptions | None = None, **options: Unpack[Options]
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: RequestOptions | None = None,
+        **options: Unpack[Options],
     ) -> list[Result]:
         """Generates a text for each prompt, `slots` of them side by side; arguments as for `stream`."""
         waiting, results = deque(as_prompts(prompts)), []
@@ -215,12 +220,19 @@ def _load_tokenizer(config: EngineConfig, progress: Progress) -> tuple[Any, Gene
         tokenizer.chat_text([{"role": "user", "content": "Hello"}])
     log.info("defaults of the checkpoint: %s", defaults)
     if defaults.ignored:
-        log.warning("the checkpoint asks for %s, which is not supported: ignored", ", ".join(defaults.ignored))
+        log.warning(
+            "the checkpoint asks for %s, which is not supported: ignored",
+            ", ".join(defaults.ignored),
+        )
     return tokenizer, defaults
 
 
-def _options(config: EngineConfig, params: RequestOptions | None, **named: str | None) -> RequestOptions:
+def _options(
+    config: EngineConfig, params: RequestOptions | None, **named: str | None
+) -> RequestOptions:
     """The options of a request that this engine can serve: `params`, and settings that were named."""
-    options = (params or RequestOptions()).changed(**{name: value for name, value in named.items() if value})
+    options = (params or RequestOptions()).changed(
+        **{name: value for name, value in named.items() if value}
+    )
     config.check_options(options)
     return options

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from pearl.cache import Progress
 from pearl.config import EngineConfig
-from pearl.engine.card import write_card
 from pearl.engine.preflight import check
 from pearl.engine.processes import END_SECONDS, DraftKeeper, Worker
+from pearl.engine.registry import write_card
 from pearl.errors import PearlError, StartError, TraceError, TransportError
 from pearl.trace.chrome import merge
 from pearl.trace.recorder import being_written, part_paths
@@ -24,7 +24,9 @@ from pearl.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-_DRAFT_END_SECONDS = 1.0  # for the draft to end by itself after the target is lost, while callers wait
+_DRAFT_END_SECONDS = (
+    1.0  # for the draft to end by itself after the target is lost, while callers wait
+)
 _EXIT_SECONDS = 5.0  # for the last status line of a worker that exits
 _LOOK_SECONDS = 0.1  # between two checks whether a trace is still being written
 
@@ -58,7 +60,9 @@ class LocalLauncher:
         self._deadline = time.monotonic() + config.startup_timeout
         address = bind_address(config.control, directory)
         check_bind(address, channel_keys(config.keys) is not None)
-        settings = WorkerSettings(role="target", config=config, address=address, directory=directory)
+        settings = WorkerSettings(
+            role="target", config=config, address=address, directory=directory
+        )
         self.target = Worker(settings, progress)
         is_known = not address.endswith("*")  # else the target chooses a free port
         if is_known:
@@ -115,7 +119,9 @@ class LocalLauncher:
             self.draft.keep()
         config = self.config.model_dump(mode="json")
         for role in ("target", "draft"):  # other fronts may run in another directory
-            config[role] = os.path.abspath(config[role]) if os.path.exists(config[role]) else config[role]
+            config[role] = (
+                os.path.abspath(config[role]) if os.path.exists(config[role]) else config[role]
+            )
         places: dict[str, dict[str, str]] = {worker.role: worker.place for worker in self._workers}
         write_card(self.directory, self.target.address, config, places)
 
@@ -152,7 +158,9 @@ class LocalLauncher:
         self._end(END_SECONDS)
         if self.config.trace:
             path, deadline = Path(self.config.trace), time.monotonic() + _EXIT_SECONDS
-            while being_written(path) and time.monotonic() < deadline:  # by a draft of another process
+            while (
+                being_written(path) and time.monotonic() < deadline
+            ):  # by a draft of another process
                 time.sleep(_LOOK_SECONDS)
             try:
                 self._merge(path)
@@ -164,7 +172,9 @@ class LocalLauncher:
         parts = [part for part in part_paths(path) if part.stat().st_mtime >= self._began]
         try:
             if not all(part.stat().st_size for part in parts):
-                raise TraceError(f"cannot write the trace {path}: a worker's part of it did not fit the disk")
+                raise TraceError(
+                    f"cannot write the trace {path}: a worker's part of it did not fit the disk"
+                )
             merge(path)
         except TraceError:
             for file in (path, *parts):

@@ -27,16 +27,27 @@ def check(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress
     classifier_of(config)
     for role in roles:
         _check_model(config.model(role), progress)
-    if config.tensors == "nccl" and any(config.model(role).place.kind == "cpu" or not has_gpu() for role in roles):
+    if config.tensors == "nccl" and any(
+        config.model(role).place.kind == "cpu" or not has_gpu() for role in roles
+    ):
         raise ModelError("tensors nccl is for two GPUs: use auto, frames or gloo")
     trust = config.trust_remote_code
-    if config.has_draft and not is_head(config.draft) and (is_toy(config.target) or is_toy(config.draft)):
-        target, draft = (load_tokenizer(spec, trust_remote_code=trust)[0] for spec in (config.target, config.draft))
+    if (
+        config.has_draft
+        and not is_head(config.draft)
+        and (is_toy(config.target) or is_toy(config.draft))
+    ):
+        target, draft = (
+            load_tokenizer(spec, trust_remote_code=trust)[0]
+            for spec in (config.target, config.draft)
+        )
         check_same_vocabulary(target, draft, config.target, config.draft)
     if config.head is not None and "target" in roles:
         files = resolve_checkpoint(config.head, progress)
         if not (files / "config.json").is_file():
-            raise ModelError(f"Head {config.head!r} could not be loaded: {files} has no config.json.")
+            raise ModelError(
+                f"Head {config.head!r} could not be loaded: {files} has no config.json."
+            )
     if config.datastore is not None:
         from pearl.drafting.datastore import check_tokenizer, read_header
 
@@ -48,7 +59,9 @@ def check(config: EngineConfig, roles: tuple[ModelRole, ...], progress: Progress
 
 def _check_model(model: ModelConfig, progress: Progress) -> None:
     if model.place.kind == "cuda" and not has_gpu():
-        raise ModelError(f"{model.role}: device {model.device} is not there: this machine shows no GPU")
+        raise ModelError(
+            f"{model.role}: device {model.device} is not there: this machine shows no GPU"
+        )
     if is_toy(model.spec):
         toy_options(model.spec)
         return

@@ -31,7 +31,9 @@ log = logging.getLogger(__name__)
 COMMAND = [sys.executable, "-m", "pearl.worker"]
 END_SECONDS = 8.0  # for a worker to end by itself; then it is killed
 _LOOK_SECONDS = 0.2  # between two checks of a draft
-_MOST_BACK_OFF_SECONDS = 30.0  # before a restart: a draft that dies at once must not become a busy loop
+_MOST_BACK_OFF_SECONDS = (
+    30.0  # before a restart: a draft that dies at once must not become a busy loop
+)
 _SOUND_SECONDS = 600.0  # after a run this long, earlier restarts no longer count
 
 
@@ -96,7 +98,9 @@ class Worker:
                 self.address = status["address"]
             if status["state"] == "failed":
                 kind = getattr(errors, status["kind"], errors.StartError)
-                kind = errors.StartError if kind is errors.DraftLost else kind  # it is the draft itself that failed
+                kind = (
+                    errors.StartError if kind is errors.DraftLost else kind
+                )  # it is the draft itself that failed
                 self.error = kind(f"{self.role} worker: {status['message']}")
             self._states.add(status["state"])
             self._changed.notify_all()
@@ -126,8 +130,14 @@ class Worker:
         if self.error is not None:
             return self.error
         code = self._process.poll()
-        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
-        hint = "; a kill by signal 9 is often the kernel's, for lack of memory" if code == -9 else ""
+        how = (
+            f"was killed by signal {-code}"
+            if code is not None and code < 0
+            else f"ended with exit code {code}"
+        )
+        hint = (
+            "; a kill by signal 9 is often the kernel's, for lack of memory" if code == -9 else ""
+        )
         return errors.StartError(f"{self.role} worker {how}{hint}")
 
     def kill(self) -> None:
@@ -138,7 +148,9 @@ class Worker:
     def close(self) -> None:
         """Makes the worker end, by a byte and the end of its stdin, which a fork of this process may hold open too."""
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # it has ended already, or this was called before
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # it has ended already, or this was called before
             self._process.stdin.write(b"\n")
             self._process.stdin.close()
 
@@ -163,10 +175,17 @@ class DraftKeeper:
     """
 
     def __init__(
-        self, config: EngineConfig, address: str, directory: Path, progress: Progress | None = None, run: str = ""
+        self,
+        config: EngineConfig,
+        address: str,
+        directory: Path,
+        progress: Progress | None = None,
+        run: str = "",
     ) -> None:
         self._config = config
-        self._settings = WorkerSettings(role="draft", config=config, address=address, directory=directory, run=run)
+        self._settings = WorkerSettings(
+            role="draft", config=config, address=address, directory=directory, run=run
+        )
         self._closing = threading.Event()
         self._in_a_row = self.restarts = 0  # restarts since a sound run, and ever
         self.worker = self._launch(progress=progress)
@@ -184,7 +203,10 @@ class DraftKeeper:
             what = self._trouble()
             if what is None:
                 continue
-            if self.worker.ready_since and time.monotonic() - self.worker.ready_since > _SOUND_SECONDS:
+            if (
+                self.worker.ready_since
+                and time.monotonic() - self.worker.ready_since > _SOUND_SECONDS
+            ):
                 self._in_a_row = 0
             self.worker.kill()
             self.worker.end()
@@ -217,7 +239,11 @@ class DraftKeeper:
             return str(worker.exit_error())
         if worker.reached("ready"):
             silent = worker.silence.seconds
-            return f"draft worker was silent for {silent:.1f} s" if silent > config.draft_timeout else None
+            return (
+                f"draft worker was silent for {silent:.1f} s"
+                if silent > config.draft_timeout
+                else None
+            )
         late = time.monotonic() - worker.began > config.startup_timeout
         return "draft worker is not ready in time; see startup_timeout" if late else None
 
@@ -245,6 +271,8 @@ def _environment(place: Device) -> dict[str, str]:
         extra |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(len(place.cores)))
     if len(place.gpus) > 1:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = [str(i) for i in range(max(place.gpus) + 1)] if visible is None else visible.split(",")
+        names = (
+            [str(i) for i in range(max(place.gpus) + 1)] if visible is None else visible.split(",")
+        )
         extra["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] for i in place.gpus if i < len(names))
     return {**os.environ, **extra}

@@ -64,9 +64,15 @@ class Recording:
         self._client.post(trace)
         # A late echo of an abandoned request differs from `trace`.
         self._client.wait_until(
-            lambda: self.answer == trace or isinstance(self.answer, TraceError) or time.monotonic() > deadline
+            lambda: (
+                self.answer == trace
+                or isinstance(self.answer, TraceError)
+                or time.monotonic() > deadline
+            )
         )
         if isinstance(self.answer, TraceError):
             raise self.answer
         if self.answer != trace:
-            raise TraceError("the workers do not answer: one of them may be in a long forward. Try again")
+            raise TraceError(
+                "the workers do not answer: one of them may be in a long forward. Try again"
+            )

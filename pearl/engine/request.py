@@ -70,7 +70,9 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     return [prompts] if prompts and isinstance(prompts[0], (int, dict)) else prompts
 
 
-def encode(tokenizer: Tokenizer, prompt: Prompt, raw: bool = True, context: float = inf) -> list[int]:
+def encode(
+    tokenizer: Tokenizer, prompt: Prompt, raw: bool = True, context: float = inf
+) -> list[int]:
     """The tokens of a prompt: text, token ids, or chat messages.
 
     Args:
@@ -88,7 +90,9 @@ def encode(tokenizer: Tokenizer, prompt: Prompt, raw: bool = True, context: floa
     items: list[Any] = list(prompt)
     if items and all(isinstance(item, dict) for item in items):
         return encode(tokenizer, Chat(items), raw, context)
-    if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items):
+    if not all(
+        isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items
+    ):
         raise RequestError(_PROMPT)
     if items and max(items) >= 2**31:
         raise RequestError("the prompt holds a token id of 2**31 or more, which no model has")
@@ -110,18 +114,26 @@ def _chat_text(tokenizer: Tokenizer, chat: Chat) -> str:
     if text is None:
         raise RequestError("this model has no chat template: give the prompt as text or token ids")
     tags = tags_of(tokenizer.chat_template) if chat.prefix else None
-    return text + (f"\n{tags.end}\n\n" if tags is not None and tags.are_open(text) else "") + chat.prefix
+    return (
+        text
+        + (f"\n{tags.end}\n\n" if tags is not None and tags.are_open(text) else "")
+        + chat.prefix
+    )
 
 
 @cache
 def _say_in_words() -> None:
-    log.warning("the chat template does not tell its model of tools: the system prompt does, in Hermes' format")
+    log.warning(
+        "the chat template does not tell its model of tools: the system prompt does, in Hermes' format"
+    )
 
 
 def _encoded(tokenizer: Tokenizer, text: str, context: float, *, special: bool) -> list[int]:
     """Refuses a text that cannot fit before encoding it: that takes seconds, in which other requests wait."""
     if len(text) > _MOST_CHARACTERS * context:
-        raise RequestError(f"the context holds {context} tokens; the prompt has {len(text)} characters")
+        raise RequestError(
+            f"the context holds {context} tokens; the prompt has {len(text)} characters"
+        )
     return tokenizer.encode(text, special=special)
 
 
@@ -159,7 +171,9 @@ def submission(
     )
 
 
-def resolved(options: RequestOptions, defaults: GenerationDefaults, prompt_length: int) -> RequestOptions:
+def resolved(
+    options: RequestOptions, defaults: GenerationDefaults, prompt_length: int
+) -> RequestOptions:
     """The user's options over the checkpoint's own defaults, as a worker reads them."""
     assert options.seed is not None
     grammar = grammar_of(options.json_schema, options.regex)

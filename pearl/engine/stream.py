@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, NoReturn
 from pearl import errors
 from pearl.errors import RequestError
 from pearl.metrics import Statistics
-from pearl.protocol.messages import Committed, Error, Finished, Logprobs, Preview, Provenance, Submit
+from pearl.protocol.messages import (
+    Committed,
+    Error,
+    Finished,
+    Logprobs,
+    Preview,
+    Provenance,
+    Submit,
+)
 from pearl.text.stream import TextStream, Tokenizer
 
 if TYPE_CHECKING:
@@ -64,7 +72,9 @@ class Result:
 class Stream:
     """The pieces of one text as they arrive; iterate, or `close()` to leave early. `result` grows meanwhile."""
 
-    def __init__(self, client: Client, tokenizer: Tokenizer, submit: Submit, show: Collection[str] = ()) -> None:
+    def __init__(
+        self, client: Client, tokenizer: Tokenizer, submit: Submit, show: Collection[str] = ()
+    ) -> None:
         self.request = submit.request
         self.inbox: deque[object] = deque()
         self.is_open = True
@@ -86,7 +96,9 @@ class Stream:
         return self
 
     def __aiter__(self) -> NoReturn:
-        raise RequestError("this stream is read with `for`: reading it blocks. AsyncEngine has streams for `async for`")
+        raise RequestError(
+            "this stream is read with `for`: reading it blocks. AsyncEngine has streams for `async for`"
+        )
 
     def __next__(self) -> Piece:
         try:

@@ -33,7 +33,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ADDRESS, _DIRECTORY, _CLOSED, _FAILED = "address", "directory", "closed", "failed"  # keys in the store
+_ADDRESS, _DIRECTORY, _CLOSED, _FAILED = (
+    "address",
+    "directory",
+    "closed",
+    "failed",
+)  # keys in the store
 _POLL_SECONDS = 0.5
 
 
@@ -48,7 +53,11 @@ def check_world(config: EngineConfig) -> None:
     """Raises `ConfigError` unless there is a process for each model; it launches all workers of its model."""
     world = int(os.environ["WORLD_SIZE"])
     if world != 2 or not config.has_draft:
-        remedy = "Start it with --nproc-per-node 2" if config.has_draft else "Start `python -m pearl` directly"
+        remedy = (
+            "Start it with --nproc-per-node 2"
+            if config.has_draft
+            else "Start `python -m pearl` directly"
+        )
         raise ConfigError(
             f"torchrun started {world} processes; PEARL takes one for the target and one for the draft, however many "
             f"devices share a model. {remedy}"
@@ -180,7 +189,9 @@ def _wait_until_ready(keeper: DraftKeeper, store: TorchrunStore, config: EngineC
         if not keeper.worker.alive or time.monotonic() > deadline:
             try:
                 keeper.worker.wait_for("ready", time.monotonic() + 1.0)
-            except TransportError:  # the target that it connects to has failed, which rank 0 reports
+            except (
+                TransportError
+            ):  # the target that it connects to has failed, which rank 0 reports
                 if not _is_closed(store):
                     raise
 

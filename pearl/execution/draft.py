@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pearl.drafting.model import ModelProposer
+from pearl.drafting.proposer import ModelProposer
 from pearl.errors import NumericalError
 from pearl.execution.target import Event
 from pearl.protocol.events import Draft, Drafted, Open, Rollback

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from pearl.drafting.model import ModelProposer
+from pearl.drafting.proposer import ModelProposer
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.models.runner import ModelRunner
@@ -15,7 +15,9 @@ from pearl.protocol.events import Deliver, DraftDropped, DraftJoined, End, Send,
 from pearl.protocol.messages import Committed, Submit
 
 
-def decode(submit: Submit, target: ModelRunner, draft: ModelRunner | None = None) -> Iterator[Committed]:
+def decode(
+    submit: Submit, target: ModelRunner, draft: ModelRunner | None = None
+) -> Iterator[Committed]:
     """Yield what is committed. Caches must be empty; speeds are learned from this request alone.
 
     On devices of two kinds only for rules that take no distributions. Raises `ForwardError`.

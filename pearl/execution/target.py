@@ -17,11 +17,11 @@ from pearl.decoding.rules.direct import DirectDraw
 from pearl.decoding.sampling import read_draw
 from pearl.decoding.shaping import MakeGuide, Shaper, make_shaper
 from pearl.drafting.datastore import Datastore
-from pearl.drafting.guesser import text_index
-from pearl.drafting.habits import Habits
+from pearl.drafting.fused_guesses import text_index
 from pearl.drafting.heads import HeadGuesses, TargetStates
 from pearl.drafting.jacobi import COLUMNS, LEVELS, JacobiIndex, Window
 from pearl.drafting.ngram import NgramIndex, anchored, guess_tree
+from pearl.drafting.output_ngrams import Habits
 from pearl.drafting.published import INDEXES, PhraseIndex
 from pearl.errors import NumericalError
 from pearl.models.checkpoints.memory import memory_errors
@@ -136,7 +136,9 @@ class _Request:
         own = torch.tensor(tokens, device=logits.device).unsqueeze(1)
         every = torch.log_softmax(logits, -1).clamp_(LEAST_LOGPROB, 0.0)
         top, ids = every.topk(min(self.logprobs, logits.shape[-1]))
-        found = zip(every.gather(1, own).squeeze(1).tolist(), ids.tolist(), top.tolist(), strict=True)
+        found = zip(
+            every.gather(1, own).squeeze(1).tolist(), ids.tolist(), top.tolist(), strict=True
+        )
         for at, (logprob, likeliest, values) in enumerate(found, position):
             self.said[at] = Logprobs(logprob, tuple(zip(likeliest, values, strict=True)))
 
@@ -226,7 +228,9 @@ class TargetExecutor:
         return None
 
     def _open(self, command: Open) -> None:
-        self._requests = {number: each for number, each in self._requests.items() if each.slot != command.slot}
+        self._requests = {
+            number: each for number, each in self._requests.items() if each.slot != command.slot
+        }
         options, text = command.options, None
         if options.stop:
             assert self._text_stream is not None
@@ -256,11 +260,18 @@ class TargetExecutor:
             self._log_path(request, index.tokens[request.fed.start : command.committed])
         index.learn(command.committed)
         anchors = anchored(index.tokens, command.committed, command.trust, command.alternatives)
-        nodes, is_tree = self.runner.capabilities.tree_nodes - len(anchors), self.runner.capabilities.tree_nodes > 0
+        nodes, is_tree = (
+            self.runner.capabilities.tree_nodes - len(anchors),
+            self.runner.capabilities.tree_nodes > 0,
+        )
         # In a tree the unfed tokens, the last committed one and the pending ones, are nodes too.
         anchors, nodes = (anchors, nodes) if is_tree else (anchors[-1:], command.most)
-        tokens, parents, chances, sources = guess_tree(index, anchors, command.most, command.limit, is_tree, nodes)
-        return Guessed(tuple(tokens), tuple(parents), tuple(chances), tuple(sources), request=command.request)
+        tokens, parents, chances, sources = guess_tree(
+            index, anchors, command.most, command.limit, is_tree, nodes
+        )
+        return Guessed(
+            tuple(tokens), tuple(parents), tuple(chances), tuple(sources), request=command.request
+        )
 
     def _log_path(self, request: _Request, tokens: Sequence[int]) -> int:
         """Log the states of `tokens`, which the text has from the first position of the last forward on, if that fed a
@@ -278,7 +289,9 @@ class TargetExecutor:
         if request is None or request.fed is None or not self._gives_states:
             return ()
         before = verdict.start - request.fed.start
-        end = self._log_path(request, (*request.fed.tokens[: max(0, before)], *verdict.tokens[max(0, -before) :]))
+        end = self._log_path(
+            request, (*request.fed.tokens[: max(0, before)], *verdict.tokens[max(0, -before) :])
+        )
         return self._states.messages(verdict.request, end, request.slot)
 
     def _make_index(self, request: _Request) -> NgramIndex:
@@ -305,11 +318,23 @@ class TargetExecutor:
         """One forward of the model for several requests; the event that answers each. Raises as `execute`."""
         requests = [self._requests[command.request] for command in commands]
         for command, request in zip(commands, requests, strict=True):
-            assert self.runner.length(request.slot) == command.start, (self.runner.length(request.slot), command)
+            assert self.runner.length(request.slot) == command.start, (
+                self.runner.length(request.slot),
+                command,
+            )
         began = time.perf_counter()
-        windows = [self._window(command, request) for command, request in zip(commands, requests, strict=True)]
+        windows = [
+            self._window(command, request)
+            for command, request in zip(commands, requests, strict=True)
+        ]
         feeds = [
-            Feed(command.tokens, command.rows, request.slot, command.parents, command.phase is Phase.PREFILL)
+            Feed(
+                command.tokens,
+                command.rows,
+                request.slot,
+                command.parents,
+                command.phase is Phase.PREFILL,
+            )
             if window is None
             else window.behind(Feed(command.tokens, command.rows, request.slot, command.parents))
             for command, request, window in zip(commands, requests, windows, strict=True)
@@ -331,20 +356,31 @@ class TargetExecutor:
         fed = sum(len(feed.tokens) for feed in feeds)  # the windows of Lookahead decoding too
         has_prompts = any(command.phase is Phase.PREFILL for command in commands)
         return [
-            Forwarded(now - began, now, None if has_prompts else fed - len(command.tokens), request=command.request)
+            Forwarded(
+                now - began,
+                now,
+                None if has_prompts else fed - len(command.tokens),
+                request=command.request,
+            )
             for command in commands
         ]
 
     def _window(self, command: Forward, request: _Request) -> Window | None:
         """What is fed beside the text for Lookahead decoding."""
-        if not isinstance(request.index, JacobiIndex) or not command.rows or command.phase is Phase.PREFILL:
+        if (
+            not isinstance(request.index, JacobiIndex)
+            or not command.rows
+            or command.phase is Phase.PREFILL
+        ):
             return None
         window = request.index.window(self.runner.capabilities.tree_nodes - len(command.tokens))
         # Beyond the context there is no place for it.
         fits = command.start + COLUMNS + LEVELS < self.runner.context
         return window if fits else None
 
-    def _take_window(self, command: Forward, request: _Request, window: Window, rows: torch.Tensor) -> torch.Tensor:
+    def _take_window(
+        self, command: Forward, request: _Request, window: Window, rows: torch.Tensor
+    ) -> torch.Tensor:
         """Give the window its draws; the rows of the text."""
         assert isinstance(request.index, JacobiIndex)
         if command.parents is None:  # a chain continues the text at once
@@ -364,7 +400,9 @@ class TargetExecutor:
         elif (
             not request.direct.is_filtered
         ):  # to sort every row would take longer than to wait for those that are drawn
-            request.draws = request.direct.rows(request.logits, positions).to("cpu", non_blocking=True)
+            request.draws = request.direct.rows(request.logits, positions).to(
+                "cpu", non_blocking=True
+            )
 
     def _keep(self, path: Sequence[int], request: _Request) -> None:
         assert request.fed is not None
@@ -381,8 +419,12 @@ class TargetExecutor:
             at = [request.row(node) for node in command.nodes]
         launched = {} if request.launched is None else {"launched": request.launched[at]}
         with request.blamed():
-            verdict = request.rule.judge(request.logits[at], command.tokens, rows, command.start, **launched)
-            if isinstance(request.index, PhraseIndex) and verdict.accepted + 1 < len(command.tokens):
+            verdict = request.rule.judge(
+                request.logits[at], command.tokens, rows, command.start, **launched
+            )
+            if isinstance(request.index, PhraseIndex) and verdict.accepted + 1 < len(
+                command.tokens
+            ):
                 self._reuse(request, request.index, command, verdict.accepted)
         new = list(command.tokens[: verdict.accepted])
         if verdict.token is not None:

@@ -9,7 +9,7 @@ import time
 from statistics import median
 
 from pearl.errors import ModelError
-from pearl.models.forward.row_table import SIZES
+from pearl.models.gpu.row_table import SIZES
 from pearl.models.runner import ModelRunner, feed_chain
 
 FED = (1, 2, 4, 8)  # tokens fed to the target; other sizes are interpolated
@@ -34,7 +34,9 @@ def calibrate_target(runner: ModelRunner, brief: bool = False) -> tuple[tuple[in
     few, most = SIZES[0], runner.capabilities.tree_nodes
     more = (few, few + 1, most) if runner.capabilities.launches and most > few else ()
     sizes = [fed for fed in (*FED, *more) if base + fed <= runner.context]
-    found = tuple((fed, median(forward_seconds(runner, base, fed) for _ in range(_REPEATS))) for fed in sizes)
+    found = tuple(
+        (fed, median(forward_seconds(runner, base, fed) for _ in range(_REPEATS))) for fed in sizes
+    )
     runner.rollback(0)
     return found
 
@@ -74,5 +76,7 @@ def forward_seconds(runner: ModelRunner, base: int, fed: int) -> float:
     runner.synchronize()
     seconds = time.perf_counter() - began
     if not logits.amax(-1).isfinite().all():  # NaN spreads to the maximum
-        raise ModelError("Its logits are not finite. Try a wider dtype (bfloat16 or float32); or it is damaged.")
+        raise ModelError(
+            "Its logits are not finite. Try a wider dtype (bfloat16 or float32); or it is damaged."
+        )
     return seconds

@@ -143,11 +143,25 @@ _MULTIPLIERS = {
 }
 
 _BEHIND = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
-_AROUND = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-_GEMMA = Forward(
-    {"attention_bias": _ATTENTION}, norms=_AROUND, norm_shift=1.0, scales_embedding=True, reads_directly=False
+_AROUND = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
 )
-_GLM = Forward({"attention_bias": _QKV}, fused={"mlp.gate_up_proj": _MLP[:2]}, rotates="pairs", reads_directly=False)
+_GEMMA = Forward(
+    {"attention_bias": _ATTENTION},
+    norms=_AROUND,
+    norm_shift=1.0,
+    scales_embedding=True,
+    reads_directly=False,
+)
+_GLM = Forward(
+    {"attention_bias": _QKV},
+    fused={"mlp.gate_up_proj": _MLP[:2]},
+    rotates="pairs",
+    reads_directly=False,
+)
 
 FAMILIES = (
     Family(
@@ -158,7 +172,12 @@ FAMILIES = (
     ),
     Family("mistral", "MistralForCausalLM", Forward(default_window=4096)),
     Family("qwen2", "Qwen2ForCausalLM", Forward({"": _QKV}), Gguf("qwen2")),
-    Family("qwen3", "Qwen3ForCausalLM", Forward({"attention_bias": _ATTENTION}, head_norms="each"), Gguf("qwen3")),
+    Family(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        Forward({"attention_bias": _ATTENTION}, head_norms="each"),
+        Gguf("qwen3"),
+    ),
     Family(
         "gemma2",
         "Gemma2ForCausalLM",
@@ -176,7 +195,12 @@ FAMILIES = (
         "Gemma3ForCausalLM",
         replace(_GEMMA, head_norms="each"),
         Gguf(
-            "gemma3", optional={CAPS[1]: CAPS[1]}, settings=_GELU, window=(6, 0), has_two_ropes=True, layers_of_27b=62
+            "gemma3",
+            optional={CAPS[1]: CAPS[1]},
+            settings=_GELU,
+            window=(6, 0),
+            has_two_ropes=True,
+            layers_of_27b=62,
         ),
     ),
     Family("glm", "GlmForCausalLM", _GLM),
@@ -185,14 +209,25 @@ FAMILIES = (
         "Glm4ForCausalLM",
         replace(
             _GLM,
-            norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+            norms=(
+                "input_layernorm",
+                "post_self_attn_layernorm",
+                "post_attention_layernorm",
+                "post_mlp_layernorm",
+            ),
         ),
         Gguf("glm4"),
     ),
     Family(
         "gpt_oss",
         "GptOssForCausalLM",
-        Forward({"attention_bias": _ATTENTION}, norm_shift=0.0, has_experts=True, clamps_experts=True, has_sinks=True),
+        Forward(
+            {"attention_bias": _ATTENTION},
+            norm_shift=0.0,
+            has_experts=True,
+            clamps_experts=True,
+            has_sinks=True,
+        ),
         Gguf("gpt-oss", window=(2, 128), settings={"swiglu_limit": 7.0}, rope={"truncate": False}),
     ),
     Family(
@@ -216,7 +251,13 @@ FAMILIES = (
     Family(
         "olmo3",
         "Olmo3ForCausalLM",
-        Forward({"attention_bias": _ATTENTION}, head_norms="all", norms=_BEHIND, norm_shift=0.0, reads_directly=False),
+        Forward(
+            {"attention_bias": _ATTENTION},
+            head_norms="all",
+            norms=_BEHIND,
+            norm_shift=0.0,
+            reads_directly=False,
+        ),
     ),
     Family(
         "phi3",
@@ -250,7 +291,11 @@ OWN_FORWARD = {family.architecture: family for family in FAMILIES}
 # Methods whose weights our own forward reads.
 QUANTISED = ("awq", "gptq", "fp8", "auto-round", "compressed-tensors", "bitsandbytes", "mxfp4")
 # By their architecture there, and whether they have experts.
-GGUF = {(each.gguf.architecture, each.forward.has_experts): each for each in FAMILIES if each.gguf.architecture}
+GGUF = {
+    (each.gguf.architecture, each.forward.has_experts): each
+    for each in FAMILIES
+    if each.gguf.architecture
+}
 
 
 def is_of_own_forward(config: Mapping[str, Any]) -> bool:
@@ -275,7 +320,11 @@ def forward_of(
     rope = config.get("rope_parameters")
     if forward is None or not isinstance(rope, Mapping):
         return None
-    ropes = [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, Mapping)]
+    ropes = (
+        [rope]
+        if "rope_type" in rope
+        else [each for each in rope.values() if isinstance(each, Mapping)]
+    )
     parts = {where.get("partial_rotary_factor", 1.0) for where in (*ropes, config)}
     is_computed = (
         all(each.get("rope_type") in ROPES for each in ropes)
@@ -284,7 +333,9 @@ def forward_of(
         and bool(config.get("layer_types") or not config.get("use_sliding_window"))
         and config.get("is_causal", True) is True
         and activation_of(config) in activations
-        and not any(config.get(name) for name in (*_NOT_COMPUTED, *(() if forward.has_caps else CAPS)))
+        and not any(
+            config.get(name) for name in (*_NOT_COMPUTED, *(() if forward.has_caps else CAPS))
+        )
     )
     return forward if ropes and is_computed else None
 
@@ -304,17 +355,26 @@ def layer_kinds(forward: Forward, config: Mapping[str, Any]) -> list[tuple[int, 
     window = config.get("sliding_window", forward.default_window) or 0
     if not config.get("use_sliding_window", True):
         window = 0
-    types = config.get("layer_types") or [_FULL if forward.default_window is None else _SLIDING] * count
+    types = (
+        config.get("layer_types") or [_FULL if forward.default_window is None else _SLIDING] * count
+    )
     rotates = config.get("no_rope_layers") or [1] * count
     return [
-        (window if kind == _SLIDING else 0, None if not has_rope else kind if "rope_type" not in ropes else "")
+        (
+            window if kind == _SLIDING else 0,
+            None if not has_rope else kind if "rope_type" not in ropes else "",
+        )
         for kind, has_rope in zip(types, rotates, strict=True)
     ]
 
 
 def rotated(forward: Forward, config: Mapping[str, Any], dim: int) -> int:
     """How many of a head's `dim` numbers are rotated."""
-    return int(dim * config["rope_parameters"].get("partial_rotary_factor", 1.0)) if forward.rotates else dim
+    return (
+        int(dim * config["rope_parameters"].get("partial_rotary_factor", 1.0))
+        if forward.rotates
+        else dim
+    )
 
 
 def dimensions(config: Mapping[str, Any]) -> dict[str, int]:
@@ -331,7 +391,12 @@ def dimensions(config: Mapping[str, Any]) -> dict[str, int]:
 def weight_shapes(forward: Forward, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor of a checkpoint, by its name there."""
     size = dimensions(config)
-    biased = {name for setting, names in forward.biases.items() if not setting or config.get(setting) for name in names}
+    biased = {
+        name
+        for setting, names in forward.biases.items()
+        if not setting or config.get(setting)
+        for name in names
+    }
     matrices = {name: (size[outputs], size[inputs]) for name, (outputs, inputs) in MATRICES.items()}
     for name, parts in forward.fused.items():
         some = [matrices.pop(part) for part in parts]
@@ -357,7 +422,9 @@ def weight_shapes(forward: Forward, config: Mapping[str, Any]) -> dict[str, tupl
                 shapes[f"{layer}{name}.bias"] = shape[:1]
         for name in filter(None, forward.norms):
             shapes[f"{layer}{name}.weight"] = (size["hidden"],)
-        for name, width in (("q_norm", "queries"), ("k_norm", "keys")) if forward.head_norms else ():
+        for name, width in (
+            (("q_norm", "queries"), ("k_norm", "keys")) if forward.head_norms else ()
+        ):
             shapes[f"{layer}self_attn.{name}.weight"] = (
                 size[width] if forward.head_norms == "all" else config["head_dim"],
             )
@@ -368,9 +435,13 @@ def _expert_shapes(config: Mapping[str, Any], are_clamped: bool) -> dict[str, tu
     """Of the tensors of a layer's experts. are_clamped: see `Forward.clamps_experts`."""
     count, hidden = config.get("num_experts") or config["num_local_experts"], config["hidden_size"]
     inner = config.get("moe_intermediate_size") or config["intermediate_size"]
-    shapes: dict[str, tuple[int, ...]] = {"router.weight" if are_clamped else "gate.weight": (count, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "router.weight" if are_clamped else "gate.weight": (count, hidden)
+    }
     for expert in (f"experts.{number}." for number in range(count)):
         shapes |= {f"{expert}{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
         shapes[f"{expert}down_proj.weight"] = hidden, inner
-    biases = {name.replace(".weight", ".bias"): shape[:1] for name, shape in shapes.items() if are_clamped}
+    biases = {
+        name.replace(".weight", ".bias"): shape[:1] for name, shape in shapes.items() if are_clamped
+    }
     return shapes | biases

@@ -37,7 +37,9 @@ class Feed:
         assert 0 <= self.rows <= len(self.tokens)
         if self.parents is not None:
             assert len(self.parents) == len(self.tokens)
-            assert all(-1 <= parent < node for node, parent in enumerate(self.parents)), self.parents
+            assert all(-1 <= parent < node for node, parent in enumerate(self.parents)), (
+                self.parents
+            )
 
     @property
     def depth(self) -> int:
@@ -104,4 +106,6 @@ def lay_out(feeds: Sequence[Feed], lengths: Sequence[int]) -> Layout:
             above = zip(depths(feed.parents), parent_rows(feed.parents, first), strict=True)
             table += [(slot, start + depth, start, parent) for depth, parent in above]
         fed.append(range(first, first + count))
-    return Layout(torch.cat([torch.as_tensor(feed.tokens) for feed in feeds]), torch.tensor(table), fed)
+    return Layout(
+        torch.cat([torch.as_tensor(feed.tokens) for feed in feeds]), torch.tensor(table), fed
+    )

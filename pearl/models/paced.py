@@ -38,4 +38,6 @@ def pace(runner: ModelRunner, seconds: float) -> None:
         return logits
 
     runner.forward = paced  # type: ignore[method-assign]
-    runner.capabilities = replace(runner.capabilities, launches=False)  # a paced forward is done when it returns
+    runner.capabilities = replace(
+        runner.capabilities, launches=False
+    )  # a paced forward is done when it returns

@@ -103,7 +103,9 @@ class ModelRunner(Protocol):
 
     def synchronize(self) -> None:
         """Wait until the device has finished all forwards; returns at once on a CPU."""
-        if self.device.type == "cuda":  # this stream only, not the one that sends rows to the other worker
+        if (
+            self.device.type == "cuda"
+        ):  # this stream only, not the one that sends rows to the other worker
             torch.cuda.current_stream(self.device).synchronize()
 
     def is_done(self) -> bool:
@@ -111,7 +113,9 @@ class ModelRunner(Protocol):
         return self.device.type != "cuda" or bool(torch.cuda.current_stream(self.device).query())
 
 
-def feed_chain(runner: ModelRunner, tokens: Tokens, rows: int, slot: int = 0, prompt: bool = False) -> torch.Tensor:
+def feed_chain(
+    runner: ModelRunner, tokens: Tokens, rows: int, slot: int = 0, prompt: bool = False
+) -> torch.Tensor:
     """Feed one chain; return its logits [rows, vocab_size]."""
     return runner.forward([Feed(tokens, rows, slot, prompt=prompt)])[0]
 
@@ -123,7 +127,11 @@ def check_feeds(feeds: Sequence[Feed], runner: ModelRunner, name: str) -> None:
         if not 0 <= feed.slot < can.slots:
             raise RequestError(f"{name} holds {can.slots} sequences; there is no slot {feed.slot}")
         if feed.parents is not None and len(feed.tokens) > can.tree_nodes:
-            most = f"trees of at most {can.tree_nodes} tokens" if can.tree_nodes else "chains of tokens, and no trees"
+            most = (
+                f"trees of at most {can.tree_nodes} tokens"
+                if can.tree_nodes
+                else "chains of tokens, and no trees"
+            )
             raise RequestError(f"{name} takes {most}")
         end = runner.length(feed.slot) + feed.depth
         if end > runner.context:

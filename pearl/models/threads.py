@@ -13,7 +13,9 @@ from collections.abc import Sequence
 import torch
 
 _GRAIN = 1 << 15  # elements that a thread takes at least, of an elementwise operation of torch
-_own = threading.local()  # `pool`: the threads with which this one computes, in their order in OpenMP's team
+_own = (
+    threading.local()
+)  # `pool`: the threads with which this one computes, in their order in OpenMP's team
 
 
 def use_torch_threads(count: int) -> Sequence[int]:
@@ -22,7 +24,9 @@ def use_torch_threads(count: int) -> Sequence[int]:
     if count == 1:  # no other thread takes part
         return ()
     before = _threads() | {thread.native_id for thread in threading.enumerate()}
-    torch.zeros(count * _GRAIN).add_(1)  # starts those that are missing; of those that are too many the last end
+    torch.zeros(count * _GRAIN).add_(
+        1
+    )  # starts those that are missing; of those that are too many the last end
     now = _threads()
     kept = [thread for thread in getattr(_own, "pool", ()) if thread in now]
     _own.pool = [*kept, *sorted(now - before)][: count - 1]

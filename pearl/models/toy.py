@@ -20,7 +20,9 @@ from pearl.models.feeds import Feed, is_path
 from pearl.models.runner import Capabilities, ModelRunner, check_feeds
 from pearl.spec.methods import BRANCHES
 
-NextToken = Callable[[Sequence[int]], torch.Tensor]  # the tokens so far -> probabilities of the next [vocab_size]
+NextToken = Callable[
+    [Sequence[int]], torch.Tensor
+]  # the tokens so far -> probabilities of the next [vocab_size]
 
 _SLOTS, _TREE_NODES = 8, 256
 _COIN_ROWS, _COIN_SIDES = 32, 1 << 32
@@ -35,9 +37,13 @@ class ToyRunner(ModelRunner):
     """
 
     device = torch.device("cpu")
-    capabilities = Capabilities(slots=_SLOTS, tree_nodes=_TREE_NODES, launches=False, row_invariant=True)
+    capabilities = Capabilities(
+        slots=_SLOTS, tree_nodes=_TREE_NODES, launches=False, row_invariant=True
+    )
 
-    def __init__(self, vocab_size: int, distribution: NextToken, context: int = 1 << 20, slots: int = _SLOTS) -> None:
+    def __init__(
+        self, vocab_size: int, distribution: NextToken, context: int = 1 << 20, slots: int = _SLOTS
+    ) -> None:
         self.capabilities = replace(ToyRunner.capabilities, slots=slots)
         self.vocab_size = vocab_size
         self.context = context
@@ -56,13 +62,17 @@ class ToyRunner(ModelRunner):
         tokens = self._tokens[feed.slot]
         tokens.extend(map(int, feed.tokens))
         self._trees[feed.slot] = None
-        return self._logits([tokens[:end] for end in range(len(tokens) - feed.rows + 1, len(tokens) + 1)])
+        return self._logits(
+            [tokens[:end] for end in range(len(tokens) - feed.rows + 1, len(tokens) + 1)]
+        )
 
     def _tree(self, feed: Feed) -> torch.Tensor:
         assert feed.parents is not None
         contexts: list[list[int]] = []
         for token, parent in zip(feed.tokens, feed.parents, strict=True):
-            contexts.append([*(contexts[parent] if parent >= 0 else self._tokens[feed.slot]), int(token)])
+            contexts.append(
+                [*(contexts[parent] if parent >= 0 else self._tokens[feed.slot]), int(token)]
+            )
         self._trees[feed.slot] = feed
         return self._logits(contexts[len(contexts) - feed.rows :])
 
@@ -88,7 +98,9 @@ class ToyRunner(ModelRunner):
         self._tokens[into] = self._tokens[slot][:length]
 
 
-def alpha_pair(vocab_size: int, alpha: float, seed: int = 0, order: int = 8) -> tuple[NextToken, NextToken]:
+def alpha_pair(
+    vocab_size: int, alpha: float, seed: int = 0, order: int = 8
+) -> tuple[NextToken, NextToken]:
     """(target, draft) distributions with acceptance rate exactly `alpha` in every context of `order` tokens."""
 
     @lru_cache(maxsize=4096)
@@ -112,7 +124,9 @@ def alpha_pair(vocab_size: int, alpha: float, seed: int = 0, order: int = 8) -> 
     return target, draft
 
 
-def coin_pair(vocab_size: int, alpha: float, seed: int = 0, order: int = 8) -> tuple[NextToken, NextToken]:
+def coin_pair(
+    vocab_size: int, alpha: float, seed: int = 0, order: int = 8
+) -> tuple[NextToken, NextToken]:
     """(target, draft) distributions: equal in a share `alpha` of the contexts of `order` tokens, else almost disjoint.
 
     So a draft token is accepted with rate `alpha`, i.i.d., greedy and sampled, under any rule, filter of probabilities
@@ -122,7 +136,9 @@ def coin_pair(vocab_size: int, alpha: float, seed: int = 0, order: int = 8) -> t
     generator = _generator(seed)
     weights = torch.arange(1, vocab_size // 2 + 1, dtype=torch.float64) ** -1.6
     likely = (weights / weights.sum()).float()
-    rows = torch.full((_COIN_ROWS, 2, vocab_size), 1e-18)  # two for each kind of context, likely in different halves
+    rows = torch.full(
+        (_COIN_ROWS, 2, vocab_size), 1e-18
+    )  # two for each kind of context, likely in different halves
     for one, other in rows:
         order_ = torch.randperm(vocab_size, generator=generator)
         one[order_[: len(likely)]] = likely
@@ -156,6 +172,8 @@ def load_toy(spec: str, role: str, max_context: int | None = None, texts: int = 
     """
     values = toy_options(spec)
     vocab = int(values["vocab"])
-    pair = (coin_pair if values["coin"] else alpha_pair)(vocab, values["alpha"], int(values["seed"]))
+    pair = (coin_pair if values["coin"] else alpha_pair)(
+        vocab, values["alpha"], int(values["seed"])
+    )
     context = min(int(values["context"]), max_context or 1 << 20)
     return ToyRunner(vocab, pair[role == "draft"], context, texts + BRANCHES)

@@ -27,7 +27,9 @@ class TranslatedRunner(ModelRunner):
         self.device, self.weights = runner.device, runner.weights
         # No trees, and no launches: tokens must be known on the host to be translated.
         self.capabilities = Capabilities(slots=can.slots, together=can.together)
-        self._ends: list[list[int]] = [[] for _ in range(can.slots)]  # in the draft's cache, by token
+        self._ends: list[list[int]] = [
+            [] for _ in range(can.slots)
+        ]  # in the draft's cache, by token
         sources = [-1] * vocab_size
         for token, own in translation.shared.items():
             if token < vocab_size and own < runner.vocab_size:
@@ -46,7 +48,9 @@ class TranslatedRunner(ModelRunner):
         for feed, rows, its in zip(feeds, self._runner.forward(spelled), ends, strict=True):
             last = self._end(feed.slot, self.length(feed.slot)) + len(spelled[len(found)].tokens)
             asked = [end - last + len(rows) - 1 for end in its[len(its) - feed.rows :]]
-            found.append(rows[asked].index_select(1, self._source).masked_fill_(self._missing, -torch.inf))
+            found.append(
+                rows[asked].index_select(1, self._source).masked_fill_(self._missing, -torch.inf)
+            )
         for feed, its in zip(feeds, ends, strict=True):
             self._ends[feed.slot] += its
         return found

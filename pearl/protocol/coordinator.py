@@ -38,7 +38,9 @@ class Coordinator:
         a message that the draft had no right to send; nothing has changed then.
         """
         machine = self.running.get(getattr(event, "request", None))  # type: ignore[arg-type]
-        if machine is not None and type(event) is not Submit:  # first: this is what passes between two forwards
+        if (
+            machine is not None and type(event) is not Submit
+        ):  # first: this is what passes between two forwards
             commands = machine.handle(event)
             return commands + self._release(machine) if machine.state is State.IDLE else commands
         match event:
@@ -64,7 +66,9 @@ class Coordinator:
         self.draft_context = 0
         if isinstance(event, DraftJoined):
             self.draft_context = event.context
-            self.speeds.t_draft = event.seconds or self.speeds.t_draft  # not comparable with its predecessor's
+            self.speeds.t_draft = (
+                event.seconds or self.speeds.t_draft
+            )  # not comparable with its predecessor's
         commands: list[object] = []
         for machine in list(self.running.values()):
             commands += machine.handle(event)
@@ -85,14 +89,20 @@ class Coordinator:
             submit, slot = admitted
             sequence = self.scheduler.sequences[slot]
             known = self.speeds, self.draft_context, self.window
-            machine = self.running[submit.request] = RequestMachine(submit, sequence, slot, *known, self.running)
+            machine = self.running[submit.request] = RequestMachine(
+                submit, sequence, slot, *known, self.running
+            )
             commands += machine.handle(submit)
         return commands
 
     @property
     def waiting(self) -> dict[int, tuple[int, int]]:
         """Running requests that wait for the draft's tokens: (committed tokens, tokens with the pending ones)."""
-        texts = {number: machine.sequence for number, machine in self.running.items() if machine.state in WAITING}
+        texts = {
+            number: machine.sequence
+            for number, machine in self.running.items()
+            if machine.state in WAITING
+        }
         return {number: (text.committed, len(text.tokens)) for number, text in texts.items()}
 
     @property

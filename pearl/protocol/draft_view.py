@@ -18,7 +18,9 @@ from pearl.protocol.speeds import Speeds
 from pearl.protocol.window import Window, whole_blocks
 from pearl.spec.methods import MAX_BRANCHES
 
-_GRANTS_PER_CHOICE = 8  # choosing c takes as long as all other work after a judgement, and speeds change slowly
+_GRANTS_PER_CHOICE = (
+    8  # choosing c takes as long as all other work after a judgement, and speeds change slowly
+)
 _RESYNCS, _TOKENS_PER_RESYNC = 16, 4  # allowed resyncs: 16, and one more per four generated tokens
 
 
@@ -51,14 +53,20 @@ class DraftView:
         #: Other requests' tokens in the last target forward.
         self.beside = 0
         self._grants = 0
-        self._furthest = 0  # the most tokens that any grant allowed beyond the prefix: the bound for a branch
+        self._furthest = (
+            0  # the most tokens that any grant allowed beyond the prefix: the bound for a branch
+        )
         # Reset at each new epoch:
         self._epoch = 0
         self._until = 0  # the draft may draft positions before this one
-        self._is_paused = False  # by its stop policy, the draft sends no more until all pending tokens are judged
+        self._is_paused = (
+            False  # by its stop policy, the draft sends no more until all pending tokens are judged
+        )
         self._withheld = -1  # the position for which the draft sends no token
         self._received = 0  # end of the tokens received, used or not
-        self._diverged = -1  # first position where the draft diverged and no verdict has reported it; -1: none
+        self._diverged = (
+            -1
+        )  # first position where the draft diverged and no verdict has reported it; -1: none
 
     # ---- what the draft may do ----
 
@@ -68,7 +76,11 @@ class DraftView:
 
         Must not depend on what was drafted (invariant 9): only on the method, the draft's presence and the position.
         """
-        return self._request.method.drafts and not self.is_lost and self._request.sequence.committed < self.context
+        return (
+            self._request.method.drafts
+            and not self.is_lost
+            and self._request.sequence.committed < self.context
+        )
 
     @property
     def is_paused(self) -> bool:
@@ -77,7 +89,10 @@ class DraftView:
     @property
     def withholds(self) -> bool:
         """Whether the draft sends no token for the position behind what is pending, by its stop policy."""
-        return self._withheld == len(self._request.sequence.tokens) and self._epoch == self._request.epoch
+        return (
+            self._withheld == len(self._request.sequence.tokens)
+            and self._epoch == self._request.epoch
+        )
 
     @property
     def resyncs_too_often(self) -> bool:
@@ -116,7 +131,9 @@ class DraftView:
         request, length = self._request, self._request.sequence.committed
         c = self.window if request.block == 1 else whole_blocks(self.window, request.block)
         pending = len(request.sequence.pending)
-        window = Window.after(request.method, request.options.window, c, length, request.is_fresh, pending)
+        window = Window.after(
+            request.method, request.options.window, c, length, request.is_fresh, pending
+        )
         return window if request.block == 1 else window.in_blocks(request.block, length)
 
     def _grant(self) -> int:
@@ -131,13 +148,20 @@ class DraftView:
             self.window = request.options.gamma or self._speeds.best_window(self.beside)
         self._grants += 1
         self._enter_epoch()
-        self._until = max(self._until, min(self._bounds.draft_until, request.submit.limit, self.context))
+        self._until = max(
+            self._until, min(self._bounds.draft_until, request.submit.limit, self.context)
+        )
         self._furthest = max(self._furthest, self._until - request.sequence.committed)
         return self._until
 
     def _enter_epoch(self) -> None:
         if self._epoch != self._request.epoch:
-            self._epoch, self._until, self._is_paused, self._withheld = self._request.epoch, 0, False, -1
+            self._epoch, self._until, self._is_paused, self._withheld = (
+                self._request.epoch,
+                0,
+                False,
+                -1,
+            )
             self._received, self._diverged = self._request.foreseen_end, -1
 
     # ---- what the draft is sent ----
@@ -150,7 +174,18 @@ class DraftView:
         self._enter_epoch()
         self.known, self._is_paused, self._withheld, self.has_sent = seq.committed, False, -1, False
         prefix = tuple(seq.tokens[: seq.committed])
-        do(Send(Begin(request.number, request.epoch, prefix, self._grant(), seq.digest, request.options)))
+        do(
+            Send(
+                Begin(
+                    request.number,
+                    request.epoch,
+                    prefix,
+                    self._grant(),
+                    seq.digest,
+                    request.options,
+                )
+            )
+        )
 
     def announce(self, do: Do) -> None:
         """Send the draft a verdict: the tokens committed since the last one, and its new limit."""
@@ -191,7 +226,9 @@ class DraftView:
             )
         if message.start >= limit:
             return _dropped(self._request)
-        if end > limit:  # only a branch: the main line ends at `_until`, the draft does not know `limit`
+        if (
+            end > limit
+        ):  # only a branch: the main line ends at `_until`, the draft does not know `limit`
             message = _part(message, 0, limit - message.start)
         # A branch may exceed `_until`: its length counts from its outcome.
         if message.after is not None and end > message.after[0] + 1 + self._furthest:
@@ -200,7 +237,9 @@ class DraftView:
         self.has_sent = True
         if message.after is not None and message.epoch == request.epoch:
             return self._keep_branch(message, message.after)
-        if request.runs_ahead and (message.start < request.sequence.committed or self._is_astray(message)):
+        if request.runs_ahead and (
+            message.start < request.sequence.committed or self._is_astray(message)
+        ):
             return self._compare(message)
         length = len(request.sequence.tokens)
         if message.start < length:
@@ -248,7 +287,9 @@ class DraftView:
         request, (position, token) = self._request, after
         tokens, committed = request.sequence.tokens, request.sequence.committed
         if position == self._diverged and tokens[position] == token:
-            return self._compare(message) if message.start <= len(tokens) else _dropped(self._request)
+            return (
+                self._compare(message) if message.start <= len(tokens) else _dropped(self._request)
+            )
         known = request.proposals.branch(position, token)
         is_bonus = request.method.bonus and position == len(tokens)
         is_other = position < len(tokens) and tokens[position] != token
@@ -271,7 +312,9 @@ class DraftView:
         return message.after is not None and is_before and message.after == self._request.opened_by
 
 
-def _proposal(request: Request, message: DraftTokens, after: tuple[int, int] | None = None) -> Proposal:
+def _proposal(
+    request: Request, message: DraftTokens, after: tuple[int, int] | None = None
+) -> Proposal:
     start = message.start if after is None else after[0] + 1
     seen = message.runners_up if request.takes_siblings else ()
     return Proposal(start, message.tokens, message.rows, message.source, after, seen)
@@ -279,9 +322,15 @@ def _proposal(request: Request, message: DraftTokens, after: tuple[int, int] | N
 
 def _part(message: DraftTokens, start: int, end: int) -> DraftTokens:
     """The message with only its tokens [`start`:`end`]."""
-    tokens, rows, seen = message.tokens[start:end], message.rows[start:end], message.runners_up[start:end]
+    tokens, rows, seen = (
+        message.tokens[start:end],
+        message.rows[start:end],
+        message.runners_up[start:end],
+    )
     source = Source.LOOKUP if start and message.source is Source.MODEL else message.source
-    return message.changed(start=message.start + start, tokens=tokens, rows=rows, source=source, runners_up=seen)
+    return message.changed(
+        start=message.start + start, tokens=tokens, rows=rows, source=source, runners_up=seen
+    )
 
 
 def _dropped(request: Request) -> Received:

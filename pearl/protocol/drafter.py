@@ -42,7 +42,10 @@ TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
         Verdict: frozenset({State.DRAFTING, State.WAITING, State.LOST}),
         Finish: frozenset({State.IDLE}),
     },
-    State.LOST: {Begin: frozenset({State.DRAFTING, State.WAITING}), Finish: frozenset({State.IDLE})},
+    State.LOST: {
+        Begin: frozenset({State.DRAFTING, State.WAITING}),
+        Finish: frozenset({State.IDLE}),
+    },
 }
 ANYTIME = (Begin, Verdict, Finish)
 
@@ -60,17 +63,23 @@ class DraftMachine(Machine):
     transitions: ClassVar[Table[Any]] = TRANSITIONS
     anytime: ClassVar[tuple[type, ...]] = ANYTIME
 
-    def __init__(self, slot: int, context: int, machines: Sequence[DraftMachine], piece: int) -> None:
+    def __init__(
+        self, slot: int, context: int, machines: Sequence[DraftMachine], piece: int
+    ) -> None:
         super().__init__()
         self.slot, self.context, self._machines = slot, context, machines
         self.state = State.IDLE
         self.sequence = TokenSequence(piece=piece)
         self.begun: Begin | None = None  # the request being drafted for
-        self.computing = -1  # the request that the running forward is for, should another have begun meanwhile
+        self.computing = (
+            -1
+        )  # the request that the running forward is for, should another have begun meanwhile
         self.epoch = 0
         self.draft_until = 0
         self._lost = False
-        self._paused = False  # the stop policy has ended drafting until all drafted tokens are judged
+        self._paused = (
+            False  # the stop policy has ended drafting until all drafted tokens are judged
+        )
         self._withheld = -1  # the position for which a token was drafted and not sent
         self._is_hedged = False  # no more branches are worth a forward until the next verdict
         self._in_flight = 0  # tokens that the running forward was fed
@@ -97,8 +106,14 @@ class DraftMachine(Machine):
 
     def _verdict(self, verdict: Verdict, do: Do) -> None:
         seq = self.sequence
-        old = self.begun is None or verdict.request != self.begun.request or verdict.epoch < self.epoch
-        if self._lost and not old and verdict.epoch > self.epoch:  # a rejection has overtaken our Resync
+        old = (
+            self.begun is None
+            or verdict.request != self.begun.request
+            or verdict.epoch < self.epoch
+        )
+        if (
+            self._lost and not old and verdict.epoch > self.epoch
+        ):  # a rejection has overtaken our Resync
             self._lose(verdict, do)
             return
         if old or self._lost or verdict.start < seq.committed:
@@ -138,10 +153,16 @@ class DraftMachine(Machine):
             else:
                 self._paused = event.paused
             # The forward of a whole prefix is no measure of a token's time.
-            seconds = (self._searched + event.seconds) / max(1, len(event.tokens)) if self._in_flight == 1 else 0.0
+            seconds = (
+                (self._searched + event.seconds) / max(1, len(event.tokens))
+                if self._in_flight == 1
+                else 0.0
+            )
             self._searched = 0.0
             tokens, rows, known = event.tokens, event.rows, self.sequence.committed
-            drafted = DraftTokens(self.begun.request, self.epoch, start, tokens, seconds, rows, known=known)
+            drafted = DraftTokens(
+                self.begun.request, self.epoch, start, tokens, seconds, rows, known=known
+            )
             do(Send(drafted.changed(paused=event.paused, runners_up=event.seen)))
             self._prepare(event.branches, do)
         elif self._hedges:
@@ -166,7 +187,9 @@ class DraftMachine(Machine):
                 continue
             self._branches[branch.after] = branch.tokens
             start, rows = branch.start + len(sent), branch.rows[len(sent) :]
-            message = DraftTokens(self.begun.request, self.epoch, start, new, 0.0, rows, source=Source.BRANCH)
+            message = DraftTokens(
+                self.begun.request, self.epoch, start, new, 0.0, rows, source=Source.BRANCH
+            )
             seen = branch.seen[len(sent) :] if self.begun.options.sends_runners_up else ()
             do(Send(message.changed(after=branch.after, known=seq.committed, runners_up=seen)))
 
@@ -212,7 +235,16 @@ class DraftMachine(Machine):
         start, tokens = self._feed(prefill_chunk(seq, is_alone=is_alone), do)
         self._hedges, known = False, len(seq.tokens)
         budget, prompt = self._until - known if seq.fed == known else 0, start < seq.prompt
-        do(Draft(start, tokens, budget, known - seq.committed, prompt=prompt, request=self.begun.request))
+        do(
+            Draft(
+                start,
+                tokens,
+                budget,
+                known - seq.committed,
+                prompt=prompt,
+                request=self.begun.request,
+            )
+        )
 
     def _feed(self, count: int, do: Do) -> tuple[int, tuple[int, ...]]:
         """The position and the tokens of a forward that starts now, of `count` unfed tokens."""
@@ -241,7 +273,17 @@ class DraftMachine(Machine):
         start, tokens = self._feed(len(seq.unfed), do)
         self._hedges = True
         pending, depth = len(seq.tokens) - seq.committed, self.draft_until - seq.committed
-        do(Draft(start, tokens, 0, pending, depth, self.begun.options.prepares_bonus, request=self.begun.request))
+        do(
+            Draft(
+                start,
+                tokens,
+                0,
+                pending,
+                depth,
+                self.begun.options.prepares_bonus,
+                request=self.begun.request,
+            )
+        )
 
     @property
     def _until(self) -> int:
@@ -271,7 +313,9 @@ class DraftMachine(Machine):
                 self._part()
                 seq.drop_pending()
         if self._branches:
-            self._branches = {after: each for after, each in self._branches.items() if after[0] >= seq.committed}
+            self._branches = {
+                after: each for after, each in self._branches.items() if after[0] >= seq.committed
+            }
         return seq.digest == verdict.digest
 
     def _lose(self, verdict: Verdict, do: Do) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import Struct
 
 from pearl.config.options import RequestOptions
-from pearl.protocol.foresight import Seen
+from pearl.protocol.acceptance_estimates import Seen
 from pearl.protocol.messages import FinishReason, Message, Source
 from pearl.protocol.proposals import Proposal
 from pearl.protocol.speeds import Cores
@@ -70,7 +70,11 @@ class Odds(Struct, frozen=True):
     bias: float = 0.0
 
     def __add__(self, other: Odds) -> Odds:
-        return Odds(self.rejections + other.rejections, self.variance + other.variance, self.bias + other.bias)
+        return Odds(
+            self.rejections + other.rejections,
+            self.variance + other.variance,
+            self.bias + other.bias,
+        )
 
 
 class Judged(OfRequest, frozen=True):

@@ -10,7 +10,17 @@ from itertools import accumulate
 from operator import mul
 
 from pearl.protocol.draft_view import DraftView
-from pearl.protocol.events import Alternative, Forward, Guess, Guessed, Judge, Keep, Phase, Rollback, Sample
+from pearl.protocol.events import (
+    Alternative,
+    Forward,
+    Guess,
+    Guessed,
+    Judge,
+    Keep,
+    Phase,
+    Rollback,
+    Sample,
+)
 from pearl.protocol.machine import Do
 from pearl.protocol.messages import Provenance, Source
 from pearl.protocol.request import Request
@@ -34,12 +44,17 @@ class FedTokens:
         path: indices of the tokens that the text has from `start` on.
     """
 
-    def __init__(self, start: int, chain: tuple[int, ...], guessed: Guessed, count: int, length: int) -> None:
+    def __init__(
+        self, start: int, chain: tuple[int, ...], guessed: Guessed, count: int, length: int
+    ) -> None:
         self.start, self.tokens = start, chain + guessed.tokens[:count]
         self._chain, self._sources = len(chain), guessed.sources
         self.path = list(range(len(chain)))
         # A guess's parent is a token of the text, by position, or another guess, numbered from the text's length on.
-        above = [each - start if each < length else each - length + len(chain) for each in guessed.parents[:count]]
+        above = [
+            each - start if each < length else each - length + len(chain)
+            for each in guessed.parents[:count]
+        ]
         parents = (*range(-1, len(chain) - 1), *above)
         self.parents = None if parents == tuple(range(-1, len(self.tokens) - 1)) else parents
         followed = zip(parents, self.tokens, strict=True) if count else ()
@@ -96,7 +111,15 @@ class Feeding:
         """Start judging the pending tokens for which the last forward gave rows."""
         seq, run = self._sequence, self.num_judged
         tokens, nodes = tuple(seq.pending[:run]), self._fed.nodes(seq.committed, run)
-        do(Judge(seq.committed, tokens, self._request.proposals.rows(run), nodes, request=self._request.number))
+        do(
+            Judge(
+                seq.committed,
+                tokens,
+                self._request.proposals.rows(run),
+                nodes,
+                request=self._request.number,
+            )
+        )
 
     def sample(self, do: Do) -> None:
         """Start drawing the next token from the target's row, and those after it while the draw was fed as a guess."""
@@ -108,7 +131,9 @@ class Feeding:
     @property
     def num_judged(self) -> int:
         """How many pending tokens the rows of the last forward can judge: for a block rule, a block or none."""
-        run = 0 if self._request.runs_ahead else min(len(self._sequence.pending), self._num_judgeable)
+        run = (
+            0 if self._request.runs_ahead else min(len(self._sequence.pending), self._num_judgeable)
+        )
         if self._request.block == 1 or not run:
             return run
         return self._draft.next_block if run >= self._draft.next_block else 0
@@ -121,7 +146,11 @@ class Feeding:
         timing.
         """
         rows = self._sequence.fed + 1 - self._sequence.committed
-        return rows - 1 if self._request.method.bonus and (rows > 1 or not self._request.is_fresh) else rows
+        return (
+            rows - 1
+            if self._request.method.bonus and (rows > 1 or not self._request.is_fresh)
+            else rows
+        )
 
     @property
     def row_is_direct(self) -> bool:
@@ -138,13 +167,27 @@ class Feeding:
         limit, most = request.submit.limit - 1, request.options.look_ahead
         tokens, others = tuple(seq.tokens[known:]), self._alternatives(trust)
         has_head = request.method.takes_head
-        do(Guess(known, tokens, seq.committed, limit, trust, most, others, has_head, request=request.number))
+        do(
+            Guess(
+                known,
+                tokens,
+                seq.committed,
+                limit,
+                trust,
+                most,
+                others,
+                has_head,
+                request=request.number,
+            )
+        )
         request.indexed = len(seq.tokens)
 
     def _trust(self, pending: int) -> tuple[float, ...]:
         """Of each of the first `pending` tokens the probability that it is right if those before it are."""
         seen, speeds = self._request.proposals.seen[:pending], self._speeds
-        return tuple(speeds.acceptance if each is None else speeds.foresight.agrees(each) for each in seen)
+        return tuple(
+            speeds.acceptance if each is None else speeds.foresight.agrees(each) for each in seen
+        )
 
     def _alternatives(self, trust: tuple[float, ...]) -> tuple[Alternative, ...]:
         """The likeliest runners-up of pending tokens, each with what the draft has prepared behind it."""
@@ -190,7 +233,9 @@ class Feeding:
         guessed = guessed or Guessed()
         guesses = self._num_worthwhile(guessed, len(tokens))
         self._fed = fed = FedTokens(start, tokens, guessed, guesses, len(seq.tokens))
-        seq.cached = start + len(fed.tokens) if fed.parents is None else start  # of a tree, `settle` keeps one path
+        seq.cached = (
+            start + len(fed.tokens) if fed.parents is None else start
+        )  # of a tree, `settle` keeps one path
         self._request.counts.num_guesses += guesses
         self._request.counts.num_siblings += guessed.sources[:guesses].count(Source.RUNNER_UP)
         self._request.counts.target_steps[phase] += 1
@@ -203,7 +248,9 @@ class Feeding:
         if not guessed.tokens:
             return 0
         chances, pending = guessed.chances, self._sequence.fed - self._sequence.committed
-        if not self._request.runs_ahead:  # a guess helps only if the draft's own token turns out the same
+        if (
+            not self._request.runs_ahead
+        ):  # a guess helps only if the draft's own token turns out the same
             chances = tuple(chance * self._speeds.acceptance for chance in chances)
         expected = sum(accumulate(self._trust(pending), mul, initial=1.0))
         return worthwhile(chances, fed + self._draft.beside, expected, self._speeds.target.hoped)

@@ -14,7 +14,9 @@ from pearl.errors import LocalProtocolError
 
 Do = Callable[[object], None]  # takes a command
 States = TypeVar("States", bound=Enum)
-Table = Mapping[States, Mapping[type, frozenset[States]]]  # state -> event -> the states that may follow
+Table = Mapping[
+    States, Mapping[type, frozenset[States]]
+]  # state -> event -> the states that may follow
 
 _STORY = 12  # transitions in an error message
 
@@ -51,12 +53,20 @@ class Machine:
             )
         commands: list[object] = []
         self.handlers[kind](self, event, commands.append)
-        assert self.state is before or self.state in (allowed or ()), (self.role, event, self.state, self.story)
+        assert self.state is before or self.state in (allowed or ()), (
+            self.role,
+            event,
+            self.state,
+            self.story,
+        )
         self._story.append((before, kind, self.state))
         return commands
 
     @property
     def story(self) -> str:
         """The last transitions, oldest first, in words."""
-        steps = (f"{before.value} -{event.__name__}-> {after.value}" for before, event, after in self._story)
+        steps = (
+            f"{before.value} -{event.__name__}-> {after.value}"
+            for before, event, after in self._story
+        )
         return ", ".join(steps) or "nothing"

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from pearl.config.options import LEAST_LOGPROB, MAX_LOGPROBS, Ends, RequestOptions
 from pearl.config.records import MAX_TEXT, Count, Name, Position, Record, Word
-from pearl.protocol.foresight import Seen
+from pearl.protocol.acceptance_estimates import Seen
 
 PROTOCOL_VERSION = 16
 
@@ -45,7 +45,9 @@ class Provenance(StrEnum):
     ACCEPTED = "accepted"  # drafted, and the target agreed
     CORRECTED = "corrected"  # in place of a rejected draft token: a sample of the residual
     DIRECT = "direct"  # the target's own draw where no draft token was due (ar, prefill in sd, going alone)
-    BONUS = "bonus"  # the target's own draw after a fully accepted window (sd, pearl-no-post-verify)
+    BONUS = (
+        "bonus"  # the target's own draw after a fully accepted window (sd, pearl-no-post-verify)
+    )
     GUESSED = "guessed"  # fed beside or in place of draft tokens, and the target agreed
 
 
@@ -77,7 +79,9 @@ class SparseRow(Record, frozen=True):
 
 
 FRAME, CHANNEL = 0, 1  # a distribution in a raw frame behind the header, or over the tensor channel
-WireRow = SparseRow | Annotated[int, Meta(ge=FRAME, le=CHANNEL)] | None  # None: left out of a trace; never on the wire
+WireRow = (
+    SparseRow | Annotated[int, Meta(ge=FRAME, le=CHANNEL)] | None
+)  # None: left out of a trace; never on the wire
 
 if TYPE_CHECKING:
     Rows = tuple[Any, ...]  # in a process tensors; see `decoding.distribution`
@@ -107,7 +111,9 @@ class Welcome(Message, frozen=True, tag=2):
     context: Position
     draft_context: Position  # 0: no draft
     t_draft: Seconds  # 0.0: unknown
-    t_target: Annotated[tuple[tuple[Count, Seconds], ...], Meta(max_length=MAX_RUN)]  # (fed tokens, seconds)
+    t_target: Annotated[
+        tuple[tuple[Count, Seconds], ...], Meta(max_length=MAX_RUN)
+    ]  # (fed tokens, seconds)
     window: Position
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from pearl.protocol.foresight import Seen
+from pearl.protocol.acceptance_estimates import Seen
 from pearl.protocol.messages import Source
 
 
@@ -39,7 +39,9 @@ class Proposal(Struct, frozen=True):
     def followed_by(self, more: Proposal) -> Proposal:
         """This one and the tokens that continue it."""
         seen = self.seen + more.seen
-        return replace(self, tokens=self.tokens + more.tokens, rows=self.rows + more.rows, seen=seen)
+        return replace(
+            self, tokens=self.tokens + more.tokens, rows=self.rows + more.rows, seen=seen
+        )
 
     @property
     def end(self) -> int:
@@ -57,17 +59,23 @@ class ProposalStore:
     """The proposals of one request: the main line, which follows the prefix, and branches for other outcomes."""
 
     def __init__(self) -> None:
-        self._line: list[tuple[Any, Source, Seen | None]] = []  # of each token: its row, who guessed it, what it says
+        self._line: list[
+            tuple[Any, Source, Seen | None]
+        ] = []  # of each token: its row, who guessed it, what it says
         self.branches: dict[tuple[int, int], Proposal] = {}  # by outcome
 
     def add(self, proposal: Proposal) -> None:
         """Take a proposal: the next tokens of the main line, a branch, or the next tokens of a branch."""
         if proposal.after is not None:
             known = self.branches.get(proposal.after)
-            self.branches[proposal.after] = proposal if known is None else known.followed_by(proposal)
+            self.branches[proposal.after] = (
+                proposal if known is None else known.followed_by(proposal)
+            )
             return
         nothing = [None] * len(proposal.tokens)
-        self._line += zip(proposal.rows or nothing, proposal.sources, proposal.seen or nothing, strict=True)
+        self._line += zip(
+            proposal.rows or nothing, proposal.sources, proposal.seen or nothing, strict=True
+        )
 
     @property
     def seen(self) -> list[Seen | None]:
@@ -84,7 +92,9 @@ class ProposalStore:
         Drops branches for other outcomes there.
         """
         if self.branches:
-            self.branches = {after: each for after, each in self.branches.items() if after[0] >= committed}
+            self.branches = {
+                after: each for after, each in self.branches.items() if after[0] >= committed
+            }
         return self._line.pop(0)[1]
 
     def branch(self, position: int, token: int) -> Proposal | None:

@@ -188,7 +188,10 @@ class Request:
             self.counts.run += provenance is Provenance.GUESSED
         else:
             self._correct(token, provenance)
-        self.counts.num_judged_draft_tokens += provenance in (Provenance.ACCEPTED, Provenance.CORRECTED)
+        self.counts.num_judged_draft_tokens += provenance in (
+            Provenance.ACCEPTED,
+            Provenance.CORRECTED,
+        )
         if self.submit.options.method_spec.adapts:
             self.counts.ways[self.method.name] = self.counts.ways.get(self.method.name, 0) + 1
         self._undelivered.append(provenance)
@@ -214,11 +217,17 @@ class Request:
             self.counts.num_foreseen_bonuses += is_bonus
             self.propose(foreseen)
             self.foreseen_end = foreseen.end
-        if provenance is Provenance.ACCEPTED:  # one of several candidates, but not the one that the draft continued
+        if (
+            provenance is Provenance.ACCEPTED
+        ):  # one of several candidates, but not the one that the draft continued
             self._count_accepted(Source.MODEL)
             return
-        if provenance is not Provenance.DIRECT:  # a correction or bonus token: count the accepted length
-            self.counts.run_histogram[self.counts.run] = self.counts.run_histogram.get(self.counts.run, 0) + 1
+        if (
+            provenance is not Provenance.DIRECT
+        ):  # a correction or bonus token: count the accepted length
+            self.counts.run_histogram[self.counts.run] = (
+                self.counts.run_histogram.get(self.counts.run, 0) + 1
+            )
         self.counts.run = 0
 
     def _count_accepted(self, source: Source) -> None:

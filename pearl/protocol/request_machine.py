@@ -19,7 +19,6 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from pearl.errors import RemoteProtocolError
-from pearl.protocol.auto_text import AutoText
 from pearl.protocol.draft_view import DraftView, Received
 from pearl.protocol.events import (
     Cause,
@@ -40,6 +39,7 @@ from pearl.protocol.events import (
 from pearl.protocol.feeding import Feeding
 from pearl.protocol.machine import Do, Machine, Table
 from pearl.protocol.messages import Cancel, DraftTokens, FinishReason, Provenance, Resync, Submit
+from pearl.protocol.method_trials import AutoText
 from pearl.protocol.request import Request
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.speeds import Speeds
@@ -59,7 +59,9 @@ class State(Enum):
 
 WAITING = frozenset({State.HELD, State.GATHERING})  # for tokens of the draft
 _FED = frozenset({State.JUDGING, State.SAMPLING, State.HELD, State.IDLE})
-_OF_BLOCKS = frozenset({State.GATHERING, State.POST_VERIFY})  # block rules: tokens are gathered, not held
+_OF_BLOCKS = frozenset(
+    {State.GATHERING, State.POST_VERIFY}
+)  # block rules: tokens are gathered, not held
 _ENDED = frozenset({State.IDLE})
 _DECIDED = frozenset({State.PRE_VERIFY, State.GATHERING, State.GUESSING, State.IDLE})
 
@@ -74,9 +76,14 @@ TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
         Failed: _ENDED,
     },
     # The last two: the token taken in place of a withheld one was fed as a guess, so that the next row is there.
-    State.SAMPLING: {Sampled: _DECIDED | {State.POST_VERIFY, State.HELD, State.SAMPLING}, Failed: _ENDED},
+    State.SAMPLING: {
+        Sampled: _DECIDED | {State.POST_VERIFY, State.HELD, State.SAMPLING},
+        Failed: _ENDED,
+    },
     State.HELD: {
-        DraftTokens: frozenset({State.JUDGING, State.SAMPLING}),  # the latter where the draft withholds its token
+        DraftTokens: frozenset(
+            {State.JUDGING, State.SAMPLING}
+        ),  # the latter where the draft withholds its token
         DraftGone: frozenset({State.SAMPLING}),
         Cancel: _ENDED,
     },
@@ -140,7 +147,9 @@ class RequestMachine(Machine):
             for late in deferred:
                 commands += self.handle(late)
         if self.draft.resyncs_too_often and not self.draft.is_lost and self.state is not State.IDLE:
-            commands += self.handle(DraftGone("it was given the whole prefix too often", self.request.number))
+            commands += self.handle(
+                DraftGone("it was given the whole prefix too often", self.request.number)
+            )
         return commands
 
     @property
@@ -165,7 +174,11 @@ class RequestMachine(Machine):
         if self.state is not State.PREFILL:  # a prompt's forward says nothing about a window's
             self._observe_step(event)
             self.auto.step(event.at, do)
-        if self.state is State.PREFILL and self.sequence.fed < self.sequence.committed and not self.request.ending:
+        if (
+            self.state is State.PREFILL
+            and self.sequence.fed < self.sequence.committed
+            and not self.request.ending
+        ):
             self._forward(Phase.PREFILL, do)
         else:
             self._decide(do)
@@ -202,8 +215,12 @@ class RequestMachine(Machine):
         if self.request.looks_ahead:
             self._feeding.commit_draws(event.tokens, stops)
         else:
-            is_bonus = self.request.method.bonus and self.draft.is_drafting and not self.request.is_fresh
-            self.request.commit(event.tokens[0], Provenance.BONUS if is_bonus else Provenance.DIRECT, stops[0])
+            is_bonus = (
+                self.request.method.bonus and self.draft.is_drafting and not self.request.is_fresh
+            )
+            self.request.commit(
+                event.tokens[0], Provenance.BONUS if is_bonus else Provenance.DIRECT, stops[0]
+            )
         self._decide(do)
 
     def _guessed(self, event: Guessed, do: Do) -> None:
@@ -251,7 +268,9 @@ class RequestMachine(Machine):
         if message.epoch < self.epoch or self.request.ending or not self.request.method.drafts:
             self.request.counts.stale += 1
         elif message.epoch > self.epoch:
-            raise RemoteProtocolError(f"draft asks to resynchronise epoch {message.epoch}; it is epoch {self.epoch}")
+            raise RemoteProtocolError(
+                f"draft asks to resynchronise epoch {message.epoch}; it is epoch {self.epoch}"
+            )
         elif self.state in COMPUTING:
             self._deferred.append(message)
         else:
@@ -266,7 +285,9 @@ class RequestMachine(Machine):
             self._finish(do)
             return
         self._feeding.follow()
-        if seq.fed >= seq.committed and self._use_rows(do):  # there is a row for the position after the prefix
+        if seq.fed >= seq.committed and self._use_rows(
+            do
+        ):  # there is a row for the position after the prefix
             return
         self._announce(do)
         if len(seq.unfed) < self.draft.needed:
@@ -292,7 +313,9 @@ class RequestMachine(Machine):
             self.state = State.HELD
             do(Wait(Cause.HELD_ROW, request=request.number))
         else:
-            self.sequence.fed = self.sequence.committed - 1  # the row comes again with those of a block
+            self.sequence.fed = (
+                self.sequence.committed - 1
+            )  # the row comes again with those of a block
             return False
         return True
 
@@ -320,9 +343,19 @@ class RequestMachine(Machine):
         self.draft.finish(do)
         self.auto.end()
         assert request.ending is not None
-        do(End(request.number, request.ending, len(request.submit.prompt), request.counts, self.draft.window))
+        do(
+            End(
+                request.number,
+                request.ending,
+                len(request.submit.prompt),
+                request.counts,
+                self.draft.window,
+            )
+        )
         self.sequence.drop_pending()
-        if self.sequence.cached < self.sequence.fed:  # a tree that is not settled yet is this request's
+        if (
+            self.sequence.cached < self.sequence.fed
+        ):  # a tree that is not settled yet is this request's
             self._feeding.settle(do)
         request.proposals.clear()
         self.state = State.IDLE

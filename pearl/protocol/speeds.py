@@ -15,14 +15,19 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from pearl.protocol.auto import HEAD, ONE_CORE, WAYS, Auto, Estimate
-from pearl.protocol.foresight import Foresight
+from pearl.protocol.acceptance_estimates import Foresight
+from pearl.protocol.method_choice import HEAD, ONE_CORE, WAYS, Auto, Estimate
 from pearl.protocol.window import expected_rate
 from pearl.spec.methods import MAX_WINDOW
 
 _DEFAULT_WINDOW = 4  # until both speeds are known
-_TIME_WEIGHT = 0.1  # of a new forward time in the running estimate: an outlier fades within ten forwards
-_AGED_WEIGHT, _MAX_WEIGHT = 1 / 256, 0.75  # what each forward since the last one of its size adds to that, at most
+_TIME_WEIGHT = (
+    0.1  # of a new forward time in the running estimate: an outlier fades within ten forwards
+)
+_AGED_WEIGHT, _MAX_WEIGHT = (
+    1 / 256,
+    0.75,
+)  # what each forward since the last one of its size adds to that, at most
 _OUTLIER = 2.0  # a new time counts as at most so many times the estimate: the forward may have had to prepare others
 # A time not re-measured for 256 forwards decays by 0.2% with each further one, to at least half: outliers are retried.
 _LASTS, _DECAY, _LEAST_LEFT = 256, 0.998, 0.5
@@ -46,12 +51,16 @@ class ForwardTimes:
             as the sizes measured on both do in sum.
     """
 
-    def __init__(self, known: Iterable[tuple[int, float]] = (), like: ForwardTimes | None = None) -> None:
+    def __init__(
+        self, known: Iterable[tuple[int, float]] = (), like: ForwardTimes | None = None
+    ) -> None:
         self._known, self.like = dict(known), like
         self._seen: dict[int, int] = {}  # number of the last forward of each size
         self._once: set[int] = set()  # sizes seen once
         self._forwards = 0
-        self._sorted: tuple[list[int], list[float], list[float]] | None = None  # sizes, times, hoped-for times
+        self._sorted: tuple[list[int], list[float], list[float]] | None = (
+            None  # sizes, times, hoped-for times
+        )
 
     @property
     def measured(self) -> tuple[tuple[int, float], ...]:
@@ -73,7 +82,9 @@ class ForwardTimes:
         elif fed not in self._known:
             self._once.add(fed)
         age = self._forwards - self._seen.get(fed, self._forwards)
-        self._known[fed] = _blend(expected, seconds, min(_MAX_WEIGHT, _TIME_WEIGHT + _AGED_WEIGHT * age))
+        self._known[fed] = _blend(
+            expected, seconds, min(_MAX_WEIGHT, _TIME_WEIGHT + _AGED_WEIGHT * age)
+        )
         self._forwards += 1
         self._seen[fed] = self._forwards
         self.refresh()
@@ -119,7 +130,10 @@ class ForwardTimes:
             times = list(accumulate((known[size] for size in reversed(sizes)), min))[::-1]
             left = (max(_LEAST_LEFT, _DECAY ** self._age(size)) for size in sizes)
             # Never less than a smaller forward takes.
-            hoped = [max(t * share, below) for t, share, below in zip(times, left, times[:1] + times, strict=False)]
+            hoped = [
+                max(t * share, below)
+                for t, share, below in zip(times, left, times[:1] + times, strict=False)
+            ]
             self._sorted = sizes, times, hoped
         return self._sorted
 
@@ -163,7 +177,9 @@ class Profile:
     t_target: Times = ()
     t_elsewhere: Times = ()
     best: str = WAYS[0]
-    ways: tuple[tuple[str, Annotated[float, Meta(gt=-10, lt=10)], Annotated[int, Meta(ge=0, le=1000)]], ...] = ()
+    ways: tuple[
+        tuple[str, Annotated[float, Meta(gt=-10, lt=10)], Annotated[int, Meta(ge=0, le=1000)]], ...
+    ] = ()
 
     def __post_init__(self) -> None:
         if not {self.best, *(way for way, _, _ in self.ways)} <= {*WAYS, HEAD, ONE_CORE}:
@@ -188,13 +204,19 @@ class Speeds:
     auto: Auto = field(default_factory=Auto)
     foresight: Foresight = field(default_factory=Foresight)
     cores: Cores = Cores.OWN
-    _is_disturbed: bool = False  # the draft may not have left its cores yet: the next forward is not counted
+    _is_disturbed: bool = (
+        False  # the draft may not have left its cores yet: the next forward is not counted
+    )
 
     @staticmethod
     def of(profile: Profile) -> Speeds:
-        auto = Auto(profile.best, [(way, Estimate(score, count)) for way, score, count in profile.ways])
+        auto = Auto(
+            profile.best, [(way, Estimate(score, count)) for way, score, count in profile.ways]
+        )
         here = ForwardTimes(profile.t_target)
-        elsewhere = {Cores.ALL: ForwardTimes(profile.t_elsewhere, here)} if profile.t_elsewhere else {}
+        elsewhere = (
+            {Cores.ALL: ForwardTimes(profile.t_elsewhere, here)} if profile.t_elsewhere else {}
+        )
         return Speeds(profile.t_draft, profile.acceptance, here, elsewhere, auto)
 
     @property
@@ -203,7 +225,9 @@ class Speeds:
         here = self.on(Cores.OWN)
         there = self.on(Cores.ALL)
         ways = tuple((way, each.score, each.count) for way, each in self.auto.estimates.items())
-        return Profile(self.t_draft, self.acceptance, here.measured, there.measured, self.auto.best, ways)
+        return Profile(
+            self.t_draft, self.acceptance, here.measured, there.measured, self.auto.best, ways
+        )
 
     def on(self, cores: Cores) -> ForwardTimes:
         """The target's times on these cores; as on its own, until they are measured."""
@@ -261,6 +285,7 @@ class Speeds:
         largest = int(min(MAX_WINDOW, 2 * t1 / self.t_draft + 2))
         acceptance = min(max(self.acceptance, 0.05), 0.98)  # never so sure as to stop looking
         rates = [
-            expected_rate(c, acceptance, self.t_draft, t1, self.t_target(beside + c)) for c in range(1, largest + 1)
+            expected_rate(c, acceptance, self.t_draft, t1, self.t_target(beside + c))
+            for c in range(1, largest + 1)
         ]
         return 1 + rates.index(max(rates))

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pearl.spec.methods import Method
 
 
-def expected_rate(window: int, acceptance: float, t_draft: float, t_target_1: float, t_target_c: float) -> float:
+def expected_rate(
+    window: int, acceptance: float, t_draft: float, t_target_1: float, t_target_c: float
+) -> float:
     """Committed tokens per second of PEARL with a fixed window under i.i.d. acceptance.
 
     A pre-verify step yields 1 token, a post-verify step (1 - a^c) / (1 - a); pre leads to post with probability a,
@@ -26,7 +28,9 @@ def expected_rate(window: int, acceptance: float, t_draft: float, t_target_1: fl
     post = acceptance / (1 + acceptance - power)  # stationary share of post-verify steps
     post_yield = window if acceptance == 1 else (1 - power) / (1 - acceptance)
     tokens = (1 - post) + post * post_yield
-    seconds = (1 - post) * max(window * t_draft, t_target_1) + post * max(window * t_draft, t_target_c)
+    seconds = (1 - post) * max(window * t_draft, t_target_1) + post * max(
+        window * t_draft, t_target_c
+    )
     return tokens / seconds
 
 
@@ -40,7 +44,9 @@ def _whole(tokens: int, block: int) -> int:
     return max(1, -(-tokens // block)) * block
 
 
-def worthwhile(chances: Sequence[float], fed: int, expected: float, t_target: Callable[[int], float]) -> int:
+def worthwhile(
+    chances: Sequence[float], fed: int, expected: float, t_target: Callable[[int], float]
+) -> int:
     """The number of guesses to feed beside `fed` tokens that gives most expected tokens per second.
 
     Args:
@@ -69,10 +75,14 @@ class Window:
 
         A row that is there for the next position judges nothing by itself, so none is computed before a block has come.
         """
-        return Window(1 + _whole(self.needed - 1, block), length + _whole(self.draft_until - length, block))
+        return Window(
+            1 + _whole(self.needed - 1, block), length + _whole(self.draft_until - length, block)
+        )
 
     @staticmethod
-    def after(method: Method, policy: str, c: int, length: int, fresh: bool, pending: int = 0) -> Window:
+    def after(
+        method: Method, policy: str, c: int, length: int, fresh: bool, pending: int = 0
+    ) -> Window:
         """The window once `length` tokens are committed.
 
         Args:
@@ -86,7 +96,9 @@ class Window:
             if not method.pre_verify:  # sd: draft a window, then verify it
                 return Window(c + 1, length + c)
             return Window(1, length + c) if fresh else Window(c, length - 1 + c)
-        if fresh and not method.pre_verify:  # the target idles for the first window, the draft drafts on past it
+        if (
+            fresh and not method.pre_verify
+        ):  # the target idles for the first window, the draft drafts on past it
             return Window(c + 1, length + 2 * c)
         if policy == "stream":
             # Wait for c - 1 tokens, not c. A rejection costs the draft at most the forward that it is in, so it has

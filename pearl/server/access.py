@@ -41,15 +41,24 @@ class Access:
         if self.key is None:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        digests = [hashlib.sha256(each.encode()).digest() for each in (self.key, given.strip())]  # of equal length
+        digests = [
+            hashlib.sha256(each.encode()).digest() for each in (self.key, given.strip())
+        ]  # of equal length
         if not hmac.compare_digest(*digests) or scheme.lower() != "bearer":
-            raise ApiError(401, "send the API key with the header Authorization: Bearer KEY", code="invalid_api_key")
+            raise ApiError(
+                401,
+                "send the API key with the header Authorization: Bearer KEY",
+                code="invalid_api_key",
+            )
 
     def check_host(self, request: Request) -> None:
         """With another Host header than `hosts`: 403."""
         host = re.sub(r":\d*$", "", request.headers.get("host", "")).lower()
         if self.hosts is not None and host not in self.hosts:
-            raise ApiError(403, f"this server answers to {', '.join(sorted(self.hosts))} only, not to {host[:100]!r}")
+            raise ApiError(
+                403,
+                f"this server answers to {', '.join(sorted(self.hosts))} only, not to {host[:100]!r}",
+            )
 
     def check_origin(self, request: Request) -> None:
         """From a web page of another origin: 403. It could not read the answer, which would cost as much to compute.
@@ -58,9 +67,16 @@ class Access:
         precedence.
         """
         site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
-        is_own = origin is None or origin.partition("://")[2].lower() == request.headers.get("host", "").lower()
-        if origin not in self.origins and not (is_own if site is None else site in ("same-origin", "none")):
-            raise ApiError(403, "web pages of other origins are not answered: name theirs with --cors")
+        is_own = (
+            origin is None
+            or origin.partition("://")[2].lower() == request.headers.get("host", "").lower()
+        )
+        if origin not in self.origins and not (
+            is_own if site is None else site in ("same-origin", "none")
+        ):
+            raise ApiError(
+                403, "web pages of other origins are not answered: name theirs with --cors"
+            )
 
 
 class Checked:

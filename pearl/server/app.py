@@ -32,8 +32,8 @@ from pearl.engine.request import Options
 from pearl.errors import EngineClosed, PearlError
 from pearl.server import openapi
 from pearl.server.access import Access, Check, Checked
-from pearl.server.answers import DONE, Answer, event, usage
 from pearl.server.errors import ApiError, no_model, of_engine
+from pearl.server.http import DONE, Answer, event, usage
 from pearl.server.request_log import DISCONNECTED, log_refused, log_request
 from pearl.server.requests import Setup, TextRequest, check_fits, read_request
 from pearl.server.responses import Responses
@@ -75,7 +75,11 @@ class App:
         ]
         own = checked(access.check_origin, access.check_key)
         # Outermost: it answers a browser's question whether a page may ask, which has no key.
-        may: Any = {"allow_origins": [*access.origins], "allow_headers": ["*"], "allow_methods": ["GET", "POST"]}
+        may: Any = {
+            "allow_origins": [*access.origins],
+            "allow_headers": ["*"],
+            "allow_methods": ["GET", "POST"],
+        }
         shared = [Middleware(CORSMiddleware, **may)] if access.origins else []
         routes = [
             Route("/", self._page),
@@ -88,7 +92,11 @@ class App:
         return Starlette(
             routes=[Mount("", routes=routes, middleware=checked(access.check_host))],
             middleware=shared,
-            exception_handlers={ApiError: self._refuse, HTTPException: self._refuse, Exception: self._failed},
+            exception_handlers={
+                ApiError: self._refuse,
+                HTTPException: self._refuse,
+                Exception: self._failed,
+            },
         )
 
     async def _page(self, request: Request) -> Response:
@@ -111,7 +119,9 @@ class App:
             while True:
                 self._service.check()
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(_LOOK_SECONDS):  # `wait_for` loses a cancellation where an event waits
+                    async with asyncio.timeout(
+                        _LOOK_SECONDS
+                    ):  # `wait_for` loses a cancellation where an event waits
                         seen = await viewer.get()
                     await stream.send(event(seen))
         await stream.send(DONE, more=False)
@@ -119,7 +129,12 @@ class App:
     @property
     def _card(self) -> dict[str, Any]:
         context = self._service.engine.context
-        about = {"object": "model", "created": self._created, "owned_by": "pearl", "max_model_len": context}
+        about = {
+            "object": "model",
+            "created": self._created,
+            "owned_by": "pearl",
+            "max_model_len": context,
+        }
         return {"id": self._model, **about}
 
     async def _models(self, request: Request) -> Response:
@@ -135,7 +150,9 @@ class App:
         asked = read_request(body, is_chat, self._setup)
         return asked, Answer(is_chat, self._model, self._spell, asked.body.stream_options)
 
-    def _posted(self, read: Callable[[Any], tuple[TextRequest, Answer]]) -> Callable[[Request], Awaitable[Response]]:
+    def _posted(
+        self, read: Callable[[Any], tuple[TextRequest, Answer]]
+    ) -> Callable[[Request], Awaitable[Response]]:
         """An endpoint that answers with texts. `read`: the checked request of a body, and what writes its answer."""
 
         async def answer(request: Request) -> Response:
@@ -151,7 +168,9 @@ class App:
         headers: dict[str, str] = {}
         if isinstance(error, HTTPException):  # no such path, or not this method
             headers = dict(error.headers or {})
-            error = ApiError(error.status_code, self._what_is_there(request, error.status_code, headers))
+            error = ApiError(
+                error.status_code, self._what_is_there(request, error.status_code, headers)
+            )
         assert isinstance(error, ApiError)
         self._service.figures.refused(error.status)
         log_refused(f"{request.method} {request.url.path}", error.status, error.message)
@@ -187,7 +206,11 @@ def _page_headers(html: str) -> dict[str, str]:
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
         "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
     )
-    return {"content-security-policy": policy, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
+    return {
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+    }
 
 
 class _ErrorResponse(JSONResponse):
@@ -199,7 +222,10 @@ class _ErrorResponse(JSONResponse):
 
 async def read_body(request: Request) -> Any:
     """The parsed body. Raises `ApiError`."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+    if (
+        request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        != "application/json"
+    ):
         raise ApiError(415, "send the body with the header Content-Type: application/json")
     body = bytearray()
     try:
@@ -207,12 +233,16 @@ async def read_body(request: Request) -> Any:
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > MOST_BODY:
-                    raise ApiError(413, f"the body may have at most {MOST_BODY:,} bytes", code="body_too_large")
+                    raise ApiError(
+                        413, f"the body may have at most {MOST_BODY:,} bytes", code="body_too_large"
+                    )
         return parse_json(body.decode("utf-8"))
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
     except ClientDisconnect:
-        raise ApiError(400, "the client closed the connection before its request was complete") from None
+        raise ApiError(
+            400, "the client closed the connection before its request was complete"
+        ) from None
     except UnicodeDecodeError:
         raise ApiError(400, "the body is not UTF-8") from None
     except ValueError as error:
@@ -230,8 +260,12 @@ class _WhileConnected(Response):
             while (await receive())["type"] != "http.disconnect":
                 pass
 
-        working, leaving = map(asyncio.ensure_future, (self._reply(scope, receive, send), disconnected()))
-        with suppress(asyncio.CancelledError):  # the server ends, and this client has not read its answer
+        working, leaving = map(
+            asyncio.ensure_future, (self._reply(scope, receive, send), disconnected())
+        )
+        with suppress(
+            asyncio.CancelledError
+        ):  # the server ends, and this client has not read its answer
             try:
                 await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
                 if working.done():
@@ -245,15 +279,21 @@ class _WhileConnected(Response):
 class _Reply:
     """The texts of one request, as a stream or all at once."""
 
-    def __init__(self, service: Service, asked: TextRequest, answer: Answer, arrived: float) -> None:
+    def __init__(
+        self, service: Service, asked: TextRequest, answer: Answer, arrived: float
+    ) -> None:
         self._service, self._asked, self._arrived = service, asked, arrived
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        log_as = partial(log_request, f"{scope['method']} {scope['path']}", self._asked.body.model, self._arrived)
+        log_as = partial(
+            log_request, f"{scope['method']} {scope['path']}", self._asked.body.model, self._arrived
+        )
         try:
             prompts = [await self._encoded(prompt) for prompt in self._asked.prompts]
-            self._answer.new_parts = partial(self._asked.parts, self._service.engine.tokenizer, prompts[0])
+            self._answer.new_parts = partial(
+                self._asked.parts, self._service.engine.tokenizer, prompts[0]
+            )
             if self._asked.body.stream:
                 log_as(*await self._send_stream(prompts, send))
                 return
@@ -304,7 +344,9 @@ class _Reply:
             async with self._service.text(tokens, params, options, self._arrived) as text:
                 yield text
 
-    async def _send_stream(self, prompts: list[list[int]], send: Send) -> tuple[int, dict[str, Any]]:
+    async def _send_stream(
+        self, prompts: list[list[int]], send: Send
+    ) -> tuple[int, dict[str, Any]]:
         """The headers go out with the first piece, so that an earlier error can have its own status code.
 
         Returns the status and the usage.
@@ -351,7 +393,10 @@ class _EventStream:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        self._headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+        ]
         self._sending = asyncio.Lock()
         self.has_begun = False
 
@@ -359,5 +404,7 @@ class _EventStream:
         async with self._sending:
             if not self.has_begun:
                 self.has_begun = True
-                await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+                await self._send(
+                    {"type": "http.response.start", "status": 200, "headers": self._headers}
+                )
             await self._send({"type": "http.response.body", "body": chunk, "more_body": more})

@@ -40,8 +40,20 @@ UNSERVED: Unserved = {
     "suffix": ("",),
     "min_tokens": (0,),
     "use_beam_search": (False,),
-    **dict.fromkeys(("audio", "web_search_options", "prompt_logprobs", "truncate_prompt_tokens"), ()),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar", "json_schema"), ()),
+    **dict.fromkeys(
+        ("audio", "web_search_options", "prompt_logprobs", "truncate_prompt_tokens"), ()
+    ),
+    **dict.fromkeys(
+        (
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+            "grammar",
+            "json_schema",
+        ),
+        (),
+    ),
     "structured_outputs": ({},),
     **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors"), ([],)),
 }
@@ -68,7 +80,9 @@ class TextPart(Body):
 class CalledFunction(Body):
     model_config = ConfigDict(extra="ignore")
     name: str
-    arguments: str = Field(default="{}", description="JSON; where the model's text was cut, a part of it.")
+    arguments: str = Field(
+        default="{}", description="JSON; where the model's text was cut, a part of it."
+    )
 
 
 class ToolCall(Body):
@@ -84,24 +98,35 @@ class ToolCall(Body):
 
     def for_template(self) -> dict[str, Any]:
         function = {"name": self.function.name, "arguments": self.function.arguments or "{}"}
-        return {"type": "function", "function": function} | ({"id": self.id} if isinstance(self.id, str) else {})
+        return {"type": "function", "function": function} | (
+            {"id": self.id} if isinstance(self.id, str) else {}
+        )
 
 
 class ChatMessage(Body):
     unserved: ClassVar = _UNSERVED_IN_MESSAGE
     role: Literal["system", "developer", "user", "assistant", "tool"]
     name: Text | None = Field(default=None, description="For the chat template.")
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] = Field(default=[], description="Of role assistant.")
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] = Field(
+        default=[], description="Of role assistant."
+    )
     tool_call_id: str | None = Field(default=None, description="Of role tool.")
     content: (
         Annotated[
-            Annotated[Text, Tag("|")] | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag("|parts")],
+            Annotated[Text, Tag("|")]
+            | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag("|parts")],
             Discriminator(lambda value: "|" if isinstance(value, str) else "|parts"),
         ]
         | None
-    ) = Field(default=None, validate_default=True, description="Only an assistant that calls tools may leave it out.")
+    ) = Field(
+        default=None,
+        validate_default=True,
+        description="Only an assistant that calls tools may leave it out.",
+    )
 
-    reasoning_content: Text | None = Field(default=None, description="Of role assistant; for the chat template.")
+    reasoning_content: Text | None = Field(
+        default=None, description="Of role assistant; for the chat template."
+    )
 
     _of_assistant = only_with("tool_calls", "role", "assistant")
     _of_thinking = only_with("reasoning_content", "role", "assistant")
@@ -122,7 +147,9 @@ class ChatMessage(Body):
         }
         if self.tool_calls:
             made["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        optional = {name: getattr(self, name) for name in ("name", "reasoning_content", "tool_call_id")}
+        optional = {
+            name: getattr(self, name) for name in ("name", "reasoning_content", "tool_call_id")
+        }
         return made | {name: value for name, value in optional.items() if value is not None}
 
 
@@ -192,7 +219,10 @@ SAMPLING = (
 )
 _Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-_Prompt = Annotated[Text, Field(min_length=1)] | Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)]
+_Prompt = (
+    Annotated[Text, Field(min_length=1)]
+    | Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)]
+)
 
 
 def _field_of(name: str) -> Any:
@@ -206,7 +236,11 @@ def _field_of(name: str) -> Any:
     return type_of(option.type) | None, field
 
 
-class SharedRequest(create_model("Sampling", __base__=Body, **{name: _field_of(name) for name in SAMPLING})):  # type: ignore[misc]
+_SAMPLING_FIELDS: dict[str, Any] = {name: _field_of(name) for name in SAMPLING}
+_Sampling: Any = create_model("Sampling", __base__=Body, **_SAMPLING_FIELDS)
+
+
+class SharedRequest(_Sampling):  # type: ignore[misc]
     """The fields of both endpoints; those of `RequestOptions` have its bounds."""
 
     unserved: ClassVar = UNSERVED
@@ -215,9 +249,13 @@ class SharedRequest(create_model("Sampling", __base__=Body, **{name: _field_of(n
     stream: bool = False
     stream_options: StreamOptions | None = Field(default=None, description="Only with stream true.")
     stop: _Stop | Annotated[list[_Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
-    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,20}$")], float] = Field(default={}, max_length=MAX_BIASES)
+    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,20}$")], float] = Field(
+        default={}, max_length=MAX_BIASES
+    )
     response_format: ResponseFormat | None = None
-    stop_token_ids: Annotated[list[_TokenId], Field(max_length=MOST_STOPS, fail_fast=True)] = Field(default=[])
+    stop_token_ids: Annotated[list[_TokenId], Field(max_length=MOST_STOPS, fail_fast=True)] = Field(
+        default=[]
+    )
 
     @field_validator("top_k", "seed", mode="before")
     @classmethod
@@ -230,7 +268,9 @@ class SharedRequest(create_model("Sampling", __base__=Body, **{name: _field_of(n
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _is_short(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MAX_BIASES:  # before each of very many is checked
+        if (
+            isinstance(value, dict) and len(value) > MAX_BIASES
+        ):  # before each of very many is checked
             raise ValueError(f"takes at most {MAX_BIASES} token ids")
         if isinstance(value, dict) and not all(key.isascii() and key.isdigit() for key in value):
             raise ValueError('takes token ids, each with a number, such as {"42": -100}')
@@ -247,7 +287,10 @@ class CompletionRequest(SharedRequest):
         "logprobs": (False,),
         "echo": (False,),
     }
-    prompt: _Prompt | Annotated[list[_Prompt], Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True)]
+    prompt: (
+        _Prompt
+        | Annotated[list[_Prompt], Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True)]
+    )
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -258,20 +301,33 @@ class CompletionRequest(SharedRequest):
 
 
 class ChatCompletionRequest(SharedRequest):
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+    messages: Annotated[
+        list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
+    ]
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=MAX_LOGPROBS)
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] = Field(default=[])
     tool_choice: Annotated[
-        Annotated[Literal["none", "auto", "required"], Tag("|")] | Annotated[NamedTool, Tag("|named")],
+        Annotated[Literal["none", "auto", "required"], Tag("|")]
+        | Annotated[NamedTool, Tag("|named")],
         Discriminator(lambda value: "|" if isinstance(value, str) else "|named"),
     ] = "auto"
-    parallel_tool_calls: bool = Field(default=True, description="False: only the first call is returned.")
+    parallel_tool_calls: bool = Field(
+        default=True, description="False: only the first call is returned."
+    )
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    reasoning_effort: Text | None = Field(default=None, description="For the chat template; none: enable_thinking off.")
-    chat_template_kwargs: dict[str, Any] = Field(default={}, description="Variables of the chat template.")
-    continue_final_message: bool = Field(default=False, description="Continue the last message, an assistant's.")
-    add_generation_prompt: bool = Field(default=True, description="False only with continue_final_message true.")
+    reasoning_effort: Text | None = Field(
+        default=None, description="For the chat template; none: enable_thinking off."
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default={}, description="Variables of the chat template."
+    )
+    continue_final_message: bool = Field(
+        default=False, description="Continue the last message, an assistant's."
+    )
+    add_generation_prompt: bool = Field(
+        default=True, description="False only with continue_final_message true."
+    )
 
     _of_logprobs = only_with("top_logprobs", "logprobs", True)
     _is_text = field_validator("chat_template_kwargs", mode="before")(check_text)
@@ -281,7 +337,9 @@ class ChatCompletionRequest(SharedRequest):
     def _is_listed(cls, value: Any, info: ValidationInfo) -> Any:
         names = [tool.function.name for tool in info.data.get("tools", ())]
         if isinstance(value, NamedTool) and value.function.name not in names:
-            raise ValueError(f"names the function {value.function.name[:100]!r}, which is not in tools")
+            raise ValueError(
+                f"names the function {value.function.name[:100]!r}, which is not in tools"
+            )
         if value == "required" and not names:
             raise ValueError("required needs tools")
         return value
@@ -298,7 +356,11 @@ class ChatCompletionRequest(SharedRequest):
     def forced_functions(self) -> list[Function]:
         """The model must call one of these functions; empty if it may answer with text."""
         if isinstance(self.tool_choice, NamedTool):
-            return [tool.function for tool in self.tools if tool.function.name == self.tool_choice.function.name]
+            return [
+                tool.function
+                for tool in self.tools
+                if tool.function.name == self.tool_choice.function.name
+            ]
         return [tool.function for tool in self.tools] if self.tool_choice == "required" else []
 
     @property
@@ -306,4 +368,8 @@ class ChatCompletionRequest(SharedRequest):
         """Of the chat template."""
         effort = self.reasoning_effort
         given = {} if effort is None else {"reasoning_effort": effort}
-        return given | ({"enable_thinking": False} if effort == "none" else {}) | self.chat_template_kwargs
+        return (
+            given
+            | ({"enable_thinking": False} if effort == "none" else {})
+            | self.chat_template_kwargs
+        )

@@ -41,7 +41,9 @@ class ApiError(Exception):
         code: a short name for programs.
     """
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
@@ -49,12 +51,16 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         usual = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = "authentication_error" if self.status == 401 else usual
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        }
 
     @property
     def headers(self) -> dict[str, str]:
         # After 408 the rest of the body would otherwise be read as the next request.
-        return {401: {"www-authenticate": "Bearer"}, 408: {"connection": "close"}}.get(self.status, {})
+        return {401: {"www-authenticate": "Bearer"}, 408: {"connection": "close"}}.get(
+            self.status, {}
+        )
 
 
 def no_model(name: str, only: str) -> ApiError:

@@ -26,10 +26,27 @@ from pearl.server.errors import ApiError
 
 log = logging.getLogger(__name__)
 
-Unserved = dict[str, tuple[Any, ...]]  # fields that are not supported -> values that are accepted: without an effect
+Unserved = dict[
+    str, tuple[Any, ...]
+]  # fields that are not supported -> values that are accepted: without an effect
 # Fields that change nothing here, and need no warning.
-_NEUTRAL = {"user", "safety_identifier", "prompt_cache_key", "metadata", "store", "service_tier", "annotations"}
-_NEUTRAL |= {"prediction", "verbosity", "prompt_cache_retention", "include_obfuscation", "refusal", "cache_control"}
+_NEUTRAL = {
+    "user",
+    "safety_identifier",
+    "prompt_cache_key",
+    "metadata",
+    "store",
+    "service_tier",
+    "annotations",
+}
+_NEUTRAL |= {
+    "prediction",
+    "verbosity",
+    "prompt_cache_retention",
+    "include_obfuscation",
+    "refusal",
+    "cache_control",
+}
 _NEUTRAL.add("include")
 MOST_UNKNOWN = 8  # fields of a request that its warning names
 _warned: set[str] = set()  # unknown fields that the log has named
@@ -57,7 +74,11 @@ class Body(BaseModel):
             raise ValueError("must be an object")
         kept, unknown = {}, set() if info.context is None else info.context
         for name, value in given.items():
-            taken = (one for one in cls.unserved.get(name, ()) if isinstance(one, bool) == isinstance(value, bool))
+            taken = (
+                one
+                for one in cls.unserved.get(name, ())
+                if isinstance(one, bool) == isinstance(value, bool)
+            )
             if value is None or value in taken:
                 continue
             if name in cls.known or name in cls.unserved:  # pydantic refuses the latter
@@ -124,10 +145,16 @@ def _refusal(errors: list[Any]) -> ApiError:
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{param} is not supported", param=param, code="unsupported_parameter")
     if first["type"] == "missing":
-        first["msg"] = "is missing" if _WHOLE.sub(r"\1", param) == param else f"{first['loc'][-1]} is missing"
+        first["msg"] = (
+            "is missing" if _WHOLE.sub(r"\1", param) == param else f"{first['loc'][-1]} is missing"
+        )
     param = "response_format.type" if param == "response_format" else _WHOLE.sub(r"\1", param)
     # One error for each type that the field may have.
-    several = [e for e in errors if e["loc"][0] == param] if param in ("prompt", "input", "stop") else [first]
+    several = (
+        [e for e in errors if e["loc"][0] == param]
+        if param in ("prompt", "input", "stop")
+        else [first]
+    )
     messages = dict.fromkeys(_in_words(e["msg"]) for e in several)
     if not param:  # two fields contradict each other: the message names the one to report first
         text = next(iter(messages))
@@ -137,11 +164,17 @@ def _refusal(errors: list[Any]) -> ApiError:
 
 def _in_words(message: str) -> str:
     """Pydantic's message without its own terms."""
-    message = re.sub("^(Value error, |(Input|String|List|Value|Dictionary) (?=should ))", "", message)
+    message = re.sub(
+        "^(Value error, |(Input|String|List|Value|Dictionary) (?=should ))", "", message
+    )
     return re.sub(" after validation, not [0-9]+$", "", message)
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
     """Such as messages[0].content; tags of unions begin with |."""
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part:.100}" for part in loc if str(part)[:1] != "|")
+    parts = (
+        f"[{part}]" if isinstance(part, int) else f".{part:.100}"
+        for part in loc
+        if str(part)[:1] != "|"
+    )
     return "".join(parts).removeprefix(".")

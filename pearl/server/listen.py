@@ -107,7 +107,9 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -165,7 +167,9 @@ def bind(address: str, key: str | None = None, **more: Any) -> Door:
         raise ConfigError("the API key must be printable ASCII without spaces, and not empty")
     for origin in more.get("origins", ()):
         if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#]+", origin):
-            raise ConfigError(f"--cors {origin}: give an origin, such as https://example.com or http://localhost:3000")
+            raise ConfigError(
+                f"--cors {origin}: give an origin, such as https://example.com or http://localhost:3000"
+            )
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:

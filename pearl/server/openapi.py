@@ -24,7 +24,9 @@ def _content(description: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _responses(description: str) -> dict[str, Any]:
-    problems = {str(status): _content(HTTPStatus(status).phrase, _named("Error")) for status in _PROBLEMS}
+    problems = {
+        str(status): _content(HTTPStatus(status).phrase, _named("Error")) for status in _PROBLEMS
+    }
     return {"responses": {"200": _content(description, {"type": "object"}), **problems}}
 
 
@@ -37,7 +39,10 @@ def _posted(schema: str) -> dict[str, Any]:
 
 def document(model: str, keyed: bool) -> dict[str, Any]:
     """The whole document. `model`: the name of the model that is served; `keyed`: /v1 needs an API key."""
-    models = [(each, "validation") for each in (ChatCompletionRequest, CompletionRequest, ResponsesRequest, Error)]
+    models = [
+        (each, "validation")
+        for each in (ChatCompletionRequest, CompletionRequest, ResponsesRequest, Error)
+    ]
     _, made = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     schemas = {**made["$defs"], "Model": {"type": "string", "enum": [model]}}
     for request in ("ChatCompletionRequest", "CompletionRequest", "ResponsesRequest"):
@@ -45,7 +50,11 @@ def document(model: str, keyed: bool) -> dict[str, Any]:
     name = {"name": "name", "in": "path", "required": True, "schema": _named("Model")}
     found: dict[str, Any] = {
         "openapi": "3.1.0",
-        "info": {"title": "PEARL", "version": __version__, "description": "OpenAI's API, as far as PEARL serves it."},
+        "info": {
+            "title": "PEARL",
+            "version": __version__,
+            "description": "OpenAI's API, as far as PEARL serves it.",
+        },
         "paths": {
             "/v1/models": {"get": _responses("The model that is served.")},
             "/v1/models/{name}": {"get": {"parameters": [name], **_responses("A model.")}},

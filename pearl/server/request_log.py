@@ -17,7 +17,9 @@ def show_requests(is_on: bool) -> None:
     log.setLevel(logging.INFO if is_on else logging.CRITICAL)
 
 
-def log_request(what: str, model: str, arrived: float, status: int, usage: Mapping[str, Any] | None = None) -> None:
+def log_request(
+    what: str, model: str, arrived: float, status: int, usage: Mapping[str, Any] | None = None
+) -> None:
     """`arrived`: a time.monotonic(); `usage`: as the client gets it, if the texts came to their end."""
     seconds = time.monotonic() - arrived
     line = f"{what} {status} model={model} seconds={seconds:.2f}"

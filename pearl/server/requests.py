@@ -10,10 +10,16 @@ from typing import Any
 from pearl.config import RequestOptions, Settings
 from pearl.engine.request import Chat, Prompt
 from pearl.errors import ConfigError, RequestError
-from pearl.server.answers import Parts
-from pearl.server.bodies import MOST_TEXTS, SAMPLING, ChatCompletionRequest, CompletionRequest, Function
+from pearl.server.bodies import (
+    MOST_TEXTS,
+    SAMPLING,
+    ChatCompletionRequest,
+    CompletionRequest,
+    Function,
+)
 from pearl.server.errors import ApiError, no_model
 from pearl.server.fields import validate
+from pearl.server.http import Parts
 from pearl.text.grammar import grammar_of
 from pearl.text.reasoning import splitter_of
 from pearl.text.stream import Tokenizer
@@ -64,13 +70,17 @@ class TextRequest:
         """Takes reasoning and calls out of one text."""
         if not isinstance(self.body, ChatCompletionRequest):
             return Parts()
-        has_grammar = self.params.json_schema is not None or self.params.regex is not None  # without a model's tags
+        has_grammar = (
+            self.params.json_schema is not None or self.params.regex is not None
+        )  # without a model's tags
         thoughts = None if has_grammar else splitter_of(tokenizer, prompt)
         if self.format is None:
             return Parts(thoughts)
         names = [tool.function.name for tool in self.body.tools]
         most = None if self.body.parallel_tool_calls else 1
-        return Parts(thoughts, CallSplitter(self.format, names, bool(self.body.forced_functions), most))
+        return Parts(
+            thoughts, CallSplitter(self.format, names, bool(self.body.forced_functions), most)
+        )
 
     @property
     def prompt_field(self) -> str:
@@ -80,7 +90,9 @@ class TextRequest:
     def limit_field(self) -> str:
         """The field that set max_tokens; empty if it is a default."""
         names = {"max_completion_tokens": self.named[1], "max_tokens": "max_tokens"}
-        return next((named for name, named in names.items() if name in self.body.model_fields_set), "")
+        return next(
+            (named for name, named in names.items() if name in self.body.model_fields_set), ""
+        )
 
     def numbered(self, sample: int, room: int) -> RequestOptions:
         """The params of text number `sample`, from 0; all share one seed.
@@ -99,9 +111,15 @@ def read_request(body: Any, is_chat: bool, setup: Setup) -> TextRequest:
     asked: Body = validate(model, body)
     if asked.model != setup.model:
         raise no_model(asked.model, setup.model)
-    prompts = (_chat(asked, body, setup),) if isinstance(asked, ChatCompletionRequest) else _prompts(asked)
+    prompts = (
+        (_chat(asked, body, setup),)
+        if isinstance(asked, ChatCompletionRequest)
+        else _prompts(asked)
+    )
     if asked.n * len(prompts) > MOST_TEXTS:
-        raise ApiError(400, f"prompts times n may be at most {MOST_TEXTS} texts a request", param="n")
+        raise ApiError(
+            400, f"prompts times n may be at most {MOST_TEXTS} texts a request", param="n"
+        )
     params = _params(asked, setup).with_seed()
     may_call = isinstance(prompts[0], Chat) and bool(prompts[0].tools)
     if isinstance(asked, ChatCompletionRequest) and not asked.forced_functions:
@@ -116,16 +134,25 @@ def _chat(asked: ChatCompletionRequest, body: Mapping[str, Any], setup: Setup) -
     if asked.tools and asked.tool_choice != "none":
         # From the body, for templates write the fields in the client's order.
         known = Function.known - {"strict"}
-        functions = ({n: v for n, v in t["function"].items() if n in known and v is not None} for t in body["tools"])
+        functions = (
+            {n: v for n, v in t["function"].items() if n in known and v is not None}
+            for t in body["tools"]
+        )
         tools = [{"type": "function", "function": function} for function in functions]
     if asked.forced_functions:
         prefix += setup.tools.prefix
-    return Chat(messages, tools, prefix, asked.variables) if tools or prefix or asked.variables else messages
+    return (
+        Chat(messages, tools, prefix, asked.variables)
+        if tools or prefix or asked.variables
+        else messages
+    )
 
 
 def _prompts(asked: CompletionRequest) -> tuple[Prompt, ...]:
     prompt: Any = asked.prompt
-    return tuple(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else (prompt,)
+    return (
+        tuple(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else (prompt,)
+    )
 
 
 def _params(asked: Body, setup: Setup) -> RequestOptions:
@@ -157,13 +184,19 @@ def _grammar(asked: Body, setup: Setup) -> dict[str, Any]:
     if isinstance(asked, ChatCompletionRequest) and (functions := asked.forced_functions):
         field = "tools"
         try:
-            schema = forced_schema([function.model_dump() for function in functions], setup.tools.key)
+            schema = forced_schema(
+                [function.model_dump() for function in functions], setup.tools.key
+            )
         except RecursionError:
             raise ApiError(400, "tools: are nested too deep", param="tools") from None
     if schema is None:
         return {}
     if asked.ignore_eos:
-        raise ApiError(400, f"{field} ends a text where it is whole, which ignore_eos forbids", param="ignore_eos")
+        raise ApiError(
+            400,
+            f"{field} ends a text where it is whole, which ignore_eos forbids",
+            param="ignore_eos",
+        )
     try:
         grammar_of(RequestOptions(json_schema=schema).json_schema, None)
     except (ConfigError, RequestError) as error:

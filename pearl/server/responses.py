@@ -15,16 +15,27 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from pearl.engine import Piece, Result
-from pearl.server.answers import Answer
-from pearl.server.bodies import MOST_MESSAGES, MOST_TOOLS, UNSERVED, ChatCompletionRequest, SharedRequest
+from pearl.server.bodies import (
+    MOST_MESSAGES,
+    MOST_TOOLS,
+    UNSERVED,
+    ChatCompletionRequest,
+    SharedRequest,
+)
 from pearl.server.errors import ApiError
 from pearl.server.fields import Text, check_text, validate
+from pearl.server.http import Answer
 from pearl.server.requests import Setup, TextRequest, read_request
 from pearl.text.tools import Call
 
-MOST_KEPT, MOST_CHARACTERS = 1000, 64 << 20  # responses that can be continued, and of their conversations as JSON
+MOST_KEPT, MOST_CHARACTERS = (
+    1000,
+    64 << 20,
+)  # responses that can be continued, and of their conversations as JSON
 _NEITHER: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("conversation", "prompt", "messages", "max_tokens", "max_completion_tokens"), ()),
+    **dict.fromkeys(
+        ("conversation", "prompt", "messages", "max_tokens", "max_completion_tokens"), ()
+    ),
     "background": (False,),
     "top_logprobs": (0,),
     "truncation": ("disabled", "auto"),
@@ -40,31 +51,48 @@ _CALLED = {
 class ResponsesRequest(SharedRequest):
     unserved: ClassVar = {**UNSERVED, **_NEITHER}
     n: Literal[1] = 1
-    input: Text | list[dict[str, Any]] = Field(description="A text, or items: messages, calls of functions, outputs.")
+    input: Text | list[dict[str, Any]] = Field(
+        description="A text, or items: messages, calls of functions, outputs."
+    )
     instructions: Text | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
-    previous_response_id: str | None = Field(default=None, description="Continues this response, if it is kept.")
-    store: bool = Field(default=True, description="Keep this response, in memory, so that another can continue it.")
+    previous_response_id: str | None = Field(
+        default=None, description="Continues this response, if it is kept."
+    )
+    store: bool = Field(
+        default=True, description="Keep this response, in memory, so that another can continue it."
+    )
     metadata: dict[str, Any] = Field(default={}, max_length=16)
     reasoning: dict[str, Any] = Field(default={}, description="effort, for the chat template.")
     text: dict[str, Any] = Field(default={}, description="format: text, json_object, json_schema.")
-    tools: list[dict[str, Any]] = Field(default=[], max_length=MOST_TOOLS, description="Of type function.")
+    tools: list[dict[str, Any]] = Field(
+        default=[], max_length=MOST_TOOLS, description="Of type function."
+    )
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
 
-    _is_text = field_validator("input", "metadata", "reasoning", "text", "tools", "tool_choice", mode="before")(
-        check_text
-    )
+    _is_text = field_validator(
+        "input", "metadata", "reasoning", "text", "tools", "tool_choice", mode="before"
+    )(check_text)
 
     def chat(self, body: dict[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:
         """The body of the chat that is asked for. `messages`: those that come from `input` and before."""
-        shared = self.model_fields_set & ChatCompletionRequest.known - {"tools", "tool_choice", "stream_options"}
+        shared = self.model_fields_set & ChatCompletionRequest.known - {
+            "tools",
+            "tool_choice",
+            "stream_options",
+        }
         format, choice = self.text.get("format") or {}, self.tool_choice
         if isinstance(format, dict) and format.get("type") == "json_schema":
-            format = {"type": "json_schema", "json_schema": {k: v for k, v in format.items() if k != "type"}}
+            format = {
+                "type": "json_schema",
+                "json_schema": {k: v for k, v in format.items() if k != "type"},
+            }
         if isinstance(choice, dict) and choice.get("type") == "function":
             choice = {"type": "function", "function": {"name": choice.get("name")}}
-        told = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        told = (
+            [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        )
         return {name: body[name] for name in shared} | {
             "messages": [*told, *messages],
             "max_completion_tokens": self.max_output_tokens,
@@ -79,9 +107,14 @@ def _tool(number: int, tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         kind = str(tool.get("type"))[:50]
         raise ApiError(
-            400, f"tools[{number}]: {kind!r} is not supported: functions alone are", param=f"tools[{number}]"
+            400,
+            f"tools[{number}]: {kind!r} is not supported: functions alone are",
+            param=f"tools[{number}]",
         )
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+    return {
+        "type": "function",
+        "function": {name: value for name, value in tool.items() if name != "type"},
+    }
 
 
 def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -100,16 +133,26 @@ def _messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
             case "reasoning":
                 parts = (*_listed(item.get("content")), *_listed(item.get("summary")))
                 text = "\n".join(str(part.get("text")) for part in parts)
-                _assistant(made, "content", "tool_calls", "reasoning_content")["reasoning_content"] = text
+                _assistant(made, "content", "tool_calls", "reasoning_content")[
+                    "reasoning_content"
+                ] = text
             case "function_call":
                 function = {"name": item.get("name"), "arguments": item.get("arguments")}
                 call = {"type": "function", "id": item.get("call_id"), "function": function}
                 _assistant(made).setdefault("tool_calls", []).append(call)
             case "function_call_output":
-                result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": _content(item.get("output"))}
+                result = {
+                    "role": "tool",
+                    "tool_call_id": item.get("call_id"),
+                    "content": _content(item.get("output")),
+                }
                 made.append(result)
             case other:
-                raise ApiError(400, f"input[{number}]: {str(other)[:50]!r} is not supported", param=f"input[{number}]")
+                raise ApiError(
+                    400,
+                    f"input[{number}]: {str(other)[:50]!r} is not supported",
+                    param=f"input[{number}]",
+                )
     return made
 
 
@@ -126,8 +169,13 @@ def _content(content: Any) -> Any:
     if not isinstance(content, list):
         return content
     texts = ("input_text", "output_text")
-    parts = [part | {"type": "text"} if part.get("type") in texts else part for part in _listed(content)]
-    return [{key: value for key, value in part.items() if key not in ("annotations", "logprobs")} for part in parts]
+    parts = [
+        part | {"type": "text"} if part.get("type") in texts else part for part in _listed(content)
+    ]
+    return [
+        {key: value for key, value in part.items() if key not in ("annotations", "logprobs")}
+        for part in parts
+    ]
 
 
 def _listed(parts: Any) -> list[dict[str, Any]]:
@@ -139,7 +187,9 @@ class Responses:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._kept: OrderedDict[str, tuple[list[dict[str, Any]], int]] = OrderedDict()  # with their sizes
+        self._kept: OrderedDict[str, tuple[list[dict[str, Any]], int]] = (
+            OrderedDict()
+        )  # with their sizes
         self._size = 0
         self._lock = threading.Lock()
 
@@ -151,7 +201,9 @@ class Responses:
             made = read_request(asked.chat(body, messages), True, self._setup)
         except ApiError as error:
             for name, here in _CALLED.items():
-                error.param, error.message = (name.sub(here, text) for text in (error.param or "", error.message))
+                error.param, error.message = (
+                    name.sub(here, text) for text in (error.param or "", error.message)
+                )
             raise
         answer = _ResponsesAnswer(asked, lambda id, reply: self._keep(id, [*messages, reply]))
         return replace(made, named=("input", "max_output_tokens")), answer
@@ -162,7 +214,9 @@ class Responses:
                 return []
             if id not in self._kept:
                 text = f"there is no response {id[:100]!r} here: the latest are kept, while the server runs"
-                raise ApiError(404, text, param="previous_response_id", code="previous_response_not_found")
+                raise ApiError(
+                    404, text, param="previous_response_id", code="previous_response_not_found"
+                )
             self._kept.move_to_end(id)
             return self._kept[id][0]
 
@@ -184,7 +238,9 @@ class _ResponsesAnswer(Answer):
 
     done = b""
 
-    def __init__(self, asked: ResponsesRequest, keep: Callable[[str, dict[str, Any]], None]) -> None:
+    def __init__(
+        self, asked: ResponsesRequest, keep: Callable[[str, dict[str, Any]], None]
+    ) -> None:
         super().__init__(True, asked.model, lambda _: b"")
         self._asked, self._keep = asked, keep
         self._id, self._created = f"resp_{secrets.token_hex(24)}", int(time.time())
@@ -231,21 +287,35 @@ class _ResponsesAnswer(Answer):
             "total_tokens": usage["total_tokens"],
             "pearl": usage["pearl"],
         }
-        return self._response("incomplete" if self._reason == "length" else "completed") | {"usage": tokens}
+        return self._response("incomplete" if self._reason == "length" else "completed") | {
+            "usage": tokens
+        }
 
     def _response(self, status: str) -> dict[str, Any]:
         asked = self._asked
-        sent = ("instructions", "max_output_tokens", "previous_response_id", "metadata", "tools", "tool_choice")
+        sent = (
+            "instructions",
+            "max_output_tokens",
+            "previous_response_id",
+            "metadata",
+            "tools",
+            "tool_choice",
+        )
         return {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": "max_output_tokens"}
+            if status == "incomplete"
+            else None,
             "model": self._head["model"],
             "output": self._items,
-            **{name: getattr(asked, name) for name in (*sent, "parallel_tool_calls", "store", "temperature", "top_p")},
+            **{
+                name: getattr(asked, name)
+                for name in (*sent, "parallel_tool_calls", "store", "temperature", "top_p")
+            },
             "reasoning": {"effort": asked.reasoning.get("effort"), "summary": None},
             "text": asked.text or {"format": {"type": "text"}},
             "truncation": "disabled",
@@ -256,7 +326,9 @@ class _ResponsesAnswer(Answer):
         return self._written(f"response.{name}", fields)
 
     def _written(self, name: str, fields: dict[str, Any]) -> bytes:
-        data = json.dumps(fields | {"type": name, "sequence_number": self._number}, ensure_ascii=False)
+        data = json.dumps(
+            fields | {"type": name, "sequence_number": self._number}, ensure_ascii=False
+        )
         self._number += 1
         return f"event: {name}\ndata: {data}\n\n".encode()
 
@@ -271,7 +343,11 @@ class _ResponsesAnswer(Answer):
                 if not self._is_open or self._items[-1]["type"] != kind:
                     yield from self._begun(kind)
                 self._items[-1]["content"][0]["text"] += text
-                at = self._at | {"content_index": 0} | ({"logprobs": []} if kind == "message" else {})
+                at = (
+                    self._at
+                    | {"content_index": 0}
+                    | ({"logprobs": []} if kind == "message" else {})
+                )
                 yield self._event(f"{_TEXTS[kind]}.delta", **at, delta=text)
         for call in delta.get("tool_calls", ()):
             if "id" in call:
@@ -284,18 +360,30 @@ class _ResponsesAnswer(Answer):
         """A new item, after the end of the last."""
         yield from self._closed()
         short = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
-        item: dict[str, Any] = {"id": f"{short}_{secrets.token_hex(12)}", "type": kind, "status": "in_progress"}
+        item: dict[str, Any] = {
+            "id": f"{short}_{secrets.token_hex(12)}",
+            "type": kind,
+            "status": "in_progress",
+        }
         if call is not None:
             item |= {"call_id": call["id"], "name": call["function"]["name"], "arguments": ""}
         else:
-            item |= {"role": "assistant", "content": []} if kind == "message" else {"summary": [], "content": []}
+            item |= (
+                {"role": "assistant", "content": []}
+                if kind == "message"
+                else {"summary": [], "content": []}
+            )
         self._items.append(item)
         self._is_open = True
         yield self._event("output_item.added", output_index=len(self._items) - 1, item=item)
         if call is None:
             part = {"type": _TEXTS[kind], "text": ""}
-            item["content"].append(part | ({"annotations": [], "logprobs": []} if kind == "message" else {}))
-            yield self._event("content_part.added", **self._at, content_index=0, part=item["content"][0])
+            item["content"].append(
+                part | ({"annotations": [], "logprobs": []} if kind == "message" else {})
+            )
+            yield self._event(
+                "content_part.added", **self._at, content_index=0, part=item["content"][0]
+            )
 
     def _closed(self) -> Iterator[bytes]:
         if not self._is_open:
@@ -307,6 +395,8 @@ class _ResponsesAnswer(Answer):
             yield self._event("function_call_arguments.done", **self._at, **named)
         else:
             part, at = item["content"][0], self._at | {"content_index": 0}
-            yield self._event(f"{part['type']}.done", **at, text=part["text"], logprobs=part.get("logprobs"))
+            yield self._event(
+                f"{part['type']}.done", **at, text=part["text"], logprobs=part.get("logprobs")
+            )
             yield self._event("content_part.done", **at, part=part)
         yield self._event("output_item.done", output_index=len(self._items) - 1, item=item)

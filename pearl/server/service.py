@@ -11,7 +11,7 @@ from pearl.engine.asynchronous import AsyncEngine, AsyncStream
 from pearl.engine.request import Options
 from pearl.errors import EngineClosed
 from pearl.server.errors import engine_lost, of_engine
-from pearl.server.figures import Figures
+from pearl.server.metrics import Figures
 
 
 class Service:

@@ -95,7 +95,9 @@ def _shown(role: str, record: Record) -> list[Event]:
         events.append({"of": role, "kind": record.kind, "name": record.name, **span})
     if record.name == "decide" and role == "target":
         commands = record.args.get("commands") or ()
-        messages = [command.get("message") or {} for command in commands if command.get("type") == "Deliver"]
+        messages = [
+            command.get("message") or {} for command in commands if command.get("type") == "Deliver"
+        ]
         if tokens := [source for message in messages for source in message.get("provenance") or ()]:
             events.append({"tokens": tokens, **span})
     return events

@@ -36,7 +36,7 @@ class Method:
         takes_head: whether the target's head guesses too, if there is one.
         guesses: how guesses are made, a name in `pearl.drafting.published`; empty: as this project makes them.
         needs: the setting of the engine without which the method is refused; empty: none.
-        adapts: whether the way of decoding is chosen by measured speed (`pearl.protocol.auto`).
+        adapts: whether the way of decoding is chosen by measured speed (`pearl.protocol.method_choice`).
     """
 
     name: str
@@ -86,7 +86,12 @@ METHODS: dict[str, Method] = {
             adapts=True,
         ),
         Method("ar", "the target alone", **_ALONE),
-        Method("ngram", "the target alone, verifying n-grams of the text so far", **_ALONE, look_ahead=LOOK_AHEAD),
+        Method(
+            "ngram",
+            "the target alone, verifying n-grams of the text so far",
+            **_ALONE,
+            look_ahead=LOOK_AHEAD,
+        ),
         Method(
             "head",
             "the target alone, verifying what its head and n-grams guess",
@@ -96,7 +101,12 @@ METHODS: dict[str, Method] = {
             needs="head",
         ),
         Method("sd", "draft and target in turn", **_IN_TURN, takes_stops=True),
-        Method("ssd", "sd whose draft prepares meanwhile for other outcomes", **_IN_TURN, branches=BRANCHES),
+        Method(
+            "ssd",
+            "sd whose draft prepares meanwhile for other outcomes",
+            **_IN_TURN,
+            branches=BRANCHES,
+        ),
         Method("pearl", "draft and target at once", **_GUESSES, takes_stops=True, takes_head=True),
         Method(
             "pearl-no-pre-verify",
@@ -104,7 +114,11 @@ METHODS: dict[str, Method] = {
             pre_verify=False,
             takes_stops=True,
         ),
-        Method("pearl-no-post-verify", "ablation: the draft idles while the target verifies", post_verify=False),
+        Method(
+            "pearl-no-post-verify",
+            "ablation: the draft idles while the target verifies",
+            post_verify=False,
+        ),
         Method(
             "lookahead",
             "the target alone, guessing from its own Jacobi iterations (Lookahead decoding)",
@@ -120,9 +134,24 @@ METHODS: dict[str, Method] = {
             draft_lookup=DRAFT_LOOKUP,
             guesses="phrases",
         ),
-        Method("pld", "ngram as Prompt Lookup Decoding has it", **_ALONE, look_ahead=10, guesses="pld"),
-        Method("llma", "ngram as LLMA has it: copies from the prompt alone", **_ALONE, look_ahead=19, guesses="llma"),
-        Method("pia", "ngram as PIA has it, with --habits", **_ALONE, look_ahead=30, guesses="pia", needs="habits"),
+        Method(
+            "pld", "ngram as Prompt Lookup Decoding has it", **_ALONE, look_ahead=10, guesses="pld"
+        ),
+        Method(
+            "llma",
+            "ngram as LLMA has it: copies from the prompt alone",
+            **_ALONE,
+            look_ahead=19,
+            guesses="llma",
+        ),
+        Method(
+            "pia",
+            "ngram as PIA has it, with --habits",
+            **_ALONE,
+            look_ahead=30,
+            guesses="pia",
+            needs="habits",
+        ),
         Method(
             "rest",
             "ngram as REST has it: guesses from --datastore alone",
@@ -131,7 +160,13 @@ METHODS: dict[str, Method] = {
             guesses="rest",
             needs="datastore",
         ),
-        Method("sssd", "ngram with the counts and damping that SSSD prints", **_ALONE, look_ahead=30, guesses="sssd"),
+        Method(
+            "sssd",
+            "ngram with the counts and damping that SSSD prints",
+            **_ALONE,
+            look_ahead=30,
+            guesses="sssd",
+        ),
     )
 }
 DRAFTLESS = tuple(name for name, method in METHODS.items() if not method.drafts)

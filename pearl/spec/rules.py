@@ -70,13 +70,22 @@ def checked_values(
     values: dict[str, float] = {}
     for name, value in given:
         if name not in known or name in values:
-            problem = f"{name!r} is given twice" if name in values else f"{what} has no parameter {name!r}"
+            problem = (
+                f"{name!r} is given twice"
+                if name in values
+                else f"{what} has no parameter {name!r}"
+            )
             takes = ", ".join(map(str, declared)) or "no parameters"
             owners = {} if name in known else named_parameters(others).get(name, {})
-            known_by = f". It is one of {what.rpartition(' ')[0]} {', '.join(owners)}" if owners else ""
+            known_by = (
+                f". It is one of {what.rpartition(' ')[0]} {', '.join(owners)}" if owners else ""
+            )
             raise ValueError(f"{problem}; {what.rpartition(' ')[2]} takes {takes}{known_by}")
         values[name] = known[name].check(value)
-    return {name: values.get(name, parameter.kind(parameter.default)) for name, parameter in known.items()}
+    return {
+        name: values.get(name, parameter.kind(parameter.default))
+        for name, parameter in known.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -135,14 +144,25 @@ class RuleSpec:
         return f"{given} drafts token by token, and rule {self.name} whole blocks; it takes draft_stop fixed, not ssd"
 
 
-_CANDIDATES = Parameter("candidates", int, 1, 64, 4, "tokens are judged where the text has left what was drafted")
+_CANDIDATES = Parameter(
+    "candidates", int, 1, 64, 4, "tokens are judged where the text has left what was drafted"
+)
 _ROLLBACK = Parameter(
-    "rollback", float, 0.0, 20.0, 2.0, "negative log-likelihood, in nats, up to which one is accepted"
+    "rollback",
+    float,
+    0.0,
+    20.0,
+    2.0,
+    "negative log-likelihood, in nats, up to which one is accepted",
 )
 _TAU = Parameter("tau", float, 0.0, 1.0, 0.1, "is what the joint ratio must exceed")
 _DEPTH = Parameter(BLOCK_LENGTH, int, 1, 8, 4, "tokens are a block")
-_WIDTH = Parameter("width", int, 1, 16, 8, "sequences are kept while the draft searches for the likeliest block")
-_EPSILON = Parameter("epsilon", float, 0.0, 1.0, 0.05, "is added to the target's probability of a draft token")
+_WIDTH = Parameter(
+    "width", int, 1, 16, 8, "sequences are kept while the draft searches for the likeliest block"
+)
+_EPSILON = Parameter(
+    "epsilon", float, 0.0, 1.0, 0.05, "is added to the target's probability of a draft token"
+)
 
 
 def find(name: str) -> RuleSpec:

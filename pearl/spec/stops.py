@@ -34,10 +34,14 @@ class StopSpec:
 
     def values(self, parameters: Parameters) -> dict[str, float]:
         """As `checked_values`."""
-        return checked_values(f"draft_stop {self.name}", self.parameters, parameters, STOPS.values())
+        return checked_values(
+            f"draft_stop {self.name}", self.parameters, parameters, STOPS.values()
+        )
 
 
-_CONFIDENCE = Parameter("confidence", float, 0.0, 1.0, 0.4, "the least probability with which drafting goes on")
+_CONFIDENCE = Parameter(
+    "confidence", float, 0.0, 1.0, 0.4, "the least probability with which drafting goes on"
+)
 
 STOPS: dict[str, StopSpec] = {  # by name, the default first
     spec.name: spec

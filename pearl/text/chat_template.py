@@ -36,7 +36,9 @@ def render(
         special: the special tokens by name.
         variables: further ones of the template, such as enable_thinking.
     """
-    given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    given = [
+        {key: value for key, value in message.items() if value is not None} for message in messages
+    ]
     listed = None if tools is None else [*tools]
     ours = {"messages": given, "tools": listed, "documents": None, "add_generation_prompt": True}
     return _compiled(template).render({**variables, **special, **ours})
@@ -57,7 +59,9 @@ def _compiled(template: str) -> Template:
 
         def parse(self, parser: Parser) -> nodes.Node:
             line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+            return nodes.Scope(
+                parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
+            )
 
     def refuse(message: str) -> None:
         raise TemplateError(message)
@@ -72,13 +76,21 @@ def _compiled(template: str) -> Template:
 
 
 def _to_json(
-    x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    x: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
     """Unlike jinja2's own filter, without escapes for HTML."""
-    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
-def chat_prompt(render: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]]) -> str:
+def chat_prompt(
+    render: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]]
+) -> str:
     """`render` applied to `messages` in a form that the template takes.
 
     The arguments of tool calls are an object to most templates, and text to some, such as DeepSeek's. Raises
@@ -93,7 +105,9 @@ def chat_prompt(render: Callable[[list[dict[str, Any]]], str], messages: list[di
             if (texts := [_with_arguments(message, _as_text) for message in given]) != objects:
                 return render(texts)
         if isinstance(error, RecursionError):  # a template that writes nested tools as JSON
-            raise RequestError("tools or their calls are nested too deep for the model's chat template") from None
+            raise RequestError(
+                "tools or their calls are nested too deep for the model's chat template"
+            ) from None
         name = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
         raise RequestError(
             f"The model's chat template does not take these messages: {name}{error}. "
@@ -104,7 +118,9 @@ def chat_prompt(render: Callable[[list[dict[str, Any]]], str], messages: list[di
 def _with_joined_parts(message: dict[str, Any]) -> dict[str, Any]:
     """A content of several text parts as one text, which every template takes."""
     parts = message.get("content")
-    if not isinstance(parts, list) or not all(isinstance(one, dict) and one.get("type") == "text" for one in parts):
+    if not isinstance(parts, list) or not all(
+        isinstance(one, dict) and one.get("type") == "text" for one in parts
+    ):
         return message
     return {**message, "content": "\n".join(str(part.get("text")) for part in parts)}
 
@@ -117,7 +133,11 @@ def _with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict
         return {**given, "function": {**function, "arguments": form(function["arguments"])}}
 
     calls = message.get("tool_calls")
-    return {**message, "tool_calls": [call(each) for each in calls]} if isinstance(calls, list) else message
+    return (
+        {**message, "tool_calls": [call(each) for each in calls]}
+        if isinstance(calls, list)
+        else message
+    )
 
 
 def _parsed(arguments: Any) -> Any:

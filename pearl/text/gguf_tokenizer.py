@@ -9,12 +9,24 @@ from __future__ import annotations
 from typing import Any
 from unicodedata import normalize
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from pearl.text.stream import REPLACEMENT
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = range(1, 5)  # of the `token_type`
-_NEEDED = {"gpt2": ("tokens", "merges"), "llama": ("tokens", "scores")}  # of each `tokenizer.ggml.model`
+_NEEDED = {
+    "gpt2": ("tokens", "merges"),
+    "llama": ("tokens", "scores"),
+}  # of each `tokenizer.ggml.model`
 _USUAL_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}  # of a "llama"
 _SPACE = "▁"  # sentencepiece's
 
@@ -23,7 +35,9 @@ _WORD, _DIGIT, _THREE = r"[^\r\n\p{L}\p{N}]?\p{L}+", r"\p{N}", r"\p{N}{1,3}"
 _SIGNS, _PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED = [rf"[^\r\n\p{{L}}\p{{N}}]?{each}" for each in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*")]
+_CASED = [
+    rf"[^\r\n\p{{L}}\p{{N}}]?{each}" for each in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*")
+]
 _CJK, _THREE_ASCII = "[一-龥\u0800-一\uac00-\ud7ff]+", "[0-9][0-9][0-9]"
 _WITH_CASE = (  # the letters that DeepSeek LLM puts together
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7d"
@@ -55,7 +69,14 @@ _SPLITS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ),
     (
         "deepseek-llm",
-        (r"[\r\n]", rf"\s?[{_WITH_CASE}]+", r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+", r"\s+$", _CJK, r"\p{N}+"),
+        (
+            r"[\r\n]",
+            rf"\s?[{_WITH_CASE}]+",
+            r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
+            r"\s+$",
+            _CJK,
+            r"\p{N}+",
+        ),
         "",
     ),
     ("deepseek-coder", (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, _DIGIT), ""),
@@ -69,10 +90,19 @@ _ENDS = (
 )
 # Tokens of `_ENDS` that end no text where the vocabulary has all tokens of a set: in the format of gpt-oss and Solar
 # "<|end|>" closes the reasoning, and the answer follows; in Gemma 4's vocabulary "</s>" is a word of HTML.
-_CLOSES_REASONING = ("<|return|> <|call|>", "<|return|> <|calls|>", "<|call|> <|flush|>", "<|calls|> <|flush|>")
+_CLOSES_REASONING = (
+    "<|return|> <|call|>",
+    "<|return|> <|calls|>",
+    "<|call|> <|flush|>",
+    "<|calls|> <|flush|>",
+)
 _NOT_ENDS = {"<|end|>": _CLOSES_REASONING, "</s>": ("<|tool_response>",)}
 _END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-_NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3: spaces behind its other special tokens are not read
+_NOT_STRIPPED = (
+    "<unk>",
+    "<s>",
+    "<|endoftext|>",
+)  # of Phi-3: spaces behind its other special tokens are not read
 
 
 def tokenizer_of(fields: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any], list[int]]:
@@ -82,7 +112,9 @@ def tokenizer_of(fields: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any], lis
     """
     stated = _stated(fields)
     ends = _ends(stated)
-    tokenizer, has_bos = _of_merges(stated) if stated["model"] == "gpt2" else (_of_scores(stated), True)
+    tokenizer, has_bos = (
+        _of_merges(stated) if stated["model"] == "gpt2" else (_of_scores(stated), True)
+    )
     _add_special(tokenizer, stated)
     _frame(tokenizer, stated, has_bos)
     _check(tokenizer, stated)
@@ -99,7 +131,10 @@ def tokenizer_of(fields: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any], lis
 
 def _templates(stated: dict[str, Any]) -> dict[str, str] | str | None:
     """The chat template, or templates by name. Of those with names only "tool_use" is ever taken."""
-    templates = {"default": stated.get("chat_template"), "tool_use": stated.get("chat_template.tool_use")}
+    templates = {
+        "default": stated.get("chat_template"),
+        "tool_use": stated.get("chat_template.tool_use"),
+    }
     if templates["tool_use"] is None:
         return templates["default"]
     return {name: template for name, template in templates.items() if template is not None}
@@ -108,14 +143,23 @@ def _templates(stated: dict[str, Any]) -> dict[str, str] | str | None:
 def _stated(fields: dict[str, Any]) -> dict[str, Any]:
     """What the file states of its tokenizer, without ids that no token has."""
     stated = {name: value for name, value in fields.items() if name.startswith("tokenizer.")}
-    stated = {name.removeprefix("tokenizer.").removeprefix("ggml."): value for name, value in stated.items()}
+    stated = {
+        name.removeprefix("tokenizer.").removeprefix("ggml."): value
+        for name, value in stated.items()
+    }
     model = stated.get("model")
     if model not in _NEEDED:
-        raise ValueError(f"its tokenizer is of the kind {model!r}, which is not read. Take the model as safetensors")
+        raise ValueError(
+            f"its tokenizer is of the kind {model!r}, which is not read. Take the model as safetensors"
+        )
     for name in _NEEDED[model]:
         if name not in stated:
-            raise ValueError(f"it does not say 'tokenizer.ggml.{name}', without which it has no tokenizer")
-    tokens = stated["tokens"] = [token or f"[EMPTY_{id}]" for id, token in enumerate(stated["tokens"])]
+            raise ValueError(
+                f"it does not say 'tokenizer.ggml.{name}', without which it has no tokenizer"
+            )
+    tokens = stated["tokens"] = [
+        token or f"[EMPTY_{id}]" for id, token in enumerate(stated["tokens"])
+    ]
     if len(set(tokens)) < len(tokens):
         raise ValueError(f"{len(tokens) - len(set(tokens))} of its tokens are there twice")
     size = len(tokens)
@@ -131,7 +175,9 @@ def _ends(stated: dict[str, Any]) -> list[int]:
     kinds = stated["token_type"] = [*stated.get("token_type", [_NORMAL] * len(tokens))]
     found = [stated[f"{key}_token_id"] for key in _END_KEYS if f"{key}_token_id" in stated]
     for id, token in enumerate(tokens):
-        if token in names or (token == "</s>" and kinds[id] == _CONTROL):  # in some vocabularies a word of HTML
+        if token in names or (
+            token == "</s>" and kinds[id] == _CONTROL
+        ):  # in some vocabularies a word of HTML
             found.append(id)
     for id in found:
         kinds[id] = _CONTROL
@@ -145,9 +191,13 @@ def _ends(stated: dict[str, Any]) -> list[int]:
 def _of_merges(stated: dict[str, Any]) -> tuple[Tokenizer, bool]:
     """A byte-level BPE, and whether texts begin with BOS unless the file states otherwise."""
     name = stated.get("pre") or "default"
-    found = next(((splits, implied) for names, splits, implied in _SPLITS if name in names.split()), None)
+    found = next(
+        ((splits, implied) for names, splits, implied in _SPLITS if name in names.split()), None
+    )
     if found is None:
-        raise ValueError(f"its pre-tokenizer is {name!r}, which is not read. Take the model as safetensors")
+        raise ValueError(
+            f"its pre-tokenizer is {name!r}, which is not read. Take the model as safetensors"
+        )
     expressions, implied = found
     ids = {token: id for id, token in enumerate(stated["tokens"])}
     merges = [tuple(merge.split(" ")) for merge in stated["merges"]]
@@ -158,7 +208,9 @@ def _of_merges(stated: dict[str, Any]) -> tuple[Tokenizer, bool]:
     if "nfc" in implied:
         tokenizer.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in expressions]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, "bos" in implied
 
@@ -173,7 +225,9 @@ def _of_scores(stated: dict[str, Any]) -> Tokenizer:
             if kinds[id] == _USER_DEFINED and (name := token.replace(" ", _SPACE)) not in known:
                 tokens[id] = name
     ids = {token: id for id, token in enumerate(tokens)}
-    found = {token for token, id in ids.items() if kinds[id] not in (_UNKNOWN, _CONTROL, _USER_DEFINED)}
+    found = {
+        token for token, id in ids.items() if kinds[id] not in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+    }
     ranked = sorted(found, key=lambda token: (-scores[ids[token]], ids[token]))
     merges = [
         (token[:cut], token[cut:])
@@ -182,7 +236,9 @@ def _of_scores(stated: dict[str, Any]) -> Tokenizer:
         if token[:cut] in found and token[cut:] in found
     ]
     unknown = tokens[stated["unknown_token_id"]] if "unknown_token_id" in stated else None
-    tokenizer = Tokenizer(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
     prefix = [normalizers.Prepend(_SPACE)] * has_prefix
     tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
     strip = [decoders.Strip(" ", 1, 0)] * has_prefix
@@ -219,10 +275,16 @@ def _frame(tokenizer: Tokenizer, stated: dict[str, Any], has_bos: bool) -> None:
     adds = {"bos": stated.get("add_bos_token", has_bos), "eos": stated.get("add_eos_token", False)}
     ends = {name: stated.get(f"{name}_token_id") for name in adds if adds[name]}
     if missing := [name for name, id in ends.items() if id is None]:
-        raise ValueError(f"it adds a token to each text and does not say which: 'tokenizer.ggml.{missing[0]}_token_id'")
-    around = [{"id": name, "ids": [id], "tokens": [stated["tokens"][id]]} for name, id in ends.items()]
+        raise ValueError(
+            f"it adds a token to each text and does not say which: 'tokenizer.ggml.{missing[0]}_token_id'"
+        )
+    around = [
+        {"id": name, "ids": [id], "tokens": [stated["tokens"][id]]} for name, id in ends.items()
+    ]
     first, last = "bos " * ("bos" in ends), " eos" * ("eos" in ends)
-    tokenizer.post_processor = processors.TemplateProcessing(f"{first}$A{last}", f"{first}$A $B{last}", around)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        f"{first}$A{last}", f"{first}$A $B{last}", around
+    )
 
 
 def _check(tokenizer: Tokenizer, stated: dict[str, Any]) -> None:
@@ -232,12 +294,16 @@ def _check(tokenizer: Tokenizer, stated: dict[str, Any]) -> None:
     if (size := tokenizer.get_vocab_size()) != len(tokens):
         raise ValueError(f"its tokenizer would have {size} tokens, and the file has {len(tokens)}")
     for id, kind in enumerate(kinds):
-        if kind in (_CONTROL, _USER_DEFINED) and tokenizer.encode(tokens[id], add_special_tokens=False).ids != [id]:
+        if kind in (_CONTROL, _USER_DEFINED) and tokenizer.encode(
+            tokens[id], add_special_tokens=False
+        ).ids != [id]:
             raise ValueError(f"its token {tokens[id]!r} is not read as itself")
     for id in range(0, len(tokens), max(1, len(tokens) // 500)):
         text = tokenizer.decode([id])
         ids = tokenizer.encode(text, add_special_tokens=False).ids
-        is_read = stated["model"] == "llama" or alphabet.issuperset(tokens[id])  # else no text has it
+        is_read = stated["model"] == "llama" or alphabet.issuperset(
+            tokens[id]
+        )  # else no text has it
         if not is_read or REPLACEMENT in text or any(kinds[each] == _USER_DEFINED for each in ids):
             continue
         if normalize("NFC", again := tokenizer.decode(ids)) != normalize("NFC", text):

@@ -43,7 +43,9 @@ def grammar_of(json_schema: Schema | None, regex: str | None) -> str:
         raise RequestError(f"{kind} {_MISSING}{installing('structured')}") from None
     except ValueError as error:
         place = place_of(str(text), str(error)) if kind == "json_schema" else ""
-        raise RequestError(f"{kind} cannot be kept to: {_short(str(error))}{place and f', at {place}'}") from None
+        raise RequestError(
+            f"{kind} cannot be kept to: {_short(str(error))}{place and f', at {place}'}"
+        ) from None
     return grammar
 
 
@@ -171,7 +173,9 @@ class Guides:
 def _tokens(tokenizer: Tokenizer, size: int) -> LLTokenizer:
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    return LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer, size)), n_vocab=size + _EXTRA_IDS, eos_token=size)
+    return LLTokenizer(
+        TokenizerWrapper(_Vocabulary(tokenizer, size)), n_vocab=size + _EXTRA_IDS, eos_token=size
+    )
 
 
 class _Vocabulary:
@@ -219,4 +223,7 @@ class _Vocabulary:
     def _fitting(self, text: bytes, start: int) -> int:
         """The longest token with which `text` continues at `start`."""
         ends = range(min(len(text), start + self._longest), start, -1)
-        return next((self._ids[text[start:end]] for end in ends if text[start:end] in self._ids), self._unwritten)
+        return next(
+            (self._ids[text[start:end]] for end in ends if text[start:end] in self._ids),
+            self._unwritten,
+        )

@@ -41,7 +41,9 @@ def checked(grammar: str) -> str:
     """A grammar (its kind, a line feed, its text) in llguidance's notation. Raises `ImportError`, `ValueError`."""
     import llguidance  # noqa: F401
 
-    tried = subprocess.run([sys.executable, "-m", __name__], input=grammar.encode(), capture_output=True)
+    tried = subprocess.run(
+        [sys.executable, "-m", __name__], input=grammar.encode(), capture_output=True
+    )
     if tried.returncode:
         raise ValueError(f"its parser would take more than {SECONDS} s to make, or too much memory")
     if tried.stdout:
@@ -57,7 +59,11 @@ def _written(grammar: str) -> str:
         return str(LLMatcher.grammar_from_regex(text))
     if kind != "json_schema":
         raise ValueError(f"unknown kind {kind[:20]!r}")
-    return str(LLMatcher.grammar_from_json_schema(simplified(text), overrides={"whitespace_pattern": _WHITESPACE}))
+    return str(
+        LLMatcher.grammar_from_json_schema(
+            simplified(text), overrides={"whitespace_pattern": _WHITESPACE}
+        )
+    )
 
 
 def _try(grammar: str) -> str:

@@ -38,7 +38,9 @@ class Tags:
 _TAGS = {  # what a chat template has -> its tags
     "</think>": Tags("<think>", "</think>"),
     # gpt-oss: its special tokens have no text.
-    "<|channel|>analysis": Tags("analysis", "assistantfinal", ("final", "commentary"), "assistantcommentary"),
+    "<|channel|>analysis": Tags(
+        "analysis", "assistantfinal", ("final", "commentary"), "assistantcommentary"
+    ),
 }
 
 
@@ -50,7 +52,9 @@ def tags_of(template: str) -> Tags | None:
 def splitter_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> Splitter | None:
     """For the text behind a prompt that the chat template wrote; None where the model does not think."""
     tags = tags_of(tokenizer.chat_template)
-    return None if tags is None else Splitter(tags, tags.are_open(tokenizer.decode(prompt[-_TAIL:])))
+    return (
+        None if tags is None else Splitter(tags, tags.are_open(tokenizer.decode(prompt[-_TAIL:])))
+    )
 
 
 class Splitter:
@@ -62,7 +66,9 @@ class Splitter:
 
     def __init__(self, tags: Tags, is_open: bool = False) -> None:
         self.tags, self.is_open = tags, is_open
-        self._part: Literal["", "reasoning", "answer"] = ""  # that the text is in; empty: not known yet
+        self._part: Literal["", "reasoning", "answer"] = (
+            ""  # that the text is in; empty: not known yet
+        )
         self._is_begun = False  # whether that part has more than the white space that is dropped
         self._text = ""  # not returned yet: it may be part of a tag, or white space beside one
 

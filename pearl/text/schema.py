@@ -13,19 +13,44 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 _ANYTHING: tuple[Any, ...] = (True, {})  # schemas that every value matches
-_MAPPINGS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")  # name -> schema
+_MAPPINGS = (
+    "$defs",
+    "definitions",
+    "dependentSchemas",
+    "patternProperties",
+    "properties",
+)  # name -> schema
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = (
-    *("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then"),
+    *(
+        "additionalItems",
+        "additionalProperties",
+        "contains",
+        "else",
+        "if",
+        "items",
+        "not",
+        "propertyNames",
+        "then",
+    ),
     *("unevaluatedItems", "unevaluatedProperties"),
 )
 # An `if` precedes its branches, and a `contains` its numbers: without them these constrain nothing.
 _DROPPED = (
-    *("$dynamicAnchor", "$recursiveAnchor", "contains", "dependencies", "dependentRequired", "dependentSchemas"),
+    *(
+        "$dynamicAnchor",
+        "$recursiveAnchor",
+        "contains",
+        "dependencies",
+        "dependentRequired",
+        "dependentSchemas",
+    ),
     *("if", "else", "then", "maxContains", "minContains", "not", "propertyNames"),
     *("unevaluatedItems", "unevaluatedProperties", "uniqueItems"),
 )
-_UNREAD = re.compile(r"Unimplemented keys: \[(?P<keys>.*?)\]|Unknown format: (?P<format>\S+)")  # llguidance's words
+_UNREAD = re.compile(
+    r"Unimplemented keys: \[(?P<keys>.*?)\]|Unknown format: (?P<format>\S+)"
+)  # llguidance's words
 
 
 class Place(NamedTuple):
@@ -73,7 +98,9 @@ def _places(root: Any) -> Iterator[Place]:
             if keyword in _MAPPINGS and isinstance(value, dict):
                 pending += [(f"{path}/{keyword}/{name}", inner) for name, inner in value.items()]
             if (keyword in _LISTS or keyword == "items") and isinstance(value, list):
-                pending += [(f"{path}/{keyword}/{number}", inner) for number, inner in enumerate(value)]
+                pending += [
+                    (f"{path}/{keyword}/{number}", inner) for number, inner in enumerate(value)
+                ]
 
 
 def _simplify(schema: dict[str, Any]) -> None:

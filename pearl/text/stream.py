@@ -23,7 +23,9 @@ _LONGEST_CHARACTER = 4  # bytes, and so tokens, at most
 _UNFINISHED = _LONGEST_CHARACTER - 1
 
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # byte tokens of sentencepiece
-_CONTINUATION_PIECE = re.compile(r"<0x[89ABab][0-9A-Fa-f]>")  # those that no UTF-8 character begins with
+_CONTINUATION_PIECE = re.compile(
+    r"<0x[89ABab][0-9A-Fa-f]>"
+)  # those that no UTF-8 character begins with
 _SPACE = "\u2581"
 
 
@@ -31,7 +33,9 @@ def _byte_alphabet() -> dict[str, int]:
     """Character -> byte. Source: byte-level BPE of GPT-2, whose tokens are text without control characters."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + number): byte for number, byte in enumerate(hidden)}
+    return {chr(byte): byte for byte in shown} | {
+        chr(256 + number): byte for number, byte in enumerate(hidden)
+    }
 
 
 _BYTES = _byte_alphabet()
@@ -40,7 +44,9 @@ _BYTES = _byte_alphabet()
 def check_characters(text: str) -> str:
     """Return `text`; raise `RequestError` where no tokenizer can read it."""
     if not is_unicode(text):
-        raise RequestError("the prompt holds half a surrogate pair, which is no character: it must be UTF-8")
+        raise RequestError(
+            "the prompt holds half a surrogate pair, which is no character: it must be UTF-8"
+        )
     return text
 
 
@@ -72,9 +78,13 @@ class Tokenizer(Protocol):
         Raises `RequestError` where the template refuses these messages.
         """
         text = self.chat_text(messages, tools)
-        return None if text is None else self.encode(text, special=False)  # the template writes its own
+        return (
+            None if text is None else self.encode(text, special=False)
+        )  # the template writes its own
 
-    def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None, **variables: Any) -> str | None:
+    def chat_text(
+        self, messages: list[dict[str, Any]], tools: Tools = None, **variables: Any
+    ) -> str | None:
         """The prompt of `apply_chat` as text. `variables`: further ones of the template, such as enable_thinking."""
         ...
 
@@ -125,11 +135,20 @@ class Detokenizer:
         spoken = (token for token in reversed(prompt) if not self.is_special(token))
         tail = [*itertools.islice(spoken, CONTEXT)][::-1]
         # Context, then tokens whose text is held back. A decoder marks bytes that begin inside a character as invalid.
-        self._ids = [*itertools.dropwhile(lambda id: _CONTINUATION_PIECE.fullmatch(tokenizer.token(id) or ""), tail)]
+        self._ids = [
+            *itertools.dropwhile(
+                lambda id: _CONTINUATION_PIECE.fullmatch(tokenizer.token(id) or ""), tail
+            )
+        ]
         self._held_from = len(self._ids)
         # The context's text, without a character that the prompt's end has cut in two.
-        cut = (tokenizer.decode(self._ids[: max(0, self._held_from - n)]) for n in range(_LONGEST_CHARACTER))
-        self._given = next((text for text in cut if not text.endswith(REPLACEMENT)), tokenizer.decode(self._ids))
+        cut = (
+            tokenizer.decode(self._ids[: max(0, self._held_from - n)])
+            for n in range(_LONGEST_CHARACTER)
+        )
+        self._given = next(
+            (text for text in cut if not text.endswith(REPLACEMENT)), tokenizer.decode(self._ids)
+        )
         self._pending = ""
 
     def is_special(self, token: int) -> bool:
@@ -163,7 +182,9 @@ class Detokenizer:
     def flush(self) -> str:
         """The text still held, at the end; incomplete characters are U+FFFD."""
         piece, self._pending = self._pending, ""
-        self._ids = self._ids[self._held_from :]  # a piece is context enough for the next: it starts at a character
+        self._ids = self._ids[
+            self._held_from :
+        ]  # a piece is context enough for the next: it starts at a character
         self._given = self._tokenizer.decode(self._ids)
         self._held_from = len(self._ids)
         return piece
@@ -178,7 +199,9 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str]) -> None:
         if not all(stops):
-            raise RequestError("A stop string is empty, and would end every text at once. Leave it out.")
+            raise RequestError(
+                "A stop string is empty, and would end every text at once. Leave it out."
+            )
         self.matched: str | None = None
         self._stops = tuple(stops)
         self._initials = frozenset(stop[0] for stop in stops)
@@ -241,7 +264,11 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = (), show: Collection[str] = ()
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stops: Sequence[str] = (),
+        show: Collection[str] = (),
     ) -> None:
         self._tokenizer, self._stops, self._show = tokenizer, frozenset(stops), frozenset(show)
         self._detokenizer = Detokenizer(tokenizer, prompt)

@@ -24,15 +24,40 @@ from pearl.text.stream import Tokenizer, Tools, check_characters
 from pearl.text.vocabulary import Vocabulary, read_vocabulary, vocabulary_of
 
 FILES = (  # of a tokenizer, and of how to sample
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken"),
+    *(
+        "tokenizer*",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.*",
+        "merges.txt",
+        "*.model",
+        "*.tiktoken",
+    ),
     *("chat_template*", "additional_chat_templates/*", "generation_config.json"),
 )
 
 # Options that change which tokens come out, if not one of `_NEUTRAL`; and those that do so under sampling.
 _UNSUPPORTED = (
-    *("encoder_repetition_penalty", "num_beams", "guidance_scale", "no_repeat_ngram_size", "min_length"),
-    *("encoder_no_repeat_ngram_size", "min_new_tokens", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens"),
-    *("stop_strings", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"),
+    *(
+        "encoder_repetition_penalty",
+        "num_beams",
+        "guidance_scale",
+        "no_repeat_ngram_size",
+        "min_length",
+    ),
+    *(
+        "encoder_no_repeat_ngram_size",
+        "min_new_tokens",
+        "bad_words_ids",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+    ),
+    *(
+        "stop_strings",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "exponential_decay_length_penalty",
+    ),
     *("dola_layers", "watermarking_config", "penalty_alpha", "token_healing", "sequence_bias"),
 )
 _UNSUPPORTED_SAMPLING = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
@@ -67,7 +92,11 @@ class GenerationDefaults:
         """For example "temperature 0.6, top_k 20"; "greedy" where nothing is drawn."""
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
         usual = GenerationDefaults()
-        stated = [f"{name} {getattr(self, name)}" for name in names if getattr(self, name) != getattr(usual, name)]
+        stated = [
+            f"{name} {getattr(self, name)}"
+            for name in names
+            if getattr(self, name) != getattr(usual, name)
+        ]
         return ", ".join(stated if self.temperature else ["greedy", *stated])
 
 
@@ -103,7 +132,9 @@ class FileTokenizer(Tokenizer):
     def _read_vocabulary(self) -> Vocabulary:
         """The file's vocabulary if it has all tokens that the settings name, else the library's, which adds them."""
         vocabulary = read_vocabulary(self._file)
-        if vocabulary is None or not vocabulary.added.issuperset(token["content"] for token in self._added):
+        if vocabulary is None or not vocabulary.added.issuperset(
+            token["content"] for token in self._added
+        ):
             return vocabulary_of(self._tokenizer)
         special = frozenset(map(_content, (*self._named.values(), *self._listed)))
         if not special <= vocabulary.ids.keys():
@@ -133,19 +164,25 @@ class FileTokenizer(Tokenizer):
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         # As a batch of one: `encode` would hold the interpreter lock, for seconds on a long prompt.
-        (encoded,) = self._tokenizer.encode_batch_fast([check_characters(text)], add_special_tokens=special)
+        (encoded,) = self._tokenizer.encode_batch_fast(
+            [check_characters(text)], add_special_tokens=special
+        )
         return list(encoded.ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._vocabulary.decode(ids)
 
-    def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None, **variables: Any) -> str | None:
+    def chat_text(
+        self, messages: list[dict[str, Any]], tools: Tools = None, **variables: Any
+    ) -> str | None:
         template = self.chat_template
         if tools is not None and self.tool_template:
             template = self.tool_template
         if not template:
             return None
-        return chat_prompt(partial(render, template, tools, self._special, variables=variables), messages)
+        return chat_prompt(
+            partial(render, template, tools, self._special, variables=variables), messages
+        )
 
     def token(self, id: int) -> str | None:
         return self._vocabulary.entries[id] if 0 <= id < self.vocab_size else None
@@ -193,18 +230,31 @@ def _as_special(token: Any) -> Any:
 
     if isinstance(token, str):
         return token
-    flags = {name: flag for name, flag in token.items() if name in ("single_word", "lstrip", "rstrip", "normalized")}
+    flags = {
+        name: flag
+        for name, flag in token.items()
+        if name in ("single_word", "lstrip", "rstrip", "normalized")
+    }
     return tokenizers.AddedToken(token["content"], special=True, **flags)
 
 
 def _templates(directory: Path, settings: dict[str, Any]) -> dict[str, str]:
     """Chat templates by name; files win over tokenizer_config.json."""
     given = settings.get("chat_template") or []
-    found = {"default": given} if isinstance(given, str) else {one["name"]: one["template"] for one in given}
-    found |= {file.stem: file.read_text("utf-8") for file in directory.glob("additional_chat_templates/*.jinja")}
+    found = (
+        {"default": given}
+        if isinstance(given, str)
+        else {one["name"]: one["template"] for one in given}
+    )
+    found |= {
+        file.stem: file.read_text("utf-8")
+        for file in directory.glob("additional_chat_templates/*.jinja")
+    }
     if (file := directory / "chat_template.jinja").is_file():
         found["default"] = file.read_text("utf-8")
-    elif isinstance(of_processor := _json(directory / "chat_template.json").get("chat_template"), str):
+    elif isinstance(
+        of_processor := _json(directory / "chat_template.json").get("chat_template"), str
+    ):
         found.setdefault("default", of_processor)  # of a model that reads pictures too
     return found
 
@@ -224,7 +274,9 @@ def _first_difference(target: Tokenizer, draft: Tokenizer) -> int | None:
     return next(id for id in range(size) if ours[id] != theirs[id])
 
 
-def check_same_vocabulary(target: Tokenizer, draft: Tokenizer, target_name: str, draft_name: str) -> None:
+def check_same_vocabulary(
+    target: Tokenizer, draft: Tokenizer, target_name: str, draft_name: str
+) -> None:
     """Raise `ModelError` unless `have_same_vocabulary`."""
     id = _first_difference(target, draft)
     if id is not None:
@@ -241,7 +293,9 @@ def vocabulary_digest(tokenizer: Tokenizer, size: int) -> bytes:
     return hashlib.blake2b(json.dumps(tokens).encode(), digest_size=16).digest()
 
 
-def load(directory: Path, trust_remote_code: bool, encodes: bool = True) -> tuple[Tokenizer, GenerationDefaults]:
+def load(
+    directory: Path, trust_remote_code: bool, encodes: bool = True
+) -> tuple[Tokenizer, GenerationDefaults]:
     """The tokenizer in a directory, and how the checkpoint wants to be sampled. `encodes`: see `FileTokenizer`."""
     if (directory / "tokenizer.json").is_file():
         tokenizer = FileTokenizer(directory, encodes)
@@ -276,19 +330,28 @@ def _defaults(directory: Path, tokenizer_eos: int | None) -> GenerationDefaults:
         found = (one.get("eos_token_id") for one in (model, model.get("text_config") or {}))
         config["eos_token_id"] = next((eos for eos in found if eos is not None), None)
     samples = bool(config.get("do_sample"))
-    named = {name: config.get(name) for name in _SUPPORTED} | {"max_tokens": config.get("max_new_tokens")}
+    named = {name: config.get(name) for name in _SUPPORTED} | {
+        "max_tokens": config.get("max_new_tokens")
+    }
     given = {name: value for name, value in named.items() if value is not None}
     invalid = {name: value for name, value in given.items() if not _is_valid(name, value)}
     unset = {"temperature": 1.0, "top_k": 0 if "top_k" in given else 50} if samples else {}
     taken = {name: value for name, value in given.items() if name not in invalid}
     numbers: dict[str, Any] = {
-        name: int(value) if name in ("top_k", "max_tokens") else float(value) for name, value in (unset | taken).items()
+        name: int(value) if name in ("top_k", "max_tokens") else float(value)
+        for name, value in (unset | taken).items()
     }
     ignored = (
         *unsupported_options(config, samples),
-        *(f"general.sampling.{option}" for option in config.get("general.sampling", ())),  # of a GGUF file
+        *(
+            f"general.sampling.{option}" for option in config.get("general.sampling", ())
+        ),  # of a GGUF file
         *(f"{name} {value}" for name, value in invalid.items()),
-        *(f"eos_token_id {token!r}" for token in _listed(config["eos_token_id"]) if not _is_whole(token)),
+        *(
+            f"eos_token_id {token!r}"
+            for token in _listed(config["eos_token_id"])
+            if not _is_whole(token)
+        ),
     )
     eos = tokenizer_eos if config["eos_token_id"] is None else config["eos_token_id"]
     greedy = {} if samples else {"temperature": 0.0}

@@ -52,7 +52,9 @@ class Format:
     shown: tuple[str, ...] = ()
 
 
-_DEEPSEEK = tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end"))
+_DEEPSEEK = tuple(
+    f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
+)
 FORMATS = {
     "hermes": Format(("<tool_call>",), "<tool_call>", prefix="<tool_call>\n"),
     "mistral": Format(
@@ -69,15 +71,26 @@ FORMATS = {
         shown=_DEEPSEEK,
     ),
     "pythonic": Format(
-        ("[func_name1(", "<|python_start|>"), "[", r"[\[,]\s*([A-Za-z_][\w.]*)(?=\()", leads=True, is_python=True
+        ("[func_name1(", "<|python_start|>"),
+        "[",
+        r"[\[,]\s*([A-Za-z_][\w.]*)(?=\()",
+        leads=True,
+        is_python=True,
     ),
     # gpt-oss; its special tokens have no text, and `pearl.text.reasoning` takes the channel's name.
     "harmony": Format(
-        ("to=functions.",), "to=functions.", r"to=functions\.([\w.-]+?)(?:\s*commentary)?\s*(?:json|code)?\s*(?=\{)"
+        ("to=functions.",),
+        "to=functions.",
+        r"to=functions\.([\w.-]+?)(?:\s*commentary)?\s*(?:json|code)?\s*(?=\{)",
     ),
-    "llama3": Format(("<|python_tag|>", '{"name": function name'), "{", key="parameters", leads=True),
+    "llama3": Format(
+        ("<|python_tag|>", '{"name": function name'), "{", key="parameters", leads=True
+    ),
 }
-_PROBE = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
+_PROBE = {
+    "type": "function",
+    "function": {"name": "f", "description": "", "parameters": {"type": "object"}},
+}
 
 
 def knows_tools(tokenizer: Tokenizer) -> bool:
@@ -93,7 +106,10 @@ def format_of(tokenizer: Tokenizer, name: str = "auto") -> Format:
     template = tokenizer.tool_template or tokenizer.chat_template
     if not template or not knows_tools(tokenizer):
         return FORMATS["hermes"]
-    return next((one for one in FORMATS.values() if any(mark in template for mark in one.marks)), FORMATS["hermes"])
+    return next(
+        (one for one in FORMATS.values() if any(mark in template for mark in one.marks)),
+        FORMATS["hermes"],
+    )
 
 
 # ---- for templates that leave tools out ----
@@ -112,11 +128,15 @@ def in_words(
     messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], role: str = "system"
 ) -> list[dict[str, Any]]:
     """The messages with tools, calls and results as text. `role`: whose message, the first one, has the tools."""
-    told = _TOLD.format("\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
+    told = _TOLD.format(
+        "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    )
     made: list[dict[str, Any]] = []
     for is_result, group in groupby(messages, lambda message: message["role"] == "tool"):
         if is_result:  # one message, for templates may want users and assistants in turns
-            results = (f"<tool_response>\n{message.get('content')}\n</tool_response>" for message in group)
+            results = (
+                f"<tool_response>\n{message.get('content')}\n</tool_response>" for message in group
+            )
             made.append({"role": "user", "content": "\n".join(results)})
         else:
             made += [_with_calls_in_words(message) for message in group]
@@ -128,7 +148,10 @@ def in_words(
 def _with_calls_in_words(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = [_written(call["function"]) for call in message.get("tool_calls") or ()]
     parts = filter(None, (message.get("content"), *calls))
-    return {**{name: value for name, value in message.items() if name != "tool_calls"}, "content": "\n".join(parts)}
+    return {
+        **{name: value for name, value in message.items() if name != "tool_calls"},
+        "content": "\n".join(parts),
+    }
 
 
 def _written(function: Mapping[str, Any]) -> str:
@@ -147,7 +170,12 @@ def forced_schema(functions: Sequence[Mapping[str, Any]], key: str) -> dict[str,
         at = f"#/anyOf/{number}/properties/{key}"
         arguments = _moved(function.get("parameters") or {"type": "object"}, at)
         properties = {"name": {"const": function["name"]}, key: {"type": "object"} | arguments}
-        return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": [*properties],
+            "additionalProperties": False,
+        }
 
     return {"anyOf": [call(number, function) for number, function in enumerate(functions)]}
 
@@ -166,7 +194,9 @@ def _moved(schema: Any, to: str) -> Any:
 # ---- calls in a text ----
 
 
-Call = dict[str, Any]  # in OpenAI's notation; of a call that comes in parts only the first has its name and id
+Call = dict[
+    str, Any
+]  # in OpenAI's notation; of a call that comes in parts only the first has its name and id
 
 
 class CallSplitter:
@@ -179,7 +209,11 @@ class CallSplitter:
     """
 
     def __init__(
-        self, format: Format, names: Collection[str], is_forced: bool = False, most: int | None = None
+        self,
+        format: Format,
+        names: Collection[str],
+        is_forced: bool = False,
+        most: int | None = None,
     ) -> None:
         self._format, self._names, self._most = format, names, most
         self._head = re.compile(_NAMED if is_forced else format.head)
@@ -204,14 +238,24 @@ class CallSplitter:
         if self._format.leads and before.strip():
             self._step = self._pass_on
             return True
-        size = len(before.rstrip()) if start else len(before) if is_last else decided(before, self._format.start)
+        size = (
+            len(before.rstrip())
+            if start
+            else len(before)
+            if is_last
+            else decided(before, self._format.start)
+        )
         self._text, self._pending = self._text + self._pending[:size], self._pending[size:]
         self._step = self._find_head if start else self._find_start
         return bool(start)
 
     def _find_head(self, is_last: bool) -> bool:
         found = self._head.search(self._pending)
-        if found and (name := found.group(found.lastindex or 0)) and (not self._format.leads or name in self._names):
+        if (
+            found
+            and (name := found.group(found.lastindex or 0))
+            and (not self._format.leads or name in self._names)
+        ):
             self._pending = self._pending[found.end() :]
             self._end, self._held, self._step = _End(), "", self._take_arguments
             self._count += 1
@@ -219,7 +263,9 @@ class CallSplitter:
                 # Nine letters and digits: Mistral's templates take no other id.
                 id = secrets.token_hex(5)[:9]
                 function = {"name": name, "arguments": ""}
-                self._calls.append({"index": self._count - 1, "id": id, "type": "function", "function": function})
+                self._calls.append(
+                    {"index": self._count - 1, "id": id, "type": "function", "function": function}
+                )
             return True
         if not found and not is_last and len(self._pending) <= _MOST_HEAD:
             return False
@@ -281,6 +327,9 @@ def _as_json(arguments: str) -> str:
     try:
         call = ast.parse(f"f{arguments}", mode="eval").body
         assert isinstance(call, ast.Call)
-        return json.dumps({str(word.arg): ast.literal_eval(word.value) for word in call.keywords}, ensure_ascii=False)
+        return json.dumps(
+            {str(word.arg): ast.literal_eval(word.value) for word in call.keywords},
+            ensure_ascii=False,
+        )
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return arguments

@@ -23,7 +23,11 @@ class Translation:
     """
 
     def __init__(
-        self, target: Tokenizer, draft: Tokenizer, target_eos: Sequence[int] = (), draft_eos: Sequence[int] = ()
+        self,
+        target: Tokenizer,
+        draft: Tokenizer,
+        target_eos: Sequence[int] = (),
+        draft_eos: Sequence[int] = (),
     ) -> None:
         self.target, self._draft = target, draft
         self._of_draft: dict[bytes, int] = {}
@@ -57,7 +61,9 @@ class Translation:
         try:
             text = spelled.decode()
         except UnicodeDecodeError:  # part of a character
-            return tuple(self._of_draft[one] for byte in spelled if (one := bytes([byte])) in self._of_draft)
+            return tuple(
+                self._of_draft[one] for byte in spelled if (one := bytes([byte])) in self._of_draft
+            )
         # Behind a line feed, for at the start of a text some tokenizers add a space.
         before, found = (self._draft.encode(f"\n{part}", special=False) for part in ("", text))
         if found[: len(before)] == before:
@@ -67,4 +73,6 @@ class Translation:
 
 def _characters_first(tokenizer: Tokenizer) -> list[int]:
     """All ids, those of bytes such as "<0x2E>" last: a vocabulary that has them writes "." otherwise where it can."""
-    return sorted(range(tokenizer.vocab_size), key=lambda id: is_byte_piece(tokenizer.token(id) or ""))
+    return sorted(
+        range(tokenizer.vocab_size), key=lambda id: is_byte_piece(tokenizer.token(id) or "")
+    )

@@ -65,7 +65,9 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
     ids = tokenizer.get_vocab(with_added_tokens=True)
     added = tokenizer.get_added_tokens_decoder().values()
     special = frozenset(token.content for token in added if token.special)
-    return Vocabulary(_by_id(ids), ids, frozenset(token.content for token in added), special, tokenizer.decoder)
+    return Vocabulary(
+        _by_id(ids), ids, frozenset(token.content for token in added), special, tokenizer.decoder
+    )
 
 
 def read_vocabulary(file: Path) -> Vocabulary | None:

@@ -24,7 +24,11 @@ from pearl.trace.recorder import LOOP, TRACKS, TRANSPORT, Part, Record, part_pat
 
 VERSION = 11  # of the metadata under "pearl_trace"
 # Perfetto ignores colours in a file ("cname") and derives a slice's hue from its name: here green, red and orange.
-DRAFTED = {ACCEPTED: "draft token accepted", REJECTED: "draft token rejected", DISCARDED: "draft token unused"}
+DRAFTED = {
+    ACCEPTED: "draft token accepted",
+    REJECTED: "draft token rejected",
+    DISCARDED: "draft token unused",
+}
 _MAX_HELD = 1000  # records of one wait
 VERDICT, REJECTION = "verdict", "verdict: rejection"  # arrows
 
@@ -87,8 +91,12 @@ class _Merged:
     """
 
     def __init__(self, parts: Iterable[Part]) -> None:
-        self._parts = sorted(parts, key=lambda part: (part.header["role"] != "target", part.header["opened"]))
-        self._clocks = [self._clock(part) for part in self._parts]  # of each, nanoseconds to add, and uncertainty
+        self._parts = sorted(
+            parts, key=lambda part: (part.header["role"] != "target", part.header["opened"])
+        )
+        self._clocks = [
+            self._clock(part) for part in self._parts
+        ]  # of each, nanoseconds to add, and uncertainty
         opened = (int(part.header["opened"]) for part in self._parts)
         self._base = min(at + offset for at, (offset, _) in zip(opened, self._clocks, strict=True))
         self._outcomes = Outcomes()
@@ -107,8 +115,12 @@ class _Merged:
             return 0, 0
         pings = [(one.end, one.args) for one in self._parts[0].records() if one.kind == "clock"]
         if not pings:
-            raise TraceError(f"{part.path}: from another machine, and without clock pings its clock cannot be aligned")
-        round_trip, offset = min((end - a["sent"], (end + a["sent"]) // 2 - a["received"]) for end, a in pings)
+            raise TraceError(
+                f"{part.path}: from another machine, and without clock pings its clock cannot be aligned"
+            )
+        round_trip, offset = min(
+            (end - a["sent"], (end + a["sent"]) // 2 - a["received"]) for end, a in pings
+        )
         return offset, round_trip // 2
 
     def _records(self, number: int) -> Iterator[Record]:
@@ -128,18 +140,26 @@ class _Merged:
         elif is_target:
             if record.name == "decide" and is_rejection(args):
                 verdicts = messages(args, "Send", "Verdict")
-                self._rejections |= {("Verdict", m["request"], m["epoch"], m["start"]) for m in verdicts}
+                self._rejections |= {
+                    ("Verdict", m["request"], m["epoch"], m["start"]) for m in verdicts
+                }
             self._outcomes.learn(record)
 
     def events(self) -> Iterator[Event]:
         """The second reading."""
         for number, part in enumerate(self._parts):
             process, header, tracks = number + 1, part.header, set()
-            yield _about("process_name", process, 0, name=f"{header['role']} (process {header['pid']})")
-            yield _about("process_labels", process, 0, labels=f"{header['host']}, {header['machine']}")
+            yield _about(
+                "process_name", process, 0, name=f"{header['role']} (process {header['pid']})"
+            )
+            yield _about(
+                "process_labels", process, 0, labels=f"{header['host']}, {header['machine']}"
+            )
             yield _about("process_sort_index", process, 0, sort_index=number)
             records = split_waits(self._records(number), self._sent)
-            for event in self._draft_events(records, process) if number else self._target_events(records):
+            for event in (
+                self._draft_events(records, process) if number else self._target_events(records)
+            ):
                 tracks |= {event["tid"]} if event["ph"] == "X" else set()
                 yield event
             for track in sorted(tracks):
@@ -150,7 +170,14 @@ class _Merged:
         for record in records:
             yield from self._slice(record, 1)
             if record.name == "decide" and (trouble := incident(record.args["event"])):
-                yield {"ph": "i", "s": "g", "name": trouble, "pid": 1, "tid": LOOP, "ts": self._us(record.end)}
+                yield {
+                    "ph": "i",
+                    "s": "g",
+                    "name": trouble,
+                    "pid": 1,
+                    "tid": LOOP,
+                    "ts": self._us(record.end),
+                }
 
     def _draft_events(self, records: Iterable[Record], process: int) -> Iterator[Event]:
         forward: Record | None = None  # held until the outcomes of its tokens are known
@@ -163,7 +190,11 @@ class _Merged:
                 continue
             if record.name == "decide":
                 self._outcomes.read(record.args["event"])
-            if forward is not None and record.name == "decide" and record.args["event"]["type"] == "Drafted":
+            if (
+                forward is not None
+                and record.name == "decide"
+                and record.args["event"]["type"] == "Drafted"
+            ):
                 forward = self._drafted(forward, record.args)
                 awaited -= 1
                 if awaited == 0:
@@ -190,7 +221,13 @@ class _Merged:
     def _slice(self, record: Record, process: int) -> Iterator[Event]:
         """A slice of a track; a request begins and ends beside them."""
         if record.kind == "whole":
-            event = {"name": record.name, "cat": "whole", "id": next(self._ids), "pid": process, "tid": LOOP}
+            event = {
+                "name": record.name,
+                "cat": "whole",
+                "id": next(self._ids),
+                "pid": process,
+                "tid": LOOP,
+            }
             yield event | {"ph": "b", "ts": self._us(record.start), "args": record.args}
             yield event | {"ph": "e", "ts": self._us(record.end)}
             return
@@ -198,7 +235,9 @@ class _Merged:
         name = f"wait: {record.name}" if is_wait else record.name
         event = {
             "ph": "X",
-            "name": DRAFTED[record.args["fates"][0]] if name == "draft" and "fates" in record.args else name,
+            "name": DRAFTED[record.args["fates"][0]]
+            if name == "draft" and "fates" in record.args
+            else name,
             "cat": record.kind,
             "pid": process,
             "tid": record.track,
@@ -207,12 +246,24 @@ class _Merged:
         }
         yield event if is_wait or not record.args else event | {"args": record.args}
 
-    def _flow(self, name: str, start: tuple[int, int, int], end: tuple[int, int, int]) -> Iterator[Event]:
+    def _flow(
+        self, name: str, start: tuple[int, int, int], end: tuple[int, int, int]
+    ) -> Iterator[Event]:
         """An arrow between two slices, each given as process, track and a time within it."""
         number = next(self._ids)
-        start = (*start[:2], min(start[2], end[2]))  # a message may be read before its sender returns from sending
+        start = (
+            *start[:2],
+            min(start[2], end[2]),
+        )  # a message may be read before its sender returns from sending
         for phase, (process, track, at) in (("s", start), ("f", end)):
-            event = {"ph": phase, "name": name, "cat": "flow", "id": number, "pid": process, "tid": track}
+            event = {
+                "ph": phase,
+                "name": name,
+                "cat": "flow",
+                "id": number,
+                "pid": process,
+                "tid": track,
+            }
             yield event | {"ts": self._us(at)} | ({"bp": "e"} if phase == "f" else {})
 
     def _us(self, ns: int) -> float:
@@ -223,12 +274,19 @@ class _Merged:
         workers = [
             {
                 "process": number,
-                **{k: v for k, v in part.header.items() if k not in ("config", "versions", "run", "opened")},
+                **{
+                    k: v
+                    for k, v in part.header.items()
+                    if k not in ("config", "versions", "run", "opened")
+                },
                 "clock_offset_ns": offset,
                 "clock_uncertainty_ns": uncertainty,
-                "ended": part.end is not None,  # else it was killed: the last quarter of a second may be missing
+                "ended": part.end
+                is not None,  # else it was killed: the last quarter of a second may be missing
             }
-            for number, (part, (offset, uncertainty)) in enumerate(zip(self._parts, self._clocks, strict=True), start=1)
+            for number, (part, (offset, uncertainty)) in enumerate(
+                zip(self._parts, self._clocks, strict=True), start=1
+            )
         ]
         config, versions = (self._parts[0].header[name] for name in ("config", "versions"))
         metadata = {"pearl_trace": VERSION, "clock": "monotonic", "base_ns": self._base}
@@ -289,8 +347,12 @@ def split_waits(records: Iterable[Record], sent: Mapping[tuple[Any, ...], int]) 
 
 
 def _split(held: list[Record], sent: Mapping[tuple[Any, ...], int]) -> Iterator[Record]:
-    messages = (tuple(record.args.get("by", ())) for record in reversed(held) if record.kind == "wait")
-    time = sent.get(next((message for message in messages if message and message[1] is not None), ()))
+    messages = (
+        tuple(record.args.get("by", ())) for record in reversed(held) if record.kind == "wait"
+    )
+    time = sent.get(
+        next((message for message in messages if message and message[1] is not None), ())
+    )
     for record in held:
         if record.kind != "wait" or time is None:
             yield record

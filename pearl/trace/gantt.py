@@ -14,12 +14,16 @@ from pearl.trace.chrome import committed
 from pearl.trace.reading import VERIFICATIONS, Arrow, Slice, Trace
 
 _STEPS = 12  # verification forwards shown by default
-_PAUSE = 1e-3  # seconds: shorter work (a heartbeat, say) is too short to see and does not split a wait
+_PAUSE = (
+    1e-3  # seconds: shorter work (a heartbeat, say) is too short to see and does not split a wait
+)
 _VERDICTS = {  # is it a rejection -> colour, meaning
     False: ("#333333", "verdict: all accepted"),
     True: (WORK["rejected"][0], "verdict: a draft token rejected"),
 }
-_IN_TEXT = {source: (colour, f"in the text: {meaning}") for source, (colour, meaning) in SOURCES.items()}
+_IN_TEXT = {
+    source: (colour, f"in the text: {meaning}") for source, (colour, meaning) in SOURCES.items()
+}
 # Measures of a picture, in units of its vertical axis; `_CHARACTER` is a share of the horizontal one.
 _HALF = 0.36  # half the height of a worker's row
 _STEP = 1.1  # between the middles of two rows
@@ -104,14 +108,18 @@ def chart(trace: Trace, start: float | None = None, seconds: float | None = None
         [
             (one.end - zero, [source for _, sources in commits for source in sources])
             for one in trace.target
-            if one.name == "decide" and at <= one.end - zero <= end and (commits := committed(one.args))
+            if one.name == "decide"
+            and at <= one.end - zero <= end
+            and (commits := committed(one.args))
         ],
         _method(trace),
         f"target {trace.metadata['config']['target']}, draft {trace.metadata['config']['draft']}",
     )
 
 
-def charts(traces: Sequence[Trace], start: float | None = None, seconds: float | None = None) -> list[Chart]:
+def charts(
+    traces: Sequence[Trace], start: float | None = None, seconds: float | None = None
+) -> list[Chart]:
     """As `chart`, the same time of each run; by default the first steps of the run with shorter steps."""
     seconds = seconds or min(_first_steps(trace, start or 0.0) for trace in traces)
     return [chart(trace, start, seconds) for trace in traces]
@@ -119,7 +127,12 @@ def charts(traces: Sequence[Trace], start: float | None = None, seconds: float |
 
 def _method(trace: Trace) -> str:
     """The method, and the guesses used with it if all requests use the same."""
-    known = {"look_ahead": "look-ahead", "draft_lookup": "lookup", "branches": "branches", "siblings": "siblings"}
+    known = {
+        "look_ahead": "look-ahead",
+        "draft_lookup": "lookup",
+        "branches": "branches",
+        "siblings": "siblings",
+    }
     options = [request.args.get("options", {}) for request in trace.requests]
     used = {", ".join(word for name, word in known.items() if each.get(name)) for each in options}
     if len(used) > 1 or trace.method != "pearl":
@@ -149,7 +162,9 @@ def _joined(bars: Sequence[Bar]) -> list[Bar]:
     for bar in bars:
         last = joined[-1] if joined else None
         if last is not None and bar.look == last.look == "wait" and bar.start - last.end < _PAUSE:
-            joined[-1] = Bar(last.start, bar.end, "wait", max(last, bar, key=lambda wait: wait.seconds).cause)
+            joined[-1] = Bar(
+                last.start, bar.end, "wait", max(last, bar, key=lambda wait: wait.seconds).cause
+            )
         elif bar.look != "other" or bar.seconds >= _PAUSE:
             joined.append(bar)
     return joined
@@ -174,13 +189,18 @@ def png(charts: Sequence[Chart], path: Path) -> None:
     for axes, chart in zip(figure.subplots(len(charts), squeeze=False)[:, 0], charts, strict=True):
         _panel(axes, chart, seconds, most, charts[0])
         legend |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    legend |= {label: Line2D([], [], color=colour, marker="v", markersize=5) for colour, label in _VERDICTS.values()}
+    legend |= {
+        label: Line2D([], [], color=colour, marker="v", markersize=5)
+        for colour, label in _VERDICTS.values()
+    }
     axes.set_xlabel("seconds since the request began")
     title = "\n".join(dict.fromkeys(chart.models for chart in charts))
     form = {"frameon": False, "fontsize": 8.5, "title": title, "title_fontsize": 8}
     labels = [label for _, label in (*WORK.values(), *_VERDICTS.values(), *_IN_TEXT.values())]
     labels = [label for label in labels if label in legend]
-    figure.legend([legend[label] for label in labels], labels, loc="outside lower center", ncols=4, **form)
+    figure.legend(
+        [legend[label] for label in labels], labels, loc="outside lower center", ncols=4, **form
+    )
     try:
         figure.savefig(path, format="png")
     except OSError as error:
@@ -197,15 +217,28 @@ def _panel(axes: Any, chart: Chart, seconds: float, most: int, first: Chart) -> 
     for row, bars in enumerate(chart.rows.values()):
         _row(axes, bars, row * _STEP, seconds)
     for verdict in chart.verdicts:
-        line = {"arrowstyle": "-|>", "linewidth": 1.2, "shrinkA": 0, "shrinkB": 0, "mutation_scale": 9}
+        line = {
+            "arrowstyle": "-|>",
+            "linewidth": 1.2,
+            "shrinkA": 0,
+            "shrinkB": 0,
+            "mutation_scale": 9,
+        }
         line["color"] = _VERDICTS[verdict.is_rejection][0]
-        ends = {"xytext": (verdict.sent, _HALF), "xy": (min(verdict.read, chart.end), _STEP - _HALF)}
+        ends = {
+            "xytext": (verdict.sent, _HALF),
+            "xy": (min(verdict.read, chart.end), _STEP - _HALF),
+        }
         axes.annotate("", **ends, arrowprops=line, annotation_clip=True)
     ground = (len(chart.rows) - 1) * _STEP + _HALF + 0.35 + _TEXT
     _text(axes, chart.commits, seconds, ground, _TEXT / most)
-    labels = [f"{name}\nworks {{:.0%}}, waits {{:.0%}}".format(*chart.shares(name)) for name in chart.rows]
+    labels = [
+        f"{name}\nworks {{:.0%}}, waits {{:.0%}}".format(*chart.shares(name)) for name in chart.rows
+    ]
     places = [row * _STEP for row in range(len(labels))]
-    axes.set_yticks([*places, ground - _TEXT / 2], [*labels, "tokens added\nto the text"], fontsize=9)
+    axes.set_yticks(
+        [*places, ground - _TEXT / 2], [*labels, "tokens added\nto the text"], fontsize=9
+    )
     axes.set_ylim(ground, -0.5)
     axes.set_xlim(chart.start, chart.start + seconds)
     axes.tick_params(axis="y", length=0)
@@ -216,7 +249,9 @@ def _panel(axes: Any, chart: Chart, seconds: float, most: int, first: Chart) -> 
     axes.set_title(title, loc="left", fontsize=12, weight="bold")
 
 
-def _draw(axes: Any, bars: Iterable[Bar], place: tuple[float, float], look: tuple[str, str], **form: Any) -> None:
+def _draw(
+    axes: Any, bars: Iterable[Bar], place: tuple[float, float], look: tuple[str, str], **form: Any
+) -> None:
     spans = [(bar.start, bar.seconds) for bar in bars]
     axes.broken_barh(spans, place, facecolors=look[0], label=look[1], **form)
 
@@ -226,7 +261,13 @@ def _row(axes: Any, bars: Sequence[Bar], at: float, seconds: float) -> None:
     joined = _joined(bars)
     for look in dict.fromkeys(bar.look for bar in joined):
         form = {"linewidth": 0} if look in ("other", "wait") else _EDGE
-        _draw(axes, (bar for bar in joined if bar.look == look), (at - _HALF, 2 * _HALF), WORK[look], **form)
+        _draw(
+            axes,
+            (bar for bar in joined if bar.look == look),
+            (at - _HALF, 2 * _HALF),
+            WORK[look],
+            **form,
+        )
     for bar in (each for each in joined if each.look == "wait"):
         place = (bar.start + bar.end) / 2, at
         middle: dict[str, Any] = {"ha": "center", "va": "center", "color": "#555555"}
@@ -236,13 +277,24 @@ def _row(axes: Any, bars: Sequence[Bar], at: float, seconds: float) -> None:
             axes.text(*place, bar.cause, fontsize=6.5, rotation=90, **middle)
 
 
-def _text(axes: Any, commits: list[tuple[float, list[str]]], seconds: float, ground: float, height: float) -> None:
+def _text(
+    axes: Any, commits: list[tuple[float, list[str]]], seconds: float, ground: float, height: float
+) -> None:
     """The tokens of each commit as a pile of boxes of this height, with their number above."""
     has_room = len(commits) * 2 * _CHARACTER < 1
     for time, sources in commits:
         for i, source in enumerate(sources):
             box = Bar(time, time + 1.6 * _CHARACTER * seconds, source)
-            _draw(axes, [box], (ground - (i + 1) * height, height), _IN_TEXT[source], edgecolor="white", linewidth=0.5)
+            _draw(
+                axes,
+                [box],
+                (ground - (i + 1) * height, height),
+                _IN_TEXT[source],
+                edgecolor="white",
+                linewidth=0.5,
+            )
         if has_room:
             place = time + 0.8 * _CHARACTER * seconds, ground - len(sources) * height - 0.03
-            axes.text(*place, f"+{len(sources)}", ha="center", va="bottom", fontsize=8, color="#333333")
+            axes.text(
+                *place, f"+{len(sources)}", ha="center", va="bottom", fontsize=8, color="#333333"
+            )

@@ -28,8 +28,12 @@ class Outcomes:
     def __init__(self) -> None:
         #: request -> position -> the token committed there, and its source
         self._committed: dict[int, dict[int, tuple[int, str]]] = {}
-        self._text: dict[int, dict[int, int]] = {}  # request -> position -> token, as the draft has the text
-        self._prepared: dict[tuple[int, _Outcome], list[int]] = {}  # (request, outcome) -> tokens drafted for it
+        self._text: dict[
+            int, dict[int, int]
+        ] = {}  # request -> position -> token, as the draft has the text
+        self._prepared: dict[
+            tuple[int, _Outcome], list[int]
+        ] = {}  # (request, outcome) -> tokens drafted for it
 
     def learn(self, record: Record) -> None:
         for message in messages(record.args, "Deliver", "Committed"):
@@ -42,7 +46,9 @@ class Outcomes:
         """Apply an event of the draft to its text, as `DraftMachine` does."""
         if event["type"] == "Begin":
             self._text.pop(event["request"], None)
-            self._prepared = {key: each for key, each in self._prepared.items() if key[0] != event["request"]}
+            self._prepared = {
+                key: each for key, each in self._prepared.items() if key[0] != event["request"]
+            }
         if event["type"] != "Verdict":
             return
         request = event["request"]
@@ -50,8 +56,12 @@ class Outcomes:
         for outcome in enumerate(event["tokens"], event["start"]):
             position, token = outcome
             if text.get(position) != token:
-                text |= dict(enumerate([token, *self._prepared.get((request, outcome), [])], position))
-                self._prepared = {key: each for key, each in self._prepared.items() if key[0] != request}
+                text |= dict(
+                    enumerate([token, *self._prepared.get((request, outcome), [])], position)
+                )
+                self._prepared = {
+                    key: each for key, each in self._prepared.items() if key[0] != request
+                }
 
     def of(self, message: dict[str, Any]) -> list[str]:
         """What became of each token of a DraftTokens message."""
@@ -73,11 +83,16 @@ class Outcomes:
     def _fate(self, request: int, position: int, token: int) -> str:
         """What became of a token that follows the text as committed."""
         committed, source = self._committed.get(request, {}).get(position, (-1, ""))
-        if source in ("", "bonus"):  # nothing was committed there, or without looking at a draft token
+        if source in (
+            "",
+            "bonus",
+        ):  # nothing was committed there, or without looking at a draft token
             return DISCARDED
         return ACCEPTED if token == committed and source != "corrected" else REJECTED
 
-    def _drafted(self, request: int, branch: _Outcome | None, start: int, tokens: list[int]) -> dict[int, int]:
+    def _drafted(
+        self, request: int, branch: _Outcome | None, start: int, tokens: list[int]
+    ) -> dict[int, int]:
         """Add drafted tokens to the draft's text, or to their branch; return the text up to them, by position."""
         text = self._text.setdefault(request, {})
         if branch is None:

@@ -86,18 +86,27 @@ def read(path: Path) -> Trace:
     with damaged(path, TraceError):
         metadata = document.get("metadata")
         if not isinstance(metadata, dict) or "pearl_trace" not in metadata:
-            raise TraceError(f"{path} is a trace, but not one of ours: pearl writes them with --trace FILE")
+            raise TraceError(
+                f"{path} is a trace, but not one of ours: pearl writes them with --trace FILE"
+            )
         if metadata["pearl_trace"] != VERSION:
-            raise TraceError(f"{path} is a trace of format {metadata['pearl_trace']}; this version reads {VERSION}")
+            raise TraceError(
+                f"{path} is a trace of format {metadata['pearl_trace']}; this version reads {VERSION}"
+            )
         if missing := [name for name in ("config", "workers") if name not in metadata]:
             raise TraceError(f"{path} is damaged: its metadata lacks {missing[0]}")
         trace = Trace(path, metadata)
         _sort(document["traceEvents"], trace)
         if not trace.requests:  # a killed target: the slice of a request is written at its end
             opened = [one.start for one in trace.target if one.name == "open"]
-            trace.requests += [Slice("request, cut off", "whole", at, trace.target[-1].end, {}) for at in opened[:1]]
+            trace.requests += [
+                Slice("request, cut off", "whole", at, trace.target[-1].end, {})
+                for at in opened[:1]
+            ]
         if not trace.requests:
-            raise TraceError(f"{path} holds no request: nothing was generated while it was recorded")
+            raise TraceError(
+                f"{path} holds no request: nothing was generated while it was recorded"
+            )
         return trace
 
 
@@ -135,7 +144,9 @@ def _sort(events: list[Event], trace: Trace) -> None:
             begun[event["id"]] = event
         elif event["ph"] == "e" and event["id"] in begun:
             begin = begun.pop(event["id"])
-            whole = Slice(begin["name"], "whole", begin["ts"] / 1e6, event["ts"] / 1e6, begin.get("args", {}))
+            whole = Slice(
+                begin["name"], "whole", begin["ts"] / 1e6, event["ts"] / 1e6, begin.get("args", {})
+            )
             trace.requests.append(whole)
         elif event["ph"] == "X" and event["tid"] == LOOP:
             # Rounded to nanoseconds, a slice that begins where another ends does not lie in it.
@@ -146,7 +157,9 @@ def _sort(events: list[Event], trace: Trace) -> None:
     trace.requests.sort(key=lambda s: s.start)
     trace.verdicts.sort(key=lambda v: v.sent)
     trace.target = _outermost(loops.pop(1))
-    trace.draft = sorted((one for loop in loops.values() for one in _outermost(loop)), key=lambda s: s.start)
+    trace.draft = sorted(
+        (one for loop in loops.values() for one in _outermost(loop)), key=lambda s: s.start
+    )
 
 
 def _outermost(slices: list[Slice]) -> list[Slice]:

@@ -42,7 +42,15 @@ VERDICT, TRANSPORT = "verdict", "transport"
 _MAX_QUEUED = 128  # records
 _MAX_AGE_NS = 250_000_000
 _MAX_LINE = 64 << 20  # bytes
-_HEADER_FIELDS = {"role": str, "opened": int, "run": str, "pid": int, "host": str, "machine": str, "boot": str}
+_HEADER_FIELDS = {
+    "role": str,
+    "opened": int,
+    "run": str,
+    "pid": int,
+    "host": str,
+    "machine": str,
+    "boot": str,
+}
 
 
 class Header(Struct, tag="pearl-trace", array_like=True):
@@ -85,7 +93,9 @@ class Recorder:
         clock: nanoseconds; monotonic.
     """
 
-    def __init__(self, path: Path, header: Mapping[str, Any], clock: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(
+        self, path: Path, header: Mapping[str, Any], clock: Callable[[], int] = time.monotonic_ns
+    ) -> None:
         self.clock = clock
         self._lock = threading.Lock()
         self._queue: deque[Record] = deque()
@@ -97,7 +107,13 @@ class Recorder:
         self._write([Header(FORMAT, {**header, "opened": self._written})])
 
     def record(
-        self, track: int, kind: str, name: str, start: int, end: int, args: Mapping[str, Any] | None = None
+        self,
+        track: int,
+        kind: str,
+        name: str,
+        start: int,
+        end: int,
+        args: Mapping[str, Any] | None = None,
     ) -> None:
         """`args` may hold events, commands and messages, which are immutable. They are encoded later, many at once:
         right after a forward the caches are full of the model, and encoding is slow.
@@ -159,7 +175,10 @@ def part_paths(trace: Path) -> list[Path]:
 
 def being_written(trace: Path) -> bool:
     """Whether a worker that writes a part of `trace` is still alive on this machine."""
-    return any(Path("/proc", path.name.removesuffix(".part").rpartition("-")[2]).exists() for path in part_paths(trace))
+    return any(
+        Path("/proc", path.name.removesuffix(".part").rpartition("-")[2]).exists()
+        for path in part_paths(trace)
+    )
 
 
 def where_and_what() -> dict[str, Any]:
@@ -218,10 +237,14 @@ class Part:
         header = _decode(path, first)
         assert isinstance(header, Header)
         if header.format != FORMAT:
-            raise TraceError(f"{path} is a part of a trace in format {header.format}; this version reads {FORMAT}")
+            raise TraceError(
+                f"{path} is a part of a trace in format {header.format}; this version reads {FORMAT}"
+            )
         self.header = header.worker
         if any(type(self.header.get(name)) is not kind for name, kind in _HEADER_FIELDS.items()):
-            raise TraceError(f"{path} is a damaged part of a trace: its header lacks {', '.join(_HEADER_FIELDS)}")
+            raise TraceError(
+                f"{path} is a damaged part of a trace: its header lacks {', '.join(_HEADER_FIELDS)}"
+            )
 
     def records(self) -> Iterator[Record]:
         """In order of their ends; those of other threads than the loop only approximately."""
@@ -258,21 +281,30 @@ def plain(value: object) -> Any:
         return value
     if kind is tuple or kind is list:
         items: Any = value
-        return list(items) if not items or type(items[0]) is int else [plain(item) for item in items]
+        return (
+            list(items) if not items or type(items[0]) is int else [plain(item) for item in items]
+        )
     return _encoder(kind)(value)
 
 
 @cache
 def _encoder(kind: type) -> Callable[[Any], Any]:
-    if kind in (PackedRow, AnnouncedRow) or kind.__module__ == "torch":  # big, and no decision depends on it
+    if (
+        kind in (PackedRow, AnnouncedRow) or kind.__module__ == "torch"
+    ):  # big, and no decision depends on it
         return lambda distribution: None
     if issubclass(kind, Enum):
         return lambda member: member.value
     if kind is bytes:
         return bytes.hex
     if kind is dict:
-        return lambda value: {str(plain(k)): v if type(v) in _SIMPLE else plain(v) for k, v in value.items()}
-    every = kind.__struct_fields__ if issubclass(kind, Struct) else [field.name for field in fields(kind)]  # type: ignore[arg-type]
+        return lambda value: {
+            str(plain(k)): v if type(v) in _SIMPLE else plain(v) for k, v in value.items()
+        }
+    if issubclass(kind, Struct):
+        every = kind.__struct_fields__
+    else:
+        every = tuple(field.name for field in fields(kind))  # type: ignore[arg-type]
     names, name = [n for n in every if (kind, n) != (events.Judge, "rows")], kind.__name__
 
     def encode(value: Any) -> dict[str, Any]:

@@ -18,7 +18,11 @@ from pearl.trace.recorder import CONSUMER, HELD_ROW, TRANSPORT
 
 _NOTHING = 0.005  # of the time: 0%
 _LEAST_OVERLAP = 0.05  # of the time: what messages and the ends of forwards make is less
-_CAUSES = {CONSUMER: "requests", HELD_ROW: "the draft token of a held row", TRANSPORT: "messages under way"}
+_CAUSES = {
+    CONSUMER: "requests",
+    HELD_ROW: "the draft token of a held row",
+    TRANSPORT: "messages under way",
+}
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,12 @@ def report(trace: Trace) -> Report:
     verifications = [s for s in target if s.name in VERIFICATIONS]
     forwards = _forwards(draft, verifications)
     shares = _worker(target, wall), _worker(draft, wall) if draft else None
-    tokens = sum(len(provenance) for one in target if one.name == "decide" for _, provenance in committed(one.args))
+    tokens = sum(
+        len(provenance)
+        for one in target
+        if one.name == "decide"
+        for _, provenance in committed(one.args)
+    )
     t_draft = forwards["draft"].p50 if "draft" in forwards else 0.0
     t_target = median(s.seconds for s in verifications) if verifications else 0.0
     return Report(
@@ -113,12 +122,17 @@ def _between(slices: Iterable[Slice], start: float, end: float) -> list[Slice]:
     return [
         Slice(s.name, s.kind, max(s.start, start), min(s.end, end), s.args)
         for s in slices
-        if s.end >= start and s.start <= end  # >=, <=: in virtual time a decision at the very end has no duration
+        if s.end >= start
+        and s.start <= end  # >=, <=: in virtual time a decision at the very end has no duration
     ]
 
 
 def _worker(slices: Sequence[Slice], wall: float) -> Worker:
-    shares: dict[str, Counter[str]] = {"wait": Counter(), "busy": Counter(), "communication": Counter()}
+    shares: dict[str, Counter[str]] = {
+        "wait": Counter(),
+        "busy": Counter(),
+        "communication": Counter(),
+    }
     for one in slices:
         shares[one.kind][one.name.removeprefix("wait: ")] += one.seconds / wall  # type: ignore[assignment]
     busy, wait, communication = (shares[kind].total() for kind in ("busy", "wait", "communication"))
@@ -167,7 +181,9 @@ def _forwards(draft: Iterable[Slice], verifications: Iterable[Slice]) -> dict[st
         times.setdefault(("verify", one.args["n"]), []).append(one.seconds)
     found = {}
     for (name, n), taken in sorted(times.items()):
-        cuts = quantiles(taken, n=100, method="inclusive") if len(taken) > 1 else taken * 99  # as numpy's percentiles
+        cuts = (
+            quantiles(taken, n=100, method="inclusive") if len(taken) > 1 else taken * 99
+        )  # as numpy's percentiles
         found[f"{name} {n}" if n else name] = Forwards(len(taken), cuts[49], cuts[98])
     return found
 
@@ -246,7 +262,9 @@ def _figures(r: Report) -> dict[str, str]:
     if r.draft:
         figures |= _worker_figures("draft", r.draft)
         figures["both in a forward"] = f"{r.overlap:.1%}"
-    figures["steps"] = ", ".join(f"{n} {kind}" for kind, n in sorted(r.steps.items(), reverse=True)) or "-"
+    figures["steps"] = (
+        ", ".join(f"{n} {kind}" for kind, n in sorted(r.steps.items(), reverse=True)) or "-"
+    )
     if r.draft:
         fates = f"{r.accepted} accepted, {r.rejected} rejected, {r.discarded} never judged"
         figures["draft tokens"] = f"{r.drafted}: {fates}"
@@ -255,8 +273,12 @@ def _figures(r: Report) -> dict[str, str]:
         figures["acceptance"] = f"{r.accepted / r.judged:.3f} of the judged" if r.judged else "-"
         figures["ratio"] = f"{r.ratio:.2f}" if r.ratio else "-"
     for name, f in r.forwards.items():
-        figures[f"forward: {name}"] = f"p50 {f.p50 * 1e3:.2f} ms, p99 {f.p99 * 1e3:.2f} ms, {f.count} of them"
-    if r.overlap >= _LEAST_OVERLAP:  # in a run that alternates itself the same steps took as long as they did
+        figures[f"forward: {name}"] = (
+            f"p50 {f.p50 * 1e3:.2f} ms, p99 {f.p99 * 1e3:.2f} ms, {f.count} of them"
+        )
+    if (
+        r.overlap >= _LEAST_OVERLAP
+    ):  # in a run that alternates itself the same steps took as long as they did
         saved = r.alternation / r.wall if r.wall else 0.0
         figures["in alternation"] = f"{r.alternation:.3f} s, {saved:.2f} times as long"
     return figures
@@ -264,7 +286,9 @@ def _figures(r: Report) -> dict[str, str]:
 
 def _worker_figures(name: str, w: Worker) -> dict[str, str]:
     figures = {
-        f"{name}: busy": f"{w.busy:.1%} (" + ", ".join(f"{k} {v:.1%}" for k, v in w.work.items() if v >= 0.0005) + ")",
+        f"{name}: busy": f"{w.busy:.1%} ("
+        + ", ".join(f"{k} {v:.1%}" for k, v in w.work.items() if v >= 0.0005)
+        + ")",
         f"{name}: waits": f"{w.wait:.1%}",
     }
     figures |= {f"{name}: waits for {cause}": f"{share:.1%}" for cause, share in w.waits.items()}

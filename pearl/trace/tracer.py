@@ -23,7 +23,11 @@ from pearl.trace.recorder import CONSUMER, DRAFT, HELD_ROW, LOOP, MAIL, START_UP
 from pearl.transport.base import Endpoint, Peer, Received, TensorChannel
 from pearl.transport.mailbox import Mailbox
 
-_TARGET_CAUSES = {events.Cause.HELD_ROW: HELD_ROW, events.Cause.WINDOW: DRAFT, events.Cause.IDLE: CONSUMER}
+_TARGET_CAUSES = {
+    events.Cause.HELD_ROW: HELD_ROW,
+    events.Cause.WINDOW: DRAFT,
+    events.Cause.IDLE: CONSUMER,
+}
 _DRAFT_CAUSES = {events.Cause.WINDOW: VERDICT, events.Cause.IDLE: CONSUMER}
 _WITHOUT_EVENT = (events.Guess, events.Spread, events.Keep, events.Rollback, events.Open)
 _WITH_EVENT = (events.Judge, events.Sample)
@@ -49,7 +53,9 @@ class Tracer:
         open_part: creates the recorder of a recording from its number.
     """
 
-    def __init__(self, recorder: Recorder | None = None, open_part: Callable[[int], Recorder] | None = None) -> None:
+    def __init__(
+        self, recorder: Recorder | None = None, open_part: Callable[[int], Recorder] | None = None
+    ) -> None:
         self.recorder = recorder
         self.clock = recorder.clock if recorder else time.monotonic_ns
         self.number = 0  # of the recording that `start` began
@@ -57,7 +63,9 @@ class Tracer:
         self._open_part = open_part
         self._loop = threading.get_ident()
         self._since = 0  # when the recording began
-        self._opened: dict[int, tuple[int, dict[str, Any]]] = {}  # running request -> since when, its arguments
+        self._opened: dict[
+            int, tuple[int, dict[str, Any]]
+        ] = {}  # running request -> since when, its arguments
 
     def start(self, number: int) -> None:
         """Begin recording `number`. Of requests that run already it has what is left.
@@ -82,7 +90,13 @@ class Tracer:
         self.record(self.track, kind, name, start, self.clock(), args)
 
     def record(
-        self, track: int, kind: str, name: str, start: int, end: int, args: dict[str, Any] | None = None
+        self,
+        track: int,
+        kind: str,
+        name: str,
+        start: int,
+        end: int,
+        args: dict[str, Any] | None = None,
     ) -> None:
         """Record what lasted from `start` to `end`. Thread-safe."""
         recorder = self.recorder  # the loop may end the recording meanwhile
@@ -108,10 +122,14 @@ class Tracer:
 
         return handle
 
-    def _decided(self, machine: Coordinator | Drafter, event: object, commands: list[object], start: int) -> None:
+    def _decided(
+        self, machine: Coordinator | Drafter, event: object, commands: list[object], start: int
+    ) -> None:
         assert self.recorder is not None
         end = self.clock()
-        self.recorder.record(LOOP, "busy", "decide", start, end, {"event": event, "commands": commands})
+        self.recorder.record(
+            LOOP, "busy", "decide", start, end, {"event": event, "commands": commands}
+        )
         self._follow_requests(_running(machine), start, end)
         causes = _TARGET_CAUSES if isinstance(machine, Coordinator) else _DRAFT_CAUSES
         for command in commands:
@@ -166,7 +184,13 @@ class Tracer:
             record(LOOP, "busy", "hand over", start, began)
         else:
             began = start
-        name = "prepare" if command.hedge else "draft" if samples and tokens <= _MAX_CATCH_UP else "prefill"
+        name = (
+            "prepare"
+            if command.hedge
+            else "draft"
+            if samples and tokens <= _MAX_CATCH_UP
+            else "prefill"
+        )
         args = {"n": tokens, "start": command.start, "seconds": round(event.seconds, 7)}
         record(LOOP, "busy", name, began, done, args | ({"fed": event.fed} if event.fed else {}))
         if samples:
@@ -176,7 +200,9 @@ class Tracer:
 
     def waited(self, start: int, end: int, by: object) -> None:
         """Record a wait of the loop, for the cause last named; the message `by` may have ended it."""
-        self.record(LOOP, "wait", self.cause, start, end, {"by": identity(by)} if by is not None else {})
+        self.record(
+            LOOP, "wait", self.cause, start, end, {"by": identity(by)} if by is not None else {}
+        )
 
     def pong(self, pong: Pong) -> None:
         """Record a clock answer, which gives the offset between the clocks of two hosts."""
@@ -188,7 +214,12 @@ class Tracer:
         result = call(*arguments)
         if self.recorder is not None:
             is_message = bool(arguments) and isinstance(arguments[0], Struct)
-            self.note("communication", name, start, **({"message": identity(arguments[0])} if is_message else {}))
+            self.note(
+                "communication",
+                name,
+                start,
+                **({"message": identity(arguments[0])} if is_message else {}),
+            )
         return result
 
 
@@ -204,8 +235,14 @@ def _work(command: object, event: object) -> tuple[str, dict[str, Any]] | None:
     if isinstance(command, list):
         return _joint_work(command)
     if isinstance(command, events.Forward):
-        return command.phase.value, {"n": len(command.tokens), "start": command.start, "request": command.request}
-    is_shown = isinstance(command, _WITHOUT_EVENT) or (event is not None and isinstance(command, _WITH_EVENT))
+        return command.phase.value, {
+            "n": len(command.tokens),
+            "start": command.start,
+            "request": command.request,
+        }
+    is_shown = isinstance(command, _WITHOUT_EVENT) or (
+        event is not None and isinstance(command, _WITH_EVENT)
+    )
     return (type(command).__name__.lower(), {}) if is_shown else None
 
 
@@ -214,8 +251,13 @@ def _joint_work(commands: Sequence[events.Forward | events.Draft]) -> tuple[str,
     phases = {command.phase for command in commands if isinstance(command, events.Forward)}
     ranked = (events.Phase.POST_VERIFY, events.Phase.PRE_VERIFY, events.Phase.PREFILL)
     name = next((phase.value for phase in ranked if phase in phases), "draft")
-    prompts = [each.request for each in commands if getattr(each, "phase", None) is events.Phase.PREFILL]
-    args = {"n": sum(len(each.tokens) for each in commands), "requests": [each.request for each in commands]}
+    prompts = [
+        each.request for each in commands if getattr(each, "phase", None) is events.Phase.PREFILL
+    ]
+    args = {
+        "n": sum(len(each.tokens) for each in commands),
+        "requests": [each.request for each in commands],
+    }
     return name, args | ({"prompts": prompts} if prompts else {})
 
 
@@ -230,7 +272,9 @@ class TracedMailbox(Mailbox):
         start = self._tracer.clock()
         got = super()._read()
         if got and self._tracer.recorder is not None:
-            messages = [identity(message) for _, message in got if not isinstance(message, Exception)]
+            messages = [
+                identity(message) for _, message in got if not isinstance(message, Exception)
+            ]
             self._tracer.note("communication", "read", start, messages=messages)
         return got
 

@@ -22,7 +22,9 @@ _PREFIX = "pearl-"
 _USUAL_SOCKET = f"{_PREFIX}XXXXXXXX/control"  # in a runtime directory
 _SHORT = "/tmp/pearl.{user}"  # not named as the private directories are
 _FILE = "ipc://"
-_TCP = re.compile(r"tcp://(?!\*|0\.0\.0\.0:|\[[0:]*\]:)([\w.-]+|\[[0-9A-Fa-f:.]+(%\w+)?\]):(\*|\d{1,5})")
+_TCP = re.compile(
+    r"tcp://(?!\*|0\.0\.0\.0:|\[[0:]*\]:)([\w.-]+|\[[0-9A-Fa-f:.]+(%\w+)?\]):(\*|\d{1,5})"
+)
 
 
 def private_directory() -> Path:
@@ -97,7 +99,9 @@ def _check_socket_file(path: Path) -> None:
             "others could connect"
         )
     if os.path.lexists(path):
-        raise ConfigError(f"{path} exists: an engine is listening there; or one was killed, then remove the file")
+        raise ConfigError(
+            f"{path} exists: an engine is listening there; or one was killed, then remove the file"
+        )
 
 
 def is_private(directory: Path) -> bool:
@@ -106,7 +110,11 @@ def is_private(directory: Path) -> bool:
         status = os.lstat(directory)
     except (OSError, ValueError):
         return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+    return (
+        stat.S_ISDIR(status.st_mode)
+        and status.st_uid == os.geteuid()
+        and not status.st_mode & 0o077
+    )
 
 
 def raise_limit() -> None:

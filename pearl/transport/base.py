@@ -101,4 +101,6 @@ class TensorChannel(Protocol):
 def check_row(row: torch.Tensor, vocab_size: int) -> None:
     """Raises `LocalProtocolError` unless `row` is float32 [vocab_size]: the receiver could not check it."""
     if str(row.dtype) != "torch.float32" or row.shape != (vocab_size,):
-        raise LocalProtocolError(f"a tensor channel carries float32 [{vocab_size}], not {row.dtype} {list(row.shape)}")
+        raise LocalProtocolError(
+            f"a tensor channel carries float32 [{vocab_size}], not {row.dtype} {list(row.shape)}"
+        )

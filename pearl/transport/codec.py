@@ -43,10 +43,14 @@ from pearl.protocol.messages import (
 Frame = bytes | bytearray | memoryview
 
 MAX_FRAMES = 1 + MAX_RUN
-TYPE_CODES: dict[type, int] = {kind: int(str(kind.__struct_config__.tag)) for kind in Message.__subclasses__()}
+TYPE_CODES: dict[type, int] = {
+    kind: int(str(kind.__struct_config__.tag)) for kind in Message.__subclasses__()
+}
 _OF_TARGET = (Welcome, Committed, Preview, Finished, Begin, Verdict, HiddenStates, Finish)
 _ERRORS = frozenset(
-    name for name, value in vars(pearl.errors).items() if isinstance(value, type) and issubclass(value, PearlError)
+    name
+    for name, value in vars(pearl.errors).items()
+    if isinstance(value, type) and issubclass(value, PearlError)
 )
 
 
@@ -75,18 +79,24 @@ def encode(message: Message) -> list[bytes]:
     name = type(message).__name__
     if type(message) not in TYPE_CODES:
         raise LocalProtocolError(f"{name} is no message of the wire")
-    if isinstance(message, Error) and len(message.message) > MAX_TEXT // 4:  # truncate rather than fail
+    if (
+        isinstance(message, Error) and len(message.message) > MAX_TEXT // 4
+    ):  # truncate rather than fail
         message = message.changed(message=message.message[: MAX_TEXT // 4])
     raw: list[bytes] = []
     try:
         if isinstance(message, DraftTokens) and message.rows:
-            raw = [row.probs for row in message.rows if isinstance(row, PackedRow) and row.ids is None]
+            raw = [
+                row.probs for row in message.rows if isinstance(row, PackedRow) and row.ids is None
+            ]
             message = message.changed(rows=tuple(map(_wire_row, message.rows)))
         frames = [_encoder.encode(message), *raw]
     except (ValueError, TypeError, AttributeError, OverflowError, msgspec.MsgspecError) as error:
         raise LocalProtocolError(f"{name} cannot be written: {error}") from error
     if len(frames) > MAX_FRAMES or max(map(len, frames)) > MAX_FRAME:
-        raise LocalProtocolError(f"{name} exceeds {MAX_FRAMES} frames of {MAX_FRAME} bytes: send it in parts")
+        raise LocalProtocolError(
+            f"{name} exceeds {MAX_FRAMES} frames of {MAX_FRAME} bytes: send it in parts"
+        )
     return frames
 
 
@@ -97,7 +107,9 @@ def decode(frames: Sequence[Frame], to_target: bool = False) -> Message:
         to_target: whether the target is the receiver; messages that only targets send are then refused.
     """
     if not 1 <= len(frames) <= MAX_FRAMES:
-        raise RemoteProtocolError(f"a message of {len(frames)} frames; the wire allows 1 to {MAX_FRAMES}")
+        raise RemoteProtocolError(
+            f"a message of {len(frames)} frames; the wire allows 1 to {MAX_FRAMES}"
+        )
     for frame in frames:
         if (frame.nbytes if type(frame) is memoryview else len(frame)) > MAX_FRAME:
             raise RemoteProtocolError(f"a frame of more than {MAX_FRAME} bytes")
@@ -110,7 +122,11 @@ def decode(frames: Sequence[Frame], to_target: bool = False) -> Message:
         ) from None
     if problem := next(_problems(message, frames[1:]), None):
         raise RemoteProtocolError(f"{type(message).__name__} {problem}")
-    return _with_rows(message, frames[1:]) if isinstance(message, DraftTokens) and message.rows else message
+    return (
+        _with_rows(message, frames[1:])
+        if isinstance(message, DraftTokens) and message.rows
+        else message
+    )
 
 
 def received(frames: Sequence[Frame], to_target: bool = False) -> Message | RemoteProtocolError:
@@ -163,7 +179,9 @@ def _row_problems(message: DraftTokens, raw: Sequence[Frame]) -> Iterator[str]:
     if len(sizes) > 1 or any(size % 4 or not size for size in sizes):
         yield "has raw frames that are not float32 rows of one length"
     for row in rows:
-        if row is None or (isinstance(row, SparseRow) and (len(row.ids) != len(row.probs) or len(row.ids) % 4)):
+        if row is None or (
+            isinstance(row, SparseRow) and (len(row.ids) != len(row.probs) or len(row.ids) % 4)
+        ):
             yield "has sparse rows whose ids and probabilities are not of one length (in bytes, divisible by 4)"
 
 

@@ -18,7 +18,9 @@ from pearl.errors import ConfigError
 
 _VERSION = 1
 _LONGEST = 4096  # bytes; a key file has 200
-_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # 32 bytes as Z85 (ZeroMQ RFC 32) writes them
+_KEY = re.compile(
+    r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}"
+)  # 32 bytes as Z85 (ZeroMQ RFC 32) writes them
 _MAKE = "make one with `pearl keys FILE`"
 
 
@@ -41,9 +43,13 @@ def write_keys(path: Path, keys: Keys) -> None:
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
-        raise ConfigError(f"{path} is there already, and its users would be locked out: name another") from None
+        raise ConfigError(
+            f"{path} is there already, and its users would be locked out: name another"
+        ) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot make the key file {path}: {getattr(error, 'strerror', error)}") from None
+        raise ConfigError(
+            f"cannot make the key file {path}: {getattr(error, 'strerror', error)}"
+        ) from None
     try:
         with os.fdopen(handle, "w") as file:
             file.write(document + "\n")
@@ -61,7 +67,9 @@ def read_keys(path: Path) -> Keys:
             _check_private(path, os.fstat(file.fileno()))
             content = file.read(_LONGEST + 1)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the key file {path}: {getattr(error, 'strerror', error)}; {_MAKE}") from None
+        raise ConfigError(
+            f"cannot read the key file {path}: {getattr(error, 'strerror', error)}; {_MAKE}"
+        ) from None
     return _parsed(path, content)
 
 
@@ -69,7 +77,9 @@ def _check_private(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"the key file {path} is no file: {_MAKE}")
     if status.st_uid != os.geteuid():
-        raise ConfigError(f"the key file {path} is another user's, who could use the engine: {_MAKE}")
+        raise ConfigError(
+            f"the key file {path} is another user's, who could use the engine: {_MAKE}"
+        )
     if status.st_mode & 0o077:
         raise ConfigError(
             f"the key file {path} has mode {stat.S_IMODE(status.st_mode):04o}, so other users can reach it. "
@@ -84,7 +94,9 @@ def _parsed(path: Path, content: bytes) -> Keys:
         document = None
     if not isinstance(document, dict) or document.get("pearl_keys") != _VERSION:
         raise ConfigError(f"{path} is no key file of this version: {_MAKE}")
-    found = [key for key in (document.get("server"), document.get("client")) if isinstance(key, str)]
+    found = [
+        key for key in (document.get("server"), document.get("client")) if isinstance(key, str)
+    ]
     if len(found) != 2 or not all(map(_KEY.fullmatch, found)):
         raise ConfigError(f"the key file {path} is damaged: copy it anew, or {_MAKE}")
     return Keys(*found)

@@ -55,11 +55,15 @@ class ProcessGroupChannel:
         """
         self._vocab_size, self._device, self._timeout = vocab_size, device, timeout
         self._dead = ""
-        store = dist.PrefixStore(name, dist.FileStore(str(store_path), -1))  # -1: keep the file for the next group
+        store = dist.PrefixStore(
+            name, dist.FileStore(str(store_path), -1)
+        )  # -1: keep the file for the next group
         try:
             self._group: _Gloo | _Nccl = _BACKENDS[backend](store, rank, device, timeout)
         except RuntimeError as error:
-            raise TransportError(f"no {backend} group {name!r} with the other worker: {error}") from error
+            raise TransportError(
+                f"no {backend} group {name!r} with the other worker: {error}"
+            ) from error
         # The first row each way makes NCCL connect, which blocks for most of a second: now, not in mid-text.
         if rank:
             self.send(torch.zeros(vocab_size))
@@ -82,7 +86,9 @@ class ProcessGroupChannel:
         try:
             self._group.receive(rows, time.monotonic() + self._timeout)
         except (RuntimeError, TimeoutError) as error:
-            self._die(f"{count} announced rows did not come within {self._timeout} s: {error}", error)
+            self._die(
+                f"{count} announced rows did not come within {self._timeout} s: {error}", error
+            )
         return rows.to(self._device)
 
     def close(self) -> None:
@@ -115,13 +121,17 @@ def _gloo(store: dist.Store, rank: int, timeout: float) -> Any:
 
 def _nccl(store: dist.Store, rank: int, device: torch.device, timeout: float) -> Any:
     """A group of two GPUs of one machine."""
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # to meet; the data goes over links of its own
+    os.environ.setdefault(
+        "NCCL_SOCKET_IFNAME", "lo"
+    )  # to meet; the data goes over links of its own
     # By default NCCL ends the process if an operation fails or its watchdog hangs, but the target must outlive its
     # draft. Receives have a deadline of their own.
     for handling in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
         os.environ.setdefault(handling, "0")
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = _NEVER  # else NCCL's watchdog ends the process over a row that is never received
+    options._timeout = (
+        _NEVER  # else NCCL's watchdog ends the process over a row that is never received
+    )
     # NCCL's own rendezvous blocks without a deadline, so both ranks meet in the store first.
     store.set(f"rank{rank}", "here")
     store.wait(["rank0", "rank1"], timedelta(seconds=timeout))
@@ -152,13 +162,17 @@ class _Gloo:
     def receive(self, rows: torch.Tensor, deadline: float) -> None:
         works = [self._group.recv([row], self._peer, _TAG) for row in rows]
         for work in works:
-            work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))  # 0 would mean forever
+            work.wait(
+                timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+            )  # 0 would mean forever
 
     def close(self) -> None:
         """Break the connection, so that the keeper and the peer stop waiting."""
         self._unsent.put(None)
         self._keeper.join(0.01)
-        if self._keeper.is_alive():  # it waits for a receiver; only an expired operation closes a gloo pair
+        if (
+            self._keeper.is_alive()
+        ):  # it waits for a receiver; only an expired operation closes a gloo pair
             with suppress(RuntimeError):
                 self._group.recv([torch.empty(1)], self._peer, _TAG).wait(timedelta(milliseconds=1))
             self._keeper.join(1.0)
@@ -185,17 +199,23 @@ class _Nccl:
 
     def send(self, row: torch.Tensor) -> None:
         row = row.to(self.device).contiguous()
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))  # which may still compute the row
+        self._stream.wait_stream(
+            torch.cuda.current_stream(self.device)
+        )  # which may still compute the row
         with torch.cuda.stream(self._stream):
             self._group.send([row], self._peer, _TAG)
         row.record_stream(self._stream)
 
     def receive(self, rows: torch.Tensor, deadline: float) -> None:
         torch.cuda.set_device(self.device)  # per thread, and another thread may have made the group
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))  # which may still use the memory
+        self._stream.wait_stream(
+            torch.cuda.current_stream(self.device)
+        )  # which may still use the memory
         with torch.cuda.stream(self._stream):
             for row in rows:
-                self._group.recv([row], self._peer, _TAG).wait()  # makes the stream wait, not this thread
+                self._group.recv(
+                    [row], self._peer, _TAG
+                ).wait()  # makes the stream wait, not this thread
             arrived = torch.cuda.Event()
             arrived.record(self._stream)
         rows.record_stream(self._stream)
@@ -222,16 +242,25 @@ class TorchrunStore:
         try:
             host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
             rank = int(environment["RANK"])
-            run, restart = environment["TORCHELASTIC_RUN_ID"], int(environment["TORCHELASTIC_RESTART_COUNT"])
+            run, restart = (
+                environment["TORCHELASTIC_RUN_ID"],
+                int(environment["TORCHELASTIC_RESTART_COUNT"]),
+            )
         except (KeyError, ValueError) as error:
-            raise ConfigError(f"this was not started by torchrun: {error} is missing or no number") from None
+            raise ConfigError(
+                f"this was not started by torchrun: {error} is missing or no number"
+            ) from None
         # With some rendezvous backends rank 0 hosts the store.
         keeps = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE", "True") != "True"
         limit = timedelta(seconds=timeout)
         try:
-            store = dist.TCPStore(host, port, None, keeps, limit, wait_for_workers=False, multi_tenant=True)
+            store = dist.TCPStore(
+                host, port, None, keeps, limit, wait_for_workers=False, multi_tenant=True
+            )
         except RuntimeError as error:
-            raise TransportError(f"torchrun's store at {host}:{port} does not answer: {error}") from error
+            raise TransportError(
+                f"torchrun's store at {host}:{port} does not answer: {error}"
+            ) from error
         self._store = dist.PrefixStore(f"pearl/{run}/{restart}", store)
         self.gone = False  # whether torchrun has ended
 
@@ -239,15 +268,21 @@ class TorchrunStore:
         try:
             self._store.set(key, value)
         except RuntimeError as error:
-            raise TransportError(f"torchrun's store is gone, {key!r} was not set: {error}") from error
+            raise TransportError(
+                f"torchrun's store is gone, {key!r} was not set: {error}"
+            ) from error
 
     def peek(self, key: str) -> str | None:
         """The value of `key`, None if it is not set. Raises `TransportError` if the store is gone."""
         try:
-            return self._store.get(key).decode(errors="replace") if self._store.check([key]) else None
+            return (
+                self._store.get(key).decode(errors="replace") if self._store.check([key]) else None
+            )
         except RuntimeError as error:
             self.gone = True
-            raise TransportError(f"torchrun's store is gone, {key!r} was not read: {error}") from error
+            raise TransportError(
+                f"torchrun's store is gone, {key!r} was not read: {error}"
+            ) from error
 
     def get(self, key: str, timeout: float) -> str:
         """The value of `key`, once it is set. Raises `TransportError` after `timeout` seconds.

@@ -33,17 +33,34 @@ from pearl.transport.keys import Keys
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
 
-_QUEUE = 1 << 16  # messages queued to send, or for a front: more than a text has, so a front may read slowly
-_LISTENER_QUEUE = 16  # messages of one peer that a listener queues, 256 MiB at most; the rest waits with the peer
+_QUEUE = (
+    1 << 16
+)  # messages queued to send, or for a front: more than a text has, so a front may read slowly
+_LISTENER_QUEUE = (
+    16  # messages of one peer that a listener queues, 256 MiB at most; the rest waits with the peer
+)
 _HANDSHAKE_SECONDS = 30  # for a peer to prove its key: a worker that loads its model may be slow
 _RETRY_SECONDS = 0.01  # between two attempts to connect to a socket file
-_CONNECT_SECONDS = 5  # for one attempt to connect: the kernel's own come a minute apart after a long outage
-_LOST_SECONDS = 15  # without an acknowledgement by the peer's kernel: the link is cut, or its host is gone
+_CONNECT_SECONDS = (
+    5  # for one attempt to connect: the kernel's own come a minute apart after a long outage
+)
+_LOST_SECONDS = (
+    15  # without an acknowledgement by the peer's kernel: the link is cut, or its host is gone
+)
 # As enums they cost twice the time.
-_EVENTS, _POLLIN, _NOBLOCK, _SNDMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.SNDMORE)
+_EVENTS, _POLLIN, _NOBLOCK, _SNDMORE = (
+    int(zmq.EVENTS),
+    int(zmq.POLLIN),
+    int(zmq.NOBLOCK),
+    int(zmq.SNDMORE),
+)
 _EVENT = struct.Struct("=H")  # the start of a monitor's message; pyzmq's parser imports asyncio
 _ZAP_DOMAIN = "pearl"  # names the listener to the authenticator (RFC 27)
-_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_REFUSED = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 
 
 def new_keys() -> Keys:
@@ -83,11 +100,15 @@ class _Socket:
         self._lock = threading.Lock()  # ZeroMQ's sockets are for one thread at a time
         self._context = zmq.Context()
         self._socket = self._context.socket(kind)
-        self._socket.setsockopt(zmq.LINGER, 0)  # nothing may wait for a socket that is dropped unclosed
+        self._socket.setsockopt(
+            zmq.LINGER, 0
+        )  # nothing may wait for a socket that is dropped unclosed
         self._socket.setsockopt(zmq.SNDHWM, _QUEUE)
         self._socket.setsockopt(zmq.RCVHWM, queue)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_SECONDS * 1000)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)  # of a frame; ZeroMQ disconnects who exceeds it
+        self._socket.setsockopt(
+            zmq.MAXMSGSIZE, MAX_FRAME
+        )  # of a frame; ZeroMQ disconnects who exceeds it
         self._poll = select.poll()
         self._poll.register(self._wakeup, select.POLLIN)
         self._poll.register(int(self._socket.getsockopt(zmq.FD)), select.POLLIN)
@@ -193,7 +214,9 @@ class _OneKey:
 
 def _authenticator(context: zmq.Context[zmq.Socket[bytes]], admitted: bytes) -> ThreadAuthenticator:
     """A running thread that admits one key to the listeners of `context`. `stop` it before the context ends."""
-    from zmq.auth.thread import ThreadAuthenticator  # imports asyncio (0.1 s); only listeners need it
+    from zmq.auth.thread import (
+        ThreadAuthenticator,  # imports asyncio (0.1 s); only listeners need it
+    )
 
     authenticator = ThreadAuthenticator(context)
     authenticator.configure_curve_callback(_ZAP_DOMAIN, _OneKey(admitted))
@@ -220,14 +243,20 @@ class ZmqListener(_Socket):
         if keys is not None and admitted is not None:
             self._admit(keys, admitted)
         self._socket.setsockopt(zmq.IPV6, "[" in address)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else messages to a vanished peer are dropped silently
+        self._socket.setsockopt(
+            zmq.ROUTER_MANDATORY, 1
+        )  # else messages to a vanished peer are dropped silently
         try:
             self._socket.bind(address)
             if is_file(address):
                 os.chmod(file_of(address), 0o600)  # whatever the umask was
         except zmq.ZMQError as error:
             self.close()
-            hint = "; HOST must be an address or a network interface of this machine" if error.errno == ENODEV else ""
+            hint = (
+                "; HOST must be an address or a network interface of this machine"
+                if error.errno == ENODEV
+                else ""
+            )
             raise ConfigError(f"cannot bind {address}: {error.strerror}{hint}") from None
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -237,7 +266,9 @@ class ZmqListener(_Socket):
         self._socket.curve_server = True
         self._socket.curve_secretkey = keys.server.encode()
         self._socket.zap_domain = _ZAP_DOMAIN.encode()
-        self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator nobody is admitted
+        self._socket.setsockopt(
+            zmq.ZAP_ENFORCE_DOMAIN, 1
+        )  # without an authenticator nobody is admitted
 
     def _send(self, peer: Peer, frames: Sequence[bytes]) -> None:
         self._send_frames([peer, *frames])
@@ -270,7 +301,9 @@ class ZmqConnection(_Socket):
             self._socket.curve_secretkey = keys.client.encode()
             self._socket.setsockopt(zmq.IPV6, "[" in address)
             self._socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_SECONDS * 1000)
-            self._socket.setsockopt(zmq.TCP_MAXRT, _LOST_SECONDS * 1000)  # the kernel would try for 15 minutes
+            self._socket.setsockopt(
+                zmq.TCP_MAXRT, _LOST_SECONDS * 1000
+            )  # the kernel would try for 15 minutes
         else:
             self._socket.setsockopt(zmq.RECONNECT_IVL, int(_RETRY_SECONDS * 1000))
         # A DEALER queues for a peer that is gone as for one that is slow; its monitor tells the two apart.
@@ -305,13 +338,16 @@ class ZmqConnection(_Socket):
 
     def _look(self) -> None:
         if not self._failure and not self._is_closed and _is_readable(self._monitor):
-            self._failure = self._explain(*_EVENT.unpack_from(self._monitor.recv_multipart(_NOBLOCK)[0]))
+            self._failure = self._explain(
+                *_EVENT.unpack_from(self._monitor.recv_multipart(_NOBLOCK)[0])
+            )
 
     def _explain(self, event: int) -> str:
         if event == zmq.EVENT_DISCONNECTED:
             return f"the peer at {self.address} is gone"
         return (
-            f"the peer at {self.address} did not let us in: our key file is not its own, or it went away at that moment"
+            f"the peer at {self.address} did not let us in: our key file is not its own, or it went away at that "
+            "moment"
         )
 
     def _close_helpers(self) -> None:

@@ -12,7 +12,7 @@ import sys
 
 from pearl.device import has_gpu
 from pearl.errors import PearlError
-from pearl.models.meta_device import postpone_kernels
+from pearl.models.cpu.meta_device import postpone_kernels
 from pearl.printable import log_to_stderr
 from pearl.steps import Steps
 from pearl.worker.lifeline import Lifeline
@@ -32,7 +32,9 @@ def main() -> int:
     gc.disable()  # collecting amid the imports finds nothing, and is a tenth of their time
     if not has_gpu():  # checked on a CPU alone
         postpone_kernels()
-    from pearl.worker import build  # torch only now: the lifeline must hold from the first moment on
+    from pearl.worker import (
+        build,  # torch only now: the lifeline must hold from the first moment on
+    )
 
     gc.freeze()
     gc.enable()
@@ -55,4 +57,6 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    os._exit(code)  # a thread that waits in gloo would abort the process if it woke while the interpreter ends
+    os._exit(
+        code
+    )  # a thread that waits in gloo would abort the process if it woke while the interpreter ends

@@ -15,15 +15,15 @@ from pearl.cache import Progress, silent
 from pearl.config import EngineConfig, ModelConfig
 from pearl.drafting.datastore import Datastore, check_tokenizer
 from pearl.drafting.disco import classifier_of
-from pearl.drafting.habits import Habits
-from pearl.drafting.model import ModelProposer
+from pearl.drafting.output_ngrams import Habits
+from pearl.drafting.proposer import ModelProposer
 from pearl.drafting.stops import make_policy
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.target import TargetExecutor
 from pearl.models.checkpoints.checkpoint import is_head, is_toy
-from pearl.models.checkpoints.heads import load_draft_head, load_head, states_for
 from pearl.models.checkpoints.loading import Features, load_runner
 from pearl.models.checkpoints.tokenizers import load_tokenizer, translation_of
+from pearl.models.heads.loading import load_draft_head, load_head, states_for
 from pearl.models.paced import pace
 from pearl.models.runner import ModelRunner
 from pearl.models.toy import load_toy
@@ -42,12 +42,12 @@ from pearl.transport import connect, listen
 from pearl.transport.base import TensorChannel
 from pearl.transport.keys import Keys, channel_keys
 from pearl.worker.draft import DraftWorker
+from pearl.worker.draft_rows import RowPacker
 from pearl.worker.lifeline import Lifeline
 from pearl.worker.placement import core_choices, occupy, pin, place, settled, shared_gpus
-from pearl.worker.profile import keeper
-from pearl.worker.profile import load as load_profile
-from pearl.worker.rows import RowPacker
 from pearl.worker.settings import TargetSettings, WorkerSettings
+from pearl.worker.speed_profile import keeper
+from pearl.worker.speed_profile import load as load_profile
 from pearl.worker.target import TargetWorker
 
 log = logging.getLogger(__name__)
@@ -137,7 +137,9 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> Non
             )
         steps.done("reading the tokenizers")
         start = tracer.clock()
-        runner = make_runner(model, device, progress, target=config.target, shares=bool(shared_gpus(config)))
+        runner = make_runner(
+            model, device, progress, target=config.target, shares=bool(shared_gpus(config))
+        )
         tracer.note("busy", "load", start)
         steps.done("loading the model")
         if translation is not None:
@@ -178,7 +180,9 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> Non
         tracer.stop()
 
 
-def _spoken(config: EngineConfig, progress: Progress) -> tuple[Translation | None, Tokenizer, ModelConfig]:
+def _spoken(
+    config: EngineConfig, progress: Progress
+) -> tuple[Translation | None, Tokenizer, ModelConfig]:
     """How the draft translates, if it must; the tokenizer of the tokens that it speaks, and the model that has it."""
     trust = config.trust_remote_code
     if is_head(config.draft):
@@ -220,7 +224,9 @@ def _tokenizer(model: ModelConfig, progress: Progress) -> Tokenizer:
 def _guides(model: ModelConfig, vocab_size: int) -> Guides:
     """Of texts held to a grammar. The tokenizer is read again then: few requests ask for it."""
 
-    return Guides(lambda: load_tokenizer(model.spec, trust_remote_code=model.trust_remote_code)[0], vocab_size)
+    return Guides(
+        lambda: load_tokenizer(model.spec, trust_remote_code=model.trust_remote_code)[0], vocab_size
+    )
 
 
 def _datastore(config: EngineConfig, tokenizer: Tokenizer, vocab_size: int) -> Datastore | None:
@@ -228,7 +234,9 @@ def _datastore(config: EngineConfig, tokenizer: Tokenizer, vocab_size: int) -> D
     if config.datastore is None:
         return None
     store = Datastore(Path(config.datastore), vocab_size)
-    if tokenizer.vocab_size >= store.header.vocab_size:  # a draft may have fewer: they are compared with the target's
+    if (
+        tokenizer.vocab_size >= store.header.vocab_size
+    ):  # a draft may have fewer: they are compared with the target's
         check_tokenizer(store.header, tokenizer, store.directory)
     return store
 
@@ -249,12 +257,16 @@ def make_runner(
         shares: whether the target has the same GPU.
     """
     runner: ModelRunner
-    spare = BRANCHES if model.role == "draft" and not shares else 0  # the target is to find the memory
+    spare = (
+        BRANCHES if model.role == "draft" and not shares else 0
+    )  # the target is to find the memory
     if is_toy(model.spec):
         runner = load_toy(model.spec, model.role, model.max_context, model.slots)
     elif target and is_head(model.spec):
         slots = model.slots + (spare if device.type == "cpu" else 0)
-        runner = load_draft_head(model.spec, target, device, model.max_context, slots, progress, model.rounding)
+        runner = load_draft_head(
+            model.spec, target, device, model.max_context, slots, progress, model.rounding
+        )
     else:
         runner = load_runner(model, device, progress, features, spare)
     gc.collect()
@@ -275,6 +287,8 @@ def _channel(
 
     def make(vocab_size: int) -> TensorChannel:
         store, timeout = settings.directory / "group", config.draft_timeout
-        return TracedChannel(ProcessGroupChannel(kind, store, "rows", rank, vocab_size, device, timeout), tracer)
+        return TracedChannel(
+            ProcessGroupChannel(kind, store, "rows", rank, vocab_size, device, timeout), tracer
+        )
 
     return make

@@ -9,10 +9,17 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from pearl import errors
-from pearl.errors import ForwardError, ModelError, ProtocolError, RemoteProtocolError, TraceError, TransportError
-from pearl.execution.ahead import Ahead
+from pearl.errors import (
+    ForwardError,
+    ModelError,
+    ProtocolError,
+    RemoteProtocolError,
+    TraceError,
+    TransportError,
+)
+from pearl.execution.batched import compute_together
 from pearl.execution.draft import DraftExecutor
-from pearl.execution.together import compute_together
+from pearl.execution.early_drafts import Ahead
 from pearl.models.checkpoints.memory import memory_errors
 from pearl.protocol.drafter import Drafter, State
 from pearl.protocol.events import Draft, Drafted, Open, Send, Wait
@@ -36,11 +43,13 @@ from pearl.protocol.messages import (
 from pearl.silence import SLACK
 from pearl.trace.tracer import TracedMailbox, Tracer
 from pearl.transport.base import Endpoint, Fault
-from pearl.worker.rows import RowPacker, packed
+from pearl.worker.draft_rows import RowPacker, packed
 
 log = logging.getLogger(__name__)
 
-MAX_UNANNOUNCED = 8  # tokens: a longer forward is announced, as it may take longer than the peers bear silence
+MAX_UNANNOUNCED = (
+    8  # tokens: a longer forward is announced, as it may take longer than the peers bear silence
+)
 _IDLE_SECONDS = 0.2  # longest sleep of the loop, so that closing is noticed
 
 
@@ -72,14 +81,21 @@ class DraftWorker:
     ) -> None:
         assert hello.role is Role.DRAFT
         self._endpoint, self._hello, self._tracer = endpoint, hello, tracer
-        self._welcomed, self._ready, self._stopping, self._computes = welcomed, ready, stopping, computes
+        self._welcomed, self._ready, self._stopping, self._computes = (
+            welcomed,
+            ready,
+            stopping,
+            computes,
+        )
         self._heartbeat_seconds, self._launcher_beat = heartbeat_seconds, beat
         self._drafter = Drafter(hello.context, slots, piece)
         self._decide = tracer.deciding(self._drafter)
         self._executor: DraftExecutor | None = None
         self._packer: RowPacker | None = None
         self._commands: deque[object] = deque()
-        self._drafts: list[Draft] = []  # requested and not begun: one forward of the model is to do for all
+        self._drafts: list[
+            Draft
+        ] = []  # requested and not begun: one forward of the model is to do for all
         self._num_forwards = 0
         self._prefill_pace = 0.0  # seconds per token of the last long forward
         self._beat = 0.0  # when the last heartbeat was sent
@@ -89,7 +105,11 @@ class DraftWorker:
         """The loop. Raises `ModelError` if the target refuses this draft."""
         with ExitStack() as self._open:
             self._mail = self._open.enter_context(
-                TracedMailbox(self._tracer, self._endpoint, outgoing=lambda message: packed(message, self._waited))
+                TracedMailbox(
+                    self._tracer,
+                    self._endpoint,
+                    outgoing=lambda message: packed(message, self._waited),
+                )
             )
             self._mail.send(self._hello)
             while not self._stopping():
@@ -128,11 +148,15 @@ class DraftWorker:
             case ProtocolError() | TransportError():
                 raise message
             case _:
-                raise RemoteProtocolError(f"draft does not expect {type(message).__name__} from the target")
+                raise RemoteProtocolError(
+                    f"draft does not expect {type(message).__name__} from the target"
+                )
 
     def _meet(self, welcome: Welcome) -> None:
         if welcome.version != PROTOCOL_VERSION:
-            raise ModelError(f"the target speaks version {welcome.version}, this draft {PROTOCOL_VERSION}")
+            raise ModelError(
+                f"the target speaks version {welcome.version}, this draft {PROTOCOL_VERSION}"
+            )
         self._executor, self._packer = self._welcomed(welcome)
         self._open.callback(self._packer.close)
         # A target that knows t_draft has had a draft before, and waits for this one during a text: measure briefly.
@@ -161,7 +185,11 @@ class DraftWorker:
         if now - self._beat > self._heartbeat_seconds:
             self._beat = now
             met = self._executor is not None
-            beat = Heartbeat(self._num_forwards, self._drafter.state.value, 0) if met else Ping(time.monotonic_ns())
+            beat = (
+                Heartbeat(self._num_forwards, self._drafter.state.value, 0)
+                if met
+                else Ping(time.monotonic_ns())
+            )
             self._mail.post(beat)
             self._launcher_beat(0.0)
 
@@ -202,7 +230,9 @@ class DraftWorker:
         drafts, self._drafts = self._drafts, []
         tokens = sum(len(command.tokens) for command in drafts)
         is_long = max(len(command.tokens) for command in drafts) > MAX_UNANNOUNCED
-        if is_long:  # tell target and launcher how long it will take, so that silence is no sign of a hang
+        if (
+            is_long
+        ):  # tell target and launcher how long it will take, so that silence is no sign of a hang
             expected = tokens * self._prefill_pace
             self._mail.send(Heartbeat(self._num_forwards, "prefill", tokens, expected))
             self._launcher_beat(SLACK * expected)

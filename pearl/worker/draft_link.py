@@ -35,7 +35,9 @@ from pearl.worker.settings import TargetSettings
 
 log = logging.getLogger(__name__)
 
-PROBE_SECONDS = 0.1  # between pings to a draft that is waited for: a dead process's socket refuses them at once
+PROBE_SECONDS = (
+    0.1  # between pings to a draft that is waited for: a dead process's socket refuses them at once
+)
 _CLOCK_PINGS = 8  # in a trace: they give the offset between the two clocks
 _IGNORED = DraftTokens(-1, 0, 0, ())  # of no request: in place of what is not examined
 
@@ -49,7 +51,10 @@ class DraftLink:
     """
 
     def __init__(
-        self, settings: TargetSettings, executor: TargetExecutor, channel: Callable[[], TensorChannel] | None
+        self,
+        settings: TargetSettings,
+        executor: TargetExecutor,
+        channel: Callable[[], TensorChannel] | None,
     ) -> None:
         self._settings, self._executor, self._open_channel = settings, executor, channel
         self.mail: Mailbox  # the loop's, set before any other use
@@ -57,9 +62,13 @@ class DraftLink:
         self.context = 0  # tokens that its model holds
         self.health = DraftHealth(settings.config.draft_timeout)
         self._channel: TensorChannel | None = None
-        self._loss: tuple[str, float] | None = None  # why and when the draft was lost, until it is reported
+        self._loss: tuple[str, float] | None = (
+            None  # why and when the draft was lost, until it is reported
+        )
         self._probed = 0.0
-        self._sent_ns = self._answered_ns = 0  # our last message to it; the last ping that it has answered
+        self._sent_ns = self._answered_ns = (
+            0  # our last message to it; the last ping that it has answered
+        )
 
     # ---- connecting ----
 
@@ -68,7 +77,9 @@ class DraftLink:
         if hello.version != PROTOCOL_VERSION or hello.vocab_digest != self._settings.vocab_digest:
             why = f"version {hello.version}, vocabulary {hello.vocab_digest.hex()}"
             why += ". A draft of another vocabulary needs the target's tokenizer on its host"
-            self.mail.post(Error(-1, "ModelError", f"this draft does not fit the target: {why}"), peer)
+            self.mail.post(
+                Error(-1, "ModelError", f"this draft does not fit the target: {why}"), peer
+            )
             return False
         return True
 
@@ -112,7 +123,9 @@ class DraftLink:
 
     # ---- its messages ----
 
-    def events(self, message: DraftTokens | Resync | Heartbeat | Error, coordinator: Coordinator) -> Iterator[object]:
+    def events(
+        self, message: DraftTokens | Resync | Heartbeat | Error, coordinator: Coordinator
+    ) -> Iterator[object]:
         """The protocol's events that a message means; each must be handled before the next is taken.
 
         Raises `DraftLost` where the draft is not worth waiting for any more.
@@ -148,7 +161,9 @@ class DraftLink:
         # Over a slow link a heartbeat may be older than our last message; it is not once a later ping was answered.
         is_news = self._answered_ns > self._sent_ns
         if self.health.stalled(heartbeat.work, bool(waiting) and is_news):
-            log.warning("draft and target wait for each other: a message was lost; giving the draft the whole prefix")
+            log.warning(
+                "draft and target wait for each other: a message was lost; giving the draft the whole prefix"
+            )
             for number in waiting:
                 yield Resync(number, coordinator.running[number].epoch)
         if heartbeat.work == "calibrated":
@@ -195,7 +210,9 @@ class DraftLink:
         rivals = chain.from_iterable(seen.rivals for seen in message.runners_up)
         most = max((*message.tokens, *(message.after or ())[1:], *rivals), default=0)
         if most >= vocab:
-            raise RemoteProtocolError(f"draft sent token {most}, the target has ids up to {vocab - 1}")
+            raise RemoteProtocolError(
+                f"draft sent token {most}, the target has ids up to {vocab - 1}"
+            )
         rows = [row.unpack(vocab) if isinstance(row, PackedRow) else row for row in message.rows]
         announced = [i for i, row in enumerate(rows) if isinstance(row, AnnouncedRow)]
         if announced:

@@ -59,7 +59,9 @@ class Fronts:
     def meet(self, peer: Peer, hello: Hello) -> None:
         """Attach a front; `welcome` is due. Raises `RemoteProtocolError` or `RequestError` if it is refused."""
         if hello.version != PROTOCOL_VERSION:
-            raise RemoteProtocolError(f"front speaks version {hello.version}, this target {PROTOCOL_VERSION}")
+            raise RemoteProtocolError(
+                f"front speaks version {hello.version}, this target {PROTOCOL_VERSION}"
+            )
         if len(self.attached) >= MAX_FRONTS:
             raise RequestError(f"{MAX_FRONTS} fronts are attached: try again later")
         self.attached.add(peer)

@@ -11,9 +11,13 @@ from pearl.silence import SLACK, Silence
 
 _TOO_SLOW = 20.0  # times the seconds per token that were measured when it joined
 _LEAST_SLOW = 0.01  # seconds; a faster token is never slow: a busy machine's noise is as large
-_SLOW_TOKENS = 8  # slow tokens of one request in a row that end the draft; or as many as took `timeout` in all
+_SLOW_TOKENS = (
+    8  # slow tokens of one request in a row that end the draft; or as many as took `timeout` in all
+)
 _MOST_ALLOWED = 10  # times `timeout`: the longest silence a draft may announce, and the longest wait for a token
-_STALLED_BEATS = 2  # heartbeats of an idle draft that the target waits for: a message was lost, resynchronise
+_STALLED_BEATS = (
+    2  # heartbeats of an idle draft that the target waits for: a message was lost, resynchronise
+)
 _STALLED_FOR_GOOD = 8  # such heartbeats after which the draft is lost
 _AT_REST = frozenset(state.value for state in Working if state is not Working.DRAFTING)
 
@@ -31,8 +35,12 @@ class DraftHealth:
         """Start again: another draft has connected."""
         self._is_calibrated = False
         self._stalled_beats = 0
-        self._reached: dict[int, tuple[tuple[int, int], float]] = {}  # waiting request -> its lengths, since when
-        self._slow: dict[int, tuple[int, float]] = {}  # request -> its slow tokens in a row, their seconds
+        self._reached: dict[
+            int, tuple[tuple[int, int], float]
+        ] = {}  # waiting request -> its lengths, since when
+        self._slow: dict[
+            int, tuple[int, float]
+        ] = {}  # request -> its slow tokens in a row, their seconds
         self.silence.heard()
 
     def calibrated(self, seconds: float) -> bool:
@@ -59,7 +67,9 @@ class DraftHealth:
         before, self._reached = self._reached, {}
         for request, reached in waiting.items():
             best = before.get(request)
-            self._reached[request] = best if best is not None and reached <= best[0] else (reached, now)
+            self._reached[request] = (
+                best if best is not None and reached <= best[0] else (reached, now)
+            )
         most = _MOST_ALLOWED * self._timeout
         return [request for request, (_, since) in self._reached.items() if now - since > most]
 
@@ -71,13 +81,17 @@ class DraftHealth:
         if not seconds:  # unknown: the forward was fed more than one token
             return
         # The cheap comparison first: the target's time is interpolated, and this runs for every token.
-        if seconds <= max(_TOO_SLOW * self._usual_pace, _LEAST_SLOW) or seconds <= 2 * speeds.t_target(1):
+        if seconds <= max(
+            _TOO_SLOW * self._usual_pace, _LEAST_SLOW
+        ) or seconds <= 2 * speeds.t_target(1):
             self._slow.clear()
             return
         tokens, total = self._slow.get(request, (0, 0.0))
         self._slow[request] = tokens, total = tokens + 1, total + seconds
         if tokens >= _SLOW_TOKENS or total > self._timeout:
-            raise DraftLost(f"{seconds * 1e3:.0f} ms a token, where {self._usual_pace * 1e3:.1f} ms are usual")
+            raise DraftLost(
+                f"{seconds * 1e3:.0f} ms a token, where {self._usual_pace * 1e3:.1f} ms are usual"
+            )
 
     def stalled(self, work: str, awaited: bool) -> bool:
         """Whether draft and target wait for each other, by a heartbeat of the draft: then a message was lost.
@@ -93,5 +107,7 @@ class DraftHealth:
             return False
         self._stalled_beats += 1
         if self._stalled_beats == _STALLED_FOR_GOOD:
-            raise DraftLost("it waits while the target waits for it, although it has the whole prefix")
+            raise DraftLost(
+                "it waits while the target waits for it, although it has the whole prefix"
+            )
         return self._stalled_beats % _STALLED_BEATS == 0

@@ -54,7 +54,9 @@ class Lifeline:
 
     def watch(self, directory: Path) -> None:
         """Start watching; when the launcher goes, `directory` (sockets) is removed."""
-        self._watcher = threading.Thread(target=self._watch, args=(directory,), daemon=True, name="lifeline")
+        self._watcher = threading.Thread(
+            target=self._watch, args=(directory,), daemon=True, name="lifeline"
+        )
         self._watcher.start()
 
     def _watch(self, directory: Path) -> None:

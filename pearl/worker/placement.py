@@ -22,7 +22,9 @@ _LEFT = 2  # cores that a draft beside a GPU leaves: to the target's host thread
 _MOST_CORES = 8  # of such a draft, unless the user names others
 
 
-def occupy(cores: Sequence[int], use_threads: Callable[[int], Sequence[int]] = use_torch_threads) -> None:
+def occupy(
+    cores: Sequence[int], use_threads: Callable[[int], Sequence[int]] = use_torch_threads
+) -> None:
     """From here on the calling thread computes on these cores, with a thread on each of them: on the first itself.
 
     Threads that it starts itself run on the first one, too.
@@ -41,10 +43,14 @@ def place(config: EngineConfig, role: ModelRole) -> torch.device:
     device, gpus = settled(config, role), torch.cuda.device_count()
     if device.kind == "cpu":
         return torch.device("cpu")
-    index = 0 if len(device.gpus) > 1 else device.gpus[0]  # of several, the launcher made them the only visible ones
+    index = (
+        0 if len(device.gpus) > 1 else device.gpus[0]
+    )  # of several, the launcher made them the only visible ones
     if index >= gpus or len(device.gpus) > gpus:
         raise ModelError(f"device {config.model(role).device} is not there: torch sees {gpus} GPUs")
-    torch.cuda.set_device(index)  # pinned memory would otherwise open a context on the first GPU, the other's
+    torch.cuda.set_device(
+        index
+    )  # pinned memory would otherwise open a context on the first GPU, the other's
     return torch.device("cuda", index)
 
 
@@ -55,7 +61,12 @@ def settled(config: EngineConfig, role: ModelRole) -> Device:
     Otherwise as many cores for each worker of this host.  A draft beside a GPU has a few cores and leaves two.
     """
     device = config.model(role).place
-    if role == "draft" and device == Device("cpu") and config.one_host and settled(config, "target").gpus:
+    if (
+        role == "draft"
+        and device == Device("cpu")
+        and config.one_host
+        and settled(config, "target").gpus
+    ):
         return Device("cpu", cores=tuple(sorted(usable_cores())[:-_LEFT][:_MOST_CORES]) or None)
     if device.kind != "auto":
         return device

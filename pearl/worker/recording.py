@@ -18,7 +18,9 @@ class Recordings:
 
     def __init__(self, tracer: Tracer, post: Post) -> None:
         self._tracer, self._post = tracer, post
-        self._asked: list[tuple[Peer, Trace]] = []  # fronts that wait for the draft to have done the same
+        self._asked: list[
+            tuple[Peer, Trace]
+        ] = []  # fronts that wait for the draft to have done the same
         self._recorder: Peer | None = None  # the front whose recording is running
 
     def ask(self, peer: Peer, trace: Trace) -> Trace | None:

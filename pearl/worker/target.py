@@ -11,9 +11,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from pearl.errors import DraftLost, ForwardError, ProtocolError, RemoteProtocolError, RequestError, TransportError
+from pearl.errors import (
+    DraftLost,
+    ForwardError,
+    ProtocolError,
+    RemoteProtocolError,
+    RequestError,
+    TransportError,
+)
+from pearl.execution.batched import compute_together
 from pearl.execution.target import TargetExecutor
-from pearl.execution.together import compute_together
 from pearl.models.calibrate import calibrate_target
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.events import (
@@ -62,7 +69,9 @@ log = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 0.2  # longest sleep of the loop, so that closing is noticed
 _LOSS_SECONDS = 0.5  # until a lost draft is reported: a front that ends closes both workers, and the draft may be first
-_HANDLING = 0.8  # share of a forward's usual time on a device during which the draft's tokens are handled
+_HANDLING = (
+    0.8  # share of a forward's usual time on a device during which the draft's tokens are handled
+)
 _NAP_SECONDS = 1e-3  # between two looks whether the device is done: waiting longer would show in its measured times
 _FRONT_SECONDS = 2.0  # between signs of life to fronts
 _WARN_SECONDS = 10.0  # between two lines of a kind about peers and their requests
@@ -89,7 +98,12 @@ class TargetWorker:
         profile: Profile | None = None,
         measured: Callable[[Profile], None] = lambda profile: None,
     ) -> None:
-        self._endpoint, self._executor, self._settings, self._tracer = endpoint, executor, settings, tracer
+        self._endpoint, self._executor, self._settings, self._tracer = (
+            endpoint,
+            executor,
+            settings,
+            tracer,
+        )
         self._ready, self._stopping = ready, stopping
         self._measured = None if profile else measured
         speeds = Speeds.of(profile) if profile else Speeds()
@@ -99,7 +113,9 @@ class TargetWorker:
             speeds.auto.add_one_core()
         if shared_gpus(settings.config):  # forwards do not overlap there
             speeds.auto.untimed = "sd"
-        self._coordinator = Coordinator(speeds, settings.config.slots, executor.runner.capabilities.prompt_piece)
+        self._coordinator = Coordinator(
+            speeds, settings.config.slots, executor.runner.capabilities.prompt_piece
+        )
         self._decide = tracer.deciding(self._coordinator)
         self._execute = tracer.computing(executor.execute)
         self._forward_together = tracer.computing(executor.forward)
@@ -109,14 +125,18 @@ class TargetWorker:
         self._recordings = Recordings(tracer, post)
         self._warned: dict[str, float] = {}  # kind of line -> when it was written last
         self._commands: deque[object] = deque()
-        self._forwards: list[Forward] = []  # requested and not begun: one forward of the model is to do for all
+        self._forwards: list[
+            Forward
+        ] = []  # requested and not begun: one forward of the model is to do for all
         self._unhandled: list[Received] = []  # messages that wait for the end of a forward
         executor.meanwhile = self._meanwhile
         self._failures: dict[int, ForwardError] = {}  # request -> what ends it
         self._core_waits: dict[int, CoreWait] = {}  # request -> since it began
         self._is_ready = False
         self._reassured = self._looked = 0.0
-        self._computes_until = 0.0  # until when messages are handled beside the forward that is running
+        self._computes_until = (
+            0.0  # until when messages are handled beside the forward that is running
+        )
         self._gather_until = 0.0  # until when others may join the next forward; 0: none is due
         self._num_forwards = 0
         self._prefill_pace = 0.0  # seconds per token of the last long forward
@@ -158,9 +178,17 @@ class TargetWorker:
         """
         self._fronts.flush()
         runner = self._executor.runner
-        while not self._unhandled and (left := self._computes_until - time.monotonic()) > 0 and not runner.is_done():
+        while (
+            not self._unhandled
+            and (left := self._computes_until - time.monotonic()) > 0
+            and not runner.is_done()
+        ):
             for peer, message in self._mail.receive(min(left, _NAP_SECONDS)):
-                if self._unhandled or peer != self._draft.peer or not isinstance(message, DraftTokens):
+                if (
+                    self._unhandled
+                    or peer != self._draft.peer
+                    or not isinstance(message, DraftTokens)
+                ):
                     self._unhandled.append((peer, message))
                 else:
                     self._take(peer, message)
@@ -218,7 +246,9 @@ class TargetWorker:
             case DraftTokens() | Resync() | Heartbeat() | Trace() | Pong() | Cancel():
                 pass  # from a draft that has been replaced, or a front that is gone
             case _:
-                raise RemoteProtocolError(f"target does not expect {type(message).__name__} from this peer")
+                raise RemoteProtocolError(
+                    f"target does not expect {type(message).__name__} from this peer"
+                )
 
     def _become_ready(self) -> None:
         self._is_ready = True
@@ -230,9 +260,15 @@ class TargetWorker:
 
     @property
     def _introduction(self) -> Welcome:
-        s, speeds, context = self._settings, self._coordinator.speeds, self._coordinator.draft_context
+        s, speeds, context = (
+            self._settings,
+            self._coordinator.speeds,
+            self._coordinator.draft_context,
+        )
         t_target, window = speeds.target.measured, speeds.best_window() if context else 0
-        return Welcome(PROTOCOL_VERSION, s.vocab_size, s.context, context, speeds.t_draft, t_target, window)
+        return Welcome(
+            PROTOCOL_VERSION, s.vocab_size, s.context, context, speeds.t_draft, t_target, window
+        )
 
     # ---- peers ----
 
@@ -243,13 +279,17 @@ class TargetWorker:
             self._lose_draft("its successor is here")
         self._draft.meet(peer, hello)
         self._draft.post(self._introduction)
-        if self._is_ready:  # its predecessor was lost; this one sends frames, as a process group cannot be rejoined
+        if (
+            self._is_ready
+        ):  # its predecessor was lost; this one sends frames, as a process group cannot be rejoined
             if self._tracer.number:
                 self._draft.post(Trace(self._tracer.number, True))
         else:
             self._draft.open_channel()
             speeds = self._coordinator.speeds
-            for fed, seconds in calibrate_target(self._executor.runner, brief=bool(speeds.target.measured)):
+            for fed, seconds in calibrate_target(
+                self._executor.runner, brief=bool(speeds.target.measured)
+            ):
                 speeds.observe_target(fed, seconds)
             speeds.target.settle()
         self._draft.health.joined()
@@ -287,7 +327,9 @@ class TargetWorker:
         if now - self._reassured > _FRONT_SECONDS:
             self._reassured = now
             for peer in self._fronts.attached:  # sending finds those that are gone
-                self._mail.post(Heartbeat(self._num_forwards, self._coordinator.state.value, 0), peer)
+                self._mail.post(
+                    Heartbeat(self._num_forwards, self._coordinator.state.value, 0), peer
+                )
 
     def _record(self, trace: Trace | None) -> None:
         """A recording has begun or ended here: the draft is to do likewise."""
@@ -316,19 +358,25 @@ class TargetWorker:
                 self._fronts.watch(getattr(message, "request", -1)).resume(time.monotonic())
                 self._draft.send(message)
             case Deliver(Committed() as message):
-                logprobs = self._executor.logprobs(message.request, message.start, len(message.tokens))
+                logprobs = self._executor.logprobs(
+                    message.request, message.start, len(message.tokens)
+                )
                 self._fronts.deliver(message.changed(logprobs=logprobs) if logprobs else message)
             case Deliver(Preview() as message):
                 self._fronts.deliver(message)
             case Wait(cause, request=request):
                 self._fronts.watch(request).wait(cause.value, time.monotonic())
             case DraftDropped(reason):
-                self._warn("the draft cannot go on with this request: %s; the target goes on alone", reason)
+                self._warn(
+                    "the draft cannot go on with this request: %s; the target goes on alone", reason
+                )
             case End(request):
                 core_wait = self._core_waits.pop(request, None)
                 if core_wait is not None:  # else it was cancelled before it began
                     self._fronts.watch(request).core_wait = core_wait.share()
-                self._fronts.end(command, self._failures.pop(request, None), self._coordinator.speeds)
+                self._fronts.end(
+                    command, self._failures.pop(request, None), self._coordinator.speeds
+                )
             case Cancel():
                 self._handle(command)
             case Forward():
@@ -340,7 +388,9 @@ class TargetWorker:
                 if isinstance(command, Open):
                     watch.begun = now
                     self._core_waits[request] = CoreWait()
-                    watch.draft_lost = self._settings.config.has_draft and not self._coordinator.draft_context
+                    watch.draft_lost = (
+                        self._settings.config.has_draft and not self._coordinator.draft_context
+                    )
                 event = self._computed(command, request)
                 if event is not None:
                     self._handle(event)
@@ -379,10 +429,15 @@ class TargetWorker:
         is_long = max(len(command.tokens) for command in commands) > MAX_UNANNOUNCED
         self._computes_until = began + _HANDLING * self._coordinator.speeds.t_target(fed)
         if is_long:  # tell the fronts that wait how long they may hear nothing
-            each = self._prefill_pace or self._coordinator.speeds.t_target(MAX_UNANNOUNCED) / MAX_UNANNOUNCED
+            each = (
+                self._prefill_pace
+                or self._coordinator.speeds.t_target(MAX_UNANNOUNCED) / MAX_UNANNOUNCED
+            )
             for peer in self._fronts.waiting:
                 self._mail.send(Heartbeat(self._num_forwards, "prefill", fed, fed * each), peer)
-        events = compute_together(commands, self._forward_together, lambda one: self._computed(one, one.request))
+        events = compute_together(
+            commands, self._forward_together, lambda one: self._computed(one, one.request)
+        )
         seconds = time.monotonic() - began
         self._num_forwards += 1
         if is_long:

@@ -28,7 +28,9 @@ Tops = Sequence[Shortlist]
 class DraftHalf(Protocol):
     """How the draft draws, for rules that judge token by token. Positions are absolute."""
 
-    def draft(self, logits: Sequence[Tensor], positions: Sequence[int], tops: Tops = ()) -> list[Drafted]:
+    def draft(
+        self, logits: Sequence[Tensor], positions: Sequence[int], tops: Tops = ()
+    ) -> list[Drafted]:
         """Draw a token for each of `positions` from its logits [vocab]; waits for no device.
 
         Args:
@@ -67,7 +69,12 @@ class TargetHalf(Protocol):
         ...
 
     def judge(
-        self, logits: Tensor, tokens: Sequence[int], rows: Sequence[Tensor], start: int, launched: Tensor | None = None
+        self,
+        logits: Tensor,
+        tokens: Sequence[int],
+        rows: Sequence[Tensor],
+        start: int,
+        launched: Tensor | None = None,
     ) -> Judged:
         """Judge `tokens` from position `start` on against the target's logits [len(tokens), vocab].
 
@@ -81,7 +88,12 @@ class TargetHalf(Protocol):
         ...
 
 
-def make_half(side: Literal["target", "draft"], name: str, options: RequestOptions, parameters: Parameters = ()) -> Any:
+def make_half(
+    side: Literal["target", "draft"],
+    name: str,
+    options: RequestOptions,
+    parameters: Parameters = (),
+) -> Any:
     """A `TargetHalf` or a `DraftHalf`, or a `joint.JointDraft`, with those of the rule's parameters that it takes.
 
     Raises `RequestError` for an unknown rule or a parameter that it does not take.

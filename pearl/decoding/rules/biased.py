@@ -86,7 +86,12 @@ class GreedyBildTarget:
         return torch.log_softmax(logits.float(), -1)
 
     def judge(
-        self, logits: Tensor, tokens: Sequence[int], rows: Sequence[Tensor], start: int, launched: Tensor | None = None
+        self,
+        logits: Tensor,
+        tokens: Sequence[int],
+        rows: Sequence[Tensor],
+        start: int,
+        launched: Tensor | None = None,
     ) -> Judged:
         """The bias is the number of accepted tokens that are not the target's likeliest."""
         scores = self.launch(logits, ()) if launched is None else launched

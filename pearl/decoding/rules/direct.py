@@ -64,10 +64,14 @@ class DirectDraft:
     def __init__(self, options: RequestOptions) -> None:
         self._draw = DirectDraw(options)
 
-    def draft(self, logits: Sequence[Tensor], positions: Sequence[int], tops: Tops = ()) -> list[Drafted]:
+    def draft(
+        self, logits: Sequence[Tensor], positions: Sequence[int], tops: Tops = ()
+    ) -> list[Drafted]:
         if logits[0].is_cpu:
             known: Sequence[Shortlist | None] = tops or [None] * len(logits)
-            return [(self._draw(*each), None) for each in zip(logits, positions, known, strict=True)]
+            return [
+                (self._draw(*each), None) for each in zip(logits, positions, known, strict=True)
+            ]
         return [(draw, None) for draw in self._draw.rows(torch.stack(list(logits)), positions)]
 
     def likeliest(
@@ -93,10 +97,19 @@ class DirectTarget:
         return self._draw.rows(logits, positions).to("cpu", non_blocking=True)
 
     def judge(
-        self, logits: Tensor, tokens: Sequence[int], rows: Sequence[Tensor], start: int, launched: Tensor | None = None
+        self,
+        logits: Tensor,
+        tokens: Sequence[int],
+        rows: Sequence[Tensor],
+        start: int,
+        launched: Tensor | None = None,
     ) -> Judged:
         # The host draws none behind a rejection.
-        draws = (self._draw(row, start + i) for i, row in enumerate(logits)) if launched is None else iter(launched)
+        draws = (
+            (self._draw(row, start + i) for i, row in enumerate(logits))
+            if launched is None
+            else iter(launched)
+        )
         for i, (token, draw) in enumerate(zip(tokens, draws, strict=True)):
             if (own := read_draw(draw)) != token:
                 return Judged(i, own)

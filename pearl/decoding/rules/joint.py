@@ -49,7 +49,12 @@ class JointTarget:
         return probabilities(logits, self.options)
 
     def judge(
-        self, logits: Tensor, tokens: Sequence[int], rows: Sequence[Tensor], start: int, launched: Tensor | None = None
+        self,
+        logits: Tensor,
+        tokens: Sequence[int],
+        rows: Sequence[Tensor],
+        start: int,
+        launched: Tensor | None = None,
     ) -> Judged:
         """`tokens` are a block; `rows` are 0 but at their tokens, where they have the draft's probability.
 
@@ -72,7 +77,10 @@ class JointTarget:
                 accepted = count
         off = [max(0.0, 1 - own) for own in target_probs]
         if self._is_greedy:
-            off = [float(own < most) for own, most in zip(target_probs, target.amax(-1).tolist(), strict=True)]
+            off = [
+                float(own < most)
+                for own, most in zip(target_probs, target.amax(-1).tolist(), strict=True)
+            ]
         is_whole = accepted == len(tokens)
         odds = Odds(float(not is_whole), 0.0, sum(off[:accepted]))
         if is_whole:

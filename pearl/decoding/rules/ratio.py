@@ -40,7 +40,9 @@ class SampledDraft:
     def __init__(self, options: RequestOptions) -> None:
         self.options = options
 
-    def draft(self, logits: Sequence[Tensor], positions: Sequence[int], tops: Tops = ()) -> list[Drafted]:
+    def draft(
+        self, logits: Sequence[Tensor], positions: Sequence[int], tops: Tops = ()
+    ) -> list[Drafted]:
         every = [probabilities(row, self.options) for row in logits]
         keys = [draw_key(self.options, position, Purpose.DRAFT) for position in positions]
         return [(pick(probs, key), probs) for probs, key in zip(every, keys, strict=True)]
@@ -83,16 +85,29 @@ class RatioTarget:
         return probabilities(logits, self.options)
 
     def judge(
-        self, logits: Tensor, tokens: Sequence[int], rows: Sequence[Tensor], start: int, launched: Tensor | None = None
+        self,
+        logits: Tensor,
+        tokens: Sequence[int],
+        rows: Sequence[Tensor],
+        start: int,
+        launched: Tensor | None = None,
     ) -> Judged:
         # The host computes nothing behind a rejection; another device computes all at once and is waited for once.
         step = 1 if logits.is_cpu else len(tokens)
         sums: list[tuple[float, float]] = []
         for first in range(0, len(tokens), step):
             part = slice(first, first + step)
-            target = probabilities(logits[part], self.options) if launched is None else launched[part]
-            draft = torch.stack([row.to(logits.device) for row in rows]) if step > 1 else rows[first][None]
-            for i, (target_prob, draft_prob, *both) in enumerate(self._facts(target, draft, tokens[part])):
+            target = (
+                probabilities(logits[part], self.options) if launched is None else launched[part]
+            )
+            draft = (
+                torch.stack([row.to(logits.device) for row in rows])
+                if step > 1
+                else rows[first][None]
+            )
+            for i, (target_prob, draft_prob, *both) in enumerate(
+                self._facts(target, draft, tokens[part])
+            ):
                 position = start + first + i
                 sums.append((both[0], sum(both[1:])))
                 u = uniform(draw_key(self.options, position, Purpose.ACCEPT))
@@ -122,4 +137,8 @@ class RatioTarget:
 def odds_of(sums: Sequence[tuple[float, float]]) -> Odds:
     """Sums (acceptance mass, bias) over positions."""
     chances = [min(1.0, max(0.0, 1 - mass)) for mass, _ in sums]
-    return Odds(sum(chances), sum(chance * (1 - chance) for chance in chances), sum(bias for _, bias in sums))
+    return Odds(
+        sum(chances),
+        sum(chance * (1 - chance) for chance in chances),
+        sum(bias for _, bias in sums),
+    )

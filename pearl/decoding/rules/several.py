@@ -35,9 +35,15 @@ class SeveralDraft(SampledDraft):
         self._candidates = candidates
         self._rows: dict[int, Tensor] = {}  # of the last `draft`: position -> distribution
 
-    def draft(self, logits: Sequence[Tensor], positions: Sequence[int], tops: Tops = ()) -> list[Drafted]:
+    def draft(
+        self, logits: Sequence[Tensor], positions: Sequence[int], tops: Tops = ()
+    ) -> list[Drafted]:
         drafted = super().draft(logits, positions)
-        self._rows = {at: probs for at, (_, probs) in zip(positions, drafted, strict=True) if probs is not None}
+        self._rows = {
+            at: probs
+            for at, (_, probs) in zip(positions, drafted, strict=True)
+            if probs is not None
+        }
         return drafted
 
     def likeliest(
@@ -48,7 +54,10 @@ class SeveralDraft(SampledDraft):
         if not is_root or probs is None:
             return super().likeliest(top, position, count)
         ids = top[0].tolist()
-        drawn = [candidate(probs, self.options, position, number) for number in range(1, self._candidates)]
+        drawn = [
+            candidate(probs, self.options, position, number)
+            for number in range(1, self._candidates)
+        ]
         found = list(dict.fromkeys([*drawn, *ids]))[:count]
         share = dict(zip(ids, shares(top[1], self.options.temperature).tolist(), strict=True))
         return found, [share.get(token, 0.0) for token in found]
@@ -70,7 +79,12 @@ class BatchTarget(RatioTarget):
         self._sequences = 1  # that go on there
 
     def judge(
-        self, logits: Tensor, tokens: Sequence[int], rows: Sequence[Tensor], start: int, launched: Tensor | None = None
+        self,
+        logits: Tensor,
+        tokens: Sequence[int],
+        rows: Sequence[Tensor],
+        start: int,
+        launched: Tensor | None = None,
     ) -> Judged:
         sums: list[tuple[float, float]] = []
         for i, (token, row) in enumerate(zip(tokens, rows, strict=True)):
@@ -81,7 +95,9 @@ class BatchTarget(RatioTarget):
             chosen, rest, rejected = self._choose(position, drawn, target, draft)
             sums.append((1 - rejected, 0.0))
             if chosen is None:
-                correction = pick(rest, draw_key(self.options, position, Purpose.CORRECTION), otherwise=target)
+                correction = pick(
+                    rest, draw_key(self.options, position, Purpose.CORRECTION), otherwise=target
+                )
                 return Judged(i, read_draw(correction), odds=odds_of(sums))
             own = drawn[chosen]
             self._next, self._sequences = position + 1, self._going_on(own, drawn)
@@ -107,7 +123,9 @@ class BatchTarget(RatioTarget):
         for number, token in enumerate(drawn):
             if number:
                 left = left / left.sum()
-            if chosen is None and accepts(self._uniform(position, number), left[token].item(), draft[token].item()):
+            if chosen is None and accepts(
+                self._uniform(position, number), left[token].item(), draft[token].item()
+            ):
                 chosen = number
             rejected *= min(1.0, max(0.0, 1 - torch.minimum(left, draft).sum().item()))
             left = residual(left, draft)

@@ -10,7 +10,18 @@ from pearl.cache import Watcher
 from pearl.config import EngineConfig, RequestOptions
 from pearl.errors import RequestError
 from pearl.lab.bench.figures import Figures, figures
-from pearl.lab.bench.rows import ALL, AR, AUTO, CALIBRATED, NGRAM, PEARL, SD, SSD, devices_of, rows_for
+from pearl.lab.bench.rows import (
+    ALL,
+    AR,
+    AUTO,
+    CALIBRATED,
+    NGRAM,
+    PEARL,
+    SD,
+    SSD,
+    devices_of,
+    rows_for,
+)
 from pearl.lab.bench.runner import Plan, measure
 from pearl.lab.bench.tasks import Task
 from pearl.models.checkpoints.checkpoint import is_head
@@ -42,7 +53,9 @@ class Calibration:
     profile: Profile
 
 
-def calibrate(config: EngineConfig, tasks: Sequence[Task], params: RequestOptions, watcher: Watcher) -> Calibration:
+def calibrate(
+    config: EngineConfig, tasks: Sequence[Task], params: RequestOptions, watcher: Watcher
+) -> Calibration:
     """Raises `RequestError` if the texts are too short to measure, and whatever starting an engine raises."""
     config = config.model_copy(update={"profile": "none"})
     rows = [row for row in rows_for(config) if row.name in CALIBRATED]
@@ -50,23 +63,45 @@ def calibrate(config: EngineConfig, tasks: Sequence[Task], params: RequestOption
     measured = measure(plan, watcher)
     found = {one.name: one for one in figures(plan, measured)}
     last = [text.statistics for row, text in measured.texts if row == AUTO]
-    if not last or any(one.speedup is None for one in found.values()) or found[SD].acceptance is None:
-        raise RequestError("the texts ended too soon to measure by: raise max_tokens, or give other prompts")
+    if (
+        not last
+        or any(one.speedup is None for one in found.values())
+        or found[SD].acceptance is None
+    ):
+        raise RequestError(
+            "the texts ended too soon to measure by: raise max_tokens, or give other prompts"
+        )
     acceptance, gamma = found[SD].acceptance or 0.0, measured.gamma or 1
     advice, flags = advise(list(found.values()), gamma, config)
-    notes = shared_gpus(config), _not_shared(config, [text.tokens for row, text in measured.texts if row == AR])
+    notes = (
+        shared_gpus(config),
+        _not_shared(config, [text.tokens for row, text in measured.texts if row == AR]),
+    )
     advice = ". ".join([advice, *filter(None, notes)])
     here, there = (tuple(times.items()) for times in (last[-1].t_target, last[-1].t_target_spread))
     rates = last[-1].rates
     ways = tuple((way, log(rate), 1) for way, rate in rates.items())
-    profile = Profile(last[-1].t_draft, acceptance, here, there, max(rates, key=rates.__getitem__, default=NGRAM), ways)
-    return Calibration(tuple(found.values()), acceptance, gamma, found[PEARL].window, advice, flags, profile)
+    profile = Profile(
+        last[-1].t_draft,
+        acceptance,
+        here,
+        there,
+        max(rates, key=rates.__getitem__, default=NGRAM),
+        ways,
+    )
+    return Calibration(
+        tuple(found.values()), acceptance, gamma, found[PEARL].window, advice, flags, profile
+    )
 
 
 def _not_shared(config: EngineConfig, texts: Sequence[Sequence[int]]) -> str:
     """What a draft of another vocabulary cannot propose; "" for one with the target's."""
     has_tokens = config.has_draft and not is_head(config.draft)
-    translation = translation_of(config.target, config.draft, config.trust_remote_code) if has_tokens else None
+    translation = (
+        translation_of(config.target, config.draft, config.trust_remote_code)
+        if has_tokens
+        else None
+    )
     if translation is None:
         return ""
     tokens = [token for text in texts for token in text]
@@ -84,12 +119,18 @@ def advise(found: Sequence[Figures], gamma: int, config: EngineConfig) -> tuple[
             "--draft none --method ar"
         )
     words = f"{name}: {best.value:.2f} times as fast as the target alone"
-    if ties := [each for each, one in speedups.items() if each != name and one.high > best.low and one.low > 1]:
+    if ties := [
+        each
+        for each, one in speedups.items()
+        if each != name and one.high > best.low and one.low > 1
+    ]:
         words += f"; on these texts not told apart from {', '.join(ties)}"
     method, _, how = name.partition(", ")
     flags = f"--method {method}"
     if method in DRAFTLESS:
-        flags = f"--draft none {flags}" + (f" --target-device {devices_of(config)[1].name}" if how == ALL else "")
+        flags = f"--draft none {flags}" + (
+            f" --target-device {devices_of(config)[1].name}" if how == ALL else ""
+        )
         words = f"no draft pays here; {words}"
     elif method in (SD, SSD):
         flags += f" --gamma {gamma}"

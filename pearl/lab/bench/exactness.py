@@ -27,10 +27,10 @@ from pearl.engine import Engine
 from pearl.engine.request import Prompt, encode, submission
 from pearl.engine.stream import Stream
 from pearl.lab.bench.rows import parse_settings
-from pearl.lab.experiments.texts import answers
+from pearl.lab.studies.recorded_texts import answers
 from pearl.models.checkpoints.checkpoint import is_head, is_toy
 from pearl.models.checkpoints.tokenizers import load_tokenizer
-from pearl.models.forward.graphs import FED
+from pearl.models.gpu.recordings import FED
 from pearl.models.runner import ModelRunner, feed_chain
 from pearl.text.grammar import Guides
 from pearl.worker.build import make_runner
@@ -112,7 +112,11 @@ def check_pair(
             total += references_of_some * len(_some(config))
             total += len(_RULES) if config.datastore is not None else 0
             begin(total)
-        piece = max(FED, runner.capabilities.tree_nodes) if runner.device.type == "cuda" else _REFERENCE_PIECE
+        piece = (
+            max(FED, runner.capabilities.tree_nodes)
+            if runner.device.type == "cuda"
+            else _REFERENCE_PIECE
+        )
         yield compare_cuts(runner, role, min(_ROWS, runner.context), piece=piece)
         if role == "target":
             plain, shaped = references(config, runner, asked, params, shapes, tick)
@@ -127,14 +131,18 @@ def check_pair(
         yield from _check_some(engine, shaped)
         yield from check_texts(engine, asked, params, kill=kill, quick=quick, known=known)
     if has_slots:
-        with Engine(config=config.model_copy(update={"slots": max(_SLOTS, config.slots)})) as engine:
+        with Engine(
+            config=config.model_copy(update={"slots": max(_SLOTS, config.slots)})
+        ) as engine:
             yield from _check_some(engine, plain, together=True)
 
 
 # ---- logits ----
 
 
-def compare_cuts(runner: ModelRunner, name: str, tokens: int, seed: int = 0, piece: int = _REFERENCE_PIECE) -> Finding:
+def compare_cuts(
+    runner: ModelRunner, name: str, tokens: int, seed: int = 0, piece: int = _REFERENCE_PIECE
+) -> Finding:
     """Feed a random sequence in forwards of random sizes, with rollbacks, and compare all logits with the reference.
 
     Leaves the runner's cache empty.
@@ -147,7 +155,10 @@ def compare_cuts(runner: ModelRunner, name: str, tokens: int, seed: int = 0, pie
     ids = [rng.randrange(runner.vocab_size) for _ in range(tokens)]
     runner.rollback(0)
     whole = torch.cat(
-        [feed_chain(runner, ids[i : i + piece], len(ids[i : i + piece])) for i in range(0, tokens, piece)]
+        [
+            feed_chain(runner, ids[i : i + piece], len(ids[i : i + piece]))
+            for i in range(0, tokens, piece)
+        ]
     )
     runner.rollback(0)
     differing: list[str] = []
@@ -155,16 +166,22 @@ def compare_cuts(runner: ModelRunner, name: str, tokens: int, seed: int = 0, pie
     while position < tokens:
         count = min(rng.choice([cut for cut in _CUT_SIZES if cut <= piece]), tokens - position)
         rows = feed_chain(runner, ids[position : position + count], count)
-        for i in torch.nonzero((rows != whole[position : position + count]).any(-1)).flatten().tolist():
+        for i in (
+            torch.nonzero((rows != whole[position : position + count]).any(-1)).flatten().tolist()
+        ):
             off = float((rows[i] - whole[position + i]).abs().max())
-            differing.append(f"position {position + i} in a forward of {count} tokens, by up to {off:.2g}")
+            differing.append(
+                f"position {position + i} in a forward of {count} tokens, by up to {off:.2g}"
+            )
         position, fed = position + count, fed + count
         if rng.random() < 0.2:  # as after a rejection: roll back, and feed again
             position -= rng.randint(0, count)
             runner.rollback(position)
     runner.rollback(0)
     first = differing[0] if differing else ""
-    return Finding(f"{name} logits, in random cuts", f"in pieces of {piece}", fed, fed - len(differing), first)
+    return Finding(
+        f"{name} logits, in random cuts", f"in pieces of {piece}", fed, fed - len(differing), first
+    )
 
 
 # ---- texts ----
@@ -183,10 +200,14 @@ def text_cases(config: EngineConfig, *, kill: bool, quick: bool) -> list[Case]:
     settings = ["ar", "ngram"]
     settings += ["head"] if config.head is not None else []
     settings += _DIRECT if config.has_draft else []
-    cases = [Case(rule, each) for rule in _RULES for each in settings if not quick or each in _QUICK]
+    cases = [
+        Case(rule, each) for rule in _RULES for each in settings if not quick or each in _QUICK
+    ]
     if config.has_draft and not is_head(config.draft):
         cases += [Case("ratio", each) for each in ([_FIXED] if quick else _RATIO)]
-    if config.has_draft and kill:  # last: without its draft a text of the ratio rule has the same distribution only
+    if (
+        config.has_draft and kill
+    ):  # last: without its draft a text of the ratio rule has the same distribution only
         cases += [Case(rule, "pearl", kill=True) for rule in (_RULES[:1] if quick else _RULES)]
     return cases
 
@@ -221,7 +242,9 @@ def check_texts(
         yield _check(engine, reference, settings, kill=is_killed)
 
 
-def _check_some(engine: Engine, references: Sequence[Reference], *, together: bool = False) -> Iterator[Finding]:
+def _check_some(
+    engine: Engine, references: Sequence[Reference], *, together: bool = False
+) -> Iterator[Finding]:
     """Compare texts of some methods with references, one finding each. `together`: all texts of a method at once."""
     for reference, settings in product(references, _some(engine.config)):
         yield _check(engine, reference, settings, together=together)
@@ -231,13 +254,20 @@ def _some(config: EngineConfig) -> list[str]:
     return [settings for settings in _SOME if config.has_draft or settings in ("ngram", "auto")]
 
 
-def _decoded(engine: Engine, prompts: Sequence[Prompt], params: RequestOptions, settings: str) -> list[list[int]]:
+def _decoded(
+    engine: Engine, prompts: Sequence[Prompt], params: RequestOptions, settings: str
+) -> list[list[int]]:
     options = params.overridden_by(parse_settings(settings))
     return [result.tokens for prompt in prompts for result in engine.generate(prompt, options)]
 
 
 def _check(
-    engine: Engine, reference: Reference, settings: str, *, kill: bool = False, together: bool = False
+    engine: Engine,
+    reference: Reference,
+    settings: str,
+    *,
+    kill: bool = False,
+    together: bool = False,
 ) -> Finding:
     """Compare the texts of a method with a reference.
 
@@ -264,7 +294,9 @@ def _check(
     what += ", datastore" if settings == "ngram" and config.datastore is not None else ""
     what += ", draft killed" if kill else ""
     what += f", {count} texts in {config.slots} slots" if together else ""
-    return Finding(what, "pearl" if is_ratio else _TARGET, count, equal, first, dict(guessed), longest)
+    return Finding(
+        what, "pearl" if is_ratio else _TARGET, count, equal, first, dict(guessed), longest
+    )
 
 
 def _read(stream: Stream, kill_in: Engine | None) -> int:
@@ -330,7 +362,11 @@ def references(
         return Reference(name, params, prompts, [decode(prompt, params) for prompt in prompts])
 
     prompts = [encode(tokenizer, prompt) for prompt in asked]
-    second = prompts[0] + decode(prompts[0], rules["greedy"]) + tokenizer.encode(_SECOND_TURN, special=False)
+    second = (
+        prompts[0]
+        + decode(prompts[0], rules["greedy"])
+        + tokenizer.encode(_SECOND_TURN, special=False)
+    )
     if len(second) + (params.max_tokens or 0) <= runner.context:
         prompts.insert(1, second)
     plain = [reference(rule, sampling, prompts) for rule, sampling in rules.items()]

@@ -15,8 +15,8 @@ from pearl.engine.stream import Result
 from pearl.lab.bench.machine import Conditions
 from pearl.lab.bench.rows import Row, device_of_row
 from pearl.lab.bench.runner import Measured, Plan, Sample
-from pearl.lab.experiments.estimate import Estimate, bootstrap
-from pearl.lab.experiments.texts import rows_along
+from pearl.lab.studies.estimate import Estimate, bootstrap
+from pearl.lab.studies.recorded_texts import rows_along
 from pearl.metrics import Sums
 from pearl.models.runner import ModelRunner
 from pearl.spec.methods import METHODS
@@ -88,7 +88,9 @@ class Figures:
     perplexity: Estimate | None = None
 
 
-def figures(plan: Plan, measured: Measured, surprise: Callable[[Result], float] | None = None) -> list[Figures]:
+def figures(
+    plan: Plan, measured: Measured, surprise: Callable[[Result], float] | None = None
+) -> list[Figures]:
     """The figures of each row, in the plan's order; rows without a sample are left out.
 
     Args:
@@ -97,7 +99,9 @@ def figures(plan: Plan, measured: Measured, surprise: Callable[[Result], float] 
     found = []
     for row in plan.rows:
         samples = [s for s in measured.samples if s.row == row.name]
-        base_rates = {_text_key(s): s.rate for s in measured.samples if s.row == row.base and s.rate}
+        base_rates = {
+            _text_key(s): s.rate for s in measured.samples if s.row == row.base and s.rate
+        }
         texts = [text for name, text in measured.texts if name == row.name and text.tokens]
         read = [(surprise(text), len(text.tokens)) for text in texts] if surprise else []
         if samples:
@@ -118,7 +122,12 @@ def _figures(
     together = Sums(texts=[text for s in samples for text in s.texts])
     tokens = together.total("num_generated_tokens")
     sets = dict.fromkeys(s.set for s in samples)
-    runs = [length for text in together.texts for length, n in text.run_histogram.items() for _ in range(n)]
+    runs = [
+        length
+        for text in together.texts
+        for length, n in text.run_histogram.items()
+        for _ in range(n)
+    ]
     by_set = {name: _speedup([s for s in samples if s.set == name], base_rates) for name in sets}
     return Figures(
         name=row.name,
@@ -130,15 +139,22 @@ def _figures(
         rate=_interval(s.rate for s in samples),
         speedup=_speedup(samples, base_rates),
         by_set={name: speedup for name, speedup in by_set.items() if speedup},
-        first_seconds=median(s.texts[0].seconds_to_first_token - s.texts[0].queue_seconds for s in samples),
+        first_seconds=median(
+            s.texts[0].seconds_to_first_token - s.texts[0].queue_seconds for s in samples
+        ),
         itl_p50=_median(_median(text.itl_p50 for text in s.texts) for s in samples),
-        itl_p99=_median(max((t.itl_p99 for t in s.texts if t.itl_p99 is not None), default=None) for s in samples),
+        itl_p99=_median(
+            max((t.itl_p99 for t in s.texts if t.itl_p99 is not None), default=None)
+            for s in samples
+        ),
         acceptance=together.acceptance_rate,
         tokens_per_run=together.mean_run_length,
         accepted_in_runs=(fmean(runs), pstdev(runs)) if runs else None,
         tokens_per_step=together.tokens_per_step,
         window=samples[-1].texts[-1].window,
-        bias=bootstrap([(sum(text.bias or 0.0 for text in s.texts), s.tokens) for s in samples], _per_token),
+        bias=bootstrap(
+            [(sum(text.bias or 0.0 for text in s.texts), s.tokens) for s in samples], _per_token
+        ),
         rejections=_rejections(together),
         perplexity=perplexity(read),
     )
@@ -168,7 +184,9 @@ def _per_token(items: Sequence[tuple[float, int]]) -> float:
 
 
 def _speedup(samples: Iterable[Sample], base_rates: Mapping[_TextKey, float]) -> Estimate | None:
-    return _interval(s.rate / base for s in samples if s.rate and (base := base_rates.get(_text_key(s))))
+    return _interval(
+        s.rate / base for s in samples if s.rate and (base := base_rates.get(_text_key(s)))
+    )
 
 
 def _text_key(sample: Sample) -> _TextKey:
@@ -193,7 +211,9 @@ class Surprise:
 
     def __init__(self, config: EngineConfig, runner: ModelRunner | None = None) -> None:
         self.runner = runner or make_runner(config.model("target"), place(config, "target"))
-        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}  # equal texts are read once
+        self._known: dict[
+            tuple[tuple[int, ...], tuple[int, ...]], float
+        ] = {}  # equal texts are read once
 
     def __call__(self, text: Result) -> float:
         """Nats, at temperature 1 and unfiltered."""
@@ -212,7 +232,9 @@ class Surprise:
 # ---- the document ----
 
 
-def document(plan: Plan, measured: Measured, found: Sequence[Figures], conditions: Conditions) -> dict[str, Any]:
+def document(
+    plan: Plan, measured: Measured, found: Sequence[Figures], conditions: Conditions
+) -> dict[str, Any]:
     """For JSON: settings, conditions, figures, and every sample."""
     return {
         "settings": {
@@ -221,7 +243,10 @@ def document(plan: Plan, measured: Measured, found: Sequence[Figures], condition
             "ways": {row.name: row.options.in_use().by_flag() for row in plan.rows},
             "raw": plan.raw,
             "together": plan.together,
-            "sets": {name: sum(task.set == name for task in plan.tasks) for name in {t.set: 0 for t in plan.tasks}},
+            "sets": {
+                name: sum(task.set == name for task in plan.tasks)
+                for name in {t.set: 0 for t in plan.tasks}
+            },
         },
         **conditions.as_dict(),
         "gamma": {"best": measured.gamma, "tried": measured.gammas},

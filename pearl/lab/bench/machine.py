@@ -10,7 +10,9 @@ from typing import Any
 
 from pearl.trace.recorder import where_and_what
 
-_MAX_FOREIGN_SHARE = 0.05  # of the cores' time; above it small differences between methods are noise
+_MAX_FOREIGN_SHARE = (
+    0.05  # of the cores' time; above it small differences between methods are noise
+)
 
 
 def hardware() -> dict[str, Any]:
@@ -29,7 +31,9 @@ def hardware() -> dict[str, Any]:
 def in_words(where: dict[str, Any]) -> str:
     """`hardware()` as one line."""
     gpus = f", {len(where['gpus'])} x {where['gpus'][0]}" if where["gpus"] else ""
-    versions = ", ".join(f"{name} {number}" for name, number in where["versions"].items() if name != "pyzmq")
+    versions = ", ".join(
+        f"{name} {number}" for name, number in where["versions"].items() if name != "pyzmq"
+    )
     return f"{where['processor']}, {len(where['cores'])} cores{gpus}; {versions}"
 
 
@@ -49,7 +53,9 @@ class Conditions:
         self.seconds = time.monotonic() - self._began
         host, others = _foreign_seconds()
         passed = max(self.seconds, 1e-9) * (os.cpu_count() or 1)
-        self.stolen, self.others = (max(0.0, one) / passed for one in (host - self._host, others - self._others))
+        self.stolen, self.others = (
+            max(0.0, one) / passed for one in (host - self._host, others - self._others)
+        )
 
     @property
     def are_noisy(self) -> bool:

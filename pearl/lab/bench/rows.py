@@ -18,7 +18,17 @@ AR, SD, SSD, PEARL, NGRAM, HEAD, AUTO = "ar", "sd", "ssd", "pearl", "ngram", "he
 PUBLISHED, FIXED = "published", "published,window=fixed"
 PAIR, ALL = "pair", "all devices"  # systems
 AR_ON_ALL, NGRAM_ON_ALL = f"{AR}, {ALL}", f"{NGRAM}, {ALL}"
-CALIBRATED = (AR, NGRAM, HEAD, SD, SSD, PEARL, AUTO, AR_ON_ALL, NGRAM_ON_ALL)  # by `pearl calibrate`
+CALIBRATED = (
+    AR,
+    NGRAM,
+    HEAD,
+    SD,
+    SSD,
+    PEARL,
+    AUTO,
+    AR_ON_ALL,
+    NGRAM_ON_ALL,
+)  # by `pearl calibrate`
 
 
 @dataclass(frozen=True)
@@ -56,10 +66,14 @@ def rows_for(config: EngineConfig, rule: str = "ratio") -> list[Row]:
     names = [AR, SD, SSD, "pearl-no-pre-verify", "pearl-no-post-verify", FIXED, PUBLISHED, NGRAM]
     names += [HEAD, PEARL] if config.head is not None else [PEARL]
     rows = [Row(name, parse_settings(f"{name},rule={rule}")) for name in names]
-    rows.append(Row(AUTO, parse_settings(AUTO)))  # it picks the rule under which its choices change no text
+    rows.append(
+        Row(AUTO, parse_settings(AUTO))
+    )  # it picks the rule under which its choices change no text
     target, both = devices_of(config)
     if both != target and not both.gpus and not is_emulated(config):
-        rows += [Row(f"{name}, {ALL}", RequestOptions(method=name), system=ALL) for name in (AR, NGRAM)]
+        rows += [
+            Row(f"{name}, {ALL}", RequestOptions(method=name), system=ALL) for name in (AR, NGRAM)
+        ]
     return rows
 
 
@@ -81,11 +95,15 @@ def named_rows(names: Iterable[str], known: Iterable[Row] = ()) -> list[Row]:
 def parse_settings(text: str) -> RequestOptions:
     """Parse `METHOD,NAME=VALUE,...`: a method, or `published`, and fields of `RequestOptions`. Raises `ConfigError`."""
     method, *settings = text.split(",")
-    values: dict[str, Any] = {"method": PEARL, **AS_PUBLISHED} if method == PUBLISHED else {"method": method}
+    values: dict[str, Any] = (
+        {"method": PEARL, **AS_PUBLISHED} if method == PUBLISHED else {"method": method}
+    )
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not (name and equals and value):
-            raise ConfigError(f"{text!r}: write METHOD,NAME=VALUE, such as pearl,rule=opt,epsilon=0.1")
+            raise ConfigError(
+                f"{text!r}: write METHOD,NAME=VALUE, such as pearl,rule=opt,epsilon=0.1"
+            )
         name = name.strip().replace("-", "_")
         values[name] = value
     try:
@@ -96,4 +114,6 @@ def parse_settings(text: str) -> RequestOptions:
 
 def is_emulated(config: EngineConfig) -> bool:
     """Whether the pair is toys with given forward times, which can be simulated too."""
-    return bool(is_toy(config.target) and is_toy(config.draft) and config.target_pace and config.draft_pace)
+    return bool(
+        is_toy(config.target) and is_toy(config.draft) and config.target_pace and config.draft_pace
+    )

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from pearl.cache import Watcher
 from pearl.config import EngineConfig, RequestOptions
 from pearl.engine import Engine
-from pearl.engine.conversation import Conversation
 from pearl.engine.stream import Result
 from pearl.errors import ConfigError
 from pearl.lab.bench.rows import ALL, PAIR, SD, SSD, Row, device_of_row
@@ -17,6 +16,7 @@ from pearl.lab.bench.tasks import Task
 from pearl.metrics import Sums
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.spec.stops import FIXED as FIXED_STOP
+from pearl.text.conversation import Conversation
 
 _WARM_UP = 16  # tokens
 _MOST_GAMMA = 64
@@ -83,7 +83,9 @@ class Measured:
 def measure(plan: Plan, watcher: Watcher) -> Measured:
     """Run the benchmark. Raises `ConfigError`, and whatever starting an engine or decoding raises."""
     if plan.config.habits:
-        raise ConfigError("--habits: here the same texts are decoded again and again, and would be known: leave it out")
+        raise ConfigError(
+            "--habits: here the same texts are decoded again and again, and would be known: leave it out"
+        )
     return _Run(plan, watcher).run()
 
 
@@ -111,7 +113,9 @@ class _Run:
         config = self._plan.config.model_copy(update={"trace": None})
         if name == ALL:
             row = next(row for row in self._rows if row.system == name)
-            config = config.model_copy(update={"draft": "none", "target_device": device_of_row(row, config).name})
+            config = config.model_copy(
+                update={"draft": "none", "target_device": device_of_row(row, config).name}
+            )
         return Engine(config=config)
 
     def _warm_up(self, engines: Mapping[str, Engine]) -> None:
@@ -130,7 +134,10 @@ class _Run:
         Rows that have a gamma keep it; rows with a stop policy keep the policy's bound.
         """
         chosen = (row.options for row in self._rows)
-        needs = [each.method in (SD, SSD) and not each.gamma and each.draft_stop == FIXED_STOP for each in chosen]
+        needs = [
+            each.method in (SD, SSD) and not each.gamma and each.draft_stop == FIXED_STOP
+            for each in chosen
+        ]
         if not any(needs):
             return
         self._measured.gamma = best = self._plan.gamma or self._fastest_gamma(pair)
@@ -142,7 +149,9 @@ class _Run:
     def _fastest_gamma(self, pair: Engine) -> int:
         """The fastest of 1, 2, ... up to where the next two are slower."""
         count = max(_GAMMA_TASKS, len({task.set for task in self._plan.tasks}))
-        tasks = sorted(self._plan.tasks, key=lambda task: task.number)[:count]  # the first of each set come first
+        tasks = sorted(self._plan.tasks, key=lambda task: task.number)[
+            :count
+        ]  # the first of each set come first
         rates, best = self._measured.gammas, 1
         for gamma in range(1, _MOST_GAMMA + 1):
             params = self._plan.params.changed(method="sd", gamma=gamma)
@@ -166,7 +175,9 @@ class _Run:
                 if sample is not None:
                     self._measured.samples.append(sample)
                 note = f"{row.name}, {task.set} {task.number}"
-                self._watcher.advance(1, f"{note}: {sample.rate:.1f} tokens/s" if sample and sample.rate else note)
+                self._watcher.advance(
+                    1, f"{note}: {sample.rate:.1f} tokens/s" if sample and sample.rate else note
+                )
 
     def _measure_task(self, engine: Engine, row: Row, task: Task) -> Sample | None:
         turns = list(self._decode_turns(engine, task, self._plan.params_of(row)))
@@ -200,5 +211,7 @@ def forget(engine: Engine, options: RequestOptions, prompt: Sequence[int]) -> No
 
     `options`: how that text is decoded; drawn greedily, all the same.
     """
-    params = options.changed(temperature=0.0, max_tokens=2, ignore_eos=True, json_schema=None, regex=None)
+    params = options.changed(
+        temperature=0.0, max_tokens=2, ignore_eos=True, json_schema=None, regex=None
+    )
     engine.generate([int(prompt[0] == 0)], params)

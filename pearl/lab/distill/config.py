@@ -32,12 +32,24 @@ OPENINGS = (
 class DistillConfig(Section):
     """One run: the pair, the text it learns from, and how it learns."""
 
-    target: str = Field("embedded", description="Model to imitate: directory, .gguf file, hub id or embedded.")
-    out: str = Field(description="Directory of the run: answers, checkpoints, log, and the draft itself.")
-    init_from: str | None = Field(None, description="Draft to train further; default: made of the target's own layers.")
-    layers: tuple[int, ...] = Field((0, 1), description="The target's layers that a new draft starts from, from 0.")
-    head: bool = Field(False, description="Make a head of the target (EAGLE-3) instead of a draft model.")
-    head_tokens: int = Field(8192, ge=0, description="Tokens that a head knows, the likeliest ones; 0: all.")
+    target: str = Field(
+        "embedded", description="Model to imitate: directory, .gguf file, hub id or embedded."
+    )
+    out: str = Field(
+        description="Directory of the run: answers, checkpoints, log, and the draft itself."
+    )
+    init_from: str | None = Field(
+        None, description="Draft to train further; default: made of the target's own layers."
+    )
+    layers: tuple[int, ...] = Field(
+        (0, 1), description="The target's layers that a new draft starts from, from 0."
+    )
+    head: bool = Field(
+        False, description="Make a head of the target (EAGLE-3) instead of a draft model."
+    )
+    head_tokens: int = Field(
+        8192, ge=0, description="Tokens that a head knows, the likeliest ones; 0: all."
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of all random numbers.")
     device: str = Field("auto", description="auto, cpu or cuda:N.")
     dtype: Annotated[Literal["bfloat16", "float32"], ShortDType] = Field(
@@ -45,35 +57,59 @@ class DistillConfig(Section):
     )
     trust_remote_code: bool = Field(False, description="Run code that comes with a checkpoint.")
 
-    prompts: tuple[str, ...] = Field((), description="Files of prompts, .jsonl or a line each (may be given again).")
-    openings: tuple[str, ...] = Field(OPENINGS, description="Starts of user turns, which the target continues.")
-    held_out: Count = Field(64, description="Invented prompts kept for measuring, never trained on.")
+    prompts: tuple[str, ...] = Field(
+        (), description="Files of prompts, .jsonl or a line each (may be given again)."
+    )
+    openings: tuple[str, ...] = Field(
+        OPENINGS, description="Starts of user turns, which the target continues."
+    )
+    held_out: Count = Field(
+        64, description="Invented prompts kept for measuring, never trained on."
+    )
     rounds: Count = Field(8, description="Rounds of answering, then learning.")
     answers_per_round: Count = Field(512, description="Answers that each round adds.")
     answer_batch: Count = Field(128, description="Answers generated at once.")
     max_prompt_tokens: Count = Field(96, description="Longest user turn.")
-    max_answer_tokens: Count = Field(256, description="Longest answer; it ends at EOS, or when it repeats itself.")
-    temperatures: tuple[float, ...] = Field((0.0, 0.6, 1.0), description="Answers take these in turn; 0 is greedy.")
+    max_answer_tokens: Count = Field(
+        256, description="Longest answer; it ends at EOS, or when it repeats itself."
+    )
+    temperatures: tuple[float, ...] = Field(
+        (0.0, 0.6, 1.0), description="Answers take these in turn; 0 is greedy."
+    )
     top: int = Field(
-        32, ge=1, le=1024, description="Likeliest tokens recorded for each position; samples are of these."
+        32,
+        ge=1,
+        le=1024,
+        description="Likeliest tokens recorded for each position; samples are of these.",
     )
 
     on_policy: float = Field(
-        0.0, ge=0, le=1, description="Share of answers that the draft writes, and the target judges (DistillSpec)."
+        0.0,
+        ge=0,
+        le=1,
+        description="Share of answers that the draft writes, and the target judges (DistillSpec).",
     )
     divergence: Literal["fkl", "rkl", "jsd", "tvd"] = Field(
-        "fkl", description="Of target and draft: forward or reverse KL, Jensen-Shannon, total variation."
+        "fkl",
+        description="Of target and draft: forward or reverse KL, Jensen-Shannon, total variation.",
     )
-    passes: Count = Field(4, description="Tokens learnt from in a round, as a multiple of the tokens it added.")
+    passes: Count = Field(
+        4, description="Tokens learnt from in a round, as a multiple of the tokens it added."
+    )
     batch_tokens: Count = Field(2048, description="Tokens of a training batch, padding included.")
     negatives: int = Field(
-        0, ge=0, description="Other tokens that the loss looks at, drawn anew for each batch; 0: the whole vocabulary."
+        0,
+        ge=0,
+        description="Other tokens that the loss looks at, drawn anew for each batch; 0: the whole vocabulary.",
     )
     optimizer: Literal["adamw", "muon"] = Field(
-        "adamw", description="muon: for the layers' matrices, AdamW for all else; learns more of as many tokens."
+        "adamw",
+        description="muon: for the layers' matrices, AdamW for all else; learns more of as many tokens.",
     )
     learning_rate: float = Field(1e-3, gt=0, description="Highest learning rate.")
-    checkpoint_steps: Count = Field(200, description="Steps between two checkpoints; the end of a round has its own.")
+    checkpoint_steps: Count = Field(
+        200, description="Steps between two checkpoints; the end of a round has its own."
+    )
 
     @field_validator("prompts", "openings", "layers", "temperatures", mode="before")
     @classmethod

@@ -41,7 +41,9 @@ class HeadModel:
         random = torch.Generator().manual_seed(seed)
 
         def matrix(outputs: int, inputs: int) -> nn.Parameter:
-            return nn.Parameter((torch.randn(outputs, inputs, generator=random) * 0.02).to(embedding.device))
+            return nn.Parameter(
+                (torch.randn(outputs, inputs, generator=random) * 0.02).to(embedding.device)
+            )
 
         self.weights: dict[str, nn.Parameter] = {}
         queries, keys = self.heads * self.dim, self.kv_heads * self.dim
@@ -61,7 +63,9 @@ class HeadModel:
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return rms_norm(x.float(), x.shape[-1:], self.weights[name].float(), self.eps)
 
-    def steps(self, features: torch.Tensor, ids: torch.Tensor, turns: torch.Tensor) -> Iterator[torch.Tensor]:
+    def steps(
+        self, features: torch.Tensor, ids: torch.Tensor, turns: torch.Tensor
+    ) -> Iterator[torch.Tensor]:
         """The outputs [batch, n - 1 - depth, hidden] of each step: item i of step d is for position i + 2 + d.
 
         Args:
@@ -74,7 +78,9 @@ class HeadModel:
         for depth in range(_DEPTHS):
             if count - depth < 1:
                 return
-            states = self._layer(states[:, : count - depth], ids[:, 1 + depth :], turns, depth, seen)
+            states = self._layer(
+                states[:, : count - depth], ids[:, 1 + depth :], turns, depth, seen
+            )
             yield states
 
     def _layer(
@@ -86,7 +92,10 @@ class HeadModel:
         seen: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> torch.Tensor:
         batch, n, _ = states.shape
-        read = self._norm(self._table[tokens], f"{_LAYER}input_layernorm"), self._norm(states, f"{_LAYER}hidden_norm")
+        read = (
+            self._norm(self._table[tokens], f"{_LAYER}input_layernorm"),
+            self._norm(states, f"{_LAYER}hidden_norm"),
+        )
         x = torch.cat(read, -1)
 
         def part(name: str, heads: int) -> torch.Tensor:
@@ -100,15 +109,23 @@ class HeadModel:
         values = part("v", self.kv_heads).repeat_interleave(groups, 1)
         seen.append((keys, values))
         first_keys, first_values = (each[:, :, :n] for each in seen[0])
-        scores = [(queries @ first_keys.mT).masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1).to(x.device), -1e30)]
+        scores = [
+            (queries @ first_keys.mT).masked_fill(
+                torch.ones(n, n, dtype=torch.bool).triu(1).to(x.device), -1e30
+            )
+        ]
         scores += [(queries * keys[:, :, :n]).sum(-1, keepdim=True) for keys, _ in seen[1:]]
         shares = (torch.cat(scores, -1).float() / self.dim**0.5).softmax(-1).to(values.dtype)
         mixed = shares[..., :n] @ first_values
         for number, (_, values) in enumerate(seen[1:]):
             mixed = mixed + shares[..., n + number, None] * values[:, :, :n]
-        states = states + linear(mixed.transpose(1, 2).reshape(batch, n, -1), self.weights[f"{_LAYER}self_attn.o_proj"])
+        states = states + linear(
+            mixed.transpose(1, 2).reshape(batch, n, -1), self.weights[f"{_LAYER}self_attn.o_proj"]
+        )
         fed = self._norm(states, f"{_LAYER}post_attention_layernorm")
-        gate, up = (linear(fed, self.weights[f"{_LAYER}mlp.{name}_proj"]) for name in ("gate", "up"))
+        gate, up = (
+            linear(fed, self.weights[f"{_LAYER}mlp.{name}_proj"]) for name in ("gate", "up")
+        )
         return states + linear(silu(gate) * up, self.weights[f"{_LAYER}mlp.down_proj"])
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
@@ -156,13 +173,24 @@ class HeadLearner(Learner):
         length = batch.ids.shape[1]
         with torch.no_grad():
             read: Any = self._target.base_model
-            states = read(input_ids=batch.ids, use_cache=False, output_hidden_states=True).hidden_states
-            features = torch.cat([states[layer] for layer in tapped(self._target.config.num_hidden_layers)], -1)
-            like, positions = features.new_zeros(1, dtype=torch.float32), torch.arange(length, device=features.device)
+            states = read(
+                input_ids=batch.ids, use_cache=False, output_hidden_states=True
+            ).hidden_states
+            features = torch.cat(
+                [states[layer] for layer in tapped(self._target.config.num_hidden_layers)], -1
+            )
+            like, positions = (
+                features.new_zeros(1, dtype=torch.float32),
+                torch.arange(length, device=features.device),
+            )
             turns = torch.stack([each[0] for each in read.rotary_emb(like, positions[None])])
-        with torch.autocast(features.device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16):
+        with torch.autocast(
+            features.device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16
+        ):
             for depth, outputs in enumerate(self.head.steps(features.float(), batch.ids, turns)):
-                at = batch.rows % length - 1 - depth  # rows stand before the positions that are predicted
+                at = (
+                    batch.rows % length - 1 - depth
+                )  # rows stand before the positions that are predicted
                 has, of = at >= 0, batch.rows // length
                 rows = outputs[of[has], at[has]]
                 yield self.head.logits(rows), self._place[batch.top_ids[has]], batch.top_probs[has]
@@ -177,7 +205,10 @@ class HeadLearner(Learner):
         config, head = self._target.config, self.head
         own = torch.arange(len(head.ids), device=head.ids.device)
         weights = head.weights.items()
-        tensors = {f"{name}.weight": weight.detach().to(torch.bfloat16).contiguous() for name, weight in weights}
+        tensors = {
+            f"{name}.weight": weight.detach().to(torch.bfloat16).contiguous()
+            for name, weight in weights
+        }
         written = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "hidden_size": config.hidden_size,
@@ -193,6 +224,9 @@ class HeadLearner(Learner):
             "torch_dtype": "bfloat16",
         }
         with replacing(directory) as building:
-            save_file(tensors | {"d2t": head.ids - own, "t2d": self._place >= 0}, building / "model.safetensors")
+            save_file(
+                tensors | {"d2t": head.ids - own, "t2d": self._place >= 0},
+                building / "model.safetensors",
+            )
             (building / "config.json").write_text(json.dumps(written, indent=1))
             (building / "distillation.json").write_text(json.dumps(about, indent=1))

@@ -61,7 +61,13 @@ def plan(config: DistillConfig, round: int, lengths: Sequence[int], fresh: int) 
         draw.shuffle(every)
         chosen += every[: wanted - len(chosen)]
     draw.shuffle(chosen)
-    together = max(1, _BATCHES_PER_SORT * config.batch_tokens * len(chosen) // max(1, sum(lengths[i] for i in chosen)))
+    together = max(
+        1,
+        _BATCHES_PER_SORT
+        * config.batch_tokens
+        * len(chosen)
+        // max(1, sum(lengths[i] for i in chosen)),
+    )
     batches: list[list[int]] = []
     for start in range(0, len(chosen), together):
         batches += packed(chosen[start : start + together], lengths, config.batch_tokens)
@@ -103,13 +109,21 @@ def optimizers(
         weights: what learns, by name. tables: those of them whose rows are tokens.
     """
     is_muon, rate = config.optimizer == "muon", config.learning_rate
-    matrices = {name: each for name, each in weights.items() if is_muon and each.ndim == 2 and name not in tables}
+    matrices = {
+        name: each
+        for name, each in weights.items()
+        if is_muon and each.ndim == 2 and name not in tables
+    }
     others = [each for name, each in weights.items() if name not in matrices]
     found: list[Optimizer] = []
     if others:
         found.append(torch.optim.AdamW(others, lr=rate, betas=_ADAM_BETAS, weight_decay=0.0))
     if matrices:
-        found.append(torch.optim.Muon(matrices.values(), lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
+        found.append(
+            torch.optim.Muon(
+                matrices.values(), lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
+            )
+        )
     return found
 
 
@@ -134,7 +148,10 @@ def batch_of(answers: Sequence[Answer], device: torch.device) -> Batch:
         ids[i, : len(fed)] = torch.tensor(fed)
         first = i * length + len(a.prompt) - 1
         rows.append(torch.arange(first, first + len(a.tokens)))
-    top_ids, top_probs = torch.cat([a.top_ids for a in answers]), torch.cat([a.top_probs for a in answers])
+    top_ids, top_probs = (
+        torch.cat([a.top_ids for a in answers]),
+        torch.cat([a.top_probs for a in answers]),
+    )
     moved = (ids, torch.cat(rows), top_ids.long(), top_probs.float())
     return Batch(*(tensor.to(device) for tensor in moved))
 
@@ -147,7 +164,10 @@ class Learner(ABC):
     """
 
     def __init__(
-        self, config: DistillConfig, weights: Mapping[str, torch.nn.Parameter], tables: Collection[str]
+        self,
+        config: DistillConfig,
+        weights: Mapping[str, torch.nn.Parameter],
+        tables: Collection[str],
     ) -> None:
         self._config, self._weights = config, weights
         self._optimizers = optimizers(weights, tables, config)
@@ -162,7 +182,9 @@ class Learner(ABC):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Raises `DistillError` for the state of another learner."""
         if state["weights"].keys() != self._weights.keys():
-            raise DistillError("the checkpoint belongs to another draft than these settings describe")
+            raise DistillError(
+                "the checkpoint belongs to another draft than these settings describe"
+            )
         for name, weight in self._weights.items():
             weight.copy_(state["weights"][name])
         for optimizer, own in zip(self._optimizers, state["optimizers"], strict=True):
@@ -217,8 +239,12 @@ class DraftLearner(Learner):
     def __init__(self, config: DistillConfig, draft: PreTrainedModel) -> None:
         self.draft = draft
         tables = {id(embeddings(draft)), id(head(draft))}
-        weights = {name: weight for name, weight in draft.named_parameters() if weight.requires_grad}
-        super().__init__(config, weights, {name for name, each in weights.items() if id(each) in tables})
+        weights = {
+            name: weight for name, weight in draft.named_parameters() if weight.requires_grad
+        }
+        super().__init__(
+            config, weights, {name for name, each in weights.items() if id(each) in tables}
+        )
         self._fixed_head = None if head(draft).requires_grad else head(draft).to(self._dtype)
 
     def step(self, answers: Sequence[Answer], progress: float, step: int) -> tuple[float, int]:
@@ -237,7 +263,9 @@ class DraftLearner(Learner):
 
     def _states(self, batch: Batch) -> torch.Tensor:
         """The draft's last states that predict the answer tokens [tokens, width]."""
-        with torch.autocast(self.draft.device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16):
+        with torch.autocast(
+            self.draft.device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16
+        ):
             states = hidden_states(self.draft, batch.ids)
         return states.flatten(0, 1)[batch.rows].to(self._dtype)
 

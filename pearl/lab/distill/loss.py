@@ -14,7 +14,9 @@ import torch
 
 _CHUNK_ROWS = 512  # rows of logits in memory at a time
 _MIN_PROB = 1e-9
-_LEFT_OUT = -1e4  # logit of a token that is none of the others; finite, because all of them may be recorded
+_LEFT_OUT = (
+    -1e4
+)  # logit of a token that is none of the others; finite, because all of them may be recorded
 
 
 def _jensen_shannon(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
@@ -25,14 +27,18 @@ def _jensen_shannon(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
 
 # Of target p and the logarithm of draft q, for each outcome: its part of the divergence.
 DIVERGENCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "fkl": lambda p, log_q: -p * log_q,  # cross-entropy: less than KL(p, q) by the target's entropy, which is constant
+    "fkl": lambda p, log_q: (
+        -p * log_q
+    ),  # cross-entropy: less than KL(p, q) by the target's entropy, which is constant
     "rkl": lambda p, log_q: log_q.exp() * (log_q - p.log()),
     "jsd": _jensen_shannon,
     "tvd": lambda p, log_q: (p - log_q.exp()).abs() / 2,
 }
 
 
-def _rows_loss(logits: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor, divergence: str) -> torch.Tensor:
+def _rows_loss(
+    logits: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor, divergence: str
+) -> torch.Tensor:
     """The sum of the rows' losses.
 
     Args:
@@ -70,12 +76,17 @@ def head_loss(
     offsets: torch.Tensor | None = None
     if 0 < negatives < len(weight):
         known, ids = ids.unique(return_inverse=True)
-        others = torch.randint(len(weight), (negatives,), generator=generator).to(ids.device).unique()
+        others = (
+            torch.randint(len(weight), (negatives,), generator=generator).to(ids.device).unique()
+        )
         others = others[~torch.isin(others, known)]
         offsets = torch.zeros(len(known) + len(others), device=ids.device)
         offsets[len(known) :] = torch.tensor((len(weight) - len(known)) / max(1, len(others))).log()
         weight = weight[torch.cat((known, others))]
-    states, head = hidden.detach().requires_grad_(), weight.detach().requires_grad_(weight.requires_grad)
+    states, head = (
+        hidden.detach().requires_grad_(),
+        weight.detach().requires_grad_(weight.requires_grad),
+    )
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
     for start in range(0, len(hidden), _CHUNK_ROWS):
         rows = slice(start, start + _CHUNK_ROWS)
@@ -85,7 +96,11 @@ def head_loss(
         loss.backward()
         total += loss.detach()
     count = len(hidden)
-    computed = ((each, leaf.grad) for each, leaf in ((hidden, states), (weight, head)) if leaf.grad is not None)
+    computed = (
+        (each, leaf.grad)
+        for each, leaf in ((hidden, states), (weight, head))
+        if leaf.grad is not None
+    )
     # Of value 0, and linear in states and head: autograd takes the gradients computed above for its own.
     gradient = torch.stack([(each * slope / count).sum().float() for each, slope in computed]).sum()
     return (total / count).float() + (gradient - gradient.detach())

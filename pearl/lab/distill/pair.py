@@ -68,9 +68,13 @@ def load_teacher(config: DistillConfig, progress: Progress) -> Teacher:
     name, trust = config.target, config.trust_remote_code
     tokenizer, defaults = load_tokenizer(name, trust_remote_code=trust, progress=progress)
     if not defaults.eos:
-        raise ModelError(f"Model {name!r} names no end-of-sequence token: its answers would never end.")
+        raise ModelError(
+            f"Model {name!r} names no end-of-sequence token: its answers would never end."
+        )
     device = place(EngineConfig(target=name, draft="none", target_device=config.device), "target")
-    model = load_model(ModelConfig(name, dtype=config.dtype, trust_remote_code=trust), device, progress)
+    model = load_model(
+        ModelConfig(name, dtype=config.dtype, trust_remote_code=trust), device, progress
+    )
     return Teacher(name, model.eval().requires_grad_(False), tokenizer, defaults.eos)
 
 
@@ -80,9 +84,15 @@ def load_teacher(config: DistillConfig, progress: Progress) -> Teacher:
 def new_draft(config: DistillConfig, teacher: Teacher) -> PreTrainedModel:
     """The draft before training, in float32 on the target's device. Raises `ModelError`."""
     torch.manual_seed(config.seed)
-    draft = _existing(config, teacher) if config.init_from is not None else _from_layers(teacher.model, config.layers)
+    draft = (
+        _existing(config, teacher)
+        if config.init_from is not None
+        else _from_layers(teacher.model, config.layers)
+    )
     draft.eval()  # train without dropout: few passes overfit little
-    if head(draft).shape == head(teacher.model).shape:  # tables as large as the target's are not trained
+    if (
+        head(draft).shape == head(teacher.model).shape
+    ):  # tables as large as the target's are not trained
         for table in (embeddings(draft), head(draft)):
             table.requires_grad_(False)
     check_head(teacher.model)
@@ -118,7 +128,9 @@ def _from_layers(target: PreTrainedModel, layers: tuple[int, ...]) -> PreTrained
     draft: PreTrainedModel = kind(config).to(target.device, torch.float32)
     ours, theirs = draft.state_dict(), target.state_dict()
     own = re.compile(re.escape(prefix) + r"\.(\d+)\.")
-    taken = {name: theirs[own.sub(lambda m: f"{prefix}.{layers[int(m[1])]}.", name)] for name in ours}
+    taken = {
+        name: theirs[own.sub(lambda m: f"{prefix}.{layers[int(m[1])]}.", name)] for name in ours
+    }
     draft.load_state_dict(taken)
     return draft
 
@@ -129,7 +141,9 @@ def _layer_list(model: PreTrainedModel) -> tuple[str, int]:
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
             return name, count
-    raise ModelError(f"{type(model).__name__} keeps its layers in no list: start from an existing draft (--init-from)")
+    raise ModelError(
+        f"{type(model).__name__} keeps its layers in no list: start from an existing draft (--init-from)"
+    )
 
 
 def embeddings(model: PreTrainedModel) -> torch.Tensor:
@@ -151,7 +165,9 @@ def check_head(model: PreTrainedModel) -> None:
     logits = model(input_ids=ids, use_cache=False).logits.float()
     ours = (hidden_states(model, ids) @ head(model).T).float()
     if logits.shape != ours.shape or (logits - ours).abs().max() > 0.02 * logits.abs().max():
-        raise ModelError(f"{type(model).__name__} does more to its logits than multiply: it is not supported here")
+        raise ModelError(
+            f"{type(model).__name__} does more to its logits than multiply: it is not supported here"
+        )
 
 
 def hidden_states(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
@@ -169,7 +185,9 @@ def replacing(directory: Path) -> Iterator[Path]:
 
     Raises `DistillError`.
     """
-    building, old = (directory.with_name(f".{directory.name}.{state}") for state in ("building", "old"))
+    building, old = (
+        directory.with_name(f".{directory.name}.{state}") for state in ("building", "old")
+    )
     try:
         for leftover in (building, old):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -179,7 +197,9 @@ def replacing(directory: Path) -> Iterator[Path]:
             os.replace(directory, old)
         os.replace(building, directory)
         shutil.rmtree(old, ignore_errors=True)
-    except Exception as error:  # safetensors and tokenizers raise errors of their own on a full disk
+    except (
+        Exception
+    ) as error:  # safetensors and tokenizers raise errors of their own on a full disk
         shutil.rmtree(building, ignore_errors=True)
         raise DistillError(
             f"cannot write {directory}: {error}. The last checkpoint is whole: make room, and --resume"

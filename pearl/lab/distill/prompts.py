@@ -29,7 +29,9 @@ def read_turns(path: Path, count: int | None = None) -> list[tuple[str, ...]]:
     Raises `ConfigError`.
     """
     try:
-        lines = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()][:count]
+        lines = [
+            line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()
+        ][:count]
     except OSError as error:
         raise ConfigError(f"cannot read the prompts in {path}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -75,7 +77,11 @@ def attempts(count: int) -> int:
 
 
 def invent(
-    teacher: Teacher, count: int, config: DistillConfig, generator: torch.Generator, tick: Callable[[int], object]
+    teacher: Teacher,
+    count: int,
+    config: DistillConfig,
+    generator: torch.Generator,
+    tick: Callable[[int], object],
 ) -> list[str]:
     """Let the target invent `count` prompts, or a few fewer: openings of the configuration, and what follows them.
 
@@ -90,15 +96,27 @@ def invent(
 
     bare, openings = bool(teacher.encode_start("")), config.openings
     if not openings and not bare:
-        raise ConfigError(f"{teacher.name!r} has no chat template: give openings for its prompts, or prompts")
+        raise ConfigError(
+            f"{teacher.name!r} has no chat template: give openings for its prompts, or prompts"
+        )
     draw = random.Random(int(torch.randint(2**62, (), generator=generator)))
     starts = [
         "" if bare and (not openings or draw.random() < _PLAIN) else draw.choice(openings)
         for _ in range(attempts(count))
     ]
     turns: list[Answer] = []
-    how: dict[str, Any] = {"eos": teacher.eos, "temperatures": (_TEMPERATURE,), "top": _TOP, "generator": generator}
+    how: dict[str, Any] = {
+        "eos": teacher.eos,
+        "temperatures": (_TEMPERATURE,),
+        "top": _TOP,
+        "generator": generator,
+    }
     for some in batched([teacher.encode_start(start) for start in starts], config.answer_batch):
         turns += answer(teacher.model, some, limit=config.max_prompt_tokens, tick=tick, **how)
-    texts = (start + teacher.tokenizer.decode(turn.tokens) for start, turn in zip(starts, turns, strict=True))
-    return list(dict.fromkeys(text for text in texts if text.strip() and not is_benchmark(text)))[:count]
+    texts = (
+        start + teacher.tokenizer.decode(turn.tokens)
+        for start, turn in zip(starts, turns, strict=True)
+    )
+    return list(dict.fromkeys(text for text in texts if text.strip() and not is_benchmark(text)))[
+        :count
+    ]

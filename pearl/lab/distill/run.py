@@ -84,7 +84,9 @@ class Distillation:
             raise ConfigError(
                 f"{self._directory} holds a run already: --resume goes on with it; or choose another --out"
             )
-        if differing := sorted(name for name in settings if before["settings"].get(name) != settings[name]):
+        if differing := sorted(
+            name for name in settings if before["settings"].get(name) != settings[name]
+        ):
             raise ConfigError(
                 f"{path} has other settings than these: {', '.join(differing)}. A run keeps what it began with"
             )
@@ -118,7 +120,9 @@ class Distillation:
         for number in range(done, len(batches)):
             progress = (round + number / len(batches)) / self._config.rounds
             place = self._place
-            loss, tokens = self._learner.step([pool[i] for i in batches[number]], progress, place.step)
+            loss, tokens = self._learner.step(
+                [pool[i] for i in batches[number]], progress, place.step
+            )
             self._place = Place(round, number + 1, place.step + 1, place.tokens + tokens)
             self._watcher.advance(1, f"loss {loss:.3f}, {self._place.tokens / 1e6:.2f} M tokens")
             if self._place.step % self._config.checkpoint_steps == 0:
@@ -126,7 +130,10 @@ class Distillation:
         self._place = replace(self._place, round=round + 1, batch=0)
 
     def _save(self) -> None:
-        _write(self._directory / "checkpoint.pt", {"place": asdict(self._place), **self._learner.state()})
+        _write(
+            self._directory / "checkpoint.pt",
+            {"place": asdict(self._place), **self._learner.state()},
+        )
 
     def _export(self) -> Path:
         about = {"tokens_seen": self._place.tokens, "settings": _settings(self._config)}
@@ -152,7 +159,9 @@ class Distillation:
         with _locked(self._directory):
             for name in [f"round-{round:03d}" for round in range(self._config.rounds)]:
                 answers = self._answers(name, self._config.answers_per_round)
-                for prompt, one in zip(self._answered["rounds"][name]["prompts"], answers, strict=True):
+                for prompt, one in zip(
+                    self._answered["rounds"][name]["prompts"], answers, strict=True
+                ):
                     text = self._teacher.tokenizer.decode(one.tokens)
                     lines.append(json.dumps({"prompt": prompt, "text": text}) + "\n")
             path.write_text("".join(lines))
@@ -168,7 +177,9 @@ class Distillation:
         if len(answers) < len(prompts):
             self._watcher.begin(f"{name}: answering", len(prompts) - len(answers))
         while (done := len(answers)) < len(prompts):
-            answers += map(vars, self._generate(f"{name}-{done // size:03d}", prompts[done : done + size]))
+            answers += map(
+                vars, self._generate(f"{name}-{done // size:03d}", prompts[done : done + size])
+            )
             self._keep()
         return [Answer(**each) for each in answers]
 
@@ -181,7 +192,9 @@ class Distillation:
         asked = [self._teacher.encode_prompt(prompt) for prompt in prompts]
         target, top = self._teacher.model, min(config.top, len(head(self._teacher.model)))
 
-        def written(writer: PreTrainedModel, some: Sequence[Sequence[int]], whose: str) -> list[Answer]:
+        def written(
+            writer: PreTrainedModel, some: Sequence[Sequence[int]], whose: str
+        ) -> list[Answer]:
             return answer(
                 writer,
                 some,
@@ -197,7 +210,9 @@ class Distillation:
         found = written(target, asked[drafted:], "answers") if drafted < len(asked) else []
         if drafted:
             assert isinstance(self._learner, DraftLearner)
-            found = along(target, written(self._learner.draft, asked[:drafted], "drafted"), top) + found
+            found = (
+                along(target, written(self._learner.draft, asked[:drafted], "drafted"), top) + found
+            )
         return found
 
     def _prompts(self, name: str, count: int) -> list[str]:
@@ -260,4 +275,6 @@ def _read(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # PyTorch, its reader of zips and pickle have no common base
         cause = str(error).partition("\n")[0]
-        raise DistillError(f"{path} is damaged: {cause}. Remove it; --resume then makes it anew") from error
+        raise DistillError(
+            f"{path} is damaged: {cause}. Remove it; --resume then makes it anew"
+        ) from error

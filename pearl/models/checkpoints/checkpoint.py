@@ -24,23 +24,35 @@ def toy_options(spec: str) -> dict[str, Any]:
 
     Raises `ModelError` for an unknown key or a bad value.
     """
-    kinds: dict[str, Callable[[str], Any]] = {"vocab": int, "alpha": float, "seed": int, "context": int, "eos": int}
+    kinds: dict[str, Callable[[str], Any]] = {
+        "vocab": int,
+        "alpha": float,
+        "seed": int,
+        "context": int,
+        "eos": int,
+    }
     kinds |= {"coin": int}
     values: dict[str, Any] = {"vocab": 32, "alpha": 0.8, "seed": 0, "context": 1 << 20, "coin": 0}
     for item in filter(None, spec.partition(":")[2].split(",")):
         key, _, value = item.partition("=")
         if key not in kinds:
-            raise ModelError(f"toy model {spec!r}: unknown key {key!r}; known are {', '.join(kinds)}")
+            raise ModelError(
+                f"toy model {spec!r}: unknown key {key!r}; known are {', '.join(kinds)}"
+            )
         try:
             values[key] = kinds[key](value)
         except ValueError:
-            raise ModelError(f"toy model {spec!r}: {key}={value!r} is not {kinds[key].__name__}") from None
+            raise ModelError(
+                f"toy model {spec!r}: {key}={value!r} is not {kinds[key].__name__}"
+            ) from None
     if values["vocab"] < 2 or not 0 <= values["alpha"] <= 1:
         raise ModelError(f"toy model {spec!r}: vocab must be at least 2 and alpha between 0 and 1")
     return values
 
 
-_fetched: dict[tuple[str, bool], Path] = {}  # by this process, so that a hub that does not answer is asked once
+_fetched: dict[
+    tuple[str, bool], Path
+] = {}  # by this process, so that a hub that does not answer is asked once
 
 
 def resolve_checkpoint(spec: str, progress: Progress = silent, weights: bool = True) -> Path:
@@ -62,7 +74,11 @@ def resolve_checkpoint(spec: str, progress: Progress = silent, weights: bool = T
     if path.is_file() and path.suffix == ".gguf":
         return directory_of(path, progress)
     if path.is_file() or path.suffix == ".gguf" or not named:
-        what = "it is a file, but no .gguf file" if path.is_file() else "no such directory or .gguf file"
+        what = (
+            "it is a file, but no .gguf file"
+            if path.is_file()
+            else "no such directory or .gguf file"
+        )
         raise ModelError(
             f"Model {spec!r}: {what}. Give a directory with config.json, a .gguf "
             'file, a hub id such as "Qwen/Qwen3-0.6B", "embedded" or "embedded-draft".'

@@ -18,8 +18,8 @@ from pearl.models.checkpoints.hub import in_cache
 from pearl.models.checkpoints.loading import DEFAULT_CONTEXT, context_of, language_model_of
 from pearl.models.checkpoints.memory import needed
 from pearl.models.checkpoints.stored import kind_of, stored
+from pearl.models.cpu import native
 from pearl.models.families import OWN_FORWARD, QUANTISED, forward_of, weight_shapes
-from pearl.models.forward import native
 from pearl.models.forward.experts import computes_experts
 from pearl.models.forward.runner import has_own_forward
 from pearl.text.reasoning import tags_of
@@ -34,14 +34,18 @@ def describe(spec: str, progress: Progress) -> dict[str, Any]:
 
     Raises `ModelError` for a model that is not on this machine.
     """
-    is_file = Path(spec).expanduser().is_file()  # the caches take a quarter of a second to look through
+    is_file = (
+        Path(spec).expanduser().is_file()
+    )  # the caches take a quarter of a second to look through
     found = None if is_file else next((each.path for each in stored() if each.name == spec), None)
     is_here = is_file or spec.startswith("embedded") or Path(spec).expanduser().exists()
     if found is None and not (is_here or in_cache(spec)):
         raise ModelError(f"{spec!r} is not on this machine: get it with `pearl pull {spec}`.")
     path = Path(found or resolve_checkpoint(spec, progress))
     if not (path / "config.json").is_file():
-        raise ModelError(f"{path} has no config.json. Of a repository of GGUF files name one: {spec}:FILE.")
+        raise ModelError(
+            f"{path} has no config.json. Of a repository of GGUF files name one: {spec}:FILE."
+        )
     need = needed(path, "auto", None, DEFAULT_CONTEXT, keeps_bits=True)
     about = {"model": spec, "path": str(path), "weights": kind_of(path)[0] or None}
     model = _model(path) if table_in(path) is None else _of_gguf(path)
@@ -60,7 +64,9 @@ def _of_gguf(path: Path) -> dict[str, Any]:
     except ModelError as error:
         return {"architecture": None, "forward": None, "why": str(error)}
     here = _here()
-    is_ours = native.takes_model(here, config) and (not forward.has_experts or computes_experts(here))
+    is_ours = native.takes_model(here, config) and (
+        not forward.has_experts or computes_experts(here)
+    )
     is_ours = is_ours and forward_of(architecture, config) is not None
     return {
         "architecture": architecture,
@@ -81,7 +87,9 @@ def _model(path: Path) -> dict[str, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config: Any = language_model_of(path) or AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config: Any = language_model_of(path) or AutoConfig.from_pretrained(
+            path, trust_remote_code=False
+        )
         method = (vars(config).pop("quantization_config", None) or {}).get("quant_method", "")
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -92,7 +100,9 @@ def _model(path: Path) -> dict[str, Any]:
     is_read = not method or (method in QUANTISED and family and family.forward.reads_directly)
     why = "our own forward does not compute its family" if family is None else ""
     why = why or ("" if has_own_forward(model, _here()) else _NOT_HERE)
-    why = why or ("" if is_read else f"our own forward does not read its weights, quantised by {method}")
+    why = why or (
+        "" if is_read else f"our own forward does not read its weights, quantised by {method}"
+    )
     return {
         "architecture": type(model).__name__,
         "parameters": sum(weight.numel() for weight in model.parameters()),

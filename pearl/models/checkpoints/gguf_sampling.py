@@ -18,7 +18,10 @@ _OPTIONS = {  # names in a file, and in a generation_config.json
     "penalty_repeat": "repetition_penalty",
 }
 UNSUPPORTED = "general.sampling"  # where `generation_config` lists options that are not supported
-_USUAL_XTC_THRESHOLD, _LARGEST_XTC_THRESHOLD = 0.1, 0.5  # llama.cpp's default; above the other XTC is off
+_USUAL_XTC_THRESHOLD, _LARGEST_XTC_THRESHOLD = (
+    0.1,
+    0.5,
+)  # llama.cpp's default; above the other XTC is off
 
 
 def generation_config(fields: Mapping[str, Any]) -> dict[str, Any]:

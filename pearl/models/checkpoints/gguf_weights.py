@@ -12,7 +12,11 @@ from pearl.models.checkpoints.gguf import Table
 from pearl.models.families import Forward
 from pearl.models.forward.quantised import QuantisedMatrix
 
-_NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # types that are not quantised
+_NUMBERS = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}  # types that are not quantised
 _TOGETHER = 4096  # rows dequantised at once: in float32 a large matrix would take the last memory
 
 
@@ -24,12 +28,18 @@ class GgufWeights:
         self._alternates = forward.clamps_experts  # gate and up of an expert, in transformers
         self._shift = forward.norm_shift or 0.0
         with open(table.file, "rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch warns of what cannot be written
+            self._map = mmap.mmap(
+                file.fileno(), 0, access=mmap.ACCESS_COPY
+            )  # torch warns of what cannot be written
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def matrices(self) -> dict[str, Make]:
         """What makes each matrix that stays in its own bits."""
-        return {name: partial(self._matrix, name) for name, each in self._tensors.items() if each.kind in GGUF_BLOCKS}
+        return {
+            name: partial(self._matrix, name)
+            for name, each in self._tensors.items()
+            if each.kind in GGUF_BLOCKS
+        }
 
     def _matrix(self, name: str) -> QuantisedMatrix:
         found = from_gguf(self._tensors[name].kind, self._rows(name))
@@ -41,7 +51,9 @@ class GgufWeights:
         _, _, offset, size = self._tensors[name]
         start = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
         if hasattr(mmap, "MADV_DONTNEED") and offset + size > start:
-            self._map.madvise(mmap.MADV_DONTNEED, start, (offset + size - start) // mmap.PAGESIZE * mmap.PAGESIZE)
+            self._map.madvise(
+                mmap.MADV_DONTNEED, start, (offset + size - start) // mmap.PAGESIZE * mmap.PAGESIZE
+            )
 
     def plain(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """A weight, dequantised; mapped where nothing changes."""
@@ -63,14 +75,27 @@ class GgufWeights:
         for first in [name for name in found if ".experts.0.gate_proj" in name]:
             stack, kind = first.split("0.gate_proj")
             gate, up, down = (
-                torch.stack([found.pop(name) for name in [*found] if name.startswith(stack) and name.endswith(part)])
+                torch.stack(
+                    [
+                        found.pop(name)
+                        for name in [*found]
+                        if name.startswith(stack) and name.endswith(part)
+                    ]
+                )
                 for part in (f".gate_proj{kind}", f".up_proj{kind}", f".down_proj{kind}")
             )
-            both = torch.stack((gate, up), 2).flatten(1, 2) if self._alternates else torch.cat((gate, up), 1)
+            both = (
+                torch.stack((gate, up), 2).flatten(1, 2)
+                if self._alternates
+                else torch.cat((gate, up), 1)
+            )
             if self._alternates and kind == ".weight":
                 both, down = both.mT, down.mT
             end = "_bias" * (kind == ".bias")
-            found |= {f"{stack}gate_up_proj{end}": both.contiguous(), f"{stack}down_proj{end}": down.contiguous()}
+            found |= {
+                f"{stack}gate_up_proj{end}": both.contiguous(),
+                f"{stack}down_proj{end}": down.contiguous(),
+            }
         return found
 
     def _rows(self, name: str) -> torch.Tensor:
@@ -80,7 +105,9 @@ class GgufWeights:
         numbers = _NUMBERS.get(kind)
         found = found.view(numbers).view(shape) if numbers else found.view(shape[0], -1)
         if self._interleaved and name.split(".")[-2] in ("q_proj", "k_proj"):
-            found = found.unflatten(0, (-1, self._interleaved // 2, 2)).transpose(1, 2).flatten(0, 2)
+            found = (
+                found.unflatten(0, (-1, self._interleaved // 2, 2)).transpose(1, 2).flatten(0, 2)
+            )
         return found
 
 

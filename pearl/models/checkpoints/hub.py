@@ -14,7 +14,9 @@ from pearl.printable import cause_of
 from pearl.text.tokenizer import FILES
 
 _HUB_SECONDS = 10.0  # for the one lookup
-_HUB_NAME = re.compile(r"(?P<repo>\w[\w.-]*(/\w[\w.-]*)?)(@(?P<revision>[\w./-]+))?(:(?P<file>[^:]+))?")
+_HUB_NAME = re.compile(
+    r"(?P<repo>\w[\w.-]*(/\w[\w.-]*)?)(@(?P<revision>[\w./-]+))?(:(?P<file>[^:]+))?"
+)
 _WEIGHTS = (  # the first of these that a repository has are loaded
     ("model.safetensors",),
     ("model-*.safetensors", "pytorch_model-*.safetensors", "model.safetensors.index.json"),
@@ -39,7 +41,9 @@ class HubName(NamedTuple):
     def gguf(self, files: Iterable[str]) -> str:
         """Which of a repository's files `file` names. Raises `ModelError`."""
         ggufs = sorted(file for file in files if file.endswith(".gguf"))
-        found = [each for each in ggufs if each == self.file] or [g for g in ggufs if self.file.lower() in g.lower()]
+        found = [each for each in ggufs if each == self.file] or [
+            g for g in ggufs if self.file.lower() in g.lower()
+        ]
         if len(found) == 1:
             return found[0]
         raise ModelError(
@@ -57,20 +61,34 @@ def pull(spec: str, progress: Progress, weights: bool = True) -> Path:
         weights: False: the tokenizer and how to sample are enough.
     """
     from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     if (name := HubName.parse(spec)) is None:
-        raise ModelError(f"{spec!r} is no hub id: give ID, ID@REVISION or ID:FILE, with an ID such as Qwen/Qwen3-0.6B.")
+        raise ModelError(
+            f"{spec!r} is no hub id: give ID, ID@REVISION or ID:FILE, with an ID such as Qwen/Qwen3-0.6B."
+        )
     try:
-        info = HfApi().model_info(name.repo, revision=name.revision, files_metadata=True, timeout=_HUB_SECONDS)
+        info = HfApi().model_info(
+            name.repo, revision=name.revision, files_metadata=True, timeout=_HUB_SECONDS
+        )
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
         files = _wanted(name, sizes, weights)
-        there = {file for file in files if isinstance(try_to_load_from_cache(name.repo, file, revision=info.sha), str)}
+        there = {
+            file
+            for file in files
+            if isinstance(try_to_load_from_cache(name.repo, file, revision=info.sha), str)
+        }
         total, missing = (sum(sizes[file] for file in some) for some in (files, files - there))
         if missing:
             text = f"{spec}: {size_text(total)} in {len(files)} file{'s' * (len(files) > 1)}"
             progress(f"{text}, {size_text(missing)} to download")
-        directory = Path(snapshot_download(name.repo, revision=name.revision, allow_patterns=[*files]))
+        directory = Path(
+            snapshot_download(name.repo, revision=name.revision, allow_patterns=[*files])
+        )
         return directory / next((file for file in files if file.endswith(".gguf")), "")
     except ModelError:
         raise
@@ -99,10 +117,14 @@ def _wanted(name: HubName, files: Collection[str], weights: bool) -> set[str]:
     """Config, tokenizer and weights; or a GGUF file, and how to sample."""
 
     def matching(*patterns: str) -> set[str]:
-        return {f for f in files for p in patterns if fnmatch(f, p) and f.count("/") == p.count("/")}
+        return {
+            f for f in files for p in patterns if fnmatch(f, p) and f.count("/") == p.count("/")
+        }
 
     found = next((found for patterns in _WEIGHTS if (found := matching(*patterns))), None)
-    if name.file or found is None:  # without a file's name it is refused, with the names of those that there are
+    if (
+        name.file or found is None
+    ):  # without a file's name it is refused, with the names of those that there are
         return {name.gguf(files), *matching("generation_config.json")}
     # The code of a tokenizer that is one's own, too.
     return matching("config.json", "*.py", *FILES) | (found if weights else set())
@@ -117,11 +139,15 @@ def in_cache(name: str) -> Path | None:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        directory = Path(snapshot_download(named.repo, revision=named.revision, local_files_only=True))
+        directory = Path(
+            snapshot_download(named.repo, revision=named.revision, local_files_only=True)
+        )
     except LocalEntryNotFoundError as error:
         if (found := getattr(error, "snapshot_path", None)) is None:
             return None
-        directory = Path(found)  # some of the repository's files are missing: those that `pearl pull` leaves out, say
+        directory = Path(
+            found
+        )  # some of the repository's files are missing: those that `pearl pull` leaves out, say
     except ValueError:
         return None
     files = [str(file.relative_to(directory)) for file in directory.rglob("*.gguf")]

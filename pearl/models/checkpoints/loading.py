@@ -27,11 +27,11 @@ from pearl.models.checkpoints.memory import (
     fits_in_float32,
     needed,
 )
+from pearl.models.cpu import native
 from pearl.models.families import OWN_FORWARD, TWINS
-from pearl.models.forward import native
 from pearl.models.forward.attention import plan_no_shapes, whole_blocks
-from pearl.models.forward.graphs import PREFILL
-from pearl.models.forward.matrices import multiplies_bf16, rounding_for
+from pearl.models.forward.linear_layers import multiplies_bf16, rounding_for
+from pearl.models.gpu.recordings import PREFILL
 from pearl.models.runner import ModelRunner
 from pearl.printable import cause_of
 
@@ -41,7 +41,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _CHANGING_ROPES = ("longrope", "su")  # and all that are "dynamic"; "su" was longrope's first name
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")  # of various families
+_POSITIONS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "max_target_positions",
+)  # of various families
 DEFAULT_CONTEXT = 8192  # tokens; a cache is allocated whole, so a longer one only on request
 Features = Literal["", "layers", "last"] | tuple[int, ...]  # see `load_runner`
 # Model types whose language model has been compared with the whole. Others may store or compute it in their own way.
@@ -91,11 +96,22 @@ def load_runner(
                 "(eagle_aux_hidden_state_layer_ids): it is a head of another model."
             )
         on_gpu = device.type == "cuda"
-        if wanted.role == "draft" and wanted.dtype == "auto" and not on_gpu and (rounding := rounding_for(model)):
+        if (
+            wanted.role == "draft"
+            and wanted.dtype == "auto"
+            and not on_gpu
+            and (rounding := rounding_for(model))
+        ):
             model = model.to(torch.bfloat16)  # type: ignore[arg-type]
         context = context_of(spec, model, wanted.max_context)
-        positions = whole_blocks(context) + (PREFILL if on_gpu else 0)  # see ForwardRunner, for both
-        item = model.dtype.itemsize if on_gpu or native.computes(model.model.embed_tokens.weight) else 4
+        positions = whole_blocks(context) + (
+            PREFILL if on_gpu else 0
+        )  # see ForwardRunner, for both
+        item = (
+            model.dtype.itemsize
+            if on_gpu or native.computes(model.model.embed_tokens.weight)
+            else 4
+        )
         each = cache_bytes(described(model)[1], positions, item)
         left = check_cache_fits(spec, model, context, each, wanted.slots)
         return ForwardRunner(
@@ -121,7 +137,9 @@ def _read(
     reads_directly = not (is_general or wanted.is_spread or wanted.trust_remote_code)
     path = resolve_checkpoint(spec, progress)
     kept = keeps_bits and reads_directly
-    need = needed(path, wanted.weights, wanted.max_context, DEFAULT_CONTEXT, wanted.slots, keeps_bits=kept)
+    need = needed(
+        path, wanted.weights, wanted.max_context, DEFAULT_CONTEXT, wanted.slots, keeps_bits=kept
+    )
     if told := check_room(spec, need, device, torch.cuda.device_count() if wanted.is_spread else 1):
         progress(told)
     progress(f"loading {spec}")
@@ -136,7 +154,7 @@ def _read(
 
 def _general_runner(wanted: ModelConfig, model: Any, features: Features) -> ModelRunner:
     """One through transformers. Raises `ModelError` for what only our own forward does."""
-    from pearl.models.hf import HFRunner
+    from pearl.models.transformers.runner import HFRunner
 
     spec = wanted.spec
     theirs = f"Model {spec!r} ({type(model).__name__}) runs through transformers"
@@ -161,7 +179,9 @@ def _general_runner(wanted: ModelConfig, model: Any, features: Features) -> Mode
     return runner
 
 
-def load_model(wanted: ModelConfig, device: torch.device, progress: Progress = silent) -> PreTrainedModel:
+def load_model(
+    wanted: ModelConfig, device: torch.device, progress: Progress = silent
+) -> PreTrainedModel:
     """The `transformers` model itself, for what needs more than a runner. Raises `ModelError`."""
     plan_no_shapes(device)
     path = resolve_checkpoint(wanted.spec, progress)
@@ -178,7 +198,9 @@ def _dtype(path: Path, device: torch.device, wanted: ModelConfig) -> torch.dtype
     return torch.float32 if is_slow and fits_in_float32(path) else None
 
 
-def _load(wanted: ModelConfig, path: Path, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
+def _load(
+    wanted: ModelConfig, path: Path, device: torch.device, dtype: torch.dtype | None
+) -> PreTrainedModel:
     """The model itself. transformers takes sdpa attention where the model has it, else eager."""
     import transformers
     from transformers.utils import logging as bars
@@ -213,7 +235,9 @@ def _load(wanted: ModelConfig, path: Path, device: torch.device, dtype: torch.dt
         if unfit := _unfit_weights(model, found):
             raise ValueError(unfit)
     places = getattr(model, "hf_device_map", {}).values()
-    if device.type == "cuda" and any(str(place) in ("cpu", "disk") for place in places):  # seconds for each token
+    if device.type == "cuda" and any(
+        str(place) in ("cpu", "disk") for place in places
+    ):  # seconds for each token
         raise ModelError(
             f"Model {spec!r} does not fit into GPU memory. Use more GPUs, a smaller model or a smaller dtype."
         )
@@ -229,17 +253,26 @@ def language_model_of(path: Path) -> PreTrainedConfig | None:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    if config.model_type not in WRAPPERS or (text := config.get_text_config(decoder=True)) is config:
+    if (
+        config.model_type not in WRAPPERS
+        or (text := config.get_text_config(decoder=True)) is config
+    ):
         return None
     if twin := TWINS.get(text.model_type):
         given = {name: value for name, value in text.to_dict().items() if name != "model_type"}
-        rope = {name: value for name, value in given["rope_parameters"].items() if not name.startswith("mrope")}
+        rope = {
+            name: value
+            for name, value in given["rope_parameters"].items()
+            if not name.startswith("mrope")
+        }
         has_experts = twin == "qwen3_moe"
         more = {"norm_topk_prob": True} if has_experts else {}  # what its twin may leave undone
         text = AutoConfig.for_model(twin, **{**given, **more, "rope_parameters": rope})
         if has_experts:  # transformers turns stored experts by this name
             text.model_type = config.model_type  # type: ignore[misc]
-    text.tie_word_embeddings = config.tie_word_embeddings  # where a head of its own is found, transformers unties it
+    text.tie_word_embeddings = (
+        config.tie_word_embeddings
+    )  # where a head of its own is found, transformers unties it
     text.dtype = text.dtype or config.dtype
     if (quantised := getattr(config, "quantization_config", None)) is not None:
         text.quantization_config = quantised
@@ -257,7 +290,9 @@ def _unfit_weights(model: Any, found: dict[str, Any]) -> str:
     """
     absent = found["missing_keys"]
     learned = {name for name, _ in model.named_parameters()}
-    learned |= {name for name, buffer in model.named_buffers() if name in absent and _is_flat(buffer)}
+    learned |= {
+        name for name, buffer in model.named_buffers() if name in absent and _is_flat(buffer)
+    }
     if missing := sorted(absent & learned):
         return f"{len(missing)} of its weights are in no file, {missing[0]} for one"
     for name, shape, wanted in sorted(found["mismatched_keys"]):
@@ -281,12 +316,18 @@ def _explained(spec: str) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"Model {spec!r} could not be loaded: {cause_of(error)}. {_advice(error)}") from error
+        raise ModelError(
+            f"Model {spec!r} could not be loaded: {cause_of(error)}. {_advice(error)}"
+        ) from error
 
 
 def _advice(error: Exception) -> str:
     text = str(error).lower()
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "alloc" in text or "out of memory" in text:
+    if (
+        isinstance(error, MemoryError | torch.OutOfMemoryError)
+        or "alloc" in text
+        or "out of memory" in text
+    ):
         return "Memory ran out: take a smaller model, dtype or max_context, or spread the target over GPUs."
     if "configuration class" in text or "unrecognized model" in text or "model type" in text:
         return "It is not a causal language model that the installed transformers knows."
@@ -298,10 +339,14 @@ def _advice(error: Exception) -> str:
 def context_of(spec: str, model: PreTrainedModel | Decoder, wanted: int | None) -> int:
     """Return the number of tokens that the cache holds. A model that names no limit gets the default."""
     config = model.config.get_text_config(decoder=True)
-    limit = min((named for name in _POSITIONS if (named := getattr(config, name, None))), default=None)
+    limit = min(
+        (named for name in _POSITIONS if (named := getattr(config, name, None))), default=None
+    )
     steady = _steady_positions(config)
     if steady is not None and steady < 1:
-        raise ModelError(f"Model {spec!r} cannot be used: its rope's original maximum of positions is {steady}.")
+        raise ModelError(
+            f"Model {spec!r} cannot be used: its rope's original maximum of positions is {steady}."
+        )
     if steady is not None and (limit is None or steady < limit):
         if wanted is not None and wanted > steady:
             raise ModelError(
@@ -310,12 +355,18 @@ def context_of(spec: str, model: PreTrainedModel | Decoder, wanted: int | None) 
                 f"Give max_context {steady} or less."
             )
         if wanted is None and steady < min(limit or DEFAULT_CONTEXT, DEFAULT_CONTEXT):
-            log.warning("the context of %r is %d tokens: beyond, its rope changes with the length", spec, steady)
+            log.warning(
+                "the context of %r is %d tokens: beyond, its rope changes with the length",
+                spec,
+                steady,
+            )
         limit = steady
     if wanted is None:
         return min(limit or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
     if wanted < 1 or (limit and wanted > limit):
-        raise ModelError(f"max_context {wanted} is not within 1 and the {limit} positions of {spec!r}.")
+        raise ModelError(
+            f"max_context {wanted} is not within 1 and the {limit} positions of {spec!r}."
+        )
     return wanted
 
 
@@ -329,7 +380,12 @@ def _steady_positions(config: Any) -> int | None:
     names = ("original_max_position_embeddings", "max_position_embeddings")
     own = [getattr(config, name, None) for name in names]
     # Some configurations write 4096.0.
-    limits = [int(limit) for rope in _changing_ropes(config) for limit in (rope.get(names[0]), *own) if limit]
+    limits = [
+        int(limit)
+        for rope in _changing_ropes(config)
+        for limit in (rope.get(names[0]), *own)
+        if limit
+    ]
     return min(limits, default=None)
 
 

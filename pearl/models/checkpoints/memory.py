@@ -18,7 +18,7 @@ from pearl.models.checkpoints.checkpoint import config_in
 from pearl.models.checkpoints.formats import GGUF_BLOCKS
 from pearl.models.checkpoints.gguf import table_in
 from pearl.models.families import is_of_own_forward
-from pearl.models.forward.graphs import PREFILL
+from pearl.models.gpu.recordings import PREFILL
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _ITEMS = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -60,8 +60,16 @@ class Need:
     def __str__(self) -> str:
         parts = [f"{gigabytes(self.weights)} of weights"]
         times = f"{self.slots} times " if self.slots > 1 else ""
-        parts += [f"{gigabytes(self.cache)} of KV cache for {times}{self.context:,} tokens"] if self.cache else []
-        parts += [f"{gigabytes(self.states)} of recurrent state and {SNAPSHOTS} copies"] if self.states else []
+        parts += (
+            [f"{gigabytes(self.cache)} of KV cache for {times}{self.context:,} tokens"]
+            if self.cache
+            else []
+        )
+        parts += (
+            [f"{gigabytes(self.states)} of recurrent state and {SNAPSHOTS} copies"]
+            if self.states
+            else []
+        )
         return f"{gigabytes(self.total)}: {', '.join(parts)}"
 
 
@@ -101,7 +109,9 @@ def needed(
     config = text if isinstance(text := config.get("text_config"), dict) else config
     if keeps_bits and is_ours and (table := table_in(directory)) is not None:
         held = table.tensors.values()
-        weights = sum(each.size if each.kind in GGUF_BLOCKS else math.prod(each.shape) * item for each in held)
+        weights = sum(
+            each.size if each.kind in GGUF_BLOCKS else math.prod(each.shape) * item for each in held
+        )
         weights += config["vocab_size"] * config["hidden_size"] * item  # the embedding, dequantised
     context = context or min(most, config.get("max_position_embeddings") or most)
     if not is_ours and weights >= _MEASURED_FROM and (sizes := _sizes(directory, item)) is not None:
@@ -128,7 +138,10 @@ def _size_of_weights(directory: Path) -> int:
     """
     if (table := table_in(directory)) is not None:
         return sum(2 * math.prod(each.shape) for each in table.tensors.values())
-    found = ([f for f in directory.glob(name) if not f.name.startswith("consolidated")] for name in _WEIGHTS)
+    found = (
+        [f for f in directory.glob(name) if not f.name.startswith("consolidated")]
+        for name in _WEIGHTS
+    )
     return sum(file.stat().st_size for file in next((files for files in found if files), []))
 
 
@@ -139,12 +152,14 @@ def _sizes(directory: Path, item: int) -> tuple[int, int] | None:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from pearl.models.cache_layers import cache_sizes
+    from pearl.models.transformers.cache_layers import cache_sizes
 
     with suppress(Exception), torch.device("meta"):  # whatever it is, loading will tell
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         # Some operations of experts are defined there for bfloat16 only.
-        return cache_sizes(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval(), item)
+        return cache_sizes(
+            AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval(), item
+        )
     return None
 
 
@@ -168,7 +183,9 @@ def check_room(spec: str, need: Need | None, device: torch.device, gpus: int = 1
     if need is None or need.total < _REPORTED_FROM or (room := _room(device, gpus)) is None:
         return ""
     where = f"on {device}" if gpus == 1 else f"on {gpus} GPUs"
-    there = f"{gigabytes(room)} {'are free' if device.type == 'cuda' else 'is all there is'} {where}"
+    there = (
+        f"{gigabytes(room)} {'are free' if device.type == 'cuda' else 'is all there is'} {where}"
+    )
     is_scarce = need.total > _SCARCE * room
     if need.total > room:
         advice = (
@@ -224,7 +241,9 @@ def available_memory(proc: Path = _MEMINFO, group: Path = _CGROUP) -> int | None
 
 def total_memory(proc: Path = _MEMINFO, group: Path = _CGROUP) -> int | None:
     """Bytes in all: the machine's memory or the cgroup's limit, if less; None: unknown."""
-    return min([*_meminfo(proc, "MemTotal"), *(limit for limit, _, _ in _cgroup(group))], default=None)
+    return min(
+        [*_meminfo(proc, "MemTotal"), *(limit for limit, _, _ in _cgroup(group))], default=None
+    )
 
 
 def _meminfo(proc: Path, name: str) -> list[int]:
@@ -255,7 +274,9 @@ def is_of_memory(error: BaseException) -> bool:
     torch raises `OutOfMemoryError` only from its caching GPU allocator. Host and pinned memory, workspaces of cuBLAS
     and cuDNN, and launches of CUDA graphs fail with a plain `RuntimeError`, recognised by its message.
     """
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or bool(_MEMORY_WORDS.search(str(error)))
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or bool(
+        _MEMORY_WORDS.search(str(error))
+    )
 
 
 def memory_errors(execute: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -269,6 +290,8 @@ def memory_errors(execute: Callable[_P, _T]) -> Callable[_P, _T]:
             if not is_of_memory(error):
                 raise
             cause = str(error).partition("\n")[0].rstrip(".") or "no memory is left"
-            raise OutOfMemory(f"{cause}. Shorten the prompt, lower max_context, or take a smaller model.") from error
+            raise OutOfMemory(
+                f"{cause}. Shorten the prompt, lower max_context, or take a smaller model."
+            ) from error
 
     return wrapped

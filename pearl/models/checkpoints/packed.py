@@ -62,7 +62,9 @@ def _integers(
     if bits <= 4:
         if zeros is None:
             return QuantisedMatrix(steps, 4, scales, offset=float(half), order=order)
-        return QuantisedMatrix(steps, 4, scales, zeros=zeros.to(torch.uint8).contiguous(), order=order)
+        return QuantisedMatrix(
+            steps, 4, scales, zeros=zeros.to(torch.uint8).contiguous(), order=order
+        )
     signed = (steps.to(torch.int16) - half).to(torch.int8)
     if zeros is not None:
         zeros = (zeros.to(torch.int16) - half).contiguous()
@@ -137,7 +139,9 @@ def float8(weight: torch.Tensor, scales: torch.Tensor) -> QuantisedMatrix:
     has_groups = rows == 1 and inputs % across == 0
     if down != -(-outputs // rows) or not (has_groups or across in (1, inputs / _FP8_BLOCK)):
         raise Unread(f"weight {[outputs, inputs]} has scales {[*scales.shape]}")
-    return QuantisedMatrix(weight, 8, scales.float().repeat_interleave(rows, 0)[:outputs].contiguous())
+    return QuantisedMatrix(
+        weight, 8, scales.float().repeat_interleave(rows, 0)[:outputs].contiguous()
+    )
 
 
 def _fp8(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
@@ -174,8 +178,14 @@ def _nvfp4(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
     """Groups of 16 share a scale in e4m3, which a number of the whole matrix divides."""
     steps, scales = paired(tensors.of("weight_packed")), tensors.of("weight_scale")
     whole = tensors.of("weight_global_scale")
-    if scales.dtype != torch.float8_e4m3fn or whole.numel() != 1 or scales.shape[1] * 16 != steps.shape[1]:
-        raise Unread(f"weight_scale is {scales.dtype} {[*scales.shape]}, weight_global_scale {[*whole.shape]}")
+    if (
+        scales.dtype != torch.float8_e4m3fn
+        or whole.numel() != 1
+        or scales.shape[1] * 16 != steps.shape[1]
+    ):
+        raise Unread(
+            f"weight_scale is {scales.dtype} {[*scales.shape]}, weight_global_scale {[*whole.shape]}"
+        )
     divisors = 2 * whole.float().reshape(1, 1)  # the table has halves
     return QuantisedMatrix(steps, 4, scales, table=FP4, divisors=divisors.repeat(len(steps), 1))
 
@@ -207,16 +217,26 @@ def _bitsandbytes(tensors: Tensors, recipe: Recipe) -> QuantisedMatrix:
     group = gcd(inputs, state["blocksize"])  # a block may hold several rows
     packed, scales = tensors.of("weight").flatten(), tensors.of("weight.absmax")
     if "nested_blocksize" in state:
-        upper = tensors.of("weight.nested_absmax").repeat_interleave(state["nested_blocksize"])[: len(scales)]
-        scales = tensors.of("weight.nested_quant_map")[scales.long()] * upper + state["nested_offset"]
+        upper = tensors.of("weight.nested_absmax").repeat_interleave(state["nested_blocksize"])[
+            : len(scales)
+        ]
+        scales = (
+            tensors.of("weight.nested_quant_map")[scales.long()] * upper + state["nested_offset"]
+        )
     steps = torch.stack((packed >> 4, packed & 15), -1).view(outputs, inputs)
-    scales = scales.float().repeat_interleave(state["blocksize"] // group)[: outputs * inputs // group]
-    return QuantisedMatrix(steps, 4, scales.view(outputs, -1), table=tensors.of("weight.quant_map").float())
+    scales = scales.float().repeat_interleave(state["blocksize"] // group)[
+        : outputs * inputs // group
+    ]
+    return QuantisedMatrix(
+        steps, 4, scales.view(outputs, -1), table=tensors.of("weight.quant_map").float()
+    )
 
 
 def _check_shape(part: str, tensor: torch.Tensor, shape: tuple[int, ...], recipe: Recipe) -> None:
     if tensor.shape != shape:
-        raise Unread(f"{part} has the shape {[*tensor.shape]}, and {[*shape]} is of {recipe.bits} bits")
+        raise Unread(
+            f"{part} has the shape {[*tensor.shape]}, and {[*shape]} is of {recipe.bits} bits"
+        )
 
 
 class _Layout(NamedTuple):
@@ -237,19 +257,25 @@ LAYOUTS: Mapping[str, _Layout] = {
     "fp8": _Layout(_fp8, frozenset({"weight", "weight_scale_inv"})),
     "float8": _Layout(_float8, frozenset({"weight", "weight_scale"})),
     "int8": _Layout(_int8, frozenset({"weight", "weight_scale"}), frozenset({"weight_zero_point"})),
-    "packed": _Layout(_packed, frozenset({*_PACKED, "weight_shape"}), frozenset({"weight_zero_point"})),
+    "packed": _Layout(
+        _packed, frozenset({*_PACKED, "weight_shape"}), frozenset({"weight_zero_point"})
+    ),
     "nvfp4": _Layout(_nvfp4, frozenset({*_PACKED, "weight_global_scale"})),
     "mxfp4": _Layout(_mxfp4, frozenset(_PACKED)),
     "mxfp8": _Layout(_mxfp8, frozenset({"weight", "weight_scale"})),
     "bitsandbytes": _Layout(
         _bitsandbytes,
         frozenset(_BLOCKS),
-        frozenset({"weight.nested_absmax", "weight.nested_quant_map", f"{_STATE}nf4", f"{_STATE}fp4"}),
+        frozenset(
+            {"weight.nested_absmax", "weight.nested_quant_map", f"{_STATE}nf4", f"{_STATE}fp4"}
+        ),
     ),
 }
 
 
-def matrices(scheme: Mapping[str, Any], names: Collection[str], get: Callable[[str], torch.Tensor]) -> dict[str, Make]:
+def matrices(
+    scheme: Mapping[str, Any], names: Collection[str], get: Callable[[str], torch.Tensor]
+) -> dict[str, Make]:
     """What makes each quantised matrix of a checkpoint, by the name of its weight.
 
     Raises `Unread` for a setting or a tensor that is not read here.  Of each recipe one matrix is made, to see.
@@ -268,8 +294,12 @@ def matrices(scheme: Mapping[str, Any], names: Collection[str], get: Callable[[s
         if recipe not in tried:
             tried.add(recipe)
             _check_group(tensors.module, make().group)
-    if not made and scheme.get("config_groups") != {}:  # a file may have no more than scales of a cache
-        raise Unread(f"quant_method is {scheme.get('quant_method')!r}, and no module has quantised weights")
+    if (
+        not made and scheme.get("config_groups") != {}
+    ):  # a file may have no more than scales of a cache
+        raise Unread(
+            f"quant_method is {scheme.get('quant_method')!r}, and no module has quantised weights"
+        )
     return made
 
 
@@ -291,11 +321,17 @@ def _quantised(names: Iterable[str], get: Callable[[str], torch.Tensor]) -> list
         above, has_more, _ = name.partition(".weight.")
         module = above if has_more else name.rpartition(".")[0]
         parts[module].add(name.removeprefix(f"{module}."))
-    return [Tensors(module, frozenset(each), get) for module, each in parts.items() if each & _MARKS]
+    return [
+        Tensors(module, frozenset(each), get) for module, each in parts.items() if each & _MARKS
+    ]
 
 
 def _check_parts(tensors: Tensors, layout: _Layout) -> None:
-    unused = {part for part in tensors.parts if _OF_ACTIVATION.fullmatch(part) or _OF_CACHE.fullmatch(part)}
+    unused = {
+        part
+        for part in tensors.parts
+        if _OF_ACTIVATION.fullmatch(part) or _OF_CACHE.fullmatch(part)
+    }
     parts = tensors.parts - unused - {"bias"}
     missing = sorted(layout.parts - parts)
     unknown = sorted(parts - layout.parts - layout.optional)

@@ -158,7 +158,10 @@ _FORMATS = {
     "mxfp4-pack-quantized": ("mxfp4", "float", (4,)),
     "mxfp8-quantized": ("mxfp8", "float", (8,)),
 }
-_PLAIN_FORMATS = {"int": "int-quantized", "float": "float-quantized"}  # what "naive-quantized" is, by type
+_PLAIN_FORMATS = {
+    "int": "int-quantized",
+    "float": "float-quantized",
+}  # what "naive-quantized" is, by type
 
 
 def _compressed(scheme: Mapping[str, Any]) -> Choose:
@@ -198,7 +201,9 @@ def _group_recipe(group: Mapping[str, Any], usual: Any, where: str) -> Recipe:
         raise Unread(f"{where}format is {name!r}")
     layout, expected, bits = _FORMATS[name]
     if kind != expected or weights.get("num_bits") not in bits:
-        raise Unread(f"{where}weights has type {kind!r} and num_bits {weights.get('num_bits')} in {name!r}")
+        raise Unread(
+            f"{where}weights has type {kind!r} and num_bits {weights.get('num_bits')} in {name!r}"
+        )
     _expect(weights, "dynamic", False, None, where=f"{where}weights.")
     is_symmetric = weights.get("symmetric", True)
     if kind == "float" and not is_symmetric:
@@ -240,7 +245,9 @@ def chooser(scheme: Mapping[str, Any]) -> Choose:
     return METHODS[method](scheme)
 
 
-def _expect(settings: Mapping[str, Any], name: str, *values: Any, absent: Any = None, where: str = "") -> None:
+def _expect(
+    settings: Mapping[str, Any], name: str, *values: Any, absent: Any = None, where: str = ""
+) -> None:
     value = settings.get(name, absent)
     if value not in values:
         raise Unread(f"{where}{name} is {value!r}")

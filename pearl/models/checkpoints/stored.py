@@ -32,8 +32,12 @@ def stored() -> list[Stored]:
     """The models in both caches, the last used one first."""
     found = []
     for repo in _repositories():
-        place = max(repo.revisions, key=lambda each: ("main" in each.refs, each.last_modified)).snapshot_path
-        found.append(Stored(repo.repo_id, str(place), repo.size_on_disk, repo.last_accessed, *kind_of(place)))
+        place = max(
+            repo.revisions, key=lambda each: ("main" in each.refs, each.last_modified)
+        ).snapshot_path
+        found.append(
+            Stored(repo.repo_id, str(place), repo.size_on_disk, repo.last_accessed, *kind_of(place))
+        )
     found += [Stored(p.name, str(p), _size(p), p.stat().st_mtime, *kind_of(p)) for p in _made()]
     return sorted(found, key=lambda each: -each.used)
 
@@ -43,7 +47,9 @@ def _repositories() -> list[Any]:
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
     try:
-        return [repo for repo in scan_cache_dir().repos if repo.repo_type == "model" and repo.revisions]
+        return [
+            repo for repo in scan_cache_dir().repos if repo.repo_type == "model" and repo.revisions
+        ]
     except CacheNotFound:
         return []
 
@@ -81,8 +87,15 @@ def removal(name: str) -> tuple[int, Callable[[], None]]:
 
     made = [place for place in _made() if place.name == name]
     repo, revision, file = HubName.parse(name) or ("", None, "")
-    every = [each for one in _repositories() if one.repo_id == repo and not file for each in one.revisions]
-    revisions = [each for each in every if not revision or revision in (*each.refs, each.commit_hash)]
+    every = [
+        each
+        for one in _repositories()
+        if one.repo_id == repo and not file
+        for each in one.revisions
+    ]
+    revisions = [
+        each for each in every if not revision or revision in (*each.refs, each.commit_hash)
+    ]
     hashes = [each.commit_hash for each in revisions]
     if not made and not hashes:
         whole = (
@@ -100,4 +113,6 @@ def removal(name: str) -> tuple[int, Callable[[], None]]:
             shutil.rmtree(place)
             place.with_name(f"{place.name}.lock").unlink(missing_ok=True)
 
-    return (strategy.expected_freed_size if strategy is not None else 0) + sum(map(_size, made)), remove
+    return (strategy.expected_freed_size if strategy is not None else 0) + sum(
+        map(_size, made)
+    ), remove

@@ -35,7 +35,9 @@ class ToyTokenizer(Tokenizer):
         if not 0 < vocab_size <= TOY_LIMIT:
             raise ModelError(f"A toy vocabulary has 1 to {TOY_LIMIT} tokens, not {vocab_size}.")
         self.vocab_size = vocab_size
-        beyond = (c for c in map(chr, range(0x100, 0x110000)) if c.isprintable() and c != REPLACEMENT)
+        beyond = (
+            c for c in map(chr, range(0x100, 0x110000)) if c.isprintable() and c != REPLACEMENT
+        )
         alphabet = itertools.chain(string.digits, string.ascii_letters, beyond)
         self._characters = "".join(itertools.islice(alphabet, vocab_size))
         self._ids = {character: id for id, character in enumerate(self._characters)}
@@ -46,7 +48,9 @@ class ToyTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(self.token(id) or "" for id in ids)
 
-    def chat_text(self, messages: list[dict[str, Any]], tools: Tools = None, **variables: Any) -> str | None:
+    def chat_text(
+        self, messages: list[dict[str, Any]], tools: Tools = None, **variables: Any
+    ) -> str | None:
         return None
 
     def token(self, id: int) -> str | None:
@@ -64,7 +68,9 @@ def load_tokenizer(
     """
     if is_toy(spec):
         options = toy_options(spec)
-        return ToyTokenizer(options["vocab"]), GenerationDefaults(eos=(options["eos"],) if "eos" in options else ())
+        return ToyTokenizer(options["vocab"]), GenerationDefaults(
+            eos=(options["eos"],) if "eos" in options else ()
+        )
     checkpoint = resolve_checkpoint(spec, progress, weights=False)
     try:
         tokenizer, defaults = load(checkpoint, trust_remote_code, encodes)
@@ -84,7 +90,10 @@ def load_tokenizer(
 
 
 def translation_of(
-    target: str, draft: str, trust_remote_code: bool = False, known: tuple[Tokenizer, GenerationDefaults] | None = None
+    target: str,
+    draft: str,
+    trust_remote_code: bool = False,
+    known: tuple[Tokenizer, GenerationDefaults] | None = None,
 ) -> Translation | None:
     """How a draft speaks its target's tokens; None: they are its own, or the target's tokenizer is not on this host.
 
@@ -93,12 +102,16 @@ def translation_of(
     theirs, own = known or load_tokenizer(draft, trust_remote_code=trust_remote_code, encodes=False)
     try:
         ours, defaults = load_tokenizer(target, trust_remote_code=trust_remote_code, encodes=False)
-    except ModelError as error:  # the target refuses a draft of another vocabulary that does not translate
+    except (
+        ModelError
+    ) as error:  # the target refuses a draft of another vocabulary that does not translate
         log.info("taking the draft's tokens for the target's: %s", error)
         return None
     if have_same_vocabulary(ours, theirs):
         return None
     found = Translation(ours, theirs, defaults.eos, own.eos)
     if len(found.shared) < _LEAST_SHARED * ours.vocab_size:
-        raise ModelError(f"{draft!r} cannot draft for {target!r}: {found}, too few. Choose another draft.")
+        raise ModelError(
+            f"{draft!r} cannot draft for {target!r}: {found}, too few. Choose another draft."
+        )
     return found

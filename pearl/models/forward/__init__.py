@@ -1,1 +1,1 @@
-"""Our own forward pass: layers, products, attention, the cache; on a CPU in any size, on a GPU in fixed sizes."""
+"""Our own forward pass: decoder layers of the known families, and the runner around them."""

@@ -52,7 +52,9 @@ def whole_blocks(end: int) -> int:
     return -(-end // BLOCK) * BLOCK
 
 
-def causal_mask(positions: torch.Tensor, at: torch.Tensor, window: int, dtype: torch.dtype) -> torch.Tensor:
+def causal_mask(
+    positions: torch.Tensor, at: torch.Tensor, window: int, dtype: torch.dtype
+) -> torch.Tensor:
     """0 where a row at position `at` [n] sees one of `positions` [end], else -inf: [n, end].
 
     Args:

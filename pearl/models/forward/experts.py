@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pearl.models.forward.graphs import FED
-from pearl.models.forward.matrices import Matrix, gated
+from pearl.models.forward.linear_layers import Matrix, gated
+from pearl.models.gpu.recordings import FED
 
 if TYPE_CHECKING:
-    from pearl.models.forward.expert_kernels import ExpertProducts
+    from pearl.models.gpu.expert_kernels import ExpertProducts
 
-_PIECE = 64  # rows of an expert's products on a GPU, where other kernels serve other numbers of rows
+_PIECE = (
+    64  # rows of an expert's products on a GPU, where other kernels serve other numbers of rows
+)
 _SERIAL = 32768  # elements: torch splits operations of at least as many between threads
 
 
@@ -36,22 +38,31 @@ class Experts:
         kernels: whether forwards of `FED` rows are computed by our kernels.
     """
 
-    def __init__(self, block: Any, config: Mapping[str, Any], one: Callable[..., Matrix], kernels: bool) -> None:
+    def __init__(
+        self, block: Any, config: Mapping[str, Any], one: Callable[..., Matrix], kernels: bool
+    ) -> None:
         self._top = int(config["num_experts_per_tok"])
-        self._sums_to_one = bool(config.get("norm_topk_prob", True))  # those of Mixtral and gpt-oss always do
+        self._sums_to_one = bool(
+            config.get("norm_topk_prob", True)
+        )  # those of Mixtral and gpt-oss always do
         experts, router = block.experts, getattr(block, "gate", None) or block.router
         self._limits: tuple[float, float] | None = None
         if config.get("swiglu_limit") is not None:  # gpt-oss's
-            self._limits = float(config.get("swiglu_alpha", 1.702)), float(config.get("swiglu_limit", 7.0))
+            self._limits = (
+                float(config.get("swiglu_alpha", 1.702)),
+                float(config.get("swiglu_limit", 7.0)),
+            )
         # Never rounded: it is small, and chooses.
         self.router = one(_linear(router.weight, getattr(router, "bias", None)), rounding="")
-        self.each = [(one(*both), one(down)) for both, down in _linears(experts, self._limits is not None)]
+        self.each = [
+            (one(*both), one(down)) for both, down in _linears(experts, self._limits is not None)
+        ]
         self._gate = gated if self._limits is None else partial(_clamped, *self._limits)
         del block.experts
         self._piece = 0 if router.weight.device.type == "cpu" else _PIECE
         self._products: ExpertProducts | None = None
         if kernels:
-            from pearl.models.forward.expert_kernels import ExpertProducts
+            from pearl.models.gpu.expert_kernels import ExpertProducts
 
             self._products = ExpertProducts(self.each, self._limits)
             self.each = self._products.each
@@ -62,7 +73,9 @@ class Experts:
         Args:
             is_fed: [n]; other rows are padding, and need no experts of their own.
         """
-        weights, chosen = self.router(x, None).softmax(-1, dtype=torch.float32).topk(self._top)  # [n, top]
+        weights, chosen = (
+            self.router(x, None).softmax(-1, dtype=torch.float32).topk(self._top)
+        )  # [n, top]
         if self._sums_to_one:
             total = weights[:, 0].clone()
             for column in weights.T[1:]:
@@ -101,7 +114,10 @@ def _linears(experts: Any, alternates: bool) -> Iterator[tuple[list[Any], Any]]:
         yield from (([each.gate_proj, each.up_proj], each.down_proj) for each in experts)
         return
     both, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
-    biases = [getattr(experts, f"{name}_bias", [None] * len(down)) for name in ("gate_up_proj", "down_proj")]
+    biases = [
+        getattr(experts, f"{name}_bias", [None] * len(down))
+        for name in ("gate_up_proj", "down_proj")
+    ]
     if alternates:
         both, down = both.mT, down.mT
     rows = [slice(0, None, 2), slice(1, None, 2)] if alternates else [slice(None)]
@@ -121,7 +137,9 @@ def _clamped(alpha: float, limit: float, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = some.chunk(2, -1)
         gate.clamp_(max=limit)
         up.clamp_(-limit, limit)
-        shares = torch.empty_like(some).chunk(2, -1)[0]  # rows apart, as in `gate`: each ends a vector
+        shares = torch.empty_like(some).chunk(2, -1)[
+            0
+        ]  # rows apart, as in `gate`: each ends a vector
         torch.mul(gate, alpha, out=shares).sigmoid_()
         found.append((up + 1).mul_(gate * shares))
     return torch.cat(found)

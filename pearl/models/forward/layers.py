@@ -18,6 +18,7 @@ from torch.nn import Linear, Parameter
 from torch.nn.functional import pad
 
 from pearl.cache import Count, Progress, silent
+from pearl.models.cpu import native
 from pearl.models.families import (
     CAPS,
     HEAD_ACTIVATIONS,
@@ -29,10 +30,16 @@ from pearl.models.families import (
     layer_kinds,
     rotated,
 )
-from pearl.models.forward import native
 from pearl.models.forward.attention import Heads, Scoring, cap_scores
 from pearl.models.forward.experts import Experts
-from pearl.models.forward.matrices import Matrix, Rounding, dtype_of_rows, gated, matrix, normalise
+from pearl.models.forward.linear_layers import (
+    Matrix,
+    Rounding,
+    dtype_of_rows,
+    gated,
+    matrix,
+    normalise,
+)
 from pearl.models.forward.quantised import QuantisedMatrix, Weights
 from pearl.models.forward.slot_attention import FixedAttention, NativeAttention, PromptAttention
 
@@ -40,7 +47,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from pearl.models.checkpoints.direct import Decoder
-    from pearl.models.forward.native_layers import NativeLayers
+    from pearl.models.cpu.native_layers import NativeLayers
 
 Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [rows, 1, head_dim] each
 
@@ -77,7 +84,11 @@ class Layer:
         experts = Experts(mlp, config, one, kernels) if hasattr(mlp, "experts") else None
 
         def norm(of: Any, name: str) -> torch.Tensor | None:
-            return norm_weights(getattr(of, name), forward, dtype) if name and hasattr(of, name) else None
+            return (
+                norm_weights(getattr(of, name), forward, dtype)
+                if name and hasattr(of, name)
+                else None
+            )
 
         before, after, before_mlp, after_mlp = (norm(layer, name) for name in forward.norms)
         return Layer(
@@ -126,10 +137,19 @@ class Scales:
     def of(forward: Forward, config: Mapping[str, Any], dim: int, dtype: torch.dtype) -> Scales:
         attention = (config.get("query_pre_attn_scalar") or dim) ** -0.5
         if forward.has_multipliers:
-            names = "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
+            names = (
+                "embedding_multiplier",
+                "attention_multiplier",
+                "residual_multiplier",
+                "logits_scaling",
+            )
             embedding, attention, residual, logits = (config.get(name, 1.0) for name in names)
             return Scales(embedding, attention, residual, 1 / logits)
-        root = torch.tensor(config["hidden_size"] ** 0.5).to(dtype).item() if forward.scales_embedding else 1.0
+        root = (
+            torch.tensor(config["hidden_size"] ** 0.5).to(dtype).item()
+            if forward.scales_embedding
+            else 1.0
+        )
         return Scales(root, attention, 1.0, 1.0, *(float(config.get(name) or 0.0) for name in CAPS))
 
 
@@ -172,7 +192,10 @@ class DecoderLayers:
         self.heads = Heads(heads, int(config.num_key_value_heads), width)
         self.vocab_size, self.embedding = int(config.vocab_size), inner.embed_tokens.weight
         self.dtype = model.dtype if plain else dtype_of_rows(model.dtype, self.embedding.device)
-        self.eps, self._cache_dtype = float(config.rms_norm_eps), self.dtype if is_fixed else torch.float32
+        self.eps, self._cache_dtype = (
+            float(config.rms_norm_eps),
+            self.dtype if is_fixed else torch.float32,
+        )
         self._rotated = rotated(forward, settings, width)
         self.scales = Scales.of(forward, settings, width, model.dtype)
         self.gate = HEAD_ACTIVATIONS[activation_of(settings) or ""]
@@ -181,7 +204,11 @@ class DecoderLayers:
         pair_up(model, forward, self._rotated, width)
         kinds = layer_kinds(forward, settings)
         windows = tuple(0 if window >= context else window for window, _ in kinds)
-        sinks = tuple(each.self_attn.sinks.detach().to(self._cache_dtype) for each in inner.layers if forward.has_sinks)
+        sinks = tuple(
+            each.self_attn.sinks.detach().to(self._cache_dtype)
+            for each in inner.layers
+            if forward.has_sinks
+        )
         self.scoring = Scoring(windows, self.scales.attention, self.scales.attention_cap, sinks)
         self.layers: list[Layer] = []
         bits = {int(rounding[-1])} if rounding else set()
@@ -189,12 +216,16 @@ class DecoderLayers:
         for layer, (_, rope) in zip(inner.layers, kinds, strict=True):
             bits |= set() if rounding else bits_of(layer)
             self.layers.append(
-                Layer.of(layer, rope, forward, settings, one, plain or self.embedding.is_cuda, self.dtype)
+                Layer.of(
+                    layer, rope, forward, settings, one, plain or self.embedding.is_cuda, self.dtype
+                )
             )
             native.give_back()
             count.advance()
         self.weights = (
-            f"{' and '.join(map(str, sorted(bits)))} bits" if bits else str(model.dtype).removeprefix("torch.")
+            f"{' and '.join(map(str, sorted(bits)))} bits"
+            if bits
+            else str(model.dtype).removeprefix("torch.")
         )
         # Rounded matrices round each result once more: sums over the layers in float32 make up for half of that.
         self.residual_dtype = torch.float32 if bits else self.dtype
@@ -257,7 +288,9 @@ class DecoderLayers:
     def _finished(self, hidden: torch.Tensor, tapped: dict[int, torch.Tensor]) -> torch.Tensor:
         if len(self.layers) in self.taps:
             tapped[len(self.layers)] = hidden.to(self.dtype, copy=True)
-        self.features = torch.cat([tapped[number] for number in self.taps], -1) if self.taps else None
+        self.features = (
+            torch.cat([tapped[number] for number in self.taps], -1) if self.taps else None
+        )
         return hidden
 
     def layer_states(
@@ -281,14 +314,18 @@ class DecoderLayers:
         fed = self.normalise(hidden, layer.mlp_norm)
         if layer.experts is not None:
             return hidden + layer.experts(fed, is_fed)
-        return self._add(hidden, layer.down, gated(layer.gate_up(fed, None), self.gate), layer.after_mlp)
+        return self._add(
+            hidden, layer.down, gated(layer.gate_up(fed, None), self.gate), layer.after_mlp
+        )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, vocab]."""
         head = self.head(self.normalise(hidden, self.norm), None)
         if self.scales.logits != 1:
             head = head * self.scales.logits
-        for row in head if self.scales.logits_cap else ():  # one by one: the last elements of a row are no vector
+        for row in (
+            head if self.scales.logits_cap else ()
+        ):  # one by one: the last elements of a row are no vector
             cap_scores(row, self.scales.logits_cap)
         return head
 
@@ -296,7 +333,9 @@ class DecoderLayers:
         """RMS norm of x, in the dtype of rows; None: x as it is."""
         return x.to(self.dtype) if norm is None else normalise(x, norm, self.eps, self.dtype)
 
-    def _add(self, hidden: torch.Tensor, product: Matrix, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+    def _add(
+        self, hidden: torch.Tensor, product: Matrix, x: torch.Tensor, norm: torch.Tensor | None
+    ) -> torch.Tensor:
         """`hidden` plus the product of x, after its norm and multiplier."""
         if norm is None and self.scales.residual == 1:
             return product(x, hidden)
@@ -313,7 +352,12 @@ class DecoderLayers:
         slots: FixedAttention | NativeAttention | PromptAttention,
     ) -> torch.Tensor:
         """The attention output of each row, [n, heads * head_dim]."""
-        n, heads, both, dim = x.shape[0], self.heads.query, self.heads.query + self.heads.kv, self.heads.dim
+        n, heads, both, dim = (
+            x.shape[0],
+            self.heads.query,
+            self.heads.query + self.heads.kv,
+            self.heads.dim,
+        )
         states = layer.qkv(x, None).view(n, -1, dim)
         rope = None if layer.rope is None else ropes[layer.rope]
         if isinstance(slots, NativeAttention):
@@ -330,7 +374,9 @@ class DecoderLayers:
             # Two products and a sum, each rounded by itself: a fused multiply-add would be one only where it is
             # vectorised.
             facing = (facing * cos).add_(facing.roll(dim // 2, -1).mul_(sin))
-        return slots.attend(number, facing[:, :heads], facing[:, heads:], states[:, both:]).to(self.dtype)
+        return slots.attend(number, facing[:, :heads], facing[:, heads:], states[:, both:]).to(
+            self.dtype
+        )
 
     def _head_norm(self, states: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         """States [n, heads, head_dim], normalised by head or, where the norm is as wide as all of them, together."""
@@ -375,7 +421,9 @@ def split_fused(model: PreTrainedModel | Decoder, forward: Forward) -> None:
 
 def _changed(weight: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Weights:
     """The weights with their rows cut, or in another order."""
-    return weight.changed(change) if isinstance(weight, QuantisedMatrix) else change(weight.detach())
+    return (
+        weight.changed(change) if isinstance(weight, QuantisedMatrix) else change(weight.detach())
+    )
 
 
 def set_weight(module: torch.nn.Module, weight: Weights) -> None:

@@ -76,7 +76,11 @@ class QuantisedMatrix:
 
     def of_rows(self) -> dict[str, torch.Tensor]:
         """The tensors that have something for each row, by their names."""
-        found = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _OF_ALL_ROWS}
+        found = {
+            each.name: getattr(self, each.name)
+            for each in fields(self)
+            if each.name not in _OF_ALL_ROWS
+        }
         return {name: of for name, of in found.items() if isinstance(of, torch.Tensor)}
 
     def whole_scales(self) -> torch.Tensor:
@@ -101,7 +105,10 @@ class QuantisedMatrix:
         """The same numbers as steps of 8 bits, with scales and least weights in float32 for each `group` of inputs."""
         repeats = self.group // group
         least = self.whole_least()
-        both = self.whole_scales(), torch.zeros_like(self.whole_scales()) if least is None else least
+        both = (
+            self.whole_scales(),
+            torch.zeros_like(self.whole_scales()) if least is None else least,
+        )
         scales, least = (each.repeat_interleave(repeats, 1) for each in both)
         if self.table is not None:
             steps = self.table.to(torch.int8)[self.steps.long()]
@@ -113,7 +120,11 @@ class QuantisedMatrix:
 
     def dequantised(self) -> torch.Tensor:
         """[out, in], float32: bit for bit the numbers that the formats define."""
-        numbers = self.steps.float().sub_(self.offset) if self.table is None else self.table[self.steps.long()]
+        numbers = (
+            self.steps.float().sub_(self.offset)
+            if self.table is None
+            else self.table[self.steps.long()]
+        )
         steps = numbers.view(len(self.steps), -1, self.group)
         if self.zeros is not None:
             steps -= self.zeros.float()[..., None]
@@ -121,7 +132,11 @@ class QuantisedMatrix:
         if self.least is not None:
             found += _whole(self.least, self.of_least)[..., None]
         found = found.view(self.shape)
-        return found if self.order is None else torch.empty_like(found).index_copy_(1, self.order, found)
+        return (
+            found
+            if self.order is None
+            else torch.empty_like(found).index_copy_(1, self.order, found)
+        )
 
 
 Weights = torch.Tensor | QuantisedMatrix
@@ -178,7 +193,9 @@ def rounded(weight: torch.Tensor, rounding: Literal["int8", "int4"]) -> Quantise
 def _rounded(weight: torch.Tensor, rounding: Literal["int8", "int4"]) -> QuantisedMatrix:
     dtype = torch.float16 if weight.dtype == torch.float16 else torch.bfloat16
     if rounding == "int8":
-        scales = (weight.abs().amax(1, keepdim=True) / 127).to(dtype).clamp_min(torch.finfo(dtype).tiny)
+        scales = (
+            (weight.abs().amax(1, keepdim=True) / 127).to(dtype).clamp_min(torch.finfo(dtype).tiny)
+        )
         steps = (weight.float() / scales.float()).round_().clamp_(-127, 127)
         return QuantisedMatrix(steps.to(torch.int8), 8, scales)
     groups = weight.float().view(len(weight), -1, GROUP)
@@ -186,8 +203,15 @@ def _rounded(weight: torch.Tensor, rounding: Literal["int8", "int4"]) -> Quantis
     step = ((high - low) / 15).clamp_min(torch.finfo(dtype).tiny)
     middle = (low + 8 * step).to(dtype)
     scales = step.to(dtype)
-    steps = ((groups - middle.float()[..., None]) / scales.float()[..., None]).round_().add_(8).clamp_(0, 15)
-    return QuantisedMatrix(steps.to(torch.uint8).view(weight.shape), 4, scales, least=middle, offset=8.0)
+    steps = (
+        ((groups - middle.float()[..., None]) / scales.float()[..., None])
+        .round_()
+        .add_(8)
+        .clamp_(0, 15)
+    )
+    return QuantisedMatrix(
+        steps.to(torch.uint8).view(weight.shape), 4, scales, least=middle, offset=8.0
+    )
 
 
 def panels(rows: torch.Tensor, lanes: int) -> torch.Tensor:

@@ -18,23 +18,33 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pearl.cache import Progress, silent
+from pearl.models.cpu import native
+from pearl.models.cpu.native_layers import NativeLayers
 from pearl.models.families import forward_of
 from pearl.models.feeds import Feed, lay_out
-from pearl.models.forward import attention, native
+from pearl.models.forward import attention
 from pearl.models.forward.experts import computes_experts
-from pearl.models.forward.graphs import FED, PREFILL, Graphs, Piece, Record, Rows, ends, record_on_gpu
 from pearl.models.forward.layers import DecoderLayers
-from pearl.models.forward.matrices import Rounding
-from pearl.models.forward.native_layers import NativeLayers
+from pearl.models.forward.linear_layers import Rounding
 from pearl.models.forward.slot_attention import FixedAttention, NativeAttention
 from pearl.models.forward.slots import Slots, Tree
+from pearl.models.gpu.recordings import (
+    FED,
+    PREFILL,
+    Graphs,
+    Piece,
+    Record,
+    Rows,
+    ends,
+    record_on_gpu,
+)
 from pearl.models.runner import Capabilities, ModelRunner, check_feeds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from pearl.models.checkpoints.direct import Decoder
-    from pearl.models.forward.decode import Decode
+    from pearl.models.gpu.token_forward import Decode
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +60,13 @@ def has_own_forward(model: PreTrainedModel, device: torch.device | None = None) 
         forward is not None
         and model.dtype in (torch.float32, torch.bfloat16, torch.float16)
         # Norms may be wider.
-        and len({(weight.device, weight.dtype) for weight in model.parameters() if weight.dim() > 1}) == 1
-        and all(type(part) is torch.nn.Linear for part in linears)  # else quantised: it cannot be laid out anew
+        and len(
+            {(weight.device, weight.dtype) for weight in model.parameters() if weight.dim() > 1}
+        )
+        == 1
+        and all(
+            type(part) is torch.nn.Linear for part in linears
+        )  # else quantised: it cannot be laid out anew
         and all(_has_plain_mlp(layer.mlp) for layer in model.model.layers)
         and (not forward.has_experts or computes_experts(device))
         and native.takes_model(device, model.config.to_dict())
@@ -104,16 +119,22 @@ class ForwardRunner(ModelRunner):
             self._graphs = Graphs(self._fixed, self._room, recorder)
         self._decode: Decode | None = None
         with torch.inference_mode():
-            self._layers = DecoderLayers(model, context, rounding, is_fixed, bool(kernels), taps, progress=progress)
+            self._layers = DecoderLayers(
+                model, context, rounding, is_fixed, bool(kernels), taps, progress=progress
+            )
             self._seen: dict[int, torch.Tensor] = {}  # features of each slot's last feed
             self.vocab_size, self.dtype = self._layers.vocab_size, self._layers.dtype
             self.weights, self.embedding = rounding or self._layers.weights, self._layers.embedding
             self._positions = torch.arange(self._room + PREFILL, device=self.device)
-            known = self._positions.clamp_max(context - 1)  # a longrope chooses its angles by the greatest one
+            known = self._positions.clamp_max(
+                context - 1
+            )  # a longrope chooses its angles by the greatest one
             self._ropes = self._layers.angles(rotary, known)
             has_kernels = kernels or (kernels is None and records and self.device.type == "cuda")
             self._slots = self._make_slots(slots + (spare if has_kernels or not is_fixed else 0))
-            self._layers.in_one_call = None if is_fixed else NativeLayers.of(self._layers, self._ropes)
+            self._layers.in_one_call = (
+                None if is_fixed else NativeLayers.of(self._layers, self._ropes)
+            )
             if has_kernels:
                 self._make_kernels(slots, record, records)
             if (launches := is_fixed and (record is not None or records)) and self._decode is None:
@@ -131,7 +152,9 @@ class ForwardRunner(ModelRunner):
 
     def _make_slots(self, slots: int) -> Slots:
         heads = self._layers.heads
-        return Slots((slots, len(self._layers), heads.kv, self._room, heads.dim), self.dtype, self.device)
+        return Slots(
+            (slots, len(self._layers), heads.kv, self._room, heads.dim), self.dtype, self.device
+        )
 
     def _make_kernels(self, slots: int, record: Record | None, records: bool) -> None:
         """Our kernels, of tokens and of prompts, where there is Triton and they fit, else the reason in the log.
@@ -145,8 +168,8 @@ class ForwardRunner(ModelRunner):
             return self._hidden_states(piece, 0, len(piece.ids))
 
         try:
-            from pearl.models.forward.decode import make_decode
-            from pearl.models.forward.prompts import make_prompts as make
+            from pearl.models.gpu.prefill import make_prompts as make
+            from pearl.models.gpu.token_forward import make_decode
         except ImportError as missing:
             log.info("forwards are torch's operations, recorded: %s", missing)
         else:
@@ -183,7 +206,11 @@ class ForwardRunner(ModelRunner):
             if self._decode is not None:
                 found = self._tabled(self._decode, feeds)
             else:
-                found = self._together(feeds) if self._graphs is None else [self._replayed(feed) for feed in feeds]
+                found = (
+                    self._together(feeds)
+                    if self._graphs is None
+                    else [self._replayed(feed) for feed in feeds]
+                )
         for feed in feeds:
             if feed.parents is None:
                 self._slots.extend(feed.slot, len(feed.tokens))
@@ -198,14 +225,20 @@ class ForwardRunner(ModelRunner):
         for feed in feeds:
             self._slots.wrote(feed.slot, self._slots.lengths[feed.slot] + feed.depth)
         layers, has_trees = self._layers, any(feed.parents is not None for feed in feeds)
-        attends = NativeAttention(layout.table, has_trees, self._slots, layers.scoring, layers.heads, layers.eps)
+        attends = NativeAttention(
+            layout.table, has_trees, self._slots, layers.scoring, layers.heads, layers.eps
+        )
         hidden = layers.hidden_states(layout.ids, self._ropes, attends)
         for feed, rows in zip(feeds, layout.fed, strict=True):
             if feed.parents is not None:
                 self._slots.hold(feed.slot, Tree(feed.parents, rows, attends.states))
             if layers.features is not None:
                 self._seen[feed.slot] = layers.features[rows.start : rows.stop]
-        asked = [row for feed, rows in zip(feeds, layout.fed, strict=True) for row in rows[len(rows) - feed.rows :]]
+        asked = [
+            row
+            for feed, rows in zip(feeds, layout.fed, strict=True)
+            for row in rows[len(rows) - feed.rows :]
+        ]
         if not asked:
             return [torch.empty(0, self.vocab_size) for _ in feeds]
         return list(layers.logits(hidden[asked]).split([feed.rows for feed in feeds]))
@@ -249,11 +282,15 @@ class ForwardRunner(ModelRunner):
         at, scoring = piece.start + rows, self._layers.scoring
         ropes = {name: (cos[at], sin[at]) for name, (cos, sin) in self._ropes.items()}
         is_fed = None if piece.fed is None else rows < piece.fed
-        masks = {window: self._mask(at, end, window, is_fed is None) for window in {*scoring.windows}}
+        masks = {
+            window: self._mask(at, end, window, is_fed is None) for window in {*scoring.windows}
+        }
         attends = FixedAttention(self._slots, slot, at, end, masks, scoring)
         return self._layers.hidden_states(piece.ids, ropes, attends, is_fed)
 
-    def _mask(self, at: torch.Tensor, end: int, window: int, is_prompt: bool) -> torch.Tensor | None:
+    def _mask(
+        self, at: torch.Tensor, end: int, window: int, is_prompt: bool
+    ) -> torch.Tensor | None:
         """The mask [n, end] of rows at the positions `at`; None: see `FixedAttention`."""
         scoring = self._layers.scoring
         if is_prompt and not window and not scoring.cap and not scoring.sinks:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from pearl.models.forward import attention, native
-from pearl.models.forward.graphs import FED
+from pearl.models.cpu import native
+from pearl.models.forward import attention
 from pearl.models.forward.slots import Slots
+from pearl.models.gpu.recordings import FED
 
 
 class NativeAttention:
@@ -46,7 +47,9 @@ class NativeAttention:
         self._kept = (
             table,
             torch.empty(rows_, heads.query, heads.dim),
-            torch.empty(threads, heads.query // heads.kv * (positions + heads.dim) + 16 * heads.dim),
+            torch.empty(
+                threads, heads.query // heads.kv * (positions + heads.dim) + 16 * heads.dim
+            ),
             new,
         )
         self.given = native.Attention(
@@ -82,15 +85,31 @@ class NativeAttention:
         given = native.Attention.from_buffer_copy(self.given)
         out = torch.empty(len(states), given.heads * given.dim, dtype=states.dtype)
         q_norm, (cached, new) = norms[0], self.strides
-        given.window, given.norm_width = self._scoring.windows[layer], 0 if q_norm is None else len(q_norm)
-        given.states, given.out, given.is_float32 = states.data_ptr(), out.data_ptr(), states.dtype == torch.float32
+        given.window, given.norm_width = (
+            self._scoring.windows[layer],
+            0 if q_norm is None else len(q_norm),
+        )
+        given.states, given.out, given.is_float32 = (
+            states.data_ptr(),
+            out.data_ptr(),
+            states.dtype == torch.float32,
+        )
         given.norm_is_float32 = q_norm is not None and q_norm.dtype == torch.float32
         given.q_norm, given.k_norm = (None if norm is None else norm.data_ptr() for norm in norms)
         sinks = self._scoring.sinks_of(layer)
         given.sinks = None if sinks is None else sinks.data_ptr()
         given.cos, given.sin = (None, None) if rope is None else (each.data_ptr() for each in rope)
-        for name, stride in (("keys", cached), ("values", cached), ("new_keys", new), ("new_values", new)):
-            setattr(given, name, getattr(given, name) + layer * stride * (4 if given.cache_is_float32 else 2))
+        for name, stride in (
+            ("keys", cached),
+            ("values", cached),
+            ("new_keys", new),
+            ("new_values", new),
+        ):
+            setattr(
+                given,
+                name,
+                getattr(given, name) + layer * stride * (4 if given.cache_is_float32 else 2),
+            )
         native.attend(given)
         return out
 
@@ -117,22 +136,36 @@ class FixedAttention:
         self._slots, self._slot, self._at, self._end = slots, slot, at, end
         self._masks, self._scoring = masks, scoring
 
-    def attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
         """Write keys and values [n, kv_heads, head_dim] to the cache; return the attention output of each row.
 
         queries [n, heads, head_dim] -> [n, heads * head_dim]
         """
-        (n, heads, dim), kv_heads, mask = queries.shape, keys.shape[1], self._masks[self._scoring.windows[layer]]
+        (n, heads, dim), kv_heads, mask = (
+            queries.shape,
+            keys.shape[1],
+            self._masks[self._scoring.windows[layer]],
+        )
         _, scale, cap, _ = self._scoring
-        all_keys, all_values = self._slots.keys[self._slot, layer], self._slots.values[self._slot, layer]
+        all_keys, all_values = (
+            self._slots.keys[self._slot, layer],
+            self._slots.values[self._slot, layer],
+        )
         all_keys[:, self._at] = keys.transpose(0, 1)
         all_values[:, self._at] = values.transpose(0, 1)
         all_keys, all_values = all_keys[:, : self._end], all_values[:, : self._end]
         if mask is None:
-            from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: seconds
+            from torch.nn.attention.bias import (
+                causal_lower_right,  # imports torch's compiler: seconds
+            )
 
             sees: Any = causal_lower_right(n, self._end)
-            given, more = (queries.transpose(0, 1)[None], all_keys[None], all_values[None]), heads != kv_heads
+            given, more = (
+                (queries.transpose(0, 1)[None], all_keys[None], all_values[None]),
+                heads != kv_heads,
+            )
             mixed = scaled_dot_product_attention(*given, sees, scale=scale, enable_gqa=more)[0]
             return mixed.transpose(0, 1).reshape(n, -1)
         stacked = queries.view(n, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
@@ -140,12 +173,18 @@ class FixedAttention:
         if cap:
             scores = attention.cap_scores(torch.bmm(stacked, all_keys.transpose(1, 2)) * scale, cap)
             mixed = torch.bmm((scores + mask).softmax(-1), all_values)
-        elif n <= FED or self._scoring.sinks:  # fused attention has few blocks to work with where there are few rows
+        elif (
+            n <= FED or self._scoring.sinks
+        ):  # fused attention has few blocks to work with where there are few rows
             sinks = self._scoring.sinks_of(layer)
             parts = []
-            for at in range(0, kv_heads, kv_heads if n <= FED else 1):  # all scores of a prompt's piece take gigabytes
+            for at in range(
+                0, kv_heads, kv_heads if n <= FED else 1
+            ):  # all scores of a prompt's piece take gigabytes
                 some = slice(at, kv_heads if n <= FED else at + 1)
-                scores = torch.baddbmm(mask, stacked[some], all_keys[some].transpose(1, 2), alpha=scale)
+                scores = torch.baddbmm(
+                    mask, stacked[some], all_keys[some].transpose(1, 2), alpha=scale
+                )
                 own = None if sinks is None else sinks.view(kv_heads, -1)[some].flatten()
                 parts.append(torch.bmm(attention.weigh(scores, n, own), all_values[some]))
             mixed = torch.cat(parts)
@@ -166,7 +205,11 @@ class PromptAttention:
         self._given, self._slots, self._scoring = given, slots, scoring
 
     def attend_unturned(
-        self, layer: int, facing: torch.Tensor, values: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None
+        self,
+        layer: int,
+        facing: torch.Tensor,
+        values: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
         """The attention output [n, heads * head_dim] of rows with queries and keys [n, heads + kv_heads, head_dim].
 
@@ -174,7 +217,7 @@ class PromptAttention:
             values: [n, kv_heads, head_dim].
             rope: tables of all positions; None: nothing is rotated.
         """
-        from pearl.models.forward import prompt_kernels as kernels
+        from pearl.models.gpu import prefill_kernels as kernels
 
         (n, both, dim), kv_heads, slots = facing.shape, values.shape[1], self._slots
         keys, all_values, heads = slots.keys[:, layer], slots.values[:, layer], both - kv_heads
@@ -185,7 +228,17 @@ class PromptAttention:
         sizes, log2e = {"HQ": heads, "D": dim, "TURNS": rope is not None}, 1 / math.log(2)
         some = min(32, n)
         kernels.write[(n // some, kv_heads)](
-            self._given, facing, values, cos, sin, keys, all_values, *strides, values.stride(0), BM=some, **sizes
+            self._given,
+            facing,
+            values,
+            cos,
+            sin,
+            keys,
+            all_values,
+            *strides,
+            values.stride(0),
+            BM=some,
+            **sizes,
         )
         tile = kernels.tile_of(dim)
         rows = min(tile.rows, n)

@@ -38,7 +38,9 @@ class Slots:
     positions that it removes.
     """
 
-    def __init__(self, shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.keys, self.values = (_zeros(shape, dtype, device) for _ in range(2))
         self.lengths = [0] * shape[0]
         self._written = [0] * shape[0]  # by slot: positions from here on are zeros

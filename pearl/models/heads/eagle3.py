@@ -25,12 +25,19 @@ from typing import Any
 import torch
 
 from pearl.models.checkpoints.direct import Decoder, Weight, parameters_of_rope, rope_of
-from pearl.models.families import FAMILIES, HEAD_ACTIVATIONS, Forward, activation_of, forward_of, weight_shapes
+from pearl.models.cpu import native
+from pearl.models.families import (
+    FAMILIES,
+    HEAD_ACTIVATIONS,
+    Forward,
+    activation_of,
+    forward_of,
+    weight_shapes,
+)
 from pearl.models.feeds import Feed, lay_out
-from pearl.models.forward import native
 from pearl.models.forward.attention import Scoring, causal_mask, whole_blocks
 from pearl.models.forward.layers import DecoderLayers, Rope
-from pearl.models.forward.matrices import Rounding, matrix
+from pearl.models.forward.linear_layers import Rounding, matrix
 from pearl.models.forward.slot_attention import FixedAttention, NativeAttention
 from pearl.models.forward.slots import Slots
 from pearl.models.heads.head import HeadTarget
@@ -39,7 +46,12 @@ _PIECE = 512  # tokens of a prompt that are computed together
 _DEFAULT_LAYERS = 3  # of the target, whose states a head reads that names none
 _FIRST, _MIDLAYER = "layers.0.", "midlayer."
 _PROJECTIONS = tuple(f"self_attn.{name}_proj" for name in "qkv")
-_TOGETHER = (_PROJECTIONS, ("self_attn.o_proj",), ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))
+_TOGETHER = (
+    _PROJECTIONS,
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
 _ARCHITECTURES = {family.model_type: family.architecture for family in FAMILIES}
 # Tensors that say nothing about a guess: the inverse of d2t, and copies of the target's.
 _UNREAD = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
@@ -51,8 +63,21 @@ _COMPUTED = {
     *("use_input_layernorm_in_first_layer", "use_last_layernorm"),  # their tensors are asked for
 }
 _NEUTRAL = {
-    *("use_cache", "tie_word_embeddings", "embed_requires_grad", "has_no_defaults_at_init", "has_lm_head"),
-    *("return_dict", "use_return_dict", "output_attentions", "output_hidden_states", "torchscript", "do_sample"),
+    *(
+        "use_cache",
+        "tie_word_embeddings",
+        "embed_requires_grad",
+        "has_no_defaults_at_init",
+        "has_lm_head",
+    ),
+    *(
+        "return_dict",
+        "use_return_dict",
+        "output_attentions",
+        "output_hidden_states",
+        "torchscript",
+        "do_sample",
+    ),
     *("is_causal", "is_decoder", "gradient_checkpointing", "early_stopping"),
 }
 _OTHERS = {  # what a tensor's name has -> what the checkpoint is
@@ -166,7 +191,9 @@ def _check_flags(settings: Mapping[str, Any]) -> None:
             raise ValueError(f"its config.json sets {name}, which is not computed")
 
 
-def _layers_of(config: Mapping[str, Any], names: set[str], is_of_speculators: bool) -> tuple[Forward, dict[str, Any]]:
+def _layers_of(
+    config: Mapping[str, Any], names: set[str], is_of_speculators: bool
+) -> tuple[Forward, dict[str, Any]]:
     """The family of a head's decoder layers, and their configuration as a model's.
 
     Raises `ValueError` for layers that are not computed.
@@ -175,7 +202,9 @@ def _layers_of(config: Mapping[str, Any], names: set[str], is_of_speculators: bo
     if not is_of_speculators:  # one Llama layer, whatever model type the file names
         kind = "qwen3" if f"{_FIRST}self_attn.q_norm.weight" in names else "llama"
     if kind not in ("llama", "qwen3"):
-        raise ValueError(f"its decoder layers are of model type {kind!r}; llama and qwen3 are computed")
+        raise ValueError(
+            f"its decoder layers are of model type {kind!r}; llama and qwen3 are computed"
+        )
     numbers = {int(name.split(".")[1]) for name in names if name.startswith("layers.")}
     count = int(config["num_hidden_layers"]) if is_of_speculators else len(numbers)
     layer = _as_a_model(config, count)
@@ -224,7 +253,10 @@ def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make(
-    config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], target: HeadTarget, rounding: Rounding
+    config: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    target: HeadTarget,
+    rounding: Rounding,
 ) -> Eagle3Head:
     """See `HeadKind`."""
     for part, what in _OTHERS.items():
@@ -233,13 +265,21 @@ def make(
     named = {_common(name): tensor for name, tensor in tensors.items()}
     if f"{_FIRST}self_attn.q_proj.weight" not in named:
         some = ", ".join(sorted(tensors)[:3])
-        raise ValueError(f"it is no EAGLE-3 head: {len(tensors)} tensors such as {some}, and no first layer")
+        raise ValueError(
+            f"it is no EAGLE-3 head: {len(tensors)} tensors such as {some}, and no first layer"
+        )
     settings = Settings.of(config, named)
-    named = {name: tensor for name, tensor in named.items() if name not in _UNREAD and "rotary_emb" not in name}
+    named = {
+        name: tensor
+        for name, tensor in named.items()
+        if name not in _UNREAD and "rotary_emb" not in name
+    }
     _check_vocabulary(named, target)
     _check_tensors(settings, named, target, {_common(name): name for name in tensors})
     device, dtype = target.embedding.device, target.embedding.dtype
-    placed = {name: tensor.to(device, None if name == "d2t" else dtype) for name, tensor in named.items()}
+    placed = {
+        name: tensor.to(device, None if name == "d2t" else dtype) for name, tensor in named.items()
+    }
     return Eagle3Head(settings, placed, target, rounding)
 
 
@@ -254,15 +294,22 @@ def _check_vocabulary(tensors: Mapping[str, torch.Tensor], target: HeadTarget) -
         raise ValueError("it has no lm_head.weight")
     known, embedding = len(head), tensors.get("embed_tokens.weight")
     if "d2t" not in tensors and known != target.vocab_size:
-        raise ValueError(f"it knows {known} tokens and its target {target.vocab_size}, and nothing says which (d2t)")
+        raise ValueError(
+            f"it knows {known} tokens and its target {target.vocab_size}, and nothing says which (d2t)"
+        )
     if "d2t" in tensors and len(tensors["d2t"]) != known:
         raise ValueError(f"its d2t has {len(tensors['d2t'])} tokens and its lm_head {known}")
     if embedding is not None and len(embedding) < target.vocab_size:
-        raise ValueError(f"its embed_tokens.weight has {len(embedding)} tokens and its target {target.vocab_size}")
+        raise ValueError(
+            f"its embed_tokens.weight has {len(embedding)} tokens and its target {target.vocab_size}"
+        )
 
 
 def _check_tensors(
-    settings: Settings, tensors: Mapping[str, torch.Tensor], target: HeadTarget, in_file: Mapping[str, str]
+    settings: Settings,
+    tensors: Mapping[str, torch.Tensor],
+    target: HeadTarget,
+    in_file: Mapping[str, str],
 ) -> None:
     """Raises `ValueError` where tensors are missing, superfluous or of another shape.
 
@@ -323,7 +370,9 @@ def _optional_shapes(
             biases = [f"layers.{number}.{name}.bias" for name in group]
             having = [name for name in biases if name in tensors]
             if having and having != biases:
-                raise ValueError(f"it has biases {', '.join(having)}, but not all of {', '.join(biases)}")
+                raise ValueError(
+                    f"it has biases {', '.join(having)}, but not all of {', '.join(biases)}"
+                )
     return shapes
 
 
@@ -341,28 +390,42 @@ class Eagle3Head:
     """
 
     def __init__(
-        self, settings: Settings, tensors: Mapping[str, torch.Tensor], target: HeadTarget, rounding: Rounding
+        self,
+        settings: Settings,
+        tensors: Mapping[str, torch.Tensor],
+        target: HeadTarget,
+        rounding: Rounding,
     ) -> None:
         self._settings = settings
         self.context, self.features = target.context, target.features
         self.device: torch.device = target.embedding.device
-        self._is_native = self.device.type == "cpu" and native.takes_model(self.device, settings.layer)
+        self._is_native = self.device.type == "cpu" and native.takes_model(
+            self.device, settings.layer
+        )
         decoder = _decoder(settings, tensors, tensors.get("embed_tokens.weight", target.embedding))
         self._layers = layers = DecoderLayers(
-            decoder, self.context, rounding, not self._is_native, family=(settings.forward, settings.layer)
+            decoder,
+            self.context,
+            rounding,
+            not self._is_native,
+            family=(settings.forward, settings.layer),
         )
         self.dtype, self.hidden = layers.dtype, layers.embedding.shape[1]
         self.kind = rounding or str(target.embedding.dtype).removeprefix("torch.")
         fuse = SimpleNamespace(weight=tensors["fc.weight"], bias=tensors.get("fc.bias"))
         self._fuse = matrix(fuse, dtype=self.dtype, rounding=rounding)
         self._hidden_norm = tensors[f"{_FIRST}hidden_norm.weight"].to(self.dtype)
-        self._joined_norm = tensors["input_norm.weight"].to(self.dtype) if settings.norms_joined else None
+        self._joined_norm = (
+            tensors["input_norm.weight"].to(self.dtype) if settings.norms_joined else None
+        )
         numbers = range(settings.num_states if settings.norms_each else 0)
         self._each_norm = [tensors[f"fc_norm.{number}.weight"].to(self.dtype) for number in numbers]
         ids = torch.arange(len(tensors["lm_head.weight"]), device=self.device)
         self.ids = ids + tensors["d2t"] if "d2t" in tensors else ids
         room, heads = whole_blocks(self.context), layers.heads
-        self._slots = Slots((target.slots, len(layers), heads.kv, room, heads.dim), self.dtype, self.device)
+        self._slots = Slots(
+            (target.slots, len(layers), heads.kv, room, heads.dim), self.dtype, self.device
+        )
         self.lengths = self._slots.lengths
         self._positions = torch.arange(room, device=self.device)
         self._ropes = layers.angles(rope_of(settings.layer), self._positions)
@@ -377,7 +440,9 @@ class Eagle3Head:
             x = torch.cat([self._layers.normalise(part, norm) for part, norm in parts], -1)
         return self._fuse(x, None)
 
-    def read(self, tokens: torch.Tensor, states: torch.Tensor, slot: int, guessed: int = 0) -> torch.Tensor:
+    def read(
+        self, tokens: torch.Tensor, states: torch.Tensor, slot: int, guessed: int = 0
+    ) -> torch.Tensor:
         """See `Head.read`."""
         pieces = zip(tokens.split(_PIECE), states.split(_PIECE), strict=True)
         return torch.cat([self._outputs(some, before, slot, guessed) for some, before in pieces])
@@ -386,7 +451,9 @@ class Eagle3Head:
         """See `Head.logits`."""
         layers, settings = self._layers, self._settings
         is_normed = settings.feeds_normed or not settings.norms_logits
-        return layers.head(layers.normalise(outputs, None if is_normed else layers.norm), None).float()
+        return layers.head(
+            layers.normalise(outputs, None if is_normed else layers.norm), None
+        ).float()
 
     def copy(self, slot: int, into: int, start: int, end: int) -> None:
         """Copy what `slot` has of its tokens from number `start` to `end` to another slot."""
@@ -394,12 +461,16 @@ class Eagle3Head:
             buffer[into, :, :, start:end] = buffer[slot, :, :, start:end]
         self.lengths[into] = end
 
-    def _outputs(self, tokens: torch.Tensor, states: torch.Tensor, slot: int, guessed: int) -> torch.Tensor:
+    def _outputs(
+        self, tokens: torch.Tensor, states: torch.Tensor, slot: int, guessed: int
+    ) -> torch.Tensor:
         """The last layer's states [n, hidden], after the last norm where the next step reads that."""
         layers, settings = self._layers, self._settings
         attends, ropes = self._attention(tokens, slot, guessed)
         normed = layers.normalise(states, self._hidden_norm)
-        embedded = layers.normalise(layers.embedding[tokens].to(self.dtype), layers.layers[0].attention_norm)
+        embedded = layers.normalise(
+            layers.embedding[tokens].to(self.dtype), layers.layers[0].attention_norm
+        )
         x = torch.cat((embedded, normed), -1)
         hidden = (normed if settings.norms_residual else states).to(layers.residual_dtype)
         for number, layer in enumerate(layers.layers):
@@ -417,7 +488,9 @@ class Eagle3Head:
         scoring = _widened(layers.scoring, guessed)
         if self._is_native:
             table = lay_out([Feed(tokens, 0, slot)], self.lengths).table
-            return NativeAttention(table, False, self._slots, scoring, layers.heads, layers.eps), self._ropes
+            return NativeAttention(
+                table, False, self._slots, scoring, layers.heads, layers.eps
+            ), self._ropes
         end = start + len(tokens)
         at, seen = self._positions[start:end], self._positions[:end]
         masks = {window: causal_mask(seen, at, window, self.dtype) for window in {*scoring.windows}}
@@ -437,7 +510,9 @@ def _widened(scoring: Scoring, guessed: int) -> Scoring:
     return scoring._replace(windows=tuple(windows))
 
 
-def _decoder(settings: Settings, tensors: Mapping[str, torch.Tensor], embedding: torch.Tensor) -> Decoder:
+def _decoder(
+    settings: Settings, tensors: Mapping[str, torch.Tensor], embedding: torch.Tensor
+) -> Decoder:
     """The head's layers, last norm and output matrix as a model's, for `DecoderLayers`."""
     decoder = Decoder(SimpleNamespace(**settings.layer))
     decoder.place("model.embed_tokens", Weight(embedding))

@@ -43,7 +43,9 @@ class Head(Protocol):
         """The states [n, hidden] that the head reads, of the target's hidden states [n, features]."""
         ...
 
-    def read(self, tokens: torch.Tensor, states: torch.Tensor, slot: int, guessed: int = 0) -> torch.Tensor:
+    def read(
+        self, tokens: torch.Tensor, states: torch.Tensor, slot: int, guessed: int = 0
+    ) -> torch.Tensor:
         """The outputs [n, hidden] for tokens [n], each read with the states [n, hidden] of the token before it.
 
         Args:

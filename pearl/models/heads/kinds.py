@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pearl.models.forward.matrices import Rounding
+from pearl.models.forward.linear_layers import Rounding
 from pearl.models.heads import eagle3
 from pearl.models.heads.eagle3 import Eagle3Head
 from pearl.models.heads.head import HeadTarget
@@ -28,7 +28,9 @@ class HeadKind(Protocol):
         """The target's layers whose inputs the head of this config.json reads; None: those of `tapped`."""
         ...
 
-    def make(self, config: Mapping[str, Any], tensors: Tensors, target: HeadTarget, rounding: Rounding) -> Eagle3Head:
+    def make(
+        self, config: Mapping[str, Any], tensors: Tensors, target: HeadTarget, rounding: Rounding
+    ) -> Eagle3Head:
         """The head of a checkpoint."""
         ...
 

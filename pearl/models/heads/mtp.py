@@ -31,13 +31,17 @@ class MtpHead:
     def fused(self, features: torch.Tensor) -> torch.Tensor:
         return features.to(self.device, self.dtype)
 
-    def read(self, tokens: torch.Tensor, states: torch.Tensor, slot: int, guessed: int = 0) -> torch.Tensor:
+    def read(
+        self, tokens: torch.Tensor, states: torch.Tensor, slot: int, guessed: int = 0
+    ) -> torch.Tensor:
         """See `Head.read`."""
         start, end = self.lengths[slot], self.lengths[slot] + len(tokens)
         if (surplus := self._cache.get_seq_length() - start) > 0:
             self._cache.crop(-surplus)
         positions = torch.arange(start + 1, end + 1, device=self.device)[None]
-        outputs = self._model.forward_layer(0, states[None], positions, self._cache, input_ids=tokens[None])
+        outputs = self._model.forward_layer(
+            0, states[None], positions, self._cache, input_ids=tokens[None]
+        )
         self.lengths[slot] = end
         found: torch.Tensor = outputs[0]
         return found

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from pearl.models.cpu import native
 from pearl.models.feeds import Feed
-from pearl.models.forward import native
 from pearl.models.heads.eagle3 import Eagle3Head
 from pearl.models.runner import Capabilities, ModelRunner, check_feeds
 
@@ -31,7 +31,9 @@ class HeadRunner(ModelRunner):
         self.context, self.device, self.weights = head.context, head.device, head.kind
         self.capabilities, self.features = Capabilities(slots=slots), head.features
         self._tokens = torch.zeros(slots, head.context, dtype=torch.long, device=head.device)
-        self._states = torch.zeros(slots, head.context, head.hidden, dtype=head.dtype, device=head.device)
+        self._states = torch.zeros(
+            slots, head.context, head.hidden, dtype=head.dtype, device=head.device
+        )
         self._lengths = [0] * slots  # tokens
         self._known = [0] * slots  # positions with states of the target
         self._any = [0] * slots  # positions with states of the target or of the head
@@ -89,7 +91,10 @@ class HeadRunner(ModelRunner):
         if first < end:
             head.lengths[slot] = first - 1
             outputs[first - start :] = head.read(
-                self._tokens[slot, first:end], self._states[slot, first - 1 : end - 1], slot, guessed
+                self._tokens[slot, first:end],
+                self._states[slot, first - 1 : end - 1],
+                slot,
+                guessed,
             )
         own = max(first, self._known[slot])
         if own < end:

@@ -1,0 +1,92 @@
+"""Prompts and JSON files of the commands that simulate or measure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import msgspec
+
+from pearl.config import RequestOptions
+from pearl.errors import ConfigError
+from pearl.lab.bench.tasks import HUMANEVAL, OURS, Task, read_tasks
+
+STDOUT = Path("-")
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def _writable(_: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
+    """Refuse a file that cannot be written before minutes are spent on what it is to hold."""
+    if path is None or path == STDOUT:
+        return path
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(
+            f"{option.opts[0]}: cannot write {path}: name a file in a directory that exists"
+        )
+    return path
+
+
+def output_option(name: str, *names: str, **form: Any) -> Callable[[_Command], _Command]:
+    """An option that names a file to write, which is refused at once if that is impossible."""
+    kind: click.Path = click.Path(path_type=Path, allow_dash=form.pop("allow_dash", False))
+    return click.option(name, *names, type=kind, callback=_writable, **form)
+
+
+json_option = output_option(
+    "--json", "to", allow_dash=True, help="Write JSON here; - is standard output."
+)
+
+
+def read_sets(
+    prompts: Sequence[str], limit: int, toys: bool = False, default: Sequence[str] = OURS
+) -> list[Task]:
+    """The first `limit` tasks of each set named by `--prompts`. Raises `ConfigError`.
+
+    `toys`: of an emulated pair, whose toys know no language: by default one prompt, decoded with several seeds.
+    """
+    if toys and not prompts:
+        return [Task("emulated", number, ("hello",)) for number in range(1, limit + 1)]
+    found: list[Task] = []
+    for given in prompts or default:
+        name, equals, file = given.partition("=")
+        path = None if given in (HUMANEVAL, *OURS) else Path(file if equals else given)
+        name = name if equals or path is None else path.stem
+        if not (file if equals else name):
+            raise ConfigError(f"{given!r}: write FILE or NAME=FILE")
+        if any(task.set == name for task in found):
+            raise ConfigError(f"two sets of prompts are called {name!r}: write NAME=FILE")
+        found += read_tasks(name, path, limit)
+    return found
+
+
+def sampling_of(given: RequestOptions, max_tokens: int, temperature: float) -> RequestOptions:
+    """With these defaults, and seed 0."""
+    defaults = {"temperature": temperature, "seed": 0, "max_tokens": max_tokens}
+    return given.changed(
+        **{name: value for name, value in defaults.items() if getattr(given, name) is None}
+    )
+
+
+def reported(to: Path | None, document: object) -> bool:
+    """Write the document where --json names a file. Whether to print tables: not beside JSON on standard output."""
+    if to is not None:
+        write_json(to, document)
+    return to != STDOUT
+
+
+def write_json(path: Path, document: object) -> None:
+    """Write to a file, or to standard output for `STDOUT`. Raises `ConfigError` if the file cannot be written.
+
+    `document`: may hold dataclasses and records.
+    """
+    text = msgspec.json.encode(document).decode()
+    if path == STDOUT:
+        click.echo(text)
+        return
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None

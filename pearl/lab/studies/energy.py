@@ -1,0 +1,87 @@
+"""MJSD's table 1: time and energy of a forward by batch. Source: Qin et al. 2024, section 4."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from pearl.cache import Watcher
+from pearl.config import EngineConfig
+from pearl.lab.studies.figures import Table
+from pearl.models.runner import Feed, ModelRunner, feed_chain
+from pearl.worker.build import make_runner
+from pearl.worker.placement import place
+
+BATCHES = (1, 2, 4, 8, 16)
+_CONTEXT = 64  # tokens in each cache
+_SECONDS = 3.0  # how long each batch is repeated
+PAPER = {1: 14.1, 2: 16.5, 4: 17.7, 8: 19.7, 16: 24.7}  # joules a forward, OPT-13B on two A10
+
+
+def measure(config: EngineConfig, watcher: Watcher) -> Table:
+    """Load the target, and measure it: see `by_batch`."""
+    several = config.model_copy(update={"slots": max(BATCHES), "max_context": 1024})
+    return by_batch(make_runner(several.model("target"), place(several, "target")), watcher)
+
+
+def by_batch(target: ModelRunner, watcher: Watcher) -> Table:
+    """A row for each batch that the target has slots for."""
+    batches = [batch for batch in BATCHES if batch <= target.capabilities.slots]
+    watcher.begin("energy by batch", len(batches))
+    for slot in range(max(batches)):
+        target.rollback(0, slot)
+        feed_chain(target, [(1 + slot) % target.vocab_size] * _CONTEXT, 0, slot)
+    rows = []
+    for batch in batches:
+        count, seconds, joules = _repeated(target, batch)
+        figures = [f"{1e3 * seconds / count:.1f}", f"{1e3 * seconds / count / batch:.1f}"]
+        figures += (
+            ["", ""]
+            if joules is None
+            else [f"{joules / count:.2f}", f"{joules / count / batch:.2f}"]
+        )
+        rows.append([str(batch), *figures, f"{PAPER[batch]}"])
+        watcher.advance(1, f"batch {batch}")
+    columns = ("batch", "ms a run", "ms an input", "J a run", "J an input", "theirs:\nJ a run")
+    notes = []
+    if not rows[0][3]:
+        notes.append(
+            "No energy: it takes an NVIDIA GPU for the target, and pip install nvidia-ml-py."
+        )
+    return Table(
+        "Time and energy of the target's forwards by batch (table 1)", columns, rows, notes
+    )
+
+
+def _repeated(target: ModelRunner, batch: int) -> tuple[int, float, float | None]:
+    """(forwards, seconds, joules or None): forwards of one token a sequence, for `_SECONDS`."""
+    count = 0
+    began = time.monotonic()
+    before = _joules(target.device)
+    while time.monotonic() < began + _SECONDS:
+        target.forward([Feed([7], 1, slot) for slot in range(batch)])
+        target.synchronize()
+        for slot in range(batch):
+            target.rollback(_CONTEXT, slot)
+        count += 1
+    seconds = time.monotonic() - began
+    after = _joules(target.device)
+    return count, seconds, None if before is None or after is None else after - before
+
+
+def _joules(device: torch.device) -> float | None:
+    """The energy that a GPU has taken since its driver was loaded, by NVML; None where that cannot be read."""
+    if device.type != "cuda":
+        return None
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        uuid = torch.cuda.get_device_properties(device).uuid
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
+    except pynvml.NVMLError:  # such as a GPU before Volta
+        return None

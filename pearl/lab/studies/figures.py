@@ -1,0 +1,90 @@
+"""Tables, and figures: data that commands print as JSON, and draw as pictures where matplotlib is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from textwrap import fill
+
+from pearl.errors import ConfigError, installing
+
+_WIDE = 90  # letters of a title's line
+
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A title, named columns and rows of words. `notes`: lines below it."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of a paper, from our own runs.
+
+    Attributes:
+        name: of its file.
+        lines, dots, bars: label -> (x, y); a bar is 0.9 wide.
+        theirs: what the paper says of it, as a line below the title.
+        log: axes with a logarithmic scale, "", "x", "y" or "xy".
+    """
+
+    name: str
+    title: str
+    x: str
+    y: str
+    lines: Mapping[str, Points] = field(default_factory=dict)
+    dots: Mapping[str, Points] = field(default_factory=dict)
+    bars: Mapping[str, Points] = field(default_factory=dict)
+    theirs: str = ""
+    log: str = ""
+
+
+def check_drawing() -> None:
+    """Raises `ConfigError` without matplotlib."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ConfigError(f"--figures needs matplotlib: {installing('plot')}") from None
+
+
+def draw(figures: Sequence[Figure], directory: Path) -> list[Path]:
+    """Draw each as an SVG file. Raises `ConfigError` if one cannot be written."""
+    return [_draw(figure, directory / f"{figure.name}.svg") for figure in figures]
+
+
+def _draw(figure: Figure, path: Path) -> Path:
+    from matplotlib.figure import Figure as Canvas
+
+    canvas = Canvas(figsize=(7, 4.2), layout="constrained")
+    axes = canvas.add_subplot()
+    for label, points in figure.bars.items():
+        axes.bar([x for x, _ in points], [y for _, y in points], width=0.9, label=label, alpha=0.5)
+    for label, points in figure.lines.items():
+        axes.plot(*zip(*points, strict=True), label=label)
+    for label, points in figure.dots.items():
+        axes.plot(*zip(*points, strict=True), "o", markersize=4, label=label)
+    if "x" in figure.log:
+        axes.set_xscale("log", base=2)
+    if "y" in figure.log:
+        axes.set_yscale("log")
+    axes.set_title(
+        "\n".join(fill(line, _WIDE) for line in (figure.title, figure.theirs) if line), fontsize=10
+    )
+    axes.set_xlabel(figure.x)
+    axes.set_ylabel(figure.y)
+    axes.grid(alpha=0.3)
+    if not figure.y or len(figure.bars) + len(figure.lines) + len(figure.dots) > 1:
+        axes.legend(fontsize=8)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        canvas.savefig(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    return path

@@ -1,0 +1,206 @@
+"""PEARL (Liu et al. 2024): its pairs, its figures, and the cells of its tables. Without torch.
+
+The forward times and the acceptance rate of a pair are the paper's own measurements (Tables 7 and 4).  The paper's
+results of every method (Tables 1 to 3, 5 and 6) are predicted from these: see `emulate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, Literal
+
+from msgspec import Struct, yaml
+
+from pearl.config import RequestOptions
+from pearl.lab.studies import theory
+from pearl.spec.methods import AS_PUBLISHED
+
+OTHERS = (
+    "ouroboros",
+    "lookahead",
+    "distillspec",
+)  # the paper's figures only: not built, or without guesses on emulated models
+HUMANEVAL = "HumanEval"
+Unit = Literal["speed-up", "tokens/s", "accepted", "run", "draft idle", "target idle"]
+
+
+class Published(Struct, frozen=True, forbid_unknown_fields=True):
+    """The paper's figures of one pair on one benchmark, where it has them.
+
+    Attributes:
+        speedup: method -> speedup over the target alone. Methods: sd, pearl, the two ablations, and `OTHERS`.
+        mean_accepted: method (sd, pearl) -> mean accepted tokens.
+        windows: window -> tokens per second of PEARL.
+        idle: seconds of a step of sd: "draft", while the target verifies, and "target" meanwhile.
+    """
+
+    speedup: dict[str, float] = {}
+    mean_accepted: dict[str, float] = {}
+    windows: dict[int, float] = {}
+    idle: dict[str, float] = {}
+
+
+class Pair(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One pair of the paper on one benchmark.
+
+    Attributes:
+        set: the benchmark.
+        tables: names of the tables that it is in, beside Table 7.
+        config: name of the real pair's file in configs/.
+        vocabulary: number of token ids.
+        draft_speed, target_speed: of each model alone, tokens per second.
+        window: PEARL's, tokens: the paper's c, a whole number.
+        gamma: the authors' window for sd, tokens.
+        fitted: the acceptance rate with which `theory.sd_improvement` is the paper's row of sd; None: Table 4 has it.
+    """
+
+    name: str
+    set: str = HUMANEVAL
+    tables: list[str] = []
+    config: str
+    vocabulary: int = 32000
+    draft_speed: float
+    target_speed: float
+    window: int
+    gamma: int
+    fitted: float | None = None
+    published: Published = Published()
+
+    @property
+    def title(self) -> str:
+        """Its name, and the benchmark unless that is HumanEval."""
+        return self.name if self.set == HUMANEVAL else f"{self.name}, {self.set}"
+
+    @property
+    def t_draft(self) -> float:
+        """Seconds per forward."""
+        return 1 / self.draft_speed
+
+    @property
+    def t_target(self) -> float:
+        return 1 / self.target_speed
+
+    def acceptance(self) -> tuple[float, str]:
+        """(acceptance rate, how it was derived, in words)."""
+        if self.fitted is not None:
+            return self.fitted, "fitted to the row of sd"
+        return theory.acceptance_of(self.published.mean_accepted["pearl"]), "from Table 4"
+
+
+class Shown(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a table shows, and what to know of it."""
+
+    shows: str
+    note: str = ""
+
+
+TABLES = yaml.decode(
+    (files("pearl.lab.studies") / "tables.yaml").read_bytes(), type=dict[str, Shown]
+)
+
+
+def pairs() -> list[Pair]:
+    """The pairs of the paper."""
+    return yaml.decode((files("pearl.lab.studies") / "paper.yaml").read_bytes(), type=list[Pair])
+
+
+@dataclass(frozen=True)
+class Run:
+    """One way to decode, for runtime and simulator.
+
+    Attributes:
+        window: tokens: gamma of sd, or PEARL's; None: `ar`, or PEARL by stream.
+    """
+
+    method: str
+    window: int | None = None
+
+    @property
+    def name(self) -> str:
+        return (
+            self.method
+            if self.method != "pearl"
+            else f"pearl, {'stream' if self.window is None else 'fixed'}"
+        )
+
+    @property
+    def label(self) -> str:
+        """The name and, if it is fixed, the window."""
+        return self.name if self.window is None else f"{self.name}({self.window})"
+
+    def decoding(self) -> RequestOptions:
+        window: Literal["stream", "fixed"] = "stream" if self.window is None else "fixed"
+        published: dict[str, Any] = AS_PUBLISHED if self.method == "pearl" else {}
+        return RequestOptions(method=self.method, window=window, gamma=self.window, **published)
+
+
+@dataclass
+class Cell:
+    """One figure from each of three sources; None if a source does not have it (yet).
+
+    Attributes:
+        pair: its title.
+        run: None if there are only the paper's figures.
+        label: of its column.
+        paper: the published figure.
+        simulator: in virtual time, over many texts.
+        runtime: measured, median over the texts; mean accepted tokens and idle times over all of them together.
+    """
+
+    pair: str
+    run: Run | None
+    label: str
+    unit: Unit
+    paper: float | None = None
+    simulator: float | None = None
+    runtime: float | None = None
+
+
+def cells_of(pair: Pair, table: str) -> list[Cell]:
+    """The cells of a pair in a table, to be filled; none if it is not in it."""
+    known, sd = pair.published, Run("sd", pair.gamma)
+    fixed, stream = Run("pearl", pair.window), Run("pearl")
+
+    def cell(run: Run | None, label: str, unit: Unit, paper: float | None) -> Cell:
+        return Cell(pair.title, run, label, unit, paper)
+
+    def speed(run: Run) -> Cell:
+        return cell(run, run.name, "speed-up", known.speedup.get(run.method))
+
+    match table if table in {*pair.tables, "7"} else None:
+        case "1" | "2":
+            cells = [speed(one) for one in (sd, fixed, stream)]
+            return [
+                *cells,
+                *(
+                    cell(None, n, "speed-up", known.speedup[n])
+                    for n in OTHERS
+                    if n in known.speedup
+                ),
+            ]
+        case "3":
+            ablations = [Run(f"pearl-no-{half}-verify", pair.window) for half in ("pre", "post")]
+            return [speed(one) for one in (*ablations, fixed)]
+        case "4":  # as the authors count, without the correction or bonus, and as their theorem 2 does, with it
+            units: list[tuple[Unit, str]] = [
+                ("accepted", "accepted"),
+                ("run", "correction included"),
+            ]
+            return [
+                cell(one, f"{one.name}, {words}", unit, known.mean_accepted.get(one.method))
+                for one in (sd, fixed)
+                for unit, words in units
+            ]
+        case "5" | "6":
+            runs = [(Run("pearl", window), paper) for window, paper in known.windows.items()]
+            return [cell(run, run.label, "tokens/s", paper) for run, paper in runs]
+        case "7":
+            return [cell(Run("ar"), "ar", "tokens/s", pair.target_speed)]
+        case "figure 2a":
+            idle = known.idle
+            return [
+                cell(sd, "the draft idles", "draft idle", idle.get("draft")),
+                cell(sd, "the target idles", "target idle", idle.get("target")),
+            ]
+    return []

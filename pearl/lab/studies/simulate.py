@@ -1,0 +1,281 @@
+"""Runs the real coordinator and drafter under a virtual clock: no processes, no waiting.
+
+Forwards take `Timing`'s times, messages take `Timing.delay`, and all else takes no time.  So a simulation is an upper
+bound on the speed of the runtime.  It must not know what a study makes of its outcomes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import count
+from typing import Any, Protocol
+
+from msgspec.structs import replace
+
+from pearl.decoding.shaping import MakeGuide
+from pearl.drafting.datastore import Datastore
+from pearl.drafting.output_ngrams import Habits
+from pearl.drafting.proposer import ModelProposer
+from pearl.drafting.step import Step
+from pearl.execution.draft import DraftExecutor
+from pearl.execution.target import Event, TargetExecutor
+from pearl.metrics import Statistics, Stopwatch, fold
+from pearl.models.heads.head import Head
+from pearl.models.heads.runner import HeadRunner
+from pearl.models.runner import ModelRunner
+from pearl.protocol.coordinator import Coordinator
+from pearl.protocol.drafter import Drafter
+from pearl.protocol.events import (
+    Cause,
+    Deliver,
+    Draft,
+    Drafted,
+    DraftJoined,
+    End,
+    Forward,
+    Forwarded,
+    Send,
+    Wait,
+)
+from pearl.protocol.messages import Committed, Provenance, Submit, Verdict
+from pearl.protocol.request import Counts
+from pearl.protocol.speeds import Speeds
+
+_DIGITS = (
+    12  # decimals of event times, so that five forwards of 10 ms end exactly when one of 50 ms does
+)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times in seconds.
+
+    Attributes:
+        t_draft: a draft forward of one token.
+        t_target: a target forward, by the number of tokens fed.
+        delay: a message, one way.
+        jitter: standard deviation of a forward's time, as a share of it.
+        seed: of the jitter.
+    """
+
+    t_draft: float
+    t_target: Callable[[int], float]
+    delay: float = 0.0
+    jitter: float = 0.0
+    seed: int = 0
+
+
+@dataclass
+class Outcome:
+    """One simulated request.
+
+    Attributes:
+        seconds: virtual time of the last commit.
+        watch: times as a worker measures them.
+        statistics: as the front of a real request gets them.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    provenance: list[Provenance] = field(default_factory=list)
+    seconds: float = 0.0
+    counts: Counts = field(default_factory=Counts)
+    watch: Stopwatch = field(default_factory=Stopwatch)
+    statistics: Statistics = field(default_factory=Statistics)
+
+
+class Executor(Protocol):
+    def execute(self, command: object) -> Event | None: ...
+
+
+class VirtualProposer(ModelProposer):
+    """The runtime's proposer with virtual forward times, so that it feeds the guesses that pay at *these* times.
+
+    Args:
+        seconds: of a forward, by the number of tokens fed in all its feeds.
+    """
+
+    def __init__(
+        self, draft: ModelRunner, vocab_size: int, seconds: Callable[[int], float], **options: Any
+    ) -> None:
+        super().__init__(draft, vocab_size, **options)
+        self._seconds = seconds
+
+    def collect(self, launched: Step) -> Drafted:
+        began, forwarded, done = launched.marks
+        forwarded.at = done.at = began.at + self._seconds(launched.fed)
+        return super().collect(launched)
+
+
+def paired_executors(
+    target: ModelRunner,
+    draft: ModelRunner,
+    datastore: Datastore | None = None,
+    t_draft: Callable[[int], float] = lambda fed: 1.0,
+    guides: MakeGuide | None = None,
+    habits: Habits | None = None,
+    head: Head | None = None,
+) -> tuple[TargetExecutor, DraftExecutor]:
+    """The runtime's executors on two runners in this process.
+
+    Args:
+        t_draft: seconds of a draft forward by the number of tokens fed: it decides which guesses and branches pay.
+        guides: make the grammars of requests that have one.
+        habits, head: of the target, which keeps features for a head, and for a draft that is one.
+    """
+    proposer = VirtualProposer(
+        draft, target.vocab_size, t_draft, datastore=datastore, guides=guides
+    )
+    gives_states = isinstance(draft, HeadRunner)
+    executor = TargetExecutor(
+        target,
+        datastore=datastore,
+        guides=guides,
+        habits=habits,
+        head=head,
+        gives_states=gives_states,
+    )
+    return executor, DraftExecutor(proposer)
+
+
+def simulate(
+    submit: Submit, target: Executor, draft: Executor, timing: Timing, **options: Any
+) -> Outcome:
+    """Run one request to its end in virtual time. `options`: of `Simulation`."""
+    return Simulation(target, draft, timing, **options).run(submit)
+
+
+class Simulation:
+    """An event queue over two actors: 0 is the target, 1 the draft.
+
+    At equal times the target goes first, and messages go before the end of the actor's own forward, as in a worker,
+    which reads its messages after a forward and before the next.
+
+    Args:
+        speeds: outlive the request if given; default: `known_speeds`.
+    """
+
+    def __init__(
+        self,
+        target: Executor,
+        draft: Executor,
+        timing: Timing,
+        draft_context: int = 1 << 20,
+        speeds: Speeds | None = None,
+    ) -> None:
+        self._speeds = speeds or known_speeds(timing)
+        self._coordinator = Coordinator(self._speeds)
+        self._drafter = Drafter(draft_context)
+        self._executors = (target, draft)
+        self._timing = timing
+        self._noise = random.Random(timing.seed)
+        self._queue: list[
+            tuple[float, int, bool, int, object]
+        ] = []  # time, actor, own forward, order
+        self._order = count()
+        self._now = 0.0
+        self._done, self._window = False, 0
+        self.outcome = Outcome()
+        self._watches = self.outcome.watch, Stopwatch()  # by actor
+
+    def run(self, submit: Submit) -> Outcome:
+        self._handle(0, DraftJoined(self._drafter.context))
+        self._schedule(0.0, 0, submit, own=False)
+        while not self._done:
+            self._now, actor, _, _, event = heapq.heappop(self._queue)
+            for command in self._handle(actor, event):
+                self._carry_out(actor, command)
+        for each in self._watches:
+            each.resume(self._now)
+        counts, watch = self.outcome.counts, self.outcome.watch
+        watch.draft_waited = self._watches[1].waits.get(Cause.WINDOW.value, 0.0)
+        self.outcome.statistics = fold(
+            counts, watch, self._speeds, len(submit.prompt), self._window
+        )
+        return self.outcome
+
+    def _handle(self, actor: int, event: object) -> list[object]:
+        return (self._drafter if actor else self._coordinator).handle(event)
+
+    def _schedule(self, after: float, actor: int, event: object, own: bool) -> None:
+        time = round(self._now + after, _DIGITS)
+        heapq.heappush(self._queue, (time, actor, own, next(self._order), event))
+
+    def _carry_out(self, actor: int, command: object) -> None:
+        kind = type(command)  # three times as fast as `match`, and this runs for every command
+        if kind is Send:
+            message = command.message  # type: ignore[attr-defined]
+            if isinstance(message, Verdict) and isinstance(self._executors[0], TargetExecutor):
+                for states in self._executors[0].states(message):
+                    self._executors[1].execute(
+                        states
+                    )  # at once: it reads them with its next forward
+            self._schedule(self._timing.delay, 1 - actor, message, own=False)
+        elif kind is Wait:
+            self._watches[actor].resume(self._now)
+            self._watches[actor].wait(command.cause.value, self._now)  # type: ignore[attr-defined]
+        elif kind is Deliver:
+            self._deliver(command.message)  # type: ignore[attr-defined]
+        elif kind is End:
+            self.outcome.counts, self._window = command.counts, command.window  # type: ignore[attr-defined]
+            self._done = True
+        else:
+            self._watches[actor].resume(self._now)
+            event, seconds = self._compute(actor, command)
+            if event is not None:
+                self._schedule(seconds, actor, event, own=True)
+
+    def _deliver(self, message: object) -> None:
+        if isinstance(message, Committed):
+            self.outcome.tokens += message.tokens
+            self.outcome.provenance += message.provenance
+            self.outcome.seconds = self._now
+            self.outcome.watch.committed(len(message.tokens), self._now)
+
+    def _compute(self, actor: int, command: object) -> tuple[Event | None, float]:
+        event = self._executors[actor].execute(command)
+        seconds = self._seconds(command)
+        if isinstance(event, Forwarded):
+            event = Forwarded(seconds, self._now + seconds, request=event.request)
+        elif isinstance(event, Drafted):
+            event = replace(event, seconds=seconds, draw=0.0)
+        return event, seconds
+
+    def _seconds(self, command: object) -> float:
+        match command:
+            case Forward(tokens=tokens):
+                seconds = self._timing.t_target(len(tokens))
+            case Draft():
+                seconds = self._timing.t_draft
+            case _:
+                return 0.0
+        return (
+            seconds * max(0.1, self._noise.gauss(1.0, self._timing.jitter))
+            if self._timing.jitter
+            else seconds
+        )
+
+
+def known_speeds(timing: Timing) -> Speeds:
+    """The speeds that the start-up measurement would find."""
+    speeds = Speeds()
+    speeds.observe_draft(timing.t_draft)
+    for fed in (1, 2, 4, 8, 16):
+        speeds.observe_target(fed, timing.t_target(fed))
+    return speeds
+
+
+def interpolated(times: dict[int, float]) -> Callable[[int], float]:
+    """Seconds of a forward by tokens fed: linear between the given sizes, constant beyond them."""
+    speeds = Speeds()
+    for fed, seconds in times.items():
+        speeds.observe_target(fed, seconds)
+    return cache(speeds.t_target)
+
+
+def timing_of(t_draft: float, t_target: float) -> Timing:
+    """From milliseconds of a forward."""
+    return Timing(t_draft / 1e3, lambda fed: t_target / 1e3)

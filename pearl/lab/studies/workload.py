@@ -1,0 +1,115 @@
+"""Texts with draft accuracy fixed in advance, position by position, and what one method makes of them in total.
+
+So every method, window and delay meets the same luck.  Over several texts the luck is a Latin hypercube (McKay,
+Beckman, Conover 1979): each text is i.i.d., and at each position the draft is right in the expected number of texts,
+which leaves little noise.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from pearl.config.options import RequestOptions
+from pearl.drafting.stops import StopPolicy, StopWindow
+from pearl.lab.studies.simulate import Executor, Timing, known_speeds, simulate
+from pearl.metrics import Sums
+from pearl.protocol.events import Draft, Drafted, Forward, Forwarded, Judge, Judged, Sample, Sampled
+from pearl.protocol.messages import Submit
+from pearl.spec.methods import AS_PUBLISHED
+
+
+class Text(NamedTuple):
+    """One request. `prompt`: number of tokens; `right`: of each token behind it, whether the draft's is the same."""
+
+    prompt: int
+    right: Sequence[bool]
+
+
+def independent(acceptance: float, texts: int, tokens: int, seed: int = 0) -> list[Text]:
+    """Texts with i.i.d. acceptance and a prompt of one token."""
+    luck, rights = random.Random(seed), [list[bool]() for _ in range(texts)]
+    for _ in range(tokens):
+        chosen = set(luck.sample(range(texts), int(acceptance * texts + luck.random())))
+        for number, right in enumerate(rights):
+            right.append(number in chosen)
+    return [Text(1, right) for right in rights]
+
+
+class _Target:
+    """Accepts the draft's tokens where they are known to be right, whatever they are."""
+
+    def __init__(self, text: Text) -> None:
+        self._text = text
+
+    def execute(self, command: object) -> Forwarded | Judged | Sampled | None:
+        match command:
+            case Forward():
+                return Forwarded(request=command.request)
+            case Judge(start, tokens):
+                first = start - self._text.prompt
+                right = self._text.right[first : first + len(tokens)]
+                accepted = right.index(False) if False in right else len(tokens)
+                return Judged(
+                    accepted, None if accepted == len(tokens) else 1, request=command.request
+                )
+            case Sample():
+                return Sampled((0,), request=command.request)
+        return None
+
+
+class VirtualDraft:
+    """Drafts token 0 at every position, without branches; counts its forwards in `calls`.
+
+    Args:
+        begin: length of the prompt.
+        rows: by position behind it, what the policy sees there: see `drafting.step.shape_of`.
+        policy: ends windows; None: their bound does.
+    """
+
+    def __init__(
+        self, begin: int = 0, rows: Sequence[Sequence[float]] = (), policy: StopPolicy | None = None
+    ) -> None:
+        self._begin, self._rows = begin, rows
+        self._window = None if policy is None else StopWindow(policy, begin)
+        self.calls = 0
+
+    def execute(self, command: object) -> Drafted | None:
+        if not isinstance(command, Draft):
+            return None
+        if not command.budget:
+            return Drafted(paused=command.hedge > 0, request=command.request)
+        self.calls += 1
+        end, paused = command.start + len(command.tokens), False
+        if self._window is not None:
+            self._window.see(command.start, command.tokens, drafts=True)
+            paused = self._window.stops(
+                end, 0, self._rows[min(end - self._begin, len(self._rows) - 1)]
+            )
+        return Drafted((0,), paused=paused, request=command.request)
+
+
+def run(
+    texts: Sequence[Text],
+    timing: Timing,
+    decoding: RequestOptions,
+    draft: Callable[[], Executor] = VirtualDraft,
+) -> Sums:
+    """Decode all texts in turn, in virtual seconds; measured speeds and acceptance carry over.
+
+    `draft`: makes the draft of a text.
+    """
+    totals, speeds = Sums(), known_speeds(timing)
+    for number, text in enumerate(texts):
+        limit = text.prompt + len(text.right)
+        options = decoding.changed(
+            temperature=0.0, **AS_PUBLISHED
+        ).resolved()  # the target makes no guesses
+        submit = Submit(number, (0,) * text.prompt, limit, options)
+        outcome = simulate(
+            submit, _Target(text), draft(), replace(timing, seed=number), speeds=speeds
+        )
+        totals.texts.append(outcome.statistics)
+    return totals

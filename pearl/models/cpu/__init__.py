@@ -1,0 +1,1 @@
+"""The CPU back end of our own forward: functions in C, and what calls them."""

@@ -1,0 +1,1 @@
+"""The GPU back end of our own forward: tables of rows, Triton kernels, their tuning and their recordings."""

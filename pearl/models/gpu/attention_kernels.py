@@ -1,0 +1,282 @@
+"""Triton kernels of attention in a decoding forward: to parts of the positions, and the sum of the parts.
+
+A row's bits depend on its own tokens only.  Positions are cut into parts, and parts into blocks, by the row's own
+position (see `row_table`).  A part or block that a row does not see adds exactly zero.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language import constexpr
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pearl.models.gpu import row_table
+from pearl.models.gpu.product_kernels import root_scale, weighted
+
+MOST_PARTS = constexpr(row_table.MOST_PARTS)
+TILE_ROWS = constexpr(row_table.TILE_ROWS)  # rows of a tile
+NUMBERS = constexpr(row_table.TILE_NUMBERS)
+PER_ROW = constexpr(row_table.ROW_NUMBERS)  # numbers of a row in a table, before the tiles
+PATH_BYTES = constexpr(row_table.PATH_BYTES)
+_BLOCK = constexpr(64)  # positions at once
+_LOW = constexpr(-1.0e30)
+
+
+@triton.jit
+def _turned(
+    source, positions, inside, norm, scale, cos, sin, eps, NORMS: constexpr, TURNS: constexpr, D: constexpr,
+    WIDE: constexpr,
+):  # fmt: skip
+    """Queries or keys [rows, WIDE] that start at `source` [rows], normalised, turned to their positions.
+
+    The first half of `sin` is negated; see `layers.DecoderLayers.angles`.
+
+    Args:
+        norm: [rows], where each one's weights begin.
+        scale: [rows], of NORMS 2: those over all heads. NORMS 1: each head by itself. 0: none.
+        WIDE: the power of two that holds D; numbers beyond D are 0.
+    """
+    d = tl.arange(0, WIDE)
+    kind: constexpr = source.dtype.element_ty
+    across = (d + D // 2) % D
+    there = inside[:, None] & (d < D)[None, :]
+    own = tl.load(source[:, None] + d[None, :], mask=there, other=0.0)
+    other = tl.load(source[:, None] + across[None, :], mask=there, other=0.0)
+    if NORMS:
+        full = own.to(tl.float32)
+        if NORMS == 1:
+            scale = 1.0 / tl.sqrt(tl.sum(full * full, 1) / D + eps)
+        weights = tl.load(norm[:, None] + d[None, :], mask=there, other=0.0)
+        own = weighted((full * scale[:, None]).to(kind), weights)
+        weights = tl.load(norm[:, None] + across[None, :], mask=there, other=0.0)
+        other = weighted((other.to(tl.float32) * scale[:, None]).to(kind), weights)
+    if TURNS:
+        at = positions[:, None] * D + d[None, :]
+        turned = own.to(tl.float32) * tl.load(cos + at, mask=there, other=0.0).to(tl.float32)
+        own = (
+            turned + other.to(tl.float32) * tl.load(sin + at, mask=there, other=0.0).to(tl.float32)
+        ).to(kind)
+    return own
+
+
+@triton.jit
+def _write_new(
+    table, qkv, to_keys, to_values, norm, squares, cos, sin, feed, fed, start, low, high, head, eps, ROWS: constexpr,
+    HQ: constexpr, HK: constexpr, D: constexpr, WIDE: constexpr, NORMS: constexpr, TURNS: constexpr,
+):  # fmt: skip
+    """Write the keys and values of a feed's rows whose positions in the text are from `low` to `high`."""
+    d = tl.arange(0, WIDE)
+    for first in range(0, fed, TILE_ROWS):
+        nodes = first + tl.arange(0, TILE_ROWS)
+        positions = tl.load(table + 1 + ROWS + feed + nodes, mask=nodes < fed, other=-1)
+        inside = (positions >= low) & (positions < high)
+        row, at = tl.where(inside, feed + nodes, 0), start + nodes
+        source = qkv + row * ((HQ + 2 * HK) * D) + (HQ + head) * D
+        scale = (
+            root_scale(squares, HQ * D // 16, HK * D, eps, ROWS, row) if NORMS == 2 else positions
+        )
+        its = norm + row * 0 + (head * D if NORMS == 2 else 0)
+        key = _turned(source, positions, inside, its, scale, cos, sin, eps, NORMS, TURNS, D, WIDE)
+        there = inside[:, None] & (d < D)[None, :]
+        value = tl.load(
+            (source + HK * D)[:, None] + d[None, :], mask=there, other=0.0, cache_modifier=".cg"
+        )
+        to = at[:, None] * D + d[None, :]
+        tl.store(to_keys + to, key, mask=there)
+        tl.store(to_values + to, value, mask=there)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _attend_part(
+    query, positions, keys, values, start, path, begin, high, scale, R: constexpr, D: constexpr, WIDE: constexpr,
+    WINDOW: constexpr, CAP: constexpr,
+):  # fmt: skip
+    """(mixed values [R, WIDE], greatest score [R], sum of shares [R]) of the positions from `begin` to `high`.
+
+    In the cache the positions from `start` on stand as the nodes of `path`, others in their order.
+    """
+    d = tl.arange(0, WIDE)
+    kind: constexpr = query.dtype
+    top = tl.full((R,), _LOW, tl.float32)
+    weight, mixed = tl.zeros((R,), tl.float32), tl.zeros((R, WIDE), tl.float32)
+    for first in range(begin, high, _BLOCK):
+        there = first + tl.arange(0, _BLOCK)
+        inside, is_node = there < high, there >= start
+        node = tl.load(path + there - start, mask=inside & is_node, other=0).to(tl.int32)
+        at = tl.where(is_node, start + node, there)[:, None] * D + d[None, :]
+        is_in = inside[:, None] & (d < D)[None, :]
+        key = tl.load(keys + at, mask=is_in, other=0.0, cache_modifier=".cg")
+        value = tl.load(values + at, mask=is_in, other=0.0, cache_modifier=".cg")
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        if CAP > 0:
+            scores = CAP * (1 - 2 / (tl.exp(2 * scores / CAP) + 1))
+        seen = inside[None, :] & (there[None, :] <= positions[:, None])
+        if WINDOW:
+            seen = seen & (there[None, :] > positions[:, None] - WINDOW)
+        scores = tl.where(seen, scores, _LOW)
+        higher = tl.maximum(top, tl.max(scores, 1))
+        shares = tl.where(seen, tl.exp(scores - higher[:, None]), 0.0)
+        fades = tl.exp(top - higher)
+        weight = weight * fades + tl.sum(shares, 1)
+        mixed = mixed * fades[:, None] + tl.dot(shares.to(kind), value, input_precision="ieee")
+        top = higher
+    return mixed, top, weight
+
+
+@triton.jit
+def _tile_at(table, t, ROWS: constexpr):
+    """The numbers of a `row_table.Tile`, in place of `parts` how many there are from `begin` on."""
+    at = table + 1 + PER_ROW * ROWS + t * NUMBERS
+    first, count = tl.load(at).to(tl.int32), tl.load(at + 1).to(tl.int32)
+    feed, fed = tl.load(at + 2).to(tl.int32), tl.load(at + 3).to(tl.int32)
+    slot, start = tl.load(at + 4), tl.load(at + 5).to(tl.int32)
+    span, begin = tl.load(at + 6).to(tl.int32), tl.load(at + 7).to(tl.int32)
+    return (
+        first,
+        count,
+        feed,
+        fed,
+        slot,
+        start,
+        span,
+        begin,
+        tl.load(at + 8).to(tl.int32) - begin,
+        tl.load(at + 9) != 0,
+    )
+
+
+@triton.jit
+def attend(
+    table, qkv, keys, values, q_norm, k_norm, squares, cos, sin, sums, stats, slot_stride, head_stride, scale, eps,
+    ROWS: constexpr, HQ: constexpr, HK: constexpr, D: constexpr, NORMS: constexpr, TURNS: constexpr, WINDOW: constexpr,
+    CAP: constexpr, OVERLAPS: constexpr,
+):  # fmt: skip
+    """Write the rows' keys and values to their slots, and attend to each part of what the rows see. Any grid.
+
+    A unit of work is one key-value head of one part of a tile's positions, with all query heads that share it, for the
+    tile's rows or for one of those that are apart; it writes the keys and values of its feed whose positions are in its
+    part.  `add_parts` adds what the parts give. NORMS: see `_turned`; squares: of the columns of qkv, for 2. TURNS:
+    queries and keys are rotated. WINDOW: positions that a row sees, its own included; 0: all earlier ones. CAP: of
+    scores, by tanh; 0: none.
+    """
+    GROUP: constexpr = HQ // HK
+    R: constexpr = triton.next_power_of_2(TILE_ROWS * GROUP)
+    WIDE: constexpr = triton.next_power_of_2(D)
+    r, d, programs, before = (
+        tl.arange(0, R),
+        tl.arange(0, WIDE),
+        tl.num_programs(0),
+        0,
+    )  # units of the tiles before
+    paths = (table + 1 + (PER_ROW + 2 * NUMBERS) * ROWS).to(tl.pointer_type(tl.uint8))
+    if OVERLAPS:
+        gdc_wait()
+    for t in range(tl.load(table).to(tl.int32)):
+        first, count, feed, fed, slot, start, span, begin, parts, apart = _tile_at(table, t, ROWS)
+        units = HK * parts * tl.where(apart, count, 1)
+        for unit in range(
+            (tl.program_id(0) + programs - before % programs) % programs, units, programs
+        ):
+            head, part = unit % HK, begin + unit // HK % parts
+            its_first, its_count = first + unit // HK // parts, tl.where(apart, 1, count)
+            low, last = part * span, tl.load(table + ROWS + its_first + its_count).to(tl.int32)
+            high = tl.minimum(low + span, last + 1)
+            asks, row = (
+                (r % TILE_ROWS < its_count) & (r < TILE_ROWS * GROUP),
+                its_first + r % TILE_ROWS,
+            )
+            row = tl.where(asks, row, 0)
+            positions = tl.load(table + 1 + ROWS + row, mask=asks, other=0)
+            at = slot * slot_stride + head * head_stride
+            _write_new(
+                table, qkv, keys + at, values + at, k_norm, squares, cos, sin, feed, fed, start, low, high, head, eps,
+                ROWS, HQ, HK, D, WIDE, NORMS, TURNS,
+            )  # fmt: skip
+            its = head * GROUP + r // TILE_ROWS  # query head
+            scales = root_scale(squares, 0, HQ * D, eps, ROWS, row) if NORMS == 2 else positions
+            norm = q_norm + (its * D if NORMS == 2 else its * 0)
+            source = qkv + (row * (HQ + 2 * HK) + its) * D
+            query = _turned(
+                source, positions, asks, norm, scales, cos, sin, eps, NORMS, TURNS, D, WIDE
+            )
+            if WINDOW:  # no row sees blocks before the window of the least position
+                least = tl.min(tl.where(asks, positions, 1 << 30)).to(tl.int32)
+                low += tl.maximum(least - WINDOW + 1 - low, 0) // _BLOCK * _BLOCK
+            path, nodes_from = paths + its_first * PATH_BYTES, tl.where(apart, start, 1 << 30)
+            mixed, top, weight = _attend_part(
+                query,
+                positions,
+                keys + at,
+                values + at,
+                nodes_from,
+                path,
+                low,
+                high,
+                scale,
+                R,
+                D,
+                WIDE,
+                WINDOW,
+                CAP,
+            )
+            place = (row * MOST_PARTS + part) * HQ + its
+            tl.store(
+                sums + place[:, None] * D + d[None, :], mixed, mask=asks[:, None] & (d < D)[None, :]
+            )
+            tl.store(stats + place * 2, top, mask=asks)
+            tl.store(stats + place * 2 + 1, weight, mask=asks)
+        before += units
+    if OVERLAPS:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def add_parts(
+    table,
+    sums,
+    stats,
+    sinks,
+    out,
+    ROWS: constexpr,
+    HQ: constexpr,
+    D: constexpr,
+    SINKS: constexpr,
+    OVERLAPS: constexpr,
+):
+    """out [ROWS, HQ * D]: what the parts of `attend` give together, added in their order.
+
+    SINKS: `sinks` [HQ] are scores of no position, of which no value comes. Grid: (query heads, ROWS / TILE_ROWS).
+    """
+    WIDE: constexpr = triton.next_power_of_2(D)
+    rows, d, head = (
+        tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS),
+        tl.arange(0, WIDE),
+        tl.program_id(0),
+    )
+    if OVERLAPS:
+        gdc_wait()
+    parts = tl.load(table + 1 + 2 * ROWS + rows)
+    top = tl.full((TILE_ROWS,), _LOW, tl.float32)
+    if SINKS:
+        top = tl.maximum(top, tl.load(sinks + head).to(tl.float32))
+    at = rows * (MOST_PARTS * HQ) + head
+    for part in tl.static_range(MOST_PARTS):  # unrolled: so loads do not wait for one another
+        top = tl.maximum(top, tl.load(stats + (at + part * HQ) * 2, mask=part < parts, other=_LOW))
+    mixed, weight = tl.zeros((TILE_ROWS, WIDE), tl.float32), tl.zeros((TILE_ROWS,), tl.float32)
+    if SINKS:
+        weight += tl.exp(tl.load(sinks + head).to(tl.float32) - top)
+    for part in tl.static_range(MOST_PARTS):
+        its, there = at + part * HQ, part < parts
+        fades = tl.exp(tl.load(stats + its * 2, mask=there, other=_LOW) - top)
+        weight += fades * tl.load(stats + its * 2 + 1, mask=there, other=0.0)
+        inside = there[:, None] & (d < D)[None, :]
+        mixed += fades[:, None] * tl.load(
+            sums + its[:, None] * D + d[None, :], mask=inside, other=0.0
+        )
+    found = mixed / tl.where(weight > 0, weight, 1.0)[:, None]
+    to = out + rows[:, None] * (HQ * D) + head * D + d[None, :]
+    tl.store(to, found.to(out.dtype.element_ty), mask=(parts > 0)[:, None] & (d < D)[None, :])
+    if OVERLAPS:
+        gdc_launch_dependents()

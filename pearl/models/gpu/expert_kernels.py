@@ -1,0 +1,164 @@
+"""Triton kernels of the experts of a forward of 16 rows, and the weights of a layer's experts as they read them.
+
+Which experts a row chose is read on the device, so that a recording serves every choice.  A program has one expert and
+one tile of outputs, for all rows: an expert's weights are read once, and a row's bits are those of any other company.
+
+`TRITON_INTERPRET=1` runs the kernels on a CPU, in float32: with bfloat16 the interpreter computes otherwise than a
+GPU, as `tests/test_interpreter.py` shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language import constexpr
+
+from pearl.models.forward.linear_layers import Matrix, Plain, Quantised, packed_together
+from pearl.models.gpu.recordings import FED
+from pearl.models.gpu.tile_kernels import multiply_tile
+
+_COLUMNS = 32  # outputs of a tile
+ROWS = constexpr(FED)
+_WARPS = 4  # see `multiply_tile`
+
+
+@triton.jit
+def _is_first(ids, pair, PAIRS: constexpr):
+    """Whether no earlier pair of row and choice has the expert of this one."""
+    pairs = tl.arange(0, triton.next_power_of_2(PAIRS))
+    same = tl.load(ids + pairs, mask=pairs < pair, other=-1) == tl.load(ids + pair)
+    return tl.sum(same.to(tl.int32), 0) == 0
+
+
+@triton.jit
+def expert_gate_up(
+    x, ids, w, scales, bias, act, w_stride, scales_stride, alpha, limit, K: constexpr, N: constexpr, TOP: constexpr,
+    BN: constexpr, BK: constexpr, S: constexpr, BITS: constexpr, GROUP: constexpr,
+    EXTRA: constexpr, OFFSET: constexpr, BIAS: constexpr, CLAMPS: constexpr,
+):  # fmt: skip
+    """act [16 * TOP, 16, N]: of all rows x [16, K], by the expert of each pair that is the first with it.
+
+    Grid: (pairs of row and choice, tiles). ids: [16, TOP]. w: [experts, 2 * N, K].
+    """
+    kind: constexpr = act.dtype.element_ty
+    pair = tl.program_id(0)
+    if _is_first(ids, pair, ROWS * TOP):
+        expert = tl.load(ids + pair)
+        rows, columns = tl.arange(0, ROWS), tl.program_id(1) * BN + tl.arange(0, BN)
+        known = tl.minimum(columns, N - 1)
+        w += expert * w_stride
+        scales += expert * scales_stride
+        gate, up = multiply_tile(
+            None, x, x, w, scales, tl.program_id(1) * BN, 0, K, K, N, BN, BK, S, ROWS, False, BITS, GROUP, EXTRA,
+            OFFSET, N, K % (S * BK) == 0, False,
+        )  # fmt: skip
+        if BIAS:
+            its = bias + expert * 2 * N + known
+            gate += tl.load(its).to(tl.float32)[:, None]
+            up += tl.load(its + N).to(tl.float32)[:, None]
+        gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
+        if CLAMPS:
+            gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit) + 1
+        found = (gate / (1 + tl.exp(-alpha * gate))).to(kind).to(tl.float32) * up
+        to = act + (pair * ROWS + rows)[None, :] * N + columns[:, None]
+        tl.store(to, found.to(kind), mask=(columns < N)[:, None])
+
+
+@triton.jit
+def expert_down(
+    act, ids, w, scales, bias, out, w_stride, scales_stride, K: constexpr, N: constexpr, TOP: constexpr, BN: constexpr,
+    BK: constexpr, S: constexpr, BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr,
+    BIAS: constexpr,
+):  # fmt: skip
+    """out [16, TOP, N]: what each row's choices give. act: as `expert_gate_up` leaves it. Grid: as there."""
+    pair = tl.program_id(0)
+    if _is_first(ids, pair, ROWS * TOP):
+        expert = tl.load(ids + pair)
+        rows, columns = tl.arange(0, ROWS), tl.program_id(1) * BN + tl.arange(0, BN)
+        known = tl.minimum(columns, N - 1)
+        w += expert * w_stride
+        scales += expert * scales_stride
+        rows_of_pair = act + pair * ROWS * K
+        found, _ = multiply_tile(
+            None, rows_of_pair, act, w, scales, tl.program_id(1) * BN, 0, K, K, N, BN, BK, S, ROWS, False, BITS, GROUP,
+            EXTRA, OFFSET, 0, K % (S * BK) == 0, False,
+        )  # fmt: skip
+        if BIAS:
+            found += tl.load(bias + expert * N + known).to(tl.float32)[:, None]
+        for choice in tl.static_range(TOP):
+            place = rows * TOP + choice
+            mine = (tl.load(ids + place) == expert)[None, :] & (columns < N)[:, None]
+            tl.store(
+                out + place[None, :] * N + columns[:, None],
+                found.to(out.dtype.element_ty),
+                mask=mine,
+            )
+
+
+class ExpertProducts:
+    """A layer's experts, whose matrices are stacked.
+
+    Args:
+        each: gate and up, and down, of each expert.
+        limits: see `experts.Experts`.
+
+    Attributes:
+        each: likewise, as views of the stacked ones.
+    """
+
+    def __init__(
+        self, each: Sequence[tuple[Matrix, Matrix]], limits: tuple[float, float] | None
+    ) -> None:
+        self._limits = limits or (1.0, 0.0)
+        self._both, self._down = (_Stack(some) for some in zip(*each, strict=True))
+        self._clamps = limits is not None
+        self.each = list(zip(self._both.each, self._down.each, strict=True))
+
+    def __call__(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """What each choice of each row gives: x [16, hidden], chosen [16, top] -> [16, top, hidden]."""
+        (rows, top), hidden, inner = chosen.shape, x.shape[1], self._down.inputs
+        act, found = x.new_empty(rows * top, rows, inner), x.new_empty(rows, top, hidden)
+        for kernel, stack, source, out, width, more in (
+            (expert_gate_up, self._both, x, act, inner, self._limits),
+            (expert_down, self._down, act, found, hidden, ()),
+        ):
+            clamps = {"CLAMPS": self._clamps} if more else {}
+            kernel[(rows * top, -(-width // _COLUMNS))](
+                source, chosen, *stack.tensors, out, *stack.strides, *more, K=stack.inputs, N=width, TOP=top,
+                BN=_COLUMNS, **stack.options, **clamps,
+            )  # fmt: skip
+        return found
+
+
+class _Stack:
+    """One matrix of all experts."""
+
+    def __init__(self, matrices: Sequence[Matrix]) -> None:
+        first = matrices[0]
+        assert isinstance(first, Plain | Quantised)
+        kinds: Any = [each for each in matrices if isinstance(each, type(first))]
+        weight = torch.stack([each.weight for each in kinds])
+        scales = (
+            weight if isinstance(first, Plain) else torch.stack([each.scales for each in kinds])
+        )
+        bias = weight if first.bias is None else torch.stack([each.bias for each in kinds])
+        self.inputs = int(first.shape[1])
+        self.tensors, self.strides = (weight, scales, bias), (weight.stride(0), scales.stride(0))
+        packed = packed_together(self.inputs, first.options()["GROUP"])
+        at_once = 4 * packed if first.bits == 4 else min(128, self.inputs & -self.inputs)
+        self.options = {
+            "BK": at_once,
+            "S": _WARPS,
+            "BIAS": first.bias is not None,
+            **first.options(),
+        }
+        biases = [None] * len(kinds) if first.bias is None else bias
+        self.each: list[Matrix] = [
+            Plain(w, b) if isinstance(first, Plain) else replace(first, weight=w, scales=s, bias=b)
+            for w, s, b in zip(weight, scales, biases, strict=True)
+        ]

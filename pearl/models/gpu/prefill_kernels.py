@@ -1,0 +1,207 @@
+"""Triton kernels of a prompt's piece: rotating, writing to the cache, and attention to it.
+
+The slot, the start and the number of tokens are read on the device, so one recording serves all (see `prompts`).
+
+A row's bits depend on its position and its sequence only: it adds blocks of keys one by one, counted from position 0,
+and a block or a position that it does not see adds exactly zero.  Where no row of a tile needs a mask, none is applied:
+a mask changes scores before any arithmetic on them, so those that it leaves alone give the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language import constexpr
+
+_LOW = constexpr(-1.0e30)  # finite: minus infinity less itself is NaN
+_LOG2_E = constexpr(1.4426950408889634)
+LEAST_DIM = 16  # of a head: what tensor cores multiply at once
+
+
+class Tile(NamedTuple):
+    """Rows of a program of `attend`, positions that it adds at once, warps, and stages of the pipeline of its loads."""
+
+    rows: int
+    positions: int
+    warps: int
+    stages: int
+
+    def options(self, device: torch.device) -> dict[str, int]:
+        """The launch's own options; the interpreter takes none."""
+        return {"num_warps": self.warps, "num_stages": self.stages} if device.type == "cuda" else {}
+
+
+def tile_of(dim: int) -> Tile:
+    """The tile for heads of this size: queries and the stages' keys and values fit into a Hopper's shared memory.
+
+    Positions divide `attention.BLOCK`, and so the room of a slot.
+    """
+    if dim <= 64:
+        return Tile(128, 64, 4, 3)
+    return Tile(128, 128, 8, 2) if dim == 128 else Tile(64, 64 if dim == 256 else 32, 8, 2)
+
+
+@triton.jit
+def _turned(source, at, cos, sin, TURNS: constexpr, D: constexpr):
+    """Queries or keys [rows, D] that start at `source` [rows], if TURNS rotated to their positions `at` [rows].
+
+    The first half of `sin` is negated; see `layers.DecoderLayers.angles`.
+    """
+    d = tl.arange(0, D)
+    found = tl.load(source[:, None] + d[None, :])
+    if TURNS:
+        other = tl.load(source[:, None] + ((d + D // 2) % D)[None, :]).to(tl.float32)
+        angle = at[:, None] * D + d[None, :]
+        turned = found.to(tl.float32) * tl.load(cos + angle).to(tl.float32)
+        found = (turned + other * tl.load(sin + angle).to(tl.float32)).to(found.dtype)
+    return found
+
+
+@triton.jit
+def write(
+    given, facing, values, cos, sin, to_keys, to_values, slot_stride, head_stride, facing_stride, values_stride,
+    HQ: constexpr, D: constexpr, BM: constexpr, TURNS: constexpr,
+):  # fmt: skip
+    """Write the rows' keys and values to the slot. Grid: (rows / BM, key-value heads)."""
+    rows, head, d = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1), tl.arange(0, D)
+    at = tl.load(given + 1).to(tl.int32) + rows
+    to = tl.load(given) * slot_stride + head * head_stride + at[:, None] * D + d[None, :]
+    tl.store(
+        to_keys + to,
+        _turned(facing + rows * facing_stride + (HQ + head) * D, at, cos, sin, TURNS, D),
+    )
+    tl.store(
+        to_values + to, tl.load(values + rows[:, None] * values_stride + head * D + d[None, :])
+    )
+
+
+@triton.jit
+def _add_blocks(
+    query, keys, values, at, low, high, mixed, top, weight, inner, outer, MASKS: constexpr, WINDOW: constexpr,
+    CAPS: constexpr, BN: constexpr, D: constexpr,
+):  # fmt: skip
+    """(mixed values [BM, D], greatest score [BM], sum of shares [BM]) with positions from `low` to `high` added."""
+    n, d = tl.arange(0, BN), tl.arange(0, D)
+    for begin in range(low, high, BN):
+        there = begin + n
+        block = there[:, None] * D + d[None, :]
+        scores = tl.dot(query, tl.trans(tl.load(keys + block)), input_precision="ieee")
+        if CAPS:  # outer * tanh(scores * inner / 2 / log2(e))
+            scores = outer - 2.0 * outer / (tl.exp2(scores * inner) + 1.0)
+        if MASKS:
+            seen = there[None, :] <= at[:, None]
+            if WINDOW:
+                seen = seen & (there[None, :] > at[:, None] - WINDOW)
+            scores = tl.where(seen, scores, -float("inf"))
+        higher = tl.maximum(top, tl.max(scores, 1) if CAPS else tl.max(scores, 1) * inner)
+        shares = tl.exp2((scores if CAPS else scores * inner) - higher[:, None])
+        fades = tl.exp2(top - higher)
+        weight = weight * fades + tl.sum(shares, 1)
+        value = tl.load(values + block)
+        mixed = tl.dot(
+            shares.to(value.dtype), value, mixed * fades[:, None], input_precision="ieee"
+        )
+        top = higher
+    return mixed, top, weight
+
+
+@triton.jit
+def attend(
+    given, facing, keys, values, cos, sin, sinks, out, slot_stride, head_stride, facing_stride, inner, outer,
+    HQ: constexpr, HK: constexpr, D: constexpr, BM: constexpr, BN: constexpr, WINDOW: constexpr, CAPS: constexpr,
+    SINKS: constexpr, TURNS: constexpr,
+):  # fmt: skip
+    """out [rows, HQ * D]: attention of rows to the slot's positions up to their own. Grid: (query heads, rows / BM).
+
+    Reads whole blocks of BN positions. Scores are in powers of two.
+
+    Args:
+        given: slot, start, count: of the rows from `count` on those in tiles of their own are zeros.
+        facing: queries, then keys, of each row, not rotated yet; rows are `facing_stride` apart.
+        inner: of a query's product with a key; outer: see `slot_attention.PromptAttention`.
+        WINDOW: see `attention.Scoring`; 0: none.
+        SINKS: `sinks` [HQ] are scores of which no value comes.
+    """
+    head, tile = (
+        tl.program_id(0),
+        tl.num_programs(1) - 1 - tl.program_id(1),
+    )  # those that see most begin first
+    rows, d = tile * BM + tl.arange(0, BM), tl.arange(0, D)
+    to = out + rows[:, None] * (HQ * D) + head * D + d[None, :]
+    if tile * BM >= tl.load(given + 2):
+        tl.store(to, tl.zeros((BM, D), out.dtype.element_ty))
+        return
+    begin = tl.load(given) * slot_stride + head // (HQ // HK) * head_stride
+    first = tl.load(given + 1).to(tl.int32) + tile * BM
+    at = first + tl.arange(0, BM)
+    query = _turned(facing + rows * facing_stride + head * D, at, cos, sin, TURNS, D)
+    top, weight = tl.full((BM,), _LOW, tl.float32), tl.zeros((BM,), tl.float32)
+    if SINKS:
+        top = tl.zeros((BM,), tl.float32) + tl.load(sinks + head).to(tl.float32) * _LOG2_E
+        weight += 1.0
+    mixed, whole = (
+        tl.zeros((BM, D), tl.float32),
+        (first + 1) // BN * BN,
+    )  # all rows see all positions before
+    keys, values, inside = keys + begin, values + begin, 0
+    if WINDOW:
+        low = tl.maximum(first - WINDOW + 1, 0) // BN * BN
+        inside = tl.minimum((tl.maximum(first + BM - WINDOW, 0) + BN - 1) // BN * BN, whole)
+        mixed, top, weight = _add_blocks(
+            query,
+            keys,
+            values,
+            at,
+            low,
+            inside,
+            mixed,
+            top,
+            weight,
+            inner,
+            outer,
+            True,
+            WINDOW,
+            CAPS,
+            BN,
+            D,
+        )
+    mixed, top, weight = _add_blocks(
+        query,
+        keys,
+        values,
+        at,
+        inside,
+        whole,
+        mixed,
+        top,
+        weight,
+        inner,
+        outer,
+        False,
+        WINDOW,
+        CAPS,
+        BN,
+        D,
+    )
+    mixed, top, weight = _add_blocks(
+        query,
+        keys,
+        values,
+        at,
+        whole,
+        first + BM,
+        mixed,
+        top,
+        weight,
+        inner,
+        outer,
+        True,
+        WINDOW,
+        CAPS,
+        BN,
+        D,
+    )
+    tl.store(to, (mixed / weight[:, None]).to(out.dtype.element_ty))

@@ -1,0 +1,254 @@
+"""Triton kernels of a decoding forward of a fixed number of rows: embeddings, products, norms.
+
+Reading the weights is what a forward of few rows spends its time on, so a layer is few kernels: normalising and the
+query-key-value product; attention in two (see `attention_kernels`); output and residual; normalising, gate and up; down
+and residual.  A product that leaves the hidden state leaves its sums of squares too, for the next norm.
+
+A row's bits depend on its own tokens only.  Weights are the left side of a product and rows the right one, so that
+another number of rows is more columns of the same instructions; sums that are computed in parts of the inputs are added
+in the order of the parts, by whichever program is the last to finish one.
+
+ROWS: of the table (see `row_table`).  OVERLAPS: a kernel is launched while the one before it ends, and waits for it
+("programmatic dependent launch").
+
+`TRITON_INTERPRET=1` runs the kernels on a CPU, in float32: with bfloat16 the interpreter computes otherwise than a
+GPU, as `tests/test_interpreter.py` shows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language import constexpr
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pearl.models.gpu.tile_kernels import multiply_tile, sum_in_pairs, weighted
+
+SQUARED = constexpr(16)  # columns whose sum of squares is kept
+
+
+@triton.jit
+def root_scale(squares, first: constexpr, WIDTH: constexpr, eps, ROWS: constexpr, rows):
+    """Reciprocal root mean squares of `rows` over WIDTH columns, from the sums of squares of every 16 columns.
+
+    squares: [columns / 16, ROWS]. first: the first of those columns, in 16.
+    """
+    TILES: constexpr = WIDTH // SQUARED
+    R: constexpr = rows.shape[0]
+    found = tl.zeros((SQUARED, R), tl.float32)
+    for begin in tl.static_range(0, TILES, SQUARED):
+        tiles = begin + tl.arange(0, SQUARED)[:, None]
+        found += tl.load(
+            squares + (first + tiles) * ROWS + rows[None, :], mask=tiles < TILES, other=0.0
+        )
+    found = tl.reshape(sum_in_pairs(tl.reshape(found, (1, SQUARED, R))), (R,))
+    return 1.0 / tl.sqrt(found / WIDTH + eps)
+
+
+@triton.jit
+def _store_squares(x, squares, tile, BN: constexpr, ROWS: constexpr):
+    """Keep the sums of squares of x [BN, ROWS], the columns of a tile."""
+    MANY: constexpr = BN // SQUARED
+    each = sum_in_pairs(tl.reshape(x * x, (MANY, SQUARED, ROWS)))
+    rows, many = tl.arange(0, ROWS), tl.arange(0, MANY)
+    tl.store(squares + (tile * MANY + many)[:, None] * ROWS + rows[None, :], each)
+
+
+@triton.jit
+def embed(
+    table,
+    embedding,
+    x,
+    squares,
+    scale,
+    H: constexpr,
+    BN: constexpr,
+    ROWS: constexpr,
+    OVERLAPS: constexpr,
+):
+    """x [ROWS, H]: the embeddings of a table's tokens, times `scale`. Grid: tiles of BN columns."""
+    rows, columns = tl.arange(0, ROWS), tl.program_id(0) * BN + tl.arange(0, BN)
+    if OVERLAPS:
+        gdc_wait()
+    found = tl.load(embedding + tl.load(table + 1 + rows)[None, :] * H + columns[:, None])
+    found = (found.to(tl.float32) * scale).to(found.dtype)
+    tl.store(x + rows[None, :] * H + columns[:, None], found)
+    _store_squares(found.to(tl.float32), squares, tl.program_id(0), BN, ROWS)
+    if OVERLAPS:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def add(
+    x, part, part_squares, norm, squares, multiplier, eps, H: constexpr, BN: constexpr, ROWS: constexpr,
+    NORMS: constexpr, OVERLAPS: constexpr,
+):  # fmt: skip
+    """Add `part` [ROWS, H], normalised if NORMS and times `multiplier`, to x, and keep the sums of squares of that.
+
+    Grid: tiles of BN columns.
+    """
+    rows, columns = tl.arange(0, ROWS), tl.program_id(0) * BN + tl.arange(0, BN)
+    at = rows[None, :] * H + columns[:, None]
+    if OVERLAPS:
+        gdc_wait()
+    found = tl.load(part + at)
+    if NORMS:
+        scale = root_scale(part_squares, 0, H, eps, ROWS, rows)
+        found = weighted(
+            (found.to(tl.float32) * scale[None, :]).to(found.dtype),
+            tl.load(norm + columns)[:, None],
+        )
+    found = (tl.load(x + at).to(tl.float32) + found.to(tl.float32) * multiplier).to(
+        x.dtype.element_ty
+    )
+    tl.store(x + at, found)
+    _store_squares(found.to(tl.float32), squares, tl.program_id(0), BN, ROWS)
+    if OVERLAPS:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def _store(
+    found, bias, out, squares, tile, columns, multiplier, N: constexpr, BN: constexpr, ROWS: constexpr, ADDS: constexpr,
+    SQUARES: constexpr, BIAS: constexpr,
+):  # fmt: skip
+    rows, inside = tl.arange(0, ROWS), (columns < N)[:, None]
+    at = out + rows[None, :] * N + columns[:, None]
+    if BIAS:
+        found = found.to(out.dtype.element_ty).to(tl.float32)
+        found += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
+    if ADDS:
+        found = found * multiplier + tl.load(at, mask=inside, other=0.0, cache_modifier=".cg").to(
+            tl.float32
+        )
+    rounded = found.to(out.dtype.element_ty)
+    tl.store(at, rounded, mask=inside)
+    if SQUARES:
+        _store_squares(rounded.to(tl.float32), squares, tile, BN, ROWS)
+
+
+@triton.jit
+def multiply(
+    table, x, x_squares, norm, w, scales, bias, out, squares, sums, counts, multiplier, eps, K: constexpr, N: constexpr,
+    BN: constexpr, BK: constexpr, S: constexpr, PARTS: constexpr, ROWS: constexpr, NORMS: constexpr, ADDS: constexpr,
+    SQUARES: constexpr, BIAS: constexpr, BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr,
+    OVERLAPS: constexpr,
+):  # fmt: skip
+    """out [ROWS, N] = x [ROWS, K] times w [N, K]. Grid: (tiles of BN columns, PARTS).
+
+    NORMS: 1: x is normalised first, by its sums of squares in `x_squares`. ADDS: the product, times `multiplier`, is
+    added to `out`. SQUARES: the sums of squares of `out` are kept in `squares`. BIAS: `bias` [N] is added. BITS of a
+    weight; if fewer than 16, see `matrices.Quantised` for w and scales. PARTS of the inputs K, whole BK, are computed
+    by programs of their own: their sums wait in `sums`. counts [tiles] are zeros, and are left so.
+    """
+    PART: constexpr = (K // BK + PARTS - 1) // PARTS * BK
+    tile, part, rows = tl.program_id(0), tl.program_id(1), tl.arange(0, ROWS)
+    columns = tile * BN + tl.arange(0, BN)
+    begin = part * PART
+    found, _ = multiply_tile(
+        table + 1 + 2 * ROWS, x, norm, w, scales, tile * BN, begin, tl.minimum(begin + PART, K), K, N, BN, BK, S, ROWS,
+        NORMS, BITS, GROUP, EXTRA, OFFSET, 0, PART % (S * BK) == 0 and K % PART == 0, OVERLAPS,
+    )  # fmt: skip
+    if OVERLAPS:
+        gdc_launch_dependents()
+    if NORMS:  # after the product, so that its first weights do not wait for this
+        found *= root_scale(x_squares, 0, K, eps, ROWS, rows)[None, :]
+    if PARTS == 1:
+        _store(
+            found, bias, out, squares, tile, columns, multiplier, N, BN, ROWS, ADDS, SQUARES, BIAS
+        )
+    else:
+        at = sums + tile * PARTS * ROWS * BN + tl.arange(0, BN)[:, None] * ROWS + rows[None, :]
+        tl.store(at + part * ROWS * BN, found)
+        tl.debug_barrier()
+        if tl.atomic_add(counts + tile, 1, sem="acq_rel") == PARTS - 1:
+            total = tl.zeros((BN, ROWS), tl.float32)
+            for each in tl.static_range(PARTS):
+                total += tl.load(at + each * ROWS * BN, cache_modifier=".cg")
+            _store(
+                total,
+                bias,
+                out,
+                squares,
+                tile,
+                columns,
+                multiplier,
+                N,
+                BN,
+                ROWS,
+                ADDS,
+                SQUARES,
+                BIAS,
+            )
+            tl.store(counts + tile, 0)
+
+
+@triton.jit
+def _activated(gate, GELU: constexpr):
+    """GELU: by tanh, as Gemma's; else SiLU."""
+    if GELU:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return gate * (1 - 1 / (tl.exp(2 * inner) + 1))
+    return gate / (1 + tl.exp(-gate))
+
+
+@triton.jit
+def _store_gated(
+    gate, up, x_squares, bias, out, columns, known, eps, K: constexpr, N: constexpr, ROWS: constexpr, NORMS: constexpr,
+    GELU: constexpr, BIAS: constexpr,
+):  # fmt: skip
+    kind: constexpr = out.dtype.element_ty
+    rows = tl.arange(0, ROWS)
+    if NORMS:
+        scale = root_scale(x_squares, 0, K, eps, ROWS, rows)[None, :]
+        gate, up = gate * scale, up * scale
+    if BIAS:
+        gate += tl.load(bias + known).to(tl.float32)[:, None]
+        up += tl.load(bias + N + known).to(tl.float32)[:, None]
+    gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
+    found = _activated(gate, GELU).to(kind).to(tl.float32) * up
+    tl.store(
+        out + rows[None, :] * N + columns[:, None], found.to(kind), mask=(columns < N)[:, None]
+    )
+
+
+@triton.jit
+def gate_up(
+    table, x, x_squares, norm, w, scales, bias, out, sums, counts, eps, K: constexpr, N: constexpr, BN: constexpr,
+    BK: constexpr, S: constexpr, PARTS: constexpr, ROWS: constexpr, NORMS: constexpr, GELU: constexpr, BIAS: constexpr,
+    BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr, OVERLAPS: constexpr,
+):  # fmt: skip
+    """out [ROWS, N]: the activation of gate times up, products of x [ROWS, K] with the halves of w [2 * N, K].
+
+    Grid: (tiles of BN columns, PARTS). All else: see `multiply`.
+    """
+    PART: constexpr = (K // BK + PARTS - 1) // PARTS * BK
+    tile, part, rows = tl.program_id(0), tl.program_id(1), tl.arange(0, ROWS)
+    columns = tile * BN + tl.arange(0, BN)
+    known, begin = tl.minimum(columns, N - 1), part * PART
+    gate, up = multiply_tile(
+        table + 1 + 2 * ROWS, x, norm, w, scales, tile * BN, begin, tl.minimum(begin + PART, K), K, N, BN, BK, S, ROWS,
+        NORMS, BITS, GROUP, EXTRA, OFFSET, N, PART % (S * BK) == 0 and K % PART == 0, OVERLAPS,
+    )  # fmt: skip
+    if OVERLAPS:
+        gdc_launch_dependents()
+    if PARTS == 1:
+        _store_gated(
+            gate, up, x_squares, bias, out, columns, known, eps, K, N, ROWS, NORMS, GELU, BIAS
+        )
+    else:
+        at = (
+            sums + tile * (2 * PARTS * ROWS * BN) + tl.arange(0, BN)[:, None] * ROWS + rows[None, :]
+        )
+        tl.store(at + 2 * part * ROWS * BN, gate)
+        tl.store(at + (2 * part + 1) * ROWS * BN, up)
+        tl.debug_barrier()
+        if tl.atomic_add(counts + tile, 1, sem="acq_rel") == PARTS - 1:
+            gate, up = tl.zeros((BN, ROWS), tl.float32), tl.zeros((BN, ROWS), tl.float32)
+            for each in tl.static_range(PARTS):
+                gate += tl.load(at + 2 * each * ROWS * BN, cache_modifier=".cg")
+                up += tl.load(at + (2 * each + 1) * ROWS * BN, cache_modifier=".cg")
+            _store_gated(
+                gate, up, x_squares, bias, out, columns, known, eps, K, N, ROWS, NORMS, GELU, BIAS
+            )
+            tl.store(counts + tile, 0)

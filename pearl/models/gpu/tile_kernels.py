@@ -1,0 +1,479 @@
+"""Tiles of products in Triton, for the kernels of `kernels` and `expert_kernels`, by kind of weights.
+
+Weights of 8 and 16 bits come through shared memory, several blocks ahead.  Weights of 4 bits would wait there for one
+another's unpacking, and stay in the registers of the lane that loaded them.
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+from triton.language import constexpr
+from triton.language.extra.cuda import gdc_wait
+
+_COMPILES = constexpr(
+    os.environ.get("TRITON_INTERPRET") != "1"
+)  # else there are no instructions to name
+_HALF = "{ .reg .b32 t; shr.u32 t, $2, %d; and.b32 t, t, 0x0f0f0f0f; "
+_HALF += "prmt.b32 $0, t, 0x43434343, 0x5140; prmt.b32 $1, t, 0x43434343, 0x7362; }"
+_LOWER, _UPPER = (
+    constexpr(_HALF % 0),
+    constexpr(_HALF % 4),
+)  # halves of four bytes to two pairs of bfloat16, plus 128
+
+
+@triton.jit
+def _await(weights, BN: constexpr):
+    """Wait for the kernel before this one, while the first weights, at `weights` [BN], come to the cache (L2)."""
+    lines = tl.reshape(weights, (BN, 1)) + (tl.arange(0, 4) * 64)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [lines],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    gdc_wait()
+
+
+@triton.jit
+def sum_in_pairs(x):
+    """[M, 2 ** n, R] -> [M, R]: the first half plus the second, again and again.
+
+    tl.sum adds in an order that depends on the layout, and so on the number of rows.
+    """
+    M: constexpr = x.shape[0]
+    HALF: constexpr = x.shape[1] // 2
+    R: constexpr = x.shape[2]
+    if HALF == 0:
+        found = tl.reshape(x, (M, R))
+    else:
+        low, high = tl.split(tl.permute(tl.reshape(x, (M, 2, HALF, R)), (0, 2, 3, 1)))
+        found = sum_in_pairs(low + high)
+    return found
+
+
+@triton.jit
+def weighted(x, weights):
+    """x times the weights of a norm, rounded."""
+    return (x.to(tl.float32) * weights.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def _load_scales_of(scales, group, columns, N: constexpr, EXTRA: constexpr):
+    """The scales of groups of inputs and of columns; with EXTRA pairs, see `_first`."""
+    if EXTRA:
+        word: constexpr = tl.int64 if scales.dtype.element_ty.primitive_bitwidth == 32 else tl.int32
+        scales = scales.to(tl.pointer_type(word), bitcast=True)
+    return tl.load(scales + group * N + columns)
+
+
+@triton.jit
+def _load_scales(
+    scales, starts, columns, N: constexpr, BK: constexpr, GROUP: constexpr, EXTRA: constexpr
+):
+    """The scales of BK inputs from each of `starts` on, [S, BN, groups]."""
+    MANY: constexpr = BK // GROUP if GROUP < BK else 1
+    groups = (starts // GROUP)[:, None, None] + tl.arange(0, MANY)[None, None, :]
+    return _load_scales_of(scales, groups, columns[None, :, None], N, EXTRA)
+
+
+@triton.jit
+def _first(pairs, EXTRA: constexpr, second: constexpr, kind: constexpr):
+    """Of two numbers that were loaded as one word, the first or the second; without EXTRA there is one."""
+    if EXTRA:
+        BITS: constexpr = kind.primitive_bitwidth
+        half: constexpr = tl.int32 if BITS == 32 else tl.int16
+        found = (pairs >> (BITS if second else 0)).to(half).to(kind, bitcast=True)
+    else:
+        found = pairs.to(kind)
+    return found
+
+
+@triton.jit
+def _bytes(bytes_, kind: constexpr):
+    """int8 or float8 in the dtype of the rows."""
+    if _COMPILES and kind == tl.bfloat16 and bytes_.dtype == tl.float8e4nv:
+        # A bfloat16 has the same bits four places lower, and 2 ** 120 times the value.
+        found = tl.inline_asm_elementwise(
+            "{ .reg .b32 t, low, high, sign; mov.b32 t, $2; prmt.b32 low, 0, t, 0x5140; prmt.b32 high, 0, t, 0x7160;"
+            " and.b32 sign, low, 0x80008000; shr.u32 low, low, 4; lop3.b32 $0, low, 0x07f007f0, sign, 0xea;"
+            " and.b32 sign, high, 0x80008000; shr.u32 high, high, 4; lop3.b32 $1, high, 0x07f007f0, sign, 0xea; }",
+            "=r,=r,r", [bytes_], dtype=tl.bfloat16, is_pure=True, pack=4,
+        )  # fmt: skip
+        found = (found * 1329227995784915872903807060280344576.0).to(kind)
+    else:
+        found = bytes_.to(kind)
+    return found
+
+
+@triton.jit
+def _tile(loaded, scales, EXTRA: constexpr, SCALES: constexpr, kind: constexpr):
+    """Weights [S, BN, BK] of 8 or 16 bits, see `matrices.Quantised`. Without SCALES those of one step."""
+    S: constexpr = loaded.shape[0]
+    BN: constexpr = loaded.shape[1]
+    BK: constexpr = loaded.shape[2]
+    steps = _bytes(loaded, kind)
+    if SCALES:
+        MANY: constexpr = scales.shape[2]
+        steps = tl.reshape(steps, (S, BN, MANY, BK // MANY))
+        more = _first(scales, EXTRA, True, kind)
+        if EXTRA == 2:
+            steps = steps - more[:, :, :, None]
+        steps = steps * _first(scales, EXTRA, False, kind)[:, :, :, None]
+        if EXTRA == 1:
+            steps = steps + more[:, :, :, None]
+        steps = tl.reshape(steps, (S, BN, BK))
+    return steps
+
+
+@triton.jit
+def _load_both(
+    scales,
+    starts,
+    columns,
+    N: constexpr,
+    BK: constexpr,
+    GROUP: constexpr,
+    EXTRA: constexpr,
+    APART: constexpr,
+):
+    """Those of the columns, and of those APART further on."""
+    found = _load_scales(scales, starts, columns, N, BK, GROUP, EXTRA)
+    return found, _load_scales(
+        scales, starts, columns + APART, N, BK, GROUP, EXTRA
+    ) if APART else found
+
+
+@triton.jit
+def _add_warps(found):
+    """[S, BN, ROWS] -> [BN, ROWS]"""
+    S: constexpr = found.shape[0]
+    BN: constexpr = found.shape[1]
+    ROWS: constexpr = found.shape[2]
+    return tl.reshape(sum_in_pairs(tl.reshape(found, (1, S, BN * ROWS))), (BN, ROWS))
+
+
+@triton.jit
+def multiply_tile(
+    fed, x, norm, w, scales, first, begin, end, K: constexpr, N: constexpr, BN: constexpr, BK: constexpr, S: constexpr,
+    ROWS: constexpr, NORMS: constexpr, BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr,
+    APART: constexpr, WHOLE: constexpr, OVERLAPS: constexpr,
+):  # fmt: skip
+    """BN columns of w [N, K] from `first` on, times x [ROWS, K]: [BN, ROWS], over inputs from `begin` to `end`.
+
+    Each of S warps takes one of S successive BK inputs, and their sums are added in the end. APART: multiply by the
+    columns so much further on too; 0: by none. WHOLE: the number of inputs is a multiple of S * BK. fed: of each row, 0
+    if nobody needs it; None: all are needed.
+    """
+    if BITS == 4:
+        found, other = _multiply_packed(
+            fed, x, norm, w, scales, first, begin, end, K, N, BN, BK, S, ROWS, NORMS, GROUP, EXTRA, OFFSET, APART,
+            OVERLAPS,
+        )  # fmt: skip
+    else:
+        found, other = _multiply_plain(
+            x, norm, w, scales, first, begin, end, K, N, BN, BK, S, ROWS, NORMS, BITS, GROUP, EXTRA, APART, WHOLE,
+            OVERLAPS,
+        )  # fmt: skip
+    return _add_warps(found), _add_warps(other) if APART else 0
+
+
+@triton.jit
+def _multiply_plain(
+    x, norm, w, scales, first, begin, end, K: constexpr, N: constexpr, BN: constexpr, BK: constexpr, S: constexpr,
+    ROWS: constexpr, NORMS: constexpr, BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, APART: constexpr,
+    WHOLE: constexpr, OVERLAPS: constexpr,
+):  # fmt: skip
+    """`multiply_tile` by weights of 8 or 16 bits, a sum of each warp: [S, BN, ROWS]."""
+    kind: constexpr = x.dtype.element_ty
+    SCALES: constexpr = BITS < 16 and (GROUP < K or EXTRA > 0)  # else there is one for all inputs
+    TOTAL: constexpr = N + APART
+    columns = tl.minimum(first + tl.arange(0, BN), N - 1)
+    lanes, warps = tl.arange(0, BK), tl.arange(0, S) * BK
+    rows = x + tl.arange(0, ROWS)[None, None, :] * K
+    weights = w + columns[None, :, None].to(tl.int64) * K + lanes[None, None, :]
+    if OVERLAPS:
+        _await(w + columns.to(tl.int64) * K + begin, BN)
+    found, other = tl.zeros((S, BN, ROWS), tl.float32), tl.zeros((S, BN, ROWS), tl.float32)
+    scale, scale_apart = 0, 0
+    if SCALES:  # a block ahead, so that nothing waits for them
+        starts = tl.minimum(begin + warps, end - BK)
+        scale, scale_apart = _load_both(scales, starts, columns, TOTAL, BK, GROUP, EXTRA, APART)
+    for i in range(begin, end, S * BK):
+        starts = i + warps
+        if not WHOLE:
+            starts = tl.minimum(starts, end - BK)
+        at = weights + starts[:, None, None]
+        loaded = tl.load(at)
+        apart = tl.load(at + APART * K) if APART else loaded
+        now, now_apart = scale, scale_apart
+        if SCALES:
+            following = tl.minimum(i + S * BK + warps, end - BK)
+            scale, scale_apart = _load_both(
+                scales, following, columns, TOTAL, BK, GROUP, EXTRA, APART
+            )
+        inputs = starts[:, None, None] + lanes[None, :, None]
+        if WHOLE:
+            some = tl.load(rows + inputs)
+        else:
+            some = tl.load(rows + inputs, mask=(i + warps < end)[:, None, None], other=0.0)
+        if NORMS:
+            some = weighted(some, tl.load(norm + inputs))
+        found = tl.dot(_tile(loaded, now, EXTRA, SCALES, kind), some, found, input_precision="ieee")
+        if APART:
+            other = tl.dot(
+                _tile(apart, now_apart, EXTRA, SCALES, kind), some, other, input_precision="ieee"
+            )
+    if BITS < 16 and not SCALES:
+        found *= tl.load(scales + columns).to(tl.float32)[None, :, None]
+        if APART:
+            other *= tl.load(scales + APART + columns).to(tl.float32)[None, :, None]
+    return found, other
+
+
+@triton.jit
+def _times_plus(x, factor, summand, WORDS: constexpr):
+    """x * factor + summand, rounded once; of WORDS of two bfloat16 each."""
+    if WORDS:
+        return tl.inline_asm_elementwise(
+            "fma.rn.bf16x2 $0, $1, $2, $3;",
+            "=r,r,r,r",
+            [x, factor, summand],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return x * factor + summand
+
+
+@triton.jit
+def _of_column(numbers, WORDS: constexpr):
+    """Numbers [M] as a factor of [M, inputs]."""
+    if WORDS:
+        bits = numbers.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        numbers = bits | (bits << 16)
+    return numbers[:, None]
+
+
+@triton.jit
+def _weights(steps, scales, kind: constexpr, WORDS: constexpr, EXTRA: constexpr, OFFSET: constexpr):
+    """Weights of steps [M, inputs], which are OFFSET too large, and of the scales [M] of their groups."""
+    ONE: constexpr = 0x3F803F80 if WORDS else 1.0
+    less = tl.full((1,), -OFFSET, kind)
+    if EXTRA == 2:
+        less = -(_first(scales, EXTRA, True, kind) + OFFSET).to(kind)
+    steps = _times_plus(steps, ONE, _of_column(less, WORDS), WORDS)
+    factors = _of_column(_first(scales, EXTRA, False, kind), WORDS)
+    steps = _times_plus(steps, factors, -0x7FFF8000 if WORDS else -0.0, WORDS)
+    if EXTRA == 1:
+        steps = _times_plus(steps, ONE, _of_column(_first(scales, EXTRA, True, kind), WORDS), WORDS)
+    return steps
+
+
+@triton.jit
+def _numbers(words):
+    """Bfloat16 [..., 2] of words of two."""
+    low, high = words.to(tl.int16), (words >> 16).to(tl.int16)
+    return tl.join(low.to(tl.bfloat16, bitcast=True), high.to(tl.bfloat16, bitcast=True))
+
+
+@triton.jit
+def _half_of(
+    loaded, upper: constexpr, scales, kind: constexpr, WORDS: constexpr, EXTRA: constexpr, OFFSET: constexpr,
+    J: constexpr,
+):  # fmt: skip
+    """Weights [M, J] of the lower or upper halves of loaded bytes.
+
+    WORDS: by the bits of four bytes at once: conversions would take several times as long as loading.
+    """
+    if WORDS:
+        a, b = tl.inline_asm_elementwise(
+            _UPPER if upper else _LOWER,
+            "=&r,=&r,r",
+            [loaded],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+        a = _weights(a, scales, kind, WORDS, EXTRA, OFFSET + 128)
+        b = _weights(b, scales, kind, WORDS, EXTRA, OFFSET + 128)
+        found = _numbers(tl.join(a, b))
+    else:
+        steps = (loaded >> 4) if upper else (loaded & 15)
+        found = _weights(steps.to(kind), scales, kind, WORDS, EXTRA, OFFSET)
+    return tl.reshape(found, (loaded.shape[0], J))
+
+
+@triton.jit
+def _left(lanes, S: constexpr, KEPT: constexpr):
+    """Weights by lanes [BN * S * 4, J] as the left side of a product, [S, BN, 4 * J]; see `_multiply_packed`."""
+    B: constexpr = lanes.shape[0] // (S * 32)
+    J: constexpr = lanes.shape[1]
+    each = tl.reshape(lanes, (B, S, 8, 4, J // (2 * KEPT), 2, KEPT))
+    return tl.reshape(tl.permute(each, (1, 0, 2, 4, 5, 3, 6)), (S, B * 8, 4 * J))
+
+
+@triton.jit
+def _right(lanes, S: constexpr, H: constexpr, KEPT: constexpr):
+    """Rows by lanes [ROWS * H * S * 4, 8] as the right side, [S, 32 * H, ROWS]."""
+    B: constexpr = lanes.shape[0] // (H * S * 32)
+    each = tl.reshape(lanes, (B, H, S, 8, 4, 8 // (2 * KEPT), 2, KEPT))
+    return tl.reshape(tl.permute(each, (2, 1, 5, 6, 4, 7, 0, 3)), (S, 32 * H, B * 8))
+
+
+@triton.jit
+def _load_packed(
+    weights, scales, starts, columns, inner, N: constexpr, K: constexpr, GROUP: constexpr, EXTRA: constexpr,
+    PER: constexpr, APART: constexpr,
+):  # fmt: skip
+    """What lanes take from the inputs `starts` on: weights and scales, and those of the columns APART further on."""
+    at = weights + (starts // PER)[:, None]
+    group = (starts + inner) // GROUP
+    found, scale = tl.load(at), _load_scales_of(scales, group, columns, N, EXTRA)
+    if APART:
+        return (
+            found,
+            scale,
+            tl.load(at + APART * (K // PER)),
+            _load_scales_of(scales, group, columns + APART, N, EXTRA),
+        )
+    return found, scale, found, scale
+
+
+@triton.jit
+def _places(ROWS: constexpr, H: constexpr, S: constexpr, BK: constexpr):
+    """Of lanes in the order of a right side: their row, where their warp's inputs begin, their own from there on."""
+    places = tl.arange(0, ROWS * H * S * 4)
+    inputs = (places // (S * 32) % H * 8 + places % 4 * (BK // 4))[:, None] + tl.arange(0, 8)[
+        None, :
+    ]
+    return places // (H * S * 32) * 8 + places // 4 % 8, places // 32 % S * BK, inputs
+
+
+@triton.jit
+def _needed(fed, row, is_input):
+    """`is_input`, and false for rows that nobody needs. fed: [rows], 0 for those; None: all are needed."""
+    if fed is not None:
+        is_input = is_input & (tl.load(fed + row) != 0)
+    return is_input
+
+
+@triton.jit
+def _load_rows(
+    x,
+    norm,
+    row,
+    at,
+    is_needed,
+    K: constexpr,
+    S: constexpr,
+    H: constexpr,
+    KEPT: constexpr,
+    NORMS: constexpr,
+):
+    """The inputs `at` of rows, as the right side of a product."""
+    some = tl.load(x + row[:, None] * K + at, mask=is_needed[:, None], other=0.0)
+    if NORMS:
+        some = weighted(some, tl.load(norm + at))
+    return _right(some, S, H, KEPT)
+
+
+@triton.jit
+def _add_half(
+    found, right, loaded, upper: constexpr, scale, kind: constexpr, WORDS: constexpr, EXTRA: constexpr,
+    OFFSET: constexpr, J: constexpr, S: constexpr, KEPT: constexpr,
+):  # fmt: skip
+    """`found` plus the product of rows by a half of the weights that lanes have loaded."""
+    tile = _left(_half_of(loaded, upper, scale, kind, WORDS, EXTRA, OFFSET, J), S, KEPT)
+    return tl.dot(tile, right, found, input_precision="ieee")
+
+
+@triton.jit
+def _multiply_packed(
+    fed, x, norm, w, scales, first, begin, end, K: constexpr, N: constexpr, BN: constexpr, BK: constexpr, S: constexpr,
+    ROWS: constexpr, NORMS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr, APART: constexpr,
+    OVERLAPS: constexpr,
+):  # fmt: skip
+    """`multiply_tile` by weights of 4 bits, a sum of each warp: [S, BN, ROWS].
+
+    A lane loads BK / 4 successive inputs of a column, a block ahead, and unpacks them where they are: tensors are
+    [lanes, inputs of a lane], in the order of lanes that the tensor cores want of their left side.  So nothing passes
+    through shared memory, and no warp waits for another.  Rows are loaded in the same order.
+    """
+    kind: constexpr = x.dtype.element_ty
+    WORDS: constexpr = _COMPILES and kind == tl.bfloat16
+    PER: constexpr = 8 if WORDS else 2  # inputs of an element
+    CHUNK: constexpr = BK // 4
+    J: constexpr = CHUNK // 2
+    H: constexpr = J // 8
+    KEPT: constexpr = 4 if WORDS else 2  # successive inputs of a lane, as Triton wants them
+    TOTAL: constexpr = N + APART
+
+    lanes = tl.arange(0, BN * S * 4)
+    columns = tl.minimum(first + lanes // (S * 32) * 8 + lanes // 4 % 8, N - 1)
+    warps, inner = lanes // 32 % S * BK, lanes % 4 * CHUNK
+    weights = w.to(tl.pointer_type(tl.int32), bitcast=True) if WORDS else w
+    weights += (columns.to(tl.int64) * (K // PER) + inner // PER)[:, None] + tl.arange(
+        0, CHUNK // PER
+    )[None, :]
+    row, behind, inputs = _places(ROWS, H, S, BK)
+
+    found, other = tl.zeros((S, BN, ROWS), tl.float32), tl.zeros((S, BN, ROWS), tl.float32)
+    starts = tl.minimum(begin + warps, end - BK)
+    loaded, scale, apart, scale_apart = _load_packed(
+        weights, scales, starts, columns, inner, TOTAL, K, GROUP, EXTRA, PER, APART
+    )
+    if OVERLAPS:
+        gdc_wait()
+    for i in range(begin, end, S * BK):
+        now, now_scale, now_apart, now_scale_apart = loaded, scale, apart, scale_apart
+        starts = tl.minimum(i + S * BK + warps, end - BK)
+        loaded, scale, apart, scale_apart = _load_packed(
+            weights, scales, starts, columns, inner, TOTAL, K, GROUP, EXTRA, PER, APART
+        )
+        is_needed, begins = _needed(fed, row, i + behind < end), tl.minimum(i + behind, end - BK)
+        for upper in tl.static_range(2):
+            at = (begins + upper * J)[:, None] + inputs
+            right = _load_rows(x, norm, row, at, is_needed, K, S, H, KEPT, NORMS)
+            found = _add_half(
+                found, right, now, upper, now_scale, kind, WORDS, EXTRA, OFFSET, J, S, KEPT
+            )
+            if APART:
+                other = _add_half(
+                    other,
+                    right,
+                    now_apart,
+                    upper,
+                    now_scale_apart,
+                    kind,
+                    WORDS,
+                    EXTRA,
+                    OFFSET,
+                    J,
+                    S,
+                    KEPT,
+                )
+    return found, other
+
+
+@triton.jit
+def dequantise(
+    w, scales, out, K: constexpr, N: constexpr, BK: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr,
+    BN: constexpr,
+):  # fmt: skip
+    """out [N, K]: the weights of a `matrices.Quantised` one of 4 bits. Grid: (tiles of BN columns, K / BK)."""
+    kind: constexpr = out.dtype.element_ty
+    PACKED: constexpr = BK // 4
+    some, lanes = tl.arange(0, BN * 4), tl.arange(0, PACKED // 2)
+    columns, i = tl.program_id(0) * BN + some // 4, tl.program_id(1) * BK + some % 4 * PACKED
+    known = tl.minimum(columns, N - 1)
+    loaded = tl.load(w + (known.to(tl.int64) * (K // 2) + i // 2)[:, None] + lanes[None, :])
+    its = _load_scales_of(scales, i // GROUP, known, N, EXTRA)
+    for upper in tl.static_range(2):
+        found = _half_of(loaded, upper, its, kind, False, EXTRA, OFFSET, PACKED // 2)
+        to = out + (columns.to(tl.int64) * K + i + upper * (PACKED // 2))[:, None] + lanes[None, :]
+        tl.store(to, found, mask=(columns < N)[:, None])

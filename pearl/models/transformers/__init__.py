@@ -1,0 +1,1 @@
+"""Models that the transformers library computes, with caches that can be rolled back."""

@@ -1,0 +1,269 @@
+"""Cache layers that can be rolled back, in place of those that transformers would make: chosen by what a layer keeps.
+
+* Keys and values, of all positions or of a window or chunk, perhaps with keys of an indexer, which chooses the
+  positions to attend to: `FixedLayer` keeps all positions. transformers sizes each mask by what the cache layer holds,
+  so the model's own mask hides what its window does not reach.
+* The state of a recurrence or a convolution: transformers' own layer, and `Snapshots` of its state.
+* Both in one layer: `HybridLayer`.
+* What else there is stays transformers' own: to go back, `Snapshots` empties it, and the text is fed again.
+
+Must not know models, nor what is fed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel, cache_utils
+from transformers.cache_utils import (
+    Cache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
+
+from pearl.models.checkpoints.memory import SNAPSHOTS
+
+# A layer without a cache, which attends to another's keys (Gemma 3n, Gemma 4) or to none. Not in all versions.
+_NONE: tuple[Any, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
+_HYBRID = (
+    cache_utils.LinearAttentionAndFullAttentionLayer,
+    cache_utils.LinearAttentionAndSlidingWindowAttentionLayer,
+)
+
+
+class FixedLayer(DynamicLayer):
+    """Keys and values of one layer in buffers [1, heads, capacity, head_dim], whose first `filled` positions are valid.
+
+    Growing copies only the new rows (`DynamicLayer` copies all), and shrinking sets a number.
+
+    Attributes:
+        keys, values: views of the valid positions, which some models read by themselves (Dory).
+        indexer_position_ids: positions of the indexed keys [.., filled], which a model appends to (Qwen4-Exp).
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self.filled = self.indexed = 0
+        self.buffers: tuple[torch.Tensor, torch.Tensor] | None = None  # of keys and of values
+        self.indexer_keys: torch.Tensor | None = None  # [1, capacity, width]
+        self.indexer_position_ids: torch.Tensor | None = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate at the first update: only then are head counts, dtypes and devices known."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.buffers = (self._buffer_for(key_states), self._buffer_for(value_states))
+        self.is_initialized = True
+
+    def _buffer_for(self, states: torch.Tensor) -> torch.Tensor:
+        # empty, not zeros: on a CPU the pages of an unused context are then never touched.
+        return states.new_empty(*states.shape[:2], self.capacity, states.shape[3])
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append states [1, heads, n, head_dim]; return views of all filled rows."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = self.filled
+        self._resize(start + key_states.shape[2])
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys[:, :, start:] = key_states
+        self.values[:, :, start:] = value_states
+        return self.keys, self.values
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Append states [1, n, width]; return a view of all filled rows."""
+        _, count, width = indexer_key_states.shape
+        if self.indexer_keys is None:
+            self.indexer_keys = indexer_key_states.new_empty(1, self.capacity, width)
+        start, self.indexed = self.indexed, self.indexed + count
+        self.indexer_keys[:, start : self.indexed] = indexer_key_states
+        return self.indexer_keys[:, : self.indexed]
+
+    def get_seq_length(self) -> int:
+        return self.filled
+
+    def rollback(self, length: int) -> None:
+        """Forget all but the first `length` positions."""
+        self._resize(length)
+        self.indexed = length
+        if self.indexer_position_ids is not None:
+            self.indexer_position_ids = self.indexer_position_ids[..., :length]
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows of the batch only."""
+        if self.buffers is not None:
+            keys, values = self.buffers
+            self.buffers = (keys[indices], values[indices])
+            self._resize(self.filled)
+
+    def _resize(self, length: int) -> None:
+        """Let `keys` and `values` show the first `length` positions."""
+        self.filled = length
+        if self.buffers is not None:
+            keys, values = self.buffers
+            self.keys = keys[:, :, :length]
+            self.values = values[:, :, :length]
+
+
+_FIXED = frozenset(vars(FixedLayer(0)))
+
+
+class HybridLayer(LinearAttentionLayer, FixedLayer):  # type: ignore[misc,override]
+    """A recurrent state beside keys and values."""
+
+    def __init__(self, capacity: int, number_of_states: int) -> None:
+        FixedLayer.__init__(self, capacity)
+        LinearAttentionLayer.__init__(self, number_of_states)
+
+    def lazy_initialization(self, *states: Any, **named: Any) -> None:
+        """transformers names the states of a recurrence, and not keys and values."""
+        (FixedLayer if states else LinearAttentionLayer).lazy_initialization(self, *states, **named)
+
+
+def layer_for(theirs: object, context: int) -> Any:
+    """The layer that takes the place of `theirs` for `context` tokens: itself where it is not understood."""
+    if isinstance(theirs, _NONE) or type(theirs) is LinearAttentionLayer:
+        return theirs
+    if isinstance(theirs, _HYBRID):
+        return HybridLayer(context, theirs.number_of_states)
+    known = DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer
+    return FixedLayer(context) if type(theirs) in known else theirs
+
+
+class Snapshots:
+    """Copies of the recurrent layers' state at a few earlier lengths, to go back to.
+
+    A copy is made before each forward: a few milliseconds at most, where feeding two tokens instead of one can take
+    twice the time. At most `SNAPSHOTS` are kept, the denser the later: to go back by n tokens, under n are fed again.
+
+    Attributes:
+        length: tokens that the state has seen.
+        unknown: layers that are not understood: no copies are made then, and going back is to begin anew.
+    """
+
+    def __init__(self, layers: Sequence[object]) -> None:
+        self.unknown = [
+            layer
+            for layer in layers
+            if not isinstance(layer, (FixedLayer, LinearAttentionLayer, *_NONE))
+        ]
+        self._layers = [
+            layer for layer in layers if isinstance(layer, LinearAttentionLayer)
+        ] + self.unknown
+        self._empty = [
+            deepcopy(vars(layer) if layer in self.unknown else _state(layer))
+            for layer in self._layers
+        ]
+        self._kept: list[tuple[int, list[dict[str, Any]]]] = []  # (length, state of each layer)
+        self.length = 0
+
+    def __bool__(self) -> bool:
+        """Whether any layer has such a state."""
+        return bool(self._layers)
+
+    def advance(self, end: int) -> None:
+        """The tokens up to `end` are about to be fed."""
+        newest = self._kept[-1][0] if self._kept else 0
+        if self and not self.unknown and newest < self.length:
+            self._kept.append((self.length, [_copy(_state(layer)) for layer in self._layers]))
+            if len(self._kept) > SNAPSHOTS:
+                self._thin()
+        self.length = end
+
+    def rollback(self, length: int) -> int:
+        """Return the length to which the state went back: `length`, or less, from where tokens must be fed again."""
+        if length < self.length:
+            while self._kept and self._kept[-1][0] > length:
+                self._kept.pop()
+            # The copy becomes the state: the next forward makes another.
+            self.length, states = self._kept.pop() if self._kept else (0, deepcopy(self._empty))
+            for layer, state in zip(self._layers, states, strict=True):
+                vars(layer).update(state)
+            if not self:
+                self.length = length
+        return self.length
+
+    def kinds(self) -> list[str]:
+        """The names under which recurrent layers hold state by now: of convolutions, of recurrences."""
+        known = [layer for layer in self._layers if layer not in self.unknown]
+        return sorted(
+            {name for layer in known for name, held in _state(layer).items() if _tensors(held)}
+        )
+
+    @torch.inference_mode()
+    def disturb(self, kind: str) -> None:
+        """Change all state of one of the `kinds`: for a trial."""
+        for layer in self._layers:
+            for state in _tensors(vars(layer).get(kind)):
+                state += 1
+
+    def _thin(self) -> None:
+        """Drop the copy whose loss lengthens what must be fed again the least, in proportion to its age."""
+        at = [0, *(length for length, _ in self._kept)]
+        losses = [(at[i + 1] - at[i - 1]) / (self.length - at[i]) for i in range(1, len(at) - 1)]
+        del self._kept[losses.index(min(losses))]
+
+
+def _state(layer: object) -> dict[str, Any]:
+    """All that a layer has, but for keys and values."""
+    return {name: held for name, held in vars(layer).items() if name not in _FIXED}
+
+
+def _copy(value: Any) -> Any:
+    """A copy with tensors of its own."""
+    if isinstance(value, dict):
+        return {name: _copy(held) for name, held in value.items()}
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _tensors(held: Any) -> list[torch.Tensor]:
+    """Those with numbers, in a layer's attribute."""
+    values = held.values() if isinstance(held, dict) else [held]
+    return [
+        value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()
+    ]
+
+
+def cache_sizes(model: PreTrainedModel, item: int) -> tuple[int, int]:
+    """See `sizes_of`, of a model that may be on the device "meta": one token is fed to it."""
+    layers = [layer_for(layer, 1) for layer in DynamicCache(config=model.config).layers]
+    with torch.inference_mode():
+        token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+        model(input_ids=token, use_cache=True, **{cache_name(model): Cache(layers=layers)})
+    return sizes_of(layers, item)
+
+
+def sizes_of(layers: Sequence[object], item: int = 0) -> tuple[int, int]:
+    """Bytes of keys and values per position, and of all recurrent state, once something was fed.
+
+    Args:
+        item: a number takes as many at least.
+    """
+    each = total = 0
+    for layer in layers:
+        if isinstance(layer, FixedLayer):
+            kept = [*(layer.buffers or ()), layer.indexer_keys]
+            each += sum(_nbytes(one, item) for one in kept if one is not None) // layer.capacity
+        if isinstance(layer, LinearAttentionLayer):
+            total += sum(
+                _nbytes(one, item) for held in _state(layer).values() for one in _tensors(held)
+            )
+    return each, total
+
+
+def _nbytes(states: torch.Tensor, item: int) -> int:
+    return states.numel() * max(item, states.itemsize)
+
+
+def cache_name(model: torch.nn.Module) -> str:
+    """The forward's parameter for the cache, which has another name since transformers 5.24."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

@@ -1,0 +1,308 @@
+"""Any Hugging Face causal language model as a `ModelRunner`: batch 1, a KV cache in memory allocated once.
+
+Contains transformers' cache and forward conventions.  Must not know where models come from (`loading`), nor what
+their logits are used for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from pearl.errors import ForwardError, ModelError
+from pearl.models.checkpoints.memory import SNAPSHOTS, is_of_memory
+from pearl.models.runner import Capabilities, Feed, ModelRunner, Tokens, check_feeds, feed_chain
+from pearl.models.transformers.cache_layers import (
+    FixedLayer,
+    Snapshots,
+    cache_name,
+    layer_for,
+    sizes_of,
+)
+from pearl.printable import cause_of
+
+log = logging.getLogger(__name__)
+
+_TRIED = 8  # tokens of the trial at construction
+_ALIKE = {
+    "float32": 0.99999,
+    "float64": 0.99999,
+}  # least cosine of logits that are equal up to rounding
+_PIECE = 512  # the most tokens of a forward where states are copied: a rollback goes back to the start of one
+_ALIKE_IN_HALF = 0.97  # of most rows in half precision: rounding may choose other experts in some
+
+
+class HFRunner(ModelRunner):
+    """Runs a loaded model, which stays where it was loaded, on one device or several.
+
+    Raises `ModelError` at construction where a trial fails or finds that logits depend on how a text is cut into
+    forwards.
+
+    Args:
+        is_tried: an earlier runner has tried this model; one with recurrent layers is tried all the same.
+        keeps_states: keep the last hidden states of the tokens fed, for a layer for multi-token prediction.
+    """
+
+    capabilities = Capabilities()  # one chain; its kernels are chosen by the number of rows
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        context: int,
+        is_tried: bool = False,
+        keeps_states: bool = False,
+    ) -> None:
+        self.model = model.eval()
+        config = model.config.get_text_config(decoder=True)
+        layers = _layers(model, context)
+        self._states = Snapshots(layers)
+        self._cache = Cache(layers=layers)
+        self._length = 0
+        self.context = context
+        self.vocab_size: int = config.vocab_size
+        # With a device map the outermost hook moves the logits back to the input's device.
+        self.device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment]
+        self.weights = str(model.dtype).removeprefix("torch.")
+        self._positions = torch.arange(context, device=self.device)[None]  # [1, context]
+        self._fed = torch.zeros_like(
+            self._positions
+        )  # token ids; those behind a state's last copy are fed again
+        accepted = inspect.signature(model.forward).parameters
+        self._cache_name = cache_name(model)
+        self._takes_positions = "position_ids" in accepted
+        self._takes_rows = "logits_to_keep" in accepted
+        self.cache_bytes = (
+            0  # of keys and values for the whole context, and of recurrent states with their copies
+        )
+        self._is_single = False  # whether tokens that follow others must be fed one by one
+        self._seen: list[
+            torch.Tensor
+        ] = []  # last hidden states of the last feed, [n, hidden] for each piece
+        if keeps_states:
+            self.capabilities = Capabilities(features=config.hidden_size)
+            model.get_decoder().register_forward_hook(
+                lambda _, given, found: self._seen.append(found[0][0])
+            )
+        if self._states or not is_tried:
+            self._try()
+        if kinds := sorted({type(layer).__name__ for layer in self._states.unknown}):
+            log.warning(
+                "%s cannot roll its cache back (%s): after a rejected token all tokens are fed again. Use --method ar",
+                type(model).__name__,
+                ", ".join(kinds),
+            )
+
+    @property
+    def _layers(self) -> list[FixedLayer]:
+        """The cache's layers of keys and values.
+
+        Read anew each time, because the first forward of some models appends more: Dory one for each loop.
+        """
+        return [layer for layer in self._cache.layers if isinstance(layer, FixedLayer)]
+
+    def length(self, slot: int = 0) -> int:
+        return self._length
+
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        check_feeds(feeds, self, "the general path through transformers")
+        (feed,) = feeds
+        end = self._length + len(feed.tokens)
+        self._fed[:, self._length : end] = self._ids(feed.tokens)
+        start = self._states.length
+        self._seen.clear()
+        self._num_fed = len(
+            feed.tokens
+        )  # a forward feeds some tokens again where a state was copied before them
+        try:
+            # A piece's rows are those of the last `feed.rows` tokens that are in it.
+            parts = [
+                self._extend(stop, max(0, feed.rows - (end - stop)))
+                for stop in self._pieces(start, end)
+            ]
+        except BaseException as error:
+            self._states.rollback(start)  # a state may have changed in part
+            self.rollback(self._length)
+            if (
+                isinstance(error, (IndexError, RuntimeError))
+                and self.device.type == "cpu"
+                and not is_of_memory(error)
+            ):
+                # Such as a limit that its configuration does not name. On a GPU nothing could be computed after it.
+                raise ForwardError(
+                    f"{type(self.model).__name__}'s forward failed: {cause_of(error)}."
+                ) from error
+            raise
+        self._length = end
+        # Copied outside of inference mode: the caller's rows are ordinary tensors, and writable.
+        logits = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return [logits.to(self.device, torch.float32, copy=True)]
+
+    def features(self, slot: int = 0) -> torch.Tensor:
+        """Last hidden states of the tokens that were fed last [n, capabilities.features]."""
+        return torch.cat(self._seen)[-self._num_fed :]
+
+    def _pieces(self, start: int, end: int) -> list[int]:
+        """The lengths after each forward that feeds a part of the tokens from `start` to `end`."""
+        if not self._states:
+            return [end]
+        step = 1 if self._is_single else _PIECE
+        return [*range(start + step if start else _PIECE, end, step), end]
+
+    @torch.inference_mode()
+    def _extend(self, end: int, rows: int) -> torch.Tensor:
+        """Feed the tokens from the cache's end up to `end`; return the last ones' logits [at most `rows`, vocab]."""
+        start = self._states.length
+        self._states.advance(end)
+        rows = min(rows, end - start)
+        # No mask: each model derives its own from the cache, in under 0.1 ms.
+        given: dict[str, Any] = {
+            self._cache_name: self._cache,
+            "use_cache": True,
+            "return_dict": True,
+        }
+        if self._takes_positions:
+            given["position_ids"] = self._positions[:, start:end]
+        if self._takes_rows:
+            given["logits_to_keep"] = max(rows, 1)  # 0 would mean all
+        logits = self.model(input_ids=self._fed[:, start:end], **given).logits
+        if any(layer.filled != end for layer in self._layers):
+            name = type(self.model).__name__
+            raise ModelError(
+                f"{name} does not keep its state in the cache it is given. Use another model."
+            )
+        found: torch.Tensor = logits[0, logits.shape[1] - rows :]
+        return found
+
+    def rollback(self, length: int, slot: int = 0) -> None:
+        assert 0 <= length <= self._length
+        self._length = length
+        held = self._states.rollback(length)
+        for layer in self._layers:
+            layer.rollback(held)
+
+    def _try(self) -> None:
+        """Feed a text at once, again in pieces after a rollback, and without a cache or position ids.
+
+        Raises `ModelError` where that fails or the logits differ.
+        """
+        name, count = type(self.model).__name__, min(_TRIED, self.context)
+        tokens = [self.vocab_size * (place + 1) // (count + 2) for place in range(count)]
+        kept = count // 2
+        try:
+            self._is_single = (
+                bool(self._states) and kept > 1 and not self._continues(tokens[: kept + 2])
+            )
+            whole = feed_chain(self, tokens, count)
+            each, states = sizes_of(self._cache.layers)
+            self.cache_bytes = self.context * each + (1 + SNAPSHOTS) * states
+            self.rollback(kept)
+            parts = tokens[kept : kept + 1], tokens[kept + 1 : kept + 2], tokens[kept + 2 :]
+            cut = [feed_chain(self, part, len(part)) for part in parts if part]
+            with torch.inference_mode():
+                own = (
+                    self.model(input_ids=self._ids(tokens), use_cache=False)
+                    .logits[0]
+                    .to(self.device, torch.float32)
+                )
+        except Exception as error:
+            if isinstance(error, ModelError) or is_of_memory(error):
+                raise
+            cause = cause_of(error.__cause__ or error)
+            raise ModelError(
+                f"{name} cannot be used here: a trial forward failed: {cause}. Use another model."
+            ) from error
+        finally:
+            self.rollback(0)
+        if self._differ(whole, torch.cat([whole[:kept], *cut]), kept):
+            raise ModelError(
+                f"{name} cannot be used here: a token's logits depend on which tokens are fed with it. Use another "
+                "model."
+            )
+        if self._differ(whole, own):
+            raise ModelError(
+                f"{name} cannot be used here: its own forward counts positions otherwise than generate, from 0: "
+                "models of RoBERTa's kind begin behind their padding index. Use another model."
+            )
+
+    def _continues(self, tokens: list[int]) -> bool:
+        """Whether a forward of two tokens after others depends on all kinds of state. Mamba's does not."""
+        found: list[torch.Tensor] = []
+        kinds = [""]
+        while len(found) < len(kinds):
+            self.rollback(0)
+            feed_chain(self, tokens[:-2], 0)
+            kinds = ["", *self._states.kinds()]
+            if kind := kinds[len(found)]:
+                self._states.disturb(kind)
+            found.append(feed_chain(self, tokens[-2:], 1))
+        self.rollback(0)
+        return not any(torch.equal(found[0], other) for other in found[1:])
+
+    def _differ(self, rows: torch.Tensor, others: torch.Tensor, start: int = 0) -> bool:
+        """Whether logits differ by more than rounding, from the row `start` on."""
+        alike = _cosines(rows, others)[start:]
+        if self.weights in _ALIKE:
+            return bool((alike < _ALIKE[self.weights]).any())
+        return bool(alike.median() < _ALIKE_IN_HALF)
+
+    def _ids(self, tokens: Tokens) -> torch.Tensor:
+        """Token ids [1, n] on the device, sent without waiting for it."""
+        if isinstance(tokens, torch.Tensor):
+            return tokens[None]
+        on_gpu = self.device.type == "cuda"
+        ids = torch.tensor([list(tokens)], dtype=torch.long, pin_memory=on_gpu)
+        return ids.to(self.device, non_blocking=True)
+
+
+def _cosines(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """The cosine of each of `rows` [n, vocab] with its counterpart, about their means; 1 where they are equal.
+
+    Over logits that are finite and not the same in all rows: a mask's -1e9 would outweigh all others.
+    """
+    both = torch.stack((rows, others)).double()
+    fixed = (both == both[0, 0]).flatten(0, 1).all(0) | ~both.isfinite().all(0)
+    counts = (~fixed).double()
+    both = both.masked_fill(fixed, 0.0)
+    means = both.sum(-1, keepdim=True) / counts.sum(-1, keepdim=True).clamp(min=1)
+    ours, theirs = (both - means) * counts
+    close = (ours - theirs).abs().amax(-1) <= 1e-5 * both[0].abs().amax(-1)
+    return torch.where(close, 1.0, torch.nn.functional.cosine_similarity(ours, theirs, dim=-1))
+
+
+def _layers(model: PreTrainedModel, context: int) -> list[Any]:
+    """Cache layers for `context` tokens."""
+    name, config = type(model).__name__, model.config
+    text = config.get_text_config(decoder=True)
+    doubtful = (
+        getattr(config, "is_decoder", None) is False
+        or not getattr(config, "is_causal", True)
+        or not getattr(text, "is_causal", True)
+        # Gemmas that embed texts. In others only the tokens of a picture see later ones.
+        or getattr(text, "use_bidirectional_attention", None) not in (None, False, "vision")
+    )
+    if config.is_encoder_decoder or (doubtful and not _is_causal(model)):
+        raise ModelError(f"{name} is not a decoder-only language model. Use a causal one.")
+    if text.model_type == "doge":
+        raise ModelError(
+            f"{name} cannot be used here: which tokens it attends to, or which experts it takes, depends on the tokens "
+            "that are fed with it. Use a model of another family."
+        )
+    return [layer_for(layer, context) for layer in DynamicCache(config=config).layers]
+
+
+def _is_causal(model: PreTrainedModel) -> bool:
+    """Whether a row depends on earlier positions only. GPT-NeoX's does, despite its configuration."""
+    tokens = [[0, *following] for following in ((1, 1, 1), (2, 3, 4))]
+    device: torch.device = model.get_input_embeddings().weight.device  # type: ignore[assignment]
+    with torch.inference_mode():
+        rows = [
+            model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0, 0]
+            for ids in tokens
+        ]
+    return torch.allclose(rows[0], rows[1], rtol=1e-4, atol=1e-4 * float(rows[0].abs().max()))

@@ -1,0 +1,337 @@
+"""Method auto: find the fastest way of decoding (most tokens per second) by trying the ways out on running requests.
+
+A text is generated in stretches of at least 24 tokens, each with one way: `ngram`, `pearl`, `sd` or `ssd`, and `head`
+where the target has one.  Most stretches use the best way so far; a trial uses another way for one stretch.  The
+trial's rate divided by that of the neighbouring stretches, which use the best way, is one comparison.  A way becomes
+the best once its mean is half a standard error above the best's.  A way that lost is tried again once enough tokens
+have been generated that the trial costs only a small share of them.
+`ngram` is the first best way: without useful guesses it is the same as the target alone.
+
+A busy machine can slow one way to a fifth within a second, and not another, so a way is left within ten tokens if it
+makes less than 0.7 of what another has made: a trial for the best way, and the best way for a trial of that other one.
+One of the ways is then `ar`, the target alone on one of its cores, where it may compute on several.
+
+Only for rules under which the text does not depend on what was proposed, and for one request at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import exp, log, sqrt
+from statistics import fmean
+from typing import NamedTuple
+
+from pearl.spec.methods import METHODS
+
+WAYS = (
+    "ngram",
+    "pearl",
+    "sd",
+    "ssd",
+)  # in the order of first trials; no `ar`: ngram does the same without guesses
+HEAD = "head"  # where the target has one, tried first
+ONE_CORE = "ar"  # the target alone on one core, where it may compute on several; tried last
+
+_TOKENS, _STEPS = (
+    24,
+    8,
+)  # minimum length of a stretch (both): the rate of a shorter one is mostly noise
+_CLEARLY, _SOON = (
+    0.7,
+    4,
+)  # a way is left after n tokens if below min(0.7, n / (n + 4)) of another's rate
+_LATELY = 8, 3  # tokens and steps, at least, by which the best way is found slow
+_NOISE = 0.25  # standard deviation of the log of one comparison; 0.18 to 0.3 in recorded texts of the embedded pair
+_MEMORY = 16  # comparisons in a running mean; older ones fade, because texts and the load on the machine change
+_SHARE = 0.01  # trials of a way may cost this share of all tokens; after its n-th comparison, 1 / n of it
+_SWITCH = 8  # cost of changing the way, in tokens, on top of the slower stretch
+_PATIENCE = (
+    96,
+    4096,
+)  # tokens: at least between trials of any two ways, at most between trials of one way
+_READING = 256  # for a draft that must prefill the text first: further tokens that must be left for a trial
+_SLOWED, _SLOW = (
+    3,
+    0.6,
+)  # successive stretches of the best way below 0.6 of its usual rate: all others become due
+_SILENT = 32  # tokens: timing waits this long for the first draft token, then begins without
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How fast a way is: the log of its rate relative to the other ways; the mean of `count` comparisons."""
+
+    score: float = 0.0
+    count: int = 0
+
+
+class Comparison(NamedTuple):
+    """Two ways on neighbouring stretches of one text. `gain`: the log of the rate of `way` over that of `other`."""
+
+    way: str
+    other: str
+    gain: float
+
+
+class _Step(NamedTuple):
+    seconds: float
+    tokens: int
+
+
+class Auto:
+    """Estimates of all ways, and the stretch being timed.
+
+    Attributes:
+        best: the best way so far, used for all stretches that are not trials.
+        way: the way in use.
+        rates: running mean of the tokens per second of each way's stretches.
+        untimed: the way of texts that depend on who proposed what: these keep to one.
+    """
+
+    def __init__(self, best: str = WAYS[0], estimates: Iterable[tuple[str, Estimate]] = ()) -> None:
+        self.best = self.way = best
+        self.ways: tuple[str, ...] = WAYS
+        self.untimed = "pearl"
+        self.estimates = dict.fromkeys(WAYS, Estimate()) | dict(estimates)
+        self.rates: dict[str, float] = {}
+        self._since_trial = _PATIENCE[0]  # tokens since the last trial of any way
+        self._waited = dict.fromkeys(WAYS, 0)  # tokens since the last trial of each way
+        self._has_draft = True
+        self._has_drafted = False  # in this text: the draft's KV cache holds most of it
+        self._usual = (
+            0.0  # the best way's rate, for comparisons in a text where it has no stretch yet
+        )
+        self._slow = 0  # successive stretches of the best way that were much slower than that
+        self._reference: float | None = None  # rate of the best way's last stretch in this text
+        self._trial: tuple[str, float] | None = (
+            None  # (way, rate) of a trial that is not compared yet
+        )
+        self._comparisons: list[Comparison] = []  # of this text
+        self._made: dict[
+            str, float
+        ] = {}  # rate of each way's last stretch in this text; of `ar` in any
+        self._is_fleeing = False  # the way in use is tried because the best has become slow
+        # The stretch being timed: its start, the end of its last step, its tokens and steps; tokens before its start.
+        self._began: float | None = None
+        self._ended = 0.0
+        self._tokens = self._steps = self._skipped = 0
+        self._lately: deque[_Step] = deque()  # its last steps
+
+    def add_head(self) -> None:
+        """The target has a head: method `head` is a way too."""
+        self.ways = WAYS[0], HEAD, *WAYS[1:]
+        self.estimates.setdefault(HEAD, Estimate())
+        self._waited.setdefault(HEAD, 0)
+
+    def add_one_core(self) -> None:
+        """The target may compute on several cores: the target alone on one of them is a way too."""
+        self.ways = (*self.ways, ONE_CORE)
+        self.estimates.setdefault(ONE_CORE, Estimate())
+        self._waited.setdefault(ONE_CORE, 0)
+
+    def has_choice(self, has_draft: bool) -> bool:
+        """Whether there is more than one way, with or without a draft."""
+        return has_draft or (ONE_CORE in self.ways and not METHODS[self.best].drafts)
+
+    @property
+    def speedup(self) -> float | None:
+        """Speed of the best way with a draft over that of `ngram`; None until one has been compared."""
+        alone, drafting = (
+            self.estimates[WAYS[0]],
+            [self.estimates[way] for way in WAYS if METHODS[way].drafts],
+        )
+        scores = [each.score for each in drafting if each.count]
+        return exp(max(scores) - alone.score) if scores else None
+
+    @property
+    def gains(self) -> dict[str, float]:
+        """How many times as fast as another way the best one is, by this text's comparisons of the two."""
+        logs: dict[str, list[float]] = {}
+        for comparison in self._comparisons:
+            if comparison.way == self.best:
+                logs.setdefault(comparison.other, []).append(comparison.gain)
+            elif comparison.other == self.best:
+                logs.setdefault(comparison.way, []).append(-comparison.gain)
+        return {way: exp(fmean(gains)) for way, gains in logs.items()}
+
+    def begin(
+        self, left: int, alone: float = 0.0, one_core: float = 0.0, has_draft: bool = True
+    ) -> str:
+        """A text of at most `left` new tokens begins; return its way.
+
+        `alone`: estimated tokens per second of the target alone (0: unknown); used until a stretch has been timed.
+        `one_core`: likewise on one core.
+        """
+        self._reference = self._trial = None
+        self._comparisons.clear()
+        self._has_draft = has_draft
+        self._made = {ONE_CORE: one_core} if ONE_CORE in self.ways else {}
+        self._is_fleeing = False
+        self._usual = self._usual or alone
+        self._has_drafted = False
+        self.way = self._due(left, left) or self.best
+        self._start()
+        return self.way
+
+    def step(self, at: float, tokens: int, left: int, has_drafted: bool) -> str | None:
+        """A target forward has ended; return the way to change to, or None to go on.
+
+        Args:
+            at: seconds of a monotonic clock.
+            tokens: committed since the previous forward.
+            left: tokens until the text's limit.
+            has_drafted: whether the draft has sent tokens since this way began.
+        """
+        self._since_trial += tokens
+        for way in self.ways:
+            self._waited[way] += tokens
+        if self._began is None:
+            self._skipped += tokens  # the draft's prefill and the change of ways are not timed
+            if has_drafted or not METHODS[self.way].drafts or self._skipped >= _SILENT:
+                self._began = at
+            return None
+        self._lately.append(_Step(at - self._ended, tokens))
+        self._tokens, self._steps, self._ended = self._tokens + tokens, self._steps + 1, at
+        refuge = self._refuge()
+        if refuge is None and not self._is_whole():
+            return None
+        self._end_stretch()
+        before = self.way
+        self.way = self._due(left, left if self._has_drafted else left - _READING) or self.best
+        if refuge is not None and before == self.best:
+            self._flee(refuge)
+        if self.way == before:
+            self._restart(at)
+            return None
+        self._start()
+        return self.way
+
+    def end(self) -> None:
+        """The text ends. Half a stretch counts; a trial without a neighbour is compared with the usual rate."""
+        if self._began is not None and 2 * self._tokens >= _TOKENS and 2 * self._steps >= _STEPS:
+            self._end_stretch()
+        if self._trial is not None and self._usual:
+            self._compare(*self._trial, self._reference or self._usual)
+        self._trial = None
+        self._restart()
+
+    def _start(self) -> None:
+        """Begin a stretch with `self.way`, a trial if it is not the best."""
+        if self.way != self.best:
+            self._since_trial = self._waited[self.way] = 0
+        self._has_drafted |= METHODS[self.way].drafts
+        self._restart()
+
+    def _restart(self, at: float | None = None) -> None:
+        self._began, self._ended = at, at or 0.0
+        self._tokens = self._steps = self._skipped = 0
+        self._lately.clear()
+
+    @property
+    def _rate(self) -> float:
+        seconds = self._ended - (self._began or 0.0)
+        return self._tokens / seconds if seconds > 0 else 0.0
+
+    def _is_whole(self) -> bool:
+        return self._rate > 0 and self._steps >= _STEPS and self._tokens >= _TOKENS
+
+    def _refuge(self) -> str | None:
+        """The way to leave the one in use for, because it is clearly slower; None if it is not.
+
+        A trial is left for the best way, the best way for the one that made most.
+        """
+        others = {way: rate for way, rate in self._made.items() if way != self.way}
+        if self.way != self.best:
+            share = min(_CLEARLY, self._tokens / (self._tokens + _SOON))
+            reference = max(self._reference or self._usual, *others.values(), 0.0)
+            return self.best if 0 < self._rate < share * reference else None
+        rate = self._rate_lately()
+        if not others or rate is None:
+            return None
+        refuge = max(others, key=others.__getitem__)
+        return refuge if rate < _CLEARLY * others[refuge] else None
+
+    def _rate_lately(self) -> float | None:
+        """Tokens per second of the last steps but the slowest, which may be a hiccup of the machine."""
+        tokens = sum(step.tokens for step in self._lately)
+        while len(self._lately) > _LATELY[1] and tokens - self._lately[0].tokens >= _LATELY[0]:
+            tokens -= self._lately.popleft().tokens
+        if tokens < _LATELY[0] or len(self._lately) < _LATELY[1]:
+            return None
+        slowest = max(self._lately)
+        seconds = sum(step.seconds for step in self._lately) - slowest.seconds
+        return (tokens - slowest.tokens) / seconds if seconds > 0 else None
+
+    def _flee(self, refuge: str) -> None:
+        """Try this way now: the load on the machine has probably changed, so older comparisons say little."""
+        self.way = refuge
+        self._is_fleeing = True
+        self._forget()
+        self.estimates[refuge] = replace(self.estimates[refuge], count=0)
+
+    def _forget(self) -> None:
+        self.estimates = {
+            way: replace(each, count=min(each.count, 1)) for way, each in self.estimates.items()
+        }
+
+    def _end_stretch(self) -> None:
+        rate = self._rate
+        if not rate:
+            return
+        self.rates[self.way] = (self.rates.get(self.way, rate) + rate) / 2
+        self._made[self.way] = rate
+        if self.way != self.best:
+            if self._is_fleeing and self._reference:
+                self._compare(self.way, rate, self._reference)
+            else:
+                self._trial = self.way, rate
+            self._is_fleeing = False
+            return
+        around = [known for known in (self._reference, rate) if known is not None]
+        self._slow = self._slow + 1 if rate < _SLOW * self._usual and self._reference else 0
+        if self._slow >= _SLOWED:  # the load on the machine has probably changed
+            self._slow, self._waited = 0, dict.fromkeys(self.ways, _PATIENCE[1])
+            self._forget()
+        if not self._slow:
+            self._usual = (self._usual + rate) / 2 if self._usual else rate
+        self._reference = rate
+        if self._trial is not None:
+            trial, self._trial = self._trial, None
+            self._compare(*trial, sum(around) / len(around))
+
+    def _compare(self, way: str, rate: float, reference: float) -> None:
+        """Add a comparison: `way` made `rate` tokens per second, the best way `reference`. Update `best`."""
+        best, known = self.estimates[self.best], self.estimates[way]
+        count = min(known.count + 1, _MEMORY)
+        self._comparisons.append(Comparison(way, self.best, log(rate / reference)))
+        gain = max(-1.5, min(1.5, log(rate / reference)))
+        score = known.score + (best.score + gain - known.score) / count
+        self.estimates[way] = Estimate(score, count)
+        if score - best.score > _NOISE / sqrt(count) / 2:
+            self.estimates[self.best] = Estimate(best.score, max(best.count, 1))
+            self.best, self._reference, self._usual = way, None, rate
+
+    def _due(self, left: int, left_for_reading: int) -> str | None:
+        """The way whose trial is due now, if any."""
+        if self._since_trial < _PATIENCE[0] or left < 2 * _TOKENS:
+            return None
+        for way in self.ways:
+            has_room = not METHODS[way].drafts or (
+                self._has_draft and left_for_reading >= 2 * _TOKENS
+            )
+            if way != self.best and has_room and self._waited[way] >= self._patience(way):
+                return way
+        return None
+
+    def _patience(self, way: str) -> float:
+        """Tokens between two trials of a way; more, the more it lost by."""
+        known = self.estimates[way]
+        if not known.count:
+            return 0
+        lost = self.estimates[self.best].score - known.score
+        cost = (
+            _TOKENS * (min(exp(max(0.0, lost)), 1 / _CLEARLY) - 1) + _SWITCH
+        )  # a slower one is left early
+        return min(max(cost * known.count / _SHARE, _PATIENCE[0]), _PATIENCE[1])

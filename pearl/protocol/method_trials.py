@@ -1,0 +1,114 @@
+"""Method auto for one request: which way it decodes with, and on which cores the target computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from pearl.protocol.draft_view import DraftView
+from pearl.protocol.events import Spread
+from pearl.protocol.machine import Do
+from pearl.protocol.method_choice import ONE_CORE
+from pearl.protocol.request import Request
+from pearl.protocol.speeds import Cores, Speeds
+
+if TYPE_CHECKING:
+    from pearl.protocol.request_machine import RequestMachine
+
+
+class AutoText:
+    """Chooses the way of one text, and times it for `Auto`.
+
+    Makes no choice for a method other than auto; then it only gives the draft its cores back.  Under a rule whose text
+    depends on what was proposed the choice does not depend on times: `Auto.untimed`.
+
+    Args:
+        running: all running requests, this one included.
+
+    Attributes:
+        is_timed: whether ways are timed on this text: one text at a time. The others use the best way so far.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        draft: DraftView,
+        speeds: Speeds,
+        running: Mapping[int, RequestMachine],
+    ) -> None:
+        self._request, self._draft, self._speeds, self._running = request, draft, speeds, running
+        self._is_open = request.method.adapts and request.options.commits_draws
+        self.is_timed: bool = self._is_open and not any(
+            other.auto.is_timed for other in running.values()
+        )
+        self._committed = 0  # committed tokens, prompt included, at the last timed forward
+
+    def begin(self, do: Do) -> None:
+        """Choose the way to begin with."""
+        auto, submit = self._speeds.auto, self._request.submit
+        self._committed = len(submit.prompt)
+        has_draft = self._draft.context > 0
+        self.is_timed = self.is_timed and auto.has_choice(has_draft)
+        if not self._is_open:
+            if self._request.method.adapts and has_draft:
+                self._request.use(auto.untimed)
+            self._place(do)
+        elif self.is_timed:
+            left = submit.limit - len(submit.prompt)
+            alone = self._speeds.rate_alone(self._speeds.cores)
+            self._use(auto.begin(left, alone, self._speeds.rate_alone(Cores.ONE), has_draft), do)
+        elif has_draft:
+            self._use(auto.best, do)
+
+    def step(self, at: float, do: Do) -> None:
+        """A forward ended at `at` seconds (0: unknown); time it, and perhaps change to another way."""
+        committed = self._request.sequence.committed
+        if not self.is_timed or self._draft.is_lost or not at:
+            return
+        new, self._committed = committed - self._committed, committed
+        way = self._speeds.auto.step(
+            at, new, self._request.submit.limit - committed, self._draft.has_sent
+        )
+        if way is None:
+            return
+        self._draft.finish(do)
+        self._use(way, do)
+        if self._request.method.drafts:
+            self._request.discard_pending()
+            self._draft.begin(do)
+
+    def lose_draft(self) -> None:
+        """The draft is gone: go on with guesses alone, untimed, even if another draft joins."""
+        if self.is_timed:
+            self._speeds.auto.end()
+            self.is_timed = False
+        if self._is_open:
+            self._request.use("ngram")
+
+    def end(self) -> None:
+        """Close the timing, and put the measured rates into the request's counts."""
+        auto, counts = self._speeds.auto, self._request.counts
+        if self.is_timed:
+            auto.end()
+            self.is_timed = False
+            counts.compared = auto.gains
+        if self._is_open:
+            counts.rates, counts.draft_speedup = dict(auto.rates), auto.speedup
+            counts.settled = auto.best if auto.speedup is not None else ""
+
+    def _use(self, way: str, do: Do) -> None:
+        self._request.use(way)
+        self._draft.has_sent = False
+        self._place(do)
+
+    def _place(self, do: Do) -> None:
+        """Let the target use the draft's cores while no running request drafts; else give them back."""
+        cores = self._cores()
+        if cores is not self._speeds.cores:
+            self._speeds.spread(cores)
+            do(Spread(cores, request=self._request.number))
+
+    def _cores(self) -> Cores:
+        if not self._is_open or any(other.draft.is_drafting for other in self._running.values()):
+            return Cores.OWN
+        return Cores.ONE if self._request.method.name == ONE_CORE else Cores.ALL

@@ -1,0 +1,135 @@
+"""Several turns of a chat, and the prompt tokens for the next reply.
+
+Each prompt is the whole conversation as the chat template writes it. The engine reuses the longest common prefix of the
+KV cache, so a turn computes what is new, and whatever the template has rewritten or encodes otherwise than it was
+generated. The template gets the reasoning of a thinking model apart from its answer; most templates leave that of
+earlier turns out.
+
+Pure: it knows a tokenizer, no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from pearl.errors import RequestError
+from pearl.text.reasoning import split, tags_of
+from pearl.text.stream import Tokenizer
+
+
+class Turn(BaseModel):
+    """A message and its reply."""
+
+    user: str
+    reply: str
+
+
+class Saved(BaseModel):
+    """The file format. `target`: the model that wrote the replies, for whoever reads the file."""
+
+    model_config = ConfigDict(extra="ignore")  # earlier files have the tokens too
+
+    pearl_chat: Literal[1] = 1
+    target: str
+    system: str
+    turns: list[Turn]
+
+
+class Conversation:
+    """Messages so far.
+
+    Args:
+        tokenizer: of the target.
+        raw: no chat template; each message continues the text as it is.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, raw: bool = False, system: str = "") -> None:
+        self.turns: list[Turn] = []
+        self._tokenizer = tokenizer
+        self.is_raw = raw
+        self.system = system
+
+    @property
+    def length(self) -> int:
+        """Tokens of the turns so far."""
+        return len(self.prompt("")) if self.turns else 0
+
+    def prompt(self, message: str) -> list[int]:
+        """The prompt for the reply to `message`.
+
+        Raises `RequestError` if the model has no chat template, or the template refuses these messages.
+        """
+        return self._prompt(self.turns, message)
+
+    def _prompt(self, turns: Sequence[Turn], message: str) -> list[int]:
+        if self.is_raw:
+            return self._tokenizer.encode(
+                "".join(turn.user + turn.reply for turn in turns) + message
+            )
+        tokens = self._tokenizer.apply_chat(
+            [*self._messages(turns), {"role": "user", "content": message}]
+        )
+        if tokens is None:
+            raise RequestError(
+                "this model has no chat template: chat with --raw, where your text is continued as it is"
+            )
+        return tokens
+
+    def add(self, message: str, reply: str) -> None:
+        """Appends a turn."""
+        self.turns.append(Turn(user=message, reply=reply))
+
+    def undo(self) -> Turn | None:
+        """Removes the last turn and returns it."""
+        return self.turns.pop() if self.turns else None
+
+    def make_room(self, message: str, room: int) -> int:
+        """Removes the oldest turns until the prompt for `message` has at most `room` tokens. Returns how many.
+
+        Raises `RequestError`, and changes nothing, if the message is too long by itself.
+        """
+        for count in range(len(self.turns) + 1):
+            if (length := len(self._prompt(self.turns[count:], message))) <= room:
+                del self.turns[:count]
+                return count
+        raise RequestError(
+            f"your message alone has too many tokens: {length:,}, and room is for {room:,}. Shorten it"
+        )
+
+    def clear(self) -> None:
+        """Removes all turns; the system prompt stays."""
+        self.turns = []
+
+    def saved(self, target: str) -> str:
+        """The conversation as JSON."""
+        return Saved(target=target, system=self.system, turns=self.turns).model_dump_json(indent=1)
+
+    def load(self, text: str) -> None:
+        """Replaces this conversation by a saved one. Raises `RequestError`, and changes nothing, if it is invalid."""
+        try:
+            saved = Saved.model_validate_json(text)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            where = ".".join(str(part) for part in problem["loc"]) or "file"
+            raise RequestError(f"no saved conversation: {where}: {problem['msg']}") from None
+        self.system, self.turns = saved.system, saved.turns
+
+    def _messages(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        pairs = (({"role": "user", "content": turn.user}, self._replied(turn)) for turn in turns)
+        return [*system, *(message for pair in pairs for message in pair)]
+
+    def _replied(self, turn: Turn) -> dict[str, Any]:
+        tags = tags_of(self._tokenizer.chat_template)
+        if tags is None:
+            return {"role": "assistant", "content": turn.reply}
+        is_open = tags.are_open(
+            self._tokenizer.chat_text([{"role": "user", "content": turn.user}]) or ""
+        )
+        reasoning, answer = split(turn.reply, tags, is_open)
+        return {"role": "assistant", "content": answer} | (
+            {"reasoning_content": reasoning} if reasoning else {}
+        )

@@ -1,0 +1,148 @@
+"""Profiles: the speeds of a pair on this machine, as `pearl calibrate` measured them, kept for later engines.
+
+If there is none, the forward times that a start has measured are kept for a day, so that the next start need not.
+
+A profile holds for one pair, its devices and dtypes, one processor and one version of torch and of PEARL: all of these
+are its key.  A target worker begins with it and corrects it while it runs; texts do not depend on it, except those
+whose rule makes them depend on the window (`ratio` under `sd`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pearl.cache import cache_directory
+from pearl.config import EngineConfig
+from pearl.errors import ConfigError
+from pearl.models.checkpoints.checkpoint import is_toy
+from pearl.protocol.speeds import Profile
+from pearl.trace.recorder import where_and_what
+
+log = logging.getLogger(__name__)
+
+FORMAT = 2
+_ARITHMETIC = 4  # raised when forwards of the same settings come to take another time; 4: our products on a CPU
+_SETTINGS = (  # those that speeds depend on
+    "target_device",
+    "draft_device",
+    "target_dtype",
+    "draft_dtype",
+    "forwards",
+    "tensors",
+    "target_pace",
+    "draft_pace",
+)
+_TIMES_SECONDS = (
+    24 * 3600.0
+)  # how long a start's measurement is used: something else may have kept the machine busy
+
+
+def key(config: EngineConfig) -> dict[str, Any]:
+    """What a profile holds for. Call before this process is pinned: its cores are those that the process may use."""
+    here, gpus = where_and_what(), Path("/proc/driver/nvidia/gpus").glob("*/information")
+    return {
+        "target": _identity(config.target),
+        "draft": _identity(config.draft),
+        **{name: getattr(config, name) for name in _SETTINGS},
+        "processor": here["processor"],
+        "cores": sorted(os.sched_getaffinity(0)),
+        "gpus": sorted(path.read_text().partition("\n")[0] for path in gpus),
+        "threads": os.environ.get("OMP_NUM_THREADS", ""),
+        "arithmetic": _ARITHMETIC,
+        "versions": {name: here["versions"][name] for name in ("torch", "transformers", "pearl")},
+    }
+
+
+def path_of(config: EngineConfig) -> Path:
+    """The file of this pair's profile on this machine."""
+    digest = blake2b(json.dumps(key(config), sort_keys=True).encode(), digest_size=8).hexdigest()
+    return cache_directory() / "profiles" / f"{digest}.json"
+
+
+def save(config: EngineConfig, profile: Profile) -> Path:
+    """Keep a profile for later engines; return its file. Raises `ConfigError` if it cannot be written."""
+    path = path_of(config)
+    _write(path, key(config), profile)
+    return path
+
+
+def load(config: EngineConfig) -> Profile | None:
+    """The profile of this pair on this machine; None: there is none, or `config.profile` wants none.
+
+    A damaged one is ignored, with a warning.
+    """
+    path = path_of(config)
+    if config.profile == "none" or not path.exists():
+        return None
+    try:
+        document = msgspec.json.decode(path.read_bytes())
+        if document["format"] != FORMAT:
+            raise ValueError(
+                f"it has format {document['format']!r}, and this version reads {FORMAT}"
+            )
+        found = msgspec.convert(document["profile"], Profile)
+    except (
+        msgspec.MsgspecError,
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        RecursionError,
+    ) as error:
+        log.warning("profile %s is not read (%s): make one with pearl calibrate", path, error)
+        return None
+    if not found.ways and time.time() - path.stat().st_mtime > _TIMES_SECONDS:
+        return None  # of a start, long ago
+    return found
+
+
+def keeper(config: EngineConfig) -> Callable[[Profile], None]:
+    """Keeps the forward times that a start of this pair has measured. Call before this process is pinned.
+
+    Nothing is kept of toys, nor if `config.profile` is not "auto".
+    """
+    if config.profile != "auto" or is_toy(config.target) or is_toy(config.draft):
+        return lambda profile: None
+    path, of = path_of(config), key(config)
+
+    def keep(measured: Profile) -> None:
+        try:
+            _write(path, of, Profile(t_draft=measured.t_draft, t_target=measured.t_target))
+        except ConfigError as error:  # the next start measures again
+            log.debug("%s", error)
+
+    return keep
+
+
+def _write(path: Path, key: dict[str, Any], profile: Profile) -> None:
+    document = {"format": FORMAT, "key": key, "profile": profile}
+    beside = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+        beside.replace(path)
+    except OSError as error:
+        raise ConfigError(f"the profile could not be kept in {path}: {error.strerror}") from None
+
+
+def _identity(spec: str) -> str:
+    """A model on this machine: its path and when its files were last changed; any other: its name."""
+    path = Path(spec)
+    if not path.exists():
+        return spec
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    stamps = [
+        (file.name, file.stat().st_size, file.stat().st_mtime_ns)
+        for file in files
+        if file.is_file()
+    ]
+    return f"{path.absolute()} {blake2b(repr(stamps).encode(), digest_size=8).hexdigest()}"
