@@ -236,11 +236,10 @@ def _field_of(name: str) -> Any:
     return type_of(option.type) | None, field
 
 
-_SAMPLING_FIELDS: dict[str, Any] = {name: _field_of(name) for name in SAMPLING}
-_Sampling: Any = create_model("Sampling", __base__=Body, **_SAMPLING_FIELDS)
+_FIELDS: dict[str, Any] = {name: _field_of(name) for name in SAMPLING}
 
 
-class SharedRequest(_Sampling):  # type: ignore[misc]
+class SharedRequest(create_model("Sampling", __base__=Body, **_FIELDS)):  # type: ignore[misc]
     """The fields of both endpoints; those of `RequestOptions` have its bounds."""
 
     unserved: ClassVar = UNSERVED
