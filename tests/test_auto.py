@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pearl.config import EngineConfig, RequestOptions, SamplingParams
+from pearl.config import EngineConfig, SamplingParams
 from pearl.engine import Engine
 from pearl.lab.studies.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.models.toy import ToyRunner, alpha_pair
@@ -399,15 +399,19 @@ def test_while_no_text_uses_the_draft_its_cores_are_the_targets(
 # ---- real workers ----
 
 
-def test_an_engine_chooses_and_reports_it(toy: Engine) -> None:
+def test_an_engine_chooses_and_reports_it() -> None:
     """Its text is the target's own, however it is asked for: auto takes rule coupled unless another is chosen."""
     params = SamplingParams(temperature=1, max_tokens=400, ignore_eos=True, seed=4)
     ways: list[dict[str, Any]] = [
         {"method": "auto"},
-        {"decoding": RequestOptions(method="auto")},
+        {"params": params.changed(method="auto")},
         {"method": "ar"},
     ]
-    first, second, alone = (toy.generate([[1, 2, 3]], params, **way)[0] for way in ways)
+    # On one core, where the target alone on one core is no further way.
+    with Engine(TOY, TOY, target_device="cpu:0", draft_device="cpu:0") as engine:
+        first, second, alone = (
+            engine.generate([[1, 2, 3]], **({"params": params} | way))[0] for way in ways
+        )
     assert first.tokens == second.tokens == alone.tokens
     assert sum(first.statistics.ways.values()) == 400
     assert set(first.statistics.rates) >= {"ngram", "pearl"}

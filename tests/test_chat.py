@@ -224,7 +224,7 @@ def test_commands_and_what_they_say_of_mistakes(
             ("/file /nowhere", "cannot read /nowhere: No such file"),
             ("/model other", "cannot load another model"),
             ("/set nonsense", "no setting 'nonsense'"),
-            ("/method sad", "(got 'sad')"),
+            ("/method sad", "unknown method 'sad'"),
             ("/system Be brief.", "system prompt: Be brief."),
             ("/undo", "there is nothing to undo"),
             ("/regen", "there is no reply yet"),

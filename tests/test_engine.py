@@ -303,7 +303,7 @@ def test_mistakes_in_a_call_are_named(toy: Engine) -> None:
             TypeError,
             "unexpected keyword argument 'metod'",
         ),  # type: ignore[call-arg]
-        (lambda: SamplingParams(temprature=1.0), ConfigError, "did you mean temperature"),  # type: ignore[call-arg]
+        (lambda: SamplingParams(temprature=1.0), TypeError, "keyword argument 'temprature'"),  # type: ignore[call-arg]
         (lambda: Engine(TOY, TOY, taget="x"), ConfigError, "unknown setting 'taget'"),
         (lambda: asyncio.run(read()), RequestError, "read with `for`"),
     ]

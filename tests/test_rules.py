@@ -287,7 +287,7 @@ def test_configuration_and_flags_are_made_from_the_registry(lenient: RuleSpec) -
         ),
         (
             {"rule": "lenient", "delta": 0.5},
-            "unknown setting 'delta'; did you mean depth[?] allowed are branches, candidates, confidence, depth, draft",
+            "unknown setting 'delta': did you mean depth[?]",
         ),
     ],
 )

@@ -331,6 +331,14 @@ class RequestOptions(Record, frozen=True):
         """Return a copy with the fields that `options` sets."""
         return self.changed(**options.given())
 
+    def changed_method(self, name: str) -> Self:
+        """Return a copy that decodes by another method, without what that method does not take."""
+        method = METHODS[name]
+        branches = self.branches if method.branches else 0
+        if method.takes_stops:
+            return self.changed(method=name, branches=branches)
+        return self.changed(method=name, branches=branches, draft_stop=FIXED, stop_parameters=())
+
     def with_seed(self) -> Self:
         """Return a copy with a seed, by default a random one that a JavaScript number can hold."""
         return self if self.seed is not None else self.changed(seed=secrets.randbits(53))
@@ -598,7 +606,10 @@ def _refusals(values: Sequence[Any]) -> Iterator[str]:
         try:
             msgspec.convert(value, field.type)
         except msgspec.ValidationError as error:
-            yield f"{name}: {_in_words(str(error))} (got {_shown(value)})"
+            problem = _in_words(str(error))
+            if isinstance(value, tuple):
+                problem = _TAKES_MANY.get(name, problem)
+            yield f"{name}: {problem} (got {_shown(value)})"
 
 
 def _in_words(message: str) -> str:
@@ -610,6 +621,10 @@ def _in_words(message: str) -> str:
     return f"an item {words}" if place else words
 
 
+_TAKES_MANY = {
+    "stop": f"at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters each end a text",
+    "logit_bias": f"takes at most {MAX_BIASES} token ids, and numbers from {-MOST_BIAS:g} to {MOST_BIAS:g}",
+}
 _NOUNS = {
     "float": "a number",
     "int": "a whole number",

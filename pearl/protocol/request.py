@@ -13,7 +13,6 @@ from pearl.protocol.machine import Do
 from pearl.protocol.messages import Committed, FinishReason, Preview, Provenance, Source, Submit
 from pearl.protocol.proposals import Proposal, ProposalStore
 from pearl.protocol.sequence import TokenSequence
-from pearl.spec.methods import METHODS
 
 
 @dataclass
@@ -146,8 +145,8 @@ class Request:
 
     def use(self, way: str) -> None:
         """Method auto: decode with `way` from here on."""
-        branches = self.submit.options.branches if METHODS[way].branches else 0
-        self._decode_by(self.submit.options.changed(method=way, branches=branches))
+        options = self.submit.options.changed_method(way)
+        self._decode_by(options)
 
     def _decode_by(self, options: RequestOptions) -> None:
         """What follows from the options is found out here: it is asked for a dozen times between two forwards."""
