@@ -85,7 +85,7 @@ def run(
 ENDS: dict[FinishReason, Callable[[int], dict[str, Any]]] = {
     FinishReason.EOS: lambda offset: {"eos": (TEXT[len(PROMPT) + offset - 1], 38)},
     FinishReason.STOP: lambda offset: {
-        "stops": ("~", TOKENIZER.decode(TEXT[: len(PROMPT) + offset][-min(2, offset) :]))
+        "stop": ("~", TOKENIZER.decode(TEXT[: len(PROMPT) + offset][-min(2, offset) :]))
     },
     FinishReason.LENGTH: lambda offset: {"limit": len(PROMPT) + offset},
 }
