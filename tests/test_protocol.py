@@ -279,7 +279,8 @@ def eventful_run(seed: int, withholds: bool = False) -> None:
         options |= {"rule": "bild", "draft_stop": "threshold", "sampling": drawn_by()}
     elif options["sampling"].temperature and chance.random() < 0.3:
         options |= {"rule": "joint", "parameters": (("depth", chance.choice((2.0, 3.0))),)}
-    method = chance.choice(DIFFERENT)
+    takers = [name for name in DIFFERENT if METHODS[name].takes_stops]
+    method = chance.choice(takers if withholds else DIFFERENT)
     if method == "ssd" and options.get("rule") == "joint":  # refused: its windows are no blocks
         method = "sd"
     limits = {number: chance.randint(3, len(text)) for number in (1, 2)}
