@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from errno import ENODEV
 from math import ceil
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import zmq
@@ -33,12 +34,19 @@ from pearl.transport.keys import Keys
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
 
-_QUEUE = (
-    1 << 16
-)  # messages queued to send, or for a front: more than a text has, so a front may read slowly
-_LISTENER_QUEUE = (
-    16  # messages of one peer that a listener queues, 256 MiB at most; the rest waits with the peer
-)
+# Messages queued to send, or for a front: more than a text has, so a front may read slowly.
+_QUEUE = 1 << 16
+# Messages of one peer that a listener queues; the rest waits with the peer. Times `MAX_FRAME` they
+# are 256 MiB over TCP, and 16 GiB from a process of this user that floods the socket file.
+#
+# A socket file needs the longer queue: if a peer closes its end while the queue is full, ZeroMQ
+# (4.3.5) drops what the kernel still holds for it. A front has at most 128 requests and their
+# cancellations under way, so its queue is never full when it leaves.
+_TCP_LISTENER_QUEUE = 16
+_FILE_LISTENER_QUEUE = 1 << 10
+# Connections that wait for ZeroMQ's thread: it takes one at a time, and the kernel turns away what
+# exceeds this number (or net.core.somaxconn). ZeroMQ's 100 are gone in a burst of a millisecond.
+_BACKLOG = 4096
 _HANDSHAKE_SECONDS = 30  # for a peer to prove its key: a worker that loads its model may be slow
 _RETRY_SECONDS = 0.01  # between two attempts to connect to a socket file
 _CONNECT_SECONDS = (
@@ -196,10 +204,14 @@ class _Socket:
             self._close_helpers()
             self._socket.close(linger=int(flush * 1000))
             self._context.term()  # waits for that linger only
+            self._remove_file()
             os.close(self._wakeup)
 
     def _close_helpers(self) -> None:
         """Close what must be closed before the context can end."""
+
+    def _remove_file(self) -> None:
+        """Remove the socket file that this end has bound."""
 
 
 class _OneKey:
@@ -237,8 +249,12 @@ class ZmqListener(_Socket):
         """
         check_bind(address, keys is not None)
         admitted = None if keys is None or is_file(address) else _public(keys.client)
-        super().__init__(zmq.ROUTER, _LISTENER_QUEUE)
+        super().__init__(
+            zmq.ROUTER, _FILE_LISTENER_QUEUE if is_file(address) else _TCP_LISTENER_QUEUE
+        )
+        self._file: Path | None = None
         raise_limit()
+        self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         self._authenticator: ThreadAuthenticator | None = None
         if keys is not None and admitted is not None:
             self._admit(keys, admitted)
@@ -249,7 +265,8 @@ class ZmqListener(_Socket):
         try:
             self._socket.bind(address)
             if is_file(address):
-                os.chmod(file_of(address), 0o600)  # whatever the umask was
+                self._file = Path(file_of(address))
+                self._file.chmod(0o600)  # whatever the umask was
         except zmq.ZMQError as error:
             self.close()
             hint = (
@@ -276,6 +293,10 @@ class ZmqListener(_Socket):
     def _close_helpers(self) -> None:
         if self._authenticator is not None:
             self._authenticator.stop()
+
+    def _remove_file(self) -> None:
+        if self._file is not None:  # ZeroMQ leaves it behind
+            self._file.unlink(missing_ok=True)
 
 
 class ZmqConnection(_Socket):
