@@ -44,7 +44,9 @@ class Ahead:
         wanted: Callable[[], bool],
         begins: Callable[[], None] = lambda: None,
     ) -> None:
-        self._executor, self._wanted, self._begins = executor, wanted, begins
+        self._executor = executor
+        self._wanted = wanted
+        self._begins = begins
         self._proposer = executor.proposer
         self._due = 0.0  # when the last launched forward should be done
         self._took = 0.0  # seconds, the last forward of one token and its draw
@@ -109,7 +111,8 @@ class Ahead:
                 outcome = self._attempt(command, guess)
             guess = None
             if isinstance(command, Draft):
-                answer, following = outcome, None
+                answer = outcome
+                following = None
                 if isinstance(outcome, Step):
                     answer, guess, following = self._collect(command, outcome)
                 if guess is None:

@@ -67,7 +67,9 @@ class DraftMachine(Machine):
         self, slot: int, context: int, machines: Sequence[DraftMachine], piece: int
     ) -> None:
         super().__init__()
-        self.slot, self.context, self._machines = slot, context, machines
+        self.slot = slot
+        self.context = context
+        self._machines = machines
         self.state = State.IDLE
         self.sequence = TokenSequence(piece=piece)
         self.begun: Begin | None = None  # the request being drafted for
@@ -97,7 +99,9 @@ class DraftMachine(Machine):
                 f"target sent a prefix of {len(begin.tokens)} tokens (request {begin.request}, epoch {begin.epoch}) "
                 "that does not match its digest"
             )
-        self.begun, self.epoch, self.draft_until = begin, begin.epoch, begin.draft_until
+        self.begun = begin
+        self.epoch = begin.epoch
+        self.draft_until = begin.draft_until
         self._lost = self._paused = self._is_hedged = False
         self._part()
         self.sequence.restart(begin.tokens)
@@ -159,7 +163,9 @@ class DraftMachine(Machine):
                 else 0.0
             )
             self._searched = 0.0
-            tokens, rows, known = event.tokens, event.rows, self.sequence.committed
+            tokens = event.tokens
+            rows = event.rows
+            known = self.sequence.committed
             drafted = DraftTokens(
                 self.begun.request, self.epoch, start, tokens, seconds, rows, known=known
             )
@@ -186,7 +192,8 @@ class DraftMachine(Machine):
             if not new or not is_open or branch.tokens[: len(sent)] != sent:
                 continue
             self._branches[branch.after] = branch.tokens
-            start, rows = branch.start + len(sent), branch.rows[len(sent) :]
+            start = branch.start + len(sent)
+            rows = branch.rows[len(sent) :]
             message = DraftTokens(
                 self.begun.request, self.epoch, start, new, 0.0, rows, source=Source.BRANCH
             )
@@ -195,7 +202,10 @@ class DraftMachine(Machine):
 
     def _part(self) -> None:
         """The prefix has changed: drop the tokens being drafted, and the branches."""
-        self._overtaken, self._paused, self._withheld, self._searched = True, False, -1, 0.0
+        self._overtaken = True
+        self._paused = False
+        self._withheld = -1
+        self._searched = 0.0
         self._branches.clear()
         self._followed = None
 
@@ -233,8 +243,10 @@ class DraftMachine(Machine):
         seq.fed = min(seq.fed, len(seq.tokens) - 1)
         is_alone = all(machine is self or machine.begun is None for machine in self._machines)
         start, tokens = self._feed(prefill_chunk(seq, is_alone=is_alone), do)
-        self._hedges, known = False, len(seq.tokens)
-        budget, prompt = self._until - known if seq.fed == known else 0, start < seq.prompt
+        self._hedges = False
+        known = len(seq.tokens)
+        budget = self._until - known if seq.fed == known else 0
+        prompt = start < seq.prompt
         do(
             Draft(
                 start,
@@ -252,9 +264,12 @@ class DraftMachine(Machine):
         seq = self.sequence
         if seq.cached > seq.fed:
             do(Rollback(seq.fed, request=self.begun.request))
-        start, tokens = seq.fed, tuple(seq.feed(count))
-        self._in_flight, self.computing = len(tokens), self.begun.request
-        self._overtaken, self.state = False, State.DRAFTING
+        start = seq.fed
+        tokens = tuple(seq.feed(count))
+        self._in_flight = len(tokens)
+        self.computing = self.begun.request
+        self._overtaken = False
+        self.state = State.DRAFTING
         return start, tokens
 
     @property
@@ -272,7 +287,8 @@ class DraftMachine(Machine):
         seq = self.sequence
         start, tokens = self._feed(len(seq.unfed), do)
         self._hedges = True
-        pending, depth = len(seq.tokens) - seq.committed, self.draft_until - seq.committed
+        pending = len(seq.tokens) - seq.committed
+        depth = self.draft_until - seq.committed
         do(
             Draft(
                 start,
@@ -347,7 +363,8 @@ class Drafter:
     """
 
     def __init__(self, context: int, slots: int = 1, piece: int = 1) -> None:
-        self.context, self.piece = context, piece
+        self.context = context
+        self.piece = piece
         self.machines: list[DraftMachine] = []
         for slot in range(slots):
             self.machines.append(DraftMachine(slot, context, self.machines, piece))

@@ -45,7 +45,8 @@ class Machine:
         Raises `LocalProtocolError` for an event that the state does not allow and `RemoteProtocolError` for a message
         that the peer had no right to send; the machine is then as it was.
         """
-        kind, before = type(event), self.state
+        kind = type(event)
+        before = self.state
         allowed = self.transitions[before].get(kind)
         if allowed is None and kind not in self.anytime:
             raise LocalProtocolError(

@@ -138,10 +138,8 @@ class Auto:
     @property
     def speedup(self) -> float | None:
         """Speed of the best way with a draft over that of `ngram`; None until one has been compared."""
-        alone, drafting = (
-            self.estimates[WAYS[0]],
-            [self.estimates[way] for way in WAYS if METHODS[way].drafts],
-        )
+        alone = self.estimates[WAYS[0]]
+        drafting = [self.estimates[way] for way in WAYS if METHODS[way].drafts]
         scores = [each.score for each in drafting if each.count]
         return exp(max(scores) - alone.score) if scores else None
 
@@ -193,7 +191,9 @@ class Auto:
                 self._began = at
             return None
         self._lately.append(_Step(at - self._ended, tokens))
-        self._tokens, self._steps, self._ended = self._tokens + tokens, self._steps + 1, at
+        self._tokens = self._tokens + tokens
+        self._steps = self._steps + 1
+        self._ended = at
         refuge = self._refuge()
         if refuge is None and not self._is_whole():
             return None
@@ -225,7 +225,8 @@ class Auto:
         self._restart()
 
     def _restart(self, at: float | None = None) -> None:
-        self._began, self._ended = at, at or 0.0
+        self._began = at
+        self._ended = at or 0.0
         self._tokens = self._steps = self._skipped = 0
         self._lately.clear()
 
@@ -292,18 +293,21 @@ class Auto:
         around = [known for known in (self._reference, rate) if known is not None]
         self._slow = self._slow + 1 if rate < _SLOW * self._usual and self._reference else 0
         if self._slow >= _SLOWED:  # the load on the machine has probably changed
-            self._slow, self._waited = 0, dict.fromkeys(self.ways, _PATIENCE[1])
+            self._slow = 0
+            self._waited = dict.fromkeys(self.ways, _PATIENCE[1])
             self._forget()
         if not self._slow:
             self._usual = (self._usual + rate) / 2 if self._usual else rate
         self._reference = rate
         if self._trial is not None:
-            trial, self._trial = self._trial, None
+            trial = self._trial
+            self._trial = None
             self._compare(*trial, sum(around) / len(around))
 
     def _compare(self, way: str, rate: float, reference: float) -> None:
         """Add a comparison: `way` made `rate` tokens per second, the best way `reference`. Update `best`."""
-        best, known = self.estimates[self.best], self.estimates[way]
+        best = self.estimates[self.best]
+        known = self.estimates[way]
         count = min(known.count + 1, _MEMORY)
         self._comparisons.append(Comparison(way, self.best, log(rate / reference)))
         gain = max(-1.5, min(1.5, log(rate / reference)))
@@ -311,7 +315,9 @@ class Auto:
         self.estimates[way] = Estimate(score, count)
         if score - best.score > _NOISE / sqrt(count) / 2:
             self.estimates[self.best] = Estimate(best.score, max(best.count, 1))
-            self.best, self._reference, self._usual = way, None, rate
+            self.best = way
+            self._reference = None
+            self._usual = rate
 
     def _due(self, left: int, left_for_reading: int) -> str | None:
         """The way whose trial is due now, if any."""

@@ -36,7 +36,10 @@ class AutoText:
         speeds: Speeds,
         running: Mapping[int, RequestMachine],
     ) -> None:
-        self._request, self._draft, self._speeds, self._running = request, draft, speeds, running
+        self._request = request
+        self._draft = draft
+        self._speeds = speeds
+        self._running = running
         self._is_open = request.method.adapts and request.options.commits_draws
         self.is_timed: bool = self._is_open and not any(
             other.auto.is_timed for other in running.values()
@@ -45,7 +48,8 @@ class AutoText:
 
     def begin(self, do: Do) -> None:
         """Choose the way to begin with."""
-        auto, submit = self._speeds.auto, self._request.submit
+        auto = self._speeds.auto
+        submit = self._request.submit
         self._committed = len(submit.prompt)
         has_draft = self._draft.context > 0
         self.is_timed = self.is_timed and auto.has_choice(has_draft)
@@ -65,7 +69,8 @@ class AutoText:
         committed = self._request.sequence.committed
         if not self.is_timed or self._draft.is_lost or not at:
             return
-        new, self._committed = committed - self._committed, committed
+        new = committed - self._committed
+        self._committed = committed
         way = self._speeds.auto.step(
             at, new, self._request.submit.limit - committed, self._draft.has_sent
         )
@@ -87,13 +92,15 @@ class AutoText:
 
     def end(self) -> None:
         """Close the timing, and put the measured rates into the request's counts."""
-        auto, counts = self._speeds.auto, self._request.counts
+        auto = self._speeds.auto
+        counts = self._request.counts
         if self.is_timed:
             auto.end()
             self.is_timed = False
             counts.compared = auto.gains
         if self._is_open:
-            counts.rates, counts.draft_speedup = dict(auto.rates), auto.speedup
+            counts.rates = dict(auto.rates)
+            counts.draft_speedup = auto.speedup
             counts.settled = auto.best if auto.speedup is not None else ""
 
     def _use(self, way: str, do: Do) -> None:

@@ -128,7 +128,10 @@ class RequestMachine(Machine):
     ) -> None:
         super().__init__()
         self.state = State.IDLE
-        self.sequence, self.slot, self._speeds, self._running = sequence, slot, speeds, running
+        self.sequence = sequence
+        self.slot = slot
+        self._speeds = speeds
+        self._running = running
         self.request = Request(submit, sequence)
         self.draft = DraftView(self.request, speeds, draft_context, window)
         self.auto = AutoText(self.request, self.draft, speeds, running)
@@ -143,7 +146,8 @@ class RequestMachine(Machine):
             return []
         commands = super().handle(event)
         if type(event) in computing:
-            deferred, self._deferred = self._deferred, []
+            deferred = self._deferred
+            self._deferred = []
             for late in deferred:
                 commands += self.handle(late)
         if self.draft.resyncs_too_often and not self.draft.is_lost and self.state is not State.IDLE:
@@ -198,7 +202,8 @@ class RequestMachine(Machine):
         self._finish(do)
 
     def _judged(self, event: Judged, do: Do) -> None:
-        request, judged = self.request, event.accepted + (event.token is not None)
+        request = self.request
+        judged = event.accepted + (event.token is not None)
         self._speeds.observe_judgement(event.accepted, judged)
         if event.odds is not None:
             request.counts.odds = event.odds + (request.counts.odds or Odds())
@@ -280,7 +285,8 @@ class RequestMachine(Machine):
 
     def _decide(self, do: Do) -> None:
         """Called whenever nothing is being computed: the one place where the next step is chosen."""
-        request, seq = self.request, self.sequence
+        request = self.request
+        seq = self.sequence
         if request.ending:
             self._finish(do)
             return
@@ -301,7 +307,8 @@ class RequestMachine(Machine):
 
     def _use_rows(self, do: Do) -> bool:
         """Judge, draw or wait with the rows at hand; False where these are of no use."""
-        request, feeding = self.request, self._feeding
+        request = self.request
+        feeding = self._feeding
         if feeding.num_judged:
             self.state = State.JUDGING
             feeding.judge(do)

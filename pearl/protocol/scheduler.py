@@ -13,7 +13,8 @@ from pearl.protocol.speeds import Speeds
 
 # Chunked prefill: tokens of a prompt in one forward, which ends at a multiple of this; messages are read in between.
 # With other requests running, chunks are smaller, because each of the others' tokens waits for a whole chunk.
-PREFILL_CHUNK, SHARED_CHUNK = 512, 64
+PREFILL_CHUNK = 512
+SHARED_CHUNK = 64
 _GATHERING = 1.2  # maximum delay of a target forward, in draft forwards, for requests whose draft tokens are due
 
 

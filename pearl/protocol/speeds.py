@@ -30,7 +30,9 @@ _AGED_WEIGHT, _MAX_WEIGHT = (
 )  # what each forward since the last one of its size adds to that, at most
 _OUTLIER = 2.0  # a new time counts as at most so many times the estimate: the forward may have had to prepare others
 # A time not re-measured for 256 forwards decays by 0.2% with each further one, to at least half: outliers are retried.
-_LASTS, _DECAY, _LEAST_LEFT = 256, 0.998, 0.5
+_LASTS = 256
+_DECAY = 0.998
+_LEAST_LEFT = 0.5
 _ACCEPTANCE_WEIGHT = 0.02  # of one judged token: acceptance varies from token to token by nature
 
 
@@ -54,7 +56,8 @@ class ForwardTimes:
     def __init__(
         self, known: Iterable[tuple[int, float]] = (), like: ForwardTimes | None = None
     ) -> None:
-        self._known, self.like = dict(known), like
+        self._known = dict(known)
+        self.like = like
         self._seen: dict[int, int] = {}  # number of the last forward of each size
         self._once: set[int] = set()  # sizes seen once
         self._forwards = 0
@@ -123,7 +126,8 @@ class ForwardTimes:
         if self._sorted is None:
             known = self._known
             if self.like is not None and (other := self.like._known):
-                here, there = sum(known.values()), sum(map(self.like.seconds, known))
+                here = sum(known.values())
+                there = sum(map(self.like.seconds, known))
                 scale = here / there if here and there else 1.0
                 known = {size: self.like.seconds(size) * scale for size in other} | known
             sizes = sorted(known)

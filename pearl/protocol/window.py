@@ -54,12 +54,14 @@ def worthwhile(
         expected: expected tokens of the forward without guesses.
         t_target: seconds of a forward by the number of tokens fed.
     """
-    best, rate = 0, expected / t_target(fed) if t_target(fed) else 0.0
+    best = 0
+    rate = expected / t_target(fed) if t_target(fed) else 0.0
     for count, chance in enumerate(chances, start=1):
         expected += chance
         seconds = t_target(fed + count)
         if expected > rate * seconds:
-            best, rate = count, expected / seconds if seconds else 0.0
+            best = count
+            rate = expected / seconds if seconds else 0.0
     return best
 
 

@@ -162,7 +162,8 @@ def _problems(message: Message, raw: Sequence[Frame]) -> Iterator[str]:
 
 
 def _row_problems(message: DraftTokens, raw: Sequence[Frame]) -> Iterator[str]:
-    rows, tokens = message.rows, message.tokens
+    rows = message.rows
+    tokens = message.tokens
     if not tokens and (not message.paused or message.after is not None):
         yield "has no tokens"
     if rows and len(rows) != len(tokens):

@@ -37,7 +37,8 @@ class Mailbox:
         incoming: Callable[[Peer, Message], Message] = lambda peer, message: message,
     ) -> None:
         self._endpoint = endpoint
-        self._outgoing, self._incoming = outgoing, incoming
+        self._outgoing = outgoing
+        self._incoming = incoming
         self._inbox: SimpleQueue[Received] = SimpleQueue()
         self._outbox: deque[tuple[Message, Peer | None]] = deque()
         self._sending = threading.Lock()  # keeps the messages in order

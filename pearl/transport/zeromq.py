@@ -56,12 +56,10 @@ _LOST_SECONDS = (
     15  # without an acknowledgement by the peer's kernel: the link is cut, or its host is gone
 )
 # As enums they cost twice the time.
-_EVENTS, _POLLIN, _NOBLOCK, _SNDMORE = (
-    int(zmq.EVENTS),
-    int(zmq.POLLIN),
-    int(zmq.NOBLOCK),
-    int(zmq.SNDMORE),
-)
+_EVENTS = int(zmq.EVENTS)
+_POLLIN = int(zmq.POLLIN)
+_NOBLOCK = int(zmq.NOBLOCK)
+_SNDMORE = int(zmq.SNDMORE)
 _EVENT = struct.Struct("=H")  # the start of a monitor's message; pyzmq's parser imports asyncio
 _ZAP_DOMAIN = "pearl"  # names the listener to the authenticator (RFC 27)
 _REFUSED = (

@@ -13,12 +13,10 @@ def problem(submit: Submit, settings: TargetSettings, is_head: bool) -> str | No
     """Why a request cannot be served; None if it can. `is_head`: whether the draft is a head of the target."""
     if not submit.prompt:
         return "the prompt is empty: give at least one token"
-    options, vocab, context, config = (
-        submit.options,
-        settings.vocab_size,
-        settings.context,
-        settings.config,
-    )
+    options = submit.options
+    vocab = settings.vocab_size
+    context = settings.context
+    config = settings.config
     if STOPS[options.draft_stop].is_trained and config.disco is None:
         return f"draft_stop {options.draft_stop} needs a classifier, and this engine was started without --disco"
     if options.method_spec.drafts and not options.commits_draws and is_head:

@@ -57,13 +57,17 @@ _FLUSH_SECONDS = 0.5  # for what is still queued when a worker ends
 
 def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> None:
     """The target worker, from loading to its end. Raises `PearlError`s for what went wrong."""
-    config, model, tracer = settings.config, settings.model, _tracer(settings)
+    config = settings.config
+    model = settings.model
+    tracer = _tracer(settings)
     endpoint = listen(settings.address, _keys(settings))
     lifeline.tell("bound", address=endpoint.address)
     try:
         device = place(config, model.role)
         make_channel = _channel(settings, 0, device, tracer)
-        choices, profile, keep = core_choices(config), load_profile(config), keeper(config)
+        choices = core_choices(config)
+        profile = load_profile(config)
+        keep = keeper(config)
         own = settled(config, model.role)  # before this process is pinned
         if warning := shared_gpus(config):
             lifeline.note(warning)
@@ -71,7 +75,8 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> No
         steps.done("listening, and choosing devices")
         progress = lifeline.progress()
         tokenizer = _tokenizer(model, progress)
-        is_drafting, digest = is_head(config.draft), b""
+        is_drafting = is_head(config.draft)
+        digest = b""
         if config.has_draft:  # its token ids are compared with ours, or it translates
             draft = tokenizer if is_drafting else _tokenizer(config.model("draft"), progress)
             spoken = draft if have_same_vocabulary(tokenizer, draft) else tokenizer
@@ -120,7 +125,9 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> No
 
 def run_draft(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> None:
     """The draft worker, from loading to its end. Raises `PearlError`s for what went wrong."""
-    config, model, tracer = settings.config, settings.model, _tracer(settings)
+    config = settings.config
+    model = settings.model
+    tracer = _tracer(settings)
     endpoint = connect(settings.address, _keys(settings))
     try:
         device = place(config, model.role)
@@ -280,13 +287,15 @@ def _channel(
     settings: WorkerSettings, rank: int, device: torch.device, tracer: Tracer
 ) -> Callable[[int], TensorChannel] | None:
     """How to open the tensor channel over a vocabulary of the given size; None: dense rows go as frames."""
-    config, kind = settings.config, settings.tensors or settings.config.tensors
+    config = settings.config
+    kind = settings.tensors or settings.config.tensors
     if kind not in ("gloo", "nccl") or not config.has_draft:
         return None
     from pearl.transport.torch_dist import ProcessGroupChannel
 
     def make(vocab_size: int) -> TensorChannel:
-        store, timeout = settings.directory / "group", config.draft_timeout
+        store = settings.directory / "group"
+        timeout = config.draft_timeout
         return TracedChannel(
             ProcessGroupChannel(kind, store, "rows", rank, vocab_size, device, timeout), tracer
         )

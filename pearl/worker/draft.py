@@ -80,14 +80,15 @@ class DraftWorker:
         piece: int = 1,
     ) -> None:
         assert hello.role is Role.DRAFT
-        self._endpoint, self._hello, self._tracer = endpoint, hello, tracer
-        self._welcomed, self._ready, self._stopping, self._computes = (
-            welcomed,
-            ready,
-            stopping,
-            computes,
-        )
-        self._heartbeat_seconds, self._launcher_beat = heartbeat_seconds, beat
+        self._endpoint = endpoint
+        self._hello = hello
+        self._tracer = tracer
+        self._welcomed = welcomed
+        self._ready = ready
+        self._stopping = stopping
+        self._computes = computes
+        self._heartbeat_seconds = heartbeat_seconds
+        self._launcher_beat = beat
         self._drafter = Drafter(hello.context, slots, piece)
         self._decide = tracer.deciding(self._drafter)
         self._executor: DraftExecutor | None = None
@@ -118,7 +119,8 @@ class DraftWorker:
                 elif self._drafts:
                     self._draft()
                 else:
-                    began, waits = time.monotonic(), self._drafter.state is not State.IDLE
+                    began = time.monotonic()
+                    waits = self._drafter.state is not State.IDLE
                     self._receive(_IDLE_SECONDS)
                     self._waited += time.monotonic() - began if waits else 0.0
                 self._heartbeat()
@@ -227,7 +229,8 @@ class DraftWorker:
 
     def _draft(self) -> None:
         """One forward for all requests that are to be drafted for."""
-        drafts, self._drafts = self._drafts, []
+        drafts = self._drafts
+        self._drafts = []
         tokens = sum(len(command.tokens) for command in drafts)
         is_long = max(len(command.tokens) for command in drafts) > MAX_UNANNOUNCED
         if (

@@ -56,7 +56,9 @@ class DraftLink:
         executor: TargetExecutor,
         channel: Callable[[], TensorChannel] | None,
     ) -> None:
-        self._settings, self._executor, self._open_channel = settings, executor, channel
+        self._settings = settings
+        self._executor = executor
+        self._open_channel = channel
         self.mail: Mailbox  # the loop's, set before any other use
         self.peer: Peer | None = None
         self.context = 0  # tokens that its model holds
@@ -84,7 +86,8 @@ class DraftLink:
         return True
 
     def meet(self, peer: Peer, hello: Hello) -> None:
-        self.peer, self.context = peer, hello.context
+        self.peer = peer
+        self.context = hello.context
 
     def open_channel(self) -> None:
         if self._open_channel is not None:

@@ -48,7 +48,8 @@ class Fronts:
         self.attached: set[Peer] = set()
         self._unwelcomed: list[Peer] = []  # attached before requests could be served
         self._owners: dict[int, tuple[Peer, int]] = {}  # our number -> front, its number
-        self._settings, self._is_head = settings, is_head(settings.config.draft)
+        self._settings = settings
+        self._is_head = is_head(settings.config.draft)
         self._numbers = count(1)
         self._watches: dict[int, Stopwatch] = {}
         self._undelivered: list[Committed | Preview] = []

@@ -45,7 +45,8 @@ class DraftHealth:
 
     def calibrated(self, seconds: float) -> bool:
         """Note the seconds per token of a draft that joins; whether it is the first time since it connected."""
-        is_news, self._is_calibrated = not self._is_calibrated, True
+        is_news = not self._is_calibrated
+        self._is_calibrated = True
         self._usual_pace = seconds
         return is_news
 
@@ -64,7 +65,8 @@ class DraftHealth:
             waiting: request -> (committed tokens, tokens with the pending ones).
             now: seconds.
         """
-        before, self._reached = self._reached, {}
+        before = self._reached
+        self._reached = {}
         for request, reached in waiting.items():
             best = before.get(request)
             self._reached[request] = (

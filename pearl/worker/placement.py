@@ -40,7 +40,8 @@ def occupy(
 
 def place(config: EngineConfig, role: ModelRole) -> torch.device:
     """The (first) device of this worker. Raises `ModelError` where it is not there."""
-    device, gpus = settled(config, role), torch.cuda.device_count()
+    device = settled(config, role)
+    gpus = torch.cuda.device_count()
     if device.kind == "cpu":
         return torch.device("cpu")
     index = (

@@ -17,7 +17,8 @@ class Recordings:
     """
 
     def __init__(self, tracer: Tracer, post: Post) -> None:
-        self._tracer, self._post = tracer, post
+        self._tracer = tracer
+        self._post = post
         self._asked: list[
             tuple[Peer, Trace]
         ] = []  # fronts that wait for the draft to have done the same

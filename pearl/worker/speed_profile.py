@@ -48,7 +48,8 @@ _TIMES_SECONDS = (
 
 def key(config: EngineConfig) -> dict[str, Any]:
     """What a profile holds for. Call before this process is pinned: its cores are those that the process may use."""
-    here, gpus = where_and_what(), Path("/proc/driver/nvidia/gpus").glob("*/information")
+    here = where_and_what()
+    gpus = Path("/proc/driver/nvidia/gpus").glob("*/information")
     return {
         "target": _identity(config.target),
         "draft": _identity(config.draft),
@@ -112,7 +113,8 @@ def keeper(config: EngineConfig) -> Callable[[Profile], None]:
     """
     if config.profile != "auto" or is_toy(config.target) or is_toy(config.draft):
         return lambda profile: None
-    path, of = path_of(config), key(config)
+    path = path_of(config)
+    of = key(config)
 
     def keep(measured: Profile) -> None:
         try:

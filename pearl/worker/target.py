@@ -98,13 +98,12 @@ class TargetWorker:
         profile: Profile | None = None,
         measured: Callable[[Profile], None] = lambda profile: None,
     ) -> None:
-        self._endpoint, self._executor, self._settings, self._tracer = (
-            endpoint,
-            executor,
-            settings,
-            tracer,
-        )
-        self._ready, self._stopping = ready, stopping
+        self._endpoint = endpoint
+        self._executor = executor
+        self._settings = settings
+        self._tracer = tracer
+        self._ready = ready
+        self._stopping = stopping
         self._measured = None if profile else measured
         speeds = Speeds.of(profile) if profile else Speeds()
         if executor.has_head:
@@ -168,7 +167,8 @@ class TargetWorker:
 
     def _receive(self, timeout: float) -> None:
         self._fronts.flush()
-        before, self._unhandled = self._unhandled, []
+        before = self._unhandled
+        self._unhandled = []
         for peer, message in (*before, *self._mail.receive(0 if before else timeout)):
             self._take(peer, message)
 
@@ -212,7 +212,8 @@ class TargetWorker:
             self._mail.post(Error(request, type(error).__name__, str(error)), peer)
 
     def _on_message(self, peer: Peer, message: Message | Fault) -> None:
-        is_draft, is_front = peer == self._draft.peer, peer in self._fronts
+        is_draft = peer == self._draft.peer
+        is_front = peer in self._fronts
         match message:
             case DraftTokens() if is_draft:  # first: these come between two forwards
                 watch = self._fronts.watch(message.request)
@@ -260,12 +261,11 @@ class TargetWorker:
 
     @property
     def _introduction(self) -> Welcome:
-        s, speeds, context = (
-            self._settings,
-            self._coordinator.speeds,
-            self._coordinator.draft_context,
-        )
-        t_target, window = speeds.target.measured, speeds.best_window() if context else 0
+        s = self._settings
+        speeds = self._coordinator.speeds
+        context = self._coordinator.draft_context
+        t_target = speeds.target.measured
+        window = speeds.best_window() if context else 0
         return Welcome(
             PROTOCOL_VERSION, s.vocab_size, s.context, context, speeds.t_draft, t_target, window
         )
@@ -382,7 +382,8 @@ class TargetWorker:
             case Forward():
                 self._forwards.append(command)
             case _:
-                request, now = getattr(command, "request", -1), time.monotonic()
+                request = getattr(command, "request", -1)
+                now = time.monotonic()
                 watch = self._fronts.watch(request)
                 watch.resume(now)
                 if isinstance(command, Open):
@@ -422,8 +423,10 @@ class TargetWorker:
         self._gather_until = 0.0
         if not self._executor.launches:
             self._fronts.flush()
-        commands, self._forwards = self._forwards, []
-        began, fed = time.monotonic(), sum(len(command.tokens) for command in commands)
+        commands = self._forwards
+        self._forwards = []
+        began = time.monotonic()
+        fed = sum(len(command.tokens) for command in commands)
         for command in commands:
             self._fronts.watch(command.request).resume(began)
         is_long = max(len(command.tokens) for command in commands) > MAX_UNANNOUNCED
