@@ -119,8 +119,9 @@ class TargetWorker:
         self._execute = tracer.computing(executor.execute)
         self._forward_together = tracer.computing(executor.forward)
         post: Post = lambda message, peer: self._mail.post(message, peer)  # noqa: E731
+        send: Post = lambda message, peer: self._mail.send(message, peer)  # noqa: E731
         self._fronts = Fronts(post, settings)
-        self._draft = DraftLink(settings, executor, channel)
+        self._draft = DraftLink(settings, executor, channel, send, post, self._handle_draft)
         self._recordings = Recordings(tracer, post)
         self._warned: dict[str, float] = {}  # kind of line -> when it was written last
         self._commands: deque[object] = deque()
@@ -144,7 +145,6 @@ class TargetWorker:
         """The loop. Between any two forwards it looks at its messages."""
         mailbox = TracedMailbox(self._tracer, self._endpoint, incoming=self._draft.examined)
         with mailbox as self._mail:
-            self._draft.mail = self._mail
             try:
                 if not self._settings.config.has_draft:
                     self._become_ready()
@@ -218,7 +218,7 @@ class TargetWorker:
             case DraftTokens() if is_draft:  # first: these come between two forwards
                 watch = self._fronts.watch(message.request)
                 watch.draft_waited = max(watch.draft_waited, message.waited)
-                self._on_draft(message)
+                self._draft.receive(message, self._coordinator)
             case ProtocolError() | TransportError():
                 raise message
             case Hello() if is_draft or is_front:
@@ -243,7 +243,7 @@ class TargetWorker:
             case Trace() if is_draft:
                 self._recordings.done(message)
             case Resync() | Heartbeat() | Error() if is_draft:
-                self._on_draft(message)
+                self._draft.receive(message, self._coordinator)
             case DraftTokens() | Resync() | Heartbeat() | Trace() | Pong() | Cancel():
                 pass  # from a draft that has been replaced, or a front that is gone
             case _:
@@ -294,17 +294,21 @@ class TargetWorker:
             speeds.target.settle()
         self._draft.health.joined()
 
-    def _on_draft(self, message: DraftTokens | Resync | Heartbeat | Error) -> None:
-        for event in self._draft.events(message, self._coordinator):
-            self._handle(event)
-            if isinstance(event, DraftJoined):
-                is_news = self._draft.health.calibrated(event.seconds)
-                if not self._is_ready:
-                    self._become_ready()
-                elif is_news:
-                    self._draft.report_loss()
-                    log.warning("a draft has joined")
-                self._draft.compare_clocks(self._tracer)
+    def _handle_draft(self, event: object) -> None:
+        """Take an event that a message of the draft meant."""
+        self._handle(event)
+        if isinstance(event, DraftJoined):
+            self._admit_draft(event.seconds)
+
+    def _admit_draft(self, seconds: float) -> None:
+        """A draft has measured that a token takes it `seconds`."""
+        is_news = self._draft.health.calibrated(seconds)
+        if not self._is_ready:
+            self._become_ready()
+        elif is_news:
+            self._draft.report_loss()
+            log.warning("a draft has joined")
+        self._draft.compare_clocks(self._tracer)
 
     def _lose_draft(self, why: str) -> None:
         """Go on alone; unless this worker ends, because its draft ends then, too."""
@@ -320,8 +324,7 @@ class TargetWorker:
         self._draft.report_loss(now - _LOSS_SECONDS)
         if self._draft.peer is not None and self._is_ready and self._coordinator.running:
             try:
-                for event in self._draft.overdue(self._coordinator, now):
-                    self._handle(event)
+                self._draft.look(self._coordinator, now)
             except DraftLost as lost:
                 self._lose_draft(str(lost))
         if now - self._reassured > _FRONT_SECONDS:
