@@ -73,15 +73,12 @@ class DraftMachine(Machine):
         self.state = State.IDLE
         self.sequence = TokenSequence(piece=piece)
         self.begun: Begin | None = None  # the request being drafted for
-        self.computing = (
-            -1
-        )  # the request that the running forward is for, should another have begun meanwhile
+        # The request that the running forward is for, should another have begun since.
+        self.computing = -1
         self.epoch = 0
         self.draft_until = 0
         self._lost = False
-        self._paused = (
-            False  # the stop policy has ended drafting until all drafted tokens are judged
-        )
+        self._paused = False  # by the stop policy, until all drafted tokens are judged
         self._withheld = -1  # the position for which a token was drafted and not sent
         self._is_hedged = False  # no more branches are worth a forward until the next verdict
         self._in_flight = 0  # tokens that the running forward was fed
@@ -110,17 +107,15 @@ class DraftMachine(Machine):
 
     def _verdict(self, verdict: Verdict, do: Do) -> None:
         seq = self.sequence
-        old = (
-            self.begun is None
-            or verdict.request != self.begun.request
-            or verdict.epoch < self.epoch
-        )
-        if (
-            self._lost and not old and verdict.epoch > self.epoch
-        ):  # a rejection has overtaken our Resync
-            self._lose(verdict, do)
+        if self.begun is None or verdict.request != self.begun.request:
             return
-        if old or self._lost or verdict.start < seq.committed:
+        if verdict.epoch < self.epoch:
+            return
+        if self._lost:
+            if verdict.epoch > self.epoch:  # a rejection has overtaken our Resync
+                self._lose(verdict, do)
+            return
+        if verdict.start < seq.committed:
             return
         if verdict.start > seq.committed or not self._apply(verdict):
             self._lose(verdict, do)
@@ -148,28 +143,7 @@ class DraftMachine(Machine):
         elif self._overtaken:
             pass  # what it drafted would continue an outdated prefix
         elif event.tokens or (event.paused and not self._hedges):
-            assert self.begun is not None
-            start = len(self.sequence.tokens)
-            self.sequence.extend(event.tokens)
-            self.sequence.feed(event.cached)
-            if self.begun.options.withholds:
-                self._withheld = start + len(event.tokens) if event.paused else -1
-            else:
-                self._paused = event.paused
-            # The forward of a whole prefix is no measure of a token's time.
-            seconds = (
-                (self._searched + event.seconds) / max(1, len(event.tokens))
-                if self._in_flight == 1
-                else 0.0
-            )
-            self._searched = 0.0
-            tokens = event.tokens
-            rows = event.rows
-            known = self.sequence.committed
-            drafted = DraftTokens(
-                self.begun.request, self.epoch, start, tokens, seconds, rows, known=known
-            )
-            do(Send(drafted.changed(paused=event.paused, runners_up=event.seen)))
+            self._send_drafted(event, do)
             self._prepare(event.branches, do)
         elif self._hedges:
             self._is_hedged = event.paused
@@ -177,6 +151,35 @@ class DraftMachine(Machine):
         elif self._in_flight == 1:  # the search for a block goes on
             self._searched += event.seconds
         self._go_on(do)
+
+    def _send_drafted(self, event: Drafted, do: Do) -> None:
+        """Append what was drafted to the text, as pending, and send it."""
+        assert self.begun is not None
+        start = len(self.sequence.tokens)
+        self.sequence.extend(event.tokens)
+        self.sequence.feed(event.cached)
+        if not self.begun.options.withholds:
+            self._paused = event.paused
+        elif event.paused:
+            self._withheld = start + len(event.tokens)
+        else:
+            self._withheld = -1
+        seconds = 0.0  # unknown: the forward of a whole prefix is no measure of a token's time
+        if self._in_flight == 1:
+            seconds = (self._searched + event.seconds) / max(1, len(event.tokens))
+        self._searched = 0.0
+        message = DraftTokens(
+            self.begun.request,
+            self.epoch,
+            start,
+            event.tokens,
+            seconds,
+            event.rows,
+            paused=event.paused,
+            known=self.sequence.committed,
+            runners_up=event.seen,
+        )
+        do(Send(message))
 
     def _prepare(self, branches: tuple[Proposal, ...], do: Do) -> None:
         """Send new tokens of the continuations for other outcomes."""
@@ -187,18 +190,25 @@ class DraftMachine(Machine):
         for branch in branches:
             assert branch.after is not None
             sent = self._branches.get(branch.after, ())
-            new = branch.tokens[len(sent) :]
+            num_sent = len(sent)
+            tokens = branch.tokens[num_sent:]
             is_open = seq.committed <= branch.after[0] < end
-            if not new or not is_open or branch.tokens[: len(sent)] != sent:
+            if not tokens or not is_open or branch.tokens[:num_sent] != sent:
                 continue
             self._branches[branch.after] = branch.tokens
-            start = branch.start + len(sent)
-            rows = branch.rows[len(sent) :]
+            takes_runners_up = self.begun.options.sends_runners_up
             message = DraftTokens(
-                self.begun.request, self.epoch, start, new, 0.0, rows, source=Source.BRANCH
+                self.begun.request,
+                self.epoch,
+                branch.start + num_sent,
+                tokens,
+                rows=branch.rows[num_sent:],
+                source=Source.BRANCH,
+                after=branch.after,
+                known=seq.committed,
+                runners_up=branch.seen[num_sent:] if takes_runners_up else (),
             )
-            seen = branch.seen[len(sent) :] if self.begun.options.sends_runners_up else ()
-            do(Send(message.changed(after=branch.after, known=seq.committed, runners_up=seen)))
+            do(Send(message))
 
     def _part(self) -> None:
         """The prefix has changed: drop the tokens being drafted, and the branches."""
@@ -244,19 +254,16 @@ class DraftMachine(Machine):
         is_alone = all(machine is self or machine.begun is None for machine in self._machines)
         start, tokens = self._feed(prefill_chunk(seq, is_alone=is_alone), do)
         self._hedges = False
-        known = len(seq.tokens)
-        budget = self._until - known if seq.fed == known else 0
-        prompt = start < seq.prompt
-        do(
-            Draft(
-                start,
-                tokens,
-                budget,
-                known - seq.committed,
-                prompt=prompt,
-                request=self.begun.request,
-            )
+        length = len(seq.tokens)
+        draft = Draft(
+            start,
+            tokens,
+            budget=self._until - length if seq.fed == length else 0,
+            pending=length - seq.committed,
+            prompt=start < seq.prompt,
+            request=self.begun.request,
         )
+        do(draft)
 
     def _feed(self, count: int, do: Do) -> tuple[int, tuple[int, ...]]:
         """The position and the tokens of a forward that starts now, of `count` unfed tokens."""
@@ -287,19 +294,16 @@ class DraftMachine(Machine):
         seq = self.sequence
         start, tokens = self._feed(len(seq.unfed), do)
         self._hedges = True
-        pending = len(seq.tokens) - seq.committed
-        depth = self.draft_until - seq.committed
-        do(
-            Draft(
-                start,
-                tokens,
-                0,
-                pending,
-                depth,
-                self.begun.options.prepares_bonus,
-                request=self.begun.request,
-            )
+        draft = Draft(
+            start,
+            tokens,
+            budget=0,
+            pending=len(seq.tokens) - seq.committed,
+            hedge=self.draft_until - seq.committed,
+            bonus=self.begun.options.prepares_bonus,
+            request=self.begun.request,
         )
+        do(draft)
 
     @property
     def _until(self) -> int:
@@ -315,7 +319,7 @@ class DraftMachine(Machine):
             if seq.pending[:1] == [token]:
                 seq.accept()
             else:
-                outcome = seq.committed, token
+                outcome = (seq.committed, token)
                 prepared = self._branches.get(outcome, ())
                 self._part()
                 seq.correct(token)
@@ -330,7 +334,9 @@ class DraftMachine(Machine):
                 seq.drop_pending()
         if self._branches:
             self._branches = {
-                after: each for after, each in self._branches.items() if after[0] >= seq.committed
+                outcome: tokens
+                for outcome, tokens in self._branches.items()
+                if outcome[0] >= seq.committed
             }
         return seq.digest == verdict.digest
 
@@ -405,7 +411,7 @@ class Drafter:
     def state(self) -> State:
         """The state of the busiest slot."""
         states = [machine.state for machine in self.machines]
-        return next(one for one in _BUSIEST if one in states)
+        return min(states, key=_BUSIEST.index)
 
 
 _BUSIEST = (State.DRAFTING, State.LOST, State.WAITING, State.IDLE)
