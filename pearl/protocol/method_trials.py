@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from pearl.protocol.draft_view import DraftView
+from pearl.protocol.draft_state import DraftState
 from pearl.protocol.events import Spread
 from pearl.protocol.machine import Do
 from pearl.protocol.method_choice import ONE_CORE
@@ -32,7 +32,7 @@ class AutoText:
     def __init__(
         self,
         request: Request,
-        draft: DraftView,
+        draft: DraftState,
         speeds: Speeds,
         running: Mapping[int, RequestMachine],
     ) -> None:

@@ -1,6 +1,6 @@
 """One request in the target: its text, the proposals for it, and what its client (front) has received.
 
-Only the request's `RequestMachine` and its parts (`AutoText`, `DraftView`, `Feeding`) change a `Request`.
+Only the request's `RequestMachine` and its parts (`AutoText`, `DraftState`, `TargetSteps`) change a `Request`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from pearl.errors import RemoteProtocolError
-from pearl.protocol.draft_view import DraftView, Received
+from pearl.protocol.draft_state import DraftState, Received
 from pearl.protocol.events import (
     Cause,
     DraftDropped,
@@ -36,13 +36,13 @@ from pearl.protocol.events import (
     Sampled,
     Wait,
 )
-from pearl.protocol.feeding import Feeding
 from pearl.protocol.machine import Do, Machine, Table
 from pearl.protocol.messages import Cancel, DraftTokens, FinishReason, Provenance, Resync, Submit
 from pearl.protocol.method_trials import AutoText
 from pearl.protocol.request import Request
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.speeds import Speeds
+from pearl.protocol.target_steps import TargetSteps
 
 
 class State(Enum):
@@ -133,9 +133,9 @@ class RequestMachine(Machine):
         self._speeds = speeds
         self._running = running
         self.request = Request(submit, sequence)
-        self.draft = DraftView(self.request, speeds, draft_context, window)
+        self.draft = DraftState(self.request, speeds, draft_context, window)
         self.auto = AutoText(self.request, self.draft, speeds, running)
-        self._feeding = Feeding(self.request, self.draft, speeds, running)
+        self._steps = TargetSteps(self.request, self.draft, speeds, running)
         self._deferred: list[object] = []
 
     def handle(self, event: object) -> list[object]:
@@ -191,7 +191,7 @@ class RequestMachine(Machine):
         self.request.counts.was_shared |= len(self._running) > 1
         if event.beside is None:
             return
-        fed = self._feeding.num_fed + event.beside
+        fed = self._steps.num_fed + event.beside
         self.draft.beside = event.beside
         self._speeds.observe_target(fed, event.seconds)
         self.request.counts.observe_step(fed, event.seconds)
@@ -218,7 +218,7 @@ class RequestMachine(Machine):
     def _sampled(self, event: Sampled, do: Do) -> None:
         stops = [event.stop_after == count for count in range(1, len(event.tokens) + 1)]
         if self.request.looks_ahead:
-            self._feeding.commit_draws(event.tokens, stops)
+            self._steps.commit_draws(event.tokens, stops)
         else:
             is_bonus = (
                 self.request.method.bonus and self.draft.is_drafting and not self.request.is_fresh
@@ -290,7 +290,7 @@ class RequestMachine(Machine):
         if request.ending:
             self._finish(do)
             return
-        self._feeding.follow()
+        self._steps.follow()
         if seq.fed >= seq.committed and self._use_rows(
             do
         ):  # there is a row for the position after the prefix
@@ -301,14 +301,14 @@ class RequestMachine(Machine):
             do(Wait(Cause.WINDOW, request=request.number))
         elif request.looks_ahead:
             self.state = State.GUESSING
-            self._feeding.guess(do)
+            self._steps.guess(do)
         else:
             self._forward(Phase.PRE_VERIFY, do)
 
     def _use_rows(self, do: Do) -> bool:
         """Judge, draw or wait with the rows at hand; False where these are of no use."""
         request = self.request
-        feeding = self._feeding
+        feeding = self._steps
         if feeding.num_judged:
             self.state = State.JUDGING
             feeding.judge(do)
@@ -327,7 +327,7 @@ class RequestMachine(Machine):
         return True
 
     def _forward(self, phase: Phase, do: Do, guessed: Guessed | None = None) -> None:
-        self.state = State(self._feeding.forward(phase, do, guessed).value)  # named alike
+        self.state = State(self._steps.forward(phase, do, guessed).value)  # named alike
 
     # ---- the end, and beginning again ----
 
@@ -363,7 +363,7 @@ class RequestMachine(Machine):
         if (
             self.sequence.cached < self.sequence.fed
         ):  # a tree that is not settled yet is this request's
-            self._feeding.settle(do)
+            self._steps.settle(do)
         request.proposals.clear()
         self.state = State.IDLE
         do(Wait(Cause.IDLE))

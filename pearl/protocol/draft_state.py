@@ -45,7 +45,7 @@ class Kind(Enum):
     GAP = "gap"  # earlier tokens are missing
 
 
-class DraftView:
+class DraftState:
     """What the target knows of the draft's part in one request.
 
     Args:

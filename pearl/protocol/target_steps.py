@@ -9,7 +9,7 @@ from collections.abc import Sequence, Sized
 from itertools import accumulate
 from operator import mul
 
-from pearl.protocol.draft_view import DraftView
+from pearl.protocol.draft_state import DraftState
 from pearl.protocol.events import (
     Alternative,
     Forward,
@@ -92,14 +92,14 @@ class FedTokens:
             sequence.fed += 1
 
 
-class Feeding:
+class TargetSteps:
     """The target forwards of one request.
 
     Args:
         running: all running requests; if this is the only one, its prompt is fed in larger chunks.
     """
 
-    def __init__(self, request: Request, draft: DraftView, speeds: Speeds, running: Sized) -> None:
+    def __init__(self, request: Request, draft: DraftState, speeds: Speeds, running: Sized) -> None:
         self._request = request
         self._draft = draft
         self._speeds = speeds
