@@ -66,8 +66,7 @@ class Machine:
     @property
     def story(self) -> str:
         """The last transitions, oldest first, in words."""
-        steps = (
-            f"{before.value} -{event.__name__}-> {after.value}"
-            for before, event, after in self._story
-        )
+        steps: list[str] = []
+        for state, event, next_state in self._story:
+            steps.append(f"{state.value} -{event.__name__}-> {next_state.value}")
         return ", ".join(steps) or "nothing"

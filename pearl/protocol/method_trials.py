@@ -41,9 +41,8 @@ class AutoText:
         self._speeds = speeds
         self._running = running
         self._is_open = request.method.adapts and request.options.commits_draws
-        self.is_timed: bool = self._is_open and not any(
-            other.auto.is_timed for other in running.values()
-        )
+        is_first = not any(machine.auto.is_timed for machine in running.values())
+        self.is_timed: bool = self._is_open and is_first
         self._committed = 0  # committed tokens, prompt included, at the last timed forward
 
     def begin(self, do: Do) -> None:
@@ -58,9 +57,10 @@ class AutoText:
                 self._request.use(auto.untimed)
             self._place(do)
         elif self.is_timed:
-            left = submit.limit - len(submit.prompt)
+            max_new = submit.limit - len(submit.prompt)
             alone = self._speeds.rate_alone(self._speeds.cores)
-            self._use(auto.begin(left, alone, self._speeds.rate_alone(Cores.ONE), has_draft), do)
+            one_core = self._speeds.rate_alone(Cores.ONE)
+            self._use(auto.begin(max_new, alone, one_core, has_draft), do)
         elif has_draft:
             self._use(auto.best, do)
 
@@ -69,11 +69,10 @@ class AutoText:
         committed = self._request.sequence.committed
         if not self.is_timed or self._draft.is_lost or not at:
             return
-        new = committed - self._committed
+        num_new = committed - self._committed
         self._committed = committed
-        way = self._speeds.auto.step(
-            at, new, self._request.submit.limit - committed, self._draft.has_sent
-        )
+        tokens_left = self._request.submit.limit - committed
+        way = self._speeds.auto.step(at, num_new, tokens_left, self._draft.has_sent)
         if way is None:
             return
         self._draft.finish(do)
@@ -116,6 +115,7 @@ class AutoText:
             do(Spread(cores, request=self._request.number))
 
     def _cores(self) -> Cores:
-        if not self._is_open or any(other.draft.is_drafting for other in self._running.values()):
+        machines = self._running.values()
+        if not self._is_open or any(machine.draft.is_drafting for machine in machines):
             return Cores.OWN
         return Cores.ONE if self._request.method.name == ONE_CORE else Cores.ALL

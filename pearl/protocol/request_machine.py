@@ -59,9 +59,8 @@ class State(Enum):
 
 WAITING = frozenset({State.HELD, State.GATHERING})  # for tokens of the draft
 _FED = frozenset({State.JUDGING, State.SAMPLING, State.HELD, State.IDLE})
-_OF_BLOCKS = frozenset(
-    {State.GATHERING, State.POST_VERIFY}
-)  # block rules: tokens are gathered, not held
+# Under block rules tokens are gathered, not held.
+_OF_BLOCKS = frozenset({State.GATHERING, State.POST_VERIFY})
 _ENDED = frozenset({State.IDLE})
 _DECIDED = frozenset({State.PRE_VERIFY, State.GATHERING, State.GUESSING, State.IDLE})
 
@@ -81,9 +80,8 @@ TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
         Failed: _ENDED,
     },
     State.HELD: {
-        DraftTokens: frozenset(
-            {State.JUDGING, State.SAMPLING}
-        ),  # the latter where the draft withholds its token
+        # SAMPLING where the draft withholds its token.
+        DraftTokens: frozenset({State.JUDGING, State.SAMPLING}),
         DraftGone: frozenset({State.SAMPLING}),
         Cancel: _ENDED,
     },
@@ -148,12 +146,12 @@ class RequestMachine(Machine):
         if type(event) in computing:
             deferred = self._deferred
             self._deferred = []
-            for late in deferred:
-                commands += self.handle(late)
-        if self.draft.resyncs_too_often and not self.draft.is_lost and self.state is not State.IDLE:
-            commands += self.handle(
-                DraftGone("it was given the whole prefix too often", self.request.number)
-            )
+            for deferred_event in deferred:
+                commands += self.handle(deferred_event)
+        is_drafted_for = not self.draft.is_lost and self.state is not State.IDLE
+        if is_drafted_for and self.draft.resyncs_too_often:
+            gone = DraftGone("it was given the whole prefix too often", self.request.number)
+            commands += self.handle(gone)
         return commands
 
     @property
@@ -178,11 +176,8 @@ class RequestMachine(Machine):
         if self.state is not State.PREFILL:  # a prompt's forward says nothing about a window's
             self._observe_step(event)
             self.auto.step(event.at, do)
-        if (
-            self.state is State.PREFILL
-            and self.sequence.fed < self.sequence.committed
-            and not self.request.ending
-        ):
+        has_prompt_left = self.sequence.fed < self.sequence.committed
+        if self.state is State.PREFILL and has_prompt_left and not self.request.ending:
             self._forward(Phase.PREFILL, do)
         else:
             self._decide(do)
@@ -208,8 +203,8 @@ class RequestMachine(Machine):
         if event.odds is not None:
             request.counts.odds = event.odds + (request.counts.odds or Odds())
             request.counts.num_rejections += event.token is not None and not event.is_candidate
-        for i in range(event.accepted):
-            request.commit(None, Provenance.ACCEPTED, event.stop_after == i + 1)
+        for count in range(1, event.accepted + 1):
+            request.commit(None, Provenance.ACCEPTED, event.stop_after == count)
         if event.token is not None:
             provenance = Provenance.ACCEPTED if event.is_candidate else Provenance.CORRECTED
             request.commit(event.token, provenance, event.stop_after == judged)
@@ -220,12 +215,11 @@ class RequestMachine(Machine):
         if self.request.looks_ahead:
             self._steps.commit_draws(event.tokens, stops)
         else:
-            is_bonus = (
-                self.request.method.bonus and self.draft.is_drafting and not self.request.is_fresh
-            )
-            self.request.commit(
-                event.tokens[0], Provenance.BONUS if is_bonus else Provenance.DIRECT, stops[0]
-            )
+            request = self.request
+            has_bonus = request.method.bonus and not request.is_fresh
+            is_bonus = has_bonus and self.draft.is_drafting
+            provenance = Provenance.BONUS if is_bonus else Provenance.DIRECT
+            request.commit(event.tokens[0], provenance, stops[0])
         self._decide(do)
 
     def _guessed(self, event: Guessed, do: Do) -> None:
@@ -291,9 +285,8 @@ class RequestMachine(Machine):
             self._finish(do)
             return
         self._steps.follow()
-        if seq.fed >= seq.committed and self._use_rows(
-            do
-        ):  # there is a row for the position after the prefix
+        has_row = seq.fed >= seq.committed  # for the position after the prefix
+        if has_row and self._use_rows(do):
             return
         self._announce(do)
         if len(seq.unfed) < self.draft.needed:
@@ -308,21 +301,20 @@ class RequestMachine(Machine):
     def _use_rows(self, do: Do) -> bool:
         """Judge, draw or wait with the rows at hand; False where these are of no use."""
         request = self.request
-        feeding = self._steps
-        if feeding.num_judged:
+        steps = self._steps
+        if steps.num_judged:
             self.state = State.JUDGING
-            feeding.judge(do)
-        elif request.runs_ahead or feeding.row_is_direct:
+            steps.judge(do)
+        elif request.runs_ahead or steps.row_is_direct:
             self.state = State.SAMPLING
-            feeding.sample(do)
+            steps.sample(do)
         elif request.block == 1:
             self._announce(do)
             self.state = State.HELD
             do(Wait(Cause.HELD_ROW, request=request.number))
         else:
-            self.sequence.fed = (
-                self.sequence.committed - 1
-            )  # the row comes again with those of a block
+            # The row comes again with those of a block.
+            self.sequence.fed = self.sequence.committed - 1
             return False
         return True
 
@@ -350,19 +342,12 @@ class RequestMachine(Machine):
         self.draft.finish(do)
         self.auto.end()
         assert request.ending is not None
-        do(
-            End(
-                request.number,
-                request.ending,
-                len(request.submit.prompt),
-                request.counts,
-                self.draft.window,
-            )
-        )
+        num_prompt_tokens = len(request.submit.prompt)
+        counts = request.counts
+        do(End(request.number, request.ending, num_prompt_tokens, counts, self.draft.window))
         self.sequence.drop_pending()
-        if (
-            self.sequence.cached < self.sequence.fed
-        ):  # a tree that is not settled yet is this request's
+        if self.sequence.cached < self.sequence.fed:
+            # A tree that is not settled yet is this request's.
             self._steps.settle(do)
         request.proposals.clear()
         self.state = State.IDLE
