@@ -47,9 +47,8 @@ from pearl.worker.draft_rows import RowPacker, packed
 
 log = logging.getLogger(__name__)
 
-MAX_UNANNOUNCED = (
-    8  # tokens: a longer forward is announced, as it may take longer than the peers bear silence
-)
+# Tokens: a longer forward is announced, as it may take longer than the peers bear silence.
+MAX_UNANNOUNCED = 8
 _IDLE_SECONDS = 0.2  # longest sleep of the loop, so that closing is noticed
 
 
@@ -94,9 +93,8 @@ class DraftWorker:
         self._executor: DraftExecutor | None = None
         self._packer: RowPacker | None = None
         self._commands: deque[object] = deque()
-        self._drafts: list[
-            Draft
-        ] = []  # requested and not begun: one forward of the model is to do for all
+        # Requested and not begun: one forward of the model is to do for all.
+        self._drafts: list[Draft] = []
         self._num_forwards = 0
         self._prefill_pace = 0.0  # seconds per token of the last long forward
         self._beat = 0.0  # when the last heartbeat was sent
@@ -105,13 +103,12 @@ class DraftWorker:
     def run(self) -> None:
         """The loop. Raises `ModelError` if the target refuses this draft."""
         with ExitStack() as self._open:
-            self._mail = self._open.enter_context(
-                TracedMailbox(
-                    self._tracer,
-                    self._endpoint,
-                    outgoing=lambda message: packed(message, self._waited),
-                )
+            mailbox = TracedMailbox(
+                self._tracer,
+                self._endpoint,
+                outgoing=lambda message: packed(message, self._waited),
             )
+            self._mail = self._open.enter_context(mailbox)
             self._mail.send(self._hello)
             while not self._stopping():
                 if self._commands:
@@ -119,11 +116,16 @@ class DraftWorker:
                 elif self._drafts:
                     self._draft()
                 else:
-                    began = time.monotonic()
-                    waits = self._drafter.state is not State.IDLE
-                    self._receive(_IDLE_SECONDS)
-                    self._waited += time.monotonic() - began if waits else 0.0
+                    self._wait()
                 self._heartbeat()
+
+    def _wait(self) -> None:
+        """Wait for a message; count the time if it is a verdict that is awaited."""
+        began = time.monotonic()
+        awaits_verdict = self._drafter.state is not State.IDLE
+        self._receive(_IDLE_SECONDS)
+        if awaits_verdict:
+            self._waited += time.monotonic() - began
 
     # ---- messages ----
 
@@ -163,10 +165,10 @@ class DraftWorker:
         self._open.callback(self._packer.close)
         # A target that knows t_draft has had a draft before, and waits for this one during a text: measure briefly.
         seconds, self._prefill_pace = self._executor.proposer.measure(welcome.t_draft > 0)
-        ahead = Ahead(self._executor, lambda: self._mail.is_empty, self._computes)
-        self._open.callback(ahead.close)
-        self._execute = memory_errors(self._tracer.computing(ahead.execute))
-        self._execute_together = memory_errors(self._tracer.computing(ahead.draft))
+        thread = Ahead(self._executor, lambda: self._mail.is_empty, self._computes)
+        self._open.callback(thread.close)
+        self._execute = memory_errors(self._tracer.computing(thread.execute))
+        self._execute_together = memory_errors(self._tracer.computing(thread.draft))
         self._mail.send(Heartbeat(0, "calibrated", 1, seconds))
         self._ready()
 
@@ -186,13 +188,10 @@ class DraftWorker:
         now = time.monotonic()
         if now - self._beat > self._heartbeat_seconds:
             self._beat = now
-            met = self._executor is not None
-            beat = (
-                Heartbeat(self._num_forwards, self._drafter.state.value, 0)
-                if met
-                else Ping(time.monotonic_ns())
-            )
-            self._mail.post(beat)
+            if self._executor is not None:
+                self._mail.post(Heartbeat(self._num_forwards, self._drafter.state.value, 0))
+            else:
+                self._mail.post(Ping(time.monotonic_ns()))
             self._launcher_beat(0.0)
 
     # ---- commands ----
@@ -233,9 +232,8 @@ class DraftWorker:
         self._drafts = []
         tokens = sum(len(command.tokens) for command in drafts)
         is_long = max(len(command.tokens) for command in drafts) > MAX_UNANNOUNCED
-        if (
-            is_long
-        ):  # tell target and launcher how long it will take, so that silence is no sign of a hang
+        if is_long:
+            # Tell target and launcher how long it will take, so that silence is no sign of a hang.
             expected = tokens * self._prefill_pace
             self._mail.send(Heartbeat(self._num_forwards, "prefill", tokens, expected))
             self._launcher_beat(SLACK * expected)
