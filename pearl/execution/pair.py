@@ -44,5 +44,6 @@ def decode(
                 case Deliver() | Wait() | DraftDropped():
                     pass
                 case _:
-                    if (answer := executors[actor].execute(command)) is not None:
+                    answer = executors[actor].execute(command)
+                    if answer is not None:
                         events.append((actor, answer))

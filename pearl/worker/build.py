@@ -68,8 +68,9 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> No
         choices = core_choices(config)
         profile = load_profile(config)
         keep = keeper(config)
-        own = settled(config, model.role)  # before this process is pinned
-        if warning := shared_gpus(config):
+        device_choice = settled(config, model.role)  # before this process is pinned
+        warning = shared_gpus(config)
+        if warning:
             lifeline.note(warning)
         pin(config, model.role)  # from here on the draft's cores are none that we may use
         steps.done("listening, and choosing devices")
@@ -90,8 +91,8 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> No
         runner = make_runner(model, device, progress, features)
         tracer.note("busy", "load", start)
         steps.done("loading the model")
-        if own.cores is not None:
-            occupy(own.cores, runner.use_threads)
+        if device_choice.cores is not None:
+            occupy(device_choice.cores, runner.use_threads)
 
         def spread(cores: Cores) -> None:
             occupy(choices[cores], runner.use_threads)
@@ -109,7 +110,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> No
                 gives_states=is_drafting,
             ),
             TargetSettings(config, runner.vocab_size, runner.context, digest),
-            ready=partial(lifeline.tell, "ready", device=own.name, dtype=runner.weights),
+            ready=partial(lifeline.tell, "ready", device=device_choice.name, dtype=runner.weights),
             stopping=lifeline.closed.is_set,
             tracer=tracer,
             channel=partial(make_channel, runner.vocab_size) if make_channel else None,
@@ -132,7 +133,7 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> Non
     try:
         device = place(config, model.role)
         make_channel = _channel(settings, 1, device, tracer)
-        own = settled(config, model.role)  # before this process is pinned
+        device_choice = settled(config, model.role)  # before this process is pinned
         pin(config, model.role)
         steps.done("connecting, and choosing devices")
         progress = lifeline.progress()
@@ -171,14 +172,18 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> Non
             endpoint,
             Hello(PROTOCOL_VERSION, Role.DRAFT, runner.vocab_size, runner.context, digest),
             welcomed,
-            ready=partial(lifeline.tell, "ready", device=own.name, dtype=runner.weights),
+            ready=partial(lifeline.tell, "ready", device=device_choice.name, dtype=runner.weights),
             stopping=lifeline.closed.is_set,
             heartbeat_seconds=min(1.0, config.draft_timeout / 4),
             tracer=tracer,
             beat=lifeline.beat,
             slots=config.slots,
             piece=runner.capabilities.prompt_piece,
-            computes=lambda: None if own.cores is None else occupy(own.cores, runner.use_threads),
+            computes=lambda: (
+                None
+                if device_choice.cores is None
+                else occupy(device_choice.cores, runner.use_threads)
+            ),
         )
         with torch.inference_mode():
             worker.run()
@@ -194,10 +199,10 @@ def _spoken(
     trust = config.trust_remote_code
     if is_head(config.draft):
         return None, _tokenizer(config.model("target"), progress), config.model("target")
-    own = load_tokenizer(config.draft, trust_remote_code=trust, progress=progress, encodes=False)
-    translation = translation_of(config.target, config.draft, trust, own)
+    loaded = load_tokenizer(config.draft, trust_remote_code=trust, progress=progress, encodes=False)
+    translation = translation_of(config.target, config.draft, trust, loaded)
     if translation is None:
-        return None, own[0], config.model("draft")
+        return None, loaded[0], config.model("draft")
     return translation, translation.target, config.model("target")
 
 
@@ -241,9 +246,8 @@ def _datastore(config: EngineConfig, tokenizer: Tokenizer, vocab_size: int) -> D
     if config.datastore is None:
         return None
     store = Datastore(Path(config.datastore), vocab_size)
-    if (
-        tokenizer.vocab_size >= store.header.vocab_size
-    ):  # a draft may have fewer: they are compared with the target's
+    # A draft may have fewer ids: they are compared with the target's.
+    if tokenizer.vocab_size >= store.header.vocab_size:
         check_tokenizer(store.header, tokenizer, store.directory)
     return store
 
@@ -264,9 +268,9 @@ def make_runner(
         shares: whether the target has the same GPU.
     """
     runner: ModelRunner
-    spare = (
-        BRANCHES if model.role == "draft" and not shares else 0
-    )  # the target is to find the memory
+    spare = 0
+    if model.role == "draft" and not shares:  # else the target is to find the memory
+        spare = BRANCHES
     if is_toy(model.spec):
         runner = load_toy(model.spec, model.role, model.max_context, model.slots)
     elif target and is_head(model.spec):
