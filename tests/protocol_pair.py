@@ -14,7 +14,7 @@ from typing import Any
 
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
-from pearl.protocol.drafter import State as DraftState
+from pearl.protocol.drafter import DrafterState as DraftState
 from pearl.protocol.events import (
     Deliver,
     DraftDropped,

@@ -26,7 +26,7 @@ from pearl.protocol.scheduler import prefill_chunk
 from pearl.protocol.sequence import TokenSequence, extend_digest
 
 
-class State(Enum):
+class DrafterState(Enum):
     IDLE = "idle"  # no request
     DRAFTING = "drafting"  # a forward is running, for the text or for other outcomes
     WAITING = "waiting"  # drafted up to the bound, or ended by the stop policy: waits for a verdict
@@ -34,17 +34,21 @@ class State(Enum):
 
 
 # state -> event -> states that may follow. Messages may come while a forward runs.
-TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
-    State.IDLE: {Begin: frozenset({State.DRAFTING, State.WAITING})},
-    State.DRAFTING: {Drafted: frozenset({State.DRAFTING, State.WAITING, State.IDLE, State.LOST})},
-    State.WAITING: {
-        Begin: frozenset({State.DRAFTING, State.WAITING}),
-        Verdict: frozenset({State.DRAFTING, State.WAITING, State.LOST}),
-        Finish: frozenset({State.IDLE}),
+TRANSITIONS: dict[DrafterState, dict[type, frozenset[DrafterState]]] = {
+    DrafterState.IDLE: {Begin: frozenset({DrafterState.DRAFTING, DrafterState.WAITING})},
+    DrafterState.DRAFTING: {
+        Drafted: frozenset(
+            {DrafterState.DRAFTING, DrafterState.WAITING, DrafterState.IDLE, DrafterState.LOST}
+        )
     },
-    State.LOST: {
-        Begin: frozenset({State.DRAFTING, State.WAITING}),
-        Finish: frozenset({State.IDLE}),
+    DrafterState.WAITING: {
+        Begin: frozenset({DrafterState.DRAFTING, DrafterState.WAITING}),
+        Verdict: frozenset({DrafterState.DRAFTING, DrafterState.WAITING, DrafterState.LOST}),
+        Finish: frozenset({DrafterState.IDLE}),
+    },
+    DrafterState.LOST: {
+        Begin: frozenset({DrafterState.DRAFTING, DrafterState.WAITING}),
+        Finish: frozenset({DrafterState.IDLE}),
     },
 }
 ANYTIME = (Begin, Verdict, Finish)
@@ -70,7 +74,7 @@ class DraftMachine(Machine):
         self.slot = slot
         self.context = context
         self._machines = machines
-        self.state = State.IDLE
+        self.state = DrafterState.IDLE
         self.sequence = TokenSequence(piece=piece)
         self.begun: Begin | None = None  # the request being drafted for
         # The request that the running forward is for, should another have begun since.
@@ -135,7 +139,7 @@ class DraftMachine(Machine):
         self._go_on(do)
 
     def _drafted(self, event: Drafted, do: Do) -> None:
-        self.state = State.WAITING
+        self.state = DrafterState.WAITING
         if event.failure or self._overtaken:
             self.sequence.cached += event.cached  # to be rolled back
         if event.failure:
@@ -232,16 +236,16 @@ class DraftMachine(Machine):
 
     def _go_on(self, do: Do) -> None:
         """Start the next forward, unless one is running or nothing may be drafted."""
-        if self.state is State.DRAFTING:
+        if self.state is DrafterState.DRAFTING:
             return
         seq = self.sequence
         if self.begun is None or self._lost:
-            self.state = State.LOST if self._lost else State.IDLE
+            self.state = DrafterState.LOST if self._lost else DrafterState.IDLE
             do(Wait(Cause.IDLE))
         elif self._may_hedge:
             self._hedge(do)
         elif len(seq.tokens) >= self._until or self._paused or len(seq.tokens) == self._withheld:
-            self.state = State.WAITING
+            self.state = DrafterState.WAITING
             do(Wait(Cause.WINDOW))
         else:
             self._forward(do)
@@ -276,7 +280,7 @@ class DraftMachine(Machine):
         self._in_flight = len(tokens)
         self.computing = self.begun.request
         self._overtaken = False
-        self.state = State.DRAFTING
+        self.state = DrafterState.DRAFTING
         return start, tokens
 
     @property
@@ -393,7 +397,7 @@ class Drafter:
 
     def _computing(self, event: Drafted) -> DraftMachine:
         for machine in self.machines:
-            if machine.state is State.DRAFTING and event.request in (machine.computing, -1):
+            if machine.state is DrafterState.DRAFTING and event.request in (machine.computing, -1):
                 return machine
         return self.machines[0]
 
@@ -408,10 +412,10 @@ class Drafter:
         return self.machines[self._turn - 1]
 
     @property
-    def state(self) -> State:
+    def state(self) -> DrafterState:
         """The state of the busiest slot."""
         states = [machine.state for machine in self.machines]
         return min(states, key=_BUSIEST.index)
 
 
-_BUSIEST = (State.DRAFTING, State.LOST, State.WAITING, State.IDLE)
+_BUSIEST = (DrafterState.DRAFTING, DrafterState.LOST, DrafterState.WAITING, DrafterState.IDLE)

@@ -39,13 +39,18 @@ _SOON = 4
 # At least so many tokens and steps show that the best way has become slow.
 _RECENT_TOKENS = 8
 _RECENT_STEPS = 3
-_NOISE = 0.25  # standard deviation of the log of one comparison; 0.18 to 0.3 in recorded texts of the embedded pair
-_MEMORY = 16  # comparisons in a running mean; older ones fade, because texts and the load on the machine change
-_SHARE = 0.01  # trials of a way may cost this share of all tokens; after its n-th comparison, 1 / n of it
+# Standard deviation of the log of one comparison; 0.18 to 0.3 in recorded texts of the embedded
+# pair.
+_NOISE = 0.25
+# Comparisons in a running mean; older ones fade, because texts and the load on the machine change.
+_MEMORY = 16
+# Trials of a way may cost this share of all tokens; after its n-th comparison, 1 / n of it.
+_SHARE = 0.01
 _SWITCH = 8  # cost of changing the way, in tokens, on top of the slower stretch
 _LEAST_PATIENCE = 96  # tokens between trials of any two ways
 _MOST_PATIENCE = 4096  # tokens between trials of one way
-_READING = 256  # for a draft that must prefill the text first: further tokens that must be left for a trial
+# For a draft that must prefill the text first: further tokens that must be left for a trial.
+_READING = 256
 # After three successive stretches of the best way below 0.6 of its usual rate all others become due.
 _SLOWED = 3
 _SLOW = 0.6

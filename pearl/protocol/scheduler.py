@@ -15,7 +15,8 @@ from pearl.protocol.speeds import Speeds
 # With other requests running, chunks are smaller, because each of the others' tokens waits for a whole chunk.
 PREFILL_CHUNK = 512
 SHARED_CHUNK = 64
-_GATHERING = 1.2  # maximum delay of a target forward, in draft forwards, for requests whose draft tokens are due
+# Maximum delay of a target forward, in draft forwards, for requests whose draft tokens are due.
+_GATHERING = 1.2
 
 
 def prefill_chunk(sequence: TokenSequence, *, is_alone: bool) -> int:

@@ -25,7 +25,9 @@ _DEFAULT_WINDOW = 4  # until both speeds are known
 _TIME_WEIGHT = 0.1
 _AGED_WEIGHT = 1 / 256
 _MAX_WEIGHT = 0.75
-_OUTLIER = 2.0  # a new time counts as at most so many times the estimate: the forward may have had to prepare others
+# A new time counts as at most so many times the estimate: the forward may have had to prepare
+# others.
+_OUTLIER = 2.0
 # A time not re-measured for 256 forwards decays by 0.2% with each further one, to at least half: outliers are retried.
 _LASTS = 256
 _DECAY = 0.998

@@ -281,7 +281,8 @@ def make_runner(
     else:
         runner = load_runner(model, device, progress, features, spare)
     gc.collect()
-    gc.freeze()  # a full collection would walk all that torch and the model made: tens of milliseconds, mid-step
+    # A full collection in mid-step would walk all that torch and the model made: tens of ms.
+    gc.freeze()
     if model.pace:
         pace(runner, model.pace)
     return runner

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 _THREADS = Path("/proc/self/task")
-_COMPUTES = 0.5  # of the need for a core of the thread that needs it most: a thread that reads sockets needs far less
+# Of the need for a core of the thread that needs it most: a thread that reads sockets needs far
+# less.
+_COMPUTES = 0.5
 
 
 class ThreadTime(NamedTuple):

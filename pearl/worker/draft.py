@@ -21,7 +21,7 @@ from pearl.execution.batched import compute_together
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.early_drafts import Ahead
 from pearl.models.checkpoints.memory import memory_errors
-from pearl.protocol.drafter import Drafter, State
+from pearl.protocol.drafter import Drafter, DrafterState
 from pearl.protocol.events import Draft, Drafted, Open, Send, Wait
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
@@ -122,7 +122,7 @@ class DraftWorker:
     def _wait(self) -> None:
         """Wait for a message; count the time if it is a verdict that is awaited."""
         began = time.monotonic()
-        awaits_verdict = self._drafter.state is not State.IDLE
+        awaits_verdict = self._drafter.state is not DrafterState.IDLE
         self._receive(_IDLE_SECONDS)
         if awaits_verdict:
             self._waited += time.monotonic() - began
@@ -197,7 +197,7 @@ class DraftWorker:
     # ---- commands ----
 
     def _handle(self, event: object) -> None:
-        if isinstance(event, Begin) and self._drafter.state is State.IDLE:
+        if isinstance(event, Begin) and self._drafter.state is DrafterState.IDLE:
             self._waited = 0.0
         self._commands.extend(self._decide(event))
 

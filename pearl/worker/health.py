@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from pearl.errors import DraftLost
-from pearl.protocol.drafter import State as Working
+from pearl.protocol.drafter import DrafterState
 from pearl.protocol.speeds import Speeds
 from pearl.silence import SLACK, Silence
 
@@ -14,11 +14,12 @@ _TOO_SLOW = 20.0  # times the seconds per token that were measured when it joine
 _LEAST_SLOW = 0.01  # seconds; a faster token is never slow: a busy machine's noise is as large
 # Slow tokens of one request in a row that end the draft; or as many as took `timeout` in all.
 _SLOW_TOKENS = 8
-_MOST_ALLOWED = 10  # times `timeout`: the longest silence a draft may announce, and the longest wait for a token
+# Times `timeout`: the longest silence a draft may announce, and the longest wait for a token.
+_MOST_ALLOWED = 10
 # Heartbeats of an idle draft that the target waits for: a message was lost, resynchronise.
 _STALLED_BEATS = 2
 _STALLED_FOR_GOOD = 8  # such heartbeats after which the draft is lost
-_AT_REST = frozenset(state.value for state in Working if state is not Working.DRAFTING)
+_AT_REST = frozenset(state.value for state in DrafterState if state is not DrafterState.DRAFTING)
 
 
 class _Progress(NamedTuple):

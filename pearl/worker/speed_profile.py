@@ -30,7 +30,8 @@ from pearl.trace.recorder import where_and_what
 log = logging.getLogger(__name__)
 
 FORMAT = 2
-_ARITHMETIC = 4  # raised when forwards of the same settings come to take another time; 4: our products on a CPU
+# Raised when forwards of the same settings come to take another time; 4: our products on a CPU.
+_ARITHMETIC = 4
 _SETTINGS = (  # those that speeds depend on
     "target_device",
     "draft_device",

@@ -68,10 +68,12 @@ from pearl.worker.settings import TargetSettings
 log = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 0.2  # longest sleep of the loop, so that closing is noticed
-_LOSS_SECONDS = 0.5  # until a lost draft is reported: a front that ends closes both workers, and the draft may be first
+# Until a lost draft is reported: a front that ends closes both workers, and the draft may be first.
+_LOSS_SECONDS = 0.5
 # Share of a forward's usual time on a device during which the draft's tokens are handled.
 _HANDLING = 0.8
-_NAP_SECONDS = 1e-3  # between two looks whether the device is done: waiting longer would show in its measured times
+# Between two looks whether the device is done: waiting longer would show in its measured times.
+_NAP_SECONDS = 1e-3
 _FRONT_SECONDS = 2.0  # between signs of life to fronts
 _WARN_SECONDS = 10.0  # between two lines of a kind about peers and their requests
 
