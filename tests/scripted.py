@@ -28,7 +28,8 @@ def submission(
     text: Sequence[int], method: str = "pearl", prompt: int = len(PROMPT), **settings: Any
 ) -> Submit:
     """Asks for the rest of `text`. `settings`: fields of RequestOptions or of Submit."""
-    ours = {k: v for k, v in settings.items() if k in RequestOptions.__struct_fields__}
+    names = {*RequestOptions.__struct_fields__, "sampling"}  # what `resolved` takes
+    ours = {k: v for k, v in settings.items() if k in names}
     fields: dict[str, Any] = {"request": 1, "limit": len(text)} | {
         k: v for k, v in settings.items() if k not in ours
     }

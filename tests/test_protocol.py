@@ -280,6 +280,9 @@ def eventful_run(seed: int, withholds: bool = False) -> None:
     elif options["sampling"].temperature and chance.random() < 0.3:
         options |= {"rule": "joint", "parameters": (("depth", chance.choice((2.0, 3.0))),)}
     method = chance.choice(DIFFERENT)
+    is_by_blocks = options.get("rule") == "joint"
+    if (is_by_blocks and method == "ssd") or (withholds and not METHODS[method].takes_stops):
+        method = "pearl"
     limits = {number: chance.randint(3, len(text)) for number in (1, 2)}
     submits = [
         submission(
