@@ -7,10 +7,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from pearl.protocol.coordinator import Coordinator
-from pearl.protocol.draft_view import DraftView
+from pearl.protocol.draft_state import DraftState
 from pearl.protocol.drafter import Drafter, DraftMachine
 from pearl.protocol.events import Drafted
-from pearl.protocol.feeding import FedTokens, Feeding
 from pearl.protocol.messages import Cancel, DraftTokens, Provenance, Resync, Source, Verdict
 from pearl.protocol.method_choice import Auto
 from pearl.protocol.method_trials import AutoText
@@ -20,6 +19,7 @@ from pearl.protocol.request_machine import RequestMachine, State
 from pearl.protocol.scheduler import Scheduler
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.speeds import Speeds
+from pearl.protocol.target_steps import FedTokens, TargetSteps
 from tests.options import drawn_by
 from tests.protocol_pair import Pair, check_counts
 from tests.replace import replace
@@ -32,9 +32,9 @@ OPEN_UP = (
         Coordinator,
         RequestMachine,
         Request,
-        DraftView,
+        DraftState,
         AutoText,
-        Feeding,
+        TargetSteps,
         FedTokens,
         Scheduler,
         ProposalStore,

@@ -14,7 +14,7 @@ from typing import Any
 
 from pearl.protocol.coordinator import Coordinator
 from pearl.protocol.drafter import Drafter
-from pearl.protocol.drafter import State as DraftState
+from pearl.protocol.drafter import DrafterState as DraftState
 from pearl.protocol.events import (
     Deliver,
     DraftDropped,
@@ -171,7 +171,7 @@ class Pair:
         draft = self.drafter.machines[0] if self.drafter else None
         for sequence in [text] + ([draft.sequence] if draft else []):
             # What the cache lacks waits in a tree, whose path the next forward begins by keeping.
-            waits = sequence is text and any(machine._feeding._fed._children for machine in running)
+            waits = sequence is text and any(machine._steps._fed._children for machine in running)
             assert sequence.fed >= 0
             assert sequence.fed <= sequence.cached or waits, "a rollback only shortens"
             assert sequence.committed <= len(sequence.tokens)

@@ -191,9 +191,8 @@ def test_a_draft_may_not_say_now_with_distributions_and_now_without(
 def test_what_a_draft_says_of_a_request_before_it_is_begun_is_dropped() -> None:
     """The draft cannot know yet what the rule needs, and request numbers can be guessed."""
     executor = TargetExecutor(ToyRunner(32, alpha_pair(32, 0.5)[0]))
-    link = DraftLink(
-        TargetSettings(EngineConfig(draft_timeout=1.0), 32, CONTEXT, DIGEST), executor, None
-    )
+    settings = TargetSettings(EngineConfig(draft_timeout=1.0), 32, CONTEXT, DIGEST)
+    link = DraftLink(settings, executor, None, Mock(), Mock(), Mock())
     without = DraftTokens(1, 0, 3, (5,))
     assert link.with_needed_rows(without) is None
     executor.execute(Open(PROMPT, resolved(rule="coupled", sampling=WARM), request=1))

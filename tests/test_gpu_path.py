@@ -164,9 +164,8 @@ def test_announced_rows_are_received_where_messages_are_read() -> None:
     """Beside the forwards: over NCCL a row takes two waits for the device, which are not to be the loop's."""
     executor, row = TargetExecutor(ToyRunner(32, alpha_pair(32, 0.5)[0])), torch.full((32,), 1 / 32)
     channel = Mock(receive=lambda count: row.expand(count, -1))
-    link = DraftLink(
-        TargetSettings(EngineConfig(draft_timeout=1.0), 32, 64, b""), executor, lambda: channel
-    )
+    settings = TargetSettings(EngineConfig(draft_timeout=1.0), 32, 64, b"")
+    link = DraftLink(settings, executor, lambda: channel, Mock(), Mock(), Mock())
     link.peer = b"draft"
     link.open_channel()
     message = link.examined(b"draft", DraftTokens(0, 0, 3, (1,), rows=(AnnouncedRow(),)))

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from pearl.errors import ProtocolError
-from pearl.protocol.draft_view import DraftView
+from pearl.protocol.draft_state import DraftState
 from pearl.protocol.drafter import DraftMachine
 from pearl.protocol.events import Drafted
-from pearl.protocol.feeding import Feeding
 from pearl.protocol.messages import FinishReason, Provenance, Resync
 from pearl.protocol.request import Request
 from pearl.protocol.request_machine import RequestMachine
+from pearl.protocol.target_steps import TargetSteps
 from pearl.spec.methods import METHODS
 from tests.exploration import DRAFTED, TEXT, Exploration, FaultyPair, explore
 from tests.pairwise import combined
@@ -195,20 +195,20 @@ def hasty(self: DraftMachine, event: Drafted, do: Callable[[object], None]) -> N
         self.sequence.accept()
 
 
-def credulous(self: Feeding, tokens: tuple[int, ...], stops: list[bool]) -> None:
+def credulous(self: TargetSteps, tokens: tuple[int, ...], stops: list[bool]) -> None:
     """Takes the last of the runners-up that were fed for the position."""
     alternatives = self._alternatives(self._trust(len(self._sequence.pending)))
     said = [other.tokens[0] for other in alternatives if other.position == self._sequence.committed]
     _COMMIT(self, (*said[-1:], *tokens)[: len(tokens)], stops)
 
 
-_COMMIT = Feeding.commit_draws
-_DRAFTED, _GRANT = DraftMachine._drafted, DraftView._grant
+_COMMIT = TargetSteps.commit_draws
+_DRAFTED, _GRANT = DraftMachine._drafted, DraftState._grant
 PLANTED: dict[
     str, tuple[object, object, Any, tuple[Any, ...]]
 ] = {  # where, what, the bug; what is explored
     "the draft may draft one token less than the target waits for": (
-        *(DraftView, "_grant", lambda self: _GRANT(self) - 1),
+        *(DraftState, "_grant", lambda self: _GRANT(self) - 1),
         ("pearl", "fixed", 1, ()),
     ),
     "a target that is told that both wait does nothing about it": (
@@ -220,7 +220,7 @@ PLANTED: dict[
         ("pearl", "stream", 2, (2,)),
     ),
     "a runner-up is committed though the target draws another token": (
-        *(Feeding, "commit_draws", credulous),
+        *(TargetSteps, "commit_draws", credulous),
         ("pearl", "stream", 2, (2,), TEXT, (), None),
     ),
     "what was drafted before a rejection is kept, as if no epoch had begun": (

@@ -124,7 +124,7 @@ def test_digests_tell_prefixes_apart() -> None:
 
 def test_a_failed_draw_that_was_overtaken_ends_nothing() -> None:
     """The prefix that it choked on no longer stands: a verdict, or another request, came meanwhile."""
-    machine = draft_in(draft_side.State.DRAFTING)
+    machine = draft_in(draft_side.DrafterState.DRAFTING)
     machine.handle(Begin(2, 0, (*PROMPT, 8), 9, extend_digest(0, (*PROMPT, 8)), resolved()))
     commands = machine.handle(e.Drafted(failure="not finite"))
     assert not any(isinstance(command, e.Send) for command in commands)
@@ -202,7 +202,7 @@ def in_state(state: target_side.State) -> Coordinator:
 
 CASES = [
     *((target_side, state, kind) for state in target_side.State for kind in TARGET_EVENTS),
-    *((draft_side, state, kind) for state in draft_side.State for kind in DRAFT_EVENTS),
+    *((draft_side, state, kind) for state in draft_side.DrafterState for kind in DRAFT_EVENTS),
 ]
 
 

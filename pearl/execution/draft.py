@@ -34,13 +34,13 @@ class DraftExecutor:
 
     def draft(self, commands: Sequence[Draft]) -> list[Drafted]:
         """One forward of the model for several requests; the event that answers each."""
-        found: list[Drafted] = []
+        events: list[Drafted] = []
         for launched in self.proposer.launch_together(commands):
             if isinstance(launched, Drafted):
-                found.append(launched)
+                events.append(launched)
                 continue
             try:
-                found.append(self.proposer.collect(launched))
+                events.append(self.proposer.collect(launched))
             except NumericalError as error:  # in one request, and so no failure of the others
-                found.append(Drafted(failure=str(error), request=launched.command.request))
-        return found
+                events.append(Drafted(failure=str(error), request=launched.command.request))
+        return events

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
@@ -29,22 +30,39 @@ _LEAST_LEAD = 1e-4  # seconds: a thread that slept may wake so late
 _LONGEST_NAP = 5e-4  # seconds
 _UNKNOWN = Drafted((-1,))  # a token that nobody knows yet; no command has it
 
+Outcome = Event | list[Drafted] | Step | BaseException | None
+
+
+@dataclass(frozen=True)
+class EarlyDraft:
+    """A forward that was started before it was requested.
+
+    Attributes:
+        command: the command that it is expected to answer.
+        outcome: its event, its step where it is still to be collected, or what it has raised.
+    """
+
+    command: Draft
+    outcome: Outcome
+
 
 class Ahead:
     """Carries out commands in its thread, with an executor that nobody else uses, until `close`.
 
     Args:
-        wanted: whether a forward may start before it is requested; called in the thread.
-        begins: called in the thread before anything else.
+        may_start: whether a forward may start before it is requested; called in the thread.
+        prepare: called in the thread before anything else.
     """
 
     def __init__(
         self,
         executor: DraftExecutor,
-        wanted: Callable[[], bool],
-        begins: Callable[[], None] = lambda: None,
+        may_start: Callable[[], bool],
+        prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        self._executor, self._wanted, self._begins = executor, wanted, begins
+        self._executor = executor
+        self._may_start = may_start
+        self._prepare = prepare
         self._proposer = executor.proposer
         self._due = 0.0  # when the last launched forward should be done
         self._took = 0.0  # seconds, the last forward of one token and its draw
@@ -81,14 +99,13 @@ class Ahead:
     def _run(self) -> None:
         device = self._proposer.device
         try:
-            self._begins()
+            self._prepare()
             with torch.inference_mode():
                 if device.type == "cuda":
                     # A stream of its own, so that copying a row to the host does not wait for the forward after it.
                     stream = torch.cuda.Stream(device)
-                    stream.wait_stream(
-                        torch.cuda.default_stream(device)
-                    )  # where the model was made and measured
+                    # The model was made and measured on the default stream.
+                    stream.wait_stream(torch.cuda.default_stream(device))
                     with torch.cuda.stream(stream):
                         self._serve()
                 else:
@@ -97,55 +114,51 @@ class Ahead:
             self._outcomes.put(error)
 
     def _serve(self) -> None:
-        guess: Draft | None = (
-            None  # a forward started before it was requested; `outcome` is its result
-        )
-        outcome: Event | list[Drafted] | Step | BaseException | None = None
+        """Carry out commands; between two of them a forward has been started early, or none has."""
+        early: EarlyDraft | None = None
+        failure: BaseException | None = None  # of a command without an answer, due to the next
         while (command := self._commands.get()) is not None:
-            failed = guess is None and isinstance(
-                outcome, BaseException
-            )  # a guess's error is discarded with it
-            if not failed and (guess is None or not _same(command, guess)):
-                outcome = self._attempt(command, guess)
-            guess = None
+            if failure is not None:
+                outcome: Outcome = failure
+            elif early is not None and _same(command, early.command):
+                outcome = early.outcome
+            else:
+                outcome = self._attempt(command, None if early is None else early.command)
+            early = None
+            failure = None
             if isinstance(command, Draft):
-                answer, following = outcome, None
-                if isinstance(outcome, Step):
-                    answer, guess, following = self._collect(command, outcome)
-                if guess is None:
-                    guess = self._next(command, answer)
-                    self._outcomes.put(answer)
-                    outcome = None if guess is None else self._attempt(guess)
-                else:
-                    self._outcomes.put(answer)
-                    outcome = following
-            elif isinstance(
-                command, Sequence
-            ):  # start nothing early: the loop decides which requests come next
+                early = self._answer_draft(command, outcome)
+            elif isinstance(command, Sequence):
+                # Start nothing early: the loop decides which requests come next.
                 self._outcomes.put(outcome)
-                outcome = None
+            elif isinstance(outcome, BaseException):
+                failure = outcome
 
-    def _next(self, command: Draft, outcome: object) -> Draft | None:
-        guess = _after(command, outcome) if isinstance(outcome, Drafted) else None
-        return guess if guess is not None and self._wanted() else None
+    def _answer_draft(self, command: Draft, outcome: Outcome) -> EarlyDraft | None:
+        """Hand out the answer to `command`; return the forward that was started early, if any."""
+        early: EarlyDraft | None = None
+        if isinstance(outcome, Step):
+            outcome, early = self._collect(command, outcome)
+        following = self._next(command, outcome) if early is None else None
+        self._outcomes.put(outcome)
+        if following is not None:
+            early = EarlyDraft(following, self._attempt(following))
+        return early
 
-    def _attempt(
-        self, command: object, forgotten: Draft | None = None
-    ) -> Event | list[Drafted] | Step | BaseException | None:
+    def _next(self, command: Draft, outcome: Outcome) -> Draft | None:
+        if not isinstance(outcome, Drafted):
+            return None
+        following = _after(command, outcome)
+        if following is None or not self._may_start():
+            return None
+        return following
+
+    def _attempt(self, command: object, discarded: Draft | None = None) -> Outcome:
+        """The outcome of `command`, before which the early forward of `discarded` is undone."""
         try:
-            # Rollbacks of the state machine, which does not know the guess, do not undo it.
-            undoes = (
-                isinstance(command, Rollback)
-                and forgotten is not None
-                and command.request == forgotten.request
-            )
-            if forgotten is not None and not undoes:
-                self._executor.execute(Rollback(forgotten.start, request=forgotten.request))
-            if (
-                isinstance(command, Draft)
-                and command.budget
-                and self._proposer.chained(command.request)
-            ):
+            if discarded is not None and not _undoes(command, discarded):
+                self._executor.execute(Rollback(discarded.start, request=discarded.request))
+            if isinstance(command, Draft) and self._is_chained(command):
                 return self._launch(command)
             if isinstance(command, Sequence):
                 return self._executor.draft(command)
@@ -154,6 +167,9 @@ class Ahead:
             return error
 
     # ---- chained ----
+
+    def _is_chained(self, command: Draft) -> bool:
+        return command.budget > 0 and self._proposer.chained(command.request)
 
     def _launch(self, command: Draft, after: Step | None = None) -> Step:
         began = time.monotonic()
@@ -166,33 +182,38 @@ class Ahead:
 
     def _collect(
         self, command: Draft, launched: Step
-    ) -> tuple[Event | BaseException, Draft | None, Step | BaseException | None]:
-        """The event of `command`, and the forward that was launched before it was known, with its outcome."""
-        guess: Draft | None = None
-        following: Step | BaseException | None = None
-        if (
-            command.budget > 1
-            and launched.following is not None
-            and not self._proposer.awaits(command, self._lead)
-        ):
-            self._wait_until_late(launched)
-            if self._wanted():
-                guess = _after(command, _UNKNOWN)
-                assert guess is not None
-                try:
-                    following = self._launch(guess, launched)
-                except BaseException as error:
-                    following = error
+    ) -> tuple[Drafted | BaseException, EarlyDraft | None]:
+        """The event of `command`, and the forward that was launched before it was known."""
+        early = self._launch_next(command, launched)
         try:
             drafted = self._proposer.collect(launched)
         except BaseException as error:
-            return error, guess, following
+            return error, early
         if len(command.tokens) == 1 and launched.following is not None:
             self._took = drafted.seconds + drafted.draw
-        self._due = time.monotonic() + (self._took if guess else 0.0)
-        if guess is not None and (known := _after(command, drafted)) is not None:
-            guess = known
-        return drafted, guess, following
+        self._due = time.monotonic()
+        if early is not None:
+            self._due += self._took
+            following = _after(command, drafted)
+            if following is not None:
+                early = EarlyDraft(following, early.outcome)
+        return drafted, early
+
+    def _launch_next(self, command: Draft, launched: Step) -> EarlyDraft | None:
+        """Launch the forward after `launched` shortly before that ends, if it is worth it."""
+        if command.budget <= 1 or launched.following is None:
+            return None
+        if self._proposer.awaits(command, self._lead):
+            return None
+        self._wait_until_late(launched)
+        if not self._may_start():
+            return None
+        following = _after(command, _UNKNOWN)
+        assert following is not None
+        try:
+            return EarlyDraft(following, self._launch(following, launched))
+        except BaseException as error:
+            return EarlyDraft(following, error)
 
     def _wait_until_late(self, launched: Step) -> None:
         """Sleep until `_lead` seconds before the forward should end, in naps, in case it ends earlier."""
@@ -210,13 +231,18 @@ def _after(command: Draft, drafted: Drafted) -> Draft | None:
     return Draft(start, drafted.tokens[drafted.cached :], budget, pending, request=command.request)
 
 
-def _same(command: object, guess: Draft) -> bool:
+def _undoes(command: object, discarded: Draft) -> bool:
+    """Whether `command` itself removes the early forward: a rollback of its request."""
+    return isinstance(command, Rollback) and command.request == discarded.request
+
+
+def _same(command: object, early: Draft) -> bool:
     """Whether one forward answers both. Their budgets may differ, as the bound may have grown."""
     # Field by field, because comparing whole commands costs time between two forwards.
     return (
         isinstance(command, Draft)
         and command.budget > 0
-        and command.start == guess.start
-        and command.tokens == guess.tokens
-        and command.request == guess.request
+        and command.start == early.start
+        and command.tokens == early.tokens
+        and command.request == early.request
     )

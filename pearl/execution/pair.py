@@ -22,7 +22,8 @@ def decode(
 
     On devices of two kinds only for rules that take no distributions. Raises `ForwardError`.
     """
-    coordinator, drafter = Coordinator(piece=target.capabilities.prompt_piece), Drafter(0)
+    coordinator = Coordinator(piece=target.capabilities.prompt_piece)
+    drafter = Drafter(0)
     executors: list[TargetExecutor | DraftExecutor] = [TargetExecutor(target)]
     events: deque[tuple[int, object]] = deque()  # (0: the target's, 1: the draft's; event)
     if draft is not None:
@@ -43,5 +44,6 @@ def decode(
                 case Deliver() | Wait() | DraftDropped():
                     pass
                 case _:
-                    if (answer := executors[actor].execute(command)) is not None:
+                    answer = executors[actor].execute(command)
+                    if answer is not None:
                         events.append((actor, answer))

@@ -55,7 +55,6 @@ class Foresight:
 
     def others(self, seen: Seen) -> list[tuple[float, int]]:
         """(probability, rival) for each rival."""
-        wrong = 1 - self.agrees(seen)
-        return [
-            (wrong * right, rival) for right, rival in zip(self._right, seen.rivals, strict=False)
-        ]
+        rejected = 1 - self.agrees(seen)
+        pairs = zip(self._right, seen.rivals, strict=False)
+        return [(rejected * chance, rival) for chance, rival in pairs]

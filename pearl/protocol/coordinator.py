@@ -38,18 +38,17 @@ class Coordinator:
         a message that the draft had no right to send; nothing has changed then.
         """
         machine = self.running.get(getattr(event, "request", None))  # type: ignore[arg-type]
-        if (
-            machine is not None and type(event) is not Submit
-        ):  # first: this is what passes between two forwards
-            commands = machine.handle(event)
-            return commands + self._release(machine) if machine.state is State.IDLE else commands
+        if machine is not None and type(event) is not Submit:
+            # First: this is what passes between two forwards.
+            return self._pass(event, machine)
         match event:
             case Submit():
                 self.scheduler.submit(event)
                 return self._admit()
             case Cancel(request):
-                is_waiting = self.scheduler.cancel(request)
-                return [End(request, FinishReason.CANCELLED, 0, Counts(), 0)] if is_waiting else []
+                if not self.scheduler.cancel(request):
+                    return []
+                return [End(request, FinishReason.CANCELLED, 0, Counts(), 0)]
             case DraftTokens() | Resync():
                 self.stale += 1
                 return []
@@ -66,14 +65,18 @@ class Coordinator:
         self.draft_context = 0
         if isinstance(event, DraftJoined):
             self.draft_context = event.context
-            self.speeds.t_draft = (
-                event.seconds or self.speeds.t_draft
-            )  # not comparable with its predecessor's
+            if event.seconds:  # not comparable with its predecessor's
+                self.speeds.t_draft = event.seconds
         commands: list[object] = []
         for machine in list(self.running.values()):
-            commands += machine.handle(event)
-            if machine.state is State.IDLE:
-                commands += self._release(machine)
+            commands += self._pass(event, machine)
+        return commands
+
+    def _pass(self, event: object, machine: RequestMachine) -> list[object]:
+        """Give an event to a request's machine; if that ends the request, begin another."""
+        commands = machine.handle(event)
+        if machine.state is State.IDLE:
+            commands += self._release(machine)
         return commands
 
     def _release(self, machine: RequestMachine) -> list[object]:
@@ -87,25 +90,31 @@ class Coordinator:
         commands: list[object] = []
         while (admitted := self.scheduler.admit()) is not None:
             submit, slot = admitted
-            sequence = self.scheduler.sequences[slot]
-            known = self.speeds, self.draft_context, self.window
-            machine = self.running[submit.request] = RequestMachine(
-                submit, sequence, slot, *known, self.running
+            machine = RequestMachine(
+                submit,
+                self.scheduler.sequences[slot],
+                slot,
+                self.speeds,
+                self.draft_context,
+                self.window,
+                self.running,
             )
+            self.running[submit.request] = machine
             commands += machine.handle(submit)
         return commands
 
     @property
     def waiting(self) -> dict[int, tuple[int, int]]:
         """Running requests that wait for the draft's tokens: (committed tokens, tokens with the pending ones)."""
-        texts = {
-            number: machine.sequence
-            for number, machine in self.running.items()
-            if machine.state in WAITING
-        }
-        return {number: (text.committed, len(text.tokens)) for number, text in texts.items()}
+        lengths: dict[int, tuple[int, int]] = {}
+        for number, machine in self.running.items():
+            if machine.state in WAITING:
+                lengths[number] = (machine.sequence.committed, len(machine.sequence.tokens))
+        return lengths
 
     @property
     def state(self) -> State:
         """That of the request which began last."""
-        return next(reversed(self.running.values())).state if self.running else State.IDLE
+        if not self.running:
+            return State.IDLE
+        return next(reversed(self.running.values())).state

@@ -26,7 +26,7 @@ from pearl.protocol.scheduler import prefill_chunk
 from pearl.protocol.sequence import TokenSequence, extend_digest
 
 
-class State(Enum):
+class DrafterState(Enum):
     IDLE = "idle"  # no request
     DRAFTING = "drafting"  # a forward is running, for the text or for other outcomes
     WAITING = "waiting"  # drafted up to the bound, or ended by the stop policy: waits for a verdict
@@ -34,17 +34,21 @@ class State(Enum):
 
 
 # state -> event -> states that may follow. Messages may come while a forward runs.
-TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
-    State.IDLE: {Begin: frozenset({State.DRAFTING, State.WAITING})},
-    State.DRAFTING: {Drafted: frozenset({State.DRAFTING, State.WAITING, State.IDLE, State.LOST})},
-    State.WAITING: {
-        Begin: frozenset({State.DRAFTING, State.WAITING}),
-        Verdict: frozenset({State.DRAFTING, State.WAITING, State.LOST}),
-        Finish: frozenset({State.IDLE}),
+TRANSITIONS: dict[DrafterState, dict[type, frozenset[DrafterState]]] = {
+    DrafterState.IDLE: {Begin: frozenset({DrafterState.DRAFTING, DrafterState.WAITING})},
+    DrafterState.DRAFTING: {
+        Drafted: frozenset(
+            {DrafterState.DRAFTING, DrafterState.WAITING, DrafterState.IDLE, DrafterState.LOST}
+        )
     },
-    State.LOST: {
-        Begin: frozenset({State.DRAFTING, State.WAITING}),
-        Finish: frozenset({State.IDLE}),
+    DrafterState.WAITING: {
+        Begin: frozenset({DrafterState.DRAFTING, DrafterState.WAITING}),
+        Verdict: frozenset({DrafterState.DRAFTING, DrafterState.WAITING, DrafterState.LOST}),
+        Finish: frozenset({DrafterState.IDLE}),
+    },
+    DrafterState.LOST: {
+        Begin: frozenset({DrafterState.DRAFTING, DrafterState.WAITING}),
+        Finish: frozenset({DrafterState.IDLE}),
     },
 }
 ANYTIME = (Begin, Verdict, Finish)
@@ -67,19 +71,18 @@ class DraftMachine(Machine):
         self, slot: int, context: int, machines: Sequence[DraftMachine], piece: int
     ) -> None:
         super().__init__()
-        self.slot, self.context, self._machines = slot, context, machines
-        self.state = State.IDLE
+        self.slot = slot
+        self.context = context
+        self._machines = machines
+        self.state = DrafterState.IDLE
         self.sequence = TokenSequence(piece=piece)
         self.begun: Begin | None = None  # the request being drafted for
-        self.computing = (
-            -1
-        )  # the request that the running forward is for, should another have begun meanwhile
+        # The request that the running forward is for, should another have begun since.
+        self.computing = -1
         self.epoch = 0
         self.draft_until = 0
         self._lost = False
-        self._paused = (
-            False  # the stop policy has ended drafting until all drafted tokens are judged
-        )
+        self._paused = False  # by the stop policy, until all drafted tokens are judged
         self._withheld = -1  # the position for which a token was drafted and not sent
         self._is_hedged = False  # no more branches are worth a forward until the next verdict
         self._in_flight = 0  # tokens that the running forward was fed
@@ -97,7 +100,9 @@ class DraftMachine(Machine):
                 f"target sent a prefix of {len(begin.tokens)} tokens (request {begin.request}, epoch {begin.epoch}) "
                 "that does not match its digest"
             )
-        self.begun, self.epoch, self.draft_until = begin, begin.epoch, begin.draft_until
+        self.begun = begin
+        self.epoch = begin.epoch
+        self.draft_until = begin.draft_until
         self._lost = self._paused = self._is_hedged = False
         self._part()
         self.sequence.restart(begin.tokens)
@@ -106,17 +111,15 @@ class DraftMachine(Machine):
 
     def _verdict(self, verdict: Verdict, do: Do) -> None:
         seq = self.sequence
-        old = (
-            self.begun is None
-            or verdict.request != self.begun.request
-            or verdict.epoch < self.epoch
-        )
-        if (
-            self._lost and not old and verdict.epoch > self.epoch
-        ):  # a rejection has overtaken our Resync
-            self._lose(verdict, do)
+        if self.begun is None or verdict.request != self.begun.request:
             return
-        if old or self._lost or verdict.start < seq.committed:
+        if verdict.epoch < self.epoch:
+            return
+        if self._lost:
+            if verdict.epoch > self.epoch:  # a rejection has overtaken our Resync
+                self._lose(verdict, do)
+            return
+        if verdict.start < seq.committed:
             return
         if verdict.start > seq.committed or not self._apply(verdict):
             self._lose(verdict, do)
@@ -136,7 +139,7 @@ class DraftMachine(Machine):
         self._go_on(do)
 
     def _drafted(self, event: Drafted, do: Do) -> None:
-        self.state = State.WAITING
+        self.state = DrafterState.WAITING
         if event.failure or self._overtaken:
             self.sequence.cached += event.cached  # to be rolled back
         if event.failure:
@@ -144,26 +147,7 @@ class DraftMachine(Machine):
         elif self._overtaken:
             pass  # what it drafted would continue an outdated prefix
         elif event.tokens or (event.paused and not self._hedges):
-            assert self.begun is not None
-            start = len(self.sequence.tokens)
-            self.sequence.extend(event.tokens)
-            self.sequence.feed(event.cached)
-            if self.begun.options.withholds:
-                self._withheld = start + len(event.tokens) if event.paused else -1
-            else:
-                self._paused = event.paused
-            # The forward of a whole prefix is no measure of a token's time.
-            seconds = (
-                (self._searched + event.seconds) / max(1, len(event.tokens))
-                if self._in_flight == 1
-                else 0.0
-            )
-            self._searched = 0.0
-            tokens, rows, known = event.tokens, event.rows, self.sequence.committed
-            drafted = DraftTokens(
-                self.begun.request, self.epoch, start, tokens, seconds, rows, known=known
-            )
-            do(Send(drafted.changed(paused=event.paused, runners_up=event.seen)))
+            self._send_drafted(event, do)
             self._prepare(event.branches, do)
         elif self._hedges:
             self._is_hedged = event.paused
@@ -171,6 +155,35 @@ class DraftMachine(Machine):
         elif self._in_flight == 1:  # the search for a block goes on
             self._searched += event.seconds
         self._go_on(do)
+
+    def _send_drafted(self, event: Drafted, do: Do) -> None:
+        """Append what was drafted to the text, as pending, and send it."""
+        assert self.begun is not None
+        start = len(self.sequence.tokens)
+        self.sequence.extend(event.tokens)
+        self.sequence.feed(event.cached)
+        if not self.begun.options.withholds:
+            self._paused = event.paused
+        elif event.paused:
+            self._withheld = start + len(event.tokens)
+        else:
+            self._withheld = -1
+        seconds = 0.0  # unknown: the forward of a whole prefix is no measure of a token's time
+        if self._in_flight == 1:
+            seconds = (self._searched + event.seconds) / max(1, len(event.tokens))
+        self._searched = 0.0
+        message = DraftTokens(
+            self.begun.request,
+            self.epoch,
+            start,
+            event.tokens,
+            seconds,
+            event.rows,
+            paused=event.paused,
+            known=self.sequence.committed,
+            runners_up=event.seen,
+        )
+        do(Send(message))
 
     def _prepare(self, branches: tuple[Proposal, ...], do: Do) -> None:
         """Send new tokens of the continuations for other outcomes."""
@@ -181,21 +194,32 @@ class DraftMachine(Machine):
         for branch in branches:
             assert branch.after is not None
             sent = self._branches.get(branch.after, ())
-            new = branch.tokens[len(sent) :]
+            num_sent = len(sent)
+            tokens = branch.tokens[num_sent:]
             is_open = seq.committed <= branch.after[0] < end
-            if not new or not is_open or branch.tokens[: len(sent)] != sent:
+            if not tokens or not is_open or branch.tokens[:num_sent] != sent:
                 continue
             self._branches[branch.after] = branch.tokens
-            start, rows = branch.start + len(sent), branch.rows[len(sent) :]
+            takes_runners_up = self.begun.options.sends_runners_up
             message = DraftTokens(
-                self.begun.request, self.epoch, start, new, 0.0, rows, source=Source.BRANCH
+                self.begun.request,
+                self.epoch,
+                branch.start + num_sent,
+                tokens,
+                rows=branch.rows[num_sent:],
+                source=Source.BRANCH,
+                after=branch.after,
+                known=seq.committed,
+                runners_up=branch.seen[num_sent:] if takes_runners_up else (),
             )
-            seen = branch.seen[len(sent) :] if self.begun.options.sends_runners_up else ()
-            do(Send(message.changed(after=branch.after, known=seq.committed, runners_up=seen)))
+            do(Send(message))
 
     def _part(self) -> None:
         """The prefix has changed: drop the tokens being drafted, and the branches."""
-        self._overtaken, self._paused, self._withheld, self._searched = True, False, -1, 0.0
+        self._overtaken = True
+        self._paused = False
+        self._withheld = -1
+        self._searched = 0.0
         self._branches.clear()
         self._followed = None
 
@@ -212,16 +236,16 @@ class DraftMachine(Machine):
 
     def _go_on(self, do: Do) -> None:
         """Start the next forward, unless one is running or nothing may be drafted."""
-        if self.state is State.DRAFTING:
+        if self.state is DrafterState.DRAFTING:
             return
         seq = self.sequence
         if self.begun is None or self._lost:
-            self.state = State.LOST if self._lost else State.IDLE
+            self.state = DrafterState.LOST if self._lost else DrafterState.IDLE
             do(Wait(Cause.IDLE))
         elif self._may_hedge:
             self._hedge(do)
         elif len(seq.tokens) >= self._until or self._paused or len(seq.tokens) == self._withheld:
-            self.state = State.WAITING
+            self.state = DrafterState.WAITING
             do(Wait(Cause.WINDOW))
         else:
             self._forward(do)
@@ -233,18 +257,17 @@ class DraftMachine(Machine):
         seq.fed = min(seq.fed, len(seq.tokens) - 1)
         is_alone = all(machine is self or machine.begun is None for machine in self._machines)
         start, tokens = self._feed(prefill_chunk(seq, is_alone=is_alone), do)
-        self._hedges, known = False, len(seq.tokens)
-        budget, prompt = self._until - known if seq.fed == known else 0, start < seq.prompt
-        do(
-            Draft(
-                start,
-                tokens,
-                budget,
-                known - seq.committed,
-                prompt=prompt,
-                request=self.begun.request,
-            )
+        self._hedges = False
+        length = len(seq.tokens)
+        draft = Draft(
+            start,
+            tokens,
+            budget=self._until - length if seq.fed == length else 0,
+            pending=length - seq.committed,
+            prompt=start < seq.prompt,
+            request=self.begun.request,
         )
+        do(draft)
 
     def _feed(self, count: int, do: Do) -> tuple[int, tuple[int, ...]]:
         """The position and the tokens of a forward that starts now, of `count` unfed tokens."""
@@ -252,9 +275,12 @@ class DraftMachine(Machine):
         seq = self.sequence
         if seq.cached > seq.fed:
             do(Rollback(seq.fed, request=self.begun.request))
-        start, tokens = seq.fed, tuple(seq.feed(count))
-        self._in_flight, self.computing = len(tokens), self.begun.request
-        self._overtaken, self.state = False, State.DRAFTING
+        start = seq.fed
+        tokens = tuple(seq.feed(count))
+        self._in_flight = len(tokens)
+        self.computing = self.begun.request
+        self._overtaken = False
+        self.state = DrafterState.DRAFTING
         return start, tokens
 
     @property
@@ -272,18 +298,16 @@ class DraftMachine(Machine):
         seq = self.sequence
         start, tokens = self._feed(len(seq.unfed), do)
         self._hedges = True
-        pending, depth = len(seq.tokens) - seq.committed, self.draft_until - seq.committed
-        do(
-            Draft(
-                start,
-                tokens,
-                0,
-                pending,
-                depth,
-                self.begun.options.prepares_bonus,
-                request=self.begun.request,
-            )
+        draft = Draft(
+            start,
+            tokens,
+            budget=0,
+            pending=len(seq.tokens) - seq.committed,
+            hedge=self.draft_until - seq.committed,
+            bonus=self.begun.options.prepares_bonus,
+            request=self.begun.request,
         )
+        do(draft)
 
     @property
     def _until(self) -> int:
@@ -299,7 +323,7 @@ class DraftMachine(Machine):
             if seq.pending[:1] == [token]:
                 seq.accept()
             else:
-                outcome = seq.committed, token
+                outcome = (seq.committed, token)
                 prepared = self._branches.get(outcome, ())
                 self._part()
                 seq.correct(token)
@@ -314,7 +338,9 @@ class DraftMachine(Machine):
                 seq.drop_pending()
         if self._branches:
             self._branches = {
-                after: each for after, each in self._branches.items() if after[0] >= seq.committed
+                outcome: tokens
+                for outcome, tokens in self._branches.items()
+                if outcome[0] >= seq.committed
             }
         return seq.digest == verdict.digest
 
@@ -347,7 +373,8 @@ class Drafter:
     """
 
     def __init__(self, context: int, slots: int = 1, piece: int = 1) -> None:
-        self.context, self.piece = context, piece
+        self.context = context
+        self.piece = piece
         self.machines: list[DraftMachine] = []
         for slot in range(slots):
             self.machines.append(DraftMachine(slot, context, self.machines, piece))
@@ -370,7 +397,7 @@ class Drafter:
 
     def _computing(self, event: Drafted) -> DraftMachine:
         for machine in self.machines:
-            if machine.state is State.DRAFTING and event.request in (machine.computing, -1):
+            if machine.state is DrafterState.DRAFTING and event.request in (machine.computing, -1):
                 return machine
         return self.machines[0]
 
@@ -385,10 +412,10 @@ class Drafter:
         return self.machines[self._turn - 1]
 
     @property
-    def state(self) -> State:
+    def state(self) -> DrafterState:
         """The state of the busiest slot."""
         states = [machine.state for machine in self.machines]
-        return next(one for one in _BUSIEST if one in states)
+        return min(states, key=_BUSIEST.index)
 
 
-_BUSIEST = (State.DRAFTING, State.LOST, State.WAITING, State.IDLE)
+_BUSIEST = (DrafterState.DRAFTING, DrafterState.LOST, DrafterState.WAITING, DrafterState.IDLE)

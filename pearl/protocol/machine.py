@@ -45,7 +45,8 @@ class Machine:
         Raises `LocalProtocolError` for an event that the state does not allow and `RemoteProtocolError` for a message
         that the peer had no right to send; the machine is then as it was.
         """
-        kind, before = type(event), self.state
+        kind = type(event)
+        before = self.state
         allowed = self.transitions[before].get(kind)
         if allowed is None and kind not in self.anytime:
             raise LocalProtocolError(
@@ -65,8 +66,7 @@ class Machine:
     @property
     def story(self) -> str:
         """The last transitions, oldest first, in words."""
-        steps = (
-            f"{before.value} -{event.__name__}-> {after.value}"
-            for before, event, after in self._story
-        )
+        steps: list[str] = []
+        for state, event, next_state in self._story:
+            steps.append(f"{state.value} -{event.__name__}-> {next_state.value}")
         return ", ".join(steps) or "nothing"

@@ -78,7 +78,8 @@ class SparseRow(Record, frozen=True):
     probs: Annotated[bytes, Meta(max_length=MAX_FRAME)]
 
 
-FRAME, CHANNEL = 0, 1  # a distribution in a raw frame behind the header, or over the tensor channel
+FRAME = 0
+CHANNEL = 1  # a distribution in a raw frame behind the header, or over the tensor channel
 WireRow = (
     SparseRow | Annotated[int, Meta(ge=FRAME, le=CHANNEL)] | None
 )  # None: left out of a trace; never on the wire

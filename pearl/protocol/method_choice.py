@@ -25,37 +25,35 @@ from typing import NamedTuple
 
 from pearl.spec.methods import METHODS
 
-WAYS = (
-    "ngram",
-    "pearl",
-    "sd",
-    "ssd",
-)  # in the order of first trials; no `ar`: ngram does the same without guesses
+# In the order of first trials; no `ar`: ngram does the same without guesses.
+WAYS = ("ngram", "pearl", "sd", "ssd")
 HEAD = "head"  # where the target has one, tried first
 ONE_CORE = "ar"  # the target alone on one core, where it may compute on several; tried last
 
-_TOKENS, _STEPS = (
-    24,
-    8,
-)  # minimum length of a stretch (both): the rate of a shorter one is mostly noise
-_CLEARLY, _SOON = (
-    0.7,
-    4,
-)  # a way is left after n tokens if below min(0.7, n / (n + 4)) of another's rate
-_LATELY = 8, 3  # tokens and steps, at least, by which the best way is found slow
-_NOISE = 0.25  # standard deviation of the log of one comparison; 0.18 to 0.3 in recorded texts of the embedded pair
-_MEMORY = 16  # comparisons in a running mean; older ones fade, because texts and the load on the machine change
-_SHARE = 0.01  # trials of a way may cost this share of all tokens; after its n-th comparison, 1 / n of it
+# Minimum length of a stretch (both): the rate of a shorter one is mostly noise.
+_TOKENS = 24
+_STEPS = 8
+# A way is left after n tokens if below min(0.7, n / (n + 4)) of another's rate.
+_CLEARLY = 0.7
+_SOON = 4
+# At least so many tokens and steps show that the best way has become slow.
+_RECENT_TOKENS = 8
+_RECENT_STEPS = 3
+# Standard deviation of the log of one comparison; 0.18 to 0.3 in recorded texts of the embedded
+# pair.
+_NOISE = 0.25
+# Comparisons in a running mean; older ones fade, because texts and the load on the machine change.
+_MEMORY = 16
+# Trials of a way may cost this share of all tokens; after its n-th comparison, 1 / n of it.
+_SHARE = 0.01
 _SWITCH = 8  # cost of changing the way, in tokens, on top of the slower stretch
-_PATIENCE = (
-    96,
-    4096,
-)  # tokens: at least between trials of any two ways, at most between trials of one way
-_READING = 256  # for a draft that must prefill the text first: further tokens that must be left for a trial
-_SLOWED, _SLOW = (
-    3,
-    0.6,
-)  # successive stretches of the best way below 0.6 of its usual rate: all others become due
+_LEAST_PATIENCE = 96  # tokens between trials of any two ways
+_MOST_PATIENCE = 4096  # tokens between trials of one way
+# For a draft that must prefill the text first: further tokens that must be left for a trial.
+_READING = 256
+# After three successive stretches of the best way below 0.6 of its usual rate all others become due.
+_SLOWED = 3
+_SLOW = 0.6
 _SILENT = 32  # tokens: timing waits this long for the first draft token, then begins without
 
 
@@ -96,32 +94,29 @@ class Auto:
         self.untimed = "pearl"
         self.estimates = dict.fromkeys(WAYS, Estimate()) | dict(estimates)
         self.rates: dict[str, float] = {}
-        self._since_trial = _PATIENCE[0]  # tokens since the last trial of any way
+        self._since_trial = _LEAST_PATIENCE  # tokens since the last trial of any way
         self._waited = dict.fromkeys(WAYS, 0)  # tokens since the last trial of each way
         self._has_draft = True
         self._has_drafted = False  # in this text: the draft's KV cache holds most of it
-        self._usual = (
-            0.0  # the best way's rate, for comparisons in a text where it has no stretch yet
-        )
+        # The best way's rate, for comparisons in a text where it has no stretch yet.
+        self._usual = 0.0
         self._slow = 0  # successive stretches of the best way that were much slower than that
         self._reference: float | None = None  # rate of the best way's last stretch in this text
-        self._trial: tuple[str, float] | None = (
-            None  # (way, rate) of a trial that is not compared yet
-        )
+        # (way, rate) of a trial that is not compared yet.
+        self._trial: tuple[str, float] | None = None
         self._comparisons: list[Comparison] = []  # of this text
-        self._made: dict[
-            str, float
-        ] = {}  # rate of each way's last stretch in this text; of `ar` in any
+        # Rate of each way's last stretch in this text; of `ar` in any.
+        self._made: dict[str, float] = {}
         self._is_fleeing = False  # the way in use is tried because the best has become slow
         # The stretch being timed: its start, the end of its last step, its tokens and steps; tokens before its start.
         self._began: float | None = None
         self._ended = 0.0
         self._tokens = self._steps = self._skipped = 0
-        self._lately: deque[_Step] = deque()  # its last steps
+        self._recent: deque[_Step] = deque()  # its last steps
 
     def add_head(self) -> None:
         """The target has a head: method `head` is a way too."""
-        self.ways = WAYS[0], HEAD, *WAYS[1:]
+        self.ways = (WAYS[0], HEAD, *WAYS[1:])
         self.estimates.setdefault(HEAD, Estimate())
         self._waited.setdefault(HEAD, 0)
 
@@ -138,12 +133,13 @@ class Auto:
     @property
     def speedup(self) -> float | None:
         """Speed of the best way with a draft over that of `ngram`; None until one has been compared."""
-        alone, drafting = (
-            self.estimates[WAYS[0]],
-            [self.estimates[way] for way in WAYS if METHODS[way].drafts],
-        )
-        scores = [each.score for each in drafting if each.count]
-        return exp(max(scores) - alone.score) if scores else None
+        scores: list[float] = []
+        for way in WAYS:
+            if METHODS[way].drafts and self.estimates[way].count:
+                scores.append(self.estimates[way].score)
+        if not scores:
+            return None
+        return exp(max(scores) - self.estimates[WAYS[0]].score)
 
     @property
     def gains(self) -> dict[str, float]:
@@ -192,17 +188,20 @@ class Auto:
             if has_drafted or not METHODS[self.way].drafts or self._skipped >= _SILENT:
                 self._began = at
             return None
-        self._lately.append(_Step(at - self._ended, tokens))
-        self._tokens, self._steps, self._ended = self._tokens + tokens, self._steps + 1, at
+        self._recent.append(_Step(at - self._ended, tokens))
+        self._tokens += tokens
+        self._steps += 1
+        self._ended = at
         refuge = self._refuge()
         if refuge is None and not self._is_whole():
             return None
         self._end_stretch()
-        before = self.way
-        self.way = self._due(left, left if self._has_drafted else left - _READING) or self.best
-        if refuge is not None and before == self.best:
+        previous_way = self.way
+        left_for_reading = left if self._has_drafted else left - _READING
+        self.way = self._due(left, left_for_reading) or self.best
+        if refuge is not None and previous_way == self.best:
             self._flee(refuge)
-        if self.way == before:
+        if self.way == previous_way:
             self._restart(at)
             return None
         self._start()
@@ -225,9 +224,10 @@ class Auto:
         self._restart()
 
     def _restart(self, at: float | None = None) -> None:
-        self._began, self._ended = at, at or 0.0
+        self._began = at
+        self._ended = at or 0.0
         self._tokens = self._steps = self._skipped = 0
-        self._lately.clear()
+        self._recent.clear()
 
     @property
     def _rate(self) -> float:
@@ -242,26 +242,28 @@ class Auto:
 
         A trial is left for the best way, the best way for the one that made most.
         """
-        others = {way: rate for way, rate in self._made.items() if way != self.way}
+        rates = dict(self._made)  # of the other ways
+        rates.pop(self.way, None)
         if self.way != self.best:
             share = min(_CLEARLY, self._tokens / (self._tokens + _SOON))
-            reference = max(self._reference or self._usual, *others.values(), 0.0)
+            reference = max(self._reference or self._usual, *rates.values(), 0.0)
             return self.best if 0 < self._rate < share * reference else None
-        rate = self._rate_lately()
-        if not others or rate is None:
+        rate = self._recent_rate()
+        if not rates or rate is None:
             return None
-        refuge = max(others, key=others.__getitem__)
-        return refuge if rate < _CLEARLY * others[refuge] else None
+        refuge = max(rates, key=rates.__getitem__)
+        return refuge if rate < _CLEARLY * rates[refuge] else None
 
-    def _rate_lately(self) -> float | None:
+    def _recent_rate(self) -> float | None:
         """Tokens per second of the last steps but the slowest, which may be a hiccup of the machine."""
-        tokens = sum(step.tokens for step in self._lately)
-        while len(self._lately) > _LATELY[1] and tokens - self._lately[0].tokens >= _LATELY[0]:
-            tokens -= self._lately.popleft().tokens
-        if tokens < _LATELY[0] or len(self._lately) < _LATELY[1]:
+        steps = self._recent
+        tokens = sum(step.tokens for step in steps)
+        while len(steps) > _RECENT_STEPS and tokens - steps[0].tokens >= _RECENT_TOKENS:
+            tokens -= steps.popleft().tokens
+        if tokens < _RECENT_TOKENS or len(steps) < _RECENT_STEPS:
             return None
-        slowest = max(self._lately)
-        seconds = sum(step.seconds for step in self._lately) - slowest.seconds
+        slowest = max(steps)
+        seconds = sum(step.seconds for step in steps) - slowest.seconds
         return (tokens - slowest.tokens) / seconds if seconds > 0 else None
 
     def _flee(self, refuge: str) -> None:
@@ -272,9 +274,8 @@ class Auto:
         self.estimates[refuge] = replace(self.estimates[refuge], count=0)
 
     def _forget(self) -> None:
-        self.estimates = {
-            way: replace(each, count=min(each.count, 1)) for way, each in self.estimates.items()
-        }
+        for way, estimate in self.estimates.items():
+            self.estimates[way] = replace(estimate, count=min(estimate.count, 1))
 
     def _end_stretch(self) -> None:
         rate = self._rate
@@ -289,49 +290,56 @@ class Auto:
                 self._trial = self.way, rate
             self._is_fleeing = False
             return
-        around = [known for known in (self._reference, rate) if known is not None]
-        self._slow = self._slow + 1 if rate < _SLOW * self._usual and self._reference else 0
+        neighbours = rate if self._reference is None else (self._reference + rate) / 2
+        if self._reference and rate < _SLOW * self._usual:
+            self._slow += 1
+        else:
+            self._slow = 0
         if self._slow >= _SLOWED:  # the load on the machine has probably changed
-            self._slow, self._waited = 0, dict.fromkeys(self.ways, _PATIENCE[1])
+            self._slow = 0
+            self._waited = dict.fromkeys(self.ways, _MOST_PATIENCE)
             self._forget()
         if not self._slow:
             self._usual = (self._usual + rate) / 2 if self._usual else rate
         self._reference = rate
         if self._trial is not None:
-            trial, self._trial = self._trial, None
-            self._compare(*trial, sum(around) / len(around))
+            way, trial_rate = self._trial
+            self._trial = None
+            self._compare(way, trial_rate, neighbours)
 
     def _compare(self, way: str, rate: float, reference: float) -> None:
         """Add a comparison: `way` made `rate` tokens per second, the best way `reference`. Update `best`."""
-        best, known = self.estimates[self.best], self.estimates[way]
-        count = min(known.count + 1, _MEMORY)
-        self._comparisons.append(Comparison(way, self.best, log(rate / reference)))
-        gain = max(-1.5, min(1.5, log(rate / reference)))
-        score = known.score + (best.score + gain - known.score) / count
+        best = self.estimates[self.best]
+        estimate = self.estimates[way]
+        count = min(estimate.count + 1, _MEMORY)
+        gain = log(rate / reference)
+        self._comparisons.append(Comparison(way, self.best, gain))
+        gain = max(-1.5, min(1.5, gain))
+        score = estimate.score + (best.score + gain - estimate.score) / count
         self.estimates[way] = Estimate(score, count)
         if score - best.score > _NOISE / sqrt(count) / 2:
             self.estimates[self.best] = Estimate(best.score, max(best.count, 1))
-            self.best, self._reference, self._usual = way, None, rate
+            self.best = way
+            self._reference = None
+            self._usual = rate
 
     def _due(self, left: int, left_for_reading: int) -> str | None:
         """The way whose trial is due now, if any."""
-        if self._since_trial < _PATIENCE[0] or left < 2 * _TOKENS:
+        if self._since_trial < _LEAST_PATIENCE or left < 2 * _TOKENS:
             return None
         for way in self.ways:
-            has_room = not METHODS[way].drafts or (
-                self._has_draft and left_for_reading >= 2 * _TOKENS
-            )
+            may_draft = self._has_draft and left_for_reading >= 2 * _TOKENS
+            has_room = may_draft or not METHODS[way].drafts
             if way != self.best and has_room and self._waited[way] >= self._patience(way):
                 return way
         return None
 
     def _patience(self, way: str) -> float:
         """Tokens between two trials of a way; more, the more it lost by."""
-        known = self.estimates[way]
-        if not known.count:
+        estimate = self.estimates[way]
+        if not estimate.count:
             return 0
-        lost = self.estimates[self.best].score - known.score
-        cost = (
-            _TOKENS * (min(exp(max(0.0, lost)), 1 / _CLEARLY) - 1) + _SWITCH
-        )  # a slower one is left early
-        return min(max(cost * known.count / _SHARE, _PATIENCE[0]), _PATIENCE[1])
+        lost = self.estimates[self.best].score - estimate.score
+        slowdown = min(exp(max(0.0, lost)), 1 / _CLEARLY)  # a slower way is left early
+        cost = _TOKENS * (slowdown - 1) + _SWITCH
+        return min(max(cost * estimate.count / _SHARE, _LEAST_PATIENCE), _MOST_PATIENCE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from pearl.protocol.draft_view import DraftView
+from pearl.protocol.draft_state import DraftState
 from pearl.protocol.events import Spread
 from pearl.protocol.machine import Do
 from pearl.protocol.method_choice import ONE_CORE
@@ -32,20 +32,23 @@ class AutoText:
     def __init__(
         self,
         request: Request,
-        draft: DraftView,
+        draft: DraftState,
         speeds: Speeds,
         running: Mapping[int, RequestMachine],
     ) -> None:
-        self._request, self._draft, self._speeds, self._running = request, draft, speeds, running
+        self._request = request
+        self._draft = draft
+        self._speeds = speeds
+        self._running = running
         self._is_open = request.method.adapts and request.options.commits_draws
-        self.is_timed: bool = self._is_open and not any(
-            other.auto.is_timed for other in running.values()
-        )
+        is_first = not any(machine.auto.is_timed for machine in running.values())
+        self.is_timed: bool = self._is_open and is_first
         self._committed = 0  # committed tokens, prompt included, at the last timed forward
 
     def begin(self, do: Do) -> None:
         """Choose the way to begin with."""
-        auto, submit = self._speeds.auto, self._request.submit
+        auto = self._speeds.auto
+        submit = self._request.submit
         self._committed = len(submit.prompt)
         has_draft = self._draft.context > 0
         self.is_timed = self.is_timed and auto.has_choice(has_draft)
@@ -54,9 +57,10 @@ class AutoText:
                 self._request.use(auto.untimed)
             self._place(do)
         elif self.is_timed:
-            left = submit.limit - len(submit.prompt)
+            max_new = submit.limit - len(submit.prompt)
             alone = self._speeds.rate_alone(self._speeds.cores)
-            self._use(auto.begin(left, alone, self._speeds.rate_alone(Cores.ONE), has_draft), do)
+            one_core = self._speeds.rate_alone(Cores.ONE)
+            self._use(auto.begin(max_new, alone, one_core, has_draft), do)
         elif has_draft:
             self._use(auto.best, do)
 
@@ -65,10 +69,10 @@ class AutoText:
         committed = self._request.sequence.committed
         if not self.is_timed or self._draft.is_lost or not at:
             return
-        new, self._committed = committed - self._committed, committed
-        way = self._speeds.auto.step(
-            at, new, self._request.submit.limit - committed, self._draft.has_sent
-        )
+        num_new = committed - self._committed
+        self._committed = committed
+        tokens_left = self._request.submit.limit - committed
+        way = self._speeds.auto.step(at, num_new, tokens_left, self._draft.has_sent)
         if way is None:
             return
         self._draft.finish(do)
@@ -87,13 +91,15 @@ class AutoText:
 
     def end(self) -> None:
         """Close the timing, and put the measured rates into the request's counts."""
-        auto, counts = self._speeds.auto, self._request.counts
+        auto = self._speeds.auto
+        counts = self._request.counts
         if self.is_timed:
             auto.end()
             self.is_timed = False
             counts.compared = auto.gains
         if self._is_open:
-            counts.rates, counts.draft_speedup = dict(auto.rates), auto.speedup
+            counts.rates = dict(auto.rates)
+            counts.draft_speedup = auto.speedup
             counts.settled = auto.best if auto.speedup is not None else ""
 
     def _use(self, way: str, do: Do) -> None:
@@ -109,6 +115,7 @@ class AutoText:
             do(Spread(cores, request=self._request.number))
 
     def _cores(self) -> Cores:
-        if not self._is_open or any(other.draft.is_drafting for other in self._running.values()):
+        machines = self._running.values()
+        if not self._is_open or any(machine.draft.is_drafting for machine in machines):
             return Cores.OWN
         return Cores.ONE if self._request.method.name == ONE_CORE else Cores.ALL

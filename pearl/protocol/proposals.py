@@ -6,7 +6,7 @@ proposals; a `ProposalStore` keeps those of one request.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -38,9 +38,11 @@ class Proposal(Struct, frozen=True):
 
     def followed_by(self, more: Proposal) -> Proposal:
         """This one and the tokens that continue it."""
-        seen = self.seen + more.seen
         return replace(
-            self, tokens=self.tokens + more.tokens, rows=self.rows + more.rows, seen=seen
+            self,
+            tokens=self.tokens + more.tokens,
+            rows=self.rows + more.rows,
+            seen=self.seen + more.seen,
         )
 
     @property
@@ -55,36 +57,40 @@ class Proposal(Struct, frozen=True):
         return (self.source,) * len(self.tokens)
 
 
+class _Token(NamedTuple):
+    """A token of the main line: its draft distribution, who guessed it, what its row says of it."""
+
+    row: Any
+    source: Source
+    seen: Seen | None
+
+
 class ProposalStore:
     """The proposals of one request: the main line, which follows the prefix, and branches for other outcomes."""
 
     def __init__(self) -> None:
-        self._line: list[
-            tuple[Any, Source, Seen | None]
-        ] = []  # of each token: its row, who guessed it, what it says
+        self._line: list[_Token] = []
         self.branches: dict[tuple[int, int], Proposal] = {}  # by outcome
 
     def add(self, proposal: Proposal) -> None:
         """Take a proposal: the next tokens of the main line, a branch, or the next tokens of a branch."""
-        if proposal.after is not None:
-            known = self.branches.get(proposal.after)
-            self.branches[proposal.after] = (
-                proposal if known is None else known.followed_by(proposal)
-            )
+        outcome = proposal.after
+        if outcome is not None:
+            branch = self.branches.get(outcome)
+            self.branches[outcome] = branch.followed_by(proposal) if branch else proposal
             return
         nothing = [None] * len(proposal.tokens)
-        self._line += zip(
-            proposal.rows or nothing, proposal.sources, proposal.seen or nothing, strict=True
-        )
+        rows = proposal.rows or nothing
+        self._line += map(_Token, rows, proposal.sources, proposal.seen or nothing)
 
     @property
     def seen(self) -> list[Seen | None]:
         """What the draft says of each token of the main line; None where it says nothing."""
-        return [seen for *_, seen in self._line]
+        return [token.seen for token in self._line]
 
     def rows(self, count: int) -> tuple[Any, ...]:
         """The draft distributions of the first `count` tokens of the main line."""
-        return tuple(row for row, *_ in self._line[:count])
+        return tuple(token.row for token in self._line[:count])
 
     def accept(self, committed: int) -> Source:
         """The main line's first token was committed, as the last of `committed` tokens; return who guessed it.
@@ -93,14 +99,16 @@ class ProposalStore:
         """
         if self.branches:
             self.branches = {
-                after: each for after, each in self.branches.items() if after[0] >= committed
+                outcome: branch
+                for outcome, branch in self.branches.items()
+                if outcome[0] >= committed
             }
-        return self._line.pop(0)[1]
+        return self._line.pop(0).source
 
     def branch(self, position: int, token: int) -> Proposal | None:
         """The branch that holds where `token` is committed at `position`, as a proposal of the main line."""
-        found = self.branches.get((position, token))
-        return found and replace(found, after=None)
+        branch = self.branches.get((position, token))
+        return branch and replace(branch, after=None)
 
     def clear(self) -> None:
         """Drop all of them."""

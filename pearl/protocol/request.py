@@ -1,6 +1,6 @@
 """One request in the target: its text, the proposals for it, and what its client (front) has received.
 
-Only the request's `RequestMachine` and its parts (`AutoText`, `DraftView`, `Feeding`) change a `Request`.
+Only the request's `RequestMachine` and its parts (`AutoText`, `DraftState`, `TargetSteps`) change a `Request`.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ class Request:
     """
 
     def __init__(self, submit: Submit, sequence: TokenSequence) -> None:
-        self.submit, self.sequence = submit, sequence
+        self.submit = submit
+        self.sequence = sequence
         #: Proposals for the pending tokens of the sequence, and branches.
         self.proposals = ProposalStore()
         self.counts = Counts()
@@ -150,8 +151,10 @@ class Request:
 
     def _decode_by(self, options: RequestOptions) -> None:
         """What follows from the options is found out here: it is asked for a dozen times between two forwards."""
+        method = options.method_spec
         #: Those of the method in use: the one requested, or the way that method auto has chosen.
-        self.options, self.method = options, (method := options.method_spec)
+        self.options = options
+        self.method = method
         #: Whether the draft's runners-up are fed to the target too.
         self.takes_siblings = options.sends_runners_up
         is_of_use = self.block == 1 or not method.drafts
@@ -184,17 +187,18 @@ class Request:
             self._count_accepted(self.proposals.accept(self.sequence.committed))
         elif self.looks_ahead and self.sequence.first_pending is None:
             self.sequence.correct(token)  # nothing is pending, so nothing is rejected
-            self.counts.run += provenance is Provenance.GUESSED
+            if provenance is Provenance.GUESSED:
+                self.counts.run += 1
         else:
             self._correct(token, provenance)
-        self.counts.num_judged_draft_tokens += provenance in (
-            Provenance.ACCEPTED,
-            Provenance.CORRECTED,
-        )
+        if provenance in (Provenance.ACCEPTED, Provenance.CORRECTED):
+            self.counts.num_judged_draft_tokens += 1
         if self.submit.options.method_spec.adapts:
-            self.counts.ways[self.method.name] = self.counts.ways.get(self.method.name, 0) + 1
+            ways = self.counts.ways
+            ways[self.method.name] = ways.get(self.method.name, 0) + 1
         self._undelivered.append(provenance)
-        self.counts.num_prefill_tokens += not self.counts.steps
+        if not self.counts.steps:
+            self.counts.num_prefill_tokens += 1
         self.counts.provenance[provenance] += 1
         if self.sequence.tokens[self.sequence.committed - 1] in self.submit.eos:
             self.ending = FinishReason.EOS
@@ -211,40 +215,42 @@ class Request:
         self.opened_by = outcome
         self.sequence.correct(token)
         if foreseen is not None:
-            is_bonus = provenance is Provenance.BONUS
-            self.counts.num_foreseen_rejections += not is_bonus
-            self.counts.num_foreseen_bonuses += is_bonus
+            if provenance is Provenance.BONUS:
+                self.counts.num_foreseen_bonuses += 1
+            else:
+                self.counts.num_foreseen_rejections += 1
             self.propose(foreseen)
             self.foreseen_end = foreseen.end
-        if (
-            provenance is Provenance.ACCEPTED
-        ):  # one of several candidates, but not the one that the draft continued
+        if provenance is Provenance.ACCEPTED:
+            # One of several candidates, but not the one that the draft continued.
             self._count_accepted(Source.MODEL)
             return
-        if (
-            provenance is not Provenance.DIRECT
-        ):  # a correction or bonus token: count the accepted length
-            self.counts.run_histogram[self.counts.run] = (
-                self.counts.run_histogram.get(self.counts.run, 0) + 1
-            )
+        if provenance is not Provenance.DIRECT:
+            # A correction or bonus token ends a run of accepted tokens.
+            length = self.counts.run
+            histogram = self.counts.run_histogram
+            histogram[length] = histogram.get(length, 0) + 1
         self.counts.run = 0
 
     def _count_accepted(self, source: Source) -> None:
-        self.counts.accepted_by_source[source] = self.counts.accepted_by_source.get(source, 0) + 1
+        by_source = self.counts.accepted_by_source
+        by_source[source] = by_source.get(source, 0) + 1
         self.counts.num_accepted_draft_tokens += 1
         self.counts.run += 1
 
     def discard_pending(self) -> None:
         """Discard pending tokens and branches, and begin a new epoch."""
         self.epoch += 1
-        self.opened_by, self.foreseen_end = None, 0
+        self.opened_by = None
+        self.foreseen_end = 0
         self.indexed = min(self.indexed, self.sequence.committed)
         self.proposals.clear()
         self.sequence.drop_pending()
 
     def deliver(self, do: Do) -> None:
         """Send the client the committed tokens that it has not received yet."""
-        seq, start = self.sequence, self._delivered
+        seq = self.sequence
+        start = self._delivered
         if start < seq.committed:
             new = tuple(seq.tokens[start : seq.committed])
             do(Deliver(Committed(self.number, start, new, tuple(self._undelivered))))

@@ -19,7 +19,7 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from pearl.errors import RemoteProtocolError
-from pearl.protocol.draft_view import DraftView, Received
+from pearl.protocol.draft_state import DraftState, Received
 from pearl.protocol.events import (
     Cause,
     DraftDropped,
@@ -36,13 +36,13 @@ from pearl.protocol.events import (
     Sampled,
     Wait,
 )
-from pearl.protocol.feeding import Feeding
 from pearl.protocol.machine import Do, Machine, Table
 from pearl.protocol.messages import Cancel, DraftTokens, FinishReason, Provenance, Resync, Submit
 from pearl.protocol.method_trials import AutoText
 from pearl.protocol.request import Request
 from pearl.protocol.sequence import TokenSequence
 from pearl.protocol.speeds import Speeds
+from pearl.protocol.target_steps import TargetSteps
 
 
 class State(Enum):
@@ -59,9 +59,8 @@ class State(Enum):
 
 WAITING = frozenset({State.HELD, State.GATHERING})  # for tokens of the draft
 _FED = frozenset({State.JUDGING, State.SAMPLING, State.HELD, State.IDLE})
-_OF_BLOCKS = frozenset(
-    {State.GATHERING, State.POST_VERIFY}
-)  # block rules: tokens are gathered, not held
+# Under block rules tokens are gathered, not held.
+_OF_BLOCKS = frozenset({State.GATHERING, State.POST_VERIFY})
 _ENDED = frozenset({State.IDLE})
 _DECIDED = frozenset({State.PRE_VERIFY, State.GATHERING, State.GUESSING, State.IDLE})
 
@@ -81,9 +80,8 @@ TRANSITIONS: dict[State, dict[type, frozenset[State]]] = {
         Failed: _ENDED,
     },
     State.HELD: {
-        DraftTokens: frozenset(
-            {State.JUDGING, State.SAMPLING}
-        ),  # the latter where the draft withholds its token
+        # SAMPLING where the draft withholds its token.
+        DraftTokens: frozenset({State.JUDGING, State.SAMPLING}),
         DraftGone: frozenset({State.SAMPLING}),
         Cancel: _ENDED,
     },
@@ -128,11 +126,14 @@ class RequestMachine(Machine):
     ) -> None:
         super().__init__()
         self.state = State.IDLE
-        self.sequence, self.slot, self._speeds, self._running = sequence, slot, speeds, running
+        self.sequence = sequence
+        self.slot = slot
+        self._speeds = speeds
+        self._running = running
         self.request = Request(submit, sequence)
-        self.draft = DraftView(self.request, speeds, draft_context, window)
+        self.draft = DraftState(self.request, speeds, draft_context, window)
         self.auto = AutoText(self.request, self.draft, speeds, running)
-        self._feeding = Feeding(self.request, self.draft, speeds, running)
+        self._steps = TargetSteps(self.request, self.draft, speeds, running)
         self._deferred: list[object] = []
 
     def handle(self, event: object) -> list[object]:
@@ -143,13 +144,14 @@ class RequestMachine(Machine):
             return []
         commands = super().handle(event)
         if type(event) in computing:
-            deferred, self._deferred = self._deferred, []
-            for late in deferred:
-                commands += self.handle(late)
-        if self.draft.resyncs_too_often and not self.draft.is_lost and self.state is not State.IDLE:
-            commands += self.handle(
-                DraftGone("it was given the whole prefix too often", self.request.number)
-            )
+            deferred = self._deferred
+            self._deferred = []
+            for deferred_event in deferred:
+                commands += self.handle(deferred_event)
+        is_drafted_for = not self.draft.is_lost and self.state is not State.IDLE
+        if is_drafted_for and self.draft.resyncs_too_often:
+            gone = DraftGone("it was given the whole prefix too often", self.request.number)
+            commands += self.handle(gone)
         return commands
 
     @property
@@ -174,11 +176,8 @@ class RequestMachine(Machine):
         if self.state is not State.PREFILL:  # a prompt's forward says nothing about a window's
             self._observe_step(event)
             self.auto.step(event.at, do)
-        if (
-            self.state is State.PREFILL
-            and self.sequence.fed < self.sequence.committed
-            and not self.request.ending
-        ):
+        has_prompt_left = self.sequence.fed < self.sequence.committed
+        if self.state is State.PREFILL and has_prompt_left and not self.request.ending:
             self._forward(Phase.PREFILL, do)
         else:
             self._decide(do)
@@ -187,7 +186,7 @@ class RequestMachine(Machine):
         self.request.counts.was_shared |= len(self._running) > 1
         if event.beside is None:
             return
-        fed = self._feeding.num_fed + event.beside
+        fed = self._steps.num_fed + event.beside
         self.draft.beside = event.beside
         self._speeds.observe_target(fed, event.seconds)
         self.request.counts.observe_step(fed, event.seconds)
@@ -198,13 +197,14 @@ class RequestMachine(Machine):
         self._finish(do)
 
     def _judged(self, event: Judged, do: Do) -> None:
-        request, judged = self.request, event.accepted + (event.token is not None)
+        request = self.request
+        judged = event.accepted + (event.token is not None)
         self._speeds.observe_judgement(event.accepted, judged)
         if event.odds is not None:
             request.counts.odds = event.odds + (request.counts.odds or Odds())
             request.counts.num_rejections += event.token is not None and not event.is_candidate
-        for i in range(event.accepted):
-            request.commit(None, Provenance.ACCEPTED, event.stop_after == i + 1)
+        for count in range(1, event.accepted + 1):
+            request.commit(None, Provenance.ACCEPTED, event.stop_after == count)
         if event.token is not None:
             provenance = Provenance.ACCEPTED if event.is_candidate else Provenance.CORRECTED
             request.commit(event.token, provenance, event.stop_after == judged)
@@ -213,14 +213,13 @@ class RequestMachine(Machine):
     def _sampled(self, event: Sampled, do: Do) -> None:
         stops = [event.stop_after == count for count in range(1, len(event.tokens) + 1)]
         if self.request.looks_ahead:
-            self._feeding.commit_draws(event.tokens, stops)
+            self._steps.commit_draws(event.tokens, stops)
         else:
-            is_bonus = (
-                self.request.method.bonus and self.draft.is_drafting and not self.request.is_fresh
-            )
-            self.request.commit(
-                event.tokens[0], Provenance.BONUS if is_bonus else Provenance.DIRECT, stops[0]
-            )
+            request = self.request
+            has_bonus = request.method.bonus and not request.is_fresh
+            is_bonus = has_bonus and self.draft.is_drafting
+            provenance = Provenance.BONUS if is_bonus else Provenance.DIRECT
+            request.commit(event.tokens[0], provenance, stops[0])
         self._decide(do)
 
     def _guessed(self, event: Guessed, do: Do) -> None:
@@ -280,14 +279,14 @@ class RequestMachine(Machine):
 
     def _decide(self, do: Do) -> None:
         """Called whenever nothing is being computed: the one place where the next step is chosen."""
-        request, seq = self.request, self.sequence
+        request = self.request
+        seq = self.sequence
         if request.ending:
             self._finish(do)
             return
-        self._feeding.follow()
-        if seq.fed >= seq.committed and self._use_rows(
-            do
-        ):  # there is a row for the position after the prefix
+        self._steps.follow()
+        has_row = seq.fed >= seq.committed  # for the position after the prefix
+        if has_row and self._use_rows(do):
             return
         self._announce(do)
         if len(seq.unfed) < self.draft.needed:
@@ -295,32 +294,32 @@ class RequestMachine(Machine):
             do(Wait(Cause.WINDOW, request=request.number))
         elif request.looks_ahead:
             self.state = State.GUESSING
-            self._feeding.guess(do)
+            self._steps.guess(do)
         else:
             self._forward(Phase.PRE_VERIFY, do)
 
     def _use_rows(self, do: Do) -> bool:
         """Judge, draw or wait with the rows at hand; False where these are of no use."""
-        request, feeding = self.request, self._feeding
-        if feeding.num_judged:
+        request = self.request
+        steps = self._steps
+        if steps.num_judged:
             self.state = State.JUDGING
-            feeding.judge(do)
-        elif request.runs_ahead or feeding.row_is_direct:
+            steps.judge(do)
+        elif request.runs_ahead or steps.row_is_direct:
             self.state = State.SAMPLING
-            feeding.sample(do)
+            steps.sample(do)
         elif request.block == 1:
             self._announce(do)
             self.state = State.HELD
             do(Wait(Cause.HELD_ROW, request=request.number))
         else:
-            self.sequence.fed = (
-                self.sequence.committed - 1
-            )  # the row comes again with those of a block
+            # The row comes again with those of a block.
+            self.sequence.fed = self.sequence.committed - 1
             return False
         return True
 
     def _forward(self, phase: Phase, do: Do, guessed: Guessed | None = None) -> None:
-        self.state = State(self._feeding.forward(phase, do, guessed).value)  # named alike
+        self.state = State(self._steps.forward(phase, do, guessed).value)  # named alike
 
     # ---- the end, and beginning again ----
 
@@ -343,20 +342,13 @@ class RequestMachine(Machine):
         self.draft.finish(do)
         self.auto.end()
         assert request.ending is not None
-        do(
-            End(
-                request.number,
-                request.ending,
-                len(request.submit.prompt),
-                request.counts,
-                self.draft.window,
-            )
-        )
+        num_prompt_tokens = len(request.submit.prompt)
+        counts = request.counts
+        do(End(request.number, request.ending, num_prompt_tokens, counts, self.draft.window))
         self.sequence.drop_pending()
-        if (
-            self.sequence.cached < self.sequence.fed
-        ):  # a tree that is not settled yet is this request's
-            self._feeding.settle(do)
+        if self.sequence.cached < self.sequence.fed:
+            # A tree that is not settled yet is this request's.
+            self._steps.settle(do)
         request.proposals.clear()
         self.state = State.IDLE
         do(Wait(Cause.IDLE))

@@ -13,17 +13,18 @@ from pearl.protocol.speeds import Speeds
 
 # Chunked prefill: tokens of a prompt in one forward, which ends at a multiple of this; messages are read in between.
 # With other requests running, chunks are smaller, because each of the others' tokens waits for a whole chunk.
-PREFILL_CHUNK, SHARED_CHUNK = 512, 64
-_GATHERING = 1.2  # maximum delay of a target forward, in draft forwards, for requests whose draft tokens are due
+PREFILL_CHUNK = 512
+SHARED_CHUNK = 64
+# Maximum delay of a target forward, in draft forwards, for requests whose draft tokens are due.
+_GATHERING = 1.2
 
 
 def prefill_chunk(sequence: TokenSequence, *, is_alone: bool) -> int:
     """The number of unfed prompt tokens to feed in the next forward."""
     chunk = PREFILL_CHUNK if is_alone else SHARED_CHUNK
     count = min(len(sequence.unfed), chunk - sequence.fed % chunk)
-    if (
-        sequence.piece > 1 and sequence.fed < sequence.prompt
-    ):  # tokens after it need forwards of another size
+    if sequence.piece > 1 and sequence.fed < sequence.prompt:
+        # Tokens after the prompt need forwards of another size.
         count = min(count, sequence.prompt - sequence.fed)
     return count
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-_MODULUS = (
-    1 << 61
-) - 1  # a Mersenne prime: products of two residues stay cheap in Python's integers
+# A Mersenne prime: products of two residues stay cheap in Python's integers.
+_MODULUS = (1 << 61) - 1
 _BASE = 1_000_003_579_127
 
 

@@ -9,9 +9,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import accumulate
 from math import inf
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
@@ -21,16 +20,18 @@ from pearl.protocol.window import expected_rate
 from pearl.spec.methods import MAX_WINDOW
 
 _DEFAULT_WINDOW = 4  # until both speeds are known
-_TIME_WEIGHT = (
-    0.1  # of a new forward time in the running estimate: an outlier fades within ten forwards
-)
-_AGED_WEIGHT, _MAX_WEIGHT = (
-    1 / 256,
-    0.75,
-)  # what each forward since the last one of its size adds to that, at most
-_OUTLIER = 2.0  # a new time counts as at most so many times the estimate: the forward may have had to prepare others
+# Weight of a new forward time in the running estimate: an outlier fades within ten forwards.
+# Each forward since the last one of its size adds to the weight, up to a maximum.
+_TIME_WEIGHT = 0.1
+_AGED_WEIGHT = 1 / 256
+_MAX_WEIGHT = 0.75
+# A new time counts as at most so many times the estimate: the forward may have had to prepare
+# others.
+_OUTLIER = 2.0
 # A time not re-measured for 256 forwards decays by 0.2% with each further one, to at least half: outliers are retried.
-_LASTS, _DECAY, _LEAST_LEFT = 256, 0.998, 0.5
+_LASTS = 256
+_DECAY = 0.998
+_LEAST_LEFT = 0.5
 _ACCEPTANCE_WEIGHT = 0.02  # of one judged token: acceptance varies from token to token by nature
 
 
@@ -40,6 +41,14 @@ class Cores(Enum):
     ONE = "the first of its own"
     OWN = "its own"
     ALL = "its own and the draft's"
+
+
+class _Table(NamedTuple):
+    """Forward times by size, ascending: as measured, never falling, and as hoped for."""
+
+    sizes: list[int]
+    times: list[float]
+    hoped: list[float]
 
 
 class ForwardTimes:
@@ -54,13 +63,12 @@ class ForwardTimes:
     def __init__(
         self, known: Iterable[tuple[int, float]] = (), like: ForwardTimes | None = None
     ) -> None:
-        self._known, self.like = dict(known), like
+        self._known = dict(known)
+        self.like = like
         self._seen: dict[int, int] = {}  # number of the last forward of each size
         self._once: set[int] = set()  # sizes seen once
         self._forwards = 0
-        self._sorted: tuple[list[int], list[float], list[float]] | None = (
-            None  # sizes, times, hoped-for times
-        )
+        self._sorted: _Table | None = None
 
     @property
     def measured(self) -> tuple[tuple[int, float], ...]:
@@ -82,9 +90,8 @@ class ForwardTimes:
         elif fed not in self._known:
             self._once.add(fed)
         age = self._forwards - self._seen.get(fed, self._forwards)
-        self._known[fed] = _blend(
-            expected, seconds, min(_MAX_WEIGHT, _TIME_WEIGHT + _AGED_WEIGHT * age)
-        )
+        weight = min(_MAX_WEIGHT, _TIME_WEIGHT + _AGED_WEIGHT * age)
+        self._known[fed] = _blend(expected, seconds, weight)
         self._forwards += 1
         self._seen[fed] = self._forwards
         self.refresh()
@@ -106,36 +113,45 @@ class ForwardTimes:
         Never more than a larger forward took, as seldom measured times may be outliers. Beyond the measured sizes the
         nearest value stands.
         """
-        sizes, times, _ = self._sorted or self._table()
-        return _interpolate(sizes, times, fed)
+        table = self._sorted or self._table()
+        return _interpolate(table.sizes, table.times, fed)
 
     def hoped(self, fed: int) -> float:
         """As `seconds`, but less for sizes not measured lately: a size that seems too slow is tried again."""
-        sizes, _, hoped = self._sorted or self._table()
-        return _interpolate(sizes, hoped, fed)
+        table = self._sorted or self._table()
+        return _interpolate(table.sizes, table.hoped, fed)
 
     def _bound(self, fed: int) -> float:
         """The most that a first forward of a size counts as: beyond the largest size, each token as long as there."""
-        sizes, times, _ = self._table()
-        return _interpolate(sizes, times, fed) * max(1.0, fed / sizes[-1]) if sizes else inf
+        table = self._table()
+        if not table.sizes:
+            return inf
+        return _interpolate(table.sizes, table.times, fed) * max(1.0, fed / table.sizes[-1])
 
-    def _table(self) -> tuple[list[int], list[float], list[float]]:
+    def _table(self) -> _Table:
         if self._sorted is None:
-            known = self._known
-            if self.like is not None and (other := self.like._known):
-                here, there = sum(known.values()), sum(map(self.like.seconds, known))
-                scale = here / there if here and there else 1.0
-                known = {size: self.like.seconds(size) * scale for size in other} | known
-            sizes = sorted(known)
-            times = list(accumulate((known[size] for size in reversed(sizes)), min))[::-1]
-            left = (max(_LEAST_LEFT, _DECAY ** self._age(size)) for size in sizes)
-            # Never less than a smaller forward takes.
-            hoped = [
-                max(t * share, below)
-                for t, share, below in zip(times, left, times[:1] + times, strict=False)
-            ]
-            self._sorted = sizes, times, hoped
+            measured = self._expected()
+            sizes = sorted(measured)
+            times = [measured[size] for size in sizes]
+            for index in reversed(range(len(times) - 1)):
+                times[index] = min(times[index], times[index + 1])
+            hoped: list[float] = []
+            smaller = times[:1] + times  # never less than a smaller forward takes
+            for size, seconds, least in zip(sizes, times, smaller, strict=False):
+                share = max(_LEAST_LEFT, _DECAY ** self._age(size))
+                hoped.append(max(seconds * share, least))
+            self._sorted = _Table(sizes, times, hoped)
         return self._sorted
+
+    def _expected(self) -> dict[int, float]:
+        """The measured times, and those of `like` scaled to them for the sizes measured only there."""
+        if self.like is None or not self.like._known:
+            return self._known
+        here = sum(self._known.values())
+        there = sum(map(self.like.seconds, self._known))
+        scale = here / there if here and there else 1.0
+        scaled = {size: self.like.seconds(size) * scale for size in self.like._known}
+        return scaled | self._known
 
     def _age(self, size: int) -> int:
         return max(0, self._forwards - self._seen.get(size, 0) - _LASTS)
@@ -144,17 +160,19 @@ class ForwardTimes:
 def _interpolate(sizes: Sequence[int], times: Sequence[float], fed: int) -> float:
     if not sizes:
         return 0.0
-    at = bisect_left(sizes, fed)
-    if at == len(sizes):
+    index = bisect_left(sizes, fed)
+    if index == len(sizes):
         return times[-1]
-    if at == 0 or sizes[at] == fed:
-        return times[at]
-    share = (fed - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
-    return times[at - 1] + (times[at] - times[at - 1]) * share
+    if index == 0 or sizes[index] == fed:
+        return times[index]
+    share = (fed - sizes[index - 1]) / (sizes[index] - sizes[index - 1])
+    return times[index - 1] + (times[index] - times[index - 1]) * share
 
 
 def _blend(old: float, new: float, weight: float = _TIME_WEIGHT) -> float:
-    return old + weight * (min(new, _OUTLIER * old) - old) if old else new
+    if not old:
+        return new
+    return old + weight * (min(new, _OUTLIER * old) - old)
 
 
 Seconds = Annotated[float, Meta(ge=0.0, lt=1e4)]
@@ -204,29 +222,32 @@ class Speeds:
     auto: Auto = field(default_factory=Auto)
     foresight: Foresight = field(default_factory=Foresight)
     cores: Cores = Cores.OWN
-    _is_disturbed: bool = (
-        False  # the draft may not have left its cores yet: the next forward is not counted
-    )
+    # The draft may not have left its cores yet: the next forward is not counted.
+    _is_disturbed: bool = False
 
     @staticmethod
     def of(profile: Profile) -> Speeds:
-        auto = Auto(
-            profile.best, [(way, Estimate(score, count)) for way, score, count in profile.ways]
-        )
-        here = ForwardTimes(profile.t_target)
-        elsewhere = (
-            {Cores.ALL: ForwardTimes(profile.t_elsewhere, here)} if profile.t_elsewhere else {}
-        )
-        return Speeds(profile.t_draft, profile.acceptance, here, elsewhere, auto)
+        estimates = [(way, Estimate(score, count)) for way, score, count in profile.ways]
+        target = ForwardTimes(profile.t_target)
+        elsewhere: dict[Cores, ForwardTimes] = {}
+        if profile.t_elsewhere:
+            elsewhere[Cores.ALL] = ForwardTimes(profile.t_elsewhere, target)
+        auto = Auto(profile.best, estimates)
+        return Speeds(profile.t_draft, profile.acceptance, target, elsewhere, auto)
 
     @property
     def profile(self) -> Profile:
         """To be taken between two texts."""
-        here = self.on(Cores.OWN)
-        there = self.on(Cores.ALL)
-        ways = tuple((way, each.score, each.count) for way, each in self.auto.estimates.items())
+        ways: list[tuple[str, float, int]] = []
+        for way, estimate in self.auto.estimates.items():
+            ways.append((way, estimate.score, estimate.count))
         return Profile(
-            self.t_draft, self.acceptance, here.measured, there.measured, self.auto.best, ways
+            self.t_draft,
+            self.acceptance,
+            self.on(Cores.OWN).measured,
+            self.on(Cores.ALL).measured,
+            self.auto.best,
+            tuple(ways),
         )
 
     def on(self, cores: Cores) -> ForwardTimes:
@@ -284,8 +305,8 @@ class Speeds:
         t1 = self.t_target(beside + 1)
         largest = int(min(MAX_WINDOW, 2 * t1 / self.t_draft + 2))
         acceptance = min(max(self.acceptance, 0.05), 0.98)  # never so sure as to stop looking
-        rates = [
-            expected_rate(c, acceptance, self.t_draft, t1, self.t_target(beside + c))
-            for c in range(1, largest + 1)
-        ]
+        rates: list[float] = []
+        for c in range(1, largest + 1):
+            t_target_c = self.t_target(beside + c)
+            rates.append(expected_rate(c, acceptance, self.t_draft, t1, t_target_c))
         return 1 + rates.index(max(rates))

@@ -28,10 +28,9 @@ def expected_rate(
     post = acceptance / (1 + acceptance - power)  # stationary share of post-verify steps
     post_yield = window if acceptance == 1 else (1 - power) / (1 - acceptance)
     tokens = (1 - post) + post * post_yield
-    seconds = (1 - post) * max(window * t_draft, t_target_1) + post * max(
-        window * t_draft, t_target_c
-    )
-    return tokens / seconds
+    pre_seconds = max(window * t_draft, t_target_1)
+    post_seconds = max(window * t_draft, t_target_c)
+    return tokens / ((1 - post) * pre_seconds + post * post_seconds)
 
 
 def whole_blocks(c: int, block: int) -> int:
@@ -54,12 +53,15 @@ def worthwhile(
         expected: expected tokens of the forward without guesses.
         t_target: seconds of a forward by the number of tokens fed.
     """
-    best, rate = 0, expected / t_target(fed) if t_target(fed) else 0.0
+    best = 0
+    seconds = t_target(fed)
+    rate = expected / seconds if seconds else 0.0
     for count, chance in enumerate(chances, start=1):
         expected += chance
         seconds = t_target(fed + count)
         if expected > rate * seconds:
-            best, rate = count, expected / seconds if seconds else 0.0
+            best = count
+            rate = expected / seconds if seconds else 0.0
     return best
 
 
@@ -75,9 +77,8 @@ class Window:
 
         A row that is there for the next position judges nothing by itself, so none is computed before a block has come.
         """
-        return Window(
-            1 + _whole(self.needed - 1, block), length + _whole(self.draft_until - length, block)
-        )
+        needed = 1 + _whole(self.needed - 1, block)
+        return Window(needed, length + _whole(self.draft_until - length, block))
 
     @staticmethod
     def after(
@@ -96,9 +97,8 @@ class Window:
             if not method.pre_verify:  # sd: draft a window, then verify it
                 return Window(c + 1, length + c)
             return Window(1, length + c) if fresh else Window(c, length - 1 + c)
-        if (
-            fresh and not method.pre_verify
-        ):  # the target idles for the first window, the draft drafts on past it
+        if fresh and not method.pre_verify:
+            # The target idles for the first window; the draft drafts on past it.
             return Window(c + 1, length + 2 * c)
         if policy == "stream":
             # Wait for c - 1 tokens, not c. A rejection costs the draft at most the forward that it is in, so it has

@@ -79,16 +79,15 @@ def encode(message: Message) -> list[bytes]:
     name = type(message).__name__
     if type(message) not in TYPE_CODES:
         raise LocalProtocolError(f"{name} is no message of the wire")
-    if (
-        isinstance(message, Error) and len(message.message) > MAX_TEXT // 4
-    ):  # truncate rather than fail
+    if isinstance(message, Error) and len(message.message) > MAX_TEXT // 4:
+        # Truncate rather than fail.
         message = message.changed(message=message.message[: MAX_TEXT // 4])
     raw: list[bytes] = []
     try:
         if isinstance(message, DraftTokens) and message.rows:
-            raw = [
-                row.probs for row in message.rows if isinstance(row, PackedRow) and row.ids is None
-            ]
+            for row in message.rows:
+                if isinstance(row, PackedRow) and row.ids is None:
+                    raw.append(row.probs)
             message = message.changed(rows=tuple(map(_wire_row, message.rows)))
         frames = [_encoder.encode(message), *raw]
     except (ValueError, TypeError, AttributeError, OverflowError, msgspec.MsgspecError) as error:
@@ -111,22 +110,22 @@ def decode(frames: Sequence[Frame], to_target: bool = False) -> Message:
             f"a message of {len(frames)} frames; the wire allows 1 to {MAX_FRAMES}"
         )
     for frame in frames:
-        if (frame.nbytes if type(frame) is memoryview else len(frame)) > MAX_FRAME:
+        size = frame.nbytes if type(frame) is memoryview else len(frame)
+        if size > MAX_FRAME:
             raise RemoteProtocolError(f"a frame of more than {MAX_FRAME} bytes")
+    decoder = _to_target if to_target else _decoder
     try:
-        message: Message = (_to_target if to_target else _decoder).decode(frames[0])
+        message: Message = decoder.decode(frames[0])
     except (msgspec.MsgspecError, ConfigError, ValueError, RecursionError) as error:
         code = bytes(frames[0][1:2]).hex()
         raise RemoteProtocolError(
             f"no message that version {PROTOCOL_VERSION} of the wire has for this side (type code {code}): {error}"
         ) from None
-    if problem := next(_problems(message, frames[1:]), None):
+    for problem in _problems(message, frames[1:]):
         raise RemoteProtocolError(f"{type(message).__name__} {problem}")
-    return (
-        _with_rows(message, frames[1:])
-        if isinstance(message, DraftTokens) and message.rows
-        else message
-    )
+    if isinstance(message, DraftTokens) and message.rows:
+        return _with_rows(message, frames[1:])
+    return message
 
 
 def received(frames: Sequence[Frame], to_target: bool = False) -> Message | RemoteProtocolError:
@@ -144,12 +143,14 @@ def _problems(message: Message, raw: Sequence[Frame]) -> Iterator[str]:
             yield from _row_problems(message, raw)
             seconds = [message.seconds, message.waited]
         case Welcome():
-            seconds = [message.t_draft, *(each for _, each in message.t_target)]
+            seconds = [message.t_draft]
+            for _, t_target in message.t_target:
+                seconds.append(t_target)
         case Heartbeat():
             seconds = [message.seconds]
         case _:
             seconds = []
-    if any(0 < each < LEAST_SECONDS for each in seconds):
+    if any(0 < duration < LEAST_SECONDS for duration in seconds):
         yield f"has a time below {LEAST_SECONDS} s"
     if raw and not isinstance(message, DraftTokens):
         yield f"came with {len(raw)} raw frames; this type takes none"
@@ -162,7 +163,8 @@ def _problems(message: Message, raw: Sequence[Frame]) -> Iterator[str]:
 
 
 def _row_problems(message: DraftTokens, raw: Sequence[Frame]) -> Iterator[str]:
-    rows, tokens = message.rows, message.tokens
+    rows = message.rows
+    tokens = message.tokens
     if not tokens and (not message.paused or message.after is not None):
         yield "has no tokens"
     if rows and len(rows) != len(tokens):
@@ -179,18 +181,19 @@ def _row_problems(message: DraftTokens, raw: Sequence[Frame]) -> Iterator[str]:
     if len(sizes) > 1 or any(size % 4 or not size for size in sizes):
         yield "has raw frames that are not float32 rows of one length"
     for row in rows:
-        if row is None or (
-            isinstance(row, SparseRow) and (len(row.ids) != len(row.probs) or len(row.ids) % 4)
-        ):
+        is_sparse = isinstance(row, SparseRow)
+        if row is None or (is_sparse and (len(row.ids) != len(row.probs) or len(row.ids) % 4)):
             yield "has sparse rows whose ids and probabilities are not of one length (in bytes, divisible by 4)"
 
 
 def _with_rows(message: DraftTokens, raw: Sequence[Frame]) -> DraftTokens:
-    left = iter(raw)
-    found: list[Any] = []
+    frames = iter(raw)
+    rows: list[Any] = []
     for row in message.rows:
         if isinstance(row, SparseRow):
-            found.append(PackedRow(row.probs, row.ids))
+            rows.append(PackedRow(row.probs, row.ids))
+        elif row == FRAME:
+            rows.append(PackedRow(bytes(next(frames))))
         else:
-            found.append(PackedRow(bytes(next(left))) if row == FRAME else AnnouncedRow())
-    return message.changed(rows=tuple(found))
+            rows.append(AnnouncedRow())
+    return message.changed(rows=tuple(rows))

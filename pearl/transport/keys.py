@@ -18,9 +18,8 @@ from pearl.errors import ConfigError
 
 _VERSION = 1
 _LONGEST = 4096  # bytes; a key file has 200
-_KEY = re.compile(
-    r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}"
-)  # 32 bytes as Z85 (ZeroMQ RFC 32) writes them
+# 32 bytes as Z85 (ZeroMQ RFC 32) writes them.
+_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _MAKE = "make one with `pearl keys FILE`"
 
 

@@ -37,7 +37,8 @@ class Mailbox:
         incoming: Callable[[Peer, Message], Message] = lambda peer, message: message,
     ) -> None:
         self._endpoint = endpoint
-        self._outgoing, self._incoming = outgoing, incoming
+        self._outgoing = outgoing
+        self._incoming = incoming
         self._inbox: SimpleQueue[Received] = SimpleQueue()
         self._outbox: deque[tuple[Message, Peer | None]] = deque()
         self._sending = threading.Lock()  # keeps the messages in order
@@ -58,15 +59,15 @@ class Mailbox:
 
     def receive(self, timeout: float) -> list[Received]:
         """As `Endpoint.receive`; 0: what the thread has read so far. Raises the error that ended the thread."""
-        got: list[Received] = []
+        messages: list[Received] = []
         if timeout > 0:
             with suppress(Empty):
-                got.append(self._inbox.get(timeout=timeout))
-        while len(got) < MAX_BATCH and not self._inbox.empty():
-            got.append(self._inbox.get())
+                messages.append(self._inbox.get(timeout=timeout))
+        while len(messages) < MAX_BATCH and not self._inbox.empty():
+            messages.append(self._inbox.get())
         if self._failure is not None:
             raise self._failure
-        return got
+        return messages
 
     @property
     def is_empty(self) -> bool:
@@ -112,7 +113,9 @@ class Mailbox:
         return self._endpoint.receive(0)
 
     def _checked(self, peer: Peer, message: Message | Fault) -> Message | Fault:
+        if isinstance(message, Exception):
+            return message
         try:
-            return message if isinstance(message, Exception) else self._incoming(peer, message)
+            return self._incoming(peer, message)
         except (ProtocolError, TransportError) as error:
             return error

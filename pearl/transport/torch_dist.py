@@ -53,7 +53,9 @@ class ProcessGroupChannel:
             device: of received rows; for NCCL this rank's own GPU.
             timeout: seconds that a `receive` may take.
         """
-        self._vocab_size, self._device, self._timeout = vocab_size, device, timeout
+        self._vocab_size = vocab_size
+        self._device = device
+        self._timeout = timeout
         self._dead = ""
         store = dist.PrefixStore(
             name, dist.FileStore(str(store_path), -1)
@@ -145,7 +147,8 @@ class _Gloo:
 
     def __init__(self, store: dist.Store, rank: int, device: torch.device, timeout: float) -> None:
         self._group = _gloo(store, rank, timeout)
-        self.device, self._peer = torch.device("cpu"), 1 - rank
+        self.device = torch.device("cpu")
+        self._peer = 1 - rank
         self._error: RuntimeError | None = None
         # Gloo reads a row only when its receiver asks for it, and has no way to poll for that: a thread keeps each row
         # alive until then. A daemon, so that an exit does not wait for it.
@@ -193,7 +196,8 @@ class _Nccl:
     """
 
     def __init__(self, store: dist.Store, rank: int, device: torch.device, timeout: float) -> None:
-        self.device, self._peer = device, 1 - rank
+        self.device = device
+        self._peer = 1 - rank
         self._stream = torch.cuda.Stream(device)
         self._group = _nccl(store, rank, device, timeout)
 
@@ -240,12 +244,11 @@ class TorchrunStore:
     def __init__(self, environment: Mapping[str, str] = os.environ, timeout: float = 30.0) -> None:
         """Connects within `timeout` seconds, else raises `TransportError`; outside torchrun `ConfigError`."""
         try:
-            host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+            host = environment["MASTER_ADDR"]
+            port = int(environment["MASTER_PORT"])
             rank = int(environment["RANK"])
-            run, restart = (
-                environment["TORCHELASTIC_RUN_ID"],
-                int(environment["TORCHELASTIC_RESTART_COUNT"]),
-            )
+            run = environment["TORCHELASTIC_RUN_ID"]
+            restart = int(environment["TORCHELASTIC_RESTART_COUNT"])
         except (KeyError, ValueError) as error:
             raise ConfigError(
                 f"this was not started by torchrun: {error} is missing or no number"

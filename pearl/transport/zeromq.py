@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from errno import ENODEV
 from math import ceil
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import zmq
@@ -33,27 +34,30 @@ from pearl.transport.keys import Keys
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
 
-_QUEUE = (
-    1 << 16
-)  # messages queued to send, or for a front: more than a text has, so a front may read slowly
-_LISTENER_QUEUE = (
-    16  # messages of one peer that a listener queues, 256 MiB at most; the rest waits with the peer
-)
+# Messages queued to send, or for a front: more than a text has, so a front may read slowly.
+_QUEUE = 1 << 16
+# Messages of one peer that a listener queues; the rest waits with the peer. Times `MAX_FRAME` they
+# are 256 MiB over TCP, and 16 GiB from a process of this user that floods the socket file.
+#
+# A socket file needs the longer queue: if a peer closes its end while the queue is full, ZeroMQ
+# (4.3.5) drops what the kernel still holds for it. A front has at most 128 requests and their
+# cancellations under way, so its queue is never full when it leaves.
+_TCP_LISTENER_QUEUE = 16
+_FILE_LISTENER_QUEUE = 1 << 10
+# Connections that wait for ZeroMQ's thread: it takes one at a time, and the kernel turns away what
+# exceeds this number (or net.core.somaxconn). ZeroMQ's 100 are gone in a burst of a millisecond.
+_BACKLOG = 4096
 _HANDSHAKE_SECONDS = 30  # for a peer to prove its key: a worker that loads its model may be slow
 _RETRY_SECONDS = 0.01  # between two attempts to connect to a socket file
-_CONNECT_SECONDS = (
-    5  # for one attempt to connect: the kernel's own come a minute apart after a long outage
-)
-_LOST_SECONDS = (
-    15  # without an acknowledgement by the peer's kernel: the link is cut, or its host is gone
-)
+# For one attempt to connect: the kernel's own come a minute apart after a long outage.
+_CONNECT_SECONDS = 5
+# Without an acknowledgement by the peer's kernel: the link is cut, or its host is gone.
+_LOST_SECONDS = 15
 # As enums they cost twice the time.
-_EVENTS, _POLLIN, _NOBLOCK, _SNDMORE = (
-    int(zmq.EVENTS),
-    int(zmq.POLLIN),
-    int(zmq.NOBLOCK),
-    int(zmq.SNDMORE),
-)
+_EVENTS = int(zmq.EVENTS)
+_POLLIN = int(zmq.POLLIN)
+_NOBLOCK = int(zmq.NOBLOCK)
+_SNDMORE = int(zmq.SNDMORE)
 _EVENT = struct.Struct("=H")  # the start of a monitor's message; pyzmq's parser imports asyncio
 _ZAP_DOMAIN = "pearl"  # names the listener to the authenticator (RFC 27)
 _REFUSED = (
@@ -67,7 +71,8 @@ def new_keys() -> Keys:
     """Fresh keys. Raises `ConfigError` if ZeroMQ was built without CURVE."""
     if not zmq.has("curve"):
         raise ConfigError("this pyzmq was built without CURVE: install one of its binary wheels")
-    (_, server), (_, client) = zmq.curve_keypair(), zmq.curve_keypair()
+    _, server = zmq.curve_keypair()
+    _, client = zmq.curve_keypair()
     return Keys(server.decode(), client.decode())
 
 
@@ -100,15 +105,13 @@ class _Socket:
         self._lock = threading.Lock()  # ZeroMQ's sockets are for one thread at a time
         self._context = zmq.Context()
         self._socket = self._context.socket(kind)
-        self._socket.setsockopt(
-            zmq.LINGER, 0
-        )  # nothing may wait for a socket that is dropped unclosed
+        # Nothing may wait for a socket that is dropped unclosed.
+        self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, _QUEUE)
         self._socket.setsockopt(zmq.RCVHWM, queue)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_SECONDS * 1000)
-        self._socket.setsockopt(
-            zmq.MAXMSGSIZE, MAX_FRAME
-        )  # of a frame; ZeroMQ disconnects who exceeds it
+        # Of a frame; ZeroMQ disconnects who exceeds it.
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
         self._poll = select.poll()
         self._poll.register(self._wakeup, select.POLLIN)
         self._poll.register(int(self._socket.getsockopt(zmq.FD)), select.POLLIN)
@@ -124,19 +127,22 @@ class _Socket:
     def receive(self, timeout: float) -> list[Received]:
         deadline = time.monotonic() + timeout
         is_woken = False
-        taken = self._take()
-        while not taken and not is_woken and (left := deadline - time.monotonic()) > 0:
-            is_woken = self._wait(left)
-            taken = self._take()
-        return [(peer, received(frames, to_target=self.is_listener)) for peer, frames in taken]
+        arrivals = self._take()
+        while not arrivals and not is_woken:
+            seconds_left = deadline - time.monotonic()
+            if seconds_left <= 0:
+                break
+            is_woken = self._wait(seconds_left)
+            arrivals = self._take()
+        return [(peer, received(frames, to_target=self.is_listener)) for peer, frames in arrivals]
 
     def wait(self, timeout: float) -> None:
         self._wait(timeout)
 
     def _wait(self, timeout: float) -> bool:
         """Whether `wake` was called. A descriptor may also signal what is no message."""
-        ready = [descriptor for descriptor, _ in self._poll.poll(ceil(timeout * 1000))]
-        if self._wakeup in ready:
+        ready = self._poll.poll(ceil(timeout * 1000))
+        if self._wakeup in dict(ready):
             os.eventfd_read(self._wakeup)
         is_woken = self._is_woken
         self._is_woken = False
@@ -173,15 +179,15 @@ class _Socket:
 
     def _take(self) -> list[tuple[Peer, list[bytes]]]:
         """What has arrived."""
-        taken: list[tuple[Peer, list[bytes]]] = []
+        arrivals: list[tuple[Peer, list[bytes]]] = []
         with self._lock:
             self._check_open()
-            while len(taken) < MAX_BATCH and _is_readable(self._socket):
+            while len(arrivals) < MAX_BATCH and _is_readable(self._socket):
                 frames = self._socket.recv_multipart(_NOBLOCK)
                 peer = frames.pop(0) if self.is_listener else SOLE_PEER
-                taken.append((peer, frames))
+                arrivals.append((peer, frames))
             self._pass_on()
-        return taken
+        return arrivals
 
     def _pass_on(self) -> None:
         """Wake the waiting thread if more can be read: the file descriptor signals it only once."""
@@ -196,10 +202,14 @@ class _Socket:
             self._close_helpers()
             self._socket.close(linger=int(flush * 1000))
             self._context.term()  # waits for that linger only
+            self._remove_file()
             os.close(self._wakeup)
 
     def _close_helpers(self) -> None:
         """Close what must be closed before the context can end."""
+
+    def _remove_file(self) -> None:
+        """Remove the socket file that this end has bound."""
 
 
 class _OneKey:
@@ -214,9 +224,8 @@ class _OneKey:
 
 def _authenticator(context: zmq.Context[zmq.Socket[bytes]], admitted: bytes) -> ThreadAuthenticator:
     """A running thread that admits one key to the listeners of `context`. `stop` it before the context ends."""
-    from zmq.auth.thread import (
-        ThreadAuthenticator,  # imports asyncio (0.1 s); only listeners need it
-    )
+    # Imports asyncio (0.1 s), and only listeners need it.
+    from zmq.auth.thread import ThreadAuthenticator
 
     authenticator = ThreadAuthenticator(context)
     authenticator.configure_curve_callback(_ZAP_DOMAIN, _OneKey(admitted))
@@ -237,27 +246,28 @@ class ZmqListener(_Socket):
         """
         check_bind(address, keys is not None)
         admitted = None if keys is None or is_file(address) else _public(keys.client)
-        super().__init__(zmq.ROUTER, _LISTENER_QUEUE)
+        queue = _FILE_LISTENER_QUEUE if is_file(address) else _TCP_LISTENER_QUEUE
+        super().__init__(zmq.ROUTER, queue)
+        self._file: Path | None = None
         raise_limit()
+        self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         self._authenticator: ThreadAuthenticator | None = None
         if keys is not None and admitted is not None:
             self._admit(keys, admitted)
         self._socket.setsockopt(zmq.IPV6, "[" in address)
-        self._socket.setsockopt(
-            zmq.ROUTER_MANDATORY, 1
-        )  # else messages to a vanished peer are dropped silently
+        # Else messages to a vanished peer are dropped silently.
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             self._socket.bind(address)
             if is_file(address):
-                os.chmod(file_of(address), 0o600)  # whatever the umask was
+                self._file = Path(file_of(address))
+                self._file.chmod(0o600)  # whatever the umask was
         except zmq.ZMQError as error:
             self.close()
-            hint = (
-                "; HOST must be an address or a network interface of this machine"
-                if error.errno == ENODEV
-                else ""
-            )
-            raise ConfigError(f"cannot bind {address}: {error.strerror}{hint}") from None
+            problem = f"cannot bind {address}: {error.strerror}"
+            if error.errno == ENODEV:
+                problem += "; HOST must be an address or a network interface of this machine"
+            raise ConfigError(problem) from None
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def _admit(self, keys: Keys, admitted: bytes) -> None:
@@ -266,9 +276,8 @@ class ZmqListener(_Socket):
         self._socket.curve_server = True
         self._socket.curve_secretkey = keys.server.encode()
         self._socket.zap_domain = _ZAP_DOMAIN.encode()
-        self._socket.setsockopt(
-            zmq.ZAP_ENFORCE_DOMAIN, 1
-        )  # without an authenticator nobody is admitted
+        # Without an authenticator nobody is admitted.
+        self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def _send(self, peer: Peer, frames: Sequence[bytes]) -> None:
         self._send_frames([peer, *frames])
@@ -276,6 +285,10 @@ class ZmqListener(_Socket):
     def _close_helpers(self) -> None:
         if self._authenticator is not None:
             self._authenticator.stop()
+
+    def _remove_file(self) -> None:
+        if self._file is not None:  # ZeroMQ leaves it behind
+            self._file.unlink(missing_ok=True)
 
 
 class ZmqConnection(_Socket):
@@ -292,18 +305,20 @@ class ZmqConnection(_Socket):
                 raise ConfigError(f"cannot connect to {address}: it names no socket file")
         elif keys is None:
             raise ConfigError(f"cannot connect to {address} without its keys (--keys FILE)")
-        public = None if keys is None else (_public(keys.server), _public(keys.client))
+        if keys is not None:  # before there is a socket to close
+            server_key = _public(keys.server)
+            client_key = _public(keys.client)
         super().__init__(zmq.DEALER, _QUEUE)
         self._failure = ""  # why it cannot be used any more
         self._is_pending = True  # neither admitted nor refused, as far as `receive` has returned
-        if keys is not None and public is not None:
-            self._socket.curve_serverkey, self._socket.curve_publickey = public
+        if keys is not None:
+            self._socket.curve_serverkey = server_key
+            self._socket.curve_publickey = client_key
             self._socket.curve_secretkey = keys.client.encode()
             self._socket.setsockopt(zmq.IPV6, "[" in address)
             self._socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_SECONDS * 1000)
-            self._socket.setsockopt(
-                zmq.TCP_MAXRT, _LOST_SECONDS * 1000
-            )  # the kernel would try for 15 minutes
+            # The kernel would try for 15 minutes.
+            self._socket.setsockopt(zmq.TCP_MAXRT, _LOST_SECONDS * 1000)
         else:
             self._socket.setsockopt(zmq.RECONNECT_IVL, int(_RETRY_SECONDS * 1000))
         # A DEALER queues for a peer that is gone as for one that is slow; its monitor tells the two apart.
@@ -323,11 +338,12 @@ class ZmqConnection(_Socket):
         self._send_frames(frames)
 
     def receive(self, timeout: float) -> list[Received]:
-        got = super().receive(timeout)
-        if self._is_pending and (got or not self.connected):
+        messages = super().receive(timeout)
+        if self._is_pending and (messages or not self.connected):
             self._is_pending = False
-            got = got or [(SOLE_PEER, TransportError(self._failure))]
-        return got
+            if not messages:
+                return [(SOLE_PEER, TransportError(self._failure))]
+        return messages
 
     @property
     def connected(self) -> bool:
@@ -338,9 +354,9 @@ class ZmqConnection(_Socket):
 
     def _look(self) -> None:
         if not self._failure and not self._is_closed and _is_readable(self._monitor):
-            self._failure = self._explain(
-                *_EVENT.unpack_from(self._monitor.recv_multipart(_NOBLOCK)[0])
-            )
+            frames = self._monitor.recv_multipart(_NOBLOCK)
+            (event,) = _EVENT.unpack_from(frames[0])
+            self._failure = self._explain(event)
 
     def _explain(self, event: int) -> str:
         if event == zmq.EVENT_DISCONNECTED:

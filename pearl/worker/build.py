@@ -57,21 +57,27 @@ _FLUSH_SECONDS = 0.5  # for what is still queued when a worker ends
 
 def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> None:
     """The target worker, from loading to its end. Raises `PearlError`s for what went wrong."""
-    config, model, tracer = settings.config, settings.model, _tracer(settings)
+    config = settings.config
+    model = settings.model
+    tracer = _tracer(settings)
     endpoint = listen(settings.address, _keys(settings))
     lifeline.tell("bound", address=endpoint.address)
     try:
         device = place(config, model.role)
         make_channel = _channel(settings, 0, device, tracer)
-        choices, profile, keep = core_choices(config), load_profile(config), keeper(config)
-        own = settled(config, model.role)  # before this process is pinned
-        if warning := shared_gpus(config):
+        choices = core_choices(config)
+        profile = load_profile(config)
+        keep = keeper(config)
+        device_choice = settled(config, model.role)  # before this process is pinned
+        warning = shared_gpus(config)
+        if warning:
             lifeline.note(warning)
         pin(config, model.role)  # from here on the draft's cores are none that we may use
         steps.done("listening, and choosing devices")
         progress = lifeline.progress()
         tokenizer = _tokenizer(model, progress)
-        is_drafting, digest = is_head(config.draft), b""
+        is_drafting = is_head(config.draft)
+        digest = b""
         if config.has_draft:  # its token ids are compared with ours, or it translates
             draft = tokenizer if is_drafting else _tokenizer(config.model("draft"), progress)
             spoken = draft if have_same_vocabulary(tokenizer, draft) else tokenizer
@@ -85,8 +91,8 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> No
         runner = make_runner(model, device, progress, features)
         tracer.note("busy", "load", start)
         steps.done("loading the model")
-        if own.cores is not None:
-            occupy(own.cores, runner.use_threads)
+        if device_choice.cores is not None:
+            occupy(device_choice.cores, runner.use_threads)
 
         def spread(cores: Cores) -> None:
             occupy(choices[cores], runner.use_threads)
@@ -104,7 +110,7 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> No
                 gives_states=is_drafting,
             ),
             TargetSettings(config, runner.vocab_size, runner.context, digest),
-            ready=partial(lifeline.tell, "ready", device=own.name, dtype=runner.weights),
+            ready=partial(lifeline.tell, "ready", device=device_choice.name, dtype=runner.weights),
             stopping=lifeline.closed.is_set,
             tracer=tracer,
             channel=partial(make_channel, runner.vocab_size) if make_channel else None,
@@ -120,12 +126,14 @@ def run_target(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> No
 
 def run_draft(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> None:
     """The draft worker, from loading to its end. Raises `PearlError`s for what went wrong."""
-    config, model, tracer = settings.config, settings.model, _tracer(settings)
+    config = settings.config
+    model = settings.model
+    tracer = _tracer(settings)
     endpoint = connect(settings.address, _keys(settings))
     try:
         device = place(config, model.role)
         make_channel = _channel(settings, 1, device, tracer)
-        own = settled(config, model.role)  # before this process is pinned
+        device_choice = settled(config, model.role)  # before this process is pinned
         pin(config, model.role)
         steps.done("connecting, and choosing devices")
         progress = lifeline.progress()
@@ -164,14 +172,18 @@ def run_draft(settings: WorkerSettings, lifeline: Lifeline, steps: Steps) -> Non
             endpoint,
             Hello(PROTOCOL_VERSION, Role.DRAFT, runner.vocab_size, runner.context, digest),
             welcomed,
-            ready=partial(lifeline.tell, "ready", device=own.name, dtype=runner.weights),
+            ready=partial(lifeline.tell, "ready", device=device_choice.name, dtype=runner.weights),
             stopping=lifeline.closed.is_set,
             heartbeat_seconds=min(1.0, config.draft_timeout / 4),
             tracer=tracer,
             beat=lifeline.beat,
             slots=config.slots,
             piece=runner.capabilities.prompt_piece,
-            computes=lambda: None if own.cores is None else occupy(own.cores, runner.use_threads),
+            computes=lambda: (
+                None
+                if device_choice.cores is None
+                else occupy(device_choice.cores, runner.use_threads)
+            ),
         )
         with torch.inference_mode():
             worker.run()
@@ -187,10 +199,10 @@ def _spoken(
     trust = config.trust_remote_code
     if is_head(config.draft):
         return None, _tokenizer(config.model("target"), progress), config.model("target")
-    own = load_tokenizer(config.draft, trust_remote_code=trust, progress=progress, encodes=False)
-    translation = translation_of(config.target, config.draft, trust, own)
+    loaded = load_tokenizer(config.draft, trust_remote_code=trust, progress=progress, encodes=False)
+    translation = translation_of(config.target, config.draft, trust, loaded)
     if translation is None:
-        return None, own[0], config.model("draft")
+        return None, loaded[0], config.model("draft")
     return translation, translation.target, config.model("target")
 
 
@@ -234,9 +246,8 @@ def _datastore(config: EngineConfig, tokenizer: Tokenizer, vocab_size: int) -> D
     if config.datastore is None:
         return None
     store = Datastore(Path(config.datastore), vocab_size)
-    if (
-        tokenizer.vocab_size >= store.header.vocab_size
-    ):  # a draft may have fewer: they are compared with the target's
+    # A draft may have fewer ids: they are compared with the target's.
+    if tokenizer.vocab_size >= store.header.vocab_size:
         check_tokenizer(store.header, tokenizer, store.directory)
     return store
 
@@ -257,9 +268,9 @@ def make_runner(
         shares: whether the target has the same GPU.
     """
     runner: ModelRunner
-    spare = (
-        BRANCHES if model.role == "draft" and not shares else 0
-    )  # the target is to find the memory
+    spare = 0
+    if model.role == "draft" and not shares:  # else the target is to find the memory
+        spare = BRANCHES
     if is_toy(model.spec):
         runner = load_toy(model.spec, model.role, model.max_context, model.slots)
     elif target and is_head(model.spec):
@@ -270,7 +281,8 @@ def make_runner(
     else:
         runner = load_runner(model, device, progress, features, spare)
     gc.collect()
-    gc.freeze()  # a full collection would walk all that torch and the model made: tens of milliseconds, mid-step
+    # A full collection in mid-step would walk all that torch and the model made: tens of ms.
+    gc.freeze()
     if model.pace:
         pace(runner, model.pace)
     return runner
@@ -280,13 +292,15 @@ def _channel(
     settings: WorkerSettings, rank: int, device: torch.device, tracer: Tracer
 ) -> Callable[[int], TensorChannel] | None:
     """How to open the tensor channel over a vocabulary of the given size; None: dense rows go as frames."""
-    config, kind = settings.config, settings.tensors or settings.config.tensors
+    config = settings.config
+    kind = settings.tensors or settings.config.tensors
     if kind not in ("gloo", "nccl") or not config.has_draft:
         return None
     from pearl.transport.torch_dist import ProcessGroupChannel
 
     def make(vocab_size: int) -> TensorChannel:
-        store, timeout = settings.directory / "group", config.draft_timeout
+        store = settings.directory / "group"
+        timeout = config.draft_timeout
         return TracedChannel(
             ProcessGroupChannel(kind, store, "rows", rank, vocab_size, device, timeout), tracer
         )

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 _THREADS = Path("/proc/self/task")
-_COMPUTES = 0.5  # of the need for a core of the thread that needs it most: a thread that reads sockets needs far less
+# Of the need for a core of the thread that needs it most: a thread that reads sockets needs far
+# less.
+_COMPUTES = 0.5
 
 
 class ThreadTime(NamedTuple):
@@ -38,11 +40,15 @@ class CoreWait:
 def longest_wait(before: dict[int, ThreadTime], after: dict[int, ThreadTime]) -> float:
     """The most seconds that a computing thread waited between two readings."""
     times = []
-    for thread, now in after.items():
-        then = before.get(thread, ThreadTime())
-        times.append(ThreadTime(now.ran - then.ran, now.waited - then.waited))
-    most = max((sum(one) for one in times), default=0.0)
-    return max((one.waited for one in times if sum(one) >= _COMPUTES * most), default=0.0)
+    for thread, end in after.items():
+        start = before.get(thread, ThreadTime())
+        times.append(ThreadTime(end.ran - start.ran, end.waited - start.waited))
+    largest = max(map(sum, times), default=0.0)
+    longest = 0.0
+    for thread_time in times:
+        if sum(thread_time) >= _COMPUTES * largest:
+            longest = max(longest, thread_time.waited)
+    return longest
 
 
 def thread_times() -> dict[int, ThreadTime]:

@@ -21,7 +21,7 @@ from pearl.execution.batched import compute_together
 from pearl.execution.draft import DraftExecutor
 from pearl.execution.early_drafts import Ahead
 from pearl.models.checkpoints.memory import memory_errors
-from pearl.protocol.drafter import Drafter, State
+from pearl.protocol.drafter import Drafter, DrafterState
 from pearl.protocol.events import Draft, Drafted, Open, Send, Wait
 from pearl.protocol.messages import (
     PROTOCOL_VERSION,
@@ -47,9 +47,8 @@ from pearl.worker.draft_rows import RowPacker, packed
 
 log = logging.getLogger(__name__)
 
-MAX_UNANNOUNCED = (
-    8  # tokens: a longer forward is announced, as it may take longer than the peers bear silence
-)
+# Tokens: a longer forward is announced, as it may take longer than the peers bear silence.
+MAX_UNANNOUNCED = 8
 _IDLE_SECONDS = 0.2  # longest sleep of the loop, so that closing is noticed
 
 
@@ -80,22 +79,22 @@ class DraftWorker:
         piece: int = 1,
     ) -> None:
         assert hello.role is Role.DRAFT
-        self._endpoint, self._hello, self._tracer = endpoint, hello, tracer
-        self._welcomed, self._ready, self._stopping, self._computes = (
-            welcomed,
-            ready,
-            stopping,
-            computes,
-        )
-        self._heartbeat_seconds, self._launcher_beat = heartbeat_seconds, beat
+        self._endpoint = endpoint
+        self._hello = hello
+        self._tracer = tracer
+        self._welcomed = welcomed
+        self._ready = ready
+        self._stopping = stopping
+        self._computes = computes
+        self._heartbeat_seconds = heartbeat_seconds
+        self._launcher_beat = beat
         self._drafter = Drafter(hello.context, slots, piece)
         self._decide = tracer.deciding(self._drafter)
         self._executor: DraftExecutor | None = None
         self._packer: RowPacker | None = None
         self._commands: deque[object] = deque()
-        self._drafts: list[
-            Draft
-        ] = []  # requested and not begun: one forward of the model is to do for all
+        # Requested and not begun: one forward of the model is to do for all.
+        self._drafts: list[Draft] = []
         self._num_forwards = 0
         self._prefill_pace = 0.0  # seconds per token of the last long forward
         self._beat = 0.0  # when the last heartbeat was sent
@@ -104,13 +103,12 @@ class DraftWorker:
     def run(self) -> None:
         """The loop. Raises `ModelError` if the target refuses this draft."""
         with ExitStack() as self._open:
-            self._mail = self._open.enter_context(
-                TracedMailbox(
-                    self._tracer,
-                    self._endpoint,
-                    outgoing=lambda message: packed(message, self._waited),
-                )
+            mailbox = TracedMailbox(
+                self._tracer,
+                self._endpoint,
+                outgoing=lambda message: packed(message, self._waited),
             )
+            self._mail = self._open.enter_context(mailbox)
             self._mail.send(self._hello)
             while not self._stopping():
                 if self._commands:
@@ -118,10 +116,16 @@ class DraftWorker:
                 elif self._drafts:
                     self._draft()
                 else:
-                    began, waits = time.monotonic(), self._drafter.state is not State.IDLE
-                    self._receive(_IDLE_SECONDS)
-                    self._waited += time.monotonic() - began if waits else 0.0
+                    self._wait()
                 self._heartbeat()
+
+    def _wait(self) -> None:
+        """Wait for a message; count the time if it is a verdict that is awaited."""
+        began = time.monotonic()
+        awaits_verdict = self._drafter.state is not DrafterState.IDLE
+        self._receive(_IDLE_SECONDS)
+        if awaits_verdict:
+            self._waited += time.monotonic() - began
 
     # ---- messages ----
 
@@ -161,10 +165,10 @@ class DraftWorker:
         self._open.callback(self._packer.close)
         # A target that knows t_draft has had a draft before, and waits for this one during a text: measure briefly.
         seconds, self._prefill_pace = self._executor.proposer.measure(welcome.t_draft > 0)
-        ahead = Ahead(self._executor, lambda: self._mail.is_empty, self._computes)
-        self._open.callback(ahead.close)
-        self._execute = memory_errors(self._tracer.computing(ahead.execute))
-        self._execute_together = memory_errors(self._tracer.computing(ahead.draft))
+        thread = Ahead(self._executor, lambda: self._mail.is_empty, self._computes)
+        self._open.callback(thread.close)
+        self._execute = memory_errors(self._tracer.computing(thread.execute))
+        self._execute_together = memory_errors(self._tracer.computing(thread.draft))
         self._mail.send(Heartbeat(0, "calibrated", 1, seconds))
         self._ready()
 
@@ -184,19 +188,16 @@ class DraftWorker:
         now = time.monotonic()
         if now - self._beat > self._heartbeat_seconds:
             self._beat = now
-            met = self._executor is not None
-            beat = (
-                Heartbeat(self._num_forwards, self._drafter.state.value, 0)
-                if met
-                else Ping(time.monotonic_ns())
-            )
-            self._mail.post(beat)
+            if self._executor is not None:
+                self._mail.post(Heartbeat(self._num_forwards, self._drafter.state.value, 0))
+            else:
+                self._mail.post(Ping(time.monotonic_ns()))
             self._launcher_beat(0.0)
 
     # ---- commands ----
 
     def _handle(self, event: object) -> None:
-        if isinstance(event, Begin) and self._drafter.state is State.IDLE:
+        if isinstance(event, Begin) and self._drafter.state is DrafterState.IDLE:
             self._waited = 0.0
         self._commands.extend(self._decide(event))
 
@@ -227,12 +228,12 @@ class DraftWorker:
 
     def _draft(self) -> None:
         """One forward for all requests that are to be drafted for."""
-        drafts, self._drafts = self._drafts, []
+        drafts = self._drafts
+        self._drafts = []
         tokens = sum(len(command.tokens) for command in drafts)
         is_long = max(len(command.tokens) for command in drafts) > MAX_UNANNOUNCED
-        if (
-            is_long
-        ):  # tell target and launcher how long it will take, so that silence is no sign of a hang
+        if is_long:
+            # Tell target and launcher how long it will take, so that silence is no sign of a hang.
             expected = tokens * self._prefill_pace
             self._mail.send(Heartbeat(self._num_forwards, "prefill", tokens, expected))
             self._launcher_beat(SLACK * expected)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Callable
 from math import inf
+from typing import Any
 
 import torch
 
@@ -29,15 +29,14 @@ from pearl.protocol.messages import (
 )
 from pearl.trace.tracer import Tracer
 from pearl.transport.base import Peer, TensorChannel
-from pearl.transport.mailbox import Mailbox
+from pearl.worker.fronts import Post
 from pearl.worker.health import DraftHealth
 from pearl.worker.settings import TargetSettings
 
 log = logging.getLogger(__name__)
 
-PROBE_SECONDS = (
-    0.1  # between pings to a draft that is waited for: a dead process's socket refuses them at once
-)
+# Between pings to a draft that is waited for: a dead process's socket refuses them at once.
+PROBE_SECONDS = 0.1
 _CLOCK_PINGS = 8  # in a trace: they give the offset between the two clocks
 _IGNORED = DraftTokens(-1, 0, 0, ())  # of no request: in place of what is not examined
 
@@ -48,6 +47,8 @@ class DraftLink:
     Args:
         channel: opens the tensor channel; only for the draft that is there at start, as a process group cannot be
             rejoined.
+        send, post: send a message to the draft: at once, and in the mailbox's thread.
+        handle: takes an event of the protocol.
     """
 
     def __init__(
@@ -55,20 +56,25 @@ class DraftLink:
         settings: TargetSettings,
         executor: TargetExecutor,
         channel: Callable[[], TensorChannel] | None,
+        send: Post,
+        post: Post,
+        handle: Callable[[object], None],
     ) -> None:
-        self._settings, self._executor, self._open_channel = settings, executor, channel
-        self.mail: Mailbox  # the loop's, set before any other use
+        self._settings = settings
+        self._executor = executor
+        self._open_channel = channel
+        self._send = send
+        self._post = post
+        self._handle = handle
         self.peer: Peer | None = None
         self.context = 0  # tokens that its model holds
         self.health = DraftHealth(settings.config.draft_timeout)
         self._channel: TensorChannel | None = None
-        self._loss: tuple[str, float] | None = (
-            None  # why and when the draft was lost, until it is reported
-        )
+        # Why and when the draft was lost, until it is reported.
+        self._loss: tuple[str, float] | None = None
         self._probed = 0.0
-        self._sent_ns = self._answered_ns = (
-            0  # our last message to it; the last ping that it has answered
-        )
+        self._sent_ns = 0  # our last message to it
+        self._answered_ns = 0  # the last ping that it has answered
 
     # ---- connecting ----
 
@@ -77,14 +83,14 @@ class DraftLink:
         if hello.version != PROTOCOL_VERSION or hello.vocab_digest != self._settings.vocab_digest:
             why = f"version {hello.version}, vocabulary {hello.vocab_digest.hex()}"
             why += ". A draft of another vocabulary needs the target's tokenizer on its host"
-            self.mail.post(
-                Error(-1, "ModelError", f"this draft does not fit the target: {why}"), peer
-            )
+            error = Error(-1, "ModelError", f"this draft does not fit the target: {why}")
+            self._post(error, peer)
             return False
         return True
 
     def meet(self, peer: Peer, hello: Hello) -> None:
-        self.peer, self.context = peer, hello.context
+        self.peer = peer
+        self.context = hello.context
 
     def open_channel(self) -> None:
         if self._open_channel is not None:
@@ -92,7 +98,7 @@ class DraftLink:
 
     def lose(self, why: str) -> None:
         """Give the draft up. One that is still connected exits on this error; its launcher restarts it."""
-        self._loss = why, time.monotonic()
+        self._loss = (why, time.monotonic())
         self.post(Error(-1, "DraftLost", why))
         self.close()
 
@@ -112,48 +118,50 @@ class DraftLink:
         """Send at once, if there is a draft."""
         if self.peer is not None:
             self._sent_ns = time.monotonic_ns()
-            for states in self._executor.states(message) if isinstance(message, Verdict) else ():
-                self.mail.send(states, self.peer)
-            self.mail.send(message, self.peer)
+            if isinstance(message, Verdict):
+                for states in self._executor.states(message):
+                    self._send(states, self.peer)
+            self._send(message, self.peer)
 
     def post(self, message: Message) -> None:
         """Leave sending to the mailbox's thread."""
         if self.peer is not None:
-            self.mail.post(message, self.peer)
+            self._post(message, self.peer)
 
     # ---- its messages ----
 
-    def events(
+    def receive(
         self, message: DraftTokens | Resync | Heartbeat | Error, coordinator: Coordinator
-    ) -> Iterator[object]:
-        """The protocol's events that a message means; each must be handled before the next is taken.
+    ) -> None:
+        """Hand the loop's `handle` the protocol's events that a message means, one after the other.
 
         Raises `DraftLost` where the draft is not worth waiting for any more.
         """
         match message:
             case DraftTokens():
-                yield from self._tokens(message, coordinator)
+                self._receive_tokens(message, coordinator)
             case Resync():
-                yield message
+                self._handle(message)
             case Heartbeat():
-                yield from self._heartbeat(message, coordinator)
+                self._receive_heartbeat(message, coordinator)
             case Error(request, "NumericalError", text) if request >= 0:
-                yield DraftGone(text, request)
+                self._handle(DraftGone(text, request))
             case Error(_, kind, text):
                 raise DraftLost(f"the draft failed: {kind}: {text}")
 
-    def _tokens(self, received: DraftTokens, coordinator: Coordinator) -> Iterator[object]:
+    def _receive_tokens(self, received: DraftTokens, coordinator: Coordinator) -> None:
         self.health.drafted()
         message = self.with_needed_rows(received)
         if message is None:
             return
-        running = coordinator.running.get(message.request)
+        machine = coordinator.running.get(message.request)
         # A token of a block took a search of as many levels, each a forward of many rows or many forwards.
-        levels = 1 if running is None else running.request.block
-        yield message
+        levels = 1 if machine is None else machine.request.block
+        self._handle(message)
+        # Only now: `took` may find the draft lost, though these tokens are good.
         self.health.took(message.request, message.seconds / levels, coordinator.speeds)
 
-    def _heartbeat(self, heartbeat: Heartbeat, coordinator: Coordinator) -> Iterator[object]:
+    def _receive_heartbeat(self, heartbeat: Heartbeat, coordinator: Coordinator) -> None:
         """The one that says how long a token takes it admits the draft."""
         if heartbeat.work == "prefill":
             self.health.announced(heartbeat.seconds)
@@ -165,12 +173,12 @@ class DraftLink:
                 "draft and target wait for each other: a message was lost; giving the draft the whole prefix"
             )
             for number in waiting:
-                yield Resync(number, coordinator.running[number].epoch)
+                self._handle(Resync(number, coordinator.running[number].epoch))
         if heartbeat.work == "calibrated":
-            yield DraftJoined(self.context, heartbeat.seconds)
+            self._handle(DraftJoined(self.context, heartbeat.seconds))
 
-    def overdue(self, coordinator: Coordinator, now: float) -> Iterator[object]:
-        """Probe a silent draft; events that end the drafting of requests it has sent nothing of for too long.
+    def look(self, coordinator: Coordinator, now: float) -> None:
+        """Probe a silent draft; end the drafting of requests for which it has sent nothing for too long.
 
         Raises `DraftLost` if it has been silent for too long.
         """
@@ -181,15 +189,16 @@ class DraftLink:
             self._probed = now
             self.post(Ping(time.monotonic_ns()))
         for number in self.health.overdue(coordinator.waiting, now):
-            yield DraftGone("nothing has come of it for too long", number)
+            self._handle(DraftGone("nothing has come of it for too long", number))
 
     def answered(self, pong: Pong) -> None:
         self._answered_ns = pong.sent
 
     def compare_clocks(self, tracer: Tracer) -> None:
         """For a trace, if one is recorded."""
-        for _ in range(_CLOCK_PINGS if tracer.recorder is not None else 0):
-            self.post(Ping(time.monotonic_ns()))
+        if tracer.recorder is not None:
+            for _ in range(_CLOCK_PINGS):
+                self.post(Ping(time.monotonic_ns()))
 
     # ---- its distributions ----
 
@@ -207,18 +216,34 @@ class DraftLink:
         if peer != self.peer:
             return _IGNORED
         vocab = self._settings.vocab_size
-        rivals = chain.from_iterable(seen.rivals for seen in message.runners_up)
-        most = max((*message.tokens, *(message.after or ())[1:], *rivals), default=0)
-        if most >= vocab:
+        tokens = list(message.tokens)
+        if message.after is not None:
+            tokens.append(message.after[1])
+        for seen in message.runners_up:
+            tokens += seen.rivals
+        largest = max(tokens, default=0)
+        if largest >= vocab:
             raise RemoteProtocolError(
-                f"draft sent token {most}, the target has ids up to {vocab - 1}"
+                f"draft sent token {largest}, the target has ids up to {vocab - 1}"
             )
-        rows = [row.unpack(vocab) if isinstance(row, PackedRow) else row for row in message.rows]
-        announced = [i for i, row in enumerate(rows) if isinstance(row, AnnouncedRow)]
+        if not message.rows:
+            return message
+        return message.changed(rows=self._unpacked(message.rows, vocab))
+
+    def _unpacked(self, rows: tuple[Any, ...], vocab: int) -> tuple[Any, ...]:
+        """The rows as tensors [vocab]: those in the message, and those that it has announced."""
+        tensors = list(rows)
+        announced: list[int] = []
+        for index, row in enumerate(rows):
+            if isinstance(row, PackedRow):
+                tensors[index] = row.unpack(vocab)
+            elif isinstance(row, AnnouncedRow):
+                announced.append(index)
         if announced:
-            for i, probs in zip(announced, self._receive_announced(len(announced)), strict=True):
-                rows[i] = probs
-        return message.changed(rows=tuple(rows)) if rows else message
+            received = self._receive_announced(len(announced))
+            for index, probs in zip(announced, received, strict=True):
+                tensors[index] = probs
+        return tuple(tensors)
 
     def with_needed_rows(self, message: DraftTokens) -> DraftTokens | None:
         """The message with the distributions that its request's rule judges with, or without any.

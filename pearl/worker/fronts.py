@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from itertools import count
 
+from pearl.config.options import wide_window
 from pearl.errors import ForwardError, RemoteProtocolError, RequestError
 from pearl.metrics import Stopwatch, fold
 from pearl.models.checkpoints.checkpoint import is_head
@@ -22,8 +23,9 @@ from pearl.protocol.messages import (
     Submit,
 )
 from pearl.protocol.speeds import Speeds
+from pearl.spec.methods import MAX_WINDOW
+from pearl.spec.stops import STOPS
 from pearl.transport.base import Peer
-from pearl.worker.admission import problem
 from pearl.worker.settings import TargetSettings
 
 log = logging.getLogger(__name__)
@@ -48,7 +50,8 @@ class Fronts:
         self.attached: set[Peer] = set()
         self._unwelcomed: list[Peer] = []  # attached before requests could be served
         self._owners: dict[int, tuple[Peer, int]] = {}  # our number -> front, its number
-        self._settings, self._is_head = settings, is_head(settings.config.draft)
+        self._settings = settings
+        self._is_head = is_head(settings.config.draft)
         self._numbers = count(1)
         self._watches: dict[int, Stopwatch] = {}
         self._undelivered: list[Committed | Preview] = []
@@ -76,18 +79,23 @@ class Fronts:
     def lose(self, peer: Peer) -> list[int]:
         """Forget a front that is gone; return its requests, whose results nobody reads."""
         self.attached.discard(peer)
-        numbers = [number for number, (owner, _) in self._owners.items() if owner == peer]
+        numbers = self._requests(peer)
         for number in numbers:
             log.info("front is gone: cancelling its request")
             del self._owners[number]
         return numbers
 
+    def _requests(self, peer: Peer) -> list[int]:
+        """Our numbers of all requests of a front."""
+        return [number for number, (owner, _) in self._owners.items() if owner == peer]
+
     def number(self, peer: Peer, submit: Submit) -> Submit:
         """A front's request under a number of our own. Raises `RequestError` if it cannot be served."""
         number = next(self._numbers)
-        if why := problem(submit, self._settings, self._is_head):
-            raise RequestError(why)
-        if sum(owner == peer for owner, _ in self._owners.values()) >= MAX_REQUESTS:
+        problem = _problem(submit, self._settings, self._is_head)
+        if problem is not None:
+            raise RequestError(problem)
+        if len(self._requests(peer)) >= MAX_REQUESTS:
             raise RequestError(f"{MAX_REQUESTS} requests of yours wait already: try again later")
         self._owners[number] = (peer, submit.request)
         self._watches[number] = Stopwatch(time.monotonic())
@@ -120,9 +128,9 @@ class Fronts:
         for message in self._undelivered:
             if isinstance(message, Committed):
                 self.watch(message.request).committed(len(message.tokens), time.monotonic())
-            owner = self._owners.get(message.request)
-            if owner is not None:
-                self._post(message.changed(request=owner[1]), owner[0])
+            if message.request in self._owners:
+                peer, number = self._owners[message.request]
+                self._post(message.changed(request=number), peer)
         self._undelivered.clear()
 
     def end(self, end: End, failure: ForwardError | None, speeds: Speeds) -> None:
@@ -135,3 +143,26 @@ class Fronts:
         elif peer:
             statistics = fold(end.counts, watch, speeds, end.prompt_tokens, end.window)
             self._post(Finished(number, end.reason, statistics.to_json()), peer)
+
+
+def _problem(submit: Submit, settings: TargetSettings, is_head: bool) -> str | None:
+    """Why a request cannot be served; None if it can. `is_head`: whether the draft is a head of the target."""
+    if not submit.prompt:
+        return "the prompt is empty: give at least one token"
+    options = submit.options
+    if STOPS[options.draft_stop].is_trained and settings.config.disco is None:
+        return f"draft_stop {options.draft_stop} needs a classifier, and this engine was started without --disco"
+    if options.method_spec.drafts and not options.commits_draws and is_head:
+        return f"a head as a draft serves no text by rule {options.rule}: give rule coupled, or temperature 0"
+    if settings.config.slots > 1 and (options.gamma or 0) > MAX_WINDOW:
+        return wide_window(options.gamma)
+    vocab = settings.vocab_size
+    if max(submit.prompt) >= vocab:
+        return f"prompt holds token id {max(submit.prompt)}, the model has ids up to {vocab - 1}"
+    for token, _ in options.logit_bias:
+        if token >= vocab:
+            return f"logit_bias names token id {token}, the model has ids up to {vocab - 1}"
+    context = settings.context
+    if submit.limit > context or submit.limit <= len(submit.prompt):
+        return f"prompt of {len(submit.prompt)} tokens and limit {submit.limit} do not fit a context of {context}"
+    return None

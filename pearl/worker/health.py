@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from pearl.errors import DraftLost
-from pearl.protocol.drafter import State as Working
+from pearl.protocol.drafter import DrafterState
 from pearl.protocol.speeds import Speeds
 from pearl.silence import SLACK, Silence
 
 _TOO_SLOW = 20.0  # times the seconds per token that were measured when it joined
 _LEAST_SLOW = 0.01  # seconds; a faster token is never slow: a busy machine's noise is as large
-_SLOW_TOKENS = (
-    8  # slow tokens of one request in a row that end the draft; or as many as took `timeout` in all
-)
-_MOST_ALLOWED = 10  # times `timeout`: the longest silence a draft may announce, and the longest wait for a token
-_STALLED_BEATS = (
-    2  # heartbeats of an idle draft that the target waits for: a message was lost, resynchronise
-)
+# Slow tokens of one request in a row that end the draft; or as many as took `timeout` in all.
+_SLOW_TOKENS = 8
+# Times `timeout`: the longest silence a draft may announce, and the longest wait for a token.
+_MOST_ALLOWED = 10
+# Heartbeats of an idle draft that the target waits for: a message was lost, resynchronise.
+_STALLED_BEATS = 2
 _STALLED_FOR_GOOD = 8  # such heartbeats after which the draft is lost
-_AT_REST = frozenset(state.value for state in Working if state is not Working.DRAFTING)
+_AT_REST = frozenset(state.value for state in DrafterState if state is not DrafterState.DRAFTING)
+
+
+class _Progress(NamedTuple):
+    """The furthest that a request has come: (committed tokens, tokens with the pending ones), and since when."""
+
+    lengths: tuple[int, int]
+    since: float
+
+
+class _SlowRun(NamedTuple):
+    """Slow tokens of one request in a row."""
+
+    tokens: int = 0
+    seconds: float = 0.0
 
 
 class DraftHealth:
@@ -35,17 +49,14 @@ class DraftHealth:
         """Start again: another draft has connected."""
         self._is_calibrated = False
         self._stalled_beats = 0
-        self._reached: dict[
-            int, tuple[tuple[int, int], float]
-        ] = {}  # waiting request -> its lengths, since when
-        self._slow: dict[
-            int, tuple[int, float]
-        ] = {}  # request -> its slow tokens in a row, their seconds
+        self._progress: dict[int, _Progress] = {}  # by waiting request
+        self._slow: dict[int, _SlowRun] = {}  # by request
         self.silence.heard()
 
     def calibrated(self, seconds: float) -> bool:
         """Note the seconds per token of a draft that joins; whether it is the first time since it connected."""
-        is_news, self._is_calibrated = not self._is_calibrated, True
+        is_news = not self._is_calibrated
+        self._is_calibrated = True
         self._usual_pace = seconds
         return is_news
 
@@ -64,14 +75,17 @@ class DraftHealth:
             waiting: request -> (committed tokens, tokens with the pending ones).
             now: seconds.
         """
-        before, self._reached = self._reached, {}
-        for request, reached in waiting.items():
-            best = before.get(request)
-            self._reached[request] = (
-                best if best is not None and reached <= best[0] else (reached, now)
-            )
-        most = _MOST_ALLOWED * self._timeout
-        return [request for request, (_, since) in self._reached.items() if now - since > most]
+        progress: dict[int, _Progress] = {}
+        overdue: list[int] = []
+        for request, lengths in waiting.items():
+            furthest = self._progress.get(request)
+            if furthest is None or lengths > furthest.lengths:
+                furthest = _Progress(lengths, now)
+            progress[request] = furthest
+            if now - furthest.since > _MOST_ALLOWED * self._timeout:
+                overdue.append(request)
+        self._progress = progress
+        return overdue
 
     def took(self, request: int, seconds: float, speeds: Speeds) -> None:
         """Note the seconds that a token took. Raises `DraftLost` after several slow ones.
@@ -81,14 +95,14 @@ class DraftHealth:
         if not seconds:  # unknown: the forward was fed more than one token
             return
         # The cheap comparison first: the target's time is interpolated, and this runs for every token.
-        if seconds <= max(
-            _TOO_SLOW * self._usual_pace, _LEAST_SLOW
-        ) or seconds <= 2 * speeds.t_target(1):
+        bound = max(_TOO_SLOW * self._usual_pace, _LEAST_SLOW)
+        if seconds <= bound or seconds <= 2 * speeds.t_target(1):
             self._slow.clear()
             return
-        tokens, total = self._slow.get(request, (0, 0.0))
-        self._slow[request] = tokens, total = tokens + 1, total + seconds
-        if tokens >= _SLOW_TOKENS or total > self._timeout:
+        run = self._slow.get(request, _SlowRun())
+        run = _SlowRun(run.tokens + 1, run.seconds + seconds)
+        self._slow[request] = run
+        if run.tokens >= _SLOW_TOKENS or run.seconds > self._timeout:
             raise DraftLost(
                 f"{seconds * 1e3:.0f} ms a token, where {self._usual_pace * 1e3:.1f} ms are usual"
             )

@@ -33,24 +33,23 @@ def occupy(
         use_threads: see `ModelRunner`; until there is a runner, torch's.
     """
     os.sched_setaffinity(0, cores[:1])
-    others = use_threads(len(cores))
-    for thread, core in zip(others, cores[1:], strict=False):
+    threads = use_threads(len(cores))
+    for thread, core in zip(threads, cores[1:], strict=False):
         os.sched_setaffinity(thread, (core,))
 
 
 def place(config: EngineConfig, role: ModelRole) -> torch.device:
     """The (first) device of this worker. Raises `ModelError` where it is not there."""
-    device, gpus = settled(config, role), torch.cuda.device_count()
+    device = settled(config, role)
+    gpus = torch.cuda.device_count()
     if device.kind == "cpu":
         return torch.device("cpu")
-    index = (
-        0 if len(device.gpus) > 1 else device.gpus[0]
-    )  # of several, the launcher made them the only visible ones
+    # Of several, the launcher made them the only visible ones.
+    index = 0 if len(device.gpus) > 1 else device.gpus[0]
     if index >= gpus or len(device.gpus) > gpus:
         raise ModelError(f"device {config.model(role).device} is not there: torch sees {gpus} GPUs")
-    torch.cuda.set_device(
-        index
-    )  # pinned memory would otherwise open a context on the first GPU, the other's
+    # Pinned memory would otherwise open a context on the first GPU, the other's.
+    torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
@@ -61,29 +60,34 @@ def settled(config: EngineConfig, role: ModelRole) -> Device:
     Otherwise as many cores for each worker of this host.  A draft beside a GPU has a few cores and leaves two.
     """
     device = config.model(role).place
-    if (
-        role == "draft"
-        and device == Device("cpu")
-        and config.one_host
-        and settled(config, "target").gpus
-    ):
-        return Device("cpu", cores=tuple(sorted(usable_cores())[:-_LEFT][:_MOST_CORES]) or None)
+    is_cpu_draft = role == "draft" and device == Device("cpu") and config.one_host
+    if is_cpu_draft and settled(config, "target").gpus:
+        cores = sorted(usable_cores())[:-_LEFT][:_MOST_CORES]
+        return Device("cpu", cores=tuple(cores) or None)
     if device.kind != "auto":
         return device
-    if gpus := torch.cuda.device_count():
-        taken = () if role == "target" else settled(config, "target").gpus
-        left = [gpu for gpu in range(gpus) if gpu not in taken]
-        return Device("cuda", gpus=(left[0] if left else gpus - 1,))
-    here = config.roles if config.one_host else (role,)
-    return Device("cpu", cores=_equal_part(sorted(usable_cores()), here.index(role), len(here)))
+    if torch.cuda.device_count():
+        return Device("cuda", gpus=(_settled_gpu(config, role),))
+    roles = config.roles if config.one_host else (role,)
+    return Device("cpu", cores=_equal_part(sorted(usable_cores()), roles.index(role), len(roles)))
+
+
+def _settled_gpu(config: EngineConfig, role: ModelRole) -> int:
+    target_gpus = () if role == "target" else settled(config, "target").gpus
+    last = torch.cuda.device_count() - 1
+    for gpu in range(last):
+        if gpu not in target_gpus:
+            return gpu
+    return last
 
 
 def shared_gpus(config: EngineConfig) -> str:
     """What it means that target and draft have a GPU in common; empty where they have none."""
     if not config.has_draft or not config.one_host:
         return ""
-    target, draft = ({*settled(config, role).gpus} for role in config.roles)
-    if not (shared := sorted(target & draft)):
+    target_gpus = set(settled(config, "target").gpus)
+    shared = sorted(target_gpus.intersection(settled(config, "draft").gpus))
+    if not shared:
         return ""
     return (
         f"target and draft share cuda:{','.join(map(str, shared))}: two processes take turns on a GPU, so their "
@@ -102,8 +106,10 @@ def pin(config: EngineConfig, role: ModelRole) -> None:
     if cores is not None:
         occupy(cores)
     elif config.one_host and settled(config, role).gpus:
-        taken = {core for each in config.roles for core in settled(config, each).cores or ()}
-        os.sched_setaffinity(0, usable_cores() - taken or usable_cores())
+        cores_left = set(usable_cores())
+        for worker_role in config.roles:
+            cores_left -= set(settled(config, worker_role).cores or ())
+        os.sched_setaffinity(0, cores_left or usable_cores())
 
 
 def core_choices(config: EngineConfig) -> Mapping[Cores, tuple[int, ...]]:
@@ -111,17 +117,20 @@ def core_choices(config: EngineConfig) -> Mapping[Cores, tuple[int, ...]]:
 
     To be asked before the target is pinned: what `auto` comes to goes by the cores that this process may have.
     """
-    own = settled(config, "target").cores
-    if own is None:
+    target_cores = settled(config, "target").cores
+    if target_cores is None:
         return {}
-    theirs = settled(config, "draft").cores if config.has_draft and config.one_host else None
-    every = (*own, *sorted({*(theirs or ())} - {*own}))
-    if len(every) == 1:
+    all_cores = list(target_cores)
+    if config.has_draft and config.one_host:
+        draft_cores = settled(config, "draft").cores or ()
+        all_cores += sorted(set(draft_cores) - set(target_cores))
+    if len(all_cores) == 1:
         return {}
-    return {Cores.ONE: own[:1], Cores.OWN: own, Cores.ALL: every}
+    return {Cores.ONE: target_cores[:1], Cores.OWN: target_cores, Cores.ALL: tuple(all_cores)}
 
 
 def _equal_part(cores: list[int], which: int, of: int) -> tuple[int, ...]:
     """The first have one more where they cannot be equal; where there are too few, some have the same one."""
-    first, end = (-(-i * len(cores) // of) for i in (which, which + 1))
-    return tuple(cores[first:end]) or (cores[which % len(cores)],)
+    start = -(-which * len(cores) // of)
+    end = -(-(which + 1) * len(cores) // of)
+    return tuple(cores[start:end]) or (cores[which % len(cores)],)

@@ -17,10 +17,10 @@ class Recordings:
     """
 
     def __init__(self, tracer: Tracer, post: Post) -> None:
-        self._tracer, self._post = tracer, post
-        self._asked: list[
-            tuple[Peer, Trace]
-        ] = []  # fronts that wait for the draft to have done the same
+        self._tracer = tracer
+        self._post = post
+        # Fronts that wait for the draft to have done the same.
+        self._waiting: list[tuple[Peer, Trace]] = []
         self._recorder: Peer | None = None  # the front whose recording is running
 
     def ask(self, peer: Peer, trace: Trace) -> Trace | None:
@@ -34,12 +34,12 @@ class Recordings:
         except TraceError as error:
             self._post(Error(-1, type(error).__name__, str(error)), peer)
             return None
-        self._asked.append((peer, trace))
+        self._waiting.append((peer, trace))
         return trace
 
     def lose(self, peer: Peer) -> Trace | None:
         """A front is gone: end its recording; return the message for the draft if there was one."""
-        self._asked = [asked for asked in self._asked if asked[0] != peer]
+        self._waiting = [(front, trace) for front, trace in self._waiting if front != peer]
         if self._recorder != peer:
             return None
         ended = Trace(self._tracer.number, False)
@@ -48,11 +48,15 @@ class Recordings:
 
     def _end(self, number: int) -> None:
         self._tracer.stop(number)
-        self._recorder = self._recorder if self._tracer.number else None
+        if not self._tracer.number:
+            self._recorder = None
 
     def done(self, echo: Trace | None = None) -> None:
         """Tell who waits, now that the draft has confirmed `echo`, or is gone (None)."""
-        done = [asked for asked in self._asked if echo in (None, asked[1])]
-        self._asked = [asked for asked in self._asked if asked not in done]
-        for peer, trace in done:
-            self._post(trace, peer)
+        waiting = self._waiting
+        self._waiting = []
+        for peer, trace in waiting:
+            if echo in (None, trace):
+                self._post(trace, peer)
+            else:
+                self._waiting.append((peer, trace))

@@ -30,7 +30,8 @@ from pearl.trace.recorder import where_and_what
 log = logging.getLogger(__name__)
 
 FORMAT = 2
-_ARITHMETIC = 4  # raised when forwards of the same settings come to take another time; 4: our products on a CPU
+# Raised when forwards of the same settings come to take another time; 4: our products on a CPU.
+_ARITHMETIC = 4
 _SETTINGS = (  # those that speeds depend on
     "target_device",
     "draft_device",
@@ -41,14 +42,14 @@ _SETTINGS = (  # those that speeds depend on
     "target_pace",
     "draft_pace",
 )
-_TIMES_SECONDS = (
-    24 * 3600.0
-)  # how long a start's measurement is used: something else may have kept the machine busy
+# How long a start's measurement is used: something else may have kept the machine busy.
+_TIMES_SECONDS = 24 * 3600.0
 
 
 def key(config: EngineConfig) -> dict[str, Any]:
     """What a profile holds for. Call before this process is pinned: its cores are those that the process may use."""
-    here, gpus = where_and_what(), Path("/proc/driver/nvidia/gpus").glob("*/information")
+    here = where_and_what()
+    gpus = Path("/proc/driver/nvidia/gpus").glob("*/information")
     return {
         "target": _identity(config.target),
         "draft": _identity(config.draft),
@@ -89,7 +90,7 @@ def load(config: EngineConfig) -> Profile | None:
             raise ValueError(
                 f"it has format {document['format']!r}, and this version reads {FORMAT}"
             )
-        found = msgspec.convert(document["profile"], Profile)
+        profile = msgspec.convert(document["profile"], Profile)
     except (
         msgspec.MsgspecError,
         OSError,
@@ -100,9 +101,9 @@ def load(config: EngineConfig) -> Profile | None:
     ) as error:
         log.warning("profile %s is not read (%s): make one with pearl calibrate", path, error)
         return None
-    if not found.ways and time.time() - path.stat().st_mtime > _TIMES_SECONDS:
+    if not profile.ways and time.time() - path.stat().st_mtime > _TIMES_SECONDS:
         return None  # of a start, long ago
-    return found
+    return profile
 
 
 def keeper(config: EngineConfig) -> Callable[[Profile], None]:
@@ -112,11 +113,13 @@ def keeper(config: EngineConfig) -> Callable[[Profile], None]:
     """
     if config.profile != "auto" or is_toy(config.target) or is_toy(config.draft):
         return lambda profile: None
-    path, of = path_of(config), key(config)
+    path = path_of(config)
+    profile_key = key(config)
 
     def keep(measured: Profile) -> None:
         try:
-            _write(path, of, Profile(t_draft=measured.t_draft, t_target=measured.t_target))
+            times = Profile(t_draft=measured.t_draft, t_target=measured.t_target)
+            _write(path, profile_key, times)
         except ConfigError as error:  # the next start measures again
             log.debug("%s", error)
 
@@ -125,11 +128,11 @@ def keeper(config: EngineConfig) -> Callable[[Profile], None]:
 
 def _write(path: Path, key: dict[str, Any], profile: Profile) -> None:
     document = {"format": FORMAT, "key": key, "profile": profile}
-    beside = path.with_suffix(f".{os.getpid()}")
+    temporary = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
-        beside.replace(path)
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+        temporary.replace(path)
     except OSError as error:
         raise ConfigError(f"the profile could not be kept in {path}: {error.strerror}") from None
 
@@ -140,9 +143,9 @@ def _identity(spec: str) -> str:
     if not path.exists():
         return spec
     files = sorted(path.iterdir()) if path.is_dir() else [path]
-    stamps = [
-        (file.name, file.stat().st_size, file.stat().st_mtime_ns)
-        for file in files
-        if file.is_file()
-    ]
+    stamps: list[tuple[str, int, int]] = []
+    for file in files:
+        if file.is_file():
+            status = file.stat()
+            stamps.append((file.name, status.st_size, status.st_mtime_ns))
     return f"{path.absolute()} {blake2b(repr(stamps).encode(), digest_size=8).hexdigest()}"

@@ -68,11 +68,12 @@ from pearl.worker.settings import TargetSettings
 log = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 0.2  # longest sleep of the loop, so that closing is noticed
-_LOSS_SECONDS = 0.5  # until a lost draft is reported: a front that ends closes both workers, and the draft may be first
-_HANDLING = (
-    0.8  # share of a forward's usual time on a device during which the draft's tokens are handled
-)
-_NAP_SECONDS = 1e-3  # between two looks whether the device is done: waiting longer would show in its measured times
+# Until a lost draft is reported: a front that ends closes both workers, and the draft may be first.
+_LOSS_SECONDS = 0.5
+# Share of a forward's usual time on a device during which the draft's tokens are handled.
+_HANDLING = 0.8
+# Between two looks whether the device is done: waiting longer would show in its measured times.
+_NAP_SECONDS = 1e-3
 _FRONT_SECONDS = 2.0  # between signs of life to fronts
 _WARN_SECONDS = 10.0  # between two lines of a kind about peers and their requests
 
@@ -98,13 +99,12 @@ class TargetWorker:
         profile: Profile | None = None,
         measured: Callable[[Profile], None] = lambda profile: None,
     ) -> None:
-        self._endpoint, self._executor, self._settings, self._tracer = (
-            endpoint,
-            executor,
-            settings,
-            tracer,
-        )
-        self._ready, self._stopping = ready, stopping
+        self._endpoint = endpoint
+        self._executor = executor
+        self._settings = settings
+        self._tracer = tracer
+        self._ready = ready
+        self._stopping = stopping
         self._measured = None if profile else measured
         speeds = Speeds.of(profile) if profile else Speeds()
         if executor.has_head:
@@ -120,23 +120,23 @@ class TargetWorker:
         self._execute = tracer.computing(executor.execute)
         self._forward_together = tracer.computing(executor.forward)
         post: Post = lambda message, peer: self._mail.post(message, peer)  # noqa: E731
+        send: Post = lambda message, peer: self._mail.send(message, peer)  # noqa: E731
         self._fronts = Fronts(post, settings)
-        self._draft = DraftLink(settings, executor, channel)
+        self._draft = DraftLink(settings, executor, channel, send, post, self._handle_draft)
         self._recordings = Recordings(tracer, post)
         self._warned: dict[str, float] = {}  # kind of line -> when it was written last
         self._commands: deque[object] = deque()
-        self._forwards: list[
-            Forward
-        ] = []  # requested and not begun: one forward of the model is to do for all
+        # Requested and not begun: one forward of the model is to do for all.
+        self._forwards: list[Forward] = []
         self._unhandled: list[Received] = []  # messages that wait for the end of a forward
         executor.meanwhile = self._meanwhile
         self._failures: dict[int, ForwardError] = {}  # request -> what ends it
         self._core_waits: dict[int, CoreWait] = {}  # request -> since it began
         self._is_ready = False
-        self._reassured = self._looked = 0.0
-        self._computes_until = (
-            0.0  # until when messages are handled beside the forward that is running
-        )
+        self._reassured = 0.0
+        self._looked = 0.0
+        # Until when messages are handled during the forward that is running.
+        self._computes_until = 0.0
         self._gather_until = 0.0  # until when others may join the next forward; 0: none is due
         self._num_forwards = 0
         self._prefill_pace = 0.0  # seconds per token of the last long forward
@@ -145,7 +145,6 @@ class TargetWorker:
         """The loop. Between any two forwards it looks at its messages."""
         mailbox = TracedMailbox(self._tracer, self._endpoint, incoming=self._draft.examined)
         with mailbox as self._mail:
-            self._draft.mail = self._mail
             try:
                 if not self._settings.config.has_draft:
                     self._become_ready()
@@ -168,8 +167,10 @@ class TargetWorker:
 
     def _receive(self, timeout: float) -> None:
         self._fronts.flush()
-        before, self._unhandled = self._unhandled, []
-        for peer, message in (*before, *self._mail.receive(0 if before else timeout)):
+        messages = self._unhandled
+        self._unhandled = []
+        messages += self._mail.receive(0 if messages else timeout)
+        for peer, message in messages:
             self._take(peer, message)
 
     def _meanwhile(self) -> None:
@@ -178,20 +179,16 @@ class TargetWorker:
         """
         self._fronts.flush()
         runner = self._executor.runner
-        while (
-            not self._unhandled
-            and (left := self._computes_until - time.monotonic()) > 0
-            and not runner.is_done()
-        ):
-            for peer, message in self._mail.receive(min(left, _NAP_SECONDS)):
-                if (
-                    self._unhandled
-                    or peer != self._draft.peer
-                    or not isinstance(message, DraftTokens)
-                ):
-                    self._unhandled.append((peer, message))
-                else:
+        while not self._unhandled and not runner.is_done():
+            seconds_left = self._computes_until - time.monotonic()
+            if seconds_left <= 0:
+                return
+            for peer, message in self._mail.receive(min(seconds_left, _NAP_SECONDS)):
+                is_drafted = peer == self._draft.peer and isinstance(message, DraftTokens)
+                if is_drafted and not self._unhandled:
                     self._take(peer, message)
+                else:
+                    self._unhandled.append((peer, message))
 
     def _take(self, peer: Peer, message: Message | Fault) -> None:
         if peer == self._draft.peer:
@@ -212,12 +209,13 @@ class TargetWorker:
             self._mail.post(Error(request, type(error).__name__, str(error)), peer)
 
     def _on_message(self, peer: Peer, message: Message | Fault) -> None:
-        is_draft, is_front = peer == self._draft.peer, peer in self._fronts
+        is_draft = peer == self._draft.peer
+        is_front = peer in self._fronts
         match message:
             case DraftTokens() if is_draft:  # first: these come between two forwards
                 watch = self._fronts.watch(message.request)
                 watch.draft_waited = max(watch.draft_waited, message.waited)
-                self._on_draft(message)
+                self._draft.receive(message, self._coordinator)
             case ProtocolError() | TransportError():
                 raise message
             case Hello() if is_draft or is_front:
@@ -242,7 +240,7 @@ class TargetWorker:
             case Trace() if is_draft:
                 self._recordings.done(message)
             case Resync() | Heartbeat() | Error() if is_draft:
-                self._on_draft(message)
+                self._draft.receive(message, self._coordinator)
             case DraftTokens() | Resync() | Heartbeat() | Trace() | Pong() | Cancel():
                 pass  # from a draft that has been replaced, or a front that is gone
             case _:
@@ -260,14 +258,16 @@ class TargetWorker:
 
     @property
     def _introduction(self) -> Welcome:
-        s, speeds, context = (
-            self._settings,
-            self._coordinator.speeds,
-            self._coordinator.draft_context,
-        )
-        t_target, window = speeds.target.measured, speeds.best_window() if context else 0
+        speeds = self._coordinator.speeds
+        draft_context = self._coordinator.draft_context
         return Welcome(
-            PROTOCOL_VERSION, s.vocab_size, s.context, context, speeds.t_draft, t_target, window
+            PROTOCOL_VERSION,
+            self._settings.vocab_size,
+            self._settings.context,
+            draft_context,
+            speeds.t_draft,
+            speeds.target.measured,
+            window=speeds.best_window() if draft_context else 0,
         )
 
     # ---- peers ----
@@ -279,32 +279,37 @@ class TargetWorker:
             self._lose_draft("its successor is here")
         self._draft.meet(peer, hello)
         self._draft.post(self._introduction)
-        if (
-            self._is_ready
-        ):  # its predecessor was lost; this one sends frames, as a process group cannot be rejoined
-            if self._tracer.number:
-                self._draft.post(Trace(self._tracer.number, True))
-        else:
+        if not self._is_ready:
             self._draft.open_channel()
-            speeds = self._coordinator.speeds
-            for fed, seconds in calibrate_target(
-                self._executor.runner, brief=bool(speeds.target.measured)
-            ):
-                speeds.observe_target(fed, seconds)
-            speeds.target.settle()
+            self._calibrate()
+        elif self._tracer.number:
+            # Its predecessor was lost; this one sends frames, as a process group cannot be rejoined.
+            self._draft.post(Trace(self._tracer.number, True))
         self._draft.health.joined()
 
-    def _on_draft(self, message: DraftTokens | Resync | Heartbeat | Error) -> None:
-        for event in self._draft.events(message, self._coordinator):
-            self._handle(event)
-            if isinstance(event, DraftJoined):
-                is_news = self._draft.health.calibrated(event.seconds)
-                if not self._is_ready:
-                    self._become_ready()
-                elif is_news:
-                    self._draft.report_loss()
-                    log.warning("a draft has joined")
-                self._draft.compare_clocks(self._tracer)
+    def _calibrate(self) -> None:
+        """Measure the target's forward times."""
+        speeds = self._coordinator.speeds
+        is_brief = bool(speeds.target.measured)
+        for fed, seconds in calibrate_target(self._executor.runner, brief=is_brief):
+            speeds.observe_target(fed, seconds)
+        speeds.target.settle()
+
+    def _handle_draft(self, event: object) -> None:
+        """Take an event that a message of the draft meant."""
+        self._handle(event)
+        if isinstance(event, DraftJoined):
+            self._admit_draft(event.seconds)
+
+    def _admit_draft(self, seconds: float) -> None:
+        """A draft has measured that a token takes it `seconds`."""
+        is_news = self._draft.health.calibrated(seconds)
+        if not self._is_ready:
+            self._become_ready()
+        elif is_news:
+            self._draft.report_loss()
+            log.warning("a draft has joined")
+        self._draft.compare_clocks(self._tracer)
 
     def _lose_draft(self, why: str) -> None:
         """Go on alone; unless this worker ends, because its draft ends then, too."""
@@ -320,16 +325,14 @@ class TargetWorker:
         self._draft.report_loss(now - _LOSS_SECONDS)
         if self._draft.peer is not None and self._is_ready and self._coordinator.running:
             try:
-                for event in self._draft.overdue(self._coordinator, now):
-                    self._handle(event)
+                self._draft.look(self._coordinator, now)
             except DraftLost as lost:
                 self._lose_draft(str(lost))
         if now - self._reassured > _FRONT_SECONDS:
             self._reassured = now
+            heartbeat = Heartbeat(self._num_forwards, self._coordinator.state.value, 0)
             for peer in self._fronts.attached:  # sending finds those that are gone
-                self._mail.post(
-                    Heartbeat(self._num_forwards, self._coordinator.state.value, 0), peer
-                )
+                self._mail.post(heartbeat, peer)
 
     def _record(self, trace: Trace | None) -> None:
         """A recording has begun or ended here: the draft is to do likewise."""
@@ -358,9 +361,8 @@ class TargetWorker:
                 self._fronts.watch(getattr(message, "request", -1)).resume(time.monotonic())
                 self._draft.send(message)
             case Deliver(Committed() as message):
-                logprobs = self._executor.logprobs(
-                    message.request, message.start, len(message.tokens)
-                )
+                count = len(message.tokens)
+                logprobs = self._executor.logprobs(message.request, message.start, count)
                 self._fronts.deliver(message.changed(logprobs=logprobs) if logprobs else message)
             case Deliver(Preview() as message):
                 self._fronts.deliver(message)
@@ -374,26 +376,29 @@ class TargetWorker:
                 core_wait = self._core_waits.pop(request, None)
                 if core_wait is not None:  # else it was cancelled before it began
                     self._fronts.watch(request).core_wait = core_wait.share()
-                self._fronts.end(
-                    command, self._failures.pop(request, None), self._coordinator.speeds
-                )
+                failure = self._failures.pop(request, None)
+                self._fronts.end(command, failure, self._coordinator.speeds)
             case Cancel():
                 self._handle(command)
             case Forward():
                 self._forwards.append(command)
             case _:
-                request, now = getattr(command, "request", -1), time.monotonic()
-                watch = self._fronts.watch(request)
-                watch.resume(now)
-                if isinstance(command, Open):
-                    watch.begun = now
-                    self._core_waits[request] = CoreWait()
-                    watch.draft_lost = (
-                        self._settings.config.has_draft and not self._coordinator.draft_context
-                    )
-                event = self._computed(command, request)
-                if event is not None:
-                    self._handle(event)
+                self._compute(command)
+
+    def _compute(self, command: object) -> None:
+        """Carry out a command of one request that takes no forward of the model."""
+        request = getattr(command, "request", -1)
+        now = time.monotonic()
+        watch = self._fronts.watch(request)
+        watch.resume(now)
+        if isinstance(command, Open):
+            watch.begun = now
+            self._core_waits[request] = CoreWait()
+            has_draft = bool(self._coordinator.draft_context)
+            watch.draft_lost = self._settings.config.has_draft and not has_draft
+        event = self._computed(command, request)
+        if event is not None:
+            self._handle(event)
 
     def _computed(self, command: object, request: int) -> object | None:
         try:
@@ -405,12 +410,12 @@ class TargetWorker:
 
     def _gathers(self) -> bool:
         """Whether to wait for requests that wait for their draft, so that one forward does for them too."""
-        others = self._fronts.held_up - {command.request for command in self._forwards}
-        if not others:
+        late = self._fronts.held_up - {command.request for command in self._forwards}
+        if not late:
             return False
         now = time.monotonic()
         if not self._gather_until:
-            delay = seconds_to_gather(len(self._forwards), len(others), self._coordinator.speeds)
+            delay = seconds_to_gather(len(self._forwards), len(late), self._coordinator.speeds)
             self._gather_until = now + delay
         if now >= self._gather_until:
             return False
@@ -422,21 +427,20 @@ class TargetWorker:
         self._gather_until = 0.0
         if not self._executor.launches:
             self._fronts.flush()
-        commands, self._forwards = self._forwards, []
-        began, fed = time.monotonic(), sum(len(command.tokens) for command in commands)
+        commands = self._forwards
+        self._forwards = []
+        began = time.monotonic()
+        fed = sum(len(command.tokens) for command in commands)
         for command in commands:
             self._fronts.watch(command.request).resume(began)
         is_long = max(len(command.tokens) for command in commands) > MAX_UNANNOUNCED
         self._computes_until = began + _HANDLING * self._coordinator.speeds.t_target(fed)
-        if is_long:  # tell the fronts that wait how long they may hear nothing
-            each = (
-                self._prefill_pace
-                or self._coordinator.speeds.t_target(MAX_UNANNOUNCED) / MAX_UNANNOUNCED
-            )
-            for peer in self._fronts.waiting:
-                self._mail.send(Heartbeat(self._num_forwards, "prefill", fed, fed * each), peer)
+        if is_long:
+            self._announce(fed)
         events = compute_together(
-            commands, self._forward_together, lambda one: self._computed(one, one.request)
+            commands,
+            self._forward_together,
+            lambda command: self._computed(command, command.request),
         )
         seconds = time.monotonic() - began
         self._num_forwards += 1
@@ -447,3 +451,12 @@ class TargetWorker:
             self._look_after_peers()
         for event in events:
             self._handle(event)
+
+    def _announce(self, fed: int) -> None:
+        """Tell the fronts that wait how long they may hear nothing: for a forward of `fed` tokens."""
+        pace = self._prefill_pace
+        if not pace:
+            pace = self._coordinator.speeds.t_target(MAX_UNANNOUNCED) / MAX_UNANNOUNCED
+        heartbeat = Heartbeat(self._num_forwards, "prefill", fed, fed * pace)
+        for peer in self._fronts.waiting:
+            self._mail.send(heartbeat, peer)

@@ -9,7 +9,7 @@ from collections.abc import Sequence, Sized
 from itertools import accumulate
 from operator import mul
 
-from pearl.protocol.draft_view import DraftView
+from pearl.protocol.draft_state import DraftState
 from pearl.protocol.events import (
     Alternative,
     Forward,
@@ -47,32 +47,39 @@ class FedTokens:
     def __init__(
         self, start: int, chain: tuple[int, ...], guessed: Guessed, count: int, length: int
     ) -> None:
-        self.start, self.tokens = start, chain + guessed.tokens[:count]
-        self._chain, self._sources = len(chain), guessed.sources
+        self.start = start
+        self.tokens = chain + guessed.tokens[:count]
+        self._chain = len(chain)
+        self._sources = guessed.sources
         self.path = list(range(len(chain)))
-        # A guess's parent is a token of the text, by position, or another guess, numbered from the text's length on.
-        above = [
-            each - start if each < length else each - length + len(chain)
-            for each in guessed.parents[:count]
-        ]
-        parents = (*range(-1, len(chain) - 1), *above)
-        self.parents = None if parents == tuple(range(-1, len(self.tokens) - 1)) else parents
-        followed = zip(parents, self.tokens, strict=True) if count else ()
-        self._children = {edge: node for node, edge in enumerate(followed)}
+        parents = list(range(-1, len(chain) - 1))
+        for parent in guessed.parents[:count]:
+            # A token of the text, by position, or another guess, numbered from the text's length on.
+            if parent < length:
+                parents.append(parent - start)
+            else:
+                parents.append(parent - length + len(chain))
+        is_chain = parents == list(range(-1, len(self.tokens) - 1))
+        self.parents = None if is_chain else tuple(parents)
+        self._children: dict[tuple[int, int], int] = {}  # (parent, token) -> node
+        if count:
+            edges = zip(parents, self.tokens, strict=True)
+            self._children = {edge: node for node, edge in enumerate(edges)}
 
     def nodes(self, position: int, count: int) -> tuple[int, ...]:
         """Indices of the tokens whose rows are for `position` and the `count` - 1 positions after it."""
-        first = position - 1 - self.start
-        return tuple(self.path[first : first + count])
+        index = position - 1 - self.start
+        return tuple(self.path[index : index + count])
 
     def guessers(self, position: int, tokens: Sequence[int]) -> list[Source | None]:
         """Who guessed each of `tokens`, which stand from `position` on; None for a token that was no guess."""
         (node,) = self.nodes(position, 1)
-        found: list[Source | None] = []
+        guessers: list[Source | None] = []
         for token in tokens:
             node = self._children.get((node, token), -2)  # -1 is the first token's parent
-            found.append(self._sources[node - self._chain] if node >= self._chain else None)
-        return found
+            is_guess = node >= self._chain
+            guessers.append(self._sources[node - self._chain] if is_guess else None)
+        return guessers
 
     def follow(self, sequence: TokenSequence) -> None:
         """Count unfed tokens of the sequence that are among the guesses as fed."""
@@ -85,15 +92,18 @@ class FedTokens:
             sequence.fed += 1
 
 
-class Feeding:
+class TargetSteps:
     """The target forwards of one request.
 
     Args:
         running: all running requests; if this is the only one, its prompt is fed in larger chunks.
     """
 
-    def __init__(self, request: Request, draft: DraftView, speeds: Speeds, running: Sized) -> None:
-        self._request, self._draft, self._speeds, self._running = request, draft, speeds, running
+    def __init__(self, request: Request, draft: DraftState, speeds: Speeds, running: Sized) -> None:
+        self._request = request
+        self._draft = draft
+        self._speeds = speeds
+        self._running = running
         self._sequence = request.sequence
         self._fed = FedTokens(0, (), Guessed(), 0, 0)
 
@@ -109,17 +119,16 @@ class Feeding:
 
     def judge(self, do: Do) -> None:
         """Start judging the pending tokens for which the last forward gave rows."""
-        seq, run = self._sequence, self.num_judged
-        tokens, nodes = tuple(seq.pending[:run]), self._fed.nodes(seq.committed, run)
-        do(
-            Judge(
-                seq.committed,
-                tokens,
-                self._request.proposals.rows(run),
-                nodes,
-                request=self._request.number,
-            )
+        seq = self._sequence
+        count = self.num_judged
+        judge = Judge(
+            seq.committed,
+            tuple(seq.pending[:count]),
+            self._request.proposals.rows(count),
+            self._fed.nodes(seq.committed, count),
+            request=self._request.number,
         )
+        do(judge)
 
     def sample(self, do: Do) -> None:
         """Start drawing the next token from the target's row, and those after it while the draw was fed as a guess."""
@@ -131,12 +140,13 @@ class Feeding:
     @property
     def num_judged(self) -> int:
         """How many pending tokens the rows of the last forward can judge: for a block rule, a block or none."""
-        run = (
-            0 if self._request.runs_ahead else min(len(self._sequence.pending), self._num_judgeable)
-        )
-        if self._request.block == 1 or not run:
-            return run
-        return self._draft.next_block if run >= self._draft.next_block else 0
+        if self._request.runs_ahead:
+            return 0
+        count = min(len(self._sequence.pending), self._num_judgeable)
+        if self._request.block == 1 or not count:
+            return count
+        block = self._draft.next_block
+        return block if count >= block else 0
 
     @property
     def _num_judgeable(self) -> int:
@@ -146,11 +156,8 @@ class Feeding:
         timing.
         """
         rows = self._sequence.fed + 1 - self._sequence.committed
-        return (
-            rows - 1
-            if self._request.method.bonus and (rows > 1 or not self._request.is_fresh)
-            else rows
-        )
+        has_bonus_row = self._request.method.bonus and (rows > 1 or not self._request.is_fresh)
+        return rows - has_bonus_row
 
     @property
     def row_is_direct(self) -> bool:
@@ -161,52 +168,61 @@ class Feeding:
 
     def guess(self, do: Do) -> None:
         """Start looking for guesses of what may follow the text, or stand in place of what is pending."""
-        request, seq, known = self._request, self._sequence, self._request.indexed
+        request = self._request
+        seq = self._sequence
         trust = self._trust(len(seq.pending))
-        # No row follows the last position before `limit`, so a guess for it would not be fed.
-        limit, most = request.submit.limit - 1, request.options.look_ahead
-        tokens, others = tuple(seq.tokens[known:]), self._alternatives(trust)
-        has_head = request.method.takes_head
-        do(
-            Guess(
-                known,
-                tokens,
-                seq.committed,
-                limit,
-                trust,
-                most,
-                others,
-                has_head,
-                request=request.number,
-            )
+        guess = Guess(
+            base=request.indexed,
+            tokens=tuple(seq.tokens[request.indexed :]),
+            committed=seq.committed,
+            # No row follows the last position before `limit`, so a guess for it would not be fed.
+            limit=request.submit.limit - 1,
+            trust=trust,
+            most=request.options.look_ahead,
+            alternatives=self._alternatives(trust),
+            head=request.method.takes_head,
+            request=request.number,
         )
+        do(guess)
         request.indexed = len(seq.tokens)
 
     def _trust(self, pending: int) -> tuple[float, ...]:
-        """Of each of the first `pending` tokens the probability that it is right if those before it are."""
-        seen, speeds = self._request.proposals.seen[:pending], self._speeds
-        return tuple(
-            speeds.acceptance if each is None else speeds.foresight.agrees(each) for each in seen
-        )
+        """For each of the first `pending` tokens, the probability that it is right if those before it are."""
+        chances: list[float] = []
+        for seen in self._request.proposals.seen[:pending]:
+            if seen is None:
+                chances.append(self._speeds.acceptance)
+            else:
+                chances.append(self._speeds.foresight.agrees(seen))
+        return tuple(chances)
 
     def _alternatives(self, trust: tuple[float, ...]) -> tuple[Alternative, ...]:
         """The likeliest runners-up of pending tokens, each with what the draft has prepared behind it."""
-        request, foresight = self._request, self._speeds.foresight
+        request = self._request
         if not request.takes_siblings:
             return ()
-        found: list[tuple[float, Alternative]] = []
-        reached = accumulate(trust, mul, initial=1.0)
-        for position, (chance, seen) in enumerate(
-            zip(reached, request.proposals.seen, strict=False), request.sequence.committed
-        ):
-            for share, rival in [] if seen is None else foresight.others(seen):
-                branch = request.proposals.branch(position, rival)
-                behind = branch.seen if branch is not None else ()
-                tokens = (rival, *(branch.tokens[: len(behind)] if branch is not None else ()))
-                chances = (share, *map(foresight.agrees, behind))
-                found.append((chance * share, Alternative(position, tokens, chances)))
-        found.sort(key=lambda each: -each[0])
-        return tuple(alternative for _, alternative in found[: request.options.siblings])
+        foresight = self._speeds.foresight
+        candidates: list[tuple[float, Alternative]] = []
+        reached = 1.0  # the probability that all tokens before this position are right
+        position = request.sequence.committed
+        for chance, seen in zip(trust, request.proposals.seen, strict=False):
+            rivals = [] if seen is None else foresight.others(seen)
+            for share, rival in rivals:
+                candidates.append((reached * share, self._alternative(position, share, rival)))
+            reached *= chance
+            position += 1
+        candidates.sort(key=lambda candidate: -candidate[0])
+        return tuple(alternative for _, alternative in candidates[: request.options.siblings])
+
+    def _alternative(self, position: int, share: float, rival: int) -> Alternative:
+        """The runner-up `rival`, of probability `share`, and the branch behind it."""
+        tokens: tuple[int, ...] = (rival,)
+        chances: tuple[float, ...] = (share,)
+        branch = self._request.proposals.branch(position, rival)
+        if branch is not None:
+            tokens += branch.tokens[: len(branch.seen)]
+            chances += tuple(map(self._speeds.foresight.agrees, branch.seen))
+        return Alternative(position, tokens, chances)
 
     def settle(self, do: Do) -> None:
         """Make the KV cache hold exactly the fed tokens: roll back, or keep one path of the last tree."""
@@ -229,16 +245,20 @@ class Feeding:
             count = min(len(seq.unfed), self._request.submit.limit - 1 - seq.fed)
             phase = Phase.POST_VERIFY if count > 1 else Phase.PRE_VERIFY
         self.settle(do)
-        start, tokens = seq.fed, tuple(seq.feed(count))
+        start = seq.fed
+        tokens = tuple(seq.feed(count))
         guessed = guessed or Guessed()
         guesses = self._num_worthwhile(guessed, len(tokens))
-        self._fed = fed = FedTokens(start, tokens, guessed, guesses, len(seq.tokens))
-        seq.cached = (
-            start + len(fed.tokens) if fed.parents is None else start
-        )  # of a tree, `settle` keeps one path
-        self._request.counts.num_guesses += guesses
-        self._request.counts.num_siblings += guessed.sources[:guesses].count(Source.RUNNER_UP)
-        self._request.counts.target_steps[phase] += 1
+        fed = FedTokens(start, tokens, guessed, guesses, len(seq.tokens))
+        self._fed = fed
+        if fed.parents is None:
+            seq.cached = start + len(fed.tokens)
+        else:
+            seq.cached = start  # of a tree, `settle` keeps one path
+        counts = self._request.counts
+        counts.num_guesses += guesses
+        counts.num_siblings += guessed.sources[:guesses].count(Source.RUNNER_UP)
+        counts.target_steps[phase] += 1
         rows = max(0, start + len(fed.tokens) + 1 - seq.committed)
         do(Forward(phase, start, fed.tokens, rows, fed.parents, request=self._request.number))
         return phase
@@ -247,39 +267,60 @@ class Feeding:
         """How many guesses to feed together with `fed` tokens of the text."""
         if not guessed.tokens:
             return 0
-        chances, pending = guessed.chances, self._sequence.fed - self._sequence.committed
-        if (
-            not self._request.runs_ahead
-        ):  # a guess helps only if the draft's own token turns out the same
+        chances = guessed.chances
+        pending = self._sequence.fed - self._sequence.committed
+        if not self._request.runs_ahead:
+            # A guess helps only if the draft's own token turns out the same.
             chances = tuple(chance * self._speeds.acceptance for chance in chances)
         expected = sum(accumulate(self._trust(pending), mul, initial=1.0))
         return worthwhile(chances, fed + self._draft.beside, expected, self._speeds.target.hoped)
 
     def commit_draws(self, tokens: tuple[int, ...], stops: list[bool]) -> None:
-        """Commit the target's draws, comparing them with the draft's tokens as far as these have come."""
-        request, counts = self._request, self._request.counts
-        agreed = undrafted = 0
+        """Commit the target's draws, comparing them with the draft's tokens as far as these have come.
+
+        All draws but the last are guesses that were fed; the last follows them.
+        """
+        request = self._request
+        num_accepted = 0
+        num_undrafted = 0
         is_wrong = False
         guessers = self._fed.guessers(self._sequence.committed, tokens)
-        for token, stop, guesser in zip(tokens, stops, guessers, strict=True):
+        for index, token in enumerate(tokens):
             if request.ending:
                 break
-            pending = self._sequence.first_pending
-            if pending is not None and (seen := request.proposals.seen[0]) is not None:
-                self._speeds.foresight.learn(seen, pending, token)
-            is_node = agreed + undrafted + is_wrong + 1 < len(tokens)
-            if pending is None:
-                undrafted += 1
-                request.commit(token, Provenance.GUESSED if is_node else Provenance.DIRECT, stop)
-            elif pending == token:
-                agreed += 1
-                request.commit(None, Provenance.ACCEPTED, stop)
+            is_last = index == len(tokens) - 1
+            draft_token = self._sequence.first_pending
+            self._learn(draft_token, token)
+            if draft_token == token:
+                num_accepted += 1
+                request.commit(None, Provenance.ACCEPTED, stops[index])
+                continue
+            provenance = Provenance.GUESSED
+            if draft_token is None:
+                num_undrafted += 1
+                if is_last:
+                    provenance = Provenance.DIRECT
             else:
                 is_wrong = True
-                counts.num_judged_draft_tokens += is_node
-                request.commit(token, Provenance.GUESSED if is_node else Provenance.CORRECTED, stop)
-            if guesser is not None and pending != token:
-                counts.guessed_by_source[guesser] = counts.guessed_by_source.get(guesser, 0) + 1
-        self._speeds.observe_judgement(agreed, agreed + is_wrong)
+                if is_last:
+                    provenance = Provenance.CORRECTED
+                else:  # `commit` counts only a correction as judged
+                    request.counts.num_judged_draft_tokens += 1
+            request.commit(token, provenance, stops[index])
+            self._count_guess(guessers[index])
+        self._speeds.observe_judgement(num_accepted, num_accepted + is_wrong)
         # One token ahead of a draft that was right so far is still the same window.
-        request.is_fresh = is_wrong or not agreed or undrafted > 1
+        request.is_fresh = is_wrong or not num_accepted or num_undrafted > 1
+
+    def _learn(self, draft_token: int | None, token: int) -> None:
+        """Take in what the draft's row said of its token, now that the target's is known."""
+        if draft_token is None:
+            return
+        seen = self._request.proposals.seen[0]
+        if seen is not None:
+            self._speeds.foresight.learn(seen, draft_token, token)
+
+    def _count_guess(self, guesser: Source | None) -> None:
+        if guesser is not None:
+            by_source = self._request.counts.guessed_by_source
+            by_source[guesser] = by_source.get(guesser, 0) + 1

@@ -1,0 +1,413 @@
+"""The target's view of the draft in one request: the prefix that it has, how far it may draft, what it has sent.
+
+Decides nothing about the text; `RequestMachine` decides when to send the draft something.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from pearl.errors import RemoteProtocolError
+from pearl.protocol.events import Send
+from pearl.protocol.machine import Do
+from pearl.protocol.messages import Begin, DraftTokens, Finish, Source, Verdict
+from pearl.protocol.proposals import Proposal
+from pearl.protocol.request import Request
+from pearl.protocol.sequence import common_prefix
+from pearl.protocol.speeds import Speeds
+from pearl.protocol.window import Window, whole_blocks
+from pearl.spec.methods import MAX_BRANCHES
+
+# Choosing c takes as long as all other work after a judgement, and speeds change slowly.
+_GRANTS_PER_CHOICE = 8
+# A request may have 16 resyncs, and one more for every four generated tokens.
+_RESYNCS = 16
+_TOKENS_PER_RESYNC = 4
+
+
+class Received(Enum):
+    """What became of a message with draft tokens."""
+
+    NOTHING = "nothing"  # dropped, or kept as a branch: pending tokens are as before
+    PENDING = "pending"  # its tokens are pending now
+    COMPARED = "compared"  # compared with tokens already committed; no token left to be pending
+    GAP = "gap"  # earlier tokens are missing
+
+
+class Kind(Enum):
+    """What a message with draft tokens is to the text when it comes."""
+
+    BEYOND = "beyond"  # starts past the end of the text, or ends past the draft's limit
+    BRANCH = "branch"  # continues an outcome other than the main line
+    LATE = "late"  # the target has gone on without it
+    DUPLICATE = "duplicate"  # its first position is pending already
+    NEXT = "next"  # continues the pending tokens
+    GAP = "gap"  # earlier tokens are missing
+
+
+class DraftState:
+    """What the target knows of the draft's part in one request.
+
+    Args:
+        context: the draft model's context length; 0: there is no draft.
+        window: initial c: the last one used.
+    """
+
+    def __init__(self, request: Request, speeds: Speeds, context: int, window: int) -> None:
+        self._request = request
+        self._speeds = speeds
+        self.context = context
+        self.window = window
+        #: Length of the prefix that was sent to the draft; 0: it is not drafting for this request.
+        self.known = 0
+        #: Whether the draft has failed on this request and is not used for it again.
+        self.is_lost = False
+        #: Whether the draft has sent anything since it last began.
+        self.has_sent = False
+        #: Other requests' tokens in the last target forward.
+        self.beside = 0
+        self._grants = 0
+        # The most tokens that any grant allowed beyond the prefix: the bound for a branch.
+        self._furthest = 0
+        # Reset at each new epoch:
+        self._epoch = 0
+        self._until = 0  # the draft may draft positions before this one
+        # By its stop policy, the draft sends no more until all pending tokens are judged.
+        self._is_paused = False
+        self._withheld = -1  # the position for which the draft sends no token
+        self._received = 0  # end of the tokens received, used or not
+        # The first position where the draft diverged and no verdict has reported it; -1: none.
+        self._diverged = -1
+
+    # ---- what the draft may do ----
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether the draft will send a token for the position after the committed prefix.
+
+        Must not depend on what was drafted (invariant 9): only on the method, the draft's presence and the position.
+        """
+        return (
+            self._request.method.drafts
+            and not self.is_lost
+            and self._request.sequence.committed < self.context
+        )
+
+    @property
+    def is_paused(self) -> bool:
+        return self._is_paused and self._epoch == self._request.epoch
+
+    @property
+    def withholds(self) -> bool:
+        """Whether the draft sends no token for the position behind what is pending, by its stop policy."""
+        return (
+            self._withheld == len(self._request.sequence.tokens)
+            and self._epoch == self._request.epoch
+        )
+
+    @property
+    def resyncs_too_often(self) -> bool:
+        """Whether the draft was resynced more often than is allowed, so that this request drops it."""
+        num_generated = self._request.sequence.committed - len(self._request.submit.prompt)
+        allowed = _RESYNCS + max(0, num_generated) // _TOKENS_PER_RESYNC
+        return self._request.counts.resyncs > allowed
+
+    @property
+    def needed(self) -> int:
+        """How many unfed tokens the target waits for before a forward; fewer near `limit` and the draft's context."""
+        request = self._request
+        if not self.is_drafting:
+            return 1
+        if request.block > 1:
+            if self.is_paused:
+                return 1 + self.next_block
+            return min(self._bounds.needed, 1 + self._num_draftable)
+        if self.is_paused or self.withholds:
+            return 1
+        text_left = request.submit.limit - request.sequence.committed
+        return min(self._bounds.needed, text_left, 1 + max(0, self._num_draftable))
+
+    @property
+    def next_block(self) -> int:
+        """Length of the next block: pending tokens that are judged as a whole.
+
+        Shorter at the end of the text (a bonus token there is in no block), and if the draft has paused: no more come.
+        """
+        request = self._request
+        text_left = request.submit.limit - request.sequence.committed - request.method.bonus
+        length = min(request.block, self._num_draftable, max(1, text_left))
+        if self.is_paused:
+            return min(length, len(request.sequence.pending))
+        return length
+
+    @property
+    def _num_draftable(self) -> int:
+        """Positions after the prefix that can be drafted at all: up to `limit` and the draft's context."""
+        return min(self._request.submit.limit, self.context) - self._request.sequence.committed
+
+    @property
+    def _bounds(self) -> Window:
+        request = self._request
+        length = request.sequence.committed
+        pending = len(request.sequence.pending)
+        policy = request.options.window
+        if request.block == 1:
+            return Window.after(
+                request.method, policy, self.window, length, request.is_fresh, pending
+            )
+        c = whole_blocks(self.window, request.block)
+        window = Window.after(request.method, policy, c, length, request.is_fresh, pending)
+        return window.in_blocks(request.block, length)
+
+    def _grant(self) -> int:
+        """Return the draft's limit, a position; it never falls within an epoch. Re-choose c every 8 grants.
+
+        c changes only here, where the draft learns of it: otherwise, the target could wait for tokens beyond the
+        draft's limit. If the text depends on c, c stays as first chosen, so that the text is reproducible.
+        """
+        request = self._request
+        keeps = request.method.bonus and not request.options.commits_draws
+        if self._grants % _GRANTS_PER_CHOICE == 0 and not (self._grants and keeps):
+            self.window = request.options.gamma or self._speeds.best_window(self.beside)
+        self._grants += 1
+        self._enter_epoch()
+        until = min(self._bounds.draft_until, request.submit.limit, self.context)
+        self._until = max(self._until, until)
+        self._furthest = max(self._furthest, self._until - request.sequence.committed)
+        return self._until
+
+    def _enter_epoch(self) -> None:
+        if self._epoch != self._request.epoch:
+            self._epoch = self._request.epoch
+            self._until = 0
+            self._is_paused = False
+            self._withheld = -1
+            self._received = self._request.foreseen_end
+            self._diverged = -1
+
+    # ---- what the draft is sent ----
+
+    def begin(self, do: Do) -> None:
+        """Send the draft the whole prefix, if it is to draft for this request."""
+        if not self.is_drafting:
+            return
+        request = self._request
+        seq = request.sequence
+        self._enter_epoch()
+        self.known = seq.committed
+        self._is_paused = False
+        self._withheld = -1
+        self.has_sent = False
+        begin = Begin(
+            request.number,
+            request.epoch,
+            tuple(seq.tokens[: seq.committed]),
+            self._grant(),
+            seq.digest,
+            request.options,
+        )
+        do(Send(begin))
+
+    def announce(self, do: Do) -> None:
+        """Send the draft a verdict: the tokens committed since the last one, and its new limit."""
+        request = self._request
+        seq = request.sequence
+        start = self.known
+        if not (start and self.is_drafting and start < seq.committed):
+            return
+        self._enter_epoch()
+        tokens = tuple(seq.tokens[start : seq.committed])
+        do(Send(Verdict(request.number, request.epoch, start, tokens, self._grant(), seq.digest)))
+        self.known = seq.committed
+        self._is_paused = self._is_paused and seq.first_pending is not None
+
+    def finish(self, do: Do) -> None:
+        """Tell the draft to stop drafting for this request; `begin` can start it again."""
+        if self.known:
+            do(Send(Finish(self._request.number)))
+        self.known = 0
+
+    # ---- what the draft sends ----
+
+    def receive(self, message: DraftTokens) -> Received:
+        """Handle a message of draft tokens; see `Received` for what may become of it.
+
+        Raises `RemoteProtocolError` for tokens of a future epoch or beyond the draft's limit, before any change.
+        """
+        if self._is_outdated(message):
+            return self._drop()
+        self._enter_epoch()
+        self._check(message)
+        kind = self._classify(message)
+        if kind is Kind.BEYOND:
+            return self._drop()
+        # Only a branch may exceed the request's limit, which the draft does not know: the main
+        # line ends at `_until`.
+        message = _part(message, 0, self._request.submit.limit - message.start)
+        self._speeds.observe_draft(message.seconds)
+        self.has_sent = True
+        match kind:
+            case Kind.BRANCH:
+                return self._keep_branch(message)
+            case Kind.LATE:
+                return self._compare(message)
+            case Kind.NEXT:
+                return self._append(message)
+            case Kind.DUPLICATE:
+                self._request.counts.duplicate += 1
+                return Received.NOTHING
+        return Received.GAP
+
+    def _is_outdated(self, message: DraftTokens) -> bool:
+        """Whether nobody needs these tokens any more, or the method in use takes none."""
+        request = self._request
+        if request.ending or not request.method.drafts:
+            return True
+        return message.epoch < request.epoch and not self._is_foreseen(message)
+
+    def _check(self, message: DraftTokens) -> None:
+        """Raise `RemoteProtocolError` for what the draft had no right to send."""
+        request = self._request
+        if not message.tokens and not request.options.withholds:
+            raise RemoteProtocolError("draft sent no tokens, though the rule withholds none")
+        end = message.start + len(message.tokens)
+        is_too_far = message.after is None and end > self._until
+        if message.epoch > request.epoch or is_too_far:
+            raise RemoteProtocolError(
+                f"draft sent {len(message.tokens)} tokens from position {message.start} in epoch {message.epoch}; "
+                f"allowed: up to {self._until} in epoch {request.epoch}"
+            )
+
+    def _classify(self, message: DraftTokens) -> Kind:
+        """What a message is to the text as it stands."""
+        request = self._request
+        if message.start >= request.submit.limit:
+            return Kind.BEYOND
+        if message.after is not None:
+            # A branch may exceed `_until`: its length counts from its outcome.
+            end = message.start + len(message.tokens)
+            if end > message.after[0] + 1 + self._furthest:
+                return Kind.BEYOND
+            if message.epoch == request.epoch:
+                return Kind.BRANCH
+        is_committed = message.start < request.sequence.committed
+        if request.runs_ahead and (is_committed or self._is_astray(message)):
+            return Kind.LATE
+        length = len(request.sequence.tokens)
+        if message.start < length:
+            return Kind.DUPLICATE
+        if message.start > length:
+            return Kind.GAP
+        return Kind.NEXT
+
+    def _drop(self) -> Received:
+        self._request.counts.stale += 1
+        return Received.NOTHING
+
+    def _append(self, message: DraftTokens) -> Received:
+        request = self._request
+        if message.paused:
+            request.counts.num_draft_stops += 1
+        if message.tokens:
+            request.propose(self._proposal(message, message.start))
+        length = len(request.sequence.tokens)
+        if not request.options.withholds:
+            self._is_paused = message.paused
+        elif message.paused:
+            self._withheld = length
+        else:
+            self._withheld = -1
+        self._received = length
+        return Received.PENDING
+
+    def _compare(self, message: DraftTokens) -> Received:
+        """Compare tokens that came too late to be judged with what the target has committed; append those beyond it."""
+        request = self._request
+        counts = request.counts
+        seq = request.sequence
+        if self._is_astray(message):
+            return self._drop()
+        if message.start < self._received:
+            counts.duplicate += 1
+            return Received.NOTHING
+        committed_tokens = seq.tokens[message.start : seq.committed]
+        num_agreed = common_prefix(committed_tokens, message.tokens)
+        is_wrong = num_agreed < min(len(committed_tokens), len(message.tokens))
+        num_compared = num_agreed + is_wrong
+        counts.num_draft_tokens += num_compared
+        counts.num_judged_draft_tokens += num_compared
+        counts.num_accepted_draft_tokens += num_agreed
+        counts.late += num_agreed
+        self._speeds.observe_judgement(num_agreed, num_compared)
+        self._received = message.start + num_compared
+        if is_wrong:
+            self._diverged = message.start + num_agreed
+            request.is_fresh = True
+        elif len(message.tokens) > num_agreed:
+            return self._append(_part(message, num_agreed, len(message.tokens)))
+        return Received.COMPARED
+
+    def _keep_branch(self, message: DraftTokens) -> Received:
+        """Keep a branch if its position is not committed yet; if exactly its outcome was committed, `_compare` it."""
+        assert message.after is not None
+        position, token = message.after
+        request = self._request
+        tokens = request.sequence.tokens
+        if position == self._diverged and tokens[position] == token:
+            if message.start > len(tokens):
+                return self._drop()
+            return self._compare(message)
+        branches = request.proposals.branches
+        branch = branches.get(message.after)
+        if branch is not None:
+            is_next = message.start == branch.end
+        else:
+            is_next = message.start == position + 1 and len(branches) < MAX_BRANCHES
+        if not (request.options.branches and is_next and self._is_open(position, token)):
+            return self._drop()
+        if self._is_astray(message):
+            return self._drop()
+        request.proposals.add(self._proposal(message, position + 1, message.after))
+        return Received.NOTHING
+
+    def _is_open(self, position: int, token: int) -> bool:
+        """Whether `token` may still be committed at `position` where the main line has another, or none yet."""
+        request = self._request
+        tokens = request.sequence.tokens
+        if position < request.sequence.committed:
+            return False
+        if position < len(tokens):
+            return tokens[position] != token
+        return request.method.bonus and position == len(tokens)
+
+    def _is_astray(self, message: DraftTokens) -> bool:
+        """Whether these tokens continue a wrong draft token that the draft did not know of, so cannot be right."""
+        is_correction = message.after is not None and message.after[0] == self._diverged
+        return message.known <= self._diverged and not is_correction
+
+    def _is_foreseen(self, message: DraftTokens) -> bool:
+        """Whether these tokens are of the branch that this epoch began with, sent before the draft had our verdict."""
+        is_previous = message.epoch == self._request.epoch - 1
+        return (
+            message.after is not None and is_previous and message.after == self._request.opened_by
+        )
+
+    def _proposal(
+        self, message: DraftTokens, start: int, outcome: tuple[int, int] | None = None
+    ) -> Proposal:
+        runners_up = message.runners_up if self._request.takes_siblings else ()
+        return Proposal(start, message.tokens, message.rows, message.source, outcome, runners_up)
+
+
+def _part(message: DraftTokens, start: int, end: int) -> DraftTokens:
+    """The message with only its tokens [`start`:`end`]."""
+    if start == 0 and end >= len(message.tokens):
+        return message
+    is_lookup = start > 0 and message.source is Source.MODEL
+    return message.changed(
+        start=message.start + start,
+        tokens=message.tokens[start:end],
+        rows=message.rows[start:end],
+        source=Source.LOOKUP if is_lookup else message.source,
+        runners_up=message.runners_up[start:end],
+    )
