@@ -1,8 +1,9 @@
 """The Python kernels of torch's meta device, imported when they are needed.
 
-`import torch` spends a third of its time on these kernels, which compute shapes alone.  transformers builds its models
-with them, and torch's compiler traces with them; our own forward never does.  They have other effects, so this is for
-releases of torch that were checked: in 2.13 `torch.Generator()` fails without them.  Must not import torch.
+`import torch` spends a third of its time on these kernels, which compute shapes alone. transformers
+builds its models with them, and torch's compiler traces with them; our own forward never does. They
+have other effects, so they are postponed only in releases of torch that were checked: in 2.13
+`torch.Generator()` fails without them. Must not import torch.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from types import ModuleType
 from typing import Any
 
 KERNELS = "torch._meta_registrations"
-CHECKED = (
-    "2.13",
-)  # releases of torch of which nothing that our forward needs depends on the kernels
+# Releases of torch in which nothing that our forward needs depends on the kernels.
+CHECKED = ("2.13",)
 NEED_KERNELS = ("transformers.modeling_utils", "torch._dynamo")
 
 
 class _Postponed(Loader):
-    """Executes a module when somebody first asks for one of its names, not when it is imported.
+    """Executes a module when one of its names is first read, not when it is imported.
 
-    `importlib.util.LazyLoader` would do so when `inspect` looks among all modules for a file, as torch does at once.
+    `importlib.util.LazyLoader` would also execute it when `inspect` looks among all modules for a file,
+    as torch does at once.
     """
 
     def __init__(self, loader: Loader) -> None:
@@ -44,13 +45,13 @@ class _Postponed(Loader):
         module.__dict__["__getattr__"] = get
 
     def execute(self, module: ModuleType) -> None:
-        """Execute the module, unless that was done before."""
+        """Execute the module, unless it was executed earlier."""
         if module.__dict__.pop("__getattr__", None) is not None:
             self._loader.exec_module(module)
 
 
 class _Finder(MetaPathFinder):
-    """Finds the kernels, and executes them before a module is imported that needs them."""
+    """Finds the kernels, and executes them before the import of a module that needs them."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -64,7 +65,7 @@ class _Finder(MetaPathFinder):
 
 
 def postpone_kernels() -> None:
-    """Have `import torch` leave the kernels out, in the releases that were checked. To be called before it."""
+    """Have a later `import torch` leave the kernels out, in the releases that were checked."""
     if version("torch").rpartition(".")[0] in CHECKED:
         sys.meta_path.insert(0, _Finder())
 
