@@ -25,9 +25,19 @@ _LOW = constexpr(-1.0e30)
 
 @triton.jit
 def _turned(
-    source, positions, inside, norm, scale, cos, sin, eps, NORMS: constexpr, TURNS: constexpr, D: constexpr,
+    source,
+    positions,
+    inside,
+    norm,
+    scale,
+    cos,
+    sin,
+    eps,
+    NORMS: constexpr,
+    TURNS: constexpr,
+    D: constexpr,
     WIDE: constexpr,
-):  # fmt: skip
+):
     """Queries or keys [rows, WIDE] that start at `source` [rows], normalised, turned to their positions.
 
     The first half of `sin` is negated; see `layers.DecoderLayers.angles`.
@@ -62,9 +72,29 @@ def _turned(
 
 @triton.jit
 def _write_new(
-    table, qkv, to_keys, to_values, norm, squares, cos, sin, feed, fed, start, low, high, head, eps, ROWS: constexpr,
-    HQ: constexpr, HK: constexpr, D: constexpr, WIDE: constexpr, NORMS: constexpr, TURNS: constexpr,
-):  # fmt: skip
+    table,
+    qkv,
+    to_keys,
+    to_values,
+    norm,
+    squares,
+    cos,
+    sin,
+    feed,
+    fed,
+    start,
+    low,
+    high,
+    head,
+    eps,
+    ROWS: constexpr,
+    HQ: constexpr,
+    HK: constexpr,
+    D: constexpr,
+    WIDE: constexpr,
+    NORMS: constexpr,
+    TURNS: constexpr,
+):
     """Write the keys and values of a feed's rows whose positions in the text are from `low` to `high`."""
     d = tl.arange(0, WIDE)
     for first in range(0, fed, TILE_ROWS):
@@ -90,9 +120,21 @@ def _write_new(
 
 @triton.jit
 def _attend_part(
-    query, positions, keys, values, start, path, begin, high, scale, R: constexpr, D: constexpr, WIDE: constexpr,
-    WINDOW: constexpr, CAP: constexpr,
-):  # fmt: skip
+    query,
+    positions,
+    keys,
+    values,
+    start,
+    path,
+    begin,
+    high,
+    scale,
+    R: constexpr,
+    D: constexpr,
+    WIDE: constexpr,
+    WINDOW: constexpr,
+    CAP: constexpr,
+):
     """(mixed values [R, WIDE], greatest score [R], sum of shares [R]) of the positions from `begin` to `high`.
 
     In the cache the positions from `start` on stand as the nodes of `path`, others in their order.
@@ -149,10 +191,31 @@ def _tile_at(table, t, ROWS: constexpr):
 
 @triton.jit
 def attend(
-    table, qkv, keys, values, q_norm, k_norm, squares, cos, sin, sums, stats, slot_stride, head_stride, scale, eps,
-    ROWS: constexpr, HQ: constexpr, HK: constexpr, D: constexpr, NORMS: constexpr, TURNS: constexpr, WINDOW: constexpr,
-    CAP: constexpr, OVERLAPS: constexpr,
-):  # fmt: skip
+    table,
+    qkv,
+    keys,
+    values,
+    q_norm,
+    k_norm,
+    squares,
+    cos,
+    sin,
+    sums,
+    stats,
+    slot_stride,
+    head_stride,
+    scale,
+    eps,
+    ROWS: constexpr,
+    HQ: constexpr,
+    HK: constexpr,
+    D: constexpr,
+    NORMS: constexpr,
+    TURNS: constexpr,
+    WINDOW: constexpr,
+    CAP: constexpr,
+    OVERLAPS: constexpr,
+):
     """Write the rows' keys and values to their slots, and attend to each part of what the rows see. Any grid.
 
     A unit of work is one key-value head of one part of a tile's positions, with all query heads that share it, for the
@@ -191,9 +254,29 @@ def attend(
             positions = tl.load(table + 1 + ROWS + row, mask=asks, other=0)
             at = slot * slot_stride + head * head_stride
             _write_new(
-                table, qkv, keys + at, values + at, k_norm, squares, cos, sin, feed, fed, start, low, high, head, eps,
-                ROWS, HQ, HK, D, WIDE, NORMS, TURNS,
-            )  # fmt: skip
+                table,
+                qkv,
+                keys + at,
+                values + at,
+                k_norm,
+                squares,
+                cos,
+                sin,
+                feed,
+                fed,
+                start,
+                low,
+                high,
+                head,
+                eps,
+                ROWS,
+                HQ,
+                HK,
+                D,
+                WIDE,
+                NORMS,
+                TURNS,
+            )
             its = head * GROUP + r // TILE_ROWS  # query head
             scales = root_scale(squares, 0, HQ * D, eps, ROWS, row) if NORMS == 2 else positions
             norm = q_norm + (its * D if NORMS == 2 else its * 0)

@@ -37,10 +37,29 @@ def _is_first(ids, pair, PAIRS: constexpr):
 
 @triton.jit
 def expert_gate_up(
-    x, ids, w, scales, bias, act, w_stride, scales_stride, alpha, limit, K: constexpr, N: constexpr, TOP: constexpr,
-    BN: constexpr, BK: constexpr, S: constexpr, BITS: constexpr, GROUP: constexpr,
-    EXTRA: constexpr, OFFSET: constexpr, BIAS: constexpr, CLAMPS: constexpr,
-):  # fmt: skip
+    x,
+    ids,
+    w,
+    scales,
+    bias,
+    act,
+    w_stride,
+    scales_stride,
+    alpha,
+    limit,
+    K: constexpr,
+    N: constexpr,
+    TOP: constexpr,
+    BN: constexpr,
+    BK: constexpr,
+    S: constexpr,
+    BITS: constexpr,
+    GROUP: constexpr,
+    EXTRA: constexpr,
+    OFFSET: constexpr,
+    BIAS: constexpr,
+    CLAMPS: constexpr,
+):
     """act [16 * TOP, 16, N]: of all rows x [16, K], by the expert of each pair that is the first with it.
 
     Grid: (pairs of row and choice, tiles). ids: [16, TOP]. w: [experts, 2 * N, K].
@@ -54,9 +73,29 @@ def expert_gate_up(
         w += expert * w_stride
         scales += expert * scales_stride
         gate, up = multiply_tile(
-            None, x, x, w, scales, tl.program_id(1) * BN, 0, K, K, N, BN, BK, S, ROWS, False, BITS, GROUP, EXTRA,
-            OFFSET, N, K % (S * BK) == 0, False,
-        )  # fmt: skip
+            None,
+            x,
+            x,
+            w,
+            scales,
+            tl.program_id(1) * BN,
+            0,
+            K,
+            K,
+            N,
+            BN,
+            BK,
+            S,
+            ROWS,
+            False,
+            BITS,
+            GROUP,
+            EXTRA,
+            OFFSET,
+            N,
+            K % (S * BK) == 0,
+            False,
+        )
         if BIAS:
             its = bias + expert * 2 * N + known
             gate += tl.load(its).to(tl.float32)[:, None]
@@ -71,10 +110,26 @@ def expert_gate_up(
 
 @triton.jit
 def expert_down(
-    act, ids, w, scales, bias, out, w_stride, scales_stride, K: constexpr, N: constexpr, TOP: constexpr, BN: constexpr,
-    BK: constexpr, S: constexpr, BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr,
+    act,
+    ids,
+    w,
+    scales,
+    bias,
+    out,
+    w_stride,
+    scales_stride,
+    K: constexpr,
+    N: constexpr,
+    TOP: constexpr,
+    BN: constexpr,
+    BK: constexpr,
+    S: constexpr,
+    BITS: constexpr,
+    GROUP: constexpr,
+    EXTRA: constexpr,
+    OFFSET: constexpr,
     BIAS: constexpr,
-):  # fmt: skip
+):
     """out [16, TOP, N]: what each row's choices give. act: as `expert_gate_up` leaves it. Grid: as there."""
     pair = tl.program_id(0)
     if _is_first(ids, pair, ROWS * TOP):
@@ -85,9 +140,29 @@ def expert_down(
         scales += expert * scales_stride
         rows_of_pair = act + pair * ROWS * K
         found, _ = multiply_tile(
-            None, rows_of_pair, act, w, scales, tl.program_id(1) * BN, 0, K, K, N, BN, BK, S, ROWS, False, BITS, GROUP,
-            EXTRA, OFFSET, 0, K % (S * BK) == 0, False,
-        )  # fmt: skip
+            None,
+            rows_of_pair,
+            act,
+            w,
+            scales,
+            tl.program_id(1) * BN,
+            0,
+            K,
+            K,
+            N,
+            BN,
+            BK,
+            S,
+            ROWS,
+            False,
+            BITS,
+            GROUP,
+            EXTRA,
+            OFFSET,
+            0,
+            K % (S * BK) == 0,
+            False,
+        )
         if BIAS:
             found += tl.load(bias + expert * N + known).to(tl.float32)[:, None]
         for choice in tl.static_range(TOP):

@@ -62,9 +62,22 @@ def _turned(source, at, cos, sin, TURNS: constexpr, D: constexpr):
 
 @triton.jit
 def write(
-    given, facing, values, cos, sin, to_keys, to_values, slot_stride, head_stride, facing_stride, values_stride,
-    HQ: constexpr, D: constexpr, BM: constexpr, TURNS: constexpr,
-):  # fmt: skip
+    given,
+    facing,
+    values,
+    cos,
+    sin,
+    to_keys,
+    to_values,
+    slot_stride,
+    head_stride,
+    facing_stride,
+    values_stride,
+    HQ: constexpr,
+    D: constexpr,
+    BM: constexpr,
+    TURNS: constexpr,
+):
     """Write the rows' keys and values to the slot. Grid: (rows / BM, key-value heads)."""
     rows, head, d = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1), tl.arange(0, D)
     at = tl.load(given + 1).to(tl.int32) + rows
@@ -80,9 +93,23 @@ def write(
 
 @triton.jit
 def _add_blocks(
-    query, keys, values, at, low, high, mixed, top, weight, inner, outer, MASKS: constexpr, WINDOW: constexpr,
-    CAPS: constexpr, BN: constexpr, D: constexpr,
-):  # fmt: skip
+    query,
+    keys,
+    values,
+    at,
+    low,
+    high,
+    mixed,
+    top,
+    weight,
+    inner,
+    outer,
+    MASKS: constexpr,
+    WINDOW: constexpr,
+    CAPS: constexpr,
+    BN: constexpr,
+    D: constexpr,
+):
     """(mixed values [BM, D], greatest score [BM], sum of shares [BM]) with positions from `low` to `high` added."""
     n, d = tl.arange(0, BN), tl.arange(0, D)
     for begin in range(low, high, BN):
@@ -110,10 +137,29 @@ def _add_blocks(
 
 @triton.jit
 def attend(
-    given, facing, keys, values, cos, sin, sinks, out, slot_stride, head_stride, facing_stride, inner, outer,
-    HQ: constexpr, HK: constexpr, D: constexpr, BM: constexpr, BN: constexpr, WINDOW: constexpr, CAPS: constexpr,
-    SINKS: constexpr, TURNS: constexpr,
-):  # fmt: skip
+    given,
+    facing,
+    keys,
+    values,
+    cos,
+    sin,
+    sinks,
+    out,
+    slot_stride,
+    head_stride,
+    facing_stride,
+    inner,
+    outer,
+    HQ: constexpr,
+    HK: constexpr,
+    D: constexpr,
+    BM: constexpr,
+    BN: constexpr,
+    WINDOW: constexpr,
+    CAPS: constexpr,
+    SINKS: constexpr,
+    TURNS: constexpr,
+):
     """out [rows, HQ * D]: attention of rows to the slot's positions up to their own. Grid: (query heads, rows / BM).
 
     Reads whole blocks of BN positions. Scores are in powers of two.

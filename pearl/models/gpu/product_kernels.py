@@ -80,9 +80,19 @@ def embed(
 
 @triton.jit
 def add(
-    x, part, part_squares, norm, squares, multiplier, eps, H: constexpr, BN: constexpr, ROWS: constexpr,
-    NORMS: constexpr, OVERLAPS: constexpr,
-):  # fmt: skip
+    x,
+    part,
+    part_squares,
+    norm,
+    squares,
+    multiplier,
+    eps,
+    H: constexpr,
+    BN: constexpr,
+    ROWS: constexpr,
+    NORMS: constexpr,
+    OVERLAPS: constexpr,
+):
     """Add `part` [ROWS, H], normalised if NORMS and times `multiplier`, to x, and keep the sums of squares of that.
 
     Grid: tiles of BN columns.
@@ -109,9 +119,20 @@ def add(
 
 @triton.jit
 def _store(
-    found, bias, out, squares, tile, columns, multiplier, N: constexpr, BN: constexpr, ROWS: constexpr, ADDS: constexpr,
-    SQUARES: constexpr, BIAS: constexpr,
-):  # fmt: skip
+    found,
+    bias,
+    out,
+    squares,
+    tile,
+    columns,
+    multiplier,
+    N: constexpr,
+    BN: constexpr,
+    ROWS: constexpr,
+    ADDS: constexpr,
+    SQUARES: constexpr,
+    BIAS: constexpr,
+):
     rows, inside = tl.arange(0, ROWS), (columns < N)[:, None]
     at = out + rows[None, :] * N + columns[:, None]
     if BIAS:
@@ -129,11 +150,36 @@ def _store(
 
 @triton.jit
 def multiply(
-    table, x, x_squares, norm, w, scales, bias, out, squares, sums, counts, multiplier, eps, K: constexpr, N: constexpr,
-    BN: constexpr, BK: constexpr, S: constexpr, PARTS: constexpr, ROWS: constexpr, NORMS: constexpr, ADDS: constexpr,
-    SQUARES: constexpr, BIAS: constexpr, BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr,
+    table,
+    x,
+    x_squares,
+    norm,
+    w,
+    scales,
+    bias,
+    out,
+    squares,
+    sums,
+    counts,
+    multiplier,
+    eps,
+    K: constexpr,
+    N: constexpr,
+    BN: constexpr,
+    BK: constexpr,
+    S: constexpr,
+    PARTS: constexpr,
+    ROWS: constexpr,
+    NORMS: constexpr,
+    ADDS: constexpr,
+    SQUARES: constexpr,
+    BIAS: constexpr,
+    BITS: constexpr,
+    GROUP: constexpr,
+    EXTRA: constexpr,
+    OFFSET: constexpr,
     OVERLAPS: constexpr,
-):  # fmt: skip
+):
     """out [ROWS, N] = x [ROWS, K] times w [N, K]. Grid: (tiles of BN columns, PARTS).
 
     NORMS: 1: x is normalised first, by its sums of squares in `x_squares`. ADDS: the product, times `multiplier`, is
@@ -146,9 +192,29 @@ def multiply(
     columns = tile * BN + tl.arange(0, BN)
     begin = part * PART
     found, _ = multiply_tile(
-        table + 1 + 2 * ROWS, x, norm, w, scales, tile * BN, begin, tl.minimum(begin + PART, K), K, N, BN, BK, S, ROWS,
-        NORMS, BITS, GROUP, EXTRA, OFFSET, 0, PART % (S * BK) == 0 and K % PART == 0, OVERLAPS,
-    )  # fmt: skip
+        table + 1 + 2 * ROWS,
+        x,
+        norm,
+        w,
+        scales,
+        tile * BN,
+        begin,
+        tl.minimum(begin + PART, K),
+        K,
+        N,
+        BN,
+        BK,
+        S,
+        ROWS,
+        NORMS,
+        BITS,
+        GROUP,
+        EXTRA,
+        OFFSET,
+        0,
+        PART % (S * BK) == 0 and K % PART == 0,
+        OVERLAPS,
+    )
     if OVERLAPS:
         gdc_launch_dependents()
     if NORMS:  # after the product, so that its first weights do not wait for this
@@ -194,9 +260,21 @@ def _activated(gate, GELU: constexpr):
 
 @triton.jit
 def _store_gated(
-    gate, up, x_squares, bias, out, columns, known, eps, K: constexpr, N: constexpr, ROWS: constexpr, NORMS: constexpr,
-    GELU: constexpr, BIAS: constexpr,
-):  # fmt: skip
+    gate,
+    up,
+    x_squares,
+    bias,
+    out,
+    columns,
+    known,
+    eps,
+    K: constexpr,
+    N: constexpr,
+    ROWS: constexpr,
+    NORMS: constexpr,
+    GELU: constexpr,
+    BIAS: constexpr,
+):
     kind: constexpr = out.dtype.element_ty
     rows = tl.arange(0, ROWS)
     if NORMS:
@@ -214,10 +292,33 @@ def _store_gated(
 
 @triton.jit
 def gate_up(
-    table, x, x_squares, norm, w, scales, bias, out, sums, counts, eps, K: constexpr, N: constexpr, BN: constexpr,
-    BK: constexpr, S: constexpr, PARTS: constexpr, ROWS: constexpr, NORMS: constexpr, GELU: constexpr, BIAS: constexpr,
-    BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr, OVERLAPS: constexpr,
-):  # fmt: skip
+    table,
+    x,
+    x_squares,
+    norm,
+    w,
+    scales,
+    bias,
+    out,
+    sums,
+    counts,
+    eps,
+    K: constexpr,
+    N: constexpr,
+    BN: constexpr,
+    BK: constexpr,
+    S: constexpr,
+    PARTS: constexpr,
+    ROWS: constexpr,
+    NORMS: constexpr,
+    GELU: constexpr,
+    BIAS: constexpr,
+    BITS: constexpr,
+    GROUP: constexpr,
+    EXTRA: constexpr,
+    OFFSET: constexpr,
+    OVERLAPS: constexpr,
+):
     """out [ROWS, N]: the activation of gate times up, products of x [ROWS, K] with the halves of w [2 * N, K].
 
     Grid: (tiles of BN columns, PARTS). All else: see `multiply`.
@@ -227,9 +328,29 @@ def gate_up(
     columns = tile * BN + tl.arange(0, BN)
     known, begin = tl.minimum(columns, N - 1), part * PART
     gate, up = multiply_tile(
-        table + 1 + 2 * ROWS, x, norm, w, scales, tile * BN, begin, tl.minimum(begin + PART, K), K, N, BN, BK, S, ROWS,
-        NORMS, BITS, GROUP, EXTRA, OFFSET, N, PART % (S * BK) == 0 and K % PART == 0, OVERLAPS,
-    )  # fmt: skip
+        table + 1 + 2 * ROWS,
+        x,
+        norm,
+        w,
+        scales,
+        tile * BN,
+        begin,
+        tl.minimum(begin + PART, K),
+        K,
+        N,
+        BN,
+        BK,
+        S,
+        ROWS,
+        NORMS,
+        BITS,
+        GROUP,
+        EXTRA,
+        OFFSET,
+        N,
+        PART % (S * BK) == 0 and K % PART == 0,
+        OVERLAPS,
+    )
     if OVERLAPS:
         gdc_launch_dependents()
     if PARTS == 1:

@@ -102,8 +102,12 @@ def _bytes(bytes_, kind: constexpr):
             "{ .reg .b32 t, low, high, sign; mov.b32 t, $2; prmt.b32 low, 0, t, 0x5140; prmt.b32 high, 0, t, 0x7160;"
             " and.b32 sign, low, 0x80008000; shr.u32 low, low, 4; lop3.b32 $0, low, 0x07f007f0, sign, 0xea;"
             " and.b32 sign, high, 0x80008000; shr.u32 high, high, 4; lop3.b32 $1, high, 0x07f007f0, sign, 0xea; }",
-            "=r,=r,r", [bytes_], dtype=tl.bfloat16, is_pure=True, pack=4,
-        )  # fmt: skip
+            "=r,=r,r",
+            [bytes_],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
         found = (found * 1329227995784915872903807060280344576.0).to(kind)
     else:
         found = bytes_.to(kind)
@@ -159,10 +163,29 @@ def _add_warps(found):
 
 @triton.jit
 def multiply_tile(
-    fed, x, norm, w, scales, first, begin, end, K: constexpr, N: constexpr, BN: constexpr, BK: constexpr, S: constexpr,
-    ROWS: constexpr, NORMS: constexpr, BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr,
-    APART: constexpr, WHOLE: constexpr, OVERLAPS: constexpr,
-):  # fmt: skip
+    fed,
+    x,
+    norm,
+    w,
+    scales,
+    first,
+    begin,
+    end,
+    K: constexpr,
+    N: constexpr,
+    BN: constexpr,
+    BK: constexpr,
+    S: constexpr,
+    ROWS: constexpr,
+    NORMS: constexpr,
+    BITS: constexpr,
+    GROUP: constexpr,
+    EXTRA: constexpr,
+    OFFSET: constexpr,
+    APART: constexpr,
+    WHOLE: constexpr,
+    OVERLAPS: constexpr,
+):
     """BN columns of w [N, K] from `first` on, times x [ROWS, K]: [BN, ROWS], over inputs from `begin` to `end`.
 
     Each of S warps takes one of S successive BK inputs, and their sums are added in the end. APART: multiply by the
@@ -171,23 +194,76 @@ def multiply_tile(
     """
     if BITS == 4:
         found, other = _multiply_packed(
-            fed, x, norm, w, scales, first, begin, end, K, N, BN, BK, S, ROWS, NORMS, GROUP, EXTRA, OFFSET, APART,
+            fed,
+            x,
+            norm,
+            w,
+            scales,
+            first,
+            begin,
+            end,
+            K,
+            N,
+            BN,
+            BK,
+            S,
+            ROWS,
+            NORMS,
+            GROUP,
+            EXTRA,
+            OFFSET,
+            APART,
             OVERLAPS,
-        )  # fmt: skip
+        )
     else:
         found, other = _multiply_plain(
-            x, norm, w, scales, first, begin, end, K, N, BN, BK, S, ROWS, NORMS, BITS, GROUP, EXTRA, APART, WHOLE,
+            x,
+            norm,
+            w,
+            scales,
+            first,
+            begin,
+            end,
+            K,
+            N,
+            BN,
+            BK,
+            S,
+            ROWS,
+            NORMS,
+            BITS,
+            GROUP,
+            EXTRA,
+            APART,
+            WHOLE,
             OVERLAPS,
-        )  # fmt: skip
+        )
     return _add_warps(found), _add_warps(other) if APART else 0
 
 
 @triton.jit
 def _multiply_plain(
-    x, norm, w, scales, first, begin, end, K: constexpr, N: constexpr, BN: constexpr, BK: constexpr, S: constexpr,
-    ROWS: constexpr, NORMS: constexpr, BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, APART: constexpr,
-    WHOLE: constexpr, OVERLAPS: constexpr,
-):  # fmt: skip
+    x,
+    norm,
+    w,
+    scales,
+    first,
+    begin,
+    end,
+    K: constexpr,
+    N: constexpr,
+    BN: constexpr,
+    BK: constexpr,
+    S: constexpr,
+    ROWS: constexpr,
+    NORMS: constexpr,
+    BITS: constexpr,
+    GROUP: constexpr,
+    EXTRA: constexpr,
+    APART: constexpr,
+    WHOLE: constexpr,
+    OVERLAPS: constexpr,
+):
     """`multiply_tile` by weights of 8 or 16 bits, a sum of each warp: [S, BN, ROWS]."""
     kind: constexpr = x.dtype.element_ty
     SCALES: constexpr = BITS < 16 and (GROUP < K or EXTRA > 0)  # else there is one for all inputs
@@ -283,9 +359,15 @@ def _numbers(words):
 
 @triton.jit
 def _half_of(
-    loaded, upper: constexpr, scales, kind: constexpr, WORDS: constexpr, EXTRA: constexpr, OFFSET: constexpr,
+    loaded,
+    upper: constexpr,
+    scales,
+    kind: constexpr,
+    WORDS: constexpr,
+    EXTRA: constexpr,
+    OFFSET: constexpr,
     J: constexpr,
-):  # fmt: skip
+):
     """Weights [M, J] of the lower or upper halves of loaded bytes.
 
     WORDS: by the bits of four bytes at once: conversions would take several times as long as loading.
@@ -327,9 +409,18 @@ def _right(lanes, S: constexpr, H: constexpr, KEPT: constexpr):
 
 @triton.jit
 def _load_packed(
-    weights, scales, starts, columns, inner, N: constexpr, K: constexpr, GROUP: constexpr, EXTRA: constexpr,
-    PER: constexpr, APART: constexpr,
-):  # fmt: skip
+    weights,
+    scales,
+    starts,
+    columns,
+    inner,
+    N: constexpr,
+    K: constexpr,
+    GROUP: constexpr,
+    EXTRA: constexpr,
+    PER: constexpr,
+    APART: constexpr,
+):
     """What lanes take from the inputs `starts` on: weights and scales, and those of the columns APART further on."""
     at = weights + (starts // PER)[:, None]
     group = (starts + inner) // GROUP
@@ -384,9 +475,19 @@ def _load_rows(
 
 @triton.jit
 def _add_half(
-    found, right, loaded, upper: constexpr, scale, kind: constexpr, WORDS: constexpr, EXTRA: constexpr,
-    OFFSET: constexpr, J: constexpr, S: constexpr, KEPT: constexpr,
-):  # fmt: skip
+    found,
+    right,
+    loaded,
+    upper: constexpr,
+    scale,
+    kind: constexpr,
+    WORDS: constexpr,
+    EXTRA: constexpr,
+    OFFSET: constexpr,
+    J: constexpr,
+    S: constexpr,
+    KEPT: constexpr,
+):
     """`found` plus the product of rows by a half of the weights that lanes have loaded."""
     tile = _left(_half_of(loaded, upper, scale, kind, WORDS, EXTRA, OFFSET, J), S, KEPT)
     return tl.dot(tile, right, found, input_precision="ieee")
@@ -394,10 +495,27 @@ def _add_half(
 
 @triton.jit
 def _multiply_packed(
-    fed, x, norm, w, scales, first, begin, end, K: constexpr, N: constexpr, BN: constexpr, BK: constexpr, S: constexpr,
-    ROWS: constexpr, NORMS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr, APART: constexpr,
+    fed,
+    x,
+    norm,
+    w,
+    scales,
+    first,
+    begin,
+    end,
+    K: constexpr,
+    N: constexpr,
+    BN: constexpr,
+    BK: constexpr,
+    S: constexpr,
+    ROWS: constexpr,
+    NORMS: constexpr,
+    GROUP: constexpr,
+    EXTRA: constexpr,
+    OFFSET: constexpr,
+    APART: constexpr,
     OVERLAPS: constexpr,
-):  # fmt: skip
+):
     """`multiply_tile` by weights of 4 bits, a sum of each warp: [S, BN, ROWS].
 
     A lane loads BK / 4 successive inputs of a column, a block ahead, and unpacks them where they are: tensors are
@@ -462,9 +580,17 @@ def _multiply_packed(
 
 @triton.jit
 def dequantise(
-    w, scales, out, K: constexpr, N: constexpr, BK: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr,
+    w,
+    scales,
+    out,
+    K: constexpr,
+    N: constexpr,
+    BK: constexpr,
+    GROUP: constexpr,
+    EXTRA: constexpr,
+    OFFSET: constexpr,
     BN: constexpr,
-):  # fmt: skip
+):
     """out [N, K]: the weights of a `matrices.Quantised` one of 4 bits. Grid: (tiles of BN columns, K / BK)."""
     kind: constexpr = out.dtype.element_ty
     PACKED: constexpr = BK // 4
