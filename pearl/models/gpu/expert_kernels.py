@@ -1,10 +1,11 @@
-"""Triton kernels of the experts of a forward of 16 rows, and the weights of a layer's experts as they read them.
+"""Triton kernels of the experts of a forward of 16 rows, and the stacked weights that they read.
 
-Which experts a row chose is read on the device, so that a recording serves every choice.  A program has one expert and
-one tile of outputs, for all rows: an expert's weights are read once, and a row's bits are those of any other company.
+The device reads which experts a row chose, so that a recording serves every choice. A program has one
+expert and one tile of outputs, for all rows: an expert's weights are read once, and a row's bits do not
+depend on the other rows.
 
-`TRITON_INTERPRET=1` runs the kernels on a CPU, in float32: with bfloat16 the interpreter computes otherwise than a
-GPU, as `tests/test_interpreter.py` shows.
+`TRITON_INTERPRET=1` runs the kernels on a CPU, in float32: with bfloat16 the interpreter computes
+otherwise than a GPU, as `tests/test_interpreter.py` shows.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _WARPS = 4  # see `multiply_tile`
 
 @triton.jit
 def _is_first(ids, pair, PAIRS: constexpr):
-    """Whether no earlier pair of row and choice has the expert of this one."""
+    """Whether no earlier pair of row and choice has this pair's expert."""
     pairs = tl.arange(0, triton.next_power_of_2(PAIRS))
     same = tl.load(ids + pairs, mask=pairs < pair, other=-1) == tl.load(ids + pair)
     return tl.sum(same.to(tl.int32), 0) == 0
@@ -60,7 +61,7 @@ def expert_gate_up(
     BIAS: constexpr,
     CLAMPS: constexpr,
 ):
-    """act [16 * TOP, 16, N]: of all rows x [16, K], by the expert of each pair that is the first with it.
+    """Compute act [16 * TOP, 16, N] of all rows x [16, K], for each pair that is the first with its expert.
 
     Grid: (pairs of row and choice, tiles). ids: [16, TOP]. w: [experts, 2 * N, K].
     """
@@ -130,7 +131,10 @@ def expert_down(
     OFFSET: constexpr,
     BIAS: constexpr,
 ):
-    """out [16, TOP, N]: what each row's choices give. act: as `expert_gate_up` leaves it. Grid: as there."""
+    """Compute out [16, TOP, N], the output of each row's choices, from the `act` of `expert_gate_up`.
+
+    Grid: (pairs of row and choice, tiles).
+    """
     pair = tl.program_id(0)
     if _is_first(ids, pair, ROWS * TOP):
         expert = tl.load(ids + pair)
