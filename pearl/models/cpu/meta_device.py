@@ -58,7 +58,9 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if name in NEED_KERNELS:
             import_kernels()
-        spec = PathFinder.find_spec(name, path) if name == KERNELS else None
+        if name != KERNELS:
+            return None
+        spec = PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:
             spec.loader = _Postponed(spec.loader)
         return spec
@@ -73,6 +75,8 @@ def postpone_kernels() -> None:
 def import_kernels() -> None:
     """Import the kernels, if they were postponed."""
     module = sys.modules.get(KERNELS)
-    spec = None if module is None else module.__spec__
-    if module is not None and spec is not None and isinstance(spec.loader, _Postponed):
-        spec.loader.execute(module)
+    if module is None or module.__spec__ is None:
+        return
+    loader = module.__spec__.loader
+    if isinstance(loader, _Postponed):
+        loader.execute(module)

@@ -169,10 +169,12 @@ def _case(weights: QuantisedMatrix) -> tuple[int, int]:
     if weights.table is not None:
         if not weights.fits_bytes or not keeps_float32():
             return _TABLE, kind
-        span = weights.table.max() - weights.table.min()
-        return (_SMALL_TABLE if span < 32 else _WHOLE_TABLE), kind
-    is_float8 = weights.steps.dtype == torch.float8_e4m3fn
-    return (_FLOAT8 if is_float8 else weights.bits), kind
+        if weights.table.max() - weights.table.min() < 32:
+            return _SMALL_TABLE, kind
+        return _WHOLE_TABLE, kind
+    if weights.steps.dtype == torch.float8_e4m3fn:
+        return _FLOAT8, kind
+    return weights.bits, kind
 
 
 class Native:
@@ -218,10 +220,10 @@ class Native:
         """Keep everything but the steps, and return these."""
         if weights.bits == 8 and weights.zeros is not None:  # those of fewer bits are bytes
             weights = weights.in_bytes(weights.group)
-        given = self._given
-        given.bits, given.kind = _case(weights)
-        given.group = weights.group
-        given.offset = weights.offset
+        fields = self._given
+        fields.bits, fields.kind = _case(weights)
+        fields.group = weights.group
+        fields.offset = weights.offset
         self._order = weights.order
         for name in ("scales", "of_scales", "least", "of_least", "zeros"):
             tensor = getattr(weights, name)
@@ -230,10 +232,10 @@ class Native:
         if weights.divisors is not None:
             self._keep("of_scales", panels(weights.divisors, _LANES).transpose(1, 2))
         if weights.table is not None:
-            given.offset = 0
-            if given.bits == _SMALL_TABLE:
-                given.offset = -float(weights.table.min())
-            self._keep("table", weights.table + given.offset)
+            fields.offset = 0
+            if fields.bits == _SMALL_TABLE:
+                fields.offset = -float(weights.table.min())
+            self._keep("table", weights.table + fields.offset)
         return weights.steps
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
@@ -251,7 +253,9 @@ class Native:
 
         None if the inputs have another order, or the results another dtype.
         """
-        return ctypes.addressof(self._given) if self._order is None and not self._wide else None
+        if self._order is None and not self._wide:
+            return ctypes.addressof(self._given)
+        return None
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
         assert x.dtype in _DTYPES, x.dtype
@@ -297,7 +301,9 @@ def _words(steps: torch.Tensor, bits: int, is_table: bool) -> torch.Tensor:
 
 def address_of(tensor: torch.Tensor | None) -> int | None:
     """Return a tensor's address, and for None that of C's null pointer, None."""
-    return None if tensor is None else tensor.data_ptr()
+    if tensor is None:
+        return None
+    return tensor.data_ptr()
 
 
 def give_back() -> None:
@@ -384,11 +390,11 @@ class Attention(ctypes.Structure):
     )
 
 
-def attend(given: Attention) -> None:
+def attend(arguments: Attention) -> None:
     """Fill `out`, `new_keys` and `new_values`, and the cached positions of chains."""
-    _loaded().pearl_attend(ctypes.byref(given))
+    _loaded().pearl_attend(ctypes.byref(arguments))
 
 
-def compute_layers(given: object) -> None:
-    """Compute decoder layers: see `layers.c`, to whose `Forward` `given` is a reference."""
-    _loaded().pearl_layers(given)
+def compute_layers(forward: object) -> None:
+    """Compute decoder layers: see `layers.c`, to whose `Forward` the argument is a reference."""
+    _loaded().pearl_layers(forward)

@@ -100,33 +100,32 @@ class NativeLayers:
             if layer.experts is not None:
                 return None
             matrices = _Products(
-                qkv=_parts(layer.qkv),
-                out=_parts(layer.out),
-                gate_up=_parts(layer.gate_up),
-                down=_parts(layer.down),
+                _parts(layer.qkv), _parts(layer.out), _parts(layer.gate_up), _parts(layer.down)
             )
             if not all(matrices):
                 return None
             products.append(matrices)
             down_shapes.add(matrices.down[0].shape)
-        return NativeLayers(layers, products, ropes) if len(down_shapes) == 1 else None
+        if len(down_shapes) == 1:
+            return NativeLayers(layers, products, ropes)
+        return None
 
     def __call__(
-        self, attends: NativeAttention, hidden: torch.Tensor, first: int, end: int
+        self, attends: NativeAttention, hidden: torch.Tensor, start: int, end: int
     ) -> None:
-        """Change hidden states [n, width] before layer `first` to those before layer `end`."""
+        """Change hidden states [n, width] before layer `start` to those before layer `end`."""
         room = torch.empty(len(hidden) * self._room)
         attention = native.Attention.from_buffer_copy(attends.given)
         attention.is_float32 = self._is_float32
         attention.norm_is_float32 = self._norm_is_float32
         attention.norm_width = self._norm_width
         layer_stride, new_stride = attends.strides
-        given = _Forward(
+        forward = _Forward(
             attention=attention,
             layers=ctypes.addressof(self._layers),
             hidden=hidden.data_ptr(),
             room=room.data_ptr(),
-            first=first,
+            first=start,
             end=end,
             width=self._width,
             inner=self._inner,
@@ -136,7 +135,7 @@ class NativeLayers:
             hidden_is_float32=hidden.dtype == torch.float32,
             is_gelu=self._is_gelu,
         )
-        native.compute_layers(ctypes.byref(given))
+        native.compute_layers(ctypes.byref(forward))
 
 
 def _fill(

@@ -34,7 +34,9 @@ class Scoring(NamedTuple):
     sinks: tuple[torch.Tensor, ...] = ()
 
     def sinks_of(self, layer: int) -> torch.Tensor | None:
-        return self.sinks[layer] if self.sinks else None
+        if self.sinks:
+            return self.sinks[layer]
+        return None
 
 
 def plan_no_shapes(device: torch.device) -> None:
@@ -75,8 +77,9 @@ def cap_scores(scores: torch.Tensor, cap: float) -> torch.Tensor:
     """
     if not cap:
         return scores
-    flat = scores.view(-1)
-    for piece in flat.split(_SERIAL) if scores.is_cpu else [flat]:
+    if not scores.is_cpu:
+        return scores.div_(cap).tanh_().mul_(cap)
+    for piece in scores.view(-1).split(_SERIAL):
         piece.div_(cap).tanh_().mul_(cap)
     return scores
 

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from pearl.models.cpu.native_layers import NativeLayers
 
 Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [rows, 1, head_dim] each
+SlotAttention = FixedAttention | NativeAttention | PromptAttention
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,9 @@ class Layer:
                 return None
             return norm_weights(getattr(module, name), forward, dtype)
 
-        before, after, before_mlp, after_mlp = (norm(layer, name) for name in forward.norms)
+        attention_norm, after_attention, mlp_norm, after_mlp = (
+            norm(layer, name) for name in forward.norms
+        )
         qkv = lay_out(attention.q_proj, attention.k_proj, attention.v_proj)
         out = lay_out(attention.o_proj)
         if experts is None:
@@ -107,13 +110,13 @@ class Layer:
             gate_up, down = experts.each[0]
         return Layer(
             rope=rope,
-            attention_norm=before,
+            attention_norm=attention_norm,
             qkv=qkv,
             q_norm=norm(attention, "q_norm"),
             k_norm=norm(attention, "k_norm"),
             out=out,
-            after_attention=after,
-            mlp_norm=before_mlp,
+            after_attention=after_attention,
+            mlp_norm=mlp_norm,
             gate_up=gate_up,
             down=down,
             after_mlp=after_mlp,
@@ -130,7 +133,9 @@ def norm_weights(norm: Any, forward: Forward, dtype: torch.dtype) -> torch.Tenso
     """Return a norm's weights, in a dtype that holds both their own numbers and those of `dtype`."""
     weight: torch.Tensor = norm.weight.detach()
     weight = weight.to(torch.promote_types(weight.dtype, dtype))
-    return weight if forward.norm_shift is None else weight.float() + forward.norm_shift
+    if forward.norm_shift is None:
+        return weight
+    return weight.float() + forward.norm_shift
 
 
 @dataclass(frozen=True)
@@ -278,7 +283,7 @@ class DecoderLayers:
         self,
         ids: torch.Tensor,
         ropes: Mapping[str, Rope],
-        slots: FixedAttention | NativeAttention | PromptAttention,
+        slots: SlotAttention,
         is_fed: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the last layer's states [n, hidden] of `ids` [n].
@@ -293,10 +298,10 @@ class DecoderLayers:
         hidden = hidden.to(self.residual_dtype)
         tapped: dict[int, torch.Tensor] = {}
         if isinstance(slots, NativeAttention) and self.in_one_call is not None:
-            for first, end in itertools.pairwise(sorted({0, *self.taps, len(self.layers)})):
-                if first in self.taps:
-                    tapped[first] = hidden.to(self.dtype, copy=True)
-                self.in_one_call(slots, hidden, first, end)
+            for start, end in itertools.pairwise(sorted({0, *self.taps, len(self.layers)})):
+                if start in self.taps:
+                    tapped[start] = hidden.to(self.dtype, copy=True)
+                self.in_one_call(slots, hidden, start, end)
             return self._finished(hidden, tapped)
         for number, layer in enumerate(self.layers):
             if number in self.taps:
@@ -319,7 +324,7 @@ class DecoderLayers:
         hidden: torch.Tensor,
         x: torch.Tensor,
         ropes: Mapping[str, Rope],
-        slots: FixedAttention | NativeAttention | PromptAttention,
+        slots: SlotAttention,
         is_fed: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the states [n, hidden] after one layer.
@@ -349,7 +354,9 @@ class DecoderLayers:
 
     def normalise(self, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         """Return the RMS norm of x in the dtype of rows; without a norm x as it is."""
-        return x.to(self.dtype) if norm is None else normalise(x, norm, self.eps, self.dtype)
+        if norm is None:
+            return x.to(self.dtype)
+        return normalise(x, norm, self.eps, self.dtype)
 
     def _add(
         self, hidden: torch.Tensor, product: Matrix, x: torch.Tensor, norm: torch.Tensor | None
@@ -371,7 +378,7 @@ class DecoderLayers:
         number: int,
         x: torch.Tensor,
         ropes: Mapping[str, Rope],
-        slots: FixedAttention | NativeAttention | PromptAttention,
+        slots: SlotAttention,
     ) -> torch.Tensor:
         """Return the attention output of each row, [n, heads * head_dim]."""
         heads = self.heads
@@ -484,11 +491,11 @@ def pair_up(model: PreTrainedModel | Decoder, forward: Forward, count: int, widt
     if forward.rotates == "pairs":
         stride = 2
         partner = 1
-    first = [stride * number for number in range(count // 2)]
-    second = [number + partner for number in first]
+    lower = [stride * number for number in range(count // 2)]
+    upper = [number + partner for number in lower]
     unrotated = list(range(count, width))
     middle = (width - count) // 2
-    order = first + unrotated[:middle] + second + unrotated[middle:]
+    order = lower + unrotated[:middle] + upper + unrotated[middle:]
     if order == list(range(width)):
         return
 

@@ -34,7 +34,9 @@ _LARGE = 100_000_000
 
 
 def _plus(product: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-    return product if y is None else y + product
+    if y is None:
+        return product
+    return y + product
 
 
 @dataclass(frozen=True)
@@ -97,10 +99,14 @@ class Quantised:
         if is_unknown or not is_even or (weights.bits == 4 and not packed):
             return Plain(weights.dequantised().to(dtype), bias)
         columns = [weights.whole_scales()]
-        second = weights.zeros if weights.least is None else weights.whole_least()
-        extra = 0
-        if second is not None:
-            extra = 2 if weights.least is None else 1
+        second = weights.zeros
+        extra = 2
+        if weights.least is not None:
+            second = weights.whole_least()
+            extra = 1
+        if second is None:
+            extra = 0
+        else:
             columns.append(second)
         scales = torch.stack([column.T.to(dtype) for column in columns], -1)
         steps = weights.steps
@@ -189,9 +195,8 @@ def matrix(
     """
     weights = [_take_weight(layer, rounding) for layer in linears]
     biases = [layer.bias for layer in linears]
-    has_bias = biases[0] is not None
     if plain or weights[0].device.type == "cuda":
-        return _for_kernels(weights, torch.cat(biases) if has_bias else None, dtype)
+        return _for_kernels(weights, _joined_bias(biases), dtype)
     runs = [[0]]
     for number in range(1, len(weights)):
         if are_alike(weights[number - 1], weights[number]):
@@ -201,9 +206,11 @@ def matrix(
     parts = []
     for run in runs:
         together = _together([weights[number] for number in run])
-        bias = torch.cat([biases[number] for number in run]) if has_bias else None
+        bias = _joined_bias([biases[number] for number in run])
         parts.append(_laid_out(together, bias, wide))
-    return parts[0] if len(parts) == 1 else SideBySide(parts)
+    if len(parts) == 1:
+        return parts[0]
+    return SideBySide(parts)
 
 
 def _take_weight(layer: Any, rounding: Rounding) -> Weights:
@@ -212,14 +219,24 @@ def _take_weight(layer: Any, rounding: Rounding) -> Weights:
     if isinstance(weight, QuantisedMatrix):
         return weight
     weight = weight.detach()
-    return rounded(weight, rounding) if rounding else weight
+    if rounding:
+        return rounded(weight, rounding)
+    return weight
 
 
 def _together(weights: Sequence[Any]) -> Weights:
     if len(weights) == 1:
         weight: Weights = weights[0]
         return weight
-    return stacked(weights) if isinstance(weights[0], QuantisedMatrix) else torch.cat(list(weights))
+    if isinstance(weights[0], QuantisedMatrix):
+        return stacked(weights)
+    return torch.cat(list(weights))
+
+
+def _joined_bias(biases: Sequence[Any]) -> torch.Tensor | None:
+    if biases[0] is None:
+        return None
+    return torch.cat(list(biases))
 
 
 def _for_kernels(
@@ -246,7 +263,8 @@ def _laid_out(weight: Weights, bias: torch.Tensor | None, wide: bool) -> Matrix:
     if native.takes(weight):
         return native.Native(weight, bias, wide)
     if isinstance(weight, QuantisedMatrix):
-        weight = weight.dequantised().to(torch.bfloat16 if multiplies_bf16() else torch.float32)
+        dtype = torch.bfloat16 if multiplies_bf16() else torch.float32
+        weight = weight.dequantised().to(dtype)
         if native.takes(weight):
             return native.Native(weight, bias, wide)
     return Plain(weight, bias)
@@ -264,7 +282,9 @@ class SideBySide:
 
 def dtype_of_rows(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the dtype of rows in a model of `dtype`: our C has no float16 rows, and computes in float32."""
-    return torch.float32 if device.type == "cpu" and dtype == torch.float16 else dtype
+    if device.type == "cpu" and dtype == torch.float16:
+        return torch.float32
+    return dtype
 
 
 def rounding_for(model: Any) -> Rounding:
@@ -285,7 +305,9 @@ def rounding_for(model: Any) -> Rounding:
     is_large = len(layers) * size >= _LARGE
     gate = mlp.gate_proj.weight
     is_bf16 = torch.equal(gate.bfloat16().float(), gate.float())
-    return "int4" if is_large and is_bf16 else ""
+    if is_large and is_bf16:
+        return "int4"
+    return ""
 
 
 @cache

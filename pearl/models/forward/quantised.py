@@ -90,7 +90,9 @@ class QuantisedMatrix:
     def whole_scales(self) -> torch.Tensor:
         """Return the scales [out, groups], float32."""
         scales = _whole(self.scales, self.of_scales)
-        return scales if self.divisors is None else scales / self.divisors
+        if self.divisors is None:
+            return scales
+        return scales / self.divisors
 
     def whole_least(self) -> torch.Tensor | None:
         """Return what is added to each weight of a group [out, groups], float32, or None.
@@ -99,7 +101,9 @@ class QuantisedMatrix:
         """
         if self.zeros is not None:
             return -self.zeros.float() * self.whole_scales()
-        return None if self.least is None else _whole(self.least, self.of_least)
+        if self.least is not None:
+            return _whole(self.least, self.of_least)
+        return None
 
     @property
     def fits_bytes(self) -> bool:
@@ -165,27 +169,28 @@ def stacked(parts: Iterable[QuantisedMatrix], rows: int | None = None) -> Quanti
     if rows is None:
         parts = list(parts)
         rows = sum(len(part.steps) for part in parts)
-    whole: QuantisedMatrix | None = None
+    result: QuantisedMatrix | None = None
     start = 0
     for part in parts:
         count = len(part.steps)
         if count == rows:
             return part
-        if whole is None:
-            whole = part.changed(lambda tensor: tensor.new_empty(rows, *tensor.shape[1:]))
-        for name, tensor in whole.of_rows().items():
+        if result is None:
+            result = part.changed(lambda tensor: tensor.new_empty(rows, *tensor.shape[1:]))
+        for name, tensor in result.of_rows().items():
             tensor[start : start + count] = getattr(part, name)
         start += count
-    assert whole is not None and start == rows  # noqa: PT018
-    return whole
+    assert result is not None and start == rows  # noqa: PT018
+    return result
 
 
-def are_alike(one: Weights, other: Weights) -> bool:
+def are_alike(left: Weights, right: Weights) -> bool:
     """Whether two matrices of the same inputs can be `stacked`, or concatenated."""
-    if not isinstance(one, QuantisedMatrix) or not isinstance(other, QuantisedMatrix):
-        return type(one) is type(other)
-    same = one.order is None or other.order is None or torch.equal(one.order, other.order)
-    return same and one.kind == other.kind
+    if not isinstance(left, QuantisedMatrix) or not isinstance(right, QuantisedMatrix):
+        return type(left) is type(right)
+    if left.kind != right.kind:
+        return False
+    return left.order is None or right.order is None or torch.equal(left.order, right.order)
 
 
 def rounded(weight: torch.Tensor, rounding: Literal["int8", "int4"]) -> QuantisedMatrix:

@@ -38,6 +38,7 @@ class NativeAttention:
         eps: float,
     ) -> None:
         self._scoring = scoring
+        self._itemsize = slots.keys.itemsize
         threads = native.threads()
         rows = len(table)
         keys = slots.keys
@@ -84,31 +85,30 @@ class NativeAttention:
         rope: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
         """Return the attention output of rows with states [n, heads + 2 * kv_heads, head_dim]."""
-        given = native.Attention.from_buffer_copy(self.given)
-        out = torch.empty(len(states), given.heads * given.dim, dtype=states.dtype)
-        given.window = self._scoring.windows[layer]
-        given.states = states.data_ptr()
-        given.out = out.data_ptr()
-        given.is_float32 = states.dtype == torch.float32
+        arguments = native.Attention.from_buffer_copy(self.given)
+        out = torch.empty(len(states), arguments.heads * arguments.dim, dtype=states.dtype)
+        arguments.window = self._scoring.windows[layer]
+        arguments.states = states.data_ptr()
+        arguments.out = out.data_ptr()
+        arguments.is_float32 = states.dtype == torch.float32
         q_norm, k_norm = norms
-        given.norm_width = 0
-        given.norm_is_float32 = False
+        arguments.norm_width = 0
+        arguments.norm_is_float32 = False
         if q_norm is not None:
-            given.norm_width = len(q_norm)
-            given.norm_is_float32 = q_norm.dtype == torch.float32
-        given.q_norm = native.address_of(q_norm)
-        given.k_norm = native.address_of(k_norm)
-        given.sinks = native.address_of(self._scoring.sinks_of(layer))
+            arguments.norm_width = len(q_norm)
+            arguments.norm_is_float32 = q_norm.dtype == torch.float32
+        arguments.q_norm = native.address_of(q_norm)
+        arguments.k_norm = native.address_of(k_norm)
+        arguments.sinks = native.address_of(self._scoring.sinks_of(layer))
         cos, sin = rope or (None, None)
-        given.cos = native.address_of(cos)
-        given.sin = native.address_of(sin)
-        itemsize = 4 if given.cache_is_float32 else 2
-        cached_offset, new_offset = (layer * stride * itemsize for stride in self.strides)
-        given.keys += cached_offset
-        given.values += cached_offset
-        given.new_keys += new_offset
-        given.new_values += new_offset
-        native.attend(given)
+        arguments.cos = native.address_of(cos)
+        arguments.sin = native.address_of(sin)
+        cached_offset, new_offset = (layer * stride * self._itemsize for stride in self.strides)
+        arguments.keys += cached_offset
+        arguments.values += cached_offset
+        arguments.new_keys += new_offset
+        arguments.new_values += new_offset
+        native.attend(arguments)
         return out
 
 
@@ -146,10 +146,11 @@ class FixedAttention:
         queries [n, heads, head_dim] -> [n, heads * head_dim]
         """
         n, heads, dim = queries.shape
+        scoring = self._scoring
         kv_heads = keys.shape[1]
-        scale = self._scoring.scale
-        cap = self._scoring.cap
-        mask = self._masks[self._scoring.windows[layer]]
+        scale = scoring.scale
+        cap = scoring.cap
+        mask = self._masks[scoring.windows[layer]]
         all_keys = self._slots.keys[self._slot, layer]
         all_values = self._slots.values[self._slot, layer]
         all_keys[:, self._at] = keys.transpose(0, 1)
@@ -175,7 +176,7 @@ class FixedAttention:
         if cap:
             scores = attention.cap_scores(torch.bmm(stacked, all_keys.transpose(1, 2)) * scale, cap)
             mixed = torch.bmm((scores + mask).softmax(-1), all_values)
-        elif n <= FED or self._scoring.sinks:
+        elif n <= FED or scoring.sinks:
             # Fused attention has few blocks to work with where there are few rows.
             mixed = self._weighed(layer, stacked, all_keys, all_values, mask, n)
         else:
@@ -201,8 +202,8 @@ class FixedAttention:
         sinks = self._scoring.sinks_of(layer)
         step = kv_heads if n <= FED else 1
         parts = []
-        for first in range(0, kv_heads, step):
-            heads = slice(first, first + step)
+        for head in range(0, kv_heads, step):
+            heads = slice(head, head + step)
             scores = torch.baddbmm(
                 mask, queries[heads], keys[heads].transpose(1, 2), alpha=self._scoring.scale
             )
@@ -242,13 +243,14 @@ class PromptAttention:
         from pearl.models.gpu import prefill_kernels as kernels
 
         n, facing_heads, dim = facing.shape
+        scoring = self._scoring
         kv_heads = values.shape[1]
         heads = facing_heads - kv_heads
         keys = self._slots.keys[:, layer]
         all_values = self._slots.values[:, layer]
-        scale = self._scoring.scale
-        cap = self._scoring.cap
-        sinks = self._scoring.sinks_of(layer)
+        scale = scoring.scale
+        cap = scoring.cap
+        sinks = scoring.sinks_of(layer)
         out = facing.new_empty(n, heads * dim)
         cos, sin = rope or (facing, facing)
         strides = (keys.stride(0), keys.stride(1), facing.stride(0))
@@ -270,7 +272,9 @@ class PromptAttention:
         )
         tile = kernels.tile_of(dim)
         rows = min(tile.rows, n)
-        inner = 2 * scale * log2e / cap if cap else scale * log2e
+        inner = scale * log2e
+        if cap:
+            inner = 2 * scale * log2e / cap
         kernels.attend[(heads, n // rows)](
             self._given,
             facing,
@@ -286,7 +290,7 @@ class PromptAttention:
             HK=kv_heads,
             BM=rows,
             BN=tile.positions,
-            WINDOW=self._scoring.windows[layer],
+            WINDOW=scoring.windows[layer],
             CAPS=cap != 0,
             SINKS=sinks is not None,
             **sizes,
