@@ -84,7 +84,9 @@ def _recorder(record: Record | None, records: bool, device: torch.device) -> Rec
     """Return `record` if there is one; else a recorder of CUDA graphs, or of nothing."""
     if record is not None:
         return record
-    return record_on_gpu(device) if records else lambda work: work
+    if records:
+        return record_on_gpu(device)
+    return lambda work: work
 
 
 class ForwardRunner(ModelRunner):
@@ -125,7 +127,9 @@ class ForwardRunner(ModelRunner):
         is_gpu = self.device.type == "cuda"
         is_fixed = record is not None or is_gpu
         launches = is_fixed and (record is not None or records)
-        has_kernels = records and is_gpu if kernels is None else kernels
+        has_kernels = kernels
+        if kernels is None:
+            has_kernels = records and is_gpu
         make_recorder = partial(_recorder, record, records, self.device)
         # Whole blocks: masks of other widths are copied.
         self._room = attention.whole_blocks(context)
@@ -134,7 +138,7 @@ class ForwardRunner(ModelRunner):
         if is_fixed:
             self._room += PREFILL  # pieces of a fixed size write padding after the text
             attention.plan_no_shapes(self.device)
-            self._graphs = Graphs(self._fixed, self._room, make_recorder())
+            self._graphs = Graphs(self._fixed, self._room, make_recorder(), self.device)
         with torch.inference_mode():
             layers = DecoderLayers(
                 model, context, rounding, is_fixed, bool(kernels), taps, progress=progress
@@ -149,8 +153,9 @@ class ForwardRunner(ModelRunner):
             # A longrope chooses its angles by the greatest position.
             positions = self._positions.clamp_max(context - 1)
             self._ropes = layers.angles(rotary, positions)
-            is_one_forward = has_kernels or not is_fixed
-            self._slots = self._make_slots(slots + spare if is_one_forward else slots)
+            if not has_kernels and is_fixed:
+                spare = 0
+            self._slots = self._make_slots(slots + spare)
             if not is_fixed:
                 layers.in_one_call = NativeLayers.of(layers, self._ropes)
             if has_kernels:
@@ -217,7 +222,7 @@ class ForwardRunner(ModelRunner):
         assert self._graphs is not None
         for slot in range(slots):
             for end in ends(self.context, self._room):
-                self._graphs.record(slot, end, self.device)
+                self._graphs.record(slot, end)
             self._slots.wrote(slot, FED)
             self._slots.rollback(0, slot)
 
@@ -292,9 +297,9 @@ class ForwardRunner(ModelRunner):
     def _replayed(self, feed: Feed) -> torch.Tensor:
         assert self._graphs is not None
         start = self._slots.lengths[feed.slot]
-        (logits, features), written = self._graphs.forward(feed, start, self.device)
+        (logits, features), written = self._graphs.forward(feed, start)
         if features is not None:
-            self._seen[feed.slot] = features.clone()
+            self._seen[feed.slot] = features
         self._slots.wrote(feed.slot, written)
         return logits
 
@@ -333,7 +338,9 @@ class ForwardRunner(ModelRunner):
         return attention.causal_mask(self._positions[:end], at, window, self.dtype)
 
     def use_threads(self, count: int) -> Sequence[int]:
-        return super().use_threads(count) if self._graphs else native.use_threads(count)
+        if self._graphs:
+            return super().use_threads(count)
+        return native.use_threads(count)
 
     def rollback(self, length: int, slot: int = 0) -> None:
         self._slots.rollback(length, slot)

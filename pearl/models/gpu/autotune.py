@@ -116,8 +116,8 @@ def candidates(product: Product, fewer: Cut | None = None) -> list[Cut]:
     is_added = product.name in ADDING
     cuts = _CANDIDATES[bits]
     if bits == 4:
-        at_once = 4 * packed_together(inputs, kind["GROUP"])
-        cuts = [replace(cut, inputs=at_once) for cut in cuts]
+        packed = 4 * packed_together(inputs, kind["GROUP"])
+        cuts = [replace(cut, inputs=packed) for cut in cuts]
     if fewer is not None:
         cuts = [replace(fewer, columns=columns) for columns in sorted({fewer.columns, 16, 32})]
         if fewer.stages > 2:
@@ -130,9 +130,13 @@ def candidates(product: Product, fewer: Cut | None = None) -> list[Cut]:
             fitting.append(cut)
     if fitting or fewer is not None or bits == 4:
         return fitting
-    most = min(128, inputs & -inputs)
-    columns = min(16, outputs & -outputs) if is_added else 16
-    return [Cut(columns, most)] if min(most, columns) >= _LEAST else []
+    at_once = min(128, inputs & -inputs)
+    columns = 16
+    if is_added:
+        columns = min(columns, outputs & -outputs)
+    if min(at_once, columns) >= _LEAST:
+        return [Cut(columns, at_once)]
+    return []
 
 
 @contextmanager

@@ -7,7 +7,7 @@ many launches, or a length that the host would have to know.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -22,10 +22,12 @@ from pearl.models.gpu.recordings import (
     PREFILL,
     PieceInputs,
     Record,
+    Reference,
     Rows,
-    copy_ids,
+    fill,
     joined,
-    piece_inputs,
+    relative_errors,
+    sample_ids,
 )
 
 log = logging.getLogger(__name__)
@@ -55,9 +57,8 @@ class Prompts:
         self._slots = slots
         self._ropes = ropes
         self._rows = rows
-        self._device = layers.embedding.device
         # Slot, start, count, ids.
-        self._given = torch.zeros(3 + rows, dtype=torch.long, device=self._device)
+        self._given = torch.zeros(3 + rows, dtype=torch.long, device=layers.embedding.device)
         self._replay = self._work
         if all(layer.experts is None for layer in layers.layers):
             self._replay = record(self._work)
@@ -69,19 +70,15 @@ class Prompts:
         return hidden, self._layers.features
 
     def hidden_states(self, feed: Feed, start: int) -> Rows:
-        """Return the hidden states of a chain's tokens, and their features.
+        """Return the hidden states of a chain's tokens and of the padding, and their features.
 
         They are in buffers that the next piece overwrites.
         """
-        count = len(feed.tokens)
-        inputs = piece_inputs((feed.slot, start, count), feed.tokens, self._rows, self._device)
-        self._given.copy_(inputs, non_blocking=True)
-        copy_ids(self._given, 3, feed.tokens)
-        hidden, features = self._replay()
-        return hidden, None if features is None else features[:count]
+        fill(self._given, (feed.slot, start, len(feed.tokens)), feed.tokens)
+        return self._replay()
 
     def forward(self, feed: Feed, start: int) -> Rows:
-        """Return the logits that the feed asks for, and features.
+        """Return the logits that the feed asks for, and the features of all rows.
 
         The head multiplies `FED` rows at a time, chosen by their place in the piece, so that one
         kernel computes each row of logits.
@@ -91,12 +88,12 @@ class Prompts:
             empty = hidden.new_empty(0, self._layers.vocab_size, dtype=self._layers.dtype)
             return empty, features
         count = len(feed.tokens)
-        first = (count - feed.rows) // FED * FED
-        parts = [self._layers.logits(hidden[at : at + FED]) for at in range(first, count, FED)]
+        begin = (count - feed.rows) // FED * FED
+        parts = [self._layers.logits(hidden[at : at + FED]) for at in range(begin, count, FED)]
         logits, _ = joined(parts, ())
-        return logits[count - feed.rows - first : count - first], features
+        return logits[count - feed.rows - begin : count - begin], features
 
-    def is_right(self, expected: Callable[[PieceInputs], torch.Tensor]) -> bool:
+    def is_right(self, expected: Reference) -> bool:
         """Check that the first and the last slot give the same bits, and that torch's are near.
 
         Both slots are cleared.
@@ -106,14 +103,13 @@ class Prompts:
         """
         count = min(_CHECKED, self._rows)
         last_slot = len(self._slots.lengths) - 1
-        vocab_size = self._layers.vocab_size
-        ids = tuple((7 + 11 * position) % vocab_size for position in range(count))
+        ids = sample_ids(count, self._layers.vocab_size)
         states = []
         for slot in (0, last_slot):
             hidden, _ = self.hidden_states(Feed(ids, 0, slot), 0)
             states.append(hidden[:count].clone())
         reference = expected(PieceInputs(self._given[1:2], self._given[3:], None))[:count].float()
-        errors = (states[0].float() - reference).norm(dim=1) / reference.norm(dim=1)
+        errors = relative_errors(states[0].float(), reference)
         return torch.equal(*states) and bool(errors.median() < MOST_OFF)
 
 
@@ -122,7 +118,7 @@ def make_prompts(
     slots: Slots,
     ropes: Mapping[str, Rope],
     record: Record,
-    expected: Callable[[PieceInputs], torch.Tensor],
+    expected: Reference,
 ) -> Prompts | None:
     """Build the prompts' kernels and check them; return None, and log why, if they do not work.
 

@@ -50,6 +50,8 @@ class PieceInputs(NamedTuple):
 Rows = tuple[torch.Tensor, torch.Tensor | None]
 # (piece, slot, end, rows) -> logits of the first rows, all features.
 Step = Callable[[PieceInputs, int, int, int], Rows]
+# piece -> its hidden states by torch's operations, at position 0 of slot 0.
+Reference = Callable[[PieceInputs], torch.Tensor]
 # work -> its replay, in the same buffers.
 Record = Callable[[Callable[[], Rows]], Callable[[], Rows]]
 
@@ -83,29 +85,33 @@ def pieces(start: int, count: int, rows: int) -> Iterator[tuple[int, int]]:
         start = stop
 
 
+def sample_ids(count: int, vocab_size: int) -> tuple[int, ...]:
+    """Return the ids of a text by which kernels are checked."""
+    return tuple((7 + 11 * position) % vocab_size for position in range(count))
+
+
+def relative_errors(rows: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Return the norm of each row's difference from the reference, relative to the reference's."""
+    return (rows - reference).norm(dim=1) / reference.norm(dim=1)
+
+
 def joined(logits: Sequence[torch.Tensor], features: Sequence[torch.Tensor]) -> Rows:
-    """Concatenate the rows of a forward's pieces; a single piece's logits are not copied."""
-    rows = logits[0] if len(logits) == 1 else torch.cat(list(logits))
+    """Concatenate the rows of a forward's pieces, copying all but a single piece's logits."""
+    rows = logits[0]
+    if len(logits) > 1:
+        rows = torch.cat(list(logits))
     return rows, torch.cat(list(features)) if features else None
 
 
-def piece_inputs(
-    scalars: Sequence[int], tokens: Tokens, rows: int, device: torch.device
-) -> torch.Tensor:
-    """Return `scalars` and then the ids of `rows` rows, in host memory that a GPU copies from.
-
-    Padding is 0, and so are ids that are on the device; see `copy_ids`.
-    """
-    count = len(tokens)
+def fill(buffer: torch.Tensor, scalars: Sequence[int], tokens: Tokens) -> None:
+    """Fill a buffer on the device with `scalars`, the ids of tokens, and zeros."""
+    are_on_device = isinstance(tokens, torch.Tensor)
     numbers = list(scalars)
-    numbers += [0] * count if isinstance(tokens, torch.Tensor) else tokens
-    numbers += [0] * (rows - count)
-    return torch.tensor(numbers, pin_memory=device.type == "cuda")
-
-
-def copy_ids(buffer: torch.Tensor, start: int, tokens: Tokens) -> None:
-    """Copy ids that are on the device to the buffer's places from `start` on."""
-    if isinstance(tokens, torch.Tensor):
+    numbers += [0] * len(tokens) if are_on_device else tokens
+    numbers += [0] * (len(buffer) - len(numbers))
+    buffer.copy_(torch.tensor(numbers, pin_memory=buffer.is_cuda), non_blocking=True)
+    if are_on_device:
+        start = len(scalars)
         buffer[start : start + len(tokens)] = tokens
 
 
@@ -116,25 +122,27 @@ class Graphs:
         step: computes a piece; its kernels depend on shapes, `end` and `rows` only.
         room: positions of the cache.
         record: makes one recording; it may run the work several times.
+        device: where the inputs are.
 
     Attributes:
         prompts: computes prompts by our kernels, if there are any.
     """
 
-    def __init__(self, step: Step, room: int, record: Record) -> None:
+    def __init__(self, step: Step, room: int, record: Record, device: torch.device) -> None:
         self._step = step
         self._room = room
         self.recorder = record
+        self._device = device
         self.prompts: Prompts | None = None
         # (buffer, replay) by (slot, end).
         self._known: dict[tuple[int, int], tuple[torch.Tensor, Callable[[], Rows]]] = {}
 
-    def forward(self, feed: Feed, start: int, device: torch.device) -> tuple[Rows, int]:
+    def forward(self, feed: Feed, start: int) -> tuple[Rows, int]:
         """Compute a feed at position `start` of its slot.
 
         Returns:
-            (rows, end): rows are valid until the next forward; end is the cache length written,
-            padding included.
+            (rows, end): logits are valid until the next forward, and features are a copy; end is the
+            cache length written, padding included.
         """
         end = start + len(feed.tokens)
         size = PREFILL if feed.prompt else FED
@@ -145,47 +153,45 @@ class Graphs:
             rows = min(stop - begin, max(0, stop - (end - feed.rows)))
             piece = replace(feed, tokens=feed.tokens[begin - start : stop - start], rows=rows)
             if size == FED:
-                piece_logits, piece_features = self._few(piece, begin, visible(begin), device)
+                piece_logits, piece_features = self._few(piece, begin, visible(begin))
             elif self.prompts is not None:
                 piece_logits, piece_features = self.prompts.forward(piece, begin)
             else:
-                piece_logits, piece_features = self._many(piece, begin, device)
-            is_last = stop == end
-            logits.append(piece_logits if is_last else piece_logits.clone())
+                piece_logits, piece_features = self._many(piece, begin)
+            if stop < end:
+                piece_logits = piece_logits.clone()
+            logits.append(piece_logits)
             if piece_features is not None:
-                features.append(piece_features if is_last else piece_features.clone())
+                features.append(piece_features[: stop - begin].clone())
             written = begin + size
         return joined(logits, features), written
 
-    def _few(self, feed: Feed, start: int, end: int, device: torch.device) -> Rows:
-        """Replay the forward of a chain of at most `FED` tokens."""
+    def _few(self, feed: Feed, start: int, end: int) -> Rows:
+        """Replay the forward of a chain of at most `FED` tokens; return the features of all rows."""
         end = min(end, self._room)
         count = len(feed.tokens)
-        inputs = piece_inputs((start, count), feed.tokens, FED, device)
         if (feed.slot, end) not in self._known:
-            self.record(feed.slot, end, device)
+            self.record(feed.slot, end)
         buffer, replay = self._known[feed.slot, end]
-        buffer.copy_(inputs, non_blocking=True)
-        copy_ids(buffer, 2, feed.tokens)
+        fill(buffer, (start, count), feed.tokens)
         logits, features = replay()
-        return logits[count - feed.rows : count], None if features is None else features[:count]
+        return logits[count - feed.rows : count], features
 
-    def _many(self, feed: Feed, start: int, device: torch.device) -> Rows:
-        """Compute a chain of at most `PREFILL` tokens by torch's operations."""
-        count = len(feed.tokens)
-        inputs = piece_inputs((start,), feed.tokens, PREFILL, device)
-        buffer = inputs.to(device, non_blocking=True)
-        copy_ids(buffer, 1, feed.tokens)
+    def _many(self, feed: Feed, start: int) -> Rows:
+        """Compute a chain of at most `PREFILL` tokens by torch's operations; as `_few`."""
+        buffer = torch.empty(1 + PREFILL, dtype=torch.long, device=self._device)
+        fill(buffer, (start,), feed.tokens)
         piece = PieceInputs(buffer[:1], buffer[1:], None)
-        logits, features = self._step(piece, feed.slot, start + PREFILL, count if feed.rows else 0)
-        return logits[len(logits) - feed.rows :], None if features is None else features[:count]
+        rows = len(feed.tokens) if feed.rows else 0
+        logits, features = self._step(piece, feed.slot, start + PREFILL, rows)
+        return logits[len(logits) - feed.rows :], features
 
-    def record(self, slot: int, end: int, device: torch.device) -> None:
+    def record(self, slot: int, end: int) -> None:
         """Record the forward that attends to `end` positions of a slot, and write to its first `FED`.
 
         This is done before any text: it takes 40 to 150 ms on a GPU, and waits for all its other work.
         """
-        buffer = torch.zeros(2 + FED, dtype=torch.long, device=device)
+        buffer = torch.zeros(2 + FED, dtype=torch.long, device=self._device)
         piece = PieceInputs(buffer[:1], buffer[2:], buffer[1:2])
 
         def work() -> Rows:

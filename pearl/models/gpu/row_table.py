@@ -151,29 +151,29 @@ def _tiles(
     """Return the tiles of a piece whose rows have these positions."""
     count = len(positions)
     tiles: list[TableTile] = []
-    first = 0
-    while first < count:
-        size = visible(positions[first])
-        most = min(count, first + TILE_ROWS)
-        end = first + 1
-        while end < most and visible(positions[end]) == size:
+    begin = 0
+    while begin < count:
+        size = visible(positions[begin])
+        limit = min(count, begin + TILE_ROWS)
+        end = begin + 1
+        while end < limit and visible(positions[end]) == size:
             end += 1
         span = max(_LEAST_SPAN, size // MOST_PARTS)
         shared = 0 if is_chain else piece.start // span
         tile = TableTile(
-            first=piece.row + first,
-            rows=end - first,
+            first=piece.row + begin,
+            rows=end - begin,
             feed=piece.row,
             fed=count,
             slot=slot,
             start=piece.start,
             span=span,
             begin=shared,
-            parts=max(positions[first:end]) // span + 1,
-            apart=0 if is_chain else 1,
+            parts=max(positions[begin:end]) // span + 1,
+            apart=int(not is_chain),
         )
         if shared:
             tiles.append(tile._replace(begin=0, parts=shared, apart=0))
         tiles.append(tile)
-        first = end
+        begin = end
     return tiles

@@ -22,7 +22,16 @@ from pearl.models.forward.linear_layers import Plain, Quantised, normalise
 from pearl.models.forward.slots import Slots
 from pearl.models.gpu import attention_kernels, autotune, product_kernels
 from pearl.models.gpu.autotune import FAILURES, Cut, Cuts, Product
-from pearl.models.gpu.recordings import MOST_OFF, PieceInputs, Record, Rows, joined
+from pearl.models.gpu.recordings import (
+    MOST_OFF,
+    PieceInputs,
+    Record,
+    Reference,
+    Rows,
+    joined,
+    relative_errors,
+    sample_ids,
+)
 from pearl.models.gpu.row_table import (
     MOST_PARTS,
     SIZES,
@@ -48,7 +57,7 @@ def make_decode(
     slots: Slots,
     angles: Mapping[str, Rope],
     record: Record,
-    expected: Callable[[PieceInputs], torch.Tensor],
+    expected: Reference,
     sizes: Sequence[int] = SIZES,
 ) -> Decode | None:
     """Build a model's decode kernels and check them; return None, and log why, if they do not fit.
@@ -141,7 +150,7 @@ class Decode:
     def most(self) -> int:
         return self._recordings[-1].size
 
-    def problem(self, expected: Callable[[PieceInputs], torch.Tensor]) -> str:
+    def problem(self, expected: Reference) -> str:
         """Check the rows after a text of three parts; return what is wrong with them, or "".
 
         The rows must be near torch's, and have the same bits however they are cut into forwards and
@@ -151,16 +160,15 @@ class Decode:
         slots = self._slots
         count = self._recordings[0].size
         start = _CHECKED
-        vocab_size = self._layers.vocab_size
         slots.rollback(0, 0)
-        text = tuple((7 + 11 * position) % vocab_size for position in range(start + count))
+        text = sample_ids(start + count, self._layers.vocab_size)
         ids = torch.tensor(text, device=self._device)
         states = expected(PieceInputs(torch.zeros_like(ids[:1]), ids, None))
         reference = self._layers.logits(states[start:]).float()
         self.forward([Feed(text[:start], 0)])
         tokens = text[start:]
-        whole = self._logits_at(start, tokens).clone()
-        self._drop_other_bits(start, tokens, whole)
+        together = self._logits_at(start, tokens).clone()
+        self._drop_other_bits(start, tokens, together)
         parts = []
         for begin, end in ((0, 1), (1, 4), (4, count)):
             parts.append(self._logits_at(start + begin, tokens[begin:end]).clone())
@@ -171,13 +179,15 @@ class Decode:
         slots.wrote(0, start + self.most)
         slots.lengths[0] = start + count
         slots.rollback(0, 0)
-        is_invariant = torch.equal(whole, torch.cat(parts))
-        if not is_invariant or not torch.equal(tree[::2], whole[: count // 2]):
+        is_invariant = torch.equal(together, torch.cat(parts))
+        if not is_invariant or not torch.equal(tree[::2], together[: count // 2]):
             return "rows of our kernels depend on their company here"
-        errors = (whole - reference).norm(dim=1) / reference.norm(dim=1)
+        errors = relative_errors(together, reference)
         # A few rows may have chosen other experts, whose probabilities nearly tie.
         error = errors.median() if self._has_experts else errors.max()
-        return "" if error < MOST_OFF else "our kernels give wrong rows here"
+        if error < MOST_OFF:
+            return ""
+        return "our kernels give wrong rows here"
 
     def _logits_at(
         self, start: int, tokens: Sequence[int], parents: tuple[int, ...] | None = None
@@ -307,7 +317,7 @@ class _TableForward:
         inner = 1
         for layer in layers.layers:
             if layer.experts is None:
-                inner = max(inner, _kernel_matrix(layer.down).shape[1])
+                inner = max(inner, self._matrix("down", layer).shape[1])
 
         def zeros(*shape: int, dtype: torch.dtype = layers.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=self._device)
@@ -366,7 +376,7 @@ class _TableForward:
 
     def _products(self) -> Iterator[Product]:
         for layer in self._layers.layers:
-            for name in _names(layer):
+            for name in self._launches(layer):
                 yield self._key(name, layer)
         yield self._key("head", None)
 
@@ -379,15 +389,14 @@ class _TableForward:
             kernel[grid](*arguments, **constants)
 
     def _matrix(self, name: str, layer: Layer | None) -> Plain | Quantised:
-        return _kernel_matrix(self._layers.head if layer is None else getattr(layer, name))
+        matrix = self._layers.head if layer is None else getattr(layer, name)
+        assert isinstance(matrix, Plain | Quantised), matrix
+        return matrix
 
     def _key(self, name: str, layer: Layer | None) -> Product:
         matrix = self._matrix(name, layer)
         outputs, inputs = matrix.shape
         return Product(name, (outputs, inputs), tuple(matrix.options().items()), self.size)
-
-    def _cut(self, name: str, layer: Layer | None, cut: Cut | None) -> Cut:
-        return cut or self.cuts[self._key(name, layer)]
 
     def launch(self) -> Rows:
         """Launch the whole forward; return its logits and features, which stay in the buffers."""
@@ -428,26 +437,29 @@ class _TableForward:
             if tap == number:
                 self._features[:, place * self._hidden : (place + 1) * self._hidden] = self._x
 
+    def _launches(self, layer: Layer) -> Mapping[str, Callable[[Layer, Cut], None]]:
+        """Return the launches of a layer's products by name; those of experts are not among them."""
+        launches = {"qkv": self._launch_qkv, "out": self._launch_out}
+        if layer.experts is None:
+            launches["gate_up"] = self._launch_gate_up
+            launches["down"] = self._launch_down
+        return launches
+
     def _launch_all(self, product: Product, cut: Cut) -> None:
         """Launch a product of every layer that has it, for timing."""
-        name = product.name
-        if name == "head":
+        if product.name == "head":
             self._launch_head(cut)
             return
-        launch = {
-            "qkv": self._launch_qkv,
-            "out": self._launch_out,
-            "gate_up": self._launch_gate_up,
-            "down": self._launch_down,
-        }[name]
         for layer in self._layers.layers:
-            if name in _names(layer) and self._key(name, layer) == product:
+            launch = self._launches(layer).get(product.name)
+            if launch is not None and self._key(product.name, layer) == product:
                 launch(layer, cut)
 
     def _launch_qkv(self, layer: Layer, cut: Cut | None = None) -> None:
         self._multiply(
-            layer.qkv,
-            self._cut("qkv", layer, cut),
+            "qkv",
+            layer,
+            cut,
             self._x,
             layer.attention_norm,
             self._qkv,
@@ -456,17 +468,16 @@ class _TableForward:
         )
 
     def _launch_out(self, layer: Layer, cut: Cut | None = None) -> None:
-        cut = self._cut("out", layer, cut)
-        self._project(layer.out, cut, self._mixed, layer.after_attention, self._mlp_squares)
+        self._project("out", layer, cut, self._mixed, layer.after_attention, self._mlp_squares)
 
     def _launch_down(self, layer: Layer, cut: Cut | None = None) -> None:
-        cut = self._cut("down", layer, cut)
-        self._project(layer.down, cut, self._act, layer.after_mlp, self._qkv_squares)
+        self._project("down", layer, cut, self._act, layer.after_mlp, self._qkv_squares)
 
     def _project(
         self,
-        matrix: object,
-        cut: Cut,
+        name: str,
+        layer: Layer,
+        cut: Cut | None,
         x: torch.Tensor,
         norm: torch.Tensor | None,
         squares: torch.Tensor,
@@ -476,15 +487,17 @@ class _TableForward:
         Args:
             squares: receives the sums of squares of the hidden state.
         """
-        if norm is None:
-            self._multiply(matrix, cut, x, None, self._x, squares, adds=True)
-        else:
-            self._multiply(matrix, cut, x, None, self._part, self._part_squares)
+        out = self._x
+        if norm is not None:
+            out = self._part
+            squares = self._part_squares
+        self._multiply(name, layer, cut, x, None, out, squares, adds=norm is None)
 
     def _launch_head(self, cut: Cut | None = None) -> None:
         self._multiply(
-            self._layers.head,
-            self._cut("head", None, cut),
+            "head",
+            None,
+            cut,
             self._x,
             self._layers.norm,
             self._logits,
@@ -494,8 +507,9 @@ class _TableForward:
 
     def _multiply(
         self,
-        matrix: object,
-        cut: Cut,
+        name: str,
+        layer: Layer | None,
+        cut: Cut | None,
         x: torch.Tensor,
         norm: torch.Tensor | None,
         out: torch.Tensor,
@@ -503,14 +517,15 @@ class _TableForward:
         adds: bool = False,
         keeps_squares: bool = True,
     ) -> None:
-        """Launch out = x times the matrix, where x is normalised if there is a norm.
+        """Launch out = x times a matrix, where x is normalised if there is a norm.
 
         Args:
             squares: receives the sums of squares of the outputs, if `keeps_squares`.
             adds: add the product, times the residual multiplier, to `out`.
         """
-        weights = _kernel_matrix(matrix)
-        outputs = weights.shape[0]
+        matrix = self._matrix(name, layer)
+        cut = cut or self.cuts[self._key(name, layer)]
+        outputs = matrix.shape[0]
         self._start(
             product_kernels.multiply,
             (-(-outputs // cut.columns), cut.parts),
@@ -518,7 +533,7 @@ class _TableForward:
             x,
             self._qkv_squares,
             self._or_unread(norm),
-            *_tensors(weights),
+            *_tensors(matrix),
             out,
             squares,
             self._sums,
@@ -529,14 +544,14 @@ class _TableForward:
             NORMS=norm is not None,
             ADDS=adds,
             SQUARES=keeps_squares,
-            **self._options(weights, cut),
+            **self._options(matrix, cut),
         )
 
     def _launch_gate_up(self, layer: Layer, cut: Cut | None = None) -> None:
         """Launch both products and the activation of the gate."""
-        cut = self._cut("gate_up", layer, cut)
-        weights = _kernel_matrix(layer.gate_up)
-        inner = weights.shape[0] // 2
+        matrix = self._matrix("gate_up", layer)
+        cut = cut or self.cuts[self._key("gate_up", layer)]
+        inner = matrix.shape[0] // 2
         self._start(
             product_kernels.gate_up,
             (-(-inner // cut.columns), cut.parts),
@@ -544,7 +559,7 @@ class _TableForward:
             self._x,
             self._mlp_squares,
             self._or_unread(layer.mlp_norm),
-            *_tensors(weights),
+            *_tensors(matrix),
             self._act,
             self._sums,
             self._counts,
@@ -552,7 +567,7 @@ class _TableForward:
             N=inner,
             NORMS=layer.mlp_norm is not None,
             GELU=self._layers.gate == "gelu",
-            **self._options(weights, cut),
+            **self._options(matrix, cut),
         )
 
     def _options(self, matrix: Plain | Quantised, cut: Cut) -> dict[str, Any]:
@@ -570,7 +585,9 @@ class _TableForward:
 
     def _or_unread(self, tensor: torch.Tensor | None) -> torch.Tensor:
         """Return the tensor, or for None any other: kernels take one that they do not read."""
-        return self._x if tensor is None else tensor
+        if tensor is None:
+            return self._x
+        return tensor
 
     def _add_experts(self, layer: Layer) -> None:
         layers = self._layers
@@ -613,7 +630,9 @@ class _TableForward:
         """Return NORMS of `attention_kernels.attend`."""
         if layer.q_norm is None:
             return 0
-        return 1 if len(layer.q_norm) == self._layers.heads.dim else 2
+        if len(layer.q_norm) == self._layers.heads.dim:
+            return 1
+        return 2
 
     def _attend(self, number: int, layer: Layer) -> None:
         heads = self._layers.heads
@@ -621,7 +640,8 @@ class _TableForward:
         sinks = scoring.sinks_of(number)
         keys = self._slots.keys[:, number]
         values = self._slots.values[:, number]
-        cos, sin = self._x, self._x
+        cos = self._x
+        sin = self._x
         if layer.rope is not None:
             cos, sin = self._angles[layer.rope]
         self._start(
@@ -664,18 +684,8 @@ class _TableForward:
         )
 
 
-def _kernel_matrix(matrix: object) -> Plain | Quantised:
-    assert isinstance(matrix, Plain | Quantised), matrix
-    return matrix
-
-
 def _tensors(matrix: Plain | Quantised) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return weights, scales and bias; the weights stand for those that there are not."""
     scales = matrix.weight if isinstance(matrix, Plain) else matrix.scales
     bias = matrix.weight if matrix.bias is None else matrix.bias
     return matrix.weight, scales, bias
-
-
-def _names(layer: Layer) -> tuple[str, ...]:
-    """Return the products of a layer that our kernels compute; experts have their own."""
-    return ("qkv", "out", "gate_up", "down") if layer.experts is None else ("qkv", "out")
