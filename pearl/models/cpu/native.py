@@ -381,10 +381,15 @@ class Attention(ctypes.Structure):
     """The arguments of `attend`: see `attention.c`."""
 
     _fields_ = (
-        *fields_of(ctypes.c_int64, "rows heads kv_heads dim window norm_width"),
-        *fields_of(ctypes.c_int64, "slot_stride head_stride positions"),
-        *fields_of(ctypes.c_void_p, "table states q_norm k_norm sinks cos sin keys values"),
-        *fields_of(ctypes.c_void_p, "queries new_keys new_values scores out"),
+        *fields_of(
+            ctypes.c_int64,
+            "rows heads kv_heads dim window norm_width slot_stride head_stride positions",
+        ),
+        *fields_of(
+            ctypes.c_void_p,
+            "table states q_norm k_norm sinks cos sin keys values queries new_keys new_values"
+            " scores out",
+        ),
         *fields_of(ctypes.c_float, "scale cap eps"),
         *fields_of(ctypes.c_int32, "is_float32 norm_is_float32 cache_is_float32 threads"),
     )

@@ -271,7 +271,10 @@ class DecoderLayers:
         like = torch.empty(0, dtype=self._cache_dtype, device=positions.device)
         ropes: dict[str, Rope] = {}
         for name in sorted({layer.rope for layer in self.layers if layer.rope is not None}):
-            tables = rotary(like, positions[None], name) if name else rotary(like, positions[None])
+            if name:
+                tables = rotary(like, positions[None], name)
+            else:
+                tables = rotary(like, positions[None])
             # gpt-oss's tables have each angle once, others' twice.
             cos, sin = (table[0, :, None, :half].to(self._cache_dtype) for table in tables)
             cos = pad(cos, (0, unrotated), value=1.0)

@@ -323,7 +323,7 @@ class ForwardRunner(ModelRunner):
         ropes = {name: (cos[at], sin[at]) for name, (cos, sin) in self._ropes.items()}
         is_fed = None if piece.fed is None else rows < piece.fed
         masks = {}
-        for window in {*scoring.windows}:
+        for window in set(scoring.windows):
             masks[window] = self._mask(at, end, window, is_fed is None)
         attends = FixedAttention(self._slots, slot, at, end, masks, scoring)
         return self._layers.hidden_states(piece.ids, ropes, attends, is_fed)

@@ -100,7 +100,9 @@ def joined(logits: Sequence[torch.Tensor], features: Sequence[torch.Tensor]) -> 
     rows = logits[0]
     if len(logits) > 1:
         rows = torch.cat(list(logits))
-    return rows, torch.cat(list(features)) if features else None
+    if not features:
+        return rows, None
+    return rows, torch.cat(list(features))
 
 
 def fill(buffer: torch.Tensor, scalars: Sequence[int], tokens: Tokens) -> None:
