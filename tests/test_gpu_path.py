@@ -181,7 +181,7 @@ def other_bits_by_size(seed: int) -> ForwardRunner:
     assert graphs_of is not None
     plain = graphs_of._step
 
-    def step(piece: recordings.Piece, slot: int, end: int, rows: int) -> torch.Tensor:
+    def step(piece: recordings.PieceInputs, slot: int, end: int, rows: int) -> torch.Tensor:
         runner._layers.embedding = (
             embedding if len(piece.ids) == recordings.FED else embedding.roll(1, 0)
         )

@@ -418,7 +418,7 @@ def test_weights_of_a_table_on_a_gpu(kind: str) -> None:
     one, other = quantised(kind, 64, 256), quantised("Q4_0", 64, 256)
     found = linear_layers.Quantised.of(one, None, torch.float32)
     assert isinstance(found, linear_layers.Plain if kind == "table" else linear_layers.Quantised)
-    both = linear._for_kernels([one, other], None, torch.float32)
+    both = linear_layers._for_kernels([one, other], None, torch.float32)
     assert type(both) is type(found)
     weights = [
         each.weight if isinstance(each, linear_layers.Plain) else each.dequantised()
@@ -432,7 +432,7 @@ def test_weights_of_a_table_on_a_gpu(kind: str) -> None:
 def test_matrices_of_several_kinds_on_a_gpu(kind: str) -> None:
     """What is no whole number of 8 bits, or has its inputs in another order, is dequantised beside others."""
     one, other = quantised(kind, 64, 256), quantised("int8", 64, 256)
-    both = linear._for_kernels([one, other], None, torch.float32)
+    both = linear_layers._for_kernels([one, other], None, torch.float32)
     assert isinstance(
         both, linear_layers.Quantised if kind == "bytes with zeros" else linear_layers.Plain
     )
@@ -440,6 +440,6 @@ def test_matrices_of_several_kinds_on_a_gpu(kind: str) -> None:
     torch.testing.assert_close(
         weights, torch.cat((one.dequantised(), other.dequantised())), equal_nan=True
     )
-    alone = linear._for_kernels([one], None, torch.float32)
+    alone = linear_layers._for_kernels([one], None, torch.float32)
     weights = alone.weight if isinstance(alone, linear_layers.Plain) else alone.dequantised()
     torch.testing.assert_close(weights, one.dequantised(), equal_nan=True)

@@ -283,7 +283,9 @@ _RUN, _FORWARD = token_forward.Decode._run, token_forward.Decode.forward
 def other_bits(self: token_forward.Decode, which: int, *given: Any) -> Any:
     logits, features = _RUN(self, which, *given)
     return (
-        (logits, features) if self._tables[which].size == ROWS else (logits * (1 + 1e-6), features)
+        (logits, features)
+        if self._recordings[which].size == ROWS
+        else (logits * (1 + 1e-6), features)
     )
 
 

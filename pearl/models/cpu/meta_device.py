@@ -1,8 +1,9 @@
 """The Python kernels of torch's meta device, imported when they are needed.
 
-`import torch` spends a third of its time on these kernels, which compute shapes alone.  transformers builds its models
-with them, and torch's compiler traces with them; our own forward never does.  They have other effects, so this is for
-releases of torch that were checked: in 2.13 `torch.Generator()` fails without them.  Must not import torch.
+`import torch` spends a third of its time on these kernels, which compute shapes alone. transformers
+builds its models with them, and torch's compiler traces with them; our own forward never does. They
+have other effects, so they are postponed only in releases of torch that were checked: in 2.13
+`torch.Generator()` fails without them. Must not import torch.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from types import ModuleType
 from typing import Any
 
 KERNELS = "torch._meta_registrations"
-CHECKED = (
-    "2.13",
-)  # releases of torch of which nothing that our forward needs depends on the kernels
+# Releases of torch in which nothing that our forward needs depends on the kernels.
+CHECKED = ("2.13",)
 NEED_KERNELS = ("transformers.modeling_utils", "torch._dynamo")
 
 
 class _Postponed(Loader):
-    """Executes a module when somebody first asks for one of its names, not when it is imported.
+    """Executes a module when one of its names is first read, not when it is imported.
 
-    `importlib.util.LazyLoader` would do so when `inspect` looks among all modules for a file, as torch does at once.
+    `importlib.util.LazyLoader` would also execute it when `inspect` looks among all modules for a file,
+    as torch does at once.
     """
 
     def __init__(self, loader: Loader) -> None:
@@ -44,27 +45,29 @@ class _Postponed(Loader):
         module.__dict__["__getattr__"] = get
 
     def execute(self, module: ModuleType) -> None:
-        """Execute the module, unless that was done before."""
+        """Execute the module, unless it was executed earlier."""
         if module.__dict__.pop("__getattr__", None) is not None:
             self._loader.exec_module(module)
 
 
 class _Finder(MetaPathFinder):
-    """Finds the kernels, and executes them before a module is imported that needs them."""
+    """Finds the kernels, and executes them before the import of a module that needs them."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if name in NEED_KERNELS:
             import_kernels()
-        spec = PathFinder.find_spec(name, path) if name == KERNELS else None
+        if name != KERNELS:
+            return None
+        spec = PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:
             spec.loader = _Postponed(spec.loader)
         return spec
 
 
 def postpone_kernels() -> None:
-    """Have `import torch` leave the kernels out, in the releases that were checked. To be called before it."""
+    """Have a later `import torch` leave the kernels out, in the releases that were checked."""
     if version("torch").rpartition(".")[0] in CHECKED:
         sys.meta_path.insert(0, _Finder())
 
@@ -72,6 +75,8 @@ def postpone_kernels() -> None:
 def import_kernels() -> None:
     """Import the kernels, if they were postponed."""
     module = sys.modules.get(KERNELS)
-    spec = None if module is None else module.__spec__
-    if module is not None and spec is not None and isinstance(spec.loader, _Postponed):
-        spec.loader.execute(module)
+    if module is None or module.__spec__ is None:
+        return
+    loader = module.__spec__.loader
+    if isinstance(loader, _Postponed):
+        loader.execute(module)

@@ -1,4 +1,4 @@
-"""Our own forward on a CPU: the functions in C, and matrices laid out for them."""
+"""Our own forward on a CPU: loads the functions in C, and lays matrices out for them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ log = logging.getLogger(__name__)
 _VERSION = 3  # see `native.h`
 _LANES = 16  # outputs of a panel
 _LEAST = 8  # inputs are a multiple of this
-_BLOCK = 32  # and those of quantised weights of this: see `products.c`
-_SMALL_TABLE, _FLOAT8, _TABLE, _WHOLE_TABLE = 7, 9, 10, 11  # in place of bits: see `products.c`
-_WIDEST, _MOST_TOGETHER = (
-    16384,
-    64,
-)  # see `native.h`: numbers of a row's queries; query heads of a key-value head
+_BLOCK = 32  # inputs of quantised weights are a multiple of this: see `products.c`
+# In place of bits: see `products.c`.
+_SMALL_TABLE = 7
+_FLOAT8 = 9
+_TABLE = 10
+_WHOLE_TABLE = 11
+# See `native.h`: numbers of a row's queries; query heads of a key-value head.
+_WIDEST = 16384
+_MOST_TOGETHER = 64
 _BUILT = (  # in this folder: name, flags of /proc/cpuinfo that it takes
     ("_native_bf16", {"avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"}),
     ("_native_vnni", {"avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}),
@@ -41,50 +44,64 @@ _KINDS = {
     torch.float32: 4,
     torch.float8_e4m3fn: 5,
 }
-_CASES = {  # bits, kind of scales, whether groups are whole blocks
-    *((4, kind, True) for kind in (0, 1, 2)),
-    *((5, kind, True) for kind in (0, 2)),
-    (6, 3, False),
-    *((8, kind, True) for kind in (0, 1, 4)),
-    *((_FLOAT8, kind, True) for kind in (1, 4)),
-    *((bits, 5, False) for bits in (_TABLE, _SMALL_TABLE)),
-    *((_TABLE, kind, True) for kind in (0, 1, 3, 4)),
-    *((_WHOLE_TABLE, kind, True) for kind in (0, 1, 3)),
-    *((_SMALL_TABLE, kind, True) for kind in (0, 1, 4)),
+# The kinds of scales that `products.c` multiplies, by bits: with groups of whole blocks, and of others.
+_WHOLE_BLOCKS = {
+    4: (0, 1, 2),
+    5: (0, 2),
+    8: (0, 1, 4),
+    _FLOAT8: (1, 4),
+    _TABLE: (0, 1, 3, 4),
+    _WHOLE_TABLE: (0, 1, 3),
+    _SMALL_TABLE: (0, 1, 4),
+}
+_OTHER_GROUPS = {6: (3,), _TABLE: (5,), _SMALL_TABLE: (5,)}
+
+# Arguments of the functions in C: pointers, ints, int64 numbers and floats.
+_SIGNATURES = {
+    "pearl_multiply": "ppipipinnpi",
+    "pearl_layers": "p",
+    "pearl_normalise": "pipifnnppi",
+    "pearl_gate": "pnniip",
+    "pearl_attend": "p",
+    "pearl_helpers": "ip",
+    "pearl_delay": "n",
+    "pearl_pack": "pnniip",
 }
 
 _threads = 0  # 0: as many as torch has
 
 
+def fields_of(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
+    """Return fields of one type for a `ctypes.Structure`."""
+    return tuple((name, kind) for name in names.split())
+
+
 class _Weights(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("outputs", "inputs", "bits", "group", "kind")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("steps", "scales", "of_scales", "least", "of_least", "zeros")
-        ),
-        ("bias", ctypes.c_void_p),
+        *fields_of(ctypes.c_int64, "outputs inputs bits group kind"),
+        *fields_of(ctypes.c_void_p, "steps scales of_scales least of_least zeros bias"),
         ("offset", ctypes.c_float),
         ("table", ctypes.c_void_p),
     )
 
 
 def flags() -> set[str]:
-    """What this processor has, as Linux names it."""
+    """Return the processor's features as Linux names them; none on other systems."""
     info = Path("/proc/cpuinfo")
-    return (
-        set(info.read_text().partition("\nflags")[2].partition("\n")[0].split())
-        if info.exists()
-        else set()
-    )
+    if not info.exists():
+        return set()
+    line = info.read_text().partition("\nflags")[2].partition("\n")[0]
+    return set(line.split())
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The functions built for this processor; None where they were not built."""
-    has = flags()
+    """Load the functions built for this processor; None if they were not built."""
+    available = flags()
     for name, needed in _BUILT:
-        for file in sorted(Path(__file__).parent.glob(f"{name}.*so")) if needed <= has else ():
+        if not needed <= available:
+            continue
+        for file in sorted(Path(__file__).parent.glob(f"{name}.*so")):
             try:
                 return _opened(file)
             except (OSError, AttributeError) as problem:
@@ -99,45 +116,22 @@ def _opened(file: Path) -> ctypes.CDLL:
     opened = ctypes.CDLL(str(file))
     if opened.pearl_version() != _VERSION:  # AttributeError: built from sources that had none yet
         raise OSError("it was built from other sources: run scripts/setup, or install PEARL again")
-    pointer, flag, count, number = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
-    opened.pearl_multiply.argtypes = (
-        pointer,
-        pointer,
-        flag,
-        pointer,
-        flag,
-        pointer,
-        flag,
-        count,
-        count,
-        pointer,
-        flag,
-    )
-    opened.pearl_layers.argtypes = (pointer,)
-    opened.pearl_normalise.argtypes = (
-        pointer,
-        flag,
-        pointer,
-        flag,
-        number,
-        count,
-        count,
-        pointer,
-        pointer,
-        flag,
-    )
-    opened.pearl_gate.argtypes = (pointer, count, count, flag, flag, pointer)
-    opened.pearl_attend.argtypes = (pointer,)
-    opened.pearl_helpers.argtypes = (flag, pointer)
-    opened.pearl_delay.argtypes = (count,)
-    opened.pearl_pack.argtypes = (pointer, count, count, flag, flag, pointer)
+    types = {
+        "p": ctypes.c_void_p,
+        "i": ctypes.c_int,
+        "n": ctypes.c_int64,
+        "f": ctypes.c_float,
+    }
+    for name, arguments in _SIGNATURES.items():
+        getattr(opened, name).argtypes = [types[letter] for letter in arguments]
     return opened
 
 
 def use_threads(count: int) -> list[int]:
-    """Compute with `count` threads from now on, the calling one among them; return the native ids of the others.
+    """Compute with `count` threads from now on, including this one; return the others' native ids.
 
-    They are our own, asleep while there is nothing to compute, and torch gets none: its threads spin for each other.
+    The threads are our own and sleep while there is nothing to compute. torch gets none: its threads
+    spin for each other.
     """
     global _threads
     torch.set_num_threads(1)
@@ -148,7 +142,7 @@ def use_threads(count: int) -> list[int]:
 
 
 def threads() -> int:
-    """How many threads compute: as `use_threads` had it last, else as many as torch has."""
+    """Return how many threads compute: what `use_threads` set last, else as many as torch has."""
     return _threads or torch.get_num_threads()
 
 
@@ -163,72 +157,86 @@ def takes(weights: Weights) -> bool:
     if library() is None or weights.device.type != "cpu":
         return False
     if isinstance(weights, QuantisedMatrix):
-        return _case(weights) in _CASES and weights.shape[1] % _BLOCK == 0
+        bits, kind = _case(weights)
+        kinds = _OTHER_GROUPS if weights.group % _BLOCK else _WHOLE_BLOCKS
+        return kind in kinds.get(bits, ()) and weights.shape[1] % _BLOCK == 0
     return weights.is_floating_point() and weights.shape[1] % _LEAST == 0
 
 
-def _case(weights: QuantisedMatrix) -> tuple[int, int, bool]:
-    bits = _FLOAT8 if weights.steps.dtype == torch.float8_e4m3fn else weights.bits
+def _case(weights: QuantisedMatrix) -> tuple[int, int]:
+    """Return the bits, or what is in their place, and the kind of the scales."""
+    kind = _KINDS[weights.scales.dtype]
     if weights.table is not None:
-        span = weights.table.max() - weights.table.min()
-        bits = (
-            _TABLE
-            if not (weights.fits_bytes and keeps_float32())
-            else _SMALL_TABLE
-            if span < 32
-            else _WHOLE_TABLE
-        )
-    return bits, _KINDS[weights.scales.dtype], weights.group % _BLOCK == 0
+        if not weights.fits_bytes or not keeps_float32():
+            return _TABLE, kind
+        if weights.table.max() - weights.table.min() < 32:
+            return _SMALL_TABLE, kind
+        return _WHOLE_TABLE, kind
+    if weights.steps.dtype == torch.float8_e4m3fn:
+        return _FLOAT8, kind
+    return weights.bits, kind
 
 
 class Native:
-    """A matrix whose products `products.c` computes. `wide`: results are float32, else of the dtype of x.
+    """Multiplies by a matrix with `products.c`. It keeps the weights, which `takes` must allow.
 
-    Results that are added to y have the dtype of y. Takes over what `takes` allows.
+    Results that are added to y have the dtype of y; others float32 if `wide`, or the dtype of x.
 
     Attributes:
-        scratch: floats that a product takes for each row.
+        scratch: floats that a product needs for each row.
     """
 
     def __init__(
         self, weights: Weights, bias: torch.Tensor | None = None, wide: bool = False
     ) -> None:
-        self._wide, self.shape = wide, torch.Size(weights.shape)
         outputs, inputs = weights.shape
-        self._given = given = _Weights(outputs=outputs, inputs=inputs, bits=16, group=inputs)
+        self.shape = torch.Size(weights.shape)
+        self._wide = wide
+        self._given = _Weights(outputs=outputs, inputs=inputs, bits=16, group=inputs)
         self._kept: list[torch.Tensor] = []
-        self._order = None
+        self._order: torch.Tensor | None = None
         if isinstance(weights, QuantisedMatrix):
-            if weights.bits == 8 and weights.zeros is not None:  # those of fewer bits are bytes
-                weights = weights.in_bytes(weights.group)
-            given.bits, given.kind, _ = _case(weights)
-            given.group, given.offset, self._order = weights.group, weights.offset, weights.order
-            for name in ("scales", "of_scales", "least", "of_least", "zeros"):
-                if (found := getattr(weights, name)) is not None:
-                    self._keep(name, panels(found, _LANES).transpose(1, 2))
-            if weights.divisors is not None:
-                self._keep("of_scales", panels(weights.divisors, _LANES).transpose(1, 2))
-            if weights.table is not None:
-                given.offset = -float(weights.table.min()) if given.bits == _SMALL_TABLE else 0
-                self._keep("table", weights.table + given.offset)
-            weights = weights.steps
+            weights = self._keep_scales(weights)
         elif weights.dtype != torch.bfloat16:  # multiplied in float32
             narrow = weights.bfloat16()  # half the bytes for the same numbers
-            weights = narrow if torch.equal(narrow.to(weights.dtype), weights) else weights
-            given.bits, given.kind = 32, _KINDS[weights.dtype]
+            if torch.equal(narrow.to(weights.dtype), weights):
+                weights = narrow
+            self._given.bits = 32
+            self._given.kind = _KINDS[weights.dtype]
+        bits = self._given.bits
         rows = panels(weights, _LANES)
-        if given.bits < 8 or given.bits in (_TABLE, _WHOLE_TABLE):
-            self._keep(
-                "steps",
-                _words(rows, given.bits if given.bits < _SMALL_TABLE else 4, given.bits == _TABLE),
-            )
+        if bits < 8 or bits in (_TABLE, _WHOLE_TABLE):
+            step_bits = bits if bits < _SMALL_TABLE else 4
+            self._keep("steps", _words(rows, step_bits, bits == _TABLE))
         else:
-            together = 1 if given.bits == 32 else 2
+            together = 1 if bits == 32 else 2
             self._keep("steps", rows.view(len(rows), _LANES, -1, together).transpose(1, 2))
         if bias is not None:
             self._keep("bias", bias.float())
-        self.scratch = 3 * inputs + inputs // given.group
-        self._at = ctypes.byref(given)
+        self.scratch = 3 * inputs + inputs // self._given.group
+        self._reference = ctypes.byref(self._given)
+
+    def _keep_scales(self, weights: QuantisedMatrix) -> torch.Tensor:
+        """Keep everything but the steps, and return these."""
+        if weights.bits == 8 and weights.zeros is not None:  # those of fewer bits are bytes
+            weights = weights.in_bytes(weights.group)
+        fields = self._given
+        fields.bits, fields.kind = _case(weights)
+        fields.group = weights.group
+        fields.offset = weights.offset
+        self._order = weights.order
+        for name in ("scales", "of_scales", "least", "of_least", "zeros"):
+            tensor = getattr(weights, name)
+            if tensor is not None:
+                self._keep(name, panels(tensor, _LANES).transpose(1, 2))
+        if weights.divisors is not None:
+            self._keep("of_scales", panels(weights.divisors, _LANES).transpose(1, 2))
+        if weights.table is not None:
+            fields.offset = 0
+            if fields.bits == _SMALL_TABLE:
+                fields.offset = -float(weights.table.min())
+            self._keep("table", weights.table + fields.offset)
+        return weights.steps
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
         self._kept.append(tensor.contiguous())
@@ -236,26 +244,38 @@ class Native:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a product reads."""
+        """Number of bytes that a product reads."""
         return sum(tensor.nbytes for tensor in self._kept)
 
     @property
     def address(self) -> int | None:
-        """Of the `Weights` of `native.h`; None where their inputs have another order, or results another dtype."""
-        return ctypes.addressof(self._given) if self._order is None and not self._wide else None
+        """Address of the `Weights` of `native.h`.
+
+        None if the inputs have another order, or the results another dtype.
+        """
+        if self._order is None and not self._wide:
+            return ctypes.addressof(self._given)
+        return None
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
         assert x.dtype in _DTYPES, x.dtype
-        x = (x if self._order is None else x[:, self._order]).contiguous()
-        y = y if y is None else y.contiguous()
-        dtype = torch.float32 if self._wide else x.dtype if y is None else y.dtype
+        if self._order is not None:
+            x = x[:, self._order]
+        x = x.contiguous()
+        dtype = x.dtype
+        if y is not None:
+            y = y.contiguous()
+            dtype = y.dtype
+        if self._wide:
+            dtype = torch.float32
         rows = x.shape[0]
-        out, room = torch.empty(rows, self.shape[0], dtype=dtype), torch.empty(rows * self.scratch)
+        out = torch.empty(rows, self.shape[0], dtype=dtype)
+        room = torch.empty(rows * self.scratch)
         _loaded().pearl_multiply(
-            self._at,
+            self._reference,
             x.data_ptr(),
             x.dtype is torch.float32,
-            None if y is None else y.data_ptr(),
+            address_of(y),
             y is not None and y.dtype is torch.float32,
             out.data_ptr(),
             dtype is torch.float32,
@@ -268,17 +288,26 @@ class Native:
 
 
 def _words(steps: torch.Tensor, bits: int, is_table: bool) -> torch.Tensor:
-    """Panels of steps [panels, 16, in], those of several inputs in a word: see `pearl_pack`."""
-    many, lanes, inputs = steps.shape
-    words = torch.empty(many, inputs * bits // 32, lanes, dtype=torch.int32)
-    _loaded().pearl_pack(
-        steps.contiguous().data_ptr(), many, inputs, bits, is_table, words.data_ptr()
-    )
+    """Pack the steps of several inputs into words: see `pearl_pack`.
+
+    [panels, 16, in] -> [panels, in * bits / 32, 16]
+    """
+    count, lanes, inputs = steps.shape
+    words = torch.empty(count, inputs * bits // 32, lanes, dtype=torch.int32)
+    steps = steps.contiguous()
+    _loaded().pearl_pack(steps.data_ptr(), count, inputs, bits, is_table, words.data_ptr())
     return words
 
 
+def address_of(tensor: torch.Tensor | None) -> int | None:
+    """Return a tensor's address, and for None that of C's null pointer, None."""
+    if tensor is None:
+        return None
+    return tensor.data_ptr()
+
+
 def give_back() -> None:
-    """Free memory to the system, which the C library would keep for later: laying weights out leaves gigabytes."""
+    """Free memory that the C library would keep: laying weights out leaves gigabytes of it."""
     with suppress(AttributeError, OSError):  # glibc's
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -291,25 +320,37 @@ def _loaded() -> ctypes.CDLL:
 
 def computes(*tensors: torch.Tensor) -> bool:
     """Whether `normalise`, `gated` and `attend` take tensors like these."""
-    return library() is not None and all(each.is_cpu and each.dtype in _DTYPES for each in tensors)
+    if library() is None:
+        return False
+    return all(tensor.is_cpu and tensor.dtype in _DTYPES for tensor in tensors)
 
 
 def takes_model(device: torch.device, config: Mapping[str, Any]) -> bool:
-    """Whether a model can be computed there: on a CPU by our C, if it is built and has room for its heads and sizes."""
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    """Whether a model can be computed on `device`.
+
+    On a CPU our C must be built, and have room for the model's heads and sizes.
+    """
+    if device.type != "cpu":
+        return True
+    heads = config["num_attention_heads"]
     width = heads * (config.get("head_dim") or config["hidden_size"] // heads)
-    inner = [config.get(name) or 0 for name in ("intermediate_size", "moe_intermediate_size")]
-    has_room = width <= _WIDEST and heads // kv_heads <= _MOST_TOGETHER
-    is_even = not any(size % _LEAST for size in (width, config["hidden_size"], *inner))
-    return device.type != "cpu" or (library() is not None and has_room and is_even)
+    sizes = [width, config["hidden_size"]]
+    for name in ("intermediate_size", "moe_intermediate_size"):
+        sizes.append(config.get(name) or 0)
+    if library() is None or any(size % _LEAST for size in sizes):
+        return False
+    return width <= _WIDEST and heads // config["num_key_value_heads"] <= _MOST_TOGETHER
 
 
 def normalise(
     x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype
 ) -> torch.Tensor:
-    """See `matrices.normalise`."""
-    x, weight, width = x.contiguous(), weight.contiguous(), x.shape[-1]
-    out, room = torch.empty(x.shape, dtype=dtype), torch.empty(width)
+    """Compute `linear_layers.normalise` in C."""
+    x = x.contiguous()
+    weight = weight.contiguous()
+    width = x.shape[-1]
+    out = torch.empty(x.shape, dtype=dtype)
+    room = torch.empty(width)
     _loaded().pearl_normalise(
         x.data_ptr(),
         x.dtype is torch.float32,
@@ -326,9 +367,10 @@ def normalise(
 
 
 def gated(gate_up: torch.Tensor, is_gelu: bool) -> torch.Tensor:
-    """See `matrices.gated`."""
+    """Compute `linear_layers.gated` in C."""
     gate_up = gate_up.contiguous()
-    rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    rows = gate_up.shape[0]
+    inner = gate_up.shape[1] // 2
     out = torch.empty(rows, inner, dtype=gate_up.dtype)
     is_wide = gate_up.dtype == torch.float32
     _loaded().pearl_gate(gate_up.data_ptr(), rows, inner, is_wide, is_gelu, out.data_ptr())
@@ -336,36 +378,28 @@ def gated(gate_up: torch.Tensor, is_gelu: bool) -> torch.Tensor:
 
 
 class Attention(ctypes.Structure):
-    """See `attention.c`."""
+    """The arguments of `attend`: see `attention.c`."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_int64)
-            for name in ("rows", "heads", "kv_heads", "dim", "window", "norm_width")
+        *fields_of(
+            ctypes.c_int64,
+            "rows heads kv_heads dim window norm_width slot_stride head_stride positions",
         ),
-        *((name, ctypes.c_int64) for name in ("slot_stride", "head_stride", "positions")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("table", "states", "q_norm", "k_norm", "sinks", "cos", "sin")
+        *fields_of(
+            ctypes.c_void_p,
+            "table states q_norm k_norm sinks cos sin keys values queries new_keys new_values"
+            " scores out",
         ),
-        *((name, ctypes.c_void_p) for name in ("keys", "values")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("queries", "new_keys", "new_values", "scores", "out")
-        ),
-        *((name, ctypes.c_float) for name in ("scale", "cap", "eps")),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("is_float32", "norm_is_float32", "cache_is_float32", "threads")
-        ),
+        *fields_of(ctypes.c_float, "scale cap eps"),
+        *fields_of(ctypes.c_int32, "is_float32 norm_is_float32 cache_is_float32 threads"),
     )
 
 
-def attend(given: Attention) -> None:
-    """Fills `out`, `new_keys` and `new_values`, and the cached positions of chains."""
-    _loaded().pearl_attend(ctypes.byref(given))
+def attend(arguments: Attention) -> None:
+    """Fill `out`, `new_keys` and `new_values`, and the cached positions of chains."""
+    _loaded().pearl_attend(ctypes.byref(arguments))
 
 
-def compute_layers(given: object) -> None:
-    """See `layers.c`. `given`: a reference to its `Forward`."""
-    _loaded().pearl_layers(given)
+def compute_layers(forward: object) -> None:
+    """Compute decoder layers: see `layers.c`, to whose `Forward` the argument is a reference."""
+    _loaded().pearl_layers(forward)

@@ -1,7 +1,7 @@
 """The decoder layers of our own forward pass: from token ids to logits, over the weights of one model.
 
-Query, key and value are one matrix, gate and up another, packed for the CPU.  Must not know feeds and slots: the caller
-provides positions and attends (see `slot_attention`).
+Query, key and value are one matrix, gate and up another, packed for the CPU. Must not know feeds and
+slots: the caller provides positions and the attention (see `slot_attention`).
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ if TYPE_CHECKING:
     from pearl.models.cpu.native_layers import NativeLayers
 
 Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [rows, 1, head_dim] each
+SlotAttention = FixedAttention | NativeAttention | PromptAttention
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer: its matrices, and the weights of its norms, None where there is none."""
+    """Holds a decoder layer's matrices, and the weights of its norms, None for a norm that it lacks."""
 
     rope: str | None  # see `layer_kinds`
     attention_norm: torch.Tensor | None
@@ -75,55 +76,73 @@ class Layer:
         rope: str | None,
         forward: Forward,
         config: Mapping[str, Any],
-        one: Callable[..., Matrix],
+        lay_out: Callable[..., Matrix],
         kernels: bool,
         dtype: torch.dtype,
     ) -> Layer:
-        """`kernels`: see `Experts`. `dtype`: of rows."""
-        attention, mlp = layer.self_attn, layer.mlp
-        experts = Experts(mlp, config, one, kernels) if hasattr(mlp, "experts") else None
+        """Build a layer from a module of transformers, or one that looks like it.
 
-        def norm(of: Any, name: str) -> torch.Tensor | None:
-            return (
-                norm_weights(getattr(of, name), forward, dtype)
-                if name and hasattr(of, name)
-                else None
-            )
+        Args:
+            lay_out: see `linear_layers.matrix`.
+            kernels: see `Experts`.
+            dtype: the dtype of rows.
+        """
+        attention = layer.self_attn
+        mlp = layer.mlp
+        experts: Experts | None = None
+        if hasattr(mlp, "experts"):
+            experts = Experts(mlp, config, lay_out, kernels)
 
-        before, after, before_mlp, after_mlp = (norm(layer, name) for name in forward.norms)
+        def norm(module: Any, name: str) -> torch.Tensor | None:
+            if not name or not hasattr(module, name):
+                return None
+            return norm_weights(getattr(module, name), forward, dtype)
+
+        attention_norm, after_attention, mlp_norm, after_mlp = (
+            norm(layer, name) for name in forward.norms
+        )
+        qkv = lay_out(attention.q_proj, attention.k_proj, attention.v_proj)
+        out = lay_out(attention.o_proj)
+        if experts is None:
+            gate_up = lay_out(mlp.gate_proj, mlp.up_proj)
+            down = lay_out(mlp.down_proj)
+        else:
+            gate_up, down = experts.each[0]
         return Layer(
-            rope,
-            before,
-            one(attention.q_proj, attention.k_proj, attention.v_proj),
-            norm(attention, "q_norm"),
-            norm(attention, "k_norm"),
-            one(attention.o_proj),
-            after,
-            before_mlp,
-            experts.each[0][0] if experts else one(mlp.gate_proj, mlp.up_proj),
-            experts.each[0][1] if experts else one(mlp.down_proj),
-            after_mlp,
-            experts,
+            rope=rope,
+            attention_norm=attention_norm,
+            qkv=qkv,
+            q_norm=norm(attention, "q_norm"),
+            k_norm=norm(attention, "k_norm"),
+            out=out,
+            after_attention=after_attention,
+            mlp_norm=mlp_norm,
+            gate_up=gate_up,
+            down=down,
+            after_mlp=after_mlp,
+            experts=experts,
         )
 
 
 def tapped(layers: int) -> tuple[int, ...]:
-    """Numbers of the layers whose inputs an EAGLE-3 head reads that names none, in a model of `layers` layers."""
+    """Return the layers whose inputs an EAGLE-3 head reads if it names none, in a model of `layers`."""
     return tuple(min(max(number, 0), layers - 1) for number in (2, layers // 2, layers - 3))
 
 
 def norm_weights(norm: Any, forward: Forward, dtype: torch.dtype) -> torch.Tensor:
-    """In a dtype that holds both them and `dtype`, that of rows."""
+    """Return a norm's weights, in a dtype that holds both their own numbers and those of `dtype`."""
     weight: torch.Tensor = norm.weight.detach()
     weight = weight.to(torch.promote_types(weight.dtype, dtype))
-    return weight if forward.norm_shift is None else weight.float() + forward.norm_shift
+    if forward.norm_shift is None:
+        return weight
+    return weight.float() + forward.norm_shift
 
 
 @dataclass(frozen=True)
 class Scales:
-    """Multipliers: of embeddings, of attention scores, of what a block adds to the hidden state, and of logits.
+    """Holds a model's multipliers, and the caps of attention scores and of logits; a cap of 0 is none.
 
-    Caps, of attention scores and of logits; 0: none.
+    `residual` multiplies what a block adds to the hidden state.
     """
 
     embedding: float
@@ -137,39 +156,38 @@ class Scales:
     def of(forward: Forward, config: Mapping[str, Any], dim: int, dtype: torch.dtype) -> Scales:
         attention = (config.get("query_pre_attn_scalar") or dim) ** -0.5
         if forward.has_multipliers:
-            names = (
-                "embedding_multiplier",
-                "attention_multiplier",
-                "residual_multiplier",
-                "logits_scaling",
+            return Scales(
+                embedding=config.get("embedding_multiplier", 1.0),
+                attention=config.get("attention_multiplier", 1.0),
+                residual=config.get("residual_multiplier", 1.0),
+                logits=1 / config.get("logits_scaling", 1.0),
             )
-            embedding, attention, residual, logits = (config.get(name, 1.0) for name in names)
-            return Scales(embedding, attention, residual, 1 / logits)
-        root = (
-            torch.tensor(config["hidden_size"] ** 0.5).to(dtype).item()
-            if forward.scales_embedding
-            else 1.0
-        )
-        return Scales(root, attention, 1.0, 1.0, *(float(config.get(name) or 0.0) for name in CAPS))
+        embedding = 1.0
+        if forward.scales_embedding:
+            embedding = torch.tensor(config["hidden_size"] ** 0.5).to(dtype).item()
+        attention_cap, logits_cap = (float(config.get(name) or 0.0) for name in CAPS)
+        return Scales(embedding, attention, 1.0, 1.0, attention_cap, logits_cap)
 
 
 class DecoderLayers:
-    """The weights of `model`, which it takes away, and what they compute.
+    """Takes the weights of `model` away from it, and computes with them.
 
     Attributes:
         weights: their dtype or, of quantised matrices, bits.
         embedding: [vocab, hidden]. norm: the weights of the last norm.
-        taps: layers whose inputs `features` has, in that order; the number of layers: what the last norm reads.
-        features: of the last forward [n, len(taps) * hidden].
-        scoring: with a window for each layer.
-        residual_dtype: of the states between layers.
-        in_one_call: what computes the layers where a `NativeAttention` attends, if not one by one.
+        taps: layers whose inputs `features` has, in that order; the number of layers stands for the
+            states that the last norm reads.
+        features: those of the last forward [n, len(taps) * hidden].
+        scoring: how positions are scored, with a window for each layer.
+        residual_dtype: the dtype of the states between layers.
+        in_one_call: computes the layers for a `NativeAttention`; None: they are computed one by one.
         scales, gate: multipliers and caps, and the activation of the gate.
 
     Args:
         context: a window at least as long is none.
-        is_fixed: whether sizes are fixed, as on a GPU: keys, and so queries, are then turned in the dtype of rows.
-        plain: for the kernels of `decode`: see `matrices.matrix`.
+        is_fixed: whether sizes are fixed, as on a GPU: keys, and so queries, are then rotated in the
+            dtype of rows.
+        plain: for the kernels of `token_forward`: see `linear_layers.matrix`.
         family: the forward and the configuration, of a model that `described` does not know.
         progress: called with the number of layers that are laid out.
     """
@@ -185,87 +203,97 @@ class DecoderLayers:
         family: tuple[Forward, dict[str, Any]] | None = None,
         progress: Progress = silent,
     ) -> None:
-        config, inner = model.config, model.model
+        config = model.config
+        inner = model.model
         forward, settings = family or described(model)
         heads = int(config.num_attention_heads)
         width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
         self.heads = Heads(heads, int(config.num_key_value_heads), width)
-        self.vocab_size, self.embedding = int(config.vocab_size), inner.embed_tokens.weight
+        self.vocab_size = int(config.vocab_size)
+        self.embedding = inner.embed_tokens.weight
         self.dtype = model.dtype if plain else dtype_of_rows(model.dtype, self.embedding.device)
-        self.eps, self._cache_dtype = (
-            float(config.rms_norm_eps),
-            self.dtype if is_fixed else torch.float32,
-        )
+        self.eps = float(config.rms_norm_eps)
+        self._cache_dtype = self.dtype if is_fixed else torch.float32
         self._rotated = rotated(forward, settings, width)
         self.scales = Scales.of(forward, settings, width, model.dtype)
         self.gate = HEAD_ACTIVATIONS[activation_of(settings) or ""]
-        one = partial(matrix, dtype=self.dtype, rounding=rounding, plain=plain)
+        lay_out = partial(matrix, dtype=self.dtype, rounding=rounding, plain=plain)
         split_fused(model, forward)
         pair_up(model, forward, self._rotated, width)
         kinds = layer_kinds(forward, settings)
         windows = tuple(0 if window >= context else window for window, _ in kinds)
-        sinks = tuple(
-            each.self_attn.sinks.detach().to(self._cache_dtype)
-            for each in inner.layers
-            if forward.has_sinks
+        sinks: list[torch.Tensor] = []
+        if forward.has_sinks:
+            for layer in inner.layers:
+                sinks.append(layer.self_attn.sinks.detach().to(self._cache_dtype))
+        self.scoring = Scoring(
+            windows, self.scales.attention, self.scales.attention_cap, tuple(sinks)
         )
-        self.scoring = Scoring(windows, self.scales.attention, self.scales.attention_cap, sinks)
         self.layers: list[Layer] = []
-        bits = {int(rounding[-1])} if rounding else set()
+        bits: set[int] = set()
+        if rounding:
+            bits.add(int(rounding[-1]))
+        kernels = plain or self.embedding.is_cuda
         count = Count(progress, "layer", len(inner.layers))
         for layer, (_, rope) in zip(inner.layers, kinds, strict=True):
-            bits |= set() if rounding else bits_of(layer)
+            if not rounding:
+                bits |= bits_of(layer)
             self.layers.append(
-                Layer.of(
-                    layer, rope, forward, settings, one, plain or self.embedding.is_cuda, self.dtype
-                )
+                Layer.of(layer, rope, forward, settings, lay_out, kernels, self.dtype)
             )
             native.give_back()
             count.advance()
-        self.weights = (
-            f"{' and '.join(map(str, sorted(bits)))} bits"
-            if bits
-            else str(model.dtype).removeprefix("torch.")
-        )
-        # Rounded matrices round each result once more: sums over the layers in float32 make up for half of that.
-        self.residual_dtype = torch.float32 if bits else self.dtype
+        self.weights = str(model.dtype).removeprefix("torch.")
+        self.residual_dtype = self.dtype
+        if bits:
+            self.weights = f"{' and '.join(map(str, sorted(bits)))} bits"
+            # Rounded matrices round each result once more: sums over the layers in float32 make up
+            # for half of that.
+            self.residual_dtype = torch.float32
         self.norm = norm_weights(inner.norm, forward, self.dtype)
         self.taps = tuple(taps)
         self.features: torch.Tensor | None = None
         self.in_one_call: NativeLayers | None = None
-        self.head = one(model.lm_head, wide=True)
+        self.head = lay_out(model.lm_head, wide=True)
         native.give_back()
 
     def __len__(self) -> int:
         return len(self.layers)
 
     def angles(self, rotary: Any, positions: torch.Tensor) -> dict[str, Rope]:
-        """Cosines and sines of `positions` [n], of each rotation that layers have; see `layer_kinds`.
+        """Return cosines and sines of `positions` [n] for each of the layers' ropes; see `layer_kinds`.
 
-        The first half of the sines is negated: rotating a vector swaps its halves and negates one; `roll` only swaps.
+        The first half of the sines is negated: rotating a vector swaps its halves and negates one of
+        them, while `roll` only swaps. So rotated(x) = x * cos + roll(x) * sin.
         """
-        half, found = self._rotated // 2, dict[str, Rope]()
-        rest = self.heads.dim // 2 - half  # numbers that are not rotated
+        half = self._rotated // 2
+        unrotated = self.heads.dim // 2 - half
         like = torch.empty(0, dtype=self._cache_dtype, device=positions.device)
+        ropes: dict[str, Rope] = {}
         for name in sorted({layer.rope for layer in self.layers if layer.rope is not None}):
-            tables = rotary(like, positions[None], *([name] if name else []))
+            if name:
+                tables = rotary(like, positions[None], name)
+            else:
+                tables = rotary(like, positions[None])
             # gpt-oss's tables have each angle once, others' twice.
             cos, sin = (table[0, :, None, :half].to(self._cache_dtype) for table in tables)
-            cos, sin = pad(cos, (0, rest), value=1.0), pad(sin, (0, rest))
-            found[name] = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-        return found
+            cos = pad(cos, (0, unrotated), value=1.0)
+            sin = pad(sin, (0, unrotated))
+            ropes[name] = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        return ropes
 
     def hidden_states(
         self,
         ids: torch.Tensor,
         ropes: Mapping[str, Rope],
-        slots: FixedAttention | NativeAttention | PromptAttention,
+        slots: SlotAttention,
         is_fed: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The last layer's states [n, hidden] of `ids` [n].
+        """Return the last layer's states [n, hidden] of `ids` [n].
 
         Args:
-            ropes: of the rows, or of all positions: see `slots`. is_fed: see `Experts`.
+            ropes: those of the rows, or of all positions: see the class of `slots`.
+            is_fed: see `Experts`.
         """
         hidden = self.embedding[ids]
         if self.scales.embedding != 1:
@@ -273,10 +301,10 @@ class DecoderLayers:
         hidden = hidden.to(self.residual_dtype)
         tapped: dict[int, torch.Tensor] = {}
         if isinstance(slots, NativeAttention) and self.in_one_call is not None:
-            for first, end in itertools.pairwise(sorted({0, *self.taps, len(self.layers)})):
-                if first in self.taps:
-                    tapped[first] = hidden.to(self.dtype, copy=True)
-                self.in_one_call(slots, hidden, first, end)
+            for start, end in itertools.pairwise(sorted({0, *self.taps, len(self.layers)})):
+                if start in self.taps:
+                    tapped[start] = hidden.to(self.dtype, copy=True)
+                self.in_one_call(slots, hidden, start, end)
             return self._finished(hidden, tapped)
         for number, layer in enumerate(self.layers):
             if number in self.taps:
@@ -288,9 +316,9 @@ class DecoderLayers:
     def _finished(self, hidden: torch.Tensor, tapped: dict[int, torch.Tensor]) -> torch.Tensor:
         if len(self.layers) in self.taps:
             tapped[len(self.layers)] = hidden.to(self.dtype, copy=True)
-        self.features = (
-            torch.cat([tapped[number] for number in self.taps], -1) if self.taps else None
-        )
+        self.features = None
+        if self.taps:
+            self.features = torch.cat([tapped[number] for number in self.taps], -1)
         return hidden
 
     def layer_states(
@@ -299,14 +327,14 @@ class DecoderLayers:
         hidden: torch.Tensor,
         x: torch.Tensor,
         ropes: Mapping[str, Rope],
-        slots: FixedAttention | NativeAttention | PromptAttention,
+        slots: SlotAttention,
         is_fed: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The states [n, hidden] after one layer.
+        """Return the states [n, hidden] after one layer.
 
         Args:
-            hidden: the states before it, to which it adds.
-            x: what its queries, keys and values are computed from; as a rule `hidden` after the layer's norm.
+            hidden: the states before the layer, to which it adds.
+            x: the input of its queries, keys and values; as a rule `hidden` after the layer's norm.
         """
         layer = self.layers[number]
         mixed = self._attend(layer, number, x, ropes, slots)
@@ -314,34 +342,38 @@ class DecoderLayers:
         fed = self.normalise(hidden, layer.mlp_norm)
         if layer.experts is not None:
             return hidden + layer.experts(fed, is_fed)
-        return self._add(
-            hidden, layer.down, gated(layer.gate_up(fed, None), self.gate), layer.after_mlp
-        )
+        act = gated(layer.gate_up(fed, None), self.gate)
+        return self._add(hidden, layer.down, act, layer.after_mlp)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] -> [n, vocab]."""
-        head = self.head(self.normalise(hidden, self.norm), None)
+        """Return the logits: [n, hidden] -> [n, vocab]."""
+        logits = self.head(self.normalise(hidden, self.norm), None)
         if self.scales.logits != 1:
-            head = head * self.scales.logits
-        for row in (
-            head if self.scales.logits_cap else ()
-        ):  # one by one: the last elements of a row are no vector
-            cap_scores(row, self.scales.logits_cap)
-        return head
+            logits = logits * self.scales.logits
+        if self.scales.logits_cap:
+            for row in logits:  # one by one: the last elements of a row are no vector
+                cap_scores(row, self.scales.logits_cap)
+        return logits
 
     def normalise(self, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
-        """RMS norm of x, in the dtype of rows; None: x as it is."""
-        return x.to(self.dtype) if norm is None else normalise(x, norm, self.eps, self.dtype)
+        """Return the RMS norm of x in the dtype of rows; without a norm x as it is."""
+        if norm is None:
+            return x.to(self.dtype)
+        return normalise(x, norm, self.eps, self.dtype)
 
     def _add(
         self, hidden: torch.Tensor, product: Matrix, x: torch.Tensor, norm: torch.Tensor | None
     ) -> torch.Tensor:
-        """`hidden` plus the product of x, after its norm and multiplier."""
-        if norm is None and self.scales.residual == 1:
+        """Return `hidden` plus the product of x, after its norm and multiplier."""
+        multiplier = self.scales.residual
+        if norm is None and multiplier == 1:
             return product(x, hidden)
         part = product(x, None)
-        part = part if norm is None else self.normalise(part, norm)
-        return hidden + (part if self.scales.residual == 1 else part * self.scales.residual)
+        if norm is not None:
+            part = self.normalise(part, norm)
+        if multiplier != 1:
+            part = part * multiplier
+        return hidden + part
 
     def _attend(
         self,
@@ -349,81 +381,94 @@ class DecoderLayers:
         number: int,
         x: torch.Tensor,
         ropes: Mapping[str, Rope],
-        slots: FixedAttention | NativeAttention | PromptAttention,
+        slots: SlotAttention,
     ) -> torch.Tensor:
-        """The attention output of each row, [n, heads * head_dim]."""
-        n, heads, both, dim = (
-            x.shape[0],
-            self.heads.query,
-            self.heads.query + self.heads.kv,
-            self.heads.dim,
-        )
-        states = layer.qkv(x, None).view(n, -1, dim)
+        """Return the attention output of each row, [n, heads * head_dim]."""
+        heads = self.heads
+        facing_heads = heads.query + heads.kv
+        states = layer.qkv(x, None).view(x.shape[0], -1, heads.dim)
         rope = None if layer.rope is None else ropes[layer.rope]
         if isinstance(slots, NativeAttention):
             return slots.attend_states(number, states, (layer.q_norm, layer.k_norm), rope)
-        facing = states[:, :both]  # queries and keys
+        facing = states[:, :facing_heads]  # queries and keys
+        values = states[:, facing_heads:]
         if layer.q_norm is not None and layer.k_norm is not None:
-            parts = (facing[:, :heads], layer.q_norm), (facing[:, heads:], layer.k_norm)
-            facing = torch.cat([self._head_norm(part, norm) for part, norm in parts], 1)
+            queries = self._head_norm(facing[:, : heads.query], layer.q_norm)
+            keys = self._head_norm(facing[:, heads.query :], layer.k_norm)
+            facing = torch.cat([queries, keys], 1)
         facing = facing.to(self._cache_dtype)
         if isinstance(slots, PromptAttention):
-            return slots.attend_unturned(number, facing, states[:, both:], rope)
+            return slots.attend_unturned(number, facing, values, rope)
         if rope is not None:
             cos, sin = rope
-            # Two products and a sum, each rounded by itself: a fused multiply-add would be one only where it is
-            # vectorised.
-            facing = (facing * cos).add_(facing.roll(dim // 2, -1).mul_(sin))
-        return slots.attend(number, facing[:, :heads], facing[:, heads:], states[:, both:]).to(
-            self.dtype
-        )
+            # Two products and a sum, each rounded by itself: a fused multiply-add would be used only
+            # where it is vectorised.
+            facing = (facing * cos).add_(facing.roll(heads.dim // 2, -1).mul_(sin))
+        mixed = slots.attend(number, facing[:, : heads.query], facing[:, heads.query :], values)
+        return mixed.to(self.dtype)
 
     def _head_norm(self, states: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-        """States [n, heads, head_dim], normalised by head or, where the norm is as wide as all of them, together."""
+        """Normalise states [n, heads, head_dim] by head, or together if the norm is as wide as all."""
         wide = states if len(norm) == states.shape[-1] else states.flatten(1)
         return self.normalise(wide, norm).view(states.shape)
 
 
 def bits_of(layer: torch.nn.Module) -> set[int]:
-    """Bits of a layer's quantised matrices."""
-    weights = (getattr(module, "weight", None) for module in layer.modules())
-    return {weight.bits for weight in weights if isinstance(weight, QuantisedMatrix)}
+    """Return the bits of a layer's quantised matrices."""
+    bits: set[int] = set()
+    for module in layer.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, QuantisedMatrix):
+            bits.add(weight.bits)
+    return bits
 
 
 def described(model: PreTrainedModel | Decoder) -> tuple[Forward, dict[str, Any]]:
-    """(its family's forward, its configuration)."""
+    """Return the forward of a model's family, and its configuration."""
     config = model.config
-    settings = config.to_dict() if hasattr(config, "to_dict") else vars(config)
-    name = type(model).__name__ if hasattr(config, "to_dict") else settings["architectures"][0]
+    if hasattr(config, "to_dict"):
+        settings = config.to_dict()
+        name = type(model).__name__
+    else:
+        settings = vars(config)
+        name = settings["architectures"][0]
     forward = forward_of(name, settings)
     assert forward is not None, name
     return forward, settings
 
 
 def split_fused(model: PreTrainedModel | Decoder, forward: Forward) -> None:
-    """Replace matrices that a checkpoint has as one by their parts, which stay views of it. Does nothing twice."""
+    """Replace fused matrices by their parts, which stay views of them; a second call does nothing.
+
+    Phi-3's `qkv_proj`, for example, becomes `q_proj`, `k_proj` and `v_proj`.
+    """
+    if not forward.fused:
+        return
     config = model.config
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     size = dimensions({**vars(config), "head_dim": width})
-    for layer in model.model.layers if forward.fused else ():
+    for layer in model.model.layers:
         for name, parts in forward.fused.items():
-            above = layer.get_submodule(name.rpartition(".")[0])
-            if (fused := getattr(above, name.rpartition(".")[2], None)) is None:
+            path, _, attribute = name.rpartition(".")
+            module = layer.get_submodule(path)
+            fused = getattr(module, attribute, None)
+            if fused is None:
                 continue
-            rows = [size[MATRICES[part][0]] for part in parts]
-            for number, part in enumerate(parts):
-                some = slice(sum(rows[:number]), sum(rows[: number + 1]))
+            start = 0
+            for part in parts:
+                end = start + size[MATRICES[part][0]]
                 linear = Linear(1, 1, bias=False, device="meta")
-                set_weight(linear, _changed(fused.weight, itemgetter(some)))
-                above.add_module(part.rpartition(".")[2], linear)
-            delattr(above, name.rpartition(".")[2])
+                set_weight(linear, _changed(fused.weight, itemgetter(slice(start, end))))
+                module.add_module(part.rpartition(".")[2], linear)
+                start = end
+            delattr(module, attribute)
 
 
 def _changed(weight: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Weights:
-    """The weights with their rows cut, or in another order."""
-    return (
-        weight.changed(change) if isinstance(weight, QuantisedMatrix) else change(weight.detach())
-    )
+    """Return the weights with their rows cut, or in another order."""
+    if isinstance(weight, QuantisedMatrix):
+        return weight.changed(change)
+    return change(weight.detach())
 
 
 def set_weight(module: torch.nn.Module, weight: Weights) -> None:
@@ -436,22 +481,31 @@ def set_weight(module: torch.nn.Module, weight: Weights) -> None:
 
 
 def pair_up(model: PreTrainedModel | Decoder, forward: Forward, count: int, width: int) -> None:
-    """Put the numbers of queries and keys in the order in which the halves of a head are rotated together.
+    """Reorder the rows of queries and keys, so that a rotation pairs row i with row i + width / 2.
 
-    Scores are the same in any order.
+    Scores are the same in any order. If all 4 numbers of a head are rotated in neighbouring pairs
+    (0, 1) and (2, 3), the order becomes 0, 2, 1, 3.
 
     Args:
-        count: of a head's `width` numbers are rotated.
+        count: how many of a head's `width` numbers are rotated.
     """
-    step = (2, 1) if forward.rotates == "pairs" else (1, count // 2)
-    first = [step[0] * number for number in range(count // 2)]
-    rest, middle = [*range(count, width)], (width - count) // 2
-    order = [*first, *rest[:middle], *(number + step[1] for number in first), *rest[middle:]]
+    stride = 1
+    partner = count // 2
+    if forward.rotates == "pairs":
+        stride = 2
+        partner = 1
+    lower = [stride * number for number in range(count // 2)]
+    upper = [number + partner for number in lower]
+    unrotated = list(range(count, width))
+    middle = (width - count) // 2
+    order = lower + unrotated[:middle] + upper + unrotated[middle:]
+    if order == list(range(width)):
+        return
 
     def moved(rows: torch.Tensor) -> torch.Tensor:
         return rows.unflatten(0, (-1, width))[:, order].flatten(0, 1)
 
-    for layer in model.model.layers if order != [*range(width)] else ():
+    for layer in model.model.layers:
         for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj):
             set_weight(linear, _changed(linear.weight, moved))
             if linear.bias is not None:

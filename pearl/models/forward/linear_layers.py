@@ -1,7 +1,7 @@
 """Products of a forward pass whose bits do not depend on how many rows are computed together.
 
-A `Matrix` multiplies rows by weights in the layout that is fastest for them: on a CPU by `products.c`, on a GPU by our
-kernels.  Most others choose their order of summation by the number of rows.
+A `Matrix` multiplies rows by weights in the layout that is fastest for them: on a CPU by `products.c`,
+on a GPU by our kernels. Most libraries choose their order of summation by the number of rows.
 """
 
 from __future__ import annotations
@@ -26,44 +26,51 @@ from pearl.models.forward.quantised import (
 )
 
 Rounding = Literal["", "int8", "int4"]
-Matrix = Callable[
-    [torch.Tensor, torch.Tensor | None], torch.Tensor
-]  # (x, y) -> x times the matrix, plus y if any
+# (x, y) -> x times the matrix, plus y if any.
+Matrix = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
-_LARGE = 100_000_000  # weights in layers: a model whose forward of one token takes as long as reading them
+# Weights in layers: a model whose forward of one token takes as long as reading them.
+_LARGE = 100_000_000
+
+
+def _plus(product: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+    if y is None:
+        return product
+    return y + product
 
 
 @dataclass(frozen=True)
 class Plain:
-    """Weights [out, in] as they are, and a bias [out] if any."""
+    """Holds weights [out, in] as they are, and a bias [out] if any."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    bits = 16  # at most that: what the kernels multiply as it is
+    bits = 16  # at most: the kernels multiply such weights as they are
 
     @property
     def shape(self) -> torch.Size:
         return self.weight.shape
 
     def options(self) -> dict[str, Any]:
-        """The constants of the kernels."""
+        """Return the constants of the kernels."""
         return {"BITS": self.bits, "GROUP": self.shape[1], "EXTRA": 0, "OFFSET": 0.0}
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-        product = linear(x, self.weight, self.bias)
-        return product if y is None else y + product
+        return _plus(linear(x, self.weight, self.bias), y)
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """Weights of 4 or 8 bits for our kernels on a GPU, which multiply by them in the rows' dtype.
+    """Holds weights of 4 or 8 bits for our kernels on a GPU, which multiply them in the rows' dtype.
 
-    4 bits: bytes [out, in / 2]: of each `packed` inputs the first half in the lower halves of bytes.  8 bits: steps
-    [out, in], of int8 or float8_e4m3fn.
+    Steps of 8 bits are [out, in], of int8 or float8_e4m3fn. Steps of 4 bits are bytes [out, in / 2]:
+    with `packed_together` of 32, byte 0 of a row holds input 0 in its lower half and input 16 in its
+    upper half, and byte 15 holds inputs 15 and 31.
 
     Attributes:
-        scales: [groups, out, 1 or 2]. A weight is (step - offset) * the first; plus the second if `extra` is 1; if it
-            is 2, the second are zero points, subtracted from the step.
+        scales: [groups, out, 1 or 2], a scale and perhaps a second number of each group. A weight is
+            (step - offset) * scale if `extra` is 0, (step - offset) * scale + second if it is 1, and
+            (step - offset - second) * scale if it is 2.
         shape: (outputs, inputs).
         group: inputs that share a scale.
     """
@@ -79,68 +86,94 @@ class Quantised:
 
     @staticmethod
     def of(
-        given: QuantisedMatrix, bias: torch.Tensor | None, dtype: torch.dtype
+        weights: QuantisedMatrix, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> Quantised | Plain:
-        """`Plain` weights of `dtype` where the kernels have no layout for these."""
-        outputs, inputs = given.shape
-        if given.table is not None and given.fits_bytes:
-            given = given.in_bytes(given.group)
-        steps, extra, offset = given.steps, 0, given.offset
-        packed = packed_together(inputs, given.group)
-        is_unknown = given.order is not None or given.table is not None
-        is_even = given.group % 16 == 0 and (
-            given.group & (given.group - 1) == 0 or given.group == inputs
-        )
-        if is_unknown or not is_even or (given.bits == 4 and not packed):
-            return Plain(given.dequantised().to(dtype), bias)
-        second = given.zeros if given.least is None else given.whole_least()
-        if second is not None:
-            extra = 2 if given.least is None else 1
-        both = [given.whole_scales()] + ([] if second is None else [second])
-        scales = torch.stack([each.T.to(dtype) for each in both], -1)
-        if given.bits == 4:
+        """Lay weights out for the kernels: as `Plain` weights of `dtype` if these have no layout there."""
+        outputs, inputs = weights.shape
+        if weights.table is not None and weights.fits_bytes:
+            weights = weights.in_bytes(weights.group)
+        group = weights.group
+        packed = packed_together(inputs, group)
+        is_unknown = weights.order is not None or weights.table is not None
+        is_even = group % 16 == 0 and (group & (group - 1) == 0 or group == inputs)
+        if is_unknown or not is_even or (weights.bits == 4 and not packed):
+            return Plain(weights.dequantised().to(dtype), bias)
+        columns = [weights.whole_scales()]
+        second = weights.zeros
+        extra = 2
+        if weights.least is not None:
+            second = weights.whole_least()
+            extra = 1
+        if second is None:
+            extra = 0
+        else:
+            columns.append(second)
+        scales = torch.stack([column.T.to(dtype) for column in columns], -1)
+        steps = weights.steps
+        offset = weights.offset
+        bits = 8
+        if weights.bits == 4:
+            bits = 4
             low, high = steps.view(outputs, -1, 2, packed // 2).unbind(2)
             steps = (low | high << 4).flatten(1)
         elif steps.dtype == torch.uint8:
-            steps, offset = (steps.to(torch.int16) - int(offset)).to(torch.int8), 0.0
-        bits = 4 if given.bits == 4 else 8
-        return Quantised(steps, scales, bias, (outputs, inputs), bits, given.group, extra, offset)
+            steps = (steps.to(torch.int16) - int(offset)).to(torch.int8)
+            offset = 0.0
+        return Quantised(steps, scales, bias, (outputs, inputs), bits, group, extra, offset)
 
     def options(self) -> dict[str, Any]:
-        """The constants of the kernels."""
+        """Return the constants of the kernels."""
         return {"BITS": self.bits, "GROUP": self.group, "EXTRA": self.extra, "OFFSET": self.offset}
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-        product = linear(x, self.dequantised(), self.bias)
-        return product if y is None else y + product
+        return _plus(linear(x, self.dequantised(), self.bias), y)
 
     def dequantised(self) -> torch.Tensor:
-        """[out, in], in the dtype of the scales."""
-        (outputs, inputs), packed = self.shape, packed_together(self.shape[1], self.group)
+        """Return the weights [out, in], in the dtype of the scales."""
+        outputs, inputs = self.shape
+        packed = packed_together(inputs, self.group)
         if self.bits == 4 and self.weight.device.type == "cuda":
-            from pearl.models.gpu import tile_kernels
-
-            found = torch.empty(self.shape, dtype=self.scales.dtype, device=self.weight.device)
-            options = self.options() | {"K": inputs, "N": outputs, "BK": 4 * packed, "BN": 32}
-            options.pop("BITS")
-            grid = -(-outputs // 32), inputs // (4 * packed)
-            tile_kernels.dequantise[grid](self.weight, self.scales, found, **options)
-            return found
+            return self._dequantised_on_gpu(4 * packed)
         steps = self.weight
         if self.bits == 4:
             chunks = steps.view(outputs, -1, packed // 2)
             steps = torch.stack((chunks & 15, chunks >> 4), 2)
-        scale, *second = (each.T[..., None] for each in self.scales.unbind(-1))
-        found = steps.to(scale.dtype).view(outputs, -1, self.group) - self.offset
+        scale = self.scales[..., 0].T[..., None]
+        weights = steps.to(scale.dtype).view(outputs, -1, self.group) - self.offset
         if self.extra == 2:
-            found = found - second[0]
-        found = found * scale
-        return (found + second[0] if self.extra == 1 else found).view(self.shape)
+            weights = weights - self.scales[..., 1].T[..., None]
+        weights = weights * scale
+        if self.extra == 1:
+            weights = weights + self.scales[..., 1].T[..., None]
+        return weights.view(self.shape)
+
+    def _dequantised_on_gpu(self, inputs_at_once: int) -> torch.Tensor:
+        from pearl.models.gpu import tile_kernels
+
+        outputs, inputs = self.shape
+        weights = torch.empty(self.shape, dtype=self.scales.dtype, device=self.weight.device)
+        grid = (-(-outputs // 32), inputs // inputs_at_once)
+        tile_kernels.dequantise[grid](
+            self.weight,
+            self.scales,
+            weights,
+            GROUP=self.group,
+            EXTRA=self.extra,
+            OFFSET=self.offset,
+            K=inputs,
+            N=outputs,
+            BK=inputs_at_once,
+            BN=32,
+        )
+        return weights
 
 
 def packed_together(inputs: int, group: int) -> int:
-    """Inputs whose steps of 4 bits a lane of our kernels loads at once: 32 or 16; 0 where neither fits."""
-    return next((size for size in (32, 16) if inputs % (4 * size) == 0 and group % size == 0), 0)
+    """Return how many inputs' 4-bit steps a lane of our kernels loads at once: 32, 16, or 0 for none."""
+    for size in (32, 16):
+        if inputs % (4 * size) == 0 and group % size == 0:
+            return size
+    return 0
 
 
 def matrix(
@@ -152,119 +185,140 @@ def matrix(
 ) -> Matrix:
     """Return several linear layers with one input as one matrix, their outputs side by side.
 
-    Takes the weights away from the layers, so that a large model is never in memory twice.
+    It takes the weights away from the layers, so that a large model is never in memory twice.
 
     Args:
-        dtype: of the model, and so of most rows.
-        rounding: see `quantised.rounded`; what is quantised already stays as it is.
+        dtype: the dtype of the model, and so of most rows.
+        rounding: see `quantised.rounded`; quantised weights stay as they are.
         wide: keep float32 results in float32.
-        plain: for our kernels, as on a GPU: return a `Plain` or a `Quantised` one.
+        plain: return a `Plain` or a `Quantised` one, for our kernels, as on a GPU.
     """
-    weights, biases = [each.weight for each in linears], [each.bias for each in linears]
-    for each in linears:
-        each.weight = None
-    weights = [each if isinstance(each, QuantisedMatrix) else each.detach() for each in weights]
-    if rounding:
-        weights = [
-            each if isinstance(each, QuantisedMatrix) else rounded(each, rounding)
-            for each in weights
-        ]
+    weights = [_take_weight(layer, rounding) for layer in linears]
+    biases = [layer.bias for layer in linears]
     if plain or weights[0].device.type == "cuda":
-        return _for_kernels(weights, None if biases[0] is None else torch.cat(biases), dtype)
+        return _for_kernels(weights, _joined_bias(biases), dtype)
     runs = [[0]]
     for number in range(1, len(weights)):
         if are_alike(weights[number - 1], weights[number]):
             runs[-1].append(number)
         else:
             runs.append([number])
-    parts = [
-        _laid_out(
-            _together([weights[number] for number in run]),
-            torch.cat([biases[number] for number in run]) if biases[0] is not None else None,
-            wide,
-        )
-        for run in runs
-    ]
-    return parts[0] if len(parts) == 1 else SideBySide(parts)
+    parts = []
+    for run in runs:
+        together = _together([weights[number] for number in run])
+        bias = _joined_bias([biases[number] for number in run])
+        parts.append(_laid_out(together, bias, wide))
+    if len(parts) == 1:
+        return parts[0]
+    return SideBySide(parts)
+
+
+def _take_weight(layer: Any, rounding: Rounding) -> Weights:
+    weight: Weights = layer.weight
+    layer.weight = None
+    if isinstance(weight, QuantisedMatrix):
+        return weight
+    weight = weight.detach()
+    if rounding:
+        return rounded(weight, rounding)
+    return weight
 
 
 def _together(weights: Sequence[Any]) -> Weights:
     if len(weights) == 1:
-        one: Weights = weights[0]
-        return one
-    return stacked(weights) if isinstance(weights[0], QuantisedMatrix) else torch.cat(list(weights))
+        weight: Weights = weights[0]
+        return weight
+    if isinstance(weights[0], QuantisedMatrix):
+        return stacked(weights)
+    return torch.cat(list(weights))
+
+
+def _joined_bias(biases: Sequence[Any]) -> torch.Tensor | None:
+    if biases[0] is None:
+        return None
+    return torch.cat(list(biases))
 
 
 def _for_kernels(
-    weights: list[Weights], bias: torch.Tensor | None, dtype: torch.dtype
+    weights: Sequence[Weights], bias: torch.Tensor | None, dtype: torch.dtype
 ) -> Plain | Quantised:
-    kinds = [each for each in weights if isinstance(each, QuantisedMatrix)]
-    is_mixed = len(kinds) < len(weights) or not all(are_alike(kinds[0], each) for each in kinds)
-    are_bytes = all(each.fits_bytes and each.order is None for each in kinds)
-    if len(kinds) < len(weights) or (is_mixed and not are_bytes):
-        whole = [
-            each.dequantised().to(dtype) if isinstance(each, QuantisedMatrix) else each
-            for each in weights
-        ]
-        return Plain(torch.cat(whole), bias)
+    """Lay out weights side by side: those of several kinds as bytes, or else dequantised."""
+    quantised = [weight for weight in weights if isinstance(weight, QuantisedMatrix)]
+    are_bytes = all(weight.fits_bytes and weight.order is None for weight in quantised)
+    is_mixed = not all(are_alike(weights[0], weight) for weight in weights)
+    if len(quantised) < len(weights) or (is_mixed and not are_bytes):
+        plain = []
+        for weight in weights:
+            if isinstance(weight, QuantisedMatrix):
+                weight = weight.dequantised().to(dtype)
+            plain.append(weight)
+        return Plain(torch.cat(plain), bias)
     if is_mixed:
-        group = gcd(*(each.group for each in kinds))
-        kinds = [each.in_bytes(group) for each in kinds]
-    return Quantised.of(stacked(kinds), bias, dtype)
+        group = gcd(*(weight.group for weight in quantised))
+        quantised = [weight.in_bytes(group) for weight in quantised]
+    return Quantised.of(stacked(quantised), bias, dtype)
 
 
 def _laid_out(weight: Weights, bias: torch.Tensor | None, wide: bool) -> Matrix:
-    if isinstance(weight, QuantisedMatrix) and not native.takes(weight):
-        weight = weight.dequantised().to(torch.bfloat16 if multiplies_bf16() else torch.float32)
-    if isinstance(weight, QuantisedMatrix) or native.takes(weight):
+    if native.takes(weight):
         return native.Native(weight, bias, wide)
+    if isinstance(weight, QuantisedMatrix):
+        dtype = torch.bfloat16 if multiplies_bf16() else torch.float32
+        weight = weight.dequantised().to(dtype)
+        if native.takes(weight):
+            return native.Native(weight, bias, wide)
     return Plain(weight, bias)
 
 
 @dataclass(frozen=True)
 class SideBySide:
-    """Matrices of one input in several layouts, their outputs side by side."""
+    """Multiplies by matrices in several layouts, and puts their outputs side by side."""
 
     parts: Sequence[Matrix]
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
-        product = torch.cat([part(x, None) for part in self.parts], -1)
-        return product if y is None else y + product
+        return _plus(torch.cat([part(x, None) for part in self.parts], -1), y)
 
 
 def dtype_of_rows(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of rows in a model of `dtype`: float32 for float16 on a CPU, where our C takes no such rows."""
-    return torch.float32 if device.type == "cpu" and dtype == torch.float16 else dtype
+    """Return the dtype of rows in a model of `dtype`: our C has no float16 rows, and computes in float32."""
+    if device.type == "cpu" and dtype == torch.float16:
+        return torch.float32
+    return dtype
 
 
 def rounding_for(model: Any) -> Rounding:
-    """ "int4" for a large model of bfloat16 weights on a CPU, whose single tokens then take a third of the time.
+    """Return "int4" for a large bfloat16 model on a CPU, where a token then takes a third of the time.
 
-    Else "", and where its matrices are quantised already.
+    Return "" for other models, and for one whose matrices are quantised already.
     """
     layers = model.model.layers
-    attention, mlp = layers[0].self_attn, layers[0].mlp
+    attention = layers[0].self_attn
+    mlp = layers[0].mlp
     if native.library() is None or not hasattr(mlp, "gate_proj"):  # experts
         return ""
-    parts = attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
-    weights = [part.weight for part in parts]
-    if any(isinstance(weight, QuantisedMatrix) or weight.shape[1] % GROUP for weight in weights):
-        return ""
-    is_large = len(layers) * sum(weight.numel() for weight in weights) >= _LARGE
-    is_bf16 = torch.equal(mlp.gate_proj.weight.bfloat16().float(), mlp.gate_proj.weight.float())
-    return "int4" if is_large and is_bf16 else ""
+    size = 0
+    for part in (attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+        if isinstance(part.weight, QuantisedMatrix) or part.weight.shape[1] % GROUP:
+            return ""
+        size += part.weight.numel()
+    is_large = len(layers) * size >= _LARGE
+    gate = mlp.gate_proj.weight
+    is_bf16 = torch.equal(gate.bfloat16().float(), gate.float())
+    if is_large and is_bf16:
+        return "int4"
+    return ""
 
 
 @cache
 def multiplies_bf16() -> bool:
-    """Whether this CPU has instructions for products of bfloat16; without them these take several times as long."""
-    return torch.backends.mkldnn.is_available() and bool(
-        torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
+    """Whether this CPU has bfloat16 instructions; without them products take several times as long."""
+    has_mkldnn = torch.backends.mkldnn.is_available()
+    return has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def gated(gate_up: torch.Tensor, name: str = "silu") -> torch.Tensor:
-    """The activation of the first half of the columns times the second half: [n, 2 * inner] -> [n, inner].
+    """Return activation(gate) * up of columns [gate, up]: [n, 2 * inner] -> [n, inner].
 
     Args:
         name: one of `_ACTIVATIONS`.
@@ -297,13 +351,18 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def normalise(
     x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """RMS norm over the last dimension, in `dtype`; None: in that of `weight`.
+    """Return the RMS norm over the last dimension, x / sqrt(mean(x^2) + eps) * weight.
 
-    As in transformers: in float32, rounded before the weights are applied; after, where these have another dtype than
-    `x`.
+    As in transformers, x is normalised in float32 and rounded before the weights are applied; if the
+    weights have another dtype than `x`, after that.
+
+    Args:
+        dtype: the dtype of the result; None: that of `weight`.
     """
     dtype = dtype or weight.dtype
     if native.computes(x, weight) and dtype in (torch.float32, torch.bfloat16):
         return native.normalise(x, weight, eps, dtype)
-    given = (x, weight) if x.dtype == weight.dtype else (x.float(), weight.float())
-    return rms_norm(given[0], weight.shape, given[1], eps).to(dtype)
+    if x.dtype != weight.dtype:
+        x = x.float()
+        weight = weight.float()
+    return rms_norm(x, weight.shape, weight, eps).to(dtype)

@@ -1,4 +1,4 @@
-"""Matrices in few bits, as a file has them or as we round them. Must not know files and kernels."""
+"""Quantised matrices, read from a file or rounded here. Must not know files and kernels."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ _TOGETHER = 4096  # rows rounded at once: as float32 a large matrix would take a
 
 @dataclass(frozen=True, eq=False)
 class QuantisedMatrix:
-    """Weights [out, in]: (step - offset - zero) * scale + least, or table[step] * scale; scales are of groups.
+    """Holds weights [out, in] as steps, with scales of groups of inputs.
+
+    A weight is (step - offset - zero) * scale + least, or table[step] * scale.
 
     Attributes:
         steps: [out, in]: uint8; int8 if of 8 bits; or float8_e4m3fn.
         bits: 4, 5, 6 or 8.
-        scales: [out, groups]: float16, bfloat16 or float32; or integers of 8 bits, times `of_scales` [out, in / 256];
-            or float8_e4m3fn, divided by `divisors` [out, 1], float32.
-        least: likewise with `of_least`, or None.
+        scales: [out, groups]: float16, bfloat16 or float32; or integers of 8 bits, times `of_scales`
+            [out, in / 256]; or float8_e4m3fn, divided by `divisors` [out, 1], float32.
+        least: as the scales, times `of_least` in place of `of_scales`; or None.
         zeros: [out, groups] uint8, int16 for steps of 8 bits; or None.
-        order: inputs [in] in the order of the columns, or None: as they are.
-        table: the numbers [16] that steps of 4 bits stand for, float32, or None: themselves.
+        order: inputs [in] in the order of the columns; None: 0, 1, 2 ...
+        table: the numbers [16] that steps of 4 bits stand for, float32; None: the steps are numbers.
     """
 
     steps: torch.Tensor
@@ -57,42 +59,51 @@ class QuantisedMatrix:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What matrices must have in common to be one."""
-        given = (self.least, self.zeros, self.order)
+        """What matrices must have in common to be `stacked`."""
+        table = None if self.table is None else tuple(self.table.tolist())
         return (
             self.steps.dtype,
             self.bits,
             self.group,
             self.scales.dtype,
             self.offset,
-            None if self.table is None else tuple(self.table.tolist()),
-            *(each is None for each in given),
+            table,
+            self.least is None,
+            self.zeros is None,
+            self.order is None,
         )
 
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantisedMatrix:
-        """The same with every tensor of rows changed: moved, or cut."""
-        changed: dict[str, Any] = {name: change(of) for name, of in self.of_rows().items()}
-        return replace(self, **changed)
+        """Return the matrix with every tensor of rows changed: moved, or cut."""
+        tensors: dict[str, Any] = {name: change(tensor) for name, tensor in self.of_rows().items()}
+        return replace(self, **tensors)
 
     def of_rows(self) -> dict[str, torch.Tensor]:
-        """The tensors that have something for each row, by their names."""
-        found = {
-            each.name: getattr(self, each.name)
-            for each in fields(self)
-            if each.name not in _OF_ALL_ROWS
-        }
-        return {name: of for name, of in found.items() if isinstance(of, torch.Tensor)}
+        """Return the tensors that have numbers for each row, by their names."""
+        tensors: dict[str, torch.Tensor] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, torch.Tensor) and field.name not in _OF_ALL_ROWS:
+                tensors[field.name] = value
+        return tensors
 
     def whole_scales(self) -> torch.Tensor:
-        """[out, groups], float32."""
+        """Return the scales [out, groups], float32."""
         scales = _whole(self.scales, self.of_scales)
-        return scales if self.divisors is None else scales / self.divisors
+        if self.divisors is None:
+            return scales
+        return scales / self.divisors
 
     def whole_least(self) -> torch.Tensor | None:
-        """What is added to each weight of a group, `zeros` included, but not `offset`: [out, groups], float32."""
+        """Return what is added to each weight of a group [out, groups], float32, or None.
+
+        It includes `zeros`, but not `offset`.
+        """
         if self.zeros is not None:
             return -self.zeros.float() * self.whole_scales()
-        return None if self.least is None else _whole(self.least, self.of_least)
+        if self.least is not None:
+            return _whole(self.least, self.of_least)
+        return None
 
     @property
     def fits_bytes(self) -> bool:
@@ -102,14 +113,17 @@ class QuantisedMatrix:
         return self.table is None or torch.equal(self.table, self.table.to(torch.int8).float())
 
     def in_bytes(self, group: int) -> QuantisedMatrix:
-        """The same numbers as steps of 8 bits, with scales and least weights in float32 for each `group` of inputs."""
+        """Return the same numbers as steps of 8 bits.
+
+        Scales and least weights are float32, for each `group` of inputs, which divides the group here.
+        """
         repeats = self.group // group
+        scales = self.whole_scales()
         least = self.whole_least()
-        both = (
-            self.whole_scales(),
-            torch.zeros_like(self.whole_scales()) if least is None else least,
-        )
-        scales, least = (each.repeat_interleave(repeats, 1) for each in both)
+        if least is None:
+            least = torch.zeros_like(scales)
+        scales = scales.repeat_interleave(repeats, 1)
+        least = least.repeat_interleave(repeats, 1)
         if self.table is not None:
             steps = self.table.to(torch.int8)[self.steps.long()]
         elif self.steps.dtype == torch.int8:
@@ -119,24 +133,21 @@ class QuantisedMatrix:
         return QuantisedMatrix(steps, 8, scales, least=least, order=self.order)
 
     def dequantised(self) -> torch.Tensor:
-        """[out, in], float32: bit for bit the numbers that the formats define."""
-        numbers = (
-            self.steps.float().sub_(self.offset)
-            if self.table is None
-            else self.table[self.steps.long()]
-        )
-        steps = numbers.view(len(self.steps), -1, self.group)
+        """Return the weights [out, in], float32: bit for bit the numbers that the formats define."""
+        if self.table is None:
+            numbers = self.steps.float().sub_(self.offset)
+        else:
+            numbers = self.table[self.steps.long()]
+        weights = numbers.view(len(self.steps), -1, self.group)
         if self.zeros is not None:
-            steps -= self.zeros.float()[..., None]
-        found = steps.mul_(self.whole_scales()[..., None])
+            weights -= self.zeros.float()[..., None]
+        weights = weights.mul_(self.whole_scales()[..., None])
         if self.least is not None:
-            found += _whole(self.least, self.of_least)[..., None]
-        found = found.view(self.shape)
-        return (
-            found
-            if self.order is None
-            else torch.empty_like(found).index_copy_(1, self.order, found)
-        )
+            weights += _whole(self.least, self.of_least)[..., None]
+        weights = weights.view(self.shape)
+        if self.order is None:
+            return weights
+        return torch.empty_like(weights).index_copy_(1, self.order, weights)
 
 
 Weights = torch.Tensor | QuantisedMatrix
@@ -149,73 +160,78 @@ def _whole(scales: torch.Tensor, upper: torch.Tensor | None) -> torch.Tensor:
 
 
 def stacked(parts: Iterable[QuantisedMatrix], rows: int | None = None) -> QuantisedMatrix:
-    """Matrices of one kind, and with the same order of inputs, as one.
+    """Return matrices of one kind, and with the same order of inputs, as one.
 
-    rows: of all of them, where `parts` makes one after the other, so that only one is in memory beside the result.
+    Args:
+        rows: the rows of all of them, if `parts` makes one after the other, so that only one is in
+            memory together with the result.
     """
     if rows is None:
         parts = list(parts)
         rows = sum(len(part.steps) for part in parts)
-    whole, at = None, 0
+    result: QuantisedMatrix | None = None
+    start = 0
     for part in parts:
-        if len(part.steps) == rows:
+        count = len(part.steps)
+        if count == rows:
             return part
-        if whole is None:
-            whole = part.changed(lambda of: of.new_empty(rows, *of.shape[1:]))
-        for name, into in whole.of_rows().items():
-            into[at : at + len(part.steps)] = getattr(part, name)
-        at += len(part.steps)
-    assert whole is not None and at == rows  # noqa: PT018
-    return whole
+        if result is None:
+            result = part.changed(lambda tensor: tensor.new_empty(rows, *tensor.shape[1:]))
+        for name, tensor in result.of_rows().items():
+            tensor[start : start + count] = getattr(part, name)
+        start += count
+    assert result is not None and start == rows  # noqa: PT018
+    return result
 
 
-def are_alike(one: Weights, other: Weights) -> bool:
+def are_alike(left: Weights, right: Weights) -> bool:
     """Whether two matrices of the same inputs can be `stacked`, or concatenated."""
-    if not isinstance(one, QuantisedMatrix) or not isinstance(other, QuantisedMatrix):
-        return type(one) is type(other)
-    same = one.order is None or other.order is None or torch.equal(one.order, other.order)
-    return same and one.kind == other.kind
+    if not isinstance(left, QuantisedMatrix) or not isinstance(right, QuantisedMatrix):
+        return type(left) is type(right)
+    if left.kind != right.kind:
+        return False
+    return left.order is None or right.order is None or torch.equal(left.order, right.order)
 
 
 def rounded(weight: torch.Tensor, rounding: Literal["int8", "int4"]) -> QuantisedMatrix:
-    """int8: each row in 255 steps; int4: each 32 weights of a row in 16, from their least to their largest.
+    """Round weights: "int8" has 255 steps a row, "int4" 16 for each 32 weights of a row.
 
-    Scales have the dtype of `weight`, bfloat16 if that is float32. Raises `ModelError` for inputs of another number.
+    The steps of "int4" reach from a group's least weight to its largest. Scales have the dtype of
+    `weight`, bfloat16 if that is float32.
+
+    Raises:
+        ModelError: the number of inputs is no multiple of 32.
     """
     if weight.shape[1] % GROUP:
         raise ModelError(
             f"{rounding} weights need matrices whose inputs are a multiple of {GROUP}; one of this model takes "
             f"{weight.shape[1]}. Choose another dtype."
         )
-    return stacked((_rounded(some, rounding) for some in weight.split(_TOGETHER)), len(weight))
+    return stacked((_rounded(rows, rounding) for rows in weight.split(_TOGETHER)), len(weight))
 
 
 def _rounded(weight: torch.Tensor, rounding: Literal["int8", "int4"]) -> QuantisedMatrix:
     dtype = torch.float16 if weight.dtype == torch.float16 else torch.bfloat16
+    tiny = torch.finfo(dtype).tiny
     if rounding == "int8":
-        scales = (
-            (weight.abs().amax(1, keepdim=True) / 127).to(dtype).clamp_min(torch.finfo(dtype).tiny)
-        )
+        scales = (weight.abs().amax(1, keepdim=True) / 127).to(dtype).clamp_min(tiny)
         steps = (weight.float() / scales.float()).round_().clamp_(-127, 127)
         return QuantisedMatrix(steps.to(torch.int8), 8, scales)
     groups = weight.float().view(len(weight), -1, GROUP)
     low, high = groups.aminmax(dim=-1)
-    step = ((high - low) / 15).clamp_min(torch.finfo(dtype).tiny)
+    step = ((high - low) / 15).clamp_min(tiny)
     middle = (low + 8 * step).to(dtype)
     scales = step.to(dtype)
-    steps = (
-        ((groups - middle.float()[..., None]) / scales.float()[..., None])
-        .round_()
-        .add_(8)
-        .clamp_(0, 15)
-    )
-    return QuantisedMatrix(
-        steps.to(torch.uint8).view(weight.shape), 4, scales, least=middle, offset=8.0
-    )
+    steps = (groups - middle.float()[..., None]) / scales.float()[..., None]
+    steps = steps.round_().add_(8).clamp_(0, 15).to(torch.uint8).view(weight.shape)
+    return QuantisedMatrix(steps, 4, scales, least=middle, offset=8.0)
 
 
 def panels(rows: torch.Tensor, lanes: int) -> torch.Tensor:
-    """[out, n] -> [panels, lanes, n], padded with zeros."""
-    rows = rows.view(torch.uint8) if rows.dtype == torch.float8_e4m3fn else rows
+    """Return panels of rows, padded with zeros: [out, n] -> [panels, lanes, n]."""
+    if rows.dtype == torch.float8_e4m3fn:
+        rows = rows.view(torch.uint8)
     missing = -len(rows) % lanes
-    return (pad(rows, (0, 0, 0, missing)) if missing else rows).view(-1, lanes, rows.shape[1])
+    if missing:
+        rows = pad(rows, (0, 0, 0, missing))
+    return rows.view(-1, lanes, rows.shape[1])

@@ -1,7 +1,7 @@
 """Keys and values of several sequences, in buffers allocated once.
 
-A slot holds one sequence and its length: a rollback sets the length.  A tree's states wait until `keep` chooses the
-path that continues the sequence.
+A slot holds one sequence and its length: a rollback sets the length. A tree's states wait until `keep`
+chooses the path that continues the sequence.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Tree:
 
     Attributes:
         parents: see `Feed`.
-        rows: those of the nodes in `states`; None where the nodes' states are in the slot itself, in their order.
+        rows: the rows of the nodes in `states`; None: the slot itself holds their states, in their order.
         states: for each layer (keys, values), [rows, kv_heads, head_dim].
     """
 
@@ -32,16 +32,17 @@ class Tree:
 
 
 class Slots:
-    """Keys and values [slots, layers, kv_heads, positions, head_dim], all zeros at first.
+    """Holds keys and values [slots, layers, kv_heads, positions, head_dim], all zeros at first.
 
-    Forwards read positions beyond a sequence, with weight 0 by the mask; 0 times NaN is NaN, so a rollback zeroes the
-    positions that it removes.
+    Forwards read positions beyond a sequence, with weight 0 by the mask. As 0 times NaN is NaN, a
+    rollback zeroes the positions that it removes.
     """
 
     def __init__(
         self, shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.keys, self.values = (_zeros(shape, dtype, device) for _ in range(2))
+        self.keys = _zeros(shape, dtype, device)
+        self.values = _zeros(shape, dtype, device)
         self.lengths = [0] * shape[0]
         self._written = [0] * shape[0]  # by slot: positions from here on are zeros
         self._trees: list[Tree | None] = [None] * shape[0]
@@ -61,15 +62,17 @@ class Slots:
 
     def rollback(self, length: int, slot: int) -> None:
         assert 0 <= length <= self.lengths[slot]
-        held, self._trees[slot] = self._trees[slot], None
-        forgets = length < self.lengths[slot] or length == 0 or held is not None
+        has_tree = self._trees[slot] is not None
+        needs_clearing = length < self.lengths[slot] or length == 0 or has_tree
+        self._trees[slot] = None
         self.lengths[slot] = length
-        if forgets:
+        if needs_clearing:
             self._clear(slot, length)
 
     def keep(self, path: Sequence[int], slot: int) -> None:
         """Continue the sequence by the nodes of `path`; forget the rest of the tree."""
-        tree, start = self._trees[slot], self.lengths[slot]
+        tree = self._trees[slot]
+        start = self.lengths[slot]
         assert tree is not None, "no tree was fed to this slot"
         assert is_path(tree.parents, path), (tree.parents, path)
         self._trees[slot] = None
@@ -88,24 +91,25 @@ class Slots:
         self._clear(slot, end)
 
     def fork(self, slot: int, into: int, length: int, shared: int = 0) -> None:
-        """Make slot `into` hold the first `length` tokens of `slot`, of which it holds `shared` already."""
+        """Copy the first `length` tokens of `slot` to `into`, which holds the first `shared` already."""
         assert slot != into
         assert shared <= length <= self.lengths[slot]
         self.rollback(shared, into)
         with torch.inference_mode():
             for buffer in (self.keys, self.values):
                 buffer[into, :, :, shared:length] = buffer[slot, :, :, shared:length]
-        self.lengths[into] = self._written[into] = length
+        self.lengths[into] = length
+        self._written[into] = length
 
     def _clear(self, slot: int, length: int) -> None:
         with torch.inference_mode():
-            self.keys[slot, :, :, length : self._written[slot]].zero_()
-            self.values[slot, :, :, length : self._written[slot]].zero_()
+            for buffer in (self.keys, self.values):
+                buffer[slot, :, :, length : self._written[slot]].zero_()
         self._written[slot] = length
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros; on a CPU in a fresh mapping, whose pages take no memory until they are written to."""
+    """Return zeros; on a CPU in a fresh mapping, whose pages take no memory until written to."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.frombuffer(mmap.mmap(-1, prod(shape) * dtype.itemsize), dtype=dtype).view(shape)

@@ -1,7 +1,7 @@
 """Triton kernels of attention in a decoding forward: to parts of the positions, and the sum of the parts.
 
-A row's bits depend on its own tokens only.  Positions are cut into parts, and parts into blocks, by the row's own
-position (see `row_table`).  A part or block that a row does not see adds exactly zero.
+A row's bits depend on its own tokens only. Positions are cut into parts, and parts into blocks, by the
+row's own position (see `row_table`). A part or block that a row does not see adds exactly zero.
 """
 
 from __future__ import annotations
@@ -25,16 +25,26 @@ _LOW = constexpr(-1.0e30)
 
 @triton.jit
 def _turned(
-    source, positions, inside, norm, scale, cos, sin, eps, NORMS: constexpr, TURNS: constexpr, D: constexpr,
+    source,
+    positions,
+    inside,
+    norm,
+    scale,
+    cos,
+    sin,
+    eps,
+    NORMS: constexpr,
+    TURNS: constexpr,
+    D: constexpr,
     WIDE: constexpr,
-):  # fmt: skip
-    """Queries or keys [rows, WIDE] that start at `source` [rows], normalised, turned to their positions.
+):
+    """Load queries or keys [rows, WIDE] from `source` [rows], normalised, rotated to their positions.
 
     The first half of `sin` is negated; see `layers.DecoderLayers.angles`.
 
     Args:
-        norm: [rows], where each one's weights begin.
-        scale: [rows], of NORMS 2: those over all heads. NORMS 1: each head by itself. 0: none.
+        norm: [rows], pointers to the first of each row's norm weights.
+        NORMS: 0: no norm. 1: each head is normalised by itself. 2: by `scale` [rows], that of all heads.
         WIDE: the power of two that holds D; numbers beyond D are 0.
     """
     d = tl.arange(0, WIDE)
@@ -62,9 +72,29 @@ def _turned(
 
 @triton.jit
 def _write_new(
-    table, qkv, to_keys, to_values, norm, squares, cos, sin, feed, fed, start, low, high, head, eps, ROWS: constexpr,
-    HQ: constexpr, HK: constexpr, D: constexpr, WIDE: constexpr, NORMS: constexpr, TURNS: constexpr,
-):  # fmt: skip
+    table,
+    qkv,
+    to_keys,
+    to_values,
+    norm,
+    squares,
+    cos,
+    sin,
+    feed,
+    fed,
+    start,
+    low,
+    high,
+    head,
+    eps,
+    ROWS: constexpr,
+    HQ: constexpr,
+    HK: constexpr,
+    D: constexpr,
+    WIDE: constexpr,
+    NORMS: constexpr,
+    TURNS: constexpr,
+):
     """Write the keys and values of a feed's rows whose positions in the text are from `low` to `high`."""
     d = tl.arange(0, WIDE)
     for first in range(0, fed, TILE_ROWS):
@@ -90,12 +120,25 @@ def _write_new(
 
 @triton.jit
 def _attend_part(
-    query, positions, keys, values, start, path, begin, high, scale, R: constexpr, D: constexpr, WIDE: constexpr,
-    WINDOW: constexpr, CAP: constexpr,
-):  # fmt: skip
-    """(mixed values [R, WIDE], greatest score [R], sum of shares [R]) of the positions from `begin` to `high`.
+    query,
+    positions,
+    keys,
+    values,
+    start,
+    path,
+    begin,
+    high,
+    scale,
+    R: constexpr,
+    D: constexpr,
+    WIDE: constexpr,
+    WINDOW: constexpr,
+    CAP: constexpr,
+):
+    """Attend to the positions from `begin` to `high`.
 
-    In the cache the positions from `start` on stand as the nodes of `path`, others in their order.
+    Returns (mixed values [R, WIDE], greatest score [R], sum of shares [R]). In the cache the nodes of `path`
+    follow position `start`; all other positions are in their order.
     """
     d = tl.arange(0, WIDE)
     kind: constexpr = query.dtype
@@ -127,7 +170,7 @@ def _attend_part(
 
 @triton.jit
 def _tile_at(table, t, ROWS: constexpr):
-    """The numbers of a `row_table.Tile`, in place of `parts` how many there are from `begin` on."""
+    """Read the numbers of a `row_table.TableTile`, with the count of parts from `begin` on for `parts`."""
     at = table + 1 + PER_ROW * ROWS + t * NUMBERS
     first, count = tl.load(at).to(tl.int32), tl.load(at + 1).to(tl.int32)
     feed, fed = tl.load(at + 2).to(tl.int32), tl.load(at + 3).to(tl.int32)
@@ -149,17 +192,40 @@ def _tile_at(table, t, ROWS: constexpr):
 
 @triton.jit
 def attend(
-    table, qkv, keys, values, q_norm, k_norm, squares, cos, sin, sums, stats, slot_stride, head_stride, scale, eps,
-    ROWS: constexpr, HQ: constexpr, HK: constexpr, D: constexpr, NORMS: constexpr, TURNS: constexpr, WINDOW: constexpr,
-    CAP: constexpr, OVERLAPS: constexpr,
-):  # fmt: skip
-    """Write the rows' keys and values to their slots, and attend to each part of what the rows see. Any grid.
+    table,
+    qkv,
+    keys,
+    values,
+    q_norm,
+    k_norm,
+    squares,
+    cos,
+    sin,
+    sums,
+    stats,
+    slot_stride,
+    head_stride,
+    scale,
+    eps,
+    ROWS: constexpr,
+    HQ: constexpr,
+    HK: constexpr,
+    D: constexpr,
+    NORMS: constexpr,
+    TURNS: constexpr,
+    WINDOW: constexpr,
+    CAP: constexpr,
+    OVERLAPS: constexpr,
+):
+    """Write the rows' keys and values to their slots, and attend to each part of what the rows see.
 
-    A unit of work is one key-value head of one part of a tile's positions, with all query heads that share it, for the
-    tile's rows or for one of those that are apart; it writes the keys and values of its feed whose positions are in its
-    part.  `add_parts` adds what the parts give. NORMS: see `_turned`; squares: of the columns of qkv, for 2. TURNS:
-    queries and keys are rotated. WINDOW: positions that a row sees, its own included; 0: all earlier ones. CAP: of
-    scores, by tanh; 0: none.
+    A unit of work is one key-value head of one part of a tile's positions, with all query heads that share
+    it, for the tile's rows or for a single row if they are computed apart. It writes the keys and values of
+    its feed whose positions are in its part. `add_parts` adds the outputs of the parts. Any grid will do.
+
+    NORMS: see `_turned`. squares: sums of squares of the columns of qkv, for NORMS 2. TURNS: queries and
+    keys are rotated. WINDOW: how many positions a row sees, its own included; 0: all earlier ones. CAP: the
+    cap of scores, by tanh; 0: none.
     """
     GROUP: constexpr = HQ // HK
     R: constexpr = triton.next_power_of_2(TILE_ROWS * GROUP)
@@ -191,9 +257,29 @@ def attend(
             positions = tl.load(table + 1 + ROWS + row, mask=asks, other=0)
             at = slot * slot_stride + head * head_stride
             _write_new(
-                table, qkv, keys + at, values + at, k_norm, squares, cos, sin, feed, fed, start, low, high, head, eps,
-                ROWS, HQ, HK, D, WIDE, NORMS, TURNS,
-            )  # fmt: skip
+                table,
+                qkv,
+                keys + at,
+                values + at,
+                k_norm,
+                squares,
+                cos,
+                sin,
+                feed,
+                fed,
+                start,
+                low,
+                high,
+                head,
+                eps,
+                ROWS,
+                HQ,
+                HK,
+                D,
+                WIDE,
+                NORMS,
+                TURNS,
+            )
             its = head * GROUP + r // TILE_ROWS  # query head
             scales = root_scale(squares, 0, HQ * D, eps, ROWS, row) if NORMS == 2 else positions
             norm = q_norm + (its * D if NORMS == 2 else its * 0)
@@ -245,9 +331,9 @@ def add_parts(
     SINKS: constexpr,
     OVERLAPS: constexpr,
 ):
-    """out [ROWS, HQ * D]: what the parts of `attend` give together, added in their order.
+    """Add the outputs of the parts of `attend`, in the order of the parts, into out [ROWS, HQ * D].
 
-    SINKS: `sinks` [HQ] are scores of no position, of which no value comes. Grid: (query heads, ROWS / TILE_ROWS).
+    SINKS: `sinks` [HQ] are scores without a position or a value. Grid: (query heads, ROWS / TILE_ROWS).
     """
     WIDE: constexpr = triton.next_power_of_2(D)
     rows, d, head = (

@@ -1,4 +1,4 @@
-"""How the products of `decode` are cut into programs: candidates, and the fastest of them on this GPU."""
+"""Autotuner: tile sizes of the decode GEMMs, timed once per GPU and shape, and kept in a file."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Product(NamedTuple):
-    """What a cut is chosen for: a product's name, (outputs, inputs), kind of weights, and rows of the table."""
+    """The key of a cut: a product's name, shape (outputs, inputs), kind of weights, and table rows."""
 
     name: str
     shape: tuple[int, int]
@@ -35,12 +36,14 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """How one product is cut.
+    """Tile sizes of one product.
 
     Attributes:
-        columns: outputs of a tile; of gate-up as many of each. inputs: of a warp at once.
+        columns: outputs of a tile; gate-up has as many of each.
+        inputs: inputs that a warp multiplies at once.
         parts: programs that share a tile, each with its part of the inputs.
-        warps: of a program, which share its inputs: a power of two. stages: see Triton.
+        warps: warps of a program, which share its inputs: a power of two.
+        stages: see Triton.
     """
 
     columns: int
@@ -50,28 +53,33 @@ class Cut:
     stages: int = 4
 
     def options(self, device: torch.device) -> dict[str, int]:
-        """The launch's own options; the interpreter takes none."""
-        return {"num_warps": self.warps, "num_stages": self.stages} if device.type == "cuda" else {}
+        """Return the options of the launch; Triton's interpreter has none."""
+        if device.type != "cuda":
+            return {}
+        return {"num_warps": self.warps, "num_stages": self.stages}
 
 
-_CANDIDATES = (  # each the fastest for some product of the shapes of Llama 1B and 7B, on an H100
-    Cut(32, 64, 1, 4, 4),
-    Cut(32, 128, 1, 4, 3),
-    Cut(32, 128, 1, 2, 3),
-    Cut(16, 128, 1, 4, 4),
-    Cut(64, 64, 1, 2, 4),
-)
-_EIGHT_BITS = (
-    Cut(32, 128, 1, 4, 3),
-    Cut(32, 128, 1, 2, 4),
-    Cut(16, 128, 1, 4, 4),
-)
-_FOUR_BITS = (
-    Cut(32, 128, 1, 4, 1),
-    Cut(16, 128, 1, 8, 1),
-    Cut(32, 128, 1, 8, 1),
-    Cut(16, 128, 1, 4, 1),
-)
+# By bits of the weights: each cut is the fastest for some product of Llama 1B and 7B on an H100.
+_CANDIDATES = {
+    16: [
+        Cut(32, 64, 1, 4, 4),
+        Cut(32, 128, 1, 4, 3),
+        Cut(32, 128, 1, 2, 3),
+        Cut(16, 128, 1, 4, 4),
+        Cut(64, 64, 1, 2, 4),
+    ],
+    8: [
+        Cut(32, 128, 1, 4, 3),
+        Cut(32, 128, 1, 2, 4),
+        Cut(16, 128, 1, 4, 4),
+    ],
+    4: [
+        Cut(32, 128, 1, 4, 1),
+        Cut(16, 128, 1, 8, 1),
+        Cut(32, 128, 1, 8, 1),
+        Cut(16, 128, 1, 4, 1),
+    ],
+}
 FAILURES = (OutOfResources, PTXASError)  # of a kernel that this GPU cannot run
 ADDING = ("out", "down")  # products that are added to the hidden state
 _LEAST = 16  # inputs at once
@@ -82,7 +90,7 @@ _PATIENCE = 300.0  # seconds to wait for another process that times kernels
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Holds this machine's lock for timing kernels: target and draft start together, often on one GPU."""
+    """Hold this machine's lock for timing kernels: target and draft start together, often on one GPU."""
     directory = cache_directory()
     with suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True)
@@ -96,35 +104,44 @@ def one_at_a_time() -> Iterator[None]:
 
 
 def candidates(product: Product, fewer: Cut | None = None) -> list[Cut]:
-    """The cuts that fit a product, at least one; empty where its sizes are too odd for any.
+    """Return the cuts that fit a product; none if its sizes are too odd for any.
 
-    fewer: the cut that was chosen for smaller tables: then only cuts that add sums in the same order.
+    Args:
+        fewer: the cut that was chosen for smaller tables. If there is one, only cuts that add sums in
+            the same order are returned.
     """
-    (outputs, inputs), kind, adds = product.shape, dict(product.kind), product.name in ADDING
-    some: Sequence[Cut] = {4: _FOUR_BITS, 8: _EIGHT_BITS, 16: _CANDIDATES}[kind["BITS"]]
-    if kind["BITS"] == 4:
-        some = [replace(cut, inputs=4 * packed_together(inputs, kind["GROUP"])) for cut in some]
+    outputs, inputs = product.shape
+    kind = dict(product.kind)
+    bits = kind["BITS"]
+    is_added = product.name in ADDING
+    cuts = _CANDIDATES[bits]
+    if bits == 4:
+        packed = 4 * packed_together(inputs, kind["GROUP"])
+        cuts = [replace(cut, inputs=packed) for cut in cuts]
     if fewer is not None:
-        some = [replace(fewer, columns=columns) for columns in sorted({fewer.columns, 16, 32})]
-        some += [replace(fewer, stages=2)] * (fewer.stages > 2)
-    fitting = [
-        cut
-        for cut in some
-        if inputs % cut.inputs == 0
-        and inputs >= cut.inputs * cut.parts
-        and (outputs % cut.columns == 0 or not adds)
-        and (cut.parts == 1 or product.name != "head")
-    ]
-    most = min(128, inputs & -inputs)
-    columns = min(16, outputs & -outputs) if adds else 16
-    if not fitting and fewer is None and min(most, columns) >= _LEAST and kind["BITS"] != 4:
-        fitting = [Cut(columns, most)]
-    return fitting
+        cuts = [replace(fewer, columns=columns) for columns in sorted({fewer.columns, 16, 32})]
+        if fewer.stages > 2:
+            cuts.append(replace(fewer, stages=2))
+    fitting = []
+    for cut in cuts:
+        has_inputs = inputs % cut.inputs == 0 and inputs >= cut.inputs * cut.parts
+        has_columns = outputs % cut.columns == 0 or not is_added
+        if has_inputs and has_columns and (cut.parts == 1 or product.name != "head"):
+            fitting.append(cut)
+    if fitting or fewer is not None or bits == 4:
+        return fitting
+    at_once = min(128, inputs & -inputs)
+    columns = 16
+    if is_added:
+        columns = min(columns, outputs & -outputs)
+    if min(at_once, columns) >= _LEAST:
+        return [Cut(columns, at_once)]
+    return []
 
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Kernels that are asked for by `warmup` are compiled beside one another. Those that fail raise when launched."""
+    """Compile the kernels that `warmup` asks for in parallel. Those that fail raise when launched."""
     with (
         ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as pool,
         AsyncCompileMode(pool, ignore_errors=True),
@@ -133,62 +150,70 @@ def compiling() -> Iterator[None]:
 
 
 class Cuts:
-    """The cuts of products on a device, as timed now or when a model of their shapes was loaded before."""
+    """The cuts of products on a device, timed now or when a model of their shapes was loaded earlier."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._path = device, cache_directory() / "kernels.json"
+        self._device = device
+        self._path = cache_directory() / "kernels.json"
 
-    def _known(self) -> dict[str, Any]:
+    def _read(self) -> dict[str, Any]:
         with suppress(OSError, ValueError):
             return dict(json.loads(self._path.read_text()))
         return {}
 
     def _key(self, product: Product) -> str:
-        name, (outputs, inputs), kind, rows = product
-        weights = ", ".join(f"{setting.lower()} {value:g}" for setting, value in kind)
-        about = f"{name} {outputs}x{inputs}, {weights}, {rows} rows"
+        outputs, inputs = product.shape
+        weights = ", ".join(f"{setting.lower()} {value:g}" for setting, value in product.kind)
+        about = f"{product.name} {outputs}x{inputs}, {weights}, {product.rows} rows"
         return f"{torch.cuda.get_device_name(self._device)}, torch {torch.__version__}, {about}"
 
     def fitting(self, product: Product, fewer: Cut | None) -> list[Cut]:
-        """The cuts to choose from; one if nothing is left to choose. fewer: see `candidates`."""
-        found = candidates(product, fewer)
-        if not found:
-            raise ValueError(
-                f"no cut fits a product of {product.shape[0]} outputs and {product.shape[1]} inputs"
-            )
+        """Return the cuts to choose from; a single one if it was chosen earlier.
+
+        Raises:
+            ValueError: no cut fits.
+
+        Args:
+            fewer: see `candidates`.
+        """
+        cuts = candidates(product, fewer)
+        if not cuts:
+            outputs, inputs = product.shape
+            raise ValueError(f"no cut fits a product of {outputs} outputs and {inputs} inputs")
         if self._device.type != "cuda":
-            return found[:1]
+            return cuts[:1]
         with suppress(KeyError, TypeError):
-            if (cut := Cut(**self._known()[self._key(product)])) in found:
+            cut = Cut(**self._read()[self._key(product)])
+            if cut in cuts:
                 return [cut]
-        return found
+        return cuts
 
     def fastest(
         self, product: Product, fitting: Sequence[Cut], launch: Callable[[Cut], object]
     ) -> Cut:
-        """Time them, and keep the fastest in a file."""
+        """Time the cuts, keep the fastest in the file, and return it."""
         if len(fitting) == 1:
             return fitting[0]
         log.info(
             "timing kernels for a product of %d outputs and %d inputs, once on this GPU",
             *product.shape,
         )
-        taken = [recorded_milliseconds(lambda: launch(cut)) for cut in fitting]  # noqa: B023
-        best = fitting[taken.index(min(taken))]
-        if min(taken) == math.inf:
-            return best  # its launch says why it cannot run
+        times = [recorded_milliseconds(partial(launch, cut)) for cut in fitting]
+        fastest = fitting[times.index(min(times))]
+        if min(times) == math.inf:
+            return fastest  # its launch says why it cannot run
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self._path.with_suffix(f".{os.getpid()}")
-            partial.write_text(
-                json.dumps(self._known() | {self._key(product): asdict(best)}, indent=1)
-            )
-            os.replace(partial, self._path)
-        return best
+            cuts = self._read()
+            cuts[self._key(product)] = asdict(fastest)
+            draft = self._path.with_suffix(f".{os.getpid()}")
+            draft.write_text(json.dumps(cuts, indent=1))
+            os.replace(draft, self._path)
+        return fastest
 
 
 def recorded_milliseconds(launch: Callable[[], object]) -> float:
-    """Of launches, recorded; infinite where the GPU has no room for a kernel, or its compiler fails."""
+    """Record launches and time a replay; infinite if a kernel does not fit or does not compile."""
     try:
         launch()  # libraries and kernels are loaded here, not while this is recorded
     except FAILURES:
@@ -201,11 +226,12 @@ def recorded_milliseconds(launch: Callable[[], object]) -> float:
 
 
 def milliseconds(replay: Callable[[], object]) -> float:
-    """Of a recording, in the median."""
+    """Return the median time of a replay."""
     replay()
     times = []
     for _ in range(_REPLAYS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         begin.record()
         replay()
         end.record()

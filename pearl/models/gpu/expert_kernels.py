@@ -1,10 +1,11 @@
-"""Triton kernels of the experts of a forward of 16 rows, and the weights of a layer's experts as they read them.
+"""Triton kernels of the experts of a forward of 16 rows, and the stacked weights that they read.
 
-Which experts a row chose is read on the device, so that a recording serves every choice.  A program has one expert and
-one tile of outputs, for all rows: an expert's weights are read once, and a row's bits are those of any other company.
+The device reads which experts a row chose, so that a recording serves every choice. A program has one
+expert and one tile of outputs, for all rows: an expert's weights are read once, and a row's bits do not
+depend on the other rows.
 
-`TRITON_INTERPRET=1` runs the kernels on a CPU, in float32: with bfloat16 the interpreter computes otherwise than a
-GPU, as `tests/test_interpreter.py` shows.
+`TRITON_INTERPRET=1` runs the kernels on a CPU, in float32: with bfloat16 the interpreter computes
+otherwise than a GPU, as `tests/test_interpreter.py` shows.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _WARPS = 4  # see `multiply_tile`
 
 @triton.jit
 def _is_first(ids, pair, PAIRS: constexpr):
-    """Whether no earlier pair of row and choice has the expert of this one."""
+    """Whether no earlier pair of row and choice has this pair's expert."""
     pairs = tl.arange(0, triton.next_power_of_2(PAIRS))
     same = tl.load(ids + pairs, mask=pairs < pair, other=-1) == tl.load(ids + pair)
     return tl.sum(same.to(tl.int32), 0) == 0
@@ -37,11 +38,30 @@ def _is_first(ids, pair, PAIRS: constexpr):
 
 @triton.jit
 def expert_gate_up(
-    x, ids, w, scales, bias, act, w_stride, scales_stride, alpha, limit, K: constexpr, N: constexpr, TOP: constexpr,
-    BN: constexpr, BK: constexpr, S: constexpr, BITS: constexpr, GROUP: constexpr,
-    EXTRA: constexpr, OFFSET: constexpr, BIAS: constexpr, CLAMPS: constexpr,
-):  # fmt: skip
-    """act [16 * TOP, 16, N]: of all rows x [16, K], by the expert of each pair that is the first with it.
+    x,
+    ids,
+    w,
+    scales,
+    bias,
+    act,
+    w_stride,
+    scales_stride,
+    alpha,
+    limit,
+    K: constexpr,
+    N: constexpr,
+    TOP: constexpr,
+    BN: constexpr,
+    BK: constexpr,
+    S: constexpr,
+    BITS: constexpr,
+    GROUP: constexpr,
+    EXTRA: constexpr,
+    OFFSET: constexpr,
+    BIAS: constexpr,
+    CLAMPS: constexpr,
+):
+    """Compute act [16 * TOP, 16, N] of all rows x [16, K], for each pair that is the first with its expert.
 
     Grid: (pairs of row and choice, tiles). ids: [16, TOP]. w: [experts, 2 * N, K].
     """
@@ -54,9 +74,29 @@ def expert_gate_up(
         w += expert * w_stride
         scales += expert * scales_stride
         gate, up = multiply_tile(
-            None, x, x, w, scales, tl.program_id(1) * BN, 0, K, K, N, BN, BK, S, ROWS, False, BITS, GROUP, EXTRA,
-            OFFSET, N, K % (S * BK) == 0, False,
-        )  # fmt: skip
+            None,
+            x,
+            x,
+            w,
+            scales,
+            tl.program_id(1) * BN,
+            0,
+            K,
+            K,
+            N,
+            BN,
+            BK,
+            S,
+            ROWS,
+            False,
+            BITS,
+            GROUP,
+            EXTRA,
+            OFFSET,
+            N,
+            K % (S * BK) == 0,
+            False,
+        )
         if BIAS:
             its = bias + expert * 2 * N + known
             gate += tl.load(its).to(tl.float32)[:, None]
@@ -71,11 +111,30 @@ def expert_gate_up(
 
 @triton.jit
 def expert_down(
-    act, ids, w, scales, bias, out, w_stride, scales_stride, K: constexpr, N: constexpr, TOP: constexpr, BN: constexpr,
-    BK: constexpr, S: constexpr, BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr,
+    act,
+    ids,
+    w,
+    scales,
+    bias,
+    out,
+    w_stride,
+    scales_stride,
+    K: constexpr,
+    N: constexpr,
+    TOP: constexpr,
+    BN: constexpr,
+    BK: constexpr,
+    S: constexpr,
+    BITS: constexpr,
+    GROUP: constexpr,
+    EXTRA: constexpr,
+    OFFSET: constexpr,
     BIAS: constexpr,
-):  # fmt: skip
-    """out [16, TOP, N]: what each row's choices give. act: as `expert_gate_up` leaves it. Grid: as there."""
+):
+    """Compute out [16, TOP, N], the output of each row's choices, from the `act` of `expert_gate_up`.
+
+    Grid: (pairs of row and choice, tiles).
+    """
     pair = tl.program_id(0)
     if _is_first(ids, pair, ROWS * TOP):
         expert = tl.load(ids + pair)
@@ -85,9 +144,29 @@ def expert_down(
         scales += expert * scales_stride
         rows_of_pair = act + pair * ROWS * K
         found, _ = multiply_tile(
-            None, rows_of_pair, act, w, scales, tl.program_id(1) * BN, 0, K, K, N, BN, BK, S, ROWS, False, BITS, GROUP,
-            EXTRA, OFFSET, 0, K % (S * BK) == 0, False,
-        )  # fmt: skip
+            None,
+            rows_of_pair,
+            act,
+            w,
+            scales,
+            tl.program_id(1) * BN,
+            0,
+            K,
+            K,
+            N,
+            BN,
+            BK,
+            S,
+            ROWS,
+            False,
+            BITS,
+            GROUP,
+            EXTRA,
+            OFFSET,
+            0,
+            K % (S * BK) == 0,
+            False,
+        )
         if BIAS:
             found += tl.load(bias + expert * N + known).to(tl.float32)[:, None]
         for choice in tl.static_range(TOP):
@@ -101,64 +180,92 @@ def expert_down(
 
 
 class ExpertProducts:
-    """A layer's experts, whose matrices are stacked.
+    """Computes a layer's experts, whose matrices are stacked.
 
     Args:
         each: gate and up, and down, of each expert.
         limits: see `experts.Experts`.
 
     Attributes:
-        each: likewise, as views of the stacked ones.
+        each: the same matrices as views of the stacked ones.
     """
 
     def __init__(
         self, each: Sequence[tuple[Matrix, Matrix]], limits: tuple[float, float] | None
     ) -> None:
         self._limits = limits or (1.0, 0.0)
-        self._both, self._down = (_Stack(some) for some in zip(*each, strict=True))
         self._clamps = limits is not None
-        self.each = list(zip(self._both.each, self._down.each, strict=True))
+        self._gate_up, self._down = (_Stack(matrices) for matrices in zip(*each, strict=True))
+        self.each = list(zip(self._gate_up.each, self._down.each, strict=True))
 
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """What each choice of each row gives: x [16, hidden], chosen [16, top] -> [16, top, hidden]."""
-        (rows, top), hidden, inner = chosen.shape, x.shape[1], self._down.inputs
-        act, found = x.new_empty(rows * top, rows, inner), x.new_empty(rows, top, hidden)
-        for kernel, stack, source, out, width, more in (
-            (expert_gate_up, self._both, x, act, inner, self._limits),
-            (expert_down, self._down, act, found, hidden, ()),
-        ):
-            clamps = {"CLAMPS": self._clamps} if more else {}
-            kernel[(rows * top, -(-width // _COLUMNS))](
-                source, chosen, *stack.tensors, out, *stack.strides, *more, K=stack.inputs, N=width, TOP=top,
-                BN=_COLUMNS, **stack.options, **clamps,
-            )  # fmt: skip
-        return found
+        """Return the output of each row's experts: x [16, hidden], chosen [16, top] -> [16, top, hidden]."""
+        rows, top = chosen.shape
+        hidden = x.shape[1]
+        inner = self._down.inputs
+        pairs = rows * top
+        act = x.new_empty(pairs, rows, inner)
+        outputs = x.new_empty(rows, top, hidden)
+        expert_gate_up[(pairs, -(-inner // _COLUMNS))](
+            x,
+            chosen,
+            *self._gate_up.tensors,
+            act,
+            *self._gate_up.strides,
+            *self._limits,
+            N=inner,
+            TOP=top,
+            CLAMPS=self._clamps,
+            **self._gate_up.options,
+        )
+        expert_down[(pairs, -(-hidden // _COLUMNS))](
+            act,
+            chosen,
+            *self._down.tensors,
+            outputs,
+            *self._down.strides,
+            N=hidden,
+            TOP=top,
+            **self._down.options,
+        )
+        return outputs
 
 
 class _Stack:
-    """One matrix of all experts."""
+    """Holds one matrix of all experts."""
 
     def __init__(self, matrices: Sequence[Matrix]) -> None:
         first = matrices[0]
         assert isinstance(first, Plain | Quantised)
-        kinds: Any = [each for each in matrices if isinstance(each, type(first))]
-        weight = torch.stack([each.weight for each in kinds])
-        scales = (
-            weight if isinstance(first, Plain) else torch.stack([each.scales for each in kinds])
-        )
-        bias = weight if first.bias is None else torch.stack([each.bias for each in kinds])
+        kinds: Any = [matrix for matrix in matrices if isinstance(matrix, type(first))]
+        has_bias = first.bias is not None
+        weight = torch.stack([matrix.weight for matrix in kinds])
+        scales = weight
+        bias = weight
+        if isinstance(first, Quantised):
+            scales = torch.stack([matrix.scales for matrix in kinds])
+        if has_bias:
+            bias = torch.stack([matrix.bias for matrix in kinds])
         self.inputs = int(first.shape[1])
-        self.tensors, self.strides = (weight, scales, bias), (weight.stride(0), scales.stride(0))
-        packed = packed_together(self.inputs, first.options()["GROUP"])
-        at_once = 4 * packed if first.bits == 4 else min(128, self.inputs & -self.inputs)
+        self.tensors = (weight, scales, bias)
+        self.strides = (weight.stride(0), scales.stride(0))
+        at_once = min(128, self.inputs & -self.inputs)
+        if first.bits == 4:
+            at_once = 4 * packed_together(self.inputs, first.options()["GROUP"])
         self.options = {
+            "K": self.inputs,
+            "BN": _COLUMNS,
             "BK": at_once,
             "S": _WARPS,
-            "BIAS": first.bias is not None,
+            "BIAS": has_bias,
             **first.options(),
         }
-        biases = [None] * len(kinds) if first.bias is None else bias
-        self.each: list[Matrix] = [
-            Plain(w, b) if isinstance(first, Plain) else replace(first, weight=w, scales=s, bias=b)
-            for w, s, b in zip(weight, scales, biases, strict=True)
-        ]
+        self.each: list[Matrix] = []
+        for number in range(len(kinds)):
+            its_bias = bias[number] if has_bias else None
+            if isinstance(first, Plain):
+                self.each.append(Plain(weight[number], its_bias))
+            else:
+                self.each.append(
+                    replace(first, weight=weight[number], scales=scales[number], bias=its_bias)
+                )

@@ -1,10 +1,12 @@
 """Triton kernels of a prompt's piece: rotating, writing to the cache, and attention to it.
 
-The slot, the start and the number of tokens are read on the device, so one recording serves all (see `prompts`).
+The device reads the slot, the start and the number of tokens, so one recording serves all (see
+`prefill`).
 
-A row's bits depend on its position and its sequence only: it adds blocks of keys one by one, counted from position 0,
-and a block or a position that it does not see adds exactly zero.  Where no row of a tile needs a mask, none is applied:
-a mask changes scores before any arithmetic on them, so those that it leaves alone give the same bits.
+A row's bits depend on its position and its sequence only: it adds blocks of keys one by one, counted
+from position 0, and a block or a position that it does not see adds exactly zero. Where no row of a tile
+needs a mask, none is applied: a mask changes scores before any arithmetic on them, so the scores that it
+leaves alone give the same bits.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ LEAST_DIM = 16  # of a head: what tensor cores multiply at once
 
 
 class Tile(NamedTuple):
-    """Rows of a program of `attend`, positions that it adds at once, warps, and stages of the pipeline of its loads."""
+    """Rows of a program of `attend`, positions that it adds at once, and its warps and pipeline stages."""
 
     rows: int
     positions: int
@@ -30,14 +32,15 @@ class Tile(NamedTuple):
     stages: int
 
     def options(self, device: torch.device) -> dict[str, int]:
-        """The launch's own options; the interpreter takes none."""
+        """Return the options of the launch; Triton's interpreter has none."""
         return {"num_warps": self.warps, "num_stages": self.stages} if device.type == "cuda" else {}
 
 
 def tile_of(dim: int) -> Tile:
-    """The tile for heads of this size: queries and the stages' keys and values fit into a Hopper's shared memory.
+    """Return the tile for heads of this size.
 
-    Positions divide `attention.BLOCK`, and so the room of a slot.
+    Queries and the stages' keys and values fit into a Hopper's shared memory. Positions divide
+    `attention.BLOCK`, and so the room of a slot.
     """
     if dim <= 64:
         return Tile(128, 64, 4, 3)
@@ -46,7 +49,7 @@ def tile_of(dim: int) -> Tile:
 
 @triton.jit
 def _turned(source, at, cos, sin, TURNS: constexpr, D: constexpr):
-    """Queries or keys [rows, D] that start at `source` [rows], if TURNS rotated to their positions `at` [rows].
+    """Load queries or keys [rows, D] from `source` [rows], and with TURNS rotate them to positions `at` [rows].
 
     The first half of `sin` is negated; see `layers.DecoderLayers.angles`.
     """
@@ -62,9 +65,22 @@ def _turned(source, at, cos, sin, TURNS: constexpr, D: constexpr):
 
 @triton.jit
 def write(
-    given, facing, values, cos, sin, to_keys, to_values, slot_stride, head_stride, facing_stride, values_stride,
-    HQ: constexpr, D: constexpr, BM: constexpr, TURNS: constexpr,
-):  # fmt: skip
+    given,
+    facing,
+    values,
+    cos,
+    sin,
+    to_keys,
+    to_values,
+    slot_stride,
+    head_stride,
+    facing_stride,
+    values_stride,
+    HQ: constexpr,
+    D: constexpr,
+    BM: constexpr,
+    TURNS: constexpr,
+):
     """Write the rows' keys and values to the slot. Grid: (rows / BM, key-value heads)."""
     rows, head, d = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1), tl.arange(0, D)
     at = tl.load(given + 1).to(tl.int32) + rows
@@ -80,10 +96,24 @@ def write(
 
 @triton.jit
 def _add_blocks(
-    query, keys, values, at, low, high, mixed, top, weight, inner, outer, MASKS: constexpr, WINDOW: constexpr,
-    CAPS: constexpr, BN: constexpr, D: constexpr,
-):  # fmt: skip
-    """(mixed values [BM, D], greatest score [BM], sum of shares [BM]) with positions from `low` to `high` added."""
+    query,
+    keys,
+    values,
+    at,
+    low,
+    high,
+    mixed,
+    top,
+    weight,
+    inner,
+    outer,
+    MASKS: constexpr,
+    WINDOW: constexpr,
+    CAPS: constexpr,
+    BN: constexpr,
+    D: constexpr,
+):
+    """Add the positions from `low` to `high` to (mixed values [BM, D], greatest score [BM], sum of shares [BM])."""
     n, d = tl.arange(0, BN), tl.arange(0, D)
     for begin in range(low, high, BN):
         there = begin + n
@@ -110,20 +140,39 @@ def _add_blocks(
 
 @triton.jit
 def attend(
-    given, facing, keys, values, cos, sin, sinks, out, slot_stride, head_stride, facing_stride, inner, outer,
-    HQ: constexpr, HK: constexpr, D: constexpr, BM: constexpr, BN: constexpr, WINDOW: constexpr, CAPS: constexpr,
-    SINKS: constexpr, TURNS: constexpr,
-):  # fmt: skip
-    """out [rows, HQ * D]: attention of rows to the slot's positions up to their own. Grid: (query heads, rows / BM).
+    given,
+    facing,
+    keys,
+    values,
+    cos,
+    sin,
+    sinks,
+    out,
+    slot_stride,
+    head_stride,
+    facing_stride,
+    inner,
+    outer,
+    HQ: constexpr,
+    HK: constexpr,
+    D: constexpr,
+    BM: constexpr,
+    BN: constexpr,
+    WINDOW: constexpr,
+    CAPS: constexpr,
+    SINKS: constexpr,
+    TURNS: constexpr,
+):
+    """Compute out [rows, HQ * D], the attention of rows to the slot's positions up to their own.
 
-    Reads whole blocks of BN positions. Scores are in powers of two.
+    It reads whole blocks of BN positions. Scores are in powers of two. Grid: (query heads, rows / BM).
 
     Args:
-        given: slot, start, count: of the rows from `count` on those in tiles of their own are zeros.
+        given: slot, start, count. Tiles that begin at row `count` or later are zeros.
         facing: queries, then keys, of each row, not rotated yet; rows are `facing_stride` apart.
-        inner: of a query's product with a key; outer: see `slot_attention.PromptAttention`.
+        inner: the multiplier of a query's product with a key. outer: see `slot_attention.PromptAttention`.
         WINDOW: see `attention.Scoring`; 0: none.
-        SINKS: `sinks` [HQ] are scores of which no value comes.
+        SINKS: `sinks` [HQ] are scores without a value.
     """
     head, tile = (
         tl.program_id(0),

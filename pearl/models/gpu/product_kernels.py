@@ -1,18 +1,18 @@
 """Triton kernels of a decoding forward of a fixed number of rows: embeddings, products, norms.
 
-Reading the weights is what a forward of few rows spends its time on, so a layer is few kernels: normalising and the
-query-key-value product; attention in two (see `attention_kernels`); output and residual; normalising, gate and up; down
-and residual.  A product that leaves the hidden state leaves its sums of squares too, for the next norm.
+A forward of few rows spends its time on reading the weights, so a layer is few kernels: norm and qkv;
+attention in two (see `attention_kernels`); output and residual; norm, gate and up; down and residual. A
+product that is added to the hidden state also stores the sums of squares, for the next norm.
 
-A row's bits depend on its own tokens only.  Weights are the left side of a product and rows the right one, so that
-another number of rows is more columns of the same instructions; sums that are computed in parts of the inputs are added
-in the order of the parts, by whichever program is the last to finish one.
+A row's bits depend on its own tokens only. Weights are the left side of a product and rows the right
+one, so that another number of rows is more columns of the same instructions. Sums that are computed in
+parts of the inputs are added in the order of the parts, by whichever program finishes last.
 
-ROWS: of the table (see `row_table`).  OVERLAPS: a kernel is launched while the one before it ends, and waits for it
-("programmatic dependent launch").
+ROWS: rows of the table (see `row_table`). OVERLAPS: a kernel is launched while the previous one ends,
+and waits for it ("programmatic dependent launch").
 
-`TRITON_INTERPRET=1` runs the kernels on a CPU, in float32: with bfloat16 the interpreter computes otherwise than a
-GPU, as `tests/test_interpreter.py` shows.
+`TRITON_INTERPRET=1` runs the kernels on a CPU, in float32: with bfloat16 the interpreter computes
+otherwise than a GPU, as `tests/test_interpreter.py` shows.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ SQUARED = constexpr(16)  # columns whose sum of squares is kept
 
 @triton.jit
 def root_scale(squares, first: constexpr, WIDTH: constexpr, eps, ROWS: constexpr, rows):
-    """Reciprocal root mean squares of `rows` over WIDTH columns, from the sums of squares of every 16 columns.
+    """Return reciprocal root mean squares of `rows` over WIDTH columns, from sums of squares of every 16.
 
-    squares: [columns / 16, ROWS]. first: the first of those columns, in 16.
+    squares: [columns / 16, ROWS]. first: the first of those columns, in units of 16.
     """
     TILES: constexpr = WIDTH // SQUARED
     R: constexpr = rows.shape[0]
@@ -47,7 +47,7 @@ def root_scale(squares, first: constexpr, WIDTH: constexpr, eps, ROWS: constexpr
 
 @triton.jit
 def _store_squares(x, squares, tile, BN: constexpr, ROWS: constexpr):
-    """Keep the sums of squares of x [BN, ROWS], the columns of a tile."""
+    """Store the sums of squares of x [BN, ROWS], the columns of a tile."""
     MANY: constexpr = BN // SQUARED
     each = sum_in_pairs(tl.reshape(x * x, (MANY, SQUARED, ROWS)))
     rows, many = tl.arange(0, ROWS), tl.arange(0, MANY)
@@ -66,7 +66,7 @@ def embed(
     ROWS: constexpr,
     OVERLAPS: constexpr,
 ):
-    """x [ROWS, H]: the embeddings of a table's tokens, times `scale`. Grid: tiles of BN columns."""
+    """Compute x [ROWS, H], the embeddings of a table's tokens times `scale`. Grid: tiles of BN columns."""
     rows, columns = tl.arange(0, ROWS), tl.program_id(0) * BN + tl.arange(0, BN)
     if OVERLAPS:
         gdc_wait()
@@ -80,10 +80,20 @@ def embed(
 
 @triton.jit
 def add(
-    x, part, part_squares, norm, squares, multiplier, eps, H: constexpr, BN: constexpr, ROWS: constexpr,
-    NORMS: constexpr, OVERLAPS: constexpr,
-):  # fmt: skip
-    """Add `part` [ROWS, H], normalised if NORMS and times `multiplier`, to x, and keep the sums of squares of that.
+    x,
+    part,
+    part_squares,
+    norm,
+    squares,
+    multiplier,
+    eps,
+    H: constexpr,
+    BN: constexpr,
+    ROWS: constexpr,
+    NORMS: constexpr,
+    OVERLAPS: constexpr,
+):
+    """Add `part` [ROWS, H], normalised if NORMS and times `multiplier`, to x, and store x's sums of squares.
 
     Grid: tiles of BN columns.
     """
@@ -109,9 +119,20 @@ def add(
 
 @triton.jit
 def _store(
-    found, bias, out, squares, tile, columns, multiplier, N: constexpr, BN: constexpr, ROWS: constexpr, ADDS: constexpr,
-    SQUARES: constexpr, BIAS: constexpr,
-):  # fmt: skip
+    found,
+    bias,
+    out,
+    squares,
+    tile,
+    columns,
+    multiplier,
+    N: constexpr,
+    BN: constexpr,
+    ROWS: constexpr,
+    ADDS: constexpr,
+    SQUARES: constexpr,
+    BIAS: constexpr,
+):
     rows, inside = tl.arange(0, ROWS), (columns < N)[:, None]
     at = out + rows[None, :] * N + columns[:, None]
     if BIAS:
@@ -129,26 +150,72 @@ def _store(
 
 @triton.jit
 def multiply(
-    table, x, x_squares, norm, w, scales, bias, out, squares, sums, counts, multiplier, eps, K: constexpr, N: constexpr,
-    BN: constexpr, BK: constexpr, S: constexpr, PARTS: constexpr, ROWS: constexpr, NORMS: constexpr, ADDS: constexpr,
-    SQUARES: constexpr, BIAS: constexpr, BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr,
+    table,
+    x,
+    x_squares,
+    norm,
+    w,
+    scales,
+    bias,
+    out,
+    squares,
+    sums,
+    counts,
+    multiplier,
+    eps,
+    K: constexpr,
+    N: constexpr,
+    BN: constexpr,
+    BK: constexpr,
+    S: constexpr,
+    PARTS: constexpr,
+    ROWS: constexpr,
+    NORMS: constexpr,
+    ADDS: constexpr,
+    SQUARES: constexpr,
+    BIAS: constexpr,
+    BITS: constexpr,
+    GROUP: constexpr,
+    EXTRA: constexpr,
+    OFFSET: constexpr,
     OVERLAPS: constexpr,
-):  # fmt: skip
-    """out [ROWS, N] = x [ROWS, K] times w [N, K]. Grid: (tiles of BN columns, PARTS).
+):
+    """Compute out [ROWS, N] = x [ROWS, K] times w [N, K]. Grid: (tiles of BN columns, PARTS).
 
-    NORMS: 1: x is normalised first, by its sums of squares in `x_squares`. ADDS: the product, times `multiplier`, is
-    added to `out`. SQUARES: the sums of squares of `out` are kept in `squares`. BIAS: `bias` [N] is added. BITS of a
-    weight; if fewer than 16, see `matrices.Quantised` for w and scales. PARTS of the inputs K, whole BK, are computed
-    by programs of their own: their sums wait in `sums`. counts [tiles] are zeros, and are left so.
+    NORMS: 1: x is normalised first, by its sums of squares in `x_squares`. ADDS: the product, times
+    `multiplier`, is added to `out`. SQUARES: the sums of squares of `out` are stored in `squares`. BIAS:
+    `bias` [N] is added. BITS: bits of a weight; if fewer than 16, see `linear_layers.Quantised` for w and
+    scales. PARTS: parts of the inputs K, whole BK, which programs of their own compute: their sums wait in
+    `sums`. counts [tiles] are zeros, and are left so.
     """
     PART: constexpr = (K // BK + PARTS - 1) // PARTS * BK
     tile, part, rows = tl.program_id(0), tl.program_id(1), tl.arange(0, ROWS)
     columns = tile * BN + tl.arange(0, BN)
     begin = part * PART
     found, _ = multiply_tile(
-        table + 1 + 2 * ROWS, x, norm, w, scales, tile * BN, begin, tl.minimum(begin + PART, K), K, N, BN, BK, S, ROWS,
-        NORMS, BITS, GROUP, EXTRA, OFFSET, 0, PART % (S * BK) == 0 and K % PART == 0, OVERLAPS,
-    )  # fmt: skip
+        table + 1 + 2 * ROWS,
+        x,
+        norm,
+        w,
+        scales,
+        tile * BN,
+        begin,
+        tl.minimum(begin + PART, K),
+        K,
+        N,
+        BN,
+        BK,
+        S,
+        ROWS,
+        NORMS,
+        BITS,
+        GROUP,
+        EXTRA,
+        OFFSET,
+        0,
+        PART % (S * BK) == 0 and K % PART == 0,
+        OVERLAPS,
+    )
     if OVERLAPS:
         gdc_launch_dependents()
     if NORMS:  # after the product, so that its first weights do not wait for this
@@ -185,7 +252,7 @@ def multiply(
 
 @triton.jit
 def _activated(gate, GELU: constexpr):
-    """GELU: by tanh, as Gemma's; else SiLU."""
+    """Return the activation of the gate: Gemma's tanh GELU, or else SiLU."""
     if GELU:
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         return gate * (1 - 1 / (tl.exp(2 * inner) + 1))
@@ -194,9 +261,21 @@ def _activated(gate, GELU: constexpr):
 
 @triton.jit
 def _store_gated(
-    gate, up, x_squares, bias, out, columns, known, eps, K: constexpr, N: constexpr, ROWS: constexpr, NORMS: constexpr,
-    GELU: constexpr, BIAS: constexpr,
-):  # fmt: skip
+    gate,
+    up,
+    x_squares,
+    bias,
+    out,
+    columns,
+    known,
+    eps,
+    K: constexpr,
+    N: constexpr,
+    ROWS: constexpr,
+    NORMS: constexpr,
+    GELU: constexpr,
+    BIAS: constexpr,
+):
     kind: constexpr = out.dtype.element_ty
     rows = tl.arange(0, ROWS)
     if NORMS:
@@ -214,22 +293,65 @@ def _store_gated(
 
 @triton.jit
 def gate_up(
-    table, x, x_squares, norm, w, scales, bias, out, sums, counts, eps, K: constexpr, N: constexpr, BN: constexpr,
-    BK: constexpr, S: constexpr, PARTS: constexpr, ROWS: constexpr, NORMS: constexpr, GELU: constexpr, BIAS: constexpr,
-    BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr, OVERLAPS: constexpr,
-):  # fmt: skip
-    """out [ROWS, N]: the activation of gate times up, products of x [ROWS, K] with the halves of w [2 * N, K].
+    table,
+    x,
+    x_squares,
+    norm,
+    w,
+    scales,
+    bias,
+    out,
+    sums,
+    counts,
+    eps,
+    K: constexpr,
+    N: constexpr,
+    BN: constexpr,
+    BK: constexpr,
+    S: constexpr,
+    PARTS: constexpr,
+    ROWS: constexpr,
+    NORMS: constexpr,
+    GELU: constexpr,
+    BIAS: constexpr,
+    BITS: constexpr,
+    GROUP: constexpr,
+    EXTRA: constexpr,
+    OFFSET: constexpr,
+    OVERLAPS: constexpr,
+):
+    """Compute out [ROWS, N] = activation(gate) * up, the products of x [ROWS, K] with the halves of w [2 * N, K].
 
-    Grid: (tiles of BN columns, PARTS). All else: see `multiply`.
+    Grid: (tiles of BN columns, PARTS). For the other arguments see `multiply`.
     """
     PART: constexpr = (K // BK + PARTS - 1) // PARTS * BK
     tile, part, rows = tl.program_id(0), tl.program_id(1), tl.arange(0, ROWS)
     columns = tile * BN + tl.arange(0, BN)
     known, begin = tl.minimum(columns, N - 1), part * PART
     gate, up = multiply_tile(
-        table + 1 + 2 * ROWS, x, norm, w, scales, tile * BN, begin, tl.minimum(begin + PART, K), K, N, BN, BK, S, ROWS,
-        NORMS, BITS, GROUP, EXTRA, OFFSET, N, PART % (S * BK) == 0 and K % PART == 0, OVERLAPS,
-    )  # fmt: skip
+        table + 1 + 2 * ROWS,
+        x,
+        norm,
+        w,
+        scales,
+        tile * BN,
+        begin,
+        tl.minimum(begin + PART, K),
+        K,
+        N,
+        BN,
+        BK,
+        S,
+        ROWS,
+        NORMS,
+        BITS,
+        GROUP,
+        EXTRA,
+        OFFSET,
+        N,
+        PART % (S * BK) == 0 and K % PART == 0,
+        OVERLAPS,
+    )
     if OVERLAPS:
         gdc_launch_dependents()
     if PARTS == 1:

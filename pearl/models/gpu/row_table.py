@@ -1,9 +1,10 @@
 """Row tables: the rows of one forward of a fixed size, whatever slots, chains and trees they belong to.
 
-A table has a fixed number of rows, each with its token and its position in its text.  Rows of one feed that see the
-same number of parts of the cache are a tile, which attention computes together; of a tree only the parts before it,
-behind them each row sees its path in the order of the text.  What a row's bits depend on (its text, its position, and
-so the length of the parts) does not depend on what else is in the table.
+A table has a fixed number of rows, each with its token and its position in its text. A tile is up to
+16 rows of one feed with equally many KV splits ("parts"), and attention computes it at once. Tree
+rows share the splits before the tree; inside it each attends to its own path, in the order of the
+text. A row's bits depend on its text and its position, which decides the length of the parts, and on
+nothing else in the table.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ TILE_NUMBERS = 10
 PATH_BYTES = SIZES[-1]  # of a row: the nodes of its path
 
 
-class Tile(NamedTuple):
+class TableTile(NamedTuple):
     """Rows of one feed in a table.
 
     Attributes:
         first, rows: its first row, and how many there are.
         feed, fed: the first row of its feed in this table, and the number of those rows.
-        slot: whose keys and values they see. start: the slot's length before this table.
-        span: positions of a part. begin, parts: the tile is the parts from `begin` up to, not with, `parts`; each row's
-            last may be shorter.
-        apart: 1: each row is computed by itself, of its feed it sees a path. 0: together; of their feed the rows see a
-            chain, or nothing.
+        slot: the slot whose keys and values the rows see. start: its length before this table.
+        span: positions of a part. begin, parts: the tile is the parts from `begin` up to, not with,
+            `parts`; each row's last may be shorter.
+        apart: 1: each row is computed by itself, and of its feed it sees a path. 0: the rows are
+            computed together, and of their feed they see a chain, or nothing.
     """
 
     first: int
@@ -51,8 +52,11 @@ class Tile(NamedTuple):
     apart: int
 
 
-class Piece(NamedTuple):
-    """Tokens `begin` to `end` of a feed, in rows from `row` on of a table. `start`: the slot's length before them."""
+class TablePiece(NamedTuple):
+    """Tokens `begin` to `end` of a feed, in a table's rows from `row` on.
+
+    `start` is the slot's length before them.
+    """
 
     feed: int
     begin: int
@@ -60,78 +64,116 @@ class Piece(NamedTuple):
     row: int
     start: int
 
+    @property
+    def stop(self) -> int:
+        """The row after the last one."""
+        return self.row + self.end - self.begin
+
 
 def numbers_of(size: int) -> int:
-    """Numbers of a table of `size` rows."""
+    """Return how many numbers a table of `size` rows has."""
     return 1 + (ROW_NUMBERS + 2 * TILE_NUMBERS + PATH_BYTES // 8) * size
 
 
-def lay_tables(feeds: Sequence[Feed], lengths: Sequence[int], most: int) -> list[list[Piece]]:
-    """Distribute the feeds over as few tables of `most` rows as take them in their order. lengths: tokens in each slot.
+def lay_tables(feeds: Sequence[Feed], lengths: Sequence[int], most: int) -> list[list[TablePiece]]:
+    """Distribute the feeds, in their order, over as few tables of `most` rows as possible.
 
-    A chain may be cut anywhere, a tree is in one table.
+    A chain may be cut anywhere; a tree is in one table. Three tables of 16 rows, for example, hold a
+    chain of 20 tokens and then a tree of 14: 16 tokens, 4 tokens, the tree.
+
+    Args:
+        lengths: number of tokens in each slot.
     """
-    tables: list[list[Piece]] = [[]]
+    tables: list[list[TablePiece]] = [[]]
     free = most
     for number, feed in enumerate(feeds):
-        begin, start, count = 0, lengths[feed.slot], len(feed.tokens)
+        begin = 0
+        start = lengths[feed.slot]
+        count = len(feed.tokens)
         assert feed.parents is None or count <= most
         while begin < count:
             if free == 0 or (feed.parents is not None and free < count):
                 tables.append([])
                 free = most
             end = min(count, begin + free)
-            tables[-1].append(Piece(number, begin, end, most - free, start + begin))
+            tables[-1].append(TablePiece(number, begin, end, most - free, start + begin))
             free -= end - begin
             begin = end
     return tables
 
 
-def rows_of(pieces: Sequence[Piece]) -> int:
-    """The rows that the pieces of a table take."""
-    return max((piece.row + piece.end - piece.begin for piece in pieces), default=0)
+def rows_of(pieces: Sequence[TablePiece]) -> int:
+    """Return how many rows the pieces of a table need."""
+    return max((piece.stop for piece in pieces), default=0)
 
 
-def numbers(feeds: Sequence[Feed], pieces: Sequence[Piece], size: int) -> list[int]:
-    """A table of `size` rows as the kernels read it: the number of tiles; of the rows their ids, positions and parts, 0
-    of padding; tiles, at most two a row; of rows of trees the nodes of their paths, a byte each.  It ends behind the
-    last number that is read.
+def numbers(feeds: Sequence[Feed], pieces: Sequence[TablePiece], size: int) -> list[int]:
+    """Encode a table of `size` rows as the kernels read it.
+
+    It has, in this order: the number of tiles; of each row the id, then of each the position, then of
+    each the number of parts, 0 for padding; the tiles, at most two a row; if there are trees, the
+    nodes of each row's path, a byte each. It ends after the last number that is read.
 
     Ids that are on the device are 0 here: see `Feed.tokens`.
     """
-    ids, positions, parts, tiles, nodes = [0] * size, [0] * size, [0] * size, list[Tile](), b""
+    ids = [0] * size
+    positions = [0] * size
+    parts = [0] * size
+    tiles: list[TableTile] = []
+    path_bytes = b""
     for piece in pieces:
-        feed, count = feeds[piece.feed], piece.end - piece.begin
-        rows = slice(piece.row, piece.row + count)
+        feed = feeds[piece.feed]
+        rows = slice(piece.row, piece.stop)
         if not isinstance(feed.tokens, torch.Tensor):
             ids[rows] = feed.tokens[piece.begin : piece.end]
-        positions[rows] = range(piece.start, piece.start + count)
-        if feed.parents is not None:
-            its = paths(feed.parents)
-            positions[rows] = [piece.start + len(path) - 1 for path in its]
-            nodes = nodes.ljust(piece.row * PATH_BYTES, b"\0")
-            nodes += b"".join(bytes(path).ljust(PATH_BYTES, b"\0") for path in its)
+        if feed.parents is None:
+            positions[rows] = range(piece.start, piece.start + piece.end - piece.begin)
+        else:
+            path_bytes = path_bytes.ljust(piece.row * PATH_BYTES, b"\0")
+            for row, path in enumerate(paths(feed.parents), piece.row):
+                positions[row] = piece.start + len(path) - 1
+                path_bytes += bytes(path).ljust(PATH_BYTES, b"\0")
         tiles += _tiles(piece, feed.slot, positions[rows], feed.parents is None)
-    for tile in tiles:  # a row's last tile has its last parts
+    flat: list[int] = []
+    for tile in tiles:
+        # A row's last tile has its last parts.
         parts[tile.first : tile.first + tile.rows] = [tile.parts] * tile.rows
-    flat = [number for tile in tiles for number in tile]
-    if nodes:
-        flat += [0] * (2 * TILE_NUMBERS * size - len(flat)) + list(
-            struct.unpack(f"<{len(nodes) // 8}q", nodes)
-        )
+        flat += tile
+    if path_bytes:
+        flat += [0] * (2 * TILE_NUMBERS * size - len(flat))
+        flat += struct.unpack(f"<{len(path_bytes) // 8}q", path_bytes)
     return [len(tiles), *ids, *positions, *parts, *flat]
 
 
-def _tiles(piece: Piece, slot: int, positions: Sequence[int], chain: bool) -> list[Tile]:
-    """The tiles of a piece whose rows have these positions."""
-    count, found, first = len(positions), list[Tile](), 0
-    while first < count:
-        size, most = visible(positions[first]), min(count, first + TILE_ROWS)
-        last = next((row for row in range(first, most) if visible(positions[row]) != size), most)
+def _tiles(
+    piece: TablePiece, slot: int, positions: Sequence[int], is_chain: bool
+) -> list[TableTile]:
+    """Return the tiles of a piece whose rows have these positions."""
+    count = len(positions)
+    tiles: list[TableTile] = []
+    begin = 0
+    while begin < count:
+        size = visible(positions[begin])
+        limit = min(count, begin + TILE_ROWS)
+        end = begin + 1
+        while end < limit and visible(positions[end]) == size:
+            end += 1
         span = max(_LEAST_SPAN, size // MOST_PARTS)
-        parts, shared = max(positions[first:last]) // span + 1, 0 if chain else piece.start // span
-        where = piece.row + first, last - first, piece.row, count, slot, piece.start, span
-        found += [Tile(*where, 0, shared, 0)] if shared else []
-        found.append(Tile(*where, shared, parts, 0 if chain else 1))
-        first = last
-    return found
+        shared = 0 if is_chain else piece.start // span
+        tile = TableTile(
+            first=piece.row + begin,
+            rows=end - begin,
+            feed=piece.row,
+            fed=count,
+            slot=slot,
+            start=piece.start,
+            span=span,
+            begin=shared,
+            parts=max(positions[begin:end]) // span + 1,
+            apart=int(not is_chain),
+        )
+        if shared:
+            tiles.append(tile._replace(begin=0, parts=shared, apart=0))
+        tiles.append(tile)
+        begin = end
+    return tiles

@@ -1,7 +1,7 @@
-"""Tiles of products in Triton, for the kernels of `kernels` and `expert_kernels`, by kind of weights.
+"""Tiles of products in Triton, for `product_kernels` and `expert_kernels`, by kind of weights.
 
-Weights of 8 and 16 bits come through shared memory, several blocks ahead.  Weights of 4 bits would wait there for one
-another's unpacking, and stay in the registers of the lane that loaded them.
+Weights of 8 and 16 bits come through shared memory, several blocks ahead. Weights of 4 bits stay in the
+registers of the lane that loaded them: in shared memory lanes would wait for each other's unpacking.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOWER, _UPPER = (
 
 @triton.jit
 def _await(weights, BN: constexpr):
-    """Wait for the kernel before this one, while the first weights, at `weights` [BN], come to the cache (L2)."""
+    """Wait for the previous kernel, while the first weights, at `weights` [BN], come to the cache (L2)."""
     lines = tl.reshape(weights, (BN, 1)) + (tl.arange(0, 4) * 64)[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
@@ -41,7 +41,7 @@ def _await(weights, BN: constexpr):
 
 @triton.jit
 def sum_in_pairs(x):
-    """[M, 2 ** n, R] -> [M, R]: the first half plus the second, again and again.
+    """Reduce [M, 2 ** n, R] to [M, R]: add the second half to the first, again and again.
 
     tl.sum adds in an order that depends on the layout, and so on the number of rows.
     """
@@ -58,13 +58,13 @@ def sum_in_pairs(x):
 
 @triton.jit
 def weighted(x, weights):
-    """x times the weights of a norm, rounded."""
+    """Return x times the weights of a norm, rounded."""
     return (x.to(tl.float32) * weights.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit
 def _load_scales_of(scales, group, columns, N: constexpr, EXTRA: constexpr):
-    """The scales of groups of inputs and of columns; with EXTRA pairs, see `_first`."""
+    """Load the scales of groups of inputs and of columns; with EXTRA they are pairs, see `_first`."""
     if EXTRA:
         word: constexpr = tl.int64 if scales.dtype.element_ty.primitive_bitwidth == 32 else tl.int32
         scales = scales.to(tl.pointer_type(word), bitcast=True)
@@ -75,7 +75,7 @@ def _load_scales_of(scales, group, columns, N: constexpr, EXTRA: constexpr):
 def _load_scales(
     scales, starts, columns, N: constexpr, BK: constexpr, GROUP: constexpr, EXTRA: constexpr
 ):
-    """The scales of BK inputs from each of `starts` on, [S, BN, groups]."""
+    """Load the scales of BK inputs from each of `starts` on: [S, BN, groups]."""
     MANY: constexpr = BK // GROUP if GROUP < BK else 1
     groups = (starts // GROUP)[:, None, None] + tl.arange(0, MANY)[None, None, :]
     return _load_scales_of(scales, groups, columns[None, :, None], N, EXTRA)
@@ -83,7 +83,7 @@ def _load_scales(
 
 @triton.jit
 def _first(pairs, EXTRA: constexpr, second: constexpr, kind: constexpr):
-    """Of two numbers that were loaded as one word, the first or the second; without EXTRA there is one."""
+    """Return the first or the second of two numbers that were loaded as one word; without EXTRA the only one."""
     if EXTRA:
         BITS: constexpr = kind.primitive_bitwidth
         half: constexpr = tl.int32 if BITS == 32 else tl.int16
@@ -95,15 +95,19 @@ def _first(pairs, EXTRA: constexpr, second: constexpr, kind: constexpr):
 
 @triton.jit
 def _bytes(bytes_, kind: constexpr):
-    """int8 or float8 in the dtype of the rows."""
+    """Convert int8 or float8 to the dtype of the rows."""
     if _COMPILES and kind == tl.bfloat16 and bytes_.dtype == tl.float8e4nv:
         # A bfloat16 has the same bits four places lower, and 2 ** 120 times the value.
         found = tl.inline_asm_elementwise(
             "{ .reg .b32 t, low, high, sign; mov.b32 t, $2; prmt.b32 low, 0, t, 0x5140; prmt.b32 high, 0, t, 0x7160;"
             " and.b32 sign, low, 0x80008000; shr.u32 low, low, 4; lop3.b32 $0, low, 0x07f007f0, sign, 0xea;"
             " and.b32 sign, high, 0x80008000; shr.u32 high, high, 4; lop3.b32 $1, high, 0x07f007f0, sign, 0xea; }",
-            "=r,=r,r", [bytes_], dtype=tl.bfloat16, is_pure=True, pack=4,
-        )  # fmt: skip
+            "=r,=r,r",
+            [bytes_],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
         found = (found * 1329227995784915872903807060280344576.0).to(kind)
     else:
         found = bytes_.to(kind)
@@ -112,7 +116,7 @@ def _bytes(bytes_, kind: constexpr):
 
 @triton.jit
 def _tile(loaded, scales, EXTRA: constexpr, SCALES: constexpr, kind: constexpr):
-    """Weights [S, BN, BK] of 8 or 16 bits, see `matrices.Quantised`. Without SCALES those of one step."""
+    """Return weights [S, BN, BK] of 8 or 16 bits, see `linear_layers.Quantised`; without SCALES the bare steps."""
     S: constexpr = loaded.shape[0]
     BN: constexpr = loaded.shape[1]
     BK: constexpr = loaded.shape[2]
@@ -141,7 +145,7 @@ def _load_both(
     EXTRA: constexpr,
     APART: constexpr,
 ):
-    """Those of the columns, and of those APART further on."""
+    """Load the scales of the columns, and of the columns APART further on."""
     found = _load_scales(scales, starts, columns, N, BK, GROUP, EXTRA)
     return found, _load_scales(
         scales, starts, columns + APART, N, BK, GROUP, EXTRA
@@ -150,7 +154,7 @@ def _load_both(
 
 @triton.jit
 def _add_warps(found):
-    """[S, BN, ROWS] -> [BN, ROWS]"""
+    """Add the sums of the warps: [S, BN, ROWS] -> [BN, ROWS]."""
     S: constexpr = found.shape[0]
     BN: constexpr = found.shape[1]
     ROWS: constexpr = found.shape[2]
@@ -159,36 +163,108 @@ def _add_warps(found):
 
 @triton.jit
 def multiply_tile(
-    fed, x, norm, w, scales, first, begin, end, K: constexpr, N: constexpr, BN: constexpr, BK: constexpr, S: constexpr,
-    ROWS: constexpr, NORMS: constexpr, BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr,
-    APART: constexpr, WHOLE: constexpr, OVERLAPS: constexpr,
-):  # fmt: skip
-    """BN columns of w [N, K] from `first` on, times x [ROWS, K]: [BN, ROWS], over inputs from `begin` to `end`.
+    fed,
+    x,
+    norm,
+    w,
+    scales,
+    first,
+    begin,
+    end,
+    K: constexpr,
+    N: constexpr,
+    BN: constexpr,
+    BK: constexpr,
+    S: constexpr,
+    ROWS: constexpr,
+    NORMS: constexpr,
+    BITS: constexpr,
+    GROUP: constexpr,
+    EXTRA: constexpr,
+    OFFSET: constexpr,
+    APART: constexpr,
+    WHOLE: constexpr,
+    OVERLAPS: constexpr,
+):
+    """Multiply BN columns of w [N, K] from `first` on by x [ROWS, K], over inputs from `begin` to `end`: [BN, ROWS].
 
-    Each of S warps takes one of S successive BK inputs, and their sums are added in the end. APART: multiply by the
-    columns so much further on too; 0: by none. WHOLE: the number of inputs is a multiple of S * BK. fed: of each row, 0
-    if nobody needs it; None: all are needed.
+    Each of S warps multiplies one of S successive runs of BK inputs, and their sums are added in the end.
+    APART: multiply by the columns so much further on too; 0: by no others. WHOLE: the number of inputs is a
+    multiple of S * BK. fed: [ROWS], 0 for rows that nobody needs; None: all rows are needed.
     """
     if BITS == 4:
         found, other = _multiply_packed(
-            fed, x, norm, w, scales, first, begin, end, K, N, BN, BK, S, ROWS, NORMS, GROUP, EXTRA, OFFSET, APART,
+            fed,
+            x,
+            norm,
+            w,
+            scales,
+            first,
+            begin,
+            end,
+            K,
+            N,
+            BN,
+            BK,
+            S,
+            ROWS,
+            NORMS,
+            GROUP,
+            EXTRA,
+            OFFSET,
+            APART,
             OVERLAPS,
-        )  # fmt: skip
+        )
     else:
         found, other = _multiply_plain(
-            x, norm, w, scales, first, begin, end, K, N, BN, BK, S, ROWS, NORMS, BITS, GROUP, EXTRA, APART, WHOLE,
+            x,
+            norm,
+            w,
+            scales,
+            first,
+            begin,
+            end,
+            K,
+            N,
+            BN,
+            BK,
+            S,
+            ROWS,
+            NORMS,
+            BITS,
+            GROUP,
+            EXTRA,
+            APART,
+            WHOLE,
             OVERLAPS,
-        )  # fmt: skip
+        )
     return _add_warps(found), _add_warps(other) if APART else 0
 
 
 @triton.jit
 def _multiply_plain(
-    x, norm, w, scales, first, begin, end, K: constexpr, N: constexpr, BN: constexpr, BK: constexpr, S: constexpr,
-    ROWS: constexpr, NORMS: constexpr, BITS: constexpr, GROUP: constexpr, EXTRA: constexpr, APART: constexpr,
-    WHOLE: constexpr, OVERLAPS: constexpr,
-):  # fmt: skip
-    """`multiply_tile` by weights of 8 or 16 bits, a sum of each warp: [S, BN, ROWS]."""
+    x,
+    norm,
+    w,
+    scales,
+    first,
+    begin,
+    end,
+    K: constexpr,
+    N: constexpr,
+    BN: constexpr,
+    BK: constexpr,
+    S: constexpr,
+    ROWS: constexpr,
+    NORMS: constexpr,
+    BITS: constexpr,
+    GROUP: constexpr,
+    EXTRA: constexpr,
+    APART: constexpr,
+    WHOLE: constexpr,
+    OVERLAPS: constexpr,
+):
+    """Do `multiply_tile` with weights of 8 or 16 bits; return a sum of each warp: [S, BN, ROWS]."""
     kind: constexpr = x.dtype.element_ty
     SCALES: constexpr = BITS < 16 and (GROUP < K or EXTRA > 0)  # else there is one for all inputs
     TOTAL: constexpr = N + APART
@@ -237,7 +313,7 @@ def _multiply_plain(
 
 @triton.jit
 def _times_plus(x, factor, summand, WORDS: constexpr):
-    """x * factor + summand, rounded once; of WORDS of two bfloat16 each."""
+    """Return x * factor + summand, rounded once; with WORDS each word is two bfloat16."""
     if WORDS:
         return tl.inline_asm_elementwise(
             "fma.rn.bf16x2 $0, $1, $2, $3;",
@@ -252,7 +328,7 @@ def _times_plus(x, factor, summand, WORDS: constexpr):
 
 @triton.jit
 def _of_column(numbers, WORDS: constexpr):
-    """Numbers [M] as a factor of [M, inputs]."""
+    """Return numbers [M] as a factor of [M, inputs]."""
     if WORDS:
         bits = numbers.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         numbers = bits | (bits << 16)
@@ -261,7 +337,7 @@ def _of_column(numbers, WORDS: constexpr):
 
 @triton.jit
 def _weights(steps, scales, kind: constexpr, WORDS: constexpr, EXTRA: constexpr, OFFSET: constexpr):
-    """Weights of steps [M, inputs], which are OFFSET too large, and of the scales [M] of their groups."""
+    """Return the weights of steps [M, inputs], which are OFFSET too large, by their groups' scales [M]."""
     ONE: constexpr = 0x3F803F80 if WORDS else 1.0
     less = tl.full((1,), -OFFSET, kind)
     if EXTRA == 2:
@@ -276,19 +352,26 @@ def _weights(steps, scales, kind: constexpr, WORDS: constexpr, EXTRA: constexpr,
 
 @triton.jit
 def _numbers(words):
-    """Bfloat16 [..., 2] of words of two."""
+    """Split words into two bfloat16 each: [...] -> [..., 2]."""
     low, high = words.to(tl.int16), (words >> 16).to(tl.int16)
     return tl.join(low.to(tl.bfloat16, bitcast=True), high.to(tl.bfloat16, bitcast=True))
 
 
 @triton.jit
 def _half_of(
-    loaded, upper: constexpr, scales, kind: constexpr, WORDS: constexpr, EXTRA: constexpr, OFFSET: constexpr,
+    loaded,
+    upper: constexpr,
+    scales,
+    kind: constexpr,
+    WORDS: constexpr,
+    EXTRA: constexpr,
+    OFFSET: constexpr,
     J: constexpr,
-):  # fmt: skip
-    """Weights [M, J] of the lower or upper halves of loaded bytes.
+):
+    """Return weights [M, J] of the lower or upper halves of loaded bytes.
 
-    WORDS: by the bits of four bytes at once: conversions would take several times as long as loading.
+    WORDS: compute with the bits of four bytes at once; conversions would take several times as long as
+    loading.
     """
     if WORDS:
         a, b = tl.inline_asm_elementwise(
@@ -310,7 +393,10 @@ def _half_of(
 
 @triton.jit
 def _left(lanes, S: constexpr, KEPT: constexpr):
-    """Weights by lanes [BN * S * 4, J] as the left side of a product, [S, BN, 4 * J]; see `_multiply_packed`."""
+    """Arrange weights by lanes [BN * S * 4, J] as the left side of a product, [S, BN, 4 * J].
+
+    See `_multiply_packed`.
+    """
     B: constexpr = lanes.shape[0] // (S * 32)
     J: constexpr = lanes.shape[1]
     each = tl.reshape(lanes, (B, S, 8, 4, J // (2 * KEPT), 2, KEPT))
@@ -319,7 +405,7 @@ def _left(lanes, S: constexpr, KEPT: constexpr):
 
 @triton.jit
 def _right(lanes, S: constexpr, H: constexpr, KEPT: constexpr):
-    """Rows by lanes [ROWS * H * S * 4, 8] as the right side, [S, 32 * H, ROWS]."""
+    """Arrange rows by lanes [ROWS * H * S * 4, 8] as the right side of a product, [S, 32 * H, ROWS]."""
     B: constexpr = lanes.shape[0] // (H * S * 32)
     each = tl.reshape(lanes, (B, H, S, 8, 4, 8 // (2 * KEPT), 2, KEPT))
     return tl.reshape(tl.permute(each, (2, 1, 5, 6, 4, 7, 0, 3)), (S, 32 * H, B * 8))
@@ -327,10 +413,19 @@ def _right(lanes, S: constexpr, H: constexpr, KEPT: constexpr):
 
 @triton.jit
 def _load_packed(
-    weights, scales, starts, columns, inner, N: constexpr, K: constexpr, GROUP: constexpr, EXTRA: constexpr,
-    PER: constexpr, APART: constexpr,
-):  # fmt: skip
-    """What lanes take from the inputs `starts` on: weights and scales, and those of the columns APART further on."""
+    weights,
+    scales,
+    starts,
+    columns,
+    inner,
+    N: constexpr,
+    K: constexpr,
+    GROUP: constexpr,
+    EXTRA: constexpr,
+    PER: constexpr,
+    APART: constexpr,
+):
+    """Load the lanes' weights and scales of inputs from `starts` on, and those of columns APART further on."""
     at = weights + (starts // PER)[:, None]
     group = (starts + inner) // GROUP
     found, scale = tl.load(at), _load_scales_of(scales, group, columns, N, EXTRA)
@@ -346,7 +441,10 @@ def _load_packed(
 
 @triton.jit
 def _places(ROWS: constexpr, H: constexpr, S: constexpr, BK: constexpr):
-    """Of lanes in the order of a right side: their row, where their warp's inputs begin, their own from there on."""
+    """Return, for lanes in the order of a right side, their row, the start of their warp's inputs, and theirs.
+
+    Lanes' inputs are counted from their warp's start.
+    """
     places = tl.arange(0, ROWS * H * S * 4)
     inputs = (places // (S * 32) % H * 8 + places % 4 * (BK // 4))[:, None] + tl.arange(0, 8)[
         None, :
@@ -356,7 +454,7 @@ def _places(ROWS: constexpr, H: constexpr, S: constexpr, BK: constexpr):
 
 @triton.jit
 def _needed(fed, row, is_input):
-    """`is_input`, and false for rows that nobody needs. fed: [rows], 0 for those; None: all are needed."""
+    """Return `is_input`, and false for rows that nobody needs, where fed [rows] is 0; None: all are needed."""
     if fed is not None:
         is_input = is_input & (tl.load(fed + row) != 0)
     return is_input
@@ -375,7 +473,7 @@ def _load_rows(
     KEPT: constexpr,
     NORMS: constexpr,
 ):
-    """The inputs `at` of rows, as the right side of a product."""
+    """Load the inputs `at` of rows, as the right side of a product."""
     some = tl.load(x + row[:, None] * K + at, mask=is_needed[:, None], other=0.0)
     if NORMS:
         some = weighted(some, tl.load(norm + at))
@@ -384,25 +482,52 @@ def _load_rows(
 
 @triton.jit
 def _add_half(
-    found, right, loaded, upper: constexpr, scale, kind: constexpr, WORDS: constexpr, EXTRA: constexpr,
-    OFFSET: constexpr, J: constexpr, S: constexpr, KEPT: constexpr,
-):  # fmt: skip
-    """`found` plus the product of rows by a half of the weights that lanes have loaded."""
+    found,
+    right,
+    loaded,
+    upper: constexpr,
+    scale,
+    kind: constexpr,
+    WORDS: constexpr,
+    EXTRA: constexpr,
+    OFFSET: constexpr,
+    J: constexpr,
+    S: constexpr,
+    KEPT: constexpr,
+):
+    """Return `found` plus the product of rows by a half of the weights that lanes have loaded."""
     tile = _left(_half_of(loaded, upper, scale, kind, WORDS, EXTRA, OFFSET, J), S, KEPT)
     return tl.dot(tile, right, found, input_precision="ieee")
 
 
 @triton.jit
 def _multiply_packed(
-    fed, x, norm, w, scales, first, begin, end, K: constexpr, N: constexpr, BN: constexpr, BK: constexpr, S: constexpr,
-    ROWS: constexpr, NORMS: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr, APART: constexpr,
+    fed,
+    x,
+    norm,
+    w,
+    scales,
+    first,
+    begin,
+    end,
+    K: constexpr,
+    N: constexpr,
+    BN: constexpr,
+    BK: constexpr,
+    S: constexpr,
+    ROWS: constexpr,
+    NORMS: constexpr,
+    GROUP: constexpr,
+    EXTRA: constexpr,
+    OFFSET: constexpr,
+    APART: constexpr,
     OVERLAPS: constexpr,
-):  # fmt: skip
-    """`multiply_tile` by weights of 4 bits, a sum of each warp: [S, BN, ROWS].
+):
+    """Do `multiply_tile` with weights of 4 bits; return a sum of each warp: [S, BN, ROWS].
 
-    A lane loads BK / 4 successive inputs of a column, a block ahead, and unpacks them where they are: tensors are
-    [lanes, inputs of a lane], in the order of lanes that the tensor cores want of their left side.  So nothing passes
-    through shared memory, and no warp waits for another.  Rows are loaded in the same order.
+    A lane loads BK / 4 successive inputs of a column, a block ahead, and unpacks them in place: tensors are
+    [lanes, inputs of a lane], in the order of lanes that the tensor cores need on their left side. So
+    nothing passes through shared memory, and no warp waits for another. Rows are loaded in the same order.
     """
     kind: constexpr = x.dtype.element_ty
     WORDS: constexpr = _COMPILES and kind == tl.bfloat16
@@ -462,10 +587,21 @@ def _multiply_packed(
 
 @triton.jit
 def dequantise(
-    w, scales, out, K: constexpr, N: constexpr, BK: constexpr, GROUP: constexpr, EXTRA: constexpr, OFFSET: constexpr,
+    w,
+    scales,
+    out,
+    K: constexpr,
+    N: constexpr,
+    BK: constexpr,
+    GROUP: constexpr,
+    EXTRA: constexpr,
+    OFFSET: constexpr,
     BN: constexpr,
-):  # fmt: skip
-    """out [N, K]: the weights of a `matrices.Quantised` one of 4 bits. Grid: (tiles of BN columns, K / BK)."""
+):
+    """Compute out [N, K], the weights of a `linear_layers.Quantised` matrix of 4 bits.
+
+    Grid: (tiles of BN columns, K / BK).
+    """
     kind: constexpr = out.dtype.element_ty
     PACKED: constexpr = BK // 4
     some, lanes = tl.arange(0, BN * 4), tl.arange(0, PACKED // 2)
