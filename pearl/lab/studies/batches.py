@@ -15,7 +15,7 @@ from pearl.drafting.datastore import Datastore
 from pearl.drafting.fused_guesses import text_index
 from pearl.drafting.published import INDEXES
 from pearl.engine import Engine
-from pearl.lab.studies.figures import Figure, Table
+from pearl.lab.studies.figures import Plot, Table
 from pearl.lab.studies.guessing import Generated, replay
 from pearl.lab.studies.recorded_texts import answers
 from pearl.lab.studies.sssd import SIZES, measure_times
@@ -82,7 +82,7 @@ def free_tokens(target: ModelRunner, watcher: Watcher, most: int) -> Table:
     return Table("Free tokens by batch (section 3.2)", columns, rows, notes)
 
 
-def roofline_speedups(steps: Mapping[int, float]) -> tuple[Table, Figure]:
+def roofline_speedups(steps: Mapping[int, float]) -> tuple[Table, Plot]:
     """Times as fast as without guesses on the paper's device, at the best s. `steps`: tokens a step by s, of ours."""
 
     def best(batch: int, context: int) -> tuple[float, int]:
@@ -104,7 +104,7 @@ def roofline_speedups(steps: Mapping[int, float]) -> tuple[Table, Figure]:
         f"{context:,} tokens": [(b, speedup) for b, speedup, _ in some]
         for context, some in found.items()
     }
-    figure = Figure(
+    figure = Plot(
         "sssd-batches", title, "batch", "times as fast as ar", lines, theirs=notes[0], log="x"
     )
     return Table(title, ("context", *(f"batch {batch}" for batch in BATCHES)), rows, notes), figure
@@ -183,7 +183,7 @@ def long_prompts(
     return Table("Summaries of long texts (section 4.4)", columns, rows, notes)
 
 
-def baselines(texts: Sequence[Generated], store: Datastore | None) -> tuple[Table, Figure]:
+def baselines(texts: Sequence[Generated], store: Datastore | None) -> tuple[Table, Plot]:
     """Tokens a step by s, of the guesses of other papers and ours (figure 4)."""
     names = [
         name for name in ("pld", "llma", "rest", "sssd") if name != "rest" or store is not None
@@ -196,5 +196,5 @@ def baselines(texts: Sequence[Generated], store: Datastore | None) -> tuple[Tabl
     rows = [[name, *(f"{tokens:.2f}" for _, tokens in some)] for name, some in found.items()]
     title = "Tokens a step by s, the tokens in a forward, all guesses fed (figure 4)"
     notes = ["ngram: ours, with learned probabilities; sssd: as printed."]
-    figure = Figure("sssd-baselines", title, "s", "tokens a step", found, log="x")
+    figure = Plot("sssd-baselines", title, "s", "tokens a step", found, log="x")
     return Table(title, ("method", *(f"s = {s}" for s in SIZES)), rows, notes), figure

@@ -15,7 +15,7 @@ import torch
 
 from pearl.cache import Watcher
 from pearl.config.options import RequestOptions
-from pearl.lab.studies.figures import Figure, Table
+from pearl.lab.studies.figures import Plot, Table
 from pearl.lab.studies.simulate import Timing, paired_executors, simulate
 from pearl.models.toy import NextToken, ToyRunner
 from pearl.protocol.messages import Submit
@@ -130,7 +130,7 @@ def uniform_improvement(share: float, candidates: int) -> float:
     return (1 - share) - (1 - share) ** candidates
 
 
-def measure(texts: int, watcher: Watcher, seed: int = 0) -> tuple[Table, list[Figure]]:
+def measure(texts: int, watcher: Watcher, seed: int = 0) -> tuple[Table, list[Plot]]:
     """Theorem and simulation side by side, and figures 2 to 4."""
     chains = Chains.of_seed(seed)
     watcher.begin("Markov chains", len(_SIMULATED))
@@ -158,11 +158,11 @@ def measure(texts: int, watcher: Watcher, seed: int = 0) -> tuple[Table, list[Fi
         "lower bound of unbiased rules, one candidate (theorem 2)": [(1, bound), (64, bound)],
     }
     title = "Rejections by candidates: they stay above zero (figure 2c)"
-    saturating = Figure("theory-candidates", title, "candidates", "rejections a text", lines)
+    saturating = Plot("theory-candidates", title, "candidates", "rejections a text", lines)
     return table, [_running(chains, counted), saturating, _improvements(), _front(chains)]
 
 
-def _running(chains: Chains, counted: dict[int, list[int]]) -> Figure:
+def _running(chains: Chains, counted: dict[int, list[int]]) -> Plot:
     lines = {}
     for candidates, found in counted.items():
         means = [(n, fmean(found[:n])) for n in range(1, len(found) + 1)]
@@ -170,10 +170,10 @@ def _running(chains: Chains, counted: dict[int, list[int]]) -> Figure:
         lines[f"simulated, M = {candidates}"] = means
         lines[f"theorem, M = {candidates}"] = [(1, expected), (len(found), expected)]
     title = "Mean rejections by texts and by theorems 1 and 3, M candidates (figures 2a, 2b)"
-    return Figure("theory-rejections", title, "simulated texts", "rejections a text", lines)
+    return Plot("theory-rejections", title, "simulated texts", "rejections a text", lines)
 
 
-def _improvements() -> Figure:
+def _improvements() -> Plot:
     counts = range(1, 33)
     bernoulli = {
         f"draft Ber({u}), target Ber({v})": (u, v) for u, v in ((0.9, 0.5), (0.7, 0.3), (0.5, 0.1))
@@ -187,16 +187,16 @@ def _improvements() -> Figure:
         for r in (0.25, 0.5, 0.75)
     }
     title = "Fewer rejections of one token by several candidates (figure 3)"
-    return Figure("theory-improvement", title, "candidates", "improvement", lines)
+    return Plot("theory-improvement", title, "candidates", "improvement", lines)
 
 
-def _front(chains: Chains) -> Figure:
+def _front(chains: Chains) -> Plot:
     best, plain = (
         [pareto(chains, epsilon, is_optimal) for epsilon in EPSILONS]
         for is_optimal in (True, False)
     )
     lines = {"pareto front: bias + rejections = TV": [best[0], (0.0, best[0][0])]}
     title = "Bias and rejections a position (figure 4); with unbiased rules the rejections are at least TV"
-    return Figure(
+    return Plot(
         "theory-pareto", title, "P(rejection)", "bias", lines, {"opt": best, "uno": plain}
     )

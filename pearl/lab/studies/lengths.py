@@ -12,7 +12,7 @@ from statistics import fmean, pstdev
 
 from pearl.drafting.disco import Classifier
 from pearl.lab.studies.estimate import speedup
-from pearl.lab.studies.figures import Figure, Table
+from pearl.lab.studies.figures import Plot, Table
 from pearl.lab.studies.recorded_texts import RecordedText, RecordedTexts
 from pearl.lab.studies.simulate import Timing
 from pearl.lab.studies.stops import (
@@ -79,7 +79,7 @@ def f1(found: Sequence[tuple[bool, bool]]) -> float:
 
 def measure(
     recorded: RecordedTexts, timing: Timing, sets: Sequence[str]
-) -> tuple[list[Table], list[Figure]]:
+) -> tuple[list[Table], list[Plot]]:
     """Tables 2 and 4 and figures 2 to 6 of DISCO. `sets`: the set of prompts of each text."""
     lengths = {
         name: [
@@ -168,29 +168,29 @@ def _scores(recorded: RecordedTexts, trained: Trained) -> Table:
     return Table(title, ("policy", "F1"), rows, notes)
 
 
-def step_by_step(text: RecordedText, name: str, title: str) -> Figure:
+def step_by_step(text: RecordedText, name: str, title: str) -> Plot:
     """The oracle's length at each step of a text, beside a static one. PEARL's figure 2b, DISCO's figure 3."""
     lengths = oracle_lengths(text.right)
     target, draft = forwards(text.right, STATIC)
     static = f"static length {STATIC}: {target} target and {draft} draft forwards"
     own = f"optimal length: {len(lengths)} target and {sum(lengths)} draft forwards"
     ends = [(1.0, float(STATIC)), (float(max(2, len(lengths))), float(STATIC))]
-    return Figure(
+    return Plot(
         name, title, "step", "draft tokens", {static: ends}, bars={own: [*enumerate(lengths, 1)]}
     )
 
 
-def _improvement() -> Figure:
+def _improvement() -> Plot:
     lines = {
         f"acceptance {a:g}": [(g, sd_improvement(a, g, _COST)) for g in _GAMMAS] for a in _RATES
     }
     title = f"Improvement of sd by length, t_draft / t_target = {_COST:g} (figure 2; closed form)"
-    return Figure(
+    return Plot(
         "disco-improvement", title, "speculation length", "times as fast as the target alone", lines
     )
 
 
-def _by_progress(lengths: dict[str, list[list[int]]]) -> Figure:
+def _by_progress(lengths: dict[str, list[list[int]]]) -> Plot:
     lines = {}
     for name, texts in lengths.items():
         bins: list[list[int]] = [[] for _ in range(_BINS)]
@@ -201,15 +201,15 @@ def _by_progress(lengths: dict[str, list[list[int]]]) -> Figure:
             ((number + 0.5) / _BINS, fmean(some)) for number, some in enumerate(bins) if some
         ]
     title = "Mean oracle length by progress of the text (figures 4 and 6)"
-    return Figure("disco-progress", title, "share of the text's steps", "tokens", lines)
+    return Plot("disco-progress", title, "share of the text's steps", "tokens", lines)
 
 
-def _histogram(every: dict[str, list[int]]) -> Figure:
+def _histogram(every: dict[str, list[int]]) -> Plot:
     lines = {
         name: [(length, count / len(some)) for length, count in sorted(Counter(some).items())]
         for name, some in every.items()
         if some
     }
-    return Figure(
+    return Plot(
         "disco-histogram", "Oracle lengths (figure 5)", "tokens", "share of steps", lines, log="y"
     )

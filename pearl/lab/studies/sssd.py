@@ -19,7 +19,7 @@ from pearl.config import EngineConfig, RequestOptions
 from pearl.drafting.datastore import Datastore, check_tokenizer
 from pearl.lab.bench.tasks import Task
 from pearl.lab.studies.estimate import bootstrap
-from pearl.lab.studies.figures import Figure, Table
+from pearl.lab.studies.figures import Plot, Table
 from pearl.lab.studies.guessing import Generated, Replayed, Seconds, replay, store_alone
 from pearl.lab.studies.recorded_texts import answers
 from pearl.lab.studies.simulate import interpolated
@@ -74,7 +74,7 @@ def measure_guesses(
     watcher: Watcher,
     most_batch: int,
     most_context: int,
-) -> tuple[list[Table], list[Figure]]:
+) -> tuple[list[Table], list[Plot]]:
     """Everything but the study's rows.
 
     Args:
@@ -145,7 +145,7 @@ def measure_guesses(
     return tables, [_by_length(rows, seconds), drawn, by_batch]
 
 
-def _by_length(rows: Sequence[Fed], seconds: Seconds) -> Figure:
+def _by_length(rows: Sequence[Fed], seconds: Seconds) -> Plot:
     """Figure 2: tokens a step, the cost of a forward, and their quotient."""
     sized = [(row.size, row) for row in rows if row.size]
     lines = {
@@ -153,7 +153,7 @@ def _by_length(rows: Sequence[Fed], seconds: Seconds) -> Figure:
         "t(s) / t(1)": [(size, seconds(size) / seconds(1)) for size, _ in sized],
         "times as fast as ar": [(size, row.both.speedup(seconds)) for size, row in sized],
     }
-    return Figure(
+    return Plot(
         "sssd-length", "Speculation length: gain and cost (figure 2)", "s", "", lines, log="x"
     )
 
