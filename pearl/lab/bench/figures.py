@@ -15,7 +15,7 @@ from pearl.config import EngineConfig
 from pearl.engine.stream import Result
 from pearl.lab.bench.machine import Conditions
 from pearl.lab.bench.rows import Row, device_of_row
-from pearl.lab.bench.runner import Measured, Plan, Sample
+from pearl.lab.bench.runner import Measured, Plan, TaskSample
 from pearl.lab.studies.estimate import Estimate, bootstrap
 from pearl.lab.studies.recorded_texts import rows_along
 from pearl.metrics import Statistics, Sums
@@ -118,7 +118,7 @@ def _base_rates(row: Row, measured: Measured) -> dict[_TextKey, float]:
 def _figures(
     plan: Plan,
     row: Row,
-    samples: Sequence[Sample],
+    samples: Sequence[TaskSample],
     base_rates: Mapping[_TextKey, float],
     texts: Sequence[Result],
     surprise: Callable[[Result], float] | None,
@@ -167,7 +167,7 @@ def _is_exact(plan: Plan, row: Row) -> bool:
 
 
 def _speedup_by_set(
-    samples: Sequence[Sample], base_rates: Mapping[_TextKey, float]
+    samples: Sequence[TaskSample], base_rates: Mapping[_TextKey, float]
 ) -> dict[str, Estimate]:
     by_set = {}
     for name in dict.fromkeys(sample.set for sample in samples):
@@ -177,7 +177,7 @@ def _speedup_by_set(
     return by_set
 
 
-def _first_seconds(samples: Iterable[Sample]) -> float:
+def _first_seconds(samples: Iterable[TaskSample]) -> float:
     """Return the median time to the first token of the first turn, without the time in the queue."""
     seconds = []
     for sample in samples:
@@ -186,12 +186,12 @@ def _first_seconds(samples: Iterable[Sample]) -> float:
     return median(seconds)
 
 
-def _itl_p50(samples: Iterable[Sample]) -> float | None:
+def _itl_p50(samples: Iterable[TaskSample]) -> float | None:
     """Return the median over the samples of the median over a sample's turns."""
     return _median(_median(turn.itl_p50 for turn in sample.texts) for sample in samples)
 
 
-def _itl_p99(samples: Iterable[Sample]) -> float | None:
+def _itl_p99(samples: Iterable[TaskSample]) -> float | None:
     """Return the median over the samples of the largest value of a sample's turns."""
     largest = []
     for sample in samples:
@@ -208,7 +208,7 @@ def _accepted_in_runs(totals: Sums) -> tuple[float, float] | None:
     return (fmean(runs), pstdev(runs)) if runs else None
 
 
-def _bias(samples: Iterable[Sample]) -> Estimate:
+def _bias(samples: Iterable[TaskSample]) -> Estimate:
     biases = []
     for sample in samples:
         biases.append((sum(turn.bias or 0.0 for turn in sample.texts), sample.tokens))
@@ -250,11 +250,13 @@ def _per_token(items: Sequence[tuple[float, int]]) -> float:
     return sum(value for value, _ in items) / max(1, sum(count for _, count in items))
 
 
-def _statistics(samples: Iterable[Sample]) -> list[Statistics]:
+def _statistics(samples: Iterable[TaskSample]) -> list[Statistics]:
     return [turn for sample in samples for turn in sample.texts]
 
 
-def _speedup(samples: Iterable[Sample], base_rates: Mapping[_TextKey, float]) -> Estimate | None:
+def _speedup(
+    samples: Iterable[TaskSample], base_rates: Mapping[_TextKey, float]
+) -> Estimate | None:
     speedups = []
     for sample in samples:
         base_rate = base_rates.get(_text_key(sample))
@@ -263,7 +265,7 @@ def _speedup(samples: Iterable[Sample], base_rates: Mapping[_TextKey, float]) ->
     return _interval(speedups)
 
 
-def _text_key(sample: Sample) -> _TextKey:
+def _text_key(sample: TaskSample) -> _TextKey:
     return sample.set, sample.task
 
 

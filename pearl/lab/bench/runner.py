@@ -24,7 +24,7 @@ _GAMMA_TASKS = 3  # decoded to find the gamma of sd
 
 
 @dataclass
-class Sample(Sums):
+class TaskSample(Sums):
     """One task, decoded once by one row. `texts`: of its turns.
 
     Attributes:
@@ -73,7 +73,7 @@ class Measured:
         skipped: turns left out because they do not fit the context.
     """
 
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[TaskSample] = field(default_factory=list)
     texts: list[tuple[str, Result]] = field(default_factory=list)
     gammas: dict[int, float] = field(default_factory=dict)
     gamma: int | None = None
@@ -179,12 +179,14 @@ class _Run:
                         note += f": {sample.rate:.1f} tokens/s"
                 self._watcher.advance(1, note)
 
-    def _measure_task(self, engine: Engine, row: Row, task: Task) -> Sample | None:
+    def _measure_task(self, engine: Engine, row: Row, task: Task) -> TaskSample | None:
         turns = list(self._decode_turns(engine, task, self._plan.params_of(row)))
         if not turns:
             return None
         self._measured.texts += [(row.name, turn) for turn in turns]
-        return Sample(row.name, task.set, task.number, texts=[turn.statistics for turn in turns])
+        return TaskSample(
+            row.name, task.set, task.number, texts=[turn.statistics for turn in turns]
+        )
 
     def _decode_turns(self, engine: Engine, task: Task, params: RequestOptions) -> Iterator[Result]:
         """Decode the turns of a task, after the system's own earlier replies. Ends early if the context is full."""

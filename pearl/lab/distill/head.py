@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import linear, log_softmax, rms_norm, silu
 
-from pearl.lab.distill.answers import Answer
+from pearl.lab.distill.answers import RecordedAnswer
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.learning import Batch, Learner, batch_of
 from pearl.lab.distill.pair import Teacher, embeddings, replacing
@@ -169,7 +169,9 @@ class _Judged(NamedTuple):
 class HeadLearner(Learner):
     """A head, as learner."""
 
-    def __init__(self, config: DistillConfig, teacher: Teacher, answers: Iterable[Answer]) -> None:
+    def __init__(
+        self, config: DistillConfig, teacher: Teacher, answers: Iterable[RecordedAnswer]
+    ) -> None:
         """Make a head. `answers`: their likeliest tokens are its vocabulary."""
         self._target = teacher.model
         table = embeddings(teacher.model).detach()
@@ -185,7 +187,9 @@ class HeadLearner(Learner):
         self.head = HeadModel(teacher.model.config, table.float(), ids, config.seed)
         super().__init__(config, self.head.weights, {"lm_head"})
 
-    def step(self, answers: Sequence[Answer], progress: float, step: int) -> tuple[float, int]:
+    def step(
+        self, answers: Sequence[RecordedAnswer], progress: float, step: int
+    ) -> tuple[float, int]:
         batch = batch_of(answers, self.head.ids.device)
         losses = []
         weight = 1.0
@@ -222,7 +226,7 @@ class HeadLearner(Learner):
         cos, sin = model.rotary_emb(like, positions[None])
         return features, torch.stack([cos[0], sin[0]])
 
-    def _agreed(self, answers: Sequence[Answer]) -> torch.Tensor:
+    def _agreed(self, answers: Sequence[RecordedAnswer]) -> torch.Tensor:
         """Compare the head's first step with the target."""
         first = next(self._judged(batch_of(answers, self.head.ids.device)))
         return first.logits.argmax(-1) == first.ids[:, 0]

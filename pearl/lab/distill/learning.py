@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from pearl.errors import DistillError
-from pearl.lab.distill.answers import Answer
+from pearl.lab.distill.answers import RecordedAnswer
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.loss import head_loss
 from pearl.lab.distill.pair import embeddings, head, hidden_states, replacing
@@ -135,7 +135,7 @@ class Batch:
     top_probs: torch.Tensor
 
 
-def batch_of(answers: Sequence[Answer], device: torch.device) -> Batch:
+def batch_of(answers: Sequence[RecordedAnswer], device: torch.device) -> Batch:
     length = max(answer.length for answer in answers) - 1  # the last token is predicted, never fed
     ids = torch.zeros(len(answers), length, dtype=torch.long)
     rows = []
@@ -212,7 +212,9 @@ class Learner(ABC):
             optimizer.step()
 
     @abstractmethod
-    def step(self, answers: Sequence[Answer], progress: float, step: int) -> tuple[float, int]:
+    def step(
+        self, answers: Sequence[RecordedAnswer], progress: float, step: int
+    ) -> tuple[float, int]:
         """Make one optimizer step; return (loss, tokens). Raises `DistillError` if loss or gradient is not finite.
 
         Args:
@@ -221,7 +223,7 @@ class Learner(ABC):
         """
 
     @torch.no_grad()
-    def agreement(self, answers: Sequence[Answer]) -> float:
+    def agreement(self, answers: Sequence[RecordedAnswer]) -> float:
         """Return the share of answer tokens for which the learner's likeliest token is the target's."""
         lengths = [answer.length for answer in answers]
         agreed = 0
@@ -233,7 +235,7 @@ class Learner(ABC):
         return agreed / total
 
     @abstractmethod
-    def _agreed(self, answers: Sequence[Answer]) -> torch.Tensor:
+    def _agreed(self, answers: Sequence[RecordedAnswer]) -> torch.Tensor:
         """For each answer token, whether the likeliest token is the target's."""
 
     @abstractmethod
@@ -257,7 +259,9 @@ class DraftLearner(Learner):
         super().__init__(config, weights, tables)
         self._fixed_head = None if head(draft).requires_grad else head(draft).to(self._dtype)
 
-    def step(self, answers: Sequence[Answer], progress: float, step: int) -> tuple[float, int]:
+    def step(
+        self, answers: Sequence[RecordedAnswer], progress: float, step: int
+    ) -> tuple[float, int]:
         batch = batch_of(answers, self.draft.device)
         loss = head_loss(
             self._states(batch),
@@ -277,7 +281,7 @@ class DraftLearner(Learner):
             states = hidden_states(self.draft, batch.ids)
         return states.flatten(0, 1)[batch.rows].to(self._dtype)
 
-    def _agreed(self, answers: Sequence[Answer]) -> torch.Tensor:
+    def _agreed(self, answers: Sequence[RecordedAnswer]) -> torch.Tensor:
         batch = batch_of(answers, self.draft.device)
         states = hidden_states(self.draft, batch.ids).flatten(0, 1)[batch.rows]
         chosen = [(rows @ head(self.draft).T).argmax(-1) for rows in states.split(_LOGIT_ROWS)]
