@@ -182,8 +182,8 @@ COLUMNS: dict[str, Callable[[Figures], str]] = {
     "accepted": lambda row: _number(row.acceptance),
     "tokens a run": lambda row: _mean_and_sd(row.accepted_in_runs),
     "rejected: expected": lambda row: str(row.rejections or ""),
-    "bias": lambda row: _number(row.rejections and row.rejections.bias, 3),
-    "perplexity": lambda row: _number(row.perplexity and row.perplexity.value),
+    "bias": lambda row: _number(row.rejections.bias if row.rejections else None, 3),
+    "perplexity": lambda row: _number(row.perplexity.value if row.perplexity else None),
 }
 
 

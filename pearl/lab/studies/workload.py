@@ -31,12 +31,12 @@ class TextPlan(NamedTuple):
 def independent(acceptance: float, texts: int, tokens: int, seed: int = 0) -> list[TextPlan]:
     """Return texts with i.i.d. acceptance and a prompt of one token."""
     luck = random.Random(seed)
-    plans = [TextPlan(1, list[bool]()) for _ in range(texts)]
+    right: list[list[bool]] = [[] for _ in range(texts)]
     for _ in range(tokens):
         chosen = set(luck.sample(range(texts), int(acceptance * texts + luck.random())))
-        for number, plan in enumerate(plans):
-            plan.right.append(number in chosen)
-    return plans
+        for number in range(texts):
+            right[number].append(number in chosen)
+    return [TextPlan(1, right_of_text) for right_of_text in right]
 
 
 class _Target:
