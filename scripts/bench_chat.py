@@ -9,6 +9,7 @@ each turn, measured by the client, and the ratio of turn 10 to turn 2, with a bo
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from statistics import median
 
 import click
@@ -41,11 +42,11 @@ SUBJECTS = [
 @click.option("--conversations", default=12, help="How many.")
 @click.option("--tokens", default=24, help="Of a reply.")
 def main(target: str, draft: str, turns: int, conversations: int, tokens: int) -> None:
-    """Prints the time to the first token by turn."""
+    """Print the time to the first token by turn."""
     console = Console(soft_wrap=True, highlight=False)
     params = RequestOptions(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     seconds: list[list[float]] = [[] for _ in range(turns)]
-    new: list[list[int]] = [[] for _ in range(turns)]
+    uncached: list[list[int]] = [[] for _ in range(turns)]
     lengths = [0] * turns
     conditions = Conditions()
     with Engine(target, draft) as engine:
@@ -54,39 +55,43 @@ def main(target: str, draft: str, turns: int, conversations: int, tokens: int) -
             for turn in range(turns):
                 message = f"Now say something about {SUBJECTS[(turn + i) % len(SUBJECTS)]}, please."
                 prompt = conversation.prompt(message)
-                asked = time.monotonic()
+                began = time.monotonic()
                 with engine.stream(prompt, params) as stream:
                     next(stream)
-                    first = time.monotonic() - asked
+                    ttft = time.monotonic() - began
                     for _ in stream:
                         pass
                 result = stream.result
                 conversation.add(message, result.text)
                 if i >= 0:
-                    seconds[turn].append(first)
-                    new[turn].append(len(prompt) - result.statistics.num_cached_tokens)
+                    seconds[turn].append(ttft)
+                    uncached[turn].append(len(prompt) - result.statistics.num_cached_tokens)
                     lengths[turn] = len(prompt)
     table = Table(
         "turn", "prompt, tokens", "of them not cached", "first token, ms", "least", "most"
     )
-    for turn, taken in enumerate(seconds):
-        row = (median(taken), min(taken), max(taken))
+    for turn, times in enumerate(seconds):
         table.add_row(
             str(turn + 1),
             str(lengths[turn]),
-            f"{median(new[turn]):.0f}",
-            *(f"{t * 1e3:.0f}" for t in row),
+            f"{median(uncached[turn]):.0f}",
+            f"{median(times) * 1e3:.0f}",
+            f"{min(times) * 1e3:.0f}",
+            f"{max(times) * 1e3:.0f}",
         )
     console.print(table)
-    each = list(zip(seconds[1], seconds[-1], strict=True))
-    ratio = bootstrap(
-        each, lambda some: median(last for _, last in some) / median(second for second, _ in some)
-    )
+    ratio = bootstrap(list(zip(seconds[1], seconds[-1], strict=True)), _growth)
     console.print(
         f"turn {turns} over turn 2: {ratio.value:.2f}, 95% interval {ratio.low:.2f} to {ratio.high:.2f}"
     )
     conditions.stop()
     console.print(f"{conversations} conversations; {conditions}")
+
+
+def _growth(conversations: Sequence[tuple[float, float]]) -> float:
+    """Return the median of the last turn over that of the second."""
+    second_turns, last_turns = zip(*conversations, strict=True)
+    return median(last_turns) / median(second_turns)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def answer(endpoint: Connection, rounds: int) -> None:
 
 
 def times(endpoint: Listener, rounds: int, pause: float) -> list[float]:
-    taken = []
+    seconds = []
     with Mailbox(endpoint) as mail:
         peer, _ = heard(mail)
         for _ in range(rounds):
@@ -59,8 +59,8 @@ def times(endpoint: Listener, rounds: int, pause: float) -> list[float]:
             began = time.perf_counter()
             mail.send(_VERDICT, peer)
             heard(mail)
-            taken.append(time.perf_counter() - began)
-    return taken
+            seconds.append(time.perf_counter() - began)
+    return seconds
 
 
 @click.command()
@@ -97,16 +97,22 @@ def main(control: str, rounds: int, pause: float, as_json: bool, child: str | No
             "--child",
             f"{listener.address} {directory}",
         ]
-        other = subprocess.Popen(command)
+        process = subprocess.Popen(command)
         try:
             cuts = quantiles(times(listener, rounds, pause), n=100)
-            other.wait(_BOUND)
+            process.wait(_BOUND)
         finally:
-            other.kill()
+            process.kill()
             listener.close()
-    found = {"control": control, "rounds": rounds, "pause": pause, "p50": cuts[49], "p99": cuts[98]}
+    result = {
+        "control": control,
+        "rounds": rounds,
+        "pause": pause,
+        "p50": cuts[49],
+        "p99": cuts[98],
+    }
     if as_json:
-        click.echo(json.dumps(found | {"cores": os.cpu_count()}))
+        click.echo(json.dumps(result | {"cores": os.cpu_count()}))
     else:
         click.echo(
             f"{control}: round trip p50 {cuts[49] * 1e6:.0f} us, p99 {cuts[98] * 1e6:.0f} us"

@@ -1,4 +1,4 @@
-"""Duration of a forward, beside transformers' own and the memory bandwidth, on one core or one GPU.
+"""Compare the duration of a forward with transformers' own and the memory bandwidth, on one core or one GPU.
 
 Both runners hold the same weights and take turns.  The bandwidth is that of a streamed read in the same run: the bound
 of a forward, which reads each weight once.
@@ -39,43 +39,40 @@ from pearl.models.runner import ModelRunner, feed_chain
 from pearl.models.transformers.runner import HFRunner
 from pearl.protocol.events import Draft, Drafted, Open
 
-_STEPS, _WARM = 48, 8  # tokens drafted, and those of them before the clock is started
+_STEPS = 48  # tokens drafted
+_WARM = 8  # those of them before the clock is started
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 
 
 def load_runners(
     model: str, device: torch.device, dtypes: Sequence[str], context: int
 ) -> dict[str, ModelRunner]:
-    """Ours in each dtype, if there is one for this model, and transformers' in the first."""
-    found: dict[str, ModelRunner] = {}
-    for dtype, forwards in (*((dtype, "auto") for dtype in dtypes), (dtypes[0], "transformers")):
-        name = dtype if forwards == "auto" else forwards
-        if model not in SHAPES:
-            wanted = ModelConfig(model, dtype=dtype, max_context=context, forwards=forwards)  # type: ignore[arg-type]
-            found[name] = load_runner(wanted, device)
-            continue
-        rounding: Rounding = dtype if dtype in ("int8", "int4") else ""  # type: ignore[assignment]
-        made = random_model(model, device, _torch_dtype("auto" if rounding else dtype))
-        if forwards == "auto":
-            found[name] = ForwardRunner(made, context, rounding=rounding)
-        else:
-            found[name] = HFRunner(made, context)
-    return found
+    """Load our runner in each dtype, and transformers' in the first."""
+    runners = {dtype: _load(model, device, dtype, "auto", context) for dtype in dtypes}
+    runners["transformers"] = _load(model, device, dtypes[0], "transformers", context)
+    return runners
 
 
-def _torch_dtype(dtype: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, "bfloat16" if dtype == "auto" else dtype)
-    return found
+def _load(model: str, device: torch.device, dtype: str, forwards: str, context: int) -> ModelRunner:
+    if model not in SHAPES:
+        config = ModelConfig(model, dtype=dtype, max_context=context, forwards=forwards)  # type: ignore[arg-type]
+        return load_runner(config, device)
+    rounding: Rounding = dtype if dtype in ("int8", "int4") else ""  # type: ignore[assignment]
+    is_bfloat16 = rounding or dtype == "auto"
+    random = random_model(model, device, torch.bfloat16 if is_bfloat16 else getattr(torch, dtype))
+    if forwards == "auto":
+        return ForwardRunner(random, context, rounding=rounding)
+    return HFRunner(random, context)
 
 
 def bandwidth(device: torch.device, floats: int = 1 << 28) -> float:
-    """Bytes per second of a read: the best of several."""
+    """Return the bytes per second of a read: the best of several."""
     block = torch.ones(floats, device=device)
     return block.nbytes / min(seconds(block.sum, device) for _ in range(5))
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Of one call, the device's work included."""
+    """Return the seconds of one call, the device's work included."""
     synchronize(device)
     began = time.perf_counter()
     work()
@@ -89,66 +86,64 @@ def synchronize(device: torch.device) -> None:
 
 
 def step_seconds(runner: ModelRunner, start: int, chains: bool) -> float:
-    """Of one drafted token: its forward, its draw, and the hand-over between threads."""
+    """Return the seconds of one drafted token: its forward, its draw, and the hand-over between threads."""
     executor = DraftExecutor(ModelProposer(runner, runner.vocab_size, chains=chains))
     with closing(Ahead(executor, lambda: True)) as ahead:
         runner.rollback(start)
         ahead.execute(Open((), RequestOptions(temperature=1.0).resolved()))
-        token, count, began = 0, 0, 0.0
-        while count < _STEPS:
+        token = 0
+        began = 0.0
+        for count in range(_STEPS):
             if count == _WARM:
                 began = time.perf_counter()
             event = ahead.execute(Draft(start + count, (token,), _STEPS - count))
             assert isinstance(event, Drafted)
-            token, count = event.tokens[0], count + 1
+            token = event.tokens[0]
         return (time.perf_counter() - began) / (_STEPS - _WARM)
 
 
 def weights_read(runner: ModelRunner) -> int:
-    """Bytes of the matrices that a forward of ours reads; 0 of transformers'."""
+    """Return the bytes of the matrices that a forward of ours reads; 0 of transformers'."""
     if not isinstance(runner, ForwardRunner):
         return 0
     layers = runner._layers
-    matrices = [layers.head]
+    total = bytes_of(layers.head)
     for layer in layers.layers:
+        total += bytes_of(layer.qkv) + bytes_of(layer.out)
         experts = layer.experts.each if layer.experts else [(layer.gate_up, layer.down)]
-        matrices += [layer.qkv, layer.out, *(each for both in experts for each in both)]
-    parts = [
-        part
-        for each in matrices
-        for part in (each.parts if isinstance(each, SideBySide) else [each])
-    ]
-    return sum(bytes_of(each) for each in parts)
+        for gate_up, down in experts:
+            total += bytes_of(gate_up) + bytes_of(down)
+    return total
 
 
 def bytes_of(matrix: object) -> int:
-    """Of a matrix as it is multiplied."""
+    """Return the bytes of a matrix as it is multiplied."""
+    if isinstance(matrix, SideBySide):
+        return sum(map(bytes_of, matrix.parts))
     if isinstance(matrix, Native):
         return matrix.nbytes
-    if isinstance(matrix, Plain | Quantised):
-        return matrix.weight.nbytes + (matrix.scales.nbytes if isinstance(matrix, Quantised) else 0)
-    return 0
+    if isinstance(matrix, Quantised):
+        return matrix.weight.nbytes + matrix.scales.nbytes
+    return matrix.weight.nbytes if isinstance(matrix, Plain) else 0
 
 
 def forward_times(
     runners: dict[str, ModelRunner], device: torch.device, context: int, repeats: int
 ) -> dict[tuple[str, int], float]:
-    """Median seconds by runner and number of tokens fed."""
-    tokens = [
-        (7 + 5 * i + i * i) % next(iter(runners.values())).vocab_size
-        for i in range(context + max(SIZES))
-    ]
-    taken: dict[tuple[str, int], list[float]] = {}
+    """Return the median seconds by runner and number of tokens fed."""
+    vocab = min(runner.vocab_size for runner in runners.values())
+    tokens = [(7 + 5 * i + i * i) % vocab for i in range(context + max(SIZES))]
+    times: dict[tuple[str, int], list[float]] = {}
     for runner in runners.values():
         feed_chain(runner, tokens[:context], 1)
-    for round_ in range(repeats + 1):  # the first warms up
+    for _ in range(repeats + 1):
         for n in SIZES:
             for name, runner in runners.items():
                 for _ in range(3):
                     runner.rollback(context)
                     spent = seconds(lambda: feed_chain(runner, tokens[:n], n), device)  # noqa: B023
-                    taken.setdefault((name, n), []).extend([spent] if round_ else [])
-    return {key: median(some) for key, some in taken.items()}
+                    times.setdefault((name, n), []).append(spent)
+    return {key: median(spent[3:]) for key, spent in times.items()}  # the first round warms up
 
 
 @click.command()
@@ -172,53 +167,52 @@ def main(
     repeats: int,
     as_json: bool,
 ) -> None:
-    """Prints milliseconds of a forward by the number of tokens fed."""
+    """Print milliseconds of a forward by the number of tokens fed."""
     device = torch.device(place or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+    is_gpu = device.type == "cuda"
     runners = load_runners(model, device, dtypes, context + max(*SIZES, _STEPS))
-    taken = forward_times(runners, device, context, repeats)
+    times = forward_times(runners, device, context, repeats)
     first = runners[dtypes[0]]
-    ways = (False, True) if device.type == "cuda" else (False,)
-    steps = {
-        chains: median(step_seconds(first, context, chains) for _ in range(3)) for chains in ways
-    }
-    read, rate = {name: weights_read(runner) for name, runner in runners.items()}, bandwidth(device)
+    single = median(step_seconds(first, context, False) for _ in range(3))
+    chained = median(step_seconds(first, context, True) for _ in range(3)) if is_gpu else None
+    sizes = {name: weights_read(runner) for name, runner in runners.items()}
+    rate = bandwidth(device)
     about = {
         "model": model,
         "runner": type(first).__name__,
         "context": context,
-        "weights_bytes": read,
+        "weights_bytes": sizes,
         "read_bytes_per_second": rate,
         "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else platform.machine(),
+        "device": torch.cuda.get_device_name(device) if is_gpu else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "torch": torch.__version__,
-        "draft_step_seconds": steps[False],
-        "draft_step_chained_seconds": steps.get(True),
+        "draft_step_seconds": single,
+        "draft_step_chained_seconds": chained,
     }
     if as_json:
-        forwards = [{"n": n, "seconds": {name: taken[name, n] for name in runners}} for n in SIZES]
+        forwards = [{"n": n, "seconds": {name: times[name, n] for name in runners}} for n in SIZES]
         click.echo(json.dumps({**about, "forwards": forwards}))
         return
-    console = Console(soft_wrap=True, highlight=False)
     table = Table("tokens fed", *(f"{name}, ms" for name in runners))
     for n in SIZES:
-        table.add_row(str(n), *(f"{taken[name, n] * 1e3:.1f}" for name in runners))
-    shares = (f"{read[name] / taken[name, 1] / rate:.0%}" if read[name] else "" for name in runners)
-    table.add_row(
-        "MB of matrices", *(f"{read[name] / 1e6:.0f}" if read[name] else "" for name in runners)
-    )
-    table.add_row("of the bandwidth", *shares)
+        table.add_row(str(n), *(f"{times[name, n] * 1e3:.1f}" for name in runners))
+    megabytes = ["MB of matrices"]
+    shares = ["of the bandwidth"]
+    for name, size in sizes.items():
+        megabytes.append(f"{size / 1e6:.0f}" if size else "")
+        shares.append(f"{size / times[name, 1] / rate:.0%}" if size else "")
+    table.add_row(*megabytes)
+    table.add_row(*shares)
+    console = Console(soft_wrap=True, highlight=False)
     console.print(table)
     console.print(
         f"{about['runner']} of {model}, {context} tokens in the cache; a streamed read: {rate / 1e9:.1f} GB/s; "
         f"{about['threads']} threads; {about['device']}, torch {about['torch']}"
     )
-    drafted = ", ".join(
-        f"{'chained' if chains else 'one by one'} {each * 1e3:.2f} ms"
-        for chains, each in steps.items()
-    )
+    drafted = f"one by one {single * 1e3:.2f} ms"
+    if chained is not None:
+        drafted += f", chained {chained * 1e3:.2f} ms"
     console.print(f"as a draft, a token, its draw and hand-over included: {drafted}")
 
 

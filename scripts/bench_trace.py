@@ -57,13 +57,14 @@ def main(
                         f"{i}: {seconds[off]:.3f} s without, {seconds[on]:.3f} s with a trace"
                     )
         trace = read(path)
-        size, found = path.stat().st_size, report(trace)
+        size = path.stat().st_size
+    summary = report(trace)
     ratio = bootstrap(ratios)
     console.print(
         f"with over without: {ratio.value:.4f}, 95% interval {ratio.low:.4f} to {ratio.high:.4f}; "
         f"{pairs} x {tokens} tokens"
     )
-    console.print(f"file: {size / found.tokens / 1e3:.1f} kB a token; {platform.machine()}")
+    console.print(f"file: {size / summary.tokens / 1e3:.1f} kB a token; {platform.machine()}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The second half of `scripts/demo`: what a benchmark found, by kind of text; and an emulated 7B & 70B at work.
+"""The second half of `scripts/demo`: a benchmark's speed-ups by kind of text, and an emulated 7B & 70B at work.
 
 python scripts/demo.py BENCH.json
 """
@@ -30,7 +30,7 @@ SECONDS = 10.0  # of each method of the emulated pair
 
 
 def by_kind(document: dict[str, Any]) -> str:
-    """How many times as fast as the target alone `auto` was, for each set and baseline of `pearl bench --json`.
+    """Say how many times as fast as the target alone `auto` was, by set and baseline of `pearl bench --json`.
 
     Example: "edits 1.85, questions 0.76 times the target on 1 core; edits 1.37, questions 0.56 times on 2 cores".
     """
@@ -38,32 +38,34 @@ def by_kind(document: dict[str, Any]) -> str:
     parts: list[str] = []
     for baseline in (AR, AR_ON_ALL):
         if baseline in devices:
-            kinds = ", ".join(
-                f"{kind} {times:.2f}" for kind, times in speedups(document, baseline).items()
-            )
+            kinds = []
+            for kind, speedup in speedups(document, baseline).items():
+                kinds.append(f"{kind} {speedup:.2f}")
             target = "" if parts else "the target "
-            parts.append(f"{kinds} times {target}on {devices[baseline]}")
+            parts.append(f"{', '.join(kinds)} times {target}on {devices[baseline]}")
     if document["is_noisy"]:
         parts.append(f"rough: others took {document['others'] + document['stolen']:.0%}")
     return "; ".join(parts)
 
 
 def speedups(document: dict[str, Any], baseline: str) -> dict[str, float]:
-    """Set -> the median over its texts of the rate of `auto` over that of `baseline` on the same text."""
-    of_auto, of_baseline = rates(document, AUTO), rates(document, baseline)
+    """Return for each set the median over its texts of the rate of `auto` over that of `baseline` on the same text."""
+    baseline_rates = rates(document, baseline)
     ratios: dict[str, list[float]] = {}
-    for text, rate in of_auto.items():
-        if text in of_baseline:
-            ratios.setdefault(text[0], []).append(rate / of_baseline[text])
+    for (kind, number), rate in rates(document, AUTO).items():
+        baseline_rate = baseline_rates.get((kind, number))
+        if baseline_rate:
+            ratios.setdefault(kind, []).append(rate / baseline_rate)
     return {kind: median(of_kind) for kind, of_kind in ratios.items()}
 
 
 def rates(document: dict[str, Any], row: str) -> dict[tuple[str, int], float]:
-    """(set, number) of each text of a row -> its tokens per second after the first commit."""
-    texts = [text for text in document["texts"] if text["row"] == row and text["late_tokens"]]
-    return {
-        (text["set"], text["task"]): text["late_tokens"] / text["late_seconds"] for text in texts
-    }
+    """Return tokens per second after the first commit, by (set, number) of each text of a row."""
+    rates = {}
+    for text in document["texts"]:
+        if text["row"] == row and text["late_tokens"]:
+            rates[text["set"], text["task"]] = text["late_tokens"] / text["late_seconds"]
+    return rates
 
 
 # ---- the emulated pair ----
@@ -87,7 +89,8 @@ def emulated(pair: Pair, folder: Path) -> Iterator[tuple[str, float]]:
 
 def measured(engine: Engine, options: SamplingParams) -> float:
     """Tokens per second after the first commit."""
-    tokens, passed = 0, 0.0
+    tokens = 0
+    passed = 0.0
     with engine.stream("text 1", options.changed(temperature=0.0, seed=1)) as stream:
         next(stream)
         began = time.monotonic()
@@ -100,7 +103,7 @@ def measured(engine: Engine, options: SamplingParams) -> float:
 
 
 def show_emulated() -> None:
-    pair = next(one for one in pairs() if one.title == PAIR)
+    pair = next(pair for pair in pairs() if pair.title == PAIR)
     folder = Path(tempfile.mkdtemp(prefix="pearl-demo-"))
     print(
         f"demo: EMULATED {PAIR}: models that compute nothing, with the forward times ({pair.t_draft * 1e3:.0f} and "

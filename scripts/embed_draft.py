@@ -1,4 +1,4 @@
-"""Makes a draft that `pearl distill` has taught on the embedded target the one that PEARL ships.
+"""Make a draft that `pearl distill` has taught on the embedded target the one that PEARL ships.
 
     python scripts/embed_draft.py my-draft/draft
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 import torch
@@ -23,15 +24,8 @@ from pearl.models.checkpoints.embedded import DRAFT_LAYERS, embedded_target
 MOST_BYTES = 20_000_000
 TABLE = "model.embed_tokens.weight"
 GROUP = 32
-SHARES = (
-    1.0,
-    0.97,
-    0.94,
-    0.91,
-    0.88,
-    0.85,
-    0.82,
-)  # of a group's range that its steps may be spread over
+# Of a group's range that its steps may be spread over.
+SHARES = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82)
 
 
 @click.command()
@@ -55,7 +49,7 @@ def main(draft: Path) -> None:
 
 
 def pack_layers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors as they are shipped: matrices in 4 bits, in which the forward also runs, and the rest in bfloat16.
+    """Return the tensors as they are shipped: matrices in 4 bits, in which the forward also runs, the rest in bfloat16.
 
     Each 32 weights of a row are 16 steps, as in a Q4_1 file, over the share of their range that minimises the squared
     error. A matrix NAME [rows, columns] becomes NAME.steps [rows, columns / 2] (two to a byte, the first in the lower
@@ -67,27 +61,42 @@ def pack_layers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             packed[name] = tensor.bfloat16()
             continue
         groups = tensor.float().view(len(tensor), -1, GROUP)
-        tried = [in_steps(groups, share) for share in SHARES]
-        errors = torch.stack(
-            [(low + steps * width - groups).square().sum(-1) for steps, low, width in tried]
-        )
-        best = errors.argmin(0)[..., None]
-        steps, low, width = (
-            torch.stack(kind).take_along_dim(best[None], 0)[0] for kind in zip(*tried, strict=True)
-        )
-        pairs = steps.byte().view(len(tensor), -1, 2)
+        best = in_steps(groups, SHARES[0])
+        for share in SHARES[1:]:
+            tried = in_steps(groups, share)
+            is_better = (tried.error(groups) < best.error(groups))[..., None]
+            best = Steps(
+                torch.where(is_better, tried.steps, best.steps),
+                torch.where(is_better, tried.low, best.low),
+                torch.where(is_better, tried.width, best.width),
+            )
+        pairs = best.steps.byte().view(len(tensor), -1, 2)
         packed[name + ".steps"] = pairs[..., 0] | pairs[..., 1] << 4
-        packed |= {name + ".low": low[..., 0].bfloat16(), name + ".width": width[..., 0].bfloat16()}
+        packed[name + ".low"] = best.low[..., 0].bfloat16()
+        packed[name + ".width"] = best.width[..., 0].bfloat16()
     return packed
 
 
-def in_steps(groups: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(steps [..., 32], lowest [..., 1], width [..., 1]) of groups [..., 32], over a share of their range."""
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+class Steps(NamedTuple):
+    """Groups of weights [..., 32] as low + steps * width; low and width are [..., 1]."""
+
+    steps: torch.Tensor
+    low: torch.Tensor
+    width: torch.Tensor
+
+    def error(self, groups: torch.Tensor) -> torch.Tensor:
+        """Return the squared error of each group."""
+        return (self.low + self.steps * self.width - groups).square().sum(-1)
+
+
+def in_steps(groups: torch.Tensor, share: float) -> Steps:
+    """Spread 16 steps over a share of each group's range."""
+    low = groups.amin(-1, keepdim=True)
+    high = groups.amax(-1, keepdim=True)
     cut = (high - low) * (1 - share) / 2
     low = (low + cut).bfloat16().float()
     width = ((high - cut - low) / 15).bfloat16().float().clamp_min(torch.finfo(torch.bfloat16).tiny)
-    return ((groups - low) / width).round().clamp(0, 15), low, width
+    return Steps(((groups - low) / width).round().clamp(0, 15), low, width)
 
 
 if __name__ == "__main__":

@@ -42,10 +42,10 @@ class Fault:
     def __init__(self, runner: ModelRunner, name: str, role: str, once: str = "") -> None:
         self._healthy = runner.forward
         self._fault, _, self._phase = name.partition("@")
-        self._role, self._once = role, once
-        self._since_prompt: list[
-            int
-        ] = []  # tokens of each forward after the first prompt's, and of that
+        self._role = role
+        self._once = once
+        #: tokens of the first prompt's forward and of each later one
+        self._since_prompt: list[int] = []
         self._struck = self._cured = False
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
@@ -66,18 +66,20 @@ class Fault:
             time.sleep(_SLOW_SECONDS)
         if self._struck and self._fault == "raise":
             raise RuntimeError("a fault on purpose")
-        found = self._healthy(feeds)
+        rows = self._healthy(feeds)
         if self._struck and self._fault == "nan" and not self._cured:
-            return [torch.full_like(logits, torch.nan) for logits in found]
-        return found
+            return [torch.full_like(logits, torch.nan) for logits in rows]
+        return rows
 
     def _is_time(self, fed: int) -> bool:
-        after = len(self._since_prompt) - 1
-        is_verifying = after >= _LATER if self._role == "draft" else after >= 1 and fed > 1
+        forwards = len(self._since_prompt) - 1
+        is_verifying = forwards >= 1 and fed > 1
+        if self._role == "draft":
+            is_verifying = forwards >= _LATER
         return {
             "start": True,
-            "prefill": after >= 0,
-            "drafting": after >= 1,
+            "prefill": forwards >= 0,
+            "drafting": forwards >= 1,
             "verifying": is_verifying,
         }[self._phase]
 

@@ -27,11 +27,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -59,7 +60,7 @@ WARM_UP = 16  # tokens
 
 
 def serve(settings: dict[str, Any]) -> None:
-    """Answers each line of standard input (loop, prompt, max_tokens) with a line: tokens and seconds, of rank 0."""
+    """Answer each line of standard input (loop, prompt, max_tokens) with a line: tokens and seconds, of rank 0."""
     if settings["cores"]:
         os.sched_setaffinity(0, settings["cores"])
     import torch
@@ -69,21 +70,22 @@ def serve(settings: dict[str, Any]) -> None:
     theirs = _their_decoding(settings)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
-        theirs.args.eval_mode, theirs.args.max_tokens = asked["loop"], asked["max_tokens"]
+        request = json.loads(line)
+        theirs.args.eval_mode = request["loop"]
+        theirs.args.max_tokens = request["max_tokens"]
+        prompt = request["prompt"]
         began = time.perf_counter()
-        output = getattr(theirs, LOOPS[asked["loop"]])(torch.tensor([asked["prompt"]]))
+        output = getattr(theirs, LOOPS[request["loop"]])(torch.tensor([prompt]))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds = time.perf_counter() - began
-        print(
-            json.dumps({"tokens": output[0, len(asked["prompt"]) :].tolist(), "seconds": seconds}),
-            flush=True,
-        )
+        answer = {"tokens": output[0, len(prompt) :].tolist(), "seconds": seconds}
+        print(json.dumps(answer), flush=True)
 
 
 def _replace_missing_gpus(torch: Any) -> None:
-    original, present = torch.Tensor.to, torch.cuda.device_count()
+    original = torch.Tensor.to
+    present = torch.cuda.device_count()
 
     def to(tensor: Any, *arguments: Any, **options: Any) -> Any:
         first = arguments[0] if arguments else None
@@ -95,7 +97,7 @@ def _replace_missing_gpus(torch: Any) -> None:
 
 
 def _their_decoding(settings: dict[str, Any]) -> Any:
-    """An instance of their abstract `Decoding`, with the models that this rank needs."""
+    """Return an instance of their abstract `Decoding`, with the models that this rank needs."""
     sys.path.insert(0, settings["repository"])
     decoding: Any = importlib.import_module("src.engine").Decoding
 
@@ -114,15 +116,12 @@ def _their_decoding(settings: dict[str, Any]) -> Any:
     theirs = Theirs(SimpleNamespace(max_tokens=0, **{name: settings[name] for name in names}))
     theirs.vocab_size = settings["vocab_size"]
     for role in settings["roles"]:
-        setattr(
-            theirs,
-            f"{role}_model",
-            _Model(settings[role], settings[f"{role}_dtype"], settings["device"]),
-        )
+        model = _PeerModel(settings[role], settings[f"{role}_dtype"], settings["device"])
+        setattr(theirs, f"{role}_model", model)
     return theirs
 
 
-class _Model:
+class _PeerModel:
     """A model as transformers 4 had them: the KV cache is a list of (keys, values), and logits are float32."""
 
     def __init__(self, name: str, dtype: str, device: str) -> None:
@@ -131,8 +130,8 @@ class _Model:
         from pearl.config import ModelConfig
         from pearl.models.checkpoints.loading import load_model
 
-        wanted = ModelConfig(name, dtype=dtype)  # type: ignore[arg-type]
-        self._model = load_model(wanted, torch.device(device)).eval()
+        config = ModelConfig(name, dtype=dtype)  # type: ignore[arg-type]
+        self._model = load_model(config, torch.device(device)).eval()
         self.device = self._model.device
 
     def __call__(self, input_ids: Any, past_key_values: Any = None, use_cache: bool = True) -> Any:
@@ -151,43 +150,44 @@ class Peers:
     """Processes of theirs that decode together: one for the target alone and `sd`, two for `para_sd`."""
 
     def __init__(self, settings: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> None:
-        with socket.socket() as one:
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1]
-        self._processes = [
-            self._start(settings | own, rank, len(ranks), port) for rank, own in enumerate(ranks)
-        ]
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._processes = []
+        for rank, rank_settings in enumerate(ranks):
+            process = self._start(settings | rank_settings, rank, len(ranks), port)
+            self._processes.append(process)
         for process in self._processes:
             self._read(process)
 
     def _start(
         self, settings: dict[str, Any], rank: int, ranks: int, port: int
     ) -> subprocess.Popen[str]:
-        environment = os.environ | {"ACCELERATE_USE_CPU": str(settings["device"] == "cpu").lower()}
+        device = settings["device"]
+        environment = os.environ | {"ACCELERATE_USE_CPU": "true" if device == "cpu" else "false"}
         if ranks > 1:
-            numbers = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": ranks,
-                "LOCAL_WORLD_SIZE": ranks,
+            environment |= {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
             }
-            numbers |= {"MASTER_PORT": port}
-            environment |= {"MASTER_ADDR": "127.0.0.1"} | {
-                name: str(value) for name, value in numbers.items()
-            }
-        own = settings | {"device": f"cuda:{rank}"} if settings["device"] == "cuda" else settings
-        command = [sys.executable, __file__, "--serve", json.dumps(own)]
+        if device == "cuda":
+            settings = settings | {"device": f"cuda:{rank}"}
+        command = [sys.executable, __file__, "--serve", json.dumps(settings)]
         return subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
 
-    def decode(self, loop: str, prompt: Sequence[int], max_tokens: int) -> tuple[list[int], float]:
-        asked = json.dumps({"loop": loop, "prompt": list(prompt), "max_tokens": max_tokens})
+    def decode(self, loop: str, prompt: Sequence[int], max_tokens: int) -> Text:
+        request = json.dumps({"loop": loop, "prompt": list(prompt), "max_tokens": max_tokens})
         for process in self._processes:
             assert process.stdin is not None
-            print(asked, file=process.stdin, flush=True)
-        first, *_ = [self._read(process) for process in self._processes]
-        return first["tokens"], first["seconds"]
+            print(request, file=process.stdin, flush=True)
+        answers = [self._read(process) for process in self._processes]
+        return Text(answers[0]["tokens"], answers[0]["seconds"])
 
     def _read(self, process: subprocess.Popen[str]) -> dict[str, Any]:
         assert process.stdout is not None
@@ -229,9 +229,16 @@ class Peers:
 )
 @json_option
 def main(
-    repository: Path, target: str, draft: str, prompts: str, limit: int, max_tokens: int, dtype: str, gamma: int,
+    repository: Path,
+    target: str,
+    draft: str,
+    prompts: str,
+    limit: int,
+    max_tokens: int,
+    dtype: str,
+    gamma: int,
     to: Path | None,
-) -> None:  # fmt: skip
+) -> None:
     """Measure theirs and ours, greedy, in turns."""
     if not (repository / "src" / "engine.py").is_file():
         raise ConfigError(
@@ -243,13 +250,14 @@ def main(
     samples = measure(repository, config, [task.turns[0] for task in tasks], max_tokens, gamma)
     conditions.stop()
     if to is not None:
-        settings: dict[str, Any] = {
+        settings = {
             "target": target,
             "draft": draft,
             "dtype": dtype,
             "max_tokens": max_tokens,
+            "gamma": gamma,
+            "prompts": prompts,
         }
-        settings |= {"gamma": gamma, "prompts": prompts}
         write_json(
             to, {"kind": "peer", "settings": settings, **conditions.as_dict(), "samples": samples}
         )
@@ -259,9 +267,62 @@ def main(
 def measure(
     repository: Path, config: EngineConfig, prompts: Sequence[str], max_tokens: int, gamma: int
 ) -> list[dict[str, Any]]:
-    """A sample for each prompt and system, as `_sample` makes them; another text of the first prompt warms up."""
+    """Return a sample for each prompt and system, as `_sample` makes them; the first prompt warms up."""
     tokenizer, defaults = load_tokenizer(config.target)
-    ours = {
+    devices = {role: settled(config, role) for role in config.roles}
+    settings = {
+        "repository": str(repository.resolve()),
+        "vocab_size": tokenizer.vocab_size,
+        "temp": 0.0,
+        "top_k": 0,
+        "top_p": 0.0,
+        "gamma": gamma,
+        "seed": 1234,
+        "target": config.target,
+        "draft": config.draft,
+        "target_dtype": config.target_dtype,
+        "draft_dtype": config.draft_dtype,
+        "device": "cuda" if devices["target"].gpus else "cpu",
+    }
+    cores = {role: sorted(device.cores or ()) for role, device in devices.items()}
+    all_cores = sorted({*cores["target"], *cores["draft"]})
+    samples = []
+    with ExitStack() as stack:
+        engine = stack.enter_context(Engine(config=config))
+        single = Peers(
+            settings | {"eval_mode": "sd"}, [{"roles": ["draft", "target"], "cores": all_cores}]
+        )
+        stack.callback(single.close)
+        pair = Peers(
+            settings | {"eval_mode": "para_sd"},
+            [{"roles": [role], "cores": cores[role]} for role in ("draft", "target")],
+        )
+        stack.callback(pair.close)
+        for number, text in enumerate([prompts[0], *prompts]):
+            prompt = engine.encode(text)
+            limit = max_tokens if number else WARM_UP
+            texts = _ours(engine, prompt, limit, gamma)
+            for loop, peers in {"large": single, "sd": single, "para_sd": pair}.items():
+                texts[f"theirs: {loop}"] = peers.decode(loop, prompt, limit)
+            if not number:  # a warm-up
+                continue
+            expected = texts["ours: ar"].tokens
+            for name, decoded in texts.items():
+                sample = _sample(name, decoded, expected, limit, defaults.eos)
+                samples.append({"prompt": number} | sample)
+    return samples
+
+
+class Text(NamedTuple):
+    """The tokens of a text, and the seconds in which it was decoded."""
+
+    tokens: list[int]
+    seconds: float
+
+
+def _ours(engine: Engine, prompt: list[int], max_tokens: int, gamma: int) -> dict[str, Text]:
+    """Decode a prompt with each of our methods."""
+    methods = {
         "ar": RequestOptions(method="ar"),
         "sd": RequestOptions(method="sd", gamma=gamma),
         "pearl, published": RequestOptions(
@@ -269,80 +330,60 @@ def measure(
         ),
         "pearl": RequestOptions(method="pearl"),
     }
-    settings: dict[str, Any] = {
-        "repository": str(repository.resolve()),
-        "vocab_size": tokenizer.vocab_size,
-    }
-    settings |= {"temp": 0.0, "top_k": 0, "top_p": 0.0, "gamma": gamma, "seed": 1234}
-    settings |= {
-        name: getattr(config, name) for name in ("target", "draft", "target_dtype", "draft_dtype")
-    }
-    devices = {role: settled(config, role) for role in config.roles}
-    settings["device"] = "cuda" if devices["target"].gpus else "cpu"
-    cores = {role: sorted(device.cores or ()) for role, device in devices.items()}
-    alone = [{"roles": ["draft", "target"], "cores": sorted({*cores["target"], *cores["draft"]})}]
-    samples = []
-    with ExitStack() as stack:
-        engine = stack.enter_context(Engine(config=config))
-        one = Peers(settings | {"eval_mode": "sd"}, alone)
-        stack.callback(one.close)
-        two = Peers(
-            settings | {"eval_mode": "para_sd"},
-            [{"roles": [r], "cores": cores[r]} for r in ("draft", "target")],
-        )
-        stack.callback(two.close)
-        for number, text in enumerate([prompts[0], *prompts]):
-            prompt, limit = engine.encode(text), max_tokens if number else WARM_UP
-            params, texts = RequestOptions(temperature=0.0, seed=0, max_tokens=limit), {}
-            for name, decoding in ours.items():
-                forget(engine, decoding, prompt)
-                (result,) = engine.generate(prompt, params.overridden_by(decoding))
-                known = result.statistics
-                texts[f"ours: {name}"] = result.tokens, known.seconds - known.queue_seconds
-            for loop, group in {"large": one, "sd": one, "para_sd": two}.items():
-                texts[f"theirs: {loop}"] = group.decode(loop, prompt, limit)
-            expected = texts["ours: ar"][0]
-            found = [
-                _sample(name, *text, expected, limit, defaults.eos) for name, text in texts.items()
-            ]
-            samples += [{"prompt": number} | each for each in found] if number else []
-    return samples
+    params = RequestOptions(temperature=0.0, seed=0, max_tokens=max_tokens)
+    texts = {}
+    for name, options in methods.items():
+        forget(engine, options, prompt)
+        (result,) = engine.generate(prompt, params.overridden_by(options))
+        statistics = result.statistics
+        seconds = statistics.seconds - statistics.queue_seconds
+        texts[f"ours: {name}"] = Text(result.tokens, seconds)
+    return texts
 
 
 def _sample(
-    name: str,
-    tokens: list[int],
-    seconds: float,
-    expected: list[int],
-    max_tokens: int,
-    eos: Sequence[int],
+    name: str, text: Text, expected: list[int], max_tokens: int, eos: Sequence[int]
 ) -> dict[str, Any]:
-    end = next((i + 1 for i, token in enumerate(tokens) if token in eos), len(tokens))
-    kept = tokens[: min(end, max_tokens)]
-    pairs = enumerate(zip(kept, expected, strict=False))
+    tokens = []
+    for token in text.tokens[:max_tokens]:
+        tokens.append(token)
+        if token in eos:
+            break
+    same = 0
+    for token, expected_token in zip(tokens, expected, strict=False):
+        if token != expected_token:
+            break
+        same += 1
     return {
         "system": name,
-        "returned": len(tokens),
-        "tokens": len(kept),
-        "seconds": seconds,
-        "rate": len(kept) / seconds,
-        "as_they_count": len(tokens) / seconds,
-        "same": next((i for i, (a, b) in pairs if a != b), min(len(kept), len(expected))),
+        "returned": len(text.tokens),
+        "tokens": len(tokens),
+        "seconds": text.seconds,
+        "rate": len(tokens) / text.seconds,
+        "as_they_count": len(text.tokens) / text.seconds,
+        "same": same,
         "of": len(expected),
     }
 
 
 def _print(samples: Sequence[dict[str, Any]], end: str) -> None:
+    totals: dict[str, Counter[str]] = {}
+    for sample in samples:
+        total = totals.setdefault(sample["system"], Counter())
+        for key in ("tokens", "returned", "seconds", "same", "of"):
+            total[key] += sample[key]
     rows = []
-    for name in dict.fromkeys(sample["system"] for sample in samples):
-        own = [sample for sample in samples if sample["system"] == name]
-        total = {
-            key: sum(sample[key] for sample in own)
-            for key in ("tokens", "returned", "seconds", "same", "of")
-        }
-        rates = (total["tokens"] / total["seconds"], total["returned"] / total["seconds"])
-        counts = (str(total["tokens"]), str(total["returned"]), f"{total['same']} of {total['of']}")
-        rows.append([name, *(f"{rate:.1f}" for rate in rates), *counts])
+    for name, total in totals.items():
+        seconds = total["seconds"]
+        row = [
+            name,
+            f"{total['tokens'] / seconds:.1f}",
+            f"{total['returned'] / seconds:.1f}",
+            str(total["tokens"]),
+            str(total["returned"]),
+            f"{total['same']} of {total['of']}",
+        ]
+        rows.append(row)
     columns = ("system", "tokens/s", "as they count", "tokens", "returned", "same as ours alone")
     print_table(columns, rows, end)
 

@@ -25,15 +25,19 @@ from pearl.text.conversation import Conversation
 from pearl.text.reasoning import Splitter
 
 QUESTIONS = ("In one sentence, what is gravity?", "And what would happen without it?")
-FROZEN_AT, LEAST_GUESS = 12, 16  # tokens of the text, characters of the guess
+FROZEN_AT = 12  # tokens of the text
+LEAST_GUESS = 16  # characters of the guess
 
 
 class Still(Reply):
     """A reply of which one moment is kept."""
 
     def __init__(self, console: Console, frozen_at: int | None) -> None:
-        self._console, self._frozen_at = console, frozen_at
-        self._text, self._guess, self._tokens = Text(), "", 0
+        self._console = console
+        self._frozen_at = frozen_at
+        self._text = Text()
+        self._guess = ""
+        self._tokens = 0
 
     @property
     def is_frozen(self) -> bool:

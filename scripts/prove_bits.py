@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from bench_forward import synchronize
@@ -26,12 +26,10 @@ from pearl.models.transformers.runner import HFRunner
 from pearl.protocol.events import Draft, Drafted, Open
 from pearl.spec.methods import DRAFT_LOOKUP
 
-_TOLERANCE = (
-    2.0  # bound on our difference from transformers, times that of transformers from a wider dtype
-)
-_NEAR = (
-    5.0  # times that bound, relative to a row's root mean square: nearer logits may change places
-)
+# Bound on our difference from transformers, times that of transformers from a wider dtype.
+_TOLERANCE = 2.0
+# Times that bound, relative to a row's root mean square: nearer logits may change places.
+_NEAR = 5.0
 _LEAST_BUSY = 0.9  # share of the time that a chain keeps its device busy
 _SAMPLINGS = {
     "greedy": RequestOptions(rule="coupled"),
@@ -83,8 +81,10 @@ class Scale:
         return "" if self.rehearses else words
 
     def ours(self, model: Any, context: int, **options: Any) -> ForwardRunner:
-        given = {"record": self.record, "kernels": None if self.rehearses else True} | options
-        return ForwardRunner(model, context, **given)
+        kernels = None if self.rehearses else True
+        return ForwardRunner(
+            model, context, **({"record": self.record, "kernels": kernels} | options)
+        )
 
     def runner(self, shape: str, context: int, **options: Any) -> ForwardRunner:
         return self.ours(random_model(shape, self.device, self.dtype), context, **options)
@@ -102,12 +102,12 @@ REHEARSAL = Scale(
 
 
 @dataclass(frozen=True)
-class Figure:
+class Measurement:
     """One result of a step.
 
     Attributes:
         must: its bound, in words; empty: none.
-        summary: what the short table says of it; empty: nothing, unless it has failed.
+        summary: its words in the short table; empty: it is not in it, unless it has failed.
     """
 
     what: str
@@ -119,204 +119,228 @@ class Figure:
     summary: str = ""
 
     def __str__(self) -> str:
-        mark = (
-            "" if not self.must else f"  must be {self.must}: {'pass' if self.passed else 'FAIL'}"
-        )
-        return f"{self.what}: {self.value:.4g} {self.unit}{f' ({self.detail})' if self.detail else ''}{mark}"
+        words = f"{self.what}: {self.value:.4g} {self.unit}"
+        if self.detail:
+            words += f" ({self.detail})"
+        if self.must:
+            words += f"  must be {self.must}: {'pass' if self.passed else 'FAIL'}"
+        return words
 
 
-def none_of(what: str, count: int, detail: str = "", summary: str = "") -> Figure:
-    """A count that must be 0."""
-    return Figure(what, count, "", "0", count == 0, detail, summary)
+def none_of(what: str, count: int, detail: str = "", summary: str = "") -> Measurement:
+    """Return a count that must be 0."""
+    return Measurement(what, count, "", "0", count == 0, detail, summary)
 
 
-def rows(scale: Scale) -> Iterator[Figure]:
-    """Logits are the same bits however a text is cut, in tables of any size, beside others, whole weights or not."""
-    seen = differ = 0
-    for rounding, records in (("", False), *((each, True) for each in ROUNDINGS)):
+def rows(scale: Scale) -> Iterator[Measurement]:
+    """Logits are the same bits however a text is cut, in tables of any size, with other texts, whole weights or not."""
+    total = 0
+    differ = 0
+    cases: list[tuple[Rounding, bool]] = [("", False)]
+    cases += [(rounding, True) for rounding in ROUNDINGS]
+    for rounding, records in cases:
         began = time.perf_counter()
         runner = scale.runner(scale.wide, scale.cut, records=records, slots=3, rounding=rounding)
         name = f"{rounding or 'whole'}, {'recorded' if records else 'eager'}"
-        yield Figure(f"{name}: loaded", time.perf_counter() - began, "s")
-        yield (table := _table_of(scale, runner, name))
-        found = compare_cuts(runner, name, scale.cut, piece=int(table.value))
-        yield none_of(
-            f"{found.what}: of {found.count} rows differ", found.count - found.equal, found.first
-        )
-        count, others = _beside_others(runner)
-        yield none_of(f"{name}, three slots in one forward: of {count} rows differ", others)
-        seen, differ = seen + found.count + count, differ + found.count - found.equal + others
-    words = f"{differ} of {seen} rows differ; 3 slots, trees, 16, 8 and 4 bits"
-    yield none_of("all in all", differ, f"of {seen}", words)
+        yield Measurement(f"{name}: loaded", time.perf_counter() - began, "s")
+        table = _table_of(scale, runner, name)
+        yield table
+        cuts = compare_cuts(runner, name, scale.cut, piece=int(table.value))
+        differing_cuts = cuts.count - cuts.equal
+        yield none_of(f"{cuts.what}: of {cuts.count} rows differ", differing_cuts, cuts.first)
+        count, differing = _with_others(runner)
+        yield none_of(f"{name}, three slots in one forward: of {count} rows differ", differing)
+        total += cuts.count + count
+        differ += differing_cuts + differing
+    words = f"{differ} of {total} rows differ; 3 slots, trees, 16, 8 and 4 bits"
+    yield none_of("all in all", differ, f"of {total}", words)
 
 
-def _table_of(scale: Scale, runner: ForwardRunner, name: str) -> Figure:
-    """Rows of the largest table, fewer where our kernels are not used or larger ones have been given up."""
-    most, must = runner._decode.most if runner._decode else FED, scale.bound(f"{max(SIZES)}")
-    passed, summary = not must or most == max(SIZES), "" if name else f"tables of up to {most} rows"
-    return Figure(f"{name or 'bfloat16'}: rows of a table", most, "", must, passed, summary=summary)
+def _table_of(scale: Scale, runner: ForwardRunner, name: str) -> Measurement:
+    """Return the rows of the largest table, fewer without our kernels or where larger ones have been given up."""
+    most = runner._decode.most if runner._decode else FED
+    must = scale.bound(f"{max(SIZES)}")
+    return Measurement(
+        f"{name or 'bfloat16'}: rows of a table",
+        most,
+        must=must,
+        passed=not must or most == max(SIZES),
+        summary="" if name else f"tables of up to {most} rows",
+    )
 
 
-def _beside_others(runner: ForwardRunner) -> tuple[int, int]:
-    """Rows of two chains and a tree in one forward, and how many differ from those of each fed alone: the longest chain
-    in pieces, the tree's path as a chain.
+def _with_others(runner: ForwardRunner) -> tuple[int, int]:
+    """Return (rows of two chains and a tree in one forward, how many differ from those of each fed alone).
+
+    Alone, the longest chain is fed in pieces, and the tree's path as a chain.
     """
-    tokens, nodes = tokens_of(runner, 300), min(20, runner.capabilities.tree_nodes)
+    tokens = tokens_of(runner, 300)
+    nodes = min(20, runner.capabilities.tree_nodes)
     count = max(2, nodes) - 1
-    tree = path = Feed(tokens[50 : 50 + count], count, 2)
+    path = Feed(tokens[50 : 50 + count], count, 2)
+    tree = path
     if nodes:  # another first node before the path
         tree = Feed(tokens[49 : 50 + count], count, 2, (-1, -1, *range(1, count)))
-    chain, other, cut = Feed(tokens[:20], 20), Feed(tokens[30:39], 9, 1), range(0, 20, 5)
-    made = []
-    for forwards in (
-        [[chain, other, tree]],
-        [[Feed(tokens[at : at + 5], 5)] for at in cut] + [[other], [path]],
-    ):
-        for slot, start in enumerate((100, 250, 37)):
-            runner.rollback(0, slot)
-            feed_chain(runner, tokens[:start], 1, slot, prompt=True)
-        made.append(torch.cat([found for feeds in forwards for found in runner.forward(feeds)]))
-    return len(made[0]), int((made[0] != made[1]).any(-1).sum())
+    short = Feed(tokens[30:39], 9, 1)
+    pieces = [[Feed(tokens[start : start + 5], 5)] for start in range(0, 20, 5)]
+    together = _after_prompts(runner, tokens, [[Feed(tokens[:20], 20), short, tree]])
+    alone = _after_prompts(runner, tokens, [*pieces, [short], [path]])
+    return len(together), int((together != alone).any(-1).sum())
+
+
+def _after_prompts(
+    runner: ForwardRunner, tokens: Sequence[int], forwards: Sequence[Sequence[Feed]]
+) -> torch.Tensor:
+    """Return the logits of all forwards, after a prompt in each of three slots."""
+    for slot, start in enumerate((100, 250, 37)):
+        runner.rollback(0, slot)
+        feed_chain(runner, tokens[:start], 1, slot, prompt=True)
+    rows: list[torch.Tensor] = []
+    for feeds in forwards:
+        rows += runner.forward(feeds)
+    return torch.cat(rows)
 
 
 def tokens_of(runner: ModelRunner, count: int) -> list[int]:
     return [(7 + 5 * i + i * i) % runner.vocab_size for i in range(count)]
 
 
-def families(scale: Scale) -> Iterator[Figure]:
-    """Tiny models of other families: ours against transformers, bounded by what that is off from a wider dtype."""
-    context, worst = 400, 0.0
+def families(scale: Scale) -> Iterator[Measurement]:
+    """Compare tiny models of other families with transformers, bounded by its own difference from a wider dtype."""
+    context = 400
+    worst = 0.0
     for name in FAMILIES:
         models: list[Any] = [random_family(name, scale.device, scale.dtype) for _ in range(3)]
-        ours, theirs = scale.ours(models[0], context), HFRunner(models[1], context)
-        exact, tokens = HFRunner(models[2].to(scale.wider), context), tokens_of(ours, context)
-        off = rounding = 0.0
-        at, has = (
-            0,
-            ours._decode is not None
-            and ours._graphs is not None
-            and ours._graphs.prompts is not None,
-        )
-        for count in (300, 1, 5, 16, 40):  # a prompt, and what follows it
-            given = tokens[at : at + count], min(count, 40), 0, at == 0
-            mine, other, right = (feed_chain(runner, *given) for runner in (ours, theirs, exact))
-            off, rounding, at = (
-                max(off, _distance(mine, other)),
-                max(rounding, _distance(other, right)),
-                at + count,
+        ours = scale.ours(models[0], context)
+        theirs = HFRunner(models[1], context)
+        exact = HFRunner(models[2].to(scale.wider), context)
+        tokens = tokens_of(ours, context)
+        off = 0.0
+        rounding = 0.0
+        start = 0
+        for count in (300, 1, 5, 16, 40):  # a prompt, and texts after it
+            fed = tokens[start : start + count]
+            ours_rows, theirs_rows, exact_rows = (
+                feed_chain(runner, fed, min(count, 40), 0, start == 0)
+                for runner in (ours, theirs, exact)
             )
+            off = max(off, _distance(ours_rows, theirs_rows))
+            rounding = max(rounding, _distance(theirs_rows, exact_rows))
+            start += count
+        has_kernels = ours._decode is not None and _has_prompts(ours)
+        must = scale.bound("1")
+        passed = has_kernels or scale.rehearses
+        yield Measurement(f"{name}: our kernels", float(has_kernels), "", must, passed)
         most = _TOLERANCE * rounding
-        yield Figure(
-            f"{name}: our kernels", float(has), "", scale.bound("1"), has or scale.rehearses
-        )
-        yield Figure(
-            f"{name}: off from transformers", off, "of the norm", f"at most {most:.2g}", off <= most
-        )
+        what = f"{name}: off from transformers"
+        yield Measurement(what, off, "of the norm", f"at most {most:.2g}", off <= most)
         worst = max(worst, off / rounding)
     words = f"{len(FAMILIES)} families, off by {worst:.2f} of transformers' own error"
-    yield Figure(f"off from transformers, over that from {scale.wider}", worst, summary=words)
+    yield Measurement(f"off from transformers, over that from {scale.wider}", worst, summary=words)
 
 
-def recordings(scale: Scale) -> Iterator[Figure]:
-    """Number, time and memory of the recordings made when a model is loaded; none is made later."""
-    made: list[tuple[float, float]] = []
+def _has_prompts(runner: ForwardRunner) -> bool:
+    return runner._graphs is not None and runner._graphs.prompts is not None
+
+
+def recordings(scale: Scale) -> Iterator[Measurement]:
+    """Measure number, time and memory of the recordings made when a model is loaded; none is made later."""
+    milliseconds: list[float] = []
+    sizes: list[float] = []
     plain = scale.record or record_on_gpu(scale.device)
 
     def record(work: Callable[[], Rows]) -> Callable[[], Rows]:
-        before, began = _reserved(scale), time.perf_counter()
+        reserved = _reserved(scale)
+        began = time.perf_counter()
         replay = plain(work)
         synchronize(scale.device)
-        made.append((time.perf_counter() - began, _reserved(scale) - before))
+        milliseconds.append((time.perf_counter() - began) * 1e3)
+        sizes.append(_reserved(scale) - reserved)
         return replay
 
     context = 8192
     runner = scale.runner(scale.wide, context, record=record)
-    decode, graphs_ = runner._decode, runner._graphs
-    expected = len(SIZES) if decode is not None else len(ends(context, runner._room))
-    expected += graphs_ is not None and graphs_.prompts is not None  # one for all pieces of prompts
-    memory = sum(size for _, size in made) / 1e6
+    expected = len(SIZES) if runner._decode is not None else len(ends(context, runner._room))
+    expected += _has_prompts(runner)  # one for all pieces of prompts
+    count = len(sizes)
+    memory = sum(sizes) / 1e6
     yield _table_of(scale, runner, "")
-    is_right, summary = len(made) == expected, f"{len(made)} recordings"
-    yield Figure("recordings at load", len(made), "", f"{expected}", is_right, summary=summary)
-    yield Figure(
-        "one takes at most", max((seconds for seconds, _ in made), default=0.0) * 1e3, "ms"
+    yield Measurement(
+        "recordings at load",
+        count,
+        must=f"{expected}",
+        passed=count == expected,
+        summary=f"{count} recordings",
     )
-    yield Figure("all take", memory, "MB", summary=f"{memory:.0f} MB")
-    count = len(made)
+    yield Measurement("one takes at most", max(milliseconds, default=0.0), "ms")
+    yield Measurement("all take", memory, "MB", summary=f"{memory:.0f} MB")
     feed_chain(runner, [5] * 700, 1, prompt=True)
     for fed in (3, 40):
         feed_chain(runner, [5] * fed, 1)
-    yield none_of("made amid a text", len(made) - count)
+    yield none_of("made amid a text", len(sizes) - count)
 
 
 def _reserved(scale: Scale) -> float:
-    free, total = (0, 0) if scale.rehearses else torch.cuda.mem_get_info(scale.device)
+    if scale.rehearses:
+        return 0.0
+    free, total = torch.cuda.mem_get_info(scale.device)
     return float(total - free)
 
 
-def graphs(scale: Scale) -> Iterator[Figure]:
-    """Recorded forwards of 1 to 64 tokens against eager ones, ours and those of transformers, also in a wider dtype."""
+def graphs(scale: Scale) -> Iterator[Measurement]:
+    """Compare recorded forwards of 1 to 64 tokens with eager ones, ours and transformers', also in a wider dtype."""
     context = max(scale.starts) + max(SIZES)
-    recorded, eager = (
-        scale.runner(scale.wide, context),
-        scale.runner(scale.wide, context, records=False),
-    )
-    theirs, exact = (
-        scale.theirs(scale.wide, context),
-        scale.theirs(scale.wide, context, scale.wider),
-    )
+    recorded = scale.runner(scale.wide, context)
+    eager = scale.runner(scale.wide, context, records=False)
+    theirs = scale.theirs(scale.wide, context)
+    exact = scale.theirs(scale.wide, context, scale.wider)
     tokens = tokens_of(recorded, context)
-    differ = seen = 0
-    worst = rounding = 0.0
-    gaps: list[
-        float
-    ] = []  # between the likeliest tokens, in rows where ours and theirs are not the same
+    differ = 0
+    not_finite = 0
+    worst = 0.0
+    rounding = 0.0
+    gaps: list[float] = []  # between the two likeliest tokens, where ours and theirs differ
     for start in scale.starts:
         for runner in (recorded, eager, theirs, exact):
             runner.rollback(0)
             feed_chain(runner, tokens[:start], 1)
-        for fed in (1, 2, 3, 5, 8, 13, FED, 33, max(SIZES)):
-            ours, plain, other, right = (
-                _fed(runner, start, tokens[start : start + fed])
-                for runner in (recorded, eager, theirs, exact)
-            )
-            differ += int((ours != plain).any(-1).sum())
-            worst, rounding = (
-                max(worst, _distance(ours, other)),
-                max(rounding, _distance(other, right)),
-            )
-            top = other.topk(2).values
-            gap = (top[:, 0] - top[:, 1]) / other.square().mean(-1).sqrt()
-            gaps += gap[ours.argmax(-1) != other.argmax(-1)].tolist()
+        for count in (1, 2, 3, 5, 8, 13, FED, 33, max(SIZES)):
+            fed = tokens[start : start + count]
+            ours_rows = _fed(recorded, start, fed)
+            theirs_rows = _fed(theirs, start, fed)
+            differ += int((ours_rows != _fed(eager, start, fed)).any(-1).sum())
+            worst = max(worst, _distance(ours_rows, theirs_rows))
+            rounding = max(rounding, _distance(theirs_rows, _fed(exact, start, fed)))
+            top = theirs_rows.topk(2).values
+            gap = (top[:, 0] - top[:, 1]) / theirs_rows.square().mean(-1).sqrt()
+            gaps += gap[ours_rows.argmax(-1) != theirs_rows.argmax(-1)].tolist()
         with torch.inference_mode():
             recorded._slots.keys[..., start:, :] = torch.nan
         recorded._slots.wrote(0, recorded._room)
         recorded.rollback(start - 1)
-        seen += int((~_fed(recorded, start - 1, tokens[:4]).isfinite()).any(-1).sum())
+        not_finite += int((~_fed(recorded, start - 1, tokens[:4]).isfinite()).any(-1).sum())
     most = _TOLERANCE * rounding
-    bound = (
+    words = f"{differ} rows unlike eager"
+    yield none_of("rows whose recorded bits are not the eager ones", differ, summary=words)
+    yield Measurement(
+        "largest difference from transformers",
+        worst,
+        "of the norm",
         f"at most {most:.2g}",
         worst <= most,
         f"transformers' own from {scale.wider}: {rounding:.2g}",
     )
-    yield none_of(
-        "rows whose recorded bits are not the eager ones",
-        differ,
-        summary=f"{differ} rows unlike eager",
-    )
-    yield Figure("largest difference from transformers", worst, "of the norm", *bound)
     off = worst / rounding
-    yield Figure(
-        "that over transformers' own", off, summary=f"off by {off:.2f} of transformers' error"
-    )
+    words = f"off by {off:.2f} of transformers' error"
+    yield Measurement("that over transformers' own", off, summary=words)
     swapped = sum(gap > _NEAR * most for gap in gaps)
     yield none_of("rows with another likeliest token, no near tie", swapped)
-    yield none_of("rows that see a NaN after a rollback", seen)
+    yield none_of("rows that see a NaN after a rollback", not_finite)
 
 
-def _distance(some: torch.Tensor, others: torch.Tensor) -> float:
-    """The largest difference of two rows, as a share of the norm of the other."""
-    return float(((some - others).norm(dim=-1) / others.norm(dim=-1)).max())
+def _distance(rows: torch.Tensor, reference: torch.Tensor) -> float:
+    """Return the largest difference of two rows, as a share of the reference's norm."""
+    return float(((rows - reference).norm(dim=-1) / reference.norm(dim=-1)).max())
 
 
 def _fed(runner: ModelRunner, start: int, tokens: Sequence[int]) -> torch.Tensor:
@@ -325,46 +349,60 @@ def _fed(runner: ModelRunner, start: int, tokens: Sequence[int]) -> torch.Tensor
         return feed_chain(runner, tokens, len(tokens))
 
 
-def chains(scale: Scale) -> Iterator[Figure]:
+def chains(scale: Scale) -> Iterator[Measurement]:
     """Chained forwards draft the tokens of single ones, and keep the device busy."""
     prompt = tuple(range(5, 25))
     runner = scale.runner(scale.wide, len(prompt) + scale.chain + 1)
     differ = 0
-    for name, chosen in _SAMPLINGS.items():
-        options = chosen.resolved()
-        single, _, apart = draft_text(runner, prompt, scale.chain, False, options)
-        chained, busy, together = draft_text(runner, prompt, scale.chain, True, options)
-        looked_up, _, _ = draft_text(
-            runner, prompt, scale.chain, True, options.changed(draft_lookup=DRAFT_LOOKUP)
-        )
-        pairs = ((single, chained), "chained"), ((single, looked_up), "with lookup")
-        found = {what: sum(a != b for a, b in zip(*both, strict=True)) for both, what in pairs}
-        differ += sum(found.values())
-        for what, count in found.items():
+    for name, sampling in _SAMPLINGS.items():
+        options = sampling.resolved()
+        single = draft_text(runner, prompt, scale.chain, False, options)
+        chained = draft_text(runner, prompt, scale.chain, True, options)
+        with_lookup = options.changed(draft_lookup=DRAFT_LOOKUP)
+        looked_up = draft_text(runner, prompt, scale.chain, True, with_lookup)
+        for what, drafted in (("chained", chained), ("with lookup", looked_up)):
+            pairs = zip(single.tokens, drafted.tokens, strict=True)
+            count = sum(token != other for token, other in pairs)
+            differ += count
             yield none_of(f"{name}, {what}: tokens that differ", count)
         must = scale.bound(f"at least {_LEAST_BUSY:.0%}")
-        is_busy, summary = (
-            not must or busy >= _LEAST_BUSY,
-            f"{name}: {busy:.0%} busy, {together * 1e3:.2f} ms a token",
+        milliseconds = chained.seconds * 1e3
+        summary = f"{name}: {chained.busy:.0%} busy, {milliseconds:.2f} ms a token"
+        yield Measurement(
+            f"{name}: the chain is busy",
+            100 * chained.busy,
+            "%",
+            must,
+            not must or chained.busy >= _LEAST_BUSY,
+            summary=summary if name == "greedy" else "",
         )
-        summary = summary if name == "greedy" else ""
-        yield Figure(f"{name}: the chain is busy", 100 * busy, "%", must, is_busy, summary=summary)
-        detail = f"one by one {apart * 1e3:.2f} ms"
-        yield Figure(f"{name}: a token, chained", together * 1e3, "ms", detail=detail)
+        detail = f"one by one {single.seconds * 1e3:.2f} ms"
+        yield Measurement(f"{name}: a token, chained", milliseconds, "ms", detail=detail)
     yield none_of("all in all, tokens that differ", differ, summary=f"{differ} tokens differ")
+
+
+class DraftedText(NamedTuple):
+    """Drafted tokens, the share of the time in which the device computed, and seconds per token."""
+
+    tokens: list[int]
+    busy: float
+    seconds: float
 
 
 def draft_text(
     runner: ModelRunner, prompt: Sequence[int], count: int, chained: bool, options: RequestOptions
-) -> tuple[list[int], float, float]:
-    """The tokens, the share of the time in which the device computed, and seconds per token."""
+) -> DraftedText:
     executor = DraftExecutor(ModelProposer(runner, runner.vocab_size, chains=chained))
     runner.rollback(0)
-    text, fed, worked, began = [*prompt], 0, 0.0, 0.0
+    text = list(prompt)
+    end = len(prompt) + count
+    fed = 0
+    worked = 0.0
+    began = 0.0
     with closing(Ahead(executor, lambda: True)) as ahead:
         ahead.execute(Open(tuple(prompt), options))
-        while len(text) < len(prompt) + count:
-            event = ahead.execute(Draft(fed, tuple(text[fed:]), len(prompt) + count - len(text)))
+        while len(text) < end:
+            event = ahead.execute(Draft(fed, tuple(text[fed:]), end - len(text)))
             assert isinstance(event, Drafted)
             if len(text) == len(prompt):  # the prompt's forward is not part of the chain
                 began = time.perf_counter()
@@ -372,10 +410,10 @@ def draft_text(
                 worked += event.seconds + event.draw
             fed = len(text) + event.cached
             text.extend(event.tokens)
-    took = time.perf_counter() - began
-    return text[len(prompt) :], worked / took, took / (count - 1)
+    seconds = time.perf_counter() - began
+    return DraftedText(text[len(prompt) :], worked / seconds, seconds / (count - 1))
 
 
-FORWARDS: dict[str, Callable[[Scale], Iterator[Figure]]] = {
+FORWARDS: dict[str, Callable[[Scale], Iterator[Measurement]]] = {
     "rows": rows, "recordings": recordings, "graphs": graphs, "families": families, "chains": chains,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What only one GPU can show of this package, in one command; nothing is downloaded.
+"""Prove in one command what only a GPU can show of this package; nothing is downloaded.
 
     python scripts/prove_gpu.py                                  # cuda:0; a short table, and prove_gpu.json
     python scripts/prove_gpu.py --only graphs --only speed       # some of its steps
@@ -27,14 +27,13 @@ from statistics import median
 from typing import Any
 
 if __name__ == "__main__":
-    os.environ.setdefault(
-        "PYTORCH_ALLOC_CONF", "expandable_segments:True"
-    )  # as in a worker; before torch is imported
+    # As in a worker; before torch is imported.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import click
 import torch
 from bench_forward import bandwidth, seconds, weights_read
-from prove_bits import FORWARDS, REHEARSAL, ROUNDINGS, Figure, Scale, none_of, tokens_of
+from prove_bits import FORWARDS, REHEARSAL, ROUNDINGS, Measurement, Scale, none_of, tokens_of
 from random_models import save_pair
 from rich.console import Console
 
@@ -44,6 +43,7 @@ from pearl.engine.request import submission
 from pearl.execution.pair import decode
 from pearl.lab.bench.exactness import check_texts
 from pearl.lab.bench.machine import hardware
+from pearl.metrics import Statistics
 from pearl.models.checkpoints.loading import load_runner
 from pearl.models.forward.runner import ForwardRunner
 from pearl.models.gpu.recordings import FED
@@ -63,111 +63,138 @@ _EPS = 0.3  # of the second pair, see `save_pair`
 _COLUMNS = 80  # of the short table
 
 
-def tests(scale: Scale) -> Iterator[Figure]:
-    """The tests with the mark `gpu`, if pytest and the tests are here."""
-    if (
-        not (_ROOT / "tests").exists()
-        or subprocess.run([sys.executable, "-c", "import pytest"]).returncode
-    ):
-        yield Figure("tests marked gpu: not here, or no pytest", 0)
+def tests(scale: Scale) -> Iterator[Measurement]:
+    """Run the tests with the mark `gpu`, if pytest and the tests are here."""
+    folder = _ROOT / "tests"
+    has_pytest = subprocess.run([sys.executable, "-c", "import pytest"]).returncode == 0
+    if not folder.exists() or not has_pytest:
+        yield Measurement("tests marked gpu: not here, or no pytest", 0)
         return
-    files = [
-        str(path)
-        for path in sorted((_ROOT / "tests").glob("test_*.py"))
-        if "mark.gpu" in path.read_text()
-    ]
-    given = ["-n", "0", files[0]] if scale.rehearses else ["-n", "4", *files]
+    files = []
+    for path in sorted(folder.glob("test_*.py")):
+        if "mark.gpu" in path.read_text():
+            files.append(str(path))
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--timeout=120"]
-    found = subprocess.run(command + given, cwd=_ROOT, capture_output=True, text=True)
-    last = (found.stdout.strip().splitlines() or ["nothing"])[-1]
-    counts = {words: int(count) for count, words in re.findall(r"(\d+) (\w+)", last)}
-    failed = [line for line in found.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    yield Figure("tests that passed", counts.get("passed", 0), summary=last.strip("= "))
-    yield none_of("exit code of pytest -m gpu", found.returncode, "; ".join([last, *failed]))
+    command += ["-n", "0", files[0]] if scale.rehearses else ["-n", "4", *files]
+    run = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
+    lines = run.stdout.strip().splitlines() or ["nothing"]
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    passed = re.search(r"(\d+) passed", lines[-1])
+    count = int(passed[1]) if passed else 0
+    yield Measurement("tests that passed", count, summary=lines[-1].strip("= "))
+    detail = "; ".join([lines[-1], *failed])
+    yield none_of("exit code of pytest -m gpu", run.returncode, detail)
 
 
-def speed(scale: Scale) -> Iterator[Figure]:
+def speed(scale: Scale) -> Iterator[Measurement]:
     """Milliseconds of a forward, and the share of the memory bandwidth with which it reads its weights."""
     rate = bandwidth(scale.device, 1 << (24 if scale.rehearses else 28))
-    yield Figure("a streamed read", rate / 1e9, "GB/s")
+    yield Measurement("a streamed read", rate / 1e9, "GB/s")
     for shape in scale.timed:
         for rounding in ROUNDINGS:
-            yield from _speed_of(
-                scale, scale.runner(shape, 512, slots=8, rounding=rounding), shape, rounding, rate
-            )
+            runner = scale.runner(shape, 512, slots=8, rounding=rounding)
+            yield from _speed_of(scale, runner, shape, rounding, rate)
+            del runner
             gc.collect()  # before there is another
 
 
 def _speed_of(
     scale: Scale, runner: ForwardRunner, shape: str, rounding: str, rate: float
-) -> Iterator[Figure]:
-    tokens, name = tokens_of(runner, 256), f"{shape} {rounding or 'whole'}"
+) -> Iterator[Measurement]:
+    tokens = tokens_of(runner, 256)
+    name = f"{shape} {rounding or 'whole'}"
     for slot in range(8):
         feed_chain(runner, tokens, 1, slot, prompt=True)
-    forwards = {f"{fed} tokens": [Feed(tokens[:fed], fed)] for fed in (1, 8, FED, max(SIZES))}
-    forwards |= {
-        f"in {count} slots": [Feed(tokens[:2], 2, slot) for slot in range(count)]
-        for count in (1, 8)
+    two_each = [Feed(tokens[:2], 2, slot) for slot in range(8)]
+    forwards = {
+        "1 token": [Feed(tokens[:1], 1)],
+        "8 tokens": [Feed(tokens[:8], 8)],
+        f"{FED} tokens": [Feed(tokens[:FED], FED)],
+        f"{max(SIZES)} tokens": [Feed(tokens[: max(SIZES)], max(SIZES))],
+        "1 slot": two_each[:1],
+        "8 slots": two_each,
     }
     times: dict[str, list[float]] = {what: [] for what in forwards}
-    for what in [*times] * scale.repeats:
+    for what in list(times) * scale.repeats:
         for slot in range(8):
             runner.rollback(256, slot)
         times[what].append(seconds(lambda: runner.forward(forwards[what]), scale.device))  # noqa: B023
-    one, eight, most_16, most_64, alone, together = (median(some) * 1e3 for some in times.values())
-    is_known = scale.device.type == "cuda" and any(
-        gpu in torch.cuda.get_device_name(scale.device) for gpu in _KNOWN
-    )
-    most = _MOST_MS.get(shape) if is_known and not rounding else None
-    share, must = (
-        weights_read(runner) / one * 1e3 / rate,
+    milliseconds = {what: median(times_of) * 1e3 for what, times_of in times.items()}
+    one = milliseconds["1 token"]
+    most = None if rounding or not _is_known(scale.device) else _MOST_MS.get(shape)
+    share = weights_read(runner) / one * 1e3 / rate
+    yield Measurement(
+        f"{name}: 1 token",
+        one,
+        "ms",
         f"at most {most} on this GPU" if most else "",
+        not most or one <= most,
+        f"{share:.0%} of the bandwidth",
+        f"{rounding or shape} {one:.2f} ms {share:.0%}" if shape == scale.timed[0] else "",
     )
-    summary = f"{rounding or shape} {one:.2f} ms {share:.0%}" if shape == scale.timed[0] else ""
-    detail = f"{share:.0%} of the bandwidth"
-    yield Figure(f"{name}: 1 token", one, "ms", must, not most or one <= most, detail, summary)
-    for count, taken in ((FED, most_16), (max(SIZES), most_64)):
-        yield Figure(f"{name}: {count} tokens", taken, "ms")
-    for what, growth, bound in (
-        ("8 tokens", eight / one, _MOST_GROWTH),
-        ("8 slots", together / alone, _MOST_OF_EIGHT),
+    for count in (FED, max(SIZES)):
+        what = f"{count} tokens"
+        yield Measurement(f"{name}: {what}", milliseconds[what], "ms")
+    for what, alone, bound in (
+        ("8 tokens", "1 token", _MOST_GROWTH),
+        ("8 slots", "1 slot", _MOST_OF_EIGHT),
     ):
+        growth = milliseconds[what] / milliseconds[alone]
         must = "" if rounding else scale.bound(f"at most {bound}")
-        yield Figure(f"{name}: {what} over 1", growth, "", must, not must or growth <= bound)
+        passed = not must or growth <= bound
+        yield Measurement(f"{name}: {what} over 1", growth, "", must, passed)
 
 
-def prompts(scale: Scale) -> Iterator[Figure]:
+def _is_known(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    return any(gpu in torch.cuda.get_device_name(device) for gpu in _KNOWN)
+
+
+def prompts(scale: Scale) -> Iterator[Measurement]:
     """Duration of a prompt over that by transformers."""
     for shape in scale.timed:
         yield from _prompts_of(scale, shape)
         gc.collect()
 
 
-def _prompts_of(scale: Scale, shape: str) -> Iterator[Figure]:
-    context, must = max(scale.prompts) + FED, scale.bound("at most 1")
-    runners = scale.runner(shape, context), scale.theirs(shape, context)
+def _prompts_of(scale: Scale, shape: str) -> Iterator[Measurement]:
+    context = max(scale.prompts) + FED
+    must = scale.bound("at most 1")
+    ours = scale.runner(shape, context)
+    theirs = scale.theirs(shape, context)
     for count in scale.prompts:
-        tokens, times = tokens_of(runners[0], count), (list[float](), list[float]())
-        turns: list[tuple[ModelRunner, list[float]]] = [
-            (runners[0], times[0]),
-            (runners[1], times[1]),
-        ]
-        for runner, taken in turns * (1 + scale.repeats // 4):
-            runner.rollback(0)
-            taken.append(seconds(lambda: feed_chain(runner, tokens, 1, prompt=True), scale.device))  # noqa: B023
-        ours, theirs = (median(taken[1:] or taken) * 1e3 for taken in times)  # the first warms up
-        share, what = ours / theirs, f"{shape}: {count} tokens"
-        summary = f"{shape} {share:.2f}" if count == max(scale.prompts) else ""
-        summary += f" of transformers' time at {count} tokens" * (
-            bool(summary) and shape == scale.timed[-1]
-        )
-        detail = f"{ours:.1f} ms, theirs {theirs:.1f}"
-        yield Figure(
-            f"{what} over transformers'", share, "", must, not must or share <= 1, detail, summary
+        tokens = tokens_of(ours, count)
+        ours_ms: list[float] = []
+        theirs_ms: list[float] = []
+        for _ in range(1 + scale.repeats // 4):
+            ours_ms.append(_prompt_ms(ours, tokens, scale.device))
+            theirs_ms.append(_prompt_ms(theirs, tokens, scale.device))
+        ours_median = median(ours_ms[1:] or ours_ms)  # the first warms up
+        theirs_median = median(theirs_ms[1:] or theirs_ms)
+        share = ours_median / theirs_median
+        summary = ""
+        if count == max(scale.prompts):
+            summary = f"{shape} {share:.2f}"
+            if shape == scale.timed[-1]:
+                summary += f" of transformers' time at {count} tokens"
+        yield Measurement(
+            f"{shape}: {count} tokens over transformers'",
+            share,
+            "",
+            must,
+            not must or share <= 1,
+            f"{ours_median:.1f} ms, theirs {theirs_median:.1f}",
+            summary,
         )
 
 
-def engine(scale: Scale) -> Iterator[Figure]:
+def _prompt_ms(runner: ModelRunner, tokens: Sequence[int], device: torch.device) -> float:
+    runner.rollback(0)
+    return seconds(lambda: feed_chain(runner, tokens, 1, prompt=True), device) * 1e3
+
+
+def engine(scale: Scale) -> Iterator[Measurement]:
     """Two processes on this one device: acceptance, speed, and texts that agree."""
     for eps, shape in zip((0.0, _EPS), scale.pairs, strict=True):
         with tempfile.TemporaryDirectory() as directory:
@@ -176,11 +203,19 @@ def engine(scale: Scale) -> Iterator[Figure]:
             gc.collect()
             if not scale.rehearses:
                 torch.cuda.empty_cache()
-            place, dtype = str(scale.device), str(scale.dtype).removeprefix("torch.")
+            device = str(scale.device)
+            dtype = str(scale.dtype).removeprefix("torch.")
             config = EngineConfig(
-                target=str(pair / "target"), draft=str(pair / "draft"), target_device=place, draft_device=place,
-                target_dtype=dtype, draft_dtype=dtype, max_context=2048, draft_restarts=10_000, log_level="error",
-            )  # fmt: skip
+                target=str(pair / "target"),
+                draft=str(pair / "draft"),
+                target_device=device,
+                draft_device=device,
+                target_dtype=dtype,
+                draft_dtype=dtype,
+                max_context=2048,
+                draft_restarts=10_000,
+                log_level="error",
+            )
             with Engine(config=config) as running:
                 yield from _differing(scale, running) if eps else _equal(scale, running)
             if not eps:
@@ -189,64 +224,68 @@ def engine(scale: Scale) -> Iterator[Figure]:
 
 
 _PROMPT = list(range(40, 72))
-_METHODS = "ar", "sd", "pearl"
+_METHODS = ("ar", "sd", "pearl")
 
 
-def _differing(scale: Scale, running: Engine) -> Iterator[Figure]:
+def _differing(scale: Scale, running: Engine) -> Iterator[Measurement]:
     for name, branches in (("no branches", 0), ("branches", None)):
-        yield _speed_by(scale, running, f"pearl, {name}", method="pearl", branches=branches)[0]
-    params, differ = (
-        RequestOptions(temperature=1.0, seed=5, max_tokens=scale.text, ignore_eos=True),
-        0,
-    )
-    for found in check_texts(running, [_PROMPT], params, kill=True):
-        differ += found.count - found.equal
-        yield none_of(f"{found.what}: texts differ", found.count - found.equal, found.first)
+        text = _greedy(scale, running, method="pearl", branches=branches)
+        yield _speed(f"pearl, {name}", text)
+    params = RequestOptions(temperature=1.0, seed=5, max_tokens=scale.text, ignore_eos=True)
+    differ = 0
+    for finding in check_texts(running, [_PROMPT], params, kill=True):
+        count = finding.count - finding.equal
+        differ += count
+        yield none_of(f"{finding.what}: texts differ", count, finding.first)
     yield none_of("all in all, texts that differ", differ, summary=f"{differ} texts differ")
 
 
-def _equal(scale: Scale, running: Engine) -> Iterator[Figure]:
+def _equal(scale: Scale, running: Engine) -> Iterator[Measurement]:
     for method in _METHODS:
-        yield _speed_by(scale, running, method, method=method)[0]
-    figure, accepted = _speed_by(
-        scale, running, "pearl, as published", method="pearl", **AS_PUBLISHED
-    )
-    yield figure
-    what, must = "acceptance of a draft that equals its target", f"above {_LEAST_ACCEPTANCE}"
-    yield Figure(what, accepted, "", must, accepted > _LEAST_ACCEPTANCE)
+        yield _speed(method, _greedy(scale, running, method=method))
+    text = _greedy(scale, running, method="pearl", **AS_PUBLISHED)
+    yield _speed("pearl, as published", text)
+    acceptance = text.acceptance_rate or 0.0
+    what = "acceptance of a draft that equals its target"
+    must = f"above {_LEAST_ACCEPTANCE}"
+    yield Measurement(what, acceptance, "", must, acceptance > _LEAST_ACCEPTANCE)
 
 
-def _in_one_process(scale: Scale, config: EngineConfig) -> Figure:
-    """The same pair in this process, in turns: what `sd` would gain without messages and a second process."""
-    runners = [load_runner(config.model(role), scale.device) for role in config.roles]
-    given = RequestOptions(method="sd", max_tokens=scale.text, seed=1), GenerationDefaults()
+def _in_one_process(scale: Scale, config: EngineConfig) -> Measurement:
+    """Decode with the same pair in this process, in turns: `sd` without messages and a second process."""
+    target, draft = (load_runner(config.model(role), scale.device) for role in config.roles)
+    params = RequestOptions(method="sd", max_tokens=scale.text, seed=1)
     for _ in range(2):  # the first warms up
-        for runner in runners:
-            runner.rollback(0)
+        target.rollback(0)
+        draft.rollback(0)
+        submit = submission(1, _PROMPT, target.context, params, GenerationDefaults())
+        times: list[float] = []
         with torch.inference_mode():
-            times = [
-                time.perf_counter()
-                for committed in decode(
-                    submission(1, _PROMPT, runners[0].context, *given), *runners
-                )
-                for _ in committed.tokens
-            ]
-    return Figure("sd in one process: tokens a second", (len(times) - 1) / (times[-1] - times[0]))
+            for committed in decode(submit, target, draft):
+                times += [time.perf_counter()] * len(committed.tokens)
+    rate = (len(times) - 1) / (times[-1] - times[0])
+    return Measurement("sd in one process: tokens a second", rate)
 
 
-def _speed_by(scale: Scale, running: Engine, name: str, **settings: Any) -> tuple[Figure, float]:
-    """Tokens a second of a greedy text, and the acceptance."""
+def _greedy(scale: Scale, running: Engine, **settings: Any) -> Statistics:
+    """Return the statistics of a greedy text, after a warm-up."""
     params = RequestOptions(temperature=0.0, max_tokens=scale.text, ignore_eos=True, **settings)
-    for _ in range(2):  # the first warms up
-        found = running.generate(_PROMPT, params)[0].statistics
-    guessed = ", ".join(f"{source} {count}" for source, count in found.guessed_by_source.items())
-    rate = found.tokens_per_second or 0.0
-    summary = f"{name} {rate:.0f}" + " tokens/s" * (name == "pearl") if name in _METHODS else ""
-    figure = Figure(f"{name}: tokens a second", rate, detail=guessed, summary=summary)
-    return figure, found.acceptance_rate or 0.0
+    running.generate(_PROMPT, params)
+    (result,) = running.generate(_PROMPT, params)
+    return result.statistics
 
 
-Step = Callable[[Scale], Iterator[Figure]]
+def _speed(name: str, text: Statistics) -> Measurement:
+    """Return the tokens a second of a text."""
+    guessed = ", ".join(f"{source} {count}" for source, count in text.guessed_by_source.items())
+    rate = text.tokens_per_second or 0.0
+    summary = f"{name} {rate:.0f}" if name in _METHODS else ""
+    if name == "pearl":
+        summary += " tokens/s"
+    return Measurement(f"{name}: tokens a second", rate, detail=guessed, summary=summary)
+
+
+Step = Callable[[Scale], Iterator[Measurement]]
 STEPS: dict[str, Step] = {
     "tests": tests,
     **FORWARDS,
@@ -257,35 +296,36 @@ STEPS: dict[str, Step] = {
 
 
 @dataclass
-class Result:
+class StepResult:
     step: str
     passed: bool = False
     seconds: float = 0.0
     error: str = ""
-    figures: list[Figure] = field(default_factory=list)
+    figures: list[Measurement] = field(default_factory=list)
 
     def line(self) -> str:
-        """Of the short table: what has failed, and what tells most."""
-        summary = sorted(
-            (each for each in self.figures if each.summary or not each.passed),
-            key=lambda each: (each.passed, not each.summary),
-        )
-        words = [
-            each.summary or f"{each.what} {each.value:.3g} {each.unit}".strip() for each in summary
-        ]
-        found = ", ".join([" ".join(self.error.split())] * bool(self.error) + words)
-        return _cut(
-            f"{self.step:<10} {'pass' if self.passed else 'FAIL'} {self.seconds:3.0f} s  {found}"
-        )
+        """Return the step's line of the short table: failures first, then the figures with a summary."""
+        failed = [figure for figure in self.figures if not figure.passed]
+        failed.sort(key=lambda figure: not figure.summary)
+        passed = [figure for figure in self.figures if figure.passed and figure.summary]
+        words = []
+        if self.error:
+            words.append(" ".join(self.error.split()))
+        for figure in failed + passed:
+            plain = f"{figure.what} {figure.value:.3g} {figure.unit}".strip()
+            words.append(figure.summary or plain)
+        verdict = "pass" if self.passed else "FAIL"
+        return _cut(f"{self.step:<10} {verdict} {self.seconds:3.0f} s  {', '.join(words)}")
 
 
 def _cut(line: str) -> str:
     return line if len(line) <= _COLUMNS else line[: _COLUMNS - 3] + "..."
 
 
-def run_step(name: str, scale: Scale, console: Console) -> Result:
-    """One step: its figures, and the error that ended it, if any."""
-    began, result = time.perf_counter(), Result(name)
+def run_step(name: str, scale: Scale, console: Console) -> StepResult:
+    """Run one step; return its figures, and the error that ended it, if any."""
+    began = time.perf_counter()
+    result = StepResult(name)
     try:
         for figure in STEPS[name](scale):
             result.figures.append(figure)
@@ -300,22 +340,24 @@ def run_step(name: str, scale: Scale, console: Console) -> Result:
     return result
 
 
-def short_table(results: Sequence[Result], where: dict[str, Any]) -> str:
-    """At most 12 lines of 80 columns, for an issue."""
+def short_table(results: Sequence[StepResult], where: dict[str, Any]) -> str:
+    """Return at most 12 lines of 80 columns, for an issue."""
     try:
         triton = version("triton")
     except PackageNotFoundError:
         triton = "none"
-    asked = subprocess.run(
-        ["git", "-C", str(_ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    )
+    git = ["git", "-C", str(_ROOT), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     device = (where["gpus"] or [where["processor"]])[0].removeprefix("NVIDIA ")[:28]
     versions = where["versions"]
-    about = f"{device}, torch {versions['torch']}, triton {triton}, pearl {versions['pearl']} {asked.stdout.strip()}"
+    about = (
+        f"{device}, torch {versions['torch']}, triton {triton}, pearl {versions['pearl']} {commit}"
+    )
     failed = [result.step for result in results if not result.passed]
     words = f"failed: {', '.join(failed)}" if failed else "all passed"
-    last = f"{words}; {sum(result.seconds for result in results) / 60:.1f} minutes"
-    return "\n".join([_cut(about.strip()), *(result.line() for result in results), _cut(last)])
+    minutes = sum(result.seconds for result in results) / 60
+    lines = [result.line() for result in results]
+    return "\n".join([_cut(about.strip()), *lines, _cut(f"{words}; {minutes:.1f} minutes")])
 
 
 @click.command()
@@ -343,13 +385,17 @@ def main(device: str, rehearse: bool, only: tuple[str, ...], to: Path) -> None:
         is_small = torch.cuda.get_device_properties(torch.device(device)).total_memory < _SMALL
         smaller: dict[str, Any] = {"timed": ("1b",), "pairs": ("1b", "1b")} if is_small else {}
         scale = Scale(torch.device(device), **smaller)
-    console, where, results = Console(soft_wrap=True, highlight=False), hardware(), list[Result]()
+    console = Console(soft_wrap=True, highlight=False)
+    where = hardware()
+    results: list[StepResult] = []
     for name in only or STEPS:
         results.append(run_step(name, scale, console))
-        document = {"rehearsal": rehearse, "device": str(scale.device), "hardware": where}
-        document |= {
+        document = {
+            "rehearsal": rehearse,
+            "device": str(scale.device),
+            "hardware": where,
             "table": short_table(results, where).splitlines(),
-            "steps": [*map(asdict, results)],
+            "steps": [asdict(result) for result in results],
         }
         to.write_text(json.dumps(document, indent=2) + "\n")  # after each step
     console.print(f"\n{short_table(results, where)}\n", markup=False)

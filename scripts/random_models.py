@@ -96,8 +96,8 @@ def random_family(name: str, device: torch.device, dtype: torch.dtype) -> PreTra
         torch.nn.init.normal_(
             weight, float(is_small and "norm" in key), spread, generator=generator
         )
-    found: PreTrainedModel = model.to(device).eval()
-    return found
+    random: PreTrainedModel = model.to(device).eval()
+    return random
 
 
 def save_pair(
@@ -110,16 +110,16 @@ def save_pair(
         eps: scale of the output of the target's other layers; with 0 the draft is never wrong.
     """
     model = random_model(shape, device, dtype)
-    kept = round(share * len(model.model.layers))
+    count = round(share * len(model.model.layers))
     with torch.no_grad():
-        for layer in model.model.layers[kept:]:
+        for layer in model.model.layers[count:]:
             layer.self_attn.o_proj.weight.mul_(eps)
             layer.mlp.down_proj.weight.mul_(eps)
     tokenizer = _tokenizer(model.config.vocab_size)
     for name in ("target", "draft"):
         if name == "draft":
-            model.model.layers = model.model.layers[:kept]
-            model.config.num_hidden_layers = kept
+            model.model.layers = model.model.layers[:count]
+            model.config.num_hidden_layers = count
         model.save_pretrained(into / name)
         tokenizer.save_pretrained(into / name)
 
@@ -128,9 +128,8 @@ def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     """Bytes, and names for all other token ids."""
     pieces = [_END, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     pieces += [f"<{number}>" for number in range(len(pieces), vocab_size)]
-    found = Tokenizer(
-        models.BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[])
-    )
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=found, eos_token=_END)
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_END)

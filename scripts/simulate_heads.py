@@ -1,4 +1,4 @@
-"""Tokens a step and speed over `ar` of drafters side by side in virtual time, with the real models.
+"""Compare tokens a step and speed over `ar` of drafters in virtual time, with the real models.
 
     python scripts/simulate_heads.py --head my-head/head --limit 3
 
@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,40 +30,50 @@ from pearl.protocol.messages import Submit
 
 CPU = torch.device("cpu")
 ALL = {"look_ahead": 16, "draft_lookup": 8, "branches": 8, "siblings": 16}
+
+
 # name -> method, its guesses, whether the target has the head, whether the head is the draft
-ROWS: dict[str, tuple[str, dict[str, int], bool, bool]] = {
-    "ar": ("ar", {}, False, False),
-    "ngram": ("ngram", {"look_ahead": 16}, False, False),
-    "head": ("head", {"look_ahead": 16}, True, False),
-    "sd": ("sd", {}, False, False),
-    "pearl as published": ("pearl", {}, False, False),
-    "pearl": ("pearl", ALL, False, False),
-    "pearl with head": ("pearl", ALL, True, False),
-    "the head drafts, as published": ("pearl", {}, False, True),
-    "the head drafts": ("pearl", ALL, False, True),
+class Drafter(NamedTuple):
+    """A row: a method and its guesses. `has_head`: the target guesses by the head; `head_drafts`: it is the draft."""
+
+    method: str
+    guesses: dict[str, int] = {}  # noqa: RUF012
+    has_head: bool = False
+    head_drafts: bool = False
+
+
+ROWS = {
+    "ar": Drafter("ar"),
+    "ngram": Drafter("ngram", {"look_ahead": 16}),
+    "head": Drafter("head", {"look_ahead": 16}, has_head=True),
+    "sd": Drafter("sd"),
+    "pearl as published": Drafter("pearl"),
+    "pearl": Drafter("pearl", ALL),
+    "pearl with head": Drafter("pearl", ALL, has_head=True),
+    "the head drafts, as published": Drafter("pearl", head_drafts=True),
+    "the head drafts": Drafter("pearl", ALL, head_drafts=True),
 }
 
 
-class Counted:
+class CountedHead:
     """A head that counts its forwards."""
 
     def __init__(self, head: Any) -> None:
-        self._head, self.forwards = head, 0
+        self._head = head
+        self.forwards = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._head, name)
 
-    def read(self, *given: Any, **more: Any) -> Any:
+    def read(self, *arguments: Any, **options: Any) -> Any:
         self.forwards += 1
-        return self._head.read(*given, **more)
+        return self._head.read(*arguments, **options)
 
 
 class TimedGuesses(Simulation):
-    """In which the target's process also spends the time of its head's forwards, before its own: it reads no message
-    between the two.
-    """
+    """Adds the time of the head's forwards to the target's, which reads no message between the two."""
 
-    head: Counted | None = None
+    head: CountedHead | None = None
     t_head = 0.0
 
     def _seconds(self, command: object) -> float:
@@ -75,45 +85,54 @@ class TimedGuesses(Simulation):
 
 
 def outcomes(args: argparse.Namespace) -> Iterator[tuple[int, str, Outcome]]:
-    """(c, row, outcome) of each text."""
+    """Yield (c, row, outcome) of each text."""
     tokenizer, defaults = load_tokenizer(args.target)
     features = states_for([args.head], args.target, silent)
     target = load_runner(ModelConfig(args.target), CPU, features=features)
     draft = load_runner(ModelConfig(args.draft, "draft"), CPU, spare=8)
     heads = load_draft_head(args.head, args.target, CPU, None, 9, lambda what: None)
-    prompts = [
-        task.turns[0] for name in args.prompts for task in read_tasks(name, None, args.limit)
-    ]
-    for prompt in prompts:
+    for prompt in _prompts(args):
         messages = [{"role": "user", "content": prompt}]
         ids = tuple(tokenizer.encode(tokenizer.chat_text(messages) or prompt))
-        wanted: list[int] = []
+        expected: list[int] = []
         for c in args.c:
-            for name, (method, guesses, has_head, head_drafts) in ROWS.items():
-                drafter = heads if head_drafts else draft
-                t_draft = args.t_head if head_drafts else 1 / c
+            for name, row in ROWS.items():
+                runner = heads if row.head_drafts else draft
+                t_draft = args.t_head if row.head_drafts else 1 / c
                 timing = Timing(t_draft, lambda fed: 1 + args.per_row * (fed - 1))
-                for runner in (target, drafter):
-                    runner.rollback(0)
-                head = (
-                    Counted(load_head(args.head, target, lambda what: None)) if has_head else None
+                target.rollback(0)
+                runner.rollback(0)
+                head = None
+                if row.has_head:
+                    head = CountedHead(load_head(args.head, target, lambda what: None))
+                executors = paired_executors(
+                    target, runner, t_draft=partial(_constant, t_draft), head=head
                 )
-                t_of_draft = partial(_constant, t_draft)
-                executors = paired_executors(target, drafter, t_draft=t_of_draft, head=head)
-                simulation = TimedGuesses(*executors, timing, drafter.context, None)
-                simulation.head, simulation.t_head = head, args.t_head
-                options = RequestOptions(method, **guesses)  # type: ignore[arg-type]
+                simulation = TimedGuesses(*executors, timing, runner.context, None)
+                simulation.head = head
+                simulation.t_head = args.t_head
+                options = RequestOptions(row.method, **row.guesses)  # type: ignore[arg-type]
                 submit = Submit(1, ids, len(ids) + args.max_tokens, options, eos=defaults.eos)
                 with torch.inference_mode():
                     outcome = simulation.run(submit)
-                wanted = wanted or outcome.tokens
-                assert outcome.tokens == wanted, (name, c)
+                expected = expected or outcome.tokens
+                assert outcome.tokens == expected, (name, c)
                 yield c, name, outcome
+
+
+def _prompts(args: argparse.Namespace) -> Iterator[str]:
+    for name in args.prompts:
+        for task in read_tasks(name, None, args.limit):
+            yield task.turns[0]
 
 
 def _constant(seconds: float, fed: int) -> float:
     """The time of a draft forward, whatever it is fed."""
     return seconds
+
+
+def _seconds(texts: list[Outcome]) -> float:
+    return sum(text.seconds for text in texts)
 
 
 def main() -> None:
@@ -130,18 +149,20 @@ def main() -> None:
     parser.add_argument("--per-row", type=float, default=0.01)
     parser.add_argument("--t-head", type=float, default=0.12)
     args = parser.parse_args()
-    args.prompts, args.head = args.prompts or ["humaneval", "questions", "edits"], str(args.head)
-    found: dict[tuple[int, str], list[Outcome]] = {}
+    args.prompts = args.prompts or ["humaneval", "questions", "edits"]
+    args.head = str(args.head)
+    by_row: dict[tuple[int, str], list[Outcome]] = {}
     for c, name, outcome in outcomes(args):
-        found.setdefault((c, name), []).append(outcome)
+        by_row.setdefault((c, name), []).append(outcome)
     print("| tokens a step, speed over ar | " + " | ".join(f"c = {c}" for c in args.c) + " |")
     print("|---" * (1 + len(args.c)) + "|")
     for name in ROWS:
         cells = []
         for c in args.c:
-            texts, plain = found[c, name], found[c, "ar"]
-            tokens_per_step = Sums(texts=[t.statistics for t in texts]).tokens_per_step or 0.0
-            speed = sum(t.seconds for t in plain) / sum(t.seconds for t in texts)
+            texts = by_row[c, name]
+            statistics = [text.statistics for text in texts]
+            tokens_per_step = Sums(texts=statistics).tokens_per_step or 0.0
+            speed = _seconds(by_row[c, "ar"]) / _seconds(texts)
             cells.append(f"{tokens_per_step:.2f}, {speed:.2f}")
         print(f"| {name} | " + " | ".join(cells) + " |")
 

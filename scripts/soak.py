@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 import faulty
@@ -38,7 +39,8 @@ from pearl.engine.processes import DraftKeeper, Worker
 from pearl.errors import NumericalError, PearlError, TargetLost
 from pearl.models.toy import alpha_pair
 
-ALPHA, VOCAB = 0.7, 32
+ALPHA = 0.7
+VOCAB = 32
 SPEC = f"toy:vocab={VOCAB},alpha={ALPHA}"
 METHODS = ("pearl", "pearl", "pearl", "sd", "pearl-no-pre-verify", "pearl-no-post-verify", "ar")
 ROLES = ("target", "draft", "draft", "draft")  # a lost target ends the round
@@ -50,7 +52,10 @@ MOST_OF_AN_ENGINE = 6  # faults: later, its draft is restarted only after half a
 TIMEOUT = {"toy": 2.0, "embedded": 6.0}  # of both workers: seconds of silence
 PATIENCE = 60.0  # seconds for a draft to come back
 
-Fault = tuple[str, str]  # which, of whom
+
+class Fault(NamedTuple):
+    kind: str
+    role: str
 
 
 def workers(engine: Engine) -> tuple[Worker, DraftKeeper]:
@@ -70,10 +75,11 @@ class Toys:
     settings = {"target_pace": 0.004, "draft_pace": 0.001}  # noqa: RUF012
 
     def request(self, noise: random.Random) -> tuple[list[int], int]:
-        return [noise.randrange(VOCAB) for _ in range(noise.randint(40, 60))], noise.randint(1, 120)
+        prompt = [noise.randrange(VOCAB) for _ in range(noise.randint(40, 60))]
+        return prompt, noise.randint(1, 120)
 
     def text(self, prompt: list[int], length: int) -> list[int]:
-        """The text of the target alone."""
+        """Return the text of the target alone."""
         target, _ = alpha_pair(VOCAB, ALPHA)
         tokens = list(prompt)
         for _ in range(length):
@@ -92,14 +98,14 @@ class Real:
         self.specs = {"target": target, "draft": draft}
         noise = random.Random(0)
         params = RequestOptions(temperature=0, max_tokens=self._LENGTH, ignore_eos=True)
+        self._texts = {}
         with Engine(target, "none", log_level="error") as engine:
             size = engine.tokenizer.vocab_size
             ids = range(size // 50, size // 2)  # no special tokens
             prompts = [[noise.choice(ids) for _ in range(noise.randint(10, 60))] for _ in range(4)]
-            texts = engine.generate(prompts, params, method="ar")
-        self._texts = {
-            tuple(prompt): result.tokens for prompt, result in zip(prompts, texts, strict=True)
-        }
+            results = engine.generate(prompts, params, method="ar")
+        for prompt, result in zip(prompts, results, strict=True):
+            self._texts[tuple(prompt)] = result.tokens
 
     def request(self, noise: random.Random) -> tuple[list[int], int]:
         return list(noise.choice(sorted(self._texts))), noise.randint(1, self._LENGTH)
@@ -112,22 +118,25 @@ class Soak:
     """`counts`: events by name; `faults`: faults that hit a worker; `wrong`: violations, in words."""
 
     def __init__(self, seed: int, directory: Path, pair: Toys | Real) -> None:
-        self.noise, self.directory, self.pair = random.Random(seed), directory, pair
+        self.noise = random.Random(seed)
+        self.directory = directory
+        self.pair = pair
         self.counts: Counter[str] = Counter()
         self.faults = 0
         self.wrong: list[str] = []
         self._others = {child.pid for child in psutil.Process().children()}
 
     def round(self, number: int) -> None:
-        """One engine, from start to end."""
-        noise, once = self.noise, self.directory / str(number)
+        """Run one engine, from start to end."""
+        noise = self.noise
+        once = self.directory / str(number)
         inflicted: Fault | None = None
         failing: AbstractContextManager[None] = nullcontext()
         role = noise.choice(ROLES)
         if isinstance(self.pair, Toys) and noise.random() < 0.5:
-            inflicted = noise.choice(INFLICTED), role
-            failing = faulty.inflicted(role, f"{inflicted[0]}@{noise.choice(PHASES)}", once)
-        had: list[Fault] = []  # faults of this engine
+            inflicted = Fault(noise.choice(INFLICTED), role)
+            failing = faulty.inflicted(role, f"{inflicted.kind}@{noise.choice(PHASES)}", once)
+        faults: list[Fault] = []  # of this engine
         try:
             with (
                 failing,
@@ -141,42 +150,44 @@ class Soak:
                 ) as engine,
             ):
                 if inflicted is not None:
-                    had.append(inflicted)
-                    self.ask(engine, had)
-                while len(had) < MOST_OF_AN_ENGINE and noise.random() < 0.9:
+                    faults.append(inflicted)
+                    self.ask(engine, faults)
+                while len(faults) < MOST_OF_AN_ENGINE and noise.random() < 0.9:
                     self.wait_for_draft(engine)
-                    with self.struck(engine, had):
+                    with self.struck(engine, faults):
                         for _ in range(noise.randint(1, 3)):
-                            self.ask(engine, had)
+                            self.ask(engine, faults)
         except TargetLost:
-            fatal = any(of == "target" and fault in FATAL for fault, of in had)
-            self.check(fatal, f"round {number}: TargetLost after {had}")
+            fatal = any(fault.role == "target" and fault.kind in FATAL for fault in faults)
+            self.check(fatal, f"round {number}: TargetLost after {faults}")
             self.counts["TargetLost"] += 1
         except NumericalError:
-            self.check(("nan", "target") in had, f"round {number}: NumericalError after {had}")
+            is_expected = Fault("nan", "target") in faults
+            self.check(is_expected, f"round {number}: NumericalError after {faults}")
             self.counts["NumericalError"] += 1
         except PearlError as error:
-            self.wrong.append(f"round {number}: {type(error).__name__}: {error}, after {had}")
+            self.wrong.append(f"round {number}: {type(error).__name__}: {error}, after {faults}")
         if inflicted is not None and once.exists():
             self.note(inflicted)
         self.check_nothing_left(number)
 
     @contextmanager
-    def struck(self, engine: Engine, had: list[Fault]) -> Iterator[None]:
+    def struck(self, engine: Engine, faults: list[Fault]) -> Iterator[None]:
         """Send signals to a worker after a random delay."""
-        fault, role = self.noise.choice(SIGNALLED), self.noise.choice(ROLES)
-        delay, pause = self.noise.uniform(0.0, 0.6), self.noise.uniform(0.05, 0.5)
+        fault = Fault(self.noise.choice(SIGNALLED), self.noise.choice(ROLES))
+        delay = self.noise.uniform(0.0, 0.6)
+        pause = self.noise.uniform(0.05, 0.5)
 
         def strike() -> None:
             target, draft = workers(engine)
-            worker = target if role == "target" else draft.worker
+            worker = target if fault.role == "target" else draft.worker
             if not worker.alive:
                 return
-            had.append((fault, role))  # before: its consequences may come at once
+            faults.append(fault)  # before the signal: its consequences may come at once
             with suppress(ProcessLookupError):
-                os.kill(worker.pid, signal.SIGKILL if fault == "SIGKILL" else signal.SIGSTOP)
-                self.note((fault, role))
-                if fault == "SIGSTOP, SIGCONT":
+                os.kill(worker.pid, signal.SIGKILL if fault.kind == "SIGKILL" else signal.SIGSTOP)
+                self.note(fault)
+                if fault.kind == "SIGSTOP, SIGCONT":
                     time.sleep(pause)
                     os.kill(worker.pid, signal.SIGCONT)
 
@@ -197,25 +208,24 @@ class Soak:
                 return
             time.sleep(0.05)
 
-    def ask(self, engine: Engine, had: list[Fault]) -> None:
+    def ask(self, engine: Engine, faults: list[Fault]) -> None:
         prompt, length = self.pair.request(self.noise)
         method = self.noise.choice(METHODS)
         params = RequestOptions(temperature=0, max_tokens=length, ignore_eos=True)
         (result,) = engine.generate([prompt], params, method=method)
+        statistics = result.statistics
         self.counts["texts"] += 1
-        self.counts["texts that lost their draft"] += result.statistics.draft_lost
-        self.counts["texts with accepted draft tokens"] += bool(
-            result.statistics.num_accepted_draft_tokens
-        )
+        self.counts["texts that lost their draft"] += statistics.draft_lost
+        has_accepted = bool(statistics.num_accepted_draft_tokens)
+        self.counts["texts with accepted draft tokens"] += has_accepted
         self.counts["tokens"] += len(result.tokens)
-        self.check(
-            result.tokens == self.pair.text(prompt, length), f"wrong text: {method}, after {had}"
-        )
+        is_right = result.tokens == self.pair.text(prompt, length)
+        self.check(is_right, f"wrong text: {method}, after {faults}")
 
     def note(self, fault: Fault) -> None:
         """Count a fault that hit a worker."""
         self.faults += 1
-        self.counts[f"fault: {fault[0]} of the {fault[1]}"] += 1
+        self.counts[f"fault: {fault.kind} of the {fault.role}"] += 1
 
     def check(self, holds: bool, what: str) -> None:
         if not holds:
@@ -228,8 +238,8 @@ class Soak:
                 self.wrong.append(f"round {number}: left behind: {children}")
                 return
             time.sleep(0.05)
-        left = list(self.directory.glob("pearl-*"))
-        self.check(not left, f"round {number}: left behind: {left}")
+        directories = list(self.directory.glob("pearl-*"))
+        self.check(not directories, f"round {number}: left behind: {directories}")
 
     def _ours(self, child: psutil.Process) -> bool:
         return child.pid not in self._others and child.status() != psutil.STATUS_ZOMBIE
@@ -260,12 +270,14 @@ def main(
 ) -> None:
     """Print the counts of all events."""
     console = Console(soft_wrap=True, highlight=False)
-    began, rounds = time.monotonic(), 0
+    began = time.monotonic()
+    rounds = 0
+    if models is None and pair == "embedded":
+        models = ("embedded", "embedded-draft")
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         os.environ["TMPDIR"] = tempfile.tempdir = name
         os.environ.pop("XDG_RUNTIME_DIR", None)
-        real = models or (("embedded", "embedded-draft") if pair == "embedded" else None)
-        soak = Soak(seed, Path(name), Real(*real) if real else Toys())
+        soak = Soak(seed, Path(name), Real(*models) if models else Toys())
         with Progress(console=console) as progress:
             task = progress.add_task("faults", total=faults)
             while soak.faults < faults and (seconds is None or time.monotonic() - began < seconds):

@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import httpx
@@ -39,7 +39,8 @@ from pearl.lab.bench.machine import hardware, in_words
 from pearl.models.checkpoints.tokenizers import ToyTokenizer
 from pearl.models.toy import alpha_pair
 
-ALPHA, VOCAB = 0.7, 32
+ALPHA = 0.7
+VOCAB = 32
 SPEC = f"toy:vocab={VOCAB},alpha={ALPHA}"
 LONGEST_TEXT = 60  # tokens
 LONGEST_PROMPT = 300
@@ -48,23 +49,39 @@ PATIENCE = 60.0  # seconds for an answer
 SETTLED = 0.2  # of the time: growth after that is a leak
 
 
+class Overhead(NamedTuple):
+    """The overhead of a text: seconds a token, and its tokens."""
+
+    seconds: float
+    tokens: int
+
+
+class ReadText(NamedTuple):
+    """A text that was read to its end; `length`: tokens asked for."""
+
+    prompt: list[int]
+    length: int
+    text: str
+
+
 @dataclass
-class Found:
+class Results:
     """Results of all clients.
 
     Attributes:
-        overheads: (seconds a token, tokens) of each text that was read to its end.
-        texts: (prompt, tokens asked for, text) of these.
+        overheads: of each text that was read to its end.
+        texts: these texts.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
-    overheads: list[tuple[float, int]] = field(default_factory=list)
+    overheads: list[Overhead] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
-    texts: list[tuple[list[int], int, str]] = field(default_factory=list)
+    texts: list[ReadText] = field(default_factory=list)
 
     def check_texts(self) -> None:
         """Compare with the texts of the target alone; after the run, because it takes CPU time from the server."""
-        tokenizer, (target, _) = ToyTokenizer(VOCAB), alpha_pair(VOCAB, ALPHA)
+        tokenizer = ToyTokenizer(VOCAB)
+        target, _ = alpha_pair(VOCAB, ALPHA)
         for prompt, length, text in self.texts:
             tokens = list(prompt)
             for _ in range(length):
@@ -73,31 +90,30 @@ class Found:
                 self.wrong.append(f"wrong text: {text!r} of {prompt}, {length} tokens")
 
 
-class Client:
+class ChatClient:
     """Requests one text after the other."""
 
-    def __init__(self, number: int, found: Found, http: httpx.AsyncClient, model: str) -> None:
-        self._noise, self._found, self._http, self._model = (
-            random.Random(number),
-            found,
-            http,
-            model,
-        )
+    def __init__(self, number: int, results: Results, http: httpx.AsyncClient, model: str) -> None:
+        self._noise = random.Random(number)
+        self._results = results
+        self._http = http
+        self._model = model
 
     async def run(self, end: float) -> None:
         while time.monotonic() < end:
             try:
                 await asyncio.wait_for(self._ask(), PATIENCE)
             except TimeoutError:
-                self._found.wrong.append(f"no answer after {PATIENCE:.0f} s")
+                self._results.wrong.append(f"no answer after {PATIENCE:.0f} s")
             except httpx.HTTPError as error:
-                self._found.wrong.append(f"{type(error).__name__}: {error}")
+                self._results.wrong.append(f"{type(error).__name__}: {error}")
 
     async def _ask(self) -> None:
         noise = self._noise
         prompt = [noise.randrange(VOCAB) for _ in range(noise.randint(1, LONGEST_PROMPT))]
-        length, streams = noise.randint(1, LONGEST_TEXT), noise.random() < 0.5
-        asked = {
+        length = noise.randint(1, LONGEST_TEXT)
+        streams = noise.random() < 0.5
+        request = {
             "model": self._model,
             "prompt": prompt,
             "max_tokens": length,
@@ -105,31 +121,35 @@ class Client:
             "stream": streams,
         }
         if streams:
-            asked["stream_options"] = {"include_usage": True}
+            request["stream_options"] = {"include_usage": True}
         began = time.monotonic()
-        text, usage = await (self._streamed(asked) if streams else self._whole(asked))
+        text, usage = await (self._streamed(request) if streams else self._whole(request))
         seconds = time.monotonic() - began
+        results = self._results
         if usage is None:
-            self._found.counts["texts left early"] += 1
+            results.counts["texts left early"] += 1
             return
-        self._found.counts["texts streamed" if streams else "texts at once"] += 1
-        self._found.counts["tokens"] += usage["completion_tokens"]
-        self._found.texts.append((prompt, length, text))
-        ((waited,), (engine,)) = usage["pearl"]["queue_seconds"], usage["pearl"]["seconds"]
         tokens = usage["completion_tokens"]
-        self._found.overheads.append(((seconds - waited - engine) / tokens, tokens))
+        results.counts["texts streamed" if streams else "texts at once"] += 1
+        results.counts["tokens"] += tokens
+        results.texts.append(ReadText(prompt, length, text))
+        (queued,) = usage["pearl"]["queue_seconds"]
+        (engine,) = usage["pearl"]["seconds"]
+        results.overheads.append(Overhead((seconds - queued - engine) / tokens, tokens))
 
-    async def _whole(self, asked: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        answer = (await self._http.post("/v1/completions", json=asked)).raise_for_status().json()
+    async def _whole(self, request: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        response = await self._http.post("/v1/completions", json=request)
+        answer = response.raise_for_status().json()
         return answer["choices"][0]["text"], answer["usage"]
 
-    async def _streamed(self, asked: dict[str, Any]) -> tuple[str, dict[str, Any] | None]:
-        """The usage is None if the client disconnected."""
-        text, usage = "", None
+    async def _streamed(self, request: dict[str, Any]) -> tuple[str, dict[str, Any] | None]:
+        """Return (text, usage); the usage is None if the client disconnected."""
+        text = ""
+        usage = None
         leaves = self._noise.randint(1, 5) if self._noise.random() < GO_AWAY else None
-        async with self._http.stream("POST", "/v1/completions", json=asked) as answer:
-            answer.raise_for_status()
-            async for event in _events(answer):
+        async with self._http.stream("POST", "/v1/completions", json=request) as response:
+            response.raise_for_status()
+            async for event in _events(response):
                 text += "".join(choice["text"] for choice in event["choices"])
                 usage = event.get("usage") or usage
                 if leaves is not None and len(text) >= leaves:
@@ -146,43 +166,33 @@ async def _events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
             yield event
 
 
-class Server:
+class ServerProcess:
     """`pearl serve --http` in a process of its own."""
 
-    def __init__(self, slots: int, clients: int) -> None:
-        paces = ["--target-pace", "0.004", "--draft-pace", "0.001"]
-        command = [
-            sys.executable,
-            "-m",
-            "pearl",
-            "serve",
-            "--http",
-            "127.0.0.1:0",
-            "--target",
-            SPEC,
-            "--draft",
-            SPEC,
-        ]
-        command += [*paces, "--slots", str(slots), "--draft-restarts", "100000"]
+    def __init__(self, slots: int) -> None:
+        command = [sys.executable, "-m", "pearl", "serve", "--http", "127.0.0.1:0"]
+        command += ["--target", SPEC, "--target-pace", "0.004"]
+        command += ["--draft", SPEC, "--draft-pace", "0.001", "--draft-restarts", "100000"]
+        command += ["--slots", str(slots), "--log-level", "error"]
+        environment = os.environ | {"COLUMNS": "200"}
         self._process = subprocess.Popen(
-            [*command, "--log-level", "error"],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"COLUMNS": "200"},
+            command, stderr=subprocess.PIPE, text=True, env=environment
         )
         assert self._process.stderr is not None
-        said = ""
-        while (found := re.search(r"http://[\d.]+:\d+", said)) is None:
+        output = ""
+        match = None
+        while match is None:
             line = self._process.stderr.readline()
             if not line:
-                raise SystemExit(f"the server has ended: {said}")
-            said += line
-        self.url = found.group()
-        self._of = psutil.Process(self._process.pid)
+                raise SystemExit(f"the server has ended: {output}")
+            output += line
+            match = re.search(r"http://[\d.]+:\d+", output)
+        self.url = match.group()
+        self._server = psutil.Process(self._process.pid)
 
     def workers(self) -> list[psutil.Process]:
-        """The target, and the draft if it is alive: it was started last."""
-        return sorted(self._of.children(), key=lambda child: child.create_time())
+        """Return the target, and the draft if it is alive: it was started last."""
+        return sorted(self._server.children(), key=lambda child: child.create_time())
 
     def kill_draft(self) -> bool:
         workers = self.workers()
@@ -192,53 +202,52 @@ class Server:
         return True
 
     def megabytes(self) -> dict[str, float]:
-        """Private memory of each long-lived process."""
-        named = {"server": self._of, "target": self.workers()[0]}
-        return {name: process.memory_full_info().uss / 1e6 for name, process in named.items()}
+        """Return the private memory of each long-lived process."""
+        processes = {"server": self._server, "target": self.workers()[0]}
+        return {name: process.memory_full_info().uss / 1e6 for name, process in processes.items()}
 
     def close(self) -> int:
         self._process.send_signal(signal.SIGINT)
         return self._process.wait(PATIENCE)
 
 
-async def _kill(server: Server, found: Found, every: float, end: float) -> None:
+async def _kill(server: ServerProcess, results: Results, every: float, end: float) -> None:
     noise = random.Random(0)
     while True:
         await asyncio.sleep(noise.uniform(0.5, 1.5) * every)
         if time.monotonic() > end:
             return
-        found.counts["drafts killed"] += server.kill_draft()
+        results.counts["drafts killed"] += server.kill_draft()
 
 
 async def _soak(
-    server: Server, found: Found, clients: int, seconds: float, every: float
+    server: ServerProcess, results: Results, clients: int, seconds: float, every: float
 ) -> dict[str, list[float]]:
-    """Memory over time, by process."""
+    """Let the clients ask; return the memory over time, by process."""
     began = time.monotonic()
     end = began + seconds
     memory: dict[str, list[float]] = {}
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits) as http:
         model = (await http.get("/v1/models")).json()["data"][0]["id"]
-        asking = [
-            asyncio.create_task(Client(number, found, http, model).run(end))
-            for number in range(clients)
-        ]
-        killing = asyncio.create_task(_kill(server, found, every, end))
+        tasks = [asyncio.create_task(_kill(server, results, every, end))]
+        for number in range(clients):
+            client = ChatClient(number, results, http, model)
+            tasks.append(asyncio.create_task(client.run(end)))
         while time.monotonic() < end:
             await asyncio.sleep(seconds / 20)
             if time.monotonic() - began > SETTLED * seconds:
                 for name, megabytes in server.megabytes().items():
                     memory.setdefault(name, []).append(megabytes)
-        await asyncio.gather(*asking, killing)
+        await asyncio.gather(*tasks)
     return memory
 
 
-def _quantile(overheads: Sequence[tuple[float, int]], share: float) -> float:
-    """Of tokens, each with the mean of its text."""
+def _quantile(overheads: Sequence[Overhead], share: float) -> float:
+    """Return a quantile over tokens, each with the mean of its text."""
     ordered = sorted(overheads)
-    upto = list(accumulate(tokens for _, tokens in ordered))
-    return ordered[bisect_left(upto, share * upto[-1])][0]
+    upto = list(accumulate(overhead.tokens for overhead in ordered))
+    return ordered[bisect_left(upto, share * upto[-1])].seconds
 
 
 @click.command()
@@ -261,43 +270,44 @@ def main(
     most_growth: float,
 ) -> None:
     """Print the counts of all events."""
-    console, found = Console(soft_wrap=True, highlight=False), Found()
-    server = Server(slots, clients)
+    console = Console(soft_wrap=True, highlight=False)
+    results = Results()
+    server = ServerProcess(slots)
     try:
-        memory = asyncio.run(_soak(server, found, clients, seconds, kill_every))
+        memory = asyncio.run(_soak(server, results, clients, seconds, kill_every))
     finally:
         code = server.close()
     if code:
-        found.wrong.append(f"the server ended with exit code {code}")
-    found.check_texts()
-    if not found.overheads:
-        found.wrong.append("no text was read to its end")
+        results.wrong.append(f"the server ended with exit code {code}")
+    results.check_texts()
+    if not results.overheads:
+        results.wrong.append("no text was read to its end")
     table = Table("what", "count", box=None, padding=(0, 2, 0, 0))
-    for what, count in sorted(found.counts.items()):
+    for what, count in sorted(results.counts.items()):
         table.add_row(what, f"{count:,}")
-    for share in (0.5, 0.99) if found.overheads else ():
-        overhead = 1e3 * _quantile(found.overheads, share)
+    for share in (0.5, 0.99) if results.overheads else ():
+        overhead = 1e3 * _quantile(results.overheads, share)
         table.add_row(
             f"overhead beyond the engine, p{100 * share:.0f}, ms a token", f"{overhead:.2f}"
         )
         if share > 0.5 and overhead > most_overhead:
-            found.wrong.append(f"overhead {overhead:.1f} ms a token, more than {most_overhead:g}")
+            results.wrong.append(f"overhead {overhead:.1f} ms a token, more than {most_overhead:g}")
     for name, megabytes in memory.items():
-        shown = megabytes[:: max(1, len(megabytes) // 4)]
-        table.add_row(
-            f"memory of the {name}, MB, over time", " ".join(f"{one:.1f}" for one in shown)
-        )
-        if megabytes[-1] - megabytes[0] > most_growth:
-            found.wrong.append(f"the {name} has grown by {megabytes[-1] - megabytes[0]:.1f} MB")
+        samples = megabytes[:: max(1, len(megabytes) // 4)]
+        words = " ".join(f"{sample:.1f}" for sample in samples)
+        table.add_row(f"memory of the {name}, MB, over time", words)
+        growth = megabytes[-1] - megabytes[0]
+        if growth > most_growth:
+            results.wrong.append(f"the {name} has grown by {growth:.1f} MB")
     console.print(table)
-    for wrong, times in Counter(found.wrong).most_common(20):
+    for wrong, times in Counter(results.wrong).most_common(20):
         console.print(f"{times} times: {wrong}", style="red")
-    rate = found.counts["tokens"] / seconds
+    rate = results.counts["tokens"] / seconds
     console.print(
-        f"{clients} clients, {slots} slots, {seconds:.0f} s: {rate:.0f} tokens/s, {len(found.wrong)} wrong"
+        f"{clients} clients, {slots} slots, {seconds:.0f} s: {rate:.0f} tokens/s, {len(results.wrong)} wrong"
     )
     console.print(in_words(hardware()))
-    raise SystemExit(bool(found.wrong))
+    raise SystemExit(bool(results.wrong))
 
 
 if __name__ == "__main__":

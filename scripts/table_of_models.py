@@ -17,7 +17,7 @@ import textwrap
 import warnings
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -43,75 +43,49 @@ What runs through transformers was compared, after random cuts and rollbacks, wi
 configurations of an architecture may have windows or states; [those of some](README.md#our-own-forward-pass) run in
 our own forward.
 """
-VOCAB, TOKENS, WINDOW = 300, 48, 8
-# By what they count; a name that a configuration lacks is left out.
-SIZES: dict[str, Any] = {
-    name: size
-    for names, size in (
-        (
-            "hidden_size n_embd d_model embed_dim dim word_embed_proj_dim intermediate_size ffn_dim n_inner",
-            64,
-        ),
-        (
-            "ffn_hidden_size d_ff intermediate_size_mlp dense_intermediate_size decoder_ffn_dim mamba_d_ssm",
-            64,
-        ),
-        (
-            "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size shared_intermediate_size",
-            64,
-        ),
-        ("attention_hidden_size lru_width", 64),
-        (
-            "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads",
-            4,
-        ),
-        ("swa_num_attention_heads num_key_value_heads num_kv_heads swa_num_key_value_heads", 4),
-        (
-            "num_global_key_value_heads linear_num_value_heads linear_num_key_heads mamba_num_heads mamba_n_heads",
-            4,
-        ),
-        ("num_experts num_local_experts n_routed_experts moe_num_experts num_routed_experts", 4),
-        ("num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers", 4),
-        (
-            "head_dim global_head_dim attention_head_dim v_head_dim kv_channels qk_nope_head_dim qk_rope_head_dim",
-            16,
-        ),
-        (
-            "query_pre_attn_scalar rotary_dim index_head_dim kv_lora_rank q_lora_rank hidden_size_per_layer_input",
-            16,
-        ),
-        ("linear_key_head_dim linear_value_head_dim mamba_head_dim mamba_d_head", 16),
-        (
-            "index_topk state_size ssm_state_size mamba_d_state mamba_state_dim chunk_size mamba_chunk_size",
-            8,
-        ),
-        (
-            "sliding_window attention_chunk_size sliding_window_size attention_window_size window_size",
-            WINDOW,
-        ),
-        (
-            "num_experts_per_tok moe_topk moe_k top_k num_experts_per_token attn_layer_period expert_layer_period",
-            2,
-        ),
-        (
-            "n_group topk_group n_shared_experts n_groups mamba_n_groups mamba_ngroups first_k_dense_replace",
-            1,
-        ),
-        (
-            "attn_layer_offset expert_layer_offset bos_token_id n_input_layers n_output_layers indexer_kv_heads",
-            1,
-        ),
-        ("indexer_head_dim ngram_vocab_size_base hc_lowrank", 16),
-        ("shared_experts_intermediate_size", 64),
-        ("indexer_budget", 8),
-        ("heads_per_ngram split_ngram_parts indexer_n_heads indexer_compress_ratio", 2),
-        ("vocab_size vocab_size_per_layer_input unpadded_vocab_size", VOCAB),
-        ("initializer_range init_std", 0.1),
-        ("max_position_embeddings n_positions", 256),
-        ("pad_token_id num_kv_shared_layers", 0),
-        ("eos_token_id", 2),
-    )
-    for name in names.split()
+VOCAB = 300
+TOKENS = 48
+# By size, the settings that count something; a name that a configuration lacks is left out.
+NAMES_BY_SIZE: dict[float, str] = {
+    64: """
+        hidden_size n_embd d_model embed_dim dim word_embed_proj_dim intermediate_size ffn_dim
+        n_inner ffn_hidden_size d_ff intermediate_size_mlp dense_intermediate_size decoder_ffn_dim
+        mamba_d_ssm moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size
+        shared_intermediate_size attention_hidden_size lru_width shared_experts_intermediate_size
+    """,
+    4: """
+        num_attention_heads n_head n_heads num_heads decoder_attention_heads
+        encoder_attention_heads swa_num_attention_heads num_key_value_heads num_kv_heads
+        swa_num_key_value_heads num_global_key_value_heads linear_num_value_heads
+        linear_num_key_heads mamba_num_heads mamba_n_heads num_experts num_local_experts
+        n_routed_experts moe_num_experts num_routed_experts num_hidden_layers n_layer n_layers
+        num_layers decoder_layers encoder_layers
+    """,
+    16: """
+        head_dim global_head_dim attention_head_dim v_head_dim kv_channels qk_nope_head_dim
+        qk_rope_head_dim query_pre_attn_scalar rotary_dim index_head_dim kv_lora_rank q_lora_rank
+        hidden_size_per_layer_input linear_key_head_dim linear_value_head_dim mamba_head_dim
+        mamba_d_head indexer_head_dim ngram_vocab_size_base hc_lowrank
+    """,
+    8: """
+        index_topk state_size ssm_state_size mamba_d_state mamba_state_dim chunk_size
+        mamba_chunk_size indexer_budget sliding_window attention_chunk_size sliding_window_size
+        attention_window_size window_size
+    """,
+    2: """
+        num_experts_per_tok moe_topk moe_k top_k num_experts_per_token attn_layer_period
+        expert_layer_period heads_per_ngram split_ngram_parts indexer_n_heads
+        indexer_compress_ratio eos_token_id
+    """,
+    1: """
+        n_group topk_group n_shared_experts n_groups mamba_n_groups mamba_ngroups
+        first_k_dense_replace attn_layer_offset expert_layer_offset bos_token_id n_input_layers
+        n_output_layers indexer_kv_heads
+    """,
+    VOCAB: "vocab_size vocab_size_per_layer_input unpadded_vocab_size",
+    0.1: "initializer_range init_std",
+    256: "max_position_embeddings n_positions",
+    0: "pad_token_id num_kv_shared_layers",
 }
 KINDS = ("layer_types", "layers_block_type")
 WIDE = {
@@ -136,123 +110,136 @@ OTHERWISE: list[dict[str, Any]] = [
 
 
 def tiny_config(config_class: type[Any], otherwise: dict[str, Any]) -> Any:
-    """The class's defaults with small sizes, and a layer of each kind."""
+    """Return the class's defaults with small sizes, and a layer of each kind."""
     default = config_class()
-    default.allow_global_per_layer_attribute_access = (
-        True  # else reading what differs between layers is an error
-    )
-    sizes = SIZES | {name: size for name, size in otherwise.items() if name not in KINDS}
-    sizes = {
-        name: size for name, size in sizes.items() if size is not None and hasattr(default, name)
-    }
+    # Without it, reading what differs between layers is an error.
+    default.allow_global_per_layer_attribute_access = True
+    candidates: dict[str, Any] = {}
+    for size, names in NAMES_BY_SIZE.items():
+        candidates |= dict.fromkeys(names.split(), size)
+    for name, size in otherwise.items():
+        if name not in KINDS:
+            candidates[name] = size
+    sizes = {}
+    for name, size in candidates.items():
+        if size is not None and hasattr(default, name):
+            sizes[name] = size
     for name in KINDS:
         kinds = list(dict.fromkeys(otherwise.get(name, getattr(default, name, None)) or ()))
         if kinds:
-            sizes |= {
-                name: (kinds * 4)[: max(4, len(kinds))],
-                "num_hidden_layers": max(4, len(kinds)),
-            }
+            sizes[name] = (kinds * 4)[: max(4, len(kinds))]
+            sizes["num_hidden_layers"] = max(4, len(kinds))
     for name in list(sizes):
-        held = getattr(config_class, name, None)
-        if isinstance(held, property) and not held.fset:
+        attribute = getattr(config_class, name, None)
+        if isinstance(attribute, property) and not attribute.fset:
             del sizes[name]
     return config_class(**sizes)
 
 
 def tiny_model(model_type: str, otherwise: dict[str, Any]) -> Any:
-    """Of a model of pictures and texts its language model, if it has one."""
+    """Make a tiny model; of a model of pictures and texts its language model, if it has one."""
     config_class = CONFIG_MAPPING[model_type]
+    text_class = type(config_class().get_text_config(decoder=True))
+    if text_class in MODEL_FOR_CAUSAL_LM_MAPPING:
+        config_class = text_class
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
-    text = type(config_class().get_text_config(decoder=True))
-    if text is not config_class and text in MODEL_FOR_CAUSAL_LM_MAPPING:
-        config_class, model_class = text, MODEL_FOR_CAUSAL_LM_MAPPING[text]
     torch.manual_seed(0)
     return model_class(tiny_config(config_class, otherwise)).eval()
 
 
-def judge(model_type: str) -> tuple[str, str]:
-    """Return how it runs ("ours", "theirs", "refused", "failed", "wrong", "untried"), and what it keeps or why not."""
-    found: list[tuple[str, str]] = []
+class Verdict(NamedTuple):
+    """How an architecture runs, and what it keeps or why it does not run.
+
+    `path`: "ours", "theirs", "refused", "failed", "wrong" or "untried".
+    """
+
+    path: str
+    why: str
+
+
+def judge(model_type: str) -> Verdict:
+    """Try one configuration after the other until the architecture runs."""
+    verdicts: list[Verdict] = []
     for otherwise in OTHERWISE:
         try:
-            found.append(judge_model(tiny_model(model_type, otherwise)))
+            verdict = judge_model(tiny_model(model_type, otherwise))
         except Exception as error:
-            found.append(("untried", cause_of(error).partition(". ")[0].rstrip(".:")))
-        if found[-1][0] in ("ours", "theirs", "wrong"):
-            return found[-1]
+            verdict = Verdict("untried", cause_of(error).partition(". ")[0].rstrip(".:"))
+        if verdict.path in ("ours", "theirs", "wrong"):
+            return verdict
+        verdicts.append(verdict)
     order = ("refused", "failed", "untried")
-    return min(found, key=lambda judged: order.index(judged[0]))
+    return min(verdicts, key=lambda verdict: order.index(verdict.path))
 
 
-def judge_model(model: Any) -> tuple[str, str]:
+def judge_model(model: Any) -> Verdict:
     if has_own_forward(model):
-        return "ours", ""
+        return Verdict("ours", "")
     try:
         runner = HFRunner(model, 128)
     except ModelError as error:
-        why = (
-            str(error)
-            .removeprefix(type(model).__name__)
-            .removeprefix(" cannot be used here: ")
-            .partition(". ")[0]
-            .strip()
-        )
-        return "failed" if "trial forward failed" in why else "refused", why.removeprefix(
-            "a trial forward failed: "
-        )
+        why = str(error).removeprefix(type(model).__name__)
+        why = why.removeprefix(" cannot be used here: ").partition(". ")[0].strip()
+        path = "failed" if "trial forward failed" in why else "refused"
+        return Verdict(path, why.removeprefix("a trial forward failed: "))
     worst = largest_difference(runner, model)
     if not worst < 1e-3:
-        return "wrong", f"logits differ by up to {worst:.1e} of their largest"
+        return Verdict("wrong", f"logits differ by up to {worst:.1e} of their largest")
+    properties = []
     layers = DynamicCache(config=model.config).layers
-    kept = {
-        "windows": any(isinstance(layer, DynamicSlidingWindowLayer) for layer in layers),
-        "states": bool(runner._states) and not runner._states.unknown,
-        "all tokens fed again after a rejected one": bool(runner._states.unknown),
-        "fed token by token": runner._is_single,
-    }
-    return "theirs", ", ".join(name for name, is_so in kept.items() if is_so)
+    if any(isinstance(layer, DynamicSlidingWindowLayer) for layer in layers):
+        properties.append("windows")
+    if runner._states and not runner._states.unknown:
+        properties.append("states")
+    if runner._states.unknown:
+        properties.append("all tokens fed again after a rejected one")
+    if runner._is_single:
+        properties.append("fed token by token")
+    return Verdict("theirs", ", ".join(properties))
 
 
 @torch.inference_mode()
 def largest_difference(runner: HFRunner, model: Any) -> float:
-    rng, worst = random.Random(0), 0.0
+    rng = random.Random(0)
     text = [rng.randrange(3, VOCAB) for _ in range(TOKENS)]
-    expected = (
-        model(torch.tensor([text]), use_cache=False).logits[0, :, : runner.vocab_size].float()
-    )
-    while (start := runner.length()) < TOKENS:
+    logits = model(torch.tensor([text]), use_cache=False).logits
+    expected = logits[0, :, : runner.vocab_size].float()
+    worst = 0.0
+    start = runner.length()
+    while start < TOKENS:
         part = text[start : start + rng.choice((1, 2, 9))]
-        found = feed_chain(runner, part, len(part))
-        worst = max(worst, float((found - expected[start : start + len(part)]).abs().max()))
+        rows = feed_chain(runner, part, len(part))
+        worst = max(worst, float((rows - expected[start : start + len(part)]).abs().max()))
         for _ in range(rng.choice((0, 3, 12))):
             feed_chain(runner, [rng.randrange(3, VOCAB)], 1)
         runner.rollback(start + rng.randint(1, len(part)))
+        start = runner.length()
     return worst / float(expected.abs().max())
 
 
-def in_a_child(model_type: str) -> tuple[str, str]:
-    """`judge` in a process of its own, which may hang or die."""
+def in_a_child(model_type: str) -> Verdict:
+    """Run `judge` in a process of its own, which may hang or die."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     child = context.Process(target=lambda: answer(theirs, model_type))
     child.start()
-    found = (
-        ours.recv() if ours.poll(SECONDS) else ("untried", f"no answer within {SECONDS} seconds")
-    )
+    verdict = Verdict("untried", f"no answer within {SECONDS} seconds")
+    if ours.poll(SECONDS):
+        verdict = ours.recv()
     child.kill()
     child.join()
-    return found
+    return verdict
 
 
 def answer(pipe: Connection, model_type: str) -> None:
     try:
         pipe.send(judge(model_type))
     except BaseException as error:
-        pipe.send(("refused", cause_of(error)))
+        pipe.send(Verdict("refused", cause_of(error)))
 
 
-def lines(found: dict[str, tuple[str, str]]) -> Iterator[str]:
-    """The page."""
+def lines(verdicts: dict[str, Verdict]) -> Iterator[str]:
+    """Yield the lines of the page."""
     yield from ("# Which architectures run", "")
     yield from textwrap.wrap(HEAD.strip().format(transformers.__version__), WIDTH)
     titles = {
@@ -263,15 +250,16 @@ def lines(found: dict[str, tuple[str, str]]) -> Iterator[str]:
         "failed": "A trial forward fails, of a tiny configuration at least",
         "untried": "Not tried",
     }
-    for way, title in titles.items():
-        groups: dict[str, list[str]] = {}
-        for model_type, (how, why) in found.items():
-            if how == way:
-                groups.setdefault(why, []).append(model_type)
-        if groups:
-            yield from ("", f"## {title}: {sum(map(len, groups.values()))}", "")
-        for why, names in sorted(groups.items(), key=lambda group: -len(group[1])):
-            line = f"* {why + ': ' if why else ''}{', '.join(f'`{name}`' for name in names)}"
+    for path, title in titles.items():
+        by_reason: dict[str, list[str]] = {}
+        for model_type, verdict in verdicts.items():
+            if verdict.path == path:
+                by_reason.setdefault(verdict.why, []).append(f"`{model_type}`")
+        if by_reason:
+            yield from ("", f"## {title}: {sum(map(len, by_reason.values()))}", "")
+        for why, names in sorted(by_reason.items(), key=lambda group: -len(group[1])):
+            reason = f"{why}: " if why else ""
+            line = f"* {reason}{', '.join(names)}"
             yield from textwrap.wrap(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
@@ -279,11 +267,12 @@ def main() -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    found = {}
+    verdicts = {}
     for model_type in sys.argv[1:] or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        found[model_type] = in_a_child(model_type)
-        print(model_type, *found[model_type], file=sys.stderr)
-    print("\n".join(lines(found)))
+        verdict = in_a_child(model_type)
+        verdicts[model_type] = verdict
+        print(model_type, verdict.path, verdict.why, file=sys.stderr)
+    print("\n".join(lines(verdicts)))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from pearl.lab.bench.rows import (
     devices_of,
     rows_for,
 )
-from pearl.lab.bench.runner import Measured, Plan, Sample, forget, measure
+from pearl.lab.bench.runner import Measured, Plan, TaskSample, forget, measure
 from pearl.lab.bench.tasks import OURS, Task, read_tasks
 from pearl.lab.studies.estimate import Estimate
 from pearl.metrics import Statistics
@@ -234,8 +234,8 @@ def test_a_later_turn_continues_from_the_reply_and_is_summed_up(fake: type[FakeE
 # ---- figures ----
 
 
-def sample(row: str, task: int, rate: float, of: str = "x", **more: Any) -> Sample:
-    return Sample(row, of, task, texts=[statistics_of(101, rate, **more)])
+def sample(row: str, task: int, rate: float, of: str = "x", **more: Any) -> TaskSample:
+    return TaskSample(row, of, task, texts=[statistics_of(101, rate, **more)])
 
 
 def test_speedups_are_ratios_over_the_same_text() -> None:

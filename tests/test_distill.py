@@ -13,7 +13,7 @@ import torch
 
 from pearl.config import ModelConfig
 from pearl.errors import ConfigError, DistillError, ModelError
-from pearl.lab.distill.answers import Answer, answer
+from pearl.lab.distill.answers import RecordedAnswer, answer
 from pearl.lab.distill.config import DistillConfig, load_config
 from pearl.lab.distill.learning import DraftLearner, generator
 from pearl.lab.distill.loss import DIVERGENCES, head_loss
@@ -499,8 +499,10 @@ def test_agreement_is_what_a_look_at_each_token_says(tmp_path: Path) -> None:
     draft = model(noise=0.6)
     learner = DraftLearner(DistillConfig(out=str(tmp_path)), draft)
 
-    def answered(prompt: list[int], tokens: list[int]) -> Answer:
-        return Answer(prompt, tokens, torch.tensor(tokens)[:, None], torch.ones(len(tokens), 1))
+    def answered(prompt: list[int], tokens: list[int]) -> RecordedAnswer:
+        return RecordedAnswer(
+            prompt, tokens, torch.tensor(tokens)[:, None], torch.ones(len(tokens), 1)
+        )
 
     def likeliest(prefix: list[int]) -> int:
         return int(draft(torch.tensor([prefix])).logits[0, -1].argmax())

@@ -7,7 +7,7 @@ import pytest
 
 from pearl.lab.bench.figures import figures
 from pearl.lab.bench.rows import AR
-from pearl.lab.bench.runner import Measured, Sample
+from pearl.lab.bench.runner import Measured, TaskSample
 from pearl.lab.studies.simulate import Outcome, Timing, paired_executors, simulate
 from pearl.metrics import ESTIMATED, MOST_CORE_WAIT, Statistics, Stopwatch, brief, fold
 from pearl.models.toy import ToyRunner, alpha_pair
@@ -62,7 +62,7 @@ def test_a_benchmark_counts_likewise() -> None:
         )
         for count in (1, 9, 41)
     ]
-    samples = [Sample(AR, "x", task, texts=[text]) for task, text in enumerate(texts)]
+    samples = [TaskSample(AR, "x", task, texts=[text]) for task, text in enumerate(texts)]
     (row,) = figures(plan_of([row_of(AR)]), Measured(samples))
     assert row.tokens_per_step == 1.0
 

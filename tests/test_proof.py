@@ -46,10 +46,13 @@ def test_steps_that_fail_are_named_and_the_others_run(
     script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def breaks(_: object) -> Iterator[object]:
-        yield script.Figure("so far", 1.0)
+        yield script.Measurement("so far", 1.0)
         raise RuntimeError("CUDA error")
 
-    bad, good = script.Figure("too slow", 2.0, "ms", "at most 1", False), script.Figure("fine", 3.0)
+    bad, good = (
+        script.Measurement("too slow", 2.0, "ms", "at most 1", False),
+        script.Measurement("fine", 3.0),
+    )
     for name, step in (
         ("rows", breaks),
         ("graphs", lambda _: iter([bad])),

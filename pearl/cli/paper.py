@@ -16,7 +16,7 @@ from pearl.config import EngineConfig
 from pearl.errors import ConfigError
 from pearl.lab.bench.machine import Conditions
 from pearl.lab.bench.tasks import HUMANEVAL, Task
-from pearl.lab.studies.figures import Figure, Table, check_drawing, draw
+from pearl.lab.studies.figures import Plot, Table, check_drawing, draw
 from pearl.lab.studies.pearl import TABLES, Cell, Pair, pairs
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def _pairs(names: Sequence[str]) -> list[Pair]:
     return found
 
 
-def _optimal_lengths() -> list[Figure]:
+def _optimal_lengths() -> list[Plot]:
     """Figure 2b, of the embedded pair."""
     from pearl.lab.studies.lengths import step_by_step
 
@@ -284,7 +284,7 @@ def mjsd(**given: Any) -> None:
     _study("mjsd", asked, [table], [])
 
 
-def _study(name: str, asked: _Asked, more: Sequence[Table], figures: Sequence[Figure]) -> None:
+def _study(name: str, asked: _Asked, more: Sequence[Table], figures: Sequence[Plot]) -> None:
     """Run the study; print it and `more`, and draw the figures."""
     from pearl.lab.studies.tables import STUDIES, in_words, run_study, sweeps
 
@@ -306,7 +306,7 @@ def _study(name: str, asked: _Asked, more: Sequence[Table], figures: Sequence[Fi
         _draw(figures, asked.figures)
 
 
-def _draw(figures: Sequence[Figure], directory: Path) -> None:
+def _draw(figures: Sequence[Plot], directory: Path) -> None:
     for path in draw(figures, directory):
         click.echo(f"drawn: {path}", err=True)
 

@@ -1,4 +1,4 @@
-"""Calibrate a pair on this machine: decode a few prompts with the target alone and with each way of method auto."""
+"""Calibrate a pair on this machine: decode a few prompts with the target alone and with each method that auto picks."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from pearl.lab.bench.rows import (
 )
 from pearl.lab.bench.runner import Plan, measure
 from pearl.lab.bench.tasks import Task
+from pearl.metrics import Statistics
 from pearl.models.checkpoints.checkpoint import is_head
 from pearl.models.checkpoints.tokenizers import translation_of
 from pearl.protocol.speeds import Profile
@@ -38,7 +39,7 @@ class Calibration:
     """The result of `calibrate`.
 
     Attributes:
-        rows: `ar`, the ways of method auto, and auto itself; without a draft also on all cores of the pair.
+        rows: `ar`, the methods that auto picks from, and auto itself; without a draft also on all cores of the pair.
         acceptance: accepted / judged draft tokens of `sd`. gamma: of `sd` and `ssd`. c: the window of `pearl`.
         advice, flags: the method to use, as a sentence and as command-line flags.
         profile: for engines started later; with the forward times, seconds.
@@ -56,52 +57,57 @@ class Calibration:
 def calibrate(
     config: EngineConfig, tasks: Sequence[Task], params: RequestOptions, watcher: Watcher
 ) -> Calibration:
-    """Raises `RequestError` if the texts are too short to measure, and whatever starting an engine raises."""
+    """Decode the tasks with each method, and derive the advice and the profile from the figures.
+
+    Raises `RequestError` if the texts are too short to measure, and whatever starting an engine raises.
+    """
     config = config.model_copy(update={"profile": "none"})
     rows = [row for row in rows_for(config) if row.name in CALIBRATED]
     plan = Plan(config, rows, tasks, params, together=False)
     measured = measure(plan, watcher)
-    found = {one.name: one for one in figures(plan, measured)}
-    last = [text.statistics for row, text in measured.texts if row == AUTO]
-    if (
-        not last
-        or any(one.speedup is None for one in found.values())
-        or found[SD].acceptance is None
-    ):
+    by_name = {row.name: row for row in figures(plan, measured)}
+    auto_texts = [text.statistics for row, text in measured.texts if row == AUTO]
+    is_measured = auto_texts and all(row.speedup for row in by_name.values())
+    if not is_measured or by_name[SD].acceptance is None:
         raise RequestError(
             "the texts ended too soon to measure by: raise max_tokens, or give other prompts"
         )
-    acceptance, gamma = found[SD].acceptance or 0.0, measured.gamma or 1
-    advice, flags = advise(list(found.values()), gamma, config)
-    notes = (
-        shared_gpus(config),
-        _not_shared(config, [text.tokens for row, text in measured.texts if row == AR]),
-    )
-    advice = ". ".join([advice, *filter(None, notes)])
-    here, there = (tuple(times.items()) for times in (last[-1].t_target, last[-1].t_target_spread))
-    rates = last[-1].rates
-    ways = tuple((way, log(rate), 1) for way, rate in rates.items())
-    profile = Profile(
-        last[-1].t_draft,
-        acceptance,
-        here,
-        there,
-        max(rates, key=rates.__getitem__, default=NGRAM),
-        ways,
-    )
+    acceptance = by_name[SD].acceptance or 0.0
+    gamma = measured.gamma or 1
+    advice, flags = advise(list(by_name.values()), gamma, config)
+    greedy_texts = [text.tokens for row, text in measured.texts if row == AR]
+    for note in (shared_gpus(config), _not_shared(config, greedy_texts)):
+        if note:
+            advice += f". {note}"
     return Calibration(
-        tuple(found.values()), acceptance, gamma, found[PEARL].window, advice, flags, profile
+        rows=tuple(by_name.values()),
+        acceptance=acceptance,
+        gamma=gamma,
+        c=by_name[PEARL].window,
+        advice=advice,
+        flags=flags,
+        profile=_profile(auto_texts[-1], acceptance),
+    )
+
+
+def _profile(text: Statistics, acceptance: float) -> Profile:
+    """Return the forward times and the rate of each method, as of the last text of method auto."""
+    rates = text.rates
+    return Profile(
+        text.t_draft,
+        acceptance,
+        tuple(text.t_target.items()),
+        tuple(text.t_target_spread.items()),
+        max(rates, key=rates.__getitem__, default=NGRAM),
+        tuple((method, log(rate), 1) for method, rate in rates.items()),
     )
 
 
 def _not_shared(config: EngineConfig, texts: Sequence[Sequence[int]]) -> str:
-    """What a draft of another vocabulary cannot propose; "" for one with the target's."""
-    has_tokens = config.has_draft and not is_head(config.draft)
-    translation = (
-        translation_of(config.target, config.draft, config.trust_remote_code)
-        if has_tokens
-        else None
-    )
+    """Return a sentence on the tokens that a draft of another vocabulary cannot propose; "" if it has the target's."""
+    if not config.has_draft or is_head(config.draft):
+        return ""
+    translation = translation_of(config.target, config.draft, config.trust_remote_code)
     if translation is None:
         return ""
     tokens = [token for text in texts for token in text]
@@ -109,28 +115,31 @@ def _not_shared(config: EngineConfig, texts: Sequence[Sequence[int]]) -> str:
     return f"The draft has another vocabulary ({translation}): {share:.1%} of the texts' tokens it can never propose"
 
 
-def advise(found: Sequence[Figures], gamma: int, config: EngineConfig) -> tuple[str, str]:
-    """The fastest method as a sentence, with the methods whose intervals overlap with its own, and as flags."""
-    speedups = {one.name: one.speedup for one in found if one.speedup is not None}
-    name = max(speedups, key=lambda each: speedups[each].value)
+def advise(rows: Sequence[Figures], gamma: int, config: EngineConfig) -> tuple[str, str]:
+    """Return the fastest method as a sentence, and as flags.
+
+    The sentence names the methods whose intervals overlap with that of the fastest.
+    """
+    speedups = {row.name: row.speedup for row in rows if row.speedup is not None}
+    name = max(speedups, key=lambda name: speedups[name].value)
     best = speedups[name]
     if best.low <= 1 or best.value <= _MIN_SPEEDUP:
         return "nothing is faster than the target alone here, which leaves the other device free", (
             "--draft none --method ar"
         )
     words = f"{name}: {best.value:.2f} times as fast as the target alone"
-    if ties := [
-        each
-        for each, one in speedups.items()
-        if each != name and one.high > best.low and one.low > 1
-    ]:
+    ties = []
+    for rival, speedup in speedups.items():
+        if rival != name and speedup.high > best.low and speedup.low > 1:
+            ties.append(rival)
+    if ties:
         words += f"; on these texts not told apart from {', '.join(ties)}"
-    method, _, how = name.partition(", ")
+    method, _, system = name.partition(", ")
     flags = f"--method {method}"
     if method in DRAFTLESS:
-        flags = f"--draft none {flags}" + (
-            f" --target-device {devices_of(config)[1].name}" if how == ALL else ""
-        )
+        flags = f"--draft none {flags}"
+        if system == ALL:
+            flags += f" --target-device {devices_of(config)[1].name}"
         words = f"no draft pays here; {words}"
     elif method in (SD, SSD):
         flags += f" --gamma {gamma}"

@@ -42,7 +42,7 @@ _REFERENCE_PIECE = 512  # tokens per forward of the reference
 _CUT_SIZES = (1, 1, 1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 31, 64, 200)
 _TARGET = "the target's own"
 _FIXED = "pearl,window=fixed,gamma=3"
-# Settings as of `pearl bench`.
+# Settings in the notation of `pearl bench`.
 _DIRECT = (
     "sd",
     "sd,gamma=3",
@@ -54,7 +54,7 @@ _DIRECT = (
     "pearl-no-pre-verify",
     "pearl-no-post-verify",
 )
-_SOME = ("ngram", "sd,gamma=3", _FIXED, "auto")  # for shaped texts, and for several at once
+_SOME = ("ngram", "sd,gamma=3", _FIXED, "auto")  # for shaped texts, and for simultaneous ones
 _RATIO = ("auto", "published", "pearl,window=fixed,gamma=1", _FIXED, "pearl-no-pre-verify")
 _QUICK = ("ngram", "sd,gamma=3", "pearl", "auto")  # one way of each kind
 _RULES = ("greedy", "coupled")  # that commit the target's own draw
@@ -93,16 +93,19 @@ def check_pair(
     tick: Callable[[str], None] = lambda what: None,
     begin: Callable[[int], None] = lambda total: None,
 ) -> Iterator[Finding]:
-    """All that `pearl check` compares, one finding each; arguments as of `check_texts`.
+    """Make every comparison of `pearl check`, and yield one finding each; arguments as of `check_texts`.
 
     Args:
         quick: compare fewer: one method of each kind, no shaped logits, and no texts side by side.
-        tick: told of each text of the target alone, which take most of the time before the first comparison of texts.
-        begin: told how many findings there will be, once the target is loaded.
+        tick: called with each text of the target alone: these take most of the time before texts are compared.
+        begin: called with the number of findings, once the target is loaded.
     """
-    plain, shaped, has_slots = list[Reference](), list[Reference](), False
+    plain: list[Reference] = []
+    shaped: list[Reference] = []
+    has_slots = False
+    # The logits of a head depend on the states that have come.
     roles = [role for role in config.roles if role == "target" or not is_head(config.draft)]
-    for role in roles:  # the logits of a head depend on the states that have come
+    for role in roles:
         runner = make_runner(config.model(role), place(config, role))
         if role == "target":
             has_slots = runner.capabilities.row_invariant and not quick
@@ -110,13 +113,12 @@ def check_pair(
             references_of_some = len(_RULES) * (len(shapes) + has_slots)
             total = len(roles) + len(text_cases(config, kill=kill, quick=quick))
             total += references_of_some * len(_some(config))
-            total += len(_RULES) if config.datastore is not None else 0
+            if config.datastore is not None:
+                total += len(_RULES)
             begin(total)
-        piece = (
-            max(FED, runner.capabilities.tree_nodes)
-            if runner.device.type == "cuda"
-            else _REFERENCE_PIECE
-        )
+        piece = _REFERENCE_PIECE
+        if runner.device.type == "cuda":
+            piece = max(FED, runner.capabilities.tree_nodes)
         yield compare_cuts(runner, role, min(_ROWS, runner.context), piece=piece)
         if role == "target":
             plain, shaped = references(config, runner, asked, params, shapes, tick)
@@ -126,14 +128,13 @@ def check_pair(
         with Engine(config=config.model_copy(update={"datastore": None})) as engine:
             for reference in plain:
                 yield _check(engine, reference, "ngram")
-    known = {reference.name: reference.texts for reference in plain}
+    texts = {reference.name: reference.texts for reference in plain}
     with Engine(config=config) as engine:
         yield from _check_some(engine, shaped)
-        yield from check_texts(engine, asked, params, kill=kill, quick=quick, known=known)
+        yield from check_texts(engine, asked, params, kill=kill, quick=quick, known=texts)
     if has_slots:
-        with Engine(
-            config=config.model_copy(update={"slots": max(_SLOTS, config.slots)})
-        ) as engine:
+        several = config.model_copy(update={"slots": max(_SLOTS, config.slots)})
+        with Engine(config=several) as engine:
             yield from _check_some(engine, plain, together=True)
 
 
@@ -153,35 +154,49 @@ def compare_cuts(
     """
     rng = random.Random(seed)
     ids = [rng.randrange(runner.vocab_size) for _ in range(tokens)]
-    runner.rollback(0)
-    whole = torch.cat(
-        [
-            feed_chain(runner, ids[i : i + piece], len(ids[i : i + piece]))
-            for i in range(0, tokens, piece)
-        ]
-    )
-    runner.rollback(0)
-    differing: list[str] = []
+    reference = _reference_logits(runner, ids, piece)
+    sizes = [size for size in _CUT_SIZES if size <= piece]
+    differences: list[str] = []
     position = fed = 0
     while position < tokens:
-        count = min(rng.choice([cut for cut in _CUT_SIZES if cut <= piece]), tokens - position)
+        count = min(rng.choice(sizes), tokens - position)
         rows = feed_chain(runner, ids[position : position + count], count)
-        for i in (
-            torch.nonzero((rows != whole[position : position + count]).any(-1)).flatten().tolist()
-        ):
-            off = float((rows[i] - whole[position + i]).abs().max())
-            differing.append(
-                f"position {position + i} in a forward of {count} tokens, by up to {off:.2g}"
-            )
-        position, fed = position + count, fed + count
+        differences += _differences(rows, reference[position : position + count], position)
+        position += count
+        fed += count
         if rng.random() < 0.2:  # as after a rejection: roll back, and feed again
             position -= rng.randint(0, count)
             runner.rollback(position)
     runner.rollback(0)
-    first = differing[0] if differing else ""
     return Finding(
-        f"{name} logits, in random cuts", f"in pieces of {piece}", fed, fed - len(differing), first
+        f"{name} logits, in random cuts",
+        f"in pieces of {piece}",
+        fed,
+        fed - len(differences),
+        differences[0] if differences else "",
     )
+
+
+def _reference_logits(runner: ModelRunner, ids: Sequence[int], piece: int) -> torch.Tensor:
+    """Return the logits [tokens, vocab] of forwards of `piece` tokens each."""
+    runner.rollback(0)
+    rows = []
+    for start in range(0, len(ids), piece):
+        fed = ids[start : start + piece]
+        rows.append(feed_chain(runner, fed, len(fed)))
+    runner.rollback(0)
+    return torch.cat(rows)
+
+
+def _differences(rows: torch.Tensor, reference: torch.Tensor, position: int) -> list[str]:
+    """Describe each row that differs from the reference. `position`: of the first row."""
+    differences = []
+    for i in torch.nonzero((rows != reference).any(-1)).flatten().tolist():
+        off = float((rows[i] - reference[i]).abs().max())
+        differences.append(
+            f"position {position + i} in a forward of {len(rows)} tokens, by up to {off:.2g}"
+        )
+    return differences
 
 
 # ---- texts ----
@@ -196,18 +211,19 @@ class Case(NamedTuple):
 
 
 def text_cases(config: EngineConfig, *, kill: bool, quick: bool) -> list[Case]:
-    """What `check_texts` compares, in order."""
+    """Return the cases that `check_texts` compares, in order."""
     settings = ["ar", "ngram"]
-    settings += ["head"] if config.head is not None else []
-    settings += _DIRECT if config.has_draft else []
-    cases = [
-        Case(rule, each) for rule in _RULES for each in settings if not quick or each in _QUICK
-    ]
+    if config.head is not None:
+        settings.append("head")
+    if config.has_draft:
+        settings += _DIRECT
+    if quick:
+        settings = [method for method in settings if method in _QUICK]
+    cases = [Case(rule, method) for rule in _RULES for method in settings]
     if config.has_draft and not is_head(config.draft):
-        cases += [Case("ratio", each) for each in ([_FIXED] if quick else _RATIO)]
-    if (
-        config.has_draft and kill
-    ):  # last: without its draft a text of the ratio rule has the same distribution only
+        cases += [Case("ratio", method) for method in ([_FIXED] if quick else _RATIO)]
+    if config.has_draft and kill:
+        # Last: without its draft a text of the ratio rule has the same distribution only.
         cases += [Case(rule, "pearl", kill=True) for rule in (_RULES[:1] if quick else _RULES)]
     return cases
 
@@ -258,7 +274,11 @@ def _decoded(
     engine: Engine, prompts: Sequence[Prompt], params: RequestOptions, settings: str
 ) -> list[list[int]]:
     options = params.overridden_by(parse_settings(settings))
-    return [result.tokens for prompt in prompts for result in engine.generate(prompt, options)]
+    texts = []
+    for prompt in prompts:
+        (result,) = engine.generate(prompt, options)
+        texts.append(result.tokens)
+    return texts
 
 
 def _check(
@@ -275,37 +295,56 @@ def _check(
         kill: kill the draft's process after three pieces of each text.
         together: submit all prompts at once.
     """
-    is_ratio, config = reference.name == "ratio", engine.config
-    decoding = parse_settings(f"{settings},rule={'ratio' if is_ratio else 'coupled'}")
-    options = reference.params.overridden_by(decoding)
+    is_ratio = reference.name == "ratio"
+    rule = "ratio" if is_ratio else "coupled"
+    options = reference.params.overridden_by(parse_settings(f"{settings},rule={rule}"))
     streams: Iterable[Stream] = (engine.stream(prompt, options) for prompt in reference.prompts)
-    first, equal, longest, guessed = "", 0, 0, Counter[str]()
-    for number, stream in enumerate([*streams] if together else streams):
+    if together:
+        streams = list(streams)
+    first = ""
+    equal = 0
+    longest = 0
+    guessed: Counter[str] = Counter()
+    for number, stream in enumerate(streams):
         longest = max(longest, _read(stream, engine if kill else None))
-        found, wanted = stream.result.tokens, reference.texts[number]
+        tokens = stream.result.tokens
+        expected = reference.texts[number]
         guessed.update(stream.result.statistics.guessed_by_source)
-        equal += found == wanted
-        if found != wanted and not first:
-            pairs = enumerate(zip(found, wanted, strict=False))
-            at = next((k for k, (a, b) in pairs if a != b), min(len(found), len(wanted)))
-            first = f"text {number + 1}, token {at}"
+        if tokens == expected:
+            equal += 1
+        elif not first:
+            first = f"text {number + 1}, token {_first_difference(tokens, expected)}"
     count = len(reference.prompts)
     what = f"{reference.name}: {settings}"
-    what += ", datastore" if settings == "ngram" and config.datastore is not None else ""
-    what += ", draft killed" if kill else ""
-    what += f", {count} texts in {config.slots} slots" if together else ""
+    if settings == "ngram" and engine.config.datastore is not None:
+        what += ", datastore"
+    if kill:
+        what += ", draft killed"
+    if together:
+        what += f", {count} texts in {engine.config.slots} slots"
     return Finding(
         what, "pearl" if is_ratio else _TARGET, count, equal, first, dict(guessed), longest
     )
 
 
+def _first_difference(tokens: Sequence[int], expected: Sequence[int]) -> int:
+    for i, (token, expected_token) in enumerate(zip(tokens, expected, strict=False)):
+        if token != expected_token:
+            return i
+    return min(len(tokens), len(expected))
+
+
 def _read(stream: Stream, kill_in: Engine | None) -> int:
-    """Most tokens that came at once. `kill_in`: an engine whose draft's process is killed after three pieces."""
+    """Return the most tokens that came at once.
+
+    Args:
+        kill_in: an engine whose draft's process is killed after three pieces.
+    """
     longest = 0
     with stream:
-        for done, piece in enumerate(stream, 1):
+        for number, piece in enumerate(stream, 1):
             longest = max(longest, len(piece.tokens))
-            if done == 3 and kill_in is not None and kill_in.draft_pid is not None:
+            if number == 3 and kill_in is not None and kill_in.draft_pid is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(kill_in.draft_pid, signal.SIGKILL)
     return longest
@@ -343,48 +382,46 @@ def references(
     shapes: Mapping[str, Mapping[str, Any]],
     tick: Callable[[str], None],
 ) -> tuple[list[Reference], list[Reference]]:
-    """Texts of prompts and of a second turn of the first, under each direct rule; and texts with these shapes.
+    """Decode prompts and a second turn of the first, under each direct rule; return (plain texts, texts with `shapes`).
 
-    By the target in this process, one token a forward, from an empty cache. They share only the runner, the draw and
-    the shaper with the engine, so other bugs change its texts in another way. `tick`: told of each text.
+    The target decodes them in this process, one token a forward, from an empty cache. The texts share only the runner,
+    the draw and the shaper with the engine, so any other bug shows as a difference. `tick`: called with each text.
     """
     tokenizer, defaults = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
-    rules, guides = direct_rules(params), Guides(lambda: tokenizer, runner.vocab_size)
+    rules = direct_rules(params)
+    guides = Guides(lambda: tokenizer, runner.vocab_size)
 
     def decode(prompt: list[int], params: RequestOptions) -> list[int]:
         submit = submission(1, prompt, runner.context, params.changed(method="ar"), defaults)
-        most = submit.limit - len(prompt)
+        limit = submit.limit - len(prompt)
         shaper = make_shaper(submit.options, prompt, guides)
         tick("the target alone")
-        return answers(runner, [prompt], [submit.options], submit.eos, most, shaper=shaper)[0]
+        return answers(runner, [prompt], [submit.options], submit.eos, limit, shaper=shaper)[0]
 
     def reference(name: str, params: RequestOptions, prompts: list[list[int]]) -> Reference:
         return Reference(name, params, prompts, [decode(prompt, params) for prompt in prompts])
 
     prompts = [encode(tokenizer, prompt) for prompt in asked]
-    second = (
-        prompts[0]
-        + decode(prompts[0], rules["greedy"])
-        + tokenizer.encode(_SECOND_TURN, special=False)
-    )
-    if len(second) + (params.max_tokens or 0) <= runner.context:
-        prompts.insert(1, second)
+    second_turn = prompts[0] + decode(prompts[0], rules["greedy"])
+    second_turn += tokenizer.encode(_SECOND_TURN, special=False)
+    if len(second_turn) + (params.max_tokens or 0) <= runner.context:
+        prompts.insert(1, second_turn)
     plain = [reference(rule, sampling, prompts) for rule, sampling in rules.items()]
-    shaped = [
-        reference(f"{rule}, {name}", sampling.changed(**shape), prompts[:2])
-        for name, shape in shapes.items()
-        for rule, sampling in rules.items()
-    ]
+    shaped = []
+    for name, shape in shapes.items():
+        for rule, sampling in rules.items():
+            shaped.append(reference(f"{rule}, {name}", sampling.changed(**shape), prompts[:2]))
     return plain, shaped
 
 
 def _shapes(config: EngineConfig) -> dict[str, dict[str, Any]]:
-    """Those that the target's texts can have: a toy has no space, which the grammar needs."""
+    """Return the shapes that the target's texts can have: a toy has no space, which the grammar needs."""
     _, defaults = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
-    can_guide = defaults.eos and not is_toy(config.target) and find_spec("llguidance")
-    return {name: shape for name, shape in _SHAPES.items() if name != "grammar" or can_guide}
+    if defaults.eos and not is_toy(config.target) and find_spec("llguidance"):
+        return _SHAPES
+    return {"penalties": _SHAPES["penalties"]}
 
 
 def direct_rules(params: RequestOptions) -> dict[str, RequestOptions]:
-    """Rules that commit the target's own draw -> how to sample under them."""
-    return dict(zip(_RULES, (params.changed(temperature=0.0), params), strict=True))
+    """Return how to sample under each rule that commits the target's own draw."""
+    return {"greedy": params.changed(temperature=0.0), "coupled": params}

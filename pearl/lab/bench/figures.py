@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean, median, pstdev
@@ -14,10 +15,10 @@ from pearl.config import EngineConfig
 from pearl.engine.stream import Result
 from pearl.lab.bench.machine import Conditions
 from pearl.lab.bench.rows import Row, device_of_row
-from pearl.lab.bench.runner import Measured, Plan, Sample
+from pearl.lab.bench.runner import Measured, Plan, TaskSample
 from pearl.lab.studies.estimate import Estimate, bootstrap
 from pearl.lab.studies.recorded_texts import rows_along
-from pearl.metrics import Sums
+from pearl.metrics import Statistics, Sums
 from pearl.models.runner import ModelRunner
 from pearl.spec.methods import METHODS
 from pearl.spec.rules import RULES
@@ -33,7 +34,7 @@ class Rejections:
     """Rejections of the texts whose expected number is known: `expected`, with standard deviation `sd`.
 
     Attributes:
-        bias: as in `Figures`, but per judged token.
+        bias: as in `Figures`, but per verified token.
     """
 
     count: int
@@ -91,116 +92,191 @@ class Figures:
 def figures(
     plan: Plan, measured: Measured, surprise: Callable[[Result], float] | None = None
 ) -> list[Figures]:
-    """The figures of each row, in the plan's order; rows without a sample are left out.
+    """Return the figures of each row, in the plan's order; rows without a sample are left out.
 
     Args:
         surprise: see `Surprise`; None: no perplexity.
     """
-    found = []
+    rows = []
     for row in plan.rows:
-        samples = [s for s in measured.samples if s.row == row.name]
-        base_rates = {
-            _text_key(s): s.rate for s in measured.samples if s.row == row.base and s.rate
-        }
-        texts = [text for name, text in measured.texts if name == row.name and text.tokens]
-        read = [(surprise(text), len(text.tokens)) for text in texts] if surprise else []
+        samples = [sample for sample in measured.samples if sample.row == row.name]
         if samples:
-            found.append(_figures(plan, row, samples, base_rates, read))
-    return found
+            texts = [text for name, text in measured.texts if name == row.name]
+            rows.append(_figures(plan, row, samples, _base_rates(row, measured), texts, surprise))
+    return rows
+
+
+def _base_rates(row: Row, measured: Measured) -> dict[_TextKey, float]:
+    """Return the rate at which the row's base decoded each text."""
+    rates = {}
+    for sample in measured.samples:
+        if sample.row == row.base and sample.rate:
+            rates[_text_key(sample)] = sample.rate
+    return rates
 
 
 def _figures(
     plan: Plan,
     row: Row,
-    samples: Sequence[Sample],
+    samples: Sequence[TaskSample],
     base_rates: Mapping[_TextKey, float],
-    read: Sequence[tuple[float, int]],
+    texts: Sequence[Result],
+    surprise: Callable[[Result], float] | None,
 ) -> Figures:
-    """`read`: surprise and length of each text."""
-    temperature = plan.params_of(row).temperature
-    rule, drafts = RULES[row.options.rule_in_use], METHODS[row.options.method].drafts
-    together = Sums(texts=[text for s in samples for text in s.texts])
-    tokens = together.total("num_generated_tokens")
-    sets = dict.fromkeys(s.set for s in samples)
-    runs = [
-        length
-        for text in together.texts
-        for length, n in text.run_histogram.items()
-        for _ in range(n)
-    ]
-    by_set = {name: _speedup([s for s in samples if s.set == name], base_rates) for name in sets}
+    totals = Sums(texts=_statistics(samples))
     return Figures(
         name=row.name,
         devices=device_of_row(row, plan.config).in_words,
-        rule=rule.name if drafts else "",
-        exact=rule.at(1.0 if temperature is None else temperature).is_exact or not drafts,
+        rule=_rule(row),
+        exact=_is_exact(plan, row),
         texts=len(samples),
-        tokens=tokens,
-        rate=_interval(s.rate for s in samples),
+        tokens=totals.total("num_generated_tokens"),
+        rate=_interval(sample.rate for sample in samples),
         speedup=_speedup(samples, base_rates),
-        by_set={name: speedup for name, speedup in by_set.items() if speedup},
-        first_seconds=median(
-            s.texts[0].seconds_to_first_token - s.texts[0].queue_seconds for s in samples
-        ),
-        itl_p50=_median(_median(text.itl_p50 for text in s.texts) for s in samples),
-        itl_p99=_median(
-            max((t.itl_p99 for t in s.texts if t.itl_p99 is not None), default=None)
-            for s in samples
-        ),
-        acceptance=together.acceptance_rate,
-        tokens_per_run=together.mean_run_length,
-        accepted_in_runs=(fmean(runs), pstdev(runs)) if runs else None,
-        tokens_per_step=together.tokens_per_step,
+        by_set=_speedup_by_set(samples, base_rates),
+        first_seconds=_first_seconds(samples),
+        itl_p50=_itl_p50(samples),
+        itl_p99=_itl_p99(samples),
+        acceptance=totals.acceptance_rate,
+        tokens_per_run=totals.mean_run_length,
+        accepted_in_runs=_accepted_in_runs(totals),
+        tokens_per_step=totals.tokens_per_step,
         window=samples[-1].texts[-1].window,
-        bias=bootstrap(
-            [(sum(text.bias or 0.0 for text in s.texts), s.tokens) for s in samples], _per_token
-        ),
-        rejections=_rejections(together),
-        perplexity=perplexity(read),
+        bias=_bias(samples),
+        rejections=_rejections(totals),
+        perplexity=_perplexity_of(texts, surprise),
     )
 
 
-def _rejections(together: Sums) -> Rejections | None:
-    judged = together.total("num_judged_draft_tokens")
-    known = [text for text in together.texts if text.expected_rejections is not None]
-    if not known:
+# ---- one function a column ----
+
+
+def _drafts(row: Row) -> bool:
+    return METHODS[row.options.method].drafts
+
+
+def _rule(row: Row) -> str:
+    return RULES[row.options.rule_in_use].name if _drafts(row) else ""
+
+
+def _is_exact(plan: Plan, row: Row) -> bool:
+    temperature = plan.params_of(row).temperature
+    if temperature is None:
+        temperature = 1.0
+    return not _drafts(row) or RULES[row.options.rule_in_use].at(temperature).is_exact
+
+
+def _speedup_by_set(
+    samples: Sequence[TaskSample], base_rates: Mapping[_TextKey, float]
+) -> dict[str, Estimate]:
+    by_set = {}
+    for name in dict.fromkeys(sample.set for sample in samples):
+        speedup = _speedup([sample for sample in samples if sample.set == name], base_rates)
+        if speedup:
+            by_set[name] = speedup
+    return by_set
+
+
+def _first_seconds(samples: Iterable[TaskSample]) -> float:
+    """Return the median time to the first token of the first turn, without the time in the queue."""
+    seconds = []
+    for sample in samples:
+        turn = sample.texts[0]
+        seconds.append(turn.seconds_to_first_token - turn.queue_seconds)
+    return median(seconds)
+
+
+def _itl_p50(samples: Iterable[TaskSample]) -> float | None:
+    """Return the median over the samples of the median over a sample's turns."""
+    return _median(_median(turn.itl_p50 for turn in sample.texts) for sample in samples)
+
+
+def _itl_p99(samples: Iterable[TaskSample]) -> float | None:
+    """Return the median over the samples of the largest value of a sample's turns."""
+    largest = []
+    for sample in samples:
+        latencies = [turn.itl_p99 for turn in sample.texts if turn.itl_p99 is not None]
+        largest.append(max(latencies, default=None))
+    return _median(largest)
+
+
+def _accepted_in_runs(totals: Sums) -> tuple[float, float] | None:
+    runs: list[int] = []
+    for text in totals.texts:
+        for length, count in text.run_histogram.items():
+            runs += [length] * count
+    return (fmean(runs), pstdev(runs)) if runs else None
+
+
+def _bias(samples: Iterable[TaskSample]) -> Estimate:
+    biases = []
+    for sample in samples:
+        biases.append((sum(turn.bias or 0.0 for turn in sample.texts), sample.tokens))
+    return bootstrap(biases, _per_token)
+
+
+def _rejections(totals: Sums) -> Rejections | None:
+    texts = [text for text in totals.texts if text.expected_rejections is not None]
+    if not texts:
         return None
+    judged = totals.total("num_judged_draft_tokens")
+    variance = sum((text.expected_rejections_sd or 0.0) ** 2 for text in texts)
+    bias = sum(text.bias or 0.0 for text in texts)
     return Rejections(
-        count=sum(text.num_rejections for text in known),
-        expected=sum(text.expected_rejections or 0.0 for text in known),
-        sd=math.sqrt(sum((text.expected_rejections_sd or 0.0) ** 2 for text in known)),
+        count=sum(text.num_rejections for text in texts),
+        expected=sum(text.expected_rejections or 0.0 for text in texts),
+        sd=math.sqrt(variance),
         judged=judged,
-        bias=sum(text.bias or 0.0 for text in known) / judged if judged else None,
+        bias=bias / judged if judged else None,
     )
 
 
-def perplexity(read: Sequence[tuple[float, int]]) -> Estimate | None:
-    """From the surprise and the length of each text."""
-    return bootstrap(read, lambda items: math.exp(_per_token(items))) if read else None
+def _perplexity_of(
+    texts: Iterable[Result], surprise: Callable[[Result], float] | None
+) -> Estimate | None:
+    if surprise is None:
+        return None
+    return perplexity([(surprise(text), len(text.tokens)) for text in texts if text.tokens])
+
+
+def perplexity(surprises: Sequence[tuple[float, int]]) -> Estimate | None:
+    """Return exp(sum of surprises / sum of lengths), from the (surprise, length) of each text."""
+    if not surprises:
+        return None
+    return bootstrap(surprises, lambda texts: math.exp(_per_token(texts)))
 
 
 def _per_token(items: Sequence[tuple[float, int]]) -> float:
     return sum(value for value, _ in items) / max(1, sum(count for _, count in items))
 
 
-def _speedup(samples: Iterable[Sample], base_rates: Mapping[_TextKey, float]) -> Estimate | None:
-    return _interval(
-        s.rate / base for s in samples if s.rate and (base := base_rates.get(_text_key(s)))
-    )
+def _statistics(samples: Iterable[TaskSample]) -> list[Statistics]:
+    return [turn for sample in samples for turn in sample.texts]
 
 
-def _text_key(sample: Sample) -> _TextKey:
+def _speedup(
+    samples: Iterable[TaskSample], base_rates: Mapping[_TextKey, float]
+) -> Estimate | None:
+    speedups = []
+    for sample in samples:
+        base_rate = base_rates.get(_text_key(sample))
+        if sample.rate and base_rate:
+            speedups.append(sample.rate / base_rate)
+    return _interval(speedups)
+
+
+def _text_key(sample: TaskSample) -> _TextKey:
     return sample.set, sample.task
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
+    measured = [value for value in values if value is not None]
+    return median(measured) if measured else None
 
 
 def _interval(values: Iterable[float | None]) -> Estimate | None:
-    known = [value for value in values if value is not None]
-    return bootstrap(known) if known else None
+    measured = [value for value in values if value is not None]
+    return bootstrap(measured) if measured else None
 
 
 # ---- perplexity ----
@@ -211,31 +287,37 @@ class Surprise:
 
     def __init__(self, config: EngineConfig, runner: ModelRunner | None = None) -> None:
         self.runner = runner or make_runner(config.model("target"), place(config, "target"))
-        self._known: dict[
-            tuple[tuple[int, ...], tuple[int, ...]], float
-        ] = {}  # equal texts are read once
+        #: by (prompt, text), so that equal texts are read once
+        self._nats: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
 
     def __call__(self, text: Result) -> float:
-        """Nats, at temperature 1 and unfiltered."""
+        """Return the text's surprise in nats, at temperature 1 and unfiltered."""
         key = (tuple(text.prompt_tokens), tuple(text.tokens))
-        if key not in self._known:
-            tokens = iter(text.tokens)
-            with torch.inference_mode():
-                self._known[key] = -sum(
-                    float(torch.log_softmax(row.double(), -1)[next(tokens)])
-                    for rows in rows_along(self.runner, text.prompt_tokens, text.tokens)
-                    for row in rows
-                )
-        return self._known[key]
+        if key not in self._nats:
+            self._nats[key] = self._read(text)
+        return self._nats[key]
+
+    @torch.inference_mode()
+    def _read(self, text: Result) -> float:
+        tokens = iter(text.tokens)
+        log_likelihood = 0.0
+        for rows in rows_along(self.runner, text.prompt_tokens, text.tokens):
+            for row in rows:
+                log_likelihood += float(torch.log_softmax(row.double(), -1)[next(tokens)])
+        return -log_likelihood
 
 
 # ---- the document ----
 
 
 def document(
-    plan: Plan, measured: Measured, found: Sequence[Figures], conditions: Conditions
+    plan: Plan, measured: Measured, rows: Sequence[Figures], conditions: Conditions
 ) -> dict[str, Any]:
-    """For JSON: settings, conditions, figures, and every sample."""
+    """Return settings, conditions, figures and every sample, for JSON."""
+    texts = []
+    for sample in measured.samples:
+        late = {name: sample.total(name) for name in ("late_tokens", "late_seconds")}
+        texts.append(asdict(sample) | late)
     return {
         "settings": {
             "engine": plan.config.model_dump(),
@@ -243,17 +325,11 @@ def document(
             "ways": {row.name: row.options.in_use().by_flag() for row in plan.rows},
             "raw": plan.raw,
             "together": plan.together,
-            "sets": {
-                name: sum(task.set == name for task in plan.tasks)
-                for name in {t.set: 0 for t in plan.tasks}
-            },
+            "sets": dict(Counter(task.set for task in plan.tasks)),
         },
         **conditions.as_dict(),
         "gamma": {"best": measured.gamma, "tried": measured.gammas},
         "skipped": measured.skipped,
-        "rows": found,
-        "texts": [
-            asdict(each) | {name: each.total(name) for name in ("late_tokens", "late_seconds")}
-            for each in measured.samples
-        ],
+        "rows": rows,
+        "texts": texts,
     }

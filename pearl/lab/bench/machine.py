@@ -6,13 +6,11 @@ import os
 import platform
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pearl.trace.recorder import where_and_what
 
-_MAX_FOREIGN_SHARE = (
-    0.05  # of the cores' time; above it small differences between methods are noise
-)
+_MAX_FOREIGN_SHARE = 0.05  # of the cores' time; above it small differences are noise
 
 
 def hardware() -> dict[str, Any]:
@@ -29,16 +27,20 @@ def hardware() -> dict[str, Any]:
 
 
 def in_words(where: dict[str, Any]) -> str:
-    """`hardware()` as one line."""
-    gpus = f", {len(where['gpus'])} x {where['gpus'][0]}" if where["gpus"] else ""
-    versions = ", ".join(
-        f"{name} {number}" for name, number in where["versions"].items() if name != "pyzmq"
-    )
-    return f"{where['processor']}, {len(where['cores'])} cores{gpus}; {versions}"
+    """Return `hardware()` as one line."""
+    versions = []
+    for name, number in where["versions"].items():
+        if name != "pyzmq":
+            versions.append(f"{name} {number}")
+    gpus = where["gpus"]
+    words = f"{where['processor']}, {len(where['cores'])} cores"
+    if gpus:
+        words += f", {len(gpus)} x {gpus[0]}"
+    return f"{words}; {', '.join(versions)}"
 
 
 class Conditions:
-    """Duration and foreign load of a measurement, from construction to `stop`. Load: Linux only; elsewhere 0.
+    """The duration and the foreign load of a measurement, from construction to `stop`; the load is 0 outside Linux.
 
     Attributes:
         stolen: share of all cores' time that the host took for other virtual machines; 0 on a physical machine.
@@ -46,16 +48,19 @@ class Conditions:
     """
 
     def __init__(self) -> None:
-        self._host, self._others, self._began = *_foreign_seconds(), time.monotonic()
-        self.seconds = self.stolen = self.others = 0.0
+        self._foreign_at_start = _foreign_seconds()
+        self._began = time.monotonic()
+        self.seconds = 0.0
+        self.stolen = 0.0
+        self.others = 0.0
 
     def stop(self) -> None:
         self.seconds = time.monotonic() - self._began
-        host, others = _foreign_seconds()
-        passed = max(self.seconds, 1e-9) * (os.cpu_count() or 1)
-        self.stolen, self.others = (
-            max(0.0, one) / passed for one in (host - self._host, others - self._others)
-        )
+        at_start = self._foreign_at_start
+        at_end = _foreign_seconds()
+        core_seconds = max(self.seconds, 1e-9) * (os.cpu_count() or 1)
+        self.stolen = max(0.0, at_end.host - at_start.host) / core_seconds
+        self.others = max(0.0, at_end.processes - at_start.processes) / core_seconds
 
     @property
     def are_noisy(self) -> bool:
@@ -63,23 +68,35 @@ class Conditions:
         return self.stolen + self.others > _MAX_FOREIGN_SHARE
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, with the hardware."""
-        shares = {"stolen": self.stolen, "others": self.others, "is_noisy": self.are_noisy}
-        return {"seconds": self.seconds, **shares, "hardware": hardware()}
+        """Return the conditions for JSON, with the hardware."""
+        return {
+            "seconds": self.seconds,
+            "stolen": self.stolen,
+            "others": self.others,
+            "is_noisy": self.are_noisy,
+            "hardware": hardware(),
+        }
 
     def __str__(self) -> str:
         words = f"of the cores' time the host took {self.stolen:.1%} and other processes {self.others:.1%}"
-        words += ": too much for fine differences" if self.are_noisy else ""
+        if self.are_noisy:
+            words += ": too much for fine differences"
         return f"{self.seconds:.0f} s; {words}; {in_words(hardware())}"
 
 
-def _foreign_seconds() -> tuple[float, float]:
-    """Seconds of all cores since boot: (taken by the host, by processes other than this and its ended children)."""
+class _Foreign(NamedTuple):
+    """Seconds of all cores since boot, taken by the host and by processes other than this and its ended children."""
+
+    host: float
+    processes: float
+
+
+def _foreign_seconds() -> _Foreign:
     try:
-        user, nice, system, _, _, interrupts, soft, stolen = map(
-            int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
-        )
+        first_line, _, _ = Path("/proc/stat").read_text().partition("\n")
+        user, nice, system, _, _, interrupts, soft, stolen = map(int, first_line.split()[1:9])
     except (OSError, ValueError):
-        return 0.0, 0.0
-    tick = os.sysconf("SC_CLK_TCK")
-    return stolen / tick, (user + nice + system + interrupts + soft) / tick - sum(os.times()[:4])
+        return _Foreign(0.0, 0.0)
+    ticks = os.sysconf("SC_CLK_TCK")
+    busy = (user + nice + system + interrupts + soft) / ticks
+    return _Foreign(stolen / ticks, busy - sum(os.times()[:4]))

@@ -14,21 +14,21 @@ from pearl.models.checkpoints.checkpoint import is_toy
 from pearl.spec.methods import AS_PUBLISHED, METHODS
 from pearl.worker.placement import settled
 
-AR, SD, SSD, PEARL, NGRAM, HEAD, AUTO = "ar", "sd", "ssd", "pearl", "ngram", "head", "auto"
-PUBLISHED, FIXED = "published", "published,window=fixed"
-PAIR, ALL = "pair", "all devices"  # systems
-AR_ON_ALL, NGRAM_ON_ALL = f"{AR}, {ALL}", f"{NGRAM}, {ALL}"
-CALIBRATED = (
-    AR,
-    NGRAM,
-    HEAD,
-    SD,
-    SSD,
-    PEARL,
-    AUTO,
-    AR_ON_ALL,
-    NGRAM_ON_ALL,
-)  # by `pearl calibrate`
+AR = "ar"
+SD = "sd"
+SSD = "ssd"
+PEARL = "pearl"
+NGRAM = "ngram"
+HEAD = "head"
+AUTO = "auto"
+PUBLISHED = "published"
+FIXED = "published,window=fixed"
+PAIR = "pair"  # a system
+ALL = "all devices"  # a system
+AR_ON_ALL = f"{AR}, {ALL}"
+NGRAM_ON_ALL = f"{NGRAM}, {ALL}"
+# The rows of `pearl calibrate`.
+CALIBRATED = (AR, NGRAM, HEAD, SD, SSD, PEARL, AUTO, AR_ON_ALL, NGRAM_ON_ALL)
 
 
 @dataclass(frozen=True)
@@ -48,64 +48,70 @@ class Row:
 
 
 def devices_of(config: EngineConfig) -> tuple[Device, Device]:
-    """(device of the target, device of both together), as the workers resolve them."""
+    """Return (device of the target, device of both together), as the workers resolve them."""
     target = settled(config, "target")
-    return target, target | settled(config, "draft") if config.has_draft else target
+    if config.has_draft:
+        return target, target | settled(config, "draft")
+    return target, target
 
 
 def device_of_row(row: Row, config: EngineConfig) -> Device:
-    return devices_of(config)[row.system == ALL or METHODS[row.options.method].drafts]
+    target, both = devices_of(config)
+    uses_both = row.system == ALL or METHODS[row.options.method].drafts
+    return both if uses_both else target
 
 
 def rows_for(config: EngineConfig, rule: str = "ratio") -> list[Row]:
-    """All rows that this pair can have.
+    """Return all rows that this pair can have.
 
     `ar` and `ngram` run on the target's devices; second rows run on all cores of the pair, if those are more; over more
     GPUs a target is spread layer by layer, which is no faster.
     """
     names = [AR, SD, SSD, "pearl-no-pre-verify", "pearl-no-post-verify", FIXED, PUBLISHED, NGRAM]
-    names += [HEAD, PEARL] if config.head is not None else [PEARL]
+    if config.head is not None:
+        names.append(HEAD)
+    names.append(PEARL)
     rows = [Row(name, parse_settings(f"{name},rule={rule}")) for name in names]
-    rows.append(
-        Row(AUTO, parse_settings(AUTO))
-    )  # it picks the rule under which its choices change no text
+    rows.append(Row(AUTO, parse_settings(AUTO)))  # auto picks a rule that changes no text
     target, both = devices_of(config)
     if both != target and not both.gpus and not is_emulated(config):
-        rows += [
-            Row(f"{name}, {ALL}", RequestOptions(method=name), system=ALL) for name in (AR, NGRAM)
-        ]
+        for name in (AR, NGRAM):
+            rows.append(Row(f"{name}, {ALL}", RequestOptions(method=name), system=ALL))
     return rows
 
 
 def named_rows(names: Iterable[str], known: Iterable[Row] = ()) -> list[Row]:
-    """`ar`, and a row for each of `names`: a known one, else as `parse_settings`; on all devices if there are more.
+    """Return `ar`, and a row for each name: one of the `known` rows, or the settings that `parse_settings` reads.
 
-    Raises `ConfigError` for a bad or repeated name.
+    Rows on all devices are left out where these are only the target's. Raises `ConfigError` for a bad or repeated name.
     """
-    named = {row.name: row for row in (Row(AR, RequestOptions(method=AR)), *known)}
-    names = [name for name in names if name in named or name not in (AR_ON_ALL, NGRAM_ON_ALL)]
-    rows = {AR: named[AR]}
+    by_name = {row.name: row for row in (Row(AR, RequestOptions(method=AR)), *known)}
+    rows = {AR: by_name[AR]}
     for name in names:
+        if name in (AR_ON_ALL, NGRAM_ON_ALL) and name not in by_name:
+            continue
         if name in rows and name != AR:
             raise ConfigError(f"{name!r} is named twice")
-        rows[name] = named.get(name) or Row(name, parse_settings(name))
+        rows[name] = by_name.get(name) or Row(name, parse_settings(name))
     return list(rows.values())
 
 
 def parse_settings(text: str) -> RequestOptions:
-    """Parse `METHOD,NAME=VALUE,...`: a method, or `published`, and fields of `RequestOptions`. Raises `ConfigError`."""
+    """Parse `METHOD,NAME=VALUE,...`: a method, or `published`, and fields of `RequestOptions`.
+
+    For example, `pearl,rule=opt,epsilon=0.1`. Raises `ConfigError`.
+    """
     method, *settings = text.split(",")
-    values: dict[str, Any] = (
-        {"method": PEARL, **AS_PUBLISHED} if method == PUBLISHED else {"method": method}
-    )
+    values: dict[str, Any] = {"method": method}
+    if method == PUBLISHED:
+        values = {"method": PEARL, **AS_PUBLISHED}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not (name and equals and value):
             raise ConfigError(
                 f"{text!r}: write METHOD,NAME=VALUE, such as pearl,rule=opt,epsilon=0.1"
             )
-        name = name.strip().replace("-", "_")
-        values[name] = value
+        values[name.strip().replace("-", "_")] = value
     try:
         return options_of(values)
     except ConfigError as error:

@@ -24,7 +24,7 @@ _GAMMA_TASKS = 3  # decoded to find the gamma of sd
 
 
 @dataclass
-class Sample(Sums):
+class TaskSample(Sums):
     """One task, decoded once by one row. `texts`: of its turns.
 
     Attributes:
@@ -69,11 +69,11 @@ class Measured:
 
     Attributes:
         texts: each turn's, with the name of its row.
-        gammas: gammas tried for sd -> tokens per second. gamma: the one taken.
+        gammas: gammas tried for sd -> tokens per second. gamma: the fastest of them.
         skipped: turns left out because they do not fit the context.
     """
 
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[TaskSample] = field(default_factory=list)
     texts: list[tuple[str, Result]] = field(default_factory=list)
     gammas: dict[int, float] = field(default_factory=dict)
     gamma: int | None = None
@@ -91,17 +91,19 @@ def measure(plan: Plan, watcher: Watcher) -> Measured:
 
 class _Run:
     def __init__(self, plan: Plan, watcher: Watcher) -> None:
-        self._plan, self._watcher = plan, watcher
+        self._plan = plan
+        self._watcher = watcher
         self._tokenizer, _ = load_tokenizer(plan.config.target)
         self._raw = plan.raw or not self._tokenizer.chat_template
         self._rows = list(plan.rows)
         self._measured = Measured()
 
     def run(self) -> Measured:
-        names = list(dict.fromkeys(row.system for row in self._rows))
-        for group in [names] if self._plan.together else [[name] for name in names]:
+        systems = list(dict.fromkeys(row.system for row in self._rows))
+        groups = [systems] if self._plan.together else [[system] for system in systems]
+        for group in groups:
             with ExitStack() as stack:
-                engines = {name: stack.enter_context(self._engine(name)) for name in group}
+                engines = {system: stack.enter_context(self._engine(system)) for system in group}
                 self._warm_up(engines)
                 if PAIR in engines:
                     self._choose_gamma(engines[PAIR])
@@ -133,32 +135,29 @@ class _Run:
 
         Rows that have a gamma keep it; rows with a stop policy keep the policy's bound.
         """
-        chosen = (row.options for row in self._rows)
-        needs = [
-            each.method in (SD, SSD) and not each.gamma and each.draft_stop == FIXED_STOP
-            for each in chosen
-        ]
-        if not any(needs):
-            return
-        self._measured.gamma = best = self._plan.gamma or self._fastest_gamma(pair)
-        self._rows = [
-            replace(row, options=row.options.changed(gamma=best)) if needs_one else row
-            for row, needs_one in zip(self._rows, needs, strict=True)
-        ]
+        for i, row in enumerate(self._rows):
+            options = row.options
+            if options.gamma or options.method not in (SD, SSD) or options.draft_stop != FIXED_STOP:
+                continue
+            if self._measured.gamma is None:
+                self._measured.gamma = self._plan.gamma or self._fastest_gamma(pair)
+            self._rows[i] = replace(row, options=options.changed(gamma=self._measured.gamma))
 
     def _fastest_gamma(self, pair: Engine) -> int:
-        """The fastest of 1, 2, ... up to where the next two are slower."""
+        """Return the fastest of 1, 2, ... up to where the next two are slower."""
         count = max(_GAMMA_TASKS, len({task.set for task in self._plan.tasks}))
-        tasks = sorted(self._plan.tasks, key=lambda task: task.number)[
-            :count
-        ]  # the first of each set come first
-        rates, best = self._measured.gammas, 1
+        # By number, so that the first task of each set is among them.
+        tasks = sorted(self._plan.tasks, key=lambda task: task.number)[:count]
+        rates = self._measured.gammas
+        best = 1
         for gamma in range(1, _MOST_GAMMA + 1):
             params = self._plan.params.changed(method="sd", gamma=gamma)
-            turns = (turn for task in tasks for turn in self._decode_turns(pair, task, params))
-            rates[gamma] = Sums(texts=[turn.statistics for turn in turns]).rate or 0.0
+            texts = []
+            for task in tasks:
+                texts += [turn.statistics for turn in self._decode_turns(pair, task, params)]
+            rates[gamma] = Sums(texts=texts).rate or 0.0
             self._watcher.say(f"sd, gamma {gamma}: {rates[gamma]:.1f} tokens/s")
-            best = max(rates, key=lambda each: rates[each])
+            best = max(rates, key=rates.__getitem__)
             if gamma == best + 2:
                 break
         return best
@@ -166,25 +165,28 @@ class _Run:
     # ---- the measurement ----
 
     def _take_turns(self, engines: Mapping[str, Engine]) -> None:
-        plan, rows = self._plan, self._rows_on(engines)
-        self._watcher.begin("measuring", len(rows) * len(plan.tasks))
-        for i, task in enumerate(plan.tasks):
+        tasks = self._plan.tasks
+        rows = self._rows_on(engines)
+        self._watcher.begin("measuring", len(rows) * len(tasks))
+        for i, task in enumerate(tasks):
             start = i % len(rows)  # rotate the order, so that no row gains by its place
             for row in rows[start:] + rows[:start]:
                 sample = self._measure_task(engines[row.system], row, task)
+                note = f"{row.name}, {task.set} {task.number}"
                 if sample is not None:
                     self._measured.samples.append(sample)
-                note = f"{row.name}, {task.set} {task.number}"
-                self._watcher.advance(
-                    1, f"{note}: {sample.rate:.1f} tokens/s" if sample and sample.rate else note
-                )
+                    if sample.rate:
+                        note += f": {sample.rate:.1f} tokens/s"
+                self._watcher.advance(1, note)
 
-    def _measure_task(self, engine: Engine, row: Row, task: Task) -> Sample | None:
+    def _measure_task(self, engine: Engine, row: Row, task: Task) -> TaskSample | None:
         turns = list(self._decode_turns(engine, task, self._plan.params_of(row)))
         if not turns:
             return None
         self._measured.texts += [(row.name, turn) for turn in turns]
-        return Sample(row.name, task.set, task.number, texts=[turn.statistics for turn in turns])
+        return TaskSample(
+            row.name, task.set, task.number, texts=[turn.statistics for turn in turns]
+        )
 
     def _decode_turns(self, engine: Engine, task: Task, params: RequestOptions) -> Iterator[Result]:
         """Decode the turns of a task, after the system's own earlier replies. Ends early if the context is full."""

@@ -12,11 +12,8 @@ from pearl.errors import ConfigError, installing
 from pearl.lab.distill.prompts import read_turns
 
 HUMANEVAL = "humaneval"
-OURS = (
-    "questions",
-    "summaries",
-    "edits",
-)  # sets of this package; texts of the last two repeat much of their prompts
+# Sets of this package; texts of the last two repeat much of their prompts.
+OURS = ("questions", "summaries", "edits")
 
 
 @dataclass(frozen=True)
@@ -29,15 +26,15 @@ class Task:
 
 
 def read_tasks(name: str, path: Path | None, limit: int | None) -> list[Task]:
-    """The first `limit` tasks of a file; of the set of that name if `path` is None. Raises `ConfigError`."""
+    """Read the first `limit` tasks of a file; of the set of that name if `path` is None. Raises `ConfigError`."""
     if path is not None:
-        turns = read_turns(path, limit)
+        conversations = read_turns(path, limit)
     elif name in OURS:
         with as_file(files("pearl.lab.bench") / "sets" / f"{name}.jsonl") as ours:
-            turns = read_turns(ours, limit)
+            conversations = read_turns(ours, limit)
     else:
-        turns = _humaneval(limit)
-    return [Task(name, number, each) for number, each in enumerate(turns, 1)]
+        conversations = _humaneval(limit)
+    return [Task(name, number, turns) for number, turns in enumerate(conversations, 1)]
 
 
 def _humaneval(limit: int | None) -> list[tuple[str, ...]]:

@@ -23,7 +23,7 @@ _MIN_ALIVE = 0.75  # remove finished rows from the batch once a smaller share is
 
 
 @dataclass(frozen=True)
-class Answer:
+class RecordedAnswer:
     """A prompt and its answer.
 
     Attributes:
@@ -44,26 +44,27 @@ class Answer:
 
 @dataclass
 class _Row:
-    """One answer being generated. `seen`: its runs of `LOOP_TOKENS` tokens so far."""
+    """One answer being generated. `runs`: its runs of `LOOP_TOKENS` tokens so far."""
 
     prompt: Sequence[int]
     temperature: float
     tokens: list[int] = field(default_factory=list)
-    top: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    seen: set[tuple[int, ...]] = field(default_factory=set)
+    top_ids: list[torch.Tensor] = field(default_factory=list)
+    top_probs: list[torch.Tensor] = field(default_factory=list)
+    runs: set[tuple[int, ...]] = field(default_factory=set)
     is_finished: bool = False
 
     def add(self, token: int, eos: Collection[int], limit: int, allow_loops: bool) -> None:
         self.tokens.append(token)
         run = tuple(self.tokens[-LOOP_TOKENS:])
-        again = not allow_loops and len(run) == LOOP_TOKENS and run in self.seen
-        self.seen.add(run)
-        self.is_finished = token in eos or len(self.tokens) == limit or again
+        is_loop = not allow_loops and len(run) == LOOP_TOKENS and run in self.runs
+        self.runs.add(run)
+        self.is_finished = token in eos or len(self.tokens) == limit or is_loop
 
     @property
-    def answer(self) -> Answer:
-        ids, probs = (torch.stack(each) for each in zip(*self.top, strict=True))
-        return Answer(list(self.prompt), self.tokens, ids, probs)
+    def answer(self) -> RecordedAnswer:
+        ids = torch.stack(self.top_ids)
+        return RecordedAnswer(list(self.prompt), self.tokens, ids, torch.stack(self.top_probs))
 
 
 @torch.inference_mode()
@@ -78,7 +79,7 @@ def answer(
     allow_loops: bool = False,
     generator: torch.Generator | None = None,
     tick: Callable[[int], object] = lambda finished: None,
-) -> list[Answer]:
+) -> list[RecordedAnswer]:
     """Answer all prompts in one batch, each up to and including EOS, to `limit` tokens, or to its first loop.
 
     Args:
@@ -89,38 +90,52 @@ def answer(
         tick: called after each step with the number of answers that it has finished.
     """
     batch = _Batch(model, prompts, limit)
-    every = rows = [
-        _Row(prompt, temperatures[i % len(temperatures)]) for i, prompt in enumerate(prompts)
-    ]
-    while going := [i for i, row in enumerate(rows) if not row.is_finished]:
-        if len(going) < _MIN_ALIVE * len(rows):
-            batch.keep(going)
-            rows, going = [rows[i] for i in going], list(range(len(going)))
+    answers = []
+    for i, prompt in enumerate(prompts):
+        answers.append(_Row(prompt, temperatures[i % len(temperatures)]))
+    rows = answers  # of the batch; finished ones are removed now and then
+    unfinished = list(range(len(rows)))
+    while unfinished:
+        if len(unfinished) < _MIN_ALIVE * len(rows):
+            batch.keep(unfinished)
+            rows = [rows[i] for i in unfinished]
+            unfinished = list(range(len(rows)))
         ids, probs = batch.step(top)
         chosen = _sample(ids, probs, [row.temperature for row in rows], generator)
-        for i in going:
-            rows[i].top.append((ids[i].int(), probs[i].half()))
+        for i in unfinished:
+            rows[i].top_ids.append(ids[i].int())
+            rows[i].top_probs.append(probs[i].half())
             rows[i].add(int(chosen[i]), eos, limit, allow_loops)
-        tick(sum(rows[i].is_finished for i in going))
+        count = len(unfinished)
+        unfinished = [i for i in unfinished if not rows[i].is_finished]
+        tick(count - len(unfinished))
         batch.feed(chosen)
-    return [row.answer for row in every]
+    return [row.answer for row in answers]
 
 
 @torch.inference_mode()
-def along(model: PreTrainedModel, texts: Sequence[Answer], top: int) -> list[Answer]:
-    """The same texts with what `model` finds likeliest at each place, `top` tokens of it."""
+def along(
+    model: PreTrainedModel, texts: Sequence[RecordedAnswer], top: int
+) -> list[RecordedAnswer]:
+    """Return the same texts with the `top` tokens that `model` finds likeliest at each place."""
     head: torch.Tensor = model.get_output_embeddings().weight
-    found = []
+    judged = []
     for text in texts:
         ids = torch.tensor([[*text.prompt, *text.tokens]], device=model.device)[:, :-1]
-        states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[
-            0, len(text.prompt) - 1 :
-        ]
-        logits = (states @ head.T).float()
-        best = logits.topk(top)
-        probs = torch.exp(best.values - logits.logsumexp(-1, keepdim=True))
-        found.append(replace(text, top_ids=best.indices.int().cpu(), top_probs=probs.half().cpu()))
-    return found
+        states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        top_ids, top_probs = _likeliest(states[0, len(text.prompt) - 1 :], head, top)
+        judged.append(replace(text, top_ids=top_ids.int(), top_probs=top_probs.half()))
+    return judged
+
+
+def _likeliest(
+    states: torch.Tensor, head: torch.Tensor, top: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (ids, probabilities), each [rows, top], on the host, from states [rows, width]."""
+    logits = (states @ head.T).float()
+    best = logits.topk(top)
+    probs = torch.exp(best.values - logits.logsumexp(-1, keepdim=True))
+    return best.indices.cpu(), probs.cpu()
 
 
 def _sample(
@@ -139,9 +154,9 @@ def _sample(
         return ids[:, 0]
     temperature = torch.tensor(temperatures)[:, None]
     weights = probs.clamp_min(1e-30).pow(1 / temperature.clamp_min(1e-2)).cumsum(-1)
-    draws = torch.rand(len(ids), 1, generator=generator) * weights[:, -1:]
-    drawn = torch.searchsorted(weights, draws, right=True).clamp_max(ids.shape[1] - 1)
-    return ids.gather(1, torch.where(temperature > 0, drawn, 0))[:, 0]
+    points = torch.rand(len(ids), 1, generator=generator) * weights[:, -1:]
+    ranks = torch.searchsorted(weights, points, right=True).clamp_max(ids.shape[1] - 1)
+    return ids.gather(1, torch.where(temperature > 0, ranks, 0))[:, 0]
 
 
 class _Batch:
@@ -156,9 +171,10 @@ class _Batch:
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         self._cache = Cache(layers=[FixedLayer(longest + limit) for _ in range(layers)])
         self._cache_name = cache_name(model.base_model)
-        padded = torch.tensor(
-            [[*[-1] * (longest - len(prompt)), *prompt] for prompt in prompts], device=model.device
-        )
+        padded = torch.full((len(prompts), longest), -1)
+        for row, prompt in zip(padded, prompts, strict=True):
+            row[longest - len(prompt) :] = torch.tensor(prompt)
+        padded = padded.to(model.device)
         self._fed = padded.clamp_min(0)
         self._mask = torch.nn.functional.pad((padded >= 0).long(), (0, limit), value=1)
         self._length = 0
@@ -168,18 +184,17 @@ class _Batch:
         end = self._length + self._fed.shape[1]
         mask = self._mask[:, :end]
         positions = (mask.cumsum(-1) - 1).clamp_min_(0)[:, self._length :]
-        # The head is applied below: on a slice of all states torch would copy its weights for every row.
+        cache = {self._cache_name: self._cache}
+        # `_likeliest` applies the head: on a slice of all states torch would copy its weights for every row.
         states = self._model.base_model(
             input_ids=self._fed,
             attention_mask=mask,
             position_ids=positions,
             use_cache=True,
-            **{self._cache_name: self._cache},
+            **cache,
         ).last_hidden_state[:, -1]
         self._length = end
-        logits = (states @ self._head.T).float()
-        best = logits.topk(top)
-        return best.indices.cpu(), torch.exp(best.values - logits.logsumexp(-1, keepdim=True)).cpu()
+        return _likeliest(states, self._head, top)
 
     def feed(self, tokens: torch.Tensor) -> None:
         """Set the tokens [rows] of the next forward."""

@@ -16,20 +16,31 @@ import numpy.typing as npt
 
 FINGERPRINTS = Path(__file__).parent / "benchmarks.npy"
 RUN = 5  # words
-MOST_SHARE = 0.25  # of a prompt's runs that may also be in a benchmark
-MOST_RUNS = 7  # of them that may also be in a benchmark: 7 successive runs are eleven words
+# At most this share of a prompt's runs, and at most so many of them, may also be in a benchmark.
+MOST_SHARE = 0.25
+MOST_RUNS = 7  # successive runs are eleven words
 
 
 def words(text: str) -> list[str]:
-    """The words in lower case, without punctuation; every number becomes 0: a changed number is no new question."""
+    """Return the words in lower case, without punctuation; numbers become 0: a changed number is no new question."""
     return [re.sub(r"\d+", "0", word) for word in re.findall(r"\w+", text.lower())]
 
 
 def fingerprints(text: str) -> set[int]:
-    """Hashes of every run of `RUN` words in the text (of all its words if it is shorter), and of the whole text."""
-    found = words(text)
-    runs = [found[i : i + RUN] for i in range(max(1, len(found) - RUN + 1))] if found else []
-    return {_hash(run) for run in runs} | {_hash(["whole", *found])}
+    """Return hashes of every run of `RUN` words in the text, and of the whole text.
+
+    A text of fewer words has one run, of all of them.
+    """
+    text_words = words(text)
+    hashes = {_whole(text_words)}
+    if text_words:
+        for i in range(max(1, len(text_words) - RUN + 1)):
+            hashes.add(_hash(text_words[i : i + RUN]))
+    return hashes
+
+
+def _whole(text_words: list[str]) -> int:
+    return _hash(["whole", *text_words])
 
 
 def _hash(run: list[str]) -> int:
@@ -37,15 +48,14 @@ def _hash(run: list[str]) -> int:
 
 
 def is_benchmark(text: str) -> bool:
-    """Whether `text` is a benchmark's prompt, is close to one, or contains one."""
-    own = fingerprints(text)
-    shared = len(own & _known())
-    return _hash(["whole", *words(text)]) in _known() or shared > min(
-        MOST_RUNS, MOST_SHARE * len(own)
-    )
+    """Return whether `text` is a benchmark's prompt, is close to one, or contains one."""
+    hashes = fingerprints(text)
+    shared = len(hashes & _benchmark_hashes())
+    limit = min(MOST_RUNS, MOST_SHARE * len(hashes))
+    return _whole(words(text)) in _benchmark_hashes() or shared > limit
 
 
 @cache
-def _known() -> frozenset[int]:
-    known: npt.NDArray[np.uint32] = np.load(FINGERPRINTS)
-    return frozenset(known.tolist())
+def _benchmark_hashes() -> frozenset[int]:
+    hashes: npt.NDArray[np.uint32] = np.load(FINGERPRINTS)
+    return frozenset(hashes.tolist())

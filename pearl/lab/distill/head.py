@@ -11,14 +11,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import linear, log_softmax, rms_norm, silu
 
-from pearl.lab.distill.answers import Answer
+from pearl.lab.distill.answers import RecordedAnswer
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.learning import Batch, Learner, batch_of
 from pearl.lab.distill.pair import Teacher, embeddings, replacing
@@ -30,32 +30,45 @@ _LATER = 0.8  # weight of a step's loss over that of the step before
 _LAYER = "midlayer."
 
 
+class _KeysValues(NamedTuple):
+    """Keys and values of one step, each [batch, heads, n, dim]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
 class HeadModel:
     """The weights of a head by their names in checkpoints, and its steps. `ids`: of its vocabulary, [tokens]."""
 
     def __init__(self, config: Any, embedding: torch.Tensor, ids: torch.Tensor, seed: int) -> None:
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        hidden = config.hidden_size
+        inner = config.intermediate_size
+        self.heads = config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads
         self.dim = getattr(config, "head_dim", None) or hidden // self.heads
-        self.eps, self._table, self.ids = float(config.rms_norm_eps), embedding, ids
+        self.eps = float(config.rms_norm_eps)
+        self.ids = ids
+        self._table = embedding
+        # The order of the matrices is that in which they are drawn from the seed.
+        queries = self.heads * self.dim
+        keys = self.kv_heads * self.dim
+        shapes = {
+            "fc": (hidden, 3 * hidden),
+            "lm_head": (len(ids), hidden),
+            f"{_LAYER}self_attn.q_proj": (queries, 2 * hidden),
+            f"{_LAYER}self_attn.k_proj": (keys, 2 * hidden),
+            f"{_LAYER}self_attn.v_proj": (keys, 2 * hidden),
+            f"{_LAYER}self_attn.o_proj": (hidden, queries),
+            f"{_LAYER}mlp.gate_proj": (inner, hidden),
+            f"{_LAYER}mlp.up_proj": (inner, hidden),
+            f"{_LAYER}mlp.down_proj": (hidden, inner),
+        }
         random = torch.Generator().manual_seed(seed)
-
-        def matrix(outputs: int, inputs: int) -> nn.Parameter:
-            return nn.Parameter(
-                (torch.randn(outputs, inputs, generator=random) * 0.02).to(embedding.device)
-            )
-
         self.weights: dict[str, nn.Parameter] = {}
-        queries, keys = self.heads * self.dim, self.kv_heads * self.dim
-        shapes = {"fc": (hidden, 3 * hidden), "lm_head": (len(ids), hidden)}
-        for name, outputs in (("q", queries), ("k", keys), ("v", keys)):
-            shapes[f"{_LAYER}self_attn.{name}_proj"] = (outputs, 2 * hidden)
-        shapes[f"{_LAYER}self_attn.o_proj"] = (hidden, queries)
-        shapes |= {f"{_LAYER}mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")}
-        shapes[f"{_LAYER}mlp.down_proj"] = (hidden, inner)
         for name, shape in shapes.items():
-            self.weights[name] = matrix(*shape)
-        for name in ("norm", *(f"{_LAYER}{each}" for each in _NORMS)):
+            matrix = torch.randn(shape, generator=random) * 0.02
+            self.weights[name] = nn.Parameter(matrix.to(embedding.device))
+        for name in ("norm", *(_LAYER + norm for norm in _NORMS)):
             self.weights[name] = nn.Parameter(torch.ones(hidden, device=embedding.device))
         with torch.no_grad():
             self.weights["lm_head"].copy_(embedding[ids])
@@ -64,152 +77,169 @@ class HeadModel:
         return rms_norm(x.float(), x.shape[-1:], self.weights[name].float(), self.eps)
 
     def steps(
-        self, features: torch.Tensor, ids: torch.Tensor, turns: torch.Tensor
+        self, features: torch.Tensor, ids: torch.Tensor, rope: torch.Tensor
     ) -> Iterator[torch.Tensor]:
-        """The outputs [batch, n - 1 - depth, hidden] of each step: item i of step d is for position i + 2 + d.
+        """Yield the outputs [batch, n - 1 - depth, hidden] of each step: item i of step d is for position i + 2 + d.
 
         Args:
             features: the target's [batch, n, 3 * hidden]. ids: [batch, n].
-            turns: cosines and sines of positions, [2, n, dim].
+            rope: cosines and sines of positions, [2, n, dim].
         """
         count = ids.shape[1] - 1
         states = linear(features[:, :count], self.weights["fc"])
-        seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values of the steps before
+        cache: list[_KeysValues] = []
         for depth in range(_DEPTHS):
             if count - depth < 1:
                 return
-            states = self._layer(
-                states[:, : count - depth], ids[:, 1 + depth :], turns, depth, seen
-            )
+            length = count - depth
+            rotations = rope[:, depth : depth + length]
+            states = self._layer(states[:, :length], ids[:, 1 + depth :], rotations, cache)
             yield states
 
     def _layer(
         self,
         states: torch.Tensor,
         tokens: torch.Tensor,
-        turns: torch.Tensor,
-        depth: int,
-        seen: list[tuple[torch.Tensor, torch.Tensor]],
+        rope: torch.Tensor,
+        cache: list[_KeysValues],
     ) -> torch.Tensor:
-        batch, n, _ = states.shape
-        read = (
-            self._norm(self._table[tokens], f"{_LAYER}input_layernorm"),
-            self._norm(states, f"{_LAYER}hidden_norm"),
-        )
-        x = torch.cat(read, -1)
-
-        def part(name: str, heads: int) -> torch.Tensor:
-            found = linear(x, self.weights[f"{_LAYER}self_attn.{name}_proj"])
-            return found.view(batch, n, heads, self.dim).transpose(1, 2)
-
-        cos, sin = turns[:, depth : depth + n]
+        """Run the layer on states [batch, n, hidden]; add its keys and values to `cache`, which has earlier steps'."""
+        embedded = self._norm(self._table[tokens], f"{_LAYER}input_layernorm")
+        read = torch.cat((embedded, self._norm(states, f"{_LAYER}hidden_norm")), -1)
         groups = self.heads // self.kv_heads
-        queries = _turned(part("q", self.heads), cos, sin)
-        keys = _turned(part("k", self.kv_heads), cos, sin).repeat_interleave(groups, 1)
-        values = part("v", self.kv_heads).repeat_interleave(groups, 1)
-        seen.append((keys, values))
-        first_keys, first_values = (each[:, :, :n] for each in seen[0])
-        scores = [
-            (queries @ first_keys.mT).masked_fill(
-                torch.ones(n, n, dtype=torch.bool).triu(1).to(x.device), -1e30
-            )
-        ]
-        scores += [(queries * keys[:, :, :n]).sum(-1, keepdim=True) for keys, _ in seen[1:]]
-        shares = (torch.cat(scores, -1).float() / self.dim**0.5).softmax(-1).to(values.dtype)
-        mixed = shares[..., :n] @ first_values
-        for number, (_, values) in enumerate(seen[1:]):
-            mixed = mixed + shares[..., n + number, None] * values[:, :, :n]
-        states = states + linear(
-            mixed.transpose(1, 2).reshape(batch, n, -1), self.weights[f"{_LAYER}self_attn.o_proj"]
+        queries = _rotated(self._project(read, "q", self.heads), rope)
+        keys = _rotated(self._project(read, "k", self.kv_heads), rope)
+        values = self._project(read, "v", self.kv_heads)
+        cache.append(
+            _KeysValues(keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1))
         )
+        states = states + self._linear(self._attend(queries, cache), "self_attn.o_proj")
         fed = self._norm(states, f"{_LAYER}post_attention_layernorm")
-        gate, up = (
-            linear(fed, self.weights[f"{_LAYER}mlp.{name}_proj"]) for name in ("gate", "up")
-        )
-        return states + linear(silu(gate) * up, self.weights[f"{_LAYER}mlp.down_proj"])
+        gated = silu(self._linear(fed, "mlp.gate_proj")) * self._linear(fed, "mlp.up_proj")
+        return states + self._linear(gated, "mlp.down_proj")
+
+    def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return linear(x, self.weights[_LAYER + name])
+
+    def _project(self, x: torch.Tensor, name: str, heads: int) -> torch.Tensor:
+        """Project x [batch, n, 2 * hidden] to [batch, heads, n, dim]."""
+        batch, n, _ = x.shape
+        projected = self._linear(x, f"self_attn.{name}_proj")
+        return projected.view(batch, n, heads, self.dim).transpose(1, 2)
+
+    def _attend(self, queries: torch.Tensor, cache: Sequence[_KeysValues]) -> torch.Tensor:
+        """Attend to all earlier positions of the first step, and to the same place of each later one."""
+        n = queries.shape[2]
+        first = cache[0]
+        later = cache[1:]
+        future = torch.ones(n, n, dtype=torch.bool).triu(1).to(queries.device)
+        scores = [(queries @ first.keys[:, :, :n].mT).masked_fill(future, -1e30)]
+        for step in later:
+            scores.append((queries * step.keys[:, :, :n]).sum(-1, keepdim=True))
+        shares = (torch.cat(scores, -1).float() / self.dim**0.5).softmax(-1)
+        shares = shares.to(first.values.dtype)
+        mixed = shares[..., :n] @ first.values[:, :, :n]
+        for number, step in enumerate(later):
+            mixed = mixed + shares[..., n + number, None] * step.values[:, :, :n]
+        return mixed.transpose(1, 2).flatten(2)
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
         return linear(self._norm(outputs, "norm"), self.weights["lm_head"]).float()
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotated(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    cos, sin = rope
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
-class HeadLearner(Learner):
-    """A head that learns."""
+class _Judged(NamedTuple):
+    """A step's logits [tokens, own vocabulary] for tokens of answers, and the target's likeliest tokens there.
 
-    def __init__(self, config: DistillConfig, teacher: Teacher, answers: Iterable[Answer]) -> None:
-        """`answers`: whose likeliest tokens are the head's vocabulary."""
+    Attributes:
+        ids: [tokens, top], of the head's own vocabulary; -1 for tokens that are not in it.
+        probs: [tokens, top].
+    """
+
+    logits: torch.Tensor
+    ids: torch.Tensor
+    probs: torch.Tensor
+
+
+class HeadLearner(Learner):
+    """A head, as learner."""
+
+    def __init__(
+        self, config: DistillConfig, teacher: Teacher, answers: Iterable[RecordedAnswer]
+    ) -> None:
+        """Make a head. `answers`: their likeliest tokens are its vocabulary."""
         self._target = teacher.model
         table = embeddings(teacher.model).detach()
-        vocab, wanted = len(table), config.head_tokens or len(table)
+        vocab = len(table)
         counts = torch.zeros(vocab, dtype=torch.float64)
-        for one in answers:
-            counts.index_add_(0, one.top_ids.flatten().long(), one.top_probs.flatten().double())
-        ids = counts.topk(min(wanted, vocab)).indices.sort().values.to(table.device)
+        for answer in answers:
+            ids = answer.top_ids.flatten().long()
+            counts.index_add_(0, ids, answer.top_probs.flatten().double())
+        size = min(config.head_tokens or vocab, vocab)
+        ids = counts.topk(size).indices.sort().values.to(table.device)
         self._place = torch.full((vocab,), -1, device=table.device)
         self._place[ids] = torch.arange(len(ids), device=table.device)
         self.head = HeadModel(teacher.model.config, table.float(), ids, config.seed)
         super().__init__(config, self.head.weights, {"lm_head"})
 
-    def step(self, answers: Sequence[Answer], progress: float, step: int) -> tuple[float, int]:
+    def step(
+        self, answers: Sequence[RecordedAnswer], progress: float, step: int
+    ) -> tuple[float, int]:
         batch = batch_of(answers, self.head.ids.device)
-        losses, weight = [], 1.0
+        losses = []
+        weight = 1.0
         for logits, ids, probs in self._judged(batch):
-            known = ids >= 0
-            chances = log_softmax(logits, -1).gather(1, ids.clamp_min(0))
-            losses.append(-(probs * known * chances).sum() / len(batch.rows) * weight)
+            log_probs = log_softmax(logits, -1).gather(1, ids.clamp_min(0))
+            cross_entropy = -(probs * (ids >= 0) * log_probs).sum() / len(batch.rows)
+            losses.append(cross_entropy * weight)
             weight *= _LATER
-        loss = torch.stack(losses).sum()
-        self._descend(loss, progress, step)
+        self._descend(torch.stack(losses).sum(), progress, step)
         return losses[0].item(), len(batch.rows)
 
-    def _judged(self, batch: Batch) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Of each step its logits [tokens, own vocabulary] for tokens of answers, and what the target gives there: ids
-        of the own vocabulary, -1 for others, and probabilities [tokens, top].
-        """
+    def _judged(self, batch: Batch) -> Iterator[_Judged]:
         length = batch.ids.shape[1]
-        with torch.no_grad():
-            read: Any = self._target.base_model
-            states = read(
-                input_ids=batch.ids, use_cache=False, output_hidden_states=True
-            ).hidden_states
-            features = torch.cat(
-                [states[layer] for layer in tapped(self._target.config.num_hidden_layers)], -1
-            )
-            like, positions = (
-                features.new_zeros(1, dtype=torch.float32),
-                torch.arange(length, device=features.device),
-            )
-            turns = torch.stack([each[0] for each in read.rotary_emb(like, positions[None])])
-        with torch.autocast(
-            features.device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16
-        ):
-            for depth, outputs in enumerate(self.head.steps(features.float(), batch.ids, turns)):
-                at = (
-                    batch.rows % length - 1 - depth
-                )  # rows stand before the positions that are predicted
-                has, of = at >= 0, batch.rows // length
-                rows = outputs[of[has], at[has]]
-                yield self.head.logits(rows), self._place[batch.top_ids[has]], batch.top_probs[has]
+        features, rope = self._read(batch.ids)
+        with self._autocast(features.device):
+            for depth, outputs in enumerate(self.head.steps(features.float(), batch.ids, rope)):
+                # The batch's rows stand before the positions that are predicted.
+                columns = batch.rows % length - 1 - depth
+                exists = columns >= 0
+                texts = batch.rows // length
+                rows = outputs[texts[exists], columns[exists]]
+                ids = self._place[batch.top_ids[exists]]
+                yield _Judged(self.head.logits(rows), ids, batch.top_probs[exists])
 
-    def _agreed(self, answers: Sequence[Answer]) -> torch.Tensor:
-        """Of the head's first step."""
-        logits, ids, _ = next(self._judged(batch_of(answers, self.head.ids.device)))
-        return logits.argmax(-1) == ids[:, 0]
+    @torch.no_grad()
+    def _read(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the target's (features [batch, n, 3 * hidden], rope [2, n, dim]) for ids [batch, n]."""
+        model: Any = self._target.base_model
+        states = model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
+        layers = tapped(self._target.config.num_hidden_layers)
+        features = torch.cat([states[layer] for layer in layers], -1)
+        like = features.new_zeros(1, dtype=torch.float32)
+        positions = torch.arange(ids.shape[1], device=features.device)
+        cos, sin = model.rotary_emb(like, positions[None])
+        return features, torch.stack([cos[0], sin[0]])
+
+    def _agreed(self, answers: Sequence[RecordedAnswer]) -> torch.Tensor:
+        """Compare the head's first step with the target."""
+        first = next(self._judged(batch_of(answers, self.head.ids.device)))
+        return first.logits.argmax(-1) == first.ids[:, 0]
 
     def export(self, target: str, directory: Path, about: dict[str, Any]) -> None:
-        """In bfloat16."""
-        config, head = self._target.config, self.head
-        own = torch.arange(len(head.ids), device=head.ids.device)
-        weights = head.weights.items()
-        tensors = {
-            f"{name}.weight": weight.detach().to(torch.bfloat16).contiguous()
-            for name, weight in weights
-        }
-        written = {
+        """Write an EAGLE-3 checkpoint in bfloat16."""
+        config = self._target.config
+        head = self.head
+        offsets = head.ids - torch.arange(len(head.ids), device=head.ids.device)
+        tensors = {"d2t": offsets, "t2d": self._place >= 0}
+        for name, weight in head.weights.items():
+            tensors[f"{name}.weight"] = weight.detach().to(torch.bfloat16).contiguous()
+        settings = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "hidden_size": config.hidden_size,
             "intermediate_size": config.intermediate_size,
@@ -224,9 +254,6 @@ class HeadLearner(Learner):
             "torch_dtype": "bfloat16",
         }
         with replacing(directory) as building:
-            save_file(
-                tensors | {"d2t": head.ids - own, "t2d": self._place >= 0},
-                building / "model.safetensors",
-            )
-            (building / "config.json").write_text(json.dumps(written, indent=1))
+            save_file(tensors, building / "model.safetensors")
+            (building / "config.json").write_text(json.dumps(settings, indent=1))
             (building / "distillation.json").write_text(json.dumps(about, indent=1))

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from pearl.errors import DistillError
-from pearl.lab.distill.answers import Answer
+from pearl.lab.distill.answers import RecordedAnswer
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.loss import head_loss
 from pearl.lab.distill.pair import embeddings, head, hidden_states, replacing
@@ -29,7 +29,8 @@ from pearl.text.tokenizer import copy_tokenizer
 
 _BATCHES_PER_SORT = 64  # answers are sorted by length within groups of so many batches: little padding, mostly random
 _ADAM_BETAS = (0.9, 0.95)
-_WARMUP, _DECAY = 0.03, 0.4  # shares of a run in which the learning rate rises, and falls
+_WARMUP = 0.03  # share of a run in which the learning rate rises
+_DECAY = 0.4  # share of a run in which it falls
 _CLIP = 1.0  # largest norm of a gradient
 _MEASURED = 4096  # tokens of a batch when measuring, padding included
 _LOGIT_ROWS = 256  # rows of logits in memory at a time when measuring
@@ -45,9 +46,9 @@ def generator(seed: int, *place: object) -> torch.Generator:
 
 
 def plan(config: DistillConfig, round: int, lengths: Sequence[int], fresh: int) -> list[list[int]]:
-    """The batches of a round, as indices of answers.
+    """Return the batches of a round, as indices of answers.
 
-    Contains each answer of this round once, and random answers of all rounds, fresh * config.passes in all.
+    They contain each answer of this round once, and random answers of all rounds, fresh * config.passes in all.
 
     Args:
         lengths: tokens of each answer with its prompt, in the order of the rounds.
@@ -55,30 +56,25 @@ def plan(config: DistillConfig, round: int, lengths: Sequence[int], fresh: int) 
     """
     draw = random.Random(f"{config.seed}/{round}/plan")
     chosen = list(range(len(lengths) - fresh, len(lengths)))
-    wanted = fresh * config.passes
-    while len(chosen) < wanted:
-        every = list(range(len(lengths)))
-        draw.shuffle(every)
-        chosen += every[: wanted - len(chosen)]
+    count = fresh * config.passes
+    while len(chosen) < count:
+        answers = list(range(len(lengths)))
+        draw.shuffle(answers)
+        chosen += answers[: count - len(chosen)]
     draw.shuffle(chosen)
-    together = max(
-        1,
-        _BATCHES_PER_SORT
-        * config.batch_tokens
-        * len(chosen)
-        // max(1, sum(lengths[i] for i in chosen)),
-    )
+    tokens = max(1, sum(lengths[i] for i in chosen))
+    group = max(1, _BATCHES_PER_SORT * config.batch_tokens * len(chosen) // tokens)
     batches: list[list[int]] = []
-    for start in range(0, len(chosen), together):
-        batches += packed(chosen[start : start + together], lengths, config.batch_tokens)
+    for start in range(0, len(chosen), group):
+        batches += packed(chosen[start : start + group], lengths, config.batch_tokens)
     draw.shuffle(batches)
     return batches
 
 
 def packed(numbers: Sequence[int], lengths: Sequence[int], most: int) -> list[list[int]]:
-    """Batches of similar length, each of up to `most` tokens with padding."""
+    """Return batches of similar length, each of up to `most` tokens with padding."""
     batches: list[list[int]] = []
-    for number in sorted(numbers, key=lambda i: lengths[i]):
+    for number in sorted(numbers, key=lengths.__getitem__):
         if batches and (len(batches[-1]) + 1) * lengths[number] <= most:
             batches[-1].append(number)
         else:
@@ -87,7 +83,7 @@ def packed(numbers: Sequence[int], lengths: Sequence[int], most: int) -> list[li
 
 
 def rate(progress: float) -> float:
-    """The learning rate as a share of the highest: a linear rise, a plateau, and a linear fall to a hundredth.
+    """Return the learning rate as a share of the highest: a linear rise, a plateau, a linear fall to a hundredth.
 
     Args:
         progress: share of the run that is done, in [0, 1].
@@ -100,31 +96,30 @@ def rate(progress: float) -> float:
 def optimizers(
     weights: Mapping[str, torch.nn.Parameter], tables: Collection[str], config: DistillConfig
 ) -> list[Optimizer]:
-    """AdamW, or Muon for the layers' matrices and AdamW for all else.
+    """Make AdamW, or Muon for the layers' matrices and AdamW for all other weights.
 
     Muon (Jordan et al. 2024) makes each matrix's step orthogonal.  Its steps are scaled to the size of AdamW's (Liu et
     al. 2025, "Muon is scalable for LLM training"), so one learning rate serves both.
 
     Args:
-        weights: what learns, by name. tables: those of them whose rows are tokens.
+        weights: the trained weights by name. tables: those of them whose rows are tokens.
     """
-    is_muon, rate = config.optimizer == "muon", config.learning_rate
-    matrices = {
-        name: each
-        for name, each in weights.items()
-        if is_muon and each.ndim == 2 and name not in tables
-    }
-    others = [each for name, each in weights.items() if name not in matrices]
-    found: list[Optimizer] = []
-    if others:
-        found.append(torch.optim.AdamW(others, lr=rate, betas=_ADAM_BETAS, weight_decay=0.0))
-    if matrices:
-        found.append(
-            torch.optim.Muon(
-                matrices.values(), lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
-            )
-        )
-    return found
+    rate = config.learning_rate
+    for_adamw = []
+    for_muon = []
+    for name, weight in weights.items():
+        if config.optimizer == "muon" and weight.ndim == 2 and name not in tables:
+            for_muon.append(weight)
+        else:
+            for_adamw.append(weight)
+    optimizers: list[Optimizer] = []
+    if for_adamw:
+        adamw = torch.optim.AdamW(for_adamw, lr=rate, betas=_ADAM_BETAS, weight_decay=0.0)
+        optimizers.append(adamw)
+    if for_muon:
+        muon = torch.optim.Muon(for_muon, lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+        optimizers.append(muon)
+    return optimizers
 
 
 # ---- steps ----
@@ -140,27 +135,30 @@ class Batch:
     top_probs: torch.Tensor
 
 
-def batch_of(answers: Sequence[Answer], device: torch.device) -> Batch:
-    length = max(a.length for a in answers) - 1  # the last token is predicted, never fed
-    ids, rows = torch.zeros(len(answers), length, dtype=torch.long), []
-    for i, a in enumerate(answers):
-        fed = [*a.prompt, *a.tokens][:-1]
+def batch_of(answers: Sequence[RecordedAnswer], device: torch.device) -> Batch:
+    length = max(answer.length for answer in answers) - 1  # the last token is predicted, never fed
+    ids = torch.zeros(len(answers), length, dtype=torch.long)
+    rows = []
+    for i, answer in enumerate(answers):
+        fed = [*answer.prompt, *answer.tokens][:-1]
         ids[i, : len(fed)] = torch.tensor(fed)
-        first = i * length + len(a.prompt) - 1
-        rows.append(torch.arange(first, first + len(a.tokens)))
-    top_ids, top_probs = (
-        torch.cat([a.top_ids for a in answers]),
-        torch.cat([a.top_probs for a in answers]),
+        first = i * length + len(answer.prompt) - 1
+        rows.append(torch.arange(first, first + len(answer.tokens)))
+    top_ids = torch.cat([answer.top_ids for answer in answers])
+    top_probs = torch.cat([answer.top_probs for answer in answers])
+    return Batch(
+        ids.to(device),
+        torch.cat(rows).to(device),
+        top_ids.long().to(device),
+        top_probs.float().to(device),
     )
-    moved = (ids, torch.cat(rows), top_ids.long(), top_probs.float())
-    return Batch(*(tensor.to(device) for tensor in moved))
 
 
 class Learner(ABC):
-    """What learns in a run, with its optimizers.
+    """The trained weights of a run, with their optimizers.
 
     Args:
-        weights: what learns, by name. tables: see `optimizers`.
+        weights: the trained weights by name. tables: see `optimizers`.
     """
 
     def __init__(
@@ -169,29 +167,36 @@ class Learner(ABC):
         weights: Mapping[str, torch.nn.Parameter],
         tables: Collection[str],
     ) -> None:
-        self._config, self._weights = config, weights
+        self._config = config
+        self._weights = weights
         self._optimizers = optimizers(weights, tables, config)
         self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
 
     def state(self) -> dict[str, Any]:
-        """The trained weights and the optimizers, for `restore`."""
-        weights = {name: weight.detach() for name, weight in self._weights.items()}
-        return {"weights": weights, "optimizers": [each.state_dict() for each in self._optimizers]}
+        """Return the trained weights and the optimizers, for `restore`."""
+        return {
+            "weights": {name: weight.detach() for name, weight in self._weights.items()},
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+        }
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Raises `DistillError` for the state of another learner."""
+        """Load what `state` returned. Raises `DistillError` for the state of another learner."""
         if state["weights"].keys() != self._weights.keys():
             raise DistillError(
                 "the checkpoint belongs to another draft than these settings describe"
             )
         for name, weight in self._weights.items():
             weight.copy_(state["weights"][name])
-        for optimizer, own in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(own)
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+
+    def _autocast(self, device: torch.device) -> torch.autocast:
+        is_enabled = self._dtype is torch.bfloat16
+        return torch.autocast(device.type, torch.bfloat16, enabled=is_enabled)
 
     def _descend(self, loss: torch.Tensor, progress: float, step: int) -> None:
-        """Raises `DistillError` if loss or gradient is not finite."""
+        """Make one optimizer step. Raises `DistillError` if loss or gradient is not finite."""
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self._config.learning_rate * rate(progress)
@@ -207,7 +212,9 @@ class Learner(ABC):
             optimizer.step()
 
     @abstractmethod
-    def step(self, answers: Sequence[Answer], progress: float, step: int) -> tuple[float, int]:
+    def step(
+        self, answers: Sequence[RecordedAnswer], progress: float, step: int
+    ) -> tuple[float, int]:
         """Make one optimizer step; return (loss, tokens). Raises `DistillError` if loss or gradient is not finite.
 
         Args:
@@ -216,38 +223,45 @@ class Learner(ABC):
         """
 
     @torch.no_grad()
-    def agreement(self, answers: Sequence[Answer]) -> float:
-        """Share of answer tokens for which the learner's likeliest token is the target's."""
-        agreed = total = 0
-        for numbers in packed(range(len(answers)), [one.length for one in answers], _MEASURED):
-            found = self._agreed([answers[number] for number in numbers])
-            agreed, total = agreed + int(found.sum()), total + len(found)
+    def agreement(self, answers: Sequence[RecordedAnswer]) -> float:
+        """Return the share of answer tokens for which the learner's likeliest token is the target's."""
+        lengths = [answer.length for answer in answers]
+        agreed = 0
+        total = 0
+        for numbers in packed(range(len(answers)), lengths, _MEASURED):
+            agreements = self._agreed([answers[number] for number in numbers])
+            agreed += int(agreements.sum())
+            total += len(agreements)
         return agreed / total
 
     @abstractmethod
-    def _agreed(self, answers: Sequence[Answer]) -> torch.Tensor:
+    def _agreed(self, answers: Sequence[RecordedAnswer]) -> torch.Tensor:
         """For each answer token, whether the likeliest token is the target's."""
 
     @abstractmethod
     def export(self, target: str, directory: Path, about: dict[str, Any]) -> None:
-        """Write what has been learned, and `about` as distillation.json. Raises `DistillError`."""
+        """Write the trained weights, and `about` as distillation.json. Raises `DistillError`."""
 
 
 class DraftLearner(Learner):
-    """A draft that learns."""
+    """A draft model, as learner."""
 
     def __init__(self, config: DistillConfig, draft: PreTrainedModel) -> None:
         self.draft = draft
-        tables = {id(embeddings(draft)), id(head(draft))}
-        weights = {
-            name: weight for name, weight in draft.named_parameters() if weight.requires_grad
-        }
-        super().__init__(
-            config, weights, {name for name, each in weights.items() if id(each) in tables}
-        )
+        shared = {id(embeddings(draft)), id(head(draft))}
+        weights = {}
+        tables = []
+        for name, weight in draft.named_parameters():
+            if weight.requires_grad:
+                weights[name] = weight
+                if id(weight) in shared:
+                    tables.append(name)
+        super().__init__(config, weights, tables)
         self._fixed_head = None if head(draft).requires_grad else head(draft).to(self._dtype)
 
-    def step(self, answers: Sequence[Answer], progress: float, step: int) -> tuple[float, int]:
+    def step(
+        self, answers: Sequence[RecordedAnswer], progress: float, step: int
+    ) -> tuple[float, int]:
         batch = batch_of(answers, self.draft.device)
         loss = head_loss(
             self._states(batch),
@@ -262,23 +276,21 @@ class DraftLearner(Learner):
         return loss.item(), len(batch.rows)
 
     def _states(self, batch: Batch) -> torch.Tensor:
-        """The draft's last states that predict the answer tokens [tokens, width]."""
-        with torch.autocast(
-            self.draft.device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16
-        ):
+        """Return the draft's last states that predict the answer tokens [tokens, width]."""
+        with self._autocast(self.draft.device):
             states = hidden_states(self.draft, batch.ids)
         return states.flatten(0, 1)[batch.rows].to(self._dtype)
 
-    def _agreed(self, answers: Sequence[Answer]) -> torch.Tensor:
+    def _agreed(self, answers: Sequence[RecordedAnswer]) -> torch.Tensor:
         batch = batch_of(answers, self.draft.device)
         states = hidden_states(self.draft, batch.ids).flatten(0, 1)[batch.rows]
-        chosen = [(some @ head(self.draft).T).argmax(-1) for some in states.split(_LOGIT_ROWS)]
+        chosen = [(rows @ head(self.draft).T).argmax(-1) for rows in states.split(_LOGIT_ROWS)]
         return torch.cat(chosen) == batch.top_ids[:, 0]
 
     def export(self, target: str, directory: Path, about: dict[str, Any]) -> None:
-        """In bfloat16, with the target's tokenizer: an ordinary checkpoint."""
-        written: Any = copy.deepcopy(self.draft)
+        """Write an ordinary checkpoint, in bfloat16 and with the target's tokenizer."""
+        checkpoint: Any = copy.deepcopy(self.draft)
         with replacing(directory) as building:
-            written.to(torch.bfloat16).save_pretrained(building)
+            checkpoint.to(torch.bfloat16).save_pretrained(building)
             copy_tokenizer(resolve_checkpoint(target), building)
             (building / "distillation.json").write_text(json.dumps(about, indent=1))

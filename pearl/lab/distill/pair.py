@@ -58,67 +58,66 @@ class Teacher:
 
     def encode_start(self, opening: str) -> list[int]:
         """The tokens of an unfinished user's turn that begins with `opening`."""
-        if start := self.turn_start:
-            return self.tokenizer.encode(start + opening, special=False)
+        if self.turn_start:
+            return self.tokenizer.encode(self.turn_start + opening, special=False)
         return self.tokenizer.encode(opening)
 
 
 def load_teacher(config: DistillConfig, progress: Progress) -> Teacher:
     """Load model and tokenizer. Raises `ModelError`, also for a model without an end-of-sequence token."""
-    name, trust = config.target, config.trust_remote_code
+    name = config.target
+    trust = config.trust_remote_code
     tokenizer, defaults = load_tokenizer(name, trust_remote_code=trust, progress=progress)
     if not defaults.eos:
         raise ModelError(
             f"Model {name!r} names no end-of-sequence token: its answers would never end."
         )
     device = place(EngineConfig(target=name, draft="none", target_device=config.device), "target")
-    model = load_model(
-        ModelConfig(name, dtype=config.dtype, trust_remote_code=trust), device, progress
-    )
-    return Teacher(name, model.eval().requires_grad_(False), tokenizer, defaults.eos)
+    settings = ModelConfig(name, dtype=config.dtype, trust_remote_code=trust)
+    model = load_model(settings, device, progress).eval().requires_grad_(False)
+    return Teacher(name, model, tokenizer, defaults.eos)
 
 
 # ---- the draft ----
 
 
 def new_draft(config: DistillConfig, teacher: Teacher) -> PreTrainedModel:
-    """The draft before training, in float32 on the target's device. Raises `ModelError`."""
+    """Return the draft before training, in float32 on the target's device. Raises `ModelError`."""
     torch.manual_seed(config.seed)
-    draft = (
-        _existing(config, teacher)
-        if config.init_from is not None
-        else _from_layers(teacher.model, config.layers)
-    )
+    if config.init_from is None:
+        draft = _from_layers(teacher.model, config.layers)
+    else:
+        draft = _existing(config.init_from, config.trust_remote_code, teacher)
     draft.eval()  # train without dropout: few passes overfit little
-    if (
-        head(draft).shape == head(teacher.model).shape
-    ):  # tables as large as the target's are not trained
-        for table in (embeddings(draft), head(draft)):
-            table.requires_grad_(False)
+    if head(draft).shape == head(teacher.model).shape:
+        # Tables as large as the target's are not trained.
+        embeddings(draft).requires_grad_(False)
+        head(draft).requires_grad_(False)
     check_head(teacher.model)
     check_head(draft)
     return draft
 
 
-def _existing(config: DistillConfig, teacher: Teacher) -> PreTrainedModel:
-    assert config.init_from is not None
-    trust = config.trust_remote_code
-    tokenizer, _ = load_tokenizer(config.init_from, trust_remote_code=trust)
-    check_same_vocabulary(teacher.tokenizer, tokenizer, teacher.name, config.init_from)
-    wanted = ModelConfig(config.init_from, dtype="float32", trust_remote_code=trust)
-    draft = load_model(wanted, teacher.device)
-    if head(draft).shape[0] < head(teacher.model).shape[0]:
+def _existing(name: str, trust: bool, teacher: Teacher) -> PreTrainedModel:
+    tokenizer, _ = load_tokenizer(name, trust_remote_code=trust)
+    check_same_vocabulary(teacher.tokenizer, tokenizer, teacher.name, name)
+    settings = ModelConfig(name, dtype="float32", trust_remote_code=trust)
+    draft = load_model(settings, teacher.device)
+    draft_vocab = head(draft).shape[0]
+    target_vocab = head(teacher.model).shape[0]
+    if draft_vocab < target_vocab:
         raise ModelError(
-            f"{config.init_from!r} has {head(draft).shape[0]} tokens and the target {head(teacher.model).shape[0]}: "
+            f"{name!r} has {draft_vocab} tokens and the target {target_vocab}: "
             "a draft must be able to read whatever the target writes"
         )
     return draft
 
 
 def _from_layers(target: PreTrainedModel, layers: tuple[int, ...]) -> PreTrainedModel:
-    """A draft of these layers of the target, numbered from 0, with all its other weights."""
+    """Make a draft of these layers of the target, numbered from 0, with all its other weights."""
     config = copy.deepcopy(target.config)
-    config.num_hidden_layers, config.dtype = len(layers), torch.float32
+    config.num_hidden_layers = len(layers)
+    config.dtype = torch.float32
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[: len(layers)]
     prefix, count = _layer_list(target)
@@ -126,17 +125,18 @@ def _from_layers(target: PreTrainedModel, layers: tuple[int, ...]) -> PreTrained
         raise ModelError(f"the target has layers 0 to {count - 1}; there is no layer {max(layers)}")
     kind: Any = type(target)
     draft: PreTrainedModel = kind(config).to(target.device, torch.float32)
-    ours, theirs = draft.state_dict(), target.state_dict()
-    own = re.compile(re.escape(prefix) + r"\.(\d+)\.")
-    taken = {
-        name: theirs[own.sub(lambda m: f"{prefix}.{layers[int(m[1])]}.", name)] for name in ours
-    }
-    draft.load_state_dict(taken)
+    target_weights = target.state_dict()
+    layer_name = re.compile(re.escape(prefix) + r"\.(\d+)\.")
+    weights = {}
+    for name in draft.state_dict():
+        source = layer_name.sub(lambda match: f"{prefix}.{layers[int(match[1])]}.", name)
+        weights[name] = target_weights[source]
+    draft.load_state_dict(weights)
     return draft
 
 
 def _layer_list(model: PreTrainedModel) -> tuple[str, int]:
-    """(module name of the decoder layers, their number). Raises `ModelError` if they are not in a `ModuleList`."""
+    """Return (module name of the decoder layers, their number). Raises `ModelError` if no `ModuleList` has them."""
     count = model.config.num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
@@ -163,15 +163,15 @@ def check_head(model: PreTrainedModel) -> None:
     """Raise `ModelError` unless logits are states times head: `head_loss` supports no scale, cap or bias."""
     ids = torch.arange(4, device=model.device)[None]
     logits = model(input_ids=ids, use_cache=False).logits.float()
-    ours = (hidden_states(model, ids) @ head(model).T).float()
-    if logits.shape != ours.shape or (logits - ours).abs().max() > 0.02 * logits.abs().max():
+    product = (hidden_states(model, ids) @ head(model).T).float()
+    if logits.shape != product.shape or (logits - product).abs().max() > 0.02 * logits.abs().max():
         raise ModelError(
             f"{type(model).__name__} does more to its logits than multiply: it is not supported here"
         )
 
 
 def hidden_states(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """The last states [batch, length, width] of right-padded ids [batch, length].
+    """Return the last states [batch, length, width] of right-padded ids [batch, length].
 
     Needs no mask: a causal model's states do not depend on tokens to their right.
     """
@@ -181,16 +181,15 @@ def hidden_states(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def replacing(directory: Path) -> Iterator[Path]:
-    """A directory to write, which then takes the place of `directory`. A failed write leaves no partial directory.
+    """Yield a directory to write, which then replaces `directory`. A failed write leaves no partial directory.
 
     Raises `DistillError`.
     """
-    building, old = (
-        directory.with_name(f".{directory.name}.{state}") for state in ("building", "old")
-    )
+    building = directory.with_name(f".{directory.name}.building")
+    old = directory.with_name(f".{directory.name}.old")
     try:
-        for leftover in (building, old):
-            shutil.rmtree(leftover, ignore_errors=True)
+        shutil.rmtree(building, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
         building.mkdir()
         yield building
         if directory.exists():
@@ -199,7 +198,7 @@ def replacing(directory: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
     except (
         Exception
-    ) as error:  # safetensors and tokenizers raise errors of their own on a full disk
+    ) as error:  # safetensors and tokenizers have errors of their own for a full disk
         shutil.rmtree(building, ignore_errors=True)
         raise DistillError(
             f"cannot write {directory}: {error}. The last checkpoint is whole: make room, and --resume"

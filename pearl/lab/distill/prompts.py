@@ -13,34 +13,34 @@ from pearl.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from pearl.lab.distill.answers import Answer
+    from pearl.lab.distill.answers import RecordedAnswer
     from pearl.lab.distill.config import DistillConfig
     from pearl.lab.distill.pair import Teacher
 
-_TEMPERATURE, _TOP = 1.0, 64  # of sampling invented prompts, among the _TOP likeliest tokens
+_TEMPERATURE = 1.0  # of sampling invented prompts
+_TOP = 64  # likeliest tokens that they are sampled from
 _PLAIN = 0.3  # share of invented prompts without an opening
 _TURNS_PER_PROMPT = 1.15  # invented: some are empty, duplicates or benchmark prompts
 
 
 def read_turns(path: Path, count: int | None = None) -> list[tuple[str, ...]]:
-    """The user's turns of the first `count` prompts of a file.
+    """Return the user's turns of the first `count` prompts of a file.
 
-    A .jsonl file has an object with "prompt", "question" or "turns" on each line; any other file a prompt on each line.
-    Raises `ConfigError`.
+    A .jsonl file has an object with "prompt", "question" or "turns" on each line, as in {"prompt": "What is gravity?"};
+    any other file a prompt on each line. Raises `ConfigError`.
     """
     try:
-        lines = [
-            line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()
-        ][:count]
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"cannot read the prompts in {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"cannot read the prompts in {path}: it is no text in UTF-8") from None
-    jsonl = path.suffix == ".jsonl"
-    found = [_turns(line, path, i) if jsonl else (line,) for i, line in enumerate(lines, 1)]
-    if not found:
+    lines = [line for line in text.splitlines() if line.strip()][:count]
+    if not lines:
         raise ConfigError(f"{path} holds no prompts")
-    return found
+    if path.suffix == ".jsonl":
+        return [_turns(line, path, number) for number, line in enumerate(lines, 1)]
+    return [(line,) for line in lines]
 
 
 def _turns(line: str, path: Path, number: int) -> tuple[str, ...]:
@@ -58,21 +58,26 @@ def _turns(line: str, path: Path, number: int) -> tuple[str, ...]:
 
 
 def training_prompts(paths: Sequence[Path]) -> list[str]:
-    """All prompts of some files. Raises `ConfigError` if one belongs to a benchmark: its figures would be invalid."""
+    """Return all prompts of some files.
+
+    Raises `ConfigError` if one belongs to a benchmark: its figures would be invalid.
+    """
     from pearl.lab.distill.benchmarks import is_benchmark
 
-    found = [(text, path) for path in paths for text, *_ in read_turns(path)]
-    for text, path in found:
-        if is_benchmark(text):
-            raise ConfigError(
-                f"{path}: this prompt is one of HumanEval, GSM8K or MT-bench, or close to one, and those are for "
-                f"testing only; take it out: {text[:100]!r}"
-            )
-    return [text for text, _ in found]
+    prompts = []
+    for path in paths:
+        for prompt, *_ in read_turns(path):
+            if is_benchmark(prompt):
+                raise ConfigError(
+                    f"{path}: this prompt is one of HumanEval, GSM8K or MT-bench, or close to one, and those are for "
+                    f"testing only; take it out: {prompt[:100]!r}"
+                )
+            prompts.append(prompt)
+    return prompts
 
 
 def attempts(count: int) -> int:
-    """Number of turns to invent to get `count` usable prompts."""
+    """Return the number of turns to invent to get `count` usable prompts."""
     return int(count * _TURNS_PER_PROMPT) + 1
 
 
@@ -83,7 +88,7 @@ def invent(
     generator: torch.Generator,
     tick: Callable[[int], object],
 ) -> list[str]:
-    """Let the target invent `count` prompts, or a few fewer: openings of the configuration, and what follows them.
+    """Let the target invent `count` prompts, or a few fewer: it continues openings of the configuration.
 
     Leaves out benchmark prompts, which the target may have memorised. `tick`: see `answer`.
 
@@ -94,29 +99,33 @@ def invent(
     from pearl.lab.distill.answers import answer, batched
     from pearl.lab.distill.benchmarks import is_benchmark
 
-    bare, openings = bool(teacher.encode_start("")), config.openings
-    if not openings and not bare:
+    openings = config.openings
+    has_template = bool(teacher.encode_start(""))
+    if not openings and not has_template:
         raise ConfigError(
             f"{teacher.name!r} has no chat template: give openings for its prompts, or prompts"
         )
     draw = random.Random(int(torch.randint(2**62, (), generator=generator)))
-    starts = [
-        "" if bare and (not openings or draw.random() < _PLAIN) else draw.choice(openings)
-        for _ in range(attempts(count))
-    ]
-    turns: list[Answer] = []
-    how: dict[str, Any] = {
-        "eos": teacher.eos,
-        "temperatures": (_TEMPERATURE,),
-        "top": _TOP,
-        "generator": generator,
-    }
-    for some in batched([teacher.encode_start(start) for start in starts], config.answer_batch):
-        turns += answer(teacher.model, some, limit=config.max_prompt_tokens, tick=tick, **how)
-    texts = (
-        start + teacher.tokenizer.decode(turn.tokens)
-        for start, turn in zip(starts, turns, strict=True)
-    )
-    return list(dict.fromkeys(text for text in texts if text.strip() and not is_benchmark(text)))[
-        :count
-    ]
+    starts = []
+    for _ in range(attempts(count)):
+        is_plain = has_template and (not openings or draw.random() < _PLAIN)
+        starts.append("" if is_plain else draw.choice(openings))
+    encoded = [teacher.encode_start(start) for start in starts]
+    turns: list[RecordedAnswer] = []
+    for batch in batched(encoded, config.answer_batch):
+        turns += answer(
+            teacher.model,
+            batch,
+            limit=config.max_prompt_tokens,
+            eos=teacher.eos,
+            temperatures=(_TEMPERATURE,),
+            top=_TOP,
+            generator=generator,
+            tick=tick,
+        )
+    prompts: dict[str, None] = {}
+    for start, turn in zip(starts, turns, strict=True):
+        prompt = start + teacher.tokenizer.decode(turn.tokens)
+        if prompt.strip() and not is_benchmark(prompt):
+            prompts[prompt] = None
+    return list(prompts)[:count]

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from pearl.cache import Watcher
 from pearl.errors import ConfigError, DistillError
-from pearl.lab.distill.answers import Answer, along, answer
+from pearl.lab.distill.answers import RecordedAnswer, along, answer
 from pearl.lab.distill.config import DistillConfig
 from pearl.lab.distill.head import HeadLearner
 from pearl.lab.distill.learning import DraftLearner, Learner, generator, plan
@@ -36,7 +36,7 @@ _FORMAT = 4  # of the files of a run
 
 
 @dataclass(frozen=True)
-class Place:
+class RunPosition:
     """A position in a run. All random numbers are keyed by it, so checkpoints hold no generator state.
 
     Attributes:
@@ -54,12 +54,13 @@ class Distillation:
     """One run in the directory `config.out`. Raises `PearlError`, and then leaves all saved files whole."""
 
     def __init__(self, config: DistillConfig, watcher: Watcher, *, resume: bool = False) -> None:
-        self._config, self._watcher = config, watcher
+        self._config = config
+        self._watcher = watcher
         self._directory = Path(config.out).expanduser()
         self._given = training_prompts([Path(path) for path in config.prompts])
         self._teacher = load_teacher(config, watcher.say)
         self._answered = self._settle(resume)
-        self._place = Place()
+        self._place = RunPosition()
         self._saved = _read(self._directory / "checkpoint.pt")
         if not config.head:  # whose vocabulary comes from answers
             self._begin(DraftLearner(config, new_draft(config, self._teacher)))
@@ -67,41 +68,44 @@ class Distillation:
     def _begin(self, learner: Learner) -> None:
         self._learner = learner
         if self._saved is not None:
-            self._place = Place(**self._saved["place"])
+            self._place = RunPosition(**self._saved["place"])
             self._learner.restore(self._saved)
 
     def _settle(self, resume: bool) -> dict[str, Any]:
-        """The contents of answers.pt: the settings, and by round its prompts and the answers so far.
+        """Return the contents of answers.pt: the settings, and by round its prompts and the answers so far.
 
         Raises `ConfigError` if the directory holds a run and `resume` is False, or a run with other settings.
         """
         path = self._directory / "answers.pt"
-        before = _read(path)
+        saved = _read(path)
         settings = _settings(self._config) | {"format": _FORMAT}
-        if before is None:
+        if saved is None:
             return {"settings": settings, "rounds": {}}
         if not resume:
             raise ConfigError(
                 f"{self._directory} holds a run already: --resume goes on with it; or choose another --out"
             )
-        if differing := sorted(
-            name for name in settings if before["settings"].get(name) != settings[name]
-        ):
+        differing = []
+        for name in sorted(settings):
+            if saved["settings"].get(name) != settings[name]:
+                differing.append(name)
+        if differing:
             raise ConfigError(
                 f"{path} has other settings than these: {', '.join(differing)}. A run keeps what it began with"
             )
-        return before
+        return saved
 
     def run(self) -> Path:
         """Run all rounds, or those that are left; return the draft's directory."""
         config = self._config
         with _locked(self._directory):
-            held_out, pool = self._answers(HELD_OUT, config.held_out), list[Answer]()
+            held_out = self._answers(HELD_OUT, config.held_out)
             if config.head:
                 first = self._answers("round-000", config.answers_per_round)
                 self._begin(HeadLearner(config, self._teacher, first))
             if not (self._directory / "log.jsonl").exists():
                 self._log(held_out)
+            pool: list[RecordedAnswer] = []
             for round in range(config.rounds):
                 fresh = self._answers(f"round-{round:03d}", config.answers_per_round)
                 pool += fresh
@@ -112,28 +116,25 @@ class Distillation:
                     self._save()
             return self._export()
 
-    def _learn(self, round: int, pool: Sequence[Answer], fresh: int) -> None:
+    def _learn(self, round: int, pool: Sequence[RecordedAnswer], fresh: int) -> None:
         """Train on one round, from the current place on. `fresh`: number of answers that the round added."""
-        batches = plan(self._config, round, [a.length for a in pool], fresh)
-        done = self._place.batch
-        self._watcher.begin(f"round-{round:03d}: learning", len(batches) - done)
-        for number in range(done, len(batches)):
+        batches = plan(self._config, round, [answer.length for answer in pool], fresh)
+        first = self._place.batch
+        self._watcher.begin(f"round-{round:03d}: learning", len(batches) - first)
+        for number in range(first, len(batches)):
             progress = (round + number / len(batches)) / self._config.rounds
+            answers = [pool[i] for i in batches[number]]
             place = self._place
-            loss, tokens = self._learner.step(
-                [pool[i] for i in batches[number]], progress, place.step
-            )
-            self._place = Place(round, number + 1, place.step + 1, place.tokens + tokens)
+            loss, tokens = self._learner.step(answers, progress, place.step)
+            self._place = RunPosition(round, number + 1, place.step + 1, place.tokens + tokens)
             self._watcher.advance(1, f"loss {loss:.3f}, {self._place.tokens / 1e6:.2f} M tokens")
             if self._place.step % self._config.checkpoint_steps == 0:
                 self._save()
         self._place = replace(self._place, round=round + 1, batch=0)
 
     def _save(self) -> None:
-        _write(
-            self._directory / "checkpoint.pt",
-            {"place": asdict(self._place), **self._learner.state()},
-        )
+        state = {"place": asdict(self._place), **self._learner.state()}
+        _write(self._directory / "checkpoint.pt", state)
 
     def _export(self) -> Path:
         about = {"tokens_seen": self._place.tokens, "settings": _settings(self._config)}
@@ -141,13 +142,19 @@ class Distillation:
         self._learner.export(self._config.target, path, about)
         return path
 
-    def _log(self, held_out: Sequence[Answer]) -> None:
+    def _log(self, held_out: Sequence[RecordedAnswer]) -> None:
         """Measure, report, and append to the log."""
-        tokens, agreement = self._place.tokens, self._learner.agreement(held_out)
+        tokens = self._place.tokens
+        agreement = self._learner.agreement(held_out)
         self._watcher.say(f"{tokens:,} tokens seen: agreement on held-out answers {agreement:.3f}")
-        entry = {"step": self._place.step, "tokens": tokens, "held_out_agreement": agreement}
+        entry = {
+            "step": self._place.step,
+            "tokens": tokens,
+            "held_out_agreement": agreement,
+            "unix_time": round(time.time(), 1),
+        }
         with (self._directory / "log.jsonl").open("a") as file:
-            file.write(json.dumps(entry | {"unix_time": round(time.time(), 1)}) + "\n")
+            file.write(json.dumps(entry) + "\n")
 
     # Answering
 
@@ -155,76 +162,89 @@ class Distillation:
         """Answer the prompts of all rounds and learn nothing; return a file with a line {"prompt", "text"} for each."""
         if self._config.on_policy:
             raise ConfigError("answers alone are the target's: leave on_policy out")
-        lines, path = list[str](), self._directory / "answers.jsonl"
+        path = self._directory / "answers.jsonl"
+        lines = []
         with _locked(self._directory):
-            for name in [f"round-{round:03d}" for round in range(self._config.rounds)]:
+            for round in range(self._config.rounds):
+                name = f"round-{round:03d}"
                 answers = self._answers(name, self._config.answers_per_round)
-                for prompt, one in zip(
-                    self._answered["rounds"][name]["prompts"], answers, strict=True
-                ):
-                    text = self._teacher.tokenizer.decode(one.tokens)
+                prompts = self._answered["rounds"][name]["prompts"]
+                for prompt, answer in zip(prompts, answers, strict=True):
+                    text = self._teacher.tokenizer.decode(answer.tokens)
                     lines.append(json.dumps({"prompt": prompt, "text": text}) + "\n")
             path.write_text("".join(lines))
         return path
 
-    def _answers(self, name: str, count: int) -> list[Answer]:
-        """The answers to `count` prompts; generates those that are not on disk yet. `name`: `HELD_OUT` or round-NNN."""
-        rounds, size = self._answered["rounds"], self._config.answer_batch
+    def _answers(self, name: str, count: int) -> list[RecordedAnswer]:
+        """Return the answers to `count` prompts; generate those that are not on disk yet.
+
+        `name`: `HELD_OUT` or round-NNN.
+        """
+        rounds = self._answered["rounds"]
+        size = self._config.answer_batch
         if name not in rounds:
             rounds[name] = {"prompts": self._prompts(name, count), "answers": []}
             self._keep()
-        prompts, answers = rounds[name]["prompts"], rounds[name]["answers"]
+        prompts = rounds[name]["prompts"]
+        answers = rounds[name]["answers"]
         if len(answers) < len(prompts):
             self._watcher.begin(f"{name}: answering", len(prompts) - len(answers))
-        while (done := len(answers)) < len(prompts):
-            answers += map(
-                vars, self._generate(f"{name}-{done // size:03d}", prompts[done : done + size])
-            )
+        while len(answers) < len(prompts):
+            first = len(answers)
+            batch = f"{name}-{first // size:03d}"
+            answers += map(vars, self._generate(batch, prompts[first : first + size]))
             self._keep()
-        return [Answer(**each) for each in answers]
+        return [RecordedAnswer(**fields) for fields in answers]
 
     def _keep(self) -> None:
         _write(self._directory / "answers.pt", self._answered)
 
-    def _generate(self, batch: str, prompts: Sequence[str]) -> list[Answer]:
-        config, is_held_out = self._config, batch.startswith(HELD_OUT)
+    def _generate(self, batch: str, prompts: Sequence[str]) -> list[RecordedAnswer]:
+        """Answer prompts. The draft writes a share of the texts, where the target then names its likeliest tokens."""
+        config = self._config
+        is_held_out = batch.startswith(HELD_OUT)
         drafted = 0 if is_held_out else round(config.on_policy * len(prompts))
-        asked = [self._teacher.encode_prompt(prompt) for prompt in prompts]
-        target, top = self._teacher.model, min(config.top, len(head(self._teacher.model)))
+        encoded = [self._teacher.encode_prompt(prompt) for prompt in prompts]
+        target = self._teacher.model
+        top = min(config.top, len(head(target)))
 
         def written(
-            writer: PreTrainedModel, some: Sequence[Sequence[int]], whose: str
-        ) -> list[Answer]:
+            writer: PreTrainedModel, prompts: Sequence[Sequence[int]], key: str
+        ) -> list[RecordedAnswer]:
             return answer(
                 writer,
-                some,
+                prompts,
                 limit=config.max_answer_tokens,
                 eos=self._teacher.eos,
                 temperatures=(0.0,) if is_held_out else config.temperatures,
                 top=top,
                 allow_loops=is_held_out,
-                generator=generator(config.seed, batch, whose),
+                generator=generator(config.seed, batch, key),
                 tick=self._watcher.advance,
             )
 
-        found = written(target, asked[drafted:], "answers") if drafted < len(asked) else []
+        answers: list[RecordedAnswer] = []
+        if drafted < len(encoded):
+            answers = written(target, encoded[drafted:], "answers")
         if drafted:
             assert isinstance(self._learner, DraftLearner)
-            found = (
-                along(target, written(self._learner.draft, asked[:drafted], "drafted"), top) + found
-            )
-        return found
+            drafts = written(self._learner.draft, encoded[:drafted], "drafted")
+            answers = along(target, drafts, top) + answers
+        return answers
 
     def _prompts(self, name: str, count: int) -> list[str]:
-        """Up to `count` prompts: a share of the given ones, and invented ones for the rest."""
-        own = [] if name == HELD_OUT else self._given[int(name[-3:]) :: self._config.rounds][:count]
-        if (wanted := count - len(own)) > 0:
-            self._watcher.begin(f"{name}: inventing prompts", attempts(wanted))
+        """Return up to `count` prompts: a share of the given ones, and invented ones for the rest."""
+        prompts: list[str] = []
+        if name != HELD_OUT:
+            prompts = self._given[int(name[-3:]) :: self._config.rounds][:count]
+        missing = count - len(prompts)
+        if missing > 0:
+            self._watcher.begin(f"{name}: inventing prompts", attempts(missing))
             draw = generator(self._config.seed, name, "prompts")
-            own = own + invent(self._teacher, wanted, self._config, draw, self._watcher.advance)
-        if not own:
+            prompts += invent(self._teacher, missing, self._config, draw, self._watcher.advance)
+        if not prompts:
             raise DistillError("the target has invented no usable prompt: give some with --prompts")
-        return own
+        return prompts
 
 
 def _settings(config: DistillConfig) -> dict[str, Any]:
@@ -253,8 +273,9 @@ def _locked(directory: Path) -> Iterator[None]:
 
 def _write(path: Path, state: Any) -> None:
     """Write a file of PyTorch atomically. Raises `OSError`, and then leaves it as it was."""
-    content, building = io.BytesIO(), path.with_name(f".{path.name}.building")
+    content = io.BytesIO()
     torch.save(state, content)
+    building = path.with_name(f".{path.name}.building")
     try:
         with building.open("wb") as file:
             file.write(content.getbuffer())
@@ -265,13 +286,14 @@ def _write(path: Path, state: Any) -> None:
 
 
 def _read(path: Path) -> Any:
-    """What `_write` wrote; None if there is no file. Raises `DistillError` if it is damaged."""
+    """Read a file of `_write`; None if there is no file. Raises `DistillError` if it is damaged."""
     if not path.exists():
         return None
     try:
         with zipfile.ZipFile(path) as file:
-            if (bad := file.testzip()) is not None:
-                raise ValueError(f"{bad} has a wrong checksum")
+            damaged = file.testzip()
+        if damaged is not None:
+            raise ValueError(f"{damaged} has a wrong checksum")
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # PyTorch, its reader of zips and pickle have no common base
         cause = str(error).partition("\n")[0]

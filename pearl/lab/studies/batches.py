@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from pearl.cache import Watcher
 from pearl.config import EngineConfig, RequestOptions
@@ -15,7 +16,7 @@ from pearl.drafting.datastore import Datastore
 from pearl.drafting.fused_guesses import text_index
 from pearl.drafting.published import INDEXES
 from pearl.engine import Engine
-from pearl.lab.studies.figures import Figure, Table
+from pearl.lab.studies.figures import Plot, Table
 from pearl.lab.studies.guessing import Generated, replay
 from pearl.lab.studies.recorded_texts import answers
 from pearl.lab.studies.sssd import SIZES, measure_times
@@ -31,8 +32,11 @@ _FREE = 1.1  # a forward is free up to this multiple of that of one token
 
 
 # The paper's device and model, an Ascend 910B4 and Llama 2 7B in 16 bits, which has no grouped heads.
-_FLOPS, _BANDWIDTH = 280e12, 0.8e12  # a second
-_WIDTH, _LAYERS, _WEIGHTS = 4096, 32, 6.6e9
+_FLOPS = 280e12  # a second
+_BANDWIDTH = 0.8e12  # bytes a second
+_WIDTH = 4096
+_LAYERS = 32
+_WEIGHTS = 6.6e9
 
 
 def free_in_theory(batch: int) -> float:
@@ -51,63 +55,59 @@ def roofline_seconds(batch: int, fed: int, context: int) -> float:
 
 
 def free_tokens(target: ModelRunner, watcher: Watcher, most: int) -> Table:
-    """Free tokens by batch: the paper's device in closed form, and this target by its forward times.
+    """Compare free tokens by batch: the paper's device in closed form, and this target by its forward times.
 
     `most`: tokens in the cache.
     """
-    measured = {}
-    for context in (
-        each for each in CONTEXTS if each <= most and each + max(_FEEDS) <= target.context
-    ):
+    columns = ["batch", "theirs\n(closed form)"]
+    rows = [[str(batch), f"{free_in_theory(batch):.1f}"] for batch in BATCHES]
+    for context in CONTEXTS:
+        if context > most or context + max(_FEEDS) > target.context:
+            continue
         seconds = measure_times(target, watcher, _FEEDS, context)
-        measured[context] = max(
-            fed for fed in range(1, max(_FEEDS) + 1) if seconds(fed) <= _FREE * seconds(1)
-        )
-    rows = [
-        [
-            str(batch),
-            f"{free_in_theory(batch):.1f}",
-            *(f"{free / batch:.1f}" for free in measured.values()),
-        ]
-        for batch in BATCHES
-    ]
-    columns = (
-        "batch",
-        "theirs\n(closed form)",
-        *(f"ours, {context}\nin the cache" for context in measured),
-    )
+        limit = _FREE * seconds(1)
+        free = max(fed for fed in range(1, max(_FEEDS) + 1) if seconds(fed) <= limit)
+        columns.append(f"ours, {context}\nin the cache")
+        for row, batch in zip(rows, BATCHES, strict=True):
+            row.append(f"{free / batch:.1f}")
     notes = [
         f"Free: a forward of so many tokens a sequence takes at most {_FREE:g} times that of one."
     ]
     return Table("Free tokens by batch (section 3.2)", columns, rows, notes)
 
 
-def roofline_speedups(steps: Mapping[int, float]) -> tuple[Table, Figure]:
-    """Times as fast as without guesses on the paper's device, at the best s. `steps`: tokens a step by s, of ours."""
+class _Speedup(NamedTuple):
+    """The largest speed-up, and the s that reaches it."""
 
-    def best(batch: int, context: int) -> tuple[float, int]:
+    value: float
+    s: int
+
+
+def roofline_speedups(steps: Mapping[int, float]) -> tuple[Table, Plot]:
+    """Return speed-ups over `ar` on the paper's device, at the best s. `steps`: tokens a step by s, of ours."""
+
+    def best(batch: int, context: int) -> _Speedup:
         alone = roofline_seconds(batch, 1, context)
-        return max(
-            (tokens * alone / roofline_seconds(batch, s, context), s) for s, tokens in steps.items()
-        )
+        speedups = []
+        for s, tokens in steps.items():
+            speedups.append(_Speedup(tokens * alone / roofline_seconds(batch, s, context), s))
+        return max(speedups)
 
-    found = {context: [(batch, *best(batch, context)) for batch in BATCHES] for context in _LENGTHS}
-    rows = [
-        [f"{context:,}", *(f"{speedup:.2f} (s {s})" for _, speedup, s in of_batches)]
-        for context, of_batches in found.items()
-    ]
+    rows = []
+    lines = {}
+    for context in _LENGTHS:
+        speedups = [best(batch, context) for batch in BATCHES]
+        words = [f"{speedup.value:.2f} (s {speedup.s})" for speedup in speedups]
+        rows.append([f"{context:,}", *words])
+        values = [speedup.value for speedup in speedups]
+        lines[f"{context:,} tokens"] = list(zip(BATCHES, values, strict=True))
     title = "Speed-up by batch and context on a toy clock: the paper's device, our tokens a step (figure 6)"
-    notes = [
-        "Theirs, measured: 2.05 to 2.61 at batch 1, 1.37 to 1.80 at 64; nearly constant with a long context."
-    ]
-    lines = {
-        f"{context:,} tokens": [(b, speedup) for b, speedup, _ in some]
-        for context, some in found.items()
-    }
-    figure = Figure(
-        "sssd-batches", title, "batch", "times as fast as ar", lines, theirs=notes[0], log="x"
+    theirs = "Theirs, measured: 2.05 to 2.61 at batch 1, 1.37 to 1.80 at 64; nearly constant with a long context."
+    plot = Plot(
+        "sssd-batches", title, "batch", "times as fast as ar", lines, theirs=theirs, log="x"
     )
-    return Table(title, ("context", *(f"batch {batch}" for batch in BATCHES)), rows, notes), figure
+    columns = ["context"] + [f"batch {batch}" for batch in BATCHES]
+    return Table(title, columns, rows, [theirs]), plot
 
 
 def by_batch(
@@ -117,34 +117,32 @@ def by_batch(
     batches: Sequence[int],
     watcher: Watcher,
 ) -> Table:
-    """The engine with continuous batching: twice as many requests as slots, all submitted at once; `ar` and `ngram`."""
+    """Measure `ar` and `ngram` with continuous batching: twice as many requests as slots, submitted at once."""
     rows = []
     watcher.begin("batches", len(batches))
     for batch in batches:
-        own = config.model_copy(update={"slots": batch, "draft": "none", "max_context": 1024})
-        asked = [prompts[number % len(prompts)] for number in range(2 * batch)]
-        params = RequestOptions(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        with Engine(config=own) as engine:
-            rates = {}
-            for method in ("ar", "ngram"):
-                engine.generate(asked[:1], params.changed(max_tokens=8), method=method)
-                began = time.monotonic()
-                done = engine.generate(asked, params, method=method)
-                rates[method] = sum(len(each.tokens) for each in done) / (time.monotonic() - began)
-        latency = [f"{1e3 * batch / rate:.0f}" for rate in rates.values()]
-        rows.append(
-            [
-                str(batch),
-                *(f"{rate:.0f}" for rate in rates.values()),
-                f"{rates['ngram'] / rates['ar']:.2f}",
-                *latency,
-            ]
-        )
+        slots = config.model_copy(update={"slots": batch, "draft": "none", "max_context": 1024})
+        requests = [prompts[number % len(prompts)] for number in range(2 * batch)]
+        with Engine(config=slots) as engine:
+            ar = _rate(engine, "ar", requests, tokens)
+            ngram = _rate(engine, "ngram", requests, tokens)
+        rates = [f"{ar:.0f}", f"{ngram:.0f}", f"{ngram / ar:.2f}"]
+        latencies = [f"{1e3 * batch / ar:.0f}", f"{1e3 * batch / ngram:.0f}"]
+        rows.append([str(batch), *rates, *latencies])
         watcher.advance(1, f"batch {batch}")
     columns = ("batch", "ar: tokens/s", "ngram", "over ar", "ar: ms a token\nof a text", "ngram")
     return Table(
         "Continuous batching, two requests a slot, prompts included (section 4.4)", columns, rows
     )
+
+
+def _rate(engine: Engine, method: str, requests: Sequence[Sequence[int]], tokens: int) -> float:
+    """Return the tokens per second of all requests together, after a warm-up."""
+    params = RequestOptions(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    engine.generate(requests[:1], params.changed(max_tokens=8), method=method)
+    began = time.monotonic()
+    results = engine.generate(requests, params, method=method)
+    return sum(len(result.tokens) for result in results) / (time.monotonic() - began)
 
 
 def long_prompts(
@@ -157,44 +155,49 @@ def long_prompts(
     watcher: Watcher,
     most: int,
 ) -> Table:
-    """Summaries of long prose, as of PG-19 in the paper: tokens a step, and the speed-up at this context."""
+    """Measure summaries of long prose, as of PG-19 in the paper: tokens a step, and the speed-up at this context."""
     from pydoc_data.topics import topics
 
     prose = tokenizer.encode("\n".join(topics[name] for name in sorted(topics)))
     begins = tokenizer.encode("Write a summary of this text.\n\n")
+    longest = min(most, target.context - tokens - max(SIZES))
+    lengths = [length for length in _LONG if length <= longest]
     rows = []
-    lengths = [
-        each for each in _LONG if each <= most and each + tokens + max(SIZES) <= target.context
-    ]
     watcher.begin("long prompts", len(lengths))
     for length in lengths:
         turn = tokenizer.decode([*begins, *prose[: length - len(begins)]])
         prompt = prompt_of(turn)
         (text,) = answers(target, [prompt], [RequestOptions().resolved()], eos, tokens)
         seconds = measure_times(target, watcher, SIZES, length)
-        found = replay(
-            [Generated((*prompt, *text), len(prompt))], store, SIZES[-1] - 1, seconds=seconds
-        )
-        gains = f"{found.tokens_per_step:.2f}", f"{found.speedup(seconds):.2f}"
-        rows.append([f"{len(prompt):,}", str(len(text)), *gains])
+        generated = Generated((*prompt, *text), len(prompt))
+        replayed = replay([generated], store, SIZES[-1] - 1, seconds=seconds)
+        row = [
+            f"{len(prompt):,}",
+            str(len(text)),
+            f"{replayed.tokens_per_step:.2f}",
+            f"{replayed.speedup(seconds):.2f}",
+        ]
+        rows.append(row)
         watcher.advance(1, f"{length} tokens")
     columns = ("tokens of\nthe prompt", "of the\nsummary", "tokens\na step", "over ar")
     notes = ["over ar: only forwards take time. The prose is that of Python's own help pages."]
     return Table("Summaries of long texts (section 4.4)", columns, rows, notes)
 
 
-def baselines(texts: Sequence[Generated], store: Datastore | None) -> tuple[Table, Figure]:
-    """Tokens a step by s, of the guesses of other papers and ours (figure 4)."""
-    names = [
-        name for name in ("pld", "llma", "rest", "sssd") if name != "rest" or store is not None
-    ]
-    makes = {name: INDEXES[name] for name in names} | {"ngram": text_index}
-    found = {
-        name: [(s, replay(texts, store, s - 1, make=make).tokens_per_step) for s in SIZES]
-        for name, make in makes.items()
-    }
-    rows = [[name, *(f"{tokens:.2f}" for _, tokens in some)] for name, some in found.items()]
+def baselines(texts: Sequence[Generated], store: Datastore | None) -> tuple[Table, Plot]:
+    """Return the tokens a step by s, of the guesses of other papers and ours (figure 4)."""
+    makes = {"pld": INDEXES["pld"], "llma": INDEXES["llma"]}
+    if store is not None:
+        makes["rest"] = INDEXES["rest"]
+    makes |= {"sssd": INDEXES["sssd"], "ngram": text_index}
+    rows = []
+    lines = {}
+    for name, make in makes.items():
+        steps = [replay(texts, store, s - 1, make=make).tokens_per_step for s in SIZES]
+        rows.append([name] + [f"{tokens:.2f}" for tokens in steps])
+        lines[name] = list(zip(SIZES, steps, strict=True))
     title = "Tokens a step by s, the tokens in a forward, all guesses fed (figure 4)"
     notes = ["ngram: ours, with learned probabilities; sssd: as printed."]
-    figure = Figure("sssd-baselines", title, "s", "tokens a step", found, log="x")
-    return Table(title, ("method", *(f"s = {s}" for s in SIZES)), rows, notes), figure
+    plot = Plot("sssd-baselines", title, "s", "tokens a step", lines, log="x")
+    columns = ["method"] + [f"s = {s}" for s in SIZES]
+    return Table(title, columns, rows, notes), plot

@@ -10,18 +10,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, stdev
+from typing import NamedTuple
 
 import torch
 
 from pearl.cache import Watcher
 from pearl.config.options import RequestOptions
-from pearl.lab.studies.figures import Figure, Table
+from pearl.lab.studies.figures import Plot, Table
 from pearl.lab.studies.simulate import Timing, paired_executors, simulate
 from pearl.models.toy import NextToken, ToyRunner
 from pearl.protocol.messages import Submit
 from pearl.spec.methods import AS_PUBLISHED
 
-STATES, HORIZON = 8, 50
+STATES = 8
+HORIZON = 50
 CANDIDATES = (1, 2, 4, 8, 16, 64)
 _SIMULATED = (1, 4, 16)  # of these candidates
 EPSILONS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
@@ -30,20 +32,19 @@ _TIMING = Timing(1.0, lambda fed: 4.0)
 
 @dataclass(frozen=True)
 class Chains:
-    """Rows of target and draft, each [positions, states, states]: the next token's law behind a token at a position."""
+    """Rows of target and draft, each [positions, states, states]: the next token's law after a token at a position."""
 
     target: torch.Tensor
     draft: torch.Tensor
 
     @staticmethod
     def of_seed(seed: int, states: int = STATES, horizon: int = HORIZON) -> Chains:
-        """The draft is the target, mixed with other rows."""
+        """Draw two chains; the draft is the target, mixed with other rows."""
         generator = torch.Generator().manual_seed(seed)
-        target, other = (
-            torch.rand(2, horizon, states, states, generator=generator, dtype=torch.float64) ** 2
-        )
-        target, other = (rows / rows.sum(-1, keepdim=True) for rows in (target, other))
-        return Chains(target, 0.5 * target + 0.5 * other)
+        shape = (2, horizon, states, states)
+        rows = torch.rand(shape, generator=generator, dtype=torch.float64) ** 2
+        target, noise = rows / rows.sum(-1, keepdim=True)
+        return Chains(target, 0.5 * target + 0.5 * noise)
 
     @property
     def horizon(self) -> int:
@@ -57,39 +58,47 @@ class Chains:
 def expected_rejections(chains: Chains, candidates: int = 1) -> float:
     """Theorems 1 (one candidate) and 3 (several, at the root alone): the number in a text of the whole horizon.
 
-    By position, over the text's last token: its law under the target, and the mass of texts whose last token stands in
-    place of rejected ones, behind which all candidates are tried. Theorem 2: without more candidates no unbiased rule
-    has fewer than theorem 1 says.
+    The recursion over positions has the law of the text's last token under the target, and the mass of texts whose last
+    token replaces rejected ones, after which all candidates are tried. Theorem 2: without more candidates no unbiased
+    rule has fewer than theorem 1 says.
     """
     law = torch.zeros(chains.target.shape[-1], dtype=torch.float64)
     law[0] = 1.0
-    rooted, total = law.clone(), 0.0  # a text begins with candidates
+    rooted = law.clone()  # a text begins with candidates
+    total = 0.0
     for target, draft in zip(chains.target, chains.draft, strict=True):
         first = (target - draft).clamp_min(0)
-        left, reached = (
-            target,
-            torch.ones(len(law), dtype=torch.float64),
-        )  # what is left of the target; P(got there)
+        left = target  # the residual of the target
+        reached = torch.ones(len(law), dtype=torch.float64)  # P(this candidate is tried)
         for _ in range(candidates):
             residual = (left - draft).clamp_min(0)
             rejected = residual.sum(-1)
-            last = reached[:, None] * residual
+            correction = reached[:, None] * residual
             reached = reached * rejected
             left = residual / rejected.clamp_min(1e-300)[:, None]
         varied = first.sum(-1)
         total += float(law @ varied - rooted @ (varied - reached))
-        rooted, law = rooted @ last + (law - rooted) @ first, law @ target
+        rooted = rooted @ correction + (law - rooted) @ first
+        law = law @ target
     return total
 
 
-def pareto(chains: Chains, epsilon: float, is_optimal: bool) -> tuple[float, float]:
-    """Theorems 4 and 5: (probability of a rejection, bias) a position, averaged over the target's texts.
+class Rejecting(NamedTuple):
+    """The probability of a rejection, and the bias, at a position."""
+
+    rejections: float
+    bias: float
+
+
+def pareto(chains: Chains, epsilon: float, is_optimal: bool) -> Rejecting:
+    """Theorems 4 and 5: rejections and bias a position, averaged over the target's texts.
 
     `is_optimal`: the residual of rule opt; otherwise uno's, which is the target.
     """
     law = torch.zeros(chains.target.shape[-1], dtype=torch.float64)
     law[0] = 1.0
-    rejections = bias = 0.0
+    rejections = 0.0
+    bias = 0.0
     for target, draft in zip(chains.target, chains.draft, strict=True):
         accepted = torch.minimum(draft, target + epsilon)  # mass of each token
         missing = 1 - accepted.sum(-1)
@@ -99,7 +108,7 @@ def pareto(chains: Chains, epsilon: float, is_optimal: bool) -> tuple[float, flo
         rejections += float(law @ missing)
         bias += float(law @ (written - target).abs().sum(-1)) / 2
         law = law @ target
-    return rejections / chains.horizon, bias / chains.horizon
+    return Rejecting(rejections / chains.horizon, bias / chains.horizon)
 
 
 def simulated(chains: Chains, texts: int, candidates: int, seed: int = 0) -> list[int]:
@@ -107,17 +116,16 @@ def simulated(chains: Chains, texts: int, candidates: int, seed: int = 0) -> lis
     options = RequestOptions("pearl", rule="ratio", temperature=1.0, **AS_PUBLISHED).resolved()
     if candidates > 1:
         options = options.changed(rule="batch", parameters=(("candidates", float(candidates)),))
-    found = []
+    states = chains.target.shape[-1]
+    rejections = []
     for number in range(texts):
-        target, draft = (
-            ToyRunner(chains.target.shape[-1], chains.law(rows))
-            for rows in (chains.target, chains.draft)
+        target, draft = paired_executors(
+            ToyRunner(states, chains.law(chains.target)),
+            ToyRunner(states, chains.law(chains.draft)),
         )
         submit = Submit(1, (0,), 1 + chains.horizon, options.changed(seed=seed + number))
-        found.append(
-            simulate(submit, *paired_executors(target, draft), _TIMING).counts.num_rejections
-        )
-    return found
+        rejections.append(simulate(submit, target, draft, _TIMING).counts.num_rejections)
+    return rejections
 
 
 def batch_improvement(u: float, v: float, candidates: int) -> float:
@@ -130,73 +138,67 @@ def uniform_improvement(share: float, candidates: int) -> float:
     return (1 - share) - (1 - share) ** candidates
 
 
-def measure(texts: int, watcher: Watcher, seed: int = 0) -> tuple[Table, list[Figure]]:
-    """Theorem and simulation side by side, and figures 2 to 4."""
+def measure(texts: int, watcher: Watcher, seed: int = 0) -> tuple[Table, list[Plot]]:
+    """Return theorem and simulation side by side, and figures 2 to 4."""
     chains = Chains.of_seed(seed)
     watcher.begin("Markov chains", len(_SIMULATED))
-    rows, counted = [], {}
+    rows = []
+    rejections = {}
     for candidates in CANDIDATES:
-        expected, words = expected_rejections(chains, candidates), ""
+        words = ""
         if candidates in _SIMULATED:
-            counted[candidates] = found = simulated(chains, texts, candidates)
-            error = stdev(found) / sqrt(texts) if texts > 1 else 0.0
-            words = f"{fmean(found):.2f} (standard error {error:.2f})"
+            counts = simulated(chains, texts, candidates)
+            rejections[candidates] = counts
+            error = stdev(counts) / sqrt(texts) if texts > 1 else 0.0
+            words = f"{fmean(counts):.2f} (standard error {error:.2f})"
             watcher.advance(1, f"{candidates} candidates")
-        rows.append([str(candidates), f"{expected:.2f}", words])
+        rows.append([str(candidates), f"{expected_rejections(chains, candidates):.2f}", words])
     bound = expected_rejections(chains)
-    table = Table(
-        f"Rejections in {HORIZON} tokens, {STATES} states, {texts} simulated texts",
-        ("candidates", "theorems 1 and 3", "simulated"),
-        rows,
-        [
-            f"Theorem 2: no unbiased rule with one candidate has fewer than {bound:.2f}. Theirs: no value is printed."
-        ],
-    )
-    points = [(m, expected_rejections(chains, m)) for m in range(1, 65)]
+    notes = [
+        f"Theorem 2: no unbiased rule with one candidate has fewer than {bound:.2f}. Theirs: no value is printed."
+    ]
+    title = f"Rejections in {HORIZON} tokens, {STATES} states, {texts} simulated texts"
+    table = Table(title, ("candidates", "theorems 1 and 3", "simulated"), rows, notes)
+    plots = [_running(chains, rejections), _saturating(chains, bound), _improvements()]
+    return table, [*plots, _front(chains)]
+
+
+def _saturating(chains: Chains, bound: float) -> Plot:
     lines = {
-        "theorem 3": points,
+        "theorem 3": [(m, expected_rejections(chains, m)) for m in range(1, 65)],
         "lower bound of unbiased rules, one candidate (theorem 2)": [(1, bound), (64, bound)],
     }
     title = "Rejections by candidates: they stay above zero (figure 2c)"
-    saturating = Figure("theory-candidates", title, "candidates", "rejections a text", lines)
-    return table, [_running(chains, counted), saturating, _improvements(), _front(chains)]
+    return Plot("theory-candidates", title, "candidates", "rejections a text", lines)
 
 
-def _running(chains: Chains, counted: dict[int, list[int]]) -> Figure:
+def _running(chains: Chains, rejections: dict[int, list[int]]) -> Plot:
     lines = {}
-    for candidates, found in counted.items():
-        means = [(n, fmean(found[:n])) for n in range(1, len(found) + 1)]
+    for candidates, counts in rejections.items():
         expected = expected_rejections(chains, candidates)
-        lines[f"simulated, M = {candidates}"] = means
-        lines[f"theorem, M = {candidates}"] = [(1, expected), (len(found), expected)]
+        texts = range(1, len(counts) + 1)
+        lines[f"simulated, M = {candidates}"] = [(n, fmean(counts[:n])) for n in texts]
+        lines[f"theorem, M = {candidates}"] = [(1, expected), (len(counts), expected)]
     title = "Mean rejections by texts and by theorems 1 and 3, M candidates (figures 2a, 2b)"
-    return Figure("theory-rejections", title, "simulated texts", "rejections a text", lines)
+    return Plot("theory-rejections", title, "simulated texts", "rejections a text", lines)
 
 
-def _improvements() -> Figure:
+def _improvements() -> Plot:
     counts = range(1, 33)
-    bernoulli = {
-        f"draft Ber({u}), target Ber({v})": (u, v) for u, v in ((0.9, 0.5), (0.7, 0.3), (0.5, 0.1))
-    }
-    lines = {
-        label: [(m, batch_improvement(*pair, m)) for m in counts]
-        for label, pair in bernoulli.items()
-    }
-    lines |= {
-        f"uniform, share {r}": [(m, uniform_improvement(r, m)) for m in counts]
-        for r in (0.25, 0.5, 0.75)
-    }
+    lines = {}
+    for u, v in ((0.9, 0.5), (0.7, 0.3), (0.5, 0.1)):
+        points = [(m, batch_improvement(u, v, m)) for m in counts]
+        lines[f"draft Ber({u}), target Ber({v})"] = points
+    for share in (0.25, 0.5, 0.75):
+        lines[f"uniform, share {share}"] = [(m, uniform_improvement(share, m)) for m in counts]
     title = "Fewer rejections of one token by several candidates (figure 3)"
-    return Figure("theory-improvement", title, "candidates", "improvement", lines)
+    return Plot("theory-improvement", title, "candidates", "improvement", lines)
 
 
-def _front(chains: Chains) -> Figure:
-    best, plain = (
-        [pareto(chains, epsilon, is_optimal) for epsilon in EPSILONS]
-        for is_optimal in (True, False)
-    )
-    lines = {"pareto front: bias + rejections = TV": [best[0], (0.0, best[0][0])]}
+def _front(chains: Chains) -> Plot:
+    opt = [pareto(chains, epsilon, is_optimal=True) for epsilon in EPSILONS]
+    uno = [pareto(chains, epsilon, is_optimal=False) for epsilon in EPSILONS]
+    most = opt[0].rejections
+    lines = {"pareto front: bias + rejections = TV": [(most, opt[0].bias), (0.0, most)]}
     title = "Bias and rejections a position (figure 4); with unbiased rules the rejections are at least TV"
-    return Figure(
-        "theory-pareto", title, "P(rejection)", "bias", lines, {"opt": best, "uno": plain}
-    )
+    return Plot("theory-pareto", title, "P(rejection)", "bias", lines, {"opt": opt, "uno": uno})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 import torch
 
@@ -26,26 +27,26 @@ def measure(config: EngineConfig, watcher: Watcher) -> Table:
 
 
 def by_batch(target: ModelRunner, watcher: Watcher) -> Table:
-    """A row for each batch that the target has slots for."""
+    """Return a row for each batch that the target has slots for."""
     batches = [batch for batch in BATCHES if batch <= target.capabilities.slots]
     watcher.begin("energy by batch", len(batches))
     for slot in range(max(batches)):
         target.rollback(0, slot)
         feed_chain(target, [(1 + slot) % target.vocab_size] * _CONTEXT, 0, slot)
     rows = []
+    notes = []
     for batch in batches:
-        count, seconds, joules = _repeated(target, batch)
-        figures = [f"{1e3 * seconds / count:.1f}", f"{1e3 * seconds / count / batch:.1f}"]
-        figures += (
-            ["", ""]
-            if joules is None
-            else [f"{joules / count:.2f}", f"{joules / count / batch:.2f}"]
-        )
-        rows.append([str(batch), *figures, f"{PAPER[batch]}"])
+        forward = _repeated(target, batch)
+        milliseconds = 1e3 * forward.seconds
+        row = [str(batch), f"{milliseconds:.1f}", f"{milliseconds / batch:.1f}"]
+        if forward.joules is None:
+            row += ["", ""]
+        else:
+            row += [f"{forward.joules:.2f}", f"{forward.joules / batch:.2f}"]
+        rows.append([*row, f"{PAPER[batch]}"])
         watcher.advance(1, f"batch {batch}")
     columns = ("batch", "ms a run", "ms an input", "J a run", "J an input", "theirs:\nJ a run")
-    notes = []
-    if not rows[0][3]:
+    if forward.joules is None:
         notes.append(
             "No energy: it takes an NVIDIA GPU for the target, and pip install nvidia-ml-py."
         )
@@ -54,11 +55,18 @@ def by_batch(target: ModelRunner, watcher: Watcher) -> Table:
     )
 
 
-def _repeated(target: ModelRunner, batch: int) -> tuple[int, float, float | None]:
-    """(forwards, seconds, joules or None): forwards of one token a sequence, for `_SECONDS`."""
+class _Cost(NamedTuple):
+    """The time and the energy of a forward; joules: None where they cannot be read."""
+
+    seconds: float
+    joules: float | None
+
+
+def _repeated(target: ModelRunner, batch: int) -> _Cost:
+    """Return the mean over forwards of one token a sequence, repeated for `_SECONDS`."""
     count = 0
     began = time.monotonic()
-    before = _joules(target.device)
+    joules_at_start = _joules(target.device)
     while time.monotonic() < began + _SECONDS:
         target.forward([Feed([7], 1, slot) for slot in range(batch)])
         target.synchronize()
@@ -66,12 +74,14 @@ def _repeated(target: ModelRunner, batch: int) -> tuple[int, float, float | None
             target.rollback(_CONTEXT, slot)
         count += 1
     seconds = time.monotonic() - began
-    after = _joules(target.device)
-    return count, seconds, None if before is None or after is None else after - before
+    joules_at_end = _joules(target.device)
+    if joules_at_start is None or joules_at_end is None:
+        return _Cost(seconds / count, None)
+    return _Cost(seconds / count, (joules_at_end - joules_at_start) / count)
 
 
 def _joules(device: torch.device) -> float | None:
-    """The energy that a GPU has taken since its driver was loaded, by NVML; None where that cannot be read."""
+    """Return a GPU's energy since its driver was loaded, by NVML; None where it cannot be read."""
     if device.type != "cuda":
         return None
     try:

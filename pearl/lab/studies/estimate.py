@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import floor, log10
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from pearl.metrics import Sums
 
@@ -17,18 +17,19 @@ _RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its 95% interval. `low` and `high`: equal to `value` if the interval is unknown, or empty."""
+    """A value and its 95% interval. `low` and `high` equal `value` if the interval is unknown, or empty."""
 
     value: float
     low: float
     high: float
 
     def __str__(self) -> str:
-        """Such as 2.31 (2.28-2.33): decimals up to the first digit of half the interval's width."""
-        if not (margin := (self.high - self.low) / 2):
+        """Round to the first digit of half the interval's width, as in 2.31 (2.28-2.33)."""
+        margin = (self.high - self.low) / 2
+        if not margin:
             return f"{self.value:.2f}"
         digits = min(_MAX_DIGITS, max(0, -floor(log10(margin))))
-        return "{:.{d}f} ({:.{d}f}-{:.{d}f})".format(self.value, self.low, self.high, d=digits)
+        return f"{self.value:.{digits}f} ({self.low:.{digits}f}-{self.high:.{digits}f})"
 
 
 def bootstrap(
@@ -36,27 +37,38 @@ def bootstrap(
     statistic: Callable[[Sequence[Any]], float] = median,
     resamples: int = _RESAMPLES,
 ) -> Estimate:
-    """The statistic of `items`, with its percentile interval over resamples with replacement.
+    """Return the statistic of `items`, with its percentile interval over resamples with replacement.
 
     Deterministic: the resamples depend only on the number of items. Source: Efron 1979, "Bootstrap methods: another
     look at the jackknife".
     """
     noise = random.Random(0)
-    drawn = sorted(statistic(noise.choices(items, k=len(items))) for _ in range(resamples))
-    return Estimate(statistic(items), drawn[int(0.025 * resamples)], drawn[int(0.975 * resamples)])
-
-
-def speedup(one: Sums, other: Sums) -> Estimate:
-    """Speed of `one` over that of `other` on the same texts: the ratio of their rates over all texts."""
-    pairs = zip(one.texts, other.texts, strict=True)
-    return bootstrap(
-        [[(text.late_tokens, text.late_seconds) for text in pair] for pair in pairs], _ratio
+    values = sorted(statistic(noise.choices(items, k=len(items))) for _ in range(resamples))
+    return Estimate(
+        statistic(items), values[int(0.025 * resamples)], values[int(0.975 * resamples)]
     )
 
 
-def _ratio(pairs: Sequence[Sequence[tuple[int, float]]]) -> float:
-    """Ratio of two rates, each given by (tokens, seconds) of each text."""
-    one, other = (
-        sum(pair[i][0] for pair in pairs) / sum(pair[i][1] for pair in pairs) for i in (0, 1)
-    )
-    return one / other
+class _Pace(NamedTuple):
+    """Tokens and seconds of one text after its first commit."""
+
+    tokens: int
+    seconds: float
+
+
+def speedup(texts: Sums, base: Sums) -> Estimate:
+    """Return the ratio of the rates of `texts` and `base`, which are the same texts, over all of them."""
+    return bootstrap(list(zip(_paces(texts), _paces(base), strict=True)), _ratio)
+
+
+def _paces(texts: Sums) -> list[_Pace]:
+    return [_Pace(text.late_tokens, text.late_seconds) for text in texts.texts]
+
+
+def _ratio(pairs: Sequence[tuple[_Pace, _Pace]]) -> float:
+    texts, base = zip(*pairs, strict=True)
+    return _rate(texts) / _rate(base)
+
+
+def _rate(paces: Sequence[_Pace]) -> float:
+    return sum(pace.tokens for pace in paces) / sum(pace.seconds for pace in paces)

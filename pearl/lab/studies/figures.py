@@ -25,13 +25,13 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Figure:
+class Plot:
     """One figure of a paper, from our own runs.
 
     Attributes:
         name: of its file.
         lines, dots, bars: label -> (x, y); a bar is 0.9 wide.
-        theirs: what the paper says of it, as a line below the title.
+        theirs: the paper's own values, as a line below the title.
         log: axes with a logarithmic scale, "", "x", "y" or "xy".
     """
 
@@ -54,29 +54,33 @@ def check_drawing() -> None:
         raise ConfigError(f"--figures needs matplotlib: {installing('plot')}") from None
 
 
-def draw(figures: Sequence[Figure], directory: Path) -> list[Path]:
+def draw(figures: Sequence[Plot], directory: Path) -> list[Path]:
     """Draw each as an SVG file. Raises `ConfigError` if one cannot be written."""
     return [_draw(figure, directory / f"{figure.name}.svg") for figure in figures]
 
 
-def _draw(figure: Figure, path: Path) -> Path:
+def _draw(figure: Plot, path: Path) -> Path:
     from matplotlib.figure import Figure as Canvas
 
     canvas = Canvas(figsize=(7, 4.2), layout="constrained")
     axes = canvas.add_subplot()
     for label, points in figure.bars.items():
-        axes.bar([x for x, _ in points], [y for _, y in points], width=0.9, label=label, alpha=0.5)
+        x, y = zip(*points, strict=True)
+        axes.bar(x, y, width=0.9, label=label, alpha=0.5)
     for label, points in figure.lines.items():
-        axes.plot(*zip(*points, strict=True), label=label)
+        x, y = zip(*points, strict=True)
+        axes.plot(x, y, label=label)
     for label, points in figure.dots.items():
-        axes.plot(*zip(*points, strict=True), "o", markersize=4, label=label)
+        x, y = zip(*points, strict=True)
+        axes.plot(x, y, "o", markersize=4, label=label)
     if "x" in figure.log:
         axes.set_xscale("log", base=2)
     if "y" in figure.log:
         axes.set_yscale("log")
-    axes.set_title(
-        "\n".join(fill(line, _WIDE) for line in (figure.title, figure.theirs) if line), fontsize=10
-    )
+    title = fill(figure.title, _WIDE)
+    if figure.theirs:
+        title += "\n" + fill(figure.theirs, _WIDE)
+    axes.set_title(title, fontsize=10)
     axes.set_xlabel(figure.x)
     axes.set_ylabel(figure.y)
     axes.grid(alpha=0.3)

@@ -48,16 +48,13 @@ class Replayed:
 
     @property
     def fed_per_step(self) -> float:
-        return (
-            sum(size * count for size, count in self.fed.items()) / self.steps
-            if self.steps
-            else 0.0
-        )
+        fed = sum(size * count for size, count in self.fed.items())
+        return fed / self.steps if self.steps else 0.0
 
     def speedup(self, seconds: Seconds) -> float:
-        """Speed-up over one token per forward, if only forwards take time."""
-        spent = sum(count * seconds(size) for size, count in self.fed.items())
-        return self.tokens * seconds(1) / spent if spent else 0.0
+        """Return the speed-up over one token per forward, if only forwards take time."""
+        total = sum(count * seconds(size) for size, count in self.fed.items())
+        return self.tokens * seconds(1) / total if total else 0.0
 
 
 class _StoreOnly(Guesser):
@@ -89,23 +86,42 @@ def replay(
     total = Replayed()
     for text in texts:
         index = make(text.tokens[: text.start], store, None, None)
-        committed, end = text.start + 1, len(text.tokens)
+        committed = text.start + 1
+        end = len(text.tokens)
         while committed < end:
             index.extend(text.tokens[len(index) : committed])
             index.learn(committed)
             anchors = anchored(index.tokens, committed, ())
             tokens, parents, chances, sources = guess_tree(index, anchors, most, end - 1)
-            count = len(tokens) if seconds is None else worthwhile(chances, 1, 1.0, seconds)
-            pairs = zip(parents[:count], tokens[:count], strict=True)
-            children = {pair: i for i, pair in enumerate(pairs)}
-            at, before = committed - 1, committed
-            while (
-                committed < end and (node := children.get((at, text.tokens[committed]))) is not None
-            ):
-                total.accepted[sources[node]] += 1
-                at, committed = before + node, committed + 1
-            committed = min(end, committed + 1)
+            count = len(tokens)
+            if seconds is not None:
+                count = worthwhile(chances, 1, 1.0, seconds)
+            nodes = _follow(text.tokens[committed:], committed, parents[:count], tokens[:count])
+            total.accepted.update(sources[node] for node in nodes)
+            added = min(len(nodes) + 1, end - committed)
+            committed += added
             total.steps += 1
-            total.tokens += committed - before
+            total.tokens += added
             total.fed[1 + count] += 1
     return total
+
+
+def _follow(
+    text: Sequence[int], committed: int, parents: Sequence[int], tokens: Sequence[int]
+) -> list[int]:
+    """Return the path of guesses that `text` takes: their numbers in the tree.
+
+    Args:
+        text: the tokens from position `committed` on.
+        parents: of each guess, the position of its parent; guess i is at position `committed` + i.
+    """
+    children = {edge: node for node, edge in enumerate(zip(parents, tokens, strict=True))}
+    position = committed - 1
+    path: list[int] = []
+    for token in text:
+        node = children.get((position, token))
+        if node is None:
+            break
+        path.append(node)
+        position = committed + node
+    return path

@@ -7,12 +7,13 @@ the target's own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from statistics import fmean, pstdev
 
 from pearl.drafting.disco import Classifier
 from pearl.lab.studies.estimate import speedup
-from pearl.lab.studies.figures import Figure, Table
+from pearl.lab.studies.figures import Plot, Table
 from pearl.lab.studies.recorded_texts import RecordedText, RecordedTexts
 from pearl.lab.studies.simulate import Timing
 from pearl.lab.studies.stops import (
@@ -26,113 +27,123 @@ from pearl.lab.studies.stops import (
 )
 from pearl.lab.studies.theory import sd_improvement
 
-_COST, _RATES, _GAMMAS = (
-    0.05,
-    (0.6, 0.8, 0.9),
-    range(1, 41),
-)  # of figure 2: t_draft / t_target, acceptance, lengths
+# Of figure 2.
+_COST = 0.05  # t_draft / t_target
+_RATES = (0.6, 0.8, 0.9)  # acceptance
+_GAMMAS = range(1, 41)
 _BINS = 10
 
 
 def oracle_lengths(right: Sequence[bool]) -> list[int]:
-    """Tokens that an oracle drafts in each step of a text; the target adds one to each."""
-    runs = "".join("+" if is_right else "-" for is_right in right).split("-")
-    return [len(run) for run in (runs if runs[-1] else runs[:-1])]
+    """Return the tokens that an oracle drafts in each step of a text; the target adds one to each."""
+    lengths = []
+    length = 0
+    for is_right in right:
+        if is_right:
+            length += 1
+        else:
+            lengths.append(length)
+            length = 0
+    if length:
+        lengths.append(length)
+    return lengths
 
 
 def forwards(right: Sequence[bool], gamma: int) -> tuple[int, int]:
-    """(target's, draft's) forwards of `sd` with this window over a text."""
-    at = target = draft = 0
-    while at < len(right):
-        window = min(gamma, len(right) - at - 1)
-        accepted = next((i for i in range(window) if not right[at + i]), window)
-        at, target, draft = at + accepted + 1, target + 1, draft + window
+    """Return the (target's, draft's) forwards of `sd` with this window over a text."""
+    position = 0
+    target = 0
+    draft = 0
+    while position < len(right):
+        window = min(gamma, len(right) - position - 1)
+        guessed = right[position : position + window]
+        accepted = guessed.index(False) if False in guessed else window
+        position += accepted + 1
+        target += 1
+        draft += window
     return target, draft
 
 
 def decisions(
     text: RecordedText, gamma: int, classifier: Classifier | None
 ) -> Iterator[tuple[bool, bool]]:
-    """(whether drafting went on behind a token, whether the token was right), along the steps of an oracle.
+    """Yield (whether drafting went on after a token, whether the token was right), along the steps of an oracle.
 
     By a static length, or by the classifier's threshold.
     """
-    features, index = features_of(text), 0
-    for right, seen in zip(text.right, features, strict=True):
+    index = 0
+    for right, features in zip(text.right, features_of(text), strict=True):
         index += 1
-        goes_on = (
-            index < gamma
-            if classifier is None
-            else classifier.confidence(seen) >= classifier.threshold
-        )
+        if classifier is None:
+            goes_on = index < gamma
+        else:
+            goes_on = classifier.confidence(features) >= classifier.threshold
         yield goes_on, right
         if not right:
             index = 0
 
 
-def f1(found: Sequence[tuple[bool, bool]]) -> float:
-    """Of the answer "accepted"."""
-    counts = Counter(found)
+def f1(decisions: Iterable[tuple[bool, bool]]) -> float:
+    """Return the F1 score of the answer "accepted": 2 TP / (2 TP + FP + FN)."""
+    counts = Counter(decisions)
     hits = 2 * counts[True, True]
     return hits / (hits + counts[True, False] + counts[False, True]) if hits else 0.0
 
 
 def measure(
     recorded: RecordedTexts, timing: Timing, sets: Sequence[str]
-) -> tuple[list[Table], list[Figure]]:
-    """Tables 2 and 4 and figures 2 to 6 of DISCO. `sets`: the set of prompts of each text."""
-    lengths = {
-        name: [
-            oracle_lengths(text.right)
-            for text, own in zip(recorded.texts, sets, strict=True)
-            if own == name
-        ]
-        for name in dict.fromkeys(sets)
-    }
-    every = {name: [length for text in texts for length in text] for name, texts in lengths.items()}
-    rows = [
-        [name, f"{fmean(some):.1f}", f"{pstdev(some):.1f}", str(len(some))]
-        for name, some in every.items()
-        if some
-    ]
-    table = Table(
-        "Oracle speculation length in tokens (table 2)",
-        ("prompts", "mean", "sd", "steps"),
-        rows,
-        [
-            "Theirs: MBPP 18.0, sd 46.2; HumanEval 14.7, sd 42.6; CNN-DM 3.2, sd 4.0; Alpaca 2.4, sd 2.1."
-        ],
-    )
-    figures = [
+) -> tuple[list[Table], list[Plot]]:
+    """Return tables 2 and 4 and figures 2 to 6 of DISCO. `sets`: the set of prompts of each text."""
+    lengths: dict[str, list[list[int]]] = {}
+    for text, name in zip(recorded.texts, sets, strict=True):
+        lengths.setdefault(name, []).append(oracle_lengths(text.right))
+    by_set = {name: list(chain(*texts)) for name, texts in lengths.items()}
+    plots = [
         _improvement(),
         step_by_step(recorded.texts[0], "disco-steps", "Lengths step by step (figure 3)"),
+        _by_progress(lengths),
+        _histogram(by_set),
     ]
-    figures += [_by_progress(lengths), _histogram(every)]
+    tables = [_oracle_table(by_set)]
     if len(recorded.texts) < LEAST_TEXTS:  # too few to train on
-        return [table, _policies(recorded, timing, None)], figures
-    trained = train(recorded, timing)
-    return [
-        table,
-        _policies(recorded, timing, trained.classifier),
-        _scores(recorded, trained),
-    ], figures
+        tables.append(_policies(recorded, timing, None))
+    else:
+        trained = train(recorded, timing)
+        tables.append(_policies(recorded, timing, trained.classifier))
+        tables.append(_scores(recorded, trained))
+    return tables, plots
+
+
+def _oracle_table(by_set: dict[str, list[int]]) -> Table:
+    rows = []
+    for name, lengths in by_set.items():
+        if lengths:
+            mean = f"{fmean(lengths):.1f}"
+            rows.append([name, mean, f"{pstdev(lengths):.1f}", str(len(lengths))])
+    notes = [
+        "Theirs: MBPP 18.0, sd 46.2; HumanEval 14.7, sd 42.6; CNN-DM 3.2, sd 4.0; Alpaca 2.4, sd 2.1."
+    ]
+    columns = ("prompts", "mean", "sd", "steps")
+    return Table("Oracle speculation length in tokens (table 2)", columns, rows, notes)
 
 
 def _policies(recorded: RecordedTexts, timing: Timing, classifier: Classifier | None) -> Table:
-    """Methods sd and pearl with each policy, and with the oracle: under sd no policy is faster."""
-    done = side_by_side(recorded, timing, classifier)
-    rows = [
-        [
-            one.name,
-            f"{100 / one.tokens_per_step:.1f}",
-            f"{100 * one.drafted / one.totals.total('late_tokens'):.1f}",
-            f"{one.tokens_per_step:.3f}",
-            "-" if one.totals.acceptance_rate is None else f"{one.totals.acceptance_rate:.3f}",
-            "-" if one.wasted is None else f"{one.wasted:.1%}",
-            str(speedup(one.totals, done[0].totals)),
+    """Compare methods sd and pearl with each policy, and with the oracle: under sd no policy is faster."""
+    results = side_by_side(recorded, timing, classifier)
+    base = results[0].totals
+    rows = []
+    for result in results:
+        acceptance = result.totals.acceptance_rate
+        row = [
+            result.name,
+            f"{100 / result.tokens_per_step:.1f}",
+            f"{100 * result.drafted / result.totals.total('late_tokens'):.1f}",
+            f"{result.tokens_per_step:.3f}",
+            "-" if acceptance is None else f"{acceptance:.3f}",
+            "-" if result.wasted is None else f"{result.wasted:.1%}",
+            str(speedup(result.totals, base)),
         ]
-        for one in done
-    ]
+        rows.append(row)
     columns = (
         "policy",
         "target\ncalls",
@@ -153,63 +164,63 @@ def _policies(recorded: RecordedTexts, timing: Timing, classifier: Classifier | 
 
 
 def _scores(recorded: RecordedTexts, trained: Trained) -> Table:
-    """Table 4."""
+    """Return DISCO's table 4."""
     _, held_out = split(recorded)
     gamma = trained.static.window
-    rows = [
-        [
-            name,
-            f"{f1([each for text in held_out.texts for each in decisions(text, gamma, known)]):.0%}",
-        ]
-        for name, known in ((f"static length {gamma}", None), ("disco", trained.classifier))
-    ]
+
+    def score(classifier: Classifier | None) -> str:
+        answers = (decisions(text, gamma, classifier) for text in held_out.texts)
+        return f"{f1(chain.from_iterable(answers)):.0%}"
+
+    rows = [[f"static length {gamma}", score(None)], ["disco", score(trained.classifier)]]
     notes = ["Theirs: 85 and 95% (MBPP), 76 and 88% (CNN-DM), 68 and 77% (Alpaca)."]
     title = f"F1 of going on behind a token that is accepted, {trained.held_out} held-out tokens (table 4)"
     return Table(title, ("policy", "F1"), rows, notes)
 
 
-def step_by_step(text: RecordedText, name: str, title: str) -> Figure:
-    """The oracle's length at each step of a text, beside a static one. PEARL's figure 2b, DISCO's figure 3."""
+def step_by_step(text: RecordedText, name: str, title: str) -> Plot:
+    """Plot the oracle's length at each step of a text, and a static one. PEARL's figure 2b, DISCO's figure 3."""
     lengths = oracle_lengths(text.right)
     target, draft = forwards(text.right, STATIC)
     static = f"static length {STATIC}: {target} target and {draft} draft forwards"
-    own = f"optimal length: {len(lengths)} target and {sum(lengths)} draft forwards"
-    ends = [(1.0, float(STATIC)), (float(max(2, len(lengths))), float(STATIC))]
-    return Figure(
-        name, title, "step", "draft tokens", {static: ends}, bars={own: [*enumerate(lengths, 1)]}
-    )
+    optimal = f"optimal length: {len(lengths)} target and {sum(lengths)} draft forwards"
+    line = [(1.0, float(STATIC)), (float(max(2, len(lengths))), float(STATIC))]
+    bars = {optimal: list(enumerate(lengths, 1))}
+    return Plot(name, title, "step", "draft tokens", {static: line}, bars=bars)
 
 
-def _improvement() -> Figure:
-    lines = {
-        f"acceptance {a:g}": [(g, sd_improvement(a, g, _COST)) for g in _GAMMAS] for a in _RATES
-    }
+def _improvement() -> Plot:
+    lines = {}
+    for acceptance in _RATES:
+        points = [(gamma, sd_improvement(acceptance, gamma, _COST)) for gamma in _GAMMAS]
+        lines[f"acceptance {acceptance:g}"] = points
     title = f"Improvement of sd by length, t_draft / t_target = {_COST:g} (figure 2; closed form)"
-    return Figure(
+    return Plot(
         "disco-improvement", title, "speculation length", "times as fast as the target alone", lines
     )
 
 
-def _by_progress(lengths: dict[str, list[list[int]]]) -> Figure:
+def _by_progress(lengths: dict[str, list[list[int]]]) -> Plot:
     lines = {}
     for name, texts in lengths.items():
         bins: list[list[int]] = [[] for _ in range(_BINS)]
         for text in texts:
             for step, length in enumerate(text):
                 bins[_BINS * step // len(text)].append(length)
-        lines[name] = [
-            ((number + 0.5) / _BINS, fmean(some)) for number, some in enumerate(bins) if some
-        ]
+        points = []
+        for number, members in enumerate(bins):
+            if members:
+                points.append(((number + 0.5) / _BINS, fmean(members)))
+        lines[name] = points
     title = "Mean oracle length by progress of the text (figures 4 and 6)"
-    return Figure("disco-progress", title, "share of the text's steps", "tokens", lines)
+    return Plot("disco-progress", title, "share of the text's steps", "tokens", lines)
 
 
-def _histogram(every: dict[str, list[int]]) -> Figure:
-    lines = {
-        name: [(length, count / len(some)) for length, count in sorted(Counter(some).items())]
-        for name, some in every.items()
-        if some
-    }
-    return Figure(
-        "disco-histogram", "Oracle lengths (figure 5)", "tokens", "share of steps", lines, log="y"
-    )
+def _histogram(by_set: dict[str, list[int]]) -> Plot:
+    lines = {}
+    for name, lengths in by_set.items():
+        if lengths:
+            counts = sorted(Counter(lengths).items())
+            lines[name] = [(length, count / len(lengths)) for length, count in counts]
+    title = "Oracle lengths (figure 5)"
+    return Plot("disco-histogram", title, "tokens", "share of steps", lines, log="y")

@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import count as counter
+from typing import NamedTuple
 
 import torch
 
@@ -17,7 +18,7 @@ from pearl.models.runner import ModelRunner, feed_chain
 
 
 @dataclass
-class Written:
+class JointText:
     """A text. `surprise`: minus the log of its probability, in nats."""
 
     tokens: list[int] = field(default_factory=list)
@@ -26,57 +27,77 @@ class Written:
 
 def decode(
     runner: ModelRunner, prompt: Sequence[int], limit: int, count: int, ends: Collection[int] = ()
-) -> Written:
+) -> JointText:
     """Write up to `limit` tokens after the prompt, `count` per step; stop after a token of `ends`.
 
     The search is exact (best first). What would follow a token of `ends` still counts in the joint probability.
     """
     runner.rollback(0)
-    written, unfed = Written(), list(prompt)
-    while len(written.tokens) < limit:
+    text = JointText()
+    unfed = list(prompt)
+    while len(text.tokens) < limit:
         row = feed_chain(runner, unfed, 1)[0]
-        best, surprise = _likeliest(runner, row, min(count, limit - len(written.tokens)))
-        end = next((i for i, token in enumerate(best, start=1) if token in ends), len(best))
-        unfed = list(best[:end])
-        written.tokens += unfed
-        written.surprise += sum(surprise[:end])
-        if end < len(best) or best[end - 1] in ends:
+        unfed = []
+        for token, surprise in _likeliest(runner, row, min(count, limit - len(text.tokens))):
+            unfed.append(token)
+            text.surprise += surprise
+            if token in ends:
+                break
+        text.tokens += unfed
+        if unfed[-1] in ends:
             break
-    return written
+    return text
 
 
-def _likeliest(
-    runner: ModelRunner, row: torch.Tensor, count: int
-) -> tuple[tuple[int, ...], list[float]]:
-    """(the `count` likeliest tokens after the cache's contents, the surprise of each).
+class _Path(NamedTuple):
+    """A sequence of tokens after the cache's contents, and the surprise of each, in nats."""
+
+    tokens: tuple[int, ...] = ()
+    surprises: tuple[float, ...] = ()
+
+
+class _Queued(NamedTuple):
+    """The next continuation of a path, ordered by the surprise of both together; `number` breaks ties."""
+
+    surprise: float
+    number: int
+    path: _Path
+    rank: int
+
+
+def _likeliest(runner: ModelRunner, row: torch.Tensor, count: int) -> list[tuple[int, float]]:
+    """Return the `count` likeliest tokens after the cache's contents, each with its surprise.
 
     Args:
         row: logits [vocab] after the cache's contents.
     """
-    length, order = runner.length(), counter()
-    # By sequence: its continuations, likeliest first. The queue holds the next continuation of each sequence.
-    tables: dict[tuple[int, ...], tuple[list[float], list[int]]] = {(): _table(row)}
-    queue: list[tuple[float, int, tuple[int, ...], list[float], int]] = []
+    length = runner.length()
+    numbers = counter()
+    tables = {_Path(): _table(row)}  # continuations of each path, likeliest first
+    queue: list[_Queued] = []
 
-    def push(above: tuple[int, ...], surprise: list[float], rank: int) -> None:
-        costs, _ = tables[above]
-        if rank < len(costs):
-            heapq.heappush(queue, (sum(surprise) + costs[rank], next(order), above, surprise, rank))
+    def push(path: _Path, rank: int) -> None:
+        surprises, _ = tables[path]
+        if rank < len(surprises):
+            total = sum(path.surprises) + surprises[rank]
+            heapq.heappush(queue, _Queued(total, next(numbers), path, rank))
 
-    push((), [], 0)
+    push(_Path(), 0)
     while True:
-        _, _, above, surprise, rank = heapq.heappop(queue)
-        costs, ids = tables[above]
-        push(above, surprise, rank + 1)
-        path, known = (*above, ids[rank]), [*surprise, costs[rank]]
-        if len(path) == count:
-            return path, known
-        tables[path] = _table(feed_chain(runner, path, 1)[0])
+        best = heapq.heappop(queue)
+        surprises, ids = tables[best.path]
+        push(best.path, best.rank + 1)
+        path = _Path(
+            (*best.path.tokens, ids[best.rank]), (*best.path.surprises, surprises[best.rank])
+        )
+        if len(path.tokens) == count:
+            return list(zip(path.tokens, path.surprises, strict=True))
+        tables[path] = _table(feed_chain(runner, path.tokens, 1)[0])
         runner.rollback(length)
-        push(path, known, 0)
+        push(path, 0)
 
 
 def _table(row: torch.Tensor) -> tuple[list[float], list[int]]:
-    """(surprises of all tokens, smallest first; the tokens)."""
-    costs, ids = torch.log_softmax(row.double(), -1).neg_().sort(stable=True)
-    return costs.tolist(), ids.tolist()
+    """Return (surprises of all tokens, smallest first; the tokens)."""
+    surprises, ids = torch.log_softmax(row.double(), -1).neg_().sort(stable=True)
+    return surprises.tolist(), ids.tolist()

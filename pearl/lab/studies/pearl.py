@@ -16,11 +16,8 @@ from pearl.config import RequestOptions
 from pearl.lab.studies import theory
 from pearl.spec.methods import AS_PUBLISHED
 
-OTHERS = (
-    "ouroboros",
-    "lookahead",
-    "distillspec",
-)  # the paper's figures only: not built, or without guesses on emulated models
+# Methods with the paper's figures only: not built here, or without guesses on emulated models.
+OTHERS = ("ouroboros", "lookahead", "distillspec")
 HUMANEVAL = "HumanEval"
 Unit = Literal["speed-up", "tokens/s", "accepted", "run", "draft idle", "target idle"]
 
@@ -69,7 +66,7 @@ class Pair(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def title(self) -> str:
-        """Its name, and the benchmark unless that is HumanEval."""
+        """The pair's name, and the benchmark unless that is HumanEval."""
         return self.name if self.set == HUMANEVAL else f"{self.name}, {self.set}"
 
     @property
@@ -79,6 +76,7 @@ class Pair(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def t_target(self) -> float:
+        """Seconds per forward."""
         return 1 / self.target_speed
 
     def acceptance(self) -> tuple[float, str]:
@@ -89,7 +87,7 @@ class Pair(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Shown(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a table shows, and what to know of it."""
+    """The caption of a table, and a note that goes with it."""
 
     shows: str
     note: str = ""
@@ -107,7 +105,7 @@ def pairs() -> list[Pair]:
 
 @dataclass(frozen=True)
 class Run:
-    """One way to decode, for runtime and simulator.
+    """One method with its window, for runtime and simulator.
 
     Attributes:
         window: tokens: gamma of sd, or PEARL's; None: `ar`, or PEARL by stream.
@@ -118,21 +116,22 @@ class Run:
 
     @property
     def name(self) -> str:
-        return (
-            self.method
-            if self.method != "pearl"
-            else f"pearl, {'stream' if self.window is None else 'fixed'}"
-        )
+        return f"pearl, {self._window_kind}" if self.method == "pearl" else self.method
 
     @property
     def label(self) -> str:
         """The name and, if it is fixed, the window."""
         return self.name if self.window is None else f"{self.name}({self.window})"
 
+    @property
+    def _window_kind(self) -> Literal["stream", "fixed"]:
+        return "stream" if self.window is None else "fixed"
+
     def decoding(self) -> RequestOptions:
-        window: Literal["stream", "fixed"] = "stream" if self.window is None else "fixed"
         published: dict[str, Any] = AS_PUBLISHED if self.method == "pearl" else {}
-        return RequestOptions(method=self.method, window=window, gamma=self.window, **published)
+        return RequestOptions(
+            method=self.method, window=self._window_kind, gamma=self.window, **published
+        )
 
 
 @dataclass
@@ -158,49 +157,42 @@ class Cell:
 
 
 def cells_of(pair: Pair, table: str) -> list[Cell]:
-    """The cells of a pair in a table, to be filled; none if it is not in it."""
-    known, sd = pair.published, Run("sd", pair.gamma)
-    fixed, stream = Run("pearl", pair.window), Run("pearl")
+    """Return the cells of a pair in a table, to be filled; none if the pair is not in it."""
+    published = pair.published
+    sd = Run("sd", pair.gamma)
+    fixed = Run("pearl", pair.window)
+    cells: list[Cell] = []
 
-    def cell(run: Run | None, label: str, unit: Unit, paper: float | None) -> Cell:
-        return Cell(pair.title, run, label, unit, paper)
+    def add(run: Run | None, label: str, unit: Unit, paper: float | None) -> None:
+        cells.append(Cell(pair.title, run, label, unit, paper))
 
-    def speed(run: Run) -> Cell:
-        return cell(run, run.name, "speed-up", known.speedup.get(run.method))
+    def add_speedup(run: Run) -> None:
+        add(run, run.name, "speed-up", published.speedup.get(run.method))
 
     match table if table in {*pair.tables, "7"} else None:
         case "1" | "2":
-            cells = [speed(one) for one in (sd, fixed, stream)]
-            return [
-                *cells,
-                *(
-                    cell(None, n, "speed-up", known.speedup[n])
-                    for n in OTHERS
-                    if n in known.speedup
-                ),
-            ]
+            for run in (sd, fixed, Run("pearl")):
+                add_speedup(run)
+            for method in OTHERS:
+                if method in published.speedup:
+                    add(None, method, "speed-up", published.speedup[method])
         case "3":
-            ablations = [Run(f"pearl-no-{half}-verify", pair.window) for half in ("pre", "post")]
-            return [speed(one) for one in (*ablations, fixed)]
-        case "4":  # as the authors count, without the correction or bonus, and as their theorem 2 does, with it
-            units: list[tuple[Unit, str]] = [
-                ("accepted", "accepted"),
-                ("run", "correction included"),
-            ]
-            return [
-                cell(one, f"{one.name}, {words}", unit, known.mean_accepted.get(one.method))
-                for one in (sd, fixed)
-                for unit, words in units
-            ]
+            for method in ("pearl-no-pre-verify", "pearl-no-post-verify"):
+                add_speedup(Run(method, pair.window))
+            add_speedup(fixed)
+        case "4":
+            # As the authors count, without the correction or bonus, and as their theorem 2 does, with it.
+            for run in (sd, fixed):
+                paper = published.mean_accepted.get(run.method)
+                add(run, f"{run.name}, accepted", "accepted", paper)
+                add(run, f"{run.name}, correction included", "run", paper)
         case "5" | "6":
-            runs = [(Run("pearl", window), paper) for window, paper in known.windows.items()]
-            return [cell(run, run.label, "tokens/s", paper) for run, paper in runs]
+            for window, speed in published.windows.items():
+                run = Run("pearl", window)
+                add(run, run.label, "tokens/s", speed)
         case "7":
-            return [cell(Run("ar"), "ar", "tokens/s", pair.target_speed)]
+            add(Run("ar"), "ar", "tokens/s", pair.target_speed)
         case "figure 2a":
-            idle = known.idle
-            return [
-                cell(sd, "the draft idles", "draft idle", idle.get("draft")),
-                cell(sd, "the target idles", "target idle", idle.get("target")),
-            ]
-    return []
+            add(sd, "the draft idles", "draft idle", published.idle.get("draft"))
+            add(sd, "the target idles", "target idle", published.idle.get("target"))
+    return cells

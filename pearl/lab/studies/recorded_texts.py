@@ -68,35 +68,28 @@ def record_pair(
     raw: bool = False,
     tick: Callable[[str], object],
 ) -> tuple[RecordedTexts, list[int]]:
-    """Load a pair, and record its greedy answers of at most `tokens`; also of each the number of its conversation.
+    """Load a pair and record its greedy answers of at most `tokens`; return also each one's conversation number.
 
     Raises `ConfigError` if no prompt fits the context, or for a draft of another vocabulary.
     """
-    (tokenizer, defaults), (theirs, _) = (
-        load_tokenizer(name, trust_remote_code=config.trust_remote_code)
-        for name in (config.target, config.draft)
-    )
-    check_same_vocabulary(tokenizer, theirs, config.target, config.draft)
+    trust = config.trust_remote_code
+    tokenizer, defaults = load_tokenizer(config.target, trust_remote_code=trust)
+    draft_tokenizer, _ = load_tokenizer(config.draft, trust_remote_code=trust)
+    check_same_vocabulary(tokenizer, draft_tokenizer, config.target, config.draft)
     pair = [make_runner(config.model(role), place(config, role)) for role in config.roles]
-    found = list(
-        record(
-            pair,
-            tokenizer,
-            conversations,
-            RequestOptions().resolved(),
-            defaults.eos,
-            tokens,
-            raw=raw,
-            tick=tick,
-        )
-    )
-    if not found:
+    options = RequestOptions().resolved()
+    texts = []
+    numbers = []
+    for number, text in record(
+        pair, tokenizer, conversations, options, defaults.eos, tokens, raw=raw, tick=tick
+    ):
+        texts.append(text)
+        numbers.append(number)
+    if not texts:
         raise ConfigError(
             "no prompt fits the context: shorten them, lower max_tokens, or raise max_context"
         )
-    return RecordedTexts(config.target, config.draft, [text for _, text in found]), [
-        number for number, _ in found
-    ]
+    return RecordedTexts(config.target, config.draft, texts), numbers
 
 
 def record(
@@ -110,7 +103,7 @@ def record(
     raw: bool = False,
     tick: Callable[[str], object] = lambda what: None,
 ) -> Iterator[tuple[int, RecordedText]]:
-    """The answers to the users' turns, each as it is done, with the number of its conversation, which it continues.
+    """Yield each answer to a user's turn as it is done, with the number of its conversation, which it continues.
 
     Skips a repeated prompt and one that does not fit either context with its answer, and the rest of its conversation.
 
@@ -121,22 +114,23 @@ def record(
         raw: use no chat template.
         tick: called with a line of progress.
     """
-    seen, (target, draft) = set[tuple[int, ...]](), pair
-    most = min(target.context, draft.context) - tokens
+    seen: set[tuple[int, ...]] = set()
+    target, draft = pair
+    longest = min(target.context, draft.context) - tokens
     raw = raw or not tokenizer.chat_template
     for number, turns in enumerate(conversations):
         conversation = Conversation(tokenizer, raw)
         for turn in turns:
             prompt = conversation.prompt(turn)
-            if len(prompt) > most or tuple(prompt) in seen:
-                tick(
-                    f"prompt {number + 1} is left out: {'too long' if len(prompt) > most else 'it has come before'}"
-                )
+            if len(prompt) > longest:
+                tick(f"prompt {number + 1} is left out: too long")
+                break
+            if tuple(prompt) in seen:
+                tick(f"prompt {number + 1} is left out: it has come before")
                 break
             seen.add(tuple(prompt))
-            text = _record_one(
-                target, draft, prompt, options.changed(seed=options.seed + len(seen)), eos, tokens
-            )
+            seeded = options.changed(seed=options.seed + len(seen))
+            text = _record_one(target, draft, prompt, seeded, eos, tokens)
             tick(f"prompt {number + 1}: {len(text.answer)} tokens")
             yield number, text
             conversation.add(turn, tokenizer.decode(text.answer))
@@ -152,56 +146,48 @@ def answers(
     tick: Callable[[int], object] = lambda tokens: None,
     shaper: Shaper | None = None,
 ) -> list[list[int]]:
-    """Seeded decoding of up to `most` tokens per prompt; as many prompts at a time as the target has slots.
+    """Decode up to `most` tokens per prompt, with seeds; as many prompts at a time as the target has slots.
 
     Args:
         samplings: one per prompt.
         tick: called after each forward with the number of tokens drawn.
         shaper: of a single prompt's logits.
     """
-    written: list[list[int]] = [[] for _ in prompts]
-    for first in range(0, len(prompts), target.capabilities.slots):
-        going = {
-            first + slot: slot
-            for slot in range(target.capabilities.slots)
-            if first + slot < len(prompts)
-        }
-        draws = {number: DirectDraw(samplings[number]) for number in going}
-        for slot in going.values():
-            target.rollback(0, slot)
-        while going:
-            feeds = [
-                Feed(written[number][-1:] or prompts[number], 1, slot)
-                for number, slot in going.items()
-            ]
-            for number, row in zip(going, target.forward(feeds), strict=True):
-                position = len(prompts[number]) + len(written[number])
-                shaped = (
-                    row
-                    if shaper is None
-                    else shaper.chain(row, written[number][-1:] or prompts[number])
-                )
-                written[number].append(read_draw(draws[number](shaped[0], position)))
-            tick(len(going))
-            going = {
-                n: slot
-                for n, slot in going.items()
-                if len(written[n]) < most and written[n][-1] not in eos
-            }
-    return written
+    texts: list[list[int]] = [[] for _ in prompts]
+    slots = target.capabilities.slots
+    for first in range(0, len(prompts), slots):
+        numbers = range(first, min(first + slots, len(prompts)))
+        draws = {number: DirectDraw(samplings[number]) for number in numbers}
+        for number in numbers:
+            target.rollback(0, number - first)
+        unfinished = list(numbers)
+        while unfinished:
+            fed = [texts[number][-1:] or prompts[number] for number in unfinished]
+            feeds = [Feed(fed[i], 1, number - first) for i, number in enumerate(unfinished)]
+            rows = target.forward(feeds)
+            for number, tokens, row in zip(unfinished, fed, rows, strict=True):
+                text = texts[number]
+                if shaper is not None:
+                    row = shaper.chain(row, tokens)
+                position = len(prompts[number]) + len(text)
+                text.append(read_draw(draws[number](row[0], position)))
+            tick(len(unfinished))
+            for number in list(unfinished):
+                if len(texts[number]) >= most or texts[number][-1] in eos:
+                    unfinished.remove(number)
+    return texts
 
 
 def rows_along(
     runner: ModelRunner, prompt: Sequence[int], text: Sequence[int]
 ) -> Iterator[torch.Tensor]:
-    """The logits [some, vocab] for each position of `text`, in pieces. Ids unknown to the runner are fed as 0."""
-    known = [token if token < runner.vocab_size else 0 for token in (*prompt, *text[:-1])]
+    """Yield the logits [positions, vocab] along `text`, in pieces. Ids unknown to the runner are fed as 0."""
+    ids = [token if token < runner.vocab_size else 0 for token in (*prompt, *text[:-1])]
     runner.rollback(0)
     if len(prompt) > 1:
-        feed_chain(runner, known[: len(prompt) - 1], 0)
-    fed = known[len(prompt) - 1 :]
-    for first in range(0, len(fed), _PIECE):
-        piece = fed[first : first + _PIECE]
+        feed_chain(runner, ids[: len(prompt) - 1], 0)
+    for first in range(len(prompt) - 1, len(ids), _PIECE):
+        piece = ids[first : first + _PIECE]
         yield feed_chain(runner, piece, len(piece)).float()
 
 
@@ -215,16 +201,16 @@ def _record_one(
     tokens: int,
 ) -> RecordedText:
     (answer,) = answers(target, [prompt], [options], eos, tokens)
-    draw, known = (
-        DirectDraw(options),
-        min(draft.vocab_size, target.vocab_size),
-    )  # further ids are padding
-    drawn, features = [], []
-    rows = (row for piece in rows_along(draft, prompt, answer) for row in piece[:, :known])
-    for position, row in enumerate(rows, len(prompt)):
-        drawn.append(read_draw(draw(row, position)))
-        *largest, entropy, chosen = shape_of(
-            row, torch.tensor(drawn[-1:], device=row.device)
-        ).tolist()
-        features.append([*largest, *[0.0] * (TOP - len(largest)), entropy, chosen])
+    draw = DirectDraw(options)
+    vocab = min(draft.vocab_size, target.vocab_size)  # further ids are padding
+    drawn: list[int] = []
+    features = []
+    for piece in rows_along(draft, prompt, answer):
+        for row in piece[:, :vocab]:
+            token = read_draw(draw(row, len(prompt) + len(drawn)))
+            shape = shape_of(row, torch.tensor([token], device=row.device)).tolist()
+            *largest, entropy, chosen = shape
+            missing = [0.0] * (TOP - len(largest))
+            drawn.append(token)
+            features.append([*largest, *missing, entropy, chosen])
     return RecordedText(prompt, answer, drawn, features)

@@ -1,4 +1,4 @@
-"""Runs the real coordinator and drafter under a virtual clock: no processes, no waiting.
+"""Run the real coordinator and drafter under a virtual clock: no processes, no waiting.
 
 Forwards take `Timing`'s times, messages take `Timing.delay`, and all else takes no time.  So a simulation is an upper
 bound on the speed of the runtime.  It must not know what a study makes of its outcomes.
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
@@ -45,9 +45,8 @@ from pearl.protocol.messages import Committed, Provenance, Submit, Verdict
 from pearl.protocol.request import Counts
 from pearl.protocol.speeds import Speeds
 
-_DIGITS = (
-    12  # decimals of event times, so that five forwards of 10 ms end exactly when one of 50 ms does
-)
+# Decimals of event times, so that five forwards of 10 ms end exactly when one of 50 ms does.
+_DIGITS = 12
 
 
 @dataclass(frozen=True)
@@ -148,6 +147,16 @@ def simulate(
     return Simulation(target, draft, timing, **options).run(submit)
 
 
+class _Scheduled(NamedTuple):
+    """An event in the queue. `is_own`: the end of the actor's own forward; `number` breaks ties."""
+
+    time: float
+    actor: int
+    is_own: bool
+    number: int
+    event: object
+
+
 class Simulation:
     """An event queue over two actors: 0 is the target, 1 the draft.
 
@@ -172,28 +181,28 @@ class Simulation:
         self._executors = (target, draft)
         self._timing = timing
         self._noise = random.Random(timing.seed)
-        self._queue: list[
-            tuple[float, int, bool, int, object]
-        ] = []  # time, actor, own forward, order
+        self._queue: list[_Scheduled] = []
         self._order = count()
         self._now = 0.0
-        self._done, self._window = False, 0
+        self._is_done = False
+        self._window = 0
         self.outcome = Outcome()
-        self._watches = self.outcome.watch, Stopwatch()  # by actor
+        self._watches = (self.outcome.watch, Stopwatch())  # by actor
 
     def run(self, submit: Submit) -> Outcome:
         self._handle(0, DraftJoined(self._drafter.context))
         self._schedule(0.0, 0, submit, own=False)
-        while not self._done:
-            self._now, actor, _, _, event = heapq.heappop(self._queue)
-            for command in self._handle(actor, event):
-                self._carry_out(actor, command)
-        for each in self._watches:
-            each.resume(self._now)
-        counts, watch = self.outcome.counts, self.outcome.watch
-        watch.draft_waited = self._watches[1].waits.get(Cause.WINDOW.value, 0.0)
+        while not self._is_done:
+            scheduled = heapq.heappop(self._queue)
+            self._now = scheduled.time
+            for command in self._handle(scheduled.actor, scheduled.event):
+                self._carry_out(scheduled.actor, command)
+        for watch in self._watches:
+            watch.resume(self._now)
+        target_watch, draft_watch = self._watches
+        target_watch.draft_waited = draft_watch.waits.get(Cause.WINDOW.value, 0.0)
         self.outcome.statistics = fold(
-            counts, watch, self._speeds, len(submit.prompt), self._window
+            self.outcome.counts, target_watch, self._speeds, len(submit.prompt), self._window
         )
         return self.outcome
 
@@ -202,17 +211,16 @@ class Simulation:
 
     def _schedule(self, after: float, actor: int, event: object, own: bool) -> None:
         time = round(self._now + after, _DIGITS)
-        heapq.heappush(self._queue, (time, actor, own, next(self._order), event))
+        heapq.heappush(self._queue, _Scheduled(time, actor, own, next(self._order), event))
 
     def _carry_out(self, actor: int, command: object) -> None:
         kind = type(command)  # three times as fast as `match`, and this runs for every command
         if kind is Send:
             message = command.message  # type: ignore[attr-defined]
-            if isinstance(message, Verdict) and isinstance(self._executors[0], TargetExecutor):
-                for states in self._executors[0].states(message):
-                    self._executors[1].execute(
-                        states
-                    )  # at once: it reads them with its next forward
+            target, draft = self._executors
+            if isinstance(message, Verdict) and isinstance(target, TargetExecutor):
+                for states in target.states(message):
+                    draft.execute(states)  # at once: it reads them with its next forward
             self._schedule(self._timing.delay, 1 - actor, message, own=False)
         elif kind is Wait:
             self._watches[actor].resume(self._now)
@@ -220,8 +228,9 @@ class Simulation:
         elif kind is Deliver:
             self._deliver(command.message)  # type: ignore[attr-defined]
         elif kind is End:
-            self.outcome.counts, self._window = command.counts, command.window  # type: ignore[attr-defined]
-            self._done = True
+            self.outcome.counts = command.counts  # type: ignore[attr-defined]
+            self._window = command.window  # type: ignore[attr-defined]
+            self._is_done = True
         else:
             self._watches[actor].resume(self._now)
             event, seconds = self._compute(actor, command)
@@ -252,11 +261,9 @@ class Simulation:
                 seconds = self._timing.t_draft
             case _:
                 return 0.0
-        return (
-            seconds * max(0.1, self._noise.gauss(1.0, self._timing.jitter))
-            if self._timing.jitter
-            else seconds
-        )
+        if self._timing.jitter:
+            seconds *= max(0.1, self._noise.gauss(1.0, self._timing.jitter))
+        return seconds
 
 
 def known_speeds(timing: Timing) -> Speeds:
@@ -277,5 +284,5 @@ def interpolated(times: dict[int, float]) -> Callable[[int], float]:
 
 
 def timing_of(t_draft: float, t_target: float) -> Timing:
-    """From milliseconds of a forward."""
+    """Return the timing of forwards that take so many milliseconds."""
     return Timing(t_draft / 1e3, lambda fed: t_target / 1e3)

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import eq
+from typing import NamedTuple
 
 import torch
 
@@ -21,7 +24,7 @@ from pearl.drafting.stops import TOP, Doubtful, Features, Heuristic, StopPolicy,
 from pearl.errors import ConfigError
 from pearl.lab.studies.recorded_texts import RecordedText, RecordedTexts
 from pearl.lab.studies.simulate import Timing
-from pearl.lab.studies.workload import Text, VirtualDraft, run
+from pearl.lab.studies.workload import TextPlan, VirtualDraft, run
 from pearl.metrics import Sums
 from pearl.spec.stops import CAP
 
@@ -31,13 +34,16 @@ _THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 LEAST_TEXTS = 4
 _HELD_OUT = 4  # every 4th text is held out
 _UNITS = 32  # of the hidden layer
-_STEPS, _RATE, _DECAY = 400, 0.01, 1e-3  # of AdamW on all examples at once
+# Of AdamW on all examples at once.
+_STEPS = 400
+_RATE = 0.01
+_DECAY = 1e-3
 _QUANTILES = tuple(number / 20 for number in range(1, 20))  # of the confidences: thresholds to try
 Policies = Callable[[RecordedText], StopPolicy | None]
 
 
 class Oracle(StopPolicy):
-    """Stops behind a wrong token, before one, and where the target's own token ends the text.
+    """Stops after a wrong token, before one, and where the target's own token ends the text.
 
     So the target needs as few forwards as with endless windows, and no draft token follows a wrong one: where a draft
     forward takes less time than the target's, no policy is faster. `right`: by position in the answer.
@@ -47,8 +53,9 @@ class Oracle(StopPolicy):
         self._right = right
 
     def stop(self, features: Features) -> bool:
-        drawn = features.position
-        return drawn + 2 >= len(self._right) or not (self._right[drawn] and self._right[drawn + 1])
+        position = features.position
+        is_last = position + 2 >= len(self._right)
+        return is_last or not (self._right[position] and self._right[position + 1])
 
 
 @dataclass(frozen=True)
@@ -77,28 +84,34 @@ class Stopped:
     @property
     def wasted(self) -> float | None:
         """Share of the drafted tokens that were not accepted."""
-        return (
-            1 - self.totals.total("num_accepted_draft_tokens") / self.drafted
-            if self.drafted
-            else None
-        )
+        if not self.drafted:
+            return None
+        return 1 - self.totals.total("num_accepted_draft_tokens") / self.drafted
 
 
-def stopped(
-    recorded: RecordedTexts,
-    timing: Timing,
-    decoding: RequestOptions,
-    policies: Policies = lambda text: None,
-    name: str = "",
-) -> Stopped:
-    """Decode all texts by one method. `policies`: makes the policy of each text."""
-    drafts = [
-        VirtualDraft(len(text.prompt), text.features, policies(text)) for text in recorded.texts
-    ]
+class Tried(NamedTuple):
+    """A method with its stop policy. `policies`: makes the policy of each text; it returns None for no policy."""
+
+    name: str
+    decoding: RequestOptions
+    policies: Policies = lambda text: None
+
+
+def stopped(recorded: RecordedTexts, timing: Timing, tried: Tried) -> Stopped:
+    """Decode all texts by one method."""
+    drafts = []
+    texts = []
+    for text in recorded.texts:
+        drafts.append(VirtualDraft(len(text.prompt), text.features, tried.policies(text)))
+        texts.append(TextPlan(len(text.prompt), text.right))
     waiting = iter(drafts)
-    texts = [Text(len(text.prompt), text.right) for text in recorded.texts]
-    totals = run(texts, timing, decoding, draft=lambda: next(waiting))
-    return Stopped(name, totals, sum(draft.calls for draft in drafts))
+    totals = run(texts, timing, tried.decoding, draft=lambda: next(waiting))
+    return Stopped(tried.name, totals, sum(draft.calls for draft in drafts))
+
+
+def _fastest(recorded: RecordedTexts, timing: Timing, tried: Iterable[Tried]) -> Stopped:
+    results = [stopped(recorded, timing, method) for method in tried]
+    return max(results, key=lambda result: result.speed)
 
 
 def _sd(gamma: int) -> RequestOptions:
@@ -114,31 +127,34 @@ def side_by_side(
 
     The best window and the best threshold are chosen on these texts, which favours them.
     """
-    done = [stopped(recorded, timing, RequestOptions("ar"), name="ar")]
-
-    def add(name: str, tried: Iterable[tuple[str, RequestOptions, Policies]]) -> None:
-        """Append the fastest of `tried`, each with the end of its name."""
-        found = [stopped(recorded, timing, one, made, name + end) for end, one, made in tried]
-        done.append(max(found, key=lambda each: each.speed))
-
-    none: Policies = lambda text: None  # noqa: E731
-    add(f"sd, {STATIC} tokens", [("", _sd(STATIC), none)])
-    add("sd, best static", [(f": {gamma}", _sd(gamma), none) for gamma in _GAMMAS])
-    named: list[tuple[str, Policies]] = [("heuristic", lambda text: Heuristic())]
-    if classifier is not None:
-        named.append(("disco", lambda text: Doubtful(classifier)))
-    named.append(("oracle", lambda text: Oracle(text.right)))
-    thresholds: list[tuple[str, Policies]] = [
-        (f": {least:g}", lambda text, least=least: Threshold(least))  # type: ignore[misc]
-        for least in _THRESHOLDS
+    rows = [
+        [Tried("ar", RequestOptions("ar"))],
+        [Tried(f"sd, {STATIC} tokens", _sd(STATIC))],
+        [Tried(f"sd, best static: {gamma}", _sd(gamma)) for gamma in _GAMMAS],
+        *_with_policies("sd", _sd(CAP), classifier),
+        [Tried("pearl", RequestOptions("pearl"))],
+        *_with_policies("pearl", RequestOptions("pearl"), classifier),
     ]
-    for method, decoding in (("sd", _sd(CAP)), ("pearl", RequestOptions("pearl"))):
-        if method == "pearl":
-            add("pearl", [("", decoding, none)])
-        add(f"{method}, best threshold", [(end, decoding, made) for end, made in thresholds])
-        for policy, made in named:
-            add(f"{method}, {policy}", [("", decoding, made)])
-    return done
+    return [_fastest(recorded, timing, tried) for tried in rows]
+
+
+def _with_policies(
+    method: str, decoding: RequestOptions, classifier: Classifier | None
+) -> list[list[Tried]]:
+    """Return a method with each policy; of the thresholds all that are to be tried."""
+    thresholds = []
+    for least in _THRESHOLDS:
+        name = f"{method}, best threshold: {least:g}"
+        thresholds.append(Tried(name, decoding, partial(_threshold, least)))
+    rows = [thresholds, [Tried(f"{method}, heuristic", decoding, lambda text: Heuristic())]]
+    if classifier is not None:
+        rows.append([Tried(f"{method}, disco", decoding, lambda text: Doubtful(classifier))])
+    rows.append([Tried(f"{method}, oracle", decoding, lambda text: Oracle(text.right))])
+    return rows
+
+
+def _threshold(least: float, text: RecordedText) -> StopPolicy:
+    return Threshold(least)
 
 
 # ---- training ----
@@ -164,34 +180,37 @@ class Trained:
 
 
 def examples(texts: Sequence[RecordedText]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs [tokens, INPUTS] and labels [tokens] float32: 1 if the draft's token is the target's."""
-    rows = [inputs(features) for text in texts for features in features_of(text)]
-    labels = [float(right) for text in texts for right in text.right]
+    """Return inputs [tokens, INPUTS] and labels [tokens] float32: 1 if the draft's token is the target's."""
+    rows: list[Sequence[float]] = []
+    labels: list[float] = []
+    for text in texts:
+        rows += map(inputs, features_of(text))
+        labels += map(float, text.right)
     return torch.tensor(rows).view(-1, INPUTS), torch.tensor(labels)
 
 
 def features_of(text: RecordedText) -> list[Features]:
-    """The features of each token of the answer, except its index in a window (0)."""
-    rows = enumerate(text.features)
-    return [Features(tuple(row[:TOP]), row[TOP], row[TOP + 1], 0, number) for number, row in rows]
+    """Return the features of each token of the answer, except its index in a window (0)."""
+    features = []
+    for position, row in enumerate(text.features):
+        features.append(Features(tuple(row[:TOP]), row[TOP], row[TOP + 1], 0, position))
+    return features
 
 
 def fit(
-    seen: torch.Tensor, labels: torch.Tensor, target: str, draft: str, seed: int = 0
+    rows: torch.Tensor, labels: torch.Tensor, target: str, draft: str, seed: int = 0
 ) -> Classifier:
     """Fit the layers by maximum likelihood; threshold 1/2 and the largest cap. A seed gives one classifier."""
-    mean, scale = seen.mean(0), seen.std(0, correction=0).clamp_min(1e-3)
-    whitened = (seen - mean) / scale
+    mean = rows.mean(0)
+    scale = rows.std(0, correction=0).clamp_min(1e-3)
+    whitened = (rows - mean) / scale
     generator = torch.Generator().manual_seed(seed)
     hidden = (torch.randn(_UNITS, INPUTS, generator=generator) / INPUTS**0.5).requires_grad_()
     out = (torch.randn(_UNITS, generator=generator) / _UNITS**0.5).requires_grad_()
-    hidden_bias, out_bias = (
-        torch.zeros(_UNITS, requires_grad=True),
-        torch.zeros(1, requires_grad=True),
-    )
-    optimizer = torch.optim.AdamW(
-        [hidden, hidden_bias, out, out_bias], lr=_RATE, weight_decay=_DECAY
-    )
+    hidden_bias = torch.zeros(_UNITS, requires_grad=True)
+    out_bias = torch.zeros(1, requires_grad=True)
+    weights = [hidden, hidden_bias, out, out_bias]
+    optimizer = torch.optim.AdamW(weights, lr=_RATE, weight_decay=_DECAY)
     for _ in range(_STEPS):
         logits = torch.relu(whitened @ hidden.T + hidden_bias) @ out + out_bias
         loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
@@ -207,7 +226,7 @@ def fit(
         accepted=float(labels.mean()),
         mean=tuple(mean.tolist()),
         scale=tuple(scale.tolist()),
-        hidden=tuple(tuple(row) for row in hidden.tolist()),
+        hidden=tuple(map(tuple, hidden.tolist())),
         hidden_bias=tuple(hidden_bias.tolist()),
         out=tuple(out.tolist()),
         out_bias=out_bias.item(),
@@ -227,35 +246,41 @@ def train(
         )
     learned, held_out = split(recorded)
     tell("training")
-    classifier = fit(*examples(learned.texts), recorded.target, recorded.draft, seed)
-    confidences = [
-        classifier.confidence(each) for text in held_out.texts for each in features_of(text)
-    ]
-    right = [good for text in held_out.texts for good in text.right]
-    predicted = [
-        (confidence > 0.5) == good for confidence, good in zip(confidences, right, strict=True)
-    ]
+    rows, labels = examples(learned.texts)
+    classifier = fit(rows, labels, recorded.target, recorded.draft, seed)
+    confidences: list[float] = []
+    right: list[bool] = []
+    for text in held_out.texts:
+        confidences += map(classifier.confidence, features_of(text))
+        right += text.right
+    predictions = [confidence > 0.5 for confidence in confidences]
+    hits = sum(map(eq, predictions, right))
 
     def tried(**settings: float) -> Stopped:
         policy = Doubtful(classifier.model_copy(update=settings))
-        return stopped(held_out, timing, _sd(CAP), lambda text: policy)
+        return stopped(held_out, timing, Tried("", _sd(CAP), lambda text: policy))
 
     tell("which threshold and which cap are fastest")
     ranked = sorted(confidences)
-    thresholds = sorted({0.0, *(ranked[int(share * len(ranked))] for share in _QUANTILES)})
-    threshold = max(thresholds, key=lambda each: tried(threshold=each).speed)
+    quantiles = [ranked[int(share * len(ranked))] for share in _QUANTILES]
+    thresholds = sorted({0.0, *quantiles})
+    threshold = max(thresholds, key=lambda value: tried(threshold=value).speed)
     by_cap = {cap: tried(threshold=threshold, cap=cap) for cap in _GAMMAS}
-    cap = max(by_cap, key=lambda each: by_cap[each].speed)
-    static = max(
-        (stopped(held_out, timing, _sd(gamma)) for gamma in _GAMMAS), key=lambda each: each.speed
+    cap = max(by_cap, key=lambda cap: by_cap[cap].speed)
+    static = _fastest(held_out, timing, [Tried("", _sd(gamma)) for gamma in _GAMMAS])
+    accepted = sum(right)
+    return Trained(
+        classifier=classifier.model_copy(update={"threshold": threshold, "cap": cap}),
+        held_out=len(right),
+        accuracy=hits / len(right),
+        base=max(accepted, len(right) - accepted) / len(right),
+        best=by_cap[cap],
+        static=static,
     )
-    base = max(sum(right), len(right) - sum(right)) / len(right)
-    kept = classifier.model_copy(update={"threshold": threshold, "cap": cap})
-    return Trained(kept, len(right), sum(predicted) / len(right), base, by_cap[cap], static)
 
 
 def split(recorded: RecordedTexts) -> tuple[RecordedTexts, RecordedTexts]:
-    """(texts to train on, texts held out)."""
+    """Return (texts to train on, texts held out)."""
     held_out = recorded.texts[_HELD_OUT - 1 :: _HELD_OUT]
-    others = [text for number, text in enumerate(recorded.texts, 1) if number % _HELD_OUT]
-    return replace(recorded, texts=others), replace(recorded, texts=held_out)
+    learned = [text for number, text in enumerate(recorded.texts, 1) if number % _HELD_OUT]
+    return replace(recorded, texts=learned), replace(recorded, texts=held_out)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from msgspec import Struct, yaml
@@ -22,13 +22,13 @@ from pearl.lab.bench.rows import AR, Row, parse_settings
 from pearl.lab.bench.runner import Plan, measure
 from pearl.lab.bench.tasks import Task
 from pearl.lab.studies import mjgd
-from pearl.lab.studies.figures import Figure, Table
+from pearl.lab.studies.figures import Plot, Table
 from pearl.models.checkpoints.tokenizers import load_tokenizer
 from pearl.models.runner import ModelRunner
 
 
 class Entry(Struct, frozen=True, forbid_unknown_fields=True):
-    """A row: a way to decode, as `pearl bench` takes it, and the paper's figure or claim.
+    """A row: a method with settings in the notation of `pearl bench`, and the paper's figure or claim.
 
     Attributes:
         sampling: None: the study's.
@@ -87,13 +87,14 @@ def run_study(
     tasks = [replace(task, turns=task.turns[:1]) for task in tasks]
     plan = Plan(config, study.bench_rows, tasks, RequestOptions(seed=0, max_tokens=tokens))
     measured = measure(plan, watcher)
-    surprise = Surprise(config) if study.joint else None
-    found = figures(plan, measured, surprise)
-    if surprise is not None:
-        prompts = list(dict.fromkeys(tuple(text.prompt_tokens) for _, text in measured.texts))
-        eos = load_tokenizer(config.target)[1].eos
-        found += _joint_rows(surprise.runner, prompts, study.joint, tokens, eos, watcher)
-    return found
+    if not study.joint:
+        return figures(plan, measured)
+    surprise = Surprise(config)
+    rows = figures(plan, measured, surprise)
+    prompts = list(dict.fromkeys(tuple(text.prompt_tokens) for _, text in measured.texts))
+    _, defaults = load_tokenizer(config.target)
+    rows += _joint_rows(surprise.runner, prompts, study.joint, tokens, defaults.eos, watcher)
+    return rows
 
 
 def _joint_rows(
@@ -104,49 +105,71 @@ def _joint_rows(
     eos: Sequence[int],
     watcher: Watcher,
 ) -> list[Figures]:
-    """Rows of the target alone by joint greedy decoding, `counts` tokens a step, with the perplexity of its texts."""
+    """Return rows of the target alone by joint greedy decoding, with the perplexity of its texts.
+
+    `counts`: tokens a step, one row each.
+    """
     watcher.begin("joint greedy decoding", len(counts) * len(prompts))
     rows = []
     for count in counts:
-        label, read = f"joint greedy, {count} a step", []
+        label = f"joint greedy, {count} a step"
+        surprises = []
         for prompt in prompts:
             with torch.inference_mode():
                 text = mjgd.decode(runner, prompt, tokens, count, eos)
-            read.append((text.surprise, len(text.tokens)))
+            surprises.append((text.surprise, len(text.tokens)))
             watcher.advance(1, label)
-        rows.append(Figures(label, texts=len(read), perplexity=perplexity(read)))
+        rows.append(Figures(label, texts=len(surprises), perplexity=perplexity(surprises)))
     return rows
 
 
-_SWEEPS = {  # label of a row of MJSD's study, with its value; what the value is; that of the row without one
-    r"sd, joint(?:, tau ([\d.]+))?": ("tau", 0.1),
-    r"sd, joint(?:, (\d+) beams)?": ("beams", 8.0),
-    r"sd, joint(?:, blocks of (\d+))?": ("block length", 4.0),
-    r"joint greedy, (\d+) a step": ("tokens decoded jointly", 0.0),
-}
+class _Sweep(NamedTuple):
+    """Rows of MJSD's study that differ in one setting.
+
+    Attributes:
+        pattern: of the rows' names, with the setting's value.
+        usual: the value of the row whose name has none.
+    """
+
+    pattern: str
+    setting: str
+    usual: float
 
 
-def sweeps(name: str, found: Sequence[Figures]) -> list[Figure]:
-    """Of MJSD's study: perplexity and speed by what is varied (its table 3 and its figures of tau, and of MJGD)."""
-    drawn = []
-    for pattern, (what, usual) in _SWEEPS.items() if name == "mjsd" else ():
-        matches = [(re.fullmatch(pattern, one.name), one) for one in found]
-        varied = sorted(
-            ((float(m[1] or usual), one) for m, one in matches if m), key=lambda each: each[0]
-        )
-        lines = {
-            "perplexity": [
-                (value, one.perplexity.value) for value, one in varied if one.perplexity
-            ],
-            "times as fast as ar": [
-                (value, one.speedup.value) for value, one in varied if one.speedup
-            ],
-        }
-        shown = {label: points for label, points in lines.items() if points}
-        drawn.append(
-            Figure(f"mjsd-{what.replace(' ', '-')}", f"Joint decoding by {what}", what, "", shown)
-        )
-    return drawn
+_SWEEPS = (
+    _Sweep(r"sd, joint(?:, tau ([\d.]+))?", "tau", 0.1),
+    _Sweep(r"sd, joint(?:, (\d+) beams)?", "beams", 8.0),
+    _Sweep(r"sd, joint(?:, blocks of (\d+))?", "block length", 4.0),
+    _Sweep(r"joint greedy, (\d+) a step", "tokens decoded jointly", 0.0),
+)
+
+
+def sweeps(name: str, rows: Sequence[Figures]) -> list[Plot]:
+    """Plot perplexity and speed of MJSD's study by what is varied: its table 3 and its figures of tau, and of MJGD."""
+    return [_sweep_plot(sweep, rows) for sweep in _SWEEPS] if name == "mjsd" else []
+
+
+def _sweep_plot(sweep: _Sweep, rows: Sequence[Figures]) -> Plot:
+    perplexities = []
+    speedups = []
+    for row in rows:
+        match = re.fullmatch(sweep.pattern, row.name)
+        if match is None:
+            continue
+        value = float(match[1] or sweep.usual)
+        if row.perplexity:
+            perplexities.append((value, row.perplexity.value))
+        if row.speedup:
+            speedups.append((value, row.speedup.value))
+    lines = {}
+    if perplexities:
+        lines["perplexity"] = sorted(perplexities)
+    if speedups:
+        lines["times as fast as ar"] = sorted(speedups)
+    setting = sweep.setting
+    return Plot(
+        f"mjsd-{setting.replace(' ', '-')}", f"Joint decoding by {setting}", setting, "", lines
+    )
 
 
 def _number(value: float | None, digits: int = 2) -> str:
@@ -154,32 +177,29 @@ def _number(value: float | None, digits: int = 2) -> str:
 
 
 COLUMNS: dict[str, Callable[[Figures], str]] = {
-    "over ar": lambda one: str(one.speedup or ""),
-    "tokens a step": lambda one: _number(one.tokens_per_step),
-    "accepted": lambda one: _number(one.acceptance),
-    "tokens a run": lambda one: (
-        "{:.1f}, sd {:.1f}".format(*one.accepted_in_runs) if one.accepted_in_runs else ""
-    ),
-    "rejected: expected": lambda one: str(one.rejections or ""),
-    "bias": lambda one: _number(one.rejections.bias if one.rejections else None, 3),
-    "perplexity": lambda one: _number(one.perplexity.value if one.perplexity else None),
+    "over ar": lambda row: str(row.speedup or ""),
+    "tokens a step": lambda row: _number(row.tokens_per_step),
+    "accepted": lambda row: _number(row.acceptance),
+    "tokens a run": lambda row: _mean_and_sd(row.accepted_in_runs),
+    "rejected: expected": lambda row: str(row.rejections or ""),
+    "bias": lambda row: _number(row.rejections.bias if row.rejections else None, 3),
+    "perplexity": lambda row: _number(row.perplexity.value if row.perplexity else None),
 }
 
 
-def in_words(study: Study, found: Sequence[Figures]) -> Table:
-    """The rows of a study as a table, beside the paper's figures."""
-    theirs = {row.name: row.theirs for row in study.rows}
-    rows = [
-        [
-            one.name,
-            theirs.get(one.name, "falls with the number"),
-            *(cell(one) for cell in COLUMNS.values()),
-        ]
-        for one in found
-    ]
-    return Table(
-        study.title,
-        ("row", "theirs", *COLUMNS),
-        rows,
-        [study.differs, f"Left out: {study.left_out}"],
-    )
+def _mean_and_sd(accepted: tuple[float, float] | None) -> str:
+    if accepted is None:
+        return ""
+    mean, deviation = accepted
+    return f"{mean:.1f}, sd {deviation:.1f}"
+
+
+def in_words(study: Study, figures: Sequence[Figures]) -> Table:
+    """Return the rows of a study as a table, next to the paper's figures."""
+    theirs = {entry.name: entry.theirs for entry in study.rows}
+    rows = []
+    for row in figures:
+        cells = [column(row) for column in COLUMNS.values()]
+        rows.append([row.name, theirs.get(row.name, "falls with the number"), *cells])
+    notes = [study.differs, f"Left out: {study.left_out}"]
+    return Table(study.title, ("row", "theirs", *COLUMNS), rows, notes)

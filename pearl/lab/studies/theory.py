@@ -10,9 +10,12 @@ from __future__ import annotations
 def sd_tokens_per_step(a: float, gamma: int) -> float:
     """Committed tokens per target forward that verifies `gamma` draft tokens, correction or bonus included.
 
-    Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding", equation 1.
+    (1 - a^(gamma + 1)) / (1 - a). Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative
+    Decoding", equation 1.
     """
-    return gamma + 1.0 if a == 1 else (1 - a ** (gamma + 1)) / (1 - a)
+    if a == 1:
+        return gamma + 1.0
+    return (1 - a ** (gamma + 1)) / (1 - a)
 
 
 def sd_improvement(a: float, gamma: int, cost: float) -> float:

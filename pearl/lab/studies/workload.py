@@ -1,4 +1,4 @@
-"""Texts with draft accuracy fixed in advance, position by position, and what one method makes of them in total.
+"""Texts with draft accuracy fixed in advance, position by position, and the totals of one method on them.
 
 So every method, window and delay meets the same luck.  Over several texts the luck is a Latin hypercube (McKay,
 Beckman, Conover 1979): each text is i.i.d., and at each position the draft is right in the expected number of texts,
@@ -21,27 +21,28 @@ from pearl.protocol.messages import Submit
 from pearl.spec.methods import AS_PUBLISHED
 
 
-class Text(NamedTuple):
-    """One request. `prompt`: number of tokens; `right`: of each token behind it, whether the draft's is the same."""
+class TextPlan(NamedTuple):
+    """One request. `prompt`: number of tokens; `right`: for each token after it, whether the draft's is the same."""
 
     prompt: int
     right: Sequence[bool]
 
 
-def independent(acceptance: float, texts: int, tokens: int, seed: int = 0) -> list[Text]:
-    """Texts with i.i.d. acceptance and a prompt of one token."""
-    luck, rights = random.Random(seed), [list[bool]() for _ in range(texts)]
+def independent(acceptance: float, texts: int, tokens: int, seed: int = 0) -> list[TextPlan]:
+    """Return texts with i.i.d. acceptance and a prompt of one token."""
+    luck = random.Random(seed)
+    right: list[list[bool]] = [[] for _ in range(texts)]
     for _ in range(tokens):
         chosen = set(luck.sample(range(texts), int(acceptance * texts + luck.random())))
-        for number, right in enumerate(rights):
-            right.append(number in chosen)
-    return [Text(1, right) for right in rights]
+        for number in range(texts):
+            right[number].append(number in chosen)
+    return [TextPlan(1, right_of_text) for right_of_text in right]
 
 
 class _Target:
-    """Accepts the draft's tokens where they are known to be right, whatever they are."""
+    """A target that accepts the draft's tokens where the plan says that they are right, whatever they are."""
 
-    def __init__(self, text: Text) -> None:
+    def __init__(self, text: TextPlan) -> None:
         self._text = text
 
     def execute(self, command: object) -> Forwarded | Judged | Sampled | None:
@@ -51,10 +52,9 @@ class _Target:
             case Judge(start, tokens):
                 first = start - self._text.prompt
                 right = self._text.right[first : first + len(tokens)]
-                accepted = right.index(False) if False in right else len(tokens)
-                return Judged(
-                    accepted, None if accepted == len(tokens) else 1, request=command.request
-                )
+                if False in right:
+                    return Judged(right.index(False), 1, request=command.request)
+                return Judged(len(tokens), None, request=command.request)
             case Sample():
                 return Sampled((0,), request=command.request)
         return None
@@ -65,14 +65,15 @@ class VirtualDraft:
 
     Args:
         begin: length of the prompt.
-        rows: by position behind it, what the policy sees there: see `drafting.step.shape_of`.
+        rows: for each position after the prompt, the features that the policy sees: see `drafting.step.shape_of`.
         policy: ends windows; None: their bound does.
     """
 
     def __init__(
         self, begin: int = 0, rows: Sequence[Sequence[float]] = (), policy: StopPolicy | None = None
     ) -> None:
-        self._begin, self._rows = begin, rows
+        self._begin = begin
+        self._rows = rows
         self._window = None if policy is None else StopWindow(policy, begin)
         self.calls = 0
 
@@ -82,17 +83,17 @@ class VirtualDraft:
         if not command.budget:
             return Drafted(paused=command.hedge > 0, request=command.request)
         self.calls += 1
-        end, paused = command.start + len(command.tokens), False
+        paused = False
         if self._window is not None:
+            end = command.start + len(command.tokens)
+            row = self._rows[min(end - self._begin, len(self._rows) - 1)]
             self._window.see(command.start, command.tokens, drafts=True)
-            paused = self._window.stops(
-                end, 0, self._rows[min(end - self._begin, len(self._rows) - 1)]
-            )
+            paused = self._window.stops(end, 0, row)
         return Drafted((0,), paused=paused, request=command.request)
 
 
 def run(
-    texts: Sequence[Text],
+    texts: Sequence[TextPlan],
     timing: Timing,
     decoding: RequestOptions,
     draft: Callable[[], Executor] = VirtualDraft,
@@ -101,15 +102,13 @@ def run(
 
     `draft`: makes the draft of a text.
     """
-    totals, speeds = Sums(), known_speeds(timing)
+    totals = Sums()
+    speeds = known_speeds(timing)
+    # As published: the target makes no guesses.
+    options = decoding.changed(temperature=0.0, **AS_PUBLISHED).resolved()
     for number, text in enumerate(texts):
-        limit = text.prompt + len(text.right)
-        options = decoding.changed(
-            temperature=0.0, **AS_PUBLISHED
-        ).resolved()  # the target makes no guesses
-        submit = Submit(number, (0,) * text.prompt, limit, options)
-        outcome = simulate(
-            submit, _Target(text), draft(), replace(timing, seed=number), speeds=speeds
-        )
+        submit = Submit(number, (0,) * text.prompt, text.prompt + len(text.right), options)
+        jitter = replace(timing, seed=number)
+        outcome = simulate(submit, _Target(text), draft(), jitter, speeds=speeds)
         totals.texts.append(outcome.statistics)
     return totals
