@@ -1,4 +1,4 @@
-"""Access control: keys, hosts and origins, checked before anything else of a request."""
+"""Access control: checks of the API key, the host and the origin, before anything else of a request is read."""
 
 from __future__ import annotations
 

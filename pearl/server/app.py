@@ -1,4 +1,4 @@
-"""The endpoints: check requests, queue their texts for the engine, and send the answers."""
+"""The endpoints: they check requests, queue their texts for the engine, and send the answers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class App:
         self.asgi = self._routed(endpoints, access)
 
     def _endpoints(self) -> list[Endpoint]:
-        """All paths of the server. A new endpoint needs a row here, a method, and the schema of its body."""
+        """Return all paths of the server. A new endpoint needs a row here, a method, and the schema of its body."""
         chat = self._posted(partial(self._read, True))
         completions = self._posted(partial(self._read, False))
         responses = self._posted(self._responses.read)

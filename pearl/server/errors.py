@@ -1,4 +1,4 @@
-"""Errors for clients: OpenAI's error object with its status code, made of errors of the engine and of pydantic."""
+"""Errors for clients: OpenAI's error object and a status code, also for errors that the engine or pydantic raises."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ApiError(Exception):
     Attributes:
         status: the status code of HTTP.
         param: the wrong field of the request, if any.
-        code: a short name for programs.
+        code: a short name that programs can test.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ApiError(Exception):
 
 
 def invalid(param: str, problem: str) -> ApiError:
-    """Refuse a request for its field `param`."""
+    """Make the refusal of a request whose field `param` is wrong."""
     return ApiError(400, f"{param}: {problem}", param=param)
 
 

@@ -22,7 +22,7 @@ _ENDED = ", of texts that came to their end."
 
 
 class Series(NamedTuple):
-    """What Prometheus shows of one kind of measurement.
+    """A series of measurements as Prometheus shows it.
 
     Attributes:
         kind: the class of prometheus_client that counts.

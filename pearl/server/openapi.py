@@ -23,10 +23,10 @@ class Endpoint:
     """A path of the server, from which both its route and its part of the document are made.
 
     Attributes:
-        path: in Starlette's notation, such as /v1/models/{name:path}; {name} is the model's.
+        path: the path in Starlette's notation, such as /v1/models/{name:path}, where {name} is a model.
         answer: the function that answers a request.
-        description: what the answer is; empty: /openapi.json leaves the endpoint out.
-        body: the schema of a POST request; None: the endpoint is for GET.
+        description: what the answer is; /openapi.json leaves out an endpoint without description.
+        body: the schema of a POST request; None if the endpoint is for GET.
     """
 
     path: str
@@ -36,7 +36,7 @@ class Endpoint:
 
 
 def document(endpoints: Sequence[Endpoint], model: str, keyed: bool) -> dict[str, Any]:
-    """Return the whole document. `model`: the name of the model that is served; `keyed`: /v1 needs an API key."""
+    """Return the whole document. `model`: the name of the served model; `keyed`: whether /v1 needs an API key."""
     bodies = [endpoint.body for endpoint in endpoints if endpoint.body is not None]
     paths = {}
     for endpoint in endpoints:

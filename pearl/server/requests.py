@@ -1,4 +1,4 @@
-"""From the body of a request to prompts and options. No I/O; raises `ApiError`s that name the field."""
+"""Turns the body of a request into prompts and options. No I/O; raises `ApiError`s that name the field."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Setup:
 
     Attributes:
         model: the name under which clients request the model.
-        settings: the engine's; their options are the defaults of requests.
+        settings: the engine's settings, whose options are the defaults of requests.
         tools: the format in which the model writes calls.
     """
 
@@ -106,7 +106,7 @@ class TextRequest:
 
 
 def read_request(body: Any, is_chat: bool, setup: Setup) -> TextRequest:
-    """Check the parsed body. `is_chat`: it was sent to /v1/chat/completions."""
+    """Check the parsed body. `is_chat`: whether it was sent to /v1/chat/completions."""
     schema = ChatCompletionRequest if is_chat else CompletionRequest
     request: TextBody = validate(schema, body)
     if request.model != setup.model:

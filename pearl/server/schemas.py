@@ -129,7 +129,7 @@ class Body(BaseModel):
 
 
 def _is_among(value: Any, neutral_values: tuple[Any, ...]) -> bool:
-    """Whether `value` is one of these; in contrast to Python, false is not 0 and true is not 1."""
+    """Return whether `value` is one of these; in contrast to Python, false is not 0 and true is not 1."""
     is_bool = isinstance(value, bool)
     return any(
         value == neutral and isinstance(neutral, bool) is is_bool for neutral in neutral_values
@@ -375,7 +375,7 @@ _FIELDS: dict[str, Any] = {name: _field_of(name) for name in SAMPLING}
 
 
 class SharedRequest(create_model("Sampling", __base__=Body, **_FIELDS)):  # type: ignore[misc]
-    """The fields of both endpoints; those of `RequestOptions` have its bounds."""
+    """The fields that all endpoints share; fields of `RequestOptions` have its bounds."""
 
     unserved: ClassVar = UNSERVED
     model: str

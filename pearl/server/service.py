@@ -1,4 +1,4 @@
-"""The engine as the server uses it: its texts, and what is measured of them."""
+"""The engine as the server uses it: its texts, and the metrics of these."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ Viewer = asyncio.Queue[Event]  # what has not been sent to it
 
 
 class Timeline:
-    """The timeline of the engine whose recordings these are."""
+    """Sends the events of `recording` to viewers, and records while there are any."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording

@@ -1,4 +1,4 @@
-"""Rendering chat templates: messages in the form that each template takes.
+"""Renders chat templates, with the messages in the form that each template takes.
 
 The settings of jinja2 are those of transformers, which takes a process a second to import. A template is untrusted
 code, so it runs in jinja2's sandbox.

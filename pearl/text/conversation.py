@@ -27,7 +27,7 @@ class Turn(BaseModel):
 
 
 class Saved(BaseModel):
-    """The file format. `target`: the model that wrote the replies, for whoever reads the file."""
+    """The file format. `target` is the model that wrote the replies; `load` ignores it."""
 
     model_config = ConfigDict(extra="ignore")  # earlier files have the tokens too
 
@@ -38,7 +38,7 @@ class Saved(BaseModel):
 
 
 class Conversation:
-    """Messages so far.
+    """The messages of a chat so far.
 
     Args:
         tokenizer: the target's.

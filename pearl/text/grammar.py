@@ -1,4 +1,4 @@
-"""Texts held to a grammar, a JSON schema or a regular expression, by llguidance (extra `structured`).
+"""Grammars: llguidance (extra `structured`) keeps texts to a JSON schema or a regular expression.
 
 Which tokens may follow is a function of the text alone, so it applies to target and draft alike: every rule keeps its
 guarantee, and one seed gives one text whatever was proposed.
@@ -63,7 +63,7 @@ def _short(problem: str) -> str:
 
 
 class Guide:
-    """Which tokens may follow one text.
+    """Knows which tokens may follow one text.
 
     Guessed tokens may violate the grammar; they get probability 0 and end their branch.  For the same reason the parser
     may fail on a text that is never committed (no token of the model fits, or the text exceeds a limit); the tokens

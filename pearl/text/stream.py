@@ -1,4 +1,4 @@
-"""From tokens to text, token by token: incremental detokenisation and stop strings.
+"""Turns tokens into text as they come: incremental detokenisation and stop strings.
 
 Pure: the front uses it to show text while it is generated, the target worker to find the token that completes a stop
 string, and both get the same result from the same tokens.  Must not import torch or transformers, nor know where
@@ -60,10 +60,12 @@ Tools = Sequence[dict[str, Any]] | None  # functions that the model may call, in
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back.
+    """Turns text into tokens and back.
 
-    `vocab_size`: ids 0..vocab_size-1 may mean something to it. `chat_template`: its source; empty where there is none.
-    `tool_template`: that of requests with tools; empty where it is the same.
+    Attributes:
+        vocab_size: the number of ids; some may have no token.
+        chat_template: the template's source; empty if there is none.
+        tool_template: the template for requests with tools; empty if it is the same.
     """
 
     vocab_size: int
@@ -245,7 +247,7 @@ class StopMatcher:
         return text[:start]
 
     def end(self, text: str, stop: str) -> str:
-        """Take the last text before a `stop` token; a stop within it has priority. Returns as `push`."""
+        """Take the last text before a `stop` token; a stop within it has priority. Return as `push`."""
         shown = self.push(text)
         if self.matched is None:
             shown += self.flush()

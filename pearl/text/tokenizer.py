@@ -168,7 +168,7 @@ class FileTokenizer(Tokenizer):
         return tokenizer
 
     def read_merges(self) -> None:
-        """Load all that encoding needs, which takes a second for 262,144 tokens. Raises what the library raises."""
+        """Load what encoding needs, which takes a second for 262,144 tokens. Raises what the library raises."""
         self.encode("")
 
     def encode(self, text: str, special: bool = True) -> list[int]:
@@ -323,7 +323,7 @@ def load(
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Copy what a checkpoint says of its tokenizer and of how to sample it. Raises `OSError`."""
+    """Copy the files of a checkpoint's tokenizer, and of its generation settings. Raises `OSError`."""
     for pattern in FILES:
         for file in source.glob(pattern):
             if file.is_file():

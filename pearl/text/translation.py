@@ -15,7 +15,7 @@ _FILLER = (0,)  # for a token that the draft cannot spell
 
 
 class Translation:
-    """From the target's ids to the draft's.
+    """Translates the target's ids to the draft's.
 
     Attributes:
         shared: target id -> draft id, each once, of tokens with the same bytes, and of further tokens that end texts.
