@@ -34,7 +34,7 @@ from pearl.server import openapi
 from pearl.server.access import Access, Checked
 from pearl.server.errors import ApiError, no_model, of_engine
 from pearl.server.http import DONE, AnswerWriter, event, usage
-from pearl.server.openapi import Endpoint
+from pearl.server.openapi import HttpEndpoint
 from pearl.server.request_log import DISCONNECTED, log_refused, log_request
 from pearl.server.requests import Setup, TextRequest, check_fits, read_request
 from pearl.server.responses import Responses, ResponsesRequest
@@ -66,27 +66,27 @@ class App:
         self._document = openapi.document(endpoints, setup.model, keyed=access.key is not None)
         self.asgi = self._routed(endpoints, access)
 
-    def _endpoints(self) -> list[Endpoint]:
+    def _endpoints(self) -> list[HttpEndpoint]:
         """Return all paths of the server. A new endpoint needs a row here, a method, and the schema of its body."""
         chat = self._posted(partial(self._read, True))
         completions = self._posted(partial(self._read, False))
         responses = self._posted(self._responses.read)
         texts = "The texts, at once or as server-sent events."
         return [
-            Endpoint("/v1/timeline", self._live),
-            Endpoint("/v1/models", self._models, "The model that is served."),
-            Endpoint("/v1/models/{name:path}", self._named_model, "A model."),
-            Endpoint("/v1/chat/completions", chat, texts, ChatCompletionRequest),
-            Endpoint("/v1/completions", completions, texts, CompletionRequest),
-            Endpoint("/v1/responses", responses, texts, ResponsesRequest),
-            Endpoint("/", self._page),
-            Endpoint("/health", self._health, "The engine runs."),
-            Endpoint("/metrics", self._metrics),
-            Endpoint("/version", self._version, "The server's version."),
-            Endpoint("/openapi.json", self._openapi),
+            HttpEndpoint("/v1/timeline", self._live),
+            HttpEndpoint("/v1/models", self._models, "The model that is served."),
+            HttpEndpoint("/v1/models/{name:path}", self._named_model, "A model."),
+            HttpEndpoint("/v1/chat/completions", chat, texts, ChatCompletionRequest),
+            HttpEndpoint("/v1/completions", completions, texts, CompletionRequest),
+            HttpEndpoint("/v1/responses", responses, texts, ResponsesRequest),
+            HttpEndpoint("/", self._page),
+            HttpEndpoint("/health", self._health, "The engine runs."),
+            HttpEndpoint("/metrics", self._metrics),
+            HttpEndpoint("/version", self._version, "The server's version."),
+            HttpEndpoint("/openapi.json", self._openapi),
         ]
 
-    def _routed(self, endpoints: list[Endpoint], access: Access) -> Starlette:
+    def _routed(self, endpoints: list[HttpEndpoint], access: Access) -> Starlette:
         open_routes: list[BaseRoute] = []
         keyed_routes: list[BaseRoute] = []
         for endpoint in endpoints:

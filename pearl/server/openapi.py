@@ -19,7 +19,7 @@ _PROBLEMS = (400, 401, 403, 404, 405, 408, 413, 415, 500, 503)
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class HttpEndpoint:
     """A path of the server, from which both its route and its part of the document are made.
 
     Attributes:
@@ -35,7 +35,7 @@ class Endpoint:
     body: type[Body] | None = None
 
 
-def document(endpoints: Sequence[Endpoint], model: str, keyed: bool) -> dict[str, Any]:
+def document(endpoints: Sequence[HttpEndpoint], model: str, keyed: bool) -> dict[str, Any]:
     """Return the whole document. `model`: the name of the served model; `keyed`: whether /v1 needs an API key."""
     bodies = [endpoint.body for endpoint in endpoints if endpoint.body is not None]
     paths = {}
@@ -68,7 +68,7 @@ def _schemas(bodies: Sequence[type[Body]], model: str) -> dict[str, Any]:
     return schemas
 
 
-def _described(endpoint: Endpoint) -> dict[str, Any]:
+def _described(endpoint: HttpEndpoint) -> dict[str, Any]:
     """Return OpenAPI's path item of an endpoint."""
     success = _content(endpoint.description, {"type": "object"})
     responses = {"200": success}
